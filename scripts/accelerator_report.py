@@ -1,22 +1,22 @@
 """Measures in about ten minutes what decides the speed of speculative decoding on a GPU or a TPU.
 
     python scripts/accelerator_report.py --output=accelerator.jsonl
-    python scripts/accelerator_report.py --output=accelerator.jsonl     # goes on where it stopped
+    python scripts/accelerator_report.py --output=accelerator.jsonl     # resumes where it stopped
     specdec figures --records=accelerator.jsonl
 
-It takes whatever device JAX has. The models have the shapes of T5s and weights of no meaning; a coin
-accepts drafted tokens. Measured are copies (the bandwidth) and the bare products of a step, and from
-both the floor; calls of the target over 1 to 64 positions (v) and steps of the drafter (c); whole
-decodes, plain and speculative, by forced acceptance, for several numbers of rows; a token tree and
-beam search; the target in 8 bits, and T5X, where this package or T5X can; the target drafted for by
-its own weights in 8 bits. Smaller targets come before larger ones.
+It takes whatever device JAX has. The models have the shapes of T5s and weights of no meaning;
+drafted tokens are accepted at random. Measured are copies (the bandwidth) and the bare products of
+a step, and from both the floor; calls of the target over 1 to 64 positions (v) and steps of the
+drafter (c); whole decodes, plain and speculative, by synthetic acceptance, for several numbers of
+rows; a token tree and beam search; the target in int8, and T5X, where this package or T5X can; the
+target drafted for by its own weights in int8. Smaller targets come before larger ones.
 
 Every figure is a line of JSON in `--output` as soon as it is there, and a line on the terminal. The
 file's first line has the machine, the versions and the options; a second start with the same skips
-what is there, and with others is refused. What `--minutes` did not suffice for is listed at the end.
-A figure that runs out of memory is a line too: remove it to try again. The programs of a stage are
-compiled side by side, in `--threads`, and kept on disk for the next start. A stage that has begun is
-not cut short: where a process is killed after ten minutes, give `--minutes=6`.
+what is there, and with others is rejected. What `--minutes` did not suffice for is listed at the
+end. A figure that runs out of memory is a line too: remove it to try again. The programs of a stage
+are compiled side by side, in `--threads`, and kept on disk for the next start. A stage that has
+begun is not cut short: where a process is killed after ten minutes, give `--minutes=6`.
 """
 
 import concurrent.futures
@@ -61,7 +61,8 @@ _THREADS = flags.DEFINE_integer("threads", 0, "Programs compiled side by side; 0
 
 
 class Lines:
-    """The file of figures: its head, then a line for each, in the order in which they were measured.
+    """The file of figures: its head, then a line for each, in the order in which they were
+    measured.
 
     Attributes:
       found: the lines by the names of their figures.
@@ -71,7 +72,8 @@ class Lines:
         """Opens the file, or begins it.
 
         Raises:
-          ValueError: another machine, version or option in the file, or something else than figures.
+          ValueError: another machine, version or option in the file, or something else than
+            figures.
         """
         self._file = open(path, "a+b", buffering=0)
         try:
@@ -138,9 +140,9 @@ def compiled(figures: Sequence[Figure], pair, threads: int) -> dict[str, Any]:
         for figure in group:
             begin = time.perf_counter()
             try:
-                arm = figure.arm(pair)
-                jax.block_until_ready(arm())
-                made[figure.name] = arm, time.perf_counter() - begin
+                variant = figure.variant(pair)
+                jax.block_until_ready(variant())
+                made[figure.name] = variant, time.perf_counter() - begin
                 say(f"  compiled in {made[figure.name][1]:.1f} s: {figure.name}")
             except Exception as error:  # one figure's lack of memory is not the end
                 made[figure.name] = error
@@ -154,23 +156,25 @@ def compiled(figures: Sequence[Figure], pair, threads: int) -> dict[str, Any]:
         return {name: found for made in pool.map(make, groups.values()) for name, found in made.items()}
 
 
-def timed(figure: Figure, arm: Callable[[], Any], before: Mapping[str, Any]) -> dict[str, Any]:
+def timed(figure: Figure, variant: Callable[[], Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what is measured of a figure."""
     kept: list[Any] = []
 
     def call():
-        kept[:] = [arm()]
+        kept[:] = [variant()]
         return kept[0]
 
-    seconds = Spread.of(timing.passes(call))
+    seconds = Spread.from_samples(timing.passes(call))
     return figure.read(seconds, kept[0], before)
 
 
 def measured(stage: Stage, figures: Sequence[Figure], threads: int, before: Mapping[str, Any]) -> Iterator[dict]:
     """Loads a stage's models, compiles its programs, and yields a line for each figure as it comes."""
     line = lambda figure, **found: {"figure": figure.name, **figure.about, **found}
-    say(f"{stage.name}: filling weights, then compiling {len({figure.program for figure in figures})} programs for "
-        + "; ".join(figure.name for figure in figures))  # fmt: skip
+    say(
+        f"{stage.name}: making dummy weights, then compiling {len({figure.program for figure in figures})} "
+        "programs for " + "; ".join(figure.name for figure in figures)
+    )
     try:
         pair = stage.load()
         jax.block_until_ready([model.network.params for model in pair if model is not None])
@@ -180,16 +184,16 @@ def measured(stage: Stage, figures: Sequence[Figure], threads: int, before: Mapp
     except Exception as error:
         yield from (line(figure, failed=_reason(error)) for figure in figures)
         return
-    arms = compiled(figures, pair, threads)
+    variants = compiled(figures, pair, threads)
     for figure in figures:
-        found = arms.pop(figure.name)
+        found = variants.pop(figure.name)
         if isinstance(found, Exception):
             yield line(figure, failed=_reason(found))
             continue
-        arm, seconds = found
+        variant, seconds = found
         say(f"  timing {figure.name}")
         try:
-            yield line(figure, **timed(figure, arm, before), compile_seconds=seconds)
+            yield line(figure, **timed(figure, variant, before), compile_seconds=seconds)
         except Exception as error:
             yield line(figure, failed=_reason(error))
 
@@ -237,7 +241,7 @@ def against(setup: Setup) -> dict[str, Any]:
         return {"T5X": None}
     from specdec_jax.interop import t5x
 
-    return {"T5X": lambda target: t5x.benchmark_arm(target, setup.max_new_tokens).decode}
+    return {"T5X": lambda target: t5x.benchmark_variant(target, setup.max_new_tokens).decode}
 
 
 def run(lines: Lines, planned: Sequence[Stage], threads: int, seconds: float) -> list[str]:
@@ -285,7 +289,7 @@ def main(argv) -> None:
         threads = _THREADS.value or min(8, os.cpu_count() or 1)
         missing = run(lines, planned, threads, 60 * _MINUTES.value)
     if missing:
-        say(f"not run, since the time was up: {'; '.join(missing)}; the same command goes on with them")
+        say(f"not run, since the time was up: {'; '.join(missing)}; the same command resumes with them")
     say(f"{len(lines.found)} of {len(names)} figures; `specdec figures --records={_OUTPUT.value}` draws them")
 
 

@@ -1,14 +1,14 @@
 """Compares many drafters on the same sentences: α, tokens per target call, c, v, improvement over plain decoding.
 
     python scripts/compare_drafters.py --input_file=ende/test.tsv.gz --limit=300 --output=drafters.json \
-        --arm=ende/drafter,gamma=4 \
-        --arm=ende/drafter,gamma=4,shortlist=counts.npz,shortlist_size=3072 \
-        --arm=ende/drafter,gamma=8,gamma_policy=heuristic --arm=lookup,gamma=4 --arm=exit:2,gamma=2 \
-        --arm=trigrams.npz,gamma=2
+        --variant=ende/drafter,gamma=4 \
+        --variant=ende/drafter,gamma=4,shortlist=counts.npz,shortlist_size=3072 \
+        --variant=ende/drafter,gamma=8,gamma_policy=heuristic --variant=lookup,gamma=4 --variant=exit:2,gamma=2 \
+        --variant=trigrams.npz,gamma=2
 
-An arm is a value of `specdec generate --drafter`, then any of its flags that concern drafting.
+A variant is a value of `specdec generate --drafter`, then any of its flags that concern drafting.
 Cascades are `vertical|MODEL|INNER|N`, where INNER drafts N tokens at a time for MODEL, and
-`horizontal|FIRST|THEN|N`, with N tokens of FIRST before THEN's. All arms are timed in turn, sentence
+`horizontal|FIRST|THEN|N`, with N tokens of FIRST before THEN's. All variants are timed in turn, sentence
 by sentence. The improvement is in total wall time, encoders included; its median and spread are over
 the passes. At temperature 0 every output is compared with plain decoding's, and differing ones are
 counted (`specdec benchmark` tells which are near-ties).
@@ -28,8 +28,8 @@ import typing
 import numpy as np
 from absl import app, flags
 
-from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis import machine, timing
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands.options import DecodingOptions
 from specdec_jax.commands.sentences import read_sentences
@@ -41,7 +41,7 @@ from specdec_jax.files.writing import check_output, write_file
 
 CASCADES = {"vertical": VerticalCascade, "horizontal": HorizontalCascade}
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
-_ARM = flags.DEFINE_multi_string("arm", None, "DRAFTER[,flag=value ...]; repeatable.", required=True)
+_ARM = flags.DEFINE_multi_string("variant", None, "DRAFTER[,flag=value ...]; repeatable.", required=True)
 _FILE = flags.DEFINE_string(
     "input_file", None, "One sentence a line, or a TSV file, of which the first column is read.", required=True
 )
@@ -50,13 +50,13 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable
 _VERIFIER = flags.DEFINE_string("verifier", "token", "As for `specdec generate`; token gives α at every temperature.")
 _NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most new tokens.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Passes over the sentences.")
-_STEPS = flags.DEFINE_bool("steps", True, "Time c and v too, which compiles two more programs for every arm.")
+_STEPS = flags.DEFINE_bool("steps", True, "Time c and v too, which compiles two more programs for every variant.")
 _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
 
 
-def options_of(arm: str) -> tuple[DecodingOptions, int]:
-    """Returns the options of an arm, and its γ."""
-    drafter, *settings = arm.split(",")
+def options_of(variant: str) -> tuple[DecodingOptions, int]:
+    """Returns the options of a variant, and its γ."""
+    drafter, *settings = variant.split(",")
     drafter = drafter.split("|")[1] if "|" in drafter else drafter
     kinds, chosen, gamma = typing.get_type_hints(DecodingOptions), {}, 4
     for setting in settings:
@@ -64,7 +64,9 @@ def options_of(arm: str) -> tuple[DecodingOptions, int]:
         if name == "gamma":
             gamma = int(value)
         elif name not in kinds:
-            raise ValueError(f"arm: got {setting!r} in {arm!r}, expected gamma or an option of `specdec generate`")
+            raise ValueError(
+                f"variant: got {setting!r} in {variant!r}, expected gamma or an option of `specdec generate`"
+            )
         elif kinds[name] is bool:
             chosen[name] = value.lower() in ("", "true", "1")
         elif kinds[name] == tuple[str, ...]:
@@ -77,67 +79,81 @@ def options_of(arm: str) -> tuple[DecodingOptions, int]:
     ), gamma  # fmt: skip
 
 
-def drafter_of(arm: str, options: DecodingOptions, target):
-    """Returns the drafter of an arm; builds a cascade from its parts."""
+def drafter_of(variant: str, options: DecodingOptions, target):
+    """Returns the drafter of a variant; builds a cascade from its parts."""
     drafter = options.load(target)[1]
-    kind, *parts = arm.split(",")[0].split("|")
+    kind, *parts = variant.split(",")[0].split("|")
     if not parts:
         return drafter
     if kind not in CASCADES or len(parts) != 3 or not parts[2].isdigit():
         expected = "vertical|MODEL|INNER|N or horizontal|FIRST|THEN|N"
-        raise ValueError(f"arm: got {arm!r}, expected {expected}")
+        raise ValueError(f"variant: got {variant!r}, expected {expected}")
     second = dataclasses.replace(options, drafter=parts[1], shortlist=None, shortlist_size=0, drafter_int8=False)
     cascade = CASCADES[kind](drafter, second.load(target)[1], int(parts[2]))
     check_pair(target, cascade)
     return cascade
 
 
-def decoder(options: DecodingOptions, gamma: int, target, drafter) -> analysis_arms.Arm:
+def decoder(options: DecodingOptions, gamma: int, target, drafter) -> analysis_variants.Variant:
     how = options.decoding(plain=drafter is None) | dict(
         drafter=drafter, gamma=options.gamma_of(gamma) if drafter else 0
     )
-    return analysis_arms.Arm(gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
+    return analysis_variants.Variant(gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
 
 
 def main(argv) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
     check_output(_OUTPUT.value)
-    asked = {arm: options_of(arm) for arm in _ARM.value}
+    asked = {variant: options_of(variant) for variant in _ARM.value}
     for options, _ in asked.values():
         options.check()
     if len({(options.dtype, options.vocabulary, options.mesh) for options, _ in asked.values()}) > 1:
         raise ValueError(
-            "arm: got different values of dtype, vocabulary or mesh, expected the same in all, which share one target"
+            "variant: got different values of dtype, vocabulary or mesh, expected the same in all, which share "
+            "one target"
         )
     plain = dataclasses.replace(next(iter(asked.values()))[0], drafter=None, gamma_policy="fixed", gamma_settings=(),
                                 shortlist=None, shortlist_size=0, drafter_int8=False)  # fmt: skip
     target, _ = plain.load()
     sentences = [line.partition("\t")[0] for line in read_sentences([], _FILE.value)][: _LIMIT.value or None]
     ids = encode(target, sentences, plain.max_input_length)
-    batches = analysis_arms.cut(sentences, ids, 1, plain.seed)
-    arms, models = {"plain": decoder(plain, 0, target, None)}, {}
+    batches = analysis_variants.cut(sentences, ids, 1, plain.seed)
+    variants, models = {"plain": decoder(plain, 0, target, None)}, {}
     for name, (options, gamma) in asked.items():
         models[name] = target, drafter_of(name, options, target)
-        arms[name] = decoder(options, gamma, *models[name])
+        variants[name] = decoder(options, gamma, *models[name])
     longest = max(batch.padded for batch in batches)
     steps = {}
     if _STEPS.value:
         state = timing.iteration_state(target, None, 1, longest, 0, **plain.decoding(plain=True))
-        steps["plain"] = timing.iteration_arm(*state)
+        steps["plain"] = timing.iteration_variant(*state)
     for name, (options, gamma) in asked.items():
         if _STEPS.value and options.gamma_policy == "fixed" and "|" not in name:
             state = timing.iteration_state(*models[name], 1, longest, gamma, **options.decoding())
-            steps |= {f"call, {name}": timing.call_arm(*state), f"iteration, {name}": timing.iteration_arm(*state)}
-    analysis_arms.warm_up(arms, steps, batches)
-    times = analysis_arms.time_steps(steps, _REPEATS.value) if steps else {}
+            steps |= {
+                f"call, {name}": timing.call_variant(*state),
+                f"iteration, {name}": timing.iteration_variant(*state),
+            }
+    analysis_variants.warm_up(variants, steps, batches)
+    times = analysis_variants.time_steps(steps, _REPEATS.value) if steps else {}
     for turn in range(_REPEATS.value):
-        analysis_arms.one_pass(arms, batches, turn, f"pass {turn + 1} of {_REPEATS.value}")
-    rows = [row(name, arm, arms["plain"]) | costs(name, arm, times) for name, arm in arms.items() if name != "plain"]
-    record = {"machine": machine.machine(), "target": _TARGET.value, "input_file": _FILE.value,
+        analysis_variants.one_pass(variants, batches, turn, f"pass {turn + 1} of {_REPEATS.value}")
+    rows = [
+        row(name, variant, variants["plain"]) | costs(name, variant, times)
+        for name, variant in variants.items()
+        if name != "plain"
+    ]
+    record = {
+        "machine": machine.machine(),
+        "target": _TARGET.value,
+        "input_file": _FILE.value,
         "sentences": len(sentences),
-              "temperature": _TEMPERATURE.value, "verifier": _VERIFIER.value, "plain_seconds": arms["plain"].seconds,
-              "arms": rows}  # fmt: skip
+        "temperature": _TEMPERATURE.value,
+        "verifier": _VERIFIER.value,
+        "plain_seconds": variants["plain"].seconds,
+        "variants": rows,
+    }
     if _OUTPUT.value:
         write_file(_OUTPUT.value, json.dumps(record, indent=1) + "\n")
     print(
@@ -151,31 +167,31 @@ def main(argv) -> None:
         everywhere, drafted = ("-" if alpha is None else f"{alpha:.3f}" for alpha in rates)
         differ = "-" if line["differ"] is None else line["differ"]
         counts = f"{line['tokens_per_call']:>13.2f}{line['drafted_per_call']:>14.2f}"
-        print(f"{everywhere:>7}{drafted:>9}{counts}{c:>8}{v:>8}{shown:>25}{differ:>8}  {line['arm']}")
+        print(f"{everywhere:>7}{drafted:>9}{counts}{c:>8}{v:>8}{shown:>25}{differ:>8}  {line['variant']}")
 
 
-def costs(name: str, arm: analysis_arms.Arm, times: dict[str, Spread]) -> dict:
+def costs(name: str, variant: analysis_variants.Variant, times: dict[str, Spread]) -> dict:
     """Returns c and v, from medians."""
     if f"call, {name}" not in times:
         return {"cost_ratio": None, "verify_cost": None}
     call, both = times[f"call, {name}"].median, times[f"iteration, {name}"].median
     step = times["plain"].median
-    return {"cost_ratio": max(0.0, both - call) / arm.gamma / step, "verify_cost": call / step}
+    return {"cost_ratio": max(0.0, both - call) / variant.gamma / step, "verify_cost": call / step}
 
 
-def row(name: str, arm: analysis_arms.Arm, plain: analysis_arms.Arm) -> dict:
-    examined = sum(int(result.stats.examined_by_position.sum()) for result in arm.results)
-    calls, accepted = arm.total("target_calls"), arm.total("accepted")
-    differ = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(arm.results, plain.results, strict=True))
-    per_token = plain.seconds_per_token / arm.seconds_per_token
+def row(name: str, variant: analysis_variants.Variant, plain: analysis_variants.Variant) -> dict:
+    examined = sum(int(result.stats.examined_by_position.sum()) for result in variant.results)
+    calls, accepted = variant.total("target_calls"), variant.total("accepted")
+    differ = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(variant.results, plain.results, strict=True))
+    per_token = plain.seconds_per_token / variant.seconds_per_token
     return {
-        "arm": name,
-        "alpha": accepted / (examined + arm.total("undrafted")) if examined else None,
+        "variant": name,
+        "alpha": accepted / (examined + variant.total("undrafted")) if examined else None,
         "alpha_where_drafted": accepted / examined if examined else None,
-        "tokens_per_call": arm.tokens / max(calls, 1),
-        "drafted_per_call": arm.total("drafted") / max(calls, 1),
-        "improvement": Spread.of(per_token)._asdict(),
-        "compile_seconds": arm.compile_seconds,
+        "tokens_per_call": variant.tokens / max(calls, 1),
+        "drafted_per_call": variant.total("drafted") / max(calls, 1),
+        "improvement": Spread.from_samples(per_token)._asdict(),
+        "compile_seconds": variant.compile_seconds,
         "differ": differ if _TEMPERATURE.value == 0 else None,
     }
 

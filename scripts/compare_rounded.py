@@ -1,15 +1,15 @@
-"""Measures what weights in 8 bits change: laws, outputs, BLEU, and the acceptance of a drafter.
+"""Measures what weights in int8 change: distributions, outputs, BLEU, and the acceptance of a drafter.
 
     python scripts/compare_rounded.py --target=flan-t5-large/ --drafter=flan-t5-small/ --input_file=test.txt
     python scripts/compare_rounded.py --target=ende/target --drafter=ende/drafter \
         --input_file=ende/test.tsv.gz --move_weights --output=rounded.json
     python scripts/compare_rounded.py --preset=t5_1_1/large --limit=16
 
-The model decodes the inputs with all of its precision. The laws of its rounded form (`--quantize`) are
+The model decodes the inputs with all of its precision. The distributions of its rounded form (`--quantize`) are
 compared with its own at every token of these outputs, and so are those of the drafter with both. Then
 the rounded form decodes too. Both forms are in memory at the same time.
 
-The output of a rounded model follows another law than the full model's: speculative decoding does not
+The output of a rounded model follows another distribution than the full model's: speculative decoding does not
 change that. This script tells how far apart the two are for your model and your text. Presets have
 random weights, as training begins with, and an encoder of one layer: of them only the error of the
 logits says something.
@@ -25,12 +25,12 @@ from specdec_jax.analysis import machine, rounding
 from specdec_jax.analysis.quality import quality
 from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.checks import check_pair
+from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.inputs import encode
-from specdec_jax.decoding.jobs import decode_all
 from specdec_jax.decoding.progress import track, waiting
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import check_output, write_file
-from specdec_jax.models import panels
+from specdec_jax.models import packed_weights
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -42,7 +42,7 @@ _DRAFTER = flags.DEFINE_string("drafter", None, "Folder or bundled name of a dra
 _QUANTIZE = flags.DEFINE_enum("quantize", "int8", ["int8", "w8a8"], "How the model is rounded, as for `specdec`.")
 _MOVE = flags.DEFINE_bool(
     "move_weights", False,
-    "First move every weight at random by up to half a step of the rounding: for models that are stored in 8 bits, "
+    "First move every weight at random by up to half a step of the rounding: for models that are stored in int8, "
     "which rounding again would not change.",
 )  # fmt: skip
 _DTYPE = flags.DEFINE_enum(
@@ -61,7 +61,7 @@ _PRESET_INPUT, _PRESET_ROWS = 64, 64  # ids in an input of a preset; inputs
 def models() -> tuple[LanguageModel, LanguageModel, LanguageModel | None]:
     """Returns the full model, its rounded form, and the drafter."""
     if _PRESET.value:
-        panels.check_quantize(
+        packed_weights.check_quantize(
             _QUANTIZE.value, loader.choose_dtype(_DTYPE.value, _PRESET.value, lambda line: None), False
         )
         config = PRESETS[_PRESET.value].replace(dtype=loader.choose_dtype(_DTYPE.value, _PRESET.value))
@@ -89,8 +89,8 @@ def texts_of(path: str) -> tuple[list[str], list[str] | None]:
     """Returns the inputs of a file and the references, None if it has none.
 
     Raises:
-      ValueError: no such file, one without lines, some lines with a reference and others without, or
-        references without sacrebleu.
+      ValueError: no such file, one without lines, some lines with a reference and others without,
+        or references without sacrebleu.
     """
     try:
         lines = [line.split("\t") for line in text_files.read_lines(path)][: _LIMIT.value or None]

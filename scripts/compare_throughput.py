@@ -23,9 +23,9 @@ from specdec_jax.analysis import machine, timing
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands.generate import GenerateOptions
 from specdec_jax.commands.sentences import read_sentences
+from specdec_jax.decoding.continuous_batching import decode_stream
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import encode
-from specdec_jax.decoding.jobs import decode_stream
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.progress import Progress
 from specdec_jax.files.writing import check_output, write_file
@@ -97,10 +97,10 @@ def main(argv) -> None:
             seconds[name].append(one_pass(name, f"{name}, pass {turn + 1} of {_REPEATS.value}"))
     differ = sum(any(other != found[0] for other in found[1:]) for found in zip(*outputs.values(), strict=True))
     ratios = {
-        f"refilled / {name}": Spread.of(np.array(seconds[name]) / np.array(seconds["refilled"]))._asdict()
+        f"refilled / {name}": Spread.from_samples(np.array(seconds[name]) / np.array(seconds["refilled"]))._asdict()
         for name in _WAYS[:-1]
     }
-    speed = {name: Spread.of(len(sentences) / np.array(times))._asdict() for name, times in seconds.items()}
+    speed = {name: Spread.from_samples(len(sentences) / np.array(times))._asdict() for name, times in seconds.items()}
     record = {
         "machine": machine.machine(), "target": _TARGET.value, "drafter": _DRAFTER.value, "gamma": _GAMMA.value,
         "gamma_policy": _POLICY.value, "temperature": _TEMPERATURE.value, "max_new_tokens": _NEW.value,

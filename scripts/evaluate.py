@@ -20,8 +20,8 @@ from absl import app, flags
 from specdec_jax.analysis import near_ties
 from specdec_jax.analysis.quality import quality
 from specdec_jax.checkpoints import loader
+from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.inputs import encode
-from specdec_jax.decoding.jobs import decode_all
 from specdec_jax.decoding.progress import track
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import check_output, write_file

@@ -11,7 +11,7 @@ its loops a record is printed: the kernels that a pass launches, those in a deco
 the trip count. Where it is null, the host waits for the GPU before each pass. The last loop is the
 one over iterations; before it come those of the drafter: catching up, which runs only after a full
 acceptance, and the draft. The levels of a tree and of beams are not loops, but written out. With
-`--quantize=int8` the target's weights are in 8 bits; `widened` lists those that are written to
+`--quantize=int8` the target's weights are in int8; `widened` lists those that are written to
 memory in a wider dtype before a product reads them. These are counts of a compiled program, not
 measurements.
 """
@@ -37,7 +37,7 @@ _GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration; 0: plai
 _TREE = flags.DEFINE_string("tree", None, "A tree in the place of γ, as for `specdec generate`, such as widths:3,2,1.")
 _BEAMS = flags.DEFINE_integer("num_beams", None, "Beams of a beam search; none without.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
-_QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8"], "Kernels of the target in 8 bits, inputs in bfloat16.")
+_QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8"], "Kernels of the target in int8, inputs in bfloat16.")
 _INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
@@ -79,7 +79,8 @@ def main(argv):
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     if _TREE.value and _BEAMS.value:
         raise app.UsageError(f"tree: got {_TREE.value} with --num_beams={_BEAMS.value}, expected one of the two")
-    # JAX compares the versions of libraries that only a program on a GPU needs, and not every machine can load.
+    # JAX compares the versions of libraries that only a program on a GPU needs, and not every
+    # machine can load.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         topology = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")

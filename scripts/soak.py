@@ -1,4 +1,5 @@
-"""Runs many requests, and checks that nothing recompiles after warm-up and that memory and acceptance stay steady.
+"""Runs many requests, and checks that nothing recompiles after warm-up and that memory and
+acceptance stay steady.
 
     python scripts/soak.py --target=ende/target --drafter=ende/drafter --requests=10000
 
@@ -39,7 +40,8 @@ _DRIFT = flags.DEFINE_float(
     "max_drift", 0.03, "The most by which a tenth's acceptance rate may differ from the overall rate."
 )
 
-# Each combination of these compiles once. Everything else is traced, and drawn anew for every request.
+# Each combination of these compiles once. Everything else is traced, and drawn anew for every
+# request.
 _KINDS = ("argmax", "sampled", "filtered", "processed")
 _VERIFIERS = ("token", "block")
 

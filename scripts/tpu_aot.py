@@ -1,12 +1,13 @@
-"""Compiles one speculative iteration ahead of time for a TPU, without a TPU, and says whether it fits.
+"""Compiles one speculative iteration ahead of time for a TPU, without a TPU, and says whether it
+fits.
 
-    pip install '.[tpu-aot]'
-    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
-    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --chip=all     # a line for each TPU: does it fit, how fast at best
-    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times        # also estimates times, for table 2 of the paper
-    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --tree=widths:4,3,2,1  # a tree of 65 nodes in the place of γ
-    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --mesh=1x4     # on the four chips of a v4-8
-    JAX_PLATFORMS=cpu python scripts/tpu_aot.py --num_beams=4 --gamma=3 --iteration    # speculative beam search
+    pip install '.[tpu-aot]' JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl
+    --drafter=t5_1_1/small --gamma=7 JAX_PLATFORMS=cpu python scripts/tpu_aot.py --chip=all # a line
+    for each TPU: does it fit, how fast at best JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times
+    # also estimates times, for table 2 of the paper JAX_PLATFORMS=cpu python scripts/tpu_aot.py
+    --tree=widths:4,3,2,1 # a tree of 65 nodes in the place of γ JAX_PLATFORMS=cpu python
+    scripts/tpu_aot.py --mesh=1x4 # on the four chips of a v4-8 JAX_PLATFORMS=cpu python
+    scripts/tpu_aot.py --num_beams=4 --gamma=3 --iteration # speculative beam search
 
 The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify,
 commit, in its loop); for a beam search `begin` and `search`, which the package runs as one program.
@@ -60,7 +61,7 @@ _TREE = flags.DEFINE_string("tree", None, "A tree in the place of γ, as for `sp
 _BEAMS = flags.DEFINE_integer("num_beams", None, "Beams of a beam search; none without.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("beam_width", None, "Nodes of each drafted level, by default twice the beams.")
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
-_QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8"], "Kernels of the target in 8 bits, inputs in bfloat16.")
+_QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8"], "Kernels of the target in int8, inputs in bfloat16.")
 _INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
@@ -112,7 +113,8 @@ def report(case: Case, chip: Chip) -> dict:
         write_file(_TEXT.value, text)
     memory = loop.memory_analysis()
     weights, caches = (size(target) + size(drafter)) / GB, size(state) / GB
-    # Both models' encoders stay in memory beside the loop, whose program takes only the decoders' weights.
+    # Both models' encoders stay in memory beside the loop, whose program takes only the decoders'
+    # weights.
     needed = weights + caches + max(memory.temp_size_in_bytes, encoders.temp_size_in_bytes) / GB
     read = [(1, target), *([(case.gamma, drafter.network)] if drafter else [])]
     return {
@@ -143,7 +145,8 @@ def _tree_calls(case: Case, chip: Chip) -> dict:
 
 
 def every_chip(arguments: list[str]) -> int:
-    """Prints the table, each line as soon as it is there; returns 1 if a chip's programs do not fit."""
+    """Prints the table, each line as soon as it is there; returns 1 if a chip's programs do not
+    fit."""
     print("estimates by the TPU compiler, ahead of time; nothing here is a measurement")
     print("chip     needed, GB     fits   iteration     floor    iteration / floor", flush=True)
     codes = []
@@ -157,7 +160,7 @@ def every_chip(arguments: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> None:
-    """Refuses what the command line cannot mean."""
+    """Rejects what the command line cannot mean."""
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     if _QUANTIZE.value and _MESH.value:
@@ -200,7 +203,7 @@ def main(argv):
         result = report(case, chip)
     except jax.errors.JaxRuntimeError as error:  # most often the compiler's, that the memory does not suffice
         why = " ".join(str(error).split())
-        print(json.dumps({"what": "refused by the compiler", "chip": _CHIP.value, "failed": why[:1000]}, indent=2))
+        print(json.dumps({"what": "rejected by the compiler", "chip": _CHIP.value, "failed": why[:1000]}, indent=2))
         sys.exit(1)
     if case.tree:
         result |= _tree_calls(case, chip)

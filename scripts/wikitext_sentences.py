@@ -27,8 +27,8 @@ _EXCLUDE = flags.DEFINE_list("exclude", [], "TSV files whose sources (the text b
 
 _SHORTEST, _LONGEST = 4, 45  # words, punctuation among them
 _BOUNDARY = re.compile(r'(?<=[.!?]) (?=[A-Z"])')
-# In this order: joints inside words and numbers, closing and opening marks, endings that begin with an
-# apostrophe, quotations, ranges.
+# In this order: joints inside words and numbers, closing and opening marks, endings that begin with
+# an apostrophe, quotations, ranges.
 _JOINED = tuple(
     (re.compile(pattern), joined)
     for pattern, joined in (

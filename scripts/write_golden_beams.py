@@ -1,10 +1,13 @@
-"""Writes tests/golden/hf_beams.npz: what transformers' beam search makes of the golden models beside it.
+"""Writes tests/golden/hf_beams.npz: what transformers' beam search makes of the golden models
+beside it.
 
-Needs torch and transformers (5 or newer). Run from the repository root: `python scripts/write_golden_beams.py`.
+Needs torch and transformers (5 or newer). Run from the repository root: `python
+scripts/write_golden_beams.py`.
 
-For each model and each of its searches, by name: `NAME/SEARCH/tokens [B, K, T]` new tokens with EOS, then −1, best
-hypothesis first; `…/scores [B, K]`; `…/sound [B]`, whether a search in float64 comes to the same tokens, so that no
-decision was a matter of rounding. `searches` is a JSON object: their options, by name.
+For each model and each of its searches, by name: `NAME/SEARCH/tokens [B, K, T]` new tokens with
+EOS, then −1, best hypothesis first; `…/scores [B, K]`; `…/sound [B]`, whether a search in float64
+comes to the same tokens, so that no decision was a matter of rounding. `searches` is a JSON object:
+their options, by name.
 """
 
 import json
@@ -32,7 +35,8 @@ SEARCHES = {
 
 
 def search(model, io, options: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens `[B, K, STEPS]`, −1 past the end, and scores `[B, K]`; each row by itself, without padding."""
+    """Tokens `[B, K, STEPS]`, −1 past the end, and scores `[B, K]`; each row by itself, without
+    padding."""
     import torch
 
     options, tokens, scores = dict(options), [], []

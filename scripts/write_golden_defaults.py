@@ -1,14 +1,15 @@
-"""Writes tests/golden/hf_defaults.json: what transformers generates where only a folder says how to decode.
+"""Writes tests/golden/hf_defaults.json: what transformers generates where only a folder says how to
+decode.
 
 Needs torch and transformers (5 or newer); the package itself needs neither. Run from the repository
 root: `python scripts/write_golden_defaults.py [tests/golden]`, after `write_golden_hf.py`, whose
 models and inputs are used.
 
 Each case has the model, the fields that are added to its generation_config.json ("generation") or,
-without that file, to its config.json ("config"), and `tokens`: for every input the new tokens, up to
-the first EOS; with several outputs for each input, side by side. Where the fields sample, the case
-has `scores` instead: the logits of the first new token after all processors, null where they are −inf.
-Prompts of the GPT-2 are decoded one by one, since transformers counts padding as length.
+without that file, to its config.json ("config"), and `tokens`: for every input the new tokens, up
+to the first EOS; with several outputs for each input, side by side. Where the fields sample, the
+case has `scores` instead: the logits of the first new token after all processors, null where they
+are −inf. Prompts of the GPT-2 are decoded one by one, since transformers counts padding as length.
 """
 
 import json

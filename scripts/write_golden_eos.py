@@ -4,9 +4,9 @@ Needs transformers (5 or newer) with sentencepiece, which the package does not. 
 repository root: `python scripts/write_golden_eos.py`. The tokenizer is that of
 tests/golden/hf_tokenizer, whose vocabulary comes from synthetic sentences.
 
-The file holds `eos_ids` (`</s>`, the full stop and a sentinel), and for each output its `ids`, up to
-and with the first EOS id if there is one, and the `text` that
-`decode(ids, skip_special_tokens=True)` gives.
+The file holds `eos_ids` (`</s>`, the full stop and a sentinel), and for each output its `ids`, up
+to and with the first EOS id if there is one, and the `text` that `decode(ids,
+skip_special_tokens=True)` gives.
 """
 
 import json

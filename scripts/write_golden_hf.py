@@ -1,4 +1,5 @@
-"""Writes tests/golden/hf_*: tiny T5-family models, a GPT-2 and tokenizers, as transformers computes and saves them.
+"""Writes tests/golden/hf_*: tiny T5-family models, a GPT-2 and tokenizers, as transformers computes
+and saves them.
 
 Needs torch, transformers (5 or newer), sentencepiece, protobuf, safetensors; the package itself
 needs neither torch nor transformers. Run from the repository root:
@@ -6,16 +7,16 @@ needs neither torch nor transformers. Run from the repository root:
 Every model is randomly initialised from a seed, so that nothing here derives from anybody's weights
 or texts.
 
-Each model's `io.npz` holds, for B = 4 rows of which two are padded:
-  inputs [B, L], input_lengths [B]: encoder ids, 0 after the length.
-  decoder_tokens [B, T], logits [B, T, V]: teacher-forced decoder inputs, start token first, and their logits.
-  greedy [B, T], greedy_margin [B, T]: new tokens of a batched greedy decode, 0 after the EOS, and the difference
+Each model's `io.npz` holds, for B = 4 rows of which two are padded: inputs [B, L], input_lengths
+  [B]: encoder ids, 0 after the length. decoder_tokens [B, T], logits [B, T, V]: teacher-forced
+  decoder inputs, start token first, and their logits. greedy [B, T], greedy_margin [B, T]: new
+  tokens of a batched greedy decode, 0 after the EOS, and the difference
     between the two largest logits at each (infinite after the EOS).
-  greedy_alone [B, T]: the same, with each row decoded alone without padding.
-  early_eos_id [], greedy_early [B, T]: the same batch with another EOS id, one that occurs in the decodes above.
+  greedy_alone [B, T]: the same, with each row decoded alone without padding. early_eos_id [],
+  greedy_early [B, T]: the same batch with another EOS id, one that occurs in the decodes above.
 
-For the GPT-2, `inputs` are prompts of 1 to L ids, among them 0; `decoder_tokens` are whole sequences
-that begin with the prompts; `greedy` is a left-padded batch, as transformers wants it;
+For the GPT-2, `inputs` are prompts of 1 to L ids, among them 0; `decoder_tokens` are whole
+sequences that begin with the prompts; `greedy` is a left-padded batch, as transformers wants it;
 `unconditional [T]` continues <|endoftext|> alone. After an EOS comes −1.
 """
 
@@ -31,7 +32,8 @@ import numpy as np
 LENGTH, TARGET = 12, 16
 SHAPE = dict(d_model=32, d_kv=12, num_heads=2, d_ff=48, num_layers=2, vocab_size=96, dropout_rate=0.0)
 MODELS = {
-    # name: (class of model, configuration beyond SHAPE, separate head, shard size, ids of the generation config, seed)
+    # name: (class of model, configuration beyond SHAPE, separate head, shard size, ids of the
+    # generation config, seed)
     "hf_t5_1_0": ("T5", dict(feed_forward_proj="relu"), False, "1GB", dict(), 14),
     "hf_t5_1_1": (
         "T5",

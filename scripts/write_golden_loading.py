@@ -1,4 +1,5 @@
-"""Writes tests/golden/hf_choices.json and hf_embeddings.npz: what transformers loads of ambiguous folders.
+"""Writes tests/golden/hf_choices.json and hf_embeddings.npz: what transformers loads of ambiguous
+folders.
 
 Needs torch, transformers (5 or newer) and safetensors; the package itself needs neither torch nor
 transformers. Run from the repository root: `python scripts/write_golden_loading.py [tests/golden]`.
@@ -63,7 +64,8 @@ def choices() -> dict[str, str]:
 
 
 def _save_beside(model, path: pathlib.Path, name: str) -> None:
-    """Adds the model's weights to a folder under `name`, and keeps what is there, as another run of a script would."""
+    """Adds the model's weights to a folder under `name`, and keeps what is there, as another run of
+    a script would."""
     import torch
 
     with tempfile.TemporaryDirectory() as folder:

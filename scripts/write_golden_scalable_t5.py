@@ -1,13 +1,14 @@
-"""Writes tests/golden/t5x_scalable_t5.npz: a tiny network of T5X's `scalable_t5`, and what T5X computes with it.
+"""Writes tests/golden/t5x_scalable_t5.npz: a tiny network of T5X's `scalable_t5`, and what T5X
+computes with it.
 
-Needs T5X; the package itself does not. Run from the repository root:
-`python scripts/write_golden_scalable_t5.py [folder]`. In this network every layer has a relative
-position table of its own, and layers are stacked on axis 1. Parameters are random numbers from a seed.
+Needs T5X; the package itself does not. Run from the repository root: `python
+scripts/write_golden_scalable_t5.py [folder]`. In this network every layer has a relative position
+table of its own, and layers are stacked on axis 1. Parameters are random numbers from a seed.
 
 The file holds the parameters by T5X's names, `/`-joined; `config` (JSON); and for B = 3 rows of
 which two are padded:
-  inputs [B, L], input_lengths [B]: encoder ids, 0 after the length.
-  decoder_tokens [B, T], logits [B, T, V]: teacher-forced decoder inputs, the start token 0 first, and
+  inputs [B, L], input_lengths [B]: encoder ids, 0 after the length. decoder_tokens [B, T], logits
+  [B, T, V]: teacher-forced decoder inputs, the start token 0 first, and
     their logits.
   greedy [B, T], greedy_margin [B, T]: T5X's own argmax decode without an EOS, and the difference
     between the two largest logits at each token.

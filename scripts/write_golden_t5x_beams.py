@@ -1,6 +1,7 @@
 """Writes tests/golden/t5x_beams.npz: what T5X's beam search makes of the golden T5X checkpoint.
 
-Needs T5X. Run from the repository root: `PYTHONPATH=.:tests/support python scripts/write_golden_t5x_beams.py`.
+Needs T5X. Run from the repository root: `PYTHONPATH=.:tests/support python
+scripts/write_golden_t5x_beams.py`.
 
 For each search, by name: `NAME/tokens [4, K, 16]` and `NAME/scores [4, K]`, as T5X gives them, the
 best hypothesis last. `searches` is a JSON object: by name `num_decodes`, `alpha`, `eos_id` and

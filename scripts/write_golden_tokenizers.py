@@ -1,4 +1,5 @@
-"""Writes tests/golden/hf_tokenizers.json: what transformers makes of small folders with a tokenizer.
+"""Writes tests/golden/hf_tokenizers.json: what transformers makes of small folders with a
+tokenizer.
 
 Needs transformers 5.24, sentencepiece, protobuf; the package needs no transformers. Run from the
 repository root, after `write_golden_hf.py`: `python scripts/write_golden_tokenizers.py`. It also

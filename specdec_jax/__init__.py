@@ -4,11 +4,11 @@
 from specdec_jax.checkpoints.converter import convert, save
 from specdec_jax.checkpoints.loader import bundled, load
 from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.continuous_batching import Output, decode_stream
 from specdec_jax.decoding.generate import generate, warm_up
-from specdec_jax.decoding.jobs import Output, decode_stream
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prepare
-from specdec_jax.decoding.results import GenerationResult, NotNumbers, Stats, finish
+from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError, Stats, finish
 from specdec_jax.decoding.stream import Piece, stream
 from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.assisted import AssistedNGramDrafter
@@ -30,7 +30,7 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.sharding import make_mesh
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.gamma import Confidence, Entropy, EntropyBound, Heuristic, Policy, Renewal
+from specdec_jax.speculative.policies import Confidence, CostAware, Entropy, EntropyBound, Heuristic, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import Chains, DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
@@ -42,6 +42,7 @@ __all__ = [
     "AssistedNGramDrafter",
     "Chains",
     "Confidence",
+    "CostAware",
     "Drafter",
     "DynamicTree",
     "EarlyExitDrafter",
@@ -58,13 +59,12 @@ __all__ = [
     "MergedDrafter",
     "ModelDrafter",
     "NGramDrafter",
-    "NotNumbers",
+    "NonFiniteLogitsError",
     "Output",
     "Piece",
     "Policy",
     "PromptLookupDrafter",
     "RandomDrafter",
-    "Renewal",
     "SamplingConfig",
     "SelfDrafter",
     "Stats",

@@ -14,7 +14,8 @@ from absl.flags import FLAGS
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"  # no number changes its type unasked
-# XLA's newer way of emitting fused loops takes more than half of the time of a compilation without optimisation.
+# XLA's newer way of emitting fused loops takes more than half of the time of a compilation without
+# optimisation.
 QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 
@@ -59,12 +60,12 @@ def nothing_measured():
     """Makes `gamma="auto"` mean 4, as on a mesh, since measuring every toy model would take most of
     the time.
 
-    `test_auto.py` measures.
+    `test_adaptive_gamma.py` measures.
     """
-    from specdec_jax.decoding import costs
+    from specdec_jax.decoding import autotune
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "measurable", lambda network: False)
+        patch.setattr(autotune, "measurable", lambda network: False)
         yield
 
 

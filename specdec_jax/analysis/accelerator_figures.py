@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.analysis import arms, timing
-from specdec_jax.analysis.products import Products, products_arms
+from specdec_jax.analysis import timing, variants
+from specdec_jax.analysis.matmul_roofline import Products, products_variants
 from specdec_jax.analysis.timing import STEPS, Spread
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.results import GenerationResult
@@ -20,14 +20,15 @@ from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.tree_text import read_tree
-from specdec_jax.speculative.verifiers import FORCED
+from specdec_jax.speculative.verifiers import SYNTHETIC
 
-# Bytes that are copied to measure the bandwidth, with tiny shapes fewer, and how often in one program.
+# Bytes that are copied to measure the bandwidth, with tiny shapes fewer, and how often in one
+# program.
 _COPIED, _COPIED_TINY, _COPIES = 2**30, 2**16, 16
-# The acceptance that is forced where a target's own weights in 8 bits draft for it.
+# The acceptance that is forced where a target's own weights in int8 draft for it.
 _OWN_ALPHA = 0.99
 # Another implementation's way to decode one batch, made of the target.
-Against = Callable[[LanguageModel], Callable[[arms.Batch], GenerationResult]]
+Against = Callable[[LanguageModel], Callable[[variants.Batch], GenerationResult]]
 
 
 class NotHere(Exception):
@@ -45,7 +46,7 @@ class Setup:
       input_length, max_new_tokens: lengths of all inputs and outputs.
       gamma: γ of all chains.
       widths: numbers of positions of target calls; 1 and γ + 1 are among them.
-      alphas: acceptance rates that a coin forces.
+      alphas: synthetic acceptance rates.
       batches: numbers of rows.
       num_beams, levels: beams of a search, and levels that are drafted for it.
       tree: a tree as text.
@@ -94,15 +95,15 @@ class Figure(NamedTuple):
       name: unique name.
       about: what the figure's line says besides what is measured.
       program: name of the program that it runs; of figures with the same, one alone compiles.
-      arm: makes the call.
-      read: returns what the line says of the seconds of one call, what the last call returned, and the
-        lines before by name.
+      variant: makes the call.
+      read: returns what the line says of the seconds of one call, what the last call returned, and
+        the lines before by name.
     """
 
     name: str
     about: dict[str, Any]
     program: str
-    arm: Callable[[Pair], Callable[[], Any]]
+    variant: Callable[[Pair], Callable[[], Any]]
     read: Callable[[Spread, Any, Mapping[str, Any]], dict[str, Any]]
 
 
@@ -125,11 +126,11 @@ def _gain(name: str, found: Mapping[str, Any], other: Mapping[str, Any]) -> dict
 
 
 def copy(setup: Setup) -> Figure:
-    """Returns the figure of the bandwidth: of copies in place, many in one program, so that what the host
-    takes to launch it does not count."""
+    """Returns the figure of the bandwidth: of copies in place, many in one program, so that what
+    the host takes to launch it does not count."""
     size = _COPIED_TINY if setup.tiny else _COPIED
 
-    def arm(_):
+    def variant(_):
         kept = [jnp.ones(size // 4, jnp.int32)]
 
         def call():
@@ -142,27 +143,27 @@ def copy(setup: Setup) -> Figure:
     read = lambda seconds, *_: {
         "milliseconds": _scaled(seconds, 1e3 / _COPIES), "gb_per_second": gigabytes / max(seconds.least, 1e-9)
     }  # fmt: skip
-    return Figure("copy", {"kind": "copy", "megabytes": size / 1e6, "copies": _COPIES}, "copy", arm, read)
+    return Figure("copy", {"kind": "copy", "megabytes": size / 1e6, "copies": _COPIES}, "copy", variant, read)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def copies(numbers: jax.Array) -> jax.Array:
-    """Reads and writes an array several times. The barrier keeps a compiler that writes the passes out from
-    joining them; that the array is donated, from copying it once more."""
+    """Reads and writes an array several times. The barrier keeps a compiler that writes the passes
+    out from joining them; that the array is donated, from copying it once more."""
     one_pass = lambda _, numbers: jax.lax.optimization_barrier(numbers + 1)
     return jax.lax.fori_loop(0, _COPIES, one_pass, numbers)
 
 
 def _of_weights(network: Network, call: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns `call`, whose steps multiply by the kernels of `network`, with their bytes beside what it
-    returns, for `_floor`."""
+    """Returns `call`, whose steps multiply by the kernels of `network`, with their bytes beside
+    what it returns, for `_floor`."""
     size = Products.of(network).nbytes
     return lambda: (call(), size)
 
 
 def _floor(result: tuple[Any, int], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the bytes of the weights of a step, and the time in which they are read at the bandwidth
-    measured."""
+    """Returns the bytes of the weights of a step, and the time in which they are read at the
+    bandwidth measured."""
     size, measured = result[1], before.get("copy", {})
     return {"bytes": size} | (
         {"floor_ms": size / measured["gb_per_second"] / 1e6} if "gb_per_second" in measured else {}
@@ -176,7 +177,7 @@ def room(setup: Setup, target: LanguageModel) -> int:
 
 def calls(setup: Setup, preset: str) -> list[Figure]:
     """Returns the figures of bare products, draft steps and target calls over several positions."""
-    products = lambda pair: _of_weights(pair.target.network, products_arms(pair.target.network, 1)["products"])
+    products = lambda pair: _of_weights(pair.target.network, products_variants(pair.target.network, 1)["products"])
     return [
         *(_call(setup, preset, width) for width in sorted({1, *setup.widths})),
         _draft_step(setup, preset),
@@ -188,13 +189,14 @@ def calls(setup: Setup, preset: str) -> list[Figure]:
 
 
 def _call(setup: Setup, preset: str, width: int, kind: str = "") -> Figure:
-    """Returns the figure of a target call; of one in 8 bits (`kind` "int8 ") beside the full target's."""
+    """Returns the figure of a target call; of one in int8 (`kind` "int8 ") beside the full
+    target's."""
     full = f"{preset}, call over {width}"
     name = full if not kind else f"{preset}, int8, call over {width}"
 
-    def arm(pair: Pair):
+    def variant(pair: Pair):
         network = pair.target.network
-        call = timing.step_arm(network, 1, setup.input_length, room(setup, pair.target), width)
+        call = timing.step_variant(network, 1, setup.input_length, room(setup, pair.target), width)
         return _of_weights(network, call) if width == 1 else call
 
     def read(seconds, result, before):
@@ -205,17 +207,18 @@ def _call(setup: Setup, preset: str, width: int, kind: str = "") -> Figure:
             found |= _ratio("v", found, found if width == 1 else before.get(f"{preset}, call over 1", {}))
         return found | (_floor(result, before) if width == 1 else {})
 
-    return Figure(name, {"kind": f"{kind}call", "target": preset, "batch": 1, "width": width}, name, arm, read)
+    return Figure(name, {"kind": f"{kind}call", "target": preset, "batch": 1, "width": width}, name, variant, read)
 
 
 def _draft_step(setup: Setup, preset: str, of: str = "") -> Figure:
-    """Returns the figure of a step of the pair's drafter, whose name is in `of` if it is not the usual one."""
+    """Returns the figure of a step of the pair's drafter, whose name is in `of` if it is not the
+    usual one."""
     length = setup.input_length
 
-    def arm(pair: Pair):
+    def variant(pair: Pair):
         network, slots = pair.drafter.steps()["draft step"], room(setup, pair.target)
         width = timing.draft_width(network, 1, length, slots)
-        return _of_weights(network, timing.step_arm(network, 1, length, slots, width, timing.draft_steps))
+        return _of_weights(network, timing.step_variant(network, 1, length, slots, width, timing.draft_steps))
 
     def read(seconds, result, before):
         found = _steps_in_ms(seconds)
@@ -223,12 +226,12 @@ def _draft_step(setup: Setup, preset: str, of: str = "") -> Figure:
 
     name = ", ".join(filter(None, (preset, of, "draft step")))
     about = {"target": preset, "batch": 1, "kind": f"{of} draft step".strip()}
-    return Figure(name, about, "draft step", arm, read)
+    return Figure(name, about, "draft step", variant, read)
 
 
 def decodes(setup: Setup, preset: str, batch: int, kind: str = "") -> list[Figure]:
-    """Returns the figures of whole decodes of `batch` rows: plain, and with each forced α; of a target in 8
-    bits (`kind` "int8 ") beside the full target's plain decoding too."""
+    """Returns the figures of whole decodes of `batch` rows: plain, and with each forced α; of a
+    target in int8 (`kind` "int8 ") beside the full target's plain decoding too."""
     full, model = f"{preset}, plain, batch {batch}", f"{preset}, int8" if kind else preset
     plain = f"{model}, plain, batch {batch}"
     about = {"target": preset, "batch": batch}
@@ -244,12 +247,15 @@ def decodes(setup: Setup, preset: str, batch: int, kind: str = "") -> list[Figur
             lambda pair: _forced(setup, pair, batch, alpha), functools.partial(read, alone=plain),
         )  # fmt: skip
 
-    arm = lambda pair: _decode(setup, pair, batch)
-    return [Figure(plain, about | {"kind": f"{kind}plain"}, f"plain {batch}", arm, read), *map(forced, setup.alphas)]
+    variant = lambda pair: _decode(setup, pair, batch)
+    return [
+        Figure(plain, about | {"kind": f"{kind}plain"}, f"plain {batch}", variant, read),
+        *map(forced, setup.alphas),
+    ]
 
 
 def _forced(setup: Setup, pair: Pair, batch: int, alpha: float) -> Callable[[], GenerationResult]:
-    how = dict(gamma=setup.gamma, verifier=FORCED.name, forced_alpha=alpha)
+    how = dict(gamma=setup.gamma, verifier=SYNTHETIC.name, synthetic_alpha=alpha)
     return _decode(setup, pair, batch, drafter=pair.drafter, **how)
 
 
@@ -260,8 +266,8 @@ def _decode(setup: Setup, pair: Pair, batch: int, **how) -> Callable[[], Generat
 
 
 def _per_token(seconds: Spread, result: GenerationResult, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the milliseconds for a token of a row, those of an iteration, and how many times as fast as
-    `plain` that is."""
+    """Returns the milliseconds for a token of a row, those of an iteration, and how many times as
+    fast as `plain` that is."""
     tokens = float(np.mean(result.lengths))
     found = {
         "milliseconds": _scaled(seconds, 1e3 / tokens),
@@ -276,7 +282,7 @@ def _per_token(seconds: Spread, result: GenerationResult, plain: Mapping[str, An
 def searches(setup: Setup, preset: str) -> list[Figure]:
     """Returns the figures of a tree's calls and iterations, and of beam search, plain and drafted.
 
-    With random weights hardly anything that is drafted stands: the figure is the time of an
+    With random weights hardly anything that is drafted is accepted: the figure is the time of an
     iteration.
     """
     tree, length = read_tree(setup.tree), setup.input_length
@@ -286,9 +292,11 @@ def searches(setup: Setup, preset: str) -> list[Figure]:
         found = _steps_in_ms(seconds)
         return found | _ratio("v", found, before.get(f"{preset}, call over 1", {}))
 
-    nodes = lambda pair: timing.tree_arm(pair.target.network, 1, length, room(setup, pair.target) + tree.size, tree)
+    nodes = lambda pair: timing.tree_variant(pair.target.network, 1, length, room(setup, pair.target) + tree.size, tree)
     iterations = lambda seconds, result, _: _per_token(seconds, result, {})
-    made = lambda kind, arm, read=iterations: Figure(f"{preset}, {kind}", about | {"kind": kind}, kind, arm, read)
+    made = lambda kind, variant, read=iterations: Figure(
+        f"{preset}, {kind}", about | {"kind": kind}, kind, variant, read
+    )
     beams = dict(num_beams=setup.num_beams)
     return [
         made("tree call", nodes, over_nodes),
@@ -299,20 +307,21 @@ def searches(setup: Setup, preset: str) -> list[Figure]:
 
 
 def rounded(setup: Setup, preset: str) -> list[Figure]:
-    """Returns the figures of a target in 8 bits: calls over one and over γ + 1 positions, and decodes."""
+    """Returns the figures of a target in int8: calls over one and over γ + 1 positions, and
+    decodes."""
     wide = (_call(setup, preset, width, "int8 ") for width in (1, setup.gamma + 1))
     return [*wide, *decodes(setup, preset, 1, "int8 ")]
 
 
 def drafted_by_itself(setup: Setup, preset: str) -> list[Figure]:
-    """Returns the figures of a target for which its own weights in 8 bits draft. Weights of no meaning do not
-    tell how often they would agree: the acceptance is forced."""
+    """Returns the figures of a target for which its own weights in int8 draft. Weights of no
+    meaning do not tell how often they would agree: the acceptance is forced."""
     plain = f"{preset}, plain, batch 1"
     about = {"target": preset, "batch": 1, "kind": "self:int8", "alpha": _OWN_ALPHA, "gamma": setup.gamma}
     return [
         _draft_step(setup, preset, "self:int8"),
         Figure(
-            f"{preset}, self:int8, forced alpha {_OWN_ALPHA:g}, batch 1", about | {"acceptance": "forced"},
+            f"{preset}, self:int8, forced alpha {_OWN_ALPHA:g}, batch 1", about | {"acceptance": "synthetic"},
             "self:int8", lambda pair: _forced(setup, pair, 1, _OWN_ALPHA),
             lambda seconds, result, before: _per_token(seconds, result, before.get(plain, {})),
         ),
@@ -322,11 +331,11 @@ def drafted_by_itself(setup: Setup, preset: str) -> list[Figure]:
 def beside(setup: Setup, preset: str, name: str, decode: Against | None) -> Figure:
     """Returns the figure of another implementation's argmax decoding."""
 
-    def arm(pair: Pair):
+    def variant(pair: Pair):
         assert decode is not None, "or there is no pair"
         ids = setup.ids(1, pair.target.config.vocab_size).tolist()
-        (batch,), run = arms.cut(ids, ids, 1, 0), decode(pair.target)
+        (batch,), run = variants.cut(ids, ids, 1, 0), decode(pair.target)
         return lambda: run(batch)
 
     read = lambda seconds, result, _: _per_token(seconds, result, {})
-    return Figure(f"{preset}, {name}", {"kind": name, "target": preset, "batch": 1}, name, arm, read)
+    return Figure(f"{preset}, {name}", {"kind": name, "target": preset, "batch": 1}, name, variant, read)

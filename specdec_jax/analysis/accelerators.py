@@ -1,4 +1,5 @@
-"""Lists what scripts/accelerator_report.py measures on a device, in its order, and loads the models."""
+"""Lists what scripts/accelerator_report.py measures on a device, in its order, and loads the
+models."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from specdec_jax.analysis import timing
 from specdec_jax.analysis.accelerator_figures import Against, Figure, NotHere, Pair, Setup
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.self_drafting import SelfDrafter
-from specdec_jax.models import panels
+from specdec_jax.models import packed_weights
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
@@ -64,7 +65,7 @@ def stages(setup: Setup, against: Mapping[str, Against | None]) -> list[Stage]:
 
 
 def _fill(setup: Setup, preset: str, quantize: str | None = None) -> LanguageModel:
-    return LanguageModel.filled(setup.config(preset), name=preset, eos_ids=(), quantize=quantize)
+    return LanguageModel.dummy(setup.config(preset), name=preset, eos_ids=(), quantize=quantize)
 
 
 def _load(setup: Setup, preset: str) -> Pair:
@@ -79,7 +80,7 @@ def _load_for_calls(setup: Setup, preset: str) -> Pair:
 
 def _load_rounded(setup: Setup, preset: str) -> Pair:
     try:
-        panels.check_quantize("int8", setup.dtype, False)
+        packed_weights.check_quantize("int8", setup.dtype, False)
     except ValueError as error:
         raise NotHere(str(error)) from None
     pair = Pair(_fill(setup, preset, "int8"), ModelDrafter(_fill(setup, setup.drafter)))
@@ -95,7 +96,7 @@ def _load_for_itself(setup: Setup, preset: str) -> Pair:
 def _prefill(setup: Setup, target: LanguageModel, *networks: Network) -> None:
     """Compiles what makes the caches of calls, lest every call's program does it again."""
     for network in networks:
-        jax.block_until_ready(timing.prefill_arm(network, 1, setup.input_length, figures.room(setup, target))())
+        jax.block_until_ready(timing.prefill_variant(network, 1, setup.input_length, figures.room(setup, target))())
 
 
 def _missing(name: str) -> Callable[[Setup, str], Pair]:

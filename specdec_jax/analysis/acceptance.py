@@ -1,9 +1,9 @@
 """Measures how many drafted tokens a target accepts, and how many calls to expect from that for
 every γ.
 
-If a model drafts and the output law is the target's, the target's own outputs are scored with both
-models (`score`): that is far less noisy than counting accepted tokens, and one pass serves every γ.
-Otherwise the engine decodes with the greatest γ (`count`).
+If a model drafts and the output distribution is exactly the target's, the target's own outputs are
+scored with both models (`score`): that is far less noisy than counting accepted tokens, and one
+pass serves every γ. Otherwise the engine decodes with the greatest γ (`count`).
 """
 
 import dataclasses
@@ -16,25 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.analysis import formulas
-from specdec_jax.analysis.arms import Batch
-from specdec_jax.analysis.coverage import Coverage, Covered, Rates, by_rank, coverage_at, mean_coverage
 from specdec_jax.analysis.predictions import Work, counted_work, mean_drafting
+from specdec_jax.analysis.top_k_hit_rate import Covered, HitRates, Rates, by_rank, hit_rate_at, mean_hit_rate
+from specdec_jax.analysis.variants import Batch
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.progress import track
 from specdec_jax.decoding.request import prepare
-from specdec_jax.decoding.results import GenerationResult, NotNumbers, finish
+from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError, finish
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only, join
-from specdec_jax.speculative import laws
+from specdec_jax.speculative import distributions
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
 
-# For the verifiers that `score` knows: P(at least i drafted tokens are accepted), given the target's output.
+# For the verifiers that `score` knows: P(at least i drafted tokens are accepted), given the
+# target's output.
 SURVIVAL = {"token": formulas.token_survival, "block": formulas.block_survival}
 
 
@@ -45,20 +46,20 @@ class Acceptance:
     Attributes:
       how: "scored" or "counted".
       alpha: mean over the positions of the output of Σ min(p, q), or accepted / (examined and
-        undrafted) tokens; None if nothing was drafted, or if no verifier that was asked for has such
-        a rate.
+        undrafted) tokens; None if nothing was drafted, or if no verifier that was asked for has
+        such a rate.
       error: standard error of alpha, clustered by sentence; None with fewer than two sentences.
       positions: number of positions that alpha is a mean of.
       survival: by verifier, for i = 1 … G: (P(at least i drafted tokens are accepted), its standard
         error).
       lengths: for each batch, the new tokens of its rows.
       work: by verifier and γ = 1 … G, for each batch.
-      coverage: how often the target's token is among the drafter's first choices; empty where it
+      hit_rate: how often the target's token is among the drafter's first choices; empty where it
         was counted.
       by_depth: by verifier, for depths d = 1 … as deep as any token was examined: (P(the token of
-        depth d stands where the d − 1 above it do), its standard error).
-      coverage_by_depth: by kind of children, for k children of every node: the same as `by_depth` of
-        such a tree.
+        depth d is accepted where the d − 1 above it are), its standard error).
+      hit_rate_by_depth: by kind of children, for k children of every node: the same as `by_depth`
+        of such a tree.
       alpha_where_drafted: accepted / examined tokens; None where it was scored.
       drafting: the share of the target's calls in which something was drafted.
     """
@@ -70,9 +71,9 @@ class Acceptance:
     survival: dict[str, Rates]
     lengths: list[np.ndarray]
     work: dict[tuple[str, int], list[Work]]
-    coverage: Coverage = dataclasses.field(default_factory=dict)
+    hit_rate: HitRates = dataclasses.field(default_factory=dict)
     by_depth: dict[str, Rates] = dataclasses.field(default_factory=dict)
-    coverage_by_depth: dict[str, list[Rates]] = dataclasses.field(default_factory=dict)
+    hit_rate_by_depth: dict[str, list[Rates]] = dataclasses.field(default_factory=dict)
     alpha_where_drafted: float | None = None
     drafting: float = 1.0
 
@@ -85,18 +86,18 @@ class Acceptance:
             "drafting": self.drafting,
             "standard_error": self.error,
             "positions": self.positions,
-            "by_position": {name: _named("stands", values) for name, values in self.survival.items()},
-            "by_depth": {name: _named("stands", values) for name, values in self.by_depth.items()},
+            "by_position": {name: _named("kept", values) for name, values in self.survival.items()},
+            "by_depth": {name: _named("kept", values) for name, values in self.by_depth.items()},
             "tokens_per_target_call": {
                 name: formulas.tokens_by_survival([mean for mean, _ in values])
                 for name, values in self.survival.items()
             },
-            "coverage": {kind: _named("covered", values) for kind, values in self.coverage.items()},
-            "coverage_by_depth": {
+            "hit_rate": {kind: _named("covered", values) for kind, values in self.hit_rate.items()},
+            "hit_rate_by_depth": {
                 kind: [_named("covered", values) for values in widths]
-                for kind, widths in self.coverage_by_depth.items()
+                for kind, widths in self.hit_rate_by_depth.items()
             },
-            "by_rank": {kind: by_rank(values) for kind, values in self.coverage.items()},
+            "by_rank": {kind: by_rank(values) for kind, values in self.hit_rate.items()},
         }
 
 
@@ -148,17 +149,17 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
             ended = result.finish_reasons[row] == "eos"
             for name in verifiers:
                 # At temperature 0 all verifiers are one.
-                stands = along(agreed.log_ratio[row, :length], gamma, SURVIVAL[name if name in SURVIVAL else "token"])
-                survivals[name].append(stands)
+                kept = along(agreed.log_ratio[row, :length], gamma, SURVIVAL[name if name in SURVIVAL else "token"])
+                survivals[name].append(kept)
                 for g in range(1, gamma + 1):
-                    expected[name, g].append(formulas.calls_along(stands, g, ended))
+                    expected[name, g].append(formulas.calls_along(kept, g, ended))
         for key, rows in expected.items():  # a batch runs until its last row is done
             work[key].append(Work(batch.padded, *(max(values) for values in zip(*rows, strict=True))))
     alpha, error = formulas.clustered_mean(sums, counts) if sum(counts) else (None, None)
     return Acceptance(
         "scored", alpha, error, sum(counts),
         {name: _mean_survival(rows, gamma) for name, rows in survivals.items()}, lengths, work,
-        mean_coverage(covered, counts), {name: _by_depth(rows, gamma) for name, rows in survivals.items()},
+        mean_hit_rate(covered, counts), {name: _by_depth(rows, gamma) for name, rows in survivals.items()},
         {kind: [_by_depth(rows, gamma) for rows in zip(*found, strict=True)] for kind, found in trees.items()},
     )  # fmt: skip
 
@@ -166,26 +167,27 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
 def _scored(
     target, drafter: ModelDrafter, batch: Batch, result: GenerationResult, config: SamplingConfig
 ) -> "Agreement":
-    """Returns the `agreement` along a batch's outputs; raises NotNumbers for a damaged drafter."""
+    """Returns the `agreement` along a batch's outputs; raises NonFiniteLogitsError for a damaged
+    drafter."""
     agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
     for row, length in enumerate(result.lengths):
         sound = np.isfinite(agreed.overlap[row, :length])
         if not sound.all():
-            raise NotNumbers(f"the drafter {drafter.name}", batch.numbers[row], int(np.argmin(sound)))
+            raise NonFiniteLogitsError(f"the drafter {drafter.name}", batch.numbers[row], int(np.argmin(sound)))
     return agreed
 
 
-def coverage_of(
+def hit_rate_of(
     target, drafter: ModelDrafter, batches: Sequence[Batch], results: Sequence[GenerationResult],
     config: SamplingConfig,
-) -> Coverage:  # fmt: skip
-    """Returns the coverage along outputs of the target, one result for each batch."""
+) -> HitRates:  # fmt: skip
+    """Returns the top-k hit rate along outputs of the target, one result for each batch."""
     sums, counts = [], []
     for batch, result in zip(batches, results, strict=True):
         agreed = _scored(target, drafter, batch, result, config)
         sums += [agreed.covered.sums(row, length) for row, length in enumerate(result.lengths)]
         counts += result.lengths.tolist()
-    return mean_coverage(sums, counts)
+    return mean_hit_rate(sums, counts)
 
 
 def along(log_ratios: np.ndarray, gamma: int, survival) -> np.ndarray:
@@ -214,15 +216,16 @@ def _mean_survival(rows: Sequence[np.ndarray], gamma: int) -> Rates:
 
 
 def _by_depth(rows: Sequence[np.ndarray], gamma: int) -> Rates:
-    """Returns the rate at each depth d, Σ P(at least d stand) / Σ P(at least d − 1 stand) over the
-    positions of `_mean_survival`, up to the last depth that is reached at all."""
+    """Returns the rate at each depth d, Σ P(at least d are accepted) / Σ P(at least d − 1 are
+    accepted) over the positions of `_mean_survival`, up to the last depth that is reached at all.
+    """
     found: Rates = []
     for depth in range(gamma):
         complete = [np.pad(row, ((0, 0), (1, 0)), constant_values=1)[: max(0, len(row) - depth)] for row in rows]
-        above, stands = ([row[:, place].sum() for row in complete] for place in (depth, depth + 1))
+        above, kept = ([row[:, place].sum() for row in complete] for place in (depth, depth + 1))
         if not any(above):
             break
-        found.append(formulas.clustered_mean(stands, above))
+        found.append(formulas.clustered_mean(kept, above))
     return found
 
 
@@ -255,7 +258,7 @@ def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptanc
             formulas.clustered_mean(by_position[:, i], calls) if any(calls) else (0.0, None) for i in range(gamma)
         ]
         at_depth = zip(by_position.T, np.array([row.examined_by_position for row in rows]).T, strict=True)
-        by_depth[name] = [formulas.clustered_mean(stood, reached) for stood, reached in at_depth if any(reached)]
+        by_depth[name] = [formulas.clustered_mean(kept, reached) for kept, reached in at_depth if any(reached)]
         per_call = formulas.tokens_by_survival([mean for mean, _ in survival[name]])
         lengths = lengths or [result.lengths for result in results]
         made = [counted_work(batch.padded, result.stats) for batch, result in zip(batches, results, strict=True)]
@@ -303,7 +306,7 @@ def compare(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int,
       gamma: γ.
       options: options of a decoding command.
     """
-    config, counts, stood, overlaps = options.sampling(), [], [], []
+    config, counts, kept, overlaps = options.sampling(), [], [], []
     token = dict(verifier="token", lenience=None, typical_epsilon=None, typical_delta=None)
     decoding = options.decoding() | dict(drafter=drafter, gamma=gamma) | token
     for batch in track(batches, len(batches), "comparing"):
@@ -322,24 +325,24 @@ def compare(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int,
         agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
         for row, places in enumerate(found):
             counts.append(len(places))
-            stood.append(int(accepted[row]))
+            kept.append(int(accepted[row]))
             overlaps.append(float(agreed.overlap[row, places].sum()))
     if not sum(counts):
         return None
-    differences = np.array(stood) - np.array(overlaps)
+    differences = np.array(kept) - np.array(overlaps)
     difference, error = formulas.clustered_mean(differences, counts)
-    return Comparison(sum(counts), sum(stood) / sum(counts), sum(overlaps) / sum(counts), difference, error)
+    return Comparison(sum(counts), sum(kept) / sum(counts), sum(overlaps) / sum(counts), difference, error)
 
 
 class Agreement(NamedTuple):
-    """How far two models' laws, as sampled, agree at each token of given outputs; `[B, T]` float32,
-    garbage past an output's end.
+    """How far two models' distributions, as sampled, agree at each token of given outputs; `[B, T]`
+    float32, garbage past an output's end.
 
     Attributes:
       overlap: Σ min(p, q) over the vocabulary, the probability that a drafted token is accepted; at
         temperature 0 whether the argmax is the same.
       log_ratio: log q(y) − log p(y) of the token y of the output.
-      covered: what `coverage_at` returns, `[B, T, K]`.
+      covered: what `hit_rate_at` returns, `[B, T, K]`.
     """
 
     overlap: np.ndarray
@@ -392,11 +395,14 @@ def agreement(
 def _agreement(logits, draft_logits, fed, starts, tokens, eos_ids, rows: SamplingRows, *, mode: SamplingMode):
     prefixes = Context(fed, starts, starts, eos_ids)
     draft_logits = match_width(draft_logits, logits.shape[-1])
-    law, draft_law = (laws.standardize(values, prefixes, rows, mode) for values in (logits, draft_logits))
-    ranked = laws.standardize(draft_logits, prefixes, rows, mode, soften=True)
-    overlap = jnp.sum(jnp.minimum(law.probs(), draft_law.probs()), axis=-1)
-    here, there = law.log_prob(tokens), draft_law.log_prob(tokens)
-    # A sampled token has p > 0, unless two ways of computing p round differently (ties, the edge of a filter).
+    dist, draft_distribution = (
+        distributions.standardize(values, prefixes, rows, mode) for values in (logits, draft_logits)
+    )
+    ranked = distributions.standardize(draft_logits, prefixes, rows, mode, soften=True)
+    overlap = jnp.sum(jnp.minimum(dist.probs(), draft_distribution.probs()), axis=-1)
+    here, there = dist.log_prob(tokens), draft_distribution.log_prob(tokens)
+    # A sampled token has p > 0, unless two ways of computing p round differently (ties, the edge of
+    # a filter).
     here = jnp.where(here > -jnp.inf, here, there)
     log_ratio = jnp.where(there > -jnp.inf, there - here, -jnp.inf)
-    return overlap, log_ratio, coverage_at(law, ranked, tokens, mode.greedy)
+    return overlap, log_ratio, hit_rate_at(dist, ranked, tokens, mode.greedy)

@@ -1,6 +1,7 @@
-"""Plain against speculative beam search on one machine: wall time, steps for each target call, equal outputs.
+"""Plain against speculative beam search on one machine: wall time, steps for each target call,
+equal outputs.
 
-The arms are timed as those of `benchmark`, with greedy decoding among them as a yardstick.
+The variants are timed as those of `benchmark`, with greedy decoding among them as a yardstick.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis import comparison, machine, near_ties, verdicts
-from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.setup import BeamSetup, BenchmarkSetup
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.variants import Batch, Variant
 from specdec_jax.decoding.beams import BeamOptions, plan_decoding
 from specdec_jax.decoding.generate import generate
 from specdec_jax.models.jax_settings import isolated
@@ -42,17 +43,19 @@ def trees_of(
     target: LanguageModel, drafter: Drafter | None, gammas: Sequence[int], widths: Sequence[int | None],
     batches: Sequence[Batch], options: BeamSetup,
 ) -> list[Tree]:  # fmt: skip
-    """Returns plain search and what the drafter can draft for it: every number of levels in every width.
+    """Returns plain search and what the drafter can draft for it: every number of levels in every
+    width.
 
     Args:
       gammas: the numbers of levels.
       widths: of each level; None: what the drafter drafts by default.
 
     Raises:
-      ValueError: models or inputs that one of the searches cannot have; nothing has compiled by then.
+      ValueError: models or inputs that one of the searches cannot have; nothing has compiled by
+        then.
     """
     trees = [Tree(0, 0)]
-    analysis_arms.check_prompts(target, drafter, batches, options)
+    analysis_variants.check_prompts(target, drafter, batches, options)
     plan_decoding(target, batches[0].inputs, **trees[0].arguments(None, options) | {"drafter": drafter})
     if drafter is not None:
         beams = BeamOptions(**options.search()).num_beams
@@ -71,27 +74,28 @@ def search_head(target, drafter, batches: Sequence[Batch], options: BeamSetup) -
 @isolated
 def benchmark_beams(
     target: LanguageModel, drafter: Drafter | None, batches: Sequence[Batch], options: BenchmarkSetup,
-    others: Mapping[str, Arm] | None = None,
+    others: Mapping[str, Variant] | None = None,
 ) -> tuple[dict, list[str]]:  # fmt: skip
-    """Times the arms; returns the record and what contradicts exactness (nothing, one hopes).
+    """Times the variants; returns the record and what contradicts exactness (nothing, one hopes).
 
     Args:
       drafter: None times plain beam search and greedy decoding alone.
-      others: another implementation's beam search by its name, timed in turn with ours; None or empty: none.
+      others: another implementation's beam search by its name, timed in turn with ours; None or
+        empty: none.
     """
     trees = trees_of(target, drafter, options.gammas, options.beam_width or (None,), batches, options)
 
-    def arm(gamma: int, how: dict[str, Any]) -> Arm:
-        return Arm(gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
+    def variant(gamma: int, how: dict[str, Any]) -> Variant:
+        return Variant(gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
 
-    arms = {str(tree): arm(tree.gamma, tree.arguments(drafter, options)) for tree in trees}
-    searches, greedy = dict(arms), arm(0, options.decoding(plain=True))
-    arms |= {"greedy": greedy} | dict(others or {})
-    analysis_arms.warm_up(arms, {}, batches)
+    variants = {str(tree): variant(tree.gamma, tree.arguments(drafter, options)) for tree in trees}
+    searches, greedy = dict(variants), variant(0, options.decoding(plain=True))
+    variants |= {"greedy": greedy} | dict(others or {})
+    analysis_variants.warm_up(variants, {}, batches)
     for repeat in range(options.repeats):
-        analysis_arms.one_pass(arms, batches, repeat, f"timing, pass {repeat + 1} of {options.repeats}")
+        analysis_variants.one_pass(variants, batches, repeat, f"timing, pass {repeat + 1} of {options.repeats}")
 
-    plain, problems = arms["plain"], analysis_arms.missing_outputs(arms)
+    plain, problems = variants["plain"], analysis_variants.missing_outputs(variants)
     how = trees[0].arguments(None, options)
     differences = lambda theirs, plain, target, batches: _differences(theirs, plain, target, batches, how)
     record = {
@@ -108,7 +112,7 @@ def benchmark_beams(
         }
         for tree in trees[1:]
     ]
-    seconds = {name: np.array(arm.seconds) for name, arm in searches.items()}
+    seconds = {name: np.array(variant.seconds) for name, variant in searches.items()}
     record["verdict"] = verdicts.find_best(seconds)
     compared = [{"name": str(tree), **found} for tree, found in zip(trees[1:], record["searches"], strict=True)]
     for name in comparison.others_of(others):
@@ -119,27 +123,28 @@ def benchmark_beams(
     return record, problems
 
 
-def _timed(arm: Arm, plain: Arm | None = None) -> dict[str, Any]:
-    """What every arm has: seconds of a pass, tokens of the outputs, and counts; of others than the plain one also how
-    many times as fast they are for the same inputs."""
-    stats = arm.totals()
+def _timed(variant: Variant, plain: Variant | None = None) -> dict[str, Any]:
+    """What every variant has: seconds of a pass, tokens of the outputs, and counts; of others than
+    the plain one also how many times as fast they are for the same inputs."""
+    stats = variant.totals()
     # A search takes more steps than its output has tokens.
-    steps = sum(result.stats.target_calls * (result.stats.tokens_per_target_call or 0) for result in arm.results)
+    steps = sum(result.stats.target_calls * (result.stats.tokens_per_target_call or 0) for result in variant.results)
     record = {
-        "seconds": Spread.of(arm.seconds)._asdict(),
-        "tokens": arm.tokens,
-        "compile_seconds": arm.compile_seconds,
+        "seconds": Spread.from_samples(variant.seconds)._asdict(),
+        "tokens": variant.tokens,
+        "compile_seconds": variant.compile_seconds,
         "stats": stats | {"steps": round(steps), "steps_per_target_call": steps / max(stats["target_calls"], 1)},
     }
     if plain is not None:
-        record["improvement"] = Spread.of(np.array(plain.seconds) / np.array(arm.seconds))._asdict()
+        record["improvement"] = Spread.from_samples(np.array(plain.seconds) / np.array(variant.seconds))._asdict()
     return record
 
 
 def _differences(
-    theirs: Arm, plain: Arm, target: LanguageModel, batches: Sequence[Batch], how: Mapping[str, Any]
+    theirs: Variant, plain: Variant, target: LanguageModel, batches: Sequence[Batch], how: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Every input whose best output differs from plain beam search's, with how near to a tie that search comes."""
+    """Every input whose best output differs from plain beam search's, with how near to a tie that
+    search comes."""
     found = []
     for batch, other, ours in zip(batches, theirs.results, plain.results, strict=True):
         for row in np.flatnonzero(np.any(other.tokens != ours.tokens, axis=1)):

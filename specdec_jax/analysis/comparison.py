@@ -5,45 +5,48 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.variants import Batch, Variant
 from specdec_jax.models.language_model import LanguageModel
 
-# Two implementations add up in different orders; a float32 argmax may differ if the two largest logits are as
-# close as this.
+# Two implementations add up in different orders; a float32 argmax may differ if the two largest
+# logits are as close as this.
 MARGIN = 1e-3
-# Our own plain decoding of a target in int8, with the same weights in its dtype, as the other implementation has them.
+# Our own plain decoding of a target in int8, with the same weights in its dtype, as the other
+# implementation has them.
 UNROUNDED = "plain, not in int8"
 
 
-def others_of(arms: Mapping[str, Arm] | None) -> list[str]:
-    """Returns the names of other implementations among `arms`, in which `UNROUNDED` is our own."""
-    return [name for name in arms or () if name != UNROUNDED]
+def others_of(variants: Mapping[str, Variant] | None) -> list[str]:
+    """Returns the names of other implementations among `variants`, in which `UNROUNDED` is our own."""
+    return [name for name in variants or () if name != UNROUNDED]
 
 
 def compare(
-    name: str, arms: Mapping[str, Arm], target: LanguageModel, batches: Sequence[Batch],
+    name: str, variants: Mapping[str, Variant], target: LanguageModel, batches: Sequence[Batch],
     differences: Callable[..., list] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the record of the comparison: the arm's time, how many times as fast ours are, and
-    every input with other tokens; with `UNROUNDED` among the arms also what int8 contributes.
+    """Returns the record of the comparison: the variant's time, how many times as fast ours are,
+    and every input with other tokens; with `UNROUNDED` among the variants also what int8
+    contributes.
 
-    `differences` makes what is kept of such inputs of theirs and our plain arm; None: as for argmax.
+    `differences` makes what is kept of such inputs of theirs and our plain variant; None: as for
+    argmax.
     """
-    theirs = arms[name]
-    faster = lambda ours: Spread.of(theirs.seconds_per_token / ours.seconds_per_token)._asdict()
+    theirs = variants[name]
+    faster = lambda ours: Spread.from_samples(theirs.seconds_per_token / ours.seconds_per_token)._asdict()
     record = {
         "name": name,
-        "seconds": Spread.of(theirs.seconds)._asdict(),
+        "seconds": Spread.from_samples(theirs.seconds)._asdict(),
         "tokens": theirs.tokens,
         "seconds_per_token": float(np.median(theirs.seconds_per_token)),
         "compile_seconds": theirs.compile_seconds,
-        "improvement": {ours: faster(arm) for ours, arm in arms.items() if ours != name},
-        "differences": (differences or _differences)(theirs, arms["plain"], target, batches),
+        "improvement": {ours: faster(variant) for ours, variant in variants.items() if ours != name},
+        "differences": (differences or _differences)(theirs, variants["plain"], target, batches),
     }
-    if UNROUNDED in arms:
-        rounded, wide = arms["plain"], arms[UNROUNDED]
-        record["rounding"] = Spread.of(wide.seconds_per_token / rounded.seconds_per_token)._asdict()
+    if UNROUNDED in variants:
+        rounded, wide = variants["plain"], variants[UNROUNDED]
+        record["rounding"] = Spread.from_samples(wide.seconds_per_token / rounded.seconds_per_token)._asdict()
         record["rounded_differences"] = sum(
             int(np.any(ours.tokens != other.tokens, axis=1).sum())
             for ours, other in zip(rounded.results, wide.results, strict=True)
@@ -51,7 +54,9 @@ def compare(
     return record
 
 
-def _differences(theirs: Arm, plain: Arm, target: LanguageModel, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+def _differences(
+    theirs: Variant, plain: Variant, target: LanguageModel, batches: Sequence[Batch]
+) -> list[dict[str, Any]]:
     found = []
     for batch, other, ours in zip(batches, theirs.results, plain.results, strict=True):
         for row in np.flatnonzero(np.any(other.tokens != ours.tokens, axis=1)):

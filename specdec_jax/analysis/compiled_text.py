@@ -1,5 +1,5 @@
-"""Reads the text of a program that was compiled for a TPU or GPU: estimated cycles, bytes of our own
-kernels, copies in loops, widened weights, collectives, kernels of loops."""
+"""Reads the text of a program that was compiled for a TPU or GPU: estimated cycles, bytes of our
+own kernels, copies in loops, widened weights, collectives, kernels of loops."""
 
 import collections
 import math
@@ -48,10 +48,10 @@ def loop_copies(text: str, least: int = 2**20) -> list[str]:
 
 
 def widened(text: str, least: int = 2**16) -> list[str]:
-    """Returns the arrays of at least `least` numbers that a program writes to memory by widening one of
-    8 bits.
+    """Returns the arrays of at least `least` numbers that a program writes to memory by widening
+    one of 8 bits.
 
-    A product that reads a kernel in 8 bits widens it as it reads, inside a fusion. Whatever widens it
+    A product that reads a kernel in int8 widens it as it reads, inside a fusion. Whatever widens it
     before writes, and has the product read, two or four times the bytes.
     """
     parts, found = computations(text), []

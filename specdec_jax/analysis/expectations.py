@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.analysis import acceptance, formulas, machine, predictions, timing
-from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.setup import MeasureSetup
@@ -21,14 +21,14 @@ def verifiers_of(options) -> tuple[str, ...]:
     return both if options.temperature > 0 and options.verifier in both else (options.verifier,)
 
 
-def measure(target, drafter, batches: Sequence[analysis_arms.Batch], options: MeasureSetup) -> dict[str, Any]:
+def measure(target, drafter, batches: Sequence[analysis_variants.Batch], options: MeasureSetup) -> dict[str, Any]:
     """Returns the record of `specdec measure`."""
-    analysis_arms.check_prompts(target, drafter, batches, options)
+    analysis_variants.check_prompts(target, drafter, batches, options)
     if options.compare_alpha and not drafter.scorable:
         raise UnsupportedCombination(
             f"compare_alpha: got True with drafter={options.drafter!r}, shortlist={options.shortlist!r}, "
             f"shortlist_size={options.shortlist_size}, drafter_int8={options.drafter_int8}, expected a model that "
-            "draws from its own law"
+            "draws from its own distribution"
         )
     accepted = acceptance.measure_acceptance(
         target, drafter, batches, verifiers_of(options), options.gamma_max, options
@@ -55,17 +55,20 @@ def measure(target, drafter, batches: Sequence[analysis_arms.Batch], options: Me
     }
 
 
-def step_times(target, drafter, batches: Sequence[analysis_arms.Batch], options: MeasureSetup) -> dict[str, Spread]:
+def step_times(target, drafter, batches: Sequence[analysis_variants.Batch], options: MeasureSetup) -> dict[str, Spread]:
     """Returns the seconds of single steps, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
     gamma = options.gamma_max
     room = timing.total_slots(target, lengths[-1], options.max_new_tokens, gamma)
-    arms = timing.step_arms(target, drafter, rows, lengths, room, options.timed_gammas, [gamma])
+    variants = timing.step_variants(target, drafter, rows, lengths, room, options.timed_gammas, [gamma])
     if drafter.second_model is None:
         state = timing.iteration_state(target, drafter, rows, lengths[-1], gamma, **options.decoding())
-        arms |= {f"call {gamma}": timing.call_arm(*state), f"iteration {gamma}": timing.iteration_arm(*state)}
-    analysis_arms.warm_up({}, arms, batches)
-    return analysis_arms.time_steps(arms, options.repeats)
+        variants |= {
+            f"call {gamma}": timing.call_variant(*state),
+            f"iteration {gamma}": timing.iteration_variant(*state),
+        }
+    analysis_variants.warm_up({}, variants, batches)
+    return analysis_variants.time_steps(variants, options.repeats)
 
 
 def draft_cost(gamma: int, times: Mapping[str, Spread]) -> float:
@@ -85,7 +88,8 @@ def interpolate(v: Mapping[int, float], gamma_max: int) -> list[float]:
 def with_lengths(
     accepted: Acceptance, padded: Sequence[int], c: float, verify_cost: Sequence[float], times: Mapping[str, Spread]
 ) -> dict[str, list[float]]:
-    """Returns the expected improvement for γ = 1 … γ_max by verifier, with encoders and output lengths.
+    """Returns the expected improvement for γ = 1 … γ_max by verifier, with encoders and output
+    lengths.
 
     What the loop, the host and the tokenizer add to both is left out.
 
@@ -128,7 +132,7 @@ def expectations(
     verify_cost, alpha, table = interpolate(v, gamma_max), accepted.alpha, []
     mean_cost = [1 + accepted.drafting * (value - 1) for value in verify_cost]
     tokens = {
-        name: formulas.tokens_by_survival([stands for stands, _ in rates]) for name, rates in accepted.survival.items()
+        name: formulas.tokens_by_survival([kept for kept, _ in rates]) for name, rates in accepted.survival.items()
     }
     for gamma in range(1, gamma_max + 1):
         width = mean_cost[gamma]
@@ -153,7 +157,7 @@ def expectations(
         "theorem_3_8": formulas.best_gamma(powers, c, [1.0] * (gamma_max + 1)) if powers else None,
         "with_verify_cost": formulas.best_gamma(powers, c, mean_cost) if powers else None,
         "by_position": {
-            name: formulas.best_gamma([stands for stands, _ in rates], c, mean_cost)
+            name: formulas.best_gamma([kept for kept, _ in rates], c, mean_cost)
             for name, rates in accepted.survival.items()
         },
         "with_lengths": whole and {name: int(np.argmax([1.0, *values])) for name, values in whole.items()},

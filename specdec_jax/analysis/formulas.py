@@ -32,7 +32,8 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
 
 def improvement(alpha: float, gamma: int, cost_ratio: float, verify_cost: float = 1.0) -> float:
-    """Returns the expected factor in wall time, theorem 3.8: `E[tokens] / (γc + v)`; the paper has v = 1.
+    """Returns the expected factor in wall time, theorem 3.8: `E[tokens] / (γc + v)`; the paper has
+    v = 1.
 
     >>> round(improvement(0.75, 7, cost_ratio=0.02), 2)  # T5-small for T5-XXL, argmax, table 4
     3.16
@@ -44,8 +45,8 @@ def improvement(alpha: float, gamma: int, cost_ratio: float, verify_cost: float 
 
 
 def operations(alpha: float, gamma: int, cost_ratio: float = 0.0) -> float:
-    """Returns the factor in arithmetic operations, theorem 3.11: `(1 − α)(γĉ + γ + 1) / (1 − α^(γ+1))`.
-    `cost_ratio` is ĉ, the drafter's operations per token divided by the target's.
+    """Returns the factor in arithmetic operations, theorem 3.11: `(1 − α)(γĉ + γ + 1) / (1 −
+    α^(γ+1))`. `cost_ratio` is ĉ, the drafter's operations per token divided by the target's.
 
     >>> round(operations(0.8, 5), 2)  # table 1
     1.63
@@ -56,7 +57,8 @@ def operations(alpha: float, gamma: int, cost_ratio: float = 0.0) -> float:
 
 
 def least_improvement(alpha: float, cost_ratio: float) -> float:
-    """Returns the least improvement of the best γ, corollary 3.9: `(1 + α) / (1 + c)` if α > c, else 1 (none).
+    """Returns the least improvement of the best γ, corollary 3.9: `(1 + α) / (1 + c)` if α > c,
+    else 1 (none).
 
     >>> least_improvement(0.5, cost_ratio=0.25)
     1.2
@@ -67,9 +69,11 @@ def least_improvement(alpha: float, cost_ratio: float) -> float:
 def optimal_gamma(
     alpha: float, cost_ratio: float, verify_cost: Callable[[int], float] = lambda width: 1.0, most: int = 100
 ) -> int:
-    """Returns the γ from 0 (plain) to `most` with the greatest improvement, section 3.5; the smallest of equals.
+    """Returns the γ from 0 (plain) to `most` with the greatest improvement, section 3.5; the
+    smallest of equals.
 
-    `verify_cost` takes the number of positions of a target call, γ + 1, and returns v; the paper takes 1.
+    `verify_cost` takes the number of positions of a target call, γ + 1, and returns v; the paper
+    takes 1.
 
     >>> optimal_gamma(0.75, cost_ratio=0.02)
     9
@@ -78,7 +82,8 @@ def optimal_gamma(
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Returns D_LK of laws `[…, V]`, definition 3.2: `Σ_x |p(x) − (p(x) + q(x)) / 2|`, the total variation.
+    """Returns D_LK of distributions `[…, V]`, definition 3.2: `Σ_x |p(x) − (p(x) + q(x)) / 2|`, the
+    total variation.
 
     >>> float(divergence([0.5, 0.5], [0.75, 0.25]))
     0.25
@@ -93,7 +98,7 @@ def acceptance_rate(p: np.ndarray, q: np.ndarray, lenience: float = 1.0) -> np.n
     See theorem 3.5 and section A.5; the mean of β over prefixes is α.
 
     Args:
-      p, q: the target's and the drafter's law, `[…, V]`.
+      p, q: the target's and the drafter's distribution, `[…, V]`.
       lenience: l in (0, 1]; 1 is exact.
 
     >>> p, q = [0.5, 0.5], [0.75, 0.25]
@@ -120,7 +125,8 @@ def oracle_tokens(alpha: float) -> float:
 
 
 def oracle_improvement(alpha: float, cost_ratio: float) -> float:
-    """Returns the factor in wall time of an oracle that drafts exactly the tokens that will be accepted.
+    """Returns the factor in wall time of an oracle that drafts exactly the tokens that will be
+    accepted.
 
     With v = 1 it is `1 / (1 − α + cα)`: the oracle drafts α / (1 − α) tokens for each target call,
     and an iteration takes the time 1 + cα / (1 − α).
@@ -136,7 +142,8 @@ def oracle_improvement(alpha: float, cost_ratio: float) -> float:
 
 
 def expected_calls(alpha: float, gamma: int, length: int) -> float:
-    """Returns the expected target calls for an output of `length` tokens; theorem 3.8 assumes a long output.
+    """Returns the expected target calls for an output of `length` tokens; theorem 3.8 assumes a
+    long output.
 
     One call yields k ≤ γ tokens with probability `α^(k−1)·(1 − α)` and γ + 1 with `α^γ` (section
     3.1); what would lie past the end of the output is lost. With f(n) = 0 for n ≤ 0:
@@ -146,15 +153,16 @@ def expected_calls(alpha: float, gamma: int, length: int) -> float:
     (3.0, 9.0)
     """
     _check(alpha, gamma)
-    law = [alpha ** (k - 1) * (1 - alpha) for k in range(1, gamma + 1)] + [alpha**gamma]
+    dist = [alpha ** (k - 1) * (1 - alpha) for k in range(1, gamma + 1)] + [alpha**gamma]
     calls = [0.0]
     for n in range(1, length + 1):
-        calls.append(1 + sum(p * calls[n - k] for k, p in enumerate(law, 1) if k < n))
+        calls.append(1 + sum(p * calls[n - k] for k, p in enumerate(dist, 1) if k < n))
     return float(calls[length])
 
 
 def clustered_mean(sums, counts) -> tuple[float, float | None]:
-    """Returns the mean of all items and its standard error, for items that depend on each other within a sentence.
+    """Returns the mean of all items and its standard error, for items that depend on each other
+    within a sentence.
 
     For K sentences with n_k items (`counts`) that sum to s_k (`sums`) the mean is m = Σ s_k / Σ n_k
     and its error `√(K/(K−1) · Σ (s_k − m·n_k)²) / Σ n_k` (the ratio estimator of a sample of
@@ -175,7 +183,8 @@ def clustered_mean(sums, counts) -> tuple[float, float | None]:
 
 
 def tokens_by_survival(survival: Sequence[float]) -> list[float]:
-    """Returns the tokens per target call for γ = 0 … G: `1 + Σ_{i ≤ γ} P(at least i tokens are accepted)`.
+    """Returns the tokens per target call for γ = 0 … G: `1 + Σ_{i ≤ γ} P(at least i tokens are
+    accepted)`.
 
     >>> tokens_by_survival([0.5, 0.25])
     [1.0, 1.5, 1.75]
@@ -184,10 +193,12 @@ def tokens_by_survival(survival: Sequence[float]) -> list[float]:
 
 
 def best_gamma(survival: Sequence[float], cost_ratio: float, verify_cost: Sequence[float]) -> int:
-    """Returns the γ from 0 (plain) to G with the greatest `tokens / (γc + v)`; the smallest of equals.
+    """Returns the γ from 0 (plain) to G with the greatest `tokens / (γc + v)`; the smallest of
+    equals.
 
     Args:
-      survival: `[G]`, P(at least 1, 2 … G drafted tokens are accepted); α, α², α³ … in the paper's model.
+      survival: `[G]`, P(at least 1, 2 … G drafted tokens are accepted); α, α², α³ … in the paper's
+        model.
       cost_ratio: c.
       verify_cost: `[G + 1]`, v of 1, 2 … G + 1 positions.
 
@@ -203,10 +214,10 @@ def best_gamma(survival: Sequence[float], cost_ratio: float, verify_cost: Sequen
 def token_survival(log_ratios: np.ndarray) -> np.ndarray:
     """Returns P(at least i drafted tokens are accepted) by token verification, for i = 1 … G.
 
-    The probability is given the target's next tokens y. A drafted token equals y and is accepted with probability
-    min(p(y), q(y)). So, given that y came, it was drafted and accepted with probability `min(1, q(y)/p(y))`,
-    independently of later tokens. Over y ~ p the product has the mean `E[Π min(1, p/q)]` over drafts from q, without
-    the noise of drawing them.
+    The probability is given the target's next tokens y. A drafted token equals y and is accepted
+    with probability min(p(y), q(y)). So, given that y came, it was drafted and accepted with
+    probability `min(1, q(y)/p(y))`, independently of later tokens. Over y ~ p the product has the
+    mean `E[Π min(1, p/q)]` over drafts from q, without the noise of drawing them.
 
     `log_ratios [..., G]` are log q(y) − log p(y) of the target's next tokens.
     """
@@ -226,9 +237,10 @@ def block_survival(log_ratios: np.ndarray) -> np.ndarray:
 def calls_along(survival: np.ndarray, gamma: int, ended: bool = True) -> tuple[float, float]:
     """Returns the expected target calls and draft steps for one output of n tokens, EOS included.
 
-    From token t on, the number τ of accepted tokens has the law that `survival[t]` gives, and the
-    next iteration starts at t + τ + 1: `f(t) = 1 + Σ_k P(τ = k) · f(t + k + 1)`, f(n) = 0. After a
-    full acceptance a drafter's first call is over two positions; here it counts as one step.
+    From token t on, the number τ of accepted tokens has the distribution that `survival[t]` gives,
+    and the next iteration starts at t + τ + 1: `f(t) = 1 + Σ_k P(τ = k) · f(t + k + 1)`, f(n) = 0.
+    After a full acceptance a drafter's first call is over two positions; here it counts as one
+    step.
 
     Args:
       survival: `[n, G]`, with G at least γ; what reaches past the end is not used.
@@ -245,9 +257,9 @@ def calls_along(survival: np.ndarray, gamma: int, ended: bool = True) -> tuple[f
         left = length - t
         most = min(gamma, left if ended else left - 1)
         reached = np.append(survival[t, :most], 0.0)
-        law = np.append(1.0, reached[:-1]) - reached  # of τ = 0 … most
+        dist = np.append(1.0, reached[:-1]) - reached  # of τ = 0 … most
         after = np.minimum(t + 1 + np.arange(most + 1), length)
         drafted = most + (gamma - left) * (1 - reached[left - 1]) if ended and left < gamma else most
-        calls[t] = 1 + law @ calls[after]
-        steps[t] = drafted + law @ steps[after]
+        calls[t] = 1 + dist @ calls[after]
+        steps[t] = drafted + dist @ steps[after]
     return float(calls[0]), float(steps[0])

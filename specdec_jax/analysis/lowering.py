@@ -16,12 +16,12 @@ from specdec_jax.decoding.inputs import bucket, slots
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prefill
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.models import layouts
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.network import Network, fuses, random_params
-from specdec_jax.models.nodes import WindowNodes
 from specdec_jax.models.sharding import AXES, ShardingRules, parse_mesh
 from specdec_jax.models.t5 import PRESETS
-from specdec_jax.speculative import laws
+from specdec_jax.models.tree_positions import WindowNodes
+from specdec_jax.speculative import distributions
 from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import StaticConfig
@@ -32,7 +32,7 @@ from specdec_jax.speculative.trees import DynamicTree, Tree
 def call(network: Network, tokens, positions, cache):
     """Runs one call and takes the argmax of its logits."""
     logits, cache = network.decode(tokens, positions, cache)
-    return laws.argmax(logits), cache
+    return distributions.argmax(logits), cache
 
 
 @functools.partial(jax.jit, donate_argnums=3, static_argnames="tree")
@@ -41,7 +41,7 @@ def call_nodes(network: Network, tokens, positions, cache, *, tree: Tree):
     branches = tree.branches(len(tokens))
     nodes = WindowNodes(positions, positions, branches.depths, branches.lines, cache.layers[0].slots)
     states, cache = network.decode_nodes(tokens, nodes, cache)
-    return laws.argmax(network.head(states)), cache
+    return distributions.argmax(network.head(states)), cache
 
 
 def size(tree) -> int:
@@ -67,7 +67,7 @@ class Case:
       beams: beams of a beam search; None without.
       beam_width: nodes of each drafted level of a beam search; None for twice the beams.
       batch: number of rows.
-      in_8_bits: whether the target's kernels are in 8 bits.
+      in_int8_: whether the target's kernels are in int8.
       input_length: number of encoder positions.
       new_tokens: the most new tokens.
       temperature: 0 is argmax.
@@ -119,7 +119,8 @@ class Case:
 
     @functools.cache
     def network(self, preset: str, drafts: bool = False) -> Network:
-        """Returns the placed shapes of a network in the loop's layout for an accelerator (no panels)."""
+        """Returns the placed shapes of a network in the loop's layout for an accelerator (no
+        panels)."""
         rules = self.rules(drafts)
         fused, in_8_bits = fuses(rules), self.in_8_bits and not drafts
         few = {"num_encoder_layers": 1, "num_decoder_layers": self.layers} if self.layers else {}
@@ -128,8 +129,8 @@ class Case:
         def build():
             params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
             if in_8_bits:
-                params = layouts.round_params(params, None, config.logits_via_embedding)
-            return layouts.pack(params, panels=False, fused=fused)
+                params = weight_layouts.round_params(params, None, config.logits_via_embedding)
+            return weight_layouts.pack(params, use_packed=False, fused=fused)
 
         def laid_out(path, leaf):
             if rules is None:
@@ -194,7 +195,7 @@ class Case:
             program = StaticConfig(self.gamma, config.mode, vocab, tree=self.tree)
             return prefill.lower(target, drafter, program, slots(self.new_tokens + 1, program.reach), *placed)
         options, most = BeamOptions(self.beams, beam_width=self.beam_width), bucket(self.new_tokens)
-        searched = options.program(1, config.mode, vocab, self.gamma, drafter)
+        searched = options.config(1, config.mode, vocab, self.gamma, drafter)
         return begin.lower(target, drafter, searched, most, 1 + most, *placed)
 
     def lowered_loop(self, state):

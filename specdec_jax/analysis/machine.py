@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from specdec_jax.decoding import costs
-from specdec_jax.models import fused_trial, gpu_attention, native
+from specdec_jax.decoding import autotune
+from specdec_jax.models import fused_step_selftest, gpu_attention, native
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.models.parameters import parameter_count
@@ -25,8 +25,8 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": costs.processor(),
-        "cores": costs.cores(),
+        "processor": autotune.processor(),
+        "cores": autotune.cores(),
         "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
         "kernel": _kernels(device.platform),
     }
@@ -36,7 +36,7 @@ def _kernels(platform: str) -> str:
     """Returns which of the package's own kernels run on this kind of device."""
     if platform == "cpu":
         return native.origin() or "none"
-    trials = {"gpu": gpu_attention.TRIAL, "tpu": fused_trial.TRIAL}
+    trials = {"gpu": gpu_attention.SELF_TEST, "tpu": fused_step_selftest.SELF_TEST}
     if platform not in trials or os.environ.get(native.SETTING) == "off":
         return "none"
     why = trials[platform].result()
@@ -44,8 +44,8 @@ def _kernels(platform: str) -> str:
 
 
 def hardware(machine: Mapping[str, Any]) -> str:
-    """Returns the part of `machine()` that a summary shows; older records say nothing of kernels, and
-    a CPU is named by its processor."""
+    """Returns the part of `machine()` that a summary shows; older records say nothing of kernels,
+    and a CPU is named by its processor."""
     kernel = f", kernel: {machine['kernel']}" if "kernel" in machine else ""
     device = "" if machine["device"].startswith("cpu") else f", {machine['device']}"
     return f"{machine['processor']}, {machine['cores']} cores{device}{kernel}"

@@ -1,5 +1,5 @@
-"""Measures how near a choice is to a tie: of a token, by how far logits from a call over several positions
-are from those of calls over one, and of the beams of a search."""
+"""Measures how near a choice is to a tie: of a token, by how far logits from a call over several
+positions are from those of calls over one, and of the beams of a search."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -72,17 +72,19 @@ def measure_difference(model: LanguageModel, inputs, prefix, width: int, batch: 
 
 @isolated
 def search_margin(model: LanguageModel, given, how: Mapping[str, Any]) -> float:
-    """Returns the least distance of two neighbours among the numbers that plain beam search orders, in all its steps.
+    """Returns the least distance of two neighbours among the numbers that plain beam search orders,
+    in all its steps.
 
-    Those are the sums of the best continuations of all beams, and the scores of the hypotheses that have ended. Where
-    it is no more than rounding, another order of additions may lead to another output.
+    Those are the sums of the best continuations of all beams, and the scores of the hypotheses that
+    have ended. Where it is no more than rounding, another order of additions may lead to another
+    output.
 
     Args:
       given: one input, as `generate` takes it.
       how: the arguments of `generate`.
     """
-    job = plan_decoding(model, [given], **how)
-    state, least = start_search(job), np.inf
+    plan = plan_decoding(model, [given], **how)
+    state, least = start_search(plan), np.inf
     while not state.done.all():
         margin, state = _margin(model.network, state)
         least = min(least, float(margin))
@@ -92,18 +94,19 @@ def search_margin(model: LanguageModel, given, how: Mapping[str, Any]) -> float:
 @jax.jit
 def _margin(target: Network, state: BeamState) -> tuple[jax.Array, BeamState]:
     """The margin of one step of plain search, of one row, and the state after it."""
-    tree, live = live_beams(state), jnp.ones((1, state.program.beams), bool)
+    tree, live = live_beams(state), jnp.ones((1, state.config.beams), bool)
     states, _ = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, live)
     own, adjusted = scored(state, target.head(states, live), tree)
     sums = node_sums(tree, state.live.scores, own if adjusted is None else adjusted)
-    found = candidates(own, adjusted, sums, state.program).sums.reshape(-1)
-    found, _ = jax.lax.top_k(found, min(state.program.candidates + 1, len(found)))
+    found = candidates(own, adjusted, sums, state.config).sums.reshape(-1)
+    found, _ = jax.lax.top_k(found, min(state.config.candidates + 1, len(found)))
     after = iterate_beams(target, None, state)
     distances = [_distance(found), _distance(jnp.where(after.is_finished, after.finished.scores, -jnp.inf)[0])]
     return jnp.min(jnp.stack(distances)), after
 
 
 def _distance(numbers: jax.Array) -> jax.Array:
-    """The least of two neighbours, without what stands for nothing and is lowered far below the others."""
+    """The least of two neighbours, without what stands for nothing and is lowered far below the
+    others."""
     gaps = -jnp.diff(jnp.sort(numbers, descending=True))
     return jnp.min(jnp.where(jnp.sort(numbers, descending=True)[1:] > -1e6, gaps, jnp.inf), initial=jnp.inf)

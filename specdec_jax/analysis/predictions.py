@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from specdec_jax.analysis import formulas
-from specdec_jax.analysis.coverage import KINDS, Coverage, by_rank
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.top_k_hit_rate import KINDS, HitRates, by_rank
 from specdec_jax.decoding.results import Stats
 from specdec_jax.speculative.trees import LOSSY_TREES, DynamicTree, Tree
 
@@ -144,7 +144,8 @@ def counted_work(padded: int, stats: Stats) -> Work:
     """
     assert stats.per_row is not None, "or no row was decoded"
     most = lambda name: max(getattr(row, name) for row in stats.per_row)
-    # Drafters that cannot draft everywhere; the others have no more calls without a draft than a limit asks for.
+    # Drafters that cannot draft everywhere; the others have no more calls without a draft than a
+    # limit asks for.
     drafting = stats.examined_by_position[:1].sum() / stats.target_calls if stats.undrafted else 1.0
     return Work(padded, most("target_calls"), most("draft_calls"), float(drafting))
 
@@ -156,32 +157,34 @@ def mean_drafting(work: Sequence[Work]) -> float:
 
 
 # Why nothing is predicted of a tree, or what the prediction takes every node's acceptance from.
-TREE_PREDICTIONS = {kind: f"coverage by {words}" for kind, words in KINDS.items()} | {
-    "dynamic": "the drafter's law shapes the tree",
+TREE_PREDICTIONS = {kind: f"top-k hit rate by {words}" for kind, words in KINDS.items()} | {
+    "dynamic": "the drafter's distribution shapes the tree",
     "lossy": "the verifier is lossy",
-    "unscored": "the drafter's law is not scored",
+    "unscored": "the drafter's distribution is not scored",
 }
 
 
-def tree_tokens(tree: Tree | DynamicTree, coverage: Coverage) -> dict[str, float | str | None]:
-    """Returns the tokens per target call to expect of a tree: `Tree.expected` from acceptance by rank.
+def tree_tokens(tree: Tree | DynamicTree, hit_rate: HitRates) -> dict[str, float | str | None]:
+    """Returns the tokens per target call to expect of a tree: `Tree.expected` from acceptance by
+    rank.
 
-    That takes every node to stand independently of the others, and outputs to have no end. Above
-    temperature 0 drawn children of every kind are taken for all but one fixed.
+    That takes every node to be accepted independently of the others, and outputs to have no end.
+    Above temperature 0 drawn children of every kind are taken for all but one fixed.
 
     Args:
       tree: the tree, with the children and verifier that it is drafted with.
-      coverage: coverage in the same run; empty where the drafter's law is not scored.
+      hit_rate: top-k hit rate in the same run; empty where the drafter's distribution is not
+        scored.
 
     Returns:
       predicted: the number; None where nothing is predicted.
       prediction: a key of `TREE_PREDICTIONS`.
     """
-    if isinstance(tree, DynamicTree) or tree.judge in LOSSY_TREES or not coverage:
-        why = "dynamic" if isinstance(tree, DynamicTree) else "lossy" if tree.judge in LOSSY_TREES else "unscored"
+    if isinstance(tree, DynamicTree) or tree.verify in LOSSY_TREES or not hit_rate:
+        why = "dynamic" if isinstance(tree, DynamicTree) else "lossy" if tree.verify in LOSSY_TREES else "unscored"
         return {"predicted": None, "prediction": why}
-    kind = "mixed" if "mixed" in coverage and tree.kind != "top" else "top"
-    return {"predicted": tree.expected(by_rank(coverage[kind])), "prediction": kind}
+    kind = "mixed" if "mixed" in hit_rate and tree.kind != "top" else "top"
+    return {"predicted": tree.expected(by_rank(hit_rate[kind])), "prediction": kind}
 
 
 def sampling_cost(gamma: int, seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
@@ -190,8 +193,8 @@ def sampling_cost(gamma: int, seconds: Mapping[str, Sequence[float]]) -> dict[st
 
     Args:
       gamma: γ.
-      seconds: seconds of each pass by arm ("call γ, alone", "call γ, token" and so on); compared
-        pass by pass.
+      seconds: seconds of each pass by variant ("call γ, alone", "call γ, token" and so on);
+        compared pass by pass.
     """
     start = f"call {gamma}, "
     alone = np.array(seconds[start + "alone"])
@@ -200,7 +203,7 @@ def sampling_cost(gamma: int, seconds: Mapping[str, Sequence[float]]) -> dict[st
         for name, times in seconds.items()
         if name.startswith(start)
     }
-    return {name: Spread.of(share)._asdict() for name, share in added.items() if name != "alone"}
+    return {name: Spread.from_samples(share)._asdict() for name, share in added.items() if name != "alone"}
 
 
 def shares(parts: Mapping[str, float], measured: float) -> dict[str, float] | None:

@@ -1,5 +1,5 @@
-"""Measures how far a model's laws move when its weights are rounded to 8 bits, and what that does to
-the acceptance of a drafter."""
+"""Measures how far a model's distributions move when its weights are rounded to 8 bits, and what
+that does to the acceptance of a drafter."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from specdec_jax.drafters.drafting import match_width
-from specdec_jax.models import layouts, panels
+from specdec_jax.models import packed_weights, weight_layouts
 from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
@@ -21,7 +21,7 @@ def moved(model: LanguageModel, seed: int = 0) -> LanguageModel:
     """Returns a model whose kernels are `model`'s, each number moved at random by up to half a step
     of the rounding of its column.
 
-    Rounding a model again that is stored in 8 bits changes nothing. The model with moved weights is
+    Rounding a model again that is stored in int8 changes nothing. The model with moved weights is
     one of those that the stored integers may have come from.
 
     Raises:
@@ -45,10 +45,13 @@ def moved(model: LanguageModel, seed: int = 0) -> LanguageModel:
 
 @isolated
 def rounded(model: LanguageModel, quantize: str) -> LanguageModel:
-    """Returns `model` with weights in 8 bits, as `load` does with this `quantize`."""
-    panels.check_quantize(quantize, model.config.dtype, False)
+    """Returns `model` with weights in int8, as `load` does with this `quantize`."""
+    packed_weights.check_quantize(quantize, model.config.dtype, False)
     return _like(
-        model, layouts.round_params(model.params, panels.input_bits(quantize), model.config.logits_via_embedding)
+        model,
+        weight_layouts.round_params(
+            model.params, packed_weights.input_bits(quantize), model.config.logits_via_embedding
+        ),
     )
 
 
@@ -58,14 +61,16 @@ def _like(model: LanguageModel, params: dict) -> LanguageModel:
 
 
 class Divergence:
-    """How far the laws of a rounded model are from those of the full one, over the same tokens."""
+    """How far the distributions of a rounded model are from those of the full one, over the same
+    tokens."""
 
     def __init__(self, full: LanguageModel, other: LanguageModel, drafter: LanguageModel | None = None):
         """Begins without any tokens.
 
         Args:
           full, other: the model and its rounded form.
-          drafter: a drafting model; its encoder, if it has none, is that of the target it drafts for.
+          drafter: a drafting model; its encoder, if it has none, is that of the target it drafts
+            for.
         """
         self._models, self._drafter = (full, other), drafter
         self._found: dict[str, list[np.ndarray]] = {}
@@ -121,8 +126,8 @@ class Divergence:
 def _compared(
     full: Float[Array, "B T V"], other: Float[Array, "B T V"], draft: Sequence[Float[Array, "B T V"]]
 ) -> dict[str, Array]:
-    """Returns what `Divergence.record` has means of, for every token; `draft` is the drafter's logits
-    for each of the two, or ()."""
+    """Returns what `Divergence.record` has means of, for every token; `draft` is the drafter's
+    logits for each of the two, or ()."""
     full, other, *draft = (logits.astype(jnp.float32) for logits in (full, other, *draft))
     p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(other)
     centred = lambda logits: logits - jnp.mean(logits, axis=-1, keepdims=True)
@@ -135,7 +140,7 @@ def _compared(
         "argmax_changes": best(full) != best(other),
     }
     for which, target, drafted in zip(("full", "rounded"), (full, other), draft):
-        laws = jax.nn.softmax(target), jax.nn.softmax(drafted)
-        found[f"alpha, {which}"] = jnp.sum(jnp.minimum(*laws), axis=-1)
+        dists = jax.nn.softmax(target), jax.nn.softmax(drafted)
+        found[f"alpha, {which}"] = jnp.sum(jnp.minimum(*dists), axis=-1)
         found[f"alpha_argmax, {which}"] = best(target) == best(drafted)
     return found

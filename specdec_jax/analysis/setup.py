@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from specdec_jax.speculative.gamma import Policy
+from specdec_jax.speculative.policies import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
@@ -50,7 +50,8 @@ class BeamSetup(Setup, Protocol):
 
     Attributes:
       num_beams: beams of a search; None: none.
-      beam_width: the numbers of nodes in a level of the tree that are timed; (): as each command says.
+      beam_width: the numbers of nodes in a level of the tree that are timed; (): as each command
+        says.
     """
 
     @property
@@ -68,7 +69,8 @@ class BenchmarkSetup(BeamSetup, Protocol):
     Attributes:
       gammas: the γ that are timed.
       gamma_policy: name of the policy of γ.
-      forced_alpha: acceptance rates forced by coin; (): as the models say.
+      synthetic_alpha: acceptance rates forced at random with a given probability; (): as the models
+        say.
       tree: the token trees that are timed, as text.
       preset: shape of a target with random weights, or None.
       samples_preset: whether the cost of sampling is measured.
@@ -79,7 +81,7 @@ class BenchmarkSetup(BeamSetup, Protocol):
     @property
     def gamma_policy(self) -> str: ...
     @property
-    def forced_alpha(self) -> tuple[float, ...]: ...
+    def synthetic_alpha(self) -> tuple[float, ...]: ...
     @property
     def tree(self) -> tuple[str, ...]: ...
     @property

@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.decoding.costs import iterated_steps
+from specdec_jax.decoding.autotune import iterated_steps
 from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.request import Request, prepare
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
-from specdec_jax.models.nodes import WindowNodes
-from specdec_jax.speculative import iteration, laws, prefill
-from specdec_jax.speculative.draws import seeded
-from specdec_jax.speculative.laws import Law
+from specdec_jax.models.tree_positions import WindowNodes
+from specdec_jax.speculative import distributions, iteration, prefill
+from specdec_jax.speculative.distributions import Categorical
+from specdec_jax.speculative.randomness import seeded
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import DecodeState, Draft, StaticConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
@@ -43,7 +43,7 @@ class Spread(NamedTuple):
     most: float
 
     @classmethod
-    def of(cls, values) -> "Spread":
+    def from_samples(cls, values) -> "Spread":
         """Returns the spread of `values`."""
         return cls(float(np.median(values)), float(np.min(values)), float(np.max(values)))
 
@@ -72,9 +72,9 @@ def timed(function: Callable[[], object]) -> float:
     return float(np.median(passes(function)))
 
 
-def rotate(arms: Mapping[str, object], turn: int) -> list[str]:
-    """Returns the names of the arms, beginning with another one every turn."""
-    names = list(arms)
+def rotate(variants: Mapping[str, object], turn: int) -> list[str]:
+    """Returns the names of the variants, beginning with another one every turn."""
+    names = list(variants)
     return names[turn % len(names) :] + names[: turn % len(names)]
 
 
@@ -96,15 +96,15 @@ def decode_steps(network: Network, tokens: jax.Array, positions: jax.Array, cach
     def body(_, carry):
         tokens, cache = carry
         logits, cache = network.decode(tokens, positions, cache)
-        return laws.argmax(logits).astype(jnp.int32), cache
+        return distributions.argmax(logits).astype(jnp.int32), cache
 
     return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
 
 
 @functools.partial(jax.jit, static_argnames="slots")
 def prefill_cache(network: Network, inputs, input_lengths, *, slots: int):
-    """Returns the cache with which decoding begins; for a decoder-only network, after all but the last id
-    of the prompt. A network that attends to another's encoder output is given zeros."""
+    """Returns the cache with which decoding begins; for a decoder-only network, after all but the
+    last id of the prompt. A network that attends to another's encoder output is given zeros."""
     if decoder_only(network):
         return prefill.fill_cache(network, inputs[:, :0], input_lengths * 0, inputs, slots)
     encoded = None
@@ -129,7 +129,7 @@ def draft_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache
 def _draft_step(network: Network, positions: jax.Array, _, carry: tuple) -> tuple:
     tokens, cache = carry
     states, cache = network.decode_states(tokens, positions, cache)
-    token = laws.argmax(network.head(states[:, -1:])).astype(jnp.int32)
+    token = distributions.argmax(network.head(states[:, -1:])).astype(jnp.int32)
     return jnp.concatenate([tokens[:, 1:], token], axis=1), cache
 
 
@@ -143,16 +143,17 @@ def node_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache,
     def body(_, carry):
         tokens, cache = carry
         states, cache = network.decode_nodes(tokens, nodes, cache)
-        return laws.argmax(network.head(states)).astype(jnp.int32), cache
+        return distributions.argmax(network.head(states)).astype(jnp.int32), cache
 
     return jax.lax.fori_loop(0, steps, body, (tokens, cache))[0]
 
 
-def tree_arm(
+def tree_variant(
     network: Network, batch: int, input_length: int, slots: int, tree: Tree | DynamicTree
 ) -> Callable[[], object]:
-    """Returns a call that runs `STEPS` steps over the nodes of a tree; in the place of one whose shape
-    the drafter's law decides stands one of as many nodes, as deep, whose call takes as long."""
+    """Returns a call that runs `STEPS` steps over the nodes of a tree; in the place of one whose
+    shape the drafter's distribution decides stands one of as many nodes, as deep, whose call takes
+    as long."""
     tree = tree.fixed() if isinstance(tree, DynamicTree) else tree
     inputs, lengths = _inputs(network, batch, input_length)
     cache = network.node_cache(prefill_cache(network, inputs, lengths, slots=slots), slots, slots)
@@ -160,7 +161,7 @@ def tree_arm(
     return functools.partial(node_steps, network, tokens, positions, cache, tree=tree, slots=slots, steps=STEPS)
 
 
-def step_arm(
+def step_variant(
     network: Network, batch: int, input_length: int, slots: int, width: int, stepping: Callable = decode_steps
 ) -> Callable[[], object]:
     """Returns a call that runs `STEPS` steps over `width` positions of `batch` rows, with inputs of
@@ -204,7 +205,7 @@ def paired_steps(target: Network, drafter: Network, tokens, positions, caches, *
         tokens, (cache, draft_cache) = carry
         drafted, draft_cache = jax.lax.fori_loop(0, gamma, draft, (tokens[:, -width:], draft_cache))
         logits, cache = target.decode(jnp.concatenate([drafted[:, -1:], tokens[:, 1:]], axis=1), positions, cache)
-        return laws.argmax(logits).astype(jnp.int32), (cache, draft_cache)
+        return distributions.argmax(logits).astype(jnp.int32), (cache, draft_cache)
 
     return jax.lax.fori_loop(0, steps, body, (tokens, caches))[0]
 
@@ -235,9 +236,9 @@ def verified_steps(network: Network, state: DecodeState, *, steps: int):
     """Runs steps as `decode_steps` does over γ + 1 positions, with the engine's own verification in
     place of the argmax.
 
-    The drafter's law is the target's law of the step before, one position on. What follows the
-    accepted tokens is among the tokens fed next, and their number enters the keys of the next
-    draws, so that nothing can leave the loop.
+    The drafter's distribution is the target's distribution of the step before, one position on.
+    What follows the accepted tokens is among the tokens fed next, and their number enters the keys
+    of the next draws, so that nothing can leave the loop.
 
     Args:
       network: the target.
@@ -245,23 +246,23 @@ def verified_steps(network: Network, state: DecodeState, *, steps: int):
       steps: number of steps.
 
     Returns:
-      The last tokens `[B, G + 1]`, numbers of accepted ones `[B]`, and the target's laws `[B, G +
-        1, V]` (None for argmax).
+      The last tokens `[B, G + 1]`, numbers of accepted ones `[B]`, and the target's distributions
+        `[B, G + 1, V]` (None for argmax).
     """
-    program, positions = state.program, state.lengths - 1
-    batch, width = len(positions), program.gamma + 1
+    config, positions = state.config, state.lengths - 1
+    batch, width = len(positions), config.gamma + 1
 
     def body(_, carry):
-        tokens, num_accepted, law, cache = carry
+        tokens, num_accepted, dist, cache = carry
         logits, cache = network.decode(tokens, positions, cache)
-        before = Law(law.logits[:, :-1], law.log_normalizer[:, :-1]) if program.asks_draft_law else None
-        draft = Draft(tokens[:, 1:], jnp.full(batch, program.gamma, jnp.int32), before, jnp.zeros(batch, jnp.int32))
-        verified, law = iteration.verify(state.replace(lengths=state.lengths + num_accepted), draft, logits)
+        before = Categorical(dist.logits[:, :-1], dist.log_normalizer[:, :-1]) if config.needs_draft_probs else None
+        draft = Draft(tokens[:, 1:], jnp.full(batch, config.gamma, jnp.int32), before, jnp.zeros(batch, jnp.int32))
+        verified, dist = iteration.verify(state.replace(lengths=state.lengths + num_accepted), draft, logits)
         at_end = jnp.arange(width) == verified.num_accepted[:, None]
-        return jnp.where(at_end, verified.next_token[:, None], tokens), verified.num_accepted, law, cache
+        return jnp.where(at_end, verified.next_token[:, None], tokens), verified.num_accepted, dist, cache
 
-    law = None if program.strict_argmax else Law.of(jnp.zeros((batch, width, program.vocab_size)))
-    carry = (jnp.ones((batch, width), jnp.int32), jnp.zeros(batch, jnp.int32), law, state.target_cache)
+    dist = None if config.strict_argmax else Categorical.from_logits(jnp.zeros((batch, width, config.vocab_size)))
+    carry = (jnp.ones((batch, width), jnp.int32), jnp.zeros(batch, jnp.int32), dist, state.target_cache)
     return jax.lax.fori_loop(0, steps, body, carry)[:3]
 
 
@@ -281,25 +282,25 @@ def verified_state(
     return state.replace(lengths=rows(start))
 
 
-def sampling_arms(
+def sampling_variants(
     network: Network, batch: int, input_length: int, slots: int, gamma: int, config: SamplingConfig
 ) -> dict[str, Callable[[], object]]:
     """Returns calls that run `STEPS` target calls over γ + 1 positions: alone, with argmax, and
     with each verifier of `SAMPLED`."""
     argmax = verified_state(network, batch, input_length, slots, gamma, SamplingConfig(), "token")
     tokens = jnp.ones((batch, gamma + 1), jnp.int32)
-    arms = {
+    variants = {
         "alone": functools.partial(call_steps, network, tokens, argmax.lengths - 1, argmax.target_cache, steps=STEPS)
     }
     states = {"argmax": argmax} | {
         name: verified_state(network, batch, input_length, slots, gamma, config, name) for name in SAMPLED
     }
-    return arms | {
+    return variants | {
         name: functools.partial(verified_steps, network, state, steps=STEPS) for name, state in states.items()
     }
 
 
-def paired_arm(
+def paired_variant(
     target: Network, drafter: Network, batch: int, input_length: int, slots: int, gamma: int, width: int
 ) -> Callable[[], object]:
     """Returns a call that runs `STEPS` rounds of γ draft steps over `width` positions and a target
@@ -312,16 +313,16 @@ def paired_arm(
     return functools.partial(paired_steps, target, drafter, tokens, positions, caches, **how)
 
 
-_prefill_state = jax.jit(prefill.prefill, static_argnames=("program", "slots"))
+_prefill_state = jax.jit(prefill.prefill, static_argnames=("config", "slots"))
 
 
-def prefill_arm(network: Network, batch: int, input_length: int, slots: int) -> Callable[[], object]:
+def prefill_variant(network: Network, batch: int, input_length: int, slots: int) -> Callable[[], object]:
     """Returns a call of the encoder and of everything else that happens once per request."""
     inputs, lengths = _inputs(network, batch, input_length)
     return lambda: prefill_cache(network, inputs, lengths, slots=slots)
 
 
-def step_arms(
+def step_variants(
     target: LanguageModel, drafter, rows: int, lengths: Sequence[int], room: int, gammas: Sequence[int],
     pairs: Sequence[int]
 ) -> dict[str, Callable[[], object]]:  # fmt: skip
@@ -338,31 +339,31 @@ def step_arms(
         a "draft pair", the call over two positions with which a model catches up, unless all are.
     """
     single, longest = target.network, max(lengths)
-    arms = {"target step": step_arm(single, rows, longest, room, 1)}
+    variants = {"target step": step_variant(single, rows, longest, room, 1)}
     for gamma in gammas:
-        arms[f"verify {gamma}"] = step_arm(target.network, rows, longest, room, gamma + 1)
+        variants[f"verify {gamma}"] = step_variant(target.network, rows, longest, room, gamma + 1)
     for length in lengths:
-        arms[f"target encoder {length}"] = prefill_arm(target.network, rows, length, room)
+        variants[f"target encoder {length}"] = prefill_variant(target.network, rows, length, room)
     steps = drafter.steps() if drafter is not None else {}
     width = 1
     if steps and drafter.second_model is not None:
         width = draft_width(steps["draft step"], rows, longest, room)
     for name, network in steps.items():
-        arms[name] = step_arm(network, rows, longest, room, width, draft_steps)
+        variants[name] = step_variant(network, rows, longest, room, width, draft_steps)
     if steps:
         drafting = steps["draft step"]
         for gamma in pairs:
-            arms[f"draft {gamma} and verify"] = paired_arm(single, drafting, rows, longest, room, gamma, width)
+            variants[f"draft {gamma} and verify"] = paired_variant(single, drafting, rows, longest, room, gamma, width)
         if drafter.second_model is not None:
             if width == 1:
-                arms["draft pair"] = step_arm(drafting, rows, longest, room, 2, draft_steps)
+                variants["draft pair"] = step_variant(drafting, rows, longest, room, 2, draft_steps)
             for length in lengths:
-                arms[f"drafter encoder {length}"] = prefill_arm(drafting, rows, length, room)
-    return arms
+                variants[f"drafter encoder {length}"] = prefill_variant(drafting, rows, length, room)
+    return variants
 
 
 def steps_in(name: str) -> int:
-    """Returns how many steps one call of the arm with this name runs."""
+    """Returns how many steps one call of the variant with this name runs."""
     return 1 if "encoder" in name else STEPS
 
 
@@ -383,12 +384,12 @@ def iteration_state(
     return state, request
 
 
-def iteration_arm(state: DecodeState, request: Request) -> Callable[[], object]:
+def iteration_variant(state: DecodeState, request: Request) -> Callable[[], object]:
     """Returns a call that runs `STEPS` iterations."""
     return functools.partial(iterated_steps, request.network, request.drafter, state, np.int32(STEPS))
 
 
-def call_arm(state: DecodeState, request: Request) -> Callable[[], object]:
+def call_variant(state: DecodeState, request: Request) -> Callable[[], object]:
     """Returns a call that runs `STEPS` times the target call and the verification of such an
     iteration, without its draft."""
     return functools.partial(verified_steps, request.network, state, steps=STEPS)

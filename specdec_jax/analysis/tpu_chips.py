@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 
 class Chip(NamedTuple):
-    """A TPU as one JAX device sees it: topology, memory in GB, bandwidth in GB/s, and the clock in GHz.
+    """A TPU as one JAX device sees it: topology, memory in GB, bandwidth in GB/s, and the clock in
+    GHz.
 
     The clock is the published peak of bfloat16 over the operations that the matrix units do in a
     cycle: 2^17 (v5e), 2^18 (v4, v5p), 2^19 (v6e, and each of tpu7x's two devices).
@@ -17,8 +18,8 @@ class Chip(NamedTuple):
     clock: float
 
 
-# Memory, bandwidth and peak: Google Cloud's page on each, docs.cloud.google.com/tpu/docs/v4 and so on,
-# as of 2026-11-23. A tpu7x chip is two devices; the numbers are those of one.
+# Memory, bandwidth and peak: Google Cloud's page on each, docs.cloud.google.com/tpu/docs/v4 and so
+# on, as of 2026-11-23. A tpu7x chip is two devices; the numbers are those of one.
 CHIPS = {
     "v4": Chip("v4:2x2x1", 32, 1228, 1.05),
     "v5e": Chip("v5e:2x2", 16, 819, 1.5),

@@ -9,7 +9,7 @@ import jax
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.compiled_text import bodies, computations, estimated_cycles, kernel_bytes
 from specdec_jax.analysis.lowering import Case, size
-from specdec_jax.analysis.products import Products
+from specdec_jax.analysis.matmul_roofline import Products
 from specdec_jax.analysis.report import paper
 from specdec_jax.analysis.tpu_chips import Chip
 from specdec_jax.decoding.progress import waiting
@@ -87,7 +87,8 @@ def tree_call_seconds(case: Case, chip: Chip, tree: Tree) -> float:
 
 def iteration_ms(case: Case, chip: Chip, text: str | None) -> float | None:
     """Returns the estimate of an iteration from the loop's text; without it, from single calls over
-    γ + 1 and over two positions; None where JAX cannot read theirs either, or of a tree or beams."""
+    γ + 1 and over two positions; None where JAX cannot read theirs either, or of a tree or beams.
+    """
     gamma, walks = case.gamma, case.tree is not None or case.beams is not None
     if walks and not text:
         return None

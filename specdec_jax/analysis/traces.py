@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import predictions
-from specdec_jax.analysis.arms import Batch
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.variants import Batch
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.models.language_model import LanguageModel
 
@@ -13,7 +13,7 @@ from specdec_jax.models.language_model import LanguageModel
 LEGEND = (
     ("committed", "drafted tokens: "), ("accepted", "accepted"), ("committed", ", "), ("rejected", "rejected"),
     ("committed", "; the target's own: "), ("corrected", "correction"), ("committed", " after a rejection, "),
-    ("bonus", "bonus"), ("committed", " where all stand"),
+    ("bonus", "bonus"), ("committed", " where all are accepted"),
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def spans(steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[st
       steps: the iterations.
       gamma: γ.
       padded: padded length of the input.
-      times: seconds by the names of `timing.step_arms`.
+      times: seconds by the names of `timing.step_variants`.
     """
     call = times[f"verify {gamma}" if gamma else "target step"].median
     drafts = gamma > 0 and "draft step" in times
@@ -80,14 +80,14 @@ def example(
     target: LanguageModel, drafter, gammas: Sequence[int], batch: Batch, times: Mapping[str, Spread], options
 ) -> dict[str, Any]:
     """Returns the first input of `batch`, decoded plainly and with every γ of `gammas`."""
-    arms = []
+    variants = []
     for gamma in (0, *gammas):
         steps = trace(
             target, batch.inputs[0], drafter=drafter if gamma else None, gamma=gamma, key=batch.keys,
             **options.decoding(plain=not gamma),
         )  # fmt: skip
-        arms.append({
+        variants.append({
             "gamma": gamma, "lines": lines(steps, target) if gamma else [],
             "spans": spans(steps, gamma, batch.padded, times),
         })  # fmt: skip
-    return {"input": batch.inputs[0], "arms": arms}
+    return {"input": batch.inputs[0], "variants": variants}

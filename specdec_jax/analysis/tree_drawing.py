@@ -1,11 +1,11 @@
-"""Draws the token tree of an iteration as text: its nodes, the path that stands, its attention mask."""
+"""Draws the token tree of an iteration as text: its nodes, the accepted path, its attention mask."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdec_jax.analysis.arms import Batch
 from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.traces import own_kind, surface
+from specdec_jax.analysis.variants import Batch
 from specdec_jax.decoding.trace import TraceStep, TreeNode, TreeStep, trace
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.tree_text import read_tree
@@ -29,7 +29,7 @@ class Drawn(NamedTuple):
     own: str | None
 
     @classmethod
-    def of(cls, step: TraceStep, target: LanguageModel) -> "Drawn":
+    def from_step(cls, step: TraceStep, target: LanguageModel) -> "Drawn":
         """Returns the tree of a step that drafted one."""
         assert step.tree is not None
         texts = [root(step.tree, target), *(one_line(node.token, target) for node in step.tree.nodes[1:])]
@@ -45,7 +45,8 @@ class Drawn(NamedTuple):
         """Returns what `record` wrote, without ids and probabilities, which no drawing shows.
 
         Raises:
-          ValueError: parents that do not come before their children, or a path that leaves the tree.
+          ValueError: parents that do not come before their children, or a path that leaves the
+            tree.
         """
         parents, path = [node["parent"] for node in record["nodes"]], list(record["path"])
         if parents[:1] != [-1] or not all(0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
@@ -66,7 +67,7 @@ def examples(target: LanguageModel, drafter, batch: Batch, options: BenchmarkSet
         steps = trace(target, batch.inputs[0], tree=read_tree(text), **how)
         number = instructive(steps)
         if number is not None:
-            found.append({"tree": text, "call": number + 1, **Drawn.of(steps[number], target).record()})
+            found.append({"tree": text, "call": number + 1, **Drawn.from_step(steps[number], target).record()})
     return found
 
 
@@ -99,8 +100,8 @@ def tree_lines(step: TraceStep, target: LanguageModel, numbers: bool = False) ->
     """Returns the tree of a step as lines of (kind, text), in the kinds of `traces.LEGEND`.
 
     Each node has a line with its number, the nodes that it sees, and its text. The target's own
-    token follows the last node that stands. A mask that leaves less room than the texts need in
-    `COLUMNS` columns stands below the tree.
+    token follows the last node that is accepted. A mask that leaves less room than the texts need
+    in `COLUMNS` columns stands below the tree.
 
     Args:
       step: a step with a tree.
@@ -155,9 +156,9 @@ def _branches(step: TraceStep, target: LanguageModel) -> Iterator[tuple[int | No
     assert tree is not None
 
     def visit(node: int, before: str, below: str) -> Iterator[tuple[int | None, str, str, str]]:
-        stands = node > 0 and node in tree.path
+        accepted = node > 0 and node in tree.path
         text = one_line(tree.nodes[node].token, target) if node else root(tree, target)
-        yield node, before, "accepted" if stands else "committed", text
+        yield node, before, "accepted" if accepted else "committed", text
         following: list[int | None] = [*tree.children(node)]
         if node == tree.path[-1] and step.corrected is not None:
             following.append(None)

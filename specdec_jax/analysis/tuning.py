@@ -2,8 +2,8 @@
 
 The expected time for every γ follows from acceptance on a sample, the output lengths, and the time
 of whole iterations. The best few by that, every tree, and plain decoding are then timed in turn on
-the same sentences, and the fastest is chosen. A tree is the best of its size by coverage on the
-sample and by the times of a target call and of a draft step.
+the same sentences, and the fastest is chosen. A tree is the best of its size by the top-k hit rate
+on the sample and by the times of a target call and of a draft step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from specdec_jax.analysis import acceptance, machine, timing
-from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.acceptance import Acceptance
-from specdec_jax.analysis.arms import Arm, Batch
 from specdec_jax.analysis.beams import Tree, search_head, trees_of
-from specdec_jax.analysis.coverage import by_rank
 from specdec_jax.analysis.setup import TuneSetup
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.top_k_hit_rate import by_rank
+from specdec_jax.analysis.variants import Batch, Variant
 from specdec_jax.analysis.verdicts import find_best
-from specdec_jax.decoding import costs
+from specdec_jax.decoding import autotune
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.progress import track
 from specdec_jax.decoding.request import plan
@@ -36,8 +36,8 @@ _CALL = "call over "
 
 
 class Choice(NamedTuple):
-    """A way of decoding: γ (0 is plain) and the verifier; or a tree as text, with its depth as γ and
-    the chain's default verifier."""
+    """A way of decoding: γ (0 is plain) and the verifier; or a tree as text, with its depth as γ
+    and the chain's default verifier."""
 
     gamma: int
     verifier: str
@@ -97,8 +97,8 @@ def best_trees(
     """Returns the best tree of each size whose call was timed, with the expected seconds of its
     iterations; none of a size for which nothing but a chain is worth its draft.
 
-    After it comes the tree of this size and depth that the drafter's law shapes, of which no more
-    is expected.
+    After it comes the tree of this size and depth that the drafter's distribution shapes, of which
+    no more is expected.
 
     Args:
       accepted: the measured acceptance, scored.
@@ -112,7 +112,7 @@ def best_trees(
         nodes = int(name.removeprefix(_CALL)) if name.startswith(_CALL) else 1
         if nodes == 1:
             continue
-        shares = by_rank(accepted.coverage["mixed" if "mixed" in accepted.coverage else "top"])
+        shares = by_rank(accepted.hit_rate["mixed" if "mixed" in accepted.hit_rate else "top"])
         v = times[name].median / times[f"{_CALL}1"].median
         tree = trees.Tree.best(shares, nodes, depth, {2: v, nodes: v}, step / plain)
         if tree is not None and not tree.is_chain:
@@ -152,19 +152,19 @@ def keep_acceptance(target, drafter, inputs, alpha: float, decoding: Mapping[str
     """Lets `gamma="auto"` begin with the measured acceptance rate, wherever it chooses γ for such
     inputs."""
     key = plan(target, inputs, drafter=drafter, **decoding).costs_key
-    if key is not None and (known := costs.known(key)) is not None:
-        costs.keep(key, known._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
+    if key is not None and (known := autotune.known(key)) is not None:
+        autotune.keep(key, known._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
 
 
 @isolated
 def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup) -> dict[str, Any]:
     """Returns the record of `specdec tune`; `others` are the batches of the sweep, empty for no
     sweep."""
-    analysis_arms.check_prompts(target, drafter, [*batches, *others], options)
+    analysis_variants.check_prompts(target, drafter, [*batches, *others], options)
     gammas = sorted(set(options.gammas))
     accepted = acceptance.measure_acceptance(target, drafter, batches, options.verifiers, gammas[-1], options)
     choices = [Choice(0, options.verifiers[0])] + [Choice(g, name) for name in options.verifiers for g in gammas]
-    widths = sorted({1, *options.tree_nodes}) if accepted.coverage and options.tree_nodes else []
+    widths = sorted({1, *options.tree_nodes}) if accepted.hit_rate and options.tree_nodes else []
     times = step_times(target, drafter, batches, choices, options, widths)
     last = choices[-1]
     added = times[f"iteration, {last}"].median - times[f"call, {last}"].median
@@ -191,7 +191,7 @@ def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], opt
                 choice.gamma]) if choice.gamma and choice.tree is None else None,
                 "expected_seconds_per_token": expected[choice] / tokens,
                 "expected_improvement": expected[plain] / expected[choice],
-                "seconds_per_token": Spread.of(measured[choice])._asdict() if choice in measured else None,
+                "seconds_per_token": Spread.from_samples(measured[choice])._asdict() if choice in measured else None,
                 "improvement": ratio(measured, plain, choice) if choice in measured else None,
                 "differing": count_differing(choice, timed, options),
             }
@@ -215,7 +215,7 @@ def step_times(
     draft is timed.
     """
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    arms, last = {}, choices[-1]
+    variants, last = {}, choices[-1]
     timed = [choice for choice in choices if choice.gamma in (0, last.gamma) or choice.verifier == choices[0].verifier]
     for choice in track(timed, len(timed), "compiling iterations", names=[str(choice) for choice in timed]):
         how = options.decoding(plain=not choice.gamma)
@@ -223,45 +223,47 @@ def step_times(
         state = timing.iteration_state(
             target, drafter if choice.gamma else None, rows, lengths[-1], choice.gamma, **how
         )  # fmt: skip
-        arms[f"iteration, {choice}"] = timing.iteration_arm(*state)
-    arms[f"call, {last}"] = timing.call_arm(*state)
+        variants[f"iteration, {choice}"] = timing.iteration_variant(*state)
+    variants[f"call, {last}"] = timing.call_variant(*state)
     room = state[0].tokens.shape[1]
     for length in lengths:
-        arms[f"target encoder {length}"] = timing.prefill_arm(target.network, rows, length, room)
+        variants[f"target encoder {length}"] = timing.prefill_variant(target.network, rows, length, room)
         if drafter.second_model is not None:
-            arms[f"drafter encoder {length}"] = timing.prefill_arm(drafter.second_model.network, rows, length, room)
+            variants[f"drafter encoder {length}"] = timing.prefill_variant(
+                drafter.second_model.network, rows, length, room
+            )
     for width in widths:
         room = timing.total_slots(target, lengths[-1], options.max_new_tokens, max(widths))
-        arms[f"{_CALL}{width}"] = timing.step_arm(target.network, rows, lengths[-1], room, width)
-    analysis_arms.warm_up({}, arms, batches)
-    return analysis_arms.time_steps(arms, options.repeats)
+        variants[f"{_CALL}{width}"] = timing.step_variant(target.network, rows, lengths[-1], room, width)
+    analysis_variants.warm_up({}, variants, batches)
+    return analysis_variants.time_steps(variants, options.repeats)
 
 
 def time_choices(
     target, drafter, choices: Sequence[AnyChoice], batches: Sequence[Batch], options, what: str
-) -> dict[AnyChoice, Arm]:
+) -> dict[AnyChoice, Variant]:
     """Returns every choice with its times and results, timed in turn on the same sentences."""
 
-    def arm(choice: AnyChoice) -> Arm:
+    def variant(choice: AnyChoice) -> Variant:
         how = choice.arguments(drafter, options)
-        return Arm(choice.gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
+        return Variant(choice.gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
 
-    arms = {str(choice): arm(choice) for choice in choices}
-    analysis_arms.warm_up(arms, {}, batches)
+    variants = {str(choice): variant(choice) for choice in choices}
+    analysis_variants.warm_up(variants, {}, batches)
     for turn in range(options.repeats):
-        analysis_arms.one_pass(arms, batches, turn, f"{what}, pass {turn + 1} of {options.repeats}")
-    return {choice: arms[str(choice)] for choice in choices}
+        analysis_variants.one_pass(variants, batches, turn, f"{what}, pass {turn + 1} of {options.repeats}")
+    return {choice: variants[str(choice)] for choice in choices}
 
 
-def seconds_of(timed: Mapping[AnyChoice, Arm]) -> dict[AnyChoice, np.ndarray]:
+def seconds_of(timed: Mapping[AnyChoice, Variant]) -> dict[AnyChoice, np.ndarray]:
     """Returns the seconds per token in each pass of every choice."""
-    return {choice: arm.seconds_per_token for choice, arm in timed.items()}
+    return {choice: variant.seconds_per_token for choice, variant in timed.items()}
 
 
-def count_differing(choice: AnyChoice, timed: Mapping[AnyChoice, Arm], options: TuneSetup) -> int | None:
-    """Returns how many inputs of a choice have other tokens than plain decoding's; None where nothing
-    was drafted or timed, and for samples, which are others."""
-    plain = next(arm for other, arm in timed.items() if not other.gamma)
+def count_differing(choice: AnyChoice, timed: Mapping[AnyChoice, Variant], options: TuneSetup) -> int | None:
+    """Returns how many inputs of a choice have other tokens than plain decoding's; None where
+    nothing was drafted or timed, and for samples, which are others."""
+    plain = next(variant for other, variant in timed.items() if not other.gamma)
     verifier = verifier_of(getattr(choice, "verifier", "block"))
     comparable = verifier.coupled or options.temperature == 0 and verifier.exact
     if not choice.gamma or choice not in timed or not comparable:
@@ -283,7 +285,7 @@ def fastest(seconds: Mapping[AnyChoice, np.ndarray]) -> AnyChoice:
 
 def ratio(seconds: Mapping[AnyChoice, np.ndarray], above: AnyChoice, below: AnyChoice) -> dict[str, float]:
     """Returns the times of one choice divided by those of another, pass by pass."""
-    return Spread.of(seconds[above] / seconds[below])._asdict()
+    return Spread.from_samples(seconds[above] / seconds[below])._asdict()
 
 
 def sweep(target, drafter, choices, chosen: AnyChoice, batches, options) -> dict[str, Any]:
@@ -293,7 +295,7 @@ def sweep(target, drafter, choices, chosen: AnyChoice, batches, options) -> dict
     best = fastest(seconds)
     return {
         "sentences": machine.count_inputs(target, batches),
-        "seconds_per_token": {str(choice): Spread.of(times)._asdict() for choice, times in seconds.items()},
+        "seconds_per_token": {str(choice): Spread.from_samples(times)._asdict() for choice, times in seconds.items()},
         "improvement": {str(choice): ratio(seconds, choices[0], choice) for choice in choices},
         "best": best._asdict(),
         "chosen_over_best": ratio(seconds, chosen, best),
@@ -304,7 +306,8 @@ def sweep(target, drafter, choices, chosen: AnyChoice, batches, options) -> dict
 def tune_beams(
     target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup
 ) -> dict[str, Any]:
-    """Times every tree and plain beam search, and returns the record of the choice of levels and width."""
+    """Times every tree and plain beam search, and returns the record of the choice of levels and
+    width."""
     widths = options.beam_width or (options.num_beams, None)
     choices = trees_of(target, drafter, sorted(set(options.gammas)), widths, [*batches, *others], options)
     timed = time_choices(target, drafter, choices, batches, options, "comparing")
@@ -315,7 +318,7 @@ def tune_beams(
         "choices": [
             {
                 **choice._asdict(),
-                "seconds_per_token": Spread.of(measured[choice])._asdict(),
+                "seconds_per_token": Spread.from_samples(measured[choice])._asdict(),
                 "improvement": ratio(measured, plain, choice),
                 "differing": count_differing(choice, timed, options),
             }

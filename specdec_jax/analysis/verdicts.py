@@ -1,4 +1,5 @@
-"""Says whether drafting pays, whether that is beyond the spread of the passes, and what to try else."""
+"""Says whether drafting pays, whether that is beyond the spread of the passes, and what to try
+else."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ def find_best(seconds: Mapping[str, np.ndarray], plain: str = "plain") -> dict[s
       next: the name of the next best way of drafting; None if there is none.
       over_next: the time of the next best over its own, or None.
     """
-    gain = lambda slower, faster: Spread.of(np.asarray(seconds[slower]) / np.asarray(seconds[faster]))
+    gain = lambda slower, faster: Spread.from_samples(np.asarray(seconds[slower]) / np.asarray(seconds[faster]))
     ranked = sorted((name for name in seconds if name != plain), key=lambda name: -gain(plain, name).median)
     if not ranked:
         return None
@@ -124,8 +125,8 @@ def describe_tokens(
     if most is not None:
         kind = {True: ", all near-ties", False: ", not all of them near-ties", None: ""}[near_ties]
         return f"tokens differ from plain decoding's for {most} of {inputs} inputs{kind}"
-    if options.get("forced_alpha"):
-        return "tokens are accepted by coin: outputs mean nothing"
+    if options.get("synthetic_alpha"):
+        return "tokens are accepted at random with a given probability: outputs mean nothing"
     if options["verifier"] in LOSSY:
         return f"{options['verifier']} verification is lossy: tokens need not be the target's"
     return "tokens are samples of the target's own distribution, which are not compared one by one"

@@ -25,7 +25,7 @@ def returning_freed_memory() -> Iterator[None]:
     if mallopt is None:
         yield
         return
-    mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # a kernel of T5 small in 8 bits has 192 KiB
+    mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # a kernel of T5 small in int8 has 192 KiB
     try:
         yield
     finally:

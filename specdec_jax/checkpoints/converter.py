@@ -5,13 +5,13 @@ import pathlib
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from specdec_jax.checkpoints import huggingface, int8, own, t5x
+from specdec_jax.checkpoints import huggingface, int8, native_format, t5x
 from specdec_jax.checkpoints.allocator import returning_freed_memory
-from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, check
 from specdec_jax.checkpoints.loader import check_stored, open_checkpoint, open_complete, resolve
 from specdec_jax.checkpoints.progress import ParameterProgress, print_line
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, Leaf, check
 from specdec_jax.files.writing import new_folder
-from specdec_jax.models import arguments, layouts
+from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.jax_settings import isolated
@@ -37,7 +37,7 @@ def save(
     folder of this package there is replaced.
 
     Args:
-      model: the model; its kernels in 8 bits are widened unless `dtype` is "int8".
+      model: the model; its kernels in int8 are widened unless `dtype` is "int8".
       path: the folder.
       dtype, format, say: as for `convert`.
 
@@ -48,9 +48,9 @@ def save(
     arguments.check_path("path", path)
     arguments.check_model("model", model)
     folder = pathlib.Path(path).absolute()
-    check = own.check_free if _check_format(format) == "specdec" else _check_empty
+    check = native_format.check_free if _check_format(format) == "specdec" else _check_empty
     check(folder)
-    leaves = {"/".join(names): _leaf(value) for names, value in layouts.stored_parameters(model.network.params)}
+    leaves = {"/".join(names): _leaf(value) for names, value in weight_layouts.stored_parameters(model.network.params)}
     checkpoint = Checkpoint(
         model.config, leaves, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint,
         model.generation_config or GenerationConfig(),
@@ -58,10 +58,10 @@ def save(
     _write(checkpoint, folder, check, format, dtype, say)
 
 
-def _leaf(value: layouts.Plain) -> Leaf:
+def _leaf(value: weight_layouts.Plain) -> Leaf:
     if isinstance(value, Int8Kernel):
-        return int8.product(Leaf.of(value.values), Leaf.of(value.scales[None]))
-    return Leaf.of(value)
+        return int8.product(Leaf.from_array(value.values), Leaf.from_array(value.scales[None]))
+    return Leaf.from_array(value)
 
 
 class Written(NamedTuple):
@@ -101,7 +101,7 @@ def convert(
       format: "huggingface" (config.json, safetensors, tokenizer), "t5x" (Orbax, what T5X writes
         today), "t5x_legacy", or "specdec", this package's own.
       dtype: "float32" or "bfloat16"; for "specdec" also "int8", which writes kernels and embeddings
-        in 8 bits and the rest in float32. Matrices that are stored in 8 bits already keep their
+        in int8 and the rest in float32. Matrices that are stored in int8 already keep their
         integers. Drafters and heads that were trained on a target's states do not fit the rounded
         target. None: bfloat16 if all parameters are stored so, else float32.
       config, vocabulary: as for `load`.
@@ -166,14 +166,14 @@ def _write(
         folder = temporary / inner
         folder.mkdir(exist_ok=True)
         if format == "specdec":
-            own.write_folder(checkpoint, dtype, folder, progress.advance)
+            native_format.write_folder(checkpoint, dtype, folder, progress.advance)
         elif format == "huggingface":
             huggingface.write_folder(checkpoint, dtype, folder, progress.advance)
         else:
             number = t5x.step_of(target) if inner == pathlib.PurePath() else t5x.step_of(folder)
             assert number is not None
             write = t5x.write_orbax if format == "t5x" else t5x.write_legacy
-            own.write_description(checkpoint, folder, "t5x")
+            native_format.write_description(checkpoint, folder, "t5x")
             leaves = t5x.leaves_by_their_names(checkpoint.leaves, t5_only("format", checkpoint.config))
             write(leaves, dtype, folder, number, progress.advance)
         _check_written(open_checkpoint(folder, None), checkpoint, format)

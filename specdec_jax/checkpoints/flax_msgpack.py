@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checkpoints.leaves import FLOATS, Leaf, fill_rows, unreadable
+from specdec_jax.checkpoints.stored_tensor import FLOATS, Leaf, fill_rows, unreadable
 from specdec_jax.files.reading import check_file, shown
 from specdec_jax.models.parameters import flatten
 
@@ -25,7 +25,8 @@ _CHUNKED = "__msgpack_chunked_array__"
 _VALUES = 1_000_000  # T5X's checkpoint of 24 + 24 layers has some 20,000
 _DEPTH = 100
 _STRING = 4096
-# The dtypes that an array may have: those of parameters, and of what a training state holds beside them.
+# The dtypes that an array may have: those of parameters, and of what a training state holds beside
+# them.
 _DTYPES = {
     name: np.dtype(jnp.bfloat16 if name == "bfloat16" else name)
     for name in (*FLOATS, "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))

@@ -13,7 +13,7 @@ from specdec_jax.checkpoints import (
     safetensors_files,
 )  # fmt: skip
 from specdec_jax.checkpoints.huggingface_tokenizers import first, optional
-from specdec_jax.checkpoints.leaves import Checkpoint, Report
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.generation_config import GenerationConfig
@@ -89,7 +89,8 @@ def _reader(folder: pathlib.Path, options: dict) -> Any:
 
 
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, report: Report) -> None:
-    """Writes config.json, generation_config.json, safetensors and the tokenizer's files into an empty folder.
+    """Writes config.json, generation_config.json, safetensors and the tokenizer's files into an
+    empty folder.
 
     Raises:
       ValueError: Hugging Face's model has no name for the feed-forward block or the vocabulary.

@@ -5,8 +5,8 @@ import re
 
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose, read_fields
 from specdec_jax.checkpoints.huggingface_tokenizers import first
-from specdec_jax.checkpoints.leaves import Leaf
-from specdec_jax.models.fields import build
+from specdec_jax.checkpoints.stored_tensor import Leaf
+from specdec_jax.models.config_validation import build
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import parameter_shapes
 

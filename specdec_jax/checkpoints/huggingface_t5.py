@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose, read_fields
-from specdec_jax.checkpoints.leaves import FLOATS, Leaf
-from specdec_jax.models.fields import build
+from specdec_jax.checkpoints.stored_tensor import FLOATS, Leaf
+from specdec_jax.models.config_validation import build
 from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.t5 import T5Config
 
@@ -18,13 +18,14 @@ ARCHITECTURES = {"t5": _NAMES, "mt5": _NAMES, "umt5": ("UMT5ForConditionalGenera
 START = "decoder_start_token_id"
 SPECIAL_IDS: dict[str, int] = {}  # where config.json does not say
 NO_EOS = None  # `"eos_token_id": null` says nothing about what ends a sequence
-# In Hugging Face's names "gelu" alone is the exact form, which no T5 uses; "gated-gelu" is the tanh approximation.
+# In Hugging Face's names "gelu" alone is the exact form, which no T5 uses; "gated-gelu" is the tanh
+# approximation.
 _ACTIVATIONS = {
     "relu": ("relu",), "gelu_new": ("gelu",), "silu": ("silu",), "gated-relu": ("relu", "linear"),
     "gated-gelu": ("gelu", "linear"), "gated-gelu_new": ("gelu", "linear"), "gated-silu": ("silu", "linear"),
 }  # fmt: skip
-# The tensors that may hold the embedding of the encoder, that of the decoder, and a head that is tied: as in
-# transformers, the first that is there.
+# The tensors that may hold the embedding of the encoder, that of the decoder, and a head that is
+# tied: as in transformers, the first that is there.
 _SHARED, _ENCODERS, _DECODERS = "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = {
@@ -62,7 +63,7 @@ def _first_there(names: tuple[str, ...], tensors: dict[str, Leaf]) -> str:
 def _same_tensor(tensors: dict[str, Leaf], name: str, other: str) -> bool:
     """Returns whether two tensors are one, or have the same bits; a file may hold copies.
 
-    What is no matrix of floating-point numbers is never the same: it is refused by its own name.
+    What is no matrix of floating-point numbers is never the same: it is rejected by its own name.
     """
     if name == other or (first := tensors[name]).shape != (second := tensors[other]).shape:
         return name == other
@@ -81,8 +82,9 @@ def _config(folder: pathlib.Path, options: dict, separate_head: bool, separate_e
     is_mt5 = kind == "mt5"
     activations = choose(path, options, "feed_forward_proj", "relu" if kind == "t5" else "gated-gelu", _ACTIVATIONS)
     check_fixed(path, options, {"layer_norm_epsilon": 1e-6})
-    # mT5's reference never scales the decoder's outputs, whatever tie_word_embeddings says (transformers 5
-    # always writes true). umT5's does if it says true, as T5's; the published checkpoints say false.
+    # mT5's reference never scales the decoder's outputs, whatever tie_word_embeddings says
+    # (transformers 5 always writes true). umT5's does if it says true, as T5's; the published
+    # checkpoints say false.
     defaults = {
         "num_decoder_layers": options.get("num_layers"), "num_buckets": 32, "max_distance": 128,
         "scale_decoder_outputs": not is_mt5 and options.get("tie_word_embeddings", True),
@@ -167,8 +169,8 @@ def options_of(config: T5Config, dtype: str) -> dict[str, Any]:
         known = ", ".join(map(str, dict.fromkeys(_ACTIVATIONS.values())))
         raise ValueError(f"mlp_activations: got {config.mlp_activations}, expected one of {known} for Hugging Face")
     kind = "umt5" if config.relative_bias_per_layer else "t5"
-    # transformers builds the network by `num_decoder_layers`, but its caches by `decoder_layers`, or
-    # by `num_layers` if that is missing.
+    # transformers builds the network by `num_decoder_layers`, but its caches by `decoder_layers`,
+    # or by `num_layers` if that is missing.
     return {
         "model_type": kind, "architectures": [ARCHITECTURES[kind][0]], "is_encoder_decoder": True,
         "vocab_size": config.vocab_size, "d_model": config.emb_dim, "num_heads": config.num_heads,

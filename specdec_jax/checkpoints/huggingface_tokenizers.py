@@ -56,7 +56,8 @@ def open_folder(folder: pathlib.Path, stop_ids: tuple[int, ...], logits: int | N
       logits: number of the model's logits; None: there is room for T5's sentinels.
 
     Raises:
-      ValueError: a file cannot be read, or is of a class of tokenizers that reads it in another way.
+      ValueError: a file cannot be read, or is of a class of tokenizers that reads it in another
+        way.
     """
     path = folder / "tokenizer_config.json"
     options = optional(path)
@@ -126,7 +127,8 @@ def _special_token(folder: pathlib.Path, options: dict, name: str) -> str | None
 
 
 def _named_token(folder: pathlib.Path, options: dict, name: str) -> Any:
-    """Returns a token as the folder's files give it, None if none does; one that they give is checked."""
+    """Returns a token as the folder's files give it, None if none does; one that they give is
+    checked."""
     if options.get(name):
         return options[name]
     path = folder / "special_tokens_map.json"
@@ -144,7 +146,8 @@ def _content(token, path: pathlib.Path, name: str) -> str:
 
 
 def _utf8(token: str, path: pathlib.Path) -> str:
-    """Returns a token if a tokenizer can be asked for it: JSON's escapes may give half a surrogate pair."""
+    """Returns a token if a tokenizer can be asked for it: JSON's escapes may give half a surrogate
+    pair."""
     if not token.isascii() and any("\ud800" <= character <= "\udfff" for character in token):
         raise ValueError(f"{path}: got the token {reading.shown(token)}, expected UTF-8 text")
     return token

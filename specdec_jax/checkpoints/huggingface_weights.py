@@ -3,10 +3,11 @@
 import pathlib
 
 from specdec_jax.checkpoints import flax_msgpack, safetensors_files
-from specdec_jax.checkpoints.leaves import Leaf
+from specdec_jax.checkpoints.stored_tensor import Leaf
 
 FLAX, PYTORCH = "flax_model.msgpack", ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# What is read, in transformers' order; it no longer reads Flax's file, and PyTorch's are not read here.
+# What is read, in transformers' order; it no longer reads Flax's file, and PyTorch's are not read
+# here.
 READABLE = (safetensors_files.WHOLE, safetensors_files.INDEX, FLAX)
 # Parts of tensors' names that wrappers of a module add: data parallelism, torch.compile, FSDP, and
 # checkpointing of activations. No model has a module of such a name.

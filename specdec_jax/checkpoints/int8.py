@@ -1,4 +1,4 @@
-"""Stores matrices in 8 bits, half of bfloat16's size: rounded values, and one scale for each output
+"""Stores matrices in int8, half of bfloat16's size: rounded values, and one scale for each output
 of a kernel or row of an embedding.
 
 They can be read as floating-point numbers, so that a model stored in this way is used like any
@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-from specdec_jax.checkpoints.leaves import FLOATS, Leaf
+from specdec_jax.checkpoints.stored_tensor import FLOATS, Leaf
 
 _MOST = 127
 _VALUES, _SCALES = "values", "scales"
@@ -37,7 +37,7 @@ def divided(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
 
 def _check_finite(name: str, array: np.ndarray) -> None:
     if not np.all(np.isfinite(array)):
-        raise ValueError(f"parameter {name}: got numbers that are not finite, expected finite ones to store in 8 bits")
+        raise ValueError(f"parameter {name}: got numbers that are not finite, expected finite ones to store in int8")
 
 
 def fits(name: str, leaf: Leaf) -> bool:

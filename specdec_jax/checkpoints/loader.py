@@ -1,4 +1,5 @@
-"""Loads models: Hugging Face folders, T5X checkpoints, this package's own folders, the bundled models."""
+"""Loads models: Hugging Face folders, T5X checkpoints, this package's own folders, the bundled
+models."""
 
 import dataclasses
 import os
@@ -12,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specdec_jax.checkpoints import huggingface, huggingface_weights, own, t5x
+from specdec_jax.checkpoints import huggingface, huggingface_weights, native_format, t5x
 from specdec_jax.checkpoints.allocator import returning_freed_memory
-from specdec_jax.checkpoints.leaves import Checkpoint, check
 from specdec_jax.checkpoints.memory import check_memory
 from specdec_jax.checkpoints.progress import ParameterProgress, print_line
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, check
 from specdec_jax.checkpoints.weights import kernels_of, read_params
-from specdec_jax.models import arguments, panels
+from specdec_jax.models import arguments, packed_weights
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.jax_settings import check_not_traced, isolated
@@ -64,32 +65,37 @@ def load(
     Parameters are read one at a time, so that peak memory stays near the weights' size in `dtype`.
 
     Args:
-      path: a Hugging Face folder; a T5X `checkpoint_<step>`, or a folder of several, of which the newest is taken; a
-        folder that `save` wrote; or one of `bundled()`.
-      dtype: dtype of parameters and computation. "float32" multiplies at float32 precision on every device (on
-        accelerators, which would round the operands, by `jax.lax.Precision.HIGHEST`); "bfloat16" multiplies bfloat16
-        operands; normalisation, softmax and logits are float32 in both. None: float32 on a CPU, else bfloat16.
-      config: configuration of a T5X checkpoint, which does not hold one. None infers it from the parameters and takes a
-        gated feed-forward block for gelu; UL2's silu must be given.
-      vocabulary: takes the place of the checkpoint's: a `Vocabulary`, or the path of a tokenizer.json or of a
-        SentencePiece model (T5's 100 sentinels are added if the embedding has room for them). A T5X checkpoint has
-        none, but a `spiece.model`, `sentencepiece.model` or `tokenizer.json` beside it; without one only ids work.
-      mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model". A process reads only
-        what its own devices hold, if the format allows it. None: one device.
+      path: a Hugging Face folder; a T5X `checkpoint_<step>`, or a folder of several, of which the
+        newest is taken; a folder that `save` wrote; or one of `bundled()`.
+      dtype: dtype of parameters and computation. "float32" multiplies at float32 precision on every
+        device (on accelerators, which would round the operands, by `jax.lax.Precision.HIGHEST`);
+        "bfloat16" multiplies bfloat16 operands; normalisation, softmax and logits are float32 in
+        both. None: float32 on a CPU, else bfloat16.
+      config: configuration of a T5X checkpoint, which does not hold one. None infers it from the
+        parameters and takes a gated feed-forward block for gelu; UL2's silu must be given.
+      vocabulary: takes the place of the checkpoint's: a `Vocabulary`, or the path of a
+        tokenizer.json or of a SentencePiece model (T5's 100 sentinels are added if the embedding
+        has room for them). A T5X checkpoint has none, but a `spiece.model`, `sentencepiece.model`
+        or `tokenizer.json` beside it; without one only ids work.
+      mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model". A
+        process reads only what its own devices hold, if the format allows it. None: one device.
       replicate: with a mesh, every device holds the whole model; rows are divided. For drafters.
-      quantize: whether weights are multiplied in 8 bits: on one accelerator, with inputs as they are, or on a CPU in
-        float32, with inputs rounded to 16 bits and by the package's own kernels (`specdec demo` says whether they are
-        there). None: weights that are stored in 8 bits stay so on such a CPU; all others are in `dtype`. "int8":
-        kernels, the head's too, are rounded while they are read, unless they are stored so; the law is then the rounded
-        model's. "w8a8", on a CPU: also rounds inputs to 8 bits: faster for many rows, a law further away. "none": all
-        weights are in `dtype`.
-      say: called with the line about the chosen dtype, and every 10 seconds of a long reading with how far it is. The
-        default prints to standard error, where a terminal shows the latter as a bar; `lambda line: None` is silent.
+      quantize: whether weights are multiplied in int8: on one accelerator, with inputs as they are,
+        or on a CPU in float32, with inputs rounded to 16 bits and by the package's own kernels
+        (`specdec demo` says whether they are there). None: weights that are stored in int8 stay so
+        on such a CPU; all others are in `dtype`. "int8": kernels, the head's too, are rounded while
+        they are read, unless they are stored so; the distribution is then the rounded model's.
+        "w8a8", on a CPU: also rounds inputs to 8 bits: faster for many rows, a distribution further
+        away. "none": all weights are in `dtype`.
+      say: called with the line about the chosen dtype, and every 10 seconds of a long reading with
+        how far it is. The default prints to standard error, where a terminal shows the latter as a
+        bar; `lambda line: None` is silent.
 
     Raises:
-      ValueError: one line with what was got and what was expected: no such path, an unknown format or architecture,
-        a truncated checkpoint, a parameter that is missing, unexpected or of the wrong shape, not enough memory, heads
-        or a feed-forward width that the mesh does not divide, or a `quantize` that is not possible there.
+      ValueError: one line with what was got and what was expected: no such path, an unknown format
+        or architecture, a truncated checkpoint, a parameter that is missing, unexpected or of the
+        wrong shape, not enough memory, heads or a feed-forward width that the mesh does not divide,
+        or a `quantize` that is not possible there.
     """
     check_process()  # before tensorstore too, which ends a forked process
     check_not_traced("load")
@@ -101,7 +107,7 @@ def load(
     folder = resolve(path)
     checkpoint = open_complete(folder, config, vocabulary, say)
     kernels = kernels_of(checkpoint, quantize, _known_dtype(dtype), rules)
-    dtype = choose_dtype(dtype, path, say, kernels, input_bits := panels.input_bits(quantize))
+    dtype = choose_dtype(dtype, path, say, kernels, input_bits := packed_weights.input_bits(quantize))
     if rules is not None:
         rules.check(checkpoint.config)
     check_memory(checkpoint.config, dtype, folder, rules, kernels)
@@ -193,7 +199,7 @@ def choose_dtype(
     if dtype is None:
         platform = jax.default_backend()
         kind = {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}.get(platform, platform)
-        held = _IN_8_BITS.get(kernels or "", "") + (", inputs of products in 8 bits too" if input_bits == 8 else "")
+        held = _IN_8_BITS.get(kernels or "", "") + (", inputs of products in int8 too" if input_bits == 8 else "")
         say(
             f"loading {path} in {chosen}, the default on {kind}{held} "
             "(dtype=, or --dtype on the command line, chooses another)"
@@ -230,15 +236,15 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
     """
     arguments.check_kind("config", config, T5Config | None, "a T5Config")
     step = t5x.find(folder)
-    mine, theirs = own.is_folder(folder), huggingface_weights.present(folder, huggingface_weights.READABLE)
+    mine, theirs = native_format.is_folder(folder), huggingface_weights.present(folder, huggingface_weights.READABLE)
     theirs = theirs if _is_theirs(folder) else []
     if step is not None and (config is not None or not (mine or theirs)):
         checkpoint, read = _open_step(step, config), _parts_of(step, folder)[0]
     elif config is not None:
         raise ValueError(f"{folder}: got config=, expected it for a T5X checkpoint only (here is a config.json)")
     elif mine:
-        checkpoint, read = own.open_folder(folder), "params"
-    elif own.is_folder(folder, "heads"):
+        checkpoint, read = native_format.open_folder(folder), "params"
+    elif native_format.is_folder(folder, "heads"):
         raise ValueError(f"{folder}: got heads, which only draft for their target, expected a model")
     elif huggingface.is_folder(folder):
         checkpoint, read = huggingface.open_folder(folder), next(iter(theirs), "")
@@ -259,20 +265,22 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
 
 
 def _is_theirs(folder: pathlib.Path) -> bool:
-    """Returns whether the folder's config.json is Hugging Face's, and not one that `save` wrote for T5X's format."""
+    """Returns whether the folder's config.json is Hugging Face's, and not one that `save` wrote for
+    T5X's format."""
     kinds = ("model", "heads", "t5x")
-    return (folder / "config.json").exists() and not any(own.is_folder(folder, kind) for kind in kinds)
+    return (folder / "config.json").exists() and not any(native_format.is_folder(folder, kind) for kind in kinds)
 
 
 def _parts_of(step: pathlib.Path | None, folder: pathlib.Path) -> list[str]:
-    """Returns the names, from `folder` on, of what holds the parameters of a T5X checkpoint; the first one counts."""
+    """Returns the names, from `folder` on, of what holds the parameters of a T5X checkpoint; the
+    first one counts."""
     names = [step / name for name in ("checkpoint", "state") if (step / name).exists()] if step else []
     return [str(path.relative_to(folder)) for path in names]
 
 
 def _open_step(step: pathlib.Path, config: T5Config | None) -> Checkpoint:
-    if own.is_folder(step, "t5x"):  # `save` wrote it
-        described = own.open_description(step)
+    if native_format.is_folder(step, "t5x"):  # `save` wrote it
+        described = native_format.open_description(step)
         checkpoint = t5x.open_step(step, config or t5_only(str(step / "config.json"), described.config))
         return dataclasses.replace(described, config=checkpoint.config, leaves=checkpoint.leaves)
     checkpoint = t5x.open_step(step, config)

@@ -1,4 +1,4 @@
-"""Refuses to load a model that does not fit into memory, as the system or a container limits it."""
+"""Rejects to load a model that does not fit into memory, as the system or a container limits it."""
 
 import pathlib
 
@@ -51,7 +51,8 @@ def _cgroup_bytes() -> list[int]:
             root, limit, usage, prefix = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
-        # Limits of the groups above hold too; in a container the path may be the host's, and the root is its own group.
+        # Limits of the groups above hold too; in a container the path may be the host's, and the
+        # root is its own group.
         parts = path.strip("/").split("/")
         for folder in (root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
             numbers = [int(text) for name in (limit, usage) for text in _lines(folder / name) if text.isdigit()]

@@ -1,5 +1,5 @@
-"""Shows how far a long reading, writing or making of parameters is: a bar on a terminal, elsewhere a line
-now and then."""
+"""Shows how far a long reading, writing or making of parameters is: a bar on a terminal, elsewhere
+a line now and then."""
 
 import sys
 import time

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from specdec_jax.checkpoints.leaves import Leaf, Report, fill_rows, reporting, unreadable
+from specdec_jax.checkpoints.stored_tensor import Leaf, Report, fill_rows, reporting, unreadable
 from specdec_jax.files import reading
 from specdec_jax.files.writing import naming, write_file
 
@@ -62,7 +62,7 @@ def _open_file(path: pathlib.Path) -> dict[str, Leaf]:
         header = file.read(length)
     try:
         with safetensors.safe_open(path, "numpy"):
-            # Unlike the package, `parse_json` refuses a name that is there twice.
+            # Unlike the package, `parse_json` rejects a name that is there twice.
             entries = reading.parse_json(header.decode())
     except (safetensors.SafetensorError, ValueError) as error:
         got = reading.reason(error).removeprefix("got ")
@@ -72,7 +72,8 @@ def _open_file(path: pathlib.Path) -> dict[str, Leaf]:
 
 
 def _leaf(path: pathlib.Path, name: str, entry: dict, base: int) -> Leaf:
-    """Returns a tensor; one of another dtype can be left out, as masks of GPT-2 are, but not be read."""
+    """Returns a tensor; one of another dtype can be left out, as masks of GPT-2 are, but not be
+    read."""
     shape, code, offset = tuple(entry["shape"]), entry["dtype"], base + entry["data_offsets"][0]
     if code not in _DTYPES:
         return unreadable(path, name, shape, code)

@@ -13,11 +13,11 @@ import numpy as np
 from flax import serialization
 
 from specdec_jax.checkpoints import flax_msgpack, tensorstore_arrays
-from specdec_jax.checkpoints.leaves import Checkpoint, Leaf, Report, reporting
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, Leaf, Report, reporting
 from specdec_jax.files.reading import check_file, check_folder, inside, shown
 from specdec_jax.files.writing import write_file
+from specdec_jax.models.config_validation import build
 from specdec_jax.models.family import ModelConfig
-from specdec_jax.models.fields import build
 from specdec_jax.models.parameters import flatten, unflatten
 from specdec_jax.models.t5 import T5Config
 
@@ -113,8 +113,8 @@ def _legacy_leaf(name: str, value, path: pathlib.Path) -> Leaf:
     spec, store = value.spec, value.spec["kvstore"]
     if spec["driver"] != "zarr" or not isinstance(store, dict):
         raise ValueError(f"{path}: parameter {name}: got driver {shown(spec['driver'])}, expected zarr")
-    # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack. Before
-    # TensorStore 0.1.14 the path was at the top of the spec.
+    # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
+    # Before TensorStore 0.1.14 the path was at the top of the spec.
     array = inside(path.parent, store.get("path", spec.get("path")), path)
     check_folder(array)
     if (array / ".zarray").exists():
@@ -205,7 +205,7 @@ def _shared_table(tables: np.ndarray, dtype: str, name: str, folder: pathlib.Pat
             f"{folder}: parameter {name}: got a relative position table of its own for each layer (as in umT5), "
             "expected one that all layers share, or a configuration with relative_bias_per_layer"
         )
-    return dataclasses.replace(Leaf.of(tables[:, 0]), dtype=dtype)
+    return dataclasses.replace(Leaf.from_array(tables[:, 0]), dtype=dtype)
 
 
 def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
@@ -276,7 +276,8 @@ def _stacked(name: str, layers: list[Leaf], config: T5Config) -> Leaf:
 
 
 def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, report: Report) -> None:
-    """Writes the contents of a `checkpoint_<step>` directory in the legacy format, without optimizer states."""
+    """Writes the contents of a `checkpoint_<step>` directory in the legacy format, without
+    optimizer states."""
     target = {}
     for name in reporting(leaves, report):
         path = "target." + name.replace("/", ".")

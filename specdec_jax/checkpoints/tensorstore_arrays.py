@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.checkpoints.leaves import FLOATS, Leaf, fill_rows
+from specdec_jax.checkpoints.stored_tensor import FLOATS, Leaf, fill_rows
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
 
 _METADATA = {"zarr": ".zarray", "zarr3": "zarr.json"}  # an array's file of metadata, by TensorStore's driver
 _METADATA_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 26  # size of a chunk that T5X aims at
-# Limit of Orbax's list of all arrays, optimizer states included, and of the database's list of its nodes.
+# Limit of Orbax's list of all arrays, optimizer states included, and of the database's list of its
+# nodes.
 _STRUCTURE_BYTES = 1 << 24
 _COMMIT_BYTES = 1 << 28  # arrays of this size are held until they are written to a database together
 
@@ -51,7 +52,8 @@ def open_array(spec: dict, name: str, path, dtypes: tuple[str, ...] = FLOATS) ->
     def read(dtype, transpose: bool) -> np.ndarray:
         source = tensorstore.cast(store, dtype.name)  # so that no copy in the stored dtype is made
         with _told(name, path, stored, shape):
-            # A chunk is decoded whole whatever part of it is asked for, so blocks are runs of whole chunks.
+            # A chunk is decoded whole whatever part of it is asked for, so blocks are runs of whole
+            # chunks.
             rows = chunk[0] if shape else 1
             if rows >= (shape or (1,))[0] and not transpose:
                 return np.asarray(source.read().result())

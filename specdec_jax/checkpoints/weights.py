@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.checkpoints import int8
-from specdec_jax.checkpoints.leaves import Checkpoint, Leaf
-from specdec_jax.models import panels
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, Leaf
+from specdec_jax.models import packed_weights
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.parameters import parameter_shapes, unflatten
@@ -37,15 +37,15 @@ def kernels_of(
     Raises:
       ValueError: `quantize` is not known, or not possible here.
     """
-    panels.check_quantize(quantize, dtype, rules is not None)
-    asked = quantize in panels.INPUT_BITS
-    if not asked and (quantize == "none" or rules is not None or not panels.usable(dtype)):
+    packed_weights.check_quantize(quantize, dtype, rules is not None)
+    asked = quantize in packed_weights.INPUT_BITS
+    if not asked and (quantize == "none" or rules is not None or not packed_weights.usable(dtype)):
         return None
     return "stored" if _stored(checkpoint) else "rounded" if asked else None
 
 
 def _stored(checkpoint: Checkpoint) -> bool:
-    """Returns whether all kernels are stored in 8 bits, and the embedding too if it is also the
+    """Returns whether all kernels are stored in int8, and the embedding too if it is also the
     head."""
     names = [name for name in checkpoint.leaves if _is_kernel(name)]
     names += [_EMBEDDING] if checkpoint.config.logits_via_embedding else []
@@ -68,7 +68,7 @@ def read_params(
       checkpoint: what to read.
       dtype: dtype of the arrays.
       rules: how parameters are divided on a mesh, None without one.
-      kernels: from `kernels_of`. Kernels in 8 bits are `Int8Kernel`s; an embedding that is also the
+      kernels: from `kernels_of`. Kernels in int8 are `Int8Kernel`s; an embedding that is also the
         head is then there once more as a kernel.
       input_bits: of the `Int8Kernel`s.
       report: called with the size of each parameter once it is on its devices.
@@ -97,13 +97,13 @@ def _read(name: str, leaf: Leaf, dtype: np.dtype, rules: ShardingRules | None) -
 
 
 def _in_8_bits(name: str, leaf: Leaf, input_bits: int | None) -> Int8Kernel:
-    """Returns a kernel `[D, F]` in 8 bits: its stored integers if there are any, else rounded."""
+    """Returns a kernel `[D, F]` in int8: its stored integers if there are any, else rounded."""
     if leaf.parts and int8.fits(name, leaf):
         values, scales = leaf.parts
         integers, factors = jax.device_put(values.load(np.int8)), jax.device_put(scales.load(np.float32)[0])
         found = Int8Kernel(integers, factors, input_bits)
     else:
-        found = Int8Kernel.of(jax.device_put(leaf.load(np.float32)), input_bits)
+        found = Int8Kernel.quantize(jax.device_put(leaf.load(np.float32)), input_bits)
     return jax.block_until_ready(found)
 
 
@@ -124,7 +124,7 @@ def required_bytes(
     shapes = parameter_shapes(config)
     if rules is not None:
         shapes = {name: rules.of_parameter(name, shape).shard_shape(shape) for name, shape in shapes.items()}
-    if config.logits_via_embedding and rules is None and (kernels or panels.usable(dtype)):
+    if config.logits_via_embedding and rules is None and (kernels or packed_weights.usable(dtype)):
         shapes = {**shapes, _HEAD: shapes[_EMBEDDING][::-1]}  # a copy of the embedding, read by columns
     sizes = _sizes(shapes, jnp.dtype(dtype).itemsize)
     if kernels:
@@ -138,5 +138,5 @@ def _sizes(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, in
 
 
 def _sizes_in_8_bits(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Returns the bytes of each kernel in 8 bits, with a scale of 4 bytes for each output."""
+    """Returns the bytes of each kernel in int8, with a scale of 4 bytes for each output."""
     return {name: math.prod(shape) + 4 * shape[-1] for name, shape in shapes.items() if _is_kernel(name)}

@@ -42,7 +42,8 @@ class SearchFlags:
         return {} if beam_options(**given) is None else given
 
     def given_search(self, **others: Any) -> dict[str, Any]:
-        """Returns what `search` does, before it is known whether there is a search; what is not given is None."""
+        """Returns what `search` does, before it is known whether there is a search; what is not
+        given is None."""
         if self.early_stopping not in _EARLY:
             names = ", ".join(filter(None, _EARLY))
             raise ValueError(f"early_stopping: got {self.early_stopping!r}, expected one of {names}")
@@ -50,7 +51,7 @@ class SearchFlags:
         return given | {"early_stopping": _EARLY[self.early_stopping], **others}
 
     def check_beside_beams(self, **usual: Any) -> None:
-        """Refuses what has no meaning beside a beam search.
+        """Rejects what has no meaning beside a beam search.
 
         Args:
           usual: what options must be left at.
@@ -82,12 +83,14 @@ class BeamFlags(SearchFlags):
 
 
 def open_field(name: str) -> Any:
-    """Returns the field `name` of `BeamFlags` with None for what is not given and the model may have a default for."""
+    """Returns the field `name` of `BeamFlags` with None for what is not given and the model may
+    have a default for."""
     field = {field.name: field for field in dataclasses.fields(BeamFlags)}[name]
     return option(None, f"{field.metadata['help']} (default: the model's, else {field.default})")
 
 
 def width_option(default: str) -> Any:
-    """Makes the field of several widths, which are timed in turn; `default` is what is timed without it."""
+    """Makes the field of several widths, which are timed in turn; `default` is what is timed
+    without it."""
     text = "with --num_beams: nodes in each level of the tree; several, comma-separated, are timed in turn"
     return option((), f"{text} (default: {default})")

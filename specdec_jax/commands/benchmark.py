@@ -6,12 +6,12 @@ import json
 
 import numpy as np
 
-from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis import comparison
-from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
 from specdec_jax.analysis.report import beam_summaries, plots, summaries
+from specdec_jax.analysis.variants import Batch, Variant
 from specdec_jax.checkpoints import loader
 from specdec_jax.checkpoints.progress import ParameterProgress
 from specdec_jax.commands.beam_options import SearchFlags, width_option
@@ -25,7 +25,7 @@ from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
-from specdec_jax.models.panels import INPUT_BITS
+from specdec_jax.models.packed_weights import INPUT_BITS
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.full_drafter import FullDrafter
@@ -76,9 +76,10 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
     )
     drafter_preset: str | None = option(None, "shape of a drafter with random weights, instead of --drafter")
     input_length: int | None = option(None, "with --preset: length of the input, in tokens (default: 64)")
-    forced_alpha: tuple[float, ...] = option(
+    synthetic_alpha: tuple[float, ...] = option(
         (),
-        "accept drafted tokens by coin with this probability, whatever the models say, so that whole decodes can be "
+        "accept drafted tokens at random with a given probability with this probability, whatever the models "
+        "say, so that whole decodes can be "
         "timed with random weights; several, comma-separated, are timed in turn",
     )
     against: str | None = option(
@@ -88,7 +89,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
     )
     suite: str | None = option(
         None,
-        "paper: measure every row that the paper reports, one record a line in --output, and go on after a kill; "
+        "paper: measure every row that the paper reports, one record a line in --output, and resume after a kill; "
         "--drafter and --drafter_preset then take several, comma-separated",
     )
     report: str | None = option(
@@ -122,7 +123,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
             raise ValueError(f"got --drafter={self.drafter} with --drafter_preset, expected one or the other")
         self._check_beams()
         super().check() if not self.preset else self.check_decoding()
-        self._check_forced()
+        self._check_synthetic()
         self._check_trees()
         check_against(self.against, self.sampling())
         for gamma in self.gammas:
@@ -143,11 +144,11 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
             plots.check(self.plot)
 
     def _check_beams(self) -> None:
-        """Refuses what has no meaning for a beam search, or none without one."""
+        """Rejects what has no meaning for a beam search, or none without one."""
         for width in self.beam_width or (None,):
             self.search(beam_width=width)
         self.check_beside_beams(
-            temperature=0.0, verifier="block", gamma_policy="fixed", forced_alpha=(), suite=None, tree=()
+            temperature=0.0, verifier="block", gamma_policy="fixed", synthetic_alpha=(), suite=None, tree=()
         )
         if self.beam_width and not self.drafter:
             raise UnsupportedCombination(f"beam_width: got {self.beam_width} for plain beam search, expected a drafter")
@@ -156,30 +157,34 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         if self.preset and (self.drafter or self.drafter_preset):
             raise UnsupportedCombination(
                 f"num_beams: got {self.num_beams} with --preset and a drafter, expected no drafter: with random "
-                "weights nothing that is drafted stands"
+                "weights nothing that is drafted is accepted"
             )
         if self.against and self.beam_style != self.against:
             raise UnsupportedCombination(
                 f"against: got {self.against!r} with beam_style={self.beam_style!r}, expected the style to be that"
             )
 
-    def _check_forced(self) -> None:
-        for alpha in self.forced_alpha:
+    def _check_synthetic(self) -> None:
+        for alpha in self.synthetic_alpha:
             if not 0 < alpha <= 1:
-                raise ValueError(f"forced_alpha: got {alpha}, expected a number in (0, 1]")
-        if self.forced_alpha and not (self.drafter or self.drafter_preset):
-            raise UnsupportedCombination("forced_alpha: got a value for plain decoding, expected a drafter too")
-        if self.preset and self.drafter and not self.forced_alpha:
+                raise ValueError(f"synthetic_alpha: got {alpha}, expected a number in (0, 1]")
+        if self.synthetic_alpha and not (self.drafter or self.drafter_preset):
+            raise UnsupportedCombination("synthetic_alpha: got a value for plain decoding, expected a drafter too")
+        if self.preset and self.drafter and not self.synthetic_alpha:
             raise UnsupportedCombination(
-                f"drafter: got {self.drafter!r} with --preset and no --forced_alpha, expected both "
-                "(without models, only whole decodes with forced acceptance time such a drafter)"
+                f"drafter: got {self.drafter!r} with --preset and no --synthetic_alpha, expected both "
+                "(without models, only whole decodes with synthetic acceptance time such a drafter)"
             )
-        if self.forced_alpha and (self.verifier != type(self).verifier or self.gamma_policy != type(self).gamma_policy):
+        if self.synthetic_alpha and (
+            self.verifier != type(self).verifier or self.gamma_policy != type(self).gamma_policy
+        ):
             got = f"verifier={self.verifier!r}, gamma_policy={self.gamma_policy!r}"
-            raise UnsupportedCombination(f"forced_alpha: got a value with {got}, expected neither: nothing is verified")
+            raise UnsupportedCombination(
+                f"synthetic_alpha: got a value with {got}, expected neither: nothing is verified"
+            )
 
     def _check_trees(self) -> None:
-        """Refuses what is no tree, and what has no meaning beside one."""
+        """Rejects what is no tree, and what has no meaning beside one."""
         for text in self.tree:
             read_tree(text)
         if not self.tree:
@@ -187,10 +192,10 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         if not self.drafter:
             raise UnsupportedCombination(
                 f"tree: got {', '.join(self.tree)!r} without --drafter, expected one: with random weights nothing that "
-                "is drafted stands"
+                "is drafted is accepted"
             )
         for name, meaningless, expected in (
-            ("forced_alpha", bool(self.forced_alpha), "none"),
+            ("synthetic_alpha", bool(self.synthetic_alpha), "none"),
             ("verifier", self.verifier in LOSSY, "an exact one: a tree has a verifier of its own"),
         ):
             if meaningless:
@@ -211,7 +216,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         return bool(self.preset) and self.temperature > 0
 
 
-def others_of(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Arm]:
+def others_of(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Variant]:
     """Returns the implementation that `--against` names, by its name; an empty dict for none.
 
     Beside a target in int8 comes our own plain decoding without it, since the other has the weights
@@ -222,20 +227,23 @@ def others_of(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Arm
     from specdec_jax.interop import t5x
 
     if options.num_beams:
-        theirs = t5x.beam_arm(target, options.max_new_tokens, BeamOptions(**options.search()))
+        theirs = t5x.beam_variant(target, options.max_new_tokens, BeamOptions(**options.search()))
     else:
-        theirs = t5x.benchmark_arm(target, options.max_new_tokens)
-    return {options.against: theirs} | unrounded_arm(options, target)
+        theirs = t5x.benchmark_variant(target, options.max_new_tokens)
+    return {options.against: theirs} | unrounded_variant(options, target)
 
 
-def unrounded_arm(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Arm]:
-    """Returns plain decoding with the target's weights in its dtype, by its name; an empty dict if they are so."""
+def unrounded_variant(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Variant]:
+    """Returns plain decoding with the target's weights in its dtype, by its name; an empty dict if
+    they are so."""
     if not target.quantized:
         return {}
     ids = dict(start_token=target.start_token, eos_ids=target.eos_ids)
     wide = LanguageModel(target.config, target.params, target.vocabulary, name=target.name, **ids)
     how = options.decoding(plain=True) | (options.search() if options.num_beams else {})
-    return {comparison.UNROUNDED: Arm(0, lambda batch: generate(wide, batch.inputs, key=batch.keys, gamma=0, **how))}
+    return {
+        comparison.UNROUNDED: Variant(0, lambda batch: generate(wide, batch.inputs, key=batch.keys, gamma=0, **how))
+    }
 
 
 def run(options: BenchmarkOptions) -> None:
@@ -265,7 +273,7 @@ def load(
         return _preset(options, target)
     sentences = sentences_of(options.input_file, options.limit)
     target, drafter = options.load(target)
-    return target, drafter, analysis_arms.batches_of(target, sentences, options)
+    return target, drafter, analysis_variants.batches_of(target, sentences, options)
 
 
 def _preset(
@@ -279,7 +287,7 @@ def _preset(
         # Without EOS ids every output has full length.
         rules = options.placement(drafts)
         with ParameterProgress(f"making {preset}", parameter_count(config)) as progress:
-            return LanguageModel.filled(
+            return LanguageModel.dummy(
                 config, name=preset, eos_ids=(), rules=rules, quantize=quantize, report=progress.advance
             )
 
@@ -293,4 +301,4 @@ def _preset(
             drafter = FullDrafter(drafter)
     shape = (options.batch_size, options.preset_length)
     ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
-    return target, drafter, analysis_arms.cut(ids, ids, options.batch_size, options.seed)
+    return target, drafter, analysis_variants.cut(ids, ids, options.batch_size, options.seed)

@@ -27,7 +27,7 @@ class ConvertOptions:
     )
     dtype: str | None = option(
         None,
-        "float32 or bfloat16, for specdec also int8 (matrices in 8 bits; not for a target whose drafter or heads "
+        "float32 or bfloat16, for specdec also int8 (matrices in int8; not for a target whose drafter or heads "
         "were trained on its states) (default: bfloat16 if all parameters are stored so, else float32)",
     )
     vocabulary: str | None = option(

@@ -20,7 +20,7 @@ from specdec_jax.analysis import machine, timing, traces, tree_drawing
 from specdec_jax.analysis.report import plots, tree_plot
 from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import built_in
-from specdec_jax.decoding import costs
+from specdec_jax.decoding import autotune
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import bucket, encode
@@ -33,10 +33,10 @@ from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import native
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.vocabularies import check_texts
-from specdec_jax.speculative.auto import MAXIMUM
+from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.draws import seeded
-from specdec_jax.speculative.gamma import MAX_GAMMA
+from specdec_jax.speculative.policies import MAX_GAMMA
+from specdec_jax.speculative.randomness import seeded
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.trees import AUTO, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifiers import verifier_of
@@ -46,7 +46,8 @@ _STYLES = {
     "committed": "dim", "accepted": "green", "rejected": "red strike", "corrected": "blue bold", "bonus": "cyan bold",
 }  # fmt: skip
 _MARKS = {"committed": "{}", "accepted": "{{={}=}}", "rejected": "[-{}-]", "corrected": "{{+{}+}}", "bonus": "{{*{}*}}"}
-# γ is a number here, so that there is something to see: "auto" drafts nothing where that would not pay.
+# γ is a number here, so that there is something to see: "auto" drafts nothing where that would not
+# pay.
 _GAMMA = 4
 _COLUMNS = 112  # width of the picture in characters
 _COLUMNS_OF_A_TREE = (
@@ -137,7 +138,7 @@ class DemoOptions(DecodingOptions):
             return {"gamma": self.gamma_of(self.wanted, tree), "verifier": self.verifier, "tree": tree}
         if not drafter.drafts_trees:
             raise UnsupportedCombination(
-                f"trace: got True with {drafter.name}, whose probabilities are not told, expected another drafter"
+                f"trace: got True with {drafter.name}, which provides no probabilities, expected another drafter"
             )
         children, verifier = _AS_TREE[self.verifier]
         if children not in drafter.tree_kinds:
@@ -213,11 +214,11 @@ def _draw_one(options: DemoOptions, screen: "Screen", target: LanguageModel, sen
     if not options.trace:
         screen.say(
             f"Call {number + 1} of “{sentence}” as a tree of {step.gamma} drafted tokens,\n"
-            f"of which {len(step.accepted)} stand. ■: what a token sees beside all that is committed."
+            f"of which {len(step.accepted)} are accepted. ■: what a token sees beside all that is committed."
         )
         _draw(screen, step, target)
         screen.say("")
-    drawn = tree_drawing.Drawn.of(step, target)
+    drawn = tree_drawing.Drawn.from_step(step, target)
     if options.plot:
         plots.save(tree_plot.token_tree(drawn), options.plot)
     return {"tree": options.tree or "chain", "call": number + 1, "input": sentence, **drawn.record()}
@@ -249,7 +250,7 @@ def _time(options: DemoOptions, screen: "Screen", target: LanguageModel, drafter
     decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
     gamma = options.gamma_of(options.wanted, options.shape())
     speculative = dict(drafter=drafter, gamma=gamma, tree=options.shape(), **options.decoding())
-    arms: dict[str, Callable[[int], GenerationResult]] = {
+    variants: dict[str, Callable[[int], GenerationResult]] = {
         "plain": lambda number: decode(number, **options.decoding(plain=True)),
         "speculative": lambda number: decode(number, **speculative),
     }
@@ -259,10 +260,10 @@ def _time(options: DemoOptions, screen: "Screen", target: LanguageModel, drafter
     for padded, number in shapes.items():
         if number in numbers:
             with compiling("plain decoding", padded):
-                for arm in arms.values():
-                    arm(number)
+                for variant in variants.values():
+                    variant(number)
     kernel = [native.state()] if jax.default_backend() == "cpu" else []
-    screen.say(comparison(arms, numbers, options.repeats))
+    screen.say(comparison(variants, numbers, options.repeats))
     print(*kernel, _NEXT, sep="\n")
 
 
@@ -303,14 +304,14 @@ def _proposal(options: DemoOptions) -> str:
     gamma, tree = options.wanted, options.shape()
     if tree is not None:
         return f"a tree of up to {tree.size - 1 if isinstance(gamma, str) else gamma} tokens"
-    most = gamma if gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else costs.FIXED
+    most = gamma if gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else autotune.FIXED
     return f"up to {most} tokens"
 
 
 def _promise(options: DemoOptions) -> str:
     """Returns what the verifier promises about the output."""
     tree = options.shape()
-    verifier = options.verifier if tree is None or tree.judge not in LOSSY_TREES else tree.judge
+    verifier = options.verifier if tree is None or tree.verify not in LOSSY_TREES else tree.verify
     if not verifier_of(verifier).exact:
         return f"{verifier} verification lets tokens pass that the target would not choose"
     if options.temperature > 0:
@@ -334,34 +335,35 @@ def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
     return line
 
 
-def comparison(arms, numbers: Sequence[int], repeats: int) -> str:
-    """Returns lines with the times of both arms, in the pass whose ratio is the median.
+def comparison(variants, numbers: Sequence[int], repeats: int) -> str:
+    """Returns lines with the times of both variants, in the pass whose ratio is the median.
 
-    The arms are timed in turn on the same sentences.
+    The variants are timed in turn on the same sentences.
 
     Args:
-      arms: "plain" and "speculative", each a compiled function from a sentence's number to its result.
+      variants: "plain" and "speculative", each a compiled function from a sentence's number to its
+        result.
       numbers: numbers of the sentences that have anything to decode.
       repeats: number of passes.
     """
-    seconds: dict[str, list[float]] = {name: [0.0] * repeats for name in arms}
+    seconds: dict[str, list[float]] = {name: [0.0] * repeats for name in variants}
     results: dict[str, list[GenerationResult]] = {}
     for repeat in range(repeats):
-        results = {name: [] for name in arms}
+        results = {name: [] for name in variants}
         for number in track(numbers, len(numbers), f"pass {repeat + 1} of {repeats}, sentence"):
-            for name in timing.rotate(arms, repeat + number):
+            for name in timing.rotate(variants, repeat + number):
                 start = time.perf_counter()
-                results[name].append(arms[name](number))
+                results[name].append(variants[name](number))
                 seconds[name][repeat] += time.perf_counter() - start
-    tokens = {name: int(sum(result.lengths.sum() for result in results[name])) for name in arms}
+    tokens = {name: int(sum(result.lengths.sum() for result in results[name])) for name in variants}
     calls = sum(result.stats.target_calls for result in results["speculative"])
-    per_token = {name: np.array(seconds[name]) / tokens[name] for name in arms}
+    per_token = {name: np.array(seconds[name]) / tokens[name] for name in variants}
     ratios = per_token["plain"] / per_token["speculative"]
     middle, passes = int(np.argsort(ratios)[repeats // 2]), "passes" if repeats > 1 else "pass"
     lines = [
         f"{name:<12} {1e3 * per_token[name][middle]:8.4g} ms a token: {tokens[name]} tokens in "
         f"{seconds[name][middle]:.4g} s"
-        for name in arms
+        for name in variants
     ]
     return "\n".join([
         *lines,

@@ -1,7 +1,7 @@
-"""Runs `specdec distill`: a drafter learns from its target's outputs (sequence level) and laws
-(token level).
+"""Runs `specdec distill`: a drafter learns from its target's outputs (sequence level) and
+distributions (token level).
 
-Both happen in one folder, and both go on after a kill: first the target's outputs are written, in
+Both happen in one folder, and both resume after a kill: first the target's outputs are written, in
 files for a fixed number of sources each, then `train.fit` learns from them.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax.checkpoints import loader, own
+from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.commands import distill_lines
 from specdec_jax.commands.options import at_least, option
 from specdec_jax.files import reading
@@ -25,8 +25,8 @@ from specdec_jax.models.vocabularies import Vocabulary
 from specdec_jax.training import batches, text_files, train
 from specdec_jax.training.config import TrainConfig
 from specdec_jax.training.losses import DIVERGENCES
-from specdec_jax.training.outputs import plan_jobs, write_outputs
 from specdec_jax.training.run_vocabulary import check_same, of_checkpoint
+from specdec_jax.training.sequence_distillation import plan_jobs, write_outputs
 
 _SHAPE = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
 _RECORD = "distill.json"
@@ -65,9 +65,11 @@ class DistillConfig:
     batch_size: int = option(64, "sources decoded together")
     shard_size: int = option(2048, "sources whose outputs are written together; a kill loses at most as many")
     distill_weight: float = option(1.0, "w in the loss of every token, (1 - w) * cross-entropy + w * divergence")
-    divergence: str = option("forward_kl", f"divergence from the target's law: {', '.join(DIVERGENCES)} (= 1 - alpha)")
+    divergence: str = option(
+        "forward_kl", f"divergence from the target's distribution: {', '.join(DIVERGENCES)} (= 1 - alpha)"
+    )
     distill_temperature: float = option(
-        1.0, "temperature of the target's law in the divergence; below 1 its argmax counts more"
+        1.0, "temperature of the target's distribution in the divergence; below 1 its argmax counts more"
     )
     select: str = option(
         "loss",
@@ -148,19 +150,21 @@ class DistillConfig:
 
 
 def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> dict:
-    """Runs `specdec distill`: writes the target's outputs, trains on them, writes the model to `output_dir/model`.
+    """Runs `specdec distill`: writes the target's outputs, trains on them, writes the model to
+    `output_dir/model`.
 
     Args:
       config: the settings.
-      begun: called when nothing can refuse the run any more, before an output is written and before
+      begun: called when nothing can reject the run any more, before an output is written and before
         the first step.
 
     Returns:
       The parameters of the last step.
 
     Raises:
-      ValueError: bad settings or files, before anything compiles; or settings that contradict existing outputs.
-      KeyboardInterrupt: after a signal; a run with the same settings goes on from there.
+      ValueError: bad settings or files, before anything compiles; or settings that contradict
+        existing outputs.
+      KeyboardInterrupt: after a signal; a run with the same settings resumes from there.
     """
     config.check()
     assert config.target and config.output_dir
@@ -177,12 +181,12 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     jobs = plan_jobs(config, vocabulary, target.vocab_size, parts)
     training = config.training(
         model, vocabulary.size,
-        [job.path.name for job in jobs if job.path.name.startswith("outputs-train")],
-        [job.path.name for job in jobs if job.path.name.startswith("outputs-validation")],
+        [plan.path.name for plan in jobs if plan.path.name.startswith("outputs-train")],
+        [plan.path.name for plan in jobs if plan.path.name.startswith("outputs-validation")],
     )  # fmt: skip
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
     read, kinds = sum(map(len, parts.values())), len(jobs) // len(parts)
-    used = sum(len(job.texts) for job in jobs) // kinds
+    used = sum(len(plan.texts) for plan in jobs) // kinds
     console.print(
         f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one that the "
         "target lacks",
@@ -192,13 +196,13 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
         console.print(line, markup=False)
     output = pathlib.Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    contents = {"vocabulary's contents": digest([own.vocabulary_contents(vocabulary)])}
+    contents = {"vocabulary's contents": digest([native_format.vocabulary_contents(vocabulary)])}
     with alone(output):
         _record(output / _RECORD, config, parts, contents)
         target_model = loader.load(config.target, config.dtype)
         contents |= {"target's contents": digest([target_model.contents.encode()])}
         _record(output / _RECORD, config, parts, contents)
-        if not all(job.path.exists() for job in jobs):
+        if not all(plan.path.exists() for plan in jobs):
             begun()
             write_outputs(config, target_model, jobs, console)
     params = train.fit(training, begun)
@@ -210,7 +214,7 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
 
 
 def _vocabulary(config: DistillConfig, width: int) -> Vocabulary:
-    """Returns the target's vocabulary; raises ValueError for what `train.fit` would refuse hours
+    """Returns the target's vocabulary; raises ValueError for what `train.fit` would reject hours
     later."""
     assert config.target
     ids = of_checkpoint(config.target, "target")

@@ -15,12 +15,13 @@ from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.training import train
 from specdec_jax.training.config import TrainConfig
-from specdec_jax.training.outputs import Job
 from specdec_jax.training.run_folder import Checkpoints
+from specdec_jax.training.sequence_distillation import Job
 
 VALIDATION = "validation.txt"  # in the run's folder: the sources on which to benchmark
 _FIGURES = ("acceptance", "agreement")
-# Shares of the speed of one large matrix product that training and decoding came to on two CPU cores.
+# Shares of the speed of one large matrix product that training and decoding came to on two CPU
+# cores.
 _TRAINING, _DECODING = 0.5, 0.2
 
 
@@ -51,8 +52,8 @@ def needs(config: Settings, training: TrainConfig, target: ModelConfig, jobs: Se
       target: the target's configuration.
       jobs: the files of outputs.
     """
-    missing = [job for job in jobs if not job.path.exists()]
-    outputs = sum(len(job.texts) * job.per_source for job in missing)
+    missing = [plan for plan in jobs if not plan.path.exists()]
+    outputs = sum(len(plan.texts) * plan.per_source for plan in missing)
     steps = training.steps - _steps_done(pathlib.Path(training.output_dir))
     sizes = parameter_count(target), parameter_count(training.model)
     decoding, learning = _operations(training, missing, jobs, steps, *sizes)
@@ -80,8 +81,8 @@ def _operations(
     An output counts as as long as its source. A step differentiates the drafter, which takes three
     times its pass, and passes the target; a validation passes both.
     """
-    tokens = sum(sum(map(len, job.sources)) * job.per_source for job in missing)
-    validated = sum(sum(map(len, job.sources)) * job.per_source for job in jobs if "validation" in job.path.name)
+    tokens = sum(sum(map(len, plan.sources)) * plan.per_source for plan in missing)
+    validated = sum(sum(map(len, plan.sources)) * plan.per_source for plan in jobs if "validation" in plan.path.name)
     validations = math.ceil(steps / training.evaluate_every) * validated
     return 2 * target * tokens, 2 * (
         (3 * drafter + target) * steps * training.batch_tokens + (drafter + target) * validations
@@ -109,7 +110,8 @@ def _duration(seconds: float) -> str:
 
 
 def outcome(config: Settings) -> list[str]:
-    """Returns lines on what a finished run came to: which step was kept, before and after, and the next command."""
+    """Returns lines on what a finished run came to: which step was kept, before and after, and the
+    next command."""
     output = pathlib.Path(str(config.output_dir))
     records = [json.loads(line) for line in (output / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     validations = {record["step"]: record for record in records if "validation_loss" in record}

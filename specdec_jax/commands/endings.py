@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.decoding.checks import listed
-from specdec_jax.decoding.jobs import Output
+from specdec_jax.decoding.continuous_batching import Output
 from specdec_jax.decoding.stream import Piece
 
 # So many messages about single inputs are printed; the line at the end has all numbers that matter.
@@ -12,7 +12,8 @@ _SAID = 5
 
 
 class Endings:
-    """How the outputs of a job ended: at `max_new_tokens`, or with logits that are not finite numbers.
+    """How the outputs of a job ended: at `max_new_tokens`, or with logits that are not finite
+    numbers.
 
     Inputs are numbered from 0, and from 1 in messages, like the lines of a file.
 
@@ -28,7 +29,8 @@ class Endings:
         self._without_draft: list[int] = []
 
     def add(self, number: int, outputs: Sequence[Output | Piece]) -> dict[str, Any]:
-        """Counts the outputs of one input, and tells what was wrong with it; returns what `restore` takes."""
+        """Counts the outputs of one input, and tells what was wrong with it; returns what `restore`
+        takes."""
         note: dict[str, Any] = {"cut": sum(output.finish_reason == "length" for output in outputs)}
         errors = [output.error for output in outputs if output.error]
         if errors:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.checkpoints import own
+from specdec_jax.checkpoints import native_format
 from specdec_jax.commands.beam_options import BeamFlags, open_field
 from specdec_jax.commands.endings import Endings
-from specdec_jax.commands.journal import Journal
 from specdec_jax.commands.model_defaults import DefaultedOptions
 from specdec_jax.commands.options import AUTO_HELP, at_least, check_gamma, option, same_file
 from specdec_jax.commands.output_lines import Sentences, one_line, to_json
+from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding.beams import beam_options, plan_decoding
 from specdec_jax.decoding.checks import (
@@ -26,13 +26,13 @@ from specdec_jax.decoding.checks import (
     check_stop,
     listed,
 )
+from specdec_jax.decoding.continuous_batching import decode_all, decode_stream, refills, rows_for
 from specdec_jax.decoding.defaults import MODELS, fill_search
 from specdec_jax.decoding.inputs import encode
-from specdec_jax.decoding.jobs import decode_all, decode_stream, refills, rows_for
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.progress import Progress
 from specdec_jax.decoding.request import Plan
-from specdec_jax.decoding.results import NotNumbers
+from specdec_jax.decoding.results import NonFiniteLogitsError
 from specdec_jax.decoding.stream import Piece, stream
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.reading import digest
@@ -40,10 +40,10 @@ from specdec_jax.files.writing import check_output, new_file, passes_through
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.models.vocabularies import check_texts
-from specdec_jax.speculative.auto import Auto
+from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.draws import seeded
-from specdec_jax.speculative.gamma import MAX_GAMMA
+from specdec_jax.speculative.policies import MAX_GAMMA
+from specdec_jax.speculative.randomness import seeded
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
@@ -73,7 +73,7 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
     output_file: str | None = option(
         None,
         "file for the outputs instead of standard output; what is finished is kept beside it (.partial), so that the "
-        "same command goes on after a kill",
+        "same command resumes after a kill",
     )
     task: str | None = option(
         None, "seqio task or mixture to decode instead of sentences; prints a JSON object for every example, as T5X's "
@@ -139,7 +139,8 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
         return {name: value for name, value in self.given_search(**others).items() if value is not None}
 
     def filled(self, target: LanguageModel) -> "GenerateOptions":
-        """Returns the options with the model's defaults of how many outputs there are, and how long they can be."""
+        """Returns the options with the model's defaults of how many outputs there are, and how long
+        they can be."""
         given = self.given_search(num_return_sequences=self.num_return_sequences, beam_width=self.beam_width)
         search = fill_search(self.defaults(target), given)
         beam_options(**search)
@@ -179,26 +180,27 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
 def run(options: GenerateOptions, arguments: Sequence[str], begun: Callable[[], object] = lambda: None) -> str | None:
     """Runs `specdec generate`; returns what is wrong with the outputs, if anything is.
 
-    `begun` is called when the settings are found to be right and a file begins that a kill leaves behind.
+    `begun` is called when the settings are found to be right and a file begins that a kill leaves
+    behind.
     """
     options.check()
     if options.task:
         return _run_task(options, arguments, begun)
     sentences = read_sentences(arguments, options.input_file)
     target, drafter = options.load()
-    job = Sentences(encode(target, sentences, options.max_input_length), sentences, options.json)
-    lengths = [len(ids) if decoder_only(target) else 1 for ids in job.inputs]
+    plan = Sentences(encode(target, sentences, options.max_input_length), sentences, options.json)
+    lengths = [len(ids) if decoder_only(target) else 1 for ids in plan.inputs]
     check_prompts(target, drafter if options.drafts else None, lengths, options.limits(target, lengths))
     endings = Endings(options.limit_text(target), _say)
     decoding, options = _decoding(options, drafter), options.filled(target)
     if options.resumes:
-        return _write_file(target, job, options, decoding, endings, begun)
+        return _write_file(target, plan, options, decoding, endings, begun)
     if options.stream:
-        _print_pieces(target, job.inputs, options, decoding, endings)
+        _print_pieces(target, plan.inputs, options, decoding, endings)
     else:
-        for _ in _passed_on(_decoded(target, job, options, decoding, endings), options.output_file):
+        for _ in _passed_on(_decoded(target, plan, options, decoding, endings), options.output_file):
             pass
-    return endings.tell(len(job.inputs))
+    return endings.tell(len(plan.inputs))
 
 
 def _say(text: str) -> None:
@@ -221,14 +223,14 @@ def _run_task(options: GenerateOptions, arguments: Sequence[str], begun: Callabl
     target, drafter = options.load()
     endings = Endings(options.limit_text(target), _say)
     decoding, options = _decoding(options, drafter), options.filled(target)
-    job = seqio_jobs.Job(
+    plan = seqio_jobs.Job(
         tasks, split, target, input_length=options.max_input_length, output_length=options.token_limit,
         batch_size=options.rows, seed=options.seed, score_targets=options.score_targets,
     )  # fmt: skip
     if options.resumes:
-        return _write_file(target, job, options, decoding, endings, begun, job.finish)
-    job.finish(list(_passed_on(_decoded(target, job, options, decoding, endings), options.output_file)), None)
-    return endings.tell(len(job.inputs))
+        return _write_file(target, plan, options, decoding, endings, begun, plan.finish)
+    plan.finish(list(_passed_on(_decoded(target, plan, options, decoding, endings), options.output_file)), None)
+    return endings.tell(len(plan.inputs))
 
 
 def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, Any]:
@@ -241,19 +243,19 @@ def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, An
 
 
 def _decoded(
-    target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any], endings: Endings
+    target: LanguageModel, plan: Any, options: GenerateOptions, decoding: dict[str, Any], endings: Endings
 ) -> Iterator[str]:
     """Yields the lines of all outputs in the order of the inputs, and counts how they ended."""
     outputs = decode_all(
-        target, job.inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples,
+        target, plan.inputs, batch_size=options.rows, seed=options.seed, num_samples=options.num_samples,
         non_finite=options.non_finite, **decoding,
     )  # fmt: skip
     by_input = zip(*[outputs] * options.outputs)
-    with Progress("sentences", len(job.inputs), lines=False, quiet=sys.stdout.isatty()) as progress:
+    with Progress("sentences", len(plan.inputs), lines=False, quiet=sys.stdout.isatty()) as progress:
         endings.say = progress.message  # above the bar
         for number, rows_of_one in enumerate(by_input):
             endings.add(number, rows_of_one)
-            yield from job.lines(number, rows_of_one)
+            yield from plan.lines(number, rows_of_one)
             progress.advance()
 
 
@@ -276,7 +278,7 @@ def _passed_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
 
 
 def _write_file(
-    target: LanguageModel, job: Any, options: GenerateOptions, decoding: dict[str, Any], endings: Endings,
+    target: LanguageModel, plan: Any, options: GenerateOptions, decoding: dict[str, Any], endings: Endings,
     begun: Callable[[], object], finish: Callable[[Iterable[str], str], None] | None = None,
 ) -> str | None:  # fmt: skip
     """Writes all outputs to a file, whole or not at all; what a killed run had finished is not
@@ -286,11 +288,11 @@ def _write_file(
     kill comes in between; the file is written even if `finish` fails.
     """
     assert options.output_file
-    inputs = job.inputs
+    inputs = plan.inputs
     rows = rows_for(target, options.rows, len(inputs))
     how = dict(key=seeded(options.seed), num_samples=options.num_samples, **decoding)
-    checked = plan_decoding(target, inputs, batch_size=rows, **how)  # refuses bad arguments before there is a journal
-    settings = _deciding(options, target, decoding["drafter"], job.contents)
+    checked = plan_decoding(target, inputs, batch_size=rows, **how)  # rejects bad arguments before there is a journal
+    settings = _deciding(options, target, decoding["drafter"], plan.contents)
     found = {"costs": _costs(checked)} if how["gamma"] == "auto" and not options.tree else {}
     with Journal(options.output_file, settings, len(inputs), found) as journal:
         begun()
@@ -311,7 +313,7 @@ def _write_file(
                 target, inputs, batch_size=rows, refill=refill, skip=journal.done, non_finite=options.non_finite, **how
             )
             for number, rows_of_one in outputs:
-                journal.add(number, job.lines(number, rows_of_one), endings.add(number, rows_of_one))
+                journal.add(number, plan.lines(number, rows_of_one), endings.add(number, rows_of_one))
                 progress.advance()
             progress.report()
         try:
@@ -324,11 +326,11 @@ def _write_file(
     return endings.tell(len(inputs))
 
 
-def _costs(job: Plan) -> dict[str, Any]:
+def _costs(plan: Plan) -> dict[str, Any]:
     """Returns what `gamma="auto"` has become, as JSON values: a number, or costs and acceptance."""
-    if job.policy is None:
-        return {"gamma": job.program.gamma}
-    policy: Any = job.policy
+    if plan.policy is None:
+        return {"gamma": plan.config.gamma}
+    policy: Any = plan.policy
     begun = {name: float(getattr(policy, name)[0]) for name in ("acceptance", "weight", "look")}
     return {"costs": policy.costs[0].tolist(), **begun}
 
@@ -363,12 +365,12 @@ def _deciding(
     return settings | {
         "versions": {name: importlib.metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")},
         "dtype": target.config.dtype,
-        "target in 8 bits": target.quantized,
+        "target in int8": target.quantized,
         "decoding defaults": repr(options.defaults(target)),
         "bits of the target's inputs": target.input_bits,
         "split": (options.split or "test") if options.task else None,
         "special ids": [target.start_token, *target.eos_ids],
-        "target": digest([target.contents.encode(), own.vocabulary_contents(target.vocabulary)]),
+        "target": digest([target.contents.encode(), native_format.vocabulary_contents(target.vocabulary)]),
         "drafter": None if drafter is None else drafter.contents,
         "sentences": digest(text.encode() for text in sentences),
     }
@@ -378,7 +380,7 @@ def _pieces(target: LanguageModel, ids, number: int, keys, non_finite: str, deco
     """Decodes one input as it is committed; an error names its number in the job."""
     try:
         yield from stream(target, [ids], key=keys, non_finite=non_finite, **decoding)
-    except NotNumbers as error:
+    except NonFiniteLogitsError as error:
         raise error.at(number) from None
 
 

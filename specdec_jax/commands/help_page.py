@@ -36,7 +36,7 @@ GROUPS = {
     "batches and limits": ("batch_size", "max_input_length", "deadline", "non_finite", "shard_size"),
     "seqio tasks instead of sentences": ("task", "split", "module_import", "score_targets", "tfds_data_dir"),
     "what is measured": ("repeats", "widths", "compare_alpha", "against", "suite"),
-    "random weights instead of models": ("preset", "drafter_preset", "input_length", "forced_alpha"),
+    "random weights instead of models": ("preset", "drafter_preset", "input_length", "synthetic_alpha"),
     "the table": ("order", "continuations", "sampled"),
     "training": (
         "distill_weight", "divergence", "distill_temperature", "select", "steps", "warmup_steps", "decay_steps",
@@ -61,7 +61,7 @@ EXAMPLES = {
     "benchmark": (
         f"specdec benchmark {_PAIR} --gamma=3,5 --output=record.json",
         f"specdec benchmark {_PAIR} --num_beams=4 --gamma=1,2,3 --beam_width=6,8",
-        "specdec benchmark --preset=t5_1_1/small --drafter=lookup --gamma=3 --forced_alpha=0.75",
+        "specdec benchmark --preset=t5_1_1/small --drafter=lookup --gamma=3 --synthetic_alpha=0.75",
     ),
     "measure": (f"specdec measure {_PAIR} --temperature=1 --plot=figure.png --output=measured.json",),
     "figures": (

@@ -27,7 +27,7 @@ import specdec_jax
 from specdec_jax.commands import help_page, paths
 from specdec_jax.commands.benchmark import CheckFailed
 from specdec_jax.decoding.program_cache import keep_programs
-from specdec_jax.decoding.results import NotNumbers
+from specdec_jax.decoding.results import NonFiniteLogitsError
 from specdec_jax.models.jax_settings import package_settings
 
 
@@ -38,7 +38,8 @@ class Command(NamedTuple):
       summary: one line for `--help`.
       module: module of this package, imported when the command is used.
       options: name of the frozen dataclass of options in that module.
-      run: name of the function there that takes the options, and the positional arguments if there are any.
+      run: name of the function there that takes the options, and the positional arguments if there
+        are any.
       arguments: placeholder for the positional arguments in `--help`; "" if it takes none.
       by_flags: whether the options have flags of their own; otherwise they come from gin alone.
     """
@@ -77,7 +78,9 @@ COMMANDS = {
         "Writes a checkpoint in another format: Hugging Face, T5X, our own.", "commands.convert", "ConvertOptions"
     ),
     "distill": Command(
-        "Trains a drafter on a target's outputs and laws, or resumes a run.", "commands.distill", "DistillConfig"
+        "Trains a drafter on a target's outputs and distributions, or resumes a run.",
+        "commands.distill",
+        "DistillConfig",
     ),
     "train": Command(
         "Trains a model or resumes a run; settings come from gin.",
@@ -103,8 +106,8 @@ class UsageError(ValueError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code.
 
-    It is 0; 1 if a check failed or the reader of the output has gone; 2 for bad input or an error of
-    the system; 130 if interrupted; 143 if terminated.
+    It is 0; 1 if a check failed or the reader of the output has gone; 2 for bad input or an error
+    of the system; 130 if interrupted; 143 if terminated.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -124,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):  # the error that is printed next matters more
             _flush()
         # Commands number sentences from 1, like the lines of a file.
-        text = f"sentence {error.input + 1}: {error.reason}" if isinstance(error, NotNumbers) else str(error)
+        text = f"sentence {error.input + 1}: {error.reason}" if isinstance(error, NonFiniteLogitsError) else str(error)
         _say(f"error: {' '.join(text.split())}")
         return 1 if isinstance(error, CheckFailed) else 2
 

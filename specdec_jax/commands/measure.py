@@ -1,9 +1,10 @@
-"""Runs `specdec measure`: α, coverage, acceptance by depth, c and v of a pair on this machine."""
+"""Runs `specdec measure`: α, top-k hit rate, acceptance by depth, c and v of a pair on this
+machine."""
 
 import dataclasses
 import json
 
-from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.expectations import measure
 from specdec_jax.analysis.report import plots
 from specdec_jax.analysis.report.summaries import measure_summary
@@ -29,7 +30,7 @@ class MeasureOptions(DecodingOptions):
     batch_size: int = option(1, "sentences decoded together")
     compare_alpha: bool = option(
         False, "also decode by token verification with gamma_max, and compare alpha as counted with alpha from the "
-        "models' laws on the same positions; only for a drafting model in full precision without a shortlist"
+        "models' distributions on the same positions; only for a drafting model in full precision without a shortlist"
     )  # fmt: skip
     repeats: int = option(3, "passes over the single steps, of which the median and the spread are reported")
     output: str | None = option(
@@ -39,7 +40,8 @@ class MeasureOptions(DecodingOptions):
     json: bool = option(False, "print the JSON record instead of the summary")
     plot: str | None = option(
         None,
-        "file for a plot of expected improvement, acceptance by position and by depth, v and coverage (.png, .pdf, "
+        "file for a plot of expected improvement, acceptance by position and by depth, v and top-k hit rate "
+        "(.png, .pdf, "
         ".svg)",
     )
 
@@ -86,7 +88,7 @@ def run(options: MeasureOptions) -> None:
     options.check()
     sentences = sentences_of(options.input_file, options.limit)
     target, drafter = options.load()
-    record = measure(target, drafter, analysis_arms.batches_of(target, sentences, options), options)
+    record = measure(target, drafter, analysis_variants.batches_of(target, sentences, options), options)
     text = json.dumps(record, indent=1)
     try:
         print(text if options.json else measure_summary(record))

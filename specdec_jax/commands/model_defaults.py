@@ -26,7 +26,8 @@ def _open(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class DefaultedOptions(DecodingOptions):
-    """Options of a command that decodes as the model's `generation_config` says where no flag is given."""
+    """Options of a command that decodes as the model's `generation_config` says where no flag is
+    given."""
 
     generation_config: str = option(
         MODELS,

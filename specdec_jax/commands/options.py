@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from specdec_jax.checkpoints import loader
 from specdec_jax.checkpoints.progress import print_line
+from specdec_jax.decoding.autotune import FIXED
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_limits,
@@ -19,19 +20,18 @@ from specdec_jax.decoding.checks import (
     check_policy,
     verifier_settings,
 )
-from specdec_jax.decoding.costs import FIXED
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import SELF_INT8, WITHOUT_FILES, check_drafter_name, named_drafter
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.panels import INPUT_BITS, accelerated, check_quantize_name
+from specdec_jax.models.packed_weights import INPUT_BITS, accelerated, check_quantize_name
 from specdec_jax.models.sharding import ShardingRules, make_mesh, parse_mesh
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.gamma import MAX_GAMMA, POLICIES, Policy
+from specdec_jax.speculative.policies import MAX_GAMMA, POLICIES, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
-from specdec_jax.speculative.verifiers import FORCED, LOSSY, VERIFIERS, verifier_of
+from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC, VERIFIERS, verifier_of
 
 AUTO_HELP = (
     "tokens drafted per target call, or auto: as many as pay, possibly none, by the costs on this machine (measured "
@@ -76,7 +76,8 @@ class DecodingOptions:
         None,
         "int8: round the target's weights to 8 bits while they are read (on an accelerator, or in float32 on a CPU); "
         "w8a8, on a CPU: and the inputs of its products to 8 bits instead of 16, which is faster for many rows; the "
-        "output law is then the rounded model's; none: widen weights that are stored in 8 bits to --dtype (default: on "
+        "output distribution is then the rounded model's; none: widen weights that are stored in int8 to "
+        "--dtype (default: on "
         "a CPU use such weights as they are stored, where that is possible); for a drafter see --drafter_int8 and "
         "--drafter=self:int8",
     )
@@ -120,7 +121,7 @@ class DecodingOptions:
         + "; ".join(f"{name} has {', '.join(cls.numbers())}" for name, cls in POLICIES.items())
     )  # fmt: skip
     max_new_tokens: int = option(64, "maximum length of an output, in tokens")
-    max_input_length: int = option(512, "maximum length of an input, in tokens; a longer one is refused, never cut")
+    max_input_length: int = option(512, "maximum length of an input, in tokens; a longer one is rejected, never cut")
     seed: int = option(0, "seed of the sampling; input i draws from fold_in(key(seed), i), whatever its batch")
 
     @property
@@ -146,7 +147,8 @@ class DecodingOptions:
         """Returns the arguments of `generate` that every decoding command passes on, except the
         drafter.
 
-        With `plain`, they are those of plain decoding, where a lossy verifier has nothing to judge.
+        With `plain`, they are those of plain decoding, where a lossy verifier has nothing to
+        verify.
         """
         common: dict[str, Any] = dict(
             sampling=self.sampling(), max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length,
@@ -199,7 +201,7 @@ class DecodingOptions:
         sampling = self.sampling()
         at_least(1, max_new_tokens=self.token_limit, max_input_length=self.max_input_length)
         if self.verifier not in VERIFIERS:
-            why = " (--forced_alpha of `specdec benchmark` times with it)" if self.verifier == FORCED.name else ""
+            why = " (--synthetic_alpha of `specdec benchmark` times with it)" if self.verifier == SYNTHETIC.name else ""
             raise ValueError(f"verifier: got {self.verifier!r}, expected one of {', '.join(VERIFIERS)}{why}")
         verifier_settings(
             verifier_of(self.verifier), self.possible_sampling(), int(self.drafts), 1, lenience=self.lenience,
@@ -268,10 +270,10 @@ class DecodingOptions:
         if self.decoding()["generation_config"] is None and target.generation_config.fields():
             print_line(f"{target.name}: decoding by the flags alone, without the model's own defaults")
         load = functools.partial(load, replicate=bool(self.mesh) and not self.shard_drafter)
-        self.sampling().rows(1, target.config.vocab_size)  # refuses ids that the vocabulary lacks
+        self.sampling().rows(1, target.config.vocab_size)  # rejects ids that the vocabulary lacks
         drafter = named_drafter(self.drafter, target, load, self.reduced) if self.drafter else None
         if drafter is None or drafter.second_model is None:
-            self.refuse_reduction()
+            self.reject_reduction()
         if drafter is not None:
             check_pair(target, drafter)
             check_policy(self.gamma_of(1), drafter)
@@ -291,7 +293,7 @@ class DecodingOptions:
         size = self.shortlist_size or len({*np.flatnonzero(counts), *model.eos_ids})
         return ModelDrafter(model, shortlist_from_counts(counts, size, model.eos_ids), self.drafter_int8)
 
-    def refuse_reduction(self) -> None:
+    def reject_reduction(self) -> None:
         """Raises UnsupportedCombination for options about a drafting model if no model drafts."""
         for name in ("shortlist_size", "shortlist", "drafter_int8", "shard_drafter"):
             if getattr(self, name):

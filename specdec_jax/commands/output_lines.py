@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.decoding.jobs import Output
+from specdec_jax.decoding.continuous_batching import Output
 from specdec_jax.decoding.results import Stats
 
 
@@ -42,8 +42,8 @@ def _line(output: Output, as_json: bool) -> str:
 
 
 def to_json(record: dict[str, Any]) -> str:
-    """Returns a record as one line of JSON; −inf, which JSON lacks, becomes null. Without an error, or a score, there
-    is no field for it."""
+    """Returns a record as one line of JSON; −inf, which JSON lacks, becomes null. Without an error,
+    or a score, there is no field for it."""
     record = {name: value for name, value in record.items() if value is not None or name not in ("score", "error")}
     if "error" in record:
         record["error"] = record["error"].reason

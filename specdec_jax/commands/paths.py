@@ -1,4 +1,5 @@
-"""The options that are paths: a home folder in them, files that are replaced, the file with the settings."""
+"""The options that are paths: a home folder in them, files that are replaced, the file with the
+settings."""
 
 import dataclasses
 import os
@@ -10,7 +11,8 @@ from absl import flags
 
 from specdec_jax.files import writing
 
-# Options that are paths, of all commands; some may have other values too, such as the name of a drafter.
+# Options that are paths, of all commands; some may have other values too, such as the name of a
+# drafter.
 INPUTS = (
     "target", "drafter", "shortlist", "vocabulary", "input_file", "source", "records", "source_files",
     "validation_files", "train_files", "data_dir", "tfds_data_dir", "initialise_from", "teacher",
@@ -50,13 +52,14 @@ def replaced(options: Any) -> Iterator[str]:
 
 
 def record(options: Any, settings: str, unfinished: bool = False) -> None:
-    """Writes the settings of a run as a gin file: to `operative.gin` in its folder, or beside its output file.
+    """Writes the settings of a run as a gin file: to `operative.gin` in its folder, or beside its
+    output file.
 
     Args:
       options: the options, which name the folder or the file.
       settings: contents of the gin file.
-      unfinished: the output file is not there yet. Its settings lie beside the results that a kill would leave
-        (.partial), until they are written with this argument False.
+      unfinished: the output file is not there yet. Its settings lie beside the results that a kill
+        would leave (.partial), until they are written with this argument False.
     """
     if folder := getattr(options, "output_dir", None):
         path = pathlib.Path(folder, "operative.gin")

@@ -1,5 +1,5 @@
 """Runs `specdec benchmark`; with `--suite=paper` it measures what the paper reports, row after row,
-and goes on after a kill."""
+and resumes after a kill."""
 
 import dataclasses
 import importlib.util
@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from specdec_jax.analysis import arms, machine
 from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis import machine, variants
 from specdec_jax.analysis.report import page as report_page
 from specdec_jax.analysis.report import paper, summaries
 from specdec_jax.analysis.report import rows as report_rows
@@ -19,7 +19,7 @@ from specdec_jax.checkpoints import t5x
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import figures
 from specdec_jax.commands.benchmark import BenchmarkOptions, CheckFailed, others_of
-from specdec_jax.commands.journal import Journal
+from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.decoding.progress import Progress
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, passes_through, write_file
@@ -40,17 +40,17 @@ def run(options: BenchmarkOptions, begun: Callable[[], object] = lambda: None) -
 
 
 def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
-    """Returns the options of one benchmark for every row of the suite, which times its arms and
+    """Returns the options of one benchmark for every row of the suite, which times its variants and
     plain decoding in turn.
 
     With checkpoints there are rows for every drafter, with all of `options.gammas` in each:
     temperature 0 (with T5X beside it, if that is installed) and temperature 1, both by the paper's
     Algorithm 1; and lenience 0.5, 0.3 and 0.1 at temperature 1 (tables 2 to 5, figures 1 and 5).
     With a preset, whose weights are random, there is a row for every drafter and γ, at the given
-    temperature, with acceptance forced to each of `options.forced_alpha`.
+    temperature, with acceptance forced to each of `options.synthetic_alpha`.
 
     Raises:
-      ValueError: no row can be made, or `BenchmarkOptions.check` refuses one.
+      ValueError: no row can be made, or `BenchmarkOptions.check` rejects one.
     """
     _check(options)
     drafters: list[dict[str, Any]] = [
@@ -59,8 +59,8 @@ def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
     drafters += [{"drafter": name, "drafter_preset": None} for name in _names(options.drafter)]
     if options.preset:
         how: list[dict[str, Any]] = [{"temperature": options.temperature}]
-        # Each γ by itself: for all of them together the programs of a large model take more memory mappings than a
-        # process may have.
+        # Each γ by itself: for all of them together the programs of a large model take more memory
+        # mappings than a process may have.
         drafters = [drafter | {"gamma": (gamma,)} for drafter in drafters for gamma in options.gammas]
     else:
         lenient = [dict(temperature=1.0, verifier="lenient", lenience=value) for value in paper.LENIENCES if value < 1]
@@ -91,8 +91,8 @@ def _check(options: BenchmarkOptions) -> None:
             raise ValueError(f"report: got {options.report!r}, expected another file than output")
     if not (_names(options.drafter) or _names(options.drafter_preset)):
         raise ValueError(f"drafter: got nothing with suite={options.suite!r}, expected one or several")
-    if options.preset and not options.forced_alpha:
-        raise ValueError("forced_alpha: got nothing with suite and preset, expected numbers: the weights are random")
+    if options.preset and not options.synthetic_alpha:
+        raise ValueError("synthetic_alpha: got nothing with suite and preset, expected numbers: the weights are random")
     default = BenchmarkOptions()
     for name in (
         "verifier",
@@ -101,7 +101,7 @@ def _check(options: BenchmarkOptions) -> None:
         "json",
         "num_beams",
         "tree",
-        *(() if options.preset else ("temperature", "forced_alpha")),
+        *(() if options.preset else ("temperature", "synthetic_alpha")),
     ):
         if getattr(options, name) != getattr(default, name):
             raise ValueError(
@@ -115,7 +115,7 @@ def _names(text: str | None) -> list[str]:
 
 def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
     made = rows(options)
-    assert options.output, "or it was refused"
+    assert options.output, "or it was rejected"
     target, contents = _opened(made)
     settings = {"suite": options.suite, "rows": [dataclasses.asdict(row) for row in made], "machine": machine.machine(),
                 "contents": contents}  # fmt: skip
@@ -165,7 +165,7 @@ def _opened(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, lis
             continue
         target, drafter, batches = benchmark_command.load(row, target)
         assert drafter is not None, "every row has one"
-        arms.check_prompts(target, drafter, batches, row)
+        variants.check_prompts(target, drafter, batches, row)
         contents.append(drafter.contents)
         if len(contents) == 2:
             ids = digest(str(batch.ids).encode() for batch in batches)

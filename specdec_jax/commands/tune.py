@@ -1,12 +1,12 @@
-"""Runs `specdec tune`: chooses γ, above temperature 0 the verifier, and for beam search the trees' width, and
-writes the choice for other commands."""
+"""Runs `specdec tune`: chooses γ, above temperature 0 the verifier, and for beam search the trees'
+width, and writes the choice for other commands."""
 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_jax.analysis import arms as analysis_arms
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.beams import Tree
 from specdec_jax.analysis.expectations import verifiers_of
 from specdec_jax.analysis.report import beam_summaries
@@ -33,10 +33,13 @@ class TuneOptions(SearchFlags, DecodingOptions):
     )  # fmt: skip
     beam_width: tuple[int, ...] = width_option("num_beams, and what the drafter drafts by default")
     tree_nodes: tuple[int, ...] = option(
-        (), "also choose from token trees of these numbers of positions, the best shape of each by coverage and the "
-        "times of calls, and one that the drafter's law shapes, no deeper than the greatest --gamma; only for a "
-        "drafting model whose law is scored"
-    )  # fmt: skip
+        (),
+        "also choose from token trees of these numbers of positions, the best shape of each by the top-k hit "
+        "rate and the "
+        "times of calls, and one that the drafter's distribution shapes, no deeper than the greatest --gamma; "
+        "only for a "
+        "drafting model whose distribution is scored",
+    )
     choose_verifier: bool = option(
         True, "above temperature 0, choose between block and token verification if --verifier is one of them"
     )
@@ -94,7 +97,9 @@ def run(options: TuneOptions) -> None:
     target, drafter = options.load()
     if not decoder_only(target) and not any(text.strip() for text in sample):
         raise ValueError("input_file: got no sentence with any text to tune on, expected at least one")
-    batches, others = (analysis_arms.batches_of(target, lines, options) if lines else [] for lines in (sample, rest))
+    batches, others = (
+        analysis_variants.batches_of(target, lines, options) if lines else [] for lines in (sample, rest)
+    )
     record = (tune_beams if options.num_beams else tune)(target, drafter, batches, others, options)
     text = json.dumps(record, indent=1)
     try:
@@ -154,7 +159,8 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
         lines += [f"GAMMA = {chain.gamma}", ""]
     # A tree is drafted whole.
     gammas = {"generate.GenerateOptions": None if tree else "%GAMMA", "benchmark.BenchmarkOptions": "(%GAMMA,)"}
-    # Tuning reads no defaults of the model, so that those would decode otherwise than what was timed.
+    # Tuning reads no defaults of the model, so that those would decode otherwise than what was
+    # timed.
     generating = settings | {"generation_config": "none"}
     for (name, gamma), values in zip(gammas.items(), (generating, timed), strict=True):
         lines.append(f"{name}:")

@@ -11,15 +11,16 @@ import numpy as np
 from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids, check_kinds
 from specdec_jax.decoding.defaults import MODELS, defaults_of, fill_search, without_search
 from specdec_jax.decoding.inputs import bucket
-from specdec_jax.decoding.request import Plan, plan
-from specdec_jax.decoding.results import Committed, GenerationResult, NotNumbers, collect, stats_of, target_of
+from specdec_jax.decoding.request import Plan
+from specdec_jax.decoding.request import plan as plan_request
+from specdec_jax.decoding.results import Committed, GenerationResult, NonFiniteLogitsError, collect, stats_of, target_of
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.beams import STYLES, BeamConfig, BeamState, best_first, first_hypotheses
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.gamma import Policy
+from specdec_jax.speculative.policies import Policy
 from specdec_jax.speculative.prefill import fill_cache
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode
 from specdec_jax.speculative.state import Counts
@@ -28,9 +29,9 @@ from specdec_jax.speculative.state import Counts
 _PENALTIES = {"t5x": 0.6, "huggingface": 1.0}
 # Levels of the drafted tree where `gamma` is "auto".
 LEVELS = 3
-# Arguments of `generate` that a beam search refuses, and the defaults at which they must be left.
+# Arguments of `generate` that a beam search rejects, and the defaults at which they must be left.
 _OTHERS = {
-    "verifier": "block", "lenience": None, "typical_epsilon": None, "typical_delta": None, "forced_alpha": None,
+    "verifier": "block", "lenience": None, "typical_epsilon": None, "typical_delta": None, "synthetic_alpha": None,
     "num_samples": 1, "stop": (), "deadline": None, "tree": None,
 }  # fmt: skip
 
@@ -90,17 +91,16 @@ class BeamOptions:
         return _PENALTIES[self.beam_style] if self.length_penalty is None else float(self.length_penalty)
 
     def check_ids(self, ends: int, vocab_size: int) -> None:
-        """Refuses more beams than ids, and a vocabulary of `ends` alone."""
+        """Rejects more beams than ids, and a vocabulary of `ends` alone."""
         if self.num_beams > vocab_size or ends >= vocab_size:
             raise ValueError(
                 f"num_beams: got {self.num_beams} for {vocab_size} ids, of which {ends} end a sequence, expected at "
                 "most as many beams as ids, and an id that ends none"
             )
 
-    def program(
-        self, ends: int, mode: SamplingMode, vocab_size: int, gamma: int, drafter: Drafter | None
-    ) -> BeamConfig:
-        """Returns the static settings; arguments as in `BeamConfig`, and the drafter of its levels, if any."""
+    def config(self, ends: int, mode: SamplingMode, vocab_size: int, gamma: int, drafter: Drafter | None) -> BeamConfig:
+        """Returns the static settings; arguments as in `BeamConfig`, and the drafter of its levels,
+        if any."""
         width = 0
         if drafter is not None:
             width = min(drafter.beam_width(self.num_beams, self.beam_width), self.num_beams * (vocab_size - 1))
@@ -108,8 +108,8 @@ class BeamOptions:
 
 
 def beam_options(num_beams: int | None = None, **others) -> BeamOptions | None:
-    """Checks the options of a beam search and returns them; None if `num_beams` is None. Others that are None are at
-    their defaults.
+    """Checks the options of a beam search and returns them; None if `num_beams` is None. Others
+    that are None are at their defaults.
 
     Raises:
       ValueError: an option outside its range.
@@ -129,7 +129,7 @@ def beam_options(num_beams: int | None = None, **others) -> BeamOptions | None:
 class Search(NamedTuple):
     """The part of a plan that only a beam search has: the static settings and the options."""
 
-    program: BeamConfig
+    config: BeamConfig
     options: BeamOptions
 
 
@@ -142,7 +142,7 @@ def plan_decoding(target: LanguageModel, inputs, **options) -> Plan:
     options["generation_config"] = without_search(defaults)
     beams = beam_options(**fill_search(defaults, given))
     if beams is None:
-        return plan(target, inputs, **options)
+        return plan_request(target, inputs, **options)
     try:
         return _plan_search(target, inputs, beams, **options)
     except UnsupportedCombination as error:
@@ -175,11 +175,11 @@ def _plan_search(
     ends, vocab = max(1, len(check_eos_ids(target, options.get("eos_ids")))), target.config.vocab_size
     beams.check_ids(ends, vocab)
     gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
-    job = plan(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
+    plan = plan_request(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
     hint = f" (the model {target.name} samples by default: generation_config=None decodes without)"
-    _expect_greedy(job.program.mode, round(float(max(job.rows.temperature)), 6), hint if sampling is None else "")
-    program = beams.program(ends, job.program.mode, vocab, job.program.gamma, job.drafter)
-    return dataclasses.replace(job, samples=beams.num_return_sequences, search=Search(program, beams))
+    _expect_greedy(plan.config.mode, round(float(max(plan.rows.temperature)), 6), hint if sampling is None else "")
+    config = beams.config(ends, plan.config.mode, vocab, plan.config.gamma, plan.drafter)
+    return dataclasses.replace(plan, samples=beams.num_return_sequences, search=Search(config, beams))
 
 
 def _expect_greedy(mode: SamplingMode, temperature: object, hint: str = "") -> None:
@@ -190,7 +190,7 @@ def _expect_greedy(mode: SamplingMode, temperature: object, hint: str = "") -> N
 
 
 def check_tree(drafter, gamma) -> None:
-    """Refuses a drafter that drafts no trees, and a `gamma` that is no number of levels."""
+    """Rejects a drafter that drafts no trees, and a `gamma` that is no number of levels."""
     if isinstance(gamma, Policy) or arguments.as_array(gamma).ndim:
         raise UnsupportedCombination(
             f"gamma: got {gamma!r} with num_beams, expected 'auto' or one integer, the levels of the tree"
@@ -202,42 +202,42 @@ def check_tree(drafter, gamma) -> None:
         )
 
 
-def run_search(target: LanguageModel, job: Plan, places=None) -> GenerationResult:
+def run_search(target: LanguageModel, plan: Plan, places=None) -> GenerationResult:
     """Runs the search of a plan and returns its result, for the inputs at `places`, given as for
     `Plan.start`."""
-    network, drafter, program, *others = _arguments(job, places)
-    found = _search(network, drafter, program, job.search.options.num_return_sequences, *others)
-    return _result(target, job, jax.device_get(found), places)
+    network, drafter, config, *others = _arguments(plan, places)
+    found = _search(network, drafter, config, plan.search.options.num_return_sequences, *others)
+    return _result(target, plan, jax.device_get(found), places)
 
 
-def start(job: Plan, places=None) -> BeamState:
+def start(plan: Plan, places=None) -> BeamState:
     """Makes the state that the search of `run_search` begins with, for callers that look at its
     iterations."""
-    return begin(*_arguments(job, places))
+    return begin(*_arguments(plan, places))
 
 
-def _arguments(job: Plan, places) -> tuple:
+def _arguments(plan: Plan, places) -> tuple:
     """Returns the arguments of `begin` for the inputs at `places`."""
-    program, beams = job.search
-    arguments = dataclasses.replace(job, samples=1).arguments(places)
+    config, beams = plan.search
+    arguments = dataclasses.replace(plan, samples=1).arguments(places)
     network, drafter, _, _, inputs, lengths, tokens, starts, _, rows, _, ends, _, _, done, _ = arguments
-    most = bucket(int(max(job.limits)))
-    eos_ids = np.broadcast_to(np.array(job.eos_ids or (-1,), np.int32), (len(lengths), program.ends))
+    most = bucket(int(max(plan.limits)))
+    eos_ids = np.broadcast_to(np.array(plan.eos_ids or (-1,), np.int32), (len(lengths), config.ends))
     return (
-        network, drafter, program, most, tokens.shape[1] + most, inputs, lengths, tokens, starts,
+        network, drafter, config, most, tokens.shape[1] + most, inputs, lengths, tokens, starts,
         (ends - starts).astype(np.int32), eos_ids, np.float32(beams.penalty), rows, done,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("program", "returned", "most", "longest"))
-def _search(target: Network, drafter, program: BeamConfig, returned: int, most: int, longest: int, *arguments) -> dict:
+@functools.partial(jax.jit, static_argnames=("config", "returned", "most", "longest"))
+def _search(target: Network, drafter, config: BeamConfig, returned: int, most: int, longest: int, *arguments) -> dict:
     """Runs prefill and search in one program and returns what the host reads of the last state.
 
     Args:
       returned: number of hypotheses to return for each input; all other arguments are those of
         `begin`.
     """
-    state = begin(target, drafter, program, most, longest, *arguments)
+    state = begin(target, drafter, config, most, longest, *arguments)
     state = search(target, drafter, state)
     best, there = best_first(state)
     first = lambda x: x[:, :returned]
@@ -247,9 +247,9 @@ def _search(target: Network, drafter, program: BeamConfig, returned: int, most: 
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("program", "most", "longest"))
+@functools.partial(jax.jit, static_argnames=("config", "most", "longest"))
 def begin(
-    target: Network, drafter, program: BeamConfig, most: int, longest: int, inputs, input_lengths, tokens,
+    target: Network, drafter, config: BeamConfig, most: int, longest: int, inputs, input_lengths, tokens,
     prefix_lengths, limits, eos_ids, penalty, sampling, done,
 ) -> BeamState:  # fmt: skip
     """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts
@@ -257,52 +257,54 @@ def begin(
 
     Args:
       most: an upper bound of the new tokens of a row.
-      longest: an upper bound of all tokens of a row, with its start token and decoder prefix, or prompt.
+      longest: an upper bound of all tokens of a row, with its start token and decoder prefix, or
+        prompt.
       limits, eos_ids, penalty, sampling, done: as in `BeamState`.
       inputs, input_lengths, tokens, prefix_lengths: as for `prefill.prefill`, with one row for each
         input.
     """
-    (batch, prefix), program = tokens.shape, program._replace(mode=program.mode.of(target.skips))
-    positions = longest + program.gamma
+    (batch, prefix), config = tokens.shape, config._replace(mode=config.mode.of(target.skips_padding))
+    positions = longest + config.gamma
     # The first term leaves room for the prefix but for its last token, which the live beams feed. K
     # more slots stay empty: a drafter feeds the tokens before the live beams' last ones into the K
     # slots before theirs.
-    slots = prefix - 1 + program.beams * (1 + most) + program.gamma * max(program.width, program.beams)
+    slots = prefix - 1 + config.beams * (1 + most) + config.gamma * max(config.width, config.beams)
     shared = {}
     if drafter is not None and drafter.reads_encoder:
         shared = {"encoded": target.encode(inputs, input_lengths)}
     cache = fill_cache(target, inputs, input_lengths, tokens, prefix, **shared)
     cache, draft_state = target.node_cache(cache, slots, positions), None
     if drafter is not None:
-        draft_state = drafter.begin_beams(inputs, input_lengths, tokens, program.beams, slots, positions, **shared)
-    live, finished = first_hypotheses(tokens, positions, program)
+        draft_state = drafter.begin_beams(inputs, input_lengths, tokens, config.beams, slots, positions, **shared)
+    live, finished = first_hypotheses(tokens, positions, config)
     zeros = jnp.zeros(batch, jnp.int32)
     return BeamState(
-        live=live, finished=finished, is_finished=jnp.zeros((batch, program.beams), bool),
+        live=live, finished=finished, is_finished=jnp.zeros((batch, config.beams), bool),
         prefix_lengths=prefix_lengths, steps=zeros, limits=limits, done=done, failed=zeros, eos_ids=eos_ids,
         penalty=penalty, sampling=sampling,
         paths=jnp.broadcast_to(jnp.arange(positions, dtype=jnp.int32), live.tokens.shape),
-        starts=prefix_lengths - 1 + program.beams, target_cache=cache, draft_state=draft_state,
-        counts=Counts.zero(batch, program.gamma), program=program,
+        starts=prefix_lengths - 1 + config.beams, target_cache=cache, draft_state=draft_state,
+        counts=Counts.zero(batch, config.gamma), config=config,
     )  # fmt: skip
 
 
-def _result(target: LanguageModel, job: Plan, found: dict, places) -> GenerationResult:
-    """Trims and detokenises the hypotheses of a search; an input whose logits were not finite numbers has none."""
-    request, best, there = job.request(places), found["best"], found["there"].reshape(-1)
-    source = target_of(target, job.program)
+def _result(target: LanguageModel, plan: Plan, found: dict, places) -> GenerationResult:
+    """Trims and detokenises the hypotheses of a search; an input whose logits were not finite
+    numbers has none."""
+    request, best, there = plan.request(places), found["best"], found["there"].reshape(-1)
+    source = target_of(target, plan.config)
     errors = [
-        NotNumbers(source, int(number), int(failed) - 1) if failed else None
-        for number, failed in zip(request.inputs, np.repeat(found["failed"], job.samples))
+        NonFiniteLogitsError(source, int(number), int(failed) - 1) if failed else None
+        for number, failed in zip(request.inputs, np.repeat(found["failed"], plan.samples))
     ]
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     lengths = np.where(there & ~request.empty, flat(best.lengths), 0)
     log_probs, adjusted = flat(best.log_probs), best.adjusted_log_probs
     none = np.zeros(len(lengths), np.int32)
     committed = Committed(
-        tokens=flat(best.tokens), lengths=request.prefix_lengths + lengths, done=np.repeat(found["done"], job.samples),
+        tokens=flat(best.tokens), lengths=request.prefix_lengths + lengths, done=np.repeat(found["done"], plan.samples),
         log_probs=log_probs, adjusted_log_probs=log_probs if adjusted is None else flat(adjusted), draft_failed=none,
-        counts=jax.tree.map(lambda x: np.repeat(x, job.samples, axis=0), found["counts"]), program=job.program,
+        counts=jax.tree.map(lambda x: np.repeat(x, plan.samples, axis=0), found["counts"]), config=plan.config,
     )  # fmt: skip
     result = collect(target, committed, request, errors)
     reasons = [reason if here or error else "none" for reason, here, error in zip(result.finish_reasons, there, errors)]

@@ -1,4 +1,4 @@
-"""Refuses combinations that do not work: a target and a drafter, a policy of γ, a verifier, limits,
+"""Rejects combinations that do not work: a target and a drafter, a policy of γ, a verifier, limits,
 prompts."""
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
 from specdec_jax.speculative import verifiers
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.gamma import Policy
+from specdec_jax.speculative.policies import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.verifier import Verifier
 
@@ -32,7 +32,8 @@ def check_sampling(sampling: SamplingConfig) -> None:
 
 
 class SamplingChanges(NamedTuple):
-    """Fields of a `SamplingConfig` that take the place of the model's, which keeps its others: flags of a command."""
+    """Fields of a `SamplingConfig` that take the place of the model's, which keeps its others:
+    flags of a command."""
 
     fields: Mapping[str, Any]
 
@@ -88,12 +89,13 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
 
 
 def check_policy(gamma, drafter) -> None:
-    """Raises UnsupportedCombination for a policy of γ that reads the drafter's laws, with a drafter
-    that tells none."""
-    if isinstance(gamma, Policy) and gamma.reads_law and not (drafter is not None and drafter.tells_law):
+    """Raises UnsupportedCombination for a policy of γ that reads the drafter's distributions, with
+    a drafter that provides none."""
+    if isinstance(gamma, Policy) and gamma.needs_probs and not (drafter is not None and drafter.provides_probs):
         raise UnsupportedCombination(
-            f"gamma: got {type(gamma).__name__}, which reads the drafter's laws, with {type(drafter).__name__}, which "
-            "tells none, expected an integer or a policy that reads none (Heuristic, Renewal)"
+            f"gamma: got {type(gamma).__name__}, which needs draft probabilities, with "
+            f"{type(drafter).__name__}, which "
+            "provides none, expected an integer, Heuristic or CostAware"
         )
 
 
@@ -111,7 +113,7 @@ def verifier_settings(
 
     Raises:
       UnsupportedCombination: a parameter of another verifier, a missing one, or a verifier that
-        has nothing to judge.
+        has nothing to verify.
     """
     own = dict(verifier.given)
     for name, value in given.items():
@@ -119,7 +121,7 @@ def verifier_settings(
             raise UnsupportedCombination(f"{name}: got {value} and {own[name]} of the verifier, expected one of them")
         if value is not None and name not in dict(verifier.parameters):
             owners = [
-                one.name for one in (*verifiers.VERIFIERS.values(), verifiers.FORCED) if name in dict(one.parameters)
+                one.name for one in (*verifiers.VERIFIERS.values(), verifiers.SYNTHETIC) if name in dict(one.parameters)
             ]
             raise UnsupportedCombination(
                 f"{name}: got {value} with verifier={verifier.name!r}, expected {' or '.join(map(repr, owners))}"
@@ -198,8 +200,8 @@ def check_stop(stop, deadline, target: LanguageModel | None = None) -> tuple[str
 
 
 def check_non_finite(non_finite) -> bool:
-    """Returns whether rows with logits that are not finite numbers are reported; raises ValueError for another word
-    than "raise" and "report"."""
+    """Returns whether rows with logits that are not finite numbers are reported; raises ValueError
+    for another word than "raise" and "report"."""
     if not isinstance(non_finite, str) or non_finite not in NON_FINITE:
         raise ValueError(f"non_finite: got {non_finite!r}, expected {' or '.join(map(repr, NON_FINITE))}")
     return non_finite == "report"

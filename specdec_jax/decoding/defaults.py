@@ -30,7 +30,7 @@ def defaults_of(target: LanguageModel, given: Any) -> GenerationConfig:
       ValueError: anything but a `GenerationConfig`, "model" (the model's own), or None (none).
     """
     if isinstance(given, str) and given == MODELS:
-        given = getattr(target, "generation_config", _NONE)  # what is no model is refused later
+        given = getattr(target, "generation_config", _NONE)  # what is no model is rejected later
     if given is None:
         return _NONE
     if not isinstance(given, GenerationConfig):
@@ -40,7 +40,8 @@ def defaults_of(target: LanguageModel, given: Any) -> GenerationConfig:
 
 
 def fill_search(defaults: GenerationConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a beam search: those that are given, with defaults in the place of None.
+    """Returns the options of a beam search: those that are given, with defaults in the place of
+    None.
 
     The search has transformers' form where the defaults say anything of one, else T5X's.
     """
@@ -60,7 +61,7 @@ def fill_search(defaults: GenerationConfig, options: Mapping[str, Any]) -> dict[
 
 
 def expect_no_search(target: LanguageModel, num_beams: Any, defaults: GenerationConfig) -> None:
-    """Refuses a beam search, asked for or a default, where tokens are seen while they are decoded."""
+    """Rejects a beam search, asked for or a default, where tokens are seen while they are decoded."""
     if num_beams is not None:
         raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
     if defaults.num_beams is not None:
@@ -90,7 +91,8 @@ def fill_limits(
       defaults: the defaults of the call.
       given: the argument `max_new_tokens`, or None.
       starts: `[N]`, tokens before the new ones: start token and decoder prefix, or prompt.
-      name, first, option: for messages: what a row is called, the number of the first, and the name of `given`.
+      name, first, option: for messages: what a row is called, the number of the first, and the name
+        of `given`.
 
     Raises:
       ValueError: a limit out of range, or no room for a new token below the default `max_length`.
@@ -122,7 +124,7 @@ def fill_sampling(
 
     Raises:
       ValueError: a setting out of range.
-      UnsupportedCombination: a forced token that would stand at another place in each row.
+      UnsupportedCombination: a forced token that would be accepted at another place in each row.
     """
     if given is not None and not isinstance(given, SamplingChanges):
         return given
@@ -147,7 +149,8 @@ def fill_sampling(
 
 
 def _least(defaults: GenerationConfig, starts: np.ndarray, limits: np.ndarray) -> Any:
-    """Returns the least number of new tokens before an EOS, one or one per row; None: there is none."""
+    """Returns the least number of new tokens before an EOS, one or one per row; None: there is
+    none."""
     if defaults.min_new_tokens is not None:
         return np.minimum(defaults.min_new_tokens, limits)
     return None if defaults.min_length is None else np.clip(defaults.min_length - np.asarray(starts), 0, limits)

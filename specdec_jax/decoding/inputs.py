@@ -12,7 +12,8 @@ from specdec_jax.models.network import decoder_only
 from specdec_jax.models.padding import from_left, padding_id, without_padding
 from specdec_jax.models.vocabularies import check_texts
 
-# Padded lengths: powers of two with one step between, so that few shapes compile and at most a third is padding.
+# Padded lengths: powers of two with one step between, so that few shapes compile and at most a
+# third is padding.
 _BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
@@ -47,8 +48,8 @@ def listed(name: str, inputs) -> Any:
 def as_ids(
     target: LanguageModel, inputs, input_lengths, framed: bool, attention_mask=None, name: str = "input"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ids `[B, L]`, padded behind the text, and lengths `[B]` of strings, lists of ids or an
-    array.
+    """Returns ids `[B, L]`, padded behind the text, and lengths `[B]` of strings, lists of ids or
+    an array.
 
     `framed` says whether strings get what the tokenizer puts around a text; a message calls one of
     them by `name` and its number.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.speculative.draws import seeded, threefry
+from specdec_jax.speculative.randomness import seeded, threefry
 
 
 @jax.jit
@@ -24,7 +24,8 @@ def take_keys(keys, rows):
 
 @jax.jit
 def _sample_keys(keys, samples):
-    # A number that no committed length reaches keeps these keys apart from all other uses of a request's key.
+    # A number that no committed length reaches keeps these keys apart from all other uses of a
+    # request's key.
     fold = lambda key, sample: jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), sample)
     return jax.vmap(jax.vmap(fold, (None, 0)), (0, None))(keys, samples)
 

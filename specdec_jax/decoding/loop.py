@@ -14,7 +14,7 @@ from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.results import Committed, GenerationResult, collect
 from specdec_jax.decoding.stop import cut
 from specdec_jax.models.jax_settings import isolated
-from specdec_jax.models.sharding import pinned
+from specdec_jax.models.sharding import constrain_sharding
 from specdec_jax.speculative import prefill
 from specdec_jax.speculative.iteration import iterate
 from specdec_jax.speculative.state import DecodeState
@@ -28,14 +28,17 @@ STOP_EVERY = 8
 @isolated
 @functools.partial(jax.jit, donate_argnames="state")
 def advance(target, drafter, state: DecodeState, max_iterations, max_done=None) -> DecodeState:
-    """Runs iterations until every row is done, at most `max_iterations`: the one decode loop of the package.
+    """Runs iterations until every row is done, at most `max_iterations`: the one decode loop of the
+    package.
 
     Args:
       target: the target's `Network`, which is `Request.network`.
       drafter: a `Drafter`, or None for plain decoding (γ = 0); it is `Request.drafter`.
       state: from `prepare` or an earlier `advance`; its buffers are reused (donated).
-      max_iterations: traced; a few for streaming and progress bars. An `np.int32`, since a Python int compiles anew.
-      max_done: traced; the loop ends as soon as this many rows are done, so that they can be refilled. None: all.
+      max_iterations: traced; a few for streaming and progress bars. An `np.int32`, since a Python
+        int compiles anew.
+      max_done: traced; the loop ends as soon as this many rows are done, so that they can be
+        refilled. None: all.
     """
     return _loop(target, drafter, state, max_iterations, len(state.done) if max_done is None else max_done)
 
@@ -47,44 +50,44 @@ def _loop(target, drafter, state: DecodeState, max_iterations, max_done) -> Deco
 
     def body(carry):
         iteration, state = carry
-        return iteration + 1, (iterate if state.program.tree is None else iterate_tree)(target, drafter, state)
+        return iteration + 1, (iterate if state.config.tree is None else iterate_tree)(target, drafter, state)
 
-    return pinned(jax.lax.while_loop(more, body, (jnp.int32(0), state))[1], target.rules)
+    return constrain_sharding(jax.lax.while_loop(more, body, (jnp.int32(0), state))[1], target.rules)
 
 
-@functools.partial(jax.jit, static_argnames=("program", "slots"))
-def _decode(target, drafter, program, slots, max_iterations, *arguments) -> dict[str, jax.Array]:
+@functools.partial(jax.jit, static_argnames=("config", "slots"))
+def _decode(target, drafter, config, slots, max_iterations, *arguments) -> dict[str, jax.Array]:
     """Runs prefill and loop in one program; returns what the host reads of the result. Arguments as
     for `prefill.prefill`."""
-    state = prefill.prefill(target, drafter, program, slots, *arguments)
+    state = prefill.prefill(target, drafter, config, slots, *arguments)
     return Committed.fields(_loop(target, drafter, state, max_iterations, len(state.done)))
 
 
-def complete(target, job: Plan, places, begun: float) -> GenerationResult:
+def complete(target, plan: Plan, places, begun: float) -> GenerationResult:
     """Decodes the inputs at `places` to their end; returns the errors of rows with the result.
 
     Args:
       target: the target.
-      job: the checked arguments.
+      plan: the checked arguments.
       places: numbers of inputs, as for `Plan.start`.
       begun: when the deadline began to count (`time.monotonic()`).
     """
-    if job.search is not None:
-        return run_search(target, job, places)
-    if not job.stop and not job.deadline:
-        return collect(target, decode_plan(job, places), job.request(places))
-    state, request = job.start(places)
-    for state in advance_by(target, state, request, np.int32(1 if job.deadline else STOP_EVERY), begun):
+    if plan.search is not None:
+        return run_search(target, plan, places)
+    if not plan.stop and not plan.deadline:
+        return collect(target, decode_plan(plan, places), plan.request(places))
+    state, request = plan.start(places)
+    for state in advance_by(target, state, request, np.int32(1 if plan.deadline else STOP_EVERY), begun):
         pass
     return collect(target, state, request)
 
 
-def decode_plan(job: Plan, places=None, max_iterations=FOREVER) -> "Committed":
+def decode_plan(plan: Plan, places=None, max_iterations=FOREVER) -> "Committed":
     """Returns what the inputs at `places` have committed after at most `max_iterations`, in one
     call of the device."""
-    network, drafter, program, slots, *arguments = job.arguments(places)
-    found = _decode(network, drafter, program, slots, max_iterations, *arguments)
-    return Committed(**jax.device_get(found), program=program)
+    network, drafter, config, slots, *arguments = plan.arguments(places)
+    found = _decode(network, drafter, config, slots, max_iterations, *arguments)
+    return Committed(**jax.device_get(found), config=config)
 
 
 def advance_by(target, state: DecodeState, request: Request, every, begun: float) -> Iterator[DecodeState]:

@@ -1,4 +1,4 @@
-"""Shows how far a long job is: a bar with rate and time left on a terminal, a line now and then
+"""Shows how far a job is: a bar with rate and time left on a terminal, a line now and then
 elsewhere."""
 
 import contextlib
@@ -38,7 +38,8 @@ class Progress:
             rich.progress.TextColumn("{task.fields[text]}"),
         )
         disable = quiet or not self.console.is_terminal
-        # No thread beside what is timed, and nothing that is printed meanwhile redirected to standard error.
+        # No thread beside what is timed, and nothing that is printed meanwhile redirected to
+        # standard error.
         self._bar = rich.progress.Progress(
             *columns, console=self.console, disable=disable, transient=not lines, auto_refresh=False,
             redirect_stdout=False, redirect_stderr=False,

@@ -1,4 +1,5 @@
-"""Turns the arguments of `generate` into the state of the decode loop: `plan` checks them, `Plan.start` prefills."""
+"""Turns the arguments of `generate` into the state of the decode loop: `plan` checks them,
+`Plan.start` prefills."""
 
 import dataclasses
 import functools
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.decoding import costs
+from specdec_jax.decoding import autotune
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_eos_ids,
@@ -33,19 +34,19 @@ from specdec_jax.models.jax_settings import check_not_traced, isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative import prefill as speculative_prefill
-from specdec_jax.speculative.auto import Auto
+from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.gamma import MAX_GAMMA, Policy, call_widths
+from specdec_jax.speculative.policies import MAX_GAMMA, Policy, call_widths
 from specdec_jax.speculative.sampling import SamplingRows
 from specdec_jax.speculative.state import DecodeState, StaticConfig
 from specdec_jax.speculative.verifier import Settings
 from specdec_jax.speculative.verifiers import verifier_of
 
-prefill = jax.jit(speculative_prefill.prefill, static_argnames=("program", "slots"))
+prefill = jax.jit(speculative_prefill.prefill, static_argnames=("config", "slots"))
 
 
-@functools.partial(jax.jit, static_argnames=("program", "slots"))
-def _drafter_alone(target: Network, drafter: Drafter, program, slots: int, inputs, input_lengths, tokens, *_):
+@functools.partial(jax.jit, static_argnames=("config", "slots"))
+def _drafter_alone(target: Network, drafter: Drafter, config, slots: int, inputs, input_lengths, tokens, *_):
     """Does the drafter's part of `prefill`, whose arguments it takes; an encoder that it shares
     with the target is left out."""
     shared = {}
@@ -69,8 +70,8 @@ class Request:
       deadline: seconds after which rows are left as they are, or None.
       empty: `[B]` bool, rows without input.
       inputs: `[B]`, the number of each row's input; −1 for a row that only fills up the batch.
-      learns: key of `costs.py` under which to note how many drafted tokens stood; None: nowhere,
-        since outputs would depend on it.
+      learns: key of `autotune.py` under which to note how many drafted tokens were accepted; None:
+        nowhere, since outputs would depend on it.
     """
 
     network: Network
@@ -92,13 +93,15 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The arguments of `generate` for N inputs, checked and on the host; `start` prefills some or all of them.
+    """The arguments of `generate` for N inputs, checked and on the host; `start` prefills some or
+    all of them.
 
     Attributes:
       network, drafter, eos_ids, stop, deadline: as in `Request`.
-      program: static settings, for which the loop is compiled.
+      config: static settings, for which the loop is compiled.
       samples: number of rows for each input.
-      slots: S, for a state with all inputs; prompts that are padded to less than the longest take fewer.
+      slots: S, for a state with all inputs; prompts that are padded to less than the longest take
+        fewer.
       prompted: whether the target is decoder-only; its inputs are then in `prefix`, and L = 0.
       tokens: `[N, L]` ids of the inputs, padded.
       lengths: `[N]`, how many of them count.
@@ -108,8 +111,9 @@ class Plan:
       keys: `[N · samples]`, one for each row.
       rows, settings, policy: settings of sampling, verifier and γ per input.
       shared: the tables over the vocabulary that all rows share: logit bias and forced tokens.
-      costs_key: key under which `costs.py` keeps what γ is chosen by; None if γ is given.
-      search: a beam search (`beams.Search`), whose rows are the hypotheses of each input; else None.
+      costs_key: key under which `autotune.py` keeps what γ is chosen by; None if γ is given.
+      search: a beam search (`beams.Search`), whose rows are the hypotheses of each input; else
+        None.
     """
 
     network: Network
@@ -117,7 +121,7 @@ class Plan:
     eos_ids: tuple[int, ...]
     stop: tuple[str, ...]
     deadline: float | None
-    program: StaticConfig
+    config: StaticConfig
     samples: int
     slots: int
     prompted: bool
@@ -143,9 +147,9 @@ class Plan:
 
     def plainly(self) -> "Plan":
         """Returns the plan for plain decoding, without a drafter."""
-        program = StaticConfig(0, self.program.mode, self.program.vocab_size)
+        config = StaticConfig(0, self.config.mode, self.config.vocab_size)
         return dataclasses.replace(
-            self, drafter=None, program=program, slots=self.slots - self.program.gamma,
+            self, drafter=None, config=config, slots=self.slots - self.config.gamma,
             gammas=np.zeros_like(self.gammas), settings=None, policy=None,
         )  # fmt: skip
 
@@ -153,8 +157,8 @@ class Plan:
         """Prefills the inputs at `places` and returns the decode loop's state and the request.
 
         Args:
-          places: `[I]`, numbers of inputs; None: all, in order. −1 makes rows that are done, to fill up the
-            batch to a size that is compiled.
+          places: `[I]`, numbers of inputs; None: all, in order. −1 makes rows that are done, to
+            fill up the batch to a size that is compiled.
           width: length to which the inputs are padded; None: the bucket of the longest of them.
         """
         return prefill(*self.arguments(places, width)), self.request(places)
@@ -176,13 +180,13 @@ class Plan:
             width = bucket(int(max(prefix_lengths if self.prompted else lengths)))
         if self.prompted:
             prefix = pad(prefix, width)
-            room = slots(width + int(max(self.limits)), self.program.reach)
+            room = slots(width + int(max(self.limits)), self.config.reach)
         else:
             inputs = pad(inputs, width)
         copied = lambda values: np.repeat(values, self.samples, axis=0)
         ends = copied(prefix_lengths + take(self.limits))
         return (
-            self.network, self.drafter, self.program, room, inputs, lengths, copied(prefix), copied(prefix_lengths),
+            self.network, self.drafter, self.config, room, inputs, lengths, copied(prefix), copied(prefix_lengths),
             keys,
             dataclasses.replace(per_row(self.rows), **self.shared), per_row(self.settings), ends,
             _stop_ids(self.eos_ids, len(ends)), repeat(self.gammas), copied(empty), per_row(self.policy),
@@ -197,7 +201,7 @@ class Plan:
         return Request(
             self.network, self.drafter, take(self.prefix_lengths, filler=1), take(self.limits), self.eos_ids, self.stop,
             self.deadline, take(self.empty, filler=True), np.repeat(places, self.samples),
-            self.costs_key if self.program.strict_argmax else None,
+            self.costs_key if self.config.strict_argmax else None,
         )  # fmt: skip
 
 
@@ -212,16 +216,40 @@ def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
 
 
 def plan(
-    target, inputs, *, batch_size=None, first=False, drafter=None, gamma="auto", tree=None, sampling=None,
-    verifier="block", lenience=None, typical_epsilon=None, typical_delta=None, forced_alpha=None, max_new_tokens=None,
-    key=None, num_samples=1, input_lengths=None, max_input_length=512, decoder_prefix=None, eos_ids=None, stop=(),
-    deadline=None, num_beams=None, attention_mask=None, generation_config=MODELS,
-) -> Plan:  # fmt: skip
-    """Checks the arguments of `generate` and returns them as a plan; `plan_decoding` also takes beam searches.
+    target,
+    inputs,
+    *,
+    batch_size=None,
+    first=False,
+    drafter=None,
+    gamma="auto",
+    tree=None,
+    sampling=None,
+    verifier="block",
+    lenience=None,
+    typical_epsilon=None,
+    typical_delta=None,
+    synthetic_alpha=None,
+    max_new_tokens=None,
+    key=None,
+    num_samples=1,
+    input_lengths=None,
+    max_input_length=512,
+    decoder_prefix=None,
+    eos_ids=None,
+    stop=(),
+    deadline=None,
+    num_beams=None,
+    attention_mask=None,
+    generation_config=MODELS,
+) -> Plan:
+    """Checks the arguments of `generate` and returns them as a plan; `plan_decoding` also takes
+    beam searches.
 
     Args:
       batch_size: number of inputs that are decoded together; None: all.
-      first: `gamma="auto"` drafts as at the first call of a kind, whatever earlier requests have shown.
+      first: `gamma="auto"` drafts as at the first call of a kind, whatever earlier requests have
+        shown.
     """
     check_not_traced("decoding")
     check_process()
@@ -247,27 +275,28 @@ def plan(
     verifier = verifier_of(verifier)
     settings = verifier_settings(
         verifier, sampling, width, batch, lenience=lenience, typical_epsilon=typical_epsilon,
-        typical_delta=typical_delta, forced_alpha=forced_alpha,
+        typical_delta=typical_delta, synthetic_alpha=synthetic_alpha,
     )  # fmt: skip
     check_limits(sampling, limits, samples)
     stop = check_stop(stop, deadline, target)
     empty, drafter = empty_rows(target, inputs, lengths), drafter if width else None
-    # The padded length of prompts, not that of the longest one, so that nothing more compiles for another.
+    # The padded length of prompts, not that of the longest one, so that nothing more compiles for
+    # another.
     longest = int(max(prefix_lengths + limits))
     if decoder_only(target):
         check_prompts(target, drafter, prefix_lengths, limits)
         longest = prefix.shape[1] + int(max(limits))
         tokens, lengths = tokens[:, :0], np.zeros_like(lengths)
     depth = width if tree is None else tree.depth
-    program = StaticConfig(depth, sampling.mode, target.config.vocab_size, verifier, (), tree)
-    program = program._replace(widths=_widths(target, drafter, policy, program))
+    config = StaticConfig(depth, sampling.mode, target.config.vocab_size, verifier, (), tree)
+    config = config._replace(widths=_widths(target, drafter, policy, config))
     keys, rules = row_keys(key, batch, samples), target.network.rules
     if rules is not None:  # once for the request, and not with every call
         keys, drafter = rules.put(keys), rules.put(drafter)
     found = Plan(
-        network=target.network, drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, program=program,
+        network=target.network, drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, config=config,
         samples=samples,
-        slots=slots(longest, program.reach), prompted=decoder_only(target),
+        slots=slots(longest, config.reach), prompted=decoder_only(target),
         tokens=tokens, lengths=lengths, prefix=prefix,
         prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
         rows=rows.replace(bias=None, forced=None), settings=settings, policy=policy,
@@ -277,7 +306,8 @@ def plan(
 
 
 def _gammas(gamma, batch: int, drafter, most: int) -> tuple[Policy | None, np.ndarray]:
-    """Returns the policy of γ for `batch` rows, if there is one, and `[batch]`, the most tokens that each drafts."""
+    """Returns the policy of γ for `batch` rows, if there is one, and `[batch]`, the most tokens
+    that each drafts."""
     policy = gamma if isinstance(gamma, Policy) else None
     gammas = check_per_row("gamma", gamma if policy is None else policy.maximum, batch, 0, most)
     if drafter is None:
@@ -333,17 +363,18 @@ def _beginnings(target: LanguageModel, tokens, lengths, decoder_prefix) -> tuple
 
 
 def _widths(
-    target: LanguageModel, drafter: Drafter | None, policy: Policy | None, program: StaticConfig
+    target: LanguageModel, drafter: Drafter | None, policy: Policy | None, config: StaticConfig
 ) -> tuple[int, ...]:
     """Returns the widths of the target's calls that are compiled; () means the widest alone."""
     varies = drafter is not None and drafter.varies
-    # A network that skips dead positions needs no narrower calls, except that whatever is done with logits other
-    # than the argmax is done for all positions, which takes long beside a step in 8 bits.
-    if isinstance(policy, Auto) and not (target.network.skips and program.commits_argmax):
+    # A network that skips dead positions needs no narrower calls, except that whatever is done with
+    # logits other than the argmax is done for all positions, which takes long beside a step in
+    # int8.
+    if isinstance(policy, Auto) and not (target.network.skips_padding and config.commits_argmax):
         return policy.widths
-    if target.network.skips or not program.gamma or program.tree or not (varies or policy is not None):
+    if target.network.skips_padding or not config.gamma or config.tree or not (varies or policy is not None):
         return ()
-    return call_widths(program.gamma, none=varies)
+    return call_widths(config.gamma, none=varies)
 
 
 _PENDING = Auto()
@@ -358,7 +389,7 @@ def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
         raise ValueError(f"gamma: got {gamma!r}, expected 'auto', an integer from 0 to {MAX_GAMMA}, or a policy")
     if drafter is None:
         return 0
-    return _PENDING if costs.measurable(target.network) else costs.FIXED
+    return _PENDING if autotune.measurable(target.network) else autotune.FIXED
 
 
 def _by_costs(found: Plan, rows: int, first: bool) -> Plan:
@@ -369,18 +400,18 @@ def _by_costs(found: Plan, rows: int, first: bool) -> Plan:
     """
     assert found.drafter is not None, "without one γ is 0"
     length, slots_ = bucket(int(max(found.input_lengths))), found.slots
-    key = costs.key_of(found.network, found.drafter, found.program, rows, length, slots_)
-    numbers = costs.known(key)
+    key = autotune.key_of(found.network, found.drafter, found.config, rows, length, slots_)
+    numbers = autotune.known(key)
     if numbers is None:
         places = np.arange(rows // found.samples) % len(found.limits)
         arguments = found.arguments(places, length)
         state = prefill(*arguments)
-        numbers = costs.measure(found.network, found.drafter, state, lambda: _drafter_alone(*arguments))
-        costs.keep(key, numbers)
-    learns = found.program.strict_argmax
+        numbers = autotune.measure(found.network, found.drafter, state, lambda: _drafter_alone(*arguments))
+        autotune.keep(key, numbers)
+    learns = found.config.strict_argmax
     if not numbers.pays(rows, learns):
         return found.plainly()
-    policy = numbers.policy(rows, costs.learned(key) if learns and not first else None)
+    policy = numbers.policy(rows, autotune.learned(key) if learns and not first else None)
     if policy is None:
         return dataclasses.replace(found.plainly(), costs_key=key)
     return dataclasses.replace(found, policy=policy.rows(len(found.limits)), costs_key=key)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specdec_jax.decoding import costs
+from specdec_jax.decoding import autotune
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.stop import cut, without_end
 from specdec_jax.files.reading import shown
@@ -21,14 +21,17 @@ class Stats(NamedTuple):
     """Statistics in total, and of every row in `per_row`.
 
     Attributes:
-      target_calls, draft_calls: calls of the target and of the drafter, summed over rows not yet done.
+      target_calls, draft_calls: calls of the target and of the drafter, summed over rows not yet
+        done.
       drafted, accepted: numbers of drafted and of accepted tokens.
       accepted_by_position, examined_by_position: `[G]`, accepted and examined tokens at each
-        position of a draft. Divide the first by `target_calls` for how often each position is accepted.
+        position of a draft. Divide the first by `target_calls` for how often each position is
+        accepted.
       acceptance_rate: accepted / examined, the paper's α (definition 3.1) where something was
-        drafted. None if nothing was examined, and for block verification at T > 0, which judges a
+        drafted. None if nothing was examined, and for block verification at T > 0, which verifies a
         draft as a whole and has no such rate; the two numbers per target call are known there too.
-      tokens_per_target_call: new tokens / target calls (equation 1 is its expectation); None without a call.
+      tokens_per_target_call: new tokens / target calls (equation 1 is its expectation); None
+        without a call.
       per_row: the same for every row (for a beam search, every input), or None.
       accepted_per_target_call: accepted tokens / target calls; None without a call.
       undrafted: how often the next token was wanted and not drafted, by a drafter that drafts now
@@ -57,7 +60,7 @@ class Stats(NamedTuple):
         return f"Stats({', '.join(f'{name}={value}' for name, value in plain.items())})"
 
 
-class NotNumbers(ValueError):
+class NonFiniteLogitsError(ValueError):
     """NaN or infinite logits, from which no output can be drawn.
 
     Attributes:
@@ -76,10 +79,10 @@ class NotNumbers(ValueError):
         )
         super().__init__(f"input {input}: {self.reason}")
 
-    def at(self, input: int) -> "NotNumbers":
+    def at(self, input: int) -> "NonFiniteLogitsError":
         """Returns the same error with `input` as the number of the input, for inputs that are a
         part of more."""
-        return NotNumbers(self.source, input, self.token, self.by_drafter)
+        return NonFiniteLogitsError(self.source, input, self.token, self.by_drafter)
 
 
 class GenerationResult(NamedTuple):
@@ -89,17 +92,18 @@ class GenerationResult(NamedTuple):
       texts: one string per row, None for a row without output; or None without a vocabulary.
       tokens: `[B, max_new_tokens]` int32 new tokens, EOS included, then 0.
       lengths: `[B]` int32, how many of them count.
-      log_probs: `[B, max_new_tokens]` float32, log-probability of each token under the target's own law
-        (temperature 1, no filter), then 0.
+      log_probs: `[B, max_new_tokens]` float32, log-probability of each token under the target's own
+        distribution (temperature 1, no filter), then 0.
       stats: statistics of all that was committed, including what a stop string has cut off.
-      adjusted_log_probs: `[B, max_new_tokens]` float32, the same under the law that was sampled
-        (processors, temperature and filters applied), then 0; −inf for a token that this law
-        excludes and a lossy verifier accepted.
-      finish_reasons: for each row "eos", "length" (`max_new_tokens`), "stop" (a stop string), "deadline", or "empty"
-        (nothing to decode); of a beam search also "none" (fewer hypotheses have finished); "error" (no output: see
-        `errors`).
+      adjusted_log_probs: `[B, max_new_tokens]` float32, the same under the distribution that was
+        sampled (processors, temperature and filters applied), then 0; −inf for a token that this
+        distribution excludes and a lossy verifier accepted.
+      finish_reasons: for each row "eos", "length" (`max_new_tokens`), "stop" (a stop string),
+        "deadline", or "empty" (nothing to decode); of a beam search also "none" (fewer hypotheses
+        have finished); "error" (no output: see `errors`).
       scores: of a beam search `[B]` float32, by which its hypotheses are ordered; else None.
-      errors: for each row what was wrong with its logits, or None. Not None only if `non_finite="report"`.
+      errors: for each row what was wrong with its logits, or None. Not None only if
+        `non_finite="report"`.
     """
 
     texts: list[str | None] | None
@@ -110,11 +114,11 @@ class GenerationResult(NamedTuple):
     adjusted_log_probs: np.ndarray
     finish_reasons: list[str]
     scores: np.ndarray | None = None
-    errors: Sequence[NotNumbers | None] = ()
+    errors: Sequence[NonFiniteLogitsError | None] = ()
 
     def checked(self, reports: bool = False) -> "GenerationResult":
-        """Returns the result itself; unless it `reports`, raises the first of its `errors`, the target's before a
-        drafter's."""
+        """Returns the result itself; unless it `reports`, raises the first of its `errors`, the
+        target's before a drafter's."""
         found = [error for error in self.errors if error is not None]
         if found and not reports:
             raise min(found, key=lambda error: error.by_drafter)
@@ -135,7 +139,8 @@ class GenerationResult(NamedTuple):
 
 
 def in_words(what: str | list[int] | None, length: int, reason: str = "", score: float | None = None) -> str:
-    """Returns a row's text or tokens with their number, the finish reason and the score, on one short line."""
+    """Returns a row's text or tokens with their number, the finish reason and the score, on one
+    short line."""
     scored = "" if score is None else f", score {score:.4g}"
     return f"{shown(what)} ({reason}{', ' * bool(reason)}{length} token{'s' * (length != 1)}{scored})"
 
@@ -150,21 +155,21 @@ class Committed(NamedTuple):
     adjusted_log_probs: np.ndarray | None
     draft_failed: np.ndarray
     counts: Counts
-    program: StaticConfig
+    config: StaticConfig
 
     @classmethod
     def fields(cls, state: DecodeState) -> dict:
         """Returns the fields that are read of a state, by name, on the device; the state may be
         traced."""
-        return {name: getattr(state, name) for name in cls._fields if name != "program"}
+        return {name: getattr(state, name) for name in cls._fields if name != "config"}
 
     @classmethod
-    def of(cls, state: DecodeState, rows=None) -> "Committed":
+    def from_state(cls, state: DecodeState, rows=None) -> "Committed":
         """Returns what all rows of a state have committed, or a copy of that for `rows` only."""
         values = jax.device_get(cls.fields(state))
         if rows is not None:
             values = jax.tree.map(lambda leaf: leaf[rows], values)
-        return cls(**values, program=state.program)
+        return cls(**values, config=state.config)
 
 
 @isolated
@@ -172,14 +177,14 @@ def finish(target: LanguageModel, state: DecodeState | Committed, request: Reque
     """Returns what has been committed so far, trimmed and detokenised.
 
     Raises:
-      NotNumbers: the target or the drafter gave logits that are not finite numbers.
+      NonFiniteLogitsError: the target or the drafter gave logits that are not finite numbers.
     """
     return collect(target, state, request).checked()
 
 
 def collect(
     target: LanguageModel, state: DecodeState | Committed, request: Request,
-    errors: Sequence[NotNumbers | None] | None = None,
+    errors: Sequence[NonFiniteLogitsError | None] | None = None,
 ) -> GenerationResult:  # fmt: skip
     """Returns what `finish` returns, with the errors of rows in the place of an exception.
 
@@ -190,9 +195,9 @@ def collect(
       errors: those of each row, if they are known; None: they are looked for.
     """
     if isinstance(state, DecodeState):
-        state = Committed.of(state)
+        state = Committed.from_state(state)
     errors = _errors(target, state, request) if errors is None else errors
-    tokens, ends, done, log_probs, adjusted, _, counts, program = state
+    tokens, ends, done, log_probs, adjusted, _, counts, config = state
     columns, starts = np.arange(max(request.limits)), request.prefix_lengths
     committed = ends - starts
     # A row with a long prefix and a small limit of its own has fewer slots than the widest row.
@@ -208,11 +213,11 @@ def collect(
         kept = cut(target.vocabulary, ids, request.stop)
         if kept is not None:
             lengths[row], reasons[row] = kept, "stop"
-    live = columns < lengths[:, None]
-    only_live = lambda values: np.where(live, values, values.dtype.type(0))
-    tokens, log_probs = only_live(tokens), only_live(np.take_along_axis(log_probs, slots, axis=1))
-    # Under argmax the sampled law is one-hot: every chosen token has log-probability 0.
-    adjusted = np.zeros_like(log_probs) if adjusted is None else only_live(np.take_along_axis(adjusted, slots, axis=1))
+    valid = columns < lengths[:, None]
+    only_valid = lambda values: np.where(valid, values, values.dtype.type(0))
+    tokens, log_probs = only_valid(tokens), only_valid(np.take_along_axis(log_probs, slots, axis=1))
+    # Under argmax the sampled distribution is one-hot: every chosen token has log-probability 0.
+    adjusted = np.zeros_like(log_probs) if adjusted is None else only_valid(np.take_along_axis(adjusted, slots, axis=1))
     if target.vocabulary is not None:
         texts = [
             target.vocabulary.decode(without_end(target.vocabulary, row[:length], reason))
@@ -221,30 +226,31 @@ def collect(
         for row in lost:
             texts[row] = None
     if request.learns and not any(errors):
-        costs.learn(request.learns, int(counts.examined_by_position.sum()), int(counts.accepted_by_position.sum()))
-    stats = stats_of(counts, committed, token_by_token=program.verifier.has_rate or program.mode.greedy)
+        autotune.learn(request.learns, int(counts.examined_by_position.sum()), int(counts.accepted_by_position.sum()))
+    stats = stats_of(counts, committed, token_by_token=config.verifier.has_rate or config.mode.greedy)
     return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons, None, errors)
 
 
-def _errors(target: LanguageModel, state: Committed, request: Request) -> list[NotNumbers | None]:
-    """Returns of each row the target's first logits that are not finite numbers, else the drafter's, or None."""
-    found: list[NotNumbers | None] = [None] * len(state.lengths)
+def _errors(target: LanguageModel, state: Committed, request: Request) -> list[NonFiniteLogitsError | None]:
+    """Returns of each row the target's first logits that are not finite numbers, else the
+    drafter's, or None."""
+    found: list[NonFiniteLogitsError | None] = [None] * len(state.lengths)
     for (row,) in np.argwhere(state.draft_failed):
         token = int(state.draft_failed[row] - request.prefix_lengths[row])
         assert request.drafter is not None
-        found[row] = NotNumbers(f"the drafter {request.drafter.name}", int(request.inputs[row]), token, True)
+        found[row] = NonFiniteLogitsError(f"the drafter {request.drafter.name}", int(request.inputs[row]), token, True)
     slots = np.arange(state.tokens.shape[1])
     committed = (slots >= request.prefix_lengths[:, None]) & (slots < state.lengths[:, None])
     for row, slot in np.argwhere(committed & ~np.isfinite(state.log_probs))[::-1]:  # the first of a row last
-        found[row] = NotNumbers(
-            target_of(target, state.program), int(request.inputs[row]), int(slot - request.prefix_lengths[row])
+        found[row] = NonFiniteLogitsError(
+            target_of(target, state.config), int(request.inputs[row]), int(slot - request.prefix_lengths[row])
         )
     return found
 
 
-def target_of(target: LanguageModel, program: StaticConfig) -> str:
+def target_of(target: LanguageModel, config: StaticConfig) -> str:
     """Returns whose logits the target's are, in words: a processor may have changed them."""
-    return f"the target {target.name}" + (" or the processor" if program.mode.processor else "")
+    return f"the target {target.name}" + (" or the processor" if config.mode.processor else "")
 
 
 def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, request: Request) -> list[str]:

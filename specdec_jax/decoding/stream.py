@@ -10,7 +10,7 @@ import numpy as np
 from specdec_jax.decoding.checks import check_non_finite
 from specdec_jax.decoding.loop import FOREVER, advance_by
 from specdec_jax.decoding.request import Request, prepare
-from specdec_jax.decoding.results import NotNumbers, collect
+from specdec_jax.decoding.results import NonFiniteLogitsError, collect
 from specdec_jax.decoding.stop import shown
 from specdec_jax.models import arguments
 from specdec_jax.models.jax_settings import isolated
@@ -26,15 +26,15 @@ class Piece(NamedTuple):
       text: new text, in whole characters; the pieces of a row joined are its text.
       tokens: new ids; those of all pieces of a row joined are its ids.
       finish_reason: as in `GenerationResult`, with a row's last piece; None before.
-      error: as in `GenerationResult`, with a row's last piece. With the finish reason "error" the row has no output,
-        whatever its pieces before had.
+      error: as in `GenerationResult`, with a row's last piece. With the finish reason "error" the
+        row has no output, whatever its pieces before had.
     """
 
     row: int
     text: str
     tokens: list[int]
     finish_reason: str | None
-    error: NotNumbers | None = None
+    error: NonFiniteLogitsError | None = None
 
 
 @isolated

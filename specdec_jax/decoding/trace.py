@@ -15,9 +15,9 @@ from specdec_jax.models import arguments
 from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
-from specdec_jax.speculative import laws
+from specdec_jax.speculative import distributions
+from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_iteration import along, at_draft, watch_tree
 
@@ -28,9 +28,10 @@ class TreeNode(NamedTuple):
     Attributes:
       token: its id; of node 0 the last committed one.
       parent: the place of its parent in `TreeStep.nodes`; −1 for node 0.
-      p: the target's probability of the token after the nodes before it, in the law that tokens are
-        chosen from; at temperature 0 that law is taken as at temperature 1. 1 for node 0.
-      q: the same of the drafter; None where it tells no law.
+      p: the target's probability of the token after the nodes before it, in the distribution that
+        tokens are chosen from; at temperature 0 that distribution is taken as at temperature 1. 1
+        for node 0.
+      q: the same of the drafter; None where it provides no probabilities.
     """
 
     token: int
@@ -52,15 +53,15 @@ class TreeStep(NamedTuple):
     Attributes:
       nodes: the nodes that are there, parents before their children, siblings in the order in which
         they were chosen.
-      path: the places in `nodes` of those that stand, node 0 first.
+      path: the places in `nodes` of those that are accepted, node 0 first.
     """
 
     nodes: list[TreeNode]
     path: list[int]
 
     def line(self, node: int) -> list[int]:
-        """Returns the nodes that `node` sees beside what is committed: its ancestors from node 0 on,
-        then itself."""
+        """Returns the nodes that `node` sees beside what is committed: its ancestors from node 0
+        on, then itself."""
         parent = self.nodes[node].parent
         return [*(self.line(parent) if parent >= 0 else ()), node]
 
@@ -75,11 +76,11 @@ class TraceStep(NamedTuple):
     Attributes:
       accepted: accepted ids.
       rejected: the first rejected id, None if the whole draft was accepted. Of a tree: the first
-        child of the last node that stands, None if it has none.
+        child of the last node that is accepted, None if it has none.
       corrected: the id that the target added, None after an accepted EOS.
       gamma: number of drafted ids.
-      entropies: entropies in nats of the laws that the ids were drawn from, of a tree those of
-        nodes 1, 2 …; None unless the policy of γ reads them (see `outcomes.DraftSignals`).
+      entropies: entropies in nats of the distributions that the ids were drawn from, of a tree
+        those of nodes 1, 2 …; None unless the policy of γ reads them (see `outcomes.DraftSignals`).
       tree: the tree that was drafted, None for a chain.
     """
 
@@ -105,24 +106,26 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
     state, request = prepare(target, [text], **options)
     steps, length, tree = [], int(request.prefix_lengths[0]), None
     while not bool(state.done[0]):
-        if state.program.tree is None:
+        if state.config.tree is None:
             state = advance(request.network, request.drafter, state, np.int32(1))
         else:
             state, seen = _advance_tree(request.network, request.drafter, state)
             tree = _read_tree(*(np.asarray(values)[0] for values in seen))
         new = [int(token) for token in np.asarray(state.tokens)[0, length : int(state.lengths[0])]]
         length += len(new)
-        draft, drafted, stood = (np.asarray(x)[0] for x in (state.last_draft, state.last_drafted, state.last_accepted))
+        draft, drafted, accepted = (
+            np.asarray(x)[0] for x in (state.last_draft, state.last_drafted, state.last_accepted)
+        )
         if tree is None:
-            rejected, there = int(draft[stood]) if stood < drafted else None, np.arange(drafted)
+            rejected, there = int(draft[accepted]) if accepted < drafted else None, np.arange(drafted)
         else:
-            _, _, live, *_ = seen
-            there = np.flatnonzero(np.asarray(live)[0, 1:])
+            _, _, valid, *_ = seen
+            there = np.flatnonzero(np.asarray(valid)[0, 1:])
             rejected = next((tree.nodes[child].token for child in tree.children(tree.path[-1])), None)
-        corrected = new[stood] if len(new) > stood else None
+        corrected = new[accepted] if len(new) > accepted else None
         entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, there].tolist()
-        steps.append(TraceStep(new[:stood], rejected, corrected, int(drafted), entropies, tree))
-    finish(target, state, request)  # raises NotNumbers for logits that are not finite
+        steps.append(TraceStep(new[:accepted], rejected, corrected, int(drafted), entropies, tree))
+    finish(target, state, request)  # raises NonFiniteLogitsError for logits that are not finite
     return steps
 
 
@@ -130,19 +133,21 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
 def _advance_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, tuple[jax.Array, ...]]:
     """Runs one iteration; returns also what `_read_tree` takes, with a row for each of `state`."""
     after, (draft, states, found) = watch_tree(target, drafter, state)
-    logits = target.head(states, draft.live)
-    law = at_draft(functools.partial(laws.standardize, soften=True), state, draft, logits)
+    logits = target.head(states, draft.valid)
+    dist = at_draft(functools.partial(distributions.standardize, soften=True), state, draft, logits)
     parents = draft.branches.parents
     above = jnp.maximum(parents, 0)
-    log_p = Law(along(law.logits, above), along(law.log_normalizer, above)).log_prob(jnp.maximum(draft.tokens, 0))
+    log_p = Categorical(along(dist.logits, above), along(dist.log_normalizer, above)).log_prob(
+        jnp.maximum(draft.tokens, 0)
+    )
     log_q = jnp.full(log_p.shape, jnp.nan) if draft.log_q is None else draft.log_q
-    return after, (draft.tokens, parents, draft.live, found.path, found.num_accepted, jnp.exp(log_p), jnp.exp(log_q))
+    return after, (draft.tokens, parents, draft.valid, found.path, found.num_accepted, jnp.exp(log_p), jnp.exp(log_q))
 
 
-def _read_tree(tokens, parents, live, path, accepted, p, q) -> TreeStep:
+def _read_tree(tokens, parents, valid, path, accepted, p, q) -> TreeStep:
     """Returns the tree of one row; arguments by number of the node, −1 being no parent, and NaN no
-    law."""
-    there = np.flatnonzero(live)
+    distribution."""
+    there = np.flatnonzero(valid)
     places = {int(number): place for place, number in enumerate(there)} | {-1: -1}
     nodes = [
         TreeNode(int(tokens[node]), places[int(parents[node])], float(p[node]) if node else 1.0,

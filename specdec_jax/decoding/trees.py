@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
 from specdec_jax.models import arguments
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.gamma import MAX_GAMMA, Policy
+from specdec_jax.speculative.policies import MAX_GAMMA, Policy
 from specdec_jax.speculative.tree_budgets import of_tree
 from specdec_jax.speculative.trees import AUTO, CHILDREN, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
@@ -38,7 +38,8 @@ def tree_options(
     Raises:
       ValueError: `tree` is no tree.
       UnsupportedCombination: no drafter, or one that drafts no trees, or not this one; no tree with
-        a drafter that drafts nothing else; a policy that does not count nodes; a verifier beside the tree's own.
+        a drafter that drafts nothing else; a policy that does not count nodes; a verifier beside
+        the tree's own.
     """
     if tree is None:
         if isinstance(drafter, Drafter) and not drafter.drafts_chains:
@@ -70,12 +71,12 @@ def tree_options(
     elif isinstance(gamma, str) or not hasattr(gamma, "__index__") and not hasattr(gamma, "__len__"):
         raise UnsupportedCombination(
             f"gamma: got {gamma!r} with a tree, expected 'auto', an integer, the most nodes that are drafted, or a "
-            "policy: Heuristic, Renewal, Entropy, EntropyBound or Confidence"
+            "policy: Heuristic, CostAware, Entropy, EntropyBound or Confidence"
         )
     else:
         most = gamma
     check_per_row("gamma", most, arguments.as_array(most).size, 1, tree.size - 1)
-    return TreeOptions(tree, gamma, _CHAIN_FORMS.get(tree.judge, "token"))
+    return TreeOptions(tree, gamma, _CHAIN_FORMS.get(tree.verify, "token"))
 
 
 def check_beside_tree(tree: Tree | DynamicTree | None, verifier: str) -> None:
@@ -101,8 +102,8 @@ def _fitted(tree: Tree | DynamicTree, drafter: Drafter) -> Tree | DynamicTree:
     """Returns the tree with what suits `drafter` in place of "auto".
 
     Raises:
-      UnsupportedCombination: a tree that `drafter` cannot draft, or not so that the output law is
-        the target's.
+      UnsupportedCombination: a tree that `drafter` cannot draft, or not so that the output
+        distribution is the target's.
     """
     name, kinds = type(drafter).__name__, drafter.tree_kinds
     if isinstance(tree, DynamicTree) and not drafter.grows_trees:

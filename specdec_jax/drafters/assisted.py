@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specdec_jax.drafters.drafting import draft_tokens, draft_without_calls, point_mass
 from specdec_jax.drafters.prompt_lookup import Inputs, match_lengths
 from specdec_jax.models import arguments
-from specdec_jax.speculative import laws
+from specdec_jax.speculative import distributions
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
 
@@ -23,7 +23,7 @@ class NGramMemory(NamedTuple):
       contexts: `[B, N, n − 1]` int32, the ids before a position, the last id first; −2, which is no
         id, where there is none.
       tokens: `[B, N, K]` int32, the target's K most probable ids at the position.
-      weights: `[B, N, K]` float32, their probabilities under the target's own law.
+      weights: `[B, N, K]` float32, their probabilities under the target's own distribution.
       written: `[B]` int32, number of positions written so far.
     """
 
@@ -112,7 +112,7 @@ class AssistedNGramDrafter(Drafter):
         ends = jnp.arange(width)[:, None] + self.order - 2 - jnp.arange(self.order - 1)
         logits, tokens = scored.logits, []
         for _ in range(self.top_k):  # a sort of the vocabulary would cost far more
-            tokens.append(laws.argmax(logits))
+            tokens.append(distributions.argmax(logits))
             logits = jnp.where(jnp.arange(logits.shape[-1]) == tokens[-1][..., None], -jnp.inf, logits)
         tokens = jnp.stack(tokens, axis=-1)
         weights = jnp.exp(

@@ -34,25 +34,25 @@ class ChainDrafter(Drafter):
         return self.init(inputs, input_lengths, jnp.repeat(tokens, beams, axis=0), positions, **shared)
 
     def draft_beams(self, draft_state: Any, state: BeamState, tree: BeamTree) -> tuple[Any, BeamTree]:
-        program, (batch, beams) = state.program, state.live.scores.shape
+        config, (batch, beams) = state.config, state.live.scores.shape
         flat = lambda x: x.reshape(batch * beams, *x.shape[2:])
         rows = lambda x: jnp.repeat(x, beams, axis=0)
-        zeros, none = jnp.zeros(batch * beams, jnp.int32), jnp.zeros((batch * beams, program.gamma), jnp.int32)
+        zeros, none = jnp.zeros(batch * beams, jnp.int32), jnp.zeros((batch * beams, config.gamma), jnp.int32)
         as_rows = DecodeState(
             tokens=flat(state.live.tokens), lengths=rows(state.positions + 1), done=rows(state.done),
             starts=rows(state.prefix_lengths), log_probs=flat(state.live.log_probs), adjusted_log_probs=None, keys=None,
             sampling=state.sampling.repeated(beams), settings=None, limits=rows(state.prefix_lengths + state.limits),
-            eos_ids=rows(state.eos_ids), gamma=zeros + program.gamma, policy=None, policy_state=None, target_cache=None,
-            draft_state=None, counts=Counts.zero(batch * beams, program.gamma), last_draft=none, last_drafted=zeros,
+            eos_ids=rows(state.eos_ids), gamma=zeros + config.gamma, policy=None, policy_state=None, target_cache=None,
+            draft_state=None, counts=Counts.zero(batch * beams, config.gamma), last_draft=none, last_drafted=zeros,
             last_accepted=zeros, last_seen=None, draft_failed=zeros,
-            program=StaticConfig(program.gamma, program.mode, program.vocab_size),
+            config=StaticConfig(config.gamma, config.mode, config.vocab_size),
         )  # fmt: skip
         draft_state, draft = self.draft(draft_state, as_rows, as_rows.gamma)
         # Places past the end of a chain get the token −1, so that no beam ever equals such a node.
-        there = jnp.arange(program.gamma) < draft.num_drafted[:, None]
-        chains = jnp.where(there, draft.tokens, -1).reshape(batch, beams, program.gamma)
+        there = jnp.arange(config.gamma) < draft.num_drafted[:, None]
+        chains = jnp.where(there, draft.tokens, -1).reshape(batch, beams, config.gamma)
         own = jnp.broadcast_to(jnp.arange(beams, dtype=jnp.int32), (batch, beams))
-        for level in range(program.gamma):
+        for level in range(config.gamma):
             tree = tree.grow(own + level * beams, chains[:, :, level])
         return draft_state, tree
 

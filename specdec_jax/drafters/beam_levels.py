@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.models.network import Network
-from specdec_jax.models.nodes import Nodes
+from specdec_jax.models.tree_positions import Nodes
 from specdec_jax.speculative.beam_iteration import BeamTree, scored
 from specdec_jax.speculative.beams import BeamState, pick
 
@@ -33,22 +33,22 @@ def draft_levels(
       The cache, which has all nodes but those of the last level, and the tree. If the search takes
       nodes of the last level, the next call feeds them, before the live beams that follow them.
     """
-    program, beams = state.program, state.program.beams
+    config, beams = state.config, state.config.beams
     fed = _with_parents(state, tree)
     states, cache = network.decode_nodes(fed.tokens, fed.nodes, cache, _live(state, fed))
     states, width = states[:, beams:], beams
-    laws = None
-    for level in range(program.gamma):
+    dists = None
+    for level in range(config.gamma):
         if level:
-            fed, width = tree.last(program.width), program.width
+            fed, width = tree.last(config.width), config.width
             states, cache = network.decode_nodes(fed.tokens, fed.nodes, cache, _live(state, fed))
         logits = widened(network.head(states, jnp.broadcast_to(~state.done[:, None], states.shape[:2])))
         own, adjusted = scored(state, logits, tree.last(width))
         own = own if adjusted is None else adjusted
-        sums = state.live.scores if laws is None else laws
-        ends = jnp.any(jnp.arange(program.vocab_size) == state.eos_ids[..., None], axis=1)
+        sums = state.live.scores if dists is None else dists
+        ends = jnp.any(jnp.arange(config.vocab_size) == state.eos_ids[..., None], axis=1)
         totals = jnp.where(ends[:, None], -jnp.inf, own + sums[..., None])
-        laws, parents, tokens = _best(totals, program.width)
+        dists, parents, tokens = _best(totals, config.width)
         tree = tree.grow(parents + tree.tokens.shape[1] - width, tokens)
     return cache, tree
 
@@ -74,12 +74,12 @@ def _with_parents(state: BeamState, tree: BeamTree) -> BeamTree:
     """Returns the live beams' last tokens and, before these, the K tokens in the slots before
     theirs.
 
-    If all of a draft stood, those K tokens were nodes of its last level, which have never been fed;
-    else they are fed again, which writes the same keys and values. A slot of which no live beam is
-    a continuation is never read again; any token may be written there, and the one before the first
-    beam's last is.
+    If all of a draft was accepted, those K tokens were nodes of its last level, which have never
+    been fed; else they are fed again, which writes the same keys and values. A slot of which no
+    live beam is a continuation is never read again; any token may be written there, and the one
+    before the first beam's last is.
     """
-    beams = state.program.beams
+    beams = state.config.beams
     slots = state.starts[:, None] - beams + jnp.arange(beams, dtype=jnp.int32)
     before = jnp.maximum(state.positions - 1, 0)[:, None]
     at = jnp.broadcast_to(before, slots.shape)[..., None]

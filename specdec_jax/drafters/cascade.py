@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.drafters.drafting import empty_law, keys_apart
+from specdec_jax.drafters.drafting import empty_distribution, keys_apart
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
 from specdec_jax.drafters.pair import Pair, PairState
 from specdec_jax.models import arguments
+from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.iteration import verify
-from specdec_jax.speculative.laws import Law, PointMass
 from specdec_jax.speculative.state import DecodeState, Draft
 from specdec_jax.speculative.verifiers import VERIFIERS
 
@@ -24,13 +24,13 @@ class HorizontalCascade(Pair):
 
     The second also takes over where the first has nothing more to propose: with a copying drafter
     before a model, the copy goes as far as it can and the model drafts the rest. Each position has
-    the law of the drafter that it comes from; a point mass beside a law becomes a one-hot law.
+    the distribution of the drafter that it comes from; a point mass beside a distribution becomes a
+    one-hot distribution.
     """
 
     def __init__(self, first: Drafter, then: Drafter, switch: int):
-        """Args:
-          first: drafts positions 0 … switch − 1.
-          then: drafts what follows; not an `EarlyExitDrafter` or a `HeadsDrafter`, since the target has not yet seen
+        """Args: first: drafts positions 0 … switch − 1. then: drafts what follows; not an
+          `EarlyExitDrafter` or a `HeadsDrafter`, since the target has not yet seen
             what was drafted.
           switch: at least 1.
 
@@ -47,10 +47,10 @@ class HorizontalCascade(Pair):
         return f"{first.name}, then {then.name} (from {self.number})"
 
     def draft(self, draft_state: PairState, state: DecodeState, num_wanted) -> tuple[PairState, Draft]:
-        (first, then), program = self.parts, state.program
+        (first, then), config = self.parts, state.config
         draft_state = self.rewind(draft_state, state.lengths)
-        early = min(self.number, program.gamma)
-        front = dataclasses.replace(state, program=program._replace(gamma=early))
+        early = min(self.number, config.gamma)
+        front = dataclasses.replace(state, config=config._replace(gamma=early))
         own, head = first.draft(draft_state.first, front, jnp.minimum(num_wanted, early))
         count = head.num_drafted
 
@@ -67,13 +67,13 @@ class HorizontalCascade(Pair):
             return _written(_written(buffer, of_head, count * 0, count), of_tail, count, tail.num_drafted)
 
         tokens = joined(jnp.zeros_like(tail.tokens), head.tokens, tail.tokens)
-        law: Law | PointMass | None = None
-        if program.asks_draft_law and isinstance(head.law, PointMass) and isinstance(tail.law, PointMass):
-            law = PointMass(tokens, program.vocab_size)
-        elif (room := empty_law(state)) is not None:
-            law = Law(*map(joined, room, _as_law(head.law), _as_law(tail.law)))
+        dist: Categorical | PointMass | None = None
+        if config.needs_draft_probs and isinstance(head.dist, PointMass) and isinstance(tail.dist, PointMass):
+            dist = PointMass(tokens, config.vocab_size)
+        elif (room := empty_distribution(state)) is not None:
+            dist = Categorical(*map(joined, room, _as_distribution(head.dist), _as_distribution(tail.dist)))
         calls = head.calls + tail.calls
-        draft = Draft(tokens, count + tail.num_drafted, law, calls, target_cache=head.target_cache)
+        draft = Draft(tokens, count + tail.num_drafted, dist, calls, target_cache=head.target_cache)
         return PairState(own, other), draft
 
 
@@ -85,7 +85,7 @@ class _Loop(NamedTuple):
       drafted: `[B]`, how many tokens have been drafted.
       wanted: `[B]`, how many tokens are to be drafted.
       model, inner: the states of the two drafters.
-      law: law of the draft, or None.
+      dist: distribution of the draft, or None.
       calls: `[B]`, calls of the model.
     """
 
@@ -94,7 +94,7 @@ class _Loop(NamedTuple):
     wanted: jax.Array
     model: ModelDraftState
     inner: Any
-    law: Law | None
+    dist: Categorical | None
     calls: jax.Array
 
 
@@ -102,18 +102,17 @@ class _Loop(NamedTuple):
 class VerticalCascade(Pair):
     """A model drafter that has a drafter of its own: speculative decoding inside the draft.
 
-    A cheaper drafter proposes some tokens after those drafted so far; the model judges them in one
-    call (argmax, or Algorithm 1 of Leviathan et al. 2023) and adds one of its own; and so on until
-    the draft is complete. So the draft has the model's law at every position, with fewer calls of
-    the model. With argmax or Gumbel coupling the draft is, token for token, what the model alone
-    would draft.
+    A cheaper drafter proposes some tokens after those drafted so far; the model verifies them in
+    one call (argmax, or Algorithm 1 of Leviathan et al. 2023) and adds one of its own; and so on
+    until the draft is complete. So the draft has the model's distribution at every position, with
+    fewer calls of the model. With argmax or Gumbel coupling the draft is, token for token, what the
+    model alone would draft.
     """
 
     def __init__(self, model_drafter: ModelDrafter, inner: Drafter, inner_gamma: int):
-        """Args:
-          model_drafter: whose law the draft has.
-          inner: drafts for it; any drafter that reads no cache of the target.
-          inner_gamma: the most tokens that it proposes for one call of the model, at least 1. (More than γ − 1 are
+        """Args: model_drafter: whose distribution the draft has. inner: drafts for it; any drafter
+          that reads no cache of the target. inner_gamma: the most tokens that it proposes for one
+          call of the model, at least 1. (More than γ − 1 are
             never proposed, since each call adds one of the model's own.)
 
         Raises:
@@ -137,11 +136,11 @@ class VerticalCascade(Pair):
         a whole draft that is one more than the last token; the call then has room for one proposal
         less, and no step is needed to catch up.
         """
-        (model_drafter, inner), program = self.parts, state.program
-        width = min(self.number, max(program.gamma - 1, 1))
-        verifier = program.verifier if program.verifier.coupled else VERIFIERS["token"]
+        (model_drafter, inner), config = self.parts, state.config
+        width = min(self.number, max(config.gamma - 1, 1))
+        verifier = config.verifier if config.verifier.coupled else VERIFIERS["token"]
         inside = dataclasses.replace(
-            state, policy=None, keys=keys_apart(state), program=program._replace(gamma=width, verifier=verifier)
+            state, policy=None, keys=keys_apart(state), config=config._replace(gamma=width, verifier=verifier)
         )
         offsets, network = jnp.arange(width + 1), model_drafter.network
 
@@ -156,8 +155,8 @@ class VerticalCascade(Pair):
             places = jnp.minimum(cached[:, None] + offsets, proposed.shape[1] - 1)
             logits, cache = network.decode(jnp.take_along_axis(proposed, places, axis=1), cached, cache)
             judging = jnp.minimum(lag[:, None] + offsets, width)[..., None]
-            logits = jnp.take_along_axis(model_drafter.widened(logits, program.vocab_size), judging, axis=1)
-            verified, law = verify(view, guess, logits)
+            logits = jnp.take_along_axis(model_drafter.widened(logits, config.vocab_size), judging, axis=1)
+            verified, dist = verify(view, guess, logits)
 
             at_end = offsets == verified.num_accepted[:, None]
             new = jnp.where(at_end, verified.next_token[:, None], jnp.pad(guess.tokens, ((0, 0), (0, 1))))
@@ -175,16 +174,16 @@ class VerticalCascade(Pair):
                 model=ModelDraftState(cache, jnp.where(left > 0, cached + jnp.minimum(lag + num_new, width + 1),
                 cached)),
                 inner=inner_state,
-                law=loop.law and law and Law(*map(place, loop.law, law)),
+                dist=loop.dist and dist and Categorical(*map(place, loop.dist, dist)),
                 calls=loop.calls + jnp.where(left > 0, guess.calls + 1, 0),
             )  # fmt: skip
 
         none, draft_state = jnp.zeros_like(state.lengths), self.rewind(draft_state, state.lengths)
-        loop = _Loop(state.tokens, none, num_wanted, *draft_state, empty_law(state), none)
+        loop = _Loop(state.tokens, none, num_wanted, *draft_state, empty_distribution(state), none)
         loop = jax.lax.while_loop(lambda loop: jnp.any(loop.drafted < loop.wanted), body, loop)
-        places = jnp.minimum(state.lengths[:, None] + jnp.arange(program.gamma), state.tokens.shape[1] - 1)
+        places = jnp.minimum(state.lengths[:, None] + jnp.arange(config.gamma), state.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(loop.tokens, places, axis=1)
-        return PairState(loop.model, loop.inner), Draft(tokens, loop.drafted, loop.law, loop.calls)
+        return PairState(loop.model, loop.inner), Draft(tokens, loop.drafted, loop.dist, loop.calls)
 
 
 def _written(buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
@@ -196,8 +195,8 @@ def _written(buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: ja
     return jnp.where(wide((offsets >= 0) & (offsets < counts[:, None])), spread, buffer)
 
 
-def _as_law(law: Law | PointMass) -> Law:
-    return law.law() if isinstance(law, PointMass) else law
+def _as_distribution(dist: Categorical | PointMass) -> Categorical:
+    return dist.dist() if isinstance(dist, PointMass) else dist
 
 
 def _check_drafters(**drafters) -> None:

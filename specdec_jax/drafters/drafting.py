@@ -1,5 +1,5 @@
-"""What drafters share: the loop over a draft, a drawn token together with its law, drafts without a
-model."""
+"""What drafters share: the loop over a draft, a drawn token together with its distribution, drafts
+without a model."""
 
 import functools
 import math
@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.speculative import draws, laws
-from specdec_jax.speculative.laws import Law, PointMass
-from specdec_jax.speculative.outcomes import DraftSignals
+from specdec_jax.speculative import distributions, randomness
+from specdec_jax.speculative.distributions import Categorical, PointMass
+from specdec_jax.speculative.policy_inputs import DraftSignals
 from specdec_jax.speculative.state import DecodeState, Draft, context
 
-# Folded into a request's key: a number that no committed length reaches and that nothing else folds in.
+# Folded into a request's key: a number that no committed length reaches and that nothing else folds
+# in.
 _APART = 2**31 - 2
 
 
@@ -26,7 +27,7 @@ def keys_apart(state: DecodeState) -> jax.Array:
     that begins later would use the draws of a later iteration. Gumbel coupling keys by absolute
     position on purpose, so there the keys stay.
     """
-    if state.program.verifier.coupled:
+    if state.config.verifier.coupled:
         return state.keys
     fold = lambda key, length: jax.random.fold_in(jax.random.fold_in(key, _APART), length)
     return jax.vmap(fold)(state.keys, state.lengths)
@@ -40,7 +41,7 @@ def draft_tokens(
     call.
 
     A row stops drafting after an EOS that it chose, or after a token at which the policy of γ ends
-    the draft. That token stays in the draft, because dropping it would bias the law.
+    the draft. That token stays in the draft, because dropping it would bias the distribution.
 
     Args:
       state: the committed tokens and what goes with them.
@@ -52,7 +53,7 @@ def draft_tokens(
       catch_up: like `choose`, but also feeds the token before this step's; called for step = 1 −
         lag, 3 − lag … up to 0 or −1. What it chooses for a step below 0 is thrown away. Not needed
         if nothing lags.
-      seen: takes a carry and returns what the policy of γ has read from the laws so far.
+      seen: takes a carry and returns what the policy of γ has read from the distributions so far.
 
     Returns:
       The drafted tokens `[B, G]`, how many of them count `[B]`, and the last carry.
@@ -65,7 +66,8 @@ def draft_tokens(
     take = functools.partial(_take, state, seen)
     loop = -jnp.asarray(lag, jnp.int32), state.tokens, num_wanted, carry
     if catch_up is not None:
-        # It mostly runs once or never, but is a loop: the branches of a `lax.cond` would copy the caches.
+        # It mostly runs once or never, but is a loop: the branches of a `lax.cond` would copy the
+        # caches.
         pair = lambda loop: take(catch_up, (loop[0] + 1, *loop[1:]))
         loop = jax.lax.while_loop(lambda loop: loop[0] < 0, pair, loop)
     return _drafted(state, jax.lax.while_loop(more, functools.partial(take, choose), loop))
@@ -84,15 +86,15 @@ def draft_in_pairs(
       state, num_wanted, carry: as for `draft_tokens`.
       choose: as for `draft_tokens`; it also feeds the token before this step's.
       lag: scalar, how many tokens before the last committed one must be fed first.
-      feed: (step, carry) -> carry; feeds this step's token and the one before it. Called for step = 1 −
-        lag, 3 − lag … below 0.
+      feed: (step, carry) -> carry; feeds this step's token and the one before it. Called for step =
+        1 − lag, 3 − lag … below 0.
     """
     first = jnp.minimum(1 - jnp.asarray(lag, jnp.int32), 0)
     pair = lambda loop: (loop[0] + 2, feed(*loop))
     _, carry = jax.lax.while_loop(lambda loop: loop[0] < 0, pair, (first, carry))
     step = lambda _, loop: _take(state, lambda carry: None, choose, loop)
     loop = jnp.int32(0), state.tokens, num_wanted, carry
-    return _drafted(state, jax.lax.fori_loop(0, state.program.gamma, step, loop))
+    return _drafted(state, jax.lax.fori_loop(0, state.config.gamma, step, loop))
 
 
 def _take(state: DecodeState, seen: Callable, choose: Callable, loop: tuple) -> tuple:
@@ -106,7 +108,7 @@ def _take(state: DecodeState, seen: Callable, choose: Callable, loop: tuple) -> 
     is_eos = jnp.any(token[:, None] == state.eos_ids, axis=1)
     most = jnp.where(is_eos, step + 1, num_drafted)
     if seen(carry) is not None:
-        assert state.policy is not None, "only a policy reads the laws of a draft"
+        assert state.policy is not None, "only a policy reads the distributions of a draft"
         limit = state.policy.limit(state.policy_state, jnp.maximum(step, 0), seen(carry))
         most = jnp.minimum(most, jnp.maximum(limit, step + 1))
     return step + 1, tokens, jnp.where(drawing, most, num_drafted), carry
@@ -116,63 +118,65 @@ def _drafted(state: DecodeState, loop: tuple) -> tuple[jax.Array, jax.Array, Any
     """Returns the drafted tokens `[B, G]`, how many of them count `[B]`, and the carry, after the
     last step of the loop over a draft."""
     _, tokens, num_drafted, carry = loop
-    places = jnp.minimum(state.lengths[:, None] + jnp.arange(state.program.gamma), tokens.shape[1] - 1)
+    places = jnp.minimum(state.lengths[:, None] + jnp.arange(state.config.gamma), tokens.shape[1] - 1)
     return jnp.take_along_axis(tokens, places, axis=1), num_drafted, carry
 
 
-def empty_law(state: DecodeState) -> Law | None:
-    """Returns an empty buffer for the law of a draft, None if no verifier will look at it."""
-    program = state.program
-    if not program.asks_draft_law:
+def empty_distribution(state: DecodeState) -> Categorical | None:
+    """Returns an empty buffer for the distribution of a draft, None if no verifier will look at it."""
+    config = state.config
+    if not config.needs_draft_probs:
         return None
-    shape = (len(state.lengths), program.gamma)
-    return Law(jnp.zeros((*shape, program.vocab_size), jnp.float32), jnp.zeros(shape, jnp.float32))
+    shape = (len(state.lengths), config.gamma)
+    return Categorical(jnp.zeros((*shape, config.vocab_size), jnp.float32), jnp.zeros(shape, jnp.float32))
 
 
-def draw_adjusted(state: DecodeState, logits, tokens, step, law: Law | None) -> tuple[jax.Array, Law | None]:
+def draw_adjusted(
+    state: DecodeState, logits, tokens, step, dist: Categorical | None
+) -> tuple[jax.Array, Categorical | None]:
     """Returns one token `[B]`, drawn from `logits [B, 1, V]` after processors, temperature and
-    filters (at temperature 0 their argmax), and `law`.
+    filters (at temperature 0 their argmax), and `dist`.
 
-    `law` then holds, at position `step`, the law that the token was drawn from. `tokens [B, S]`
-    holds what was drafted before.
+    `dist` then holds, at position `step`, the distribution that the token was drawn from. `tokens
+    [B, S]` holds what was drafted before.
     """
-    program, prefixes = state.program, context(state, tokens, jnp.maximum(step, 0))
-    if program.mode.greedy:
-        return laws.argmax(laws.process(logits, prefixes, state.sampling, program.mode))[:, 0], law
-    return draw(state, laws.standardize(logits, prefixes, state.sampling, program.mode), step, law)
+    config, prefixes = state.config, context(state, tokens, jnp.maximum(step, 0))
+    if config.mode.greedy:
+        return distributions.argmax(distributions.process(logits, prefixes, state.sampling, config.mode))[:, 0], dist
+    return draw(state, distributions.standardize(logits, prefixes, state.sampling, config.mode), step, dist)
 
 
-def draw(state: DecodeState, here: Law, step, law: Law | None) -> tuple[jax.Array, Law | None]:
-    """Returns one token `[B]` drawn from the law `here` over `[B, 1, V]`, and `law` with `here` at
-    position `step`.
+def draw(state: DecodeState, here: Categorical, step, dist: Categorical | None) -> tuple[jax.Array, Categorical | None]:
+    """Returns one token `[B]` drawn from the distribution `here` over `[B, 1, V]`, and `dist` with
+    `here` at position `step`.
 
     While catching up (step < 0) what is drawn is thrown away.
     """
-    if state.program.verifier.coupled:
+    if state.config.verifier.coupled:
         positions = (state.lengths + jnp.maximum(step, 0))[:, None]
-        noise = draws.gumbel_noise(state.keys, positions, state.program.vocab_size)
-        return laws.argmax(here.logits + noise)[:, 0], law
+        noise = randomness.gumbel_noise(state.keys, positions, state.config.vocab_size)
+        return distributions.argmax(here.logits + noise)[:, 0], dist
     offsets = jnp.broadcast_to(step, state.lengths[:, None].shape)
-    random = draws.words(state.keys, state.lengths, offsets, draws.DRAFT)[:, 0]
-    drawn = draws.draw(here.probs()[:, 0], random)
-    if law is not None:
+    random = randomness.random_bits(state.keys, state.lengths, offsets, randomness.DRAFT)[:, 0]
+    drawn = randomness.draw(here.probs()[:, 0], random)
+    if dist is not None:
         # While catching up position 0 is written, which step 0 then overwrites.
         write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
-        law = Law(*map(write, law, here))
-    return drawn, law
+        dist = Categorical(*map(write, dist, here))
+    return drawn, dist
 
 
 def record_signals(
     state: DecodeState, logits, tokens, step, token: jax.Array, seen: DraftSignals | None
 ) -> DraftSignals | None:
-    """Returns `seen` with what the policy of γ reads from the law that `token [B]` was drawn from;
-    the other arguments are those of `draw_adjusted`."""
+    """Returns `seen` with what the policy of γ reads from the distribution that `token [B]` was
+    drawn from; the other arguments are those of `draw_adjusted`."""
     if seen is None:
         return None
     prefixes = context(state, tokens, jnp.maximum(step, 0))
-    law = laws.standardize(logits, prefixes, state.sampling, state.program.mode, soften=True)
-    entropy = law.entropy()
-    here = DraftSignals(law.prob(token[:, None]), entropy, entropy / max(math.log(logits.shape[-1]), 1e-9))
+    dist = distributions.standardize(logits, prefixes, state.sampling, state.config.mode, soften=True)
+    entropy = dist.entropy()
+    here = DraftSignals(dist.prob(token[:, None]), entropy, entropy / max(math.log(logits.shape[-1]), 1e-9))
     # While catching up position 0 is written, which step 0 then overwrites.
     write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
     return DraftSignals(*map(write, seen, here))
@@ -182,7 +186,7 @@ def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
     """Returns `logits [..., W]` as `[..., vocab_size]`: ids that the drafter lacks get probability
     0, ids that the target lacks are cut off.
 
-    The cut comes before any adjustment, so that the law is the one that is drawn from.
+    The cut comes before any adjustment, so that the distribution is the one that is drawn from.
     """
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
@@ -191,13 +195,13 @@ def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def point_mass(state: DecodeState, tokens: jax.Array) -> PointMass | None:
-    """Returns the point mass at each of `tokens` as the law of a draft, None if no verifier will
-    look at it."""
-    return PointMass(tokens, state.program.vocab_size) if state.program.asks_draft_law else None
+    """Returns the point mass at each of `tokens` as the distribution of a draft, None if no
+    verifier will look at it."""
+    return PointMass(tokens, state.config.vocab_size) if state.config.needs_draft_probs else None
 
 
 def draft_without_calls(
-    state: DecodeState, tokens: jax.Array, num_drafted: jax.Array, law: Law | PointMass | None
+    state: DecodeState, tokens: jax.Array, num_drafted: jax.Array, dist: Categorical | PointMass | None
 ) -> Draft:
     """Returns a draft for which no model was called."""
-    return Draft(tokens, num_drafted, law, jnp.zeros_like(state.lengths))
+    return Draft(tokens, num_drafted, dist, jnp.zeros_like(state.lengths))

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law, match_width, record_signals
+from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_distribution, match_width, record_signals
 from specdec_jax.drafters.tree_levels import draft_with_model
-from specdec_jax.models import arguments, layouts
+from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
@@ -28,19 +28,21 @@ class ExitNetwork(Network):
     """
 
     layers: int = flax.struct.field(pytree_node=False, default=1)
-    kernel: layouts.Kernel | None = None
+    kernel: weight_layouts.Kernel | None = None
 
-    def decode_states(self, tokens, positions, cache, layers=None, live=None):
+    def decode_states(self, tokens, positions, cache, layers=None, valid=None):
         layers = self.layers if layers is None else min(layers, self.layers)
-        return super().decode_states(tokens, positions, cache, layers, live)
+        return super().decode_states(tokens, positions, cache, layers, valid)
 
-    def decode_nodes(self, tokens, nodes, cache, live=None, layers=None):
+    def decode_nodes(self, tokens, nodes, cache, valid=None, layers=None):
         layers = self.layers if layers is None else min(layers, self.layers)
-        return super().decode_nodes(tokens, nodes, cache, live, layers)
+        return super().decode_nodes(tokens, nodes, cache, valid, layers)
 
-    def head(self, states, live=None):
+    def head(self, states, valid=None):
         return (
-            super().head(states, live) if self.kernel is None else apply_kernel(states, self.kernel, jnp.float32, live)
+            super().head(states, valid)
+            if self.kernel is None
+            else apply_kernel(states, self.kernel, jnp.float32, valid)
         )
 
 
@@ -68,7 +70,7 @@ class EarlyExitDrafter(Drafter):
       layers: k, from 1 to one less than the target has.
     """
 
-    tells_law = True
+    provides_probs = True
     needs_target_state = True
     drafts_trees = True
 
@@ -93,7 +95,7 @@ class EarlyExitDrafter(Drafter):
             raise ValueError(f"head: got shape {np.shape(head)}, expected ({config.emb_dim}, number of ids)")
         self.model, self.layers = model, int(layers)
         network = model.network
-        head = None if head is None else layouts.lay(jnp.asarray(head, config.dtype), network.module.native)
+        head = None if head is None else weight_layouts.lay(jnp.asarray(head, config.dtype), network.module.native)
         self.network = ExitNetwork(
             network.params, network.module, network.rules, network.platform, layers=self.layers, kernel=head
         )
@@ -120,7 +122,7 @@ class EarlyExitDrafter(Drafter):
 
     def identity(self) -> tuple[list[Any], Any]:
         kernel = self.network.kernel
-        return [self.model.contents, self.layers], None if kernel is None else layouts.matrix(kernel)
+        return [self.model.contents, self.layers], None if kernel is None else weight_layouts.matrix(kernel)
 
     def check(self, target: LanguageModel) -> None:
         check_own(self.model, target, "an early exit")
@@ -129,25 +131,26 @@ class EarlyExitDrafter(Drafter):
         return ()
 
     def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
-        last, vocab_size = state.lengths - 1, state.program.vocab_size
+        last, vocab_size = state.lengths - 1, state.config.vocab_size
 
         def choose(step, tokens, carry):
-            cache, law, seen = carry
+            cache, dist, seen = carry
             position = last + step
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
             logits, cache = self.network.decode(fed, position, cache, (step < num_wanted)[:, None])
             logits = match_width(logits, vocab_size)
-            drawn, law = draw_adjusted(state, logits, tokens, step, law)
-            return drawn, (cache, law, record_signals(state, logits, tokens, step, drawn, seen))
+            drawn, dist = draw_adjusted(state, logits, tokens, step, dist)
+            return drawn, (cache, dist, record_signals(state, logits, tokens, step, drawn, seen))
 
-        carry = state.target_cache, empty_law(state), empty_signals(state.policy, len(last))
-        tokens, num_drafted, (cache, law, seen) = draft_tokens(
+        carry = state.target_cache, empty_distribution(state), empty_signals(state.policy, len(last))
+        tokens, num_drafted, (cache, dist, seen) = draft_tokens(
             state, num_wanted, choose, carry, seen=lambda carry: carry[2]
         )
-        # The written cache is handed on, though the target overwrites it: to keep the old one means to copy it.
-        return (), Draft(tokens, num_drafted, law, calls=num_drafted, seen=seen, target_cache=cache)
+        # The written cache is handed on, though the target overwrites it: to keep the old one means
+        # to copy it.
+        return (), Draft(tokens, num_drafted, dist, calls=num_drafted, seen=seen, target_cache=cache)
 
     def draft_tree(self, draft_state, state, num_wanted, room):
-        widened = lambda logits: match_width(logits, state.program.vocab_size)
+        widened = lambda logits: match_width(logits, state.config.vocab_size)
         cache, draft = draft_with_model(self.network, widened, state.target_cache, state, num_wanted, room, lag=1)
         return (), draft._replace(target_cache=cache)

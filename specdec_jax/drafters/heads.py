@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checkpoints import leaves, own
-from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_law
+from specdec_jax.checkpoints import native_format, stored_tensor
+from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_distribution
 from specdec_jax.drafters.tree_levels import draft_tree
 from specdec_jax.models import arguments, heads, parameters
 from specdec_jax.models.family import ModelConfig
@@ -43,11 +43,12 @@ class HeadsDrafter(Drafter):
     """A drafter with N heads on the target's state that predicted the last committed token: head i
     predicts the i-th token after it.
 
-    A head does not see the tokens in between, so its law is the same whatever the heads before it
-    drew. The law passes through the target's processors, temperature and filters before the token
-    is drawn. One call of the heads serves a whole draft of at most N tokens. The first iteration of
-    a request drafts nothing, since there is no state before the first call of the target. In a tree
-    all nodes of depth i have the law of head i; nodes deeper than N are not drafted.
+    A head does not see the tokens in between, so its distribution is the same whatever the heads
+    before it drew. The distribution passes through the target's processors, temperature and filters
+    before the token is drawn. One call of the heads serves a whole draft of at most N tokens. The
+    first iteration of a request drafts nothing, since there is no state before the first call of
+    the target. In a tree all nodes of depth i have the distribution of head i; nodes deeper than N
+    are not drafted.
 
     Attributes:
       network: the heads, and the target's own head if they share it.
@@ -62,7 +63,7 @@ class HeadsDrafter(Drafter):
 
     @classmethod
     @isolated
-    def of(cls, target: LanguageModel, config: HeadsConfig, params: dict) -> "HeadsDrafter":
+    def for_target(cls, target: LanguageModel, config: HeadsConfig, params: dict) -> "HeadsDrafter":
         """Returns heads with the parameters `params` on `target`; they compute in the target's
         dtype.
 
@@ -85,14 +86,14 @@ class HeadsDrafter(Drafter):
         """
         arguments.check_path("path", path)
         arguments.check_model("target", target)
-        config, fingerprint, stored = own.open_heads(pathlib.Path(path))
-        leaves.check_shapes(stored, config.parameter_shapes, path, "of these heads")
+        config, fingerprint, stored = native_format.open_heads(pathlib.Path(path))
+        stored_tensor.check_shapes(stored, config.parameter_shapes, path, "of these heads")
         try:
             _check(target, config, fingerprint)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         params = {name: leaf.load(jnp.dtype(target.config.dtype)) for name, leaf in stored.items()}
-        return cls.of(target, config, parameters.unflatten(params))
+        return cls.for_target(target, config, parameters.unflatten(params))
 
     @isolated
     def save(self, path, dtype=None) -> None:
@@ -100,7 +101,7 @@ class HeadsDrafter(Drafter):
         params = jax.tree.map(
             lambda leaf: np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype), self.params
         )
-        own.write_heads(self.config, self.fingerprint, params, pathlib.Path(path).absolute())
+        native_format.write_heads(self.config, self.fingerprint, params, pathlib.Path(path).absolute())
 
     def check(self, target: LanguageModel) -> None:
         """Raises ValueError unless `target` is the model whose states the heads take."""
@@ -132,11 +133,11 @@ class HeadsDrafter(Drafter):
         num_wanted = jnp.where(draft_state.known, jnp.minimum(num_wanted, self.config.num_heads), 0)
         logits = self.network.logits(draft_state.states)
 
-        def choose(step, tokens, law):
-            return draw_adjusted(state, jax.lax.dynamic_slice_in_dim(logits, step, 1, axis=1), tokens, step, law)
+        def choose(step, tokens, dist):
+            return draw_adjusted(state, jax.lax.dynamic_slice_in_dim(logits, step, 1, axis=1), tokens, step, dist)
 
-        tokens, num_drafted, law = draft_tokens(state, num_wanted, choose, empty_law(state))
-        return draft_state, Draft(tokens, num_drafted, law, (num_wanted > 0).astype(jnp.int32))
+        tokens, num_drafted, dist = draft_tokens(state, num_wanted, choose, empty_distribution(state))
+        return draft_state, Draft(tokens, num_drafted, dist, (num_wanted > 0).astype(jnp.int32))
 
     def draft_tree(self, draft_state: HeadsState, state: DecodeState, num_wanted, room):
         logits = self.network.logits(draft_state.states)
@@ -148,7 +149,7 @@ class HeadsDrafter(Drafter):
             return jnp.broadcast_to(here, (batch, level.tokens.shape[1], vocab_size)), carry
 
         draft, _ = draft_tree(state, num_wanted, room, logits_of, ())
-        return draft_state, draft._replace(calls=jnp.any(draft.live[:, 1:], axis=1).astype(jnp.int32))
+        return draft_state, draft._replace(calls=jnp.any(draft.valid[:, 1:], axis=1).astype(jnp.int32))
 
     def observe(self, draft_state: HeadsState, state: DecodeState, scored: Scored) -> HeadsState:
         """Keeps the state that gave the last committed token; rows that are done keep theirs."""

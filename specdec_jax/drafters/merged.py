@@ -9,13 +9,13 @@ import numpy as np
 
 from specdec_jax.drafters.drafting import keys_apart
 from specdec_jax.drafters.pair import Pair, PairState
+from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.trees import CHILDREN, Tree
 
-# Those under which siblings may come from different laws.
+# Those under which siblings may come from different distributions.
 _KINDS = {kind: tuple(rule for rule in CHILDREN[kind] if rule != "kseq") for kind in ("drawn", "iid", "top", "gumbel")}
 
 
@@ -25,12 +25,12 @@ class MergedDrafter(Pair):
     target scores both trees in one call.
 
     The children of node 0 are dealt out, the first to the first drafter, the second to the second,
-    the third to the first again, with all that follows them. Each child is judged by the law of the
-    drafter that it comes from. Of a chain the second drafter would get nothing, so that a `Tree` is
-    needed, with at least two children of node 0.
+    the third to the first again, with all that follows them. Each child is verified against the
+    distribution of the drafter that it comes from. Of a chain the second drafter would get nothing,
+    so that a `Tree` is needed, with at least two children of node 0.
 
     Drafters that are merged complement each other: both are tried at the same time, whereas in a
-    cascade one goes on where the other stopped.
+    cascade one resumes where the other stopped.
     """
 
     drafts_trees = True
@@ -63,17 +63,17 @@ class MergedDrafter(Pair):
         return self.begin("init_tree", inputs, input_lengths, tokens, slots, **encoded)
 
     def draft_tree(self, draft_state: PairState, state: DecodeState, num_wanted, room):
-        program, tree = state.program, state.program.tree
+        config, tree = state.config, state.config.tree
         assert isinstance(tree, Tree)
-        lag = max(program.lag, program.gamma + 1)  # of a path by one drafter the other has been fed nothing
+        lag = max(config.lag, config.gamma + 1)  # of a path by one drafter the other has been fed nothing
         states, drafts, cache = [], [], state.target_cache
         for part, own, numbers, keys in zip(
             self.parts, draft_state, _dealt(tree), (state.keys, keys_apart(state)), strict=True
         ):
             parents = np.searchsorted(numbers, np.asarray(tree.parents)[numbers[1:] - 1])
-            subtree = Tree(parents, tree.kind, tree.judge)
-            inside = program._replace(tree=subtree, gamma=subtree.depth, lag=lag)
-            view = dataclasses.replace(state, program=inside, keys=keys, target_cache=cache)
+            subtree = Tree(parents, tree.kind, tree.verify)
+            inside = config._replace(tree=subtree, gamma=subtree.depth, lag=lag)
+            view = dataclasses.replace(state, config=inside, keys=keys, target_cache=cache)
             wanted = jnp.sum(numbers[1:] <= num_wanted[:, None], axis=1, dtype=jnp.int32)
             own, draft = part.draft_tree(own, view, wanted, room)
             cache = cache if draft.target_cache is None else draft.target_cache
@@ -98,17 +98,17 @@ def _dealt(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
 def _merged(tree: Tree, drafts: list[TreeDraft], target_cache: Any) -> TreeDraft:
     """Returns the tree whose nodes were dealt out, drafted by two drafters."""
     first, second = drafts
-    # Where each node stands among the first drafter's nodes, followed by the second's.
+    # Where each node is accepted among the first drafter's nodes, followed by the second's.
     places = np.argsort(np.concatenate(_dealt(tree)), kind="stable")
     places = np.delete(places, 1)  # node 0 is among both
     joined = lambda a, b: jnp.concatenate([a, b], axis=1)
     put = lambda a, b: joined(a, b)[:, places]
-    law, origins = None, second.origins
-    if first.law is not None and second.law is not None:
-        law, origins = Law(*map(joined, first.law, second.law)), origins + first.law.logits.shape[1]
+    dist, origins = None, second.origins
+    if first.dist is not None and second.dist is not None:
+        dist, origins = Categorical(*map(joined, first.dist, second.dist)), origins + first.dist.logits.shape[1]
     told = None if first.log_q is None or second.log_q is None else put(first.log_q, second.log_q)
     return TreeDraft(
         tokens=put(first.tokens, second.tokens), branches=tree.branches(len(first.tokens)),
-        live=put(first.live, second.live), law=law, origins=put(first.origins, origins),
+        valid=put(first.valid, second.valid), dist=dist, origins=put(first.origins, origins),
         calls=first.calls + second.calls, log_q=told, target_cache=target_cache,
     )  # fmt: skip

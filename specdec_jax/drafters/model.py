@@ -13,7 +13,7 @@ from specdec_jax.drafters.drafting import (
     draft_in_pairs,
     draft_tokens,
     draw_adjusted,
-    empty_law,
+    empty_distribution,
     match_width,
     record_signals,
 )
@@ -35,7 +35,7 @@ class ModelDraftState:
     Attributes:
       cache: the drafter's own decoder cache.
       cached: `[B]` int32, number of leading slots that hold keys and values of committed tokens, or
-        of drafted tokens as far as they stand.
+        of drafted tokens as far as they are accepted.
     """
 
     cache: Any
@@ -55,7 +55,7 @@ class ModelDrafter(Drafter):
       shortlist: the ids that are proposed, None for all.
     """
 
-    tells_law = True
+    provides_probs = True
     drafts_beams = True
     drafts_trees = True
     # Whether the model attends to the target's encoder output instead of having an encoder.
@@ -64,8 +64,8 @@ class ModelDrafter(Drafter):
 
     @isolated
     def __init__(self, model: LanguageModel, shortlist: int | Sequence[int] | np.ndarray | None = None, int8=False):
-        """A shortlist and 8 bits do not change the output law; both change what is proposed, and so
-        the acceptance rate.
+        """A shortlist and 8 bits do not change the output distribution; both change what is
+        proposed, and so the acceptance rate.
 
         Args:
           model: the drafter's model.
@@ -74,7 +74,7 @@ class ModelDrafter(Drafter):
             `shortlist_from_counts`). A number takes that many of the vocabulary's first ids, which
             SentencePiece orders by frequency, and the ending ones.
           int8: multiply with kernels of 8 bits. They are made now and kept beside the model's own,
-            unless those are in 8 bits already. On a CPU inputs of products are rounded too: in
+            unless those are in int8 already. On a CPU inputs of products are rounded too: in
             float32 to 16 bits, without the package's own kernels to 8.
 
         Raises:
@@ -86,14 +86,14 @@ class ModelDrafter(Drafter):
         self.int8 = arguments.check_flag("int8", int8) and not model.quantized
         if shortlist is not None:
             ids = check_shortlist(shortlist, model.config.vocab_size, model.eos_ids)
-            self.shortlist = Shortlist.of(ids, model.config.vocab_size)
+            self.shortlist = Shortlist.select(ids, model.config.vocab_size)
             self.network = self.network.shortlisted(self.shortlist.ids)
         if self.int8:
             self.network = self.network.in_int8()
 
     @property
     def reduced(self) -> bool:
-        """Whether a shortlist or 8 bits give the drafter another law than its model's."""
+        """Whether a shortlist or 8 bits give the drafter another distribution than its model's."""
         return self.network is not self.model.network
 
     def variants(self) -> dict[str, Network]:
@@ -151,7 +151,8 @@ class ModelDrafter(Drafter):
         batch, prefix = tokens.shape
         shared = {} if encoded is None else {"encoded": encoded}
         cache = fill_cache(self.network, inputs, input_lengths, tokens, slots, **shared)
-        # A row with a shorter prefix has garbage past its own last token; `draft` takes the smaller of the two numbers.
+        # A row with a shorter prefix has garbage past its own last token; `draft` takes the smaller
+        # of the two numbers.
         return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
 
     def begin_beams(self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int, encoded=None) -> Any:
@@ -160,7 +161,7 @@ class ModelDrafter(Drafter):
         return self.network.node_cache(cache, slots, positions)
 
     def draft_beams(self, draft_state, state, tree):
-        widened = lambda logits: self.widened(logits, state.program.vocab_size)
+        widened = lambda logits: self.widened(logits, state.config.vocab_size)
         return draft_levels(self.network, widened, draft_state, state, tree)
 
     def move_beams(self, draft_state, sources, starts):
@@ -171,8 +172,8 @@ class ModelDrafter(Drafter):
         return self.network.node_cache(cache, slots, slots)
 
     def draft_tree(self, draft_state, state, num_wanted, room):
-        widened = lambda logits: self.widened(logits, state.program.vocab_size)
-        whole, lag = self.shortlist is None, state.program.lag
+        widened = lambda logits: self.widened(logits, state.config.vocab_size)
+        whole, lag = self.shortlist is None, state.config.lag
         return draft_with_model(self.network, widened, draft_state, state, num_wanted, room, lag, whole)
 
     def keep_path(self, draft_state, state, draft, path):
@@ -196,29 +197,29 @@ class ModelDrafter(Drafter):
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
 
         def choose(step, tokens, carry):
-            cache, law, seen = carry
+            cache, dist, seen = carry
             position = last + step
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
-            live = (step < num_wanted)[:, None]
-            states, cache = self.network.decode_states(fed, position, cache, live=live)
-            return self._chosen(state, step, tokens, states, live, (cache, law, seen))
+            valid = (step < num_wanted)[:, None]
+            states, cache = self.network.decode_states(fed, position, cache, valid=valid)
+            return self._chosen(state, step, tokens, states, valid, (cache, dist, seen))
 
         def fed_pair(step, tokens, cache):
-            # At position 0 the second token is fed needlessly. Past its draft a row may feed anything, but only to
-            # slots that no row commits: the last two are among them.
+            # At position 0 the second token is fed needlessly. Past its draft a row may feed
+            # anything, but only to slots that no row commits: the last two are among them.
             position = jnp.clip(last + step, 0, tokens.shape[1] - 1)
             first = jnp.maximum(position - 1, 0)
             fed = jnp.take_along_axis(tokens, first[:, None] + jnp.arange(2), axis=1)
-            live = jnp.broadcast_to((num_wanted > 0)[:, None], fed.shape)
-            states, cache = self.network.decode_states(fed, first, cache, live=live)
-            return jnp.take_along_axis(states, (position - first)[:, None, None], axis=1), live[:, :1], cache
+            valid = jnp.broadcast_to((num_wanted > 0)[:, None], fed.shape)
+            states, cache = self.network.decode_states(fed, first, cache, valid=valid)
+            return jnp.take_along_axis(states, (position - first)[:, None, None], axis=1), valid[:, :1], cache
 
         def choose_by_pair(step, tokens, carry):
-            cache, law, seen = carry
-            states, live, cache = fed_pair(step, tokens, cache)
-            return self._chosen(state, step, tokens, states, live, (cache, law, seen))
+            cache, dist, seen = carry
+            states, valid, cache = fed_pair(step, tokens, cache)
+            return self._chosen(state, step, tokens, states, valid, (cache, dist, seen))
 
-        carry = draft_state.cache, empty_law(state), empty_signals(state.policy, len(last))
+        carry = draft_state.cache, empty_distribution(state), empty_signals(state.policy, len(last))
         if state.policy is None and self.network.pairs_are_free(draft_state.cache):
             feed = lambda step, carry: (fed_pair(step, state.tokens, carry[0])[2], *carry[1:])
             found = draft_in_pairs(state, num_wanted, choose_by_pair, carry, jnp.max(lag), feed)
@@ -226,28 +227,29 @@ class ModelDrafter(Drafter):
             found = draft_tokens(
                 state, num_wanted, choose, carry, jnp.max(lag), choose_by_pair, seen=lambda carry: carry[2]
             )
-        tokens, num_drafted, (cache, law, seen) = found
+        tokens, num_drafted, (cache, dist, seen) = found
         draft = Draft(
             tokens=tokens,
             num_drafted=num_drafted,
-            law=law,
+            dist=dist,
             calls=jnp.where(num_wanted > 0, num_drafted + lag // 2, 0),  # with an odd lag the last of them drafts too
             seen=seen,
         )
-        # A row that drafted nothing has cached nothing new. Its prefix's padding is no longer hidden by `last`.
+        # A row that drafted nothing has cached nothing new. Its prefix's padding is no longer
+        # hidden by `last`.
         cached = jnp.where(num_wanted > 0, last + num_drafted, jnp.minimum(draft_state.cached, last))
         return ModelDraftState(cache, cached), draft
 
-    def _chosen(self, state: DecodeState, step, tokens, states, live, carry) -> tuple[jax.Array, tuple]:
+    def _chosen(self, state: DecodeState, step, tokens, states, valid, carry) -> tuple[jax.Array, tuple]:
         """Returns the token `[B]` that is drafted after `states`, and the carry of `draft` (cache,
-        law, signals)."""
-        (cache, law, seen), vocab_size = carry, state.program.vocab_size
-        bare = state.program.mode.greedy and not state.program.mode.processes and seen is None
-        if bare and self.shortlist is None and self.network.skips and self.network.vocab_size <= vocab_size:
-            return self.network.peak(states, live, normalize=False)[0][:, 0], (cache, law, seen)
-        logits = self.network.head(states, live)
+        distribution, signals)."""
+        (cache, dist, seen), vocab_size = carry, state.config.vocab_size
+        bare = state.config.mode.greedy and not state.config.mode.processes and seen is None
+        if bare and self.shortlist is None and self.network.skips_padding and self.network.vocab_size <= vocab_size:
+            return self.network.greedy_token_and_logprob(states, valid, normalize=False)[0][:, 0], (cache, dist, seen)
+        logits = self.network.head(states, valid)
         if self.shortlist is not None and bare:  # nothing as wide as the vocabulary is needed
-            return self.shortlist.argmax(logits, vocab_size)[:, 0], (cache, law, seen)
+            return self.shortlist.argmax(logits, vocab_size)[:, 0], (cache, dist, seen)
         logits = self.widened(logits, vocab_size)
-        drawn, law = draw_adjusted(state, logits, tokens, step, law)
-        return drawn, (cache, law, record_signals(state, logits, tokens, step, drawn, seen))
+        drawn, dist = draw_adjusted(state, logits, tokens, step, dist)
+        return drawn, (cache, dist, record_signals(state, logits, tokens, step, drawn, seen))

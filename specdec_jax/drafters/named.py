@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from specdec_jax.checkpoints import loader, own
+from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.drafters.assisted import AssistedNGramDrafter
 from specdec_jax.drafters.early_exit import EarlyExitDrafter
 from specdec_jax.drafters.heads import HeadsDrafter
@@ -66,7 +66,7 @@ def named_drafter(
         return EarlyExitDrafter(target, _exit_layer(name, target.config.num_decoder_layers))
     if name.endswith(".npz"):
         return NGramDrafter.load(name, target.vocabulary)
-    if own.is_folder(pathlib.Path(name), "heads"):
+    if native_format.is_folder(pathlib.Path(name), "heads"):
         return HeadsDrafter.load(name, target)
     return reduced(load(name))
 
@@ -97,7 +97,7 @@ def traced_drafter(name: str, config: ModelConfig, load: Callable[[str], ModelDr
         drafter = NGramDrafter.load(name)
         drafter.check_ids(config.vocab_size, 0)
         return drafter
-    return TracedHeads(name, config) if own.is_folder(pathlib.Path(name), "heads") else load(name)
+    return TracedHeads(name, config) if native_format.is_folder(pathlib.Path(name), "heads") else load(name)
 
 
 def check_drafter_name(name: str) -> None:

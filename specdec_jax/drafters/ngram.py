@@ -11,7 +11,7 @@ from specdec_jax.drafters.drafting import (
     draft_tokens,
     draft_without_calls,
     draw_adjusted,
-    empty_law,
+    empty_distribution,
     match_width,
     point_mass,
     record_signals,
@@ -38,16 +38,16 @@ class NGramDrafter(ChainDrafter):
 
     Attributes:
       table: the counts.
-      sampled: False drafts the most frequent id, a point mass; in a tree the most frequent ids. True
-        draws from the relative frequencies (after a context, those of the continuations that are
-        kept), under the same processors, temperature and filters as the target.
+      sampled: False drafts the most frequent id, a point mass; in a tree the most frequent ids.
+        True draws from the relative frequencies (after a context, those of the continuations that
+        are kept), under the same processors, temperature and filters as the target.
     """
 
     table: NGramTable
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
 
     drafts_trees: ClassVar[bool] = True
-    tells_law: ClassVar[Any] = property(lambda self: self.sampled)
+    provides_probs: ClassVar[Any] = property(lambda self: self.sampled)
     tree_kinds: ClassVar[Any] = property(lambda self: CHILDREN if self.sampled else POINTS)
     grows_trees: ClassVar[Any] = property(lambda self: self.sampled)
 
@@ -66,7 +66,8 @@ class NGramDrafter(ChainDrafter):
           start_token: the target's start token.
           continuations: M ≥ 1, how many ids are kept for a context, the most frequent ones.
           sampled: see the attribute.
-          vocabulary: the ids' vocabulary; if given, the drafter is refused for a target with another.
+          vocabulary: the ids' vocabulary; if given, the drafter is rejected for a target with
+            another.
 
         Raises:
           ValueError: nothing to count, ids outside the vocabulary, or a number out of its range.
@@ -129,29 +130,29 @@ class NGramDrafter(ChainDrafter):
         return ()
 
     def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
-        vocab_size = state.program.vocab_size
+        vocab_size = state.config.vocab_size
 
         def choose(step, tokens, carry):
             rows = self.table.rows(tokens, state.lengths + step)
             if not self.sampled:
                 return self.table.most_frequent(rows), carry
-            law, seen = carry
+            dist, seen = carry
             logits = match_width(self.table.logits(rows)[:, None], vocab_size)
-            drawn, law = draw_adjusted(state, logits, tokens, step, law)
-            return drawn, (law, record_signals(state, logits, tokens, step, drawn, seen))
+            drawn, dist = draw_adjusted(state, logits, tokens, step, dist)
+            return drawn, (dist, record_signals(state, logits, tokens, step, drawn, seen))
 
         if not self.sampled:
             tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, None)
             return (), draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
-        carry = empty_law(state), empty_signals(state.policy, len(state.lengths))
-        tokens, num_drafted, (law, seen) = draft_tokens(state, num_wanted, choose, carry, seen=lambda carry: carry[1])
-        return (), draft_without_calls(state, tokens, num_drafted, law)._replace(seen=seen)
+        carry = empty_distribution(state), empty_signals(state.policy, len(state.lengths))
+        tokens, num_drafted, (dist, seen) = draft_tokens(state, num_wanted, choose, carry, seen=lambda carry: carry[1])
+        return (), draft_without_calls(state, tokens, num_drafted, dist)._replace(seen=seen)
 
     def draft_tree(self, draft_state: tuple, state: DecodeState, num_wanted, room):
         after = lambda level: self.table.rows(*level.rows(state))
 
         def logits_of(level, carry):
-            logits = match_width(self.table.logits(after(level)), state.program.vocab_size)
+            logits = match_width(self.table.logits(after(level)), state.config.vocab_size)
             return logits.reshape(*level.tokens.shape, -1), carry
 
         def children_of(level, carry):

@@ -31,13 +31,14 @@ _FORMAT = "specdec_jax n-gram table, version 1"
 _ARRAYS = ("parents", "extras", "starts", "next_tokens", "counts", "unigram")
 _NUMBERS = ("vocab_size", "order", "start_token", "continuations")
 _MAX_ORDER = 16
-# The errors that reading somebody else's archive may raise. numpy parses an array's header as Python source.
+# The errors that reading somebody else's archive may raise. numpy parses an array's header as
+# Python source.
 _UNREADABLE = (
     ValueError, EOFError, OSError, KeyError, RuntimeError, MemoryError, tokenize.TokenError, zipfile.BadZipFile,
     zlib.error,
 )  # fmt: skip
-# A file may unpack to `_COMPRESSION` times its size, ten times what tables do, and `_LEAST_ROOM` bytes more: the
-# counts of 250,000 ids of which none occurs are all zeros.
+# A file may unpack to `_COMPRESSION` times its size, ten times what tables do, and `_LEAST_ROOM`
+# bytes more: the counts of 250,000 ids of which none occurs are all zeros.
 _LEAST_ROOM, _COMPRESSION, _MOST_ARRAYS = 1 << 24, 50, 100
 
 
@@ -152,7 +153,8 @@ class NGramTable:
             place = lengths - length
             before = jnp.take_along_axis(tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
             longer, found = self._find(rows, jnp.where(place >= 0, before, self.start_token))
-            # Whoever saw a context saw all its endings, so that after a miss nothing longer is found.
+            # Whoever saw a context saw all its endings, so that after a miss nothing longer is
+            # found.
             seen &= found
             rows = jnp.where(seen, longer, rows)
         return rows
@@ -178,8 +180,8 @@ class NGramTable:
         return self.ranked(rows, 1)[:, 0]
 
     def ranked(self, rows: jax.Array, count: int) -> jax.Array:
-        """Returns the `count` most frequent ids `[B, count]` after the contexts `rows [B]`, −1 where
-        fewer are kept."""
+        """Returns the `count` most frequent ids `[B, count]` after the contexts `rows [B]`, −1
+        where fewer are kept."""
         places = self.starts[rows][:, None] + jnp.arange(count)
         inside = places < self.starts[rows + 1][:, None]
         return jnp.where(inside, self.next_tokens[jnp.minimum(places, len(self.next_tokens) - 1)], -1)
@@ -189,7 +191,8 @@ class NGramTable:
         empty context, of all ids."""
         tokens = self.ranked(rows, self.continuations)
         places = jnp.minimum(self.starts[rows][:, None] + jnp.arange(self.continuations), len(self.counts) - 1)
-        # The few continuations kept are scattered; unused places get an id past the vocabulary and are dropped.
+        # The few continuations kept are scattered; unused places get an id past the vocabulary and
+        # are dropped.
         tokens = jnp.where(tokens < 0, self.vocab_size, tokens)
         nothing = jnp.full((len(rows), self.vocab_size), -jnp.inf, jnp.float32)
         row = jnp.arange(len(rows))[:, None]

@@ -10,7 +10,7 @@ from specdec_jax.drafters.beam_chains import ChainDrafter
 from specdec_jax.drafters.drafting import draft_without_calls, point_mass
 from specdec_jax.drafters.tree_levels import Children, draft_children
 from specdec_jax.models import arguments
-from specdec_jax.speculative import laws
+from specdec_jax.speculative import distributions
 from specdec_jax.speculative.state import DecodeState, Draft
 from specdec_jax.speculative.trees import POINTS
 
@@ -61,15 +61,15 @@ class PromptLookupDrafter(ChainDrafter):
     def draft(self, draft_state: Inputs, state: DecodeState, num_wanted) -> tuple[Inputs, Draft]:
         slots, lengths = state.tokens.shape[1], state.lengths
         known, order = self._ranked(draft_state, state.tokens, lengths)
-        place = laws.argmax(order)
+        place = distributions.argmax(order)
         found = jnp.max(order, axis=1) >= 0
         end = jnp.where(place < slots, lengths, slots + draft_state.lengths)
-        offsets = jnp.arange(state.program.gamma)
+        offsets = jnp.arange(state.config.gamma)
         tokens = jnp.take_along_axis(known, jnp.minimum(place[:, None] + offsets, known.shape[1] - 1), axis=1)
         num_drafted = jnp.where(found, jnp.minimum(num_wanted, end - place), 0)
-        # Nothing comes after an EOS, which itself may stand.
+        # Nothing comes after an EOS, which itself may be accepted.
         is_eos = jnp.any(tokens[:, :, None] == state.eos_ids[:, None, :], axis=-1)
-        first_eos = jnp.min(jnp.where(is_eos, offsets, state.program.gamma), axis=1)
+        first_eos = jnp.min(jnp.where(is_eos, offsets, state.config.gamma), axis=1)
         num_drafted = jnp.minimum(num_drafted, first_eos + 1)
         return draft_state, draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
 
@@ -80,7 +80,7 @@ class PromptLookupDrafter(ChainDrafter):
             known, order = self._ranked(inputs, *level.rows(state))
             tokens = []
             for _ in range(max(level.counts)):
-                place = laws.argmax(order)[:, None]
+                place = distributions.argmax(order)[:, None]
                 token = jnp.take_along_axis(known, place, axis=1)
                 tokens.append(jnp.where(jnp.take_along_axis(order, place, axis=1) < 0, -1, token))
                 order = jnp.where(known == token, -1, order)
@@ -91,8 +91,8 @@ class PromptLookupDrafter(ChainDrafter):
 
     def _ranked(self, inputs: Inputs, output: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the tokens `[B, S + L]` at all places to copy from, those of the output and then
-        those of the input, and numbers `[B, S + L]` that are greater the better a place is, −1 where
-        nothing is to be copied.
+        those of the input, and numbers `[B, S + L]` that are greater the better a place is, −1
+        where nothing is to be copied.
 
         A place is as good as the ending before it is long; of equally good ones the output's come
         first, and the latest of each.

@@ -3,11 +3,11 @@
 import flax.struct
 import jax.numpy as jnp
 
-from specdec_jax.drafters.drafting import draft_tokens, draft_without_calls, draw, empty_law, match_width
+from specdec_jax.drafters.drafting import draft_tokens, draft_without_calls, draw, empty_distribution, match_width
 from specdec_jax.models import arguments
-from specdec_jax.speculative import laws
+from specdec_jax.speculative import distributions
+from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.state import DecodeState, Draft, context
 
 
@@ -16,8 +16,8 @@ class RandomDrafter(Drafter):
     """A drafter of uniformly random tokens, which knows nothing (section 3.6 of Leviathan et al.
     2023): a yardstick for others.
 
-    It draws from a uniform law at every temperature, 0 included; what processors forbid is not
-    drafted.
+    It draws from a uniform distribution at every temperature, 0 included; what processors forbid is
+    not drafted.
 
     Attributes:
       vocab_size: ids are drawn from 0 … vocab_size − 1; those that the target lacks are left out.
@@ -36,13 +36,16 @@ class RandomDrafter(Drafter):
         return ()
 
     def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
-        program = state.program
-        uniform = match_width(jnp.zeros((len(state.lengths), 1, self.vocab_size)), program.vocab_size)
+        config = state.config
+        uniform = match_width(jnp.zeros((len(state.lengths), 1, self.vocab_size)), config.vocab_size)
 
-        def choose(step, tokens, law):
-            # No temperature and no filters: a uniform law stays as it is under them, except under argmax.
-            here = Law.of(laws.process(uniform, context(state, tokens, step), state.sampling, program.mode))
-            return draw(state, here, step, law)
+        def choose(step, tokens, dist):
+            # No temperature and no filters: a uniform distribution stays as it is under them,
+            # except under argmax.
+            here = Categorical.from_logits(
+                distributions.process(uniform, context(state, tokens, step), state.sampling, config.mode)
+            )
+            return draw(state, here, step, dist)
 
-        tokens, num_drafted, law = draft_tokens(state, num_wanted, choose, empty_law(state))
-        return (), draft_without_calls(state, tokens, num_drafted, law)
+        tokens, num_drafted, dist = draft_tokens(state, num_wanted, choose, empty_distribution(state))
+        return (), draft_without_calls(state, tokens, num_drafted, dist)

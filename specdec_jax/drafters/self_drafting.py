@@ -1,4 +1,4 @@
-"""Self-speculation: the target's own weights in 8 bits as drafter, without a second checkpoint."""
+"""Self-speculation: the target's own weights in int8 as drafter, without a second checkpoint."""
 
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from specdec_jax.models.network import decoder_only
 
 @jax.tree_util.register_pytree_node_class
 class SelfDrafter(ModelDrafter):
-    """A drafter made of the target's own weights, with the kernels of decoder steps in 8 bits.
+    """A drafter made of the target's own weights, with the kernels of decoder steps in int8.
 
     It has a cache of its own. The target's encoder output, and the embeddings, norms and kernels
     for the encoder's output, are the target's. The 8 bits are kept beside the target's weights and
@@ -29,19 +29,19 @@ class SelfDrafter(ModelDrafter):
         """Rounds the target's kernels.
 
         Raises:
-          ValueError: the target's weights are in 8 bits already.
+          ValueError: the target's weights are in int8 already.
         """
         arguments.check_model("model", model)
         if model.quantized:
             raise ValueError(
-                f"drafter: got the 8 bits of a target that is in 8 bits itself ({model.name}), expected a target that "
+                f"drafter: got the 8 bits of a target that is in int8 itself ({model.name}), expected a target that "
                 "is not (quantize='none' widens weights that are stored so)"
             )
         super().__init__(model, int8=True)
 
     @property
     def name(self) -> str:
-        return f"{self.model.name} in 8 bits"
+        return f"{self.model.name} in int8"
 
     @property
     def second_model(self) -> None:

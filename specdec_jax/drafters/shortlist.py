@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.models import arguments
-from specdec_jax.speculative import laws
+from specdec_jax.speculative import distributions
 
 _MULTIPLE = 64  # the length of a shortlist is rounded up to a multiple of this
 
@@ -27,7 +27,7 @@ class Shortlist:
     places: jax.Array
 
     @classmethod
-    def of(cls, ids: np.ndarray, vocab_size: int) -> "Shortlist":
+    def select(cls, ids: np.ndarray, vocab_size: int) -> "Shortlist":
         """Returns the shortlist of ascending `ids`, none of them twice."""
         filled = np.pad(ids, (0, -len(ids) % _MULTIPLE), mode="edge")
         places = np.full(vocab_size, len(filled))
@@ -35,13 +35,14 @@ class Shortlist:
         return cls(jax.device_put(filled.astype(np.int32)), jax.device_put(places.astype(np.int32)))
 
     def argmax(self, logits: jax.Array, vocab_size: int) -> jax.Array:
-        """Returns the id below `vocab_size` of the greatest of `logits [..., F]`, −1 where one is not a number.
+        """Returns the id below `vocab_size` of the greatest of `logits [..., F]`, −1 where one is
+        not a number.
 
         Nothing as wide as the vocabulary is made.
         """
         if vocab_size < len(self.places):
             logits = jnp.where(self.ids < vocab_size, logits, -jnp.inf)
-        place = laws.argmax(logits)
+        place = distributions.argmax(logits)
         return jnp.where(place < 0, -1, self.ids[place])
 
     def widen(self, logits: jax.Array) -> jax.Array:

@@ -1,4 +1,5 @@
-"""Drafters that are parts of a target whose parameters exist only while a program is traced, as inside T5X.
+"""Drafters that are parts of a target whose parameters exist only while a program is traced, as
+inside T5X.
 
 Each takes the place of a drafter of the same name until `on` makes that of the traced network.
 """
@@ -10,11 +11,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.checkpoints import leaves, own
+from specdec_jax.checkpoints import native_format, stored_tensor
 from specdec_jax.drafters.early_exit import EarlyExitDrafter, ExitNetwork
 from specdec_jax.drafters.heads import HeadsDrafter, check_widths
 from specdec_jax.drafters.self_drafting import SelfDrafter
-from specdec_jax.models import layouts, parameters
+from specdec_jax.models import parameters, weight_layouts
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsNetwork
 from specdec_jax.models.network import Network
@@ -39,10 +40,10 @@ class TracedExit(EarlyExitDrafter):
 
 
 class TracedSelf(SelfDrafter):
-    """The weights of a traced target in 8 bits, rounded anew in every call of the program."""
+    """The weights of a traced target in int8, rounded anew in every call of the program."""
 
     models: ClassVar[Any] = ()
-    name: ClassVar[Any] = "the target in 8 bits"
+    name: ClassVar[Any] = "the target in int8"
     scorable: ClassVar[Any] = False
 
     def __init__(self):
@@ -60,9 +61,10 @@ class TracedHeads(Drafter):
     drafts_trees: ClassVar[bool] = True
 
     def __init__(self, path, config: ModelConfig):
-        """Reads the heads; raises ValueError if they have other widths than a target of this `config`."""
-        shape, self._fingerprint, stored = own.open_heads(pathlib.Path(path))
-        leaves.check_shapes(stored, shape.parameter_shapes, path, "of these heads")
+        """Reads the heads; raises ValueError if they have other widths than a target of this
+        `config`."""
+        shape, self._fingerprint, stored = native_format.open_heads(pathlib.Path(path))
+        stored_tensor.check_shapes(stored, shape.parameter_shapes, path, "of these heads")
         check_widths(config, shape)
         self._heads = Heads(dataclasses.replace(shape, dtype=config.dtype, matmul_dtype=None))
         read = {name: jnp.asarray(leaf.load(jnp.dtype(config.dtype))) for name, leaf in stored.items()}
@@ -73,6 +75,6 @@ class TracedHeads(Drafter):
         return f"{self._heads.config.num_heads} heads"
 
     def on(self, network: Network) -> Drafter:
-        params = layouts.pack(jax.tree.map(lambda leaf: leaf, self._params), network.module.native)
+        params = weight_layouts.pack(jax.tree.map(lambda leaf: leaf, self._params), network.module.native)
         head = network.head_alone() if self._heads.config.share_head else None
         return HeadsDrafter(HeadsNetwork(params, head, self._heads), self._fingerprint)

@@ -1,5 +1,5 @@
-"""Drafts trees level by level: the laws after all nodes of a level that have children come from one
-call, and their children are chosen from them."""
+"""Drafts trees level by level: the distributions after all nodes of a level that have children come
+from one call, and their children are chosen from them."""
 
 import functools
 from collections.abc import Callable
@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specdec_jax.drafters import tree_signals
-from specdec_jax.models.axes import Peak
+from specdec_jax.models.axes import TokenAndLogprob
 from specdec_jax.models.network import Network
-from specdec_jax.models.nodes import WindowNodes
-from specdec_jax.speculative import draws, laws, tree_growth
-from specdec_jax.speculative.laws import Law
-from specdec_jax.speculative.outcomes import DraftSignals
+from specdec_jax.models.tree_positions import WindowNodes
+from specdec_jax.speculative import distributions, randomness, tree_growth
+from specdec_jax.speculative.distributions import Categorical
+from specdec_jax.speculative.policy_inputs import DraftSignals
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_children import choose_children
 from specdec_jax.speculative.tree_draft import TreeDraft
@@ -34,7 +34,7 @@ class Level(NamedTuple):
       lines: `[J, D + 1]`, or `[B, J, D + 1]`, by depth: the places of their ancestors, then their
         own, in that order.
       tokens: their tokens.
-      live: False for nodes that are not there.
+      valid: False for nodes that are not there.
       counts: how many children each has; static.
       texts: the tokens up to each of them by position: committed ones, then those on its path.
     """
@@ -44,7 +44,7 @@ class Level(NamedTuple):
     first: int
     lines: Any
     tokens: Int[Array, "B J"]
-    live: Bool[Array, "B J"]
+    valid: Bool[Array, "B J"]
     counts: list[int]
     texts: Int[Array, "B J S"]
 
@@ -58,22 +58,22 @@ class Level(NamedTuple):
 LogitsOf = Callable[[Level, Any], tuple[Float[Array, "B J V"], Any]]
 # (level, carry) -> (argmax token after each of its nodes, −1 where a logit is NaN, and its
 # log-probability; carry)
-PeaksOf = Callable[[Level, Any], tuple[Peak, Any]]
+GreedyTokensOf = Callable[[Level, Any], tuple[TokenAndLogprob, Any]]
 
 
 class Children(NamedTuple):
     """The children of the J nodes of a level, at most K of each.
 
     Attributes:
-      tokens: by rank; −1 where there is none. A first child of −1 is taken for a law that contained
-        NaN.
-      law: the laws that they were chosen from; None where no verifier will ask.
-      log_q: log-probabilities of `tokens`; None where the drafter tells no law.
+      tokens: by rank; −1 where there is none. A first child of −1 is taken for a distribution that
+        contained NaN.
+      dist: the distributions that they were chosen from; None where no verifier will ask.
+      log_q: log-probabilities of `tokens`; None where the drafter provides no probabilities.
       seen: what a policy of γ reads of them; None if it reads nothing.
     """
 
     tokens: Int[Array, "B J K"]
-    law: Law | None = None
+    dist: Categorical | None = None
     log_q: Float[Array, "B J K"] | None = None
     seen: DraftSignals | None = None
 
@@ -84,35 +84,35 @@ ChildrenOf = Callable[[Level, Any], tuple[Children, Any]]
 
 def draft_tree(
     state: DecodeState, num_wanted: Int[Array, " B"], room: Int[Array, " B"], logits_of: LogitsOf, carry: Any,
-    peaks_of: PeaksOf | None = None,
+    greedy_tokens_of: GreedyTokensOf | None = None,
 ) -> tuple[TreeDraft, Any]:  # fmt: skip
-    """Drafts the tree `state.program.tree`; the arguments are those of `Drafter.draft_tree` and:
+    """Drafts the tree `state.config.tree`; the arguments are those of `Drafter.draft_tree` and:
 
     Args:
       logits_of: gives the drafter's logits, as wide as the target's vocabulary, level by level.
       carry: what `logits_of` keeps from level to level.
-      peaks_of: does so for the greatest logits alone, where that takes less time.
+      greedy_tokens_of: does so for the greatest logits alone, where that takes less time.
 
     Returns:
       The draft, whose `calls` are 0, and the last carry.
     """
-    tree = state.program.tree
+    tree = state.config.tree
     if isinstance(tree, DynamicTree):
         return _grow(state, num_wanted, room, logits_of, carry)
     assert tree is not None, "a program of trees"
-    words = _words(state, tree)
+    random_bits = _random_bits(state, tree)
 
-    bare = state.program.mode.greedy and not state.program.mode.processes and not tree_signals.of_root(state)
+    bare = state.config.mode.greedy and not state.config.mode.processes and not tree_signals.of_root(state)
 
     def children_of(level: Level, carry):
-        if peaks_of is not None and bare and max(level.counts) == 1:
-            (tokens, log_probs), carry = peaks_of(level, carry)
+        if greedy_tokens_of is not None and bare and max(level.counts) == 1:
+            (tokens, log_probs), carry = greedy_tokens_of(level, carry)
             return Children(tokens[..., None], log_q=log_probs[..., None]), carry
         logits, carry = logits_of(level, carry)
         assert level.numbers is not None
-        own = None if words is None else words[:, tree.children_of(level.numbers) - 1]
-        law, _, chosen = _choose(state, level, logits, own)
-        return Children(chosen, law, _log_probs(law, chosen), _signals(state, level, logits, chosen)), carry
+        own = None if random_bits is None else random_bits[:, tree.children_of(level.numbers) - 1]
+        dist, _, chosen = _choose(state, level, logits, own)
+        return Children(chosen, dist, _log_probs(dist, chosen), _signals(state, level, logits, chosen)), carry
 
     return draft_children(state, num_wanted, room, children_of, carry)
 
@@ -122,26 +122,26 @@ def draft_children(
 ) -> tuple[TreeDraft, Any]:
     """Does what `draft_tree` does, for a tree of fixed shape and a drafter that chooses children
     itself."""
-    program, tree, batch = state.program, state.program.tree, len(state.lengths)
+    config, tree, batch = state.config, state.config.tree, len(state.lengths)
     assert isinstance(tree, Tree)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     # Columns are added level by level, and put in the order of the nodes' numbers at the end.
-    tokens, live = [last], [~state.done[:, None]]
+    tokens, valid = [last], [~state.done[:, None]]
     order, found, log_q, first = [np.zeros(1, np.int64)], [], [jnp.zeros((batch, 1))], 0
     column, told = np.zeros(tree.size, np.int64), tree_signals.of_root(state)
     for depth in range(tree.depth):
         inner, children = tree.inner(depth), tree.level(depth + 1)
         so_far = jnp.concatenate(tokens, axis=1)
         places = column[inner]
-        there = jnp.concatenate(live, axis=1)[:, places] & tree_signals.goes_on(state, told, places)
+        there = jnp.concatenate(valid, axis=1)[:, places] & tree_signals.goes_on(state, told, places)
         lines = jnp.broadcast_to(jnp.asarray(column[tree.lines[inner]], jnp.int32), (batch, len(inner), tree.depth + 1))
         texts = sequences(state, so_far, lines, jnp.full((batch, len(inner)), depth, jnp.int32))
         counts = np.sum(tree.children_of(inner) > 0, axis=1).tolist()
         level = Level(depth, inner, first, tree.fed[tree.lines[inner]], so_far[:, places], there, counts, texts)
         chosen, carry = children_of(level, carry)
         first += len(inner)
-        if program.asks_draft_law:
-            found.append(chosen.law)
+        if config.needs_draft_probs:
+            found.append(chosen.dist)
         parents = np.searchsorted(inner, np.asarray(tree.parents)[children - 1])
         new = chosen.tokens[:, parents, tree.ranks[children]]
         own = parents * chosen.tokens.shape[2] + tree.ranks[children]
@@ -152,32 +152,32 @@ def draft_children(
         tokens.append(jnp.where(open_, new, 0))
         if chosen.log_q is not None:
             log_q.append(chosen.log_q[:, parents, tree.ranks[children]])
-        live.append(open_ & (new >= 0))
+        valid.append(open_ & (new >= 0))
         column[children] = so_far.shape[1] + np.arange(len(children))
         order.append(children)
     back = np.argsort(np.concatenate(order))
     put = lambda columns: jnp.concatenate(columns, axis=1)[:, back]
-    law = None if not found else Law(*(jnp.concatenate(parts, axis=1) for parts in zip(*found)))
+    dist = None if not found else Categorical(*(jnp.concatenate(parts, axis=1) for parts in zip(*found)))
     origins = np.array((0, *tree.fed[list(tree.parents)]), np.int32)
     rows = lambda values: jnp.broadcast_to(jnp.asarray(values, jnp.int32), (batch, tree.size))
     return TreeDraft(
-        tokens=put(tokens), branches=tree.branches(batch), live=put(live), law=law, origins=rows(origins),
+        tokens=put(tokens), branches=tree.branches(batch), valid=put(valid), dist=dist, origins=rows(origins),
         calls=jnp.zeros(batch, jnp.int32), slots=rows(np.maximum(tree.fed, 0)),
         log_q=put(log_q) if len(log_q) > tree.depth else None, seen=tree_signals.by_number(state, told, back),
     ), carry  # fmt: skip
 
 
-def _log_probs(law: Law, tokens: Int[Array, "B J K"]) -> Float[Array, "B J K"]:
+def _log_probs(dist: Categorical, tokens: Int[Array, "B J K"]) -> Float[Array, "B J K"]:
     """Returns the log-probabilities of K tokens at each of J nodes; −1 counts as 0."""
-    return jnp.take_along_axis(law.logits, jnp.maximum(tokens, 0), axis=2) - law.log_normalizer[..., None]
+    return jnp.take_along_axis(dist.logits, jnp.maximum(tokens, 0), axis=2) - dist.log_normalizer[..., None]
 
 
-def _words(state: DecodeState, tree: Tree) -> jax.Array | None:
-    """Returns the random words `[B, N − 1, 2]` by which drafted nodes are drawn, if any are."""
-    if state.program.mode.greedy or tree.kind in ("top", "gumbel"):
+def _random_bits(state: DecodeState, tree: Tree) -> jax.Array | None:
+    """Returns the random bits `[B, N − 1, 2]` by which drafted nodes are drawn, if any are."""
+    if state.config.mode.greedy or tree.kind in ("top", "gumbel"):
         return None
     offsets = jnp.broadcast_to(jnp.arange(tree.size - 1), (len(state.lengths), tree.size - 1))
-    return draws.words(state.keys, state.lengths, offsets, draws.DRAFT)
+    return randomness.random_bits(state.keys, state.lengths, offsets, randomness.DRAFT)
 
 
 def _ended(state: DecodeState, level: Level) -> Bool[Array, "B J"]:
@@ -190,52 +190,55 @@ def _signals(state: DecodeState, level: Level, logits, chosen) -> DraftSignals |
     return tree_signals.of_children(state, logits, depths, level.texts, chosen)
 
 
-def _choose(state: DecodeState, level: Level, logits, words) -> tuple[Law, Law, Int[Array, "B J K"]]:
+def _choose(
+    state: DecodeState, level: Level, logits, random_bits
+) -> tuple[Categorical, Categorical, Int[Array, "B J K"]]:
     """Chooses the children of the nodes of `level`.
 
     Returns:
-      The laws that the children were drawn from, those of temperature 1 if none was drawn; the laws
-      by which they are ranked; and their tokens by rank, −1 where a node has none.
+      The distributions that the children were drawn from, those of temperature 1 if none was drawn;
+      the distributions by which they are ranked; and their tokens by rank, −1 where a node has
+      none.
     """
-    program, counts, prefixes = state.program, level.counts, level.texts
+    config, counts, prefixes = state.config, level.counts, level.texts
     depths = jnp.full(logits.shape[:2], level.depth, jnp.int32)
-    if program.mode.greedy:
-        ranked = Law.of(at_nodes(laws.process, state, logits, depths, prefixes))
+    if config.mode.greedy:
+        ranked = Categorical.from_logits(at_nodes(distributions.process, state, logits, depths, prefixes))
         return ranked, ranked, choose_children("top", ranked, counts)
-    law, noise, kind = at_nodes(laws.standardize, state, logits, depths, prefixes), None, program.children
+    dist, noise, kind = at_nodes(distributions.standardize, state, logits, depths, prefixes), None, config.children
     argmax = (state.sampling.temperature == 0)[:, None, None]
 
     def soft(_):  # of rows at temperature 0, whose children are not drawn
-        return at_nodes(functools.partial(laws.standardize, soften=True), state, logits, depths, prefixes)
+        return at_nodes(functools.partial(distributions.standardize, soften=True), state, logits, depths, prefixes)
 
     # The greatest of a vocabulary take long to find, and mostly no row is at temperature 0.
     some = jnp.any(argmax)
-    ranked = jax.lax.cond(some, soft, lambda _: law, None)
+    ranked = jax.lax.cond(some, soft, lambda _: dist, None)
     if kind == "top":
-        return law, ranked, choose_children("top", ranked, counts)
+        return dist, ranked, choose_children("top", ranked, counts)
     if kind == "gumbel":
-        noise = draws.gumbel_noise(state.keys, (state.lengths + level.depth)[:, None], program.vocab_size)
+        noise = randomness.gumbel_noise(state.keys, (state.lengths + level.depth)[:, None], config.vocab_size)
         noise = jnp.broadcast_to(noise, logits.shape)
-    drawn = choose_children(kind, law, counts, words, noise)
+    drawn = choose_children(kind, dist, counts, random_bits, noise)
     fixed = jax.lax.cond(some, lambda _: choose_children("top", ranked, counts), lambda _: drawn, None)
     if kind == "gumbel":
-        ranked = Law.of(jnp.where(argmax, ranked.logits, law.logits + noise))
-    return law, ranked, jnp.where(argmax, fixed, drawn)
+        ranked = Categorical.from_logits(jnp.where(argmax, ranked.logits, dist.logits + noise))
+    return dist, ranked, jnp.where(argmax, fixed, drawn)
 
 
 def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> tuple[TreeDraft, Any]:
-    """Does what `draft_tree` does, for a tree whose shape the drafter's law decides.
+    """Does what `draft_tree` does, for a tree whose shape the drafter's distribution decides.
 
     Nodes are drafted level by level, numbered as in `tree_growth`, which chooses those that are
-    kept. Gumbel children are scored by the law q times their noise.
+    kept. Gumbel children are scored by the distribution q times their noise.
     """
-    tree, batch = state.program.tree, len(state.tokens)
+    tree, batch = state.config.tree, len(state.tokens)
     assert isinstance(tree, DynamicTree)
     zeros, width = jnp.zeros((batch, 1), jnp.int32), tree.width
     # By number: token, whether the node is there, score, parent, the numbers of its line, and its
     # place among the nodes that were fed.
     tokens = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-    live, scores, parents, places = ~state.done[:, None], jnp.zeros((batch, 1)), zeros - 1, zeros
+    valid, scores, parents, places = ~state.done[:, None], jnp.zeros((batch, 1)), zeros - 1, zeros
     log_q = scores
     lines = jnp.zeros((batch, 1, tree.depth + 1), jnp.int32)
     above, first, told = scores, 0, tree_signals.of_root(state)
@@ -245,17 +248,17 @@ def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> t
         fed = 1 + (depth - 1) * width if depth else 0
         places = _put(places, inner, fed + jnp.arange(count, dtype=jnp.int32))
         line = _pick(lines, inner)
-        there, depths = _pick(live, inner), jnp.full(inner.shape, depth, jnp.int32)
+        there, depths = _pick(valid, inner), jnp.full(inner.shape, depth, jnp.int32)
         there &= tree_signals.goes_on(state, told, inner)
         level = Level(
             depth, None, fed, _pick(places, line.reshape(batch, -1)).reshape(line.shape), _pick(tokens, inner), there,
             [width] * count, sequences(state, jnp.maximum(tokens, 0), line, depths),
         )  # fmt: skip
         logits, carry = logits_of(level, carry)
-        law, ranked, chosen = _choose(state, level, logits, None)
+        dist, ranked, chosen = _choose(state, level, logits, None)
         open_ = (there & ~_ended(state, level) & (depth < room)[:, None])[..., None]
         gained = _log_probs(ranked, chosen)
-        # A first child whose law contains NaN stays beside its parent, to be noticed.
+        # A first child whose distribution contains NaN stays beside its parent, to be noticed.
         gained = jnp.where(chosen >= 0, gained, jnp.where(jnp.arange(width) == 0, 0, -jnp.inf))
         above = tree_growth.expand(above, chosen_nodes, jnp.where(open_, gained, -jnp.inf))
         first = tokens.shape[1]
@@ -265,13 +268,13 @@ def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> t
         told = tree_signals.extended(told, _signals(state, level, logits, chosen), each(inner))
         num_wanted = tree_signals.budget(state, told, depth, num_wanted)
         lines = add(lines, jnp.where(jnp.arange(tree.depth + 1) == depth + 1, new[:, None], each(line)))
-        live, tokens = add(live, open_ & (chosen >= 0)), add(tokens, jnp.where(open_, chosen, 0))
-        scores, log_q = add(scores, above), add(log_q, _log_probs(law, chosen))
+        valid, tokens = add(valid, open_ & (chosen >= 0)), add(tokens, jnp.where(open_, chosen, 0))
+        scores, log_q = add(scores, above), add(log_q, _log_probs(dist, chosen))
         parents, places = add(parents, each(inner)), add(places, jnp.zeros_like(chosen))
     kept, branches = tree_growth.rerank(tree, scores, parents)
-    there = _pick(live, kept) & (jnp.arange(tree.size) <= num_wanted[:, None])
+    there = _pick(valid, kept) & (jnp.arange(tree.size) <= num_wanted[:, None])
     return TreeDraft(
-        tokens=_pick(tokens, kept), branches=branches, live=there, law=None, origins=jnp.zeros_like(kept),
+        tokens=_pick(tokens, kept), branches=branches, valid=there, dist=None, origins=jnp.zeros_like(kept),
         calls=jnp.zeros(batch, jnp.int32), slots=_pick(places, kept), log_q=_pick(log_q, kept),
         seen=tree_signals.by_number(state, told, kept),
     ), carry  # fmt: skip
@@ -307,32 +310,32 @@ def draft_with_model(
     Returns:
       The cache, and the draft.
     """
-    origins, span, columns = state.lengths - 1, state.tokens.shape[1], max(state.program.gamma + 1, lag)
+    origins, span, columns = state.lengths - 1, state.tokens.shape[1], max(state.config.gamma + 1, lag)
 
     def states_of(level: Level, cache):
         if level.depth:
             starts = origins + level.first
-            return network.decode_nodes(level.tokens, _fed(level, starts, origins, span), cache, level.live)
+            return network.decode_nodes(level.tokens, _fed(level, starts, origins, span), cache, level.valid)
         first = jnp.maximum(origins - (lag - 1), 0)  # near position 0 the last tokens are fed needlessly
         fed = jnp.take_along_axis(state.tokens, first[:, None] + jnp.arange(lag), axis=1)
         depths = jnp.broadcast_to(jnp.arange(lag, dtype=jnp.int32), fed.shape)
         lines = np.tile(np.arange(columns, dtype=np.int32), (lag, 1))
         nodes = WindowNodes(first, first, depths, jnp.broadcast_to(lines, (*fed.shape, columns)), span)
-        live = jnp.broadcast_to(level.live, fed.shape)
-        states, cache = network.decode_nodes(fed, nodes, cache, live)
+        valid = jnp.broadcast_to(level.valid, fed.shape)
+        states, cache = network.decode_nodes(fed, nodes, cache, valid)
         return jnp.take_along_axis(states, (origins - first)[:, None, None], axis=1), cache
 
     def logits_of(level: Level, cache):
         states, cache = states_of(level, cache)
-        return widened(network.head(states, level.live)), cache
+        return widened(network.head(states, level.valid)), cache
 
-    def peaks_of(level: Level, cache):
+    def greedy_tokens_of(level: Level, cache):
         states, cache = states_of(level, cache)
-        return network.peak(states, level.live), cache
+        return network.greedy_token_and_logprob(states, level.valid), cache
 
-    peaked = network.skips and whole and network.vocab_size <= state.program.vocab_size
-    draft, cache = draft_tree(state, num_wanted, room, logits_of, cache, peaks_of if peaked else None)
-    deepest = jnp.max(jnp.where(draft.live, draft.branches.depths, 0), axis=1)
+    greedy_only = network.skips_padding and whole and network.vocab_size <= state.config.vocab_size
+    draft, cache = draft_tree(state, num_wanted, room, logits_of, cache, greedy_tokens_of if greedy_only else None)
+    deepest = jnp.max(jnp.where(draft.valid, draft.branches.depths, 0), axis=1)
     return cache, draft._replace(calls=deepest)
 
 

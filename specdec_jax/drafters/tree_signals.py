@@ -1,4 +1,4 @@
-"""What a policy of γ reads of the drafter's laws while a tree is drafted.
+"""What a policy of γ reads of the drafter's distributions while a tree is drafted.
 
 Signals are columns by node, in the order in which nodes are drafted, node 0 first; None if the
 policy reads none. `places` are numbers of columns, `[J]` or `[B, J]`.
@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specdec_jax.speculative import laws
-from specdec_jax.speculative.outcomes import DraftSignals
+from specdec_jax.speculative import distributions
+from specdec_jax.speculative.policy_inputs import DraftSignals
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_iteration import at_nodes
 
@@ -21,7 +21,7 @@ Signals = DraftSignals | None
 
 def of_root(state: DecodeState) -> Signals:
     """Returns the column of node 0, after which every draft goes on."""
-    if state.policy is None or not state.policy.reads_law:
+    if state.policy is None or not state.policy.needs_probs:
         return None
     zeros = jnp.zeros((len(state.lengths), 1))
     return DraftSignals(zeros + 1, zeros, zeros)
@@ -40,11 +40,11 @@ def of_children(
 ) -> Signals:  # fmt: skip
     """Returns the signals `[B, J · K]` of the children `chosen` of J nodes, as if node 0 were their
     parent; the other arguments are those of `at_nodes`."""
-    if state.policy is None or not state.policy.reads_law:
+    if state.policy is None or not state.policy.needs_probs:
         return None
-    law = at_nodes(functools.partial(laws.standardize, soften=True), state, logits, depths, texts)
-    log_probs = jnp.take_along_axis(law.logits, jnp.maximum(chosen, 0), axis=2) - law.log_normalizer[..., None]
-    entropy = law.entropy()
+    dist = at_nodes(functools.partial(distributions.standardize, soften=True), state, logits, depths, texts)
+    log_probs = jnp.take_along_axis(dist.logits, jnp.maximum(chosen, 0), axis=2) - dist.log_normalizer[..., None]
+    entropy = dist.entropy()
     each = lambda x: jnp.repeat(x, chosen.shape[2], axis=1)
     evenness = entropy / max(math.log(logits.shape[2]), 1e-9)
     return DraftSignals(jnp.exp(log_probs).reshape(len(chosen), -1), each(entropy), each(evenness))

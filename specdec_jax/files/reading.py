@@ -1,4 +1,4 @@
-"""Reads files that somebody else made, and refuses unsound ones in one line that names them."""
+"""Reads files that somebody else made, and rejects unsound ones in one line that names them."""
 
 import collections
 import hashlib
@@ -10,7 +10,8 @@ import stat
 from collections.abc import Iterable
 from typing import Any
 
-# Largest settings file in bytes. Real ones have a few thousand; in memory an empty JSON list takes 24 times its bytes.
+# Largest settings file in bytes. Real ones have a few thousand; in memory an empty JSON list takes
+# 24 times its bytes.
 MOST_BYTES = 4 << 20
 MOST_VALUES = 2_000_000  # in a larger JSON file, a tokenizer's: mT5's has 750,000
 

@@ -20,7 +20,7 @@ import numpy as np
 import seqio
 import tensorflow as tf
 
-from specdec_jax.decoding.jobs import Output
+from specdec_jax.decoding.continuous_batching import Output
 from specdec_jax.files.writing import write_file
 from specdec_jax.interop.vocabularies import difference
 from specdec_jax.models.language_model import LanguageModel
@@ -55,12 +55,14 @@ def find(name: str, split: str, modules: Sequence[str] = (), data_dir: str | Non
 
     Args:
       name: name of the task or mixture.
-      split: a split that each task must have; with TensorFlow Datasets also a part, as in "test[:100]".
+      split: a split that each task must have; with TensorFlow Datasets also a part, as in
+        "test[:100]".
       modules: modules to import first, which register tasks; the working directory is searched too.
       data_dir: where TensorFlow Datasets keeps its data; None: where each task says.
 
     Raises:
-      ValueError: a module cannot be imported, the name or split is unknown, or a task is not from ids to ids.
+      ValueError: a module cannot be imported, the name or split is unknown, or a task is not from
+        ids to ids.
     """
     if os.getcwd() not in sys.path:  # a console script does not search the working directory
         sys.path.append(os.getcwd())
@@ -151,11 +153,11 @@ class Job:
         """Returns the line of one example, as T5X's `infer` writes it in its mode predict_with_aux,
         with the prediction's ids.
 
-        `aux` has the prediction's log-probability under the target's own law, or its score in a
-        beam search. `score`, if targets are scored, is T5X's score in its mode score. `task`, if
-        there are several, names the example's task. Several outputs, which come the best first,
-        are listed with the best last, as in T5X. An output that is missing, since its logits were not
-        finite numbers, is null, and `error` says why; to metrics it is an empty one.
+        `aux` has the prediction's log-probability under the target's own distribution, or its score
+        in a beam search. `score`, if targets are scored, is T5X's score in its mode score. `task`,
+        if there are several, names the example's task. Several outputs, which come the best first,
+        are listed with the best last, as in T5X. An output that is missing, since its logits were
+        not finite numbers, is null, and `error` says why; to metrics it is an empty one.
         """
         example = self.examples[number]
         vocabulary = example.task.output_features["targets"].vocabulary
@@ -296,7 +298,7 @@ def _metrics(task: seqio.Task, fields: list[dict], records: list[dict], width: i
 class _TargetScores:
     """log p(targets | inputs) of every example, as T5X's `score_batch` gives it.
 
-    It is computed in batches that depend on the job alone, so that a job that goes on after a kill
+    It is computed in batches that depend on the job alone, so that a job that resumes after a kill
     finds the same numbers.
     """
 
@@ -328,9 +330,9 @@ class _TargetScores:
 def _log_likelihood(logits, targets, lengths):
     """Returns `[B]`, the log-probability of `targets [B, T]` up to `lengths [B]` under `logits [B,
     T, V]`."""
-    laws = jax.nn.log_softmax(logits, axis=-1)
+    dists = jax.nn.log_softmax(logits, axis=-1)
     inside = jnp.arange(targets.shape[1]) < lengths[:, None]
-    return jnp.sum(jnp.where(inside, jnp.take_along_axis(laws, targets[..., None], axis=-1)[..., 0], 0.0), axis=-1)
+    return jnp.sum(jnp.where(inside, jnp.take_along_axis(dists, targets[..., None], axis=-1)[..., 0], 0.0), axis=-1)
 
 
 def _padded(length: int) -> int:

@@ -16,12 +16,12 @@ import numpy as np
 from t5x import decoding, models
 from t5x.examples.t5 import network
 
-from specdec_jax.analysis.arms import Arm, Batch
+from specdec_jax.analysis.variants import Batch, Variant
 from specdec_jax.checkpoints import loader, t5x
 from specdec_jax.decoding.beams import LEVELS, BeamOptions
 from specdec_jax.decoding.results import GenerationResult
-from specdec_jax.decoding.traced import Decoder
-from specdec_jax.decoding.traced_beams import BeamDecoder
+from specdec_jax.decoding.under_jit import Decoder
+from specdec_jax.decoding.under_jit_beams import BeamDecoder
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import traced_drafter
 from specdec_jax.interop import t5x_run
@@ -30,12 +30,13 @@ from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.gamma import Policy
+from specdec_jax.speculative.policies import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import read_tree
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
-# A drafter's weights become constants of T5X's program, unless JAX is told to pass constants as arguments.
+# A drafter's weights become constants of T5X's program, unless JAX is told to pass constants as
+# arguments.
 _CONSTANTS, _MOST_BYTES = "jax_use_simplified_jaxpr_constants", 2 * 10**9
 
 
@@ -44,9 +45,9 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
 
     The module is T5X's own; T5X restores, partitions and scores with its parameters as usual.
     `predict_batch` and `predict_batch_with_aux` decode with this package's loop. Their results have
-    the law, the shapes and the scores of T5X's `decoding.temperature_sample` with the same
+    the distribution, the shapes and the scores of T5X's `decoding.temperature_sample` with the same
     settings, and with argmax the same tokens. With `decode_fn = decoding.beam_search`, T5X's
-    default, they have the tokens and scores of that. Several samples of one input are refused.
+    default, they have the tokens and scores of that. Several samples of one input are rejected.
     """
 
     def __init__(
@@ -67,21 +68,24 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
           drafter: a name that `specdec generate --drafter` takes (a folder, a checkpoint, a bundled
             name, "lookup", "exit:2", a table …), loaded once; or a drafter that needs nothing of
             the target, such as `PromptLookupDrafter()`; None decodes plainly.
-          gamma: as for `generate`; None: 4 tokens, 3 levels of a beam search's tree, all nodes of `tree`.
+          gamma: as for `generate`; None: 4 tokens, 3 levels of a beam search's tree, all nodes of
+            `tree`.
           tree: as for `generate`, or a text that `specdec generate --tree` takes, for gin.
-          verifier, sampling, lenience, typical_epsilon, typical_delta, beam_width: as for `generate`.
+          verifier, sampling, lenience, typical_epsilon, typical_delta, beam_width: as for
+          `generate`.
           drafter_dtype: "float32" or "bfloat16"; None: the module's dtype.
           drafter_vocabulary: vocabulary of a drafter whose checkpoint has none, to be compared with
             the target's.
-          rescale_log_probs: whether scores are under the law that was sampled (0 with argmax),
-            which is T5X's default; else they are under the model's own law.
+          rescale_log_probs: whether scores are under the distribution that was sampled (0 with
+            argmax), which is T5X's default; else they are under the model's own distribution.
           counts: whether `predict_batch_with_aux` returns `target_calls`, `drafted` and `accepted`,
             `[B]` each, beside the scores.
           report: whether a line at the start says what decodes, and one at the end of the process
             counts target calls, drafted and accepted tokens. The program then calls the host once a
             batch, so that JAX's persistent compilation cache does not keep it.
-          decode_fn: T5X's `beam_search` or `temperature_sample`, with what gin or `functools.partial`
-            bind to it, in place of `sampling` and `rescale_log_probs`; None: as these say.
+          decode_fn: T5X's `beam_search` or `temperature_sample`, with what gin or
+            `functools.partial` bind to it, in place of `sampling` and `rescale_log_probs`; None: as
+            these say.
 
         Raises:
           ValueError: something that cannot be decoded speculatively, a drafter of another
@@ -131,8 +135,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         """Returns what T5X's method does: tokens `[B, L]` and `{"scores": [B]}`; with
         `return_all_decodes`, `[B, K, L]` and `[B, K]`.
 
-        L is the length of `decoder_input_tokens`, K is `num_decodes`. `decoder_params` are those of T5X's function
-        that is meant, without its callbacks and without `min_log_prob`.
+        L is the length of `decoder_input_tokens`, K is `num_decodes`. `decoder_params` are those of
+        T5X's function that is meant, without its callbacks and without `min_log_prob`.
 
         Raises:
           ValueError: more than one sample, or unknown `decoder_params`.
@@ -174,7 +178,8 @@ _PASSED = ("inputs", "cache", "tokens_to_logits", "eos_id", "num_decodes", "cach
 def bound(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
     """Returns which of T5X's two functions `decode_fn` is, and the arguments that it will have.
 
-    Those are what the signature, gin and `functools.partial` say, but for what is None and what T5X's model passes.
+    Those are what the signature, gin and `functools.partial` say, but for what is None and what
+    T5X's model passes.
 
     Raises:
       ValueError: another function, or one in a scope of gin's.
@@ -197,7 +202,8 @@ def bound(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
 
 
 def _expect_unset(what: str, **given) -> None:
-    """Refuses arguments of the model that mean nothing with `what`, where they are not left at their defaults."""
+    """Rejects arguments of the model that mean nothing with `what`, where they are not left at
+    their defaults."""
     defaults = inspect.signature(SpeculativeEncoderDecoderModel).parameters
     for name, value in given.items():
         if value != (expected := defaults[name].default):
@@ -213,7 +219,8 @@ def config_of(module: Any) -> T5Config:
     """
     theirs: Any = getattr(module, "config", None)
     names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
-    # Only `scalable_t5` has the field at all; its layers have a position table each, even if they are not scanned.
+    # Only `scalable_t5` has the field at all; its layers have a position table each, even if they
+    # are not scanned.
     scalable = getattr(module, "scan_layers", False) or hasattr(theirs, "scan_layers")
     if scalable or not all(hasattr(theirs, name) for name in names):
         raise ValueError(
@@ -281,7 +288,8 @@ def transformer(config: ModelConfig) -> network.Transformer:
     ))  # fmt: skip
 
 
-# From `inputs [B, L]` and a number of new tokens to them, `[B, that number]`, and their scores, `[B]`.
+# From `inputs [B, L]` and a number of new tokens to them, `[B, that number]`, and their scores,
+# `[B]`.
 Predict = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
 
@@ -318,21 +326,21 @@ def _predictor(target: LanguageModel, decode_fn: Callable, **settings) -> Predic
     return lambda inputs, steps: jax.device_get(predict(params, np.asarray(inputs, np.int32), steps))
 
 
-def benchmark_arm(target: LanguageModel, max_new_tokens: int) -> Arm:
-    """Returns an arm that decodes from text to text with T5X's own
+def benchmark_variant(target: LanguageModel, max_new_tokens: int) -> Variant:
+    """Returns a variant that decodes from text to text with T5X's own
     `EncoderDecoderModel.predict_batch`.
 
     It takes the argmax, on the same weights and padded inputs.
     """
-    return _arm(target, greedy(target), max_new_tokens)
+    return _variant(target, greedy(target), max_new_tokens)
 
 
-def beam_arm(target: LanguageModel, max_new_tokens: int, options: BeamOptions) -> Arm:
-    """As `benchmark_arm`, with T5X's own beam search."""
-    return _arm(target, beams(target, options.num_beams, options.penalty), max_new_tokens)
+def beam_variant(target: LanguageModel, max_new_tokens: int, options: BeamOptions) -> Variant:
+    """As `benchmark_variant`, with T5X's own beam search."""
+    return _variant(target, beams(target, options.num_beams, options.penalty), max_new_tokens)
 
 
-def _arm(target: LanguageModel, predict: Predict, max_new_tokens: int) -> Arm:
+def _variant(target: LanguageModel, predict: Predict, max_new_tokens: int) -> Variant:
     def decode(batch: Batch) -> GenerationResult:
         rows, vocabulary = list(batch.inputs), target.vocabulary
         if rows and isinstance(rows[0], str):
@@ -352,4 +360,4 @@ def _arm(target: LanguageModel, predict: Predict, max_new_tokens: int) -> Arm:
         stats: Any = None  # T5X counts nothing
         return GenerationResult(texts, tokens, lengths.astype(np.int32), nothing, stats, nothing, [], scores)
 
-    return Arm(0, decode)
+    return Variant(0, decode)

@@ -1,4 +1,5 @@
-"""Says what a run inside T5X decodes with and what came of it, and refuses gin files that decode without it."""
+"""Says what a run inside T5X decodes with and what came of it, and rejects gin files that decode
+without it."""
 
 import atexit
 import dataclasses
@@ -58,7 +59,8 @@ def _references(value: Any) -> Iterator[str]:
 
 @functools.cache
 def say(text: str) -> None:
-    """Prints a line to standard error, once in a process, and only in the first of several processes."""
+    """Prints a line to standard error, once in a process, and only in the first of several
+    processes."""
     if jax.process_index() == 0:
         print(f"specdec_jax: {text}", file=sys.stderr, flush=True)
 
@@ -69,7 +71,8 @@ def describe(drafter: Any, gamma: Any, verifier: str, decode_fn: str | None, bou
     Args:
       drafter: the drafter, or None.
       gamma, verifier, sampling: as for `generate`.
-      decode_fn: name of T5X's function that is meant, with the arguments that are `bound` to it; None: none was named.
+      decode_fn: name of T5X's function that is meant, with the arguments that are `bound` to it;
+        None: none was named.
     """
     what = "nothing drafts" if drafter is None else f"drafter {drafter.name}, gamma {gamma}"
     parts = [what] if decode_fn == "beam_search" or drafter is None else [what, f"verifier {verifier}"]

@@ -80,7 +80,8 @@ def tsv(
     files: Mapping[str, str | Sequence[str]], vocabulary: str, extra_ids: int = 0, prefix: str = "",
     metric_fns: Sequence[Callable[..., Mapping[str, Any]]] = (bleu,), name: str = "tsv",
 ) -> str:  # fmt: skip
-    """Registers a task of local TSV files, gzip or not, with a source and a target on each line; returns its name.
+    """Registers a task of local TSV files, gzip or not, with a source and a target on each line;
+    returns its name.
 
     Args:
       files: one or more files for every split.
@@ -91,7 +92,8 @@ def tsv(
       name: name of the task.
 
     Raises:
-      ValueError: a file is missing, the vocabulary cannot be read, or another module has registered the name.
+      ValueError: a file is missing, the vocabulary cannot be read, or another module has registered
+        the name.
     """
     paths = {split: [found] if isinstance(found, str) else list(found) for split, found in files.items()}
     for path in (path for found in paths.values() for path in found):

@@ -11,9 +11,9 @@ _SENTINEL = re.compile(r" <extra_id_\d+>")  # seqio's begin with a space
 def difference(ours: Vocabulary, theirs: Any) -> str | None:
     """Returns how a model's vocabulary differs from a `seqio.Vocabulary`, or None.
 
-    SentencePiece and `tokenizer.json` are compared piece by piece, bytes with bytes; of vocabularies
-    of other kinds only the sizes can be compared. One may have more pieces than the other if those
-    are T5's sentinels.
+    SentencePiece and `tokenizer.json` are compared piece by piece, bytes with bytes; of
+    vocabularies of other kinds only the sizes can be compared. One may have more pieces than the
+    other if those are T5's sentinels.
     """
     pieces: Any = getattr(theirs, "tokenizer", None)
     if isinstance(ours, SentencePieceVocabulary | TokenizerJsonVocabulary) and hasattr(pieces, "id_to_piece"):

@@ -1,4 +1,5 @@
-"""Checks the kinds of arguments, the same way everywhere: integers, numbers, flags, lists, mappings.
+"""Checks the kinds of arguments, the same way everywhere: integers, numbers, flags, lists,
+mappings.
 
 Integers and numbers may be Python's, numpy's or JAX's. A bool is neither, nor is a string that
 reads like one; so nothing is accepted that would be rounded or understood in another way than it

@@ -9,10 +9,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 PerRow = Int[Array, " B"]
 Tokens = Int[Array, "B T"]
-Live = Bool[Array, "*N"] | None  # False at positions that need not be computed; see `Network.decode`
+Valid = Bool[Array, "*N"] | None  # False at positions that need not be computed; see `Network.decode`
 States = Float[Array, "B T D"]
 Logits = Float32[Array, "B T V"]
-Peak = tuple[Int32[Array, "B T"], Float32[Array, "B T"]]  # tokens and log-probabilities, as `Network.peak` returns
+TokenAndLogprob = tuple[
+    Int32[Array, "B T"], Float32[Array, "B T"]
+]  # tokens and log-probabilities, as `Network.greedy_token_and_logprob` returns
 Inputs = Int[Array, "B L"]
 Mask = Bool[Array, "B L"]  # True at tokens
 Encoded = Float[Array, "B L E"]

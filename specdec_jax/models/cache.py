@@ -2,9 +2,10 @@
 own position.
 
 Slot `s` of a row holds the key and value of the token at position `s`. A row is rewound by lowering
-its length; the slots past it are then stale. Readers mask the scores of stale slots, but a weight of
-0 times NaN would be NaN. So every write sets stale values to 0 on a CPU. On an accelerator, which
-would read and write the whole cache for that, no value is NaN in the first place: see `append`.
+its length; the slots past it are then stale. Readers mask the scores of stale slots, but a weight
+of 0 times NaN would be NaN. So every write sets stale values to 0 on a CPU. On an accelerator,
+which would read and write the whole cache for that, no value is NaN in the first place: see
+`append`.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from specdec_jax.models import panels
+from specdec_jax.models import packed_weights
 from specdec_jax.models.axes import PerRow
 from specdec_jax.models.sharding import ShardingRules
 
@@ -47,30 +48,31 @@ class KVCache:
         TPU as many heads lie side by side as fill a tile, say P: H is then the number of heads / P,
         and K is P times a head's features.
       rules: how both lie on a mesh; None: on one device.
-      together: P, 1 on other accelerators; None on a CPU.
-      tiled: whether calls over more tokens than a tile has rows fill whole tiles, as a TPU's do.
+      heads_per_tile: P, 1 on other accelerators; None on a CPU.
+      tile_queries: whether calls over more tokens than a tile has rows fill whole tiles, as a TPU's
+        do.
     """
 
     key: Float[Array, "*B H S K"]
     value: Float[Array, "*B H S K"]
     rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
-    together: int | None = flax.struct.field(pytree_node=False, default=None)
-    tiled: bool = flax.struct.field(pytree_node=False, default=False)
+    heads_per_tile: int | None = flax.struct.field(pytree_node=False, default=None)
+    tile_queries: bool = flax.struct.field(pytree_node=False, default=False)
 
     @classmethod
     def empty(
-        cls, batch: int, heads: int, slots: int, features: int, dtype, together: int | None = None
+        cls, batch: int, heads: int, slots: int, features: int, dtype, heads_per_tile: int | None = None
     ) -> "KVCache":  # fmt: skip
         """Makes a cache of zeros, on an accelerator of at least `slots` slots: its tiles are full.
 
         For a single row there are more, by which a call of `Network.decode` may be wider than was
         asked for.
         """
-        more = ROWS - 1 if batch == 1 and together is not None else 0
-        side_by_side, slots = together or 1, _whole_tiles(slots + more, together)
+        more = ROWS - 1 if batch == 1 and heads_per_tile is not None else 0
+        side_by_side, slots = heads_per_tile or 1, _whole_tiles(slots + more, heads_per_tile)
         rows = (batch,) if batch > 1 else ()
         shape = (*rows, heads // side_by_side, slots, side_by_side * features)
-        return cls(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), together=together)
+        return cls(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), heads_per_tile=heads_per_tile)
 
     @property
     def batch(self) -> int:
@@ -87,7 +89,7 @@ class KVCache:
         Otherwise a TPU's compiler changes layouts in every layer. Several rows fill tiles only if
         that is at most a seventh more.
         """
-        room = -count % ROWS if count > ROWS and self.tiled else 0
+        room = -count % ROWS if count > ROWS and self.tile_queries else 0
         return room if self.batch == 1 or 7 * room <= count else 0
 
     def repeated(self, copies: int) -> "KVCache":
@@ -108,15 +110,15 @@ class KVCache:
             chooses S accordingly.
         """
         write = self._write
-        if self.together is not None:
+        if self.heads_per_tile is not None:
             finite = jnp.isfinite(value)
             key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
             if key.shape[0] > 1 and self.rules is None:
                 key, value = (jax.lax.platform_dependent(x, tpu=_row_by_row, default=lambda x: x) for x in (key, value))
             return self.replace(key=write(self.key, key, positions), value=write(self.value, value, positions))
-        live = jnp.arange(self.slots) < positions[:, None] + key.shape[2]
-        live = live[:, None, :, None] if self.value.ndim == 4 else live[:, :, None]
-        value = jnp.where(live, write(self.value, value, positions), 0)
+        valid = jnp.arange(self.slots) < positions[:, None] + key.shape[2]
+        valid = valid[:, None, :, None] if self.value.ndim == 4 else valid[:, :, None]
+        value = jnp.where(valid, write(self.value, value, positions), 0)
         return self.replace(key=write(self.key, key, positions), value=value)
 
     def append_nodes(self, key: jax.Array, value: jax.Array, starts: jax.Array) -> "KVCache":
@@ -126,7 +128,7 @@ class KVCache:
         multiplies its value by 0, and must not get NaN from a node that may never become a token.
         The node's own logits are NaN all the same, by way of its hidden state.
         """
-        if self.together is not None:
+        if self.heads_per_tile is not None:
             return self.append(key, value, starts)
         return self.append(key, jnp.where(jnp.isfinite(value), value, 0), starts)
 
@@ -134,17 +136,17 @@ class KVCache:
         """Copies the slots `sources [B, M]` of every row to the slots from `starts [B]` on; with
         `native` by the CPU's own kernel, since XLA on a CPU copies the whole cache to do so."""
         if native:
-            key, value = panels.move(self.key, self.value, sources, starts)
+            key, value = packed_weights.move(self.key, self.value, sources, starts)
             return self.replace(key=key, value=value)
         write, take = self._write, lambda x: _taken(x, sources)
-        if self.together is not None and self.rules is None and sources.size <= MAX_MOVED:
+        if self.heads_per_tile is not None and self.rules is None and sources.size <= MAX_MOVED:
             take = lambda x: jax.lax.platform_dependent(x, sources, tpu=_taken_one_by_one, default=_taken)
         key, value = take(self.key), take(self.value)
         return self.replace(key=write(self.key, key, starts), value=write(self.value, value, starts))
 
     def widen(self, slots: int) -> "KVCache":
         """Makes room for S = `slots` slots in all, on an accelerator for at least so many."""
-        more = max(_whole_tiles(slots, self.together) - self.slots, 0)  # `empty` may have made more than that
+        more = max(_whole_tiles(slots, self.heads_per_tile) - self.slots, 0)  # `empty` may have made more than that
         room = [(0, 0)] * (self.key.ndim - 2) + [(0, more), (0, 0)]
         return self.replace(key=jnp.pad(self.key, room), value=jnp.pad(self.value, room))
 
@@ -157,7 +159,7 @@ class KVCache:
         whole, rows = _AXES[-self.key.ndim :], ("batch",) if self.key.ndim == 4 else (None,)
         return self.rules.locally(_write_rows, (whole, (*rows, *_AXES[1:]), rows), whole)
 
-    def pinned(self) -> "KVCache":
+    def constrain_sharding(self) -> "KVCache":
         """Returns the cache with its layout on the mesh fixed; under jit."""
         if self.rules is None:
             return self
@@ -170,8 +172,8 @@ def padded(x: Shaped[Array, "..."], axis: int, room: int) -> Shaped[Array, "..."
     return x if room == 0 else jnp.pad(x, [(0, room * (axis == other)) for other in range(x.ndim)])
 
 
-def _whole_tiles(slots: int, together: int | None) -> int:
-    return slots if together is None else -(-slots // TILE[0]) * TILE[0]
+def _whole_tiles(slots: int, heads_per_tile: int | None) -> int:
+    return slots if heads_per_tile is None else -(-slots // TILE[0]) * TILE[0]
 
 
 def _row_by_row(new: Float[Array, "B H T K"]) -> Float[Array, "B H T K"]:
@@ -180,27 +182,27 @@ def _row_by_row(new: Float[Array, "B H T K"]) -> Float[Array, "B H T K"]:
     return with_layout_constraint(new, Layout((0, 1, 2, 3)))
 
 
-def spread(query: Float[Array, "B G T K"], together: int) -> Float[Array, "B G R K"]:
-    """Returns each query once for every head of its P = `together`, with 0 at the features of the
-    others."""
-    if together == 1:
+def spread(query: Float[Array, "B G T K"], heads_per_tile: int) -> Float[Array, "B G R K"]:
+    """Returns each query once for every head of its P = `heads_per_tile`, with 0 at the features of
+    the others."""
+    if heads_per_tile == 1:
         return query
-    apart = jnp.where(_own(together, query.shape[-1]), query[:, :, None], 0)
+    apart = jnp.where(_own(heads_per_tile, query.shape[-1]), query[:, :, None], 0)
     return apart.reshape(*query.shape[:2], -1, query.shape[-1])
 
 
-def gather(output: Float[Array, "*B G R K"], together: int) -> Float[Array, "*B G T K"]:
+def gather(output: Float[Array, "*B G R K"], heads_per_tile: int) -> Float[Array, "*B G T K"]:
     """Returns, for each query of `spread`, every head's own features of the head's output."""
-    if together == 1:
+    if heads_per_tile == 1:
         return output
     *outer, rows, features = output.shape
-    output = output.reshape(*outer, together, rows // together, features)
-    return jnp.sum(jnp.where(_own(together, features), output, 0), axis=-3)
+    output = output.reshape(*outer, heads_per_tile, rows // heads_per_tile, features)
+    return jnp.sum(jnp.where(_own(heads_per_tile, features), output, 0), axis=-3)
 
 
-def _own(together: int, features: int) -> Bool[Array, "P 1 K"]:
+def _own(heads_per_tile: int, features: int) -> Bool[Array, "P 1 K"]:
     """Returns for each of P heads side by side which of all their features are its own."""
-    return (jnp.arange(features) // (features // together) == jnp.arange(together)[:, None])[:, None]
+    return (jnp.arange(features) // (features // heads_per_tile) == jnp.arange(heads_per_tile)[:, None])[:, None]
 
 
 def _taken(buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> Float[Array, "B H M K"]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import flax.linen as nn
 
-from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Mask, Peak, PerRow, States, Tokens
-from specdec_jax.models.nodes import AnyNodes
+from specdec_jax.models.axes import Encoded, Inputs, Logits, Mask, PerRow, States, TokenAndLogprob, Tokens, Valid
+from specdec_jax.models.tree_positions import AnyNodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ModelConfig:
 
         Args:
           fused: whether kernels with the same input are joined, as by `layouts.pack`.
-          native: whether kernels are stored in panels (`panels.py`).
+          native: whether kernels are stored packed (`packed_weights.py`).
         """
         raise NotImplementedError
 
@@ -82,13 +82,13 @@ class ModelConfig:
 class FamilyModule(nn.Module):
     """The base class of every family's network, as `Network` runs it.
 
-    A subclass has the fields `config` and `native` (whether kernels are in panels), and its `setup`
+    A subclass has the fields `config` and `native` (whether kernels are packed), and its `setup`
     makes `token_embedder` and `decoder`. A family with an encoder also has `encode` and the
     teacher-forced `states`, as `T5` has them; in a family without one, `__call__` takes `(tokens,
     places)`, as in `GPT`.
     """
 
-    joins_heads: ClassVar[bool] = False  # whether `prefill` has the argument `together`
+    joins_heads: ClassVar[bool] = False  # whether `prefill` has the argument `heads_per_tile`
 
     def dummy_inputs(self) -> tuple:
         """Makes the smallest arguments of `__call__`, for `init`."""
@@ -96,7 +96,7 @@ class FamilyModule(nn.Module):
 
     def prefill(
         self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None,
-        together: int | None = None,
+        heads_per_tile: int | None = None,
     ) -> Any:  # fmt: skip
         """Makes the decoder's cache before any of the decoder's tokens is fed.
 
@@ -107,13 +107,13 @@ class FamilyModule(nn.Module):
           slots: S, slots of the self-attention caches.
           copies: rows of the cache for each input, side by side.
           encoded: the encoder's output, where there is an encoder.
-          together: how many heads lie side by side in caches, as for `KVCache`; given only if the
-            family `joins_heads`.
+          heads_per_tile: how many heads lie side by side in caches, as for `KVCache`; given only if
+            the family `joins_heads`.
         """
         raise NotImplementedError
 
     def decode_states(
-        self, tokens: Tokens, positions: PerRow | None, cache: Any, layers: int | None = None, live: Live = None,
+        self, tokens: Tokens, positions: PerRow | None, cache: Any, layers: int | None = None, valid: Valid = None,
         nodes: AnyNodes | None = None,
     ) -> tuple[States, Any]:  # fmt: skip
         """Feeds `tokens` and returns the decoder's hidden states after the final norm, and the new
@@ -122,20 +122,20 @@ class FamilyModule(nn.Module):
         Args:
           positions: the first position of each row; None with `nodes`.
           layers: number of decoder layers to run, from the first; None: all.
-          live: as for `Network.decode`.
+          valid: as for `Network.decode`.
           nodes: where the tokens lie if they are nodes of trees.
         """
         more = {} if nodes is None else {"nodes": nodes}  # a family without calls over nodes has no such argument
-        return self.decoder.step(self.token_embedder(tokens, live), positions, cache, layers, live, **more)
+        return self.decoder.step(self.token_embedder(tokens, valid), positions, cache, layers, valid, **more)
 
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
         """Does what `Network.node_cache` does."""
         return self.decoder.node_cache(cache, slots, positions)
 
-    def head(self, states: States, live: Live = None) -> Logits:
+    def head(self, states: States, valid: Valid = None) -> Logits:
         """Returns the logits of the states that `decode_states` returns."""
-        return self.decoder.logits(states, self.token_embedder.embedding, live)
+        return self.decoder.logits(states, self.token_embedder.embedding, valid)
 
-    def peak(self, states: States, live: Live, normalize: bool) -> Peak:
-        """Does what `Network.peak` does."""
-        return self.decoder.peak(states, live, normalize)
+    def greedy_token_and_logprob(self, states: States, valid: Valid, normalize: bool) -> TokenAndLogprob:
+        """Does what `Network.greedy_token_and_logprob` does."""
+        return self.decoder.greedy_token_and_logprob(states, valid, normalize)

@@ -1,5 +1,5 @@
-"""The kernel of a draft step, `fused_step.py`, on a mesh of which every device holds the model whole:
-each device runs it for its own rows."""
+"""The kernel of a draft step, `fused_step.py`, on a mesh of which every device holds the model
+whole: each device runs it for its own rows."""
 
 from typing import Any
 

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Int32
 
-from specdec_jax.models import layouts, native
+from specdec_jax.models import native, weight_layouts
 from specdec_jax.models.axes import PerRow, States
 from specdec_jax.models.cache import TILE, KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.layers import ACTIVATION_FUNCTIONS, MASKED
-from specdec_jax.models.products import precision_of
+from specdec_jax.models.matmul import precision_of
 
 try:
     from jax.experimental.pallas import tpu as pltpu
@@ -63,7 +63,8 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> "_Call":
-        """Picks what the first `layers` layers (None: all) read, in as few pieces as VMEM allows; `shape` is (B, T)."""
+        """Picks what the first `layers` layers (None: all) read, in as few pieces as VMEM allows;
+        `shape` is (B, T)."""
         count, decoder = layers or module.config.num_decoder_layers, params["decoder"]
         parts = [_parts(decoder[f"layers_{i}"], cache.cross[i]) for i in range(count)]
         caches = [_without_rows(layer) for layer in cache.layers[:count]]
@@ -108,7 +109,8 @@ class _Call(NamedTuple):
         )
 
     def fits(self) -> bool:
-        """Returns whether dtypes and shapes are those that the kernel takes, and its buffers have room in VMEM."""
+        """Returns whether dtypes and shapes are those that the kernel takes, and its buffers have
+        room in VMEM."""
         leaves, dtype = jax.tree.leaves((self.parts, self.caches)), jnp.dtype(self.config.dtype)
         whole = all(leaf.dtype == dtype and leaf.shape[-1] % TILE[1] == 0 for leaf in leaves)
         whole = whole and self.config.mlp_dim % (self.pieces * TILE[1]) == 0
@@ -123,7 +125,8 @@ def _bytes(buffer) -> int:
 
 
 def _parts(layer: dict, cross: KVCache) -> dict[str, list]:
-    """Returns a layer's arrays in the order in which they are used: what is in one part is fetched at once."""
+    """Returns a layer's arrays in the order in which they are used: what is in one part is fetched
+    at once."""
     own, encoded, mlp = layer["self_attention"], layer["encoder_decoder_attention"], layer["mlp"]
     return {
         "self": [own["qkv"]["kernel"], own["out"]["kernel"]],
@@ -152,14 +155,15 @@ def knows(module: FamilyModule) -> bool:
 
 
 def fits(module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> bool:
-    """Returns whether on a TPU a call over B × T tokens runs as this kernel: of a T5 in the layout for
-    one accelerator, of few rows, if VMEM has room for a layer. Arguments as for `decode_states`."""
+    """Returns whether on a TPU a call over B × T tokens runs as this kernel: of a T5 in the layout
+    for one accelerator, of few rows, if VMEM has room for a layer. Arguments as for
+    `decode_states`."""
     if not knows(module):
         return False
     first = cache.layers[0]
-    if first.together is None or first.rules is not None or shape[0] > MOST_ROWS or shape[1] > _MOST_POSITIONS:
+    if first.heads_per_tile is None or first.rules is not None or shape[0] > MOST_ROWS or shape[1] > _MOST_POSITIONS:
         return False
-    stored = any(map(layouts.is_kernel, jax.tree.leaves(params["decoder"], is_leaf=layouts.is_kernel)))
+    stored = any(map(weight_layouts.is_kernel, jax.tree.leaves(params["decoder"], is_leaf=weight_layouts.is_kernel)))
     return not stored and _Call.of(module, params, shape, cache, layers).fits()
 
 
@@ -269,7 +273,8 @@ class _Kernel:
     # Copies. Each is described anew where it is awaited: what counts there is its size.
 
     def _fetches(self, layer: int, name: str, piece: int = 0) -> Iterator[Any]:
-        """Yields the copies of a part of a layer to VMEM; `piece` is that of the feed-forward block."""
+        """Yields the copies of a part of a layer to VMEM; `piece` is that of the feed-forward
+        block."""
         call, sources, buffers = self.call, self.sources[layer][name], self.scratch["parts"][name]
         features = lambda k: pl.ds(k * call.config.mlp_dim + piece * call.width, call.width)
         if name == "wi":

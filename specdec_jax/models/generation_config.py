@@ -1,4 +1,5 @@
-"""`GenerationConfig`: how a model decodes where a call does not say otherwise, by transformers' names."""
+"""`GenerationConfig`: how a model decodes where a call does not say otherwise, by transformers'
+names."""
 
 import dataclasses
 import math
@@ -28,7 +29,7 @@ def _sequences(value: Any) -> bool:
 
 _INTEGER: _Check = (_integer, "an integer of at least 0")
 _NUMBER: _Check = (_number, "a finite number")
-# Each field, the value that says the same as none, and what may stand there.
+# Each field, the value that says the same as none, and what may be accepted there.
 _FIELDS: dict[str, tuple[Any, _Check]] = {
     "max_length": (None, _INTEGER),
     "max_new_tokens": (None, _INTEGER),
@@ -60,7 +61,8 @@ _RANGES: dict[str, _Check] = {
     "num_return_sequences": (lambda value: value >= 1, "an integer of at least 1"),
 }
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-# Fields that change transformers' outputs and do not exist here, with the value that changes nothing.
+# Fields that change transformers' outputs and do not exist here, with the value that changes
+# nothing.
 _OTHERS: dict[str, Any] = {
     "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0, "begin_suppress_tokens": None,
     "sequence_bias": None, "exponential_decay_length_penalty": None, "typical_p": 1.0, "top_h": None,
@@ -87,8 +89,8 @@ class GenerationConfig:
       repetition_penalty, no_repeat_ngram_size: as in `SamplingConfig`.
       suppress_tokens: ids that are never chosen.
       bad_words_ids: sequences of ids that never occur.
-      forced_bos_token_id, forced_eos_token_id: the first new token, where nothing but the start token
-        is before it, and the last one that is allowed.
+      forced_bos_token_id, forced_eos_token_id: the first new token, where nothing but the start
+        token is before it, and the last one that is allowed.
       num_beams, length_penalty, early_stopping, num_return_sequences: of a beam search in
         transformers' form.
       left_out: fields of the file that are not applied here, and their values.
@@ -173,7 +175,8 @@ class GenerationConfig:
             raise ValueError(f"{path}: {error}") from None
 
     def lines(self, name: Any, file: str) -> tuple[str, ...]:
-        """Returns what is to be said when a model is loaded: the fields that count, and those that do not."""
+        """Returns what is to be said when a model is loaded: the fields that count, and those that
+        do not."""
         shown_fields = ", ".join(f"{field}={shown(value)}" for field, value in self.fields().items())
         used = f"{name}: {file} sets the defaults of decoding: {shown_fields} (generation_config=None, or "
         used += "--generation_config=none, decodes without them)"

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from specdec_jax.models.axes import Inputs, Live, Logits, Mask, Peak, PerRow, Seen, States, Tokens
+from specdec_jax.models.axes import Inputs, Logits, Mask, PerRow, Seen, States, TokenAndLogprob, Tokens, Valid
 from specdec_jax.models.cache import KVCache
+from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
-from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP
-from specdec_jax.models.nodes import AnyNodes
+from specdec_jax.models.matmul import product
 from specdec_jax.models.norms import LayerNorm
-from specdec_jax.models.products import product
+from specdec_jax.models.tree_positions import AnyNodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +152,8 @@ class GPTLayer(nn.Module):
         common = dict(dtype=dtype, fused=True, matmul_dtype=config.matmul_dtype, use_bias=True)
         attention = dict(native=self.native, **common)
         self.pre_self_attention_layer_norm = LayerNorm(dtype)
-        # In checkpoints too, queries, keys and values have one kernel. `layouts.py` joins and
-        # splits kernels under other names than this one.
+        # In checkpoints too, queries, keys and values have one kernel. `weight_layouts.py` joins
+        # and splits kernels under other names than this one.
         self.causal_attention = Attention(config.num_heads, config.head_dim, config.emb_dim, **attention)
         self.pre_mlp_layer_norm = LayerNorm(dtype)
         self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **attention)
@@ -161,13 +161,13 @@ class GPTLayer(nn.Module):
 
     def __call__(
         self, x: Float[Array, "*N D"], cache: KVCache | None, positions: PerRow | None, mask: Seen,
-        deterministic: bool = True, live: Live = None, nodes: AnyNodes | None = None,
+        deterministic: bool = True, valid: Valid = None, nodes: AnyNodes | None = None,
     ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
         """Runs the layer over T queries per row; with `cache` None, over whole sequences."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
         norm, divisor = self.pre_self_attention_layer_norm, np.sqrt(self.config.head_dim)
-        x, cache = self.causal_attention.to_cache(x, norm, cache, positions, mask, None, divisor, live, drop, nodes)
-        return self.mlp(x, self.pre_mlp_layer_norm, drop, live=live), cache
+        x, cache = self.causal_attention.to_cache(x, norm, cache, positions, mask, None, divisor, valid, drop, nodes)
+        return self.mlp(x, self.pre_mlp_layer_norm, drop, valid=valid), cache
 
 
 class GPTDecoder(nn.Module):
@@ -190,7 +190,7 @@ class GPTDecoder(nn.Module):
         return GPTCache(tuple(layer.widen(slots) for layer in cache.layers))
 
     def step(
-        self, x: States, positions: PerRow | None, cache: GPTCache, layers: int | None = None, live: Live = None,
+        self, x: States, positions: PerRow | None, cache: GPTCache, layers: int | None = None, valid: Valid = None,
         nodes: AnyNodes | None = None,
     ) -> tuple[States, GPTCache]:  # fmt: skip
         """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
@@ -204,13 +204,13 @@ class GPTDecoder(nn.Module):
             assert positions is not None, "a call has nodes or positions"
             query_positions = positions[:, None] + jnp.arange(x.shape[1])
             mask = jnp.arange(cache.layers[0].slots) <= query_positions[:, None, :, None]
-        x, written = x + self.position_embedder(query_positions, live), list(cache.layers)
+        x, written = x + self.position_embedder(query_positions, valid), list(cache.layers)
         shape = x.shape
         if not self.native:  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
-            x, live = x.reshape(-1, shape[-1]), None if live is None else live.reshape(-1)
+            x, valid = x.reshape(-1, shape[-1]), None if valid is None else valid.reshape(-1)
         for i, layer in enumerate(self.layers[:layers]):
-            x, written[i] = layer(x, cache.layers[i], positions, mask, live=live, nodes=nodes)
-        return self.decoder_norm(x, live).reshape(shape), GPTCache(tuple(written))
+            x, written[i] = layer(x, cache.layers[i], positions, mask, valid=valid, nodes=nodes)
+        return self.decoder_norm(x, valid).reshape(shape), GPTCache(tuple(written))
 
     def __call__(self, x: States, deterministic: bool = True) -> States:
         """Returns the normalised states of whole sequences with the embeddings `x`, teacher-forced."""
@@ -221,15 +221,15 @@ class GPTDecoder(nn.Module):
             x, _ = layer(x, None, None, mask, deterministic)
         return self.decoder_norm(x)
 
-    def logits(self, x: States, embedding: Float[Array, "rows D"], live: Live = None) -> Logits:
+    def logits(self, x: States, embedding: Float[Array, "rows D"], valid: Valid = None) -> Logits:
         """Applies the head: returns the logits of normalised states `x`."""
         if not self.config.logits_via_embedding:
-            return self.logits_dense(x, live)
+            return self.logits_dense(x, valid)
         return product(x, embedding.astype(x.dtype), ((2,), (1,)))
 
-    def peak(self, x: States, live: Live, normalize: bool) -> Peak:
-        """Does what `Network.peak` does, for normalised states `x`."""
-        return self.logits_dense.peak(x, live, normalize)
+    def greedy_token_and_logprob(self, x: States, valid: Valid, normalize: bool) -> TokenAndLogprob:
+        """Does what `Network.greedy_token_and_logprob` does, for normalised states `x`."""
+        return self.logits_dense.greedy_token_and_logprob(x, valid, normalize)
 
 
 class GPT(FamilyModule):
@@ -249,11 +249,11 @@ class GPT(FamilyModule):
 
     def prefill(
         self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: None = None,
-        together: int | None = None,
+        heads_per_tile: int | None = None,
     ) -> GPTCache:  # fmt: skip
         """Makes the cache of sequences of which no token has been fed."""
         config, shape = self.config, (len(inputs) * copies, self.config.num_heads, slots, self.config.head_dim)
-        empty = lambda: KVCache.empty(*shape, jnp.dtype(config.dtype), together)
+        empty = lambda: KVCache.empty(*shape, jnp.dtype(config.dtype), heads_per_tile)
         return GPTCache(tuple(empty() for _ in range(config.num_decoder_layers)))
 
     def __call__(

@@ -24,8 +24,8 @@ from jaxtyping import Array, Float
 from specdec_jax.models import native
 from specdec_jax.models.axes import PerRow, States
 from specdec_jax.models.cache import KVCache
-from specdec_jax.models.products import precision_of
-from specdec_jax.models.trials import Trial, what_is_wrong
+from specdec_jax.models.kernel_selftest import KernelSelfTest, run_self_test
+from specdec_jax.models.matmul import precision_of
 
 try:
     from jax.experimental.pallas import triton
@@ -39,12 +39,17 @@ _FEATURES = (16, 32, 64, 128)
 
 def fits(cache: KVCache, queries: int) -> bool:
     """Returns whether attention of `queries` queries per row over `cache` is one kernel on a GPU."""
-    if cache.together != 1 or cache.tiled or cache.rules is not None or os.environ.get(native.SETTING) == "off":
+    if (
+        cache.heads_per_tile != 1
+        or cache.tile_queries
+        or cache.rules is not None
+        or os.environ.get(native.SETTING) == "off"
+    ):
         return False
     features, dtype = cache.key.shape[-1], cache.key.dtype.name
     if queries > _MOST or features not in _FEATURES or triton is None:
         return False
-    return TRIAL.passed(dtype=dtype, features=features, queries=_padded(queries))
+    return SELF_TEST.passed(dtype=dtype, features=features, queries=_padded(queries))
 
 
 def attend_to_cache(
@@ -234,7 +239,7 @@ def why_not(dtype: str = "bfloat16", features: int = 64, queries: int = 16, inte
       queries: number of queries to which those of a row are padded.
       interpret: as for `attend_to_cache`.
     """
-    return what_is_wrong(lambda: _numbers_are_right(dtype, features, queries - 13, interpret))
+    return run_self_test(lambda: _numbers_are_right(dtype, features, queries - 13, interpret))
 
 
 def _numbers_are_right(dtype: str, features: int, queries: int, interpret: Any) -> bool:
@@ -248,7 +253,7 @@ def _numbers_are_right(dtype: str, features: int, queries: int, interpret: Any) 
     crossed = attend_to_encoded(qkv[..., : 2 * features], key, value, lengths, interpret=interpret)
     apart = lambda part: part.reshape(2, queries, 2, features).transpose(0, 2, 1, 3)
     query, new_key, new_value = map(apart, jnp.split(qkv, 3, axis=-1))
-    cache, numbers = KVCache(key, value, together=1).append(new_key, new_value, positions), jnp.arange(slots)
+    cache, numbers = KVCache(key, value, heads_per_tile=1).append(new_key, new_value, positions), jnp.arange(slots)
     causal = numbers <= (positions[:, None] + jnp.arange(queries))[:, None, :, None]
     tokens = numbers < lengths[:, None, None, None]
     right = _by_xla(query, cache.key, cache.value, causal, bias), cache.key, cache.value
@@ -264,4 +269,6 @@ def _by_xla(query, key, value, mask, bias) -> jax.Array:
     return found.reshape(*found.shape[:2], -1)
 
 
-TRIAL = Trial("gpu", "attention kernels for GPUs are not used, XLA's attention is", lambda **case: why_not(**case))
+SELF_TEST = KernelSelfTest(
+    "gpu", "attention kernels for GPUs are not used, XLA's attention is", lambda **case: why_not(**case)
+)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Key
 
-from specdec_jax.models import layouts, panels
-from specdec_jax.models.fields import FieldError, check_fields
+from specdec_jax.models import packed_weights, weight_layouts
+from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.layers import Dense
 from specdec_jax.models.network import Network
 from specdec_jax.models.t5 import T5Config
@@ -139,9 +139,9 @@ def head_kernel(config: T5Config, params: dict) -> Float[Array, "D V"]:
 
 def pack(params: dict, dtype: str) -> dict:
     """Returns `params` in the decode loop's layout; the dicts that were given stay as they are."""
-    return layouts.pack(jax.tree.map(lambda leaf: leaf, params), panels.usable(dtype))
+    return weight_layouts.pack(jax.tree.map(lambda leaf: leaf, params), packed_weights.usable(dtype))
 
 
 def unpack(packed: dict) -> dict:
     """Returns what `pack` was given."""
-    return layouts.unpack(packed)
+    return weight_layouts.unpack(packed)

@@ -1,10 +1,10 @@
-"""Kernels in 8 bits, and XLA's products with them.
+"""Kernels in int8, and XLA's products with them.
 
 An accelerator multiplies inputs as they are, in the dtype of the model, by the integers, which it
-widens while it reads them; the scales come after the sums. On a CPU `panels.py` multiplies such
-kernels, with inputs rounded to 16 or to 8 bits. Where a CPU lacks that product, XLA's rounds inputs
-to 8 bits, for drafters alone: what comes before it has other bits in wide calls than in narrow
-ones, which rounding to 8 bits would magnify.
+widens while it reads them; the scales come after the sums. On a CPU `packed_weights.py` multiplies
+such kernels, with inputs rounded to 16 or to 8 bits. Where a CPU lacks that product, XLA's rounds
+inputs to 8 bits, for drafters alone: what comes before it has other bits in wide calls than in
+narrow ones, which rounding to 8 bits would magnify.
 """
 
 import flax.struct
@@ -12,19 +12,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8
 
-from specdec_jax.models import products
+from specdec_jax.models import matmul
 
 _MOST = 127
 
 
 @flax.struct.dataclass
 class Int8Kernel:
-    """A kernel in 8 bits, with one scale for each output: column f is about `values[:, f] ·
+    """A kernel in int8, with one scale for each output: column f is about `values[:, f] ·
     scales[f]`.
 
     Attributes:
-      input_bits: bits to which `panels.py` rounds the inputs of its products, 16 or 8, in the
-        place of which `product` always takes 8. None: inputs are not rounded.
+      input_bits: bits to which `packed_weights.py` rounds the inputs of its products, 16 or 8, in
+        the place of which `product` always takes 8. None: inputs are not rounded.
       derived: whether it is made of another parameter, and is no parameter itself.
     """
 
@@ -34,7 +34,7 @@ class Int8Kernel:
     derived: bool = flax.struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def of(cls, kernel: Float[Array, "D F"], input_bits: int | None = 16) -> "Int8Kernel":
+    def quantize(cls, kernel: Float[Array, "D F"], input_bits: int | None = 16) -> "Int8Kernel":
         return cls(*_rounded(kernel, 0), input_bits)
 
     def matrix(self) -> Float32[Array, "D F"]:
@@ -49,7 +49,7 @@ class Int8Kernel:
         """
         if self.input_bits is None:
             # Widening is exact: bfloat16 has all integers up to 256.
-            sums = products.product(x, self.values.astype(x.dtype), ((x.ndim - 1,), (0,)))
+            sums = matmul.product(x, self.values.astype(x.dtype), ((x.ndim - 1,), (0,)))
             return (sums * self.scales).astype(output_dtype)
         rows = x.reshape(-1, x.shape[-1])
         values, scales = _rounded(rows, 1)

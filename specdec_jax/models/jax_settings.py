@@ -27,8 +27,8 @@ def package_settings() -> contextlib.ExitStack:
         jax.enable_x64(False),  # buffers, caches and kernels are of 32 bits or fewer
         jax.numpy_rank_promotion("allow"),
         jax.threefry_partitionable(True),  # else a key draws other tokens
-        # Masks are infinite, and slots that nobody reads may hold anything. What is read is checked:
-        # `NotNumbers` names input and token.
+        # Masks are infinite, and slots that nobody reads may hold anything. What is read is
+        # checked: `NonFiniteLogitsError` names input and token.
         jax.debug_nans(False),
         jax.debug_infs(False),
     ):

@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Int
 
 from specdec_jax.files.reading import shown
-from specdec_jax.models import identity, layouts, panels
+from specdec_jax.models import fingerprints, packed_weights, weight_layouts
 from specdec_jax.models.axes import Logits
+from specdec_jax.models.dummy_weights import dummy_params
 from specdec_jax.models.family import ModelConfig
-from specdec_jax.models.filling import filled_params
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.int8 import Int8Kernel
@@ -49,7 +49,7 @@ class LanguageModel:
       generation_config: how it decodes where a call of `generate` does not say otherwise; may be
         assigned. `GenerationConfig()` says nothing, and so does None.
       network: the same model as jitted functions take it.
-      quantized: whether the kernels, the head's too, are in 8 bits, with a scale for each output;
+      quantized: whether the kernels, the head's too, are in int8, with a scale for each output;
         all else is then in the configuration's dtype, and `params` has the values times the scales.
       input_bits: bits to which inputs of products are rounded, 16 or 8, if the model is `quantized`
         and on a CPU. None: they are not rounded.
@@ -67,8 +67,8 @@ class LanguageModel:
 
         Args:
           params: nested dict of arrays, named as in T5X. All its kernels may be `Int8Kernel`s,
-            whose inputs are rounded only where `panels.usable`; a model whose head is its embedding
-            then has a head too, "decoder/logits_dense/kernel".
+            whose inputs are rounded only where `use_packed.usable`; a model whose head is its
+            embedding then has a head too, "decoder/logits_dense/kernel".
           donate_params: whether the nested dicts of `params` may be emptied during the conversion,
             so that at most one kernel exists twice.
           rules: how the parameters lie on a mesh; None: on one device.
@@ -85,19 +85,22 @@ class LanguageModel:
         if not donate_params:
             # Arrays of 64 bits can be made where `jax_enable_x64` is on.
             params = jax.tree.map(lambda leaf: leaf.astype(config.dtype) if leaf.dtype == np.float64 else leaf, params)
-        self.quantized, self.input_bits = layouts.rounding_of(params)
+        self.quantized, self.input_bits = weight_layouts.rounding_of(params)
         alone = rules is None and not config.matmul_dtype
-        native = alone and panels.usable(config.dtype) and not (self.quantized and self.input_bits is None)
+        native = alone and packed_weights.usable(config.dtype) and not (self.quantized and self.input_bits is None)
         if self.quantized and not (native or (alone and self.input_bits is None)):
-            raise ValueError(f"params: got kernels in 8 bits, expected {panels.needed(config.dtype)}")
+            raise ValueError(f"params: got kernels in int8, expected {packed_weights.needed(config.dtype)}")
         if rules is not None:
             rules.check(config)
             lay_out(params, rules)
         fused = fuses(rules)
-        packed, module = layouts.pack(params, native, fused), config.module(fused, native)
+        packed, module = weight_layouts.pack(params, native, fused), config.module(fused, native)
         if (native or self.quantized) and config.logits_via_embedding:
             # An embedding is read by rows, a head by columns.
-            packed, module = layouts.with_head(packed, True, native), config.with_own_head().module(fused, native)
+            packed, module = (
+                weight_layouts.with_head(packed, True, native),
+                config.with_own_head().module(fused, native),
+            )
         platform = jax.default_backend() if rules is None else rules.mesh.devices.flat[0].platform
         self.network = Network(packed, module, rules, platform)
 
@@ -121,36 +124,41 @@ class LanguageModel:
 
     @classmethod
     @isolated
-    def filled(
-        cls, config: ModelConfig, *, eos_ids=(1,), name="filled", rules=None, quantize=None,
+    def dummy(
+        cls, config: ModelConfig, *, eos_ids=(1,), name="dummy", rules=None, quantize=None,
         report: Callable[[int], None] = lambda count: None,
     ) -> "LanguageModel":  # fmt: skip
-        """Makes a model whose parameters are numbers of no meaning, for timing.
+        """Makes a model whose parameters are dummy weights, for timing.
 
         On an accelerator even T5-XXL's take seconds, on a CPU some ten for a thousand million
-        (`filling.py`). Arguments are those of `random`; `report` is called with the size of each
-        parameter that is there.
+        (`dummy_weights.py`). Arguments are those of `random`; `report` is called with the size of
+        each parameter that is there.
         """
 
         def make() -> dict:
-            if quantize not in panels.INPUT_BITS:
-                return filled_params(config, rules, report=report)
-            # Else a model that fits only in 8 bits would first lie there in full.
-            rounded = lambda kernel: jax.block_until_ready(Int8Kernel.of(kernel, panels.input_bits(quantize)))
-            return filled_params(config, rules, rounded, report)
+            if quantize not in packed_weights.INPUT_BITS:
+                return dummy_params(config, rules, report=report)
+            # Else a model that fits only in int8 would first lie there in full.
+            rounded = lambda kernel: jax.block_until_ready(
+                Int8Kernel.quantize(kernel, packed_weights.input_bits(quantize))
+            )
+            return dummy_params(config, rules, rounded, report)
 
         return cls._made(config, make, None, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize)
 
     @classmethod
     def _made(cls, config: ModelConfig, make: Callable[[], dict], vocabulary, *, rules, quantize, **how):
-        """Returns a model of the parameters that `make` makes, once it is checked that there can be one."""
+        """Returns a model of the parameters that `make` makes, once it is checked that there can be
+        one."""
         check_process()
-        panels.check_quantize(quantize, config.dtype, rules is not None)
+        packed_weights.check_quantize(quantize, config.dtype, rules is not None)
         if rules is not None:
             rules.check(config)
         params = make()
-        if quantize in panels.INPUT_BITS:
-            params = layouts.round_params(params, panels.input_bits(quantize), config.logits_via_embedding)
+        if quantize in packed_weights.INPUT_BITS:
+            params = weight_layouts.round_params(
+                params, packed_weights.input_bits(quantize), config.logits_via_embedding
+            )
         return cls(config, params, vocabulary, donate_params=True, rules=rules, **how)
 
     def __repr__(self) -> str:
@@ -161,7 +169,7 @@ class LanguageModel:
     @property
     @isolated
     def params(self) -> dict:
-        return layouts.unpack(self.network.params)
+        return weight_layouts.unpack(self.network.params)
 
     @functools.cached_property
     @isolated
@@ -170,32 +178,32 @@ class LanguageModel:
 
         What was trained on the states of a model stores it, since it fits no other model.
         """
-        return identity.rounded(self.network.params, self.network.rules)
+        return fingerprints.rounded(self.network.params, self.network.rules)
 
     @functools.cached_property
     @isolated
     def contents(self) -> str:
         """A digest of the exact weights, with the configuration and whether the weights, and the
-        inputs of products, are in 8 bits.
+        inputs of products, are in int8.
 
-        Models that may compute different numbers differ in it. Weights in 8 bits count as different
+        Models that may compute different numbers differ in it. Weights in int8 count as different
         from the same numbers in float32, because inputs of their products are rounded.
         """
-        exact = identity.exact(self.network.params, self.network.rules)
-        inputs = {None: " with inputs as they are", 16: "", 8: " with inputs in 8 bits"}[self.input_bits]
-        return f"{exact} {self.config}{f' in 8 bits{inputs}' if self.quantized else ''}"
+        exact = fingerprints.exact(self.network.params, self.network.rules)
+        inputs = {None: " with inputs as they are", 16: "", 8: " with inputs in int8"}[self.input_bits]
+        return f"{exact} {self.config}{f' in int8{inputs}' if self.quantized else ''}"
 
     def has(self, fingerprint: str) -> bool:
         """Returns whether a stored `fingerprint` is this model's; earlier versions stored a digest
         of some weights only."""
-        whole = str(fingerprint).startswith(identity.ROUNDED)
+        whole = str(fingerprint).startswith(fingerprints.ROUNDED)
         return fingerprint == (self.fingerprint if whole else self._fingerprint_of_corners)
 
     @functools.cached_property
     @isolated
     def _fingerprint_of_corners(self) -> str:
         last = f"layers_{self.config.num_decoder_layers - 1}"
-        return identity.of_corners(self.network.params, self.network.rules, last)
+        return fingerprints.of_corners(self.network.params, self.network.rules, last)
 
     @isolated
     def logits(
@@ -256,8 +264,8 @@ def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> Non
         whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not whole or not 0 <= token < config.vocab_size:
             raise ValueError(f"special id: got {shown(token)}, expected an id of the vocabulary of {config.vocab_size}")
-    # A few added tokens, or T5's sentinels, may lie past the logits: they cannot come out, and as inputs they are
-    # refused where they occur.
+    # A few added tokens, or T5's sentinels, may lie past the logits: they cannot come out, and as
+    # inputs they are rejected where they occur.
     if vocabulary is not None and vocabulary.size > config.vocab_size + _MOST_PAST_LOGITS:
         raise ValueError(
             f"vocabulary: got {vocabulary.size} pieces, expected at most the {config.vocab_size} logits of the model "

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from specdec_jax.models import gpu_attention, panels
-from specdec_jax.models.axes import Bias, Encoded, Live, Mask, PerRow, Seen, States
+from specdec_jax.models import gpu_attention, packed_weights
+from specdec_jax.models.axes import Bias, Encoded, Mask, PerRow, Seen, States, Valid
 from specdec_jax.models.cache import ROWS, KVCache, gather, spread
 from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.nodes import AnyNodes
-from specdec_jax.models.panels import Before, Panels
-from specdec_jax.models.products import precision_of, product, rounded_product
+from specdec_jax.models.matmul import precision_of, product, rounded_product
+from specdec_jax.models.packed_weights import Before, PackedWeights
+from specdec_jax.models.tree_positions import AnyNodes
 
 MASKED = -1e10  # T5X's additive mask; finite, so that a fully masked row gives no NaN
 
@@ -49,10 +49,10 @@ class Embedder(nn.Module):
         shape = (self.rows, self.features)
         self.embedding = self.param("embedding", nn.initializers.normal(self.deviation), shape)
 
-    def __call__(self, indices: Int[Array, "*N"], live: Bool[Array, "*N"] | None = None) -> Float[Array, "*N F"]:
-        """Returns the rows with these indices; `live` as for `apply_kernel`."""
+    def __call__(self, indices: Int[Array, "*N"], valid: Bool[Array, "*N"] | None = None) -> Float[Array, "*N F"]:
+        """Returns the rows with these indices; `valid` as for `apply_kernel`."""
         if self.native:
-            return panels.rows(self.embedding, indices, live)
+            return packed_weights.rows(self.embedding, indices, valid)
         # A drafter may meet ids that it lacks, and a draft may reach past the last position: for
         # these the default mode would give NaN, which would stay in the cache.
         return jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.dtype)
@@ -74,54 +74,56 @@ class Dense(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None) -> Float[Array, "*N F"]:
-        """Applies the map to `x`; `live` as for `apply_kernel`."""
-        y = self._without_bias(x, live)
+    def __call__(self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None) -> Float[Array, "*N F"]:
+        """Applies the map to `x`; `valid` as for `apply_kernel`."""
+        y = self._without_bias(x, valid)
         if not self.use_bias:
             return y
         return y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
 
-    def in_panels(
-        self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None, before: Before = Before("nothing"),
+    def with_packed_weights(
+        self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None, before: Before = Before("nothing"),
         residual: Float[Array, "*N F"] | None = None, clear: bool = True,
     ) -> Float[Array, "*N F"]:  # fmt: skip
-        """Applies the map to `before(x)` and adds `residual`, for a kernel in panels; see
-        `Panels.product`."""
+        """Applies the map to `before(x)` and adds `residual`, for a kernel packed; see
+        `PackedWeights.product`."""
         kernel, dtype = self.get_variable("params", "kernel"), self.output_dtype or self.dtype
         bias = self.get_variable("params", "bias") if self.use_bias else None
-        return kernel.product(x, dtype, live, before, bias, residual, clear)
+        return kernel.product(x, dtype, valid, before, bias, residual, clear)
 
-    def peak(
-        self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None, normalize: bool
+    def greedy_token_and_logprob(
+        self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None, normalize: bool
     ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
-        """Does what `Panels.peak` does, for a kernel in panels without bias."""
-        return self.get_variable("params", "kernel").peak(x, live, normalize)
+        """Does what `PackedWeights.greedy_token_and_logprob` does, for a kernel packed without
+        bias."""
+        return self.get_variable("params", "kernel").greedy_token_and_logprob(x, valid, normalize)
 
-    def _without_bias(self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None) -> Float[Array, "*N F"]:
+    def _without_bias(self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None) -> Float[Array, "*N F"]:
         if self.has_variable("params", "kernel"):
-            kernel = self.get_variable("params", "kernel")  # if packed, `self.param` would refuse its shape
+            kernel = self.get_variable("params", "kernel")  # if packed, `self.param` would reject its shape
         else:
             kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         output_dtype = self.output_dtype or self.dtype
         if self.matmul_dtype is not None:
             y = rounded_product(x.reshape(-1, x.shape[-1]), kernel, self.matmul_dtype)
             return y.reshape(*x.shape[:-1], self.features).astype(output_dtype)
-        if not isinstance(kernel, Panels | Int8Kernel):
+        if not isinstance(kernel, PackedWeights | Int8Kernel):
             kernel = kernel.astype(self.dtype)
-        return apply_kernel(x.astype(self.dtype), kernel, output_dtype, live)
+        return apply_kernel(x.astype(self.dtype), kernel, output_dtype, valid)
 
 
 def apply_kernel(
-    x: Float[Array, "*N D"], kernel: Float[Array, "D F"] | Panels | Int8Kernel, output_dtype,
-    live: Bool[Array, "*N"] | None = None,
+    x: Float[Array, "*N D"], kernel: Float[Array, "D F"] | PackedWeights | Int8Kernel, output_dtype,
+    valid: Bool[Array, "*N"] | None = None,
 ) -> Float[Array, "*N F"]:  # fmt: skip
     """Returns `x` times a kernel, however the kernel is stored.
 
     Args:
-      live: False for rows of `x` whose result does not matter; with `Panels` they are not computed.
+      valid: False for rows of `x` whose result does not matter; with `PackedWeights` they are not
+        computed.
     """
-    if isinstance(kernel, Panels):
-        return kernel.product(x, output_dtype, live)
+    if isinstance(kernel, PackedWeights):
+        return kernel.product(x, output_dtype, valid)
     if isinstance(kernel, Int8Kernel):
         return kernel.product(x, output_dtype)
     return product(x, kernel, ((x.ndim - 1,), (0,)), dtype=output_dtype)
@@ -132,7 +134,7 @@ class GatedMLP(nn.Module):
     1.1: gelu × linear).
 
     With `fused`, the two input kernels of a gated block are one; with `native`, which needs
-    `fused`, kernels are in panels.
+    `fused`, kernels are packed.
     """
 
     mlp_dim: int
@@ -147,29 +149,29 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "*N D"], norm: Callable, dropped: Callable = lambda y: y, deterministic: bool = True,
-        live: Live = None,
+        valid: Valid = None,
     ) -> Float[Array, "*N D"]:  # fmt: skip
-        """Returns `x + dropped(block(norm(x)))`; `live` as for `apply_kernel`."""
+        """Returns `x + dropped(block(norm(x)))`; `valid` as for `apply_kernel`."""
         dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
         count = len(self.activations)
         if self.native:
             wide = dense(count * self.mlp_dim, name="wi" if count == 1 else "wi_fused")
             # Rows that are not live need not be cleared: the next product does not read them.
-            hidden = wide.in_panels(x, live, norm.before(), clear=False)
+            hidden = wide.with_packed_weights(x, valid, norm.before(), clear=False)
             gate = Before("activation" if count == 1 else "gate", activations=self.activations)
-            return dense(x.shape[-1], name="wo").in_panels(hidden, live, gate, x)
+            return dense(x.shape[-1], name="wo").with_packed_weights(hidden, valid, gate, x)
         before, x = x, norm(x)
         if self.fused and count > 1:
-            hidden = dense(count * self.mlp_dim, name="wi_fused")(x, live)
+            hidden = dense(count * self.mlp_dim, name="wi_fused")(x, valid)
             parts = jnp.split(hidden, count, axis=-1)
         else:
             names = ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
-            parts = [dense(self.mlp_dim, name=name)(x, live) for name in names]
+            parts = [dense(self.mlp_dim, name=name)(x, valid) for name in names]
         hidden = ACTIVATION_FUNCTIONS[self.activations[0]](parts[0])
         for part, activation in zip(parts[1:], self.activations[1:]):
             hidden = hidden * ACTIVATION_FUNCTIONS[activation](part)
         hidden = nn.Dropout(self.dropout_rate)(hidden, deterministic=deterministic)
-        return before + dropped(dense(x.shape[-1], name="wo")(hidden, live))
+        return before + dropped(dense(x.shape[-1], name="wo")(hidden, valid))
 
 
 class Attention(nn.Module):
@@ -177,8 +179,9 @@ class Attention(nn.Module):
     1/√K, as in T5.
 
     (GPT divides its queries by `divisor`.) With `fused`, the query, key and value kernels are one
-    matrix `qkv [D, 3·H·K]`, for fewer and larger products in the decode loop (see `layouts.py`).
-    With `native`, which needs `fused`, attention runs in `panels.py` instead of XLA.
+    matrix `qkv [D, 3·H·K]`, for fewer and larger products in the decode loop (see
+    `weight_layouts.py`). With `native`, which needs `fused`, attention runs in `packed_weights.py`
+    instead of XLA.
     """
 
     heads: int
@@ -201,12 +204,12 @@ class Attention(nn.Module):
         self.qkv = dense(3 * size)
         self.out = dense(self.model_dim, kernel_init=_fan_in_normal)
 
-    def _split(self, x: Float[Array, "*N D"], batch: int, together: int | None = None) -> Float[Array, "B H T K"]:
-        """Splits the last axis into heads, or into `together` heads side by side, and puts the axis
-        of heads before that of positions; `batch` is B."""
-        features = self.features * (together or 1)
+    def _split(self, x: Float[Array, "*N D"], batch: int, heads_per_tile: int | None = None) -> Float[Array, "B H T K"]:
+        """Splits the last axis into heads, or into `heads_per_tile` heads side by side, and puts
+        the axis of heads before that of positions; `batch` is B."""
+        features = self.features * (heads_per_tile or 1)
         count = math.prod(x.shape[:-1]) // batch
-        if together is not None and count > ROWS and count % ROWS == 0:
+        if heads_per_tile is not None and count > ROWS and count % ROWS == 0:
             # A TPU's compiler moves whole tiles of rows, but changes the layout of every tile for
             # the axis of all positions.
             x = x.reshape(batch, count // ROWS, ROWS, -1, features)
@@ -214,21 +217,22 @@ class Attention(nn.Module):
         return x.reshape(batch, count, x.shape[-1] // features, features).transpose(0, 2, 1, 3)
 
     def project(
-        self, x: Float[Array, "*N D"], batch: int, together: int | None = None
+        self, x: Float[Array, "*N D"], batch: int, heads_per_tile: int | None = None
     ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"], Float[Array, "B H T K"]]:
-        """Returns queries, keys and values of `x`, of `batch` rows; `together` as for `KVCache`."""
+        """Returns queries, keys and values of `x`, of `batch` rows; `heads_per_tile` as for
+        `KVCache`."""
         parts = jnp.split(self.qkv(x), 3, axis=-1) if self.fused else (self.query(x), self.key(x), self.value(x))
-        query, key, value = (self._split(part, batch, together) for part in parts)
+        query, key, value = (self._split(part, batch, heads_per_tile) for part in parts)
         return query, key, value
 
-    def project_key_value(self, x: Encoded, live: Mask | None = None, together: int | None = None) -> KVCache:
-        """Returns the keys and values of cross-attention; `live` as for `apply_kernel`."""
-        key, value = (self._split(part, len(x), together) for part in (self.key(x, live), self.value(x, live)))
-        return KVCache(key, value, together=together)
+    def project_key_value(self, x: Encoded, valid: Mask | None = None, heads_per_tile: int | None = None) -> KVCache:
+        """Returns the keys and values of cross-attention; `valid` as for `apply_kernel`."""
+        key, value = (self._split(part, len(x), heads_per_tile) for part in (self.key(x, valid), self.value(x, valid)))
+        return KVCache(key, value, heads_per_tile=heads_per_tile)
 
     def to_cache(
         self, x: Float[Array, "*N D"], norm: Callable, cache: KVCache | None, positions: PerRow | None, mask: Seen,
-        bias: Bias = None, divisor: float = 1.0, live: Live = None, dropped: Callable = lambda y: y,
+        bias: Bias = None, divisor: float = 1.0, valid: Valid = None, dropped: Callable = lambda y: y,
         nodes: AnyNodes | None = None, count: int | None = None,
     ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
         """Returns `x + dropped(self-attention of norm(x))`, and the cache with the new keys and
@@ -241,25 +245,26 @@ class Attention(nn.Module):
           mask, bias: as for `attend`. With `native` and a cache, the mask is not read, and the bias
             is that of all query positions, `[S, H, S]`.
           divisor: number by which queries are divided.
-          live: as for `apply_kernel`; the live positions of a row come first.
+          valid: as for `apply_kernel`; the live positions of a row come first.
           dropped: dropout.
           nodes: where the T tokens lie if they are nodes of trees, in place of `positions`. With
             `native` the bias is then that of the last of P query positions, `[H, P]`.
-          count: how many of the T tokens are written to the cache; the others fill tiles. None: all.
+          count: how many of the T tokens are written to the cache; the others fill tiles. None:
+            all.
         """
         if self.native and cache is not None:
             # Positions that are not live need not be cleared: the next product does not read them.
-            qkv, key, value = self.qkv.in_panels(x, live, norm.before(), clear=False), cache.key, cache.value
+            qkv, key, value = self.qkv.with_packed_weights(x, valid, norm.before(), clear=False), cache.key, cache.value
             if nodes is None:
-                found = panels.attend_to_cache(qkv, key, value, bias, positions, divisor, live, clear=False)
+                found = packed_weights.attend_to_cache(qkv, key, value, bias, positions, divisor, valid, clear=False)
             else:
-                found = panels.attend_to_nodes(qkv, key, value, bias, nodes, divisor, live, clear=False)
+                found = packed_weights.attend_to_nodes(qkv, key, value, bias, nodes, divisor, valid, clear=False)
             attended, key, value = found
-            return self.out.in_panels(attended, live, residual=x), cache.replace(key=key, value=value)
+            return self.out.with_packed_weights(attended, valid, residual=x), cache.replace(key=key, value=value)
         if cache is not None and nodes is None and self.fused and gpu_attention.fits(cache, _per_row(x, cache)):
             return self._to_cache_of_gpu(x, norm, cache, positions, mask, bias, divisor, dropped)
-        batch, together = (len(x), None) if cache is None else (cache.batch, cache.together)
-        query, key, value = self.project(norm(x), batch, together)
+        batch, heads_per_tile = (len(x), None) if cache is None else (cache.batch, cache.heads_per_tile)
+        query, key, value = self.project(norm(x), batch, heads_per_tile)
         parts = query, key[:, :, :count], value[:, :, :count]
         attended, cache = self._attended_to_cache(*parts, cache, positions, mask, bias, divisor, nodes)
         return x + dropped(self.out(attended.reshape(*x.shape[:-1], -1))), cache
@@ -286,7 +291,7 @@ class Attention(nn.Module):
         """Does what `to_cache` does, on an NVIDIA GPU by a kernel."""
 
         def by_xla(qkv, key, value, bias, positions, mask):
-            parts = (self._split(part, cache.batch, cache.together) for part in jnp.split(qkv, 3, axis=-1))
+            parts = (self._split(part, cache.batch, cache.heads_per_tile) for part in jnp.split(qkv, 3, axis=-1))
             before = cache.replace(key=key, value=value)
             attended, after = self._attended_to_cache(*parts, before, positions, mask, bias, divisor, None)
             return attended, after.key, after.value
@@ -300,24 +305,26 @@ class Attention(nn.Module):
         return x + dropped(self.out(attended.reshape(*x.shape[:-1], -1))), cache.replace(key=key, value=value)
 
     def to_encoded(
-        self, x: Float[Array, "*N D"], norm: Callable, cross: KVCache, mask: Mask, live: Live = None,
+        self, x: Float[Array, "*N D"], norm: Callable, cross: KVCache, mask: Mask, valid: Valid = None,
         dropped: Callable = lambda y: y,
     ) -> Float[Array, "*N D"]:  # fmt: skip
         """Returns `x + dropped(cross-attention of norm(x))`; `mask` is True at tokens, which come
         first in each row."""
         if self.native:
-            query = self.query.in_panels(x, live, norm.before(), clear=False)
-            attended = panels.attend_to_encoded(query, cross.key, cross.value, _lengths(mask), live, clear=False)
-            return self.out.in_panels(attended, live, residual=x)
+            query = self.query.with_packed_weights(x, valid, norm.before(), clear=False)
+            attended = packed_weights.attend_to_encoded(
+                query, cross.key, cross.value, _lengths(mask), valid, clear=False
+            )
+            return self.out.with_packed_weights(attended, valid, residual=x)
         query = self.query(norm(x))
 
         def by_xla(query, key, value, mask):
-            if cross.together is not None:
+            if cross.heads_per_tile is not None:
                 # Else a TPU's compiler would transpose the product, and for that copy its kernel at
                 # the beginning of every program.
                 query = jax.lax.platform_dependent(query, tpu=jax.lax.optimization_barrier, default=lambda query: query)
             keys = cross.replace(key=key, value=value)
-            return self.attend(self._split(query, cross.batch, cross.together), keys, mask[:, None, None, :])
+            return self.attend(self._split(query, cross.batch, cross.heads_per_tile), keys, mask[:, None, None, :])
 
         def by_kernel(query, key, value, mask):
             query = query.reshape(cross.batch, -1, query.shape[-1])
@@ -336,10 +343,10 @@ class Attention(nn.Module):
         """Returns `x + dropped(self-attention of norm(x))` in an encoder; `mask` as for
         `to_encoded`."""
         if self.native:
-            attended = panels.attend_to_inputs(
-                self.qkv.in_panels(x, mask, norm.before(), clear=False), bias, _lengths(mask)
+            attended = packed_weights.attend_to_inputs(
+                self.qkv.with_packed_weights(x, mask, norm.before(), clear=False), bias, _lengths(mask)
             )
-            return self.out.in_panels(attended, mask, residual=x)
+            return self.out.with_packed_weights(attended, mask, residual=x)
         query, key, value = self.project(norm(x), len(x))
         attended = self.attend(query, KVCache(key, value), mask[:, None, None, :], bias.transpose(1, 0, 2)[None])
         return x + dropped(self.out(attended))
@@ -356,13 +363,17 @@ class Attention(nn.Module):
           mask: True where a query attends to a key.
           bias: position bias, added to the scores.
         """
-        together, batch, query = cache.together or 1, query.shape[0], spread(query, cache.together or 1)
+        heads_per_tile, batch, query = (
+            cache.heads_per_tile or 1,
+            query.shape[0],
+            spread(query, cache.heads_per_tile or 1),
+        )
         query = query if cache.key.ndim == 4 else query[0]
         einsum = functools.partial(jnp.einsum, precision=precision_of(query.dtype))
         scores = einsum("...htk,...hsk->...hts", query, cache.key, preferred_element_type=jnp.float32)
         shape = scores.shape
-        if together > 1:
-            mask = jnp.tile(mask, (1, 1, together if mask.shape[2] > 1 else 1, 1))
+        if heads_per_tile > 1:
+            mask = jnp.tile(mask, (1, 1, heads_per_tile if mask.shape[2] > 1 else 1, 1))
             bias = None if bias is None else bias.reshape(len(bias), *shape[-3:])
         if bias is not None and len(bias) == len(mask):
             # One array for both, the same in all layers: with two, a TPU's compiler makes three
@@ -372,11 +383,11 @@ class Attention(nn.Module):
             mask = bias != MASKED
         scores = scores if bias is None else scores + bias.astype(jnp.float32)
         weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(self.dtype).reshape(shape)
-        if cache.together is None:
+        if cache.heads_per_tile is None:
             output = einsum("...hts,...hsk->...thk", weights, cache.value)
         else:
             output = einsum("...hts,...hsk->...htk", weights, cache.value, preferred_element_type=jnp.float32)
-            output = jnp.swapaxes(gather(output, together).astype(self.dtype), -3, -2)
+            output = jnp.swapaxes(gather(output, heads_per_tile).astype(self.dtype), -3, -2)
         return output.reshape(batch, -1, self.heads * self.features)
 
 

@@ -3,8 +3,8 @@ tries and loads it.
 
 The library lies in the user's cache under a name made of all that it depends on, processor
 included, so that one made for another machine, jaxlib or compiler is never loaded. A process of its
-own tries it first (`probe.py`), since a faulty library may end the process that loads it. The
-result, a failure too, is recorded in a file beside it.
+own tries it first (`cpu_kernels_selftest.py`), since a faulty library may end the process that
+loads it. The result, a failure too, is recorded in a file beside it.
 """
 
 import contextlib
@@ -30,9 +30,10 @@ import jaxlib
 
 from specdec_jax.files import user_cache
 from specdec_jax.files.writing import write_file
-from specdec_jax.models import probe
+from specdec_jax.models import cpu_kernels_selftest
 
-# FFI target -> symbol of its handler in the library. Each needs a case in `probe.check`.
+# FFI target -> symbol of its handler in the library. Each needs a case in
+# `cpu_kernels_selftest.check`.
 TARGETS = {
     "specdec_product_f32": "SpecdecProductF32",
     "specdec_product_s8": "SpecdecProductS8",
@@ -52,14 +53,15 @@ TARGETS = {
 
 SETTING = "SPECDEC_KERNEL"  # environment variable: "off" or "rebuild"
 _SOURCE = pathlib.Path(__file__).with_name("native.cc")
-_PROBE = pathlib.Path(probe.__file__)
+_PROBE = pathlib.Path(cpu_kernels_selftest.__file__)
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-w")
 # Flags for this processor, of which the first that the compiler accepts are used: some compilers
 # for ARM know only the second.
 _NATIVE = (("-march=native",), ("-mcpu=native",), ())
 _COMPILE_SECONDS, _PROBE_SECONDS, _ASK_SECONDS = 120, 60, 20
-# Seconds that a failure is remembered: a full disk or memory, or a slow machine, may have been its cause.
+# Seconds that a failure is remembered: a full disk or memory, or a slow machine, may have been its
+# cause.
 _FORGOTTEN = 86_400
 # Macros that a compiler defines for instructions it may use, widest first.
 _VECTORS = {
@@ -160,7 +162,7 @@ def _settle() -> _State:
 
 def _register(library: str) -> None:
     try:
-        probe.register(library, TARGETS)
+        cpu_kernels_selftest.register(library, TARGETS)
     except OSError as error:
         raise _Unusable(f"cannot be loaded: {error}; {SETTING}=rebuild compiles it anew") from error
 
@@ -329,7 +331,7 @@ def _try(library: pathlib.Path) -> None:
     command = [sys.executable, "-I", str(_PROBE), asked]
     ended = _run(command, _PROBE_SECONDS, environment={**settings, "JAX_PLATFORMS": "cpu"})
     if ended.code != 0 or ended.output.strip() != "works":
-        raise _Failed(f"the probe {_why(ended, _PROBE_SECONDS, last=True).replace(str(library), library.name)}")
+        raise _Failed(f"the self-test {_why(ended, _PROBE_SECONDS, last=True).replace(str(library), library.name)}")
 
 
 # Other processes.

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, Shaped
 
-from specdec_jax.models import fused_mesh, fused_trial, layouts
-from specdec_jax.models.axes import Encoded, Inputs, Live, Logits, Peak, PerRow, States, Tokens
+from specdec_jax.models import fused_mesh, fused_step_selftest, weight_layouts
+from specdec_jax.models.axes import Encoded, Inputs, Logits, PerRow, States, TokenAndLogprob, Tokens, Valid
 from specdec_jax.models.cache import ROWS, TILE, KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
-from specdec_jax.models.nodes import AnyNodes
-from specdec_jax.models.panels import input_bits
+from specdec_jax.models.packed_weights import input_bits
 from specdec_jax.models.parameters import parameter_count
-from specdec_jax.models.sharding import ShardingRules, pinned, read
+from specdec_jax.models.sharding import ShardingRules, constrain_sharding, read
+from specdec_jax.models.tree_positions import AnyNodes
 
 
 @flax.struct.dataclass
@@ -24,7 +24,7 @@ class Network:
     """A model as the jitted loop takes it: the parameters are traced, the module is static.
 
     Attributes:
-      params: nested dict of arrays in the loop's layout (`layouts.py`).
+      params: nested dict of arrays in the loop's layout (`weight_layouts.py`).
       module: the linen module, hashable.
       rules: how parameters and caches lie on a mesh; None: on one device.
       platform: "cpu", "tpu" or another, for which calls and caches are laid out.
@@ -39,12 +39,12 @@ class Network:
         return f"{type(self.config).__name__} of {parameter_count(self.config):,} parameters"
 
     @property
-    def together(self) -> int | None:
+    def heads_per_tile(self) -> int | None:
         """How many heads lie side by side in caches, as for `KVCache`."""
-        return heads_together(self.platform, self.module, self.rules)
+        return heads_per_tile_of(self.platform, self.module, self.rules)
 
     @property
-    def fewest(self) -> int:
+    def min_query_len(self) -> int:
         """The fewest positions of a single row that `decode` feeds at once.
 
         A product of a single row would not use an accelerator's units for matrices, and would be
@@ -52,7 +52,7 @@ class Network:
         fetches more of the weights ahead than for two: by its estimate a plain step of T5-XXL on a
         v4 takes 9.5 ms, and 10.3 over two positions.
         """
-        return 1 if self.together is None else ROWS if self.platform == "tpu" else 2
+        return 1 if self.heads_per_tile is None else ROWS if self.platform == "tpu" else 2
 
     @property
     def config(self) -> ModelConfig:
@@ -65,27 +65,30 @@ class Network:
         return self.config.vocab_size
 
     @property
-    def skips(self) -> bool:
-        """Whether positions that are not `live` cost nothing, so that calls need not be made
+    def skips_padding(self) -> bool:
+        """Whether positions that are not `valid` cost nothing, so that calls need not be made
         narrower."""
         return self.module.native
 
     def pairs_are_free(self, cache: Any) -> bool:
-        """Returns whether a call over two positions takes no longer than one over a single position:
-        on an accelerator, which reads the same weights for both.
+        """Returns whether a call over two positions takes no longer than one over a single
+        position: on an accelerator, which reads the same weights for both.
 
-        Not so for several rows on a TPU, unless the call is one kernel: every row's positions are in
-        tiles of their own, and XLA rearranges them. By its estimate a step of T5-small over 32 rows
-        takes 0.43 ms over two positions, 0.30 over one.
+        Not so for several rows on a TPU, unless the call is one kernel: every row's positions are
+        in tiles of their own, and XLA rearranges them. By its estimate a step of T5-small over 32
+        rows takes 0.43 ms over two positions, 0.30 over one.
         """
-        if self.together is None:
+        if self.heads_per_tile is None:
             return False
         rows = cache.layers[0].batch
         return self.platform != "tpu" or rows == 1 or self._is_one_kernel((rows, 2), cache)
 
     def _is_one_kernel(self, shape: tuple[int, ...], cache: Any, layers: int | None = None) -> bool:
-        """Returns whether a call with tokens of this shape is the kernel of `fused_step.py` on a TPU."""
-        return fused_mesh.fits(self.module, self.params, shape, cache, layers) and fused_trial.TRIAL.passed()
+        """Returns whether a call with tokens of this shape is the kernel of `fused_step.py` on a
+        TPU."""
+        return (
+            fused_mesh.fits(self.module, self.params, shape, cache, layers) and fused_step_selftest.SELF_TEST.passed()
+        )
 
     @property
     def encoder_dim(self) -> int | None:
@@ -119,7 +122,9 @@ class Network:
         if not decoder_only(self):
             encoded = self._by_rows(self.encode(inputs, input_lengths) if encoded is None else encoded)
         mask, apply = jnp.arange(inputs.shape[1]) < input_lengths[:, None], self.module.apply
-        more = {} if self.together is None else {"together": self.together}  # a family need not have this argument
+        more = (
+            {} if self.heads_per_tile is None else {"heads_per_tile": self.heads_per_tile}
+        )  # a family need not have this argument
         cache = apply({"params": self.params}, inputs, mask, slots, copies, encoded, **more, method="prefill")
         return self._placed(cache)
 
@@ -127,17 +132,20 @@ class Network:
         """Returns a new cache with its layout on the mesh set and fixed."""
         is_layer = lambda node: isinstance(node, KVCache)
         cache = jax.tree.map(
-            lambda layer: layer.replace(rules=self.rules, tiled=self.platform == "tpu") if is_layer(layer) else layer,
-            cache, is_leaf=is_layer,
-        )  # fmt: skip
-        return pinned(cache, self.rules)
+            lambda layer: (
+                layer.replace(rules=self.rules, tile_queries=self.platform == "tpu") if is_layer(layer) else layer
+            ),
+            cache,
+            is_leaf=is_layer,
+        )
+        return constrain_sharding(cache, self.rules)
 
-    def decode(self, tokens: Tokens, positions: PerRow, cache: Any, live: Live = None) -> tuple[Logits, Any]:
+    def decode(self, tokens: Tokens, positions: PerRow, cache: Any, valid: Valid = None) -> tuple[Logits, Any]:
         """Feeds `tokens` at positions `positions[b] … positions[b] + T − 1`, overwriting those
         slots.
 
         Args:
-          live: False for positions whose result does not matter, such as those of a row that is
+          valid: False for positions whose result does not matter, such as those of a row that is
             done; the live ones of a row come first. With the CPU's own kernels the others take no
             time, write nothing, and give 0; elsewhere they are computed like the rest. None: all
             are live.
@@ -145,23 +153,23 @@ class Network:
         Returns:
           Logits of the next token at each position, and the new cache.
         """
-        states, cache = self.decode_states(tokens, positions, cache, live=live)
-        return self.head(states, live), cache
+        states, cache = self.decode_states(tokens, positions, cache, valid=valid)
+        return self.head(states, valid), cache
 
     def decode_states(
-        self, tokens: Tokens, positions: PerRow, cache: Any, layers: int | None = None, live: Live = None
+        self, tokens: Tokens, positions: PerRow, cache: Any, layers: int | None = None, valid: Valid = None
     ) -> tuple[States, Any]:
         """Does what `decode` does, but for the head: returns states after the first `layers` layers
         (None: all) and the final norm, and the new cache."""
         count, alone = tokens.shape[1], len(tokens) == 1
-        if alone and count < self.fewest and not self._is_one_kernel(tokens.shape, cache, layers):
-            more = ((0, 0), (0, self.fewest - count))
+        if alone and count < self.min_query_len and not self._is_one_kernel(tokens.shape, cache, layers):
+            more = ((0, 0), (0, self.min_query_len - count))
             wider = lambda x: x if x is None else jnp.pad(x, more, mode="edge")
-            states, cache = self.decode_states(wider(tokens), positions, cache, layers, wider(live))
+            states, cache = self.decode_states(wider(tokens), positions, cache, layers, wider(valid))
             return states[:, :count], cache
         tokens, positions = self._by_rows(tokens), self._by_rows(positions)
         apply = functools.partial(self.module.apply, {"params": self.params})
-        run = lambda *call: apply(*call, layers, live, method="decode_states")
+        run = lambda *call: apply(*call, layers, valid, method="decode_states")
         if self._is_one_kernel(tokens.shape, cache, layers):
             embed = lambda tokens: apply(tokens, method=lambda module, tokens: module.token_embedder(tokens))
             fused = functools.partial(fused_mesh.decode_states, self.module, self.params, layers=layers)
@@ -169,7 +177,7 @@ class Network:
             states, cache = jax.lax.platform_dependent(tokens, positions, cache, tpu=on_tpu, default=run)
         else:
             states, cache = run(tokens, positions, cache)
-        return self._by_rows(states), pinned(cache, self.rules)
+        return self._by_rows(states), constrain_sharding(cache, self.rules)
 
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
         """Makes a cache for calls over nodes of trees out of one for sequences.
@@ -180,55 +188,57 @@ class Network:
           slots: S, slots of the new cache.
           positions: P, positions of the longest sequence.
         """
-        return pinned(
+        return constrain_sharding(
             self.module.apply({"params": self.params}, cache, slots, positions, method="node_cache"), self.rules
         )
 
     def decode_nodes(
-        self, tokens: Tokens, nodes: AnyNodes, cache: Any, live: Live = None, layers: int | None = None
+        self, tokens: Tokens, nodes: AnyNodes, cache: Any, valid: Valid = None, layers: int | None = None
     ) -> tuple[States, Any]:
-        """Feeds `tokens` as nodes of trees; the cache is from `node_cache`, `live` as for `decode`,
-        and `layers` as for `decode_states`.
+        """Feeds `tokens` as nodes of trees; the cache is from `node_cache`, `valid` as for
+        `decode`, and `layers` as for `decode_states`.
 
         Returns:
           States, which `head` takes, and the new cache.
         """
         tokens, apply = self._by_rows(tokens), self.module.apply
-        states, cache = apply({"params": self.params}, tokens, None, cache, layers, live, nodes, method="decode_states")
-        return self._by_rows(states), pinned(cache, self.rules)
+        states, cache = apply(
+            {"params": self.params}, tokens, None, cache, layers, valid, nodes, method="decode_states"
+        )
+        return self._by_rows(states), constrain_sharding(cache, self.rules)
 
     def move_nodes(self, cache: Any, sources: Int[Array, "B M"], starts: PerRow) -> Any:
         """Copies the slots `sources` of every row of the cache to the M slots from `starts` on."""
-        return pinned(cache.move_nodes(sources, starts, self.module.native), self.rules)
+        return constrain_sharding(cache.move_nodes(sources, starts, self.module.native), self.rules)
 
-    def head(self, states: States, live: Live = None) -> Logits:
+    def head(self, states: States, valid: Valid = None) -> Logits:
         """Returns the logits of the states that `decode_states` or `decode_nodes` returned."""
-        return self._by_rows(self.module.apply({"params": self.params}, states, live, method="head"))
+        return self._by_rows(self.module.apply({"params": self.params}, states, valid, method="head"))
 
-    def peak(self, states: States, live: Live = None, normalize: bool = True) -> Peak:
+    def greedy_token_and_logprob(self, states: States, valid: Valid = None, normalize: bool = True) -> TokenAndLogprob:
         """Returns each position's argmax token and its log-probability without storing logits; only
-        if it `skips`.
+        if it `skips_padding`.
 
         Returns:
           Tokens, the first where logits are equal, −1 where a logit is NaN; and their
           log-probabilities, NaN there and where a logit is infinite. Without `normalize` the
           log-probabilities are meaningless.
         """
-        return self.module.apply({"params": self.params}, states, live, normalize, method="peak")
+        return self.module.apply({"params": self.params}, states, valid, normalize, method="greedy_token_and_logprob")
 
     def shortlisted(self, ids: Int[Array, " F"]) -> "Network":
         """Returns the network with a head for `ids` only, so that logits are `[B, T, F]`; other
         arrays are shared."""
         config, native = self.config, self.module.native
-        params = layouts.with_head(self.params, config.logits_via_embedding, native, np.asarray(ids))
+        params = weight_layouts.with_head(self.params, config.logits_via_embedding, native, np.asarray(ids))
         return self.replace(params=params, module=config.with_own_head().module(fuses(self.rules), native))
 
     def in_int8(self) -> "Network":
-        """Returns the network with the kernels of decoder steps, the head's too, in 8 bits; other
+        """Returns the network with the kernels of decoder steps, the head's too, in int8; other
         arrays are shared."""
         tied = self.config.logits_via_embedding
         network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
-        return network.replace(params=layouts.in_int8(network.params, input_bits("int8")))
+        return network.replace(params=weight_layouts.in_int8(network.params, input_bits("int8")))
 
     def head_alone(self) -> "Network":
         """Returns the part of the network that `head` needs; the arrays are shared."""
@@ -242,11 +252,12 @@ class Network:
         `prefill`."""
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         logits = self.module.apply({"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded)
-        return pinned(logits, self.rules)
+        return constrain_sharding(logits, self.rules)
 
 
-def heads_together(platform: str, module: FamilyModule, rules: ShardingRules | None) -> int | None:
-    """Returns `KVCache.together` for a network's caches on a platform: "cpu", "tpu" or another."""
+def heads_per_tile_of(platform: str, module: FamilyModule, rules: ShardingRules | None) -> int | None:
+    """Returns `KVCache.heads_per_tile` for a network's caches on a platform: "cpu", "tpu" or
+    another."""
     if platform == "cpu" or not module.joins_heads:
         return None
     heads, parts = module.config.num_heads, 1 if rules is None else rules.parts
@@ -323,7 +334,7 @@ def teacher_forced_logits(
 @jax.jit
 def continuation_logits(network: Network, sequences: Inputs, places: Tokens) -> Logits:
     """Returns the logits at `places` of `sequences`, for a decoder-only network."""
-    return pinned(network.module.apply({"params": network.params}, sequences, places), network.rules)
+    return constrain_sharding(network.module.apply({"params": network.params}, sequences, places), network.rules)
 
 
 def initial_params(module: FamilyModule, key: Key[Array, ""]) -> dict:

@@ -1,8 +1,8 @@
 """The two normalisations: T5's and GPT's.
 
-With `native` the CPU's own kernels compute them (`panels.py`), `live` as for `layers.apply_kernel`:
-XLA adds up a row in one order in small calls and in another from some thousand numbers on, and what
-comes after the last norm would see the width of the call.
+With `native` the CPU's own kernels compute them (`packed_weights.py`), `valid` as for
+`layers.apply_kernel`: XLA adds up a row in one order in small calls and in another from some
+thousand numbers on, and what comes after the last norm would see the width of the call.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from specdec_jax.models.panels import Before, normalize
+from specdec_jax.models.packed_weights import Before, normalize
 
 
 class RMSNorm(nn.Module):
@@ -22,16 +22,16 @@ class RMSNorm(nn.Module):
     native: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None) -> Float[Array, "*N D"]:
+    def __call__(self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None) -> Float[Array, "*N D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         if self.native:
-            return normalize(x, self.before(), live)
+            return normalize(x, self.before(), valid)
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
         return x.astype(self.dtype) * scale.astype(self.dtype)
 
     def before(self) -> Before:
-        """Returns this norm as what comes before a product with a kernel in panels."""
+        """Returns this norm as what comes before a product with a kernel packed."""
         return Before("rms", self.get_variable("params", "scale"))
 
 
@@ -42,16 +42,16 @@ class LayerNorm(nn.Module):
     native: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*N D"], live: Bool[Array, "*N"] | None = None) -> Float[Array, "*N D"]:
+    def __call__(self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None) -> Float[Array, "*N D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         if self.native:
-            return normalize(x, self.before(), live)
+            return normalize(x, self.before(), valid)
         x = x.astype(jnp.float32)
         x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
         return x.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(self.dtype)
 
     def before(self) -> Before:
-        """Returns this norm as what comes before a product with a kernel in panels."""
+        """Returns this norm as what comes before a product with a kernel packed."""
         return Before("layer", self.get_variable("params", "scale"), self.get_variable("params", "bias"))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from specdec_jax.models.axes import PerRow
 from specdec_jax.models.cache import MAX_UNROLLED_ROWS, TILE, padded
-from specdec_jax.models.nodes import AnyNodes
+from specdec_jax.models.tree_positions import AnyNodes
 
 SHIFTS = 8  # query positions whose bias one slice of shifted rows gives
 
@@ -77,7 +77,7 @@ def relative_position_bucket(
 
 
 def node_biases(bias: Float32[Array, "H P"], distances: Int[Array, "B T S"]) -> Float32[Array, "B H T S"]:
-    """Returns the bias of keys that stand `distances` positions before their queries.
+    """Returns the bias of keys that are accepted `distances` positions before their queries.
 
     Args:
       bias: the bias of the last of P query positions: the key at distance d has column P − 1 − d.

@@ -200,14 +200,16 @@ def read(sharding: NamedSharding, shape: tuple[int, ...], load: Callable[[tuple[
     return jax.make_array_from_callback(shape, sharding, shard)
 
 
-def pinned(tree, rules: ShardingRules | None):
-    """Returns `tree` with its layout fixed: caches by their own `pinned`, all else whole on every
-    device; under jit.
+def constrain_sharding(tree, rules: ShardingRules | None):
+    """Returns `tree` with its layout fixed: caches by their own `constrain_sharding`, all else
+    whole on every device; under jit.
 
     Otherwise the compiler chooses a layout for what a program returns, and the next call, which
     gets that layout, compiles a new program.
     """
     if rules is None:
         return tree
-    owns = lambda node: hasattr(node, "pinned")
-    return jax.tree.map(lambda node: node.pinned() if owns(node) else rules.constrain(node), tree, is_leaf=owns)
+    owns = lambda node: hasattr(node, "constrain_sharding")
+    return jax.tree.map(
+        lambda node: node.constrain_sharding() if owns(node) else rules.constrain(node), tree, is_leaf=owns
+    )

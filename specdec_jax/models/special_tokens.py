@@ -11,7 +11,7 @@ _MOST_AROUND = 1000  # ids before a text, or after it
 
 
 class Frame(NamedTuple):
-    """Ids that stand around every text.
+    """Ids that are accepted around every text.
 
     Attributes:
       before, after: ids before and after it.

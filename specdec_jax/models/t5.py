@@ -1,4 +1,5 @@
-"""T5-family encoder–decoder: T5 1.0, 1.1, LM-adapted, Flan-T5, mT5, umT5, UL2 and ByT5 by configuration."""
+"""T5-family encoder–decoder: T5 1.0, 1.1, LM-adapted, Flan-T5, mT5, umT5, UL2 and ByT5 by
+configuration."""
 
 import dataclasses
 import functools
@@ -11,16 +12,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from specdec_jax.models.axes import Bias, Encoded, Inputs, Live, Logits, Mask, Peak, PerRow, Seen, States, Tokens
+from specdec_jax.models.axes import (
+    Bias,
+    Encoded,
+    Inputs,
+    Logits,
+    Mask,
+    PerRow,
+    Seen,
+    States,
+    TokenAndLogprob,
+    Tokens,
+    Valid,
+)
 from specdec_jax.models.cache import KVCache, padded
+from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
-from specdec_jax.models.fields import FieldError, check_fields
 from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP
-from specdec_jax.models.nodes import AnyNodes
+from specdec_jax.models.matmul import product
 from specdec_jax.models.norms import RMSNorm
-from specdec_jax.models.products import product
 from specdec_jax.models.relative_bias import RelativePositionBias, seen_and_biases
 from specdec_jax.models.t5_shapes import t5_shapes
+from specdec_jax.models.tree_positions import AnyNodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +44,19 @@ class T5Config(ModelConfig):
       vocab_size: rows of the embedding and width V of the logits (T5: 32,128 for 32,100 pieces).
       num_heads, head_dim: H heads of K features; H·K need not equal D.
       emb_dim, mlp_dim: width D, and hidden width of the feed-forward block.
-      mlp_activations: names of one activation, ("relu",) for 1.0, or of two for a gated block, ("gelu", "linear")
-        for 1.1, ("silu", "linear") for UL2.
+      mlp_activations: names of one activation, ("relu",) for 1.0, or of two for a gated block,
+        ("gelu", "linear") for 1.1, ("silu", "linear") for UL2.
       logits_via_embedding: whether the head is the transposed embedding (1.0).
-      scale_decoder_outputs: whether decoder outputs are multiplied by 1/√D before the head; None: as the field above.
+      scale_decoder_outputs: whether decoder outputs are multiplied by 1/√D before the head; None:
+        as the field above.
       num_buckets, max_distance: parameters of the relative position bias.
-      relative_bias_per_layer: whether every layer has a table of that bias (umT5, T5X's `scalable_t5`), or a stack one.
-      separate_embeddings: whether the encoder has an embedding of its own; else both stacks share one.
-      encoder_dim: width of another model's encoder output, to which the decoder attends. The network then has no
-        encoder of its own, `num_encoder_layers` is 0, and calls that begin with inputs are given that output too.
+      relative_bias_per_layer: whether every layer has a table of that bias (umT5, T5X's
+        `scalable_t5`), or a stack one.
+      separate_embeddings: whether the encoder has an embedding of its own; else both stacks share
+        one.
+      encoder_dim: width of another model's encoder output, to which the decoder attends. The
+        network then has no encoder of its own, `num_encoder_layers` is 0, and calls that begin with
+        inputs are given that output too.
       dropout_rate: dropout rate in training.
       dtype: name of the computation's dtype, "float32" or "bfloat16".
       matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
@@ -103,7 +120,8 @@ class T5Config(ModelConfig):
 
 
 def t5_only(name: str, config: ModelConfig) -> T5Config:
-    """Returns `config` if it is a T5's, for functions that need an encoder, such as training; else raises ValueError.
+    """Returns `config` if it is a T5's, for functions that need an encoder, such as training; else
+    raises ValueError.
 
     `name` is the argument to blame.
     """
@@ -141,10 +159,12 @@ class DecoderCache:
 
     Attributes:
       layers: the cache of each layer's self-attention.
-      cross: keys and values of each layer's cross-attention, computed once from the encoder's output, with L for S.
+      cross: keys and values of each layer's cross-attention, computed once from the encoder's
+        output, with L for S.
       cross_mask: True at the tokens of the encoder's input.
-      position_bias: the bias of every layer, or one that all share: with the CPU's own kernels, of all query positions;
-        else shifted rows, from which calls slice theirs; for nodes of trees, of the last of P query positions.
+      position_bias: the bias of every layer, or one that all share: with the CPU's own kernels, of
+        all query positions; else shifted rows, from which calls slice theirs; for nodes of trees,
+        of the last of P query positions.
     """
 
     layers: tuple[KVCache, ...]
@@ -156,12 +176,12 @@ class DecoderCache:
         """Does what `KVCache.move` does, in every layer."""
         return self.replace(layers=tuple(layer.move(sources, starts, native) for layer in self.layers))
 
-    def pinned(self) -> "DecoderCache":
+    def constrain_sharding(self) -> "DecoderCache":
         """Returns the cache with its layout on the mesh fixed; under jit."""
         rules = self.layers[0].rules
         if rules is None:
             return self
-        layers, cross = (tuple(layer.pinned() for layer in layers) for layers in (self.layers, self.cross))
+        layers, cross = (tuple(layer.constrain_sharding() for layer in layers) for layers in (self.layers, self.cross))
         mask = rules.constrain(self.cross_mask, "batch", "length")
         axes = lambda bias: ("length", "heads", "length")[-bias.ndim :]
         biases = tuple(rules.constrain(bias, *axes(bias)) for bias in self.position_bias)
@@ -240,21 +260,31 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(**_mlp_shape(config, self.fused, self.native))
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def cross_cache(self, encoded: Encoded, mask: Mask | None = None, together: int | None = None) -> KVCache:
-        return self.encoder_decoder_attention.project_key_value(encoded, mask, together)
+    def cross_cache(self, encoded: Encoded, mask: Mask | None = None, heads_per_tile: int | None = None) -> KVCache:
+        return self.encoder_decoder_attention.project_key_value(encoded, mask, heads_per_tile)
 
     def __call__(
-        self, x: Float[Array, "*N D"], cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias,
-        cross: KVCache, cross_mask: Mask, deterministic: bool = True, live: Live = None, nodes: AnyNodes | None = None,
+        self,
+        x: Float[Array, "*N D"],
+        cache: KVCache | None,
+        positions: PerRow | None,
+        mask: Seen,
+        bias: Bias,
+        cross: KVCache,
+        cross_mask: Mask,
+        deterministic: bool = True,
+        valid: Valid = None,
+        nodes: AnyNodes | None = None,
         count: int | None = None,
-    ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
-        """Runs the layer over T queries per row; with `cache` None, over whole sequences (training)."""
+    ) -> tuple[Float[Array, "*N D"], KVCache]:
+        """Runs the layer over T queries per row; with `cache` None, over whole sequences
+        (training)."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
-        norm, more = self.pre_self_attention_layer_norm, dict(live=live, dropped=drop, nodes=nodes, count=count)
+        norm, more = self.pre_self_attention_layer_norm, dict(valid=valid, dropped=drop, nodes=nodes, count=count)
         x, cache = self.self_attention.to_cache(x, norm, cache, positions, mask, bias, **more)
         norm = self.pre_cross_attention_layer_norm
-        x = self.encoder_decoder_attention.to_encoded(x, norm, cross, cross_mask, live, drop)
-        return self.mlp(x, self.pre_mlp_layer_norm, drop, deterministic, live), cache
+        x = self.encoder_decoder_attention.to_encoded(x, norm, cross, cross_mask, valid, drop)
+        return self.mlp(x, self.pre_mlp_layer_norm, drop, deterministic, valid), cache
 
 
 class Decoder(nn.Module):
@@ -285,42 +315,45 @@ class Decoder(nn.Module):
         return shared if self.config.relative_bias_per_layer else [*shared] * len(self.layers)
 
     def init_cache(
-        self, encoded: Encoded, cross_mask: Mask, slots: int, copies: int, together: int | None
+        self, encoded: Encoded, cross_mask: Mask, slots: int, copies: int, heads_per_tile: int | None
     ) -> DecoderCache:  # fmt: skip
-        """Makes the cache: empty self-attention caches of `slots` slots, and the cross-attention keys and values of
-        `encoded`, with `copies` rows side by side for each input."""
+        """Makes the cache: empty self-attention caches of `slots` slots, and the cross-attention
+        keys and values of `encoded`, with `copies` rows side by side for each input."""
         config, shape = self.config, (encoded.shape[0] * copies, self.config.num_heads, slots, self.config.head_dim)
-        empty = [KVCache.empty(*shape, jnp.dtype(config.dtype), together) for _ in self.layers]
+        empty = [KVCache.empty(*shape, jnp.dtype(config.dtype), heads_per_tile) for _ in self.layers]
         repeat = lambda x: jnp.repeat(x, copies, axis=0) if copies > 1 else x
-        cross = tuple(jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask, together)) for layer in self.layers)
+        cross = tuple(
+            jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask, heads_per_tile)) for layer in self.layers
+        )
         slots, native = empty[0].slots, self.native
         biases = self.position_biases(lambda table: table(slots, slots) if native else table.shifted(slots))
         return DecoderCache(tuple(empty), cross, repeat(cross_mask), biases)
 
     def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
-        """Does what `Network.node_cache` does: keeps the bias of the last of P = `positions` query positions only."""
+        """Does what `Network.node_cache` does: keeps the bias of the last of P = `positions` query
+        positions only."""
         layers = tuple(layer.widen(slots) for layer in cache.layers)
         return cache.replace(layers=layers, position_bias=self.position_biases(lambda table: table.of_last(positions)))
 
     def step(
-        self, x: States, positions: PerRow | None, cache: DecoderCache, layers: int | None = None, live: Live = None,
+        self, x: States, positions: PerRow | None, cache: DecoderCache, layers: int | None = None, valid: Valid = None,
         nodes: AnyNodes | None = None,
     ) -> tuple[States, DecoderCache]:  # fmt: skip
         """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
 
-        The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and the new cache, in
-        which the layers that were not run stay as they are.
+        The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and
+        the new cache, in which the layers that were not run stay as they are.
         """
         mask, biases, written, room = None, list(cache.position_bias), list(cache.layers), 0
         batch, count, width = x.shape
         if not self.native:  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
             room = written[0].filling(count)
             mask, biases = seen_and_biases(biases, positions, count, written[0].slots, nodes, room)
-            x, live = padded(x, 1, room).reshape(-1, width), None if live is None or room else live.reshape(-1)
+            x, valid = padded(x, 1, room).reshape(-1, width), None if valid is None or room else valid.reshape(-1)
         for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._of_layers(biases))):
-            more = dict(cross=cache.cross[i], cross_mask=cache.cross_mask, live=live, nodes=nodes, count=count)
+            more = dict(cross=cache.cross[i], cross_mask=cache.cross_mask, valid=valid, nodes=nodes, count=count)
             x, written[i] = layer(x, cache.layers[i], positions, mask, bias, **more)
-        states = self.decoder_norm(x, live).reshape(batch, count + room, width)
+        states = self.decoder_norm(x, valid).reshape(batch, count + room, width)
         return states[:, :count] if room else states, cache.replace(layers=tuple(written))
 
     def __call__(self, x: States, encoded: Encoded, encoder_mask: Mask, deterministic: bool = True) -> States:
@@ -334,23 +367,24 @@ class Decoder(nn.Module):
             x, _ = layer(x, None, None, mask, bias, cross, encoder_mask, deterministic)
         return self.dropout(self.decoder_norm(x), deterministic)
 
-    def logits(self, x: States, embedding: Float[Array, "rows D"], live: Live = None) -> Logits:
+    def logits(self, x: States, embedding: Float[Array, "rows D"], valid: Valid = None) -> Logits:
         """Applies the head: returns the logits of normalised states `x`."""
         x = self._scaled(x)
         if not self.config.logits_via_embedding:
-            return self.logits_dense(x, live)
+            return self.logits_dense(x, valid)
         return product(x, embedding.astype(x.dtype), ((2,), (1,)))
 
-    def peak(self, x: States, live: Live, normalize: bool) -> Peak:
-        """Does what `Network.peak` does, for normalised states `x`."""
-        return self.logits_dense.peak(self._scaled(x), live, normalize)
+    def greedy_token_and_logprob(self, x: States, valid: Valid, normalize: bool) -> TokenAndLogprob:
+        """Does what `Network.greedy_token_and_logprob` does, for normalised states `x`."""
+        return self.logits_dense.greedy_token_and_logprob(self._scaled(x), valid, normalize)
 
     def _scaled(self, x: States) -> States:
         return x / jnp.sqrt(self.config.emb_dim).astype(x.dtype) if self.config.scales_outputs else x
 
 
 class T5(FamilyModule):
-    """The whole network; `fused` and `native` say how its parameters are stored (see `ModelConfig.module`)."""
+    """The whole network; `fused` and `native` say how its parameters are stored (see
+    `ModelConfig.module`)."""
 
     config: T5Config
     fused: bool = False
@@ -373,11 +407,12 @@ class T5(FamilyModule):
 
     def prefill(
         self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None,
-        together: int | None = None,
+        heads_per_tile: int | None = None,
     ) -> DecoderCache:  # fmt: skip
-        """Makes the decoder's cache, and runs the encoder once for it unless its output is given as `encoded`."""
+        """Makes the decoder's cache, and runs the encoder once for it unless its output is given as
+        `encoded`."""
         encoded = self.encode(inputs, mask) if encoded is None else encoded
-        return self.decoder.init_cache(encoded, mask, slots, copies, together)
+        return self.decoder.init_cache(encoded, mask, slots, copies, heads_per_tile)
 
     def dummy_inputs(self) -> tuple:
         tokens, width = jnp.ones((1, 2), jnp.int32), self.config.encoder_dim

@@ -118,7 +118,7 @@ class Vocabulary(abc.ABC):
     def fingerprint(self) -> str:
         """Returns a digest, equal for two vocabularies iff they map every id to the same piece.
 
-        By it a drafter with another vocabulary than the target's is refused.
+        By it a drafter with another vocabulary than the target's is rejected.
         """
         return self._digest
 
@@ -195,7 +195,7 @@ class SentencePieceVocabulary(Vocabulary):
         out = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts), model_writer=out, vocab_size=size, model_type="unigram",
-            character_coverage=0.9999, pad_id=PAD_ID, eos_id=EOS_ID, unk_id=UNK_ID, bos_id=-1,
+            character_hit_rate=0.9999, pad_id=PAD_ID, eos_id=EOS_ID, unk_id=UNK_ID, bos_id=-1,
             byte_fallback=False, seed_sentencepiece_size=seed_size, minloglevel=2,
         )  # fmt: skip
         return cls(out.getvalue())
@@ -306,8 +306,8 @@ class TokenizerJsonVocabulary(Vocabulary):
             the id of `eos_token`, else that of `</s>`, if there is any, and then `stop_ids`.
           eos_token: surface form of EOS, as the tokenizer's other files give it.
           stop_ids: ids at which the model stops, which the tokenizer need not have.
-          around: tokens before and after a text, as the tokenizer's other files give them; None: the
-            file's own.
+          around: tokens before and after a text, as the tokenizer's other files give them; None:
+            the file's own.
 
         Raises:
           ValueError: `text` is no tokenizer, what it puts around a text is no frame, or no

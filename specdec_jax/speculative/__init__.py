@@ -1,1 +1,2 @@
-"""Algorithm 1: one iteration of speculative decoding, the laws it keeps, verifiers, and policies of γ."""
+"""Algorithm 1: one iteration of speculative decoding, the distributions it keeps, verifiers, and
+policies of γ."""

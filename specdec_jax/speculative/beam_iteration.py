@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.models.network import Network
-from specdec_jax.models.nodes import Nodes, node_paths
-from specdec_jax.models.sharding import pinned
-from specdec_jax.speculative import laws
+from specdec_jax.models.sharding import constrain_sharding
+from specdec_jax.models.tree_positions import Nodes, node_paths
+from specdec_jax.speculative import distributions
 from specdec_jax.speculative.beams import BeamConfig, BeamState, Candidates, pick, step
 from specdec_jax.speculative.processors import Context
 
@@ -72,41 +72,43 @@ class BeamTree(NamedTuple):
 
 def live_beams(state: BeamState) -> BeamTree:
     """Makes the tree that has only the live beams' last tokens."""
-    beams, batch = state.program.beams, len(state.steps)
+    beams, batch = state.config.beams, len(state.steps)
     positions = jnp.broadcast_to(state.positions[:, None], (batch, beams))
     tokens = jnp.take_along_axis(state.live.tokens, positions[..., None], axis=2)[..., 0]
     slots = state.starts[:, None] + jnp.arange(beams, dtype=jnp.int32)
     nodes = Nodes(state.starts, positions, node_paths(state.paths, positions, slots))
-    sequences = state.live.tokens if state.program.mode.reads_prefix else None
+    sequences = state.live.tokens if state.config.mode.reads_prefix else None
     return BeamTree(tokens, jnp.full_like(tokens, -1), nodes, sequences)
 
 
 def search(target: Network, drafter, state: BeamState) -> BeamState:
     """Runs iterations until every row is done."""
     more = lambda state: ~jnp.all(state.done)
-    return pinned(jax.lax.while_loop(more, lambda state: iterate_beams(target, drafter, state), state), target.rules)
+    return constrain_sharding(
+        jax.lax.while_loop(more, lambda state: iterate_beams(target, drafter, state), state), target.rules
+    )
 
 
 def iterate_beams(target: Network, drafter, state: BeamState) -> BeamState:
     """Runs one iteration for all rows; of a row that is done nothing changes that is read later."""
-    program, tree, draft_state = state.program, live_beams(state), state.draft_state
-    if program.gamma:
+    config, tree, draft_state = state.config, live_beams(state), state.draft_state
+    if config.gamma:
         draft_state, tree = drafter.draft_beams(draft_state, state, tree)
     live = jnp.broadcast_to(~state.done[:, None], tree.tokens.shape)
     states, cache = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, live)
     logits = target.head(states, live)
     own, adjusted = scored(state, logits, tree)
     sums = node_sums(tree, state.live.scores, own if adjusted is None else adjusted)
-    found = candidates(own, adjusted, sums, program)
+    found = candidates(own, adjusted, sums, config)
 
     after, levels = _walk(state.replace(target_cache=None, draft_state=None), tree, found)
     taken = after.steps - state.steps
-    if program.gamma:  # the beams of every step move from the slots where they were scored to those of plain search
-        sources, starts = state.starts[:, None] + levels, state.starts + program.beams
+    if config.gamma:  # the beams of every step move from the slots where they were scored to those of plain search
+        sources, starts = state.starts[:, None] + levels, state.starts + config.beams
         cache, draft_state = target.move_nodes(cache, sources, starts), drafter.move_beams(draft_state, sources, starts)
-    return pinned(
+    return constrain_sharding(
         after.replace(
-            starts=state.starts + taken * program.beams, target_cache=cache, draft_state=draft_state,
+            starts=state.starts + taken * config.beams, target_cache=cache, draft_state=draft_state,
             counts=_counted(state, taken),
         ),
         target.rules,
@@ -121,21 +123,21 @@ def scored(state: BeamState, logits: jax.Array, tree: BeamTree) -> tuple[jax.Arr
     T5X's form, which has no processors of its own, they change logits, as in the rest of this
     package.
     """
-    program, own = state.program, laws.log_softmax(logits, state.program.mode.native)
-    if not program.mode.processes:
+    config, own = state.config, distributions.log_softmax(logits, state.config.mode.native)
+    if not config.mode.processes:
         return own, None
     batch, count, vocab = logits.shape
     rows = lambda x: jnp.repeat(x, count, axis=0)
     flat = lambda x: x.reshape(batch * count, *x.shape[2:])
     tokens = jnp.zeros((batch, count, 1), jnp.int32) if tree.sequences is None else tree.sequences
     context = Context(flat(tokens), flat(tree.nodes.positions) + 1, rows(state.prefix_lengths), rows(state.eos_ids))
-    huggingface = program.style == "huggingface"
+    huggingface = config.style == "huggingface"
     given = own if huggingface else logits
-    processed = laws.process(
-        given.reshape(batch * count, 1, vocab), context, state.sampling.repeated(count), program.mode
+    processed = distributions.process(
+        given.reshape(batch * count, 1, vocab), context, state.sampling.repeated(count), config.mode
     )
     processed = processed.reshape(batch, count, vocab)
-    return own, processed if huggingface else laws.log_softmax(processed, program.mode.native)
+    return own, processed if huggingface else distributions.log_softmax(processed, config.mode.native)
 
 
 def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Array:
@@ -163,17 +165,17 @@ def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Ar
     return jax.lax.fori_loop(0, depth, grow, sums)
 
 
-def candidates(own: jax.Array, adjusted: jax.Array | None, sums: jax.Array, program: BeamConfig) -> Candidates:
+def candidates(own: jax.Array, adjusted: jax.Array | None, sums: jax.Array, config: BeamConfig) -> Candidates:
     """Returns the best continuations of each node: (1 + E)·K of them, as many as a step takes of
     all beams together.
 
     Args:
-      own: `[B, N, V]`, log-probabilities under the target's own law.
+      own: `[B, N, V]`, log-probabilities under the target's own distribution.
       adjusted: `[B, N, V]`, the same after processors; None without processors.
       sums: `[B, N]`, sums of log-probabilities up to each node.
     """
     log_probs = own if adjusted is None else adjusted
-    kept = min(program.candidates, program.vocab_size)
+    kept = min(config.candidates, config.vocab_size)
     totals, tokens = jax.lax.top_k(log_probs + sums[..., None], kept)
     take = lambda values: None if values is None else jnp.take_along_axis(values, tokens, axis=2)
     return Candidates(totals, tokens.astype(jnp.int32), take(own), take(adjusted))
@@ -187,9 +189,9 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
       `[B, γ·K]`. They are arbitrary for steps that a row did not take, and for beams that are no
       nodes.
     """
-    program, batch, starts = state.program, len(state.steps), state.starts
-    beams = program.beams
-    levels = jnp.zeros((batch, program.gamma + 1, beams), jnp.int32)
+    config, batch, starts = state.config, len(state.steps), state.starts
+    beams = config.beams
+    levels = jnp.zeros((batch, config.gamma + 1, beams), jnp.int32)
     ids = jnp.broadcast_to(jnp.arange(beams, dtype=jnp.int32), (batch, beams))
 
     def body(carry):
@@ -207,11 +209,11 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
         return level + 1, after, ids, active, levels
 
     carry = jnp.int32(0), state, ids, ~state.done, levels
-    if not program.gamma:
+    if not config.gamma:
         return body(carry)[1], levels
     more = lambda carry: jnp.any(carry[3])
     _, state, _, _, levels = jax.lax.while_loop(more, body, carry)
-    return state, levels[:, : program.gamma].reshape(batch, -1)
+    return state, levels[:, : config.gamma].reshape(batch, -1)
 
 
 def _all_scored(same: jax.Array) -> jax.Array:
@@ -226,16 +228,16 @@ def _counted(state: BeamState, taken: jax.Array):
     A level of the tree counts as examined if the step that leads to it was taken, and as accepted
     if the step after it was taken too.
     """
-    counts, gamma, integer = state.counts, state.program.gamma, lambda mask: mask.astype(jnp.int32)
+    counts, gamma, integer = state.counts, state.config.gamma, lambda mask: mask.astype(jnp.int32)
     active = integer(~state.done)
     level = jnp.arange(gamma)
-    stood = integer(level < (taken - 1)[:, None])
+    accepted = integer(level < (taken - 1)[:, None])
     examined = integer(level < taken[:, None]) * active[:, None]
     return counts.replace(
         target_calls=counts.target_calls + active,
         draft_calls=counts.draft_calls + gamma * active,
         drafted=counts.drafted + gamma * active,
-        accepted=counts.accepted + jnp.sum(stood, axis=1),
+        accepted=counts.accepted + jnp.sum(accepted, axis=1),
         examined_by_position=counts.examined_by_position + examined,
-        accepted_by_position=counts.accepted_by_position + stood,
+        accepted_by_position=counts.accepted_by_position + accepted,
     )

@@ -73,7 +73,7 @@ class Hypotheses(NamedTuple):
       tokens: `[B, K, P]` int32, by position: start token and decoder prefix, or prompt; new tokens;
         then anything.
       log_probs: `[B, K, P]` float32, log-probabilities of the new tokens under the target's own
-        law.
+        distribution.
       adjusted_log_probs: the same after processors, of which `scores` are sums; None without
         processors.
       lengths: `[B, K]` int32, number of new tokens.
@@ -109,8 +109,8 @@ class BeamState:
       steps: `[B]` int32, number of new tokens of every live beam.
       limits: `[B]` int32, the most new tokens.
       done: `[B]` bool, whether the row's search has ended.
-      failed: `[B]` int32, the number of the first new token, from 1, whose law contained NaN; 0:
-        none.
+      failed: `[B]` int32, the number of the first new token, from 1, whose distribution contained
+        NaN; 0: none.
       eos_ids: `[B, E]` int32.
       penalty: scalar float32, the exponent of the length penalty.
       sampling: traced parameters of processors.
@@ -121,7 +121,7 @@ class BeamState:
       target_cache: the target's cache, made by `Network.node_cache`.
       draft_state: the drafter's own state, None without a drafter.
       counts: statistics, with levels of the tree in the place of drafted tokens.
-      program: the static settings.
+      config: the static settings.
     """
 
     live: Hypotheses
@@ -140,7 +140,7 @@ class BeamState:
     target_cache: Any
     draft_state: Any
     counts: Counts
-    program: BeamConfig = flax.struct.field(pytree_node=False)
+    config: BeamConfig = flax.struct.field(pytree_node=False)
 
     @property
     def positions(self) -> jax.Array:
@@ -154,7 +154,7 @@ class Candidates(NamedTuple):
     Attributes:
       sums: sums of log-probabilities of the sequences, the new token included.
       tokens: the new tokens.
-      log_probs: log-probabilities of the new tokens under the target's own law.
+      log_probs: log-probabilities of the new tokens under the target's own distribution.
       adjusted_log_probs: the same after processors; None without processors.
     """
 
@@ -173,7 +173,7 @@ def pick(values: jax.Array, which: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values, which.reshape(*which.shape, *[1] * (values.ndim - 2)), axis=1)
 
 
-def first_hypotheses(tokens: jax.Array, positions: int, program: BeamConfig) -> tuple[Hypotheses, Hypotheses]:
+def first_hypotheses(tokens: jax.Array, positions: int, config: BeamConfig) -> tuple[Hypotheses, Hypotheses]:
     """Makes the live beams and finished hypotheses of rows that begin with `tokens [B, P']`.
 
     One live beam counts; the scores of all others are lowered so far that they never win.
@@ -181,12 +181,12 @@ def first_hypotheses(tokens: jax.Array, positions: int, program: BeamConfig) -> 
     Args:
       positions: P, room for the tokens of a sequence.
     """
-    batch, far = len(tokens), -_FAR[program.style]
-    room = jnp.zeros((batch, program.beams, positions), jnp.int32)
+    batch, far = len(tokens), -_FAR[config.style]
+    room = jnp.zeros((batch, config.beams, positions), jnp.int32)
     numbers, lengths = jnp.zeros(room.shape, jnp.float32), jnp.zeros(room.shape[:2], jnp.int32)
-    best = program.beams - 1 if program.style == "t5x" else 0
-    scores = jnp.where(jnp.arange(program.beams) == best, 0.0, far)
-    adjusted = numbers if program.mode.processes else None
+    best = config.beams - 1 if config.style == "t5x" else 0
+    scores = jnp.where(jnp.arange(config.beams) == best, 0.0, far)
+    adjusted = numbers if config.mode.processes else None
     whole = room.at[:, :, : tokens.shape[1]].set(tokens[:, None])
     live = Hypotheses(whole, numbers, adjusted, lengths, jnp.broadcast_to(scores, lengths.shape))
     return live, Hypotheses(whole, numbers, adjusted, lengths, jnp.full(lengths.shape, far))
@@ -203,22 +203,22 @@ def step(state: BeamState, found: Candidates, active: jax.Array) -> tuple[BeamSt
       The state; the number of the beam that each new live beam continues, `[B, K]`; and its new
       token, `[B, K]`.
     """
-    program, live = state.program, state.live
+    config, live = state.config, state.live
     batch, _, kept = found.sums.shape
-    far = _FAR[program.style]
+    far = _FAR[config.style]
     flat = lambda x: x.reshape(batch, -1)
-    sums, which = jax.lax.top_k(flat(found.sums), min(program.candidates, program.beams * kept))
+    sums, which = jax.lax.top_k(flat(found.sums), min(config.candidates, config.beams * kept))
     parents, chosen = which // kept, jax.tree.map(lambda x: pick(flat(x), which), found)
     ends = jnp.any(chosen.tokens[..., None] == state.eos_ids[:, None], axis=-1)
     steps = state.steps + 1
-    if program.style == "huggingface":
+    if config.style == "huggingface":
         finishing = ends | (steps >= state.limits)[:, None]
     else:
         finishing = ends
     continued = _extended(live.pick(parents), chosen, sums, state.prefix_lengths + state.steps)
 
     lowered = jnp.where(finishing, sums - far, sums)
-    order = _best(lowered, program)
+    order = _best(lowered, config)
     new_live = continued.pick(order)._replace(scores=pick(lowered, order))
     finished, is_finished = _finish(state, continued, finishing)
 
@@ -244,11 +244,11 @@ def _extended(parents: Hypotheses, chosen: Candidates, sums: jax.Array, position
     )  # fmt: skip
 
 
-def _best(scores: jax.Array, program: BeamConfig) -> jax.Array:
+def _best(scores: jax.Array, config: BeamConfig) -> jax.Array:
     """Returns the places `[B, K]` of the K greatest of `scores [B, J]`: the greatest last for
     "t5x", else first."""
-    _, order = jax.lax.top_k(scores, program.beams)
-    return order[:, ::-1] if program.style == "t5x" else order
+    _, order = jax.lax.top_k(scores, config.beams)
+    return order[:, ::-1] if config.style == "t5x" else order
 
 
 def _finish(state: BeamState, continued: Hypotheses, finishing: jax.Array) -> tuple[Hypotheses, jax.Array]:
@@ -261,44 +261,44 @@ def _finish(state: BeamState, continued: Hypotheses, finishing: jax.Array) -> tu
     Returns:
       The hypotheses, and `[B, K]` bool: False for a place that nothing fills.
     """
-    program, far = state.program, _FAR[state.program.style]
+    config, far = state.config, _FAR[state.config.style]
     lengths = state.steps + 1
-    if program.style == "huggingface":
-        finishing = finishing & (jnp.arange(finishing.shape[1]) < program.beams)
+    if config.style == "huggingface":
+        finishing = finishing & (jnp.arange(finishing.shape[1]) < config.beams)
     else:
         lengths = lengths + state.prefix_lengths - 1
     scores = continued.scores / _penalized(lengths, state)[:, None]
-    if program.early_stopping is True:
+    if config.early_stopping is True:
         scores = jnp.where(jnp.all(state.is_finished, axis=1, keepdims=True), scores - far, scores)
     scores = jnp.where(finishing, scores, scores - far)
     merged = state.finished.beside(continued._replace(scores=scores))
-    best = _best(merged.scores, program)
+    best = _best(merged.scores, config)
     return merged.pick(best), pick(jnp.concatenate([state.is_finished, finishing], axis=1), best)
 
 
 def _penalized(lengths: jax.Array, state: BeamState) -> jax.Array:
     """Returns the length penalty at `lengths`, by which a sum of log-probabilities is divided."""
     lengths = lengths.astype(jnp.float32)
-    return (lengths if state.program.style == "huggingface" else (5 + lengths) / 6) ** state.penalty
+    return (lengths if state.config.style == "huggingface" else (5 + lengths) / 6) ** state.penalty
 
 
 def _is_done(state: BeamState) -> jax.Array:
     """Returns `[B]` bool: which rows cannot find a better hypothesis, or are as long as they may
     be."""
-    program = state.program
-    worst = jnp.where(state.is_finished, jnp.min(state.finished.scores, axis=1, keepdims=True), -_FAR[program.style])
+    config = state.config
+    worst = jnp.where(state.is_finished, jnp.min(state.finished.scores, axis=1, keepdims=True), -_FAR[config.style])
     at_end = state.steps >= state.limits
-    if program.style == "t5x":
+    if config.style == "t5x":
         # This length is one more than the greatest that `_finish` uses: here T5X counts the start
         # token.
         longest = _penalized(state.prefix_lengths + state.limits, state)
         return at_end | jnp.all(worst > (state.live.scores[:, -1] / longest)[:, None], axis=1)
     longest = state.steps
-    if program.early_stopping == "never":
+    if config.early_stopping == "never":
         longest = jnp.where(state.penalty > 0, state.limits, state.steps)
     possible = state.live.scores[:, 0] / _penalized(longest, state)
     hopeless = ~jnp.any(possible[:, None] > worst, axis=1)
-    full = jnp.all(state.is_finished, axis=1) & (program.early_stopping is True)
+    full = jnp.all(state.is_finished, axis=1) & (config.early_stopping is True)
     return at_end | hopeless | full
 
 
@@ -313,6 +313,6 @@ def best_first(state: BeamState) -> tuple[Hypotheses, jax.Array]:
     choose = lambda live, finished: jnp.where(none.reshape(-1, *[1] * (live.ndim - 1)), live, finished)
     found = jax.tree.map(choose, state.live, state.finished)
     there = state.is_finished | none[:, None]
-    if state.program.style == "t5x":
+    if state.config.style == "t5x":
         found, there = jax.tree.map(lambda x: x[:, ::-1], (found, there))
     return found, there

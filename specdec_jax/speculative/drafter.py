@@ -30,14 +30,15 @@ class Drafter:
 
     Attributes:
       reads_encoder: whether `init` gets the target's encoder output `[I, L, D]` as `encoded`.
-      tells_law: whether drafts come from laws that a policy of γ can read (`Draft.seen`).
+      provides_probs: whether drafts come from distributions that a policy of γ can read
+        (`Draft.seen`).
       varies: whether fewer tokens than wanted may be drafted, or none.
       observes: whether it learns from the target's calls by `observe`, which is otherwise absent
         from the compiled program.
       needs_target_state: whether it drafts from the target's cache or last state, so that it can
         only begin where the target stopped.
-      scorable: whether the law that it draws from is its model's, so that the acceptance rate can
-        be computed by scoring texts with both models.
+      scorable: whether the distribution that it draws from is its model's, so that the acceptance
+        rate can be computed by scoring texts with both models.
       drafts_beams: whether it can draft for a beam search, by the methods with "beams" in their
         names.
       drafts_trees: whether it can draft trees, by the methods `init_tree`, `draft_tree` and
@@ -49,7 +50,7 @@ class Drafter:
     """
 
     reads_encoder: ClassVar[bool] = False
-    tells_law: ClassVar[bool] = False
+    provides_probs: ClassVar[bool] = False
     varies: ClassVar[bool] = False
     observes: ClassVar[bool] = False
     needs_target_state: ClassVar[bool] = False
@@ -92,7 +93,7 @@ class Drafter:
         """Returns the state in which only the first `lengths` tokens of each row are committed.
 
         Only a drafter with a cache of its own needs it, and only inside a cascade: a part that
-        begins past the committed tokens cannot tell which of them stood.
+        begins past the committed tokens cannot tell which of them were accepted.
         """
         return draft_state
 
@@ -108,7 +109,7 @@ class Drafter:
         raise NotImplementedError
 
     def draft_beams(self, draft_state: Any, state: "BeamState", tree: "BeamTree") -> tuple[Any, "BeamTree"]:
-        """Adds γ levels of u nodes to the tree of the live beams; `state.program` has γ and u."""
+        """Adds γ levels of u nodes to the tree of the live beams; `state.config` has γ and u."""
         raise NotImplementedError
 
     def move_beams(self, draft_state: Any, sources: jax.Array, starts: jax.Array) -> Any:
@@ -124,7 +125,7 @@ class Drafter:
     def draft_tree(
         self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"], room: Int[Array, " B"]
     ) -> tuple[Any, TreeDraft]:
-        """Drafts the tree `state.program.tree` after each row's committed tokens.
+        """Drafts the tree `state.config.tree` after each row's committed tokens.
 
         Args:
           num_wanted: how many of the drafted nodes are wanted: those with the smallest numbers.

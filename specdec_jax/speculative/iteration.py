@@ -4,12 +4,12 @@ Algorithm 1 of Leviathan, Kalman, Matias 2023 for one row, between the two calls
 
 >>> import numpy as np
 >>> def algorithm_1(p, q, drafted, u):
-...     '''From laws p [γ + 1, V] and q [γ, V], tokens drawn from q, and uniforms u [γ].'''
-...     n = 0  # how many drafted tokens stand
+...     '''From distributions p [γ + 1, V] and q [γ, V], tokens drawn from q, and uniforms u [γ].'''
+...     n = 0  # how many drafted tokens are accepted
 ...     while n < len(drafted) and u[n] < p[n, drafted[n]] / q[n, drafted[n]]:  # with probability min(1, p / q)
 ...         n += 1
 ...     if n == len(drafted):
-...         return n, p[n]  # all stand: a bonus token from the target's own law
+...         return n, p[n]  # all are accepted: a bonus token from the target's own distribution
 ...     residual = np.maximum(p[n] - q[n], 0)  # else a correction, from what p has more than q
 ...     return n, residual / residual.sum()
 
@@ -21,16 +21,16 @@ The compiled code does the same for all rows at once, from logits, in `verify`:
 >>> n, following = algorithm_1(p, q, drafted, u)
 >>> words = rng.integers(0, 2**32, (1, 3, 2), np.uint32)  # of the last draw
 >>> row = lambda values: jnp.asarray(values)[None]
->>> law = lambda values: Law.of(jnp.log(row(values)))
+>>> distribution = lambda values: Distribution.from_logits(jnp.log(row(values)))
 >>> randomness = Randomness(row(u), jnp.asarray(words))
->>> found = verifiers.verify_tokens(law(p), law(q), row(drafted), jnp.array([2]), randomness)
+>>> found = verifiers.verify_tokens(distribution(p), distribution(q), row(drafted), jnp.array([2]), randomness)
 >>> int(found.num_accepted[0]) == n
 True
 >>> int(found.next_token[0]) == int(draws.draw(row(following), jnp.asarray(words[:, n]))[0])
 True
 
 Before an iteration the target's cache lacks exactly the last committed token; so the target is fed
-that token and the γ drafted ones, and gives the laws of γ + 1 positions in one call.
+that token and the γ drafted ones, and gives the distributions of γ + 1 positions in one call.
 """
 
 from collections.abc import Callable
@@ -41,41 +41,41 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from specdec_jax.models import arguments
-from specdec_jax.models.axes import Live, Peak, PerRow, States, Tokens
+from specdec_jax.models.axes import PerRow, States, TokenAndLogprob, Tokens, Valid
 from specdec_jax.models.network import Network
-from specdec_jax.models.sharding import pinned
-from specdec_jax.speculative import draws, laws, verifiers
+from specdec_jax.models.sharding import constrain_sharding
+from specdec_jax.speculative import distributions, randomness, verifiers
+from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.laws import Law, PointMass
-from specdec_jax.speculative.outcomes import Outcome
 from specdec_jax.speculative.policy_calls import next_gamma, next_state
+from specdec_jax.speculative.policy_inputs import Outcome
 from specdec_jax.speculative.state import Counts, DecodeState, Draft, Scored, StaticConfig, context
 from specdec_jax.speculative.verifier import Randomness, Verification, check_verification
 
 
 def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
     """Runs one iteration for all rows; of a row that is done nothing changes that is read later."""
-    program, batch = state.program, state.tokens.shape[0]
+    config, batch = state.config, state.tokens.shape[0]
     num_wanted = _count_wanted(state)
-    if drafter is not None and program.gamma:
+    if drafter is not None and config.gamma:
         draft_state, draft = checked(drafter, drafter.draft(state.draft_state, state, num_wanted), state)
         draft = draft._replace(num_drafted=jnp.minimum(draft.num_drafted, num_wanted))
         draft, state = _up_to_failure(draft, state)
     else:
-        draft_state, draft = None, _no_draft(batch, program)
+        draft_state, draft = None, _no_draft(batch, config)
 
     # Score the last committed token and the drafted ones in one call, verify, and commit.
     cache = state.target_cache if draft.target_cache is None else draft.target_cache
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     scored = jnp.concatenate([last, draft.tokens], axis=1)
     observed = drafter is not None and drafter.observes
-    after, found = _judged(target, state.replace(target_cache=cache, draft_state=None), draft, scored, observed)
+    after, found = _verified(target, state.replace(target_cache=cache, draft_state=None), draft, scored, observed)
     after = after.replace(draft_state=draft_state)
     if drafter is None or not observed:
-        return pinned(after, target.rules)
+        return constrain_sharding(after, target.rules)
     states, logits = found
     seen = Scored(scored, states, logits, after.lengths - state.lengths)
-    return pinned(after.replace(draft_state=drafter.observe(draft_state, after, seen)), target.rules)
+    return constrain_sharding(after.replace(draft_state=drafter.observe(draft_state, after, seen)), target.rules)
 
 
 def _count_wanted(state: DecodeState) -> PerRow:
@@ -103,18 +103,19 @@ def checked(drafter: Drafter, found, state: DecodeState) -> tuple[Any, Draft]:
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Draft)):
         raise ValueError(f"drafter {name}: draft returned {type(found).__name__}, expected (draft_state, Draft)")
     draft_state, draft = found
-    rows, drafted = f"int32[{batch}]", f"int32[{batch}, {state.program.gamma}]"
+    rows, drafted = f"int32[{batch}]", f"int32[{batch}, {state.config.gamma}]"
     for field, expected in (("tokens", drafted), ("num_drafted", rows), ("calls", rows)):
         got = arguments.described(getattr(draft, field))
         if got != expected:
             raise ValueError(f"drafter {name}: draft gave {field} {got}, expected {expected}")
-    if state.program.asks_draft_law and not isinstance(draft.law, Law | PointMass):
+    if state.config.needs_draft_probs and not isinstance(draft.dist, Categorical | PointMass):
         raise ValueError(
-            f"drafter {name}: draft gave {type(draft.law).__name__} for the law of its tokens, expected that which "
+            f"drafter {name}: draft gave {type(draft.dist).__name__} for the distribution of its tokens, "
+            "expected that which "
             "they were drawn from, or point_mass(state, tokens)"
         )
-    if state.policy is not None and state.policy.reads_law and draft.seen is None:
-        raise ValueError(f"drafter {name}: draft gave no Draft.seen, expected it of a drafter that tells_law")
+    if state.policy is not None and state.policy.needs_probs and draft.seen is None:
+        raise ValueError(f"drafter {name}: draft gave no Draft.seen, expected it of a drafter that provides_probs")
     got, expected = arguments.described((draft_state, state.draft_state))
     if got != expected:
         raise ValueError(f"drafter {name}: draft returned the state {got}, expected what init makes, {expected}")
@@ -122,25 +123,26 @@ def checked(drafter: Drafter, found, state: DecodeState) -> tuple[Any, Draft]:
 
 
 def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState]:
-    """Cuts drafts before the first token whose law contained NaN, and notes its slot in the state.
+    """Cuts drafts before the first token whose distribution contained NaN, and notes its slot in
+    the state.
 
-    Where a draft is cut does not depend on what was drawn, so that the output law stays the
-    target's.
+    Where a draft is cut does not depend on what was drawn, so that the output distribution stays
+    the target's.
     """
-    first = jnp.min(jnp.where(draft.tokens < 0, jnp.arange(state.program.gamma), state.program.gamma), axis=1)
+    first = jnp.min(jnp.where(draft.tokens < 0, jnp.arange(state.config.gamma), state.config.gamma), axis=1)
     failed = (first < draft.num_drafted) & (state.draft_failed == 0)
     state = state.replace(draft_failed=jnp.where(failed, state.lengths + first, state.draft_failed))
     num_drafted = jnp.minimum(draft.num_drafted, first)
     return draft._replace(tokens=jnp.maximum(draft.tokens, 0), num_drafted=num_drafted), state
 
 
-def _no_draft(batch: int, program: StaticConfig) -> Draft:
+def _no_draft(batch: int, config: StaticConfig) -> Draft:
     zeros = jnp.zeros(batch, jnp.int32)
-    law = Law.of(jnp.zeros((batch, 0, program.vocab_size))) if program.asks_draft_law else None
-    return Draft(jnp.zeros((batch, 0), jnp.int32), zeros, law, zeros)
+    dist = Categorical.from_logits(jnp.zeros((batch, 0, config.vocab_size))) if config.needs_draft_probs else None
+    return Draft(jnp.zeros((batch, 0), jnp.int32), zeros, dist, zeros)
 
 
-def _judged(
+def _verified(
     target: Network, state: DecodeState, draft: Draft, scored: Tokens, watched: bool
 ) -> tuple[DecodeState, tuple[Float[Array, "B T ..."], ...]]:
     """Scores the T = G + 1 tokens `scored` in one call of the target, verifies the draft and
@@ -156,122 +158,123 @@ def _judged(
 
     # Positions that a row has not drafted, and all those of a row that is done, need not be
     # computed.
-    live = ~state.done[:, None] & (jnp.arange(scored.shape[1]) <= draft.num_drafted[:, None])
+    valid = ~state.done[:, None] & (jnp.arange(scored.shape[1]) <= draft.num_drafted[:, None])
 
-    def judge(state: DecodeState, width: int):
+    def verify_width(state: DecodeState, width: int):
         states, cache = target.decode_states(
-            scored[:, :width], state.lengths - 1, state.target_cache, live=live[:, :width]
+            scored[:, :width], state.lengths - 1, state.target_cache, valid=valid[:, :width]
         )
-        program, part = state.program, draft.first(width - 1)
-        narrow = state.replace(target_cache=cache, program=program._replace(gamma=width - 1))
-        if program.commits_argmax and not watched:
-            tokens, log_probs = most_probable(target, states, live[:, :width])
+        config, part = state.config, draft.first(width - 1)
+        narrow = state.replace(target_cache=cache, config=config._replace(gamma=width - 1))
+        if config.commits_argmax and not watched:
+            tokens, log_probs = most_probable(target, states, valid[:, :width])
             verified = verifiers.verify_greedy(tokens, part.tokens, part.num_drafted)
             logits, after = None, commit(narrow, part, verified, lambda new: log_probs, None)
         else:
-            logits = target.head(states, live[:, :width])
+            logits = target.head(states, valid[:, :width])
             verified, adjusted = verify(narrow, part, logits)
-            after = commit(narrow, part, verified, laws.log_prob_under(logits, target.skips), adjusted)
-        return after.replace(program=program, last_draft=draft.tokens), (states, logits) if watched else ()
+            after = commit(narrow, part, verified, distributions.log_prob_under(logits, target.skips_padding), adjusted)
+        return after.replace(config=config, last_draft=draft.tokens), (states, logits) if watched else ()
 
-    widths, needed = state.program.widths, jnp.max(draft.num_drafted) + 1
+    widths, needed = state.config.widths, jnp.max(draft.num_drafted) + 1
     if not widths:
-        return judge(state, scored.shape[1])
+        return verify_width(state, scored.shape[1])
 
     def once(width: int, carry):
         # A loop that runs once for the width that is needed and never for the others, because
         # `lax.switch` would copy the caches.
         def body(carry):
             _, state, seen = carry
-            state, found = judge(state, width)
+            state, found = verify_width(state, width)
             put = lambda values, new: jax.lax.dynamic_update_slice_in_dim(values, new, 0, axis=1)
             return jnp.zeros((), bool), state, jax.tree.map(put, seen, found)
 
         return jax.lax.while_loop(lambda carry: carry[0] & (needed <= width), body, carry)
 
-    shapes = jax.eval_shape(lambda state: judge(state, scored.shape[1])[1], state)
+    shapes = jax.eval_shape(lambda state: verify_width(state, scored.shape[1])[1], state)
     carry = jnp.ones((), bool), state, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     for width in widths:
         carry = once(width, carry)
     return carry[1:]
 
 
-def most_probable(network: Network, states: States, live: Live = None) -> Peak:
+def most_probable(network: Network, states: States, valid: Valid = None) -> TokenAndLogprob:
     """Returns the argmax token after each of `states`, and its log-probability; −1 and NaN where a
     logit is NaN."""
-    if network.skips:
-        return network.peak(states, live)
-    logits = network.head(states, live)
-    tokens = laws.argmax(logits)
-    return tokens, Law.of(logits).log_prob(tokens)
+    if network.skips_padding:
+        return network.greedy_token_and_logprob(states, valid)
+    logits = network.head(states, valid)
+    tokens = distributions.argmax(logits)
+    return tokens, Categorical.from_logits(logits).log_prob(tokens)
 
 
-def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> tuple[Verification, Law | None]:
-    """Decides which drafted tokens stand and which token follows them.
+def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> tuple[Verification, Categorical | None]:
+    """Decides which drafted tokens are accepted and which token follows them.
 
     Args:
       logits: the target's, at the last committed token and the drafted ones, T = G + 1.
 
     Returns:
-      The outcome, and the target's law after processors, temperature and filters at the T
-      positions; None for the law where every token is its argmax.
+      The outcome, and the target's distribution after processors, temperature and filters at the T
+      positions; None for the distribution where every token is its argmax.
     """
-    program, keys, lengths = state.program, state.keys, state.lengths
-    tokens, width = state.tokens, program.gamma + 1
-    if program.mode.reads_prefix:
-        tokens = _write(tokens, draft.tokens, lengths, draft.num_drafted) if program.gamma else tokens
+    config, keys, lengths = state.config, state.keys, state.lengths
+    tokens, width = state.tokens, config.gamma + 1
+    if config.mode.reads_prefix:
+        tokens = _write(tokens, draft.tokens, lengths, draft.num_drafted) if config.gamma else tokens
     prefixes = context(state, tokens)
-    processed = laws.process(logits, prefixes, state.sampling, program.mode)
-    verifier, offsets = program.verifier, jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
-    accept = draws.uniforms(keys, lengths, offsets[:, :-1], draws.ACCEPT)
+    processed = distributions.process(logits, prefixes, state.sampling, config.mode)
+    verifier, offsets = config.verifier, jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
+    accept = randomness.uniforms(keys, lengths, offsets[:, :-1], randomness.ACCEPT)
     greedy: Verification | None = None
-    if program.mode.greedy or verifier.softens:  # judged before temperature 0 makes the law one-hot
-        if verifier.judge_greedy is None:
-            greedy = verifiers.verify_greedy(laws.argmax(processed), draft.tokens, draft.num_drafted)
+    if config.mode.greedy or verifier.softens:  # verified before temperature 0 makes the distribution one-hot
+        if verifier.verify_greedily is None:
+            greedy = verifiers.verify_greedy(distributions.argmax(processed), draft.tokens, draft.num_drafted)
         else:
-            found = verifier.judge_greedy(processed, draft.tokens, draft.num_drafted, accept, state.settings)
+            found = verifier.verify_greedily(processed, draft.tokens, draft.num_drafted, accept, state.settings)
             greedy = check_verification(verifier, found, len(lengths))
-        if program.strict_argmax:
+        if config.strict_argmax:
             return greedy, None
-    law = laws.standardize(logits, prefixes, state.sampling, program.mode)
-    if program.mode.greedy:
+    dist = distributions.standardize(logits, prefixes, state.sampling, config.mode)
+    if config.mode.greedy:
         assert greedy is not None
-        return greedy, law
+        return greedy, dist
     # Words for a residual and for a bonus draw have tags of their own; which of them are used
-    # depends only on how many tokens stand.
-    residual = draws.words(keys, lengths, offsets, draws.RESIDUAL)
-    bonus = draws.words(keys, lengths, offsets, draws.BONUS)
+    # depends only on how many tokens are accepted.
+    residual = randomness.random_bits(keys, lengths, offsets, randomness.RESIDUAL)
+    bonus = randomness.random_bits(keys, lengths, offsets, randomness.BONUS)
     final = jnp.where((offsets < draft.num_drafted[:, None])[..., None], residual, bonus)
-    noise = draws.gumbel_noise(keys, lengths[:, None] + offsets, program.vocab_size) if verifier.coupled else None
-    found = verifier.judge(
-        law, draft.law, draft.tokens, draft.num_drafted, Randomness(accept, final, noise), state.settings
+    noise = randomness.gumbel_noise(keys, lengths[:, None] + offsets, config.vocab_size) if verifier.coupled else None
+    found = verifier.verify_width(
+        dist, draft.dist, draft.tokens, draft.num_drafted, Randomness(accept, final, noise), state.settings
     )
     verified = check_verification(verifier, found, len(lengths))
     if greedy is not None:
         argmax = state.sampling.temperature == 0
         verified = Verification(*(jnp.where(argmax, a, b) for a, b in zip(greedy, verified)))
-    return verified, law
+    return verified, dist
 
 
 def commit(
     state: DecodeState, draft: Draft, verified: Verification,
-    log_prob: Callable[[Tokens], Float[Array, "B T"]], adjusted: Law | None, drafted: PerRow | None = None,
+    log_prob: Callable[[Tokens], Float[Array, "B T"]], adjusted: Categorical | None, drafted: PerRow | None = None,
 ) -> DecodeState:  # fmt: skip
     """Writes the accepted tokens and the next one, marks rows that are complete, and updates the
     statistics.
 
-    A row is complete at an EOS, at its limit, or where its law contains NaN. Such a law leaves the
-    token −1 with the log-probability NaN.
+    A row is complete at an EOS, at its limit, or where its distribution contains NaN. Such a
+    distribution leaves the token −1 with the log-probability NaN.
 
     Args:
-      log_prob: returns the log-probabilities of T = G + 1 tokens under the target's own laws.
-      adjusted: the target's laws after processors, temperature and filters; None where every token
-        is the argmax.
+      log_prob: returns the log-probabilities of T = G + 1 tokens under the target's own
+        distributions.
+      adjusted: the target's distributions after processors, temperature and filters; None where
+        every token is the argmax.
       drafted: how many tokens were drafted in all, of which those of `draft` may be a part; None:
         no more than its `num_drafted`.
     """
     drafted = draft.num_drafted if drafted is None else drafted
-    width, active, num_accepted = state.program.gamma + 1, ~state.done, verified.num_accepted
+    width, active, num_accepted = state.config.gamma + 1, ~state.done, verified.num_accepted
     offsets = jnp.arange(width)
     # The new tokens of a row: the accepted ones, then the next one.
     new = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
@@ -290,19 +293,22 @@ def commit(
 
     examined = active[:, None] & (offsets[:-1] < jnp.minimum(num_accepted + 1, draft.num_drafted)[:, None])
     examined &= offsets[:-1] <= first_eos[:, None]
-    stood = examined & (offsets[:-1] < num_accepted[:, None])
+    accepted = examined & (offsets[:-1] < num_accepted[:, None])
     counts, integer = state.counts, lambda mask: mask.astype(jnp.int32)
     by_position = lambda counted, mask: counted + jnp.pad(integer(mask), ((0, 0), (0, counted.shape[1] - width + 1)))
     counts = Counts(
         target_calls=counts.target_calls + integer(active),
         draft_calls=counts.draft_calls + jnp.where(active, draft.calls, 0),
         drafted=counts.drafted + jnp.where(active, drafted, 0),
-        accepted=counts.accepted + jnp.sum(integer(stood), axis=1),
+        accepted=counts.accepted + jnp.sum(integer(accepted), axis=1),
         examined_by_position=by_position(counts.examined_by_position, examined),
-        accepted_by_position=by_position(counts.accepted_by_position, stood),
+        accepted_by_position=by_position(counts.accepted_by_position, accepted),
         undrafted=counts.undrafted + integer(_find_undrafted(state, draft, num_accepted, first_eos)),
     )
-    policy_state, outcome = state.policy_state, Outcome(draft.num_drafted, num_accepted, draft.seen, draft.judged)
+    policy_state, outcome = (
+        state.policy_state,
+        Outcome(draft.num_drafted, num_accepted, draft.seen, draft.node_outcomes),
+    )
     if state.policy is not None:
         policy_state = next_state(state.policy, policy_state, outcome)
     return state.replace(
@@ -317,13 +323,13 @@ def commit(
 def _find_undrafted(state: DecodeState, draft: Draft, num_accepted: PerRow, first_eos: PerRow) -> Bool[Array, " B"]:
     """Returns the rows whose draft was accepted whole, or was empty, and shorter than wanted.
 
-    After an accepted EOS nothing is wanted; a policy that reads a draft's distributions wants no more
-    than it let the drafter draft; and of trees nothing is counted.
+    After an accepted EOS nothing is wanted; a policy that reads a draft's distributions wants no
+    more than it let the drafter draft; and of trees nothing is counted.
 
     Args:
       first_eos: the place of the first EOS among the new tokens, past the end if there is none.
     """
-    if draft.seen is not None or state.program.tree is not None:
+    if draft.seen is not None or state.config.tree is not None:
         return jnp.zeros_like(state.done)
     whole = (num_accepted == draft.num_drafted) & (first_eos >= num_accepted)
     return whole & (num_accepted < _count_wanted(state))  # where a row is done, nothing is wanted

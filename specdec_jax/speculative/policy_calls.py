@@ -1,5 +1,5 @@
-"""Asks a policy of γ, and checks its answers while the program is traced, so that one of a user's own
-fails in words of ours."""
+"""Asks a policy of γ, and checks its answers while the program is traced, so that one of a user's
+own fails in words of ours."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from specdec_jax.models import arguments
-from specdec_jax.speculative.gamma import Policy
-from specdec_jax.speculative.outcomes import Outcome
+from specdec_jax.speculative.policies import Policy
+from specdec_jax.speculative.policy_inputs import Outcome
 
 
 def begin(policy: Policy, batch: int) -> Any:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specdec_jax.models.network import Network
-from specdec_jax.models.sharding import pinned
+from specdec_jax.models.sharding import constrain_sharding
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.gamma import Policy
+from specdec_jax.speculative.policies import Policy
 from specdec_jax.speculative.policy_calls import begin
 from specdec_jax.speculative.sampling import SamplingRows
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig, empty_signals
@@ -17,7 +17,7 @@ from specdec_jax.speculative.verifiers import Settings
 
 
 def prefill(
-    target: Network, drafter: Drafter | None, program: StaticConfig, slots: int, inputs: Int[Array, "I L"],
+    target: Network, drafter: Drafter | None, config: StaticConfig, slots: int, inputs: Int[Array, "I L"],
     input_lengths: Int[Array, " I"], tokens: Int[Array, "B P"], prefix_lengths: Int[Array, " B"],
     keys: Key[Array, " B"], rows: SamplingRows, settings: Settings | None, limits: Int[Array, " B"],
     eos_ids: Int[Array, "B E"], gamma: Int[Array, " B"], done: Bool[Array, " B"], policy: Policy | None = None,
@@ -34,12 +34,12 @@ def prefill(
       rows: traced parameters of sampling.
       keys, settings, limits, eos_ids, gamma, done, policy: as in `DecodeState`.
     """
-    (batch, prefix), program = tokens.shape, program._replace(mode=program.mode.of(target.skips))
+    (batch, prefix), config = tokens.shape, config._replace(mode=config.mode.of(target.skips_padding))
     shared = {}
     if drafter is not None and drafter.reads_encoder:
         shared = {"encoded": target.encode(inputs, input_lengths)}
     cache = fill_cache(target, inputs, input_lengths, tokens, slots, **shared)
-    if program.tree is None:
+    if config.tree is None:
         draft_state = drafter and drafter.init(inputs, input_lengths, tokens, slots, **shared)
     else:
         cache = target.node_cache(cache, slots, slots)
@@ -48,14 +48,14 @@ def prefill(
     state = DecodeState(
         tokens=jnp.zeros((batch, slots), jnp.int32).at[:, :prefix].set(tokens),
         lengths=prefix_lengths, done=done, starts=prefix_lengths, log_probs=no_log_probs,
-        adjusted_log_probs=None if program.strict_argmax else no_log_probs, keys=keys, sampling=rows, settings=settings,
+        adjusted_log_probs=None if config.strict_argmax else no_log_probs, keys=keys, sampling=rows, settings=settings,
         limits=limits, eos_ids=eos_ids, gamma=gamma, policy=policy, policy_state=policy and begin(policy, batch),
         target_cache=cache, draft_state=draft_state,
-        counts=Counts.zero(batch, program.gamma), last_draft=jnp.zeros((batch, program.gamma), jnp.int32),
+        counts=Counts.zero(batch, config.gamma), last_draft=jnp.zeros((batch, config.gamma), jnp.int32),
         last_drafted=zeros, last_accepted=zeros, last_seen=empty_signals(policy, batch),
-        draft_failed=zeros, program=program,
+        draft_failed=zeros, config=config,
     )  # fmt: skip
-    return pinned(state, target.rules)
+    return constrain_sharding(state, target.rules)
 
 
 def fill_cache(

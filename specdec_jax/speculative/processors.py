@@ -47,12 +47,12 @@ def penalize_repetition(
     This is the penalty of CTRL (arXiv 1909.05858, section 4.1). As in Hugging Face transformers,
     the prefix includes the start token, or the prompt. A penalty of 1 changes nothing.
     """
-    live = _live(context, logits.shape[1])
-    ids = jnp.broadcast_to(context.tokens[:, None], live.shape)
+    valid = _valid(context, logits.shape[1])
+    ids = jnp.broadcast_to(context.tokens[:, None], valid.shape)
     seen = jnp.take_along_axis(logits, ids, axis=-1)
     penalty, largest = penalty[:, None, None], jnp.finfo(logits.dtype).max
     penalized = jnp.clip(jnp.where(seen > 0, seen / penalty, seen * penalty), -largest, largest)
-    return _put(logits, ids, live, jnp.where(seen > -jnp.inf, penalized, seen))
+    return _put(logits, ids, valid, jnp.where(seen > -jnp.inf, penalized, seen))
 
 
 def forbid_repeated_ngrams(logits: Float[Array, "B T V"], context: Context, size: int) -> Float[Array, "B T V"]:
@@ -120,7 +120,7 @@ def apply_own(logits: Float[Array, "B T V"], context: Context, processor: Proces
       ValueError: the function returns something else than logits of this shape.
     """
     batch, positions, vocab = logits.shape
-    prefixes = jnp.where(_live(context, positions), context.tokens[:, None], 0)
+    prefixes = jnp.where(_valid(context, positions), context.tokens[:, None], 0)
     lengths = context.prefix_lengths(positions)
     flat = logits.reshape(-1, vocab)
     rows = processor(prefixes.reshape(batch * positions, -1), lengths.reshape(-1), flat)
@@ -139,7 +139,7 @@ def _new_tokens(context: Context, positions: int) -> Int[Array, "B {positions}"]
     return context.prefix_lengths(positions) - context.starts[:, None]
 
 
-def _live(context: Context, positions: int) -> Bool[Array, "B {positions} S"]:
+def _valid(context: Context, positions: int) -> Bool[Array, "B {positions} S"]:
     """Returns which slots belong to the prefix of each position."""
     return jnp.arange(context.tokens.shape[1]) < context.prefix_lengths(positions)[..., None]
 

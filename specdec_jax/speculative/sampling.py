@@ -25,8 +25,8 @@ class SamplingConfig:
     others one for all.
 
     The processors apply to argmax too, in this order: bias, forbidden tokens and vocabulary mask;
-    repetition penalty; n-grams; forbidden sequences; `processor`; minimum length; forced tokens. Where they leave no id
-    at all they are not applied.
+    repetition penalty; n-grams; forbidden sequences; `processor`; minimum length; forced tokens.
+    Where they leave no id at all they are not applied.
 
     Attributes:
       temperature: * 0 is argmax; otherwise logits are divided by it.
@@ -186,7 +186,8 @@ class SamplingMode(NamedTuple):
 
     Attributes:
       native: whether the CPU's own kernels add up probabilities over the vocabulary, as for
-        `laws.Law.of`: whether the target `skips`, which `prefill` fills in.
+        `dists.Categorical.from_logits`: whether the target `skips_padding`, which `prefill` fills
+        in.
     """
 
     greedy: bool = True

@@ -6,9 +6,9 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from specdec_jax.speculative.gamma import Policy
-from specdec_jax.speculative.laws import Law, PointMass
-from specdec_jax.speculative.outcomes import DraftSignals, Judged
+from specdec_jax.speculative.distributions import Categorical, PointMass
+from specdec_jax.speculative.policies import Policy
+from specdec_jax.speculative.policy_inputs import DraftSignals, NodeOutcomes
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
@@ -23,13 +23,15 @@ class StaticConfig(NamedTuple):
     Attributes:
       gamma: G, the most tokens drafted in one iteration; 0 is plain decoding.
       mode: which sampling adjustments are on.
-      vocab_size: V, width of the target's logits; a drafter's laws are padded or cut to it.
-      verifier: decides which drafted tokens stand.
+      vocab_size: V, width of the target's logits; a drafter's distributions are padded or cut to
+        it.
+      verifier: decides which drafted tokens are accepted.
       widths: the numbers of positions for which a target call is compiled, ascending, the last one
         G + 1; () means G + 1 alone.
       tree: the tree that is drafted, of which G is the depth; None: a chain.
-      lag: the most committed tokens that a drafter of trees may not have been fed: the last one, and
-        the one before it if it was a leaf. In a merged tree it is all that an iteration commits.
+      lag: the most committed tokens that a drafter of trees may not have been fed: the last one,
+        and the one before it if it was a leaf. In a merged tree it is all that an iteration
+        commits.
     """
 
     gamma: int
@@ -53,21 +55,21 @@ class StaticConfig(NamedTuple):
 
     @property
     def strict_argmax(self) -> bool:
-        """Whether every token is the target's argmax: then no law over the vocabulary is ever
-        built."""
+        """Whether every token is the target's argmax: then no distribution over the vocabulary is
+        ever built."""
         return self.mode.greedy and not self.verifier.softens
 
     @property
     def commits_argmax(self) -> bool:
         """Whether every token is the argmax of the target's own logits, so that of these only the
         greatest matters."""
-        return self.strict_argmax and not self.mode.processes and self.verifier.judge_greedy is None
+        return self.strict_argmax and not self.mode.processes and self.verifier.verify_greedily is None
 
     @property
-    def asks_draft_law(self) -> bool:
-        """Whether the verifier looks at the law that the draft was drawn from."""
-        verifier = self.verifier if self.tree is None else TREE_VERIFIERS[self.tree.judge]
-        return not self.mode.greedy and verifier.reads_draft_law
+    def needs_draft_probs(self) -> bool:
+        """Whether the verifier looks at the distribution that the draft was drawn from."""
+        verifier = self.verifier if self.tree is None else TREE_VERIFIERS[self.tree.verify]
+        return not self.mode.greedy and verifier.needs_draft_probs
 
 
 @flax.struct.dataclass
@@ -79,10 +81,10 @@ class Counts:
       draft_calls: calls of the drafter's model in which the row took part, those to catch up
         included.
       drafted: tokens drafted.
-      accepted: drafted tokens that stood and were committed.
+      accepted: drafted tokens that were accepted and were committed.
       examined_by_position: how often the i-th drafted token was examined. An iteration examines the
         tokens up to and including its first rejection, and none after an EOS.
-      accepted_by_position: how often the i-th drafted token stood.
+      accepted_by_position: how often the i-th drafted token was accepted.
       undrafted: how often all drafted tokens, or none at all, were accepted, and the next one was
         wanted but not drafted; 0 for trees and beams.
     """
@@ -112,10 +114,10 @@ class DecodeState:
       lengths: number of committed tokens, start token and prefix included.
       done: whether the row is complete.
       starts: number of tokens that are not new: start token and prefix, or the prompt.
-      log_probs: log-probabilities of the committed tokens under the target's own law (temperature
-        1, no processor or filter), float32, each in its token's slot.
-      adjusted_log_probs: the same under the law after processors, temperature and filters; None
-        where every token is the argmax, whose log-probability is 0 under that law.
+      log_probs: log-probabilities of the committed tokens under the target's own distribution
+        (temperature 1, no processor or filter), float32, each in its token's slot.
+      adjusted_log_probs: the same under the distribution after processors, temperature and filters;
+        None where every token is the argmax, whose log-probability is 0 under that distribution.
       keys: one per request.
       sampling: traced parameters of sampling.
       settings: parameters of the verifier; None if it has none.
@@ -128,10 +130,11 @@ class DecodeState:
       draft_state: the drafter's own state, None without a drafter.
       counts: statistics.
       last_draft: tokens drafted in the last iteration.
-      last_drafted, last_accepted: how many were drafted and how many stood in the last iteration.
-      last_seen: what the policy reads of the last draft's laws; None if it reads none.
-      draft_failed: the first slot at which the drafter's law contained NaN; 0: none yet.
-      program: the static settings.
+      last_drafted, last_accepted: how many were drafted and how many were accepted in the last
+        iteration.
+      last_seen: what the policy reads of the last draft's distributions; None if it reads none.
+      draft_failed: the first slot at which the drafter's distribution contained NaN; 0: none yet.
+      config: the static settings.
     """
 
     tokens: Int[Array, "B S"]
@@ -156,41 +159,41 @@ class DecodeState:
     last_accepted: Int[Array, " B"]
     last_seen: DraftSignals | None
     draft_failed: Int[Array, " B"]
-    program: StaticConfig = flax.struct.field(pytree_node=False)
+    config: StaticConfig = flax.struct.field(pytree_node=False)
 
 
 class Draft(NamedTuple):
     """The tokens that a drafter proposes, and how it came to them.
 
     Attributes:
-      tokens: the proposed tokens; −1 where the law to draw from contains NaN, and there the draft
-        ends.
+      tokens: the proposed tokens; −1 where the distribution to draw from contains NaN, and there
+        the draft ends.
       num_drafted: how many of `tokens` count; at most the number asked for.
-      law: the law over `[B, G, V]` that the tokens were really drawn from; a `PointMass` if they
-        were not drawn; None where `StaticConfig.asks_draft_law` is False.
+      dist: the distribution over `[B, G, V]` that the tokens were really drawn from; a `PointMass`
+        if they were not drawn; None where `StaticConfig.needs_draft_probs` is False.
       calls: calls of the drafter's model in which the row took part.
-      seen: what a policy of γ reads of the laws, if there is one that does.
+      seen: what a policy of γ reads of the distributions, if there is one that does.
       target_cache: the target's cache, if the drafter has written to it. It may write only to slots
         that the target's call overwrites.
-      judged: of the path of a tree that stands, what became of the tree's nodes.
+      node_outcomes: of the path of a tree that is accepted, what became of the tree's nodes.
     """
 
     tokens: Int[Array, "B G"]
     num_drafted: Int[Array, " B"]
-    law: Law | PointMass | None
+    dist: Categorical | PointMass | None
     calls: Int[Array, " B"]
     seen: DraftSignals | None = None
     target_cache: Any = None
-    judged: Judged | None = None
+    node_outcomes: NodeOutcomes | None = None
 
     def first(self, gamma: int) -> "Draft":
         """Returns the draft cut to its first `gamma` positions; no row may have drafted more."""
-        tokens, law = self.tokens[:, :gamma], self.law
-        if isinstance(law, PointMass):
-            law = law._replace(tokens=law.tokens[:, :gamma])
-        elif law is not None:
-            law = Law(law.logits[:, :gamma], law.log_normalizer[:, :gamma])
-        return self._replace(tokens=tokens, law=law)
+        tokens, dist = self.tokens[:, :gamma], self.dist
+        if isinstance(dist, PointMass):
+            dist = dist._replace(tokens=dist.tokens[:, :gamma])
+        elif dist is not None:
+            dist = Categorical(dist.logits[:, :gamma], dist.log_normalizer[:, :gamma])
+        return self._replace(tokens=tokens, dist=dist)
 
 
 class Scored(NamedTuple):
@@ -211,8 +214,9 @@ class Scored(NamedTuple):
 
 
 def empty_signals(policy: Policy | None, batch: int) -> DraftSignals | None:
-    """Makes zeros in the place of what `policy` reads of a draft's laws; None if it reads none."""
-    if policy is None or not policy.reads_law:
+    """Makes zeros in the place of what `policy` reads of a draft's distributions; None if it reads
+    none."""
+    if policy is None or not policy.needs_probs:
         return None
     return DraftSignals(*[jnp.zeros((batch, policy.maximum), jnp.float32)] * 3)
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.speculative.gamma import Policy, Renewal, RenewalState
-from specdec_jax.speculative.outcomes import Judged, Outcome
+from specdec_jax.speculative.policies import CostAware, CostAwareState, Policy
+from specdec_jax.speculative.policy_inputs import NodeOutcomes, Outcome
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TreeVerification
 from specdec_jax.speculative.trees import RANK_SHARES, DynamicTree, Tree
@@ -17,18 +17,20 @@ from specdec_jax.speculative.trees import RANK_SHARES, DynamicTree, Tree
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
-class TreeRenewal(Renewal):
-    """`Renewal` for a tree: a policy that drafts the n nodes for which E(n) − R · t(n) is greatest.
+class TreeCostAware(CostAware):
+    """`CostAware` for a tree: a policy that drafts the n nodes for which E(n) − R · t(n) is
+    greatest.
 
     E(n) is the expected number of tokens that the first n nodes add. By `Tree.expected` it is the
     sum over these nodes of the product, along a node's path, of the shares of ranks at which a
-    child stands. They follow from ĉ_r, a moving average of how often the child of rank r stands
-    where no earlier sibling does: the share of rank r is ĉ_r · Π_{s<r} (1 − ĉ_s). In each ĉ_r the
-    rate assumed at first counts as `weight` observations: for first children `acceptance`, for
-    others that of `RANK_SHARES`.
+    child is accepted. They follow from ĉ_r, a moving average of how often the child of rank r
+    is accepted where no earlier sibling is: the share of rank r is ĉ_r · Π_{s<r} (1 − ĉ_s). In each
+    ĉ_r the rate assumed at first counts as `weight` observations: for first children `acceptance`,
+    for others that of `RANK_SHARES`.
 
     t(n) = c · (depth of the first n nodes) + n · (v − 1) / G is the time that they add, and R, the
-    tokens per time, is as for `Renewal`; it begins at the greatest value that these rates promise.
+    tokens per time, is as for `CostAware`; it begins at the greatest value that these rates
+    promise.
 
     Attributes:
       tree: the shape, of which the nodes 1 … G count; static.
@@ -62,28 +64,28 @@ class TreeRenewal(Renewal):
         of_node = (self.verify_cost - 1) / self.maximum
         return self.cost_ratio[:, None] * depth + of_node[:, None] * nodes
 
-    def init(self) -> RenewalState:
+    def init(self) -> CostAwareState:
         zeros = jnp.zeros((len(self.weight), self.tree.width), jnp.float32)
         rate = jnp.max((1 + self._tokens(self._begun())) / (1 + self._time()), axis=1)
-        return RenewalState(zeros, zeros, rate * self.weight, jnp.asarray(self.weight))
+        return CostAwareState(zeros, zeros, rate * self.weight, jnp.asarray(self.weight))
 
-    def wanted(self, state: RenewalState) -> Int[Array, " B"]:
+    def wanted(self, state: CostAwareState) -> Int[Array, " B"]:
         weight = self.weight[:, None]
-        rates = (state.stood + weight * self._begun()) / (state.examined + weight)
+        rates = (state.accepted + weight * self._begun()) / (state.examined + weight)
         worth = self._tokens(rates) - (state.tokens / state.time)[:, None] * self._time()
         best = 1 + jnp.argmax(worth, axis=1).astype(jnp.int32)
         return jnp.clip(jnp.where(jnp.max(worth, axis=1) < 0, 0, best), self.minimum, self.maximum)
 
-    def update(self, state: RenewalState, outcome: Outcome) -> RenewalState:
-        judged, memory = outcome.judged, self.memory[:, None]
-        assert judged is not None, "the outcome of a tree"
-        ranks = jax.nn.one_hot(jnp.minimum(judged.ranks, self.tree.width - 1), self.tree.width)
+    def update(self, state: CostAwareState, outcome: Outcome) -> CostAwareState:
+        node_outcomes, memory = outcome.node_outcomes, self.memory[:, None]
+        assert node_outcomes is not None, "the outcome of a tree"
+        ranks = jax.nn.one_hot(jnp.minimum(node_outcomes.ranks, self.tree.width - 1), self.tree.width)
         by_rank = lambda which: jnp.sum(jnp.where(which[..., None], ranks, 0), axis=1)
-        deepest, nodes = jnp.max(judged.depths, axis=1), jnp.sum(judged.depths > 0, axis=1)
+        deepest, nodes = jnp.max(node_outcomes.depths, axis=1), jnp.sum(node_outcomes.depths > 0, axis=1)
         added = self._added(*(x[:, None].astype(jnp.float32) for x in (deepest, nodes)))[:, 0]
-        return RenewalState(
-            examined=memory * state.examined + by_rank(judged.examined),
-            stood=memory * state.stood + by_rank(judged.stood),
+        return CostAwareState(
+            examined=memory * state.examined + by_rank(node_outcomes.examined),
+            accepted=memory * state.accepted + by_rank(node_outcomes.accepted),
             tokens=self.memory * state.tokens + outcome.accepted.astype(jnp.float32) + 1,
             time=self.memory * state.time + 1 + added,
         )
@@ -94,24 +96,24 @@ def of_tree(policy: Policy, tree: Tree | DynamicTree) -> Policy:
 
     A `DynamicTree` is taken for that of its size and depth which `RANK_SHARES` make best.
     """
-    if not isinstance(policy, Renewal):
+    if not isinstance(policy, CostAware):
         return policy
     if isinstance(tree, DynamicTree):
         shape = Tree.best(RANK_SHARES[0, : tree.width].tolist(), tree.nodes, tree.depth)
         assert shape is not None, "without costs a tree is always faster than plain decoding"
         tree = shape
     numbers: dict[str, Any] = {name: getattr(policy, name) for name in policy.numbers()}
-    return TreeRenewal(policy.maximum, **numbers, tree=tree)
+    return TreeCostAware(policy.maximum, **numbers, tree=tree)
 
 
-def judged(draft: TreeDraft, verified: TreeVerification) -> Judged:
-    """Returns what became of the nodes of `draft`, of which a path stands."""
+def node_outcomes(draft: TreeDraft, verified: TreeVerification) -> NodeOutcomes:
+    """Returns what became of the nodes of `draft`, of which a path is accepted."""
     path, accepted, (parents, ranks, depths, _) = verified.path, verified.num_accepted[:, None], draft.branches
     numbers, levels = jnp.arange(depths.shape[1]), jnp.arange(path.shape[1])
     on_path = (path[:, None] == numbers[:, None]) & (levels <= accepted)[:, None]
     on_path = jnp.any(on_path, axis=2)
-    depths = jnp.where(draft.live, depths, 0)
+    depths = jnp.where(draft.valid, depths, 0)
     # The rank of the node of the path at a node's depth.
     other = jnp.take_along_axis(ranks, jnp.take_along_axis(path, depths, axis=1), axis=1)
     below = jnp.take_along_axis(on_path, jnp.maximum(parents, 0), axis=1) & (depths > 0)
-    return Judged(depths, ranks, below & ((depths > accepted) | (ranks <= other)), on_path & (depths > 0))
+    return NodeOutcomes(depths, ranks, below & ((depths > accepted) | (ranks <= other)), on_path & (depths > 0))

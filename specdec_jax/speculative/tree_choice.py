@@ -1,8 +1,8 @@
 """Chooses the shape of a tree from acceptance by rank and from what calls of the models cost.
 
 Acceptance by rank is the share of nodes at which the target's token is the drafter's first, second
-… choice. As in Sequoia (Chen et al. 2024, arXiv 2402.12374), a node's share depends on its rank
-and at most its depth. So a node stands with the probability that is the product of the shares on
+… choice. As in Sequoia (Chen et al. 2024, arXiv 2402.12374), a node's share depends on its rank and
+at most its depth. So a node is accepted with the probability that is the product of the shares on
 the way to it, its *value*, and the values of all nodes, 1 for node 0, add up to the tokens that one
 call of the target commits.
 
@@ -43,7 +43,7 @@ def checked(acceptance_by_rank: Shares) -> np.ndarray:
 
 
 def value(node: Node, shares: np.ndarray) -> float:
-    """Returns the probability that the tokens on the way to `node`, its own included, stand.
+    """Returns the probability that the tokens on the way to `node`, its own included, are accepted.
 
     Args:
       shares: `[depths, ranks]`; a rank past the last has share 0.

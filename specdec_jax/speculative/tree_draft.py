@@ -1,13 +1,13 @@
-"""What drafters and verifiers of trees hand to each other: the shape of each row's tree, and a draft
-that has it."""
+"""What drafters and verifiers of trees hand to each other: the shape of each row's tree, and a
+draft that has it."""
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specdec_jax.speculative.laws import Law
-from specdec_jax.speculative.outcomes import DraftSignals
+from specdec_jax.speculative.distributions import Categorical
+from specdec_jax.speculative.policy_inputs import DraftSignals
 
 
 class Branches(NamedTuple):
@@ -31,29 +31,30 @@ class TreeDraft(NamedTuple):
 
     Attributes:
       tokens: the token of each node; node 0 has the last committed one. −1 where no id was left to
-        choose; for a first child that means that the law contained NaN.
+        choose; for a first child that means that the distribution contained NaN.
       branches: the shape.
-      live: False for nodes that are not there, whose descendants are not there either: those past
+      valid: False for nodes that are not there, whose descendants are not there either: those past
         a budget or a row's limit, after an EOS, or where no id was left to choose. The shape and
-        `live` must not depend on draws of later nodes. Node 0 is live unless the row is done.
-      law: the laws that the tokens were chosen from, J of them; None where the verifier reads none.
-      origins: number of the law that each node's token was chosen from; siblings by one drafter
-        have the same. Anything for node 0.
+        `valid` must not depend on draws of later nodes. Node 0 is live unless the row is done.
+      dist: the distributions that the tokens were chosen from, J of them; None where the verifier
+        reads none.
+      origins: number of the distribution that each node's token was chosen from; siblings by one
+        drafter have the same. Anything for node 0.
       calls: calls of the drafter's model in which the row took part.
       slots: the place in the drafter's own cache of each node, counted from node 0's; anything for
         nodes that were not fed. None if the drafter has no cache.
-      log_q: log-probability of each node's token under the drafter's law after its parent, at
-        temperature 0 taken as at 1; None where the drafter tells no law. Only a trace reads it: in
-        the decode loop it is not computed.
+      log_q: log-probability of each node's token under the drafter's distribution after its parent,
+        at temperature 0 taken as at 1; None where the drafter provides no probabilities. Only a
+        trace reads it: in the decode loop it is not computed.
       target_cache: the target's cache, if the drafter has written to it. It may write only to slots
         that the target's call overwrites.
-      seen: what a policy of γ reads of the laws, if there is one that does.
+      seen: what a policy of γ reads of the distributions, if there is one that does.
     """
 
     tokens: Int[Array, "B N"]
     branches: Branches
-    live: Bool[Array, "B N"]
-    law: Law | None
+    valid: Bool[Array, "B N"]
+    dist: Categorical | None
     origins: Int[Array, "B N"]
     calls: Int[Array, " B"]
     slots: Int[Array, "B N"] | None = None
@@ -63,10 +64,10 @@ class TreeDraft(NamedTuple):
 
     @property
     def failed(self) -> Bool[Array, "B N"]:
-        """True for nodes whose law contained NaN."""
+        """True for nodes whose distribution contained NaN."""
         return (self.branches.ranks == 0) & (self.tokens < 0)
 
     @property
     def num_drafted(self) -> Int[Array, " B"]:
         """How many drafted tokens each row's tree has."""
-        return jnp.sum(self.live[:, 1:].astype(jnp.int32), axis=1)
+        return jnp.sum(self.valid[:, 1:].astype(jnp.int32), axis=1)

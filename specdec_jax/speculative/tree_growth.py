@@ -1,5 +1,5 @@
-"""Grows trees whose shape the drafter's law decides (EAGLE-2, Li et al. 2024, arXiv 2406.16858):
-which nodes are expanded, and which of the drafted ones are kept.
+"""Grows trees whose shape the drafter's distribution decides (EAGLE-2, Li et al. 2024, arXiv
+2406.16858): which nodes are expanded, and which of the drafted ones are kept.
 
 Drafted nodes are numbered level by level: 0 the last committed token, then its W children, then at
 each further level the children of the first node that was expanded, of the second, and so on. A

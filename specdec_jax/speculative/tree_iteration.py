@@ -4,9 +4,9 @@ commit.
 The target is fed the N nodes of the tree: the last committed token and the drafted ones. Node n is
 written to slot `lengths[b] − 1 + n` of the cache, has the position of its depth, and sees the
 committed tokens and its own ancestors alone. A verifier of trees then finds the path of nodes that
-stand. What is committed is that path and one more token, as if the path had been the draft; its
-keys and values are copied to the slots that follow the committed ones. For a tree with one branch
-the tokens, keys of draws and caches are those of `iteration.iterate`.
+are accepted. What is committed is that path and one more token, as if the path had been the draft;
+its keys and values are copied to the slots that follow the committed ones. For a tree with one
+branch the tokens, keys of draws and caches are those of `iteration.iterate`.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from specdec_jax.models.axes import PerRow, Tokens
 from specdec_jax.models.network import Network
-from specdec_jax.models.nodes import WindowNodes
-from specdec_jax.models.sharding import pinned
-from specdec_jax.speculative import draws, laws
+from specdec_jax.models.sharding import constrain_sharding
+from specdec_jax.models.tree_positions import WindowNodes
+from specdec_jax.speculative import distributions, randomness
+from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.iteration import commit, most_probable
-from specdec_jax.speculative.laws import Law
 from specdec_jax.speculative.policy_calls import next_gamma
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, context
-from specdec_jax.speculative.tree_budgets import judged
+from specdec_jax.speculative.tree_budgets import node_outcomes
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeRandomness, TreeVerification, walk_greedy
 from specdec_jax.speculative.verifier import Verification
@@ -39,7 +39,7 @@ class Watched(NamedTuple):
     Attributes:
       draft: the tree.
       states: the target's last hidden states at its nodes.
-      verified: the path that stands, and the token after it.
+      verified: the accepted path, and the token after it.
     """
 
     draft: TreeDraft
@@ -54,10 +54,10 @@ def iterate_tree(target: Network, drafter: Drafter, state: DecodeState) -> Decod
 
 def watch_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, Watched]:
     """Does what `iterate_tree` does, and also returns what the iteration saw."""
-    program, origins = state.program, state.lengths - 1
+    config, origins = state.config, state.lengths - 1
     wanted = next_gamma(state.policy, state.policy_state, state.gamma)
-    # At most limit − length − 1 tokens may stand: the target adds one more, and no row passes its
-    # limit.
+    # At most limit − length − 1 tokens may be accepted: the target adds one more, and no row passes
+    # its limit.
     room = jnp.where(state.done, 0, state.limits - state.lengths - 1)
     draft_state, draft = drafter.draft_tree(state.draft_state, state, jnp.where(room > 0, wanted, 0), room)
     state = _noted(state, draft)
@@ -65,31 +65,33 @@ def watch_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[D
     tokens = jnp.maximum(draft.tokens, 0)
     nodes = WindowNodes(origins, origins, draft.branches.depths, draft.branches.lines, state.tokens.shape[1])
     cache = state.target_cache if draft.target_cache is None else draft.target_cache
-    states, cache = target.decode_nodes(tokens, nodes, cache, draft.live)
+    states, cache = target.decode_nodes(tokens, nodes, cache, draft.valid)
     observed = drafter.observes
-    if program.commits_argmax and not observed:
-        peaks, log_probs = most_probable(target, states, draft.live)
+    if config.commits_argmax and not observed:
+        peaks, log_probs = most_probable(target, states, draft.valid)
         verified, adjusted, logits = walk_greedy(peaks, draft), None, None
         log_prob: Callable = lambda new: along(log_probs, verified.path)
     else:
-        logits = target.head(states, draft.live)
-        verified, law = verify_tree(state, draft, logits)
+        logits = target.head(states, draft.valid)
+        verified, dist = verify_tree(state, draft, logits)
         logits = along(logits, verified.path)
-        log_prob = laws.log_prob_under(logits, target.skips)
+        log_prob = distributions.log_prob_under(logits, target.skips_padding)
         adjusted = (
-            None if law is None else Law(along(law.logits, verified.path), along(law.log_normalizer, verified.path))
+            None
+            if dist is None
+            else Categorical(along(dist.logits, verified.path), along(dist.log_normalizer, verified.path))
         )
     path = verified.path
     chain = Draft(
         along(tokens, path)[:, 1:], _examined(draft, verified), None, draft.calls, draft.seen,
-        judged=judged(draft, verified),
+        node_outcomes=node_outcomes(draft, verified),
     )  # fmt: skip
     after = commit(
         state.replace(target_cache=None, draft_state=None), chain,
         Verification(verified.num_accepted, verified.next_token), log_prob, adjusted, draft.num_drafted,
     )  # fmt: skip
-    # The path's keys and values go to the slots that follow node 0's. Mostly they lie there already,
-    # but to decide that would copy the caches: a few rows cost less to move.
+    # The path's keys and values go to the slots that follow node 0's. Mostly they lie there
+    # already, but to decide that would copy the caches: a few rows cost less to move.
     cache = target.move_nodes(cache, origins[:, None] + path[:, 1:], origins + 1)
     draft_state = drafter.keep_path(draft_state, state, draft, path)
     if observed:
@@ -97,7 +99,7 @@ def watch_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[D
         seen = Scored(fed, along(states, path), logits, after.lengths - state.lengths)
         draft_state = drafter.observe(draft_state, after, seen)
     after = after.replace(target_cache=cache, draft_state=draft_state, last_draft=chain.tokens)
-    return pinned(after, target.rules), Watched(draft, states, verified)
+    return constrain_sharding(after, target.rules), Watched(draft, states, verified)
 
 
 def along(values: Shaped[Array, "B N ..."], path: Int[Array, "B D"]) -> Shaped[Array, "B D ..."]:
@@ -106,7 +108,7 @@ def along(values: Shaped[Array, "B N ..."], path: Int[Array, "B D"]) -> Shaped[A
 
 
 def _noted(state: DecodeState, draft: TreeDraft) -> DecodeState:
-    """Notes the slot of the first token for which the drafter's law contained NaN."""
+    """Notes the slot of the first token for which the drafter's distribution contained NaN."""
     slots = state.lengths[:, None] + draft.branches.depths - 1
     first = jnp.min(jnp.where(draft.failed, slots, state.tokens.shape[1]), axis=1)
     failed = jnp.any(draft.failed, axis=1) & (state.draft_failed == 0)
@@ -114,45 +116,45 @@ def _noted(state: DecodeState, draft: TreeDraft) -> DecodeState:
 
 
 def _examined(draft: TreeDraft, verified: TreeVerification) -> PerRow:
-    """Returns at how many depths children were judged: at each node of the path that has any."""
+    """Returns at how many depths children were verified: at each node of the path that has any."""
     end = jnp.take_along_axis(verified.path, verified.num_accepted[:, None], axis=1)
-    more = jnp.any((draft.branches.parents == end) & draft.live, axis=1)
+    more = jnp.any((draft.branches.parents == end) & draft.valid, axis=1)
     return verified.num_accepted + more.astype(jnp.int32)
 
 
 def verify_tree(
     state: DecodeState, draft: TreeDraft, logits: Float[Array, "B N V"]
-) -> tuple[TreeVerification, Law | None]:
-    """Finds the path of nodes that stand, and the token that follows it.
+) -> tuple[TreeVerification, Categorical | None]:
+    """Finds the path of nodes that are accepted, and the token that follows it.
 
     Args:
       logits: the target's, at the N nodes.
 
     Returns:
-      The outcome, and the target's law after processors, temperature and filters at the nodes; None
-      for the law where every token is its argmax.
+      The outcome, and the target's distribution after processors, temperature and filters at the
+      nodes; None for the distribution where every token is its argmax.
     """
-    program, keys, lengths, branches = state.program, state.keys, state.lengths, draft.branches
-    assert program.tree is not None, "a program of trees"
-    if program.mode.greedy:
-        return walk_greedy(laws.argmax(at_draft(laws.process, state, draft, logits)), draft), None
-    law = at_draft(laws.standardize, state, draft, logits)
-    greedy = walk_greedy(laws.argmax(law.logits), draft)
-    numbers = jnp.broadcast_to(jnp.arange(program.tree.size), draft.tokens.shape)
-    accept = draws.uniforms(keys, lengths, numbers - 1, draws.ACCEPT)
-    inner = jnp.any((branches.parents[:, None] == numbers[..., None]) & draft.live[:, None], axis=2)
-    residual = draws.words(keys, lengths, numbers, draws.RESIDUAL)
-    bonus = draws.words(keys, lengths, numbers, draws.BONUS)
+    config, keys, lengths, branches = state.config, state.keys, state.lengths, draft.branches
+    assert config.tree is not None, "a program of trees"
+    if config.mode.greedy:
+        return walk_greedy(distributions.argmax(at_draft(distributions.process, state, draft, logits)), draft), None
+    dist = at_draft(distributions.standardize, state, draft, logits)
+    greedy = walk_greedy(distributions.argmax(dist.logits), draft)
+    numbers = jnp.broadcast_to(jnp.arange(config.tree.size), draft.tokens.shape)
+    accept = randomness.uniforms(keys, lengths, numbers - 1, randomness.ACCEPT)
+    inner = jnp.any((branches.parents[:, None] == numbers[..., None]) & draft.valid[:, None], axis=2)
+    residual = randomness.random_bits(keys, lengths, numbers, randomness.RESIDUAL)
+    bonus = randomness.random_bits(keys, lengths, numbers, randomness.BONUS)
     final = jnp.where(inner[..., None], residual, bonus)
-    rule = TREE_VERIFIERS[program.tree.judge]
+    rule = TREE_VERIFIERS[config.tree.verify]
     noise = None
     if rule.coupled:
-        depths = jnp.arange(program.gamma + 1)
-        noise = draws.gumbel_noise(keys, lengths[:, None] + depths, program.vocab_size)
-    found = rule.judge(law, draft, program.tree.kind, TreeRandomness(accept, final, noise), state.settings)
+        depths = jnp.arange(config.gamma + 1)
+        noise = randomness.gumbel_noise(keys, lengths[:, None] + depths, config.vocab_size)
+    found = rule.verify(dist, draft, config.tree.kind, TreeRandomness(accept, final, noise), state.settings)
     argmax = state.sampling.temperature == 0
     choose = lambda a, b: jnp.where(argmax.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-    return jax.tree.map(choose, greedy, found), law
+    return jax.tree.map(choose, greedy, found), dist
 
 
 def sequences(
@@ -183,7 +185,8 @@ def at_nodes(
     function: Callable, state: DecodeState, logits: Float[Array, "B J V"], depths: Int[Array, "B J"],
     prefixes: Int[Array, "B J S"],
 ) -> Any:  # fmt: skip
-    """Applies `laws.process` or `laws.standardize` to logits of nodes, each with a prefix of its own.
+    """Applies `dists.process` or `dists.standardize` to logits of nodes, each with a prefix of its
+    own.
 
     Args:
       function: takes logits `[N, T, V]`, a context, traced parameters and the mode.
@@ -191,7 +194,7 @@ def at_nodes(
       depths: the nodes' depths.
       prefixes: as from `sequences`.
     """
-    mode = state.program.mode
+    mode = state.config.mode
     if not mode.processes:
         return function(logits, context(state), state.sampling, mode)
     batch, count, vocab = logits.shape

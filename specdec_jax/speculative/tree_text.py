@@ -21,7 +21,7 @@ def read_tree(text: str) -> Tree | DynamicTree:
 
     >>> read_tree("widths:2,1").parents
     (0, 1, 0, 3)
-    >>> read_tree("parents:0,0,1:drawn:recursive").judge
+    >>> read_tree("parents:0,0,1:drawn:recursive").verify
     'recursive'
 
     Raises:
@@ -50,5 +50,7 @@ def text_of(tree: Tree | DynamicTree) -> str:
     if isinstance(tree, DynamicTree):
         form, numbers = "dynamic", (tree.depth, tree.width, tree.nodes)
     read = _FORMS[form](*numbers)
-    kinds = [tree.kind, tree.judge] if tree.judge != CHILDREN[tree.kind][0] else [tree.kind] * (tree.kind != read.kind)
+    kinds = (
+        [tree.kind, tree.verify] if tree.verify != CHILDREN[tree.kind][0] else [tree.kind] * (tree.kind != read.kind)
+    )
     return ":".join([form, ",".join(map(str, numbers)), *kinds])

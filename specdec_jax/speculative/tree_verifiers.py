@@ -1,11 +1,12 @@
-"""Verifiers of token trees: pure functions that decide which path of a tree stands and which token
-follows it.
+"""Verifiers of token trees: pure functions that decide which path of a tree is accepted and which
+token follows it.
 
-p is the target's law, q the drafter's. Most rules are a walk from node 0: each step finds one token
-of law p, with the children's help, and goes on to the children that have that token; where none
-has it, the token follows the path. Since the token has the law p whatever lies below those
-children, the output law is the target's. `TreeVerifier.judge` describes the arguments; a new
-verifier is a function like these and a row of the table `TREE_VERIFIERS`.
+p is the target's distribution, q the drafter's. Most rules are a walk from node 0: each step finds
+one token of distribution p, with the children's help, and goes on to the children that have that
+token; where none has it, the token follows the path. Since the token has the distribution p
+whatever lies below those children, the output distribution is exactly the target's.
+`TreeVerifier.verify` describes the arguments; a new verifier is a function like these and a row of
+the table `TREE_VERIFIERS`.
 """
 
 import dataclasses
@@ -18,9 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specdec_jax.models.axes import PerRow
-from specdec_jax.speculative import laws
-from specdec_jax.speculative.draws import draw
-from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative import distributions
+from specdec_jax.speculative.distributions import Categorical
+from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.verifier import Settings, Verifier
 from specdec_jax.speculative.verifiers import VERIFIERS, at
@@ -32,10 +33,10 @@ class TreeVerification(NamedTuple):
     """The outcome of one iteration with a tree.
 
     Attributes:
-      num_accepted: how many drafted tokens stand, at most D.
-      next_token: the token after them; −1 where the target's law contains NaN.
-      path: the numbers of the nodes that stand by depth, node 0 first; after `num_accepted + 1` of
-        them, any numbers.
+      num_accepted: how many drafted tokens are accepted, at most D.
+      next_token: the token after them; −1 where the target's distribution contains NaN.
+      path: the numbers of the nodes that are accepted by depth, node 0 first; after `num_accepted +
+        1` of them, any numbers.
     """
 
     num_accepted: PerRow
@@ -47,8 +48,8 @@ class TreeRandomness(NamedTuple):
     """The randomness of one iteration with a tree of N nodes.
 
     Attributes:
-      accept: uniforms in [0, 1), by the number of the node that is judged.
-      final: random words, by the number of the node after which a token is drawn.
+      accept: uniforms in [0, 1), by the number of the node that is verified.
+      final: random bits, by the number of the node after which a token is drawn.
       noise: standard Gumbel noise of the absolute positions, by depth; None unless the verifier is
         `coupled`.
     """
@@ -60,19 +61,20 @@ class TreeRandomness(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TreeVerifier(Verifier):
-    """A rule that decides which path of a tree stands.
+    """A rule that decides which path of a tree is accepted.
 
     Attributes:
-      judge: the rule above temperature 0, a pure function `(target, draft, kind, randomness,
+      verify: the rule above temperature 0, a pure function `(target, draft, kind, randomness,
         settings) -> TreeVerification`. Its arguments:
 
-          target: p, a `Law` over `[B, N, V]`.
-          draft: the `TreeDraft`; its law may be None unless the verifier `reads_draft_law`.
+          target: p, a `Categorical` over `[B, N, V]`.
+          draft: the `TreeDraft`; its distribution may be None unless the verifier
+            `needs_draft_probs`.
           kind: how its children were chosen, a key of `trees.CHILDREN`.
           settings: values of its `parameters`; None if it has none.
     """
 
-    judge: Callable[[Law, TreeDraft, str, TreeRandomness, Any], TreeVerification]  # type: ignore[assignment]
+    verify: Callable[[Categorical, TreeDraft, str, TreeRandomness, Any], TreeVerification]  # type: ignore[assignment]
     has_rate: bool = False
 
 
@@ -91,7 +93,7 @@ def _walk(draft: TreeDraft, step: Step) -> TreeVerification:
     def follow(carry):
         _, here, _ = carry
         at_parent = jnp.take_along_axis(here, jnp.maximum(draft.branches.parents, 0), axis=1)
-        children = draft.live & at_parent & (draft.branches.parents >= 0)
+        children = draft.valid & at_parent & (draft.branches.parents >= 0)
         found, open_ = step(_first(here), children)
         there = open_ & (draft.tokens == found[:, None])
         # A row that has stopped finds the same token again.
@@ -115,7 +117,7 @@ def _first(nodes: Nodes) -> PerRow:
 
 
 def walk_greedy(target_tokens: Int[Array, "B N"], draft: TreeDraft) -> TreeVerification:
-    """Verifies at temperature 0: a child stands iff it is the target's argmax.
+    """Verifies at temperature 0: a child is accepted iff it is the target's argmax.
 
     Args:
       target_tokens: the target's argmax after each node; −1 where its logits contain NaN.
@@ -124,43 +126,43 @@ def walk_greedy(target_tokens: Int[Array, "B N"], draft: TreeDraft) -> TreeVerif
 
 
 def verify_points(
-    target: Law, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None
+    target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None
 ) -> TreeVerification:
-    """Verifies any tree that does not depend on the randomness of this step; the output law is the
-    target's.
+    """Verifies any tree that does not depend on the randomness of this step; the output
+    distribution is the target's.
 
-    Each token is drawn from p; a child stands iff it has that token.
+    Each token is drawn from p; a child is accepted iff it has that token.
     """
     return _walk(draft, lambda node, children: (draw(target.row(node), at(randomness.final, node)), children))
 
 
 def verify_coupled(
-    target: Law, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None
+    target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None
 ) -> TreeVerification:
     """Verifies by Gumbel coupling, as `verifiers.verify_coupled` does a chain; the output is that
     of plain sampling with the same noise, whatever the tree."""
 
     def step(node, children):
         depth = at(draft.branches.depths, node)
-        return laws.argmax(at(target.logits, node) + at(randomness.noise, depth)), children
+        return distributions.argmax(at(target.logits, node) + at(randomness.noise, depth)), children
 
     return _walk(draft, step)
 
 
 def verify_recursively(
-    target: Law, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None, last: bool = False
+    target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None, last: bool = False
 ) -> TreeVerification:
     """Verifies by recursive rejection (Miao et al. 2023, arXiv 2305.09781; without replacement:
-    Chen et al. 2024, arXiv 2402.12374); the output law is the target's.
+    Chen et al. 2024, arXiv 2402.12374); the output distribution is exactly the target's.
 
-    Children are judged one after another. With r = p at first and s the law that child x was drawn
-    from, which lacks the siblings drawn before it, x stands iff u < r(x) / s(x); else r becomes
-    norm(max(0, r − s)). Where none stands, the token is drawn from r. For one child this is
-    `verifiers.verify_tokens`.
+    Children are verified one after another. With r = p at first and s the distribution that child x
+    was drawn from, which lacks the siblings drawn before it, x is accepted iff u < r(x) / s(x);
+    else r becomes norm(max(0, r − s)). Where none is accepted, the token is drawn from r. For one
+    child this is `verifiers.verify_tokens`.
 
     Args:
-      last: only the last child of each node was drawn, and the others need not be judged (Hu et
-        al. 2025, arXiv 2502.18779): whichever has the token that is drawn from r stands.
+      last: only the last child of each node was drawn, and the others need not be verified (Hu et
+        al. 2025, arXiv 2502.18779): whichever has the token that is drawn from r is accepted.
     """
 
     def step(node, children):
@@ -169,25 +171,25 @@ def verify_recursively(
             child, some = _first(left), jnp.any(left, axis=1)
             token, r = at(draft.tokens, child), weights / mass
             s = _drawn_from(draft, child, kind)
-            stands = some & (at(randomness.accept, child) * at(s, token) < at(r, token))
+            accepted = some & (at(randomness.accept, child) * at(s, token) < at(r, token))
             residual = jnp.maximum(r - s, 0)
             total = jnp.sum(residual, axis=1, keepdims=True)
             # r ≡ s up to rounding leaves no mass: then r itself is right.
-            falls = (some & ~stands)[:, None] & (total > 0)
-            left &= ~stands[:, None] & (jnp.arange(left.shape[1]) != child[:, None])
+            rejected_ = (some & ~accepted)[:, None] & (total > 0)
+            left &= ~accepted[:, None] & (jnp.arange(left.shape[1]) != child[:, None])
             return (
-                left, jnp.where(falls, residual, weights), jnp.where(falls, total, mass),
-                jnp.where(stands, child, chosen),
+                left, jnp.where(rejected_, residual, weights), jnp.where(rejected_, total, mass),
+                jnp.where(accepted, child, chosen),
             )  # fmt: skip
 
-        judged = children & _is_last(draft) if last else children
+        node_outcomes = children & _is_last(draft) if last else children
         weights = target.row(node)
-        start = judged, weights, jnp.ones_like(weights[:, :1]), jnp.zeros_like(node)
+        start = node_outcomes, weights, jnp.ones_like(weights[:, :1]), jnp.zeros_like(node)
         _, weights, _, chosen = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), examine, start)
         drawn = draw(weights, at(randomness.final, node))
-        stands = chosen > 0
-        # A child that was judged and fell does not stand, even where no residual was left.
-        return jnp.where(stands, at(draft.tokens, chosen), drawn), children & (stands[:, None] | ~judged)
+        accepted = chosen > 0
+        # A child that was verified and rejected is not accepted, even where no residual was left.
+        return jnp.where(accepted, at(draft.tokens, chosen), drawn), children & (accepted[:, None] | ~node_outcomes)
 
     return _walk(draft, step)
 
@@ -201,10 +203,10 @@ def _is_last(draft: TreeDraft) -> Nodes:
 
 
 def _drawn_from(draft: TreeDraft, child: PerRow, kind: str) -> Float[Array, "B V"]:
-    """Returns the law that the token of `child` was drawn from: its own, which unless `kind` is
-    "iid" lacks the siblings that were chosen from it before."""
-    assert draft.law is not None
-    own = draft.law.row(at(draft.origins, child))
+    """Returns the distribution that the token of `child` was drawn from: its own, which unless
+    `kind` is "iid" lacks the siblings that were chosen from it before."""
+    assert draft.dist is not None
+    own = draft.dist.row(at(draft.origins, child))
     if kind == "iid":
         return own
     same = lambda values: values == at(values, child)[:, None]
@@ -221,18 +223,18 @@ _HALVINGS = 24
 
 
 def verify_k_sequences(
-    target: Law, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None
+    target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None
 ) -> TreeVerification:
     """Verifies k-SEQ (SpecTr, Sun et al. 2023, arXiv 2310.15141), for k children that are each
-    drawn from q itself; the output law is the target's.
+    drawn from q itself; the output distribution is exactly the target's.
 
     With β(ρ) = Σ min(q, p/ρ) and w = 1 − (1 − β)^k, ρ in [1, k] is the least found with w ≤ ρ·β.
-    The first child with u < p(x) / (ρ·q(x)) stands, which one does with probability w; else the
-    token is drawn from norm(p − min(q, p/ρ)·w/β). A child that has that token stands too.
+    The first child with u < p(x) / (ρ·q(x)) is accepted, which one is with probability w; else the
+    token is drawn from norm(p − min(q, p/ρ)·w/β). A child that has that token is accepted too.
     """
 
     def step(node, children):
-        p, q = target.row(node), draft.law.row(at(draft.origins, _first(children)))
+        p, q = target.row(node), draft.dist.row(at(draft.origins, _first(children)))
         count = jnp.maximum(jnp.sum(children, axis=1, keepdims=True), 1).astype(p.dtype)
 
         def shares(rho):
@@ -253,26 +255,26 @@ def verify_k_sequences(
         residue = jnp.any(children, axis=1, keepdims=True) & (jnp.sum(residual, axis=1, keepdims=True) > 0)
         drawn = draw(jnp.where(residue, residual, p), at(randomness.final, node))
         tokens = jnp.maximum(draft.tokens, 0)
-        of_child = lambda law: jnp.take_along_axis(law, tokens, axis=1)
-        stands = children & (randomness.accept * rho * of_child(q) < of_child(p))
-        return jnp.where(jnp.any(stands, axis=1), at(tokens, _first(stands)), drawn), children
+        of_child = lambda dist: jnp.take_along_axis(dist, tokens, axis=1)
+        accepted = children & (randomness.accept * rho * of_child(q) < of_child(p))
+        return jnp.where(jnp.any(accepted, axis=1), at(tokens, _first(accepted)), drawn), children
 
     return _walk(draft, step)
 
 
 def verify_traversal(
-    target: Law, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None
+    target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None
 ) -> TreeVerification:
     """Verifies a tree from its leaves to its root (Traversal Verification, Weng et al. 2025, arXiv
-    2505.12398); the output law is the target's.
+    2505.12398); the output distribution is exactly the target's.
 
-    On average at least as many tokens stand as with `verify_recursively`; for a chain this is
-    `verifiers.verify_blocks`. With α = 1 and p' = p at node 0, and s as in `verify_recursively`,
+    On average at least as many tokens are accepted as with `verify_recursively`; for a chain this
+    is `verifiers.verify_blocks`. With α = 1 and p' = p at node 0, and s as in `verify_recursively`,
     child x of a node gets α_x = min(1, α · p'(x) / s(x)) and its own p' = p. First children are
-    followed down to a leaf, whose path stands iff u < α; the next token is then drawn from p'.
-    Else the leaf is deleted, and its parent's p' becomes norm(max(0, α·p' − s)), its α becomes
-    Z / (Z + 1 − α) with Z the mass before the norm. Then the next child follows, or the parent is
-    a leaf.
+    followed down to a leaf, whose path is accepted iff u < α; the next token is then drawn from p'.
+    Else the leaf is deleted, and its parent's p' becomes norm(max(0, α·p' − s)), its α becomes Z /
+    (Z + 1 − α) with Z the mass before the norm. Then the next child follows, or the parent is a
+    leaf.
     """
     tokens, (parents, _, depths, lines) = draft.tokens, draft.branches
     batch, size = tokens.shape
@@ -282,7 +284,7 @@ def verify_traversal(
         moving, node, left, alpha, scale, weights = carry
         children = left & (parents == node[:, None])
         enters = jnp.any(children, axis=1)
-        moving &= enters | (node > 0) & ~(at(randomness.accept, node) < at(alpha, node))  # NaN never stands
+        moving &= enters | (node > 0) & ~(at(randomness.accept, node) < at(alpha, node))  # NaN is never accepted
         child = jnp.where(enters, _first(children), node)
         above = jnp.maximum(at(parents, child), 0)
         level, token = at(depths, above), at(tokens, child)
@@ -299,17 +301,17 @@ def verify_traversal(
 
         number = jnp.where(moving, jnp.where(enters, child, above), size)
         put = lambda values, new: values.at[rows, number].set(jnp.where(enters, entered, new), mode="drop")
-        law = jnp.where(enters[:, None], target.row(child), jnp.where(some[:, None], excess, here))
+        dist = jnp.where(enters[:, None], target.row(child), jnp.where(some[:, None], excess, here))
         slot = jnp.where(moving, level + enters.astype(level.dtype), levels)
         return (
             moving, jnp.where(moving, number, node), left & (jnp.arange(size) != child[:, None]),
-            put(alpha, left_alpha), put(scale, left_scale), weights.at[rows, slot].set(law, mode="drop"),
+            put(alpha, left_alpha), put(scale, left_scale), weights.at[rows, slot].set(dist, mode="drop"),
         )  # fmt: skip
 
     first = target.row(jnp.zeros_like(tokens[:, 0]))
     ones = jnp.ones((batch, size), first.dtype)
     start = (
-        jnp.ones(batch, bool), jnp.zeros_like(tokens[:, 0]), draft.live & (parents >= 0), ones, ones,
+        jnp.ones(batch, bool), jnp.zeros_like(tokens[:, 0]), draft.valid & (parents >= 0), ones, ones,
         jnp.zeros((batch, levels, first.shape[1]), first.dtype).at[:, 0].set(first),
     )  # fmt: skip
     _, node, *_, weights = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), visit, start)
@@ -317,11 +319,11 @@ def verify_traversal(
 
 
 def verify_typical(
-    target: Law, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings: Settings
+    target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings: Settings
 ) -> TreeVerification:
     """Verifies by typical acceptance, as `verifiers.verify_typical` does a chain, which is lossy:
-    of the paths whose tokens all stand, the longest one, of equals the one whose last node comes
-    first."""
+    of the paths whose tokens all are accepted, the longest one, of equals the one whose last node
+    comes first."""
     above, lines = jnp.maximum(draft.branches.parents, 0), draft.branches.lines
     threshold = jnp.minimum(
         settings["typical_epsilon"][:, None], settings["typical_delta"][:, None] * jnp.exp(-target.entropy())
@@ -329,8 +331,8 @@ def verify_typical(
     of_parent = lambda values: jnp.take_along_axis(values, above, axis=1)
     rows, tokens = jnp.arange(len(above))[:, None], jnp.maximum(draft.tokens, 0)
     prob = jnp.exp(target.logits[rows, above, tokens] - of_parent(target.log_normalizer))
-    stands = draft.live & (prob > of_parent(threshold))
-    of_line = jax.vmap(lambda values, line: values[line])(stands, lines)
+    accepted = draft.valid & (prob > of_parent(threshold))
+    of_line = jax.vmap(lambda values, line: values[line])(accepted, lines)
     past = jnp.arange(lines.shape[2]) > draft.branches.depths[..., None]
     whole = jnp.all(of_line | past | (lines == 0), axis=2)
     node = jnp.argmax(jnp.where(whole, draft.branches.depths, 0), axis=1).astype(jnp.int32)
@@ -338,14 +340,14 @@ def verify_typical(
 
 
 _KNOWN = (
-    TreeVerifier("point", verify_points, reads_draft_law=False),
-    TreeVerifier("gumbel", verify_coupled, reads_draft_law=False, coupled=True),
+    TreeVerifier("point", verify_points, needs_draft_probs=False),
+    TreeVerifier("gumbel", verify_coupled, needs_draft_probs=False, coupled=True),
     TreeVerifier("mixed", functools.partial(verify_recursively, last=True)),
     TreeVerifier("recursive", verify_recursively),
     TreeVerifier("kseq", verify_k_sequences),
     TreeVerifier("traversal", verify_traversal),
     TreeVerifier(
-        "typical", verify_typical, exact=False, reads_draft_law=False, sampled_only=True,
+        "typical", verify_typical, exact=False, needs_draft_probs=False, sampled_only=True,
         parameters=VERIFIERS["typical"].parameters,
     ),
 )  # fmt: skip

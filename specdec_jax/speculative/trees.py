@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: fixed shapes, and shapes that the drafter's law decides.
+"""Trees of drafted tokens: fixed shapes, and shapes that the drafter's distribution decides.
 
 A tree has N nodes. Node 0 is the last committed token, every other node a drafted token, which
 follows its parent. One call of the target scores all nodes, and each node sees its ancestors alone.
@@ -22,10 +22,10 @@ from specdec_jax.speculative import tree_choice
 from specdec_jax.speculative.tree_choice import Node, Shares
 from specdec_jax.speculative.tree_draft import Branches
 
-# The ways to choose a node's children from q, the drafter's law of the token after it, and the
-# verifiers under which the output law is the target's, the best of these first. Where children are
-# drawn, the tree must not depend on what was drawn: only the first two kinds may be pruned,
-# reordered or merged by data.
+# The ways to choose a node's children from q, the drafter's distribution of the token after it, and
+# the verifiers under which the output distribution is exactly the target's, the best of these
+# first. Where children are drawn, the tree must not depend on what was drawn: only the first two
+# kinds may be pruned, reordered or merged by data.
 #
 #   top: the most probable ids.
 #   gumbel: the ids with the greatest log q + g, g being noise of the absolute position that the
@@ -40,13 +40,13 @@ CHILDREN = {
     "drawn": ("traversal", "recursive", "gumbel", "point"),
     "iid": ("kseq", "recursive", "traversal", "gumbel", "point"),
 }
-# The kinds of a drafter that chooses children by itself and tells no law.
+# The kinds of a drafter that chooses children by itself and provides no probabilities.
 POINTS = {"top": CHILDREN["top"]}
-# Verifiers whose output law is not the target's, which take any children.
+# Verifiers whose output distribution is not the target's, which take any children.
 LOSSY_TREES = ("typical",)
 # The shares of nodes whose most probable id under the target was the drafter's first, second …
-# choice, measured with the bundled pair. They order the nodes of a tree by priority, and policies of
-# γ begin with them.
+# choice, measured with the bundled pair. They order the nodes of a tree by priority, and policies
+# of γ begin with them.
 RANK_SHARES = np.array([[0.863, 0.067, 0.022, 0.010, 0.006, 0.004, 0.003, 0.002]])
 MAX_NODES = 257
 AUTO = "auto"
@@ -71,7 +71,8 @@ class Kinds:
         """Checks `children` and `verifier`.
 
         Raises:
-          ValueError: another name, or a pair under which the output law would not be the target's.
+          ValueError: another name, or a pair under which the output distribution would not be the
+            target's.
         """
         listed = lambda names: ", ".join(map(repr, (AUTO, *names)))
         if self.children not in (AUTO, *self.allowed):
@@ -79,7 +80,11 @@ class Kinds:
         verifiers = (*CHILDREN[self.kind], *LOSSY_TREES)
         if self.verifier not in (AUTO, *verifiers):
             known = any(self.verifier in exact for exact in CHILDREN.values())
-            why = f", under which the output law is the target's for children {self.kind!r}" if known else ""
+            why = (
+                f", under which the output distribution is exactly the target's for children {self.kind!r}"
+                if known
+                else ""
+            )
             raise ValueError(f"verifier: got {self.verifier!r}, expected {listed(verifiers)}{why}")
 
     @property
@@ -88,7 +93,7 @@ class Kinds:
         return self.allowed[0] if self.children == AUTO else self.children
 
     @property
-    def judge(self) -> str:
+    def verify(self) -> str:
         """How the tree is verified, the default in place of "auto"."""
         return CHILDREN[self.kind][0] if self.verifier == AUTO else self.verifier
 
@@ -105,13 +110,14 @@ class Tree(Kinds):
 
     Raises:
       ValueError: a parent that does not come before its child, more than 256 drafted nodes, or a
-        pair of `children` and `verifier` under which the output law would not be the target's.
+        pair of `children` and `verifier` under which the output distribution would not be the
+        target's.
     """
 
     parents: tuple[int, ...]
     children: str = AUTO
     verifier: str = AUTO
-    # Drawn children stood the most often in the bundled pair's trees of 8 to 64 nodes.
+    # Drawn children were accepted the most often in the bundled pair's trees of 8 to 64 nodes.
     allowed: ClassVar[tuple[str, ...]] = ("drawn", *(kind for kind in CHILDREN if kind != "drawn"))
 
     def __post_init__(self):
@@ -181,8 +187,8 @@ class Tree(Kinds):
         return None if found is None else cls(_parents(found), **kinds)
 
     def expected(self, acceptance_by_rank: Shares) -> float:
-        """Returns how many tokens one call of the target is expected to commit, if a child stands
-        with the share of its rank; `acceptance_by_rank` is as in `best`."""
+        """Returns how many tokens one call of the target is expected to commit, if a child is
+        accepted with the share of its rank; `acceptance_by_rank` is as in `best`."""
         shares = tree_choice.checked(acceptance_by_rank)
         lines = [line[1 : depth + 1] for line, depth in zip(self.lines, self.depths, strict=True)]
         return sum(tree_choice.value(tuple(self.ranks[line]), shares) for line in lines)
@@ -204,7 +210,7 @@ class Tree(Kinds):
 
     @property
     def depth(self) -> int:
-        """D, the most tokens of a draft that can stand."""
+        """D, the most tokens of a draft that can be accepted."""
         return int(self.depths.max())
 
     @functools.cached_property
@@ -292,7 +298,7 @@ class Chains(Tree):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicTree(Kinds):
-    """A tree whose shape the drafter's law decides, as in EAGLE-2 (Li et al. 2024, arXiv
+    """A tree whose shape the drafter's distribution decides, as in EAGLE-2 (Li et al. 2024, arXiv
     2406.16858); static and hashable.
 
     A node's score is the product of the drafter's probabilities of the tokens on the way to it. At
@@ -309,7 +315,7 @@ class DynamicTree(Kinds):
 
     Raises:
       ValueError: fewer than D + 1 nodes, or more than are drafted or than 257; or children that are
-        drawn, or a verifier under which the output law would not be the target's.
+        drawn, or a verifier under which the output distribution would not be the target's.
     """
 
     depth: int
@@ -320,7 +326,8 @@ class DynamicTree(Kinds):
     is_chain: ClassVar[bool] = False
     allowed: ClassVar[tuple[str, ...]] = ("gumbel", "top")
     reason: ClassVar[str] = (
-        ": where children are drawn otherwise, the output law is the target's only if the shape does not depend on them"
+        ": where children are drawn otherwise, the output distribution is exactly the target's only if the "
+        "shape does not depend on them"
     )
 
     def __post_init__(self):

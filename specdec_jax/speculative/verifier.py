@@ -1,5 +1,5 @@
-"""The form of a verifier, the rule that says how many drafted tokens stand and which token follows
-them."""
+"""The form of a verifier, the rule that says how many drafted tokens are accepted and which token
+follows them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from specdec_jax.models import arguments
 from specdec_jax.models.axes import PerRow
-from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.distributions import Categorical
 
 # Values of a verifier's parameters, one per row, by the parameter's name.
 Settings = dict[str, Float[Array, " B"]]
@@ -21,9 +21,9 @@ class Verification(NamedTuple):
     """The outcome of one iteration.
 
     Attributes:
-      num_accepted: τ, how many drafted tokens stand, at most `num_drafted`.
+      num_accepted: τ, how many drafted tokens are accepted, at most `num_drafted`.
       next_token: the token after them: the correction at a rejection, else the bonus token; −1
-        where the target's law contains NaN.
+        where the target's distribution contains NaN.
     """
 
     num_accepted: PerRow
@@ -35,7 +35,7 @@ class Randomness(NamedTuple):
 
     Attributes:
       accept: uniforms in [0, 1), one per drafted token.
-      final: random words; pair n draws the token that follows n accepted ones (residual or bonus).
+      final: random bits; pair n draws the token that follows n accepted ones (residual or bonus).
       noise: standard Gumbel noise of the absolute positions, shared with the drafter; None unless
         the verifier is `coupled`.
     """
@@ -45,10 +45,10 @@ class Randomness(NamedTuple):
     noise: Float[Array, "B G+1 V"] | None = None
 
 
-# The draft's law and the settings are `Any`: they may be None, which depends on what the verifier
-# declares.
-Judge = Callable[[Law, Any, Drafted, PerRow, Randomness, Any], Verification]
-JudgeGreedy = Callable[[Float[Array, "B G+1 V"], Drafted, PerRow, Float[Array, "B G"], Any], Verification]
+# The draft's distribution and the settings are `Any`: they may be None, which depends on what the
+# verifier declares.
+Verify = Callable[[Categorical, Any, Drafted, PerRow, Randomness, Any], Verification]
+VerifyGreedily = Callable[[Float[Array, "B G+1 V"], Drafted, PerRow, Float[Array, "B G"], Any], Verification]
 
 
 _PAIRS = "a list of names and defaults, such as (('least', None),)"
@@ -56,53 +56,53 @@ _PAIRS = "a list of names and defaults, such as (('least', None),)"
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """A rule that decides which drafted tokens stand; static, so that another rule compiles another
-    program.
+    """A rule that decides which drafted tokens are accepted; static, so that another rule compiles
+    another program.
 
     Attributes:
       name: its name in messages and records.
-      judge: the rule above temperature 0, a pure function `(target, draft, draft_tokens,
-        num_drafted, randomness, settings) -> Verification`. Its arguments, with p the target's law
-        and q the drafter's:
+      verify: the rule above temperature 0, a pure function `(target, draft, draft_tokens,
+        num_drafted, randomness, settings) -> Verification`. Its arguments, with p the target's
+        distribution and q the drafter's:
 
-          target: p, a `Law` over `[B, G + 1, V]`.
-          draft: q, the `Law` over `[B, G, V]` from which the tokens were really drawn, or a
-            `PointMass` where they were not drawn; None unless the verifier `reads_draft_law`.
+          target: p, a `Categorical` over `[B, G + 1, V]`.
+          draft: q, the `Categorical` over `[B, G, V]` from which the tokens were really drawn, or a
+            `PointMass` where they were not drawn; None unless the verifier `needs_draft_probs`.
           draft_tokens: `[B, G]`; a row examines the first `num_drafted` of them, the rest may be
             anything.
           settings: values of its `parameters`; None if it has none.
-      exact: whether the output law is the target's.
-      reads_draft_law: whether the rule depends on q.
+      exact: whether the output distribution is exactly the target's.
+      needs_draft_probs: whether the rule depends on q.
       coupled: whether drafter and target share the noise of absolute positions
         (`Randomness.noise`).
       has_rate: whether accepted over examined tokens is an acceptance rate; False where a draft is
-        judged as a whole.
-      softens: whether tokens may stand at temperature 0 that are not the most probable.
+        verified as a whole.
+      softens: whether tokens may be accepted at temperature 0 that are not the most probable.
       sampled_only: whether the rule is meaningless at temperature 0.
-      judge_greedy: the rule at temperature 0, `(logits, draft_tokens, num_drafted, accept,
-        settings) -> Verification`, for processed logits and uniforms `accept`; None: a token stands
-        iff it is the target's argmax.
+      verify_greedily: the rule at temperature 0, `(logits, draft_tokens, num_drafted, accept,
+        settings) -> Verification`, for processed logits and uniforms `accept`; None: a token is
+        accepted iff it is the target's argmax.
       parameters: names and defaults of its parameters; one whose default is None must be given.
         `generate` has the arguments `lenience`, `typical_epsilon`, `typical_delta` and
-        `forced_alpha`; any others are given by `with_parameters`.
+        `synthetic_alpha`; any others are given by `with_parameters`.
       given: what `with_parameters` was given; no part of the compiled program.
     """
 
     name: str
-    judge: Judge
+    verify: Verify
     exact: bool = True
-    reads_draft_law: bool = True
+    needs_draft_probs: bool = True
     coupled: bool = False
     has_rate: bool = True
     softens: bool = False
     sampled_only: bool = False
-    judge_greedy: JudgeGreedy | None = None
+    verify_greedily: VerifyGreedily | None = None
     parameters: tuple[tuple[str, float | None], ...] = ()
     given: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self):
-        if not isinstance(self.name, str) or not callable(self.judge):
-            got = f"{arguments.quoted(self.name)}, {arguments.quoted(self.judge)}"
+        if not isinstance(self.name, str) or not callable(self.verify):
+            got = f"{arguments.quoted(self.name)}, {arguments.quoted(self.verify)}"
             raise ValueError(f"Verifier: got {got}, expected a name and a function")
         pairs = arguments.check_list("parameters", self.parameters, _PAIRS)
         for pair in pairs:

@@ -1,8 +1,9 @@
-"""Verifiers: pure functions that decide how many drafted tokens stand and which token follows them.
+"""Verifiers: pure functions that decide how many drafted tokens are accepted and which token
+follows them.
 
-p is the target's law (`target`), q the drafter's (`draft`), and there are γ = G drafted positions.
-`Verifier.judge` describes the arguments. A new verifier is a function like these and a row of the
-table `VERIFIERS`. Sections are those of Leviathan et al. 2023.
+p is the target's distribution (`target`), q the drafter's (`draft`), and there are γ = G drafted
+positions. `Verifier.verify` describes the arguments. A new verifier is a function like these and a
+row of the table `VERIFIERS`. Sections are those of Leviathan et al. 2023.
 """
 
 import jax.numpy as jnp
@@ -10,16 +11,16 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from specdec_jax.models import arguments
 from specdec_jax.models.axes import PerRow
-from specdec_jax.speculative.draws import draw
-from specdec_jax.speculative.laws import Law, PointMass, argmax
+from specdec_jax.speculative.distributions import Categorical, PointMass, argmax
+from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.verifier import Drafted, Randomness, Settings, Verification, Verifier
 
 
 def verify_greedy(
     target_tokens: Int[Array, "B T"], draft_tokens: Int[Array, "B T-1"], num_drafted: PerRow
 ) -> Verification:
-    """Verifies at temperature 0: both laws are one-hot, so a drafted token stands iff it is the
-    target's argmax.
+    """Verifies at temperature 0: both distributions are one-hot, so a drafted token is accepted iff
+    it is the target's argmax.
 
     This is section 2.2.
 
@@ -33,12 +34,12 @@ def verify_greedy(
 def verify_greedy_leniently(
     logits: Float[Array, "B T V"], draft_tokens: Int[Array, "B T-1"], num_drafted: PerRow, lenience: Float[Array, " B"]
 ) -> Verification:
-    """Verifies at temperature 0 with lenience l (section A.5): a drafted token x stands iff p(x) ≥
-    l · max p.
+    """Verifies at temperature 0 with lenience l (section A.5): a drafted token x is accepted iff
+    p(x) ≥ l · max p.
 
-    p is the law at temperature 1, before it is made one-hot. (The paper prints ≤, which would
-    accept the improbable.) Every token of the output then has at least l times the probability of
-    the most probable one after the same prefix. l = 1 is greedy decoding.
+    p is the distribution at temperature 1, before it is made one-hot. (The paper prints ≤, which
+    would accept the improbable.) Every token of the output then has at least l times the
+    probability of the most probable one after the same prefix. l = 1 is greedy decoding.
 
     Args:
       logits: processed logits at temperature 1, T = G + 1.
@@ -52,50 +53,61 @@ def verify_greedy_leniently(
 
 
 def verify_tokens(
-    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
+    target: Categorical,
+    draft: Categorical | PointMass,
+    draft_tokens: Drafted,
+    num_drafted: PerRow,
+    draws: Randomness,
+    settings=None,
 ) -> Verification:
-    """Verifies token by token (Algorithm 1, section 2.3); the output law is the target's.
+    """Verifies token by token (Algorithm 1, section 2.3); the output distribution is exactly the
+    target's.
 
-    Drafted token x_i stands while u_i < p_i(x_i) / q_i(x_i); the inequality is strict, so that a
-    token with p = 0 never stands. After the first rejection the next token is drawn from
-    norm(max(0, p − q)); if all tokens stand, from p at the next position.
+    Drafted token x_i is accepted while u_i < p_i(x_i) / q_i(x_i); the inequality is strict, so that
+    a token with p = 0 is never accepted. After the first rejection the next token is drawn from
+    norm(max(0, p − q)); if all tokens are accepted, from p at the next position.
     """
-    accepted = draws.accept * draft.prob(draft_tokens) < leading_law(target).prob(draft_tokens)
+    accepted = draws.accept * draft.prob(draft_tokens) < leading_distribution(target).prob(draft_tokens)
     num_accepted = count_leading(accepted, num_drafted)
     return correct(target, draft, num_accepted, num_drafted, draws.final)
 
 
 def verify_leniently(
-    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
+    target: Categorical, draft: Categorical | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
     settings: Settings,
 ) -> Verification:  # fmt: skip
-    """Verifies with lenience l (section A.5), which is lossy: x_i stands while u_i < p_i(x_i) / (l
-    · q_i(x_i)).
+    """Verifies with lenience l (section A.5), which is lossy: x_i is accepted while u_i < p_i(x_i)
+    / (l · q_i(x_i)).
 
     All else is as in `verify_tokens`, and l = 1 is `verify_tokens`. After any prefix no token x has
     a probability of more than p(x) / l.
     """
     scaled = draws.accept * settings["lenience"][:, None] * draft.prob(draft_tokens)
-    num_accepted = count_leading(scaled < leading_law(target).prob(draft_tokens), num_drafted)
+    num_accepted = count_leading(scaled < leading_distribution(target).prob(draft_tokens), num_drafted)
     return correct(target, draft, num_accepted, num_drafted, draws.final)
 
 
 def verify_blocks(
-    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
+    target: Categorical,
+    draft: Categorical | PointMass,
+    draft_tokens: Drafted,
+    num_drafted: PerRow,
+    draws: Randomness,
+    settings=None,
 ) -> Verification:
-    """Verifies a draft as a block (Sun et al. 2024, arXiv 2403.10444); the output law is the
-    target's.
+    """Verifies a draft as a block (Sun et al. 2024, arXiv 2403.10444); the output distribution is
+    the target's.
 
-    On average at least as many tokens stand as with `verify_tokens`. With n drafted tokens, π_0 = 1
-    and π_i = min(1, π_{i−1} · p_i(x_i) / q_i(x_i)). For i < n, S_i = Σ_x max(π_i · p_{i+1}(x) −
-    q_{i+1}(x), 0) and h_i = S_i / (S_i + 1 − π_i); h_n = π_n. τ is the *largest* i with u_i < h_i.
-    The next token is drawn from norm(max(π_τ · p − q, 0)), or from p where τ = n.
+    On average at least as many tokens are accepted as with `verify_tokens`. With n drafted tokens,
+    π_0 = 1 and π_i = min(1, π_{i−1} · p_i(x_i) / q_i(x_i)). For i < n, S_i = Σ_x max(π_i ·
+    p_{i+1}(x) − q_{i+1}(x), 0) and h_i = S_i / (S_i + 1 − π_i); h_n = π_n. τ is the *largest* i
+    with u_i < h_i. The next token is drawn from norm(max(π_τ · p − q, 0)), or from p where τ = n.
     """
     gamma = draft_tokens.shape[1]
     if not gamma:
         return correct(target, draft, num_drafted, num_drafted, draws.final)
-    target_probs, draft_probs = leading_law(target).prob(draft_tokens), draft.prob(draft_tokens)
-    possible = (target_probs > 0).astype(target_probs.dtype)  # p(x) = 0 never stands
+    target_probs, draft_probs = leading_distribution(target).prob(draft_tokens), draft.prob(draft_tokens)
+    possible = (target_probs > 0).astype(target_probs.dtype)  # p(x) = 0 is never accepted
     ratios = jnp.where(draft_probs == 0, possible, target_probs / draft_probs)
     ratios = jnp.where(jnp.arange(gamma) < num_drafted[:, None], ratios, 1)  # past the draft anything may lie, NaN too
     weight, weights = jnp.ones_like(ratios[:, 0]), []
@@ -106,30 +118,36 @@ def verify_blocks(
 
     excess = _excess(target, draft, draft_tokens, pi[:, :-1])  # S_1 … S_{γ−1}
     total = excess + 1 - pi[:, :-1]
-    stand = jnp.where(total == 0, 1, excess / jnp.where(total == 0, 1, total))  # NaN stays: it never stands
+    accept_probs = jnp.where(total == 0, 1, excess / jnp.where(total == 0, 1, total))  # NaN stays: it is never accepted
     index = jnp.arange(1, gamma + 1)
-    stand = jnp.where(index == num_drafted[:, None], pi, jnp.pad(stand, ((0, 0), (0, 1))))
-    stands = (draws.accept < stand) & (index <= num_drafted[:, None])
-    num_accepted = jnp.max(jnp.where(stands, index, 0), axis=1).astype(jnp.int32)
+    accept_probs = jnp.where(index == num_drafted[:, None], pi, jnp.pad(accept_probs, ((0, 0), (0, 1))))
+    accepted = (draws.accept < accept_probs) & (index <= num_drafted[:, None])
+    num_accepted = jnp.max(jnp.where(accepted, index, 0), axis=1).astype(jnp.int32)
     scale = jnp.take_along_axis(jnp.pad(pi, ((0, 0), (1, 0)), constant_values=1), num_accepted[:, None], axis=1)
     return correct(target, draft, num_accepted, num_drafted, draws.final, scale)
 
 
 def verify_by_rejection(
-    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
+    target: Categorical,
+    draft: Categorical | PointMass,
+    draft_tokens: Drafted,
+    num_drafted: PerRow,
+    draws: Randomness,
+    settings=None,
 ) -> Verification:
-    """Verifies by rejection sampling with a constant (section A.2), for comparison; the output law
-    is the target's.
+    """Verifies by rejection sampling with a constant (section A.2), for comparison; the output
+    distribution is the target's.
 
-    x_i stands while u_i < p_i(x_i) / (M_i · q_i(x_i)), where M_i = max_x p_i(x) / q_i(x). After a
-    rejection the next token is drawn from p itself. Fewer tokens stand than with `verify_tokens`.
+    x_i is accepted while u_i < p_i(x_i) / (M_i · q_i(x_i)), where M_i = max_x p_i(x) / q_i(x).
+    After a rejection the next token is drawn from p itself. Fewer tokens are accepted than with
+    `verify_tokens`.
     """
     gamma = draft_tokens.shape[1]
     if not gamma:
         return correct(target, draft, num_drafted, num_drafted, draws.final)
     if isinstance(draft, PointMass):
-        draft = draft.law()
-    here = leading_law(target)
+        draft = draft.dist()
+    here = leading_distribution(target)
     ratio = (draft.logits - draft.log_normalizer[..., None]) - (here.logits - here.log_normalizer[..., None])
     inverse = jnp.exp(jnp.min(jnp.where(here.logits > -jnp.inf, ratio, jnp.inf), axis=-1))  # 1 / M
     accepted = draws.accept * draft.prob(draft_tokens) < here.prob(draft_tokens) * inverse
@@ -138,32 +156,37 @@ def verify_by_rejection(
 
 
 def verify_coupled(
-    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness, settings=None
+    target: Categorical,
+    draft: Categorical | PointMass,
+    draft_tokens: Drafted,
+    num_drafted: PerRow,
+    draws: Randomness,
+    settings=None,
 ) -> Verification:
-    """Verifies by Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978); the output law is the
-    target's.
+    """Verifies by Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978); the output distribution
+    is the target's.
 
     The token of each position is argmax(log p + g) with noise g that depends on the key and the
-    absolute position alone; a drafted token stands iff it is that token. So the output is, token
-    for token, that of plain sampling with the same noise, whatever the drafter and γ. The draft of
-    a model that takes argmax(log q + g) stands with probability at least (1 − D) / (1 + D) at each
-    position, where D is the total variation between p and q.
+    absolute position alone; a drafted token is accepted iff it is that token. So the output is,
+    token for token, that of plain sampling with the same noise, whatever the drafter and γ. The
+    draft of a model that takes argmax(log q + g) is accepted with probability at least (1 − D) / (1
+    + D) at each position, where D is the total variation between p and q.
     """
     return verify_greedy(argmax(target.logits + draws.noise), draft_tokens, num_drafted)
 
 
 def verify_typical(
-    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
+    target: Categorical, draft: Categorical | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
     settings: Settings,
 ) -> Verification:  # fmt: skip
     """Verifies by typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774), which is lossy
     and ignores q.
 
-    x_i stands while p_i(x_i) > min(ε, δ · exp(−H(p_i))). The token after the last that stands is
-    drawn from p. So the last token of each iteration is the target's own, and every other one has
-    more than that threshold of probability under the target.
+    x_i is accepted while p_i(x_i) > min(ε, δ · exp(−H(p_i))). The token after the last that is
+    accepted is drawn from p. So the last token of each iteration is the target's own, and every
+    other one has more than that threshold of probability under the target.
     """
-    here = leading_law(target)
+    here = leading_distribution(target)
     threshold = jnp.minimum(
         settings["typical_epsilon"][:, None], settings["typical_delta"][:, None] * jnp.exp(-here.entropy())
     )
@@ -171,59 +194,60 @@ def verify_typical(
     return Verification(num_accepted, draw(target.row(num_accepted), at(draws.final, num_accepted)))
 
 
-def verify_forced(
-    target: Law, draft: Law | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
+def verify_synthetically(
+    target: Categorical, draft: Categorical | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
     settings: Settings,
 ) -> Verification:  # fmt: skip
-    """Lets each drafted token stand with probability α, whatever it is: for timing alone, with
+    """Accepts each drafted token with probability α, whatever it is: for timing alone, with
     random weights.
 
     The next token is drawn as in `verify_tokens`, so that an iteration takes as long as with that.
     """
-    num_accepted = count_leading(draws.accept < settings["forced_alpha"][:, None], num_drafted)
+    num_accepted = count_leading(draws.accept < settings["synthetic_alpha"][:, None], num_drafted)
     return correct(target, draft, num_accepted, num_drafted, draws.final)
 
 
-def verify_greedy_forced(
+def verify_synthetically_at_zero(
     target_tokens: Int[Array, "B T"], num_drafted: PerRow, accept: Float[Array, "B T-1"],
-    forced_alpha: Float[Array, " B"],
+    synthetic_alpha: Float[Array, " B"],
 ) -> Verification:  # fmt: skip
-    """Does what `verify_forced` does at temperature 0: the next token is the target's argmax.
+    """Does what `verify_synthetically` does at temperature 0: the next token is the target's
+    argmax.
 
     Args:
       target_tokens: the target's argmax at each of T = G + 1 positions.
       accept: uniforms in [0, 1).
-      forced_alpha: α of each row.
+      synthetic_alpha: α of each row.
     """
-    return _leading(accept < forced_alpha[:, None], num_drafted, target_tokens)
+    return _leading(accept < synthetic_alpha[:, None], num_drafted, target_tokens)
 
 
 _KNOWN = (
     Verifier("token", verify_tokens),
     Verifier("block", verify_blocks, has_rate=False),
-    Verifier("gumbel", verify_coupled, reads_draft_law=False, coupled=True),
+    Verifier("gumbel", verify_coupled, needs_draft_probs=False, coupled=True),
     Verifier(
         "lenient", verify_leniently, exact=False, softens=True, parameters=(("lenience", None),),
-        judge_greedy=lambda logits, draft_tokens, num_drafted, accept, settings: verify_greedy_leniently(
+        verify_greedily=lambda logits, draft_tokens, num_drafted, accept, settings: verify_greedy_leniently(
             logits, draft_tokens, num_drafted, settings["lenience"]
         ),
     ),
     # The defaults are Medusa's constants.
     Verifier(
-        "typical", verify_typical, exact=False, reads_draft_law=False, sampled_only=True,
+        "typical", verify_typical, exact=False, needs_draft_probs=False, sampled_only=True,
         parameters=(("typical_epsilon", 0.09), ("typical_delta", 0.3)),
     ),
     Verifier("rejection", verify_by_rejection),
 )  # fmt: skip
 VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _KNOWN}
-# Names of the verifiers whose output law differs from the target's.
+# Names of the verifiers whose output distribution differs from the target's.
 LOSSY = tuple(name for name, verifier in VERIFIERS.items() if not verifier.exact)
-# Not in the table above, because it is for timing alone: drafted tokens stand at random, and
+# Not in the table above, because it is for timing alone: drafted tokens are accepted at random, and
 # outputs mean nothing.
-FORCED = Verifier(
-    "forced", verify_forced, exact=False, parameters=(("forced_alpha", None),),
-    judge_greedy=lambda logits, draft_tokens, num_drafted, accept, settings: verify_greedy_forced(
-        argmax(logits), num_drafted, accept, settings["forced_alpha"]
+SYNTHETIC = Verifier(
+    "synthetic", verify_synthetically, exact=False, parameters=(("synthetic_alpha", None),),
+    verify_greedily=lambda logits, draft_tokens, num_drafted, accept, settings: verify_synthetically_at_zero(
+        argmax(logits), num_drafted, accept, settings["synthetic_alpha"]
     ),
 )  # fmt: skip
 
@@ -236,16 +260,17 @@ def verifier_of(given: str | Verifier) -> Verifier:
     """
     if isinstance(given, Verifier):
         return given
-    if not isinstance(given, str) or given not in (*VERIFIERS, FORCED.name):
+    if not isinstance(given, str) or given not in (*VERIFIERS, SYNTHETIC.name):
         raise ValueError(
             f"verifier: got {arguments.quoted(given)}, expected one of {', '.join(VERIFIERS)}, or a Verifier"
         )
-    return VERIFIERS.get(given, FORCED)
+    return VERIFIERS.get(given, SYNTHETIC)
 
 
-def leading_law(target: Law) -> Law:
-    """Returns the target's law over the drafted positions, without the position of the bonus token."""
-    return Law(target.logits[:, :-1], target.log_normalizer[:, :-1])
+def leading_distribution(target: Categorical) -> Categorical:
+    """Returns the target's distribution over the drafted positions, without the position of the
+    bonus token."""
+    return Categorical(target.logits[:, :-1], target.log_normalizer[:, :-1])
 
 
 def at(values: Shaped[Array, "B N ..."], index: PerRow) -> Shaped[Array, "B ..."]:
@@ -265,27 +290,31 @@ def _leading(accepted: Bool[Array, "B G"], num_drafted: PerRow, target_tokens: I
 
 
 def _excess(
-    target: Law, draft: Law | PointMass, draft_tokens: Drafted, scale: Float[Array, "B G-1"]
+    target: Categorical, draft: Categorical | PointMass, draft_tokens: Drafted, scale: Float[Array, "B G-1"]
 ) -> Float[Array, "B G-1"]:
     """Returns Σ_x max(scale_i · p_{i+1}(x) − q_{i+1}(x), 0) for i = 1 … G − 1."""
-    here = Law(target.logits[:, 1:-1], target.log_normalizer[:, 1:-1])
+    here = Categorical(target.logits[:, 1:-1], target.log_normalizer[:, 1:-1])
     if isinstance(draft, PointMass):
         return scale * (
             1 - here.prob(draft_tokens[:, 1:])
         )  # scale · p(x) ≤ 1 = q(x) at the drafted id, q = 0 elsewhere
-    there = Law(draft.logits[:, 1:], draft.log_normalizer[:, 1:])
+    there = Categorical(draft.logits[:, 1:], draft.log_normalizer[:, 1:])
     return jnp.sum(jnp.maximum(scale[..., None] * here.probs() - there.probs(), 0), axis=-1)
 
 
 def correct(
-    target: Law, draft: Law | PointMass, num_accepted: PerRow, num_drafted: PerRow, final: UInt32[Array, "B T 2"],
+    target: Categorical,
+    draft: Categorical | PointMass,
+    num_accepted: PerRow,
+    num_drafted: PerRow,
+    final: UInt32[Array, "B T 2"],
     scale: Float[Array, "B 1"] | float = 1.0,
-) -> Verification:  # fmt: skip
+) -> Verification:
     """Draws the next token: from norm(max(scale · p − q, 0)) after a rejection, else from p.
 
     Args:
-      num_accepted: how many drafted tokens stand.
-      final: random words, as in `Randomness`.
+      num_accepted: how many drafted tokens are accepted.
+      final: random bits, as in `Randomness`.
     """
     weights = target.row(num_accepted)
     gamma = final.shape[1] - 1

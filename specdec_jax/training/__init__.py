@@ -1,1 +1,1 @@
-"""Trains models, distils drafters, and trains heads; every run goes on after a kill."""
+"""Trains models, distils drafters, and trains heads; every run resumes after a kill."""

@@ -15,43 +15,53 @@ class TrainConfig:
     """Settings of a training run.
 
     Attributes:
-      model: shape of the network. `matmul_dtype` and `dropout_rate` count in training only; `dtype` is set below.
-      train_files, validation_files: one or more files, gzip or not. TSV (source, tab, target; and after
-        another tab perhaps the target's ids, as `specdec distill` writes them) or, for a
+      model: shape of the network. `matmul_dtype` and `dropout_rate` count in training only; `dtype`
+        is set below.
+      train_files, validation_files: one or more files, gzip or not. TSV (source, tab, target; and
+        after another tab perhaps the target's ids, as `specdec distill` writes them) or, for a
         decoder-only model, UTF-8 text with one document a line.
-      output_dir: folder for checkpoints, the log and the final model; an existing run in it is resumed.
+      output_dir: folder for checkpoints, the log and the final model; an existing run in it is
+        resumed.
       data_dir: folder to which the names of the files are relative.
-      initialise_from: path or bundled name of a model with the same shape and vocabulary, with whose
-        parameters a new run begins; None: random ones. The optimiser's state is new in both cases. If
-        that model has fewer layers, copies of its own that add little at first make up for the rest
-        (`deepening.py`).
-      vocabulary: path of a SentencePiece model or a tokenizer.json; "": the vocabulary of the teacher,
-        else of `initialise_from`, else `vocabulary.model` in `output_dir`. If there is no such file it
-        is written: the teacher's, else that of `initialise_from`, else one trained on the train files.
-      vocabulary_size: number of ids: the vocabulary's pieces, and the sentinels of the model it comes from.
-      steps: optimiser steps in all; a run can be resumed with another number, and with another schedule.
-      warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end; constant
-        between. None: a twentieth and a quarter of `steps`.
+      initialise_from: path or bundled name of a model with the same shape and vocabulary, with
+        whose parameters a new run begins; None: random ones. The optimiser's state is new in both
+        cases. If that model has fewer layers, copies of its own that add little at first make up
+        for the rest (`depth_expansion.py`).
+      vocabulary: path of a SentencePiece model or a tokenizer.json; "": the vocabulary of the
+        teacher, else of `initialise_from`, else `vocabulary.model` in `output_dir`. If there is no
+        such file it is written: the teacher's, else that of `initialise_from`, else one trained on
+        the train files.
+      vocabulary_size: number of ids: the vocabulary's pieces, and the sentinels of the model it
+        comes from.
+      steps: optimiser steps in all; a run can be resumed with another number, and with another
+        schedule.
+      warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end;
+        constant between. None: a twentieth and a quarter of `steps`.
       learning_rate: size of a step relative to the root mean square of the array that it changes.
       batch_tokens: number of padded pieces on the longer side of a batch.
       sequence_length: for a decoder-only model, and only there: number of pieces in the blocks into
-        which its text is cut, at most the model's positions. It replaces `buckets` and `target_buckets`.
+        which its text is cut, at most the model's positions. It replaces `buckets` and
+        `target_buckets`.
       buckets: padded lengths, ascending; longer pairs are left out and counted.
       target_buckets: padded lengths of the targets, if those are not as long as the inputs; none:
         `buckets` for both.
       label_smoothing: probability mass that is spread over the vocabulary.
       teacher: path of a model of the same kind to distil from, or None.
-      distill_weight: w in (1 − w) · cross-entropy + w · D(teacher, student), per target piece. 0 without
-        a teacher; with one above 0, unless the model needs its teacher for the encoder output alone.
-      divergence: D: "forward_kl", "reverse_kl", "jensen_shannon" or "total_variation", which is 1 − α (`losses.py`).
-      distill_temperature: temperature of the teacher's law in D; below 1 its argmax counts more.
+      distill_weight: w in (1 − w) · cross-entropy + w · D(teacher, student), per target piece. 0
+        without a teacher; with one above 0, unless the model needs its teacher for the encoder
+        output alone.
+      divergence: D: "forward_kl", "reverse_kl", "jensen_shannon" or "total_variation", which is 1 −
+        α (`losses.py`).
+      distill_temperature: temperature of the teacher's distribution in D; below 1 its argmax counts
+        more.
       select: how the best parameters are chosen: by the lowest validation "loss", or by the highest
         "acceptance" (mean of Σ_v min(p, q), α at temperature 1) or "agreement" (of the argmax, α at
         temperature 0) with the teacher on the validation files.
       seed: decides the initial parameters, the order of the batches and dropout.
-      log_every, save_every, evaluate_every: steps between records, checkpoints and validation losses.
-      dtype: dtype of the computation; None: float32 on a CPU, bfloat16 on an accelerator. Parameters
-        stay float32.
+      log_every, save_every, evaluate_every: steps between records, checkpoints and validation
+        losses.
+      dtype: dtype of the computation; None: float32 on a CPU, bfloat16 on an accelerator.
+        Parameters stay float32.
     """
 
     model: ModelConfig
@@ -153,7 +163,8 @@ class TrainConfig:
 
 
 def follow_steps(config, share: int) -> None:
-    """Sets the warm-up of a frozen configuration to a twentieth of its steps, and the decay to one of `share` parts.
+    """Sets the warm-up of a frozen configuration to a twentieth of its steps, and the decay to one
+    of `share` parts.
 
     What is given stays, and a part that is not gives way to it.
     """

@@ -16,7 +16,8 @@ from specdec_jax.models import vocabularies
 from specdec_jax.training import text_files
 from specdec_jax.training.batches import BucketedBatches
 
-# SentencePiece skips lines of more than 4,192 bytes: longer ones are cut, between words if possible.
+# SentencePiece skips lines of more than 4,192 bytes: longer ones are cut, between words if
+# possible.
 _PART = re.compile(r".{1,1000}(?=\s|$)|.{1,1000}")
 
 

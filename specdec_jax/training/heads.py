@@ -1,7 +1,7 @@
 """Trains heads on a target's last state, with the target frozen or trained beside them.
 
 They learn from the target's own outputs (TSV files that `specdec generate` makes), from other text,
-or with the target's own laws as soft targets.
+or with the target's own distributions as soft targets.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ class HeadsTrainConfig:
         `target`.
       warmup_steps, decay_steps: as in `TrainConfig`. None: a twentieth and a half of `steps`.
       label_smoothing: probability mass that is spread over the vocabulary.
-      soft_weight: w in (1 − w) · cross-entropy + w · KL(target ‖ head). The target's law is the one
-        after the pieces in between, which a head does not see.
+      soft_weight: w in (1 − w) · cross-entropy + w · KL(target ‖ head). The target's distribution
+        is the one after the pieces in between, which a head does not see.
       learning_rate: learning rate of Adam, for the heads.
       backbone_learning_rate: learning rate of the target, in the sense of `TrainConfig`; 0 leaves
         the target as it is.
@@ -263,7 +263,7 @@ class HeadsRun(train.Run):
                 eos_ids=target.eos_ids, name="target",
             )  # fmt: skip
             converter.save(target, output / "target", dtype="bfloat16")
-        drafter = HeadsDrafter.of(target, self.settings.heads(self.shape), params["heads"])
+        drafter = HeadsDrafter.for_target(target, self.settings.heads(self.shape), params["heads"])
         drafter.save(output / "heads", dtype="bfloat16")
         return [output / name for name in ("target", "heads") if self.settings.trains_backbone or name == "heads"]
 
@@ -280,7 +280,8 @@ def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) 
       The parameters of the last step.
 
     Raises:
-      ValueError: bad settings, target or files, before anything compiles; or a loss that is no longer finite.
+      ValueError: bad settings, target or files, before anything compiles; or a loss that is no
+        longer finite.
       KeyboardInterrupt: after a signal, when the run is saved.
     """
     train.check_files(settings.run(T5Config(1, 1, 1, 1, 1, 1, 1)))
@@ -288,7 +289,7 @@ def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) 
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
     dtype = "float32" if settings.trains_backbone else settings.dtype
     target = loader.load(settings.target, dtype)
-    run_vocabulary.of_model(target, "target")  # refused before there is a folder
+    run_vocabulary.of_model(target, "target")  # rejected before there is a folder
     output.mkdir(parents=True, exist_ok=True)
     with alone(output):
         saved = Checkpoints(output, resume=True)

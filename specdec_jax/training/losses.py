@@ -1,5 +1,5 @@
 """Defines the losses of training (cross-entropy with label smoothing, divergences from a teacher's
-laws) and one step."""
+distributions) and one step."""
 
 import dataclasses
 import functools
@@ -13,11 +13,12 @@ import numpy as np
 import optax
 
 from specdec_jax.models.family import FamilyModule
-from specdec_jax.speculative import laws
+from specdec_jax.speculative import distributions
 from specdec_jax.training.batches import BucketedBatches
 
-# Divergences `[...]` between the teacher's law p and the student's law q, given log p and log q `[..., V]`; all but
-# the total variation are in nats. The forward divergence makes q cover p, the reverse one keeps q where p is large.
+# Divergences `[...]` between the teacher's distribution p and the student's distribution q, given
+# log p and log q `[..., V]`; all but the total variation are in nats. The forward divergence makes
+# q cover p, the reverse one keeps q where p is large.
 
 
 def forward_kl(log_p, log_q) -> jax.Array:
@@ -59,12 +60,12 @@ class Objective:
 
     Attributes:
       model: the network that is trained.
-      label_smoothing: mass of the uniform law in the cross-entropy's target.
+      label_smoothing: mass of the uniform distribution in the cross-entropy's target.
       teacher: the network that is distilled, of the same kind, or None.
       distill_weight: w, the share of the divergence from the teacher.
       divergence: name of the divergence in `DIVERGENCES`.
-      distill_temperature: temperature of the teacher's law in the divergence; the student's stays
-        at 1. Below 1 the teacher's argmax counts more.
+      distill_temperature: temperature of the teacher's distribution in the divergence; the
+        student's stays at 1. Below 1 the teacher's argmax counts more.
       start_token: id that every sequence of a decoder with an encoder begins with.
     """
 
@@ -92,7 +93,8 @@ class Metrics(NamedTuple):
 
 
 class TeacherAgreement(NamedTuple):
-    """How well the student would draft for its teacher: sums over the target pieces, each `[]` float32.
+    """How well the student would draft for its teacher: sums over the target pieces, each `[]`
+    float32.
 
     Attributes:
       acceptance: sum of Σ_v min(p(v), q(v)) at temperature 1; its mean is α there (corollary 3.6).
@@ -144,7 +146,7 @@ def _metrics(logits, teacher_logits, targets, objective: Objective) -> Metrics:
 
 def _likeness(logits, teacher_logits, targets) -> TeacherAgreement:
     accepted = jnp.sum(jnp.minimum(jax.nn.softmax(teacher_logits), jax.nn.softmax(logits)), axis=-1)
-    agreeing = laws.argmax(teacher_logits) == laws.argmax(logits)
+    agreeing = distributions.argmax(teacher_logits) == distributions.argmax(logits)
     return TeacherAgreement(
         jnp.sum(accepted, where=targets >= 0), jnp.sum(agreeing, where=targets >= 0, dtype=jnp.float32)
     )
@@ -154,13 +156,13 @@ def loss_fn(params, batch, objective: Objective, teacher_params=None, dropout_ke
     """Returns the mean loss of a target piece, and the sums over the pieces.
 
     Per piece the loss is (1 − w) · cross-entropy with label smoothing + w · D(p, q). Here p is the
-    teacher's law at `distill_temperature`, q the student's law after the same prefix of the
-    reference, and D the divergence (token level).
+    teacher's distribution at `distill_temperature`, q the student's distribution after the same
+    prefix of the reference, and D the divergence (token level).
 
     Args:
       params: the student's parameters.
-      batch: (inputs `[B, L]`, targets `[B, T]`), int32, padded with `PADDING`. For a decoder-only model L =
-        T, and the inputs are the pieces that stand before the targets.
+      batch: (inputs `[B, L]`, targets `[B, T]`), int32, padded with `PADDING`. For a decoder-only
+        model L = T, and the inputs are the pieces that stand before the targets.
       objective: what is minimised.
       teacher_params: parameters of `objective.teacher`; no gradient flows to them.
       dropout_key: None switches dropout off.

@@ -42,13 +42,14 @@ class Checkpoints:
         Args:
           output: the run's folder.
           resume: whether to remove what a killed process left half written.
-          select: what the best is judged by: the lowest "loss", or the highest "acceptance" or
+          select: what the best is chosen by: the lowest "loss", or the highest "acceptance" or
             "agreement".
         """
         options = functools.partial(
             ocp.CheckpointManagerOptions, enable_async_checkpointing=False, cleanup_tmp_directories=resume
         )
-        # Lower is better. Parameters that were kept when another figure was the judge are worse than any others.
+        # Lower is better. Parameters that were kept when another figure was the verify are worse
+        # than any others.
         name, sign = ("validation_loss", 1) if select == "loss" else (select, -1)
         self._score = lambda metrics: sign * metrics[name] if name in metrics else math.inf
         for folder in ("checkpoints", "best"):
@@ -58,7 +59,8 @@ class Checkpoints:
             output / "best", options=options(max_to_keep=1, best_fn=self._score, best_mode="min")
         )
         if resume and self.newest.latest_step() is None:
-            # They are from a run that was killed before it saved a state, perhaps with other training files.
+            # They are from a run that was killed before it saved a state, perhaps with other
+            # training files.
             for step in self.best.all_steps():
                 self.best.delete(step)
 
@@ -99,8 +101,8 @@ def _save(manager: ocp.CheckpointManager, step: int, tree, **how) -> None:
     """Saves a checkpoint.
 
     Raises:
-      OSError: with the folder's name. A full disk is found before Orbax begins, since later its threads
-        and TensorStore's would each print a traceback.
+      OSError: with the folder's name. A full disk is found before Orbax begins, since later its
+        threads and TensorStore's would each print a traceback.
     """
     folder = pathlib.Path(manager.directory)
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) + _OVERHEAD

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from specdec_jax.checkpoints import loader, own
+from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.language_model import LanguageModel
@@ -36,7 +36,7 @@ class RunVocabulary(NamedTuple):
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes a record, and the vocabulary's file, from which `read` makes the same."""
-        entry, contents = own.describe_vocabulary(self.vocabulary)
+        entry, contents = native_format.describe_vocabulary(self.vocabulary)
         assert entry is not None
         if entry["kind"] == "sentencepiece":
             entry |= {"file": TRAINED}
@@ -53,17 +53,19 @@ class RunVocabulary(NamedTuple):
             entry, start, ends = (record[name] for name in ("vocabulary", "start_token", "eos_ids"))
             if not all(type(i) is int for i in (start, *ends)):
                 raise TypeError("ids")
-            return cls(own.open_vocabulary(folder, entry), start, tuple(ends))
+            return cls(native_format.open_vocabulary(folder, entry), start, tuple(ends))
         except (KeyError, TypeError, AttributeError) as error:
             expected = "the vocabulary and special ids of a training run"
             raise ValueError(f"{folder / _RECORD}: got {reading.shown(record)}, expected {expected}") from error
 
 
 def of_run(config: TrainConfig, folder: pathlib.Path) -> RunVocabulary:
-    """Returns the vocabulary and special ids of the run in `folder`; raises ValueError if they cannot be read.
+    """Returns the vocabulary and special ids of the run in `folder`; raises ValueError if they
+    cannot be read.
 
     Earlier versions wrote no record. They trained with SentencePiece models only, in which whatever
-    `vocabulary_size` leaves beyond the pieces are sentinels, and with the start tokens of new models.
+    `vocabulary_size` leaves beyond the pieces are sentinels, and with the start tokens of new
+    models.
     """
     if (folder / _RECORD).exists():
         return RunVocabulary.read(folder)
@@ -111,10 +113,12 @@ def choose(
     path: str, output: pathlib.Path, size: int, given: Mapping[str, RunVocabulary], corpus: Corpus,
     make: Callable[[], bytes],
 ) -> RunVocabulary:  # fmt: skip
-    """Returns the vocabulary of a run: that of the models it begins with, else of a file, else a new one.
+    """Returns the vocabulary of a run: that of the models it begins with, else of a file, else a
+    new one.
 
     Args:
-      path: file of a SentencePiece model or a tokenizer.json; written if there is none; "": in `output`.
+      path: file of a SentencePiece model or a tokenizer.json; written if there is none; "": in
+        `output`.
       output: the run's folder.
       size: number of ids, sentinels included.
       given: what the models have that a run begins with, by the models' names in messages. All must
@@ -155,7 +159,7 @@ def _load(file: pathlib.Path, kept: Vocabulary | None) -> Vocabulary:
 
 def _contents(vocabulary: Vocabulary, file: pathlib.Path, owner: str) -> bytes:
     """Returns what to write to a file of the vocabulary's kind."""
-    entry, contents = own.describe_vocabulary(vocabulary)
+    entry, contents = native_format.describe_vocabulary(vocabulary)
     assert entry is not None
     if not contents or (file.suffix == ".json") != (entry["kind"] == "tokenizer_json"):
         expected = "none: bytes need no file" if not contents else f"a name like {entry['file']}"

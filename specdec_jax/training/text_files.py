@@ -13,8 +13,8 @@ _COUNTED = 1 << 25  # how many bytes of a longer line are read, for the message
 
 
 def read_lines(path) -> Iterator[str]:
-    """Yields the lines of a UTF-8 text file, gzip or not, without their ends and without a byte order
-    mark.
+    """Yields the lines of a UTF-8 text file, gzip or not, without their ends and without a byte
+    order mark.
 
     Raises:
       ValueError: the file is not UTF-8, has a line that is too long to be encoded, or is a damaged

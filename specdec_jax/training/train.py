@@ -1,4 +1,4 @@
-"""Trains a model, goes on after a kill, and writes the result."""
+"""Trains a model, resumes after a kill, and writes the result."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import rich.console
 
-from specdec_jax.checkpoints import converter, loader, own
+from specdec_jax.checkpoints import converter, loader, native_format
 from specdec_jax.files import reading
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import alone
@@ -25,7 +25,7 @@ from specdec_jax.models.network import initial_params
 from specdec_jax.training import corpus, losses, run_vocabulary
 from specdec_jax.training.batches import BucketedBatches
 from specdec_jax.training.config import TrainConfig, expect
-from specdec_jax.training.deepening import deepen
+from specdec_jax.training.depth_expansion import deepen
 from specdec_jax.training.losses import Metrics, Objective, TeacherAgreement, TrainState, evaluate, loss_fn, train_step
 from specdec_jax.training.optimizer import make_optimizer
 from specdec_jax.training.run_folder import (
@@ -39,7 +39,8 @@ from specdec_jax.training.run_folder import (
 )
 from specdec_jax.training.run_vocabulary import RunVocabulary
 
-# Files in a run's folder with the fingerprint of the teacher: if its encoder output is read, or if it is not.
+# Files in a run's folder with the fingerprint of the teacher: if its encoder output is read, or if
+# it is not.
 _ENCODER, _TEACHER = "encoder_fingerprint", "teacher_fingerprint"
 
 
@@ -51,12 +52,12 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
     """Trains a model and writes it to `output_dir/model`; resumes an earlier run in `output_dir`.
 
     `output_dir` also holds the two newest checkpoints (`checkpoints`), the parameters that did best
-    on the validation files (`best`, judged by `select`), which become the model, and `log.jsonl`.
+    on the validation files (`best`, verified by `select`), which become the model, and `log.jsonl`.
     SIGINT and SIGTERM end the step in progress and save it.
 
     Args:
       config: the settings.
-      begun: called before the first step, when nothing can refuse the run any more.
+      begun: called before the first step, when nothing can reject the run any more.
 
     Returns:
       The parameters of the last step.
@@ -90,7 +91,7 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
 
 
 def go_on(run: "Run", console: rich.console.Console, settings, begun: Callable[[], object]) -> TrainState:
-    """Records `settings`, now that nothing can refuse the run, calls `begun`, and takes the
+    """Records `settings`, now that nothing can reject the run, calls `begun`, and takes the
     remaining steps.
 
     Returns:
@@ -124,8 +125,8 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     Args:
       output_dir: folder of the run; it may have been moved or copied.
       path: folder of the model.
-      which: "best" takes the parameters that did best on the validation files (the newest if there are none),
-        "newest" those of the newest checkpoint.
+      which: "best" takes the parameters that did best on the validation files (the newest if there
+        are none), "newest" those of the newest checkpoint.
       dtype: dtype in which the parameters are stored; None keeps float32.
     """
     expect(which in ("best", "newest"), "which", which, "'best' or 'newest'")
@@ -200,7 +201,7 @@ class Run:
         config, names = self.config, ("train_files", "validation_files")
         files = {file: path for name in names for file, path in zip(getattr(config, name), config.paths(name))}
         output, step = pathlib.Path(config.output_dir), self.saved.newest.latest_step()
-        return record_contents(output, step, digest([own.vocabulary_contents(self.ids.vocabulary)]), files)
+        return record_contents(output, step, digest([native_format.vocabulary_contents(self.ids.vocabulary)]), files)
 
     def initial_state(self) -> TrainState:
         """Returns the state to begin with: the saved one, else given or random parameters."""
@@ -273,12 +274,13 @@ def _loop(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
                 pause = time.perf_counter()
                 run.validate(state, done, reporter)
                 clock += time.perf_counter() - pause
-            # Read once, after all that takes time: a signal that comes during the validation saves this step too.
+            # Read once, after all that takes time: a signal that comes during the validation saves
+            # this step too.
             saved = bool(signals) or done == config.steps or done % config.save_every == 0
             if saved:
                 run.save(state, done)
             if saved and signals:
-                reporter.message(f"interrupted: step {done} is saved; the same command goes on from there")
+                reporter.message(f"interrupted: step {done} is saved; the same command resumes from there")
                 raise KeyboardInterrupt(signals[0])
     return state
 

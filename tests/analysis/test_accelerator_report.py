@@ -1,5 +1,5 @@
-"""`scripts/accelerator_report.py`: a line for each figure, whatever happens to it, none measured twice,
-and the page that draws them."""
+"""`scripts/accelerator_report.py`: a line for each figure, whatever happens to it, none measured
+twice, and the page that draws them."""
 
 import html
 import json
@@ -19,12 +19,12 @@ from specdec_jax.analysis import accelerator_figures, accelerators, machine
 from specdec_jax.analysis.accelerator_figures import Figure, NotHere, Pair, Setup
 from specdec_jax.analysis.accelerators import Stage
 from specdec_jax.analysis.compiled_text import bodies, computations
-from specdec_jax.analysis.products import Products
+from specdec_jax.analysis.matmul_roofline import Products
 from specdec_jax.analysis.report import accelerators as laid_out
 from specdec_jax.analysis.report import page, rows
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands import main as specdec
-from specdec_jax.models import fused_step, fused_trial, gpu_attention, layouts, native
+from specdec_jax.models import fused_step, fused_step_selftest, gpu_attention, native, weight_layouts
 from specdec_jax.models.network import Network, random_params
 
 TINY = Setup(
@@ -44,12 +44,12 @@ def script(load_script):
     return load_script("accelerator_report")
 
 
-@pytest.mark.parametrize("trial", [None, "a trial gave other numbers"])
+@pytest.mark.parametrize("trial", [None, "a self-test gave other numbers"])
 def test_the_machine_says_which_kernels_run(trial, monkeypatch):
     """Figures with and without them are not of one file."""
-    for kind, module in (("gpu", gpu_attention), ("tpu", fused_trial)):
-        monkeypatch.setattr(module.TRIAL, "result", lambda: trial)
-        assert machine._kernels(kind) == ("Pallas" if trial is None else "none, a trial gave other numbers")
+    for kind, module in (("gpu", gpu_attention), ("tpu", fused_step_selftest)):
+        monkeypatch.setattr(module.SELF_TEST, "result", lambda: trial)
+        assert machine._kernels(kind) == ("Pallas" if trial is None else "none, a self-test gave other numbers")
     assert machine._kernels("metal") == "none" and machine.machine()["kernel"] == machine._kernels("cpu")
     monkeypatch.setenv(native.SETTING, "off")
     assert machine._kernels("gpu") == machine._kernels("tpu") == "none"
@@ -60,7 +60,9 @@ def test_the_drafter_of_a_tiny_report_takes_a_tpus_kernel():
     config, found = TINY.config(TINY.drafter), []
 
     def begin():
-        params = layouts.pack(random_params(jax.random.key(0), module=config.module(), dtype=config.dtype), False, True)
+        params = weight_layouts.pack(
+            random_params(jax.random.key(0), module=config.module(), dtype=config.dtype), False, True
+        )
         network = Network(params, config.module(fused=True), platform="tpu")
         cache = network.prefill(jnp.ones((1, 4), jnp.int32), jnp.full(1, 4), 16)
         found.append(fused_step.fits(network.module, network.params, (1, 2), cache, None))
@@ -69,23 +71,23 @@ def test_the_drafter_of_a_tiny_report_takes_a_tpus_kernel():
     assert found == [True]
 
 
-def figure(name: str, arm=lambda pair: lambda: jnp.zeros(2), program: str | None = None) -> Figure:
+def figure(name: str, variant=lambda pair: lambda: jnp.zeros(2), program: str | None = None) -> Figure:
     read = lambda seconds, result, before: {
         "milliseconds": seconds._asdict(),
         "size": result.size,
         "after": len(before),
     }
-    return Figure(name, {"kind": "call"}, program or name, arm, read)
+    return Figure(name, {"kind": "call"}, program or name, variant, read)
 
 
 def fails(error: Exception):
-    def arm(pair):
+    def variant(pair):
         raise error
 
-    return arm
+    return variant
 
 
-def refuses(error: Exception):
+def rejects(error: Exception):
     def load():
         raise error
 
@@ -105,8 +107,8 @@ def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys)
     planned = [
         Stage("first", "a", [figure("good", counted), figure("big", fails(MemoryError("no\nroom")))], Pair),
         Stage("second", "b", [figure("later")], Pair),
-        Stage("third", "c", [figure("absent")], refuses(NotHere("no such chip"))),
-        Stage("fourth", "d", [figure("heavy")], refuses(RuntimeError("RESOURCE_EXHAUSTED"))),
+        Stage("third", "c", [figure("absent")], rejects(NotHere("no such chip"))),
+        Stage("fourth", "d", [figure("heavy")], rejects(RuntimeError("RESOURCE_EXHAUSTED"))),
     ]
     with script.Lines(str(path), HEAD) as lines:
         assert script.run(lines, planned, 2, 1e9) == []
@@ -118,11 +120,11 @@ def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys)
     assert found["big"]["failed"] == "MemoryError: no room" and found["later"]["after"] == 2
     assert found["absent"]["unsupported"] == "no such chip" and "RESOURCE" in found["heavy"]["failed"]
     printed = capsys.readouterr().out
-    for text in ("first: filling weights, then compiling 2 programs for good; big", "timing good", "big: failed",
+    for text in ("first: making dummy weights, then compiling 2 programs for good; big", "timing good", "big: failed",
                  "absent: not supported here: no such chip"):  # fmt: skip
         assert text in printed
     # A second start measures nothing that is there.
-    repeated = Stage("e", "e", [figure("good")], refuses(AssertionError()))
+    repeated = Stage("e", "e", [figure("good")], rejects(AssertionError()))
     with script.Lines(str(path), HEAD) as again:
         assert script.run(again, [*planned, repeated], 2, 1e9) == []
     assert len(made) == 1 and len(path.read_text().splitlines()) == 6
@@ -159,13 +161,14 @@ def test_what_there_is_no_time_for_is_named(script, tmp_path, monkeypatch):
 
     stages = [Stage(name, kind, [figure(name, slow)], Pair) for name, kind in (("a", "x"), ("b", "x"), ("c", "y"))]
     with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
-        # 40 of 60 s are gone: not enough for another of the kind that took 40, but for one of another kind.
+        # 40 of 60 s are gone: not enough for another of the kind that took 40, but for one of
+        # another kind.
         assert script.run(lines, stages, 1, 60.0) == ["b"] and list(lines.found) == ["a", "c"]
         assert script.run(lines, stages, 1, 60.0) == ["b"]
 
 
 @pytest.mark.parametrize("name, value", [("machine", {"device": "gpu"}), ("options", {"gamma": 5}), ("flags", "--xla")])
-def test_figures_of_another_run_are_refused(script, tmp_path, name, value):
+def test_figures_of_another_run_are_rejected(script, tmp_path, name, value):
     path = str(tmp_path / "a.jsonl")
     with script.Lines(path, HEAD) as lines:
         lines.add({"figure": "a", "kind": "call"})
@@ -186,7 +189,7 @@ def test_a_line_that_was_cut_short_is_measured_again(script, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[1]\n", "nothing\n", "nothing", '{"a": 1}\n', "null\n"])
-def test_another_file_is_refused_and_left_as_it_is(script, tmp_path, text):
+def test_another_file_is_rejected_and_left_as_it_is(script, tmp_path, text):
     path = tmp_path / "a.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match="expected"):
@@ -220,7 +223,8 @@ def test_flags_are_what_is_measured(script):
     ]
     names = [figure.name for stage in planned for figure in stage.figures]
     assert len(set(names)) == len(names) and "t5_1_1/xl, alpha 0.5, batch 2" in names
-    # What was asked first comes first; each stage of 8 bits has one program for all its forced decodes.
+    # What was asked first comes first; each stage of 8 bits has one program for all its forced
+    # decodes.
     assert [stage.kind for stage in planned[3:]] == [
         *("searches",) * 2, *("int8",) * 2, *("T5X",) * 2, *("self:int8",) * 2,
     ]  # fmt: skip
@@ -277,7 +281,7 @@ def test_a_target_that_drafts_for_itself_is_compared_with_its_full_self():
     found = step.read(half, (None, 3000), {"t, call over 1": {"milliseconds": {"median": 31.25}}})
     assert found["c"] == 0.5 and found["bytes"] == 3000
     found = decode.read(half, decoded(), {"t, plain, batch 1": {"milliseconds": {"median": 250.0}}})
-    assert found["improvement"] == 2 and decode.about["acceptance"] == "forced" and decode.about["alpha"] == 0.99
+    assert found["improvement"] == 2 and decode.about["acceptance"] == "synthetic" and decode.about["alpha"] == 0.99
     assert {step.about["kind"], decode.about["kind"]} == {"self:int8 draft step", "self:int8"}
 
 
@@ -308,8 +312,9 @@ def test_the_floor_is_bytes_over_the_bandwidth_of_copies():
 def test_bytes_are_those_of_the_kernels_of_a_step(dtype, width):
     config = Setup(tiny=True, dtype=dtype).config("t5_1_1/large")
     params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
-    network = Network(layouts.pack(params, False, True), config.module(fused=True), platform="tpu")
-    # In each of 2 layers: 4 + 2 kernels of the attentions, 3 of the feed-forward block, all 128 to 128. The head.
+    network = Network(weight_layouts.pack(params, False, True), config.module(fused=True), platform="tpu")
+    # In each of 2 layers: 4 + 2 kernels of the attentions, 3 of the feed-forward block, all 128 to
+    # 128. The head.
     kernels = 2 * (4 + 2 + 3) * 128 * 128 + 128 * 512
     assert Products.of(network).nbytes == width * kernels
     columns = 2 * (4 + 2 + 3) * 128 + 512
@@ -387,7 +392,7 @@ def test_all_figures_can_be_measured(script, tmp_path, dtype):
     assert [line["figure"] for line in record["figures"]] == record["plan"]
     without = [line for line in record["figures"] if "milliseconds" not in line]
     assert all("unsupported" in line for line in without), without
-    # T5X, and the target in 8 bits in bfloat16.
+    # T5X, and the target in int8 in bfloat16.
     assert {line["kind"] for line in without} <= {"T5X", "int8 call", "int8 plain", "int8 speculative"}
     drawn = {line[0]: line[5] for line in laid_out.lines(record)}
     assert float(drawn["t5_1_1/base, self:int8, forced alpha 0.99, batch 1"]) > 0

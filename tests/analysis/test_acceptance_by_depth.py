@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from toy_models import HashModel
 
-from specdec_jax.analysis import acceptance, arms
+from specdec_jax.analysis import acceptance, variants
 from specdec_jax.commands import measure
 from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.model import ModelDrafter
@@ -15,7 +15,7 @@ from specdec_jax.speculative.sampling import SamplingConfig
 V = 12
 TARGET, DRAFT = HashModel(V, 0, spread=6.0), HashModel(V, 1, likeness=0.7, spread=6.0)
 INPUTS = [[2 + number, 3] for number in range(8)]
-BATCHES = arms.cut(INPUTS, INPUTS, 4, 0)
+BATCHES = variants.cut(INPUTS, INPUTS, 4, 0)
 
 
 def score(*verifiers, **settings) -> acceptance.Acceptance:
@@ -24,7 +24,7 @@ def score(*verifiers, **settings) -> acceptance.Acceptance:
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
-def test_coverage_is_the_mean_of_coverage_given_the_token(filters):
+def test_hit_rate_is_the_mean_of_hit_rate_given_the_token(filters):
     """Over every id y that the target may choose: Σ p(y) P(y is a child)."""
     config = SamplingConfig(temperature=1.0, **filters)
     scored = lambda model: acceptance.agreement(
@@ -33,15 +33,15 @@ def test_coverage_is_the_mean_of_coverage_given_the_token(filters):
     covered = scored(TARGET).covered
     ratios = scored(TARGET).log_ratio[:, 0]  # log q − log p, from which the one drawn child follows
     np.testing.assert_allclose(covered.log_given["mixed"][:, 0, 0], np.minimum(ratios, 0), atol=1e-4)
-    p = toy_law(config)
+    p = toy_distribution(config)
     for kind, mean in covered.mean.items():
         given = np.exp(covered.log_given[kind][:, 0])
         np.testing.assert_allclose(p @ given, mean[0, 0], atol=1e-5)
         assert np.all(given <= 1) and (kind == "mixed" or set(given.ravel().tolist()) == {0, 1})
 
 
-def toy_law(config: SamplingConfig) -> np.ndarray:
-    """The target's law of the first token after the input [3, 4], filtered."""
+def toy_distribution(config: SamplingConfig) -> np.ndarray:
+    """The target's distribution of the first token after the input [3, 4], filtered."""
     logits = TARGET.logits([[3, 4]], [[TARGET.start_token]], [2])[0, 0]
     probs = np.exp(logits - logits.max(), dtype=np.float64)
     order = np.argsort(-probs)
@@ -63,17 +63,17 @@ def test_with_argmax_by_drafts_made_one_by_one():
             for start, depth, k in itertools.product(range(length), range(3), (1, 2)):
                 if start + depth < length and all(rank < k for rank in ranks[start : start + depth]):
                     counted[k - 1, :, depth] += 1, ranks[start + depth] < k
-    for k, (reached, stood) in enumerate(counted):
-        rates = [mean for mean, _ in found.coverage_by_depth["top"][k]]
-        assert rates == pytest.approx((stood / reached).tolist()) and len(set(rates)) == 3
-        assert rates[0] == pytest.approx(found.coverage["top"][k][0], abs=1e-6)
-    assert found.by_depth["block"] == found.coverage_by_depth["top"][0]
+    for k, (reached, accepted) in enumerate(counted):
+        rates = [mean for mean, _ in found.hit_rate_by_depth["top"][k]]
+        assert rates == pytest.approx((accepted / reached).tolist()) and len(set(rates)) == 3
+        assert rates[0] == pytest.approx(found.hit_rate["top"][k][0], abs=1e-6)
+    assert found.by_depth["block"] == found.hit_rate_by_depth["top"][0]
 
 
 def test_above_temperature_0():
     """A chain that is verified token by token is the tree whose nodes have one drawn child."""
     found = score("token", "block", temperature=1.0)
-    one, *wider = found.coverage_by_depth["mixed"]
+    one, *wider = found.hit_rate_by_depth["mixed"]
     np.testing.assert_allclose(found.by_depth["token"], one, rtol=1e-5)
     means = np.array([[mean for mean, _ in rates] for rates in (one, *wider)])
     assert means.shape == (8, 3) and np.all(np.diff(means[:, 0]) >= -1e-6), "a wider node covers more"
@@ -84,4 +84,4 @@ def test_above_temperature_0():
 def test_nothing_is_said_of_depths_that_no_output_has():
     found = score("block", max_new_tokens=2)
     assert len(found.by_depth["block"]) == 2 and len(found.survival["block"]) == 3
-    assert {len(rates) for rates in found.coverage_by_depth["top"]} == {2}
+    assert {len(rates) for rates in found.hit_rate_by_depth["top"]} == {2}

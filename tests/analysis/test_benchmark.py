@@ -11,17 +11,17 @@ import pytest
 from benchmark_models import CONFIG
 
 from specdec_jax.analysis import benchmark as analysis_benchmark
-from specdec_jax.analysis import near_ties, predictions, products, timing, traces
+from specdec_jax.analysis import matmul_roofline, near_ties, predictions, timing, traces
 from specdec_jax.analysis.report import rows, summaries
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding import generate as decoding_generate
 from specdec_jax.decoding.trace import TraceStep
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.models import families, layouts, native, panels
+from specdec_jax.models import families, native, packed_weights, weight_layouts
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative import iteration
-from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import Draft
 
@@ -57,23 +57,23 @@ def test_record(measured):
         3,
         record["speculative"][0]["improvement"]["median"],
     )
-    (arm,) = record["speculative"]
-    assert arm["stats"]["acceptance_rate"] == 1
-    assert arm["stats"]["examined_by_position"] == arm["stats"]["accepted_by_position"]
+    (variant,) = record["speculative"]
+    assert variant["stats"]["acceptance_rate"] == 1
+    assert variant["stats"]["examined_by_position"] == variant["stats"]["accepted_by_position"]
     assert (
-        arm["tokens"]
+        variant["tokens"]
         == record["plain"]["tokens"]
-        == arm["stats"]["target_calls"] * arm["stats"]["tokens_per_target_call"]
+        == variant["stats"]["target_calls"] * variant["stats"]["tokens_per_target_call"]
     )
     assert record["sentences"] == 3
-    assert arm["differences"] == []
+    assert variant["differences"] == []
     assert record["cost_ratio"] > 0 and record["verify_cost"]["3"] > 0
-    assert arm["improvement"]["least"] <= arm["improvement"]["median"] <= arm["improvement"]["most"]
-    shares = arm["shares"]
+    assert variant["improvement"]["least"] <= variant["improvement"]["median"] <= variant["improvement"]["most"]
+    shares = variant["shares"]
     assert shares is None or sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0
-    assert set(arm["parts"]) == {"target encoder", "drafter encoder", "draft steps", "target calls"}
+    assert set(variant["parts"]) == {"target encoder", "drafter encoder", "draft steps", "target calls"}
     (verdict,) = record["verdicts"]
-    assert (verdict["best"], verdict["next"], verdict["improvement"]) == ("gamma 3", None, arm["improvement"])
+    assert (verdict["best"], verdict["next"], verdict["improvement"]) == ("gamma 3", None, variant["improvement"])
     assert {"jax", "flax", "cores", "processor", "kernel"} <= set(record["machine"])
     assert record["target"]["parameters"] == record["drafter"]["parameters"] > 0
 
@@ -143,42 +143,44 @@ def test_products_are_those_of_one_step(tied, packed):
     """Count the weights of one step by hand."""
     config = dataclasses.replace(CONFIG, logits_via_embedding=tied)
     network = LanguageModel.random(config).network
-    kernels, axes = products.Products.of(network, packed)
+    kernels, axes = matmul_roofline.Products.of(network, packed)
     inner = config.num_heads * config.head_dim
     layer = (
         6 * config.emb_dim * inner + 3 * config.emb_dim * config.mlp_dim
     )  # q, k, v, out; cross q, out; wi_0, wi_1, wo
     head = config.vocab_size * config.emb_dim
-    assert sum(np.prod(layouts.shape_of(kernel)) for kernel in kernels) == config.num_decoder_layers * layer + head
+    assert (
+        sum(np.prod(weight_layouts.shape_of(kernel)) for kernel in kernels) == config.num_decoder_layers * layer + head
+    )
     assert sum(axes) == (tied and not network.module.native)  # whose tied heads are copies
 
 
 @pytest.mark.skipif(not native.available(), reason=native.state())
 def test_both_layouts_of_the_products_are_timed(monkeypatch):
     config = CONFIG
-    arms = products.products_arms(LanguageModel.random(config).network, batch=1)
-    assert list(arms) == ["products", "products, checkpoint's layout"]
-    assert float(arms["products"]()) == pytest.approx(float(arms["products, checkpoint's layout"]()), rel=1e-3)
-    monkeypatch.setattr(panels, "usable", lambda dtype: False)
-    assert list(products.products_arms(LanguageModel.random(config).network, batch=1)) == ["products"]
+    variants = matmul_roofline.products_variants(LanguageModel.random(config).network, batch=1)
+    assert list(variants) == ["products", "products, checkpoint's layout"]
+    assert float(variants["products"]()) == pytest.approx(float(variants["products, checkpoint's layout"]()), rel=1e-3)
+    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    assert list(matmul_roofline.products_variants(LanguageModel.random(config).network, batch=1)) == ["products"]
 
 
 def test_bare_products_of_calls_and_drafts(target):
     """Those of γ + 1 rows for every row; and the drafter's own weights, where its model's are
     what it multiplies with."""
-    arms = products.bare_arms(target, ModelDrafter(target), 2, (1, 3))
-    assert {name: arm.args[1].shape[0] for name, arm in arms.items()} == {
+    variants = matmul_roofline.bare_variants(target, ModelDrafter(target), 2, (1, 3))
+    assert {name: variant.args[1].shape[0] for name, variant in variants.items()} == {
         "bare verify 1": 4, "bare verify 3": 8, "bare draft step": 2
     }  # fmt: skip
-    assert all(float(arm()) > 0 for arm in arms.values())
-    assert list(products.bare_arms(target, ModelDrafter(target, int8=True), 1, (2,))) == ["bare verify 2"]
-    assert list(products.bare_arms(target, None, 1, (2,))) == ["bare verify 2"]
+    assert all(float(variant()) > 0 for variant in variants.values())
+    assert list(matmul_roofline.bare_variants(target, ModelDrafter(target, int8=True), 1, (2,))) == ["bare verify 2"]
+    assert list(matmul_roofline.bare_variants(target, None, 1, (2,))) == ["bare verify 2"]
 
 
 def test_bare_products_multiply():
     kernels = [jax.numpy.ones((4, 3)), jax.numpy.ones((5, 2))]
     x = jax.numpy.arange(4.0)[None]
-    assert float(products.bare_products(kernels, x, axes=(0, 1), steps=2)) == pytest.approx(1e-9)
+    assert float(matmul_roofline.bare_products(kernels, x, axes=(0, 1), steps=2)) == pytest.approx(1e-9)
 
 
 def test_cost_counts_encoders_calls_and_drafts():
@@ -204,16 +206,17 @@ def test_calls_without_a_draft_cost_a_step():
 
 
 def test_shares_add_up_or_are_not_told(measured):
-    """Where single steps come to more than the whole, the machine was another while they were timed."""
+    """Where single steps come to more than the whole, the machine was another while they were
+    timed."""
     parts = {"draft steps": 1.0, "target calls": 2.0}
     assert predictions.shares(parts, 4.0) == {"draft steps": 0.25, "target calls": 0.5, "rest": 0.25}
     assert predictions.shares(parts, 2.9) is None
     record = json.loads(json.dumps(measured[0]))
-    arm = record["speculative"][0]
-    arm |= {"shares": None, "limiting_term": None, "parts": {"draft steps": 3 * arm["seconds"]["median"]}}
+    variant = record["speculative"][0]
+    variant |= {"shares": None, "limiting_term": None, "parts": {"draft steps": 3 * variant["seconds"]["median"]}}
     text = summaries.benchmark_summary(record)
     assert "time in parts: unknown, since single steps come to 300% of the time" in text and "rest" not in text
-    arm |= {"shares": {"draft steps": 0.75, "rest": 0.25}, "limiting_term": "draft steps"}
+    variant |= {"shares": {"draft steps": 0.75, "rest": 0.25}, "limiting_term": "draft steps"}
     assert "  time in draft steps 75%, rest 25%; most of it: draft steps\n" in summaries.benchmark_summary(record)
 
 
@@ -224,7 +227,7 @@ def test_there_is_no_verdict_where_nothing_was_drafted(measured):
     record["drafter"]["name"] = "drafter"
     assert summaries.benchmark_summary(record).startswith(said)
     record |= {"verdicts": [], "speculative": []}
-    assert summaries.benchmark_summary(record).startswith("no verdict: --forced_alpha times whole decodes\n")
+    assert summaries.benchmark_summary(record).startswith("no verdict: --synthetic_alpha times whole decodes\n")
     record["options"]["preset"] = "tiny"
     assert summaries.benchmark_summary(record).startswith("no verdict: of random weights only steps are timed; --f")
     record["drafter"] = None
@@ -240,7 +243,9 @@ def test_spans_are_the_calls_of_the_iterations(catches_up):
         TraceStep([], None, 1, gamma=0, entropies=None),
     ]
     draft, call = [("draft step", pytest.approx(0.1))], [("target call", 1.2)]
-    first = [("draft step", pytest.approx(0.15))] if catches_up else draft  # of the second draft, whose last stood
+    first = (
+        [("draft step", pytest.approx(0.15))] if catches_up else draft
+    )  # of the second draft, whose last was accepted
     expected = 3 * draft + call + first + draft + call + call
     assert traces.spans(steps, 3, 8, times)[2:] == expected
     assert traces.spans(steps, 3, 8, times)[:2] == [("target encoder", 2.0), ("drafter encoder", 0.5)]
@@ -263,11 +268,12 @@ def test_predictions():
     assert predicted["cost_ratio"] == pytest.approx(0.1) and predicted["verify_cost"] == pytest.approx(1.2)
     assert predicted["theorem_3_8"] == pytest.approx(4 / 1.3)
     assert predicted["with_verify_cost"] == pytest.approx(4 / 1.5)
-    # Plain: 2 encoders and 12 steps. Speculative: 2·(2 + 0.5) and 3 iterations of 3 drafts and a verify call.
+    # Plain: 2 encoders and 12 steps. Speculative: 2·(2 + 0.5) and 3 iterations of 3 drafts and a
+    # verify call.
     assert predicted["with_lengths"] == predicted["with_counts"] == pytest.approx(16 / (5 + 3 * 1.5))
 
 
-def test_rotation_gives_every_arm_every_place():
+def test_rotation_gives_every_variant_every_place():
     turns = [timing.rotate({"a": 0, "b": 0, "c": 0}, turn) for turn in range(3)]
     assert [sorted(place) for place in zip(*turns, strict=True)] == [["a", "b", "c"]] * 3
 
@@ -323,15 +329,16 @@ def verified_state(network, verifier, gamma=2):
 
 @pytest.mark.parametrize("verifier", SAMPLED)
 def test_the_timed_verification_is_the_engines(target, verifier):
-    """Step by step, by hand: what follows the accepted tokens is fed next, draws are keyed by how many there were."""
+    """Step by step, by hand: what follows the accepted tokens is fed next, draws are keyed by how
+    many there were."""
     network, state = target.network, verified_state(target.network, verifier)
     tokens, accepted, cache = np.ones((2, 3), np.int32), np.zeros(2, np.int32), state.target_cache
-    law, verify = Law.of(jax.numpy.zeros((2, 3, network.vocab_size))), jax.jit(iteration.verify)
+    dist, verify = Categorical.from_logits(jax.numpy.zeros((2, 3, network.vocab_size))), jax.jit(iteration.verify)
     for _ in range(3):
         logits, cache = near_ties._decode(network, tokens, state.lengths - 1, cache)
-        before = law and Law(law.logits[:, :-1], law.log_normalizer[:, :-1])
+        before = dist and Categorical(dist.logits[:, :-1], dist.log_normalizer[:, :-1])
         draft = Draft(tokens[:, 1:], np.full(2, 2, np.int32), before, np.zeros(2, np.int32))
-        (accepted, following), law = verify(state.replace(lengths=state.lengths + accepted), draft, logits)
+        (accepted, following), dist = verify(state.replace(lengths=state.lengths + accepted), draft, logits)
         tokens = np.where(np.arange(3) == np.asarray(accepted)[:, None], np.asarray(following)[:, None], tokens)
     ours = timing.verified_steps(network, state, steps=3)
     np.testing.assert_array_equal(ours[0], tokens)
@@ -340,9 +347,11 @@ def test_the_timed_verification_is_the_engines(target, verifier):
 
 @pytest.mark.parametrize("verifier", SAMPLED)
 def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
-    """Outside of it no numbers of the vocabulary's width (97, which nothing else here has) are computed for its body.
+    """Outside of it no numbers of the vocabulary's width (97, which nothing else here has) are
+    computed for its body.
 
-    Whole numbers may be: the random generator's counters are the same in every step, here and in the engine's loop.
+    Whole numbers may be: the random generator's counters are the same in every step, here and in
+    the engine's loop.
     """
     network = LanguageModel.random(dataclasses.replace(CONFIG, vocab_size=97)).network
     text = timing.verified_steps.lower(network, verified_state(network, verifier), steps=3).compile(optimised).as_text()

@@ -1,4 +1,5 @@
-"""`specdec benchmark --num_beams` on a tiny random pair: what is counted, reported, drawn and refused."""
+"""`specdec benchmark --num_beams` on a tiny random pair: what is counted, reported, drawn and
+rejected."""
 
 import dataclasses
 import json
@@ -13,8 +14,8 @@ from benchmark_models import CONFIG
 import specdec_jax as sd
 from specdec_jax.analysis import beams as analysis_beams
 from specdec_jax.analysis import comparison, near_ties
-from specdec_jax.analysis.arms import Arm
 from specdec_jax.analysis.report import beam_summaries, page, plots, record_checks, record_types, rows
+from specdec_jax.analysis.variants import Variant
 from specdec_jax.commands import benchmark as benchmark_command
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -30,9 +31,9 @@ def options() -> benchmark_command.BenchmarkOptions:
     )  # fmt: skip
 
 
-def another(target, batches, change=lambda result: result) -> Arm:
+def another(target, batches, change=lambda result: result) -> Variant:
     """Another implementation, which gives what ours gives but for `change`."""
-    return Arm(0, lambda batch: change(sd.generate(target, batch.inputs, num_beams=2, max_new_tokens=8)))
+    return Variant(0, lambda batch: change(sd.generate(target, batch.inputs, num_beams=2, max_new_tokens=8)))
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +50,21 @@ def test_record(measured, target, batches):
     record_checks.check(record)
     assert record_types.kind_of(record) is record_types.Searched and record["length_penalty"] == 0.6
     narrow, wide = record["searches"]
-    assert [(arm["gamma"], arm["width"]) for arm in (narrow, wide)] == [(2, 2), (2, 40)]
+    assert [(variant["gamma"], variant["width"]) for variant in (narrow, wide)] == [(2, 2), (2, 40)]
     results = [sd.generate(target, batch.inputs, num_beams=2, max_new_tokens=8) for batch in batches]
     steps = sum(result.stats.target_calls for result in results)
     plain = record["plain"]["stats"]
     assert plain["target_calls"] == plain["steps"] == steps and plain["steps_per_target_call"] == 1
     assert record["plain"]["tokens"] == sum(result.lengths.sum() for result in results)
-    for arm in (narrow, wide):
-        stats = arm["stats"]
-        assert stats["steps"] == steps and arm["differences"] == []
+    for variant in (narrow, wide):
+        stats = variant["stats"]
+        assert stats["steps"] == steps and variant["differences"] == []
         assert stats["steps_per_target_call"] == steps / stats["target_calls"] == pytest.approx(
-            1 / arm["calls_over_plain"]
+            1 / variant["calls_over_plain"]
         )  # fmt: skip
-        assert arm["improvement"]["least"] <= arm["improvement"]["median"] <= arm["improvement"]["most"]
-    # The target's own tree has every live beam, even as narrow as there are beams: but for the last,
-    # three steps a call.
+        assert variant["improvement"]["least"] <= variant["improvement"]["median"] <= variant["improvement"]["most"]
+    # The target's own tree has every live beam, even as narrow as there are beams: but for the
+    # last, three steps a call.
     assert narrow["calls_over_plain"] < 0.5 and wide["calls_over_plain"] < 0.5
     assert record["greedy"]["improvement"]["median"] > 0 and record["sentences"] == 3
     assert record["against"]["improvement"].keys() == {"plain", "gamma 2, width 2", "gamma 2, width 40"}
@@ -168,7 +169,7 @@ def test_prints_and_writes(monkeypatch, capsys, tmp_path, target, batches, optio
         ({"temperature": 0.5}, "temperature: got 0.5 with num_beams, expected 0.0"),
         ({"verifier": "token"}, "verifier: got 'token' with num_beams, expected block"),
         ({"gamma_policy": "heuristic"}, "gamma_policy: got 'heuristic' with num_beams, expected fixed"),
-        ({"forced_alpha": (0.5,)}, "forced_alpha: got .* with num_beams, expected none"),
+        ({"synthetic_alpha": (0.5,)}, "synthetic_alpha: got .* with num_beams, expected none"),
         ({"beam_style": "t6x"}, "beam_style: got 't6x', expected one of t5x, huggingface"),
         ({"early_stopping": "true"}, "early_stopping: got True with beam_style 't5x'"),
         ({"early_stopping": "maybe"}, "early_stopping: got 'maybe', expected one of"),
@@ -180,13 +181,13 @@ def test_prints_and_writes(monkeypatch, capsys, tmp_path, target, batches, optio
         ),
     ],
 )  # fmt: skip
-def test_refuses(options, settings, message):
+def test_rejects(options, settings, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(options, **settings).check()
 
 
-def test_a_drafter_that_drafts_no_trees_is_refused_before_anything_is_timed(monkeypatch, target, batches, options):
-    monkeypatch.setattr(analysis_beams.analysis_arms, "warm_up", lambda *_: pytest.fail("timed"))
+def test_a_drafter_that_drafts_no_trees_is_rejected_before_anything_is_timed(monkeypatch, target, batches, options):
+    monkeypatch.setattr(analysis_beams.analysis_variants, "warm_up", lambda *_: pytest.fail("timed"))
     for drafter, message in (
         (sd.RandomDrafter(CONFIG.vocab_size), "drafter: got RandomDrafter with num_beams"),
         (sd.PromptLookupDrafter(), "beam_width: got 40 with PromptLookupDrafter, expected 2"),

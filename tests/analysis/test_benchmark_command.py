@@ -1,4 +1,5 @@
-"""`specdec benchmark`: what it shows while it runs, what its options refuse, and what survives a failure."""
+"""`specdec benchmark`: what it shows while it runs, what its options reject, and what survives a
+failure."""
 
 import copy
 import dataclasses
@@ -12,8 +13,8 @@ import pytest
 from benchmark_models import CONFIG
 from rich.console import Console
 
-from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import summaries
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import benchmark as benchmark_command
@@ -29,7 +30,7 @@ target, options = benchmark_models.target, benchmark_models.options
 batches, measured = benchmark_models.batches, benchmark_models.measured
 
 
-# What is shown and refused.
+# What is shown and rejected.
 
 
 @pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
@@ -55,8 +56,8 @@ def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
     assert list(progress.track([1, 2], 2, "sentences", quiet=True)) == [1, 2] and screen.getvalue() == before
 
 
-def test_lossy_verifier_in_the_speculative_arm(batches, target):
-    """With lenience near 0 whatever is drafted stands; plain decoding knows nothing of it."""
+def test_lossy_verifier_in_the_speculative_variant(batches, target):
+    """With lenience near 0 whatever is drafted is accepted; plain decoding knows nothing of it."""
     drafter = ModelDrafter(LanguageModel.random(CONFIG, seed=1))
     options = benchmark_command.BenchmarkOptions(
         target="target", drafter="drafter", gamma=(3,), max_new_tokens=12, repeats=1
@@ -70,18 +71,19 @@ def test_lossy_verifier_in_the_speculative_arm(batches, target):
 
 
 def test_block_verification_has_no_rate_to_predict_from(target, batches, options, measured):
-    """It judges a draft as a whole; the engine then gives no rate, and neither does the sum over the batches."""
+    """It verifies a draft as a whole; the engine then gives no rate, and neither does the sum over
+    the batches."""
     block = dataclasses.replace(options, verifier="block", temperature=1.0).decoding()
     result = decoding_generate.generate(
         target, batches[0].inputs, drafter=ModelDrafter(target), gamma=3, key=batches[0].keys, **block
     )
-    stats = analysis_benchmark._total_stats(analysis_arms.Arm(3, None, results=[result]))
+    stats = analysis_benchmark._total_stats(analysis_variants.Variant(3, None, results=[result]))
     assert stats["acceptance_rate"] is None and stats["drafted"] > 0 and stats["tokens_per_target_call"] > 1
     record = copy.deepcopy(measured[0])
     record["speculative"][0] |= {"stats": stats, "predicted": None}
     assert stats["accepted_per_target_call"] == stats["accepted"] / stats["target_calls"]
-    standing = ", ".join(f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"])
-    said = f"{stats['accepted_per_target_call']:.2f} drafted tokens stand per call, by position {standing}"
+    accepted_text = ", ".join(f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"])
+    said = f"{stats['accepted_per_target_call']:.2f} drafted tokens are accepted per call, by position {accepted_text}"
     assert f"tokens per target call; {said}" in summaries.benchmark_summary(record)
 
 
@@ -118,6 +120,6 @@ def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
         ({"output": "no/such/folder/record.json"}, "output: got 'no/such/folder/record.json'"),
     ],
 )
-def test_refuses(settings, message):
+def test_rejects(settings, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(benchmark_command.BenchmarkOptions(target="target"), **settings).check()

@@ -9,12 +9,12 @@ from benchmark_models import CONFIG
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis import comparison
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import plots, summaries
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding.results import GenerationResult
-from specdec_jax.models import panels
+from specdec_jax.models import packed_weights
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -24,23 +24,23 @@ target, options = benchmark_models.target, benchmark_models.options
 # Against other implementations; what they compute is in test_t5x.py.
 
 
-def fake_arm(steps):
+def fake_variant(steps):
     """Decodes to rows that are given."""
     tokens = np.array(steps, np.int32)
     result = GenerationResult(None, tokens, np.full(len(tokens), tokens.shape[1]), None, None, None, [])
-    return analysis_arms.Arm(0, lambda batch: result, seconds=[2.0, 4.0], results=[result])
+    return analysis_variants.Variant(0, lambda batch: result, seconds=[2.0, 4.0], results=[result])
 
 
 def test_record_against_another(target):
-    batch = analysis_arms.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
+    batch = analysis_variants.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
-    plain = fake_arm([[best, 4]])
+    plain = fake_variant([[best, 4]])
     plain.seconds = [1.0, 1.0]
-    record = comparison.compare("t5x", {"plain": plain, "t5x": fake_arm([[best, 4]])}, target, batch)
+    record = comparison.compare("t5x", {"plain": plain, "t5x": fake_variant([[best, 4]])}, target, batch)
     assert record["improvement"] == {"plain": {"median": 3.0, "least": 2.0, "most": 4.0}} and not record["differences"]
     assert comparison.problems(record, "float32") == []
     other = (best + 1) % CONFIG.vocab_size
-    record = comparison.compare("t5x", {"plain": plain, "t5x": fake_arm([[other, 4]])}, target, batch)
+    record = comparison.compare("t5x", {"plain": plain, "t5x": fake_variant([[other, 4]])}, target, batch)
     (difference,) = record["differences"]
     assert (difference["input"], difference["position"], difference["plain"], difference["theirs"]) == (
         0,
@@ -55,30 +55,35 @@ def test_record_against_another(target):
 
 
 def test_what_int8_contributes_is_told_apart(target):
-    """Beside another implementation's arm comes our own plain decoding in the numbers that it has."""
-    batch = analysis_arms.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
+    """Beside another implementation's variant comes our own plain decoding in the numbers that it
+    has."""
+    batch = analysis_variants.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
-    arms = {name: fake_arm([[best, token]]) for name, token in (("plain", 4), ("t5x", 4), (comparison.UNROUNDED, 5))}
-    arms["plain"].seconds, arms[comparison.UNROUNDED].seconds = [1.0, 1.0], [2.0, 3.0]
-    assert comparison.others_of({name: arms[name] for name in ("t5x", comparison.UNROUNDED)}) == ["t5x"]
-    record = comparison.compare("t5x", arms, target, batch)
+    variants = {
+        name: fake_variant([[best, token]]) for name, token in (("plain", 4), ("t5x", 4), (comparison.UNROUNDED, 5))
+    }
+    variants["plain"].seconds, variants[comparison.UNROUNDED].seconds = [1.0, 1.0], [2.0, 3.0]
+    assert comparison.others_of({name: variants[name] for name in ("t5x", comparison.UNROUNDED)}) == ["t5x"]
+    record = comparison.compare("t5x", variants, target, batch)
     assert record["rounding"] == {"median": 2.5, "least": 2.0, "most": 3.0} and record["rounded_differences"] == 1
     assert record["improvement"].keys() == {"plain", comparison.UNROUNDED}
     text = "\n".join(summaries._against_lines(record))
     assert "of this int8 contributes 2.50 times (2.00 to 3.00)" in text and "changes the tokens of 1 inputs" in text
-    assert "rounding" not in comparison.compare("t5x", {"plain": arms["plain"], "t5x": arms["t5x"]}, target, batch)
+    assert "rounding" not in comparison.compare(
+        "t5x", {"plain": variants["plain"], "t5x": variants["t5x"]}, target, batch
+    )
 
 
-@pytest.mark.skipif(not panels.usable("float32"), reason="no kernels in int8 without a C++ compiler")
+@pytest.mark.skipif(not packed_weights.usable("float32"), reason="no kernels in int8 without a C++ compiler")
 def test_a_target_in_int8_is_timed_without_it_too(tmp_path):
     sd.save(tiny_t5(1), tmp_path / "stored", dtype="int8")
     rounded, wide = (sd.load(tmp_path / "stored", "float32", quantize=how) for how in (None, "none"))
     options = benchmark_command.BenchmarkOptions(target="x", max_new_tokens=6, against="t5x")
-    assert rounded.quantized and benchmark_command.unrounded_arm(options, wide) == {}
-    (arm,) = benchmark_command.unrounded_arm(options, rounded).values()
-    (batch,) = analysis_arms.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
+    assert rounded.quantized and benchmark_command.unrounded_variant(options, wide) == {}
+    (variant,) = benchmark_command.unrounded_variant(options, rounded).values()
+    (batch,) = analysis_variants.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     expected = sd.generate(wide, batch.inputs, max_new_tokens=6)
-    found = arm.decode(batch)
+    found = variant.decode(batch)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
 
@@ -92,22 +97,30 @@ def test_a_target_in_int8_is_timed_without_it_too(tmp_path):
         (dict(against="t5x"), "against: got 't5x', which is not installed"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(change, message, options, monkeypatch):
+def test_what_cannot_be_compared_is_rejected(change, message, options, monkeypatch):
     monkeypatch.setattr(benchmark_command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(options, **change).check()
 
 
 def test_plot_of_wall_time():
-    """A bar for every way of decoding, in milliseconds for each token, another implementation first."""
-    arm = lambda median, tokens, **more: {
+    """A bar for every way of decoding, in milliseconds for each token, another implementation
+    first."""
+    variant = lambda median, tokens, **more: {
         "seconds": {"median": median, "least": 0.9 * median, "most": 1.2 * median}, "tokens": tokens, **more,
     }  # fmt: skip
     record = {
-        "plain": arm(2.0, 100), "against": arm(3.0, 100, name="t5x"), "machine": {"cores": 2}, "sentences": 7,
-        "speculative": [arm(1.0, 100, gamma=4, forced_alpha=None), arm(0.5, 50, gamma=6, forced_alpha=0.75)],
-        "target": {"name": "big", "parameter_dtype": "float32, int8"}, "options": {"batch_size": 1},
-    }  # fmt: skip
+        "plain": variant(2.0, 100),
+        "against": variant(3.0, 100, name="t5x"),
+        "machine": {"cores": 2},
+        "sentences": 7,
+        "speculative": [
+            variant(1.0, 100, gamma=4, synthetic_alpha=None),
+            variant(0.5, 50, gamma=6, synthetic_alpha=0.75),
+        ],
+        "target": {"name": "big", "parameter_dtype": "float32, int8"},
+        "options": {"batch_size": 1},
+    }
     axes = plots.wall_time(record).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "T5X", "plain", "speculative, γ = 4", "speculative, γ = 6, α forced to 0.75",

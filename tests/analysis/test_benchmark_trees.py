@@ -1,4 +1,5 @@
-"""`specdec benchmark --tree` on a tiny random pair: what is timed, counted, reported, drawn and refused."""
+"""`specdec benchmark --tree` on a tiny random pair: what is timed, counted, reported, drawn and
+rejected."""
 
 import dataclasses
 import functools
@@ -48,7 +49,7 @@ def test_record(measured, target, batches):
     record_checks.check(record)
     assert record_types.kind_of(record) is record_types.Benchmark
     (chain,), (static, dynamic) = record["speculative"], record["trees"]
-    described = lambda arm: tuple(arm[name] for name in ("tree", "nodes", "depth", "children", "verifier"))
+    described = lambda variant: tuple(variant[name] for name in ("tree", "nodes", "depth", "children", "verifier"))
     assert described(static) == (STATIC, 7, 3, "gumbel", "gumbel")
     assert described(dynamic) == (DYNAMIC, 4, 2, "gumbel", "gumbel")
     results = [
@@ -57,18 +58,18 @@ def test_record(measured, target, batches):
     ]
     calls = sum(result.stats.target_calls for result in results)
     assert static["stats"]["target_calls"] == calls == chain["stats"]["target_calls"] < dynamic["stats"]["target_calls"]
-    for arm in (static, dynamic):
-        stats = arm["stats"]
-        assert arm["tokens"] == record["plain"]["tokens"] == stats["target_calls"] * stats["tokens_per_target_call"]
-        assert len(stats["accepted_by_position"]) == arm["depth"] and arm["differences"] == []
-        assert arm["improvement"]["least"] <= arm["improvement"]["median"] <= arm["improvement"]["most"]
+    for variant in (static, dynamic):
+        stats = variant["stats"]
+        assert variant["tokens"] == record["plain"]["tokens"] == stats["target_calls"] * stats["tokens_per_target_call"]
+        assert len(stats["accepted_by_position"]) == variant["depth"] and variant["differences"] == []
+        assert variant["improvement"]["least"] <= variant["improvement"]["median"] <= variant["improvement"]["most"]
         assert (
-            arm["verify_cost"]
-            == record["steps"][f"nodes of {arm['tree']}"]["median"] / (record["steps"]["target step"]["median"])
+            variant["verify_cost"]
+            == record["steps"][f"nodes of {variant['tree']}"]["median"] / (record["steps"]["target step"]["median"])
         )
     # A call over N positions beside the one over N nodes.
     assert record["verify_cost"].keys() == {"3", "6"} == record["bare"]["verify_cost"].keys()
-    fastest = min((static, dynamic), key=lambda arm: arm["seconds"]["median"])
+    fastest = min((static, dynamic), key=lambda variant: variant["seconds"]["median"])
     assert record["tree_over_chain"]["tree"] == fastest["tree"] and record["tree_over_chain"]["gamma"] == 3
     times = sorted(
         chain["seconds"][one] / fastest["seconds"][other] for one in ("least", "most") for other in ("least", "most")
@@ -76,8 +77,9 @@ def test_record(measured, target, batches):
     assert times[0] <= record["tree_over_chain"]["improvement"]["median"] <= times[-1]
 
 
-def test_predicted_tokens_are_those_of_the_coverage_measured(measured, target, options, batches):
-    """Here the drafter is the target, so that every call commits a whole branch, but for ends of outputs."""
+def test_predicted_tokens_are_those_of_the_hit_rate_measured(measured, target, options, batches):
+    """Here the drafter is the target, so that every call commits a whole branch, but for ends of
+    outputs."""
     static, dynamic = measured[0]["trees"]
     assert static["predicted"] == pytest.approx(4) and static["prediction"] == "top"
     assert (dynamic["predicted"], dynamic["prediction"]) == (None, "dynamic")
@@ -85,9 +87,9 @@ def test_predicted_tokens_are_those_of_the_coverage_measured(measured, target, o
     sampled = dataclasses.replace(options, temperature=1.0, seed=3)
     results = [batch.through(lambda batch: sd.generate(
         target, batch.inputs, key=batch.keys, **sampled.decoding(plain=True))) for batch in batches]  # fmt: skip
-    found = acceptance.coverage_of(target, drafter, batches, results, sampled.sampling())
+    found = acceptance.hit_rate_of(target, drafter, batches, results, sampled.sampling())
     scored = acceptance.score(target, drafter, batches, ("block",), 3, sampled)
-    assert found == scored.coverage and 0 < found["mixed"][0][0] < found["mixed"][1][0] < 1
+    assert found == scored.hit_rate and 0 < found["mixed"][0][0] < found["mixed"][1][0] < 1
     tokens = lambda text: predictions.tree_tokens(read_tree(text), found)
     (one, _), (two, _) = found["mixed"][:2]
     assert tokens("widths:2,1:mixed") == {"predicted": pytest.approx(1 + two + two * one), "prediction": "mixed"}
@@ -106,15 +108,15 @@ def test_summary_and_figures_say_what_the_record_says(measured):
     calls = static["stats"]["target_calls"]
     assert f"{static['stats']['tokens_per_target_call']:.2f} tokens per target call, {calls} calls" in text
     assert f"v of its nodes {static['verify_cost']:.3f}" in text
-    assert "predicted    4.00 tokens per target call (coverage by k most probable ids; as if every node" in text
-    assert "  no prediction: the drafter's law shapes the tree\n" in text
+    assert "predicted    4.00 tokens per target call (top-k hit rate by k most probable ids; as if every node" in text
+    assert "  no prediction: the drafter's distribution shapes the tree\n" in text
     by_depth = ", ".join(f"{count / calls:.2f}" for count in static["stats"]["accepted_by_position"])
-    stood, reached = (static["stats"][f"{what}_by_position"] for what in ("accepted", "examined"))
-    given = ", ".join(f"{one / of:.2f}" for one, of in zip(stood, reached))
-    assert f"by depth: {by_depth} of the calls; where those above it stand: {given}\n" in text
+    accepted, reached = (static["stats"][f"{what}_by_position"] for what in ("accepted", "examined"))
+    given = ", ".join(f"{one / of:.2f}" for one, of in zip(accepted, reached))
+    assert f"by depth: {by_depth} of the calls; where those above it are accepted: {given}\n" in text
     assert f"{gain['median']:.3f} times as fast ({gain['least']:.3f} to {gain['most']:.3f})" in text
     chain, row, _ = rows.rows(record)
-    assert chain.gamma == 3 and row.gamma is None and row.alpha is None, "what stands of a tree is not α"
+    assert chain.gamma == 3 and row.gamma is None and row.alpha is None, "what is accepted of a tree is not α"
     assert row.verifier == f"tree {STATIC}, gumbel" and row.verify_cost == static["verify_cost"]
     assert (row.improvement.median, row.differ) == (static["improvement"]["median"], 0)
     html = page.report([(pathlib.Path("trees.json"), record)])
@@ -150,7 +152,7 @@ def corrupt(monkeypatch):
     ("temperature", "verifier", "wrong", "found"),
     [
         (0.0, "block", True, [(1, 1), (2, 1)]),
-        (1.0, "gumbel", True, [(1, 1), (2, 1)]),  # both arms take the same noise
+        (1.0, "gumbel", True, [(1, 1), (2, 1)]),  # both variants take the same noise
         (1.0, "gumbel", False, []),
         (1.0, "block", True, []),
     ],
@@ -185,11 +187,11 @@ def test_a_timed_call_over_nodes_sees_ancestors_alone(target):
     assert not np.array_equal(siblings, chain(tokens, positions, steps=1))
 
 
-def test_in_the_place_of_a_tree_that_a_law_shapes_stands_one_as_large(monkeypatch, target):
+def test_in_the_place_of_a_tree_that_a_distribution_shapes_stands_one_as_large(monkeypatch, target):
     seen = []
     monkeypatch.setattr(timing, "node_steps", lambda *_, tree, **__: seen.append(tree))
-    timing.tree_arm(target.network, 2, 5, 24, DynamicTree(3, 2, 7))()
-    timing.tree_arm(target.network, 2, 5, 24, Tree((0, 0)))()
+    timing.tree_variant(target.network, 2, 5, 24, DynamicTree(3, 2, 7))()
+    timing.tree_variant(target.network, 2, 5, 24, Tree((0, 0)))()
     assert [(tree.size, tree.depth) for tree in seen] == [(7, 3), (3, 1)]
 
 
@@ -203,13 +205,13 @@ def test_in_the_place_of_a_tree_that_a_law_shapes_stands_one_as_large(monkeypatc
             {"preset": "t5_1_1/small", "target": None, "drafter": None, "drafter_preset": "t5_1_1/small"},
             "tree: got .* without --drafter, expected one: with random weights nothing",
         ),
-        ({"forced_alpha": (0.5,)}, r"forced_alpha: got \(0.5,\) with a tree, expected none"),
-        ({"preset": "t5_1_1/small", "target": None, "drafter": "lookup", "forced_alpha": (0.5,)}, "with a tree"),
+        ({"synthetic_alpha": (0.5,)}, r"synthetic_alpha: got \(0.5,\) with a tree, expected none"),
+        ({"preset": "t5_1_1/small", "target": None, "drafter": "lookup", "synthetic_alpha": (0.5,)}, "with a tree"),
         ({"verifier": "lenient", "lenience": 0.5, "temperature": 1.0}, "verifier: got 'lenient' with a tree"),
         ({"num_beams": 2}, "tree: got .* with num_beams, expected none"),
     ],
 )  # fmt: skip
-def test_refuses(options, settings, message):
+def test_rejects(options, settings, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(options, **settings).check()
 
@@ -220,8 +222,8 @@ def test_the_suite_of_the_paper_has_no_trees(options, tmp_path):
         suite.rows(asked)
 
 
-def test_a_drafter_of_chains_is_refused_before_anything_is_timed(monkeypatch, target, batches, options):
-    monkeypatch.setattr(analysis_benchmark.analysis_arms, "warm_up", lambda *_: pytest.fail("timed"))
+def test_a_drafter_of_chains_is_rejected_before_anything_is_timed(monkeypatch, target, batches, options):
+    monkeypatch.setattr(analysis_benchmark.analysis_variants, "warm_up", lambda *_: pytest.fail("timed"))
     with pytest.raises(ValueError, match="tree: got one for RandomDrafter"):
         analysis_benchmark.benchmark(target, sd.RandomDrafter(CONFIG.vocab_size), batches, options)
 

@@ -1,4 +1,5 @@
-"""`analysis/rounding.py` and `scripts/compare_rounded.py`: figures beside numpy's, moved weights, usage."""
+"""`analysis/rounding.py` and `scripts/compare_rounded.py`: figures beside numpy's, moved weights,
+usage."""
 
 import json
 
@@ -109,7 +110,7 @@ def run(load_script, capsys):
 
 @needs_kernels
 def test_the_script(run, tmp_path):
-    """Weights that are stored in 8 bits change nothing, moved ones a little."""
+    """Weights that are stored in int8 change nothing, moved ones a little."""
     vocabulary = sd.load("ende/drafter").vocabulary
     shape = dict(emb_dim=32, num_heads=2, head_dim=16, num_encoder_layers=1, mlp_dim=64, num_decoder_layers=1)
     make = lambda seed: sd.LanguageModel.random(sd.T5Config(6144, **shape), seed, vocabulary)
@@ -145,7 +146,7 @@ def test_usage(flags, message, run):
     ("text", "message"),
     [("", "got no lines"), ("A house.\tEin Haus.\n\n", "got 1 references for 2 lines")],
 )
-def test_files_that_say_too_little_are_refused_before_a_model_is_loaded(run, tmp_path, text, message):
+def test_files_that_say_too_little_are_rejected_before_a_model_is_loaded(run, tmp_path, text, message):
     path = tmp_path / "text"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(app.UsageError, match=message):

@@ -27,7 +27,8 @@ def test_table_1_to_the_digit(row):
 
 @pytest.mark.parametrize("row", paper.TABLE_4, ids=str)
 def test_table_4_to_the_digit(row):
-    """Three rows need more digits of α and c than were printed; numbers that are printed so give their factor."""
+    """Three rows need more digits of α and c than were printed; numbers that are printed so give
+    their factor."""
     computed = formulas.improvement(row.alpha, row.gamma, row.cost_ratio)
     blurred = {("EnDe", "T5-base", 1): 2.35, ("EnDe", "T5-large", 1): 1.93, ("CNN/DM", "T5-large", 1): 1.54}
     name = row.task, row.drafter, row.temperature
@@ -230,7 +231,7 @@ def test_forced_acceptance_is_marked_and_no_measured_alpha():
         "options": BENCHMARK["options"] | {"preset": "t5_1_1/large"},
         "trees": [],
     }
-    record["speculative"][0]["forced_alpha"] = 0.8
+    record["speculative"][0]["synthetic_alpha"] = 0.8
     (row,) = rows.rows(record)
     assert (row.verifier, row.sentences) == ("forced, α = 0.8", "7 rows of random ids")
     text = report_page.report([(pathlib.Path("forced.json"), record)])
@@ -243,7 +244,7 @@ def test_a_drafter_that_drafts_now_and_then_has_two_rates():
     benchmark, measure, compared = (json.loads(json.dumps(record)) for record in (BENCHMARK, MEASURE, COMPARED))
     benchmark["speculative"][0]["stats"] |= {"acceptance_rate": 0.5, "acceptance_rate_per_position": 0.0625}
     measure["acceptance"] |= {"alpha": 0.125, "alpha_where_drafted": 0.75}
-    compared["arms"][0] |= {"alpha": 0.25, "alpha_where_drafted": 0.875}
+    compared["variants"][0] |= {"alpha": 0.25, "alpha_where_drafted": 0.875}
     found = [("a.json", benchmark), ("b.json", measure), ("c.json", compared)]
     for path, record in found:
         record_checks.check(record)
@@ -276,7 +277,7 @@ def test_lenience_makes_a_table_of_its_own():
 
 
 def test_the_timeline_lays_calls_end_to_end():
-    figure = plots.timeline([(str(arm["gamma"]), arm["spans"]) for arm in BENCHMARK["example"]["arms"]])
+    figure = plots.timeline([(str(variant["gamma"]), variant["spans"]) for variant in BENCHMARK["example"]["variants"]])
     bars = {}
     for collection in figure.axes[0].collections:
         for path in collection.get_paths():
@@ -313,7 +314,7 @@ def test_half_an_estimate_is_none(tmp_path, capsys, missing):
     )
 
 
-@pytest.mark.parametrize("change", [{"against": {"name": "t5x"}}, {"example": {"input": "a", "arms": [{}, {}]}}])
+@pytest.mark.parametrize("change", [{"against": {"name": "t5x"}}, {"example": {"input": "a", "variants": [{}, {}]}}])
 def test_what_the_page_cannot_show_is_no_record(tmp_path, capsys, change):
     path = tmp_path / "half.json"
     path.write_text(json.dumps(BENCHMARK | change))
@@ -337,7 +338,8 @@ def test_bad_output(tmp_path, capsys):
 
 
 def test_what_was_measured_comes_first():
-    """After a line that says what α, γ, c and v are; words at the left, numbers at the right; no figure twice."""
+    """After a line that says what α, γ, c and v are; words at the left, numbers at the right; no
+    figure twice."""
     text = report_page.report([(pathlib.Path("a.json"), BENCHMARK)])
     parts = ("α: the probability", "<h2>Measured", "a.json", "<h2>Theory", "Table 1.", "Table 5.")
     places = [text.index(part) for part in parts]

@@ -1,4 +1,5 @@
-"""Records that somebody else wrote: what is in them is shown as text, or refused in one line that names the file."""
+"""Records that somebody else wrote: what is in them is shown as text, or rejected in one line that
+names the file."""
 
 import copy
 import html.parser
@@ -126,7 +127,8 @@ def renamed(record, path, key):
 
 @pytest.fixture
 def shown(tmp_path, capsys, monkeypatch):
-    """The page that the command makes of a record, or None where it is refused in one line that names the file."""
+    """The page that the command makes of a record, or None where it is rejected in one line that
+    names the file."""
     monkeypatch.setattr(report_page, "_theory", list)
     source, output = tmp_path / "record.json", tmp_path / "report.html"
 
@@ -166,30 +168,30 @@ def test_markup_in_every_text_is_shown_as_text(shown, kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lenient"])
 def test_markup_in_the_place_of_every_key_and_value(shown, kind):
-    """One at a time; what is refused names the file, what is shown is harmless."""
-    record, refused, harmless = KINDS[kind], 0, 0
+    """One at a time; what is rejected names the file, what is shown is harmless."""
+    record, rejected, harmless = KINDS[kind], 0, 0
     for path in leaves(record):
         changed = [replaced(record, path, HOSTILE)]
         if isinstance(path[-1], str):
             changed.append(renamed(record, path, HOSTILE))
         pages = [shown(one) for one in changed]
-        refused, harmless = refused + pages.count(None), harmless + len(pages) - pages.count(None)
-    assert refused > 20 and harmless > 5
+        rejected, harmless = rejected + pages.count(None), harmless + len(pages) - pages.count(None)
+    assert rejected > 20 and harmless > 5
 
 
 @pytest.mark.parametrize(
     "value", [None, [], {}, True, -1, 10**400, float("nan"), float("inf"), "x" * 10**6], ids=lambda x: str(x)[:9]
 )
-def test_every_wrong_type_is_refused_or_shown(tmp_path, value):
+def test_every_wrong_type_is_rejected_or_shown(tmp_path, value):
     """The check knows all that the page reads: what it lets through can be laid out."""
-    refused = 0
+    rejected = 0
     for record in KINDS.values():
         for path in leaves(record):
             changed = json.loads(json.dumps(replaced(record, path, value)))
             try:
                 record_checks.check(changed)
             except ValueError as error:
-                refused += 1
+                rejected += 1
                 assert "\n" not in str(error) and ": got " in str(error) and len(str(error)) < 300
             else:
                 with (
@@ -197,7 +199,7 @@ def test_every_wrong_type_is_refused_or_shown(tmp_path, value):
                     mock.patch.object(plots, "svg", lambda figure: ""),
                 ):
                     report_page.report([(tmp_path, changed)])
-    assert refused > 100
+    assert rejected > 100
 
 
 @pytest.mark.parametrize("extra", KINDS)
@@ -219,20 +221,20 @@ def test_a_suites_lines_are_checked_each(shown):
     ("kind", "path"),
     [
         ("benchmark", ("speculative",)),
-        ("benchmark", ("example", "arms")),
-        ("benchmark", ("example", "arms", 1, "spans")),
-        ("benchmark", ("example", "arms", 1, "lines")),
+        ("benchmark", ("example", "variants")),
+        ("benchmark", ("example", "variants", 1, "spans")),
+        ("benchmark", ("example", "variants", 1, "lines")),
         ("benchmark", ("example", "trees")),
         ("benchmark", ("example", "trees", 0, "nodes")),
         ("benchmark", ("example", "trees", 0, "path")),
         ("demo", ("calls",)),
         ("demo", ("calls", 0, "lines")),
         ("measure", ("table",)),
-        ("compared", ("arms",)),
+        ("compared", ("variants",)),
         ("estimate", ("times", "rows")),
     ],
 )
-def test_more_than_can_be_drawn_is_refused_at_once(shown, kind, path):
+def test_more_than_can_be_drawn_is_rejected_at_once(shown, kind, path):
     start = time.monotonic()
     assert not shown(replaced(KINDS[kind], path, at(KINDS[kind], path)[-1:] * 50_000))
     assert time.monotonic() - start < 5
@@ -247,8 +249,9 @@ def test_the_greatest_tree_is_drawn(shown):
 
 
 def test_names_are_drawn_as_they_are(shown):
-    """Neither as formulas nor over the whole width; glyphs that matplotlib's font lacks are the browser's affair."""
-    page = shown(replaced(KINDS["compared"], ("arms", 0, "arm"), "$\\frac{1}{2}$ _学 " + "x" * 500))
+    """Neither as formulas nor over the whole width; glyphs that matplotlib's font lacks are the
+    browser's affair."""
+    page = shown(replaced(KINDS["compared"], ("variants", 0, "variant"), "$\\frac{1}{2}$ _学 " + "x" * 500))
     (name,) = {text for text in page.texts if text.startswith("$") and len(text) < 100}
     assert name.startswith("$\\frac{1}{2}$ _学 xxx") and len(name) == 60
     picture = io.BytesIO()

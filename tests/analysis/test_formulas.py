@@ -32,16 +32,16 @@ def test_best_gamma_where_wide_calls_cost_more():
 def test_operations_by_simulation():
     """Operations of γ draft tokens and γ + 1 target tokens, over the tokens that come out."""
     rng, (alpha, gamma, c) = np.random.default_rng(0), (0.7, 4, 0.1)
-    stands = np.cumprod(rng.random((200_000, gamma)) < alpha, axis=1).sum(axis=1)
+    accepted = np.cumprod(rng.random((200_000, gamma)) < alpha, axis=1).sum(axis=1)
     assert formulas.operations(alpha, gamma, c) == pytest.approx(
-        (gamma * c + gamma + 1) / np.mean(stands + 1), rel=5e-3
+        (gamma * c + gamma + 1) / np.mean(accepted + 1), rel=5e-3
     )
     with pytest.raises(ValueError, match="cost_ratio: got -1"):
         formulas.operations(0.5, 1, -1)
 
 
 def test_acceptance_rate_is_what_coins_say():
-    """Theorem 3.5, corollary 3.6 and section A.5, on random laws."""
+    """Theorem 3.5, corollary 3.6 and section A.5, on random distributions."""
     rng = np.random.default_rng(1)
     p, q = rng.dirichlet([0.5] * 5, 3), rng.dirichlet([0.5] * 5, 3)
     assert formulas.acceptance_rate(p, q) == pytest.approx(1 - formulas.divergence(p, q))
@@ -67,11 +67,11 @@ def test_plain_decoding_is_gamma_0():
 
 
 def test_the_oracle_by_its_series():
-    """It drafts k tokens with probability α^k (1 − α), all of which stand."""
+    """It drafts k tokens with probability α^k (1 − α), all of which are accepted."""
     for alpha, c in ((0.3, 0.1), (0.8, 0.0), (0.9, 0.5)):
-        law = [alpha**k * (1 - alpha) for k in range(2000)]
-        tokens = sum(p * (k + 1) for k, p in enumerate(law))
-        time = sum(p * (1 + c * k) for k, p in enumerate(law))
+        dist = [alpha**k * (1 - alpha) for k in range(2000)]
+        tokens = sum(p * (k + 1) for k, p in enumerate(dist))
+        time = sum(p * (1 + c * k) for k, p in enumerate(dist))
         assert formulas.oracle_tokens(alpha) == pytest.approx(tokens)
         assert formulas.oracle_improvement(alpha, c) == pytest.approx(tokens / time)
         assert formulas.oracle_improvement(alpha, c) > max(formulas.improvement(alpha, g, c) for g in range(20))
@@ -98,14 +98,14 @@ def test_expected_calls_of_long_outputs_reach_equation_1():
 
 
 @pytest.mark.parametrize("arguments", [(-0.1, 3), (1.1, 3), (float("nan"), 3), (0.5, -1)])
-def test_refuses(arguments):
+def test_rejects(arguments):
     with pytest.raises(ValueError, match="got .*expected"):
         formulas.expected_tokens(*arguments)
     with pytest.raises(ValueError, match="got .*expected"):
         formulas.expected_calls(*arguments, 5)
 
 
-def test_refuses_costs():
+def test_rejects_costs():
     with pytest.raises(ValueError, match="got cost_ratio -1"):
         formulas.improvement(0.5, 3, -1)
     with pytest.raises(ValueError, match="verify_cost 0"):
@@ -146,8 +146,8 @@ def test_calls_along_an_output_are_those_of_independent_acceptances(alpha, gamma
 
 def test_draft_steps_count_the_end():
     certain, never = np.ones((7, 3)), np.zeros((7, 3))
-    # All stand: 3 and one more token, then 3 that end with the EOS; the last of the first draft is
-    # fed with that one more.
+    # All are accepted: 3 and one more token, then 3 that end with the EOS; the last of the first
+    # draft is fed with that one more.
     assert formulas.calls_along(certain, 3) == (2, 3 + 3)
     # At a limit the last token is never drafted.
     assert formulas.calls_along(certain, 3, ended=False) == (2, 3 + 2)

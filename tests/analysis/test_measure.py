@@ -1,4 +1,5 @@
-"""`specdec measure`: agreement of two models, calls expected of given outputs, costs, the record and its figure."""
+"""`specdec measure`: agreement of two models, calls expected of given outputs, costs, the record
+and its figure."""
 
 import dataclasses
 import itertools
@@ -14,13 +15,13 @@ import toy_processors
 from measured_pair import ACCEPTED
 from toy_models import HashModel, HashNetwork
 
-from specdec_jax.analysis import acceptance, arms, expectations, formulas, timing
+from specdec_jax.analysis import acceptance, expectations, formulas, timing, variants
 from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands import measure
-from specdec_jax.decoding import costs
+from specdec_jax.decoding import autotune
 from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.results import NotNumbers
+from specdec_jax.decoding.results import NonFiniteLogitsError
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.random_tokens import RandomDrafter
 from specdec_jax.speculative import iteration
@@ -39,14 +40,15 @@ def outputs(rows: int, longest: int):
     return inputs, rng.integers(0, V, (rows, longest)), rng.integers(0, longest + 1, rows)
 
 
-def slow_laws(model, ids, fed, **adjustments):
-    """Laws `[T, V]` after each of `fed`, one position at a time; ids that the model lacks have probability 0."""
+def slow_distributions(model, ids, fed, **adjustments):
+    """Distributions `[T, V]` after each of `fed`, one position at a time; ids that the model lacks
+    have probability 0."""
     last = model.config.vocab_size - 1
     logits = model.logits([np.minimum(ids, last)], [np.minimum(fed, last)], [len(ids)])[0]
     logits = np.pad(logits, ((0, 0), (0, V - logits.shape[1])), constant_values=-np.inf)
     with np.errstate(invalid="ignore"):
         return np.array([
-            toy_processors.law(logits[t], fed[: t + 1], new=t, eos_ids=TARGET.eos_ids, **adjustments)
+            toy_processors.dist(logits[t], fed[: t + 1], new=t, eos_ids=TARGET.eos_ids, **adjustments)
             for t in range(len(fed))
         ])  # fmt: skip
 
@@ -60,26 +62,27 @@ ADJUSTED = {
 
 
 @pytest.mark.parametrize("name", sorted(ADJUSTED))
-def test_agreement_is_that_of_the_laws_computed_one_by_one(name):
+def test_agreement_is_that_of_the_distributions_computed_one_by_one(name):
     inputs, tokens, lengths = outputs(rows=4, longest=6)
     found = acceptance.agreement(TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name]))
     filters = dict(top_k=0, top_p=1.0, min_p=0.0) | ADJUSTED[name]
     for row, length in enumerate(lengths):
         fed = [TARGET.start_token, *tokens[row, : max(0, length - 1)].tolist()]
-        p, q = (slow_laws(model, inputs[row], fed, **filters) for model in (TARGET, DRAFT))
+        p, q = (slow_distributions(model, inputs[row], fed, **filters) for model in (TARGET, DRAFT))
         overlap = np.minimum(p, q).sum(axis=1)[:length]
         np.testing.assert_allclose(found.overlap[row, :length], overlap, atol=1e-5)
         if name == "argmax":
             assert set(overlap.tolist()) <= {0.0, 1.0}
-        here, there = (laws[np.arange(length), tokens[row, :length]] for laws in (p[:length], q[:length]))
+        here, there = (dists[np.arange(length), tokens[row, :length]] for dists in (p[:length], q[:length]))
         # An output that the target cannot give counts as agreed upon where the drafter gives it.
         expected = np.where(there > 0, there / np.where(here > 0, here, np.where(there > 0, there, 1)), 0)
         np.testing.assert_allclose(np.exp(found.log_ratio[row, :length]), expected, rtol=1e-4, atol=1e-6)
 
 
 def covered_by_drawing(p, q, ranked, k: int) -> float:
-    """P(the token that is committed is a child), where S, the first k − 1 of `ranked`, are children and x is another,
-    drawn from q without S: y = x with probability min(1, p / q′), else y comes from what p has more than q′."""
+    """P(the token that is committed is a child), where S, the first k − 1 of `ranked`, are children
+    and x is another, drawn from q without S: y = x with probability min(1, p / q′), else y comes
+    from what p has more than q′."""
     fixed = ranked[: k - 1]
     left = np.where(np.isin(np.arange(V), fixed), 0, q)
     if not left.sum():
@@ -88,22 +91,22 @@ def covered_by_drawing(p, q, ranked, k: int) -> float:
     rest = np.maximum(p - left, 0)
     found = 0.0
     for x in np.flatnonzero(left):
-        stands = min(1.0, p[x] / left[x])
+        accepted = min(1.0, p[x] / left[x])
         else_child = rest[fixed].sum() + rest[x] if rest.sum() else 0.0
-        found += left[x] * (stands + (1 - stands) * else_child / (rest.sum() or 1))
+        found += left[x] * (accepted + (1 - accepted) * else_child / (rest.sum() or 1))
     return found
 
 
 @pytest.mark.parametrize("name", sorted(ADJUSTED))
-def test_coverage_is_that_of_the_laws_computed_one_by_one(name):
+def test_hit_rate_is_that_of_the_distributions_computed_one_by_one(name):
     inputs, tokens, lengths = outputs(rows=4, longest=6)
     found = acceptance.agreement(TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name])).covered.mean
     filters = dict(top_k=0, top_p=1.0, min_p=0.0) | ADJUSTED[name]
     assert set(found) == ({"top"} if name == "argmax" else {"top", "mixed"})
     for row, length in enumerate(lengths):
         fed = [TARGET.start_token, *tokens[row, : max(0, length - 1)].tolist()]
-        p = slow_laws(TARGET, inputs[row], fed, **filters)
-        q = slow_laws(DRAFT, inputs[row], fed, **filters | ({"temperature": 1.0} if name == "argmax" else {}))
+        p = slow_distributions(TARGET, inputs[row], fed, **filters)
+        q = slow_distributions(DRAFT, inputs[row], fed, **filters | ({"temperature": 1.0} if name == "argmax" else {}))
         for t, k in itertools.product(range(length), (1, 2, 5, 8)):
             ranked = [token for token in np.argsort(-q[t], kind="stable") if q[t, token] > 0]
             assert found["top"][row, t, k - 1] == pytest.approx(p[t, ranked[:k]].sum(), abs=1e-5)
@@ -112,29 +115,30 @@ def test_coverage_is_that_of_the_laws_computed_one_by_one(name):
                 assert found["mixed"][row, t, k - 1] == pytest.approx(expected, abs=1e-5)
 
 
-def test_coverage_of_a_sample():
+def test_hit_rate_of_a_sample():
     """Of one child it is α; every further child adds to it; and the record has what each one adds."""
     drafter, batches = ModelDrafter(DRAFT), batches_of(8, 4)
     for kind, how in (("top", options()), ("mixed", options(temperature=1.0))):
         found = acceptance.score(TARGET, drafter, batches, ("block",), 2, how)
-        mean, error = np.transpose(found.coverage[kind])
-        assert list(found.coverage) == (["top"] if kind == "top" else ["top", "mixed"])
+        mean, error = np.transpose(found.hit_rate[kind])
+        assert list(found.hit_rate) == (["top"] if kind == "top" else ["top", "mixed"])
         assert mean[0] == pytest.approx(found.alpha, abs=1e-6) and error[0] == pytest.approx(found.error, abs=1e-6)
         assert np.all(np.diff(mean) >= -1e-6) and mean[0] < mean[1] and mean[-1] <= 1 + 1e-6
         record = found.record()
         np.testing.assert_allclose(np.cumsum(record["by_rank"][kind]), mean, atol=1e-6)
-        assert [value["covered"] for value in record["coverage"][kind]] == mean.tolist()
+        assert [value["covered"] for value in record["hit_rate"][kind]] == mean.tolist()
         assert Tree.best(record["by_rank"][kind], 8, 4).expected(record["by_rank"][kind]) > 1 + mean[0]
 
 
 @pytest.mark.parametrize(("name", "verifier"), [("token", toy.TOKEN), ("block", toy.BLOCK)])
 @pytest.mark.parametrize("zeros", [0.0, 0.4])
 def test_survival_along_the_targets_outputs_is_that_over_drafts(name, verifier, zeros):
-    """Exactly: the mean over all outputs of the target, Σ_i P(at least i stand), is E[τ] over all drafts."""
-    target, draft, gamma = toy.table_law(4, 1, zeros), toy.table_law(4, 2, zeros), 3
+    """Exactly: the mean over all outputs of the target, Σ_i P(at least i are accepted), is E[τ]
+    over all drafts."""
+    target, draft, gamma = toy.table_distribution(4, 1, zeros), toy.table_distribution(4, 2, zeros), 3
     total = 0.0
     for output, prob in toy.complete({(): 1.0}, target, gamma, set()).items():
-        p, q = (np.array([law(output[:i])[y] for i, y in enumerate(output)]) for law in (target, draft))
+        p, q = (np.array([dist(output[:i])[y] for i, y in enumerate(output)]) for dist in (target, draft))
         with np.errstate(divide="ignore"):
             total += prob * acceptance.SURVIVAL[name](np.log(q) - np.log(p)).sum()
     assert total == pytest.approx(toy.expected_accepted(target, draft, gamma, verifier), abs=1e-12)
@@ -146,7 +150,7 @@ def options(**values):
 
 def batches_of(rows: int, size: int):
     inputs, _, _ = outputs(rows, 1)
-    return arms.cut(inputs, inputs, size, 0)
+    return variants.cut(inputs, inputs, size, 0)
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +168,8 @@ def greedy():
 
 
 def test_calls_expected_with_argmax_are_those_made(greedy):
-    """Nothing is random: what agreement lets expect of every γ is what the engine then does, end and
-    limit included."""
+    """Nothing is random: what agreement lets expect of every γ is what the engine then does, end
+    and limit included."""
     ways, results = greedy
     for gamma, found in results.items():
         calls = [max(row.target_calls for row in result.stats.per_row) for result in found]
@@ -185,15 +189,15 @@ def test_counting_and_scoring_agree(greedy):
     first = [work.calls for work in counted.work["block", 3]]
     assert first == pytest.approx([max(row.target_calls for row in one.per_row) for one in stats])
     by_one = sum(counted.survival["block"][0][:1])
-    per_call = 1 + sum(stands for stands, _ in counted.survival["block"])
+    per_call = 1 + sum(accepted for accepted, _ in counted.survival["block"])
     assert [work.calls for work in counted.work["block", 1]] == pytest.approx(
         [calls * per_call / (1 + by_one) for calls in first]
     )
     by_position = sum(one.accepted_by_position for one in stats) / sum(one.target_calls for one in stats)
-    assert [stands for stands, _ in counted.survival["block"]] == pytest.approx(by_position.tolist())
+    assert [accepted for accepted, _ in counted.survival["block"]] == pytest.approx(by_position.tolist())
     reached = sum(one.examined_by_position for one in stats)
     rates = sum(one.accepted_by_position for one in stats) / reached
-    assert [stands for stands, _ in counted.by_depth["block"]] == pytest.approx(rates.tolist())
+    assert [accepted for accepted, _ in counted.by_depth["block"]] == pytest.approx(rates.tolist())
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
@@ -201,14 +205,14 @@ def test_calls_expected_when_sampling_are_those_made_on_average(verifier):
     """Means over 512 rows each, of other samples: five standard errors apart at most."""
     how = options(temperature=1.0, verifier=verifier, seed=3)
     inputs = [[2 + i % 8, 3] for i in range(512)]
-    batch = arms.cut(inputs, inputs, 512, 0)[0]
+    batch = variants.cut(inputs, inputs, 512, 0)[0]
     drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     plain = generate(TARGET, batch.ids, key=batch.keys, **how.decoding(plain=True))
     agreed = acceptance.agreement(TARGET, drafter.model, batch.ids, plain.tokens, plain.lengths, how.sampling())
     expected = []
     for row, length in enumerate(plain.lengths):
-        stands = acceptance.along(agreed.log_ratio[row, :length], 3, acceptance.SURVIVAL[verifier])
-        expected.append(formulas.calls_along(stands, 3, plain.finish_reasons[row] == "eos"))
+        accepted = acceptance.along(agreed.log_ratio[row, :length], 3, acceptance.SURVIVAL[verifier])
+        expected.append(formulas.calls_along(accepted, 3, plain.finish_reasons[row] == "eos"))
     result = generate(TARGET, batch.ids, drafter=drafter, gamma=3, key=jax.random.key(9), **how.decoding())
     made = [row.target_calls for row in result.stats.per_row]
     expected = [calls for calls, _ in expected]
@@ -229,7 +233,7 @@ def test_counting_and_overlap_agree_on_the_same_positions(name):
     """Corollary 3.6, on the real random path: within three standard errors of 256 rows."""
     how, drafter = options(seed=1, **SAMPLED[name]), ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     inputs = [[2 + i % 8, 3 + i % 5] for i in range(256)]
-    batches = arms.cut(inputs, inputs, 128, 0)
+    batches = variants.cut(inputs, inputs, 128, 0)
     found = acceptance.compare(TARGET, drafter, batches, 3, how)
     result = [
         generate(
@@ -245,7 +249,8 @@ def test_counting_and_overlap_agree_on_the_same_positions(name):
 
 
 def test_counting_and_overlap_agree_whatever_verifies_the_rest():
-    """A lossy verifier's settings are not the comparison's; rows that fill up a batch have no positions."""
+    """A lossy verifier's settings are not the comparison's; rows that fill up a batch have no
+    positions."""
     drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), batches_of(5, 4)
     assert any(not ids for ids in batches[-1].ids)
     ways = [options(temperature=1.0), options(temperature=1.0, verifier="lenient", lenience=0.1)]
@@ -264,10 +269,11 @@ def test_counting_and_overlap_are_one_with_argmax():
     assert found.counted == found.overlap and found.difference == 0 and 0 < found.counted < 1
 
 
-def test_another_drafters_law_does_not_agree(monkeypatch):
-    """The comparison is sharp: it tells a drafter from a worse one, and positions from their neighbours."""
+def test_another_drafters_distribution_does_not_agree(monkeypatch):
+    """The comparison is sharp: it tells a drafter from a worse one, and positions from their
+    neighbours."""
     drafter, inputs = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), [[2 + i % 8, 3] for i in range(256)]
-    batches, agreement = arms.cut(inputs, inputs, 256, 0), acceptance.agreement
+    batches, agreement = variants.cut(inputs, inputs, 256, 0), acceptance.agreement
     other = HashModel(V, 1, likeness=0.5, spread=6.0)
     monkeypatch.setattr(acceptance, "agreement", lambda target, _, *rest: agreement(target, other, *rest))
     found = acceptance.compare(TARGET, drafter, batches, 3, options(temperature=0.5, seed=1))
@@ -285,28 +291,28 @@ def test_another_drafters_law_does_not_agree(monkeypatch):
 def test_damaged_models_are_named_with_the_number_of_the_input():
     """Batches are sorted by length: the number is the one that the input had before."""
     inputs = [[3, 4, 5, 6, 1], [7, 1], [3, 2, 2, 1]]
-    batches = arms.cut(inputs, inputs, 2, 0)
+    batches = variants.cut(inputs, inputs, 2, 0)
     sound = HashModel(V, 1, spread=6.0)
 
     @flax.struct.dataclass
     class Broken(HashNetwork):
-        def decode(self, tokens, positions, cache, live=None):
+        def decode(self, tokens, positions, cache, valid=None):
             logits, cache = HashNetwork.decode(self, tokens, positions, cache)
             return jnp.where(cache.inputs[:, None, None] % 2 == 1, jnp.nan, logits), cache
 
     broken = HashModel(V, 0, spread=6.0)
-    broken.network = Broken(broken.law)
+    broken.network = Broken(broken.dist)
     odd = [
         place for place, ids in enumerate(inputs)
         if int(TARGET.network.prefill(np.array([ids]), np.array([len(ids)]), 9).inputs[0]) % 2
     ]  # fmt: skip
     assert 0 < len(odd) < 3
-    arm = arms.Arm(0, lambda batch: generate(broken, batch.ids, max_new_tokens=3))
-    with pytest.raises(NotNumbers, match=f"input ({'|'.join(map(str, odd))}): got logits from the target"):
-        arms.one_pass({"plain": arm}, batches, 0, "pass")
+    variant = variants.Variant(0, lambda batch: generate(broken, batch.ids, max_new_tokens=3))
+    with pytest.raises(NonFiniteLogitsError, match=f"input ({'|'.join(map(str, odd))}): got logits from the target"):
+        variants.one_pass({"plain": variant}, batches, 0, "pass")
     nothing = HashModel(V, 1)
     nothing.logits = lambda *arguments, **options: np.full((*np.shape(arguments[1]), V), np.nan, np.float32)
-    with pytest.raises(NotNumbers, match="input [012]: got logits from the drafter hash .* at new token 0"):
+    with pytest.raises(NonFiniteLogitsError, match="input [012]: got logits from the drafter hash .* at new token 0"):
         acceptance.score(sound, ModelDrafter(nothing), batches, ("token",), 2, options(temperature=1.0))
 
 
@@ -331,24 +337,25 @@ def test_iterations_are_the_engines():
     expected, step = state, jax.jit(iteration.iterate)
     for _ in range(3):
         expected = step(request.network, request.drafter, expected).replace(lengths=state.lengths, done=state.done)
-    found = costs.iterated_steps(request.network, request.drafter, state, np.int32(3))
+    found = autotune.iterated_steps(request.network, request.drafter, state, np.int32(3))
     for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         if not jax.numpy.issubdtype(ours.dtype, jax.dtypes.prng_key):
             np.testing.assert_array_equal(ours, theirs)
-    # Three iterations of two tokens, and the one that the state comes from with all that the drafter had not fed.
+    # Three iterations of two tokens, and the one that the state comes from with all that the
+    # drafter had not fed.
     assert (found.counts.draft_calls - state.counts.draft_calls).tolist() == [6, 6]
 
 
 def test_the_table_is_the_formulas():
     found = expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3)
-    for row, v, stand in zip(found["table"], (1.2, 1.4, 1.6), (1.8, 2.5, 2.8), strict=True):
+    for row, v, accept_probs in zip(found["table"], (1.2, 1.4, 1.6), (1.8, 2.5, 2.8), strict=True):
         gamma = row["gamma"]
         assert row["verify_cost"] == pytest.approx(v) and row["timed"] == (gamma != 2)
         assert row["tokens"] == formulas.expected_tokens(0.8, gamma)
         assert row["theorem_3_8"] == formulas.improvement(0.8, gamma, 0.1)
         assert row["with_verify_cost"] == pytest.approx(formulas.improvement(0.8, gamma, 0.1, v))
-        assert row["by_position"]["block"]["tokens"] == pytest.approx(stand)
-        assert row["by_position"]["block"]["with_verify_cost"] == pytest.approx(stand / (0.1 * gamma + v))
+        assert row["by_position"]["block"]["tokens"] == pytest.approx(accept_probs)
+        assert row["by_position"]["block"]["with_verify_cost"] == pytest.approx(accept_probs / (0.1 * gamma + v))
     best = {"theorem_3_8": 3, "with_verify_cost": 3, "by_position": {"block": 2}, "with_lengths": None}
     assert found["best_gamma"] == best
 
@@ -367,7 +374,8 @@ def test_calls_without_a_draft_are_over_one_position():
 
 
 def test_whole_decodes_count_encoders_and_lengths():
-    """By hand: two batches, of 8 and 16 ids; the drafter's calls are 0.1 steps each, v is 1.5 at γ = 1 and 2 at 2."""
+    """By hand: two batches, of 8 and 16 ids; the drafter's calls are 0.1 steps each, v is 1.5 at γ
+    = 1 and 2 at 2."""
     seconds = {"target step": 2.0, "target encoder 8": 3.0, "target encoder 16": 5.0, "drafter encoder 8": 1.0,
                "drafter encoder 16": 1.5}  # fmt: skip
     times = {name: Spread(value, value, value) for name, value in seconds.items()}

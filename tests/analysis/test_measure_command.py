@@ -1,4 +1,4 @@
-"""`specdec measure` as a command: its record, its figure, what it refuses."""
+"""`specdec measure` as a command: its record, its figure, what it rejects."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def test_command(specdec, sentences, tmp_path, drafter):
     assert set(record["verify_cost"]) == {"1", "2", "3"} and record["cost_ratio"] >= 0
     assert record["acceptance"]["how"] == ("scored" if drafter == "DRAFTER" else "counted")
     assert set(record["acceptance"]["by_rank"]) == ({"top"} if drafter == "DRAFTER" else set())
-    assert set(record["acceptance"]["coverage_by_depth"]) == set(record["acceptance"]["by_rank"])
+    assert set(record["acceptance"]["hit_rate_by_depth"]) == set(record["acceptance"]["by_rank"])
     assert "acceptance by depth 1, 2 …" in out and ("tree, k = 8" in out) == (drafter == "DRAFTER")
     assert record["same_positions"] is None and "token verification accepted" not in out
     assert (record["cost_ratio_alone"] is None) == (drafter == "lookup") and "best gamma: " in out
@@ -126,7 +126,10 @@ def test_figure_is_a_picture(tmp_path):
             ["--compare_alpha", "--max_new_tokens=1"],
             "compare_alpha: got True with max_new_tokens=1, expected at least 2",
         ),
-        (["--compare_alpha", "--drafter_int8"], "drafter_int8=True, expected a model that draws from its own law"),
+        (
+            ["--compare_alpha", "--drafter_int8"],
+            "drafter_int8=True, expected a model that draws from its own distribution",
+        ),
         (["--batch_size=0"], "batch_size: got 0, expected"),
         (["--plot=figure.doc"], "plot: got 'figure.doc', expected a file (.png, .pdf, .svg)"),
         (["--plot=no/such/folder/figure.png"], "in a folder that exists"),

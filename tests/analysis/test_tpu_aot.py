@@ -53,7 +53,8 @@ def test_a_pair_is_compiled_and_sized():
     assert "tiny with tiny, γ = 2, batch 1, bfloat16" in rows.memory_estimate(record)
     assert rows.time_estimates(record) == []
     assert record["chip"] == "v4" and record["topology"] == "v4:2x2x1"
-    # One layer, in bfloat16: the decoder's kernels (the drafter's three times: twice drafted, and once as the target).
+    # One layer, in bfloat16: the decoder's kernels (the drafter's three times: twice drafted, and
+    # once as the target).
     kernels = 4 * 64 * 16 + 2 * 64 * 16 + 3 * 64 * 24 + 64 * 32000
     floor = 1e3 * (3 * kernels * 2 / 1e9 + record["state_gb"]) / CHIPS["v4"].bandwidth
     assert record["floor_ms"] == pytest.approx(floor, abs=1.1e-3)
@@ -74,7 +75,7 @@ def test_what_does_not_fit_exits_with_1_and_8_bits_take_half():
     code, record = compiled("--gamma=0", "--memory_gb=1e-9", "--quantize=int8")
     kernels, embedding = 8 * 64 * 16 + 4 * 64 * 16 + 2 * 3 * 64 * 24 + 64 * 32000, 2 * 64 * 32000
     assert record["weights_gb"] == pytest.approx((kernels + embedding) / 1e9, rel=0.05)
-    assert "batch 1, bfloat16, target in 8 bits, compiled" in rows.memory_estimate(record)
+    assert "batch 1, bfloat16, target in int8, compiled" in rows.memory_estimate(record)
     assert code == 1 and not record["fits"] and record["drafter"] is None
 
 
@@ -135,8 +136,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     "gamma, pairs, microseconds", [(7, True, 10 + 7 * 2), (7, False, 10 + 3 + 6 * 2), (1, True, 10), (0, True, 10)]
 )
 def test_an_iteration_is_a_pass_of_the_loop_with_gamma_draft_steps(gamma, pairs, microseconds):
-    """What comes before the loop does not count; catching up does where steps are over one position.
-    A draft of one step is no loop of its own."""
+    """What comes before the loop does not count; catching up does where steps are over one
+    position. A draft of one step is no loop of its own."""
     text = "\n".join(line for line in LOOP.splitlines() if gamma != 1 or "body=%draft" not in line)
     seconds = tpu_estimates.iteration_seconds(text, CHIPS["v4"], gamma, pairs)
     assert seconds == pytest.approx(1e-6 * microseconds)
@@ -210,7 +211,7 @@ def test_networks_are_shapes_on_the_devices(case):
     assert case.model_drafter() is not None and dataclasses.replace(case, gamma=0).model_drafter() is None
 
 
-def test_a_mesh_of_more_devices_than_there_are_is_refused(case):
+def test_a_mesh_of_more_devices_than_there_are_is_rejected(case):
     assert case.rules() is None
     with pytest.raises(ValueError, match="mesh: got 1x64, expected at most"):
         dataclasses.replace(case, mesh="1x64").rules()
@@ -266,7 +267,7 @@ def test_every_chip_has_a_process_and_a_line(script, monkeypatch, capfd):
         (["--num_beams=2", "--beam_width=1"], "beam_width: got 1"),
     ],
 )
-def test_flags_without_a_meaning_together_are_refused(script, flags, message):
+def test_flags_without_a_meaning_together_are_rejected(script, flags, message):
     FLAGS(["tpu_aot.py", *flags])
     with pytest.raises(app.UsageError, match=message):
         script._check(["tpu_aot.py"])

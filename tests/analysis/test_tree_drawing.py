@@ -1,4 +1,5 @@
-"""Trees as text: every node once, the path that stands, the mask of ancestors, and what fits a terminal."""
+"""Trees as text: every node once, the accepted path, the mask of ancestors, and what fits a
+terminal."""
 
 import json
 import re
@@ -66,7 +67,8 @@ def test_p_q_and_their_ratio():
 @pytest.mark.parametrize("numbers", [False, True])
 @pytest.mark.parametrize("nodes", [4, 12, 40, 76, 77, 130])
 def test_eighty_columns(nodes, numbers):
-    """A mask that does not fit beside the tree stands below it, and one that fits nowhere is not drawn."""
+    """A mask that does not fit beside the tree stands below it, and one that fits nowhere is not
+    drawn."""
     one = step([node // 3 for node in range(nodes - 1)], [0, 1])
     lines = plain(tree_drawing.tree_lines(one, TARGET, numbers))
     assert max(map(len, lines)) <= tree_drawing.COLUMNS
@@ -94,8 +96,8 @@ def test_text_keeps_to_its_line():
 
 
 def test_figure_of_a_tree():
-    """Texts, the path in green, and the mask with what stands in its own colour."""
-    figure = tree_plot.token_tree(tree_drawing.Drawn.of(STEP, TARGET))
+    """Texts, the path in green, and the mask with what is accepted in its own colour."""
+    figure = tree_plot.token_tree(tree_drawing.Drawn.from_step(STEP, TARGET))
     left, right = figure.axes
     colours = {text.get_text(): text.get_bbox_patch().get_edgecolor() for text in left.texts}
     assert list(sorted(colours)) == sorted(["[START]", "t11", "t13", "t14", "t16", "t7", "t12", "t15"])
@@ -115,7 +117,7 @@ def test_figure_of_a_tree():
 
 
 def mask_of(axes, size: int) -> list[list[int]]:
-    """0 where a place is empty, 2 where it has the colour of what stands, else 1."""
+    """0 where a place is empty, 2 where it has the colour of what is accepted, else 1."""
     found, green = [[0] * size for _ in range(size)], colors.to_rgba("tab:green")
     for bars in axes.collections:
         for path in bars.get_paths():
@@ -125,7 +127,7 @@ def mask_of(axes, size: int) -> list[list[int]]:
 
 
 def test_a_tree_is_read_as_it_was_written():
-    drawn = tree_drawing.Drawn.of(STEP, TARGET)
+    drawn = tree_drawing.Drawn.from_step(STEP, TARGET)
     record = json.loads(json.dumps(drawn.record()))
     assert record["nodes"][4] == {"text": " t14", "token": 14, "parent": 1, "p": 4 / 64, "q": 1 / 64}
     read = tree_drawing.Drawn.read(record)

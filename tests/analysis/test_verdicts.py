@@ -74,7 +74,7 @@ def test_what_is_said_of_tokens():
     assert say([1]) == "tokens differ from plain decoding's for 1 of 9 inputs"
     assert "samples of the target's own distribution" in say([None])
     assert say([None], verifier="lenient") == "lenient verification is lossy: tokens need not be the target's"
-    assert "by coin" in say([None], forced_alpha=[0.5])
+    assert "at random with a given probability" in say([None], synthetic_alpha=[0.5])
 
 
 def test_what_measure_promises_of_whole_decodes():

@@ -1,4 +1,5 @@
-"""Folders that say several things: several files of weights, several embeddings, wrapped names, masks of any dtype."""
+"""Folders that say several things: several files of weights, several embeddings, wrapped names,
+masks of any dtype."""
 
 import dataclasses
 import json
@@ -222,7 +223,7 @@ def test_causal_masks_of_a_gpt2_may_have_any_dtype(dtype, prefix, tmp_path):
     assert bool(said) == prefix.startswith("module.")
 
 
-def test_another_dtype_where_a_parameter_is_expected_is_refused(tmp_path):
+def test_another_dtype_where_a_parameter_is_expected_is_rejected(tmp_path):
     wrong = TENSORS | {"shared.weight": np.ones((40, 16), np.uint8)}
     with pytest.raises(ValueError, match="parameter token_embedder/embedding: got dtype U8, expected one of float32"):
         load(make.write_hf(tmp_path / "tensors", wrong))
@@ -235,7 +236,7 @@ def test_another_dtype_where_a_parameter_is_expected_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [np.ones((40, 16), np.int32), np.array(3.0, np.float32)], ids=["int32", "scalar"])
-def test_embeddings_that_are_no_matrices_of_numbers_are_refused_by_name(wrong, tmp_path):
+def test_embeddings_that_are_no_matrices_of_numbers_are_rejected_by_name(wrong, tmp_path):
     names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     with pytest.raises(ValueError, match="parameter token_embedder/embedding: got (dtype I32|shape)"):
         load(make.write_hf(tmp_path, TENSORS | dict.fromkeys(names, wrong)))

@@ -14,7 +14,7 @@ import pytest
 from golden_models import GOLDEN
 from make_checkpoints import FORMATS, PARAMS, TENSORS, TINY, TINY_1_0, model_of
 
-from specdec_jax.checkpoints import converter, huggingface_t5, leaves, loader
+from specdec_jax.checkpoints import converter, huggingface_t5, loader, stored_tensor
 from specdec_jax.models import network, parameters, vocabularies
 from specdec_jax.models.t5 import PRESETS, T5
 
@@ -72,7 +72,7 @@ def test_t5x_in_bfloat16(tmp_path):
 
 
 def test_large_leaves_are_read_in_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(leaves, "_BLOCK_BYTES", 200)  # three rows of width 16
+    monkeypatch.setattr(stored_tensor, "_BLOCK_BYTES", 200)  # three rows of width 16
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 100)  # Flax cuts arrays above it
     for form in ("safetensors", "flax", "legacy", "own"):
         FORMATS[form](tmp_path / form)
@@ -98,7 +98,7 @@ def test_tensor_names():
 
 
 @pytest.mark.parametrize("activations", [(), ("gelu", "gelu", "linear"), ("tanh",)])
-def test_other_feed_forward_blocks_are_refused(activations):
+def test_other_feed_forward_blocks_are_rejected(activations):
     with pytest.raises(ValueError, match="mlp_activations: got .*, expected one name or two"):
         dataclasses.replace(TINY, mlp_activations=activations)
 
@@ -127,7 +127,8 @@ def test_lengths_of_padded_rows():
 
 
 TIES = {
-    # (what config.json adds, whether the file has lm_head) -> (head is the embedding, output is scaled)
+    # (what config.json adds, whether the file has lm_head) -> (head is the embedding, output is
+    # scaled)
     "1.0 old": (dict(), False, (True, True)),
     "1.0 new": (dict(tie_word_embeddings=True, scale_decoder_outputs=True), False, (True, True)),
     "1.0 with a copy of the head": (dict(tie_word_embeddings=True), True, (False, True)),

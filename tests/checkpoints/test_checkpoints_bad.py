@@ -1,4 +1,5 @@
-"""Bad checkpoints: refused in one line that says what was got and what was expected, before anything compiles."""
+"""Bad checkpoints: rejected in one line that says what was got and what was expected, before
+anything compiles."""
 
 import json
 import shutil
@@ -50,7 +51,8 @@ def damage_header(folder):
 
 
 def truncate_database(folder):
-    """Cuts every data file of an OCDBT database: which of them the merged database still refers to varies."""
+    """Cuts every data file of an OCDBT database: which of them the merged database still refers to
+    varies."""
     for path in folder.rglob("d/*"):
         truncate(path)
 
@@ -157,7 +159,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_in_one_line(case, tmp_path, monkeypatch):
+def test_bad_input_is_rejected_in_one_line(case, tmp_path, monkeypatch):
     source, damage, message = BAD[case]
     path = tmp_path / "model"
     make.write_hf(path, source) if isinstance(source, dict) else FORMATS[source](path)
@@ -193,13 +195,13 @@ def test_an_unknown_architecture_is_told_all_that_are_known(tmp_path):
         assert f" {known}" in str(error.value)
 
 
-def test_tables_that_differ_are_refused_where_the_configuration_has_one(tmp_path):
+def test_tables_that_differ_are_rejected_where_the_configuration_has_one(tmp_path):
     make.write_t5x_orbax(tmp_path / "checkpoint_7", make.stack_layers(PARAMS, tables="different"))
     with pytest.raises(ValueError, match=r"relpos_bias.*: got a relative position table of its own .*, expected one"):
         loader.load(tmp_path, "float32", config=TINY)
 
 
-def test_a_vocabulary_wider_than_the_logits_is_refused(tmp_path, monkeypatch):
+def test_a_vocabulary_wider_than_the_logits_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     make.write_t5x_legacy(tmp_path / "checkpoint_7", PARAMS)
     with pytest.raises(ValueError, match="got 200 pieces, expected at most the 40 logits"):
@@ -207,14 +209,14 @@ def test_a_vocabulary_wider_than_the_logits_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ids", [dict(eos_token_id=[1, 40]), dict(decoder_start_token_id=-1)])
-def test_special_ids_that_the_model_lacks_are_refused(ids, tmp_path, monkeypatch):
+def test_special_ids_that_the_model_lacks_are_rejected(ids, tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     make.write_hf(tmp_path, TENSORS, **ids)
     with pytest.raises(ValueError, match=r"special id: got (40|-1), expected an id of the vocabulary of 40"):
         loader.load(tmp_path, "float32")
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+def test_what_does_not_fit_is_rejected_before_anything_is_read(tmp_path, monkeypatch):
     make.write_hf(tmp_path, TENSORS)
     monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     monkeypatch.setattr(memory, "available_bytes", lambda: 20_000)
@@ -282,7 +284,7 @@ def test_loading_where_the_c_library_cannot_be_opened_by_no_name(tmp_path, monke
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int32", "nonsense"])
-def test_other_dtypes_are_refused(dtype, tmp_path):
+def test_other_dtypes_are_rejected(dtype, tmp_path):
     make.write_hf(tmp_path, TENSORS)
     with pytest.raises(ValueError, match=f"dtype: got {dtype}, expected float32 or bfloat16"):
         loader.load(tmp_path, dtype)

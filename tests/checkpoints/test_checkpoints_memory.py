@@ -1,4 +1,5 @@
-"""Parameters stream in: loading takes little memory beside the weights, whatever the format and the stored dtype."""
+"""Parameters stream in: loading takes little memory beside the weights, whatever the format and the
+stored dtype."""
 
 import pathlib
 import subprocess
@@ -10,8 +11,8 @@ import pytest
 
 from specdec_jax.models.t5 import T5Config
 
-# As in the T5 1.1 sizes from large on, embedding and head are a small part: the head exists three times for a moment
-# while it is brought into the loop's layout.
+# As in the T5 1.1 sizes from large on, embedding and head are a small part: the head exists three
+# times for a moment while it is brought into the loop's layout.
 LAYERS = {"float32": 4, "bfloat16": 8}  # 130 and 120 MB of weights
 
 

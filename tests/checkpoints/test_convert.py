@@ -20,8 +20,8 @@ from golden_models import GOLDEN
 from make_checkpoints import PARAMS, TINY, TINY_1_0
 
 import specdec_jax as sd
-from specdec_jax.checkpoints import leaves as checkpoints_leaves
 from specdec_jax.checkpoints import loader, progress, safetensors_files, t5x
+from specdec_jax.checkpoints import stored_tensor as checkpoints_leaves
 from specdec_jax.checkpoints.converter import FORMATS, convert
 from specdec_jax.commands import main
 from specdec_jax.models.parameters import flatten
@@ -110,7 +110,7 @@ def test_vocabulary_and_sentinels_are_kept(kind, tmp_path):
         assert (tmp_path / "again" / file).read_bytes() == (GOLDEN / "hf_tokenizer" / file).read_bytes()
 
 
-def test_what_hugging_face_cannot_say_is_refused(tmp_path):
+def test_what_hugging_face_cannot_say_is_rejected(tmp_path):
     config = dataclasses.replace(SMALL, vocab_size=264)
     model = make.model_of(make.random_params(config), config, ByteVocabulary(0))
     with pytest.raises(ValueError, match="format: got vocabulary=.*, which huggingface would give back as"):
@@ -194,7 +194,7 @@ def test_layers_that_were_stacked_and_optimizer_states(tmp_path):
         assert not list(written.folder.glob("state.*"))
 
 
-def test_an_output_that_holds_something_is_refused(tmp_path):
+def test_an_output_that_holds_something_is_rejected(tmp_path):
     make.FORMATS["own"](tmp_path / "source")
     (tmp_path / "empty").mkdir()
     convert(tmp_path / "source", tmp_path / "empty", "specdec")

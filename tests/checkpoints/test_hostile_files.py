@@ -1,6 +1,7 @@
 """Hostile files end in one line that names the file, within seconds and in little memory.
 
-They are read in another process: one that hangs or dies is a case that failed, and the others follow in a new one.
+They are read in another process: one that hangs or dies is a case that failed, and the others
+follow in a new one.
 """
 
 import json
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pipes, sockets 
 
 
 def run(names, folder) -> dict[str, dict]:
-    """What came of the cases, by name, up to the first at which the process hangs or dies, which has nothing."""
+    """What came of the cases, by name, up to the first at which the process hangs or dies, which
+    has nothing."""
     program = pathlib.Path(__file__).parents[1] / "support/hostile_files.py"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     found: dict[str, dict] = {}

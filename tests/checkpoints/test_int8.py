@@ -1,4 +1,4 @@
-"""Matrices stored in 8 bits."""
+"""Matrices stored in int8."""
 
 import dataclasses
 import json
@@ -9,9 +9,9 @@ import pytest
 from make_checkpoints import TINY, TINY_1_0
 
 import specdec_jax as sd
-from specdec_jax.checkpoints import int8, own, tensorstore_arrays
+from specdec_jax.checkpoints import int8, native_format, tensorstore_arrays
 from specdec_jax.checkpoints.converter import convert
-from specdec_jax.checkpoints.leaves import Leaf
+from specdec_jax.checkpoints.stored_tensor import Leaf
 from specdec_jax.commands import main
 from specdec_jax.models.parameters import flatten
 
@@ -42,7 +42,7 @@ def test_every_number_is_the_nearest_of_its_column_or_row(shape, tmp_path):
         assert np.all(np.abs(found[name]).max(axis=axis) == pytest.approx(np.abs(array).max(axis=axis), rel=1e-6))
         rounded += np.any(found[name] != array)
     assert rounded > 10 and not np.any(found[WO][:, 3])
-    stored = own.open_folder(tmp_path / "model").leaves
+    stored = native_format.open_folder(tmp_path / "model").leaves
     assert stored[WO].dtype == "int8" and stored["decoder/decoder_norm/scale"].dtype == "float32"
 
 
@@ -71,7 +71,7 @@ def test_size_formats_and_a_second_time(tmp_path):
 @pytest.mark.parametrize("name", [WO, "token_embedder/embedding"])
 def test_a_part_is_that_part(name, tmp_path):
     sd.save(make.model_of(make.random_params(TINY), TINY), tmp_path / "model", dtype="int8")
-    leaf = own.open_folder(tmp_path / "model").leaves[name]
+    leaf = native_format.open_folder(tmp_path / "model").leaves[name]
     whole, box = leaf.load("float32"), (slice(3, 9), slice(1, 4))
     assert leaf.shape == whole.shape
     np.testing.assert_array_equal(leaf.load_part("float32", box), whole[box])
@@ -82,26 +82,26 @@ def test_a_part_is_that_part(name, tmp_path):
 
 def test_tiny_and_infinite_numbers():
     tiny = np.full((3, 2), 1.9e-43, np.float32)
-    found = int8.join({name: Leaf.of(x) for name, x in int8.divided(WO, tiny).items()}, "here")[WO]
+    found = int8.join({name: Leaf.from_array(x) for name, x in int8.divided(WO, tiny).items()}, "here")[WO]
     assert np.all(found.load("float32") >= 0)
     for bad in (np.nan, np.inf):
         with pytest.raises(ValueError, match=f"parameter {WO}: got numbers that are not finite"):
             int8.divided(WO, np.array([[1, bad]], np.float32))
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
-    stored = {name: Leaf.of(array) for name, array in int8.divided(WO, np.ones((4, 6), np.float32)).items()}
+def test_what_does_not_fit_is_rejected(tmp_path):
+    stored = {name: Leaf.from_array(array) for name, array in int8.divided(WO, np.ones((4, 6), np.float32)).items()}
     assert set(stored) == {f"{WO}/values", f"{WO}/scales"}
     for part in ("values", "scales"):
         alone = {f"{WO}/{part}": stored[f"{WO}/{part}"]}
         with pytest.raises(ValueError, match=f"here: parameter {WO}: got 8-bit {part} alone"):
             int8.join(alone, "here")
     for shape in ((1, 5), (4,), (4, 6)):
-        wrong = stored | {f"{WO}/scales": Leaf.of(np.ones(shape, np.float32))}
+        wrong = stored | {f"{WO}/scales": Leaf.from_array(np.ones(shape, np.float32))}
         with pytest.raises(ValueError, match="got scales of shape .* for values of shape"):
             int8.join(wrong, "here")
     sd.save(make.model_of(make.random_params(TINY), TINY), tmp_path / "model")
-    arrays = {name: leaf.load("float32") for name, leaf in own.open_folder(tmp_path / "model").leaves.items()}
+    arrays = {name: leaf.load("float32") for name, leaf in native_format.open_folder(tmp_path / "model").leaves.items()}
     arrays[WO] = np.ones_like(arrays[WO], np.int8)  # integers without scales
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "config.json").write_text((tmp_path / "model" / "config.json").read_text())

@@ -1,5 +1,5 @@
-"""What a long reading, writing or making of parameters says of itself: nothing while it is short, then a bar
-on a terminal and a line now and then elsewhere."""
+"""What a long reading, writing or making of parameters says of itself: nothing while it is short,
+then a bar on a terminal and a line now and then elsewhere."""
 
 import re
 
@@ -9,7 +9,7 @@ from make_checkpoints import TENSORS, TINY
 from terminal import as_stderr
 
 import specdec_jax as sd
-from specdec_jax.checkpoints import leaves, progress
+from specdec_jax.checkpoints import progress, stored_tensor
 from specdec_jax.checkpoints.converter import FORMATS
 from specdec_jax.checkpoints.progress import ParameterProgress
 from specdec_jax.commands import benchmark, convert
@@ -38,7 +38,7 @@ def folder(tmp_path):
 def slowly(clock, monkeypatch):
     """Returns a function that makes the reading of all of `TINY`'s parameters last so many seconds,
     and fail at one of them if it is asked to."""
-    read = leaves.Leaf.load
+    read = stored_tensor.Leaf.load
 
     def slow(seconds: float, fails_at: int | None = None) -> None:
         numbers = iter(range(COUNT))
@@ -49,7 +49,7 @@ def slowly(clock, monkeypatch):
                 raise ValueError("a truncated file")
             return read(self, dtype)
 
-        monkeypatch.setattr(leaves.Leaf, "load", load)
+        monkeypatch.setattr(stored_tensor.Leaf, "load", load)
 
     return slow
 
@@ -164,7 +164,7 @@ def test_a_caller_may_have_the_lines_or_silence(slowly, folder, monkeypatch):
 def test_filling_reports_every_parameter(quantize):
     counts = []
     config = sd.T5Config(96, 64, 2, 32, 2, 2, 128, dtype="float32")
-    sd.LanguageModel.filled(config, quantize=quantize, report=counts.append)
+    sd.LanguageModel.dummy(config, quantize=quantize, report=counts.append)
     assert sum(counts) == parameter_count(config) and len(counts) == len(parameter_shapes(config))
 
 

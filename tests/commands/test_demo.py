@@ -46,7 +46,8 @@ def test_demo_says_what_it_does(specdec):
 
 
 def test_picture_of_the_demo(specdec, tmp_path):
-    """In colour wherever the output goes, without marks, fonts from elsewhere or the path of the kernel."""
+    """In colour wherever the output goes, without marks, fonts from elsewhere or the path of the
+    kernel."""
     picture = tmp_path / "demo.svg"
     code, out, _ = specdec("demo", *command_line.MODELS, "--repeats=1", f"--picture={picture}", "Tom", "We")
     root = xml.etree.ElementTree.parse(picture).getroot()
@@ -73,18 +74,19 @@ def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
 
 
 def test_demo_of_a_tree(specdec, tmp_path):
-    """One call is drawn, with as many tokens as the sentence says, and as a figure; the times are those of trees."""
+    """One call is drawn, with as many tokens as the sentence says, and as a figure; the times are
+    those of trees."""
     plot = tmp_path / "tree.svg"
     record = tmp_path / "demo.json"
     argv = ["demo", *MODELS, "--repeats=1", "--tree=widths:2,1", f"--output={record}", f"--plot={plot}", "Tom", "We"]
     code, out, _ = specdec(*argv)
     assert code == 0 and "proposes a tree of up to 4 tokens" in out.splitlines()[0]
-    number, sentence, drafted, stand = re.search(
-        r"^Call (\d+) of “(\w+)” as a tree of (\d+) drafted tokens,\nof which (\d+) stand", out, re.MULTILINE
+    number, sentence, drafted, accept_probs = re.search(
+        r"^Call (\d+) of “(\w+)” as a tree of (\d+) drafted tokens,\nof which (\d+) are accepted", out, re.MULTILINE
     ).groups()
     drawn = out.partition("# sees\n")[2].partition("\n\n")[0].splitlines()
     assert [line[0] for line in drawn if line[0] != " "] == [*map(str, range(int(drafted) + 1))]
-    assert sum("{=" in line for line in drawn) == int(stand)
+    assert sum("{=" in line for line in drawn) == int(accept_probs)
     call = out.partition(f"\n{sentence}\n")[2].splitlines()[int(number) - 1]
     marked = "".join(re.findall("{=(.*?)=}", "".join(drawn))).replace(" ", "")
     assert marked == "".join(re.findall("{=(.*?)=}", call)).replace(" ", "")
@@ -92,7 +94,7 @@ def test_demo_of_a_tree(specdec, tmp_path):
     (found,) = rows.read_records(str(record))
     assert [shown["input"] for shown in found["calls"]] == ["Tom", "We"]
     assert (found["tree"]["input"], found["tree"]["call"]) == (sentence, int(number))
-    assert (len(found["tree"]["nodes"]), len(found["tree"]["path"])) == (int(drafted) + 1, int(stand) + 1)
+    assert (len(found["tree"]["nodes"]), len(found["tree"]["path"])) == (int(drafted) + 1, int(accept_probs) + 1)
     pieces = [text.strip() for line in found["calls"][0]["lines"] for _, text in line]
     assert pieces and all(piece in out for piece in pieces)
     assert "tokens per target call" in out and specdec(*argv[:-3], f"--plot={tmp_path / 'no.bmp'}", "Tom")[0] == 2
@@ -136,7 +138,7 @@ def test_trees_that_cannot_be_shown(specdec, flags, said):
 
 @pytest.mark.parametrize("tree", ["widths:2", "widths:1,1:drawn", "dynamic:2,2,4"])
 @pytest.mark.parametrize("command", ["demo", "generate"])
-def test_a_chains_verifier_beside_a_tree_is_refused_before_anything_loads(specdec, monkeypatch, command, tree):
+def test_a_chains_verifier_beside_a_tree_is_rejected_before_anything_loads(specdec, monkeypatch, command, tree):
     monkeypatch.setattr(loader, "load", lambda *_, **__: pytest.fail("loaded"))
     models = ["--target=TARGET", "--drafter=DRAFTER"]
     code, out, err = specdec(command, *models, f"--tree={tree}", "--verifier=token", "--gamma=auto", "Tom")
@@ -154,11 +156,12 @@ def test_demo_of_nothing(specdec):
 
 
 def test_printed_times_give_the_printed_ratio(monkeypatch):
-    """Three passes whose ratios are 3, 1 and 3.4 (in the middle 3), while that of the median times is 1.7."""
+    """Three passes whose ratios are 3, 1 and 3.4 (in the middle 3), while that of the median times
+    is 1.7."""
     passes = {"plain": [6.0, 4.0, 10.2], "speculative": [2.0, 4.0, 3.0]}
     clock, turn = [0.0], {name: itertools.count() for name in passes}
 
-    def arm(name):
+    def variant(name):
         def decode(number):
             clock[0] += passes[name][next(turn[name])]
             return types.SimpleNamespace(lengths=np.array([4]), stats=types.SimpleNamespace(target_calls=2))
@@ -166,7 +169,7 @@ def test_printed_times_give_the_printed_ratio(monkeypatch):
         return decode
 
     monkeypatch.setattr(demo.time, "perf_counter", lambda: clock[0])
-    text = demo.comparison({name: arm(name) for name in passes}, [0], 3)
+    text = demo.comparison({name: variant(name) for name in passes}, [0], 3)
     plain, speculative = (float(re.search(f"^{name} +([0-9.]+) ms", text, re.MULTILINE)[1]) for name in passes)
     ratio, least, most = re.search("^ratio +([0-9.]+), .*\\(([0-9.]+) to ([0-9.]+)\\)", text, re.MULTILINE).groups()
     assert (ratio, least, most) == ("3.00", "1.00", "3.40") and plain / speculative == pytest.approx(

@@ -10,7 +10,7 @@ from toy_training import TINY, config_of
 from specdec_jax.commands import distill, distill_lines
 from specdec_jax.training import heads, run_folder
 from specdec_jax.training.config import TrainConfig
-from specdec_jax.training.outputs import Job
+from specdec_jax.training.sequence_distillation import Job
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,8 @@ from specdec_jax.training.outputs import Job
     ],
 )
 def test_warm_up_and_decay_follow_the_steps(given, expected):
-    """Of `train`, of `distill`, whatever its number of steps was when gin made it, and of `train_heads`."""
+    """Of `train`, of `distill`, whatever its number of steps was when gin made it, and of
+    `train_heads`."""
     config = TrainConfig(TINY, ("a",), ("b",), "c", vocabulary_size=64, **given)
     assert (config.warmup_steps, config.decay_steps) == expected
     stage = distill.DistillConfig(target="x", output_dir="y", **given).training(TINY, 64, ["a"], ["b"])
@@ -35,7 +36,7 @@ def test_warm_up_and_decay_follow_the_steps(given, expected):
     assert "decay_steps" in given or made.decay_steps == min(made.steps // 2, made.steps - made.warmup_steps)
 
 
-def test_given_parts_that_exceed_the_steps_are_refused():
+def test_given_parts_that_exceed_the_steps_are_rejected():
     with pytest.raises(ValueError, match="steps: got 3, expected at least warmup_steps . decay_steps = 6"):
         config_of(".", ".", steps=3)
 

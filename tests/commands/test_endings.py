@@ -1,4 +1,5 @@
-"""What a job says of its inputs and outputs: how many were cut, which inputs are too long and what would do."""
+"""What a job says of its inputs and outputs: how many were cut, which inputs are too long and what
+would do."""
 
 import command_line
 import pytest
@@ -8,10 +9,10 @@ from toy_models import tiny_t5
 import specdec_jax as sd
 from specdec_jax.commands import main
 from specdec_jax.commands.endings import Endings
-from specdec_jax.commands.journal import Journal
+from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.decoding.checks import check_input_lengths, listed
 from specdec_jax.decoding.progress import Progress
-from specdec_jax.decoding.results import NotNumbers
+from specdec_jax.decoding.results import NonFiniteLogitsError
 
 pair, cache = command_line.pair, command_line.cache
 pytestmark = pytest.mark.usefixtures("quick")
@@ -20,7 +21,8 @@ TEXTS = ["We asked", "Tom", "She was"]
 
 
 def generate(capsys, pair, *more):
-    """Runs the command with one row a batch; returns exit code, standard output and standard error as they are."""
+    """Runs the command with one row a batch; returns exit code, standard output and standard error
+    as they are."""
     models = [f"--target={pair / 'target'}", "--dtype=float32", "--batch_size=1"]
     code = main.main(["generate", *models, *map(str, more)])
     return code, *capsys.readouterr()
@@ -103,7 +105,9 @@ def test_long_lists_of_numbers_are_cut():
 def test_many_inputs_without_output_are_few_lines():
     said = []
     endings = Endings("--max_new_tokens=64", said.append)
-    output = lambda number: sd.Output(None, [], [], [], "error", None, None, NotNumbers("the target t", number, 0))
+    output = lambda number: sd.Output(
+        None, [], [], [], "error", None, None, NonFiniteLogitsError("the target t", number, 0)
+    )
     notes = [endings.add(number, [output(number)]) for number in range(40)]
     assert notes == [{"lost": True}] * 40 and len(said) == 5
     assert endings.tell(40).startswith("sentences 1, 2, ") and len(said) == 5

@@ -15,7 +15,8 @@ from specdec_jax.commands import help_page, main, sentences
 
 ROOT = shared_pages.ROOT
 TEXTS = {shared_pages.name_of(path): path.read_text(encoding="utf-8") for path in shared_pages.pages()}
-# Files and folders that are the reader's own, as the pages say of them: names that end in "/", and these.
+# Files and folders that are the reader's own, as the pages say of them: names that end in "/", and
+# these.
 OWN = (
     "data",
     "test.txt",
@@ -104,7 +105,8 @@ def made_by(argv: list[str]) -> list[str]:
 
 
 def check_files_read(argvs: list[list[str]], made: set[str]) -> None:
-    """Checks the flags of commands, and that each file they read is there, the reader's own, or made before.
+    """Checks the flags of commands, and that each file they read is there, the reader's own, or
+    made before.
 
     Args:
       made: files that are made elsewhere.

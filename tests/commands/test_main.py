@@ -1,4 +1,5 @@
-"""The command line, through `main(argv)` and once or twice as a process: results, errors, gin, standard streams."""
+"""The command line, through `main(argv)` and once or twice as a process: results, errors, gin,
+standard streams."""
 
 import gzip
 import io
@@ -17,8 +18,8 @@ from specdec_jax.analysis.report import record_checks
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate as generate_command
 from specdec_jax.commands import main
+from specdec_jax.decoding import continuous_batching
 from specdec_jax.decoding import inputs as decoding_inputs
-from specdec_jax.decoding import jobs
 from specdec_jax.speculative.tree_text import read_tree
 
 pair, cache, specdec, compilations = (
@@ -132,9 +133,9 @@ def test_outputs_appear_window_by_window(pair, monkeypatch):
     drafter = sd.ModelDrafter(sd.load(pair / "drafter", dtype="float32"))
     options = dict(batch_size=2, seed=3, drafter=drafter, gamma=2, max_new_tokens=6)
     options["sampling"] = sd.SamplingConfig(temperature=1.0)
-    whole = list(jobs.decode_all(target, inputs, **options))
-    monkeypatch.setattr(jobs, "_WINDOW", 1)
-    windows = jobs.decode_all(target, inputs, **options)
+    whole = list(continuous_batching.decode_all(target, inputs, **options))
+    monkeypatch.setattr(continuous_batching, "_WINDOW", 1)
+    windows = continuous_batching.decode_all(target, inputs, **options)
     assert [output.tokens for output in windows] == [output.tokens for output in whole]
 
 
@@ -158,10 +159,10 @@ def test_benchmark(specdec, tmp_path):
     record = json.loads(out)
     record_checks.check(record)
     assert record == json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert record["sentences"] == 2 and [arm["gamma"] for arm in record["speculative"]] == [2]
-    plain, speculative = record["example"]["arms"]
+    assert record["sentences"] == 2 and [variant["gamma"] for variant in record["speculative"]] == [2]
+    plain, speculative = record["example"]["variants"]
     assert record["example"]["input"] == "Tom" and (plain["gamma"], speculative["gamma"]) == (0, 2)
-    calls = [[name for name, _ in arm["spans"]].count("target call") for arm in (plain, speculative)]
+    calls = [[name for name, _ in variant["spans"]].count("target call") for variant in (plain, speculative)]
     assert calls[1] == len(speculative["lines"]) <= calls[0]
     (tree,) = record["example"]["trees"]
     assert tree["tree"] == "widths:2:top" and tree["call"] >= 1 and tree["path"][0] == 0

@@ -55,7 +55,7 @@ def test_flags_replace_single_defaults(decode, tmp_path):
     assert none == expected(folder, max_new_tokens=9, generation_config=None) != found
 
 
-def test_beams_to_a_file_and_what_they_refuse(decode, tmp_path):
+def test_beams_to_a_file_and_what_they_reject(decode, tmp_path):
     folder = folder_of(tmp_path / "model", SEARCH)
     path = tmp_path / "out.jsonl"
     decode(folder, f"--output_file={path}")

@@ -1,4 +1,5 @@
-"""Every way of sampling, verifying and stopping through the command line: it arrives, or is refused with one line."""
+"""Every way of sampling, verifying and stopping through the command line: it arrives, or is
+rejected with one line."""
 
 import json
 import types
@@ -13,7 +14,7 @@ from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate
 from specdec_jax.commands.endings import Endings
 from specdec_jax.commands.output_lines import one_line
-from specdec_jax.decoding import jobs
+from specdec_jax.decoding import continuous_batching
 from specdec_jax.decoding.stream import Piece
 
 pair, cache, specdec, compilations = (
@@ -230,7 +231,7 @@ def test_demo_takes_the_verifier_and_the_seed(specdec):
 
 
 def test_benchmark_takes_the_options(specdec, monkeypatch):
-    """What they then do to its arms is tested with it."""
+    """What they then do to its variants is tested with it."""
     seen = []
     monkeypatch.setattr(benchmark_command, "benchmark", lambda *arguments: seen.append(arguments[3]) or ({}, []))
     flags = ["--verifier=lenient", "--lenience=0.5", "--temperature=0.7", "--min_p=0.1", "--seed=4", "--json"]
@@ -241,7 +242,7 @@ def test_benchmark_takes_the_options(specdec, monkeypatch):
     assert plain["sampling"] == sampling and "verifier" not in plain and seen[0].seed == 4
 
 
-# Refused before anything is loaded: the models do not exist.
+# Rejected before anything is loaded: the models do not exist.
 
 EARLY = {
     "verifier": (["--verifier=best"], "verifier: got 'best', expected one of token, block"),
@@ -289,34 +290,34 @@ EARLY = {
 }  # fmt: skip
 
 
-def refused(result, message, compilations):
+def rejected(result, message, compilations):
     code, out, err = result
     assert code == 2 and not out and not compilations
     assert err.startswith("specdec: error: ") and err.count("\n") == 1 and message in err
 
 
 @pytest.mark.parametrize("case", sorted(EARLY))
-def test_refused_before_anything_is_loaded(specdec, compilations, case):
+def test_rejected_before_anything_is_loaded(specdec, compilations, case):
     flags, message = EARLY[case]
-    refused(specdec("generate", "--target=no/model", "--drafter=no/model", "hello", *flags), message, compilations)
+    rejected(specdec("generate", "--target=no/model", "--drafter=no/model", "hello", *flags), message, compilations)
 
 
 @pytest.mark.parametrize("command", ["demo", "benchmark"])
 @pytest.mark.parametrize("case", ["verifier", "no lenience", "typical at 0", "logit_bias form", "great seed"])
-def test_the_other_commands_refuse_alike(specdec, compilations, command, case):
+def test_the_other_commands_reject_alike(specdec, compilations, command, case):
     flags, message = EARLY[case]
-    refused(specdec(command, "--target=no/model", "--drafter=no/model", *flags), message, compilations)
+    rejected(specdec(command, "--target=no/model", "--drafter=no/model", *flags), message, compilations)
 
 
-def test_the_demo_refuses_what_is_not_utf8(specdec, compilations):
-    refused(specdec("demo", "sch\udcf6n"), "sentence 1: got", compilations)
+def test_the_demo_rejects_what_is_not_utf8(specdec, compilations):
+    rejected(specdec("demo", "sch\udcf6n"), "sentence 1: got", compilations)
 
 
 @pytest.mark.parametrize("flag", ["--forbidden_tokens=64", "--logit_bias=-1:5", "--forced_tokens=0:99"])
 def test_ids_outside_the_vocabulary(specdec, compilations, flag):
     """Known once the model is there, before anything compiles."""
     message = "got id " + flag.replace(":5", "").replace("0:", "").rpartition("=")[2]
-    refused(specdec("generate", "--target=TARGET", "--dtype=float32", flag, "hello"), message, compilations)
+    rejected(specdec("generate", "--target=TARGET", "--dtype=float32", flag, "hello"), message, compilations)
 
 
 # Many sentences.
@@ -326,7 +327,7 @@ ANYTHING = types.SimpleNamespace(network=types.SimpleNamespace(rules=None))  # a
 
 
 def test_no_inputs_give_no_outputs():
-    assert list(jobs.decode_all(ANYTHING, [], batch_size=8, seed=0)) == []
+    assert list(continuous_batching.decode_all(ANYTHING, [], batch_size=8, seed=0)) == []
 
 
 def test_outputs_come_as_soon_as_those_before_them_are_there(monkeypatch):
@@ -338,17 +339,22 @@ def test_outputs_come_as_soon_as_those_before_them_are_there(monkeypatch):
             finished.append(number)
             yield number, (types.SimpleNamespace(text=inputs[number], error=None),)
 
-    monkeypatch.setattr(jobs, "decode_stream", decode_stream)
+    monkeypatch.setattr(continuous_batching, "decode_stream", decode_stream)
     # (the output, finished inputs when it came)
     outputs = [
-        (output.text, len(finished)) for output in jobs.decode_all(ANYTHING, list("abcde"), batch_size=2, seed=0)
+        (output.text, len(finished))
+        for output in continuous_batching.decode_all(ANYTHING, list("abcde"), batch_size=2, seed=0)
     ]
     assert outputs == [("a", 3), ("b", 3), ("c", 4), ("d", 4), ("e", 5)]
 
 
 def test_rows_are_refilled_where_there_are_rows_to_refill():
-    assert jobs.refills(2, 3, None)
-    assert not jobs.refills(1, 3, None) and not jobs.refills(3, 3, None) and not jobs.refills(2, 3, 5.0)
+    assert continuous_batching.refills(2, 3, None)
+    assert (
+        not continuous_batching.refills(1, 3, None)
+        and not continuous_batching.refills(3, 3, None)
+        and not continuous_batching.refills(2, 3, 5.0)
+    )
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""The output file of `specdec generate`: it has what would be printed, a kill changes nothing in it,
-and results of other settings do not get into it."""
+"""The output file of `specdec generate`: it has what would be printed, a kill changes nothing in
+it, and results of other settings do not get into it."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from devices import SPECDEC
 
 import specdec_jax as sd
 from specdec_jax.commands import generate
-from specdec_jax.commands.journal import Journal
+from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.models.vocabularies import SentencePieceVocabulary
 
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec
@@ -152,44 +152,44 @@ class Kills:
         begin, (total, decoded) = self.finished(name), (time.monotonic(), None)
         partial = self.folder / f"{name}.partial"
         size = partial.stat().st_size if partial.exists() else 0
-        job = subprocess.Popen(
+        plan = subprocess.Popen(
             [*self.command, f"--output_file={self.folder / name}"], stderr=subprocess.PIPE, text=True
         )
         try:
-            while job.poll() is None:
+            while plan.poll() is None:
                 now = time.monotonic()
                 if decoded is None and partial.exists() and partial.stat().st_size > size:
                     decoded = now
                 since = decoded if decoding else total
                 if after is not None and since is not None and now - since >= after:
-                    job.kill()
+                    plan.kill()
                 time.sleep(0.005)
         finally:
-            job.kill()
-        said = job.communicate()[1]
-        assert job.returncode in (0, -signal.SIGKILL), said
-        assert not begin or job.returncode or f"{begin} of {len(BUNDLED)} sentences are there" in said
+            plan.kill()
+        said = plan.communicate()[1]
+        assert plan.returncode in (0, -signal.SIGKILL), said
+        assert not begin or plan.returncode or f"{begin} of {len(BUNDLED)} sentences are there" in said
         now = time.monotonic()
         self.seconds = now - total, now - (decoded or now)
-        return job.returncode
+        return plan.returncode
 
 
 @slow
 def test_twenty_kills_of_the_bundled_pair_change_no_byte(tmp_path):
-    rng, job, where = random.Random(20), Kills(tmp_path), []
-    assert job.run("cold") == 0 and job.run("whole") == 0
-    whole, (total, decoding) = (tmp_path / "whole").read_bytes(), job.seconds
+    rng, plan, where = random.Random(20), Kills(tmp_path), []
+    assert plan.run("cold") == 0 and plan.run("whole") == 0
+    whole, (total, decoding) = (tmp_path / "whole").read_bytes(), plan.seconds
     assert whole == (tmp_path / "cold").read_bytes() and len(whole.splitlines()) == len(BUNDLED)
     finished = 0
     while len(where) < 20:
         by_journal = len(where) % 2 == 1  # half of them while it decodes, which is a small part of the time
-        if job.run("out", rng.uniform(0, decoding if by_journal else total), by_journal) == 0:
+        if plan.run("out", rng.uniform(0, decoding if by_journal else total), by_journal) == 0:
             assert (tmp_path / "out").read_bytes() == whole
             (tmp_path / "out").unlink()
             finished += 1
         else:
-            where.append(job.finished("out"))
-    assert job.run("out") == 0 and (tmp_path / "out").read_bytes() == whole
+            where.append(plan.finished("out"))
+    assert plan.run("out") == 0 and (tmp_path / "out").read_bytes() == whole
     assert not list(tmp_path.glob("*.partial"))
     print(
         f"{total:.1f} s undisturbed, {decoding:.1f} s of them decoding; results kept at each kill: {where}; "

@@ -1,5 +1,5 @@
-"""Options that are paths: a home folder in them, files that are replaced, settings beside what a kill leaves;
-sentences that begin with a dash."""
+"""Options that are paths: a home folder in them, files that are replaced, settings beside what a
+kill leaves; sentences that begin with a dash."""
 
 import dataclasses
 import pathlib

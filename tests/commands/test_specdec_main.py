@@ -1,4 +1,5 @@
-"""The command as a process: its standard streams, and what signals do while it imports, computes, trains and ends."""
+"""The command as a process: its standard streams, and what signals do while it imports, computes,
+trains and ends."""
 
 import errno
 import io
@@ -16,7 +17,8 @@ from specdec_jax.commands import main
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and closed streams are other things there")
 
-# The command with a command line of the test's own instead of the package, which would take a second to import.
+# The command with a command line of the test's own instead of the package, which would take a
+# second to import.
 STUB = """
 import atexit, hashlib, os, signal, sys, threading, time, types
 import specdec_main

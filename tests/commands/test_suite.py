@@ -1,4 +1,4 @@
-"""`specdec benchmark --suite=paper`: which rows it has, what a kill leaves, what is refused."""
+"""`specdec benchmark --suite=paper`: which rows it has, what a kill leaves, what is rejected."""
 
 import pytest
 from announcements import without_course
@@ -12,7 +12,7 @@ from specdec_jax.models.t5 import T5Config
 
 pytestmark = pytest.mark.usefixtures("quick")
 FLAGS = ["--suite=paper", "--preset=tiny", "--drafter_preset=tiny", "--drafter=lookup", "--gamma=1,2",
-         "--forced_alpha=0.4,1", "--max_new_tokens=12", "--input_length=5", "--repeats=1"]  # fmt: skip
+         "--synthetic_alpha=0.4,1", "--max_new_tokens=12", "--input_length=5", "--repeats=1"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +43,11 @@ def test_rows_of_checkpoints():
 def test_rows_of_presets():
     """Per drafter and γ, since one process may not be able to hold the programs of all."""
     options = BenchmarkOptions(
-        suite="paper", preset="tiny", drafter_preset="tiny", drafter="lookup", gamma=(1, 2), forced_alpha=(0.4, 1.0),
+        suite="paper", preset="tiny", drafter_preset="tiny", drafter="lookup", gamma=(1, 2), synthetic_alpha=(0.4, 1.0),
         output=
             "r.jsonl"
     )  # fmt: skip
-    found = [(row.drafter_preset, row.drafter, row.gamma, row.forced_alpha) for row in suite.rows(options)]
+    found = [(row.drafter_preset, row.drafter, row.gamma, row.synthetic_alpha) for row in suite.rows(options)]
     drafters = [("tiny", None), (None, "lookup")]
     assert found == [(*drafter, (gamma,), (0.4, 1.0)) for drafter in drafters for gamma in (1, 2)]
 
@@ -70,18 +70,24 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     found = report_rows.read_records(output)
     assert [record["drafter"]["name"] for record in found] == ["tiny", "tiny", "prompt lookup", "prompt lookup"]
     for record, gamma in zip(found, (1, 2, 1, 2), strict=True):
-        assert [(arm["gamma"], arm["forced_alpha"]) for arm in record["speculative"]] == [(gamma, 0.4), (gamma, 1)]
+        assert [(variant["gamma"], variant["synthetic_alpha"]) for variant in record["speculative"]] == [
+            (gamma, 0.4),
+            (gamma, 1),
+        ]
     for record, prediction in zip(found, ["with_lengths"] * 2 + ["with_counts"] * 2, strict=True):
-        for arm in record["speculative"]:
-            assert arm["prediction"] == prediction
-            expected = arm["improvement"]["median"] / arm["predicted"][prediction]
-            assert arm["measured_over_predicted"] == pytest.approx(expected)
+        for variant in record["speculative"]:
+            assert variant["prediction"] == prediction
+            expected = variant["improvement"]["median"] / variant["predicted"][prediction]
+            assert variant["measured_over_predicted"] == pytest.approx(expected)
     assert found[1]["speculative"][1]["stats"]["tokens_per_target_call"] == 3
-    # Random ids repeat nothing, and yet prompt lookup is timed: a draft is as long as was asked for.
+    # Random ids repeat nothing, and yet prompt lookup is timed: a draft is as long as was asked
+    # for.
     looked_up = found[3]["speculative"][1]["stats"]
     assert looked_up["acceptance_rate"] == 1 and looked_up["tokens_per_target_call"] == 3
     assert "nothing was drafted" not in out and "drafted nothing" not in out
-    assert out.count("tokens are accepted by coin: outputs mean nothing") == 3  # one row was there before
+    assert (
+        out.count("tokens are accepted at random with a given probability: outputs mean nothing") == 3
+    )  # one row was there before
     assert out.count("forced, α = 0.4") == 4 and len(output.read_text(encoding="utf-8").splitlines()) == 4
 
     report = tmp_path / "report.html"
@@ -113,7 +119,9 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
     monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(benchmark, "benchmark", lambda *arguments: seen.append(arguments[3].against) or ({}, []))
     monkeypatch.setattr(suite, "others_of", lambda *_: {})
-    options = dict(preset="tiny", drafter="lookup", forced_alpha=(0.5,), gamma=(2,), input_length=5, max_new_tokens=4)
+    options = dict(
+        preset="tiny", drafter="lookup", synthetic_alpha=(0.5,), gamma=(2,), input_length=5, max_new_tokens=4
+    )
     target = None
     for temperature in (0.0, 1.0):
         target, _, _ = suite._measured(BenchmarkOptions(temperature=temperature, **options), target)
@@ -126,14 +134,14 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
         (["--suite=best", "--target=t", "--drafter=d", "--output=r.jsonl"], "suite: got 'best', expected paper"),
         (["--suite=paper", "--target=t", "--drafter=d"], "output: got nothing with suite='paper'"),
         (["--suite=paper", "--target=t", "--output=r.jsonl"], "drafter: got nothing with suite='paper'"),
-        (["--suite=paper", "--preset=tiny", "--drafter=lookup", "--output=r.jsonl"], "forced_alpha: got nothing"),
+        (["--suite=paper", "--preset=tiny", "--drafter=lookup", "--output=r.jsonl"], "synthetic_alpha: got nothing"),
         (["--suite=paper", "--target=t", "--drafter=d", "--temperature=1", "--output=r.jsonl"], "temperature: got "
                                                                                                 "1.0 with"),
         (["--suite=paper", "--target=t", "--drafter=d", "--verifier=gumbel", "--output=r.jsonl"], "verifier: got "
                                                                                                   "'gumbel'"),
         (["--suite=paper", "--target=t", "--drafter=d", "--json", "--output=r.jsonl"], "json: got True with"),
         (["--suite=paper", "--target=t", "--drafter=d", "--gamma=0", "--output=r.jsonl"], "gamma: got 0"),
-        (["--suite=paper", "--preset=tiny", "--drafter_preset=tiny,huge", "--forced_alpha=1", "--output=r.jsonl"],
+        (["--suite=paper", "--preset=tiny", "--drafter_preset=tiny,huge", "--synthetic_alpha=1", "--output=r.jsonl"],
             "got 'huge'"),
         (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=r.pdf"], "report: got 'r.pdf', "
                                                                                                "expected"),
@@ -145,7 +153,7 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
         (["--suite=paper", "--target=t", "--drafter=d", "--output=nowhere/r.jsonl"], "output: got 'nowhere/r.jsonl'"),
     ],
 )  # fmt: skip
-def test_refuses(specdec, tmp_path, monkeypatch, flags, message):
+def test_rejects(specdec, tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     code, _, err = specdec(*flags)
     assert code == 2 and message in err and list(tmp_path.iterdir()) == []

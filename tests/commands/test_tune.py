@@ -1,4 +1,5 @@
-"""`specdec tune`: what is expected of every choice, which are timed, which is taken, and the file that is written."""
+"""`specdec tune`: what is expected of every choice, which are timed, which is taken, and the file
+that is written."""
 
 import dataclasses
 import json
@@ -7,7 +8,7 @@ import command_line
 import numpy as np
 import pytest
 
-from specdec_jax.analysis import acceptance, arms, tuning
+from specdec_jax.analysis import acceptance, tuning, variants
 from specdec_jax.analysis.beams import Tree
 from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.report import beam_summaries, summaries
@@ -30,7 +31,8 @@ def spreads(**seconds):
     return {name.replace("_", " "): Spread(value, value, value) for name, value in seconds.items()}
 
 
-# Two batches of one row and 10 tokens; the iteration of γ takes 1 + γ/10 target steps and a draft step 0.1.
+# Two batches of one row and 10 tokens; the iteration of γ takes 1 + γ/10 target steps and a draft
+# step 0.1.
 ACCEPTED = acceptance.Acceptance(
     "scored", 0.8, 0.0, 20, {}, [np.array([10]), np.array([10])],
     {("block", 1): [Work(8, 6.0, 5.0)] * 2, ("block", 2): [Work(8, 4.0, 7.5)] * 2, ("block", 4): [Work(8, 3.5,
@@ -95,12 +97,13 @@ def test_the_fastest_on_a_machine_that_slows_down():
 
 def scored(shares, lengths=((5, 9), (7,))) -> acceptance.Acceptance:
     """What scoring finds of drafts that are covered by rank with these probabilities."""
-    coverage = {"top": [(value, None) for value in np.cumsum(shares)]}
-    return acceptance.Acceptance("scored", shares[0], None, 9, {}, [np.array(row) for row in lengths], {}, coverage)
+    hit_rate = {"top": [(value, None) for value in np.cumsum(shares)]}
+    return acceptance.Acceptance("scored", shares[0], None, 9, {}, [np.array(row) for row in lengths], {}, hit_rate)
 
 
 def test_the_best_tree_of_every_size():
-    """Of 5 positions, which cost 1.1 steps, and of 9, which cost 3: there only a deeper tree would pay."""
+    """Of 5 positions, which cost 1.1 steps, and of 9, which cost 3: there only a deeper tree would
+    pay."""
     shares = [0.5, 0.3, 0.1]
     times = {f"call over {width}": Spread(v, v, v) for width, v in {1: 2.0, 5: 2.2, 9: 6.0}.items()}
     found = tuning.best_trees(scored(shares), 3, times, plain=0.01, step=0.001)
@@ -115,7 +118,7 @@ def test_the_best_tree_of_every_size():
 
 def test_the_drawn_child_counts_above_temperature_0():
     accepted = scored([0.9, 0.0])
-    accepted.coverage["mixed"] = [(0.5, None), (0.9, None)]
+    accepted.hit_rate["mixed"] = [(0.5, None), (0.9, None)]
     times = {f"call over {width}": Spread(1.0, 1.0, 1.0) for width in (1, 3)}
     choice, dynamic = tuning.best_trees(accepted, 1, times, 0.01, 0.0)
     assert read_tree(choice.tree).parents == (0, 0) and dynamic.tree == "dynamic:1,2,3"
@@ -239,7 +242,8 @@ def sentences(tmp_path):
     ids=["drawn", "argmax"],
 )
 def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
-    """Writes a file with which `generate` gives what it gives with the same flags; a sweep times every choice."""
+    """Writes a file with which `generate` gives what it gives with the same flags; a sweep times
+    every choice."""
     config = tmp_path / "tuned.gin"
     files = ["--input_file", sentences, "--config", config, "--output", tmp_path / "record.json"]
     argv = [*FLAGS, *flags, f"--drafter={drafter}", f"--gamma={','.join(map(str, gammas))}", "--sweep=1"]
@@ -298,7 +302,8 @@ def test_no_trees_where_acceptance_is_counted(specdec, tmp_path, sentences):
 
 
 def test_command_with_beams(specdec, tmp_path, sentences):
-    """Times every tree and plain beam search, and writes a file with which the search's outputs are the same."""
+    """Times every tree and plain beam search, and writes a file with which the search's outputs are
+    the same."""
     config, search = tmp_path / "tuned.gin", ["--num_beams=2", "--length_penalty=1.5"]
     files = ["--input_file", sentences, "--config", config, "--output", tmp_path / "record.json"]
     argv = [*FLAGS, *search, "--drafter=DRAFTER", "--gamma=2,1", "--beam_width=3", "--sweep=1"]
@@ -350,7 +355,7 @@ def test_a_free_perfect_drafter_of_many_tokens_is_expected_to_be_best():
     """The target as its own drafter, whose steps are said to cost nothing."""
     target = LanguageModel.random(command_line.CONFIG, seed=0)
     options = tune.TuneOptions(target="target", drafter="drafter", config="a.gin", max_new_tokens=12, gamma=(1, 3))
-    batches = arms.cut([[5, 9, 1], [7, 1]], [[5, 9, 1], [7, 1]], 1, 0)
+    batches = variants.cut([[5, 9, 1], [7, 1]], [[5, 9, 1], [7, 1]], 1, 0)
     accepted = acceptance.measure_acceptance(target, ModelDrafter(target), batches, ("block",), 3, options)
     assert accepted.alpha == 1
     choices = [PLAIN, Choice(1, "block"), Choice(3, "block")]

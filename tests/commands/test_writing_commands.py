@@ -1,4 +1,5 @@
-"""What the commands write: through devices and pipes, refused early where there is no place, on full disks."""
+"""What the commands write: through devices and pipes, rejected early where there is no place, on
+full disks."""
 
 import errno
 import os
@@ -17,8 +18,8 @@ import specdec_jax as sd
 from specdec_jax.analysis.report import summaries
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import benchmark as benchmark_command
-from specdec_jax.commands import journal, tune
 from specdec_jax.commands import measure as measure_command
+from specdec_jax.commands import resumable_output, tune
 from specdec_jax.files import writing
 
 disk = devices.disk
@@ -151,17 +152,17 @@ def test_a_read_only_folder_is_told_before_anything_is_loaded(specdec, disk):
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
-def test_a_journal_that_is_no_file_is_refused(tmp_path, kind):
+def test_a_journal_that_is_no_file_is_rejected(tmp_path, kind):
     partial = tmp_path / "out.partial"
     os.mkfifo(partial) if kind == "pipe" else partial.mkdir()
     with pytest.raises((OSError, ValueError), match="out.partial") as raised:
-        journal.Journal(tmp_path / "out", {}, 1)
+        resumable_output.Journal(tmp_path / "out", {}, 1)
     assert "expected a journal or nothing there" in str(raised.value) or raised.value.errno == errno.EISDIR
 
 
 def test_a_journal_that_cannot_be_removed_is_told(tmp_path):
     partial = tmp_path / "out.partial"
-    with journal.Journal(tmp_path / "out", {}, 1) as opened:
+    with resumable_output.Journal(tmp_path / "out", {}, 1) as opened:
         opened.add(0, ["a"])
         if subprocess.run(["mount", "--bind", str(partial), str(partial)], capture_output=True).returncode:
             pytest.skip("nothing can be mounted here")
@@ -174,7 +175,7 @@ def test_a_journal_that_cannot_be_removed_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["train", "distill"])
-def test_a_second_training_into_a_folder_is_refused(specdec, pair, language, tmp_path, command):
+def test_a_second_training_into_a_folder_is_rejected(specdec, pair, language, tmp_path, command):
     pytest.importorskip("fcntl")
     gin = pathlib.Path(__file__).parents[2] / "configs/train/smoke.gin"
     arguments = {
@@ -206,13 +207,13 @@ def test_a_checkpoint_goes_where_a_link_leads(specdec, pair, tmp_path):
 def test_a_journal_on_a_full_disk_goes_on_when_there_is_room(disk):
     filler, out = fill(disk, leave=12_288), disk / "out"
     with pytest.raises(OSError, match=r"No space left on device: '.*out\.partial'"):
-        with journal.Journal(out, {"a": 1}, 30) as opened:
+        with resumable_output.Journal(out, {"a": 1}, 30) as opened:
             for number in range(30):
                 opened.add(number, [f"{number} " * 500])
                 done = {*opened.done}
     assert done and names(disk) == ["filler", "out.partial"]
     filler.unlink()
-    with journal.Journal(out, {"a": 1}, 30) as opened:
+    with resumable_output.Journal(out, {"a": 1}, 30) as opened:
         assert opened.done == done
         for number in {*range(30)} - done:
             opened.add(number, [f"{number} " * 500])
@@ -229,7 +230,7 @@ def test_a_journal_on_a_full_disk_goes_on_when_there_is_room(disk):
 def test_a_journal_that_cannot_begin_leaves_nothing(disk):
     fill(disk)
     with pytest.raises(OSError, match=r"No space left on device: '.*out\.partial'"):
-        journal.Journal(disk / "out", {"a": "b" * 5000}, 1)
+        resumable_output.Journal(disk / "out", {"a": "b" * 5000}, 1)
     assert names(disk) == ["filler"]
 
 

@@ -1,4 +1,4 @@
-"""Arguments of a wrong kind are refused by every door, in the package's words and before anything
+"""Arguments of a wrong kind are rejected by every door, in the package's words and before anything
 compiles; numpy's and JAX's numbers are as good as Python's."""
 
 import jax.numpy as jnp

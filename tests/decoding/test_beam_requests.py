@@ -1,4 +1,5 @@
-"""Beam search as a request: what is refused, several inputs at once and in long jobs, the command line."""
+"""Beam search as a request: what is rejected, several inputs at once and in continuous batching,
+the command line."""
 
 import json
 
@@ -51,12 +52,12 @@ DRAFTED = dict(BEAMS, drafter=DRAFTER, gamma=2)
         (dict(num_beams=None), "num_return_sequences: got 2 without num_beams, expected 1"),
     ],
 )  # fmt: skip
-def test_bad_options_are_refused_before_anything_compiles(options, message):
-    def refused():
+def test_bad_options_are_rejected_before_anything_compiles(options, message):
+    def rejected():
         with pytest.raises(ValueError, match=message):
             sd.generate(TARGET, INPUTS, **{**BEAMS, **options})
 
-    assert not compilations(refused)
+    assert not compilations(rejected)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_results_of_several_inputs():
         dict(no_repeat_ngram=2, forbidden_tokens=(5,), logit_bias={3: 1.0}),
         dict(forced_tokens={1: 6}),
     ],
-    ids=["penalties", "n-grams", "forced"],
+    ids=["penalties", "n-grams", "synthetic"],
 )
 @pytest.mark.parametrize("style", ["t5x", "huggingface"])
 def test_processors_see_every_beams_own_prefix(style, sampling):
@@ -137,7 +138,8 @@ def test_nothing_compiles_after_a_warm_up():
 
 
 def test_the_command_line(pair, specdec):
-    """Outputs of every sentence one after the other, the best first; the same from a file, drafted for or not."""
+    """Outputs of every sentence one after the other, the best first; the same from a file, drafted
+    for or not."""
     flags = ["--num_beams=3", "--num_return_sequences=2", "--json"]
     decode = lambda *argv: specdec("generate", *argv, *command_line.SENTENCES)[1].splitlines()
     records = [json.loads(line) for line in decode(*command_line.MODELS, *flags)]
@@ -166,6 +168,6 @@ def test_the_command_line(pair, specdec):
         (["--num_beams=4", "--beam_style=huggingface", "--early_stopping=yes"], "early_stopping: got 'yes', expected"),
     ],
 )
-def test_flags_that_mean_nothing_are_refused(specdec, flags, message):
+def test_flags_that_mean_nothing_are_rejected(specdec, flags, message):
     code, _, err = specdec("generate", "--target=nowhere", *flags, "A sentence.")
     assert code == 2 and message in err

@@ -9,7 +9,7 @@ import pytest
 from cost_folders import CHEAP, DEAR
 
 from specdec_jax.commands import generate
-from specdec_jax.decoding import costs, jobs
+from specdec_jax.decoding import autotune, continuous_batching
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -50,8 +50,9 @@ class Stop(Exception):
 
 
 def file_job(specdec, tmp_path, monkeypatch, after=None):
-    """A job whose `decode_stream` is seen; it ends after so many results. Returns (exit code, what γ was)."""
-    source, gammas, whole = tmp_path / "in.txt", [], jobs.decode_stream
+    """A job whose `decode_stream` is seen; it ends after so many results. Returns (exit code, what
+    γ was)."""
+    source, gammas, whole = tmp_path / "in.txt", [], continuous_batching.decode_stream
     source.write_text("We asked\nShe was\nTom\nWe\nTom is\n")
 
     def seen(*positional, gamma, **options):
@@ -76,11 +77,12 @@ def numbers_of(policy):
 
 @pytest.mark.parametrize("first, then", [(CHEAP, DEAR), (DEAR, CHEAP)], ids=["drafts", "plain"])
 def test_a_job_goes_on_with_the_numbers_that_it_began_with(specdec, pair, measured, tmp_path, monkeypatch, first, then):
-    """Though its cache is lost and the machine is another: above temperature 0 its draws depend on γ."""
+    """Though its cache is lost and the machine is another: above temperature 0 its draws depend on
+    γ."""
     measured.gives = first
     code, begun = file_job(specdec, tmp_path, monkeypatch, after=2)
     assert code is None and (tmp_path / "out.partial").exists()
-    costs._known.clear()
+    autotune._known.clear()
     for file in (tmp_path / "cache/specdec_jax/costs").glob("*"):
         file.unlink()
     measured.gives = then
@@ -88,7 +90,7 @@ def test_a_job_goes_on_with_the_numbers_that_it_began_with(specdec, pair, measur
     assert code == 0 and measured.calls == 2 and (begun == 0) == (first is DEAR)
     assert numbers_of(gone_on) == numbers_of(begun) and type(gone_on) is type(begun)
     resumed = (tmp_path / "out").read_text()
-    costs._known.clear()
+    autotune._known.clear()
     for file in (tmp_path / "cache/specdec_jax/costs").glob("*"):
         file.unlink()
     measured.gives = first
@@ -120,7 +122,7 @@ def test_a_first_line_that_was_cut_short_is_written_anew(specdec, pair, measured
     partial = tmp_path / "out.partial"
     partial.write_bytes(partial.read_bytes().split(b"\n")[0][:-20])
     measured.gives = CHEAP._replace(iterations=tuple(1.01 * time for time in CHEAP.iterations))
-    costs._known.clear()
+    autotune._known.clear()
     for file in (tmp_path / "cache/specdec_jax/costs").glob("*"):
         file.unlink()
     assert file_job(specdec, tmp_path, monkeypatch)[0] == 0 and len((tmp_path / "out").read_text().splitlines()) == 5

@@ -1,4 +1,5 @@
-"""Every option of `generate` and `SamplingConfig` has its effect or is refused; none compiles anew that need not."""
+"""Every option of `generate` and `SamplingConfig` has its effect or is rejected; none compiles anew
+that need not."""
 
 import dataclasses
 import functools
@@ -48,8 +49,8 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- Filters and rows ---
 
 
-def test_the_drafter_is_judged_by_the_law_it_drew_from():
-    """Drafter = target: under all processors and filters everything stands."""
+def test_the_drafter_is_judged_by_the_distribution_it_drew_from():
+    """Drafter = target: under all processors and filters everything is accepted."""
     result = generate(
         TARGET, INPUTS, drafter=ModelDrafter(TARGET), gamma=GAMMA, sampling=ALL, decoder_prefix=PREFIXES,
         max_new_tokens=LIMIT,
@@ -100,7 +101,7 @@ BASE = dict(
     max_new_tokens=7,
 )  # fmt: skip
 ARRAY = dict(inputs=np.array([[3, 4, 1], [7, 1, 2]], np.int32))
-FORCED = dict(verifier="forced", forced_alpha=1.0)
+SYNTHETIC = dict(verifier="synthetic", synthetic_alpha=1.0)
 LENIENT, TYPICAL = dict(verifier="lenient", lenience=1.0), dict(verifier="typical")
 CHANGES = {  # option: (changes to BASE, the option's other value)
     "drafter": ({}, None),
@@ -111,7 +112,7 @@ CHANGES = {  # option: (changes to BASE, the option's other value)
     "lenience": (LENIENT, [1.0, 0.01]),
     "typical_epsilon": (TYPICAL, [1e-4, 0.09]),
     "typical_delta": (TYPICAL, 1e-4),
-    "forced_alpha": (FORCED, [1.0, 1e-6]),
+    "synthetic_alpha": (SYNTHETIC, [1.0, 1e-6]),
     "max_new_tokens": ({}, 5),
     "key": ({}, jax.random.key(1)),
     "num_samples": ({}, 2),
@@ -133,7 +134,7 @@ REFUSING = {
     "early_stopping": True,
     "num_return_sequences": 2,
     "beam_width": 4,
-}  # what they do is tested where they are refused, in test_stop or in test_beam_requests
+}  # what they do is tested where they are rejected, in test_stop or in test_beam_requests
 
 
 @functools.cache
@@ -151,7 +152,7 @@ def test_every_option_has_an_effect(name):
     result, unchanged = generate(**{**BASE, **changes, name: value}), base(name)
     both = (ids_of(result), result.stats.drafted), (ids_of(unchanged), unchanged.stats.drafted)
     assert both[0] != both[1]
-    if name in ("lenience", "typical_epsilon", "forced_alpha"):
+    if name in ("lenience", "typical_epsilon", "synthetic_alpha"):
         same = [one == other for one, other in zip(ids_of(result), ids_of(unchanged))]
         assert sorted(same) == [False, True], "each row has its own"
 
@@ -187,10 +188,10 @@ def test_lenience_one_is_strict():
     np.testing.assert_array_equal(base("lenience").log_probs, strict.log_probs)
 
 
-# --- What is refused ---
+# --- What is rejected ---
 
 
-def test_a_text_that_is_far_too_long_is_refused_by_its_length():
+def test_a_text_that_is_far_too_long_is_rejected_by_its_length():
     with pytest.raises(ValueError, match="input 1: got a text of 1,200,000 characters, expected at most 1,000,000"):
         generate(EchoModel(Words()), ["w2", "w2 " * 400_000])
 
@@ -248,7 +249,7 @@ BAD = [
 @pytest.mark.parametrize(
     "change, message", [*COMBINATIONS, *BAD], ids=[message for _, message in [*COMBINATIONS, *BAD]]
 )
-def test_what_makes_no_sense_is_refused_before_anything_compiles(change, message, function):
+def test_what_makes_no_sense_is_rejected_before_anything_compiles(change, message, function):
     arguments = {**BASE, **change}
     expected = message
     if function is stream and arguments["target"] is NO_WORDS:
@@ -319,7 +320,7 @@ class Permuted(HashNetwork):
 
     names: tuple = flax.struct.field(pytree_node=False, default=())
 
-    def decode(self, tokens, positions, cache, live=None):
+    def decode(self, tokens, positions, cache, valid=None):
         old = jnp.array(np.argsort(self.names), jnp.int32)
         logits, cache = super().decode(old[tokens], positions, cache)
         return logits[..., old], cache
@@ -330,7 +331,7 @@ def test_permuted_ids_give_the_permuted_output():
     models = []
     for model in (TARGET, DRAFT):
         models.append(HashModel(V, start_token=names[0]))
-        models[-1].network = Permuted(model.law, names)
+        models[-1].network = Permuted(model.dist, names)
     renamed = lambda table: {names[token]: value for token, value in table.items()}
     options = {name: value for name, value in PROCESSORS["all"].items() if name != "processor"}
     permuted = {

@@ -1,4 +1,5 @@
-"""A folder's own decoding defaults: what transformers generates with them, and what a call does instead."""
+"""A folder's own decoding defaults: what transformers generates with them, and what a call does
+instead."""
 
 import dataclasses
 import json
@@ -14,7 +15,7 @@ from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.request import prepare
 from specdec_jax.models.generation_config import GenerationConfig
-from specdec_jax.speculative import laws
+from specdec_jax.speculative import distributions
 from specdec_jax.speculative.processors import Context
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -68,22 +69,22 @@ def test_transformers_distribution(name, tmp_path):
     case = CASES[name]
     model, _ = load(folder_of(case, tmp_path / "model"))
     inputs = inputs_of(case)
-    job = plan_decoding(model, inputs)
+    plan = plan_decoding(model, inputs)
     padded = np.zeros((4, 12), np.int32)
     for row, ids in enumerate(inputs):
         padded[row, : len(ids)] = ids
     start, ones = np.full((4, 1), model.start_token, np.int32), np.ones(4, np.int32)
     logits = model.logits(padded, start, list(map(len, inputs)))
-    rows = dataclasses.replace(job.rows, **job.shared)
-    law = laws.standardize(logits, Context(start, ones, ones, np.full((4, 4), -1)), rows, job.program.mode)
+    rows = dataclasses.replace(plan.rows, **plan.shared)
+    dist = distributions.standardize(logits, Context(start, ones, ones, np.full((4, 4), -1)), rows, plan.config.mode)
     expected = np.array([[-np.inf if score is None else score for score in row] for row in case["scores"]])
     expected -= np.log(np.sum(np.exp(expected), axis=1, keepdims=True))
-    found = np.asarray(law.logits - law.log_normalizer[..., None])[:, 0]
+    found = np.asarray(dist.logits - dist.log_normalizer[..., None])[:, 0]
     np.testing.assert_array_equal(np.isneginf(found), np.isneginf(expected))
     kept = ~np.isneginf(expected)
     np.testing.assert_allclose(found[kept], expected[kept], rtol=0, atol=1e-3)
     assert sd.generate(model, inputs, key=None).lengths.max() <= 2
-    assert not job.program.mode.greedy
+    assert not plan.config.mode.greedy
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Every public way into the package gives the same, and compiles nothing more, whatever JAX is set to."""
+"""Every public way into the package gives the same, and compiles nothing more, whatever JAX is set
+to."""
 
 import contextlib
 
@@ -35,7 +36,8 @@ def process(settings):
 
 
 def check_unmoved(call):
-    """Asserts that a call gives the same in a process with all of `SETTINGS`, after it has run in one without."""
+    """Asserts that a call gives the same in a process with all of `SETTINGS`, after it has run in
+    one without."""
     expected, found = call(), []
     with process(SETTINGS):
         compiled = compilations(lambda: found.append(call()))
@@ -49,23 +51,50 @@ def check_unmoved(call):
 
 @pytest.mark.parametrize("name", [*CALLS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_outputs_do_not_depend_on_settings(name):
-    fresh = name in ("random", "filled", "digests", "traced", "traced beams", "training", "int8", "shortlist", "self")
+    fresh = name in ("random", "dummy", "digests", "traced", "traced beams", "training", "int8", "shortlist", "self")
     compiled = check_unmoved((CALLS | MORE)[name])
     assert fresh or not compiled  # the others make new jitted functions at every call
 
 
 # What calls no JAX, or nothing but what is tested as a method of it.
 WITHOUT_JAX = {
-    "PRESETS", "AssistedNGramDrafter", "Chains", "Confidence", "Drafter", "DynamicTree", "Entropy", "EntropyBound",
-    "GPTConfig", "GenerationConfig", "GenerationResult", "HeadsConfig", "Heuristic", "HorizontalCascade",
-    "MergedDrafter", "NotNumbers", "Output", "Piece", "Policy", "PromptLookupDrafter", "RandomDrafter", "Renewal",
-    "SamplingConfig", "Stats", "T5Config", "Tree", "UnsupportedCombination", "Verifier", "VerticalCascade",
-    "bundled", "make_mesh", "shortlist_from_counts",
-}  # fmt: skip
+    "PRESETS",
+    "AssistedNGramDrafter",
+    "Chains",
+    "Confidence",
+    "Drafter",
+    "DynamicTree",
+    "Entropy",
+    "EntropyBound",
+    "GPTConfig",
+    "GenerationConfig",
+    "GenerationResult",
+    "HeadsConfig",
+    "Heuristic",
+    "HorizontalCascade",
+    "MergedDrafter",
+    "NonFiniteLogitsError",
+    "Output",
+    "Piece",
+    "Policy",
+    "PromptLookupDrafter",
+    "RandomDrafter",
+    "CostAware",
+    "SamplingConfig",
+    "Stats",
+    "T5Config",
+    "Tree",
+    "UnsupportedCombination",
+    "Verifier",
+    "VerticalCascade",
+    "bundled",
+    "make_mesh",
+    "shortlist_from_counts",
+}
 METHODS = [
-    sd.LanguageModel.__init__, sd.LanguageModel.random, sd.LanguageModel.filled, sd.LanguageModel.logits,
+    sd.LanguageModel.__init__, sd.LanguageModel.random, sd.LanguageModel.dummy, sd.LanguageModel.logits,
     sd.LanguageModel.params.fget, sd.LanguageModel.fingerprint.func, sd.LanguageModel.contents.func,
-    sd.ModelDrafter.__init__, sd.EarlyExitDrafter.__init__, sd.HeadsDrafter.of, sd.HeadsDrafter.load,
+    sd.ModelDrafter.__init__, sd.EarlyExitDrafter.__init__, sd.HeadsDrafter.for_target, sd.HeadsDrafter.load,
     sd.NGramDrafter.count, sd.NGramDrafter.load,
 ]  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Padded ids, as transformers' tokenisers give them, decode as the text alone; texts that cannot be encoded."""
+"""Padded ids, as transformers' tokenisers give them, decode as the text alone; texts that cannot be
+encoded."""
 
 import functools
 
@@ -146,7 +147,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("form", VOCABULARIES)
-def test_half_a_character_is_refused_by_its_inputs_number(form, call):
+def test_half_a_character_is_rejected_by_its_inputs_number(form, call):
     model = HashModel(400, vocabulary=VOCABULARIES[form]())
     name = "input 0" if call == "trace" else "decoder_prefix 1" if call == "decoder_prefix" else "input 1"
     with pytest.raises(ValueError, match=rf"^{name}: got 'x \\ud83d', which is not UTF-8 \(character 2 is half"):

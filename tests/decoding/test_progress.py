@@ -1,4 +1,5 @@
-"""What long jobs say of themselves where there is no terminal: what comes next, before it begins."""
+"""What continuous batching say of themselves where there is no terminal: what comes next, before it
+begins."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Refilled rows of a long job: what earlier rows left in the target's caches reaches nobody."""
+"""Rows that continuous batching refills: what earlier rows left in the target's caches reaches
+nobody."""
 
 import jax
 import jax.numpy as jnp
@@ -7,17 +8,17 @@ import pytest
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.decoding import jobs
-from specdec_jax.decoding.jobs import decode_stream
-from specdec_jax.models import panels
+from specdec_jax.decoding import continuous_batching
+from specdec_jax.decoding.continuous_batching import decode_stream
+from specdec_jax.models import packed_weights
 
 V = 16
 RNG = np.random.default_rng(0)
 INPUTS = [RNG.integers(2, V, length).tolist() for length in RNG.integers(1, 9, 15)]
 
 
-def poisoned(job, size, width, make=jobs._empty_layers):
-    return jax.tree.map(lambda layer: jnp.full_like(layer, jnp.nan), make(job, size, width))
+def poisoned(plan, size, width, make=continuous_batching._empty_layers):
+    return jax.tree.map(lambda layer: jnp.full_like(layer, jnp.nan), make(plan, size, width))
 
 
 @pytest.mark.parametrize(
@@ -25,14 +26,15 @@ def poisoned(job, size, width, make=jobs._empty_layers):
 )
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "XLA"])
 def test_what_lies_past_a_row_reaches_nobody(options, kernel, monkeypatch):
-    """Caches begin full of NaN, and outputs have various lengths, so that rows are refilled at various times."""
+    """Caches begin full of NaN, and outputs have various lengths, so that rows are refilled at
+    various times."""
     if not kernel:
-        monkeypatch.setattr(panels, "usable", lambda dtype: False)
+        monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     target = tiny_t5(0, V)
     drafter = sd.ModelDrafter(noisy_copy(target, 0.3)) if options else None
     how = dict(drafter=drafter, max_new_tokens=RNG.integers(1, 9, len(INPUTS)).tolist(), eos_ids=(1,), **options)
     made = []
-    monkeypatch.setattr(jobs, "_empty_layers", lambda *of: made.append(poisoned(*of)) or made[-1])
+    monkeypatch.setattr(continuous_batching, "_empty_layers", lambda *of: made.append(poisoned(*of)) or made[-1])
     found = dict(decode_stream(target, INPUTS, batch_size=2, **how))
     assert made and all(np.all(np.isnan(leaf)) for leaf in jax.tree.leaves(made)), "no cache was poisoned"
     expected = sd.generate(target, INPUTS, **how)

@@ -1,4 +1,5 @@
-"""What is seen of a result, a model or a drafter when it is printed: a few short lines, no arrays, no addresses."""
+"""What is seen of a result, a model or a drafter when it is printed: a few short lines, no arrays,
+no addresses."""
 
 import jax
 import pytest

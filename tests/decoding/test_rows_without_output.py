@@ -10,9 +10,9 @@ from toy_models import tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.checkpoints.converter import save
-from specdec_jax.commands.journal import Journal
-from specdec_jax.decoding.jobs import decode_all
-from specdec_jax.decoding.results import NotNumbers
+from specdec_jax.commands.resumable_output import Journal
+from specdec_jax.decoding.continuous_batching import decode_all
+from specdec_jax.decoding.results import NonFiniteLogitsError
 from specdec_jax.models.vocabularies import ByteVocabulary
 
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec
@@ -57,7 +57,7 @@ DRAFTERS = {"plain": {}, "chain": {"gamma": 2}, "tree": {"tree": sd.Tree.uniform
 def test_a_bad_row_is_reported_and_the_others_are_what_they_are_alone(target, sound, name):
     drafter = None if name == "plain" else sd.ModelDrafter(sound)
     how = dict(drafter=drafter, **DRAFTERS[name], **OPTIONS)
-    with pytest.raises(NotNumbers, match="^input 1: got logits from the target damaged .* at new token 0"):
+    with pytest.raises(NonFiniteLogitsError, match="^input 1: got logits from the target damaged .* at new token 0"):
         sd.generate(target, TEXTS, **how)
     found, expected = sd.generate(target, TEXTS, non_finite="report", **how), sd.generate(sound, TEXTS, **how)
     for row, error in enumerate(found.errors):
@@ -74,9 +74,9 @@ def test_a_bad_row_is_reported_and_the_others_are_what_they_are_alone(target, so
 
 @pytest.mark.parametrize("refill", [True, False])
 def test_a_job_goes_on_with_its_other_inputs(target, whole, refill):
-    job = dict(sd.decode_stream(target, TEXTS * 2, batch_size=2, refill=refill, non_finite="report", **OPTIONS))
-    assert sorted(job) == list(range(10))
-    for number, (output,) in job.items():
+    plan = dict(sd.decode_stream(target, TEXTS * 2, batch_size=2, refill=refill, non_finite="report", **OPTIONS))
+    assert sorted(plan) == list(range(10))
+    for number, (output,) in plan.items():
         wrong = number % 5 in WRONG
         assert output.text == (None if wrong else whole.texts[number % 5]) and bool(output.error) == wrong
         assert not wrong or (output.error.input, output.finish_reason, output.tokens) == (number, "error", [])
@@ -90,7 +90,7 @@ def test_numbers_of_inputs_are_those_of_the_whole_job(target):
 
 def test_a_damaged_drafter_costs_no_output(target, sound, whole):
     how = dict(drafter=sd.ModelDrafter(target), gamma=2, **OPTIONS)
-    with pytest.raises(NotNumbers, match="^input 1: got logits from the drafter damaged"):
+    with pytest.raises(NonFiniteLogitsError, match="^input 1: got logits from the drafter damaged"):
         sd.generate(sound, TEXTS, **how)
     found = sd.generate(sound, TEXTS, non_finite="report", **how)
     assert found.texts == whole.texts and found.finish_reasons == whole.finish_reasons
@@ -101,16 +101,16 @@ def test_stop_strings_and_streams(target, whole):
     text = whole.texts[0]
     found = sd.generate(target, TEXTS[:2], stop=[text[-1]], non_finite="report", **OPTIONS)
     assert found.texts[1] is None and found.texts[0] == text.partition(text[-1])[0]
-    with pytest.raises(NotNumbers, match="input 1"):
+    with pytest.raises(NonFiniteLogitsError, match="input 1"):
         list(sd.stream(target, TEXTS[:2], **OPTIONS))
     pieces = list(sd.stream(target, TEXTS[:2], non_finite="report", **OPTIONS))
     assert "".join(piece.text for piece in pieces if piece.row == 0) == text
     (last,) = [piece for piece in pieces if piece.row == 1]
-    assert (last.text, last.finish_reason) == ("", "error") and isinstance(last.error, NotNumbers)
+    assert (last.text, last.finish_reason) == ("", "error") and isinstance(last.error, NonFiniteLogitsError)
 
 
 @pytest.mark.parametrize("value", [None, True, "stop", 3])
-def test_another_word_is_refused(target, value):
+def test_another_word_is_rejected(target, value):
     for call in (sd.generate, sd.decode_stream, sd.stream):
         with pytest.raises(ValueError, match="^non_finite: got .*, expected 'raise' or 'report'$"):
             call(target, TEXTS[:1], non_finite=value)
@@ -180,7 +180,8 @@ def test_a_switch_stops_the_job(run, tmp_path):
 
 
 def test_what_an_earlier_run_met_is_told_again(run, tmp_path, monkeypatch):
-    """A job that is killed and resumed ends with the same messages and exit code, and a stopped one can be resumed."""
+    """A job that is killed and resumed ends with the same messages and exit code, and a stopped one
+    can be resumed."""
     path, add = tmp_path / "out", Journal.add
 
     def dying(journal, number, *rest):

@@ -1,4 +1,5 @@
-"""Stop strings, streamed text and the deadline: ids, text and log-probabilities always say the same."""
+"""Stop strings, streamed text and the deadline: ids, text and log-probabilities always say the
+same."""
 
 import collections
 import functools
@@ -115,7 +116,8 @@ def test_what_is_shown_is_never_taken_back(name):
 
 
 def test_worked_examples():
-    """Of "a €" only "a " is shown until the last byte is there; "x" with a stop "xy" waits for what follows."""
+    """Of "a €" only "a " is shown until the last byte is there; "x" with a stop "xy" waits for what
+    follows."""
     bytes_ = vocabulary("bytes")
     ids = bytes_.encode("a €")
     assert [shown(bytes_, ids[:n], ()) for n in range(6)] == [0, 1, 2, 2, 2, 5]
@@ -137,7 +139,8 @@ ROWS, LIMIT = 6, 40
 
 
 def echo(name: str, **options):
-    """Arguments for `generate` and `stream`; the first text keeps the shapes the same from call to call."""
+    """Arguments for `generate` and `stream`; the first text keeps the shapes the same from call to
+    call."""
     models = EchoModel(vocabulary(name)), EchoModel(vocabulary(name), wrong=3)
     return dict(target=models[0], drafter=ModelDrafter(models[1]), gamma=3, max_new_tokens=LIMIT, **options)
 
@@ -179,8 +182,8 @@ def test_texts_are_cut_and_streamed(name):
             assert result.texts[row] == vocabulary(name).decode(wanted)
         pieces = list(stream(**arguments, every=1 + number % 3))
         found = joined(pieces, ROWS)
-        live = [row[:length].tolist() for row, length in zip(result.tokens, result.lengths)]
-        assert found == (result.texts, live, result.finish_reasons)
+        valid = [row[:length].tolist() for row, length in zip(result.tokens, result.lengths)]
+        assert found == (result.texts, valid, result.finish_reasons)
         assert "\ufffd" not in "".join(piece.text for piece in pieces)
         assert len(pieces) > 2 * ROWS or stops
         reasons += result.finish_reasons
@@ -219,8 +222,9 @@ def test_empty_rows_have_a_last_piece_too():
     assert pieces == (["ab", "", ""], [[100, 101, 1], [], []], ["eos", "empty", "empty"])
 
 
-def test_log_probs_of_both_laws_are_cut_alike():
-    """Sampled bytes, mostly no characters: with a stop string a row is the beginning of the row without."""
+def test_log_probs_of_both_distributions_are_cut_alike():
+    """Sampled bytes, mostly no characters: with a stop string a row is the beginning of the row
+    without."""
     bytes_ = ByteVocabulary(extra_ids=0)
     models = [HashModel(bytes_.size, seed, likeness=0.5, vocabulary=bytes_) for seed in (0, 1)]
     allowed = np.isin(np.arange(bytes_.size), bytes_.encode("ab€ü"))
@@ -231,17 +235,17 @@ def test_log_probs_of_both_laws_are_cut_alike():
     assert np.all(whole.lengths == 30) and len(set(whole.texts)) == 8
     for stop in ("b", ["ab", "€", "ü"], "aa"):
         result = generate(models[0], inputs, stop=stop, **options)
-        live = np.arange(30) < result.lengths[:, None]
+        valid = np.arange(30) < result.lengths[:, None]
         for name in ("tokens", "log_probs", "adjusted_log_probs"):
-            np.testing.assert_array_equal(getattr(result, name), np.where(live, getattr(whole, name), 0))
+            np.testing.assert_array_equal(getattr(result, name), np.where(valid, getattr(whole, name), 0))
         for row, text in enumerate(whole.texts):
             start = first_stop(text, [stop] if isinstance(stop, str) else stop)
             assert result.finish_reasons[row] == ("length" if start is None else "stop")
             assert result.texts[row] == text[:start] == bytes_.decode(result.tokens[row, : result.lengths[row]])
         assert "stop" in result.finish_reasons
-        live = [row[:length].tolist() for row, length in zip(result.tokens, result.lengths)]
+        valid = [row[:length].tolist() for row, length in zip(result.tokens, result.lengths)]
         found = joined(stream(models[0], inputs, stop=stop, every=2, **options), 8)
-        assert found == (result.texts, live, result.finish_reasons)
+        assert found == (result.texts, valid, result.finish_reasons)
     assert np.all(whole.adjusted_log_probs > whole.log_probs), "no id outside the mask takes mass"
 
 
@@ -259,7 +263,8 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("deadline, calls", [(0.5, 1), (1.5, 2), (3.5, 4)])
 def test_at_the_deadline_rows_are_returned_as_they_are(clock, deadline, calls):
-    """After each iteration there is one look at the clock; a drafter that is always right gives 4 ids in each."""
+    """After each iteration there is one look at the clock; a drafter that is always right gives 4
+    ids in each."""
     texts = ["abcabcabcabcabcabcabcabcabca", "ab", "", "abab"]
     arguments = echo("bytes", inputs=texts, deadline=deadline)
     arguments["drafter"] = ModelDrafter(arguments["target"])
@@ -290,7 +295,7 @@ def test_a_late_deadline_changes_nothing():
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, 2**31])
-def test_bad_intervals_are_refused_at_once(every):
+def test_bad_intervals_are_rejected_at_once(every):
     with pytest.raises(ValueError, match=f"every: got {every}, expected an integer of at least 1"):
         stream(**echo("bytes", inputs=["ab"]), every=every)
 

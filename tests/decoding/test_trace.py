@@ -1,4 +1,5 @@
-"""A trace of trees: nodes, the path that stands, and both models' probabilities against teacher-forced ones."""
+"""A trace of trees: nodes, the accepted path, and both models' probabilities against teacher-forced
+ones."""
 
 import functools
 
@@ -27,8 +28,9 @@ SAMPLING = {
 
 
 @functools.cache
-def law(model: str, tokens: tuple[int, ...], sampling: str):
-    """The law of the token after `tokens`, teacher-forced, in float64; at temperature 0 as at 1."""
+def dist(model: str, tokens: tuple[int, ...], sampling: str):
+    """The distribution of the token after `tokens`, teacher-forced, in float64; at temperature 0 as
+    at 1."""
     options, padded = SAMPLING[sampling], np.array([[*tokens, *[0] * (16 - len(tokens))]], np.int32)
     one = {"target": TARGET, "drafter": DRAFT}[model]
     logits = np.asarray(one.logits(np.array([ROW], np.int32), padded, [len(ROW)]), np.float64)[0, len(tokens) - 1]
@@ -43,7 +45,8 @@ def law(model: str, tokens: tuple[int, ...], sampling: str):
     pytest.param("top", "filtered", marks=pytest.mark.slow), pytest.param("chains", "sampled", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_trees_are_told_as_they_were(name, sampling):
-    """p, q and p/q of each node, the tokens on its path taken as they are; and the path is what was committed."""
+    """p, q and p/q of each node, the tokens on its path taken as they are; and the path is what was
+    committed."""
     options = dict(
         drafter=sd.ModelDrafter(DRAFT), tree=TREES[name], sampling=sd.SamplingConfig(**SAMPLING[sampling]),
         key=jax.random.key(3), max_new_tokens=LIMIT,
@@ -55,7 +58,7 @@ def test_trees_are_told_as_they_were(name, sampling):
         for number, node in enumerate(nodes[1:], 1):
             assert 0 <= node.parent < number
             before = (*text, *(nodes[above].token for above in step.tree.line(node.parent)[1:]))
-            p, q = (law(model, before, sampling)[node.token] for model in ("target", "drafter"))
+            p, q = (dist(model, before, sampling)[node.token] for model in ("target", "drafter"))
             np.testing.assert_allclose([node.p, node.q, node.ratio], [p, q, p / q], rtol=1e-3, atol=1e-6)
         assert path == step.tree.line(path[-1]) and [nodes[number].token for number in path[1:]] == step.accepted
         after = [nodes[child].token for child in step.tree.children(path[-1])]
@@ -67,7 +70,7 @@ def test_trees_are_told_as_they_were(name, sampling):
     assert (drafted, accepted) == (result.stats.drafted, result.stats.accepted) and accepted > 0
 
 
-def test_a_drafter_without_a_law_has_no_q():
+def test_a_drafter_without_a_distribution_has_no_q():
     row = [*range(2, V), 1]  # whatever comes last has stood there before
     steps = trace(TARGET, row, drafter=sd.PromptLookupDrafter(), tree=Tree.uniform((2, 2)), max_new_tokens=LIMIT)
     nodes = [node for step in steps for node in step.tree.nodes[1:]]

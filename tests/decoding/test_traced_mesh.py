@@ -1,5 +1,5 @@
-"""Decoding inside a program for several devices, as T5X's is: tokens and layouts on meshes of fake CPU
-devices."""
+"""Decoding inside a program for several devices, as T5X's is: tokens and layouts on meshes of fake
+CPU devices."""
 
 import json
 import os
@@ -18,9 +18,9 @@ from toy_models import tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.analysis.compiled_text import collectives, loop_copies
-from specdec_jax.decoding import surroundings
-from specdec_jax.decoding.traced import Decoder
-from specdec_jax.models import panels
+from specdec_jax.decoding import ambient_mesh
+from specdec_jax.decoding.under_jit import Decoder
+from specdec_jax.models import packed_weights
 from specdec_jax.models.parameters import flatten, unflatten
 from specdec_jax.models.sharding import AXES, ShardingRules
 
@@ -100,8 +100,8 @@ def test_networks_are_laid_out_for_the_programs_devices(few):
 def test_one_device_has_its_own_layout():
     network = run.model().network
     network = network.replace(module=network.config.module(), platform="tpu")
-    found = surroundings.laid_out(network, 4)
-    assert (found.platform, found.rules) == (jax.default_backend(), None) and surroundings.alone()
+    found = ambient_mesh.laid_out(network, 4)
+    assert (found.platform, found.rules) == (jax.default_backend(), None) and ambient_mesh.alone()
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_tpus_compiler_takes_the_program(mesh, monkeypatch):
     from jax.experimental import topologies
 
     monkeypatch.setenv("XLA_FLAGS", "")  # libtpu ends the process at flags of a CPU's compiler
-    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore")
     devices = Mesh(np.array(topology.devices[: mesh[0] * mesh[1]]).reshape(mesh), AXES)
     rules, rows = ShardingRules(devices), NamedSharding(devices, PartitionSpec("data"))

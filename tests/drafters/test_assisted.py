@@ -1,4 +1,5 @@
-"""n-grams of what a decode has shown so far: against a slow search, in the engine, and their law."""
+"""n-grams of what a decode has shown so far: against a slow search, in the engine, and their
+distribution."""
 
 import collections
 import functools
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from law_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sample
+from distribution_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_distribution, sample
 from toy_models import EchoModel, HashModel, Words, compilations
 
 import specdec_jax as sd
@@ -34,7 +35,8 @@ def greedy(drafter, order=range(B), **options):
 
 
 def test_greedy_output_is_that_of_plain_decoding():
-    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, rows that do not see their neighbours; PITFALLS 29."""
+    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, rows that do not see their neighbours;
+    PITFALLS 29."""
     drafter = sd.AssistedNGramDrafter(order=3, memory=5)
     result = greedy(drafter)
     np.testing.assert_array_equal(result.tokens, greedy(None).tokens)
@@ -60,15 +62,15 @@ def test_an_input_that_is_repeated_is_copied():
     assert result.stats.target_calls <= 4
 
 
-def test_law_through_the_engine():
-    """Row 5 of PITFALLS: the joint law of three tokens; by token verification, which tells apart
-    what a mistake changes."""
+def test_distribution_through_the_engine():
+    """Row 5 of PITFALLS: the joint distribution of three tokens; by token verification, which tells
+    apart what a mistake changes."""
     target = HashModel(V, 0, spread=3.0)
     drafter = sd.AssistedNGramDrafter(order=3, top_k=2, memory=4)
     counts, (examined, accepted) = sample(target, drafter, SPREAD, 2 * ROWS, verifier="token")
-    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
+    assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM
     assert 0.02 < accepted.sum() / examined.sum() < 0.9
-    assert g_test(counts, joint_law(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD)) < FALSE_ALARM
+    assert g_test(counts, joint_distribution(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD)) < FALSE_ALARM
 
 
 @functools.cache
@@ -94,10 +96,10 @@ def slow_draft(known, order: int, prefix: list[int], wanted: int, eos: int) -> l
             context = tuple(text[len(text) - size :])
             if len(context) < size:
                 continue
-            for words, first in ((text, max(size, 1)), (source, size)):
-                for place in range(first, len(words)):
-                    if tuple(words[place - size : place]) == context:
-                        found[size][words[place]] += 1
+            for random_bits, first in ((text, max(size, 1)), (source, size)):
+                for place in range(first, len(random_bits)):
+                    if tuple(random_bits[place - size : place]) == context:
+                        found[size][random_bits[place]] += 1
             for before, following in memory:
                 if before[len(before) - size :] == context:
                     found[size].update(following)
@@ -109,7 +111,8 @@ def slow_draft(known, order: int, prefix: list[int], wanted: int, eos: int) -> l
 
 @pytest.mark.parametrize("order", [2, 4])
 def test_drafts_equal_a_slow_count(order):
-    """Small alphabets, junk past the lengths, two rows of every input, a memory that is partly empty."""
+    """Small alphabets, junk past the lengths, two rows of every input, a memory that is partly
+    empty."""
     rows, rng = 300, np.random.default_rng(order)
     drafter = sd.AssistedNGramDrafter(order, top_k=2, memory=6)
     state, _ = prepare(TARGET, [[3, 4, 5]] * rows, drafter=drafter, gamma=GAMMA, max_new_tokens=12, eos_ids=[EOS])
@@ -138,7 +141,7 @@ def test_drafts_equal_a_slow_count(order):
         following.astype(np.int32), weights.astype(np.float32), written,
     )  # fmt: skip
     draft = jax.device_get(run(state, own, tokens, lengths, wanted))
-    assert not draft.calls.any() and draft.law is None
+    assert not draft.calls.any() and draft.dist is None
     by_memory = 0
     for row in range(rows):
         source = inputs[row // 2, : input_lengths[row // 2]].tolist()

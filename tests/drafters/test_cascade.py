@@ -1,4 +1,5 @@
-"""Drafters made of drafters: their output, the law of their drafts, and the law that they say they have."""
+"""Drafters made of drafters: their output, the distribution of their drafts, and the distribution
+that they say they have."""
 
 import jax
 import numpy as np
@@ -27,8 +28,8 @@ from cascade_parts import (
     table,
     teacher_forced,
 )
-from law_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sample, traced_anew
-from law_samples import INPUTS as ONE_INPUT
+from distribution_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_distribution, sample, traced_anew
+from distribution_samples import INPUTS as ONE_INPUT
 from toy_models import HashModel, compilations
 
 import specdec_jax as sd
@@ -63,9 +64,9 @@ def test_greedy_drafts_are_those_of_the_model(name, width):
     assert counted(result) == counted(alone) and 0 < result.stats.accepted < result.stats.drafted
     if name == "other model":
         endless = run(drafter, eos_ids=())
-        for eos in range(2, V):  # on every place in what is proposed, what stands of it and what the model adds
-            live = np.cumsum(np.cumsum(endless.tokens == eos, axis=1), axis=1) <= 1
-            np.testing.assert_array_equal(run(drafter, eos_ids=(eos,)).tokens, np.where(live, endless.tokens, 0))
+        for eos in range(2, V):  # on every place in what is proposed, what is accepted of it and what the model adds
+            valid = np.cumsum(np.cumsum(endless.tokens == eos, axis=1), axis=1) <= 1
+            np.testing.assert_array_equal(run(drafter, eos_ids=(eos,)).tokens, np.where(valid, endless.tokens, 0))
         order = np.random.default_rng(1).permutation(B)
         at = lambda values: [values[row] for row in order]
         options = dict(
@@ -106,7 +107,8 @@ for kind in (Uncounted, Silent):
 
 
 def test_calls_are_the_models(width=2):
-    """Of a first draft: if proposals are always right each call drafts one more than is proposed, without any one."""
+    """Of a first draft: if proposals are always right each call drafts one more than is proposed,
+    without any one."""
     for inner, per_call in ((Uncounted(MODEL), width + 1), (Silent(MODEL), 1)):
         drafter = sd.VerticalCascade(model, inner, width)
         state, request = prepare(TARGET, INPUTS, drafter=drafter, gamma=GAMMAS, max_new_tokens=LIMIT, eos_ids=())
@@ -126,8 +128,9 @@ def test_catching_up_needs_no_call_of_its_own(width=2):
         before = np.asarray(state.counts.draft_calls)
         state = sd.advance(request.network, request.drafter, state, np.int32(1))
         calls.append(np.unique(state.counts.draft_calls - before).tolist())
-    # What lags (one token after a full acceptance, then one more for each iteration at rest), the last token and the
-    # proposals: width + 1 of them fit into a call. The last iteration is one token short of the limit.
+    # What lags (one token after a full acceptance, then one more for each iteration at rest), the
+    # last token and the proposals: width + 1 of them fit into a call. The last iteration is one
+    # token short of the limit.
     fed = [0 + 4, 1 + 4, 0, 0, 0, 4 + 4, 1 + 4, 1 + 1]
     assert calls == [[-(-n // (width + 1))] for n in fed]
     result = sd.finish(TARGET, state, request)
@@ -138,7 +141,8 @@ def test_catching_up_needs_no_call_of_its_own(width=2):
 
 
 def drafts(drafter, draws: int, gamma: int = 3):
-    """Joint counts of first drafts of three ids, 0 after an EOS, as `joint_law` has it; each row with its own key."""
+    """Joint counts of first drafts of three ids, 0 after an EOS, as `joint_distribution` has it;
+    each row with its own key."""
     counts = np.zeros(V**3)
     for start in range(0, draws, ROWS):
         state, request = prepare(
@@ -158,19 +162,20 @@ def vertical():
     return sd.VerticalCascade(sd.ModelDrafter(SPREAD_MODEL), sd.ModelDrafter(SPREAD_OTHER), 2)
 
 
-def test_the_draft_has_the_models_law():
-    """The joint law of three drafted ids, drawn with the production keys through rejections and bonus tokens."""
+def test_the_draft_has_the_models_distribution():
+    """The joint distribution of three drafted ids, drawn with the production keys through
+    rejections and bonus tokens."""
     counts = drafts(vertical(), ROWS)
-    assert g_test(counts, joint_law(SPREAD_MODEL, SPREAD)) > FALSE_ALARM
-    assert g_test(counts, joint_law(SPREAD_OTHER, SPREAD)) < FALSE_ALARM, "the test can fail"
+    assert g_test(counts, joint_distribution(SPREAD_MODEL, SPREAD)) > FALSE_ALARM
+    assert g_test(counts, joint_distribution(SPREAD_OTHER, SPREAD)) < FALSE_ALARM, "the test can fail"
 
 
-def test_the_returned_law_is_the_models():
+def test_the_returned_distribution_is_the_models():
     """At every position, and nothing is drafted that it excludes."""
     wanted = np.arange(B, dtype=np.int32) % 6
     draft = first_draft(sd.VerticalCascade(model, sd.RandomDrafter(V), 2), wanted)
     np.testing.assert_array_equal(draft.num_drafted, wanted)
-    probs = np.exp(draft.law.logits - draft.law.log_normalizer[..., None])
+    probs = np.exp(draft.dist.logits - draft.dist.log_normalizer[..., None])
     for row in range(1, B):
         ids = draft.tokens[row, : wanted[row]].tolist()
         expected = toy.adjusted_probs(allowed(teacher_forced(MODEL, row, ids)), **FILTERS)[: len(ids)]
@@ -190,15 +195,16 @@ SPREAD_TARGET = HashModel(V, 0, spread=3.0)
 
 
 @pytest.mark.parametrize("make, verifier", [(vertical, "block"), (horizontal, "token")], ids=["vertical", "horizontal"])
-def test_law_through_the_engine(make, verifier):
+def test_distribution_through_the_engine(make, verifier):
     counts, (examined, accepted) = sample(SPREAD_TARGET, make(), SPREAD, ROWS, verifier=verifier)
-    assert g_test(counts, joint_law(SPREAD_TARGET, SPREAD)) > FALSE_ALARM
+    assert g_test(counts, joint_distribution(SPREAD_TARGET, SPREAD)) > FALSE_ALARM
     assert 0.1 < accepted.sum() / examined.sum() < 0.9
-    assert g_test(counts, joint_law(SPREAD_MODEL, SPREAD)) < FALSE_ALARM, "the test can fail"
+    assert g_test(counts, joint_distribution(SPREAD_MODEL, SPREAD)) < FALSE_ALARM, "the test can fail"
 
 
 def test_draws_that_are_shared_with_the_target_are_found(monkeypatch):
-    """The model's acceptance of proposals and the target's of drafts from one uniform; PITFALLS row 6."""
+    """The model's acceptance of proposals and the target's of drafts from one uniform; PITFALLS row
+    6."""
     with_shared_keys(monkeypatch)
     counts, _ = sample(SPREAD_TARGET, vertical(), SPREAD, ROWS, run=traced_anew())
-    assert g_test(counts, joint_law(SPREAD_TARGET, SPREAD)) < FALSE_ALARM
+    assert g_test(counts, joint_distribution(SPREAD_TARGET, SPREAD)) < FALSE_ALARM

@@ -1,4 +1,5 @@
-"""Early exit on tiny random T5s: the drafts of a model cut off after its first layers, on the target's own cache."""
+"""Early exit on tiny random T5s: the drafts of a model cut off after its first layers, on the
+target's own cache."""
 
 import dataclasses
 import functools
@@ -12,8 +13,8 @@ from engine_inputs import INPUTS, V, cut, loop_bodies
 from toy_models import HashModel, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.analysis import arms, timing
 from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis import timing, variants
 from specdec_jax.analysis.report import summaries
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import benchmark as benchmark_command
@@ -75,7 +76,7 @@ RAGGED = dict(decoder_prefix=PREFIXES, gamma=[0, 1, 2, 3, 3, 3, 2, 3])
 
 @pytest.mark.parametrize("layers, config", [(1, GREEDY), (3, SAMPLED)], ids=["greedy", "sampled"])
 def test_drafts_are_those_of_the_cut_off_model(layers, config):
-    """Token for token and count for count: the same law and the same draws."""
+    """Token for token and count for count: the same distribution and the same draws."""
     result, expected = (
         run(drafter, sampling=config, **RAGGED) for drafter in (early(layers), sd.ModelDrafter(cut_off(layers)))
     )
@@ -123,24 +124,26 @@ def poisoned(state):
 
 
 def test_poisoned_caches_and_streaming():
-    """One iteration after another, with all that is stale poisoned before each, gives what one call gives."""
+    """One iteration after another, with all that is stale poisoned before each, gives what one call
+    gives."""
     expected = run(early(), sampling=SAMPLED, **RAGGED)
     options = dict(drafter=early(), sampling=SAMPLED, key=KEY, max_new_tokens=LIMIT, eos_ids=())
     state, request = prepare(target(), INPUTS, **options, **RAGGED)
     fed_at_once = jax.jit(lambda network, tokens, cache: network.decode(tokens, jnp.zeros(8, jnp.int32), cache)[1])
     while not np.all(state.done):
         state = advance(request.network, request.drafter, poisoned(state), np.int32(1))
-        live = (np.arange(state.tokens.shape[1]) < np.asarray(state.lengths)[:, None] - 1)[:, None, :, None]
+        valid = (np.arange(state.tokens.shape[1]) < np.asarray(state.lengths)[:, None] - 1)[:, None, :, None]
         fresh = fed_at_once(target().network, state.tokens, state.target_cache)
         for got, wanted in zip(jax.tree.leaves(state.target_cache.layers), jax.tree.leaves(fresh.layers)):
-            np.testing.assert_allclose(np.where(live, got, 0), np.where(live, wanted, 0), atol=1e-5)
+            np.testing.assert_allclose(np.where(valid, got, 0), np.where(valid, wanted, 0), atol=1e-5)
     result = finish(target(), state, request)
     assert_same(result, expected)
     assert jax.tree.all(jax.tree.map(np.array_equal, result.stats, expected.stats))
 
 
 def test_rows_that_do_not_draft_for_a_while():
-    """There is nothing to catch up with afterwards: what is accepted is what it is for a model that does."""
+    """There is nothing to catch up with afterwards: what is accepted is what it is for a model that
+    does."""
     found = []
     for proposer in (early(1), sd.ModelDrafter(cut_off(1))):
         options = dict(drafter=proposer, max_new_tokens=LIMIT, eos_ids=())
@@ -176,7 +179,7 @@ def test_a_number_of_layers_that_is_no_exit(layers):
         sd.EarlyExitDrafter(target(), layers)
 
 
-def test_what_else_is_refused():
+def test_what_else_is_rejected():
     with pytest.raises(ValueError, match="layers: got 1, expected a target with more than one decoder layer"):
         sd.EarlyExitDrafter(tiny_t5(0, V, decoder_layers=1), 1)
     for head in (np.zeros((15, V)), np.zeros(16)):
@@ -232,14 +235,14 @@ def test_benchmark_times_the_draft_steps(monkeypatch):
     options = benchmark_command.BenchmarkOptions(
         target="target", drafter="exit:3", gamma=(3,), max_new_tokens=12, repeats=1
     )
-    batches = arms.cut(INPUTS[:1], INPUTS[:1], 1, 0)
-    steps = analysis_benchmark._step_arms(target(), early(), batches, options, {})
+    batches = variants.cut(INPUTS[:1], INPUTS[:1], 1, 0)
+    steps = analysis_benchmark._step_variants(target(), early(), batches, options, {})
     assert {"draft step", "draft 3 and verify"} <= set(steps) and not any("drafter encoder" in name for name in steps)
     assert steps["draft step"]().shape == (1, 1)
-    monkeypatch.setattr(analysis_benchmark, "_step_arms", lambda *_: {name: lambda: None for name in steps})
+    monkeypatch.setattr(analysis_benchmark, "_step_variants", lambda *_: {name: lambda: None for name in steps})
     record, problems = analysis_benchmark.benchmark(target(), early(), batches, options)
     assert problems == [] and record["drafter"] == {"name": "the first 3 of 4 decoder layers"}
-    (arm,) = record["speculative"]
-    assert arm["stats"]["draft_calls"] == arm["stats"]["drafted"] > 0 and arm["predicted"]["cost_ratio"] > 0
-    assert arm["parts"]["draft steps"] > 0 and arm["parts"]["drafter encoder"] == 0
+    (variant,) = record["speculative"]
+    assert variant["stats"]["draft_calls"] == variant["stats"]["drafted"] > 0 and variant["predicted"]["cost_ratio"] > 0
+    assert variant["parts"]["draft steps"] > 0 and variant["parts"]["drafter encoder"] == 0
     assert "with the first 3 of 4 decoder layers" in summaries.benchmark_summary(record)

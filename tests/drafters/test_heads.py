@@ -1,4 +1,5 @@
-"""Heads on the target's last state: what they look at, draft and learn, their law, files, settings and command."""
+"""Heads on the target's last state: what they look at, draft and learn, their distribution, files,
+settings and command."""
 
 import functools
 import json
@@ -7,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 import toy
+from distribution_samples import FALSE_ALARM, g_test
 from heads_models import drafter, t5
-from law_samples import FALSE_ALARM, g_test
 from random_heads_of import random_heads
 from toy_models import HashModel, compilations, tiny_t5
 
@@ -18,8 +19,8 @@ from specdec_jax.drafters.heads import HeadsState
 from specdec_jax.models import heads as heads_module
 from specdec_jax.models.heads import Heads, HeadsConfig
 from specdec_jax.models.parameters import flatten
-from specdec_jax.speculative import draws
-from specdec_jax.speculative import laws as speculative_laws
+from specdec_jax.speculative import distributions as speculative_distributions
+from specdec_jax.speculative import randomness
 from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -70,15 +71,16 @@ def test_greedy_output_is_that_of_plain_decoding(share):
 
 
 def test_heads_see_the_state_that_gave_the_last_committed_token():
-    """Against teacher-forced states of what was committed, after every iteration; rows that are done keep theirs."""
+    """Against teacher-forced states of what was committed, after every iteration; rows that are
+    done keep theirs."""
     state, request = decode(drafter(True), function=prepare)
     inputs = np.zeros((B, 8), np.int32)
     for row, ids in enumerate(INPUTS):
         inputs[row, : len(ids)] = ids
-    live = np.arange(8) < np.array([[len(ids)] for ids in INPUTS])
+    valid = np.arange(8) < np.array([[len(ids)] for ids in INPUTS])
     network, rows = t5().network, np.arange(B)
     forced = jax.jit(
-        lambda tokens: network.module.apply({"params": network.params}, inputs, live, tokens, method="states")
+        lambda tokens: network.module.apply({"params": network.params}, inputs, valid, tokens, method="states")
     )
     assert not np.any(state.draft_state.known)
     done_early = 0
@@ -95,19 +97,20 @@ def test_heads_see_the_state_that_gave_the_last_committed_token():
 
 
 def test_head_i_gives_token_1_plus_i_after_its_state():
-    """A head with blocks of 0 that shares the target's says what the target said: the last committed token."""
+    """A head with blocks of 0 that shares the target's says what the target said: the last
+    committed token."""
     config = drafter(True).config
-    zeros = sd.HeadsDrafter.of(t5(), config, heads_module.init_params(config, jax.random.key(0)))
+    zeros = sd.HeadsDrafter.for_target(t5(), config, heads_module.init_params(config, jax.random.key(0)))
     state, request = decode(zeros, function=prepare)
     state = sd.advance(request.network, request.drafter, state, np.int32(1))
     said = np.take_along_axis(np.asarray(state.tokens), np.asarray(state.lengths)[:, None] - 1, axis=1)
     _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(B, 4, np.int32)))(request.drafter, state)
     np.testing.assert_array_equal(draft.num_drafted, np.where(said[:, 0] == eos(), 1, 3))
-    live = np.arange(4) < np.asarray(draft.num_drafted)[:, None]
-    assert np.all((draft.tokens == said) | ~live)
+    valid = np.arange(4) < np.asarray(draft.num_drafted)[:, None]
+    assert np.all((draft.tokens == said) | ~valid)
 
 
-# --- Laws ---
+# --- Distributions ---
 
 V = 6
 HASH = HashModel(V, 0, spread=3.0)  # its states are its logits
@@ -115,8 +118,9 @@ FILTERS = dict(temperature=0.8, top_k=5)
 
 
 @pytest.mark.parametrize("verifier", ["token", "gumbel"])
-def test_the_returned_law_is_the_law_that_was_drawn_from(verifier):
-    """The heads in numpy; the draft repeated from its law and the uniforms; an EOS ends it and stays."""
+def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(verifier):
+    """The heads in numpy; the draft repeated from its distribution and the uniforms; an EOS ends it
+    and stays."""
     rows, own = 300, random_heads(HASH, num_blocks=2)
     config = SamplingConfig(**FILTERS, forbidden_tokens=(3,))
     options = dict(drafter=own, gamma=4, sampling=config, max_new_tokens=9, verifier=verifier)
@@ -142,26 +146,28 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(verifier):
     def drawn(keys, lengths):
         offsets = np.broadcast_to(np.arange(3), (rows, 3))
         if verifier == "gumbel":
-            return speculative_laws.argmax(np.log(expected) + draws.gumbel_noise(keys, lengths[:, None] + offsets, V))
-        words = draws.words(keys, lengths, offsets, draws.DRAFT)
-        return draws.draw(expected.reshape(-1, V).astype(np.float32), words.reshape(-1, 2)).reshape(rows, 3)
+            return speculative_distributions.argmax(
+                np.log(expected) + randomness.gumbel_noise(keys, lengths[:, None] + offsets, V)
+            )
+        random_bits = randomness.random_bits(keys, lengths, offsets, randomness.DRAFT)
+        return randomness.draw(expected.reshape(-1, V).astype(np.float32), random_bits.reshape(-1, 2)).reshape(rows, 3)
 
     with np.errstate(divide="ignore"):
         again = np.asarray(drawn(state.keys, state.lengths))
     ends = np.where(again == 5, np.arange(3), 3).min(axis=1) + 1
     num = np.asarray(draft.num_drafted)
     np.testing.assert_array_equal(num, np.where(known, np.minimum(np.minimum(wanted, 3), ends), 0))
-    live = np.arange(3) < num[:, None]
-    np.testing.assert_array_equal(np.asarray(draft.tokens)[:, :3][live], again[live])
+    valid = np.arange(3) < num[:, None]
+    np.testing.assert_array_equal(np.asarray(draft.tokens)[:, :3][valid], again[valid])
     assert np.any((ends < 3) & (wanted > ends))
     if verifier == "gumbel":
-        assert draft.law is None
+        assert draft.dist is None
     else:
-        law = np.exp(draft.law.logits - draft.law.log_normalizer[..., None])
-        np.testing.assert_allclose(law[:, :3][live], expected[live], atol=1e-5)
+        dist = np.exp(draft.dist.logits - draft.dist.log_normalizer[..., None])
+        np.testing.assert_allclose(dist[:, :3][valid], expected[valid], atol=1e-5)
 
 
-def joint_law(model) -> np.ndarray:
+def joint_distribution(model) -> np.ndarray:
     """`[V⁴]` of the first four ids, in float64."""
     prefixes = np.stack(np.meshgrid(*[np.arange(V)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     decoder = np.pad(prefixes, ((0, 0), (1, 0)))
@@ -172,8 +178,9 @@ def joint_law(model) -> np.ndarray:
     return joint.ravel()
 
 
-def test_law_through_the_engine():
-    """The joint law of four tokens, with heads that are often wrong, through the engine's own keys."""
+def test_distribution_through_the_engine():
+    """The joint distribution of four tokens, with heads that are often wrong, through the engine's
+    own keys."""
     rows = 20_000
     own = random_heads(HASH, 0.4)
     state, request = prepare(
@@ -182,9 +189,9 @@ def test_law_through_the_engine():
     )  # fmt: skip
     state = sd.advance(HASH.network, request.drafter, state, np.int32(99))
     counts = np.bincount(np.asarray(state.tokens)[:, 1:5] @ V ** np.arange(3, -1, -1), minlength=V**4)
-    assert g_test(counts, joint_law(HASH)) > FALSE_ALARM
+    assert g_test(counts, joint_distribution(HASH)) > FALSE_ALARM
     assert 0.02 < state.counts.accepted.sum() / state.counts.drafted.sum() < 0.9
-    wrong = joint_law(HashModel(V, 1, spread=3.0, likeness=0.8))
+    wrong = joint_distribution(HashModel(V, 1, spread=3.0, likeness=0.8))
     assert g_test(counts, wrong) < FALSE_ALARM, "the test can fail"
 
 
@@ -226,7 +233,7 @@ def test_saved_heads_draft_the_same(tmp_path):
     assert set(json.loads((tmp_path / "heads/config.json").read_text())["heads"]) >= {"num_heads", "share_head"}
 
 
-def test_heads_that_do_not_fit_are_refused(tmp_path):
+def test_heads_that_do_not_fit_are_rejected(tmp_path):
     path, model = tmp_path / "heads", tmp_path / "model"
     drafter(False).save(path)
     sd.save(t5(), model)

@@ -43,22 +43,22 @@ def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
     shifted = np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=2)
 
     @jax.jit
-    def laws(target, params):
+    def dists(target, params):
         fed, before = np.maximum(inputs, 0), np.maximum(shifted, 0)
         apply = functools.partial(T5(TINY).apply, {"params": target}, fed, inputs >= 0, before)
         ahead = Heads(config).apply({"params": params}, apply(method="states").reshape(-1, 16))
         return jax.nn.log_softmax(apply()), jax.nn.log_softmax(ahead).reshape(3, 5, 6, 64)
 
-    log_p, log_q = jax.device_get(laws(target, params))
+    log_p, log_q = jax.device_get(dists(target, params))
     expected, nll, pieces = 0.0, 0.0, 0
-    smoothed = lambda law, piece: -(1 - smoothing) * law[piece] - smoothing * law.mean()
+    smoothed = lambda dist, piece: -(1 - smoothing) * dist[piece] - smoothing * dist.mean()
     for row, size in enumerate((5, 3, 1)):
         for place in range(size):
             for ahead in range(1, size - place):
-                law, own = log_q[row, place, ahead - 1], log_p[row, place + ahead]
+                dist, own = log_q[row, place, ahead - 1], log_p[row, place + ahead]
                 piece = targets[row, place + ahead]
-                expected += (1 - soft) * smoothed(law, piece) + soft * np.sum(np.exp(own) * (own - law))
-                nll -= law[piece]
+                expected += (1 - soft) * smoothed(dist, piece) + soft * np.sum(np.exp(own) * (own - dist))
+                nll -= dist[piece]
                 pieces += 1
     own = [smoothed(log_p[row, t], targets[row, t]) for row, size in enumerate((5, 3, 1)) for t in range(size)]
     expected = expected / pieces + backbone * np.mean(own)
@@ -194,7 +194,7 @@ def test_bad_files(settings, tmp_path, change, message):
         training_heads.fit(settings(tmp_path, **change))
 
 
-def test_a_target_without_a_vocabulary_is_refused(settings, tmp_path):
+def test_a_target_without_a_vocabulary_is_rejected(settings, tmp_path):
     sd.save(t5(), tmp_path / "model")
     with pytest.raises(ValueError, match="model without a vocabulary, expected one"):
         training_heads.fit(settings(tmp_path / "run", target=str(tmp_path / "model")))

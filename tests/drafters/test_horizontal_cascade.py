@@ -1,4 +1,4 @@
-"""Horizontal cascades: their drafts, their law, and what both kinds of cascade share."""
+"""Horizontal cascades: their drafts, their distribution, and what both kinds of cascade share."""
 
 import flax.struct
 import jax
@@ -24,19 +24,19 @@ from cascade_parts import (
     table,
     teacher_forced,
 )
-from law_samples import SPREAD
+from distribution_samples import SPREAD
 from toy_models import HashModel, Words, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.analysis import arms
 from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis import variants
 from specdec_jax.analysis.report import summaries
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.request import prepare
 from specdec_jax.drafters import drafting
-from specdec_jax.speculative import draws as speculative_draws
-from specdec_jax.speculative.laws import PointMass
+from specdec_jax.speculative import randomness as speculative_draws
+from specdec_jax.speculative.distributions import PointMass
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -62,12 +62,12 @@ def test_greedy_output_is_that_of_plain_decoding(name):
     if name == "model, table":
         assert result.stats.draft_calls < run(model).stats.draft_calls
     elif name == "model, model":  # the second is always right, also after what the first drafted
-        stood = result.stats.accepted_by_position / result.stats.examined_by_position
-        assert np.all(stood[:2] < 1) and np.all(stood[2:] == 1) and result.stats.examined_by_position[2] > 0
+        accepted = result.stats.accepted_by_position / result.stats.examined_by_position
+        assert np.all(accepted[:2] < 1) and np.all(accepted[2:] == 1) and result.stats.examined_by_position[2] > 0
 
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "model, model"])
-def test_every_position_has_the_law_of_its_drafter(name):
+def test_every_position_has_the_distribution_of_its_drafter(name):
     """One-hot for what is not drawn; the kinds mixed or all point masses; the second fills in
     for a first that is silent."""
     wanted, drafter = np.full(B, 5, np.int32), PAIRS[name]()
@@ -76,9 +76,9 @@ def test_every_position_has_the_law_of_its_drafter(name):
     alone = first_draft(first, np.minimum(wanted, drafter.number))
     counts = alone.num_drafted
     if name == "lookup, table":
-        assert isinstance(draft.law, PointMass)
-    law = draft.law.law() if isinstance(draft.law, PointMass) else draft.law
-    probs = np.exp(law.logits - law.log_normalizer[..., None])
+        assert isinstance(draft.dist, PointMass)
+    dist = draft.dist.dist() if isinstance(draft.dist, PointMass) else draft.dist
+    probs = np.exp(dist.logits - dist.log_normalizer[..., None])
     for row in range(B):
         np.testing.assert_array_equal(draft.tokens[row, : counts[row]], alone.tokens[row, : counts[row]])
         ids = draft.tokens[row, : draft.num_drafted[row]].tolist()
@@ -111,7 +111,8 @@ def test_nothing_is_drafted_after_an_eos():
 
 
 def test_later_parts_draw_with_keys_of_their_own():
-    """At one length and offset: the part of a draft that begins there, and an iteration that does; PITFALLS row 31."""
+    """At one length and offset: the part of a draft that begins there, and an iteration that does;
+    PITFALLS row 31."""
     state, _ = prepare(TARGET, INPUTS, drafter=model, gamma=3, sampling=SPREAD, max_new_tokens=LIMIT, key=KEY)
     offsets = np.tile(np.arange(200, dtype=np.int32), (B, 1))
     drawn = [
@@ -194,10 +195,10 @@ def test_bad_input():
         sd.VerticalCascade(model, "lookup", 1)
     with pytest.raises(ValueError, match="model_drafter: got RandomDrafter, expected a ModelDrafter"):
         sd.VerticalCascade(sd.RandomDrafter(V), model, 1)
-    words, others = HashModel(V, 0, vocabulary=Words()), sd.ModelDrafter(HashModel(V, 1, vocabulary=Words(1)))
+    random_bits, others = HashModel(V, 0, vocabulary=Words()), sd.ModelDrafter(HashModel(V, 1, vocabulary=Words(1)))
     for drafter in (sd.HorizontalCascade(model, others, 1), sd.VerticalCascade(others, table(True), 1)):
         with pytest.raises(ValueError, match="drafter: got a vocabulary of 16 pieces that differs"):
-            sd.generate(words, [[3]], drafter=drafter)
+            sd.generate(random_bits, [[3]], drafter=drafter)
 
 
 def test_benchmark_predicts_nothing_for_a_cascade(monkeypatch):
@@ -205,14 +206,16 @@ def test_benchmark_predicts_nothing_for_a_cascade(monkeypatch):
     small.name = "small"
     drafter = sd.VerticalCascade(sd.ModelDrafter(small), sd.PromptLookupDrafter(2), 2)
     steps = dict.fromkeys(["target step", "products", "verify 3", "bare verify 3", "target encoder 8"], lambda: None)
-    monkeypatch.setattr(analysis_benchmark, "_step_arms", lambda *_: steps)
+    monkeypatch.setattr(analysis_benchmark, "_step_variants", lambda *_: steps)
     options = benchmark_command.BenchmarkOptions(
         target="target", drafter="small", gamma=(3,), max_new_tokens=8, repeats=1
     )
-    record, problems = analysis_benchmark.benchmark(target, drafter, arms.cut(INPUTS[:1], INPUTS[:1], 1, 0), options)
+    record, problems = analysis_benchmark.benchmark(
+        target, drafter, variants.cut(INPUTS[:1], INPUTS[:1], 1, 0), options
+    )
     assert problems == [] and record["drafter"] == {"name": "small over prompt lookup (2)"}
-    (arm,) = record["speculative"]
-    assert record["cost_ratio"] is None and arm["predicted"] is None and arm["stats"]["draft_calls"] > 0
+    (variant,) = record["speculative"]
+    assert record["cost_ratio"] is None and variant["predicted"] is None and variant["stats"]["draft_calls"] > 0
     text = summaries.benchmark_summary(record)
     assert "draft step     not timed" in text and "drafted for each; no prediction" in text
     combined = sd.HorizontalCascade(drafter, table(False), 2)

@@ -1,5 +1,5 @@
 """Drafters without a model: tables against counting in pure Python, copies against a slow
-search, laws, files, commands."""
+search, distributions, files, commands."""
 
 import collections
 import functools
@@ -8,15 +8,15 @@ import jax
 import numpy as np
 import pytest
 import toy
-from law_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sample
+from distribution_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_distribution, sample
 from tables import EOS, GAMMA, INPUTS, LIMIT, LIMITS, OPTIONS, PREFIXES, TARGET, B, V, plain
 from toy_models import HashModel, Words, compilations
 
 import specdec_jax as sd
 from specdec_jax.decoding.request import prepare
 from specdec_jax.drafters.ngram_table import NGramTable
-from specdec_jax.speculative import draws
-from specdec_jax.speculative import laws as speculative_laws
+from specdec_jax.speculative import distributions as speculative_distributions
+from specdec_jax.speculative import randomness
 from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -25,7 +25,8 @@ GAMMAS = [1 + row % GAMMA for row in range(B)]
 
 @functools.cache
 def drafter(name: str):
-    """Tables are counted from what the target says without prefixes, so that they are right now and then."""
+    """Tables are counted from what the target says without prefixes, so that they are right now and
+    then."""
     if name == "lookup":
         return sd.PromptLookupDrafter()
     if name == "random":
@@ -72,23 +73,26 @@ def test_greedy_output_is_that_of_plain_decoding(name):
     assert compilations(again) == 0
 
 
-# --- Laws ---
+# --- Distributions ---
 
 
-def table_for_law(sampled: bool):
+def table_for_distribution(sampled: bool):
     """Of fewer ids than the target has, and of contexts many of which were not seen."""
     sequences = np.random.default_rng(2).integers(0, 13, (6, 20)).tolist()
     return sd.NGramDrafter.count(sequences, 13, 3, continuations=4, sampled=sampled)
 
 
 @pytest.mark.parametrize("how, verifier", [("sampled", "block"), ("point", "token"), ("point", "block")])
-def test_law_through_the_engine(how, verifier):
-    """Rows 5 and 12 of PITFALLS: the joint law of three tokens, drawn with the engine's own keys."""
+def test_distribution_through_the_engine(how, verifier):
+    """Rows 5 and 12 of PITFALLS: the joint distribution of three tokens, drawn with the engine's
+    own keys."""
     target = HashModel(V, 0, spread=3.0)
-    counts, (examined, accepted) = sample(target, table_for_law(how == "sampled"), SPREAD, 2 * ROWS, verifier=verifier)
-    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
+    counts, (examined, accepted) = sample(
+        target, table_for_distribution(how == "sampled"), SPREAD, 2 * ROWS, verifier=verifier
+    )
+    assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM
     assert 0.02 < accepted.sum() / examined.sum() < 0.9
-    assert g_test(counts, joint_law(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD)) < FALSE_ALARM, (
+    assert g_test(counts, joint_distribution(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD)) < FALSE_ALARM, (
         "the test can fail"
     )
 
@@ -99,8 +103,9 @@ FILTERS = dict(temperature=0.8, top_k=3)
 @pytest.mark.parametrize(
     "name, verifier", [("2-gram, sampled", "token"), ("2-gram, sampled", "gumbel"), ("random", "block")]
 )
-def test_the_returned_law_is_the_law_that_was_drawn_from(name, verifier):
-    """The draft repeated from its own law and uniforms, or noise; the law from the counts and a sort."""
+def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name, verifier):
+    """The draft repeated from its own distribution and uniforms, or noise; the distribution from
+    the counts and a sort."""
     config, forbidden = SamplingConfig(**FILTERS, forbidden_tokens=(3, EOS)), np.isin(np.arange(V), (3, EOS))
     state, request = prepare(
         TARGET, INPUTS, drafter=drafter(name), gamma=3, sampling=config, max_new_tokens=9, eos_ids=(), verifier=verifier
@@ -108,14 +113,14 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(name, verifier):
     wanted = np.arange(B, dtype=np.int32) % 4
     _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, wanted))(request.drafter, state)
     np.testing.assert_array_equal(draft.num_drafted, wanted)
-    live, tokens = np.arange(3) < wanted[:, None], np.asarray(draft.tokens)
+    valid, tokens = np.arange(3) < wanted[:, None], np.asarray(draft.tokens)
 
     logits = np.zeros((B, 3, V))
     if name != "random":
         before = np.pad(tokens, ((0, 0), (1, 0)))  # the start token is 0
-        law = jax.jit(lambda table, tokens, lengths: table.logits(table.rows(tokens, lengths)))
-        laws = [law(drafter(name).table, before, np.full(B, length, np.int32)) for length in (1, 2, 3)]
-        logits = np.stack(jax.device_get(laws), axis=1)
+        dist = jax.jit(lambda table, tokens, lengths: table.logits(table.rows(tokens, lengths)))
+        dists = [dist(drafter(name).table, before, np.full(B, length, np.int32)) for length in (1, 2, 3)]
+        logits = np.stack(jax.device_get(dists), axis=1)
     allowed = np.where(forbidden, -np.inf, logits)
     some = np.any(allowed > -np.inf, axis=-1, keepdims=True)  # where nothing is left, nothing is forbidden
     expected = toy.adjusted_probs(np.where(some, allowed, logits), **({} if name == "random" else FILTERS))
@@ -124,19 +129,19 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(name, verifier):
     def drawn(keys, lengths, probs):
         offsets = np.broadcast_to(np.arange(3), (B, 3))
         if verifier == "gumbel":
-            noise = draws.gumbel_noise(keys, lengths[:, None] + offsets, V)
-            return speculative_laws.argmax(jax.numpy.log(probs) + noise)
-        words = draws.words(keys, lengths, offsets, draws.DRAFT)
-        return draws.draw(probs.reshape(-1, V), words.reshape(-1, 2)).reshape(B, 3)
+            noise = randomness.gumbel_noise(keys, lengths[:, None] + offsets, V)
+            return speculative_distributions.argmax(jax.numpy.log(probs) + noise)
+        random_bits = randomness.random_bits(keys, lengths, offsets, randomness.DRAFT)
+        return randomness.draw(probs.reshape(-1, V), random_bits.reshape(-1, 2)).reshape(B, 3)
 
     if verifier == "gumbel":
-        assert draft.law is None
+        assert draft.dist is None
     else:
         np.testing.assert_allclose(
-            np.exp(draft.law.logits - draft.law.log_normalizer[..., None])[live], expected[live], atol=1e-6
+            np.exp(draft.dist.logits - draft.dist.log_normalizer[..., None])[valid], expected[valid], atol=1e-6
         )
     again = np.asarray(drawn(state.keys, state.lengths, expected.astype(np.float32)))
-    np.testing.assert_array_equal(again[live], tokens[live])
+    np.testing.assert_array_equal(again[valid], tokens[valid])
 
 
 def test_random_tokens_are_uniform_at_temperature_0_too():
@@ -163,22 +168,23 @@ def slow_counts(sequences, order: int, start: int) -> dict:
     return found
 
 
-def slow_law(found: dict, prefix, order: int, start: int, most: int) -> np.ndarray:
+def slow_distribution(found: dict, prefix, order: int, start: int, most: int) -> np.ndarray:
     padded = [start] * (order - 1) + list(prefix)
     context = next(
         context
         for length in reversed(range(order))
         if (context := tuple(padded[len(padded) - length :])) in found  # () always is
     )
-    law, kept = np.zeros(V), sorted(found[context].items(), key=lambda item: (-item[1], item[0]))
+    dist, kept = np.zeros(V), sorted(found[context].items(), key=lambda item: (-item[1], item[0]))
     for token, count in kept if context == () else kept[:most]:
-        law[token] = count
-    return law / law.sum()
+        dist[token] = count
+    return dist / dist.sum()
 
 
 @pytest.mark.parametrize("order, start, alphabet", [(1, 0, V), (2, 0, 4), (2, 3, V), (3, 2, 5), (4, 0, 3)])
 def test_tables_equal_counting_in_python(order, start, alphabet):
-    """Laws after every context that can be looked up, seen or not, with the most frequent id and its ties."""
+    """Distributions after every context that can be looked up, seen or not, with the most frequent
+    id and its ties."""
     rng, most = np.random.default_rng(order * alphabet), 3
     sequences = [rng.integers(0, alphabet, rng.integers(0, 9)).tolist() for _ in range(40)]
     table = NGramTable.count(sequences, V, order, start_token=start, continuations=most)
@@ -187,12 +193,12 @@ def test_tables_equal_counting_in_python(order, start, alphabet):
     tokens = rng.integers(0, min(alphabet + 1, V), (300, 8))
     tokens[:, 0] = start  # a row begins with it
     rows = jax.jit(lambda table, tokens, lengths: table.rows(tokens, lengths))(table, tokens, lengths)
-    laws = np.exp(np.asarray(jax.jit(lambda table, rows: table.logits(rows))(table, rows), np.float64))
+    dists = np.exp(np.asarray(jax.jit(lambda table, rows: table.logits(rows))(table, rows), np.float64))
     best = np.asarray(table.most_frequent(rows))
     for row, (ids, length) in enumerate(zip(tokens.tolist(), lengths)):
         # Its start token is one of the padding that counting puts before a sequence.
-        expected = slow_law(found, ids[1:length] if order > 1 else [], order, start, most)
-        np.testing.assert_allclose(laws[row] / laws[row].sum(), expected, rtol=1e-5)
+        expected = slow_distribution(found, ids[1:length] if order > 1 else [], order, start, most)
+        np.testing.assert_allclose(dists[row] / dists[row].sum(), expected, rtol=1e-5)
         assert best[row] == np.argmax(expected)
 
 
@@ -209,7 +215,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("change, message", WRONG, ids=[message for _, message in WRONG])
-def test_what_cannot_be_counted_is_refused(change, message):
+def test_what_cannot_be_counted_is_rejected(change, message):
     with pytest.raises(ValueError, match=message):
         sd.NGramDrafter.count(**{**dict(sequences=[[3, 4]], vocab_size=V, order=2), **change})
 
@@ -235,7 +241,7 @@ def test_a_saved_table_drafts_the_same(tmp_path):
     assert not sd.NGramDrafter.load(tmp_path / "table.npz", sampled=False).sampled
 
 
-def test_files_that_are_no_whole_table_are_refused(tmp_path):
+def test_files_that_are_no_whole_table_are_rejected(tmp_path):
     path = tmp_path / "table.npz"
     with pytest.raises(ValueError, match="table.npz: got no such file, expected an n-gram table"):
         sd.NGramDrafter.load(path)
@@ -264,7 +270,7 @@ def test_files_that_are_no_whole_table_are_refused(tmp_path):
             sd.NGramDrafter.load(path)
 
 
-def test_a_table_of_another_vocabulary_is_refused(tmp_path):
+def test_a_table_of_another_vocabulary_is_rejected(tmp_path):
     """PITFALLS row 28."""
     count = functools.partial(sd.NGramDrafter.count, [[3, 4, EOS]])
     count(V, 2, vocabulary=Words()).save(tmp_path / "table.npz")

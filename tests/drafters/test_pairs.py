@@ -64,7 +64,7 @@ def test_iterations_may_stop_and_go_on(pairs):
 
     tokens, calls = pairs(found)
     np.testing.assert_array_equal(tokens, plain()[0])
-    assert calls == len(INPUTS) * -(-LIMIT // (GAMMA + 1)), "every draft stood"
+    assert calls == len(INPUTS) * -(-LIMIT // (GAMMA + 1)), "every draft was accepted"
 
 
 def cascades() -> dict[str, sd.Drafter]:
@@ -113,7 +113,7 @@ def test_a_lag_of_one_costs_no_step_and_one_of_two_costs_one(pairs):
                 assert made == [2] * (GAMMA + lags.max() // 2)
                 np.testing.assert_array_equal(found.tokens, expected.tokens)
                 np.testing.assert_array_equal(found.calls, GAMMA + lags // 2)
-                np.testing.assert_allclose(found.law.probs(), expected.law.probs(), atol=1e-5)
+                np.testing.assert_allclose(found.dist.probs(), expected.dist.probs(), atol=1e-5)
                 np.testing.assert_array_equal(after.cached, most + GAMMA)
 
     pairs(compared)

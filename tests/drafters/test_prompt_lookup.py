@@ -37,7 +37,8 @@ def slow_copy(output, source, max_match: int, wanted: int, eos) -> list[int]:
 
 @pytest.mark.parametrize("max_match", [1, 2, 3])
 def test_copies_equal_a_slow_search(max_match):
-    """Small alphabets, so that there are matches of every length; junk past the lengths; two rows of every input."""
+    """Small alphabets, so that there are matches of every length; junk past the lengths; two rows
+    of every input."""
     rows, rng = 1200, np.random.default_rng(max_match)
     copier, eos = sd.PromptLookupDrafter(max_match), [1]
     state, _ = prepare(TARGET, [[3, 4, 5]] * rows, drafter=copier, gamma=GAMMA, max_new_tokens=12, eos_ids=eos)
@@ -54,7 +55,7 @@ def test_copies_equal_a_slow_search(max_match):
         return copier.draft(own, state.replace(tokens=tokens, lengths=lengths), wanted)[1]
 
     draft = jax.device_get(run(state, tokens, lengths, inputs, input_lengths, wanted))
-    assert not draft.calls.any() and draft.law is None
+    assert not draft.calls.any() and draft.dist is None
     found = collections.Counter()
     for row in range(rows):
         output = tokens[row, : lengths[row]].tolist()
@@ -175,14 +176,14 @@ def test_benchmark_counts_no_draft_steps(specdec, folder):
     assert code == 0 and "with prompt lookup" in out and "no model drafts; c is counted as 0" in out
     record = json.loads((folder / "record.json").read_text())
     assert record["drafter"] == {"name": "prompt lookup"} and record["cost_ratio"] is None
-    (arm,) = record["speculative"]
-    assert arm["stats"]["drafted"] > 0 and arm["differences"] == []
-    assert arm["predicted"]["cost_ratio"] == 0 and arm["parts"]["draft steps"] == 0
-    stats = arm["stats"]
+    (variant,) = record["speculative"]
+    assert variant["stats"]["drafted"] > 0 and variant["differences"] == []
+    assert variant["predicted"]["cost_ratio"] == 0 and variant["parts"]["draft steps"] == 0
+    stats = variant["stats"]
     everywhere = stats["accepted"] / (sum(stats["examined_by_position"]) + stats["undrafted"])
     assert stats["acceptance_rate_per_position"] == everywhere < stats["acceptance_rate"] and stats["undrafted"] > 0
-    assert arm["oracle"]["tokens_per_target_call"] == formulas.oracle_tokens(everywhere)
-    assert arm["predicted"]["theorem_3_8"] == formulas.expected_tokens(everywhere, 2)
+    assert variant["oracle"]["tokens_per_target_call"] == formulas.oracle_tokens(everywhere)
+    assert variant["predicted"]["theorem_3_8"] == formulas.expected_tokens(everywhere, 2)
     assert f"alpha {everywhere:.3f} per position of the output, {stats['acceptance_rate']:.3f} where" in out
 
 

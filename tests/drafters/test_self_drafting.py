@@ -1,4 +1,4 @@
-"""Self-speculation: the target in 8 bits drafts for itself."""
+"""Self-speculation: the target in int8 drafts for itself."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ import specdec_jax as sd
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import generate
 from specdec_jax.commands.sentences import built_in
-from specdec_jax.models import layouts, panels
+from specdec_jax.models import packed_weights, weight_layouts
 
 pytestmark = pytest.mark.usefixtures("quick")
 SLOW = pytest.mark.slow
@@ -50,9 +50,9 @@ def test_only_kernels_of_decoder_steps_are_its_own():
     theirs, ours = target.network.params, drafter.network.params
     shared = {id(leaf) for leaf in jax.tree.leaves(theirs)}
     others = [leaf for leaf in jax.tree.leaves(ours) if id(leaf) not in shared]
-    rounded = jax.tree.leaves(layouts.step_kernels(ours))
+    rounded = jax.tree.leaves(weight_layouts.step_kernels(ours))
     assert {id(leaf) for leaf in others} == {id(leaf) for leaf in rounded}
-    assert all(layouts.is_kernel(kernel) for kernel in layouts.step_kernels(ours))
+    assert all(weight_layouts.is_kernel(kernel) for kernel in weight_layouts.step_kernels(ours))
 
 
 def test_the_targets_encoder_output_takes_the_place_of_its_own():
@@ -80,18 +80,20 @@ def test_command_line(monkeypatch):
     options.check()
     target, drafter = options.load()
     assert isinstance(drafter, sd.SelfDrafter) and drafter.model is target is t5()
-    assert drafter.name == f"{target.name} in 8 bits"
+    assert drafter.name == f"{target.name} in int8"
     with pytest.raises(ValueError, match="shortlist_size: got 5, expected a drafter that is a model"):
         dataclasses.replace(options, shortlist_size=5).load()
-    for quantize in panels.INPUT_BITS:
+    for quantize in packed_weights.INPUT_BITS:
         with pytest.raises(ValueError, match=f"drafter: got 'self:int8' with quantize='{quantize}', expected a target"):
             dataclasses.replace(options, quantize=quantize).check()
 
 
-def test_what_cannot_be_is_refused():
+def test_what_cannot_be_is_rejected():
     other = sd.LanguageModel(t5().config, t5().params, name="other")
     with pytest.raises(ValueError, match="drafter: got the 8 bits of another model"):
         sd.generate(other, INPUTS, drafter=sd.SelfDrafter(t5()))
-    rounded = layouts.round_params(t5().params, panels.input_bits("int8") if panels.usable("float32") else None)
-    with pytest.raises(ValueError, match=r"got the 8 bits of a target that is in 8 bits itself \(rounded\), expected"):
+    rounded = weight_layouts.round_params(
+        t5().params, packed_weights.input_bits("int8") if packed_weights.usable("float32") else None
+    )
+    with pytest.raises(ValueError, match=r"got the 8 bits of a target that is in int8 itself \(rounded\), expected"):
         sd.SelfDrafter(sd.LanguageModel(t5().config, rounded, name="rounded"))

@@ -13,7 +13,7 @@ import specdec_jax as sd
 from specdec_jax.analysis import acceptance
 from specdec_jax.checkpoints import converter, loader
 from specdec_jax.commands import distill
-from specdec_jax.decoding.traced import Decoder
+from specdec_jax.decoding.under_jit import Decoder
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.parameters import flatten, parameter_count
 from specdec_jax.models.t5 import T5Config
@@ -81,11 +81,11 @@ def test_scores_with_the_targets_encoder():
         model.logits(inputs, fed, encoder=tiny_t5(0, V, emb_dim=8))
     tokens = decode(None)
     agreed = acceptance.agreement(TARGET, model, INPUTS, tokens.tokens, tokens.lengths, SamplingConfig())
-    live = np.arange(agreed.overlap.shape[1]) < tokens.lengths[:, None]
-    assert np.all(agreed.overlap[live] == 1)
+    valid = np.arange(agreed.overlap.shape[1]) < tokens.lengths[:, None]
+    assert np.all(agreed.overlap[valid] == 1)
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_is_rejected():
     model = decoder_of(0.0)
     with pytest.raises(ValueError, match="target: got a model that reads another's encoder output"):
         sd.generate(model, INPUTS)
@@ -135,7 +135,7 @@ def test_learns_from_the_model_whose_encoder_it_reads(language, teacher, tmp_pat
         train.fit(dataclasses.replace(config, teacher=str(tmp_path / "stranger"), steps=13))
 
 
-def test_training_without_a_teacher_is_refused(language, tmp_path):
+def test_training_without_a_teacher_is_rejected(language, tmp_path):
     shape = T5Config(**{**vars(TINY), "num_encoder_layers": 0, "encoder_dim": 16})
     with pytest.raises(ValueError, match="teacher: got None, expected the model whose encoder"):
         config_of(language, tmp_path, model=shape)
@@ -153,7 +153,7 @@ def test_is_no_teacher_and_no_other_format(language, tmp_path):
         Decoder(tiny_t5(0, V, emb_dim=8).config, sd.ModelDrafter(model))
 
 
-def test_distillation_refuses_another_width_before_it_decodes(monkeypatch):
+def test_distillation_rejects_another_width_before_it_decodes(monkeypatch):
     shapes = {"small": tiny_t5(0, V, emb_dim=8).config, "drafter": decoder_of(0.0).config}
     monkeypatch.setattr(loader, "load_shape", shapes.__getitem__)
     files = dict(source_files=(__file__,), validation_files=(__file__,), output_dir="nowhere")

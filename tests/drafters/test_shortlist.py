@@ -1,10 +1,10 @@
-"""Cheaper model drafters: a head for frequent ids only, and kernels in 8 bits."""
+"""Cheaper model drafters: a head for frequent ids only, and kernels in int8."""
 
 import jax
 import numpy as np
 import pytest
 import toy
-from law_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_law, sample
+from distribution_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_distribution, sample
 from short_heads import DRAFT, EOS, GAMMA, INPUTS, LIMIT, RNG, TARGET, WIDE, B, V, decode, plain
 from toy_models import HashModel, compilations, noisy_copy, tiny_t5
 
@@ -13,11 +13,11 @@ from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prepare
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.drafters.shortlist import Shortlist
-from specdec_jax.models import layouts, native
+from specdec_jax.models import native, weight_layouts
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.layers import apply_kernel
-from specdec_jax.models.panels import Panels
-from specdec_jax.speculative import draws
+from specdec_jax.models.packed_weights import PackedWeights
+from specdec_jax.speculative import randomness
 from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -65,13 +65,13 @@ def test_a_draft_holds_what_is_most_probable_on_the_list():
         np.testing.assert_array_equal(found.tokens, logits.argmax(axis=-1))
 
 
-# --- Laws ---
+# --- Distributions ---
 
 
 def test_ids_that_a_drafter_lacks_have_no_probability_at_any_temperature():
     """Not a small one: at a temperature of 1000 a finite logit would be drawn."""
     logits, ids = np.float32([[3.0, -2.0, 0.5]]), np.array([1, 4, 5])
-    widened = Shortlist.of(ids, 8).widen(np.pad(logits, ((0, 0), (0, 61)), mode="edge"))
+    widened = Shortlist.select(ids, 8).widen(np.pad(logits, ((0, 0), (0, 61)), mode="edge"))
     np.testing.assert_array_equal(widened[:, ids], logits)
     assert np.all(np.isneginf(np.delete(widened, ids, axis=1)))
     np.testing.assert_array_equal(match_width(logits, 5), [[3.0, -2.0, 0.5, -np.inf, -np.inf]])
@@ -82,13 +82,13 @@ def test_ids_that_a_drafter_lacks_have_no_probability_at_any_temperature():
     assert set(drafted.tolist()) <= set(LISTED) and len(set(drafted.tolist())) > 3
 
 
-def test_law_through_the_engine():
-    """The joint law of three tokens, drawn with the engine's own keys; ids off the list come
-    from the residual alone."""
+def test_distribution_through_the_engine():
+    """The joint distribution of three tokens, drawn with the engine's own keys; ids off the list
+    come from the residual alone."""
     target, draft = HashModel(V, 0, spread=3.0), HashModel(V, 1, spread=3.0, likeness=0.5)
     counts, _ = sample(target, sd.ModelDrafter(draft, [1, 3, 5, 7, 11, 13]), SPREAD, 2 * ROWS, verifier="block")
-    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
-    assert g_test(counts, joint_law(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD)) < FALSE_ALARM
+    assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM
+    assert g_test(counts, joint_distribution(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD)) < FALSE_ALARM
 
 
 FILTERS = dict(temperature=0.8, top_k=3)
@@ -96,8 +96,9 @@ FORBIDDEN = {"some": (3, EOS), "the whole list": tuple(LISTED), "none": ()}
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_the_returned_law_is_the_law_that_was_drawn_from(name):
-    """Drafts repeated from a law by teacher forcing and a sort, with the engine's uniforms; nothing is NaN."""
+def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name):
+    """Drafts repeated from a distribution by teacher forcing and a sort, with the engine's
+    uniforms; nothing is NaN."""
     config = SamplingConfig(**FILTERS, forbidden_tokens=FORBIDDEN[name])
     drafter = sd.ModelDrafter(DRAFT, LISTED)
     state, request = prepare(
@@ -105,7 +106,7 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(name):
     )
     wanted = np.arange(B, dtype=np.int32) % 4
     _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, wanted))(request.drafter, state)
-    live, tokens = np.arange(3) < wanted[:, None], np.asarray(draft.tokens)
+    valid, tokens = np.arange(3) < wanted[:, None], np.asarray(draft.tokens)
 
     width = max(map(len, INPUTS))
     padded = np.array([[*row, *[0] * (width - len(row))] for row in INPUTS])
@@ -114,17 +115,17 @@ def test_the_returned_law_is_the_law_that_was_drawn_from(name):
     allowed = np.where(np.isin(np.arange(V), FORBIDDEN[name]), -np.inf, logits)
     some = np.any(allowed > -np.inf, axis=-1, keepdims=True)  # where nothing is left, nothing is forbidden
     expected = toy.adjusted_probs(np.where(some, allowed, logits), **FILTERS)
-    probs = np.exp(np.asarray(draft.law.logits - draft.law.log_normalizer[..., None]))
-    np.testing.assert_allclose(probs[live], expected[live], atol=1e-6)
-    assert draft.law.logits.shape == (B, 3, V)
+    probs = np.exp(np.asarray(draft.dist.logits - draft.dist.log_normalizer[..., None]))
+    np.testing.assert_allclose(probs[valid], expected[valid], atol=1e-6)
+    assert draft.dist.logits.shape == (B, 3, V)
 
     @jax.jit
     def drawn(keys, lengths, probs):
-        words = draws.words(keys, lengths, np.broadcast_to(np.arange(3), (B, 3)), draws.DRAFT)
-        return draws.draw(probs.reshape(-1, V), words.reshape(-1, 2)).reshape(B, 3)
+        random_bits = randomness.random_bits(keys, lengths, np.broadcast_to(np.arange(3), (B, 3)), randomness.DRAFT)
+        return randomness.draw(probs.reshape(-1, V), random_bits.reshape(-1, 2)).reshape(B, 3)
 
     again = np.asarray(drawn(state.keys, state.lengths, expected.astype(np.float32)))
-    np.testing.assert_array_equal(again[live], tokens[live])
+    np.testing.assert_array_equal(again[valid], tokens[valid])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,8 @@ def step(network, cache):
 
 @pytest.mark.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("bfloat16", 3)])
 def test_reduced_networks_say_what_the_whole_says(how, rows):
-    """The short head's logits are the whole head's; 8 bits change them by little; the model itself stays as it is."""
+    """The short head's logits are the whole head's; 8 bits change them by little; the model itself
+    stays as it is."""
     dtype = "bfloat16" if how == "bfloat16" else "float32"
     model = tiny_t5(0, WIDE, 1, dtype=dtype, logits_via_embedding=how == "tied")
     inputs, lengths = RNG.integers(2, WIDE, (rows, 5)), np.full(rows, 5)
@@ -169,8 +171,8 @@ def test_reduced_networks_say_what_the_whole_says(how, rows):
     whole, before = step(model.network, cache), jax.tree.map(np.array, model.params)
     short = sd.ModelDrafter(model, [EOS, *IDS])
     head = short.network.params["decoder"]["logits_dense"]["kernel"]
-    assert short.network.module.config.vocab_size == WIDE and layouts.shape_of(head) == (16, 128)
-    assert isinstance(head, Panels) == (how != "bfloat16" and native.available())
+    assert short.network.module.config.vocab_size == WIDE and weight_layouts.shape_of(head) == (16, 128)
+    assert isinstance(head, PackedWeights) == (how != "bfloat16" and native.available())
     found = step(short.network, cache)
     wide = np.asarray(jax.jit(Shortlist.widen)(short.shortlist, found))
     off = ~np.isin(np.arange(WIDE), [EOS, *IDS])
@@ -198,7 +200,7 @@ def test_int8_kernels():
     kernel, x = rng.normal(size=(12, 7)).astype(np.float32), rng.normal(size=(2, 3, 12)).astype(np.float32)
     kernel[:, 2], x[1, 1] = 0, 0
     units = np.abs(kernel).max(axis=0) / 127
-    packed = Int8Kernel.of(kernel)
+    packed = Int8Kernel.quantize(kernel)
     assert packed.values.dtype == np.int8 and np.abs(packed.values).max() == 127
     np.testing.assert_allclose(packed.matrix(), kernel, atol=units.max() / 2 * 1.001)
     for rows in (x, x[:1, :1]):

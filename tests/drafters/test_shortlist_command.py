@@ -10,13 +10,13 @@ from short_heads import EOS, WIDE, V
 from toy_models import Words, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis import benchmark as analysis_benchmark
-from specdec_jax.analysis import products, timing
+from specdec_jax.analysis import matmul_roofline, timing
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import summaries
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import main
-from specdec_jax.models import layouts
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.network import Network
 from specdec_jax.models.vocabularies import SentencePieceVocabulary
 
@@ -95,35 +95,35 @@ def test_a_draft_step_is_timed_over_as_many_positions_as_it_feeds(monkeypatch):
     for free, width in ((False, 1), (True, 2)):
         jax.clear_caches()
         monkeypatch.setattr(Network, "pairs_are_free", lambda network, cache: free)
-        arms = timing.step_arms(tiny_t5(0, WIDE, 1), drafter, 3, [4], 16, [2], [2])
-        assert ("draft pair" in arms) == (not free)
+        variants = timing.step_variants(tiny_t5(0, WIDE, 1), drafter, 3, [4], 16, [2], [2])
+        assert ("draft pair" in variants) == (not free)
         fed.clear()
-        jax.block_until_ready(arms["draft step"]())
+        jax.block_until_ready(variants["draft step"]())
         assert fed == [(3, width)]
-        jax.block_until_ready(arms["draft 2 and verify"]())
+        jax.block_until_ready(variants["draft 2 and verify"]())
         assert sorted(fed[1:]) == [(3, width), (3, 3)]
     jax.clear_caches()
 
 
 def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
-    for name in ("step_arm", "paired_arm", "prefill_arm"):
+    for name in ("step_variant", "paired_variant", "prefill_variant"):
         monkeypatch.setattr(timing, name, lambda network, *_: network)
-    monkeypatch.setattr(products, "products_arms", lambda *_: {})
+    monkeypatch.setattr(matmul_roofline, "products_variants", lambda *_: {})
     options, target = benchmark_command.BenchmarkOptions(target="none"), tiny_t5(0, WIDE, 1)
-    batches = [analysis_arms.Batch([[3]], [[3]], [0], jax.random.split(jax.random.key(0), 1))]
+    batches = [analysis_variants.Batch([[3]], [[3]], [0], jax.random.split(jax.random.key(0), 1))]
     found = {}
     for name, drafter in {
         "none": sd.ModelDrafter(target), "list": sd.ModelDrafter(target, 5), "both": sd.ModelDrafter(target, 5, True),
     }.items():  # fmt: skip
-        arms = analysis_benchmark._step_arms(target, drafter, batches, options, {})
-        found[name] = {arm for arm in arms if arm.startswith("draft step")}
-        assert arms["draft step"] is drafter.network
+        variants = analysis_benchmark._step_variants(target, drafter, batches, options, {})
+        found[name] = {variant for variant in variants if variant.startswith("draft step")}
+        assert variants["draft step"] is drafter.network
     assert found["none"] == {"draft step"} and found["list"] == {"draft step", "draft step, unreduced"}
     assert found["both"] == found["list"] | {"draft step, shortlist alone", "draft step, int8 alone"}
-    assert arms["draft step, unreduced"] is target.network
-    kernel = lambda name: arms[name].params["decoder"]["logits_dense"]["kernel"]
-    assert layouts.shape_of(kernel("draft step, shortlist alone")) == (16, 64)
-    assert layouts.shape_of(kernel("draft step, int8 alone")) == (16, WIDE)
+    assert variants["draft step, unreduced"] is target.network
+    kernel = lambda name: variants[name].params["decoder"]["logits_dense"]["kernel"]
+    assert weight_layouts.shape_of(kernel("draft step, shortlist alone")) == (16, 64)
+    assert weight_layouts.shape_of(kernel("draft step, int8 alone")) == (16, WIDE)
     spread = dict(least=0.1, most=3.0)
     lines = summaries.reductions(
         {"draft step": spread | dict(median=1.0), "draft step, unreduced": spread | dict(median=2.0)}

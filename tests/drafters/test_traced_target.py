@@ -1,4 +1,5 @@
-"""Every name that `--drafter` takes drafts for a target whose parameters are traced, with the counts of `generate`."""
+"""Every name that `--drafter` takes drafts for a target whose parameters are traced, with the
+counts of `generate`."""
 
 import jax
 import numpy as np
@@ -6,10 +7,10 @@ import pytest
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.decoding.traced import Decoder
+from specdec_jax.decoding.under_jit import Decoder
 from specdec_jax.drafters.named import named_drafter, traced_drafter
 from specdec_jax.models.heads import HeadsConfig, init_params
-from specdec_jax.models.panels import usable
+from specdec_jax.models.packed_weights import usable
 
 pytestmark = pytest.mark.usefixtures("quick")
 INPUTS = np.array([[5, 6, 7, 8, 1], [9, 4, 1, 0, 0]], np.int32)
@@ -27,7 +28,7 @@ def names(target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafters")
     config = HeadsConfig(2, target.config.emb_dim, target.config.vocab_size, share_head=True)
     params = init_params(config, jax.random.key(3))
-    sd.HeadsDrafter.of(target, config, params).save(folder / "heads")
+    sd.HeadsDrafter.for_target(target, config, params).save(folder / "heads")
     outputs = sd.generate(target, INPUTS, max_new_tokens=LENGTH).tokens.tolist()
     sd.NGramDrafter.count(outputs, target.config.vocab_size, 2).save(folder / "table.npz")
     sd.save(tiny_t5(1), folder / "model")
@@ -54,7 +55,7 @@ def test_a_named_drafter_drafts_for_a_traced_target(kind, names, target):
 
 
 def test_the_8_bits_of_a_traced_target_search(target):
-    from specdec_jax.decoding.traced_beams import BeamDecoder
+    from specdec_jax.decoding.under_jit_beams import BeamDecoder
 
     prompts = np.zeros((2, LENGTH), np.int32)
     decoders = (BeamDecoder(target.config, traced_drafter(name, target.config, None), 2) for name in ("self:int8",))
@@ -74,7 +75,7 @@ def test_the_8_bits_of_a_traced_target_search(target):
         ("HEADS", "heads: got emb_dim 16, expected the target's 24"),
     ],
 )
-def test_a_name_that_does_not_fit_is_refused(name, message, names, target):
+def test_a_name_that_does_not_fit_is_rejected(name, message, names, target):
     config = target.config.replace(emb_dim=24) if name == "HEADS" else target.config
     with pytest.raises(ValueError, match=message):
         traced_drafter(names["heads"] if name == "HEADS" else name, config, None)

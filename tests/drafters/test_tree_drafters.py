@@ -1,5 +1,5 @@
-"""Every drafter that drafts trees: identities with plain decoding and with its own chains, what it proposes, and whose
-laws the children of merged trees are judged by."""
+"""Every drafter that drafts trees: identities with plain decoding and with its own chains, what it
+proposes, and whose distributions the children of merged trees are verified by."""
 
 import functools
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toy
 from cascade_parts import EOS, INPUTS, KEY, LIMIT, LIMITS, MODEL, OTHER, PREFIXES, TARGET, V, table
-from law_samples import SPREAD, g_test, hash_pair, joint_law, sample, traced_anew
+from distribution_samples import SPREAD, g_test, hash_pair, joint_distribution, sample, traced_anew
 from random_heads_of import random_heads
 from toy_models import HashModel, noisy_copy, tiny_t5
 
@@ -37,7 +37,7 @@ def early_exit():
 DRAFTERS = {
     "model": (TARGET, lambda: sd.ModelDrafter(MODEL)),
     "early exit": (None, early_exit),
-    "itself in 8 bits": (None, lambda: sd.SelfDrafter(t5())),
+    "itself in int8": (None, lambda: sd.SelfDrafter(t5())),
     "heads": (None, lambda: random_heads(t5(), share_head=True)),
     "bigrams": (TARGET, lambda: table(False)),
     "bigrams, drawn": (TARGET, lambda: table(True)),
@@ -82,7 +82,8 @@ QUICK = ("early exit", "heads", "bigrams, drawn", "lookup", "two models")
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS]
 )
 def test_coupled_trees_equal_plain_sampling(name):
-    """In all rows, with ragged prefixes and limits, with EOS ids inside branches, and with parts of the tree alone."""
+    """In all rows, with ragged prefixes and limits, with EOS ids inside branches, and with parts of
+    the tree alone."""
     of_t5, tree = DRAFTERS[name][0] is None, Tree((0, 0, 1, 0, 1, 2, 3, 6), verifier="gumbel")
     for gamma in ("auto", [1, 2, 3, 4, 5, 6, 7, 8] + [8] * 4):
         found = run(name, tree=tree, gamma=gamma)
@@ -115,8 +116,9 @@ def test_one_branch_draws_what_a_chain_draws(name, kinds, verifier):
 
 
 def test_early_exits_write_nothing_that_is_read_later():
-    """Also where more nodes are expanded than the target is fed, at the very end of the cache; a mistake would end in
-    another token. The slots past the committed tokens may hold anything before a call."""
+    """Also where more nodes are expanded than the target is fed, at the very end of the cache; a
+    mistake would end in another token. The slots past the committed tokens may hold anything before
+    a call."""
     exit_, options = early_exit(), dict(max_new_tokens=8, eos_ids=(), key=KEY)
     expected = sd.generate(t5(), INPUTS, **options)
     for tree in (DynamicTree(2, 12, 3), Tree.uniform((3, 2, 2), children="top")):
@@ -141,7 +143,8 @@ def drafted(drafter, state, wanted, room):
 
 
 def first_tree(target, drafter, inputs, prefixes, tree, sampling=SAMPLED, iterations=0, **options):
-    """Returns the tree that is drafted after some iterations, the state before it, and the tokens up to its nodes."""
+    """Returns the tree that is drafted after some iterations, the state before it, and the tokens
+    up to its nodes."""
     prefix = {} if prefixes is None else dict(decoder_prefix=prefixes)
     state, request = prepare(
         target, inputs, drafter=drafter, tree=tree, sampling=sampling, max_new_tokens=LIMIT, key=KEY,
@@ -159,15 +162,17 @@ def first_tree(target, drafter, inputs, prefixes, tree, sampling=SAMPLED, iterat
 
 
 def test_a_copy_is_looked_up_after_every_node():
-    """Best places first, those of the output before those of the input, equal ids once, only what stands there."""
+    """Best places first, those of the output before those of the input, equal ids once, only what
+    stands there."""
     tree = Tree((0, 0, 0, 1, 1, 2, 4), children="top")
     draft, *_ = first_tree(
         TARGET, sd.PromptLookupDrafter(2), [[5, 9, 1], [3, 1]], [[5, 6, 7, 5, 6, 8, 5], [4]], tree, sd.SamplingConfig()
     )
-    # After 5: 6 (twice in the output), then 9 (in the input). After "5 6": 8, then 7, then (from "5 6 7") 5.
-    np.testing.assert_array_equal(draft.live[0], [1, 1, 1, 0, 1, 1, 1, 1])
-    np.testing.assert_array_equal(draft.tokens[0][draft.live[0]], [5, 6, 9, 8, 7, 1, 5])
-    assert not draft.live[1, 1:].any() and not draft.failed.any(), "to find nothing is no failure"
+    # After 5: 6 (twice in the output), then 9 (in the input). After "5 6": 8, then 7, then (from "5
+    # 6 7") 5.
+    np.testing.assert_array_equal(draft.valid[0], [1, 1, 1, 0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(draft.tokens[0][draft.valid[0]], [5, 6, 9, 8, 7, 1, 5])
+    assert not draft.valid[1, 1:].any() and not draft.failed.any(), "to find nothing is no failure"
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -177,8 +182,8 @@ def test_a_table_is_looked_up_after_every_node(sampled):
     drafter = sd.NGramDrafter.count(sequences, V, 3, sampled=sampled)
     tree = Tree((0, 0, 0, 1, 1, 2, 2), children="top")
     draft, *_ = first_tree(TARGET, drafter, [[5, 1]], [[2]], tree, sd.SamplingConfig(temperature=0.5))
-    np.testing.assert_array_equal(draft.live[0], [1, 1, 1, 0, 1, 1, 1, 0])
-    np.testing.assert_array_equal(draft.tokens[0][draft.live[0]], [2, 3, 6, 4, 5, 4])
+    np.testing.assert_array_equal(draft.valid[0], [1, 1, 1, 0, 1, 1, 1, 0])
+    np.testing.assert_array_equal(draft.tokens[0][draft.valid[0]], [2, 3, 6, 4, 5, 4])
 
 
 def test_each_depth_has_its_head():
@@ -191,25 +196,26 @@ def test_each_depth_has_its_head():
     assert going.any()
     for node in range(1, tree.size):
         depth, rank = tree.depths[node], tree.ranks[node]
-        np.testing.assert_array_equal(draft.live[:, node], going & (depth <= 2))
+        np.testing.assert_array_equal(draft.valid[:, node], going & (depth <= 2))
         if depth <= 2:
             np.testing.assert_array_equal(draft.tokens[going, node], best[going, depth - 1, rank])
     first, *_ = first_tree(t5(), drafter, INPUTS, PREFIXES, tree)
-    assert not first.live[:, 1:].any(), "there is no state yet"
+    assert not first.valid[:, 1:].any(), "there is no state yet"
 
 
 # --- Merged trees ---
 
 
 def shares(model, row: int, tokens) -> np.ndarray:
-    """Returns the model's law `[V]` after `tokens`, teacher-forced, under `SAMPLED`."""
+    """Returns the model's distribution `[V]` after `tokens`, teacher-forced, under `SAMPLED`."""
     logits = np.asarray(model.logits([INPUTS[row]], [tokens], [len(INPUTS[row])]))[0, -1]
     return toy.adjusted_probs(logits, SAMPLED.temperature, SAMPLED.top_k, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["drawn", pytest.param("iid", marks=pytest.mark.slow)])
-def test_children_have_the_law_of_their_own_drafter(kind):
-    """Also after paths by the other drafter, of which the own cache holds nothing: the second model is never right."""
+def test_children_have_the_distribution_of_their_own_drafter(kind):
+    """Also after paths by the other drafter, of which the own cache holds nothing: the second model
+    is never right."""
     wrong = noisy_copy(t5(), 3.0, 3)
     models = noisy_copy(t5(), 0.05, 1), wrong
     both = sd.MergedDrafter(*map(sd.ModelDrafter, models))
@@ -219,29 +225,29 @@ def test_children_have_the_law_of_their_own_drafter(kind):
         assert iterations == 0 or np.max(state.last_accepted) > 1
         for row in np.flatnonzero(~np.asarray(state.done))[:4]:
             for node in range(1, tree.size):
-                assert draft.live[row, node]
+                assert draft.valid[row, node]
                 owner = tree.ranks[tree.lines[node, 1]] % 2
                 expected = shares(models[owner], row, texts[row][tree.parents[node - 1]])
                 origin = draft.origins[row, node]
-                law = np.exp(draft.law.logits[row, origin] - draft.law.log_normalizer[row, origin])
-                np.testing.assert_allclose(law, expected, atol=2e-4)
+                dist = np.exp(draft.dist.logits[row, origin] - draft.dist.log_normalizer[row, origin])
+                np.testing.assert_allclose(dist, expected, atol=2e-4)
                 assert expected[draft.tokens[row, node]] > 0
 
 
-def merged_law(verifier: str, run=advance) -> float:
-    """Returns the p-value of 40,000 outputs of three tokens, under the target's law."""
+def merged_distribution(verifier: str, run=advance) -> float:
+    """Returns the p-value of 40,000 outputs of three tokens, under the target's distribution."""
     target, drafter = hash_pair()
     other = HashModel(V, 2, spread=3.0, likeness=0.3)
     both = sd.MergedDrafter(sd.ModelDrafter(drafter), sd.ModelDrafter(other))
     tree = Tree((0, 0, 1, 2, 0), "drawn", verifier)
     options = dict(tree=tree, gamma="auto", verifier="block")
     counts, _ = sample(target, both, SPREAD, 40_000, run=run, **options)
-    return g_test(counts, joint_law(target, SPREAD))
+    return g_test(counts, joint_distribution(target, SPREAD))
 
 
 @pytest.mark.parametrize("verifier", ["recursive", pytest.param("traversal", marks=pytest.mark.slow)])
-def test_law_of_merged_trees(verifier):
-    assert merged_law(verifier) > 1e-9
+def test_distribution_of_merged_trees(verifier):
+    assert merged_distribution(verifier) > 1e-9
 
 
 @pytest.mark.slow
@@ -258,13 +264,13 @@ def test_wrong_merges_are_found(mutant, monkeypatch):
         monkeypatch.setattr(merged, "_merged", by_the_first)
     else:
         monkeypatch.setattr(merged, "keys_apart", lambda state: state.keys)
-    assert merged_law("recursive", traced_anew()) < 1e-9
+    assert merged_distribution("recursive", traced_anew()) < 1e-9
 
 
 # --- Refusals ---
 
 
-def test_what_makes_no_sense_is_refused():
+def test_what_makes_no_sense_is_rejected():
     tree, model, lookup = Tree.uniform((2, 1)), sd.ModelDrafter(MODEL), sd.PromptLookupDrafter()
     two = sd.MergedDrafter(model, table(True))
     for drafter, options, message in (

@@ -1,4 +1,5 @@
-"""Every verifier under every processor, sampled and point-mass drafts: the law of two iterations by enumeration."""
+"""Every verifier under every processor, sampled and point-mass drafts: the distribution of two
+iterations by enumeration."""
 
 import functools
 
@@ -32,7 +33,7 @@ PROCESSORS = {
     "bias": dict(logit_bias={0: 1.5}),
     "forbidden": dict(forbidden_tokens=(0,)),
     "mask": dict(vocabulary_mask=[False, True, True, True]),
-    "forced": dict(forced_tokens={1: 0}),
+    "synthetic": dict(forced_tokens={1: 0}),
     "own": dict(processor=even_only),
     "all": dict(
         temperature=1.3, top_k=3, top_p=0.9, min_p=0.05, repetition_penalty=1.5, no_repeat_ngram=3, min_new_tokens=1,
@@ -41,30 +42,32 @@ PROCESSORS = {
 }  # fmt: skip
 
 
-def under(options: dict, law):
-    """`law` after processors and filters, as a function of the prefix."""
+def under(options: dict, dist):
+    """`dist` after processors and filters, as a function of the prefix."""
 
     def adjusted(prefix):
-        probs = law(prefix)
+        probs = dist(prefix)
         size = {"vocabulary_mask": options["vocabulary_mask"][: len(probs)]} if "vocabulary_mask" in options else {}
-        return toy_processors.law(np.log(probs), [0, *prefix], new=len(prefix), eos_ids=EOS, **{**options, **size})
+        return toy_processors.dist(np.log(probs), [0, *prefix], new=len(prefix), eos_ids=EOS, **{**options, **size})
 
     return functools.cache(adjusted)
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("verifier", ENUMERATED)
-def test_law_under_every_processor(verifier, processor):
+def test_distribution_under_every_processor(verifier, processor):
     """Exact ones: total variation < 1e-12. Lenient: no token above p/l. Typical: none at or
     below its threshold above p."""
     changed = False
     for vocab, gamma, limit in SIZES:
-        raw = [toy.table_law(vocab, seed) for seed in (21, 22)]
-        target, draft = (under(PROCESSORS[processor], law) for law in raw)
+        raw = [toy.table_distribution(vocab, seed) for seed in (21, 22)]
+        target, draft = (under(PROCESSORS[processor], dist) for dist in raw)
         expected = toy.complete({(): 1.0}, target, limit, EOS)
         changed |= toy.total_variation(expected, toy.complete({(): 1.0}, raw[0], limit, EOS)) > 0.01
         for drafter in (draft, toy.one_hot(draft)):
-            found = toy.speculative_law(target, drafter, gamma, limit, EOS, Rule(verifier=ENUMERATED[verifier]))
+            found = toy.speculative_distribution(
+                target, drafter, gamma, limit, EOS, Rule(verifier=ENUMERATED[verifier])
+            )
             if verifier not in ("lenient", "typical"):
                 assert toy.total_variation(found, expected) < 1e-12
                 continue
@@ -81,9 +84,10 @@ def test_law_under_every_processor(verifier, processor):
 
 
 @pytest.mark.parametrize("verifier", ["token", "block", "rejection"])
-def test_a_drafter_without_the_processors_is_judged_by_its_own_law(verifier):
-    """The output law does not depend on what the drafter applies, as long as its law is the one it drew from."""
-    raw = [toy.table_law(3, seed) for seed in (21, 22)]
+def test_a_drafter_without_the_processors_is_judged_by_its_own_distribution(verifier):
+    """The output distribution does not depend on what the drafter applies, as long as its
+    distribution is the one it drew from."""
+    raw = [toy.table_distribution(3, seed) for seed in (21, 22)]
     target, draft = under(PROCESSORS["all"], raw[0]), raw[1]
-    found = toy.speculative_law(target, draft, 3, 4, EOS, Rule(verifier=ENUMERATED[verifier]))
+    found = toy.speculative_distribution(target, draft, 3, 4, EOS, Rule(verifier=ENUMERATED[verifier]))
     assert toy.total_variation(found, toy.complete({(): 1.0}, target, 4, EOS)) < 1e-12

@@ -1,8 +1,9 @@
-"""One table: every drafter under every exact verifier, rows of argmax and of several sampling laws side by side.
+"""One table: every drafter under every exact verifier, rows of argmax and of several sampling
+distributions side by side.
 
 Rows at temperature 0 must be plain decoding's, token for token; with Gumbel coupling all rows must.
-Whether sampled rows have the target's law is a matter of statistics and of enumeration, which each
-drafter's own file has.
+Whether sampled rows have the target's distribution is a matter of statistics and of enumeration,
+which each drafter's own file has.
 """
 
 import functools

@@ -1,13 +1,14 @@
-"""Policies of γ leave the law of token trees as it is: by enumeration, which finds policies that peek."""
+"""Policies of γ leave the distribution of token trees as it is: by enumeration, which finds
+policies that peek."""
 
 import pytest
 import toy
 import tree_reference as ref
-from enumerations import laws
-from tree_policies import Slow, confidence, confidence_of, entropy, entropy_bound, heuristic, law, renewal
+from enumerations import dists
+from tree_policies import Slow, confidence, confidence_of, cost_aware, dist, entropy, entropy_bound, heuristic
 from tree_reference import Plan
 
-from specdec_jax.speculative.gamma import POLICIES
+from specdec_jax.speculative.policies import POLICIES
 from specdec_jax.speculative.trees import CHILDREN
 
 PAIRS = [(kind, name) for kind in CHILDREN if kind != "gumbel" for name in CHILDREN[kind] if name != "gumbel"]
@@ -19,7 +20,7 @@ CHOICES = {
     "entropy": lambda parents: entropy(len(parents)),
     "entropy_bound": lambda parents: entropy_bound(0.5, 0.35),
     "confidence": lambda parents: confidence(0.3),
-    "renewal": lambda parents: renewal(parents, len(parents), cost_ratio=0.2, verify_cost=2.5, weight=0.5),
+    "cost_aware": lambda parents: cost_aware(parents, len(parents), cost_ratio=0.2, verify_cost=2.5, weight=0.5),
 }
 
 
@@ -28,9 +29,9 @@ def test_every_policy_is_here():
 
 
 def distance(kind, verifier, parents, policy, vocab, limit, iterations, zeros=0.0, eos=frozenset()):
-    target, draft = laws(vocab, zeros)
+    target, draft = dists(vocab, zeros)
     plan = Plan(parents, kind, ref.VERIFIERS[verifier])
-    found = law(target, draft, plan, limit, policy, eos, iterations)
+    found = dist(target, draft, plan, limit, policy, eos, iterations)
     assert abs(sum(found.values()) - 1) < 1e-9
     return toy.total_variation(found, toy.complete({(): 1.0}, target, limit, eos))
 
@@ -40,7 +41,7 @@ def distance(kind, verifier, parents, policy, vocab, limit, iterations, zeros=0.
     "kind, verifier", [pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
 )
 @pytest.mark.parametrize("name", CHOICES)
-def test_law_is_the_targets(name, kind, verifier, parents, vocab, limit, iterations):
+def test_distribution_is_the_targets(name, kind, verifier, parents, vocab, limit, iterations):
     policy = CHOICES[name](parents)
     for zeros, eos in ((0.0, set()), (0.5, {0})):
         assert distance(kind, verifier, parents, policy, vocab, limit, iterations, zeros, eos) < 1e-12

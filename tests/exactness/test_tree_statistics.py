@@ -1,15 +1,16 @@
-"""The law of what decoding with trees really draws, through its own keys: G-tests as in `test_law_statistics.py`."""
+"""The distribution of what decoding with trees really draws, through its own keys: G-tests as in
+`test_distribution_statistics.py`."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from law_samples import DRAWS, FALSE_ALARM, SPREAD, g_test, hash_pair, joint_law, sample, traced_anew
+from distribution_samples import DRAWS, FALSE_ALARM, SPREAD, g_test, hash_pair, joint_distribution, sample, traced_anew
 
 import specdec_jax as sd
 from specdec_jax.drafters import tree_levels
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.speculative import draws as speculative_draws
+from specdec_jax.speculative import randomness as speculative_draws
 from specdec_jax.speculative.trees import CHILDREN, Chains, DynamicTree, Tree
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -22,7 +23,7 @@ TREES = {
     "dynamic, top": DynamicTree(2, 3, 7, "top"),
 }
 QUICK = ("drawn, traversal", "dynamic")
-words = speculative_draws.words
+random_bits = speculative_draws.random_bits
 
 
 def sampled(tree, draws, **options):
@@ -30,13 +31,13 @@ def sampled(tree, draws, **options):
     how = {"verifier": "block", "gamma": "auto", "tree": tree, **options}
     counts, (examined, accepted) = sample(target, ModelDrafter(draft), SPREAD, draws, **how)
     assert 0.1 < accepted.sum() / examined.sum() < 0.98, "the test says little where all or nothing is accepted"
-    return g_test(counts, joint_law(target, SPREAD))
+    return g_test(counts, joint_distribution(target, SPREAD))
 
 
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TREES]
 )
-def test_law_of_every_verifier(name):
+def test_distribution_of_every_verifier(name):
     assert sampled(TREES[name], DRAWS) > FALSE_ALARM
 
 
@@ -45,23 +46,23 @@ def test_law_of_every_verifier(name):
 
 def shared_noise(keys, lengths, offsets, tag):
     """The children and what corrects them are drawn with the same words."""
-    return words(keys, lengths, offsets, speculative_draws.DRAFT if tag == speculative_draws.RESIDUAL else tag)
+    return random_bits(keys, lengths, offsets, speculative_draws.DRAFT if tag == speculative_draws.RESIDUAL else tag)
 
 
 def by_depth(keys, lengths, offsets, tag):
     """All nodes after node 1 draw alike, so that siblings share their words."""
-    return words(keys, lengths, jnp.minimum(offsets, 1), tag)
+    return random_bits(keys, lengths, jnp.minimum(offsets, 1), tag)
 
 
 def always_again(keys, lengths, offsets, tag):
     """The draws of a position do not depend on how often it was visited."""
-    return words(keys, lengths * 0 + 1, offsets, tag)
+    return random_bits(keys, lengths * 0 + 1, offsets, tag)
 
 
 MUTANTS = {
-    "children and correction share their noise": ("words", shared_noise),
-    "siblings share their words": ("words", by_depth),
-    "every iteration draws alike": ("words", always_again),
+    "children and correction share their noise": ("random_bits", shared_noise),
+    "siblings share their words": ("random_bits", by_depth),
+    "every iteration draws alike": ("random_bits", always_again),
 }
 
 
@@ -73,15 +74,16 @@ def test_statistics_catch(name, monkeypatch):
     assert sampled(Tree(SHAPE, "drawn", "recursive"), DRAWS, run=traced_anew()) < FALSE_ALARM
 
 
-def test_a_law_of_another_origin_is_caught(monkeypatch):
-    """Each node's token is judged by the law that it was drawn from, not by node 0's."""
+def test_a_distribution_of_another_origin_is_caught(monkeypatch):
+    """Each node's token is verified against the distribution that it was drawn from, not by node
+    0's."""
     draft_tree = tree_levels.draft_tree
 
-    def one_law(*arguments):
+    def one_distribution(*arguments):
         draft, carry = draft_tree(*arguments)
         return draft._replace(origins=jnp.zeros_like(draft.origins)), carry
 
-    monkeypatch.setattr(tree_levels, "draft_tree", one_law)
+    monkeypatch.setattr(tree_levels, "draft_tree", one_distribution)
     assert sampled(Tree(SHAPE, "drawn", "recursive"), DRAWS, run=traced_anew()) < FALSE_ALARM
 
 
@@ -104,8 +106,9 @@ def two_tokens(**options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", [Tree(SHAPE), DynamicTree(2, 3, 7)], ids=["drawn", "dynamic"])
-def test_law_of_the_bundled_pair(tree):
-    """The first token, and the second after the most frequent first one, among all ids of the vocabulary."""
+def test_distribution_of_the_bundled_pair(tree):
+    """The first token, and the second after the most frequent first one, among all ids of the
+    vocabulary."""
     target = sd.load("ende/target")
     tokens, vocab = two_tokens(tree=tree), target.config.vocab_size
     first = np.bincount(tokens[:, 0], minlength=vocab)
@@ -113,13 +116,13 @@ def test_law_of_the_bundled_pair(tree):
     second = np.bincount(tokens[tokens[:, 0] == top, 1], minlength=vocab)
     assert second.sum() > SAMPLES / 10
 
-    def law(*before):
+    def dist(*before):
         ids = np.array([target.vocabulary.encode(TEXT) + list(target.eos_ids[:1])])
         logits = np.asarray(target.logits(ids, np.array([[target.start_token, *before]])))[0, -1].astype(np.float64)
         weights = np.exp(logits - logits.max())
         return weights / weights.sum()
 
-    assert g_test(first, law()) > FALSE_ALARM and g_test(second, law(top)) > FALSE_ALARM
-    forced = two_tokens(gamma=1, verifier="forced", forced_alpha=1.0)  # the drafter's own law
+    assert g_test(first, dist()) > FALSE_ALARM and g_test(second, dist(top)) > FALSE_ALARM
+    forced = two_tokens(gamma=1, verifier="synthetic", synthetic_alpha=1.0)  # the drafter's own distribution
     others = np.bincount(forced[:, 0], minlength=vocab) + 1e-3
     assert g_test(first, others / others.sum()) < FALSE_ALARM

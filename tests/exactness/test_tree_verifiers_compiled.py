@@ -1,4 +1,5 @@
-"""The compiled verifiers of trees take the decisions that were enumerated, and those of a chain where a tree is one."""
+"""The compiled verifiers of trees take the decisions that were enumerated, and those of a chain
+where a tree is one."""
 
 import copy
 
@@ -8,11 +9,11 @@ import numpy as np
 import pytest
 import toy
 import tree_reference as ref
-from enumerations import DELTA, EPSILON, as_law, float64
+from enumerations import DELTA, EPSILON, as_distribution, float64
 from tree_inputs import cases, committed, drafted, randomness
 
-from specdec_jax.speculative import laws
-from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative import distributions
+from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.tree_children import choose_children
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeRandomness, walk_greedy
@@ -29,10 +30,10 @@ REFERENCES = ref.VERIFIERS | {"typical": ref.typical(EPSILON, DELTA)}
 WITH_UNIFORMS = ("mixed", "recursive", "kseq", "traversal")
 
 
-def judge(name, kind, draft, target, draws):
+def verify(name, kind, draft, target, draws):
     asked = {"typical_epsilon": EPSILON, "typical_delta": DELTA}
     asked = {key: jnp.full(len(draft.tokens), value, target.logits.dtype) for key, value in asked.items()}
-    verify = jax.jit(TREE_VERIFIERS[name].judge, static_argnums=2)
+    verify = jax.jit(TREE_VERIFIERS[name].verify, static_argnums=2)
     return jax.device_get(verify(target, draft, kind, draws, asked))
 
 
@@ -43,15 +44,15 @@ def stacked(*parts):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", CHILDREN)
 def test_jax_takes_the_enumerated_decisions(kind, dtype):
-    """On a grid of uniforms, 0 included, with branches cut by EOS, budget and limit. A comparison with
-    ≤ would not."""
+    """On a grid of uniforms, 0 included, with branches cut by EOS, budget and limit. A comparison
+    with ≤ would not."""
     batches = [cases(tree, 100, seed) for seed, tree in enumerate(TREES)]
     rows = [(tree, row) for tree, batch in zip(TREES, batches) for row in batch]
     with float64(dtype == "float64"):
         draft, target = stacked(*(drafted(kind, tree, batch, EOS, dtype) for tree, batch in zip(TREES, batches)))
         draws = randomness([row for _, row in rows], dtype)
         for name in (*CHILDREN[kind], *LOSSY_TREES):
-            found = judge(name, kind, draft, target, draws)
+            found = verify(name, kind, draft, target, draws)
             plans = {tree: ref.Plan(tree.parents, kind, REFERENCES[name]) for tree in TREES}
             expected = [row.decide(plans[tree], EOS) for tree, row in rows]
             assert committed(draft, found) == expected
@@ -66,11 +67,11 @@ def test_jax_takes_the_enumerated_decisions(kind, dtype):
 @pytest.mark.parametrize(
     "kind, name", [("drawn", "recursive"), ("drawn", "traversal"), ("iid", "recursive"), ("top", "point")]
 )
-def test_jax_judges_children_of_two_drafters_by_their_own_laws(kind, name):
+def test_jax_judges_children_of_two_drafters_by_their_own_distributions(kind, name):
     tree, origins = Tree((0, 0, 0, 0, 1, 1, 2, 3, 5)), (0, 1, 0, 1, 0, 1, 1, 0, 0)
     rows = cases(tree, 100)
     draft, target = drafted(kind, tree, rows, EOS, "float32", origins)
-    found = judge(name, kind, draft, target, randomness(rows, "float32"))
+    found = verify(name, kind, draft, target, randomness(rows, "float32"))
     plan = ref.Plan(tree.parents, kind, REFERENCES[name], origins)
     assert committed(draft, found) == [row.decide(plan, EOS) for row in rows]
 
@@ -79,7 +80,7 @@ def test_jax_judges_children_of_two_drafters_by_their_own_laws(kind, name):
 def test_jax_walks_at_temperature_0(kind):
     rows = cases(TREES[0], 50)
     draft, target = drafted(kind, TREES[0], rows, EOS, "float32")
-    found = jax.jit(walk_greedy)(laws.argmax(target.logits), draft)
+    found = jax.jit(walk_greedy)(distributions.argmax(target.logits), draft)
     plan = ref.Plan(TREES[0].parents, kind, ref.walk(ref.greedy))
     assert committed(draft, found) == [row.decide(plan, EOS) for row in rows]
 
@@ -90,18 +91,22 @@ GAMMA, BATCH, SIZE = 3, 600, 9
 
 
 def chain(kind):
-    """Random laws with ties and zeros, equal ones among them, and drafts of every length, as chain and as tree."""
+    """Random distributions with ties and zeros, equal ones among them, and drafts of every length,
+    as chain and as tree."""
     rng = np.random.default_rng(0)
     weights = rng.choice([0.0, 1.0, 1.0, 2.5, 1e-6], size=(2, BATCH, GAMMA + 1, SIZE)) * rng.random(SIZE)
     weights[..., 3] += 1e-3
     p, q = weights / weights.sum(axis=-1, keepdims=True)
     q = np.where(rng.random((BATCH, 1, 1)) < 0.3, p, q)[:, :GAMMA]
-    target, law = as_law(p, "float32"), as_law(q, "float32")
-    # Where the laws are equal, rounding may leave p a little below q everywhere, and then no residual.
+    target, dist = as_distribution(p, "float32"), as_distribution(q, "float32")
+    # Where the distributions are equal, rounding may leave p a little below q everywhere, and then
+    # no residual.
     target = target._replace(log_normalizer=target.log_normalizer + np.float32(3e-7))
     noise = jnp.asarray(rng.gumbel(size=p.shape), jnp.float32)
-    words = rng.integers(0, 2**32, (BATCH, GAMMA, 1, 2), np.uint32)
-    tokens = jax.jit(choose_children, static_argnums=(0, 2))(kind, law, (1,) * GAMMA, words, noise[:, :-1])[..., 0]
+    random_bits = rng.integers(0, 2**32, (BATCH, GAMMA, 1, 2), np.uint32)
+    tokens = jax.jit(choose_children, static_argnums=(0, 2))(kind, dist, (1,) * GAMMA, random_bits, noise[:, :-1])[
+        ..., 0
+    ]
     wanted = rng.integers(GAMMA + 1, size=BATCH).astype(np.int32)
     accept = rng.choice([0, 0.3, 0.6, 1 - 2**-24], (BATCH, GAMMA))
     draws = Randomness(
@@ -109,10 +114,10 @@ def chain(kind):
     )
     tree = Tree.chain(GAMMA, children=kind)
     draft = TreeDraft(
-        jnp.pad(tokens, ((0, 0), (1, 0))), tree.branches(BATCH), jnp.arange(GAMMA + 1) <= wanted[:, None], law,
+        jnp.pad(tokens, ((0, 0), (1, 0))), tree.branches(BATCH), jnp.arange(GAMMA + 1) <= wanted[:, None], dist,
         jnp.broadcast_to(jnp.maximum(jnp.arange(GAMMA + 1) - 1, 0), (BATCH, GAMMA + 1)), jnp.asarray(wanted),
     )  # fmt: skip
-    return target, law, tokens, wanted, draws, draft
+    return target, dist, tokens, wanted, draws, draft
 
 
 @pytest.mark.parametrize(
@@ -124,15 +129,17 @@ def chain(kind):
     ],
 )  # fmt: skip
 def test_one_branch_is_judged_as_the_chain(kind, name, same):
-    target, law, tokens, wanted, draws, draft = chain(kind)
-    found = judge(name, kind, draft, target, TreeRandomness(jnp.pad(draws.accept, ((0, 0), (1, 0))), *draws[1:]))
+    target, dist, tokens, wanted, draws, draft = chain(kind)
+    found = verify(name, kind, draft, target, TreeRandomness(jnp.pad(draws.accept, ((0, 0), (1, 0))), *draws[1:]))
     asked = {"typical_epsilon": EPSILON, "typical_delta": DELTA}
     asked = {key: jnp.full(BATCH, value, jnp.float32) for key, value in asked.items()}
-    expected = jax.jit(VERIFIERS[same].judge)(target, law, tokens, wanted, draws, asked)
+    expected = jax.jit(VERIFIERS[same].verify)(target, dist, tokens, wanted, draws, asked)
     np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
     np.testing.assert_array_equal(found.next_token, expected.next_token)
-    standing = np.arange(GAMMA + 1) <= found.num_accepted[:, None]
-    np.testing.assert_array_equal(found.path[standing], np.broadcast_to(np.arange(GAMMA + 1), standing.shape)[standing])
+    accepted_text = np.arange(GAMMA + 1) <= found.num_accepted[:, None]
+    np.testing.assert_array_equal(
+        found.path[accepted_text], np.broadcast_to(np.arange(GAMMA + 1), accepted_text.shape)[accepted_text]
+    )
     assert len(np.unique(found.num_accepted)) == GAMMA + 1
 
 
@@ -140,31 +147,37 @@ def test_one_branch_is_judged_as_the_chain(kind, name, same):
 
 
 @pytest.mark.parametrize("name", TREE_VERIFIERS)
-def test_a_law_that_is_not_a_number_leaves_no_token(name):
-    """At node 0 there is no token; NaN in the law after a node that is not reached changes nothing."""
+def test_a_distribution_that_is_not_a_number_leaves_no_token(name):
+    """At node 0 there is no token; NaN in the distribution after a node that is not reached changes
+    nothing."""
     kind = next(kind for kind, names in CHILDREN.items() if name in (*names, *LOSSY_TREES))
     rows = cases(TREES[0], 20)
     draft, target = drafted(kind, TREES[0], rows, EOS, "float32")
     draws = randomness(rows, "float32")
-    before = judge(name, kind, draft, target, draws)
-    put = lambda reached: Law.of(jnp.where(reached[..., None], jnp.nan, target.logits))
+    before = verify(name, kind, draft, target, draws)
+    put = lambda reached: Categorical.from_logits(jnp.where(reached[..., None], jnp.nan, target.logits))
     nodes = np.arange(TREES[0].size)
-    nothing = judge(name, kind, draft, put(jnp.broadcast_to(nodes == 0, draft.live.shape)), draws)
+    nothing = verify(name, kind, draft, put(jnp.broadcast_to(nodes == 0, draft.valid.shape)), draws)
     np.testing.assert_array_equal(nothing.num_accepted, 0)
     np.testing.assert_array_equal(nothing.next_token, -1)
     if name not in ("kseq", "traversal", "typical"):  # which look at other nodes too
         reached = np.stack([np.isin(nodes, path[: n + 1]) for path, n in zip(before.path, before.num_accepted)])
-        after = judge(name, kind, draft, put(~reached), draws)
+        after = verify(name, kind, draft, put(~reached), draws)
         for a, b in zip(committed(draft, before), committed(draft, after)):
             assert a == b
 
 
 def test_children_where_ids_are_few():
-    """−1 where no id of positive probability is left, past a node's own count, and where the law is NaN."""
+    """−1 where no id of positive probability is left, past a node's own count, and where the
+    distribution is NaN."""
     q = np.array([[[0, 0.75, 0.25], [0.2, 0.3, 0.5], [np.nan, 0.5, 0.5]]])
-    words, noise = toy.words(np.full((1, 3, 5), 0.9)), np.array([[[0.0, 0, 5], [5, 0, 0], [0, 0, 0]]], np.float32)
+    random_bits, noise = (
+        toy.random_bits(np.full((1, 3, 5), 0.9)),
+        np.array([[[0.0, 0, 5], [5, 0, 0], [0, 0, 0]]], np.float32),
+    )
     found = {
-        kind: choose_children(kind, as_law(q, "float32"), (5, 2, 1), words, noise)[0].tolist() for kind in CHILDREN
+        kind: choose_children(kind, as_distribution(q, "float32"), (5, 2, 1), random_bits, noise)[0].tolist()
+        for kind in CHILDREN
     }
     nothing = [-1] * 5
     assert found == {
@@ -180,8 +193,8 @@ def test_children_where_ids_are_few():
 def test_children_are_selected_without_a_sort(kind, optimised):
     """On a CPU a sort of the vocabulary takes more than a hundred times as long."""
     shape = lambda *sizes, dtype=np.float32: jax.ShapeDtypeStruct(sizes, dtype)
-    law = Law(shape(2, 3, 1000), shape(2, 3))
+    dist = Categorical(shape(2, 3, 1000), shape(2, 3))
     lowered = jax.jit(choose_children, static_argnums=(0, 2)).lower(
-        kind, law, (4, 4, 2), shape(2, 3, 4, 2, dtype=np.uint32), shape(2, 3, 1000)
+        kind, dist, (4, 4, 2), shape(2, 3, 4, 2, dtype=np.uint32), shape(2, 3, 1000)
     )
     assert "sort(" not in lowered.compile(optimised).as_text()

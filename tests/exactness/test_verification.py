@@ -1,4 +1,5 @@
-"""Token verification has the target's law: by enumeration, and the JAX code takes the enumerated decisions."""
+"""Token verification has the target's distribution: by enumeration, and the JAX code takes the
+enumerated decisions."""
 
 import doctest
 import itertools
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import toy
-from enumerations import ADJUSTMENTS, DRAFTS, GRID, SIZES, TARGETS, as_law, float64, law_of, laws
+from enumerations import ADJUSTMENTS, DRAFTS, GRID, SIZES, TARGETS, as_distribution, distribution_of, dists, float64
 from toy import Rule
 
 from specdec_jax.speculative import iteration
@@ -21,43 +22,45 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.mark.parametrize("eos", [set(), {0}, {0, 1}], ids=["no EOS", "one EOS", "two EOS"])
 @pytest.mark.parametrize("vocab, gamma, limit", SIZES)
-def test_law_of_two_iterations_is_the_targets(vocab, gamma, limit, eos):
+def test_distribution_of_two_iterations_is_the_targets(vocab, gamma, limit, eos):
     for zeros in (0.0, 0.5):  # with zeros: p(x) = 0, q(x) = 0 and disjoint supports occur
-        target, draft = laws(vocab, zeros)
+        target, draft = dists(vocab, zeros)
         expected = toy.complete({(): 1.0}, target, limit, eos)
         assert abs(sum(expected.values()) - 1) < 1e-12
         for drafter in (draft, target, toy.one_hot(draft)):
-            found = toy.speculative_law(target, drafter, gamma, limit, eos)
+            found = toy.speculative_distribution(target, drafter, gamma, limit, eos)
             assert toy.total_variation(found, expected) < 1e-12
 
 
 @pytest.mark.parametrize("adjustments", ADJUSTMENTS, ids=str)
-def test_law_under_every_processor(adjustments):
-    target, draft = (toy.processed(law, **adjustments) for law in laws(4))
-    found = toy.speculative_law(target, draft, 2, 4, {3})
+def test_distribution_under_every_processor(adjustments):
+    target, draft = (toy.processed(dist, **adjustments) for dist in dists(4))
+    found = toy.speculative_distribution(target, draft, 2, 4, {3})
     assert toy.total_variation(found, toy.complete({(): 1.0}, target, 4, {3})) < 1e-12
 
 
 def test_a_draft_may_stop_after_a_drawn_token():
-    """Rule 6 of the algorithm: stopping after an improbable id is exact as long as the id stays in the draft."""
-    target, draft = laws(3)
-    found = toy.speculative_law(target, draft, 3, 5, {0}, Rule(last=lambda q, x: q[x] < 0.3))
+    """Rule 6 of the algorithm: stopping after an improbable id is exact as long as the id stays in
+    the draft."""
+    target, draft = dists(3)
+    found = toy.speculative_distribution(target, draft, 3, 5, {0}, Rule(last=lambda q, x: q[x] < 0.3))
     assert toy.total_variation(found, toy.complete({(): 1.0}, target, 5, {0})) < 1e-12
 
 
-def top2(law):
-    return toy.adjusted_probs(np.log(law), top_k=2)
+def top2(dist):
+    return toy.adjusted_probs(np.log(dist), top_k=2)
 
 
 argmax_of = lambda q: np.eye(len(q))[np.argmax(q)]
-RAW_TARGET, RAW_DRAFT = laws(3)
+RAW_TARGET, RAW_DRAFT = dists(3)
 
-# name: (target, drafter, rule). Each is an implementation that was really shipped somewhere, or a slip away from one.
+# name: (target, drafter, rule). Each is an implementation that was really shipped somewhere, or a
+# slip away from one.
 MUTANTS = {
     "draft by argmax, softmax in the ratio": (RAW_TARGET, RAW_DRAFT, Rule(drawn=argmax_of)),
     "T = 0 accepted by probability": (
         toy.one_hot(RAW_TARGET), toy.one_hot(RAW_DRAFT),
-        Rule(judged=lambda q: RAW_DRAFT(()), accept=lambda p, q, x: toy.ratio(RAW_TARGET(()), q, x)),
+        Rule(node_outcomes=lambda q: RAW_DRAFT(()), accept=lambda p, q, x: toy.ratio(RAW_TARGET(()), q, x)),
     ),
     "ratio with q before top-k": (toy.processed(RAW_TARGET, top_k=2), RAW_DRAFT, Rule(drawn=top2)),
     "ratio with p before top-k": (
@@ -86,25 +89,36 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_enumeration_catches(name):
     target, draft, rule = MUTANTS[name]
-    found = toy.speculative_law(target, draft, 2, 4, {0}, rule)
-    assert abs(sum(found.values()) - 1) < 1e-9, "a mutant is still a law; otherwise the enumeration is what fails"
+    found = toy.speculative_distribution(target, draft, 2, 4, {0}, rule)
+    assert abs(sum(found.values()) - 1) < 1e-9, (
+        "a mutant is still a distribution; otherwise the enumeration is what fails"
+    )
     assert toy.total_variation(found, toy.complete({(): 1.0}, target, 4, {0})) > 0.01
-    exact = toy.speculative_law(target, draft if rule.drawn is not top2 else toy.processed(draft, top_k=2), 2, 4, {0})
+    exact = toy.speculative_distribution(
+        target, draft if rule.drawn is not top2 else toy.processed(draft, top_k=2), 2, 4, {0}
+    )
     assert toy.total_variation(exact, toy.complete({(): 1.0}, target, 4, {0})) < 1e-12
 
 
 def test_two_iterations_see_what_one_does_not():
-    """A correction drawn one iteration late, with no wrong token committed before it, shows in the second alone."""
-    target, draft = laws(3)
+    """A correction drawn one iteration late, with no wrong token committed before it, shows in the
+    second alone."""
+    target, draft = dists(3)
     expected = toy.complete({(): 1.0}, target, 4, set())
     rule = Rule(accept=lambda p, q, x: toy.ratio(p, q, x) if p is target(()) else 1.0)
-    assert toy.total_variation(toy.speculative_law(target, draft, 1, 4, set(), rule, iterations=1), expected) < 1e-12
-    assert toy.total_variation(toy.speculative_law(target, draft, 1, 4, set(), rule, iterations=2), expected) > 0.01
+    assert (
+        toy.total_variation(toy.speculative_distribution(target, draft, 1, 4, set(), rule, iterations=1), expected)
+        < 1e-12
+    )
+    assert (
+        toy.total_variation(toy.speculative_distribution(target, draft, 1, 4, set(), rule, iterations=2), expected)
+        > 0.01
+    )
 
 
 def test_accepted_share_is_the_sum_of_minima():
     """β = Σ min(p, q) = 1 − D_LK (definition 3.2), also for p = q and disjoint supports."""
-    cases = [(target(()), draft(())) for target, draft in (laws(2), laws(3), laws(4))]
+    cases = [(target(()), draft(())) for target, draft in (dists(2), dists(3), dists(4))]
     cases += [(cases[0][0], cases[0][0]), (np.array([1.0, 0]), np.array([0, 1.0]))]
     for p, q in cases:
         share = sum(q[x] * toy.ratio(p, q, x) for x in range(len(p)))
@@ -120,23 +134,24 @@ def verified(target, draft, drafted, wanted, accept, final):
 @pytest.mark.parametrize("gamma", [0, 1, 2])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
-    """Every draft, every num_drafted ≤ γ, every point of the grid, 0 included; drafts of probability 0 as well."""
+    """Every draft, every num_drafted ≤ γ, every point of the grid, 0 included; drafts of
+    probability 0 as well."""
     p, q = TARGETS[: gamma + 1], DRAFTS[name][:gamma]
     points = itertools.product(
         itertools.product(range(4), repeat=gamma), range(gamma + 1), itertools.product(GRID, repeat=gamma), range(13)
     )
     drafted, wanted, accept, final = zip(*points)
-    # Another uniform at each position where the final token may stand.
+    # Another uniform at each position where the final token may be accepted.
     final = GRID[(np.array(final)[:, None] + 5 * np.arange(gamma + 1)) % 13]
     size = len(drafted)
     with float64(dtype == "float64"):
         found = verified(
-            as_law(np.broadcast_to(p, (size, gamma + 1, 4)), dtype),
-            as_law(np.broadcast_to(q, (size, gamma, 4)), dtype),
+            as_distribution(np.broadcast_to(p, (size, gamma + 1, 4)), dtype),
+            as_distribution(np.broadcast_to(q, (size, gamma, 4)), dtype),
             np.array(drafted, np.int32).reshape(size, gamma),
             np.array(wanted, np.int32),
             np.array(accept, dtype).reshape(size, gamma),
-            toy.words(final),
+            toy.random_bits(final),
         )
         found = jax.device_get(found)
     expected = [toy.TOKEN.decide(p, q, d[:n], u, f) for d, n, u, f in zip(drafted, wanted, accept, final)]
@@ -144,19 +159,24 @@ def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
 
 
 def test_the_grid_catches_a_comparison_that_is_not_strict():
-    """u ≤ p/q instead of u < p/q: at u = 0 a token with p(x) = 0 would stand."""
+    """u ≤ p/q instead of u < p/q: at u = 0 a token with p(x) = 0 would be accepted."""
     p, q = np.array([[0, 1.0], [0.5, 0.5]]), np.array([[1.0, 0]])
     assert toy.TOKEN.decide(p, q, (0,), (0.0,), (0.5, 0.5)) == (0, 1)
     found = verified(
-        as_law(p[None], "float32"), as_law(q[None], "float32"), np.zeros((1, 1), np.int32), np.ones(1, np.int32),
-        np.zeros((1, 1), np.float32), toy.words(np.full((1, 2), 0.5)),
-    )  # fmt: skip
+        as_distribution(p[None], "float32"),
+        as_distribution(q[None], "float32"),
+        np.zeros((1, 1), np.int32),
+        np.ones(1, np.int32),
+        np.zeros((1, 1), np.float32),
+        toy.random_bits(np.full((1, 2), 0.5)),
+    )
     assert [int(x[0]) for x in found] == [0, 1]
 
 
 def test_decisions_integrate_to_the_kernel():
-    """`decide`, averaged over the uniforms, is the enumerated kernel: the grid test and the enumeration meet."""
-    target, draft = laws(3)
+    """`decide`, averaged over the uniforms, is the enumerated kernel: the grid test and the
+    enumeration meet."""
+    target, draft = dists(3)
     p, q = target(()), draft(())
     kernel = toy.kernel((), None, target, draft, 1, set(), Rule())
     steps, found = 60, {}
@@ -170,8 +190,8 @@ def test_decisions_integrate_to_the_kernel():
 
 @hypothesis.given(st.integers(0, 2**32 - 1), st.integers(0, 4))
 def test_verify_tokens_properties(seed, gamma):
-    """Whatever the laws (ties, zeros, p = q) and uniforms: in range, of positive probability,
-    nothing past num_drafted."""
+    """Whatever the distributions (ties, zeros, p = q) and uniforms: in range, of positive
+    probability, nothing past num_drafted."""
     rng, vocab, batch = np.random.default_rng(seed), 7, 16
     # Weights from few values give ties; half the rows of q equal p, so that residuals vanish.
     weights = rng.choice([0.0, 0.0, 1.0, 1.0, 2.5, 1e-6], size=(2, batch, gamma + 1, vocab))
@@ -182,12 +202,12 @@ def test_verify_tokens_properties(seed, gamma):
     wanted = rng.integers(gamma + 1, size=batch).astype(np.int32)
     uniform = rng.choice([0.0, 0.25, 0.5, 1 - 2**-24], size=(batch, gamma + 1)).astype(np.float32)
     found = verified(
-        as_law(p, "float32"),
-        as_law(q, "float32"),
+        as_distribution(p, "float32"),
+        as_distribution(q, "float32"),
         drafted,
         wanted,
         uniform[:, :gamma],
-        toy.words(uniform[:, ::-1]),
+        toy.random_bits(uniform[:, ::-1]),
     )
     accepted, token = map(np.asarray, found)
     assert np.all((accepted >= 0) & (accepted <= wanted))
@@ -204,8 +224,8 @@ def test_rows_of_minus_infinity_elsewhere_do_no_harm():
     q = np.log(np.full((2, 2, 4), 0.25))
     q[:, 1] = -np.inf
     found = verified(
-        law_of(np.float32(p)), law_of(np.float32(q)), np.zeros((2, 2), np.int32),
-        np.array([1, 0], np.int32), np.zeros((2, 2), np.float32), toy.words([[0.9, 0.3, 0.9], [0.6, 0.9, 0.9]]),
+        distribution_of(np.float32(p)), distribution_of(np.float32(q)), np.zeros((2, 2), np.int32),
+        np.array([1, 0], np.int32), np.zeros((2, 2), np.float32), toy.random_bits([[0.9, 0.3, 0.9], [0.6, 0.9, 0.9]]),
     )  # fmt: skip
     np.testing.assert_array_equal(found.num_accepted, [1, 0])
     np.testing.assert_array_equal(found.next_token, [1, 2])

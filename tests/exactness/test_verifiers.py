@@ -1,4 +1,5 @@
-"""Every verifier: its law by enumeration, its mistakes, and that the JAX code takes the enumerated decisions."""
+"""Every verifier: its distribution by enumeration, its mistakes, and that the JAX code takes the
+enumerated decisions."""
 
 import dataclasses
 import itertools
@@ -6,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import toy
-from enumerations import DELTA, ENUMERATED, EPSILON, SIZES, laws
+from enumerations import DELTA, ENUMERATED, EPSILON, SIZES, dists
 from toy import BLOCK, REJECTION, TOKEN, Rule
 
 from specdec_jax.speculative.verifiers import LOSSY, VERIFIERS
@@ -18,25 +19,25 @@ def test_every_verifier_is_here():
     assert {*ENUMERATED, "gumbel"} == set(VERIFIERS)
 
 
-# --- Laws, by enumeration ---
+# --- Distributions, by enumeration ---
 
 
 @pytest.mark.parametrize("eos", [set(), {0}, {0, 1}], ids=["no EOS", "one EOS", "two EOS"])
 @pytest.mark.parametrize("vocab, gamma, limit", SIZES)
 @pytest.mark.parametrize("name", ["block", "rejection"])
-def test_law_of_two_iterations_is_the_targets(name, vocab, gamma, limit, eos):
+def test_distribution_of_two_iterations_is_the_targets(name, vocab, gamma, limit, eos):
     """Drafts are of any length up to γ: EOS and limit cut them."""
     rule = Rule(verifier=ENUMERATED[name])
     for zeros in (0.0, 0.5):
-        target, draft = laws(vocab, zeros)
+        target, draft = dists(vocab, zeros)
         expected = toy.complete({(): 1.0}, target, limit, eos)
         for drafter in (draft, target, toy.one_hot(draft)):
-            found = toy.speculative_law(target, drafter, gamma, limit, eos, rule)
+            found = toy.speculative_distribution(target, drafter, gamma, limit, eos, rule)
             assert toy.total_variation(found, expected) < 1e-12
 
 
 def test_the_token_verifier_is_the_default_rule():
-    target, draft = laws(3)
+    target, draft = dists(3)
     by_rule, by_verifier = (
         toy.kernel((), None, target, draft, 3, {0}, rule) for rule in (Rule(), Rule(verifier=TOKEN))
     )
@@ -45,21 +46,22 @@ def test_the_token_verifier_is_the_default_rule():
 
 @pytest.mark.parametrize("name", ["block", "rejection"])
 def test_a_draft_may_stop_after_a_drawn_token(name):
-    target, draft = laws(3)
+    target, draft = dists(3)
     rule = Rule(verifier=ENUMERATED[name], last=lambda q, x: q[x] < 0.3)
-    found = toy.speculative_law(target, draft, 3, 5, {0}, rule)
+    found = toy.speculative_distribution(target, draft, 3, 5, {0}, rule)
     assert toy.total_variation(found, toy.complete({(): 1.0}, target, 5, {0})) < 1e-12
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.6, 0.2])
 def test_lenience_keeps_every_token_below_its_bound(lenience):
-    """No token has more than p(x) / l after any prefix, however long the drafts; l = 1 is the target's law."""
+    """No token has more than p(x) / l after any prefix, however long the drafts; l = 1 is the
+    target's distribution."""
     rule, excess = Rule(verifier=toy.lenient(lenience)), 0.0
     for vocab, gamma, limit in ((2, 3, 6), (3, 2, 5), (4, 3, 4)):
         for zeros, eos in itertools.product((0.0, 0.5), (set(), {0})):
-            target, draft = laws(vocab, zeros)
+            target, draft = dists(vocab, zeros)
             for drafter in (draft, toy.one_hot(draft)):
-                found = toy.speculative_law(target, drafter, gamma, limit, eos, rule)
+                found = toy.speculative_distribution(target, drafter, gamma, limit, eos, rule)
                 for prefix, following in toy.conditionals(found):
                     p = target(prefix)
                     assert all(prob <= p[x] / lenience + 1e-12 for x, prob in following.items())
@@ -70,29 +72,31 @@ def test_lenience_keeps_every_token_below_its_bound(lenience):
 
 
 def test_typical_acceptance_favours_no_improbable_token():
-    """A token at or below the threshold has at most p(x) after any prefix; what stands lies above it."""
+    """A token at or below the threshold has at most p(x) after any prefix; what is accepted lies
+    above it."""
     rule = Rule(verifier=toy.typical(EPSILON, DELTA))
     for vocab, gamma, limit in ((2, 3, 6), (3, 2, 5), (4, 3, 4)):
         for zeros, eos in itertools.product((0.0, 0.5), (set(), {0})):
-            target, draft = laws(vocab, zeros)
+            target, draft = dists(vocab, zeros)
             for drafter in (draft, toy.one_hot(draft)):
-                found = toy.speculative_law(target, drafter, gamma, limit, eos, rule)
+                found = toy.speculative_distribution(target, drafter, gamma, limit, eos, rule)
                 for prefix, following in toy.conditionals(found):
                     p = target(prefix)
                     threshold = toy.typical_threshold(p, EPSILON, DELTA)
                     assert all(prob <= p[x] + 1e-12 or p[x] > threshold for x, prob in following.items())
 
 
-# Total variation to the target's law over four tokens, V = 4, γ = 2, two iterations: how far off the lossy ones are.
+# Total variation to the target's distribution over four tokens, V = 4, γ = 2, two iterations: how
+# far off the lossy ones are.
 MEASURED = {"lenient": (0.2623, 0.2473), "typical": (0.5240, 0.8650)}
 
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_measured_loss(name):
-    target, draft = laws(4)
+    target, draft = dists(4)
     expected = toy.complete({(): 1.0}, target, 4, set())
     for drafter, measured in zip((draft, toy.one_hot(draft)), MEASURED[name]):
-        found = toy.speculative_law(target, drafter, 2, 4, set(), Rule(verifier=ENUMERATED[name]))
+        found = toy.speculative_distribution(target, drafter, 2, 4, set(), Rule(verifier=ENUMERATED[name]))
         assert toy.total_variation(found, expected) == pytest.approx(measured, abs=5e-4)
 
 
@@ -105,7 +109,7 @@ def test_accepted_tokens_of_the_two_token_toy():
     accepted = lambda verifier: toy.expected_accepted(target, draft, 2, verifier)
     assert accepted(TOKEN) == pytest.approx(10 / 9, abs=1e-12)
     assert accepted(BLOCK) == pytest.approx(11 / 9, abs=1e-12)
-    # M = 2: x stands with probability p / (2 q) = 1/4 or 1, that is 1/2 on average.
+    # M = 2: x is accepted with probability p / (2 q) = 1/4 or 1, that is 1/2 on average.
     assert accepted(REJECTION) == pytest.approx(1 / 2 + 1 / 4, abs=1e-12)
     # l = 1/2: min(1, p / (l q)) is 1 for both.
     assert accepted(toy.lenient(0.5)) == pytest.approx(2, abs=1e-12)
@@ -116,7 +120,10 @@ def test_accepted_tokens_of_the_two_token_toy():
 def test_block_accepts_no_fewer_than_token_and_token_than_rejection(vocab, gamma):
     gains = []
     for seed, zeros in itertools.product(range(8), (0.0, 0.5)):
-        target, draft = toy.table_law(vocab, 100 + seed, zeros), toy.table_law(vocab, 200 + seed, zeros)
+        target, draft = (
+            toy.table_distribution(vocab, 100 + seed, zeros),
+            toy.table_distribution(vocab, 200 + seed, zeros),
+        )
         for drafter in (draft, toy.one_hot(draft)):
             block, token, rejection, lenient = (
                 toy.expected_accepted(target, drafter, gamma, verifier)
@@ -128,13 +135,14 @@ def test_block_accepts_no_fewer_than_token_and_token_than_rejection(vocab, gamma
 
 
 def test_efficiency_formulas():
-    """E[τ] over drafts: Σ E[π_i] by block, Σ E[Π min(1, p/q)] by token (section 10 of the algorithms)."""
-    target, draft = laws(3)
+    """E[τ] over drafts: Σ E[π_i] by block, Σ E[Π min(1, p/q)] by token (section 10 of the
+    algorithms)."""
+    target, draft = dists(3)
     block = token = 0.0
     for drafted, prob in toy.drafts((), draft, 3, set(), Rule()):
         p, q = toy.along((), drafted, target, draft)
         block += prob * sum(toy.block_weights(p, q, drafted)[1:])
-        token += prob * np.cumprod(TOKEN.stand(p, q, drafted)).sum()
+        token += prob * np.cumprod(TOKEN.accept_probs(p, q, drafted)).sum()
     assert toy.expected_accepted(target, draft, 3, BLOCK) == pytest.approx(block, abs=1e-12)
     assert toy.expected_accepted(target, draft, 3, TOKEN) == pytest.approx(token, abs=1e-12)
 
@@ -142,13 +150,13 @@ def test_efficiency_formulas():
 def test_coupled_acceptance_has_its_bound():
     """The closed form of the share of equal draws, against noise, and at least (1 − D) / (1 + D)."""
     rng = np.random.default_rng(0)
-    for p, q in [(target(()), draft(())) for target, draft in (laws(2), laws(3), laws(4), laws(4, 0.5))]:
+    for p, q in [(target(()), draft(())) for target, draft in (dists(2), dists(3), dists(4), dists(4, 0.5))]:
         distance = np.abs(p - q).sum() / 2
         share = toy.coupled_share(p, q)
         assert (1 - distance) / (1 + distance) - 1e-12 <= share <= 1 - distance + 1e-12
         noise = rng.gumbel(size=(20_000, len(p)))
         with np.errstate(divide="ignore"):
-            drawn = [np.argmax(np.log(law) + noise, axis=1) for law in (p, q)]
+            drawn = [np.argmax(np.log(dist) + noise, axis=1) for dist in (p, q)]
         assert abs(np.mean(drawn[0] == drawn[1]) - share) < 6 * np.sqrt(share * (1 - share) / 20_000) + 1e-12
 
 
@@ -160,32 +168,37 @@ def points(x, vocab) -> list[np.ndarray]:
 
 
 def judged_as_point_mass(verifier):
-    """q := 1 at the drafted id and 0 elsewhere in the acceptance, whatever law the id was drawn from."""
-    return dataclasses.replace(verifier, stand=lambda p, q, x: verifier.stand(p, points(x, len(p[0])), x))
+    """q := 1 at the drafted id and 0 elsewhere in the acceptance, whatever distribution the id was
+    drawn from."""
+    return dataclasses.replace(verifier, accept_probs=lambda p, q, x: verifier.accept_probs(p, points(x, len(p[0])), x))
 
 
 def ones(q):
-    return [np.ones_like(law) for law in q]
+    return [np.ones_like(dist) for dist in q]
 
 
 def unclipped(p, q, x) -> list[float]:
     return [min(1.0, float(weight)) for weight in np.cumprod([p[i][token] / q[i][token] for i, token in enumerate(x)])]
 
 
-TARGET, DRAFT = laws(3)
+TARGET, DRAFT = dists(3)
 MUTANTS = {
     "block with the token's residual": (DRAFT, Rule(verifier=dataclasses.replace(BLOCK, following=TOKEN.following))),
     "block that stops at the first failure": (DRAFT, Rule(verifier=dataclasses.replace(BLOCK, largest=False))),
     "block with p as residual": (
-        DRAFT, Rule(verifier=dataclasses.replace(BLOCK, following=lambda p, q, x, tau: p[tau])),
+        DRAFT,
+        Rule(verifier=dataclasses.replace(BLOCK, following=lambda p, q, x, tau: p[tau])),
     ),
-    "block with the token's acceptance": (DRAFT, Rule(verifier=dataclasses.replace(BLOCK, stand=TOKEN.stand))),
-    "block with π not clipped": (DRAFT, Rule(verifier=dataclasses.replace(BLOCK, stand=unclipped))),
+    "block with the token's acceptance": (
+        DRAFT,
+        Rule(verifier=dataclasses.replace(BLOCK, accept_probs=TOKEN.accept_probs)),
+    ),
+    "block with π not clipped": (DRAFT, Rule(verifier=dataclasses.replace(BLOCK, accept_probs=unclipped))),
     "block, q := 1 in the acceptance of a sampled draft": (DRAFT, Rule(verifier=judged_as_point_mass(BLOCK))),
     "token, q := 1 in the acceptance of a sampled draft": (DRAFT, Rule(verifier=judged_as_point_mass(TOKEN))),
     "block, q := 1 at every id for a point mass": (
         toy.one_hot(DRAFT),
-        Rule(verifier=dataclasses.replace(BLOCK, stand=lambda p, q, x: BLOCK.stand(p, ones(q), x))),
+        Rule(verifier=dataclasses.replace(BLOCK, accept_probs=lambda p, q, x: BLOCK.accept_probs(p, ones(q), x))),
     ),
     "block with a residual of q := 1 for a point mass": (
         toy.one_hot(DRAFT),
@@ -194,29 +207,36 @@ MUTANTS = {
     "block, improbable token dropped": (DRAFT, Rule(verifier=BLOCK, keep=lambda q, x: q[x] >= 0.3)),
     "block, EOS dropped from the draft": (DRAFT, Rule(verifier=BLOCK, keep=lambda q, x: x != 0)),
     "rejection sampling with the residual": (
-        DRAFT, Rule(verifier=dataclasses.replace(REJECTION, following=TOKEN.following)),
+        DRAFT,
+        Rule(verifier=dataclasses.replace(REJECTION, following=TOKEN.following)),
     ),
-    "rejection sampling without M": (DRAFT, Rule(verifier=dataclasses.replace(REJECTION, stand=TOKEN.stand))),
-}  # fmt: skip
+    "rejection sampling without M": (
+        DRAFT,
+        Rule(verifier=dataclasses.replace(REJECTION, accept_probs=TOKEN.accept_probs)),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_enumeration_catches(name):
     draft, rule = MUTANTS[name]
-    found = toy.speculative_law(TARGET, draft, 2, 4, {0}, rule)
-    assert abs(sum(found.values()) - 1) < 1e-9, "a mutant is still a law; otherwise the enumeration is what fails"
+    found = toy.speculative_distribution(TARGET, draft, 2, 4, {0}, rule)
+    assert abs(sum(found.values()) - 1) < 1e-9, (
+        "a mutant is still a distribution; otherwise the enumeration is what fails"
+    )
     assert toy.total_variation(found, toy.complete({(): 1.0}, TARGET, 4, {0})) > 0.002
 
 
 @pytest.mark.parametrize("name", ["token", "block", "rejection"])
 def test_a_sampled_draft_may_be_judged_as_a_point_mass(name):
-    """If acceptance and residual agree on it, q := 1 is no mistake, only a waste: each draft's outcome has law p."""
+    """If acceptance and residual agree on it, q := 1 is no mistake, only a waste: each draft's
+    outcome has distribution p."""
     verifier = ENUMERATED[name]
     wasteful = dataclasses.replace(
         judged_as_point_mass(verifier),
         following=lambda p, q, x, tau: verifier.following(p, points(x, len(p[0])), x, tau),
     )
-    found = toy.speculative_law(TARGET, DRAFT, 2, 4, {0}, Rule(verifier=wasteful))
+    found = toy.speculative_distribution(TARGET, DRAFT, 2, 4, {0}, Rule(verifier=wasteful))
     assert toy.total_variation(found, toy.complete({(): 1.0}, TARGET, 4, {0})) < 1e-12
     accepted = lambda verifier: toy.expected_accepted(TARGET, DRAFT, 2, verifier)
     assert accepted(wasteful) < accepted(verifier) - 0.05

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from enumerations import DELTA, DRAFTS, ENUMERATED, EPSILON, GRID, LENIENCE, TARGETS, as_law, float64, laws
+from enumerations import DELTA, DRAFTS, ENUMERATED, EPSILON, GRID, LENIENCE, TARGETS, as_distribution, dists, float64
 from toy import Rule
 
-from specdec_jax.speculative.laws import PointMass
+from specdec_jax.speculative.distributions import PointMass
 from specdec_jax.speculative.verifier import Randomness
 from specdec_jax.speculative.verifiers import VERIFIERS, verify_greedy_leniently
 
@@ -28,15 +28,18 @@ def settings(batch, dtype, lenience=LENIENCE):
 
 
 def run(name, p, draft, drafted, wanted, accept, final, dtype="float32", noise=None):
-    """`VERIFIERS[name]` as `[B, 2]` (τ, next id); `draft` is `[B, G, V]` probabilities, or None for a point mass."""
+    """`VERIFIERS[name]` as `[B, 2]` (τ, next id); `draft` is `[B, G, V]` probabilities, or None for
+    a point mass."""
     with float64(dtype == "float64"):
         drafted = jnp.asarray(drafted, jnp.int32)
-        draft = PointMass(drafted, p.shape[-1]) if draft is None else as_law(draft, dtype)
+        draft = PointMass(drafted, p.shape[-1]) if draft is None else as_distribution(draft, dtype)
         accept, noise = (None if x is None else jnp.asarray(x, dtype) for x in (accept, noise))
-        draws = Randomness(accept, toy.words(final), noise)
+        draws = Randomness(accept, toy.random_bits(final), noise)
         # The size of the vocabulary stays out of what is traced.
-        verify = jax.jit(lambda target, *rest: VERIFIERS[name].judge(target, draft, *rest))
-        found = verify(as_law(p, dtype), drafted, jnp.asarray(wanted, jnp.int32), draws, settings(len(p), dtype))
+        verify = jax.jit(lambda target, *rest: VERIFIERS[name].verify(target, draft, *rest))
+        found = verify(
+            as_distribution(p, dtype), drafted, jnp.asarray(wanted, jnp.int32), draws, settings(len(p), dtype)
+        )
         return np.stack(jax.device_get(found), axis=1)
 
 
@@ -53,7 +56,8 @@ def edges(breaks):
 
 
 def middles(breaks):
-    """Points in the middle of the intervals, and their widths: a draw takes words of 32 bits, which have no edges."""
+    """Points in the middle of the intervals, and their widths: a draw takes words of 32 bits, which
+    have no edges."""
     return [((low + high) / 2, high - low) for low, high in intervals(breaks)]
 
 
@@ -61,35 +65,37 @@ def middles(breaks):
 @pytest.mark.parametrize("name", ENUMERATED)
 def test_jax_decisions_integrate_to_the_kernel(name, point):
     """Every draft and outcome, with uniforms just below each place where the decision to accept
-    changes: exactly the law."""
+    changes: exactly the distribution."""
     verifier, gamma = ENUMERATED[name], 3
     for zeros in (0.0, 0.5):
-        target, draft = laws(3, zeros)
+        target, draft = dists(3, zeros)
         draft, rows = toy.one_hot(draft) if point else draft, []
         for drafted, prob in toy.drafts((), draft, gamma, set(), Rule()):
             p, q = toy.along((), drafted, target, draft)
-            # One uniform for all places of the next id: cut where any of their laws cuts it.
-            cuts = np.concatenate([np.cumsum(law) for _, law in verifier.outcomes(p, q, drafted)])
-            axes = [edges([height]) for height in verifier.stand(p, q, drafted)] + [middles(cuts)]
+            # One uniform for all places of the next id: cut where any of their distributions cuts
+            # it.
+            cuts = np.concatenate([np.cumsum(dist) for _, dist in verifier.outcomes(p, q, drafted)])
+            axes = [edges([height]) for height in verifier.accept_probs(p, q, drafted)] + [middles(cuts)]
             for cell in itertools.product(*axes):
                 uniforms, widths = zip(*cell)
                 rows.append((p, q, drafted, uniforms[:-1], uniforms[-1:] * (gamma + 1), prob * np.prod(widths)))
         p, q, drafted, accept, final, weights = map(np.array, zip(*rows))
         found = run(name, p, None if point else q, drafted, np.full(len(p), gamma), accept, final, "float64")
-        law: dict = {}
+        dist: dict = {}
         for x, (tau, y), weight in zip(drafted, found, weights):
             key = (*map(int, x[:tau]), int(y)), None
-            law[key] = law.get(key, 0) + weight
+            dist[key] = dist.get(key, 0) + weight
         assert (
-            toy.total_variation(law, toy.kernel((), None, target, draft, gamma, set(), Rule(verifier=verifier))) < 1e-7
+            toy.total_variation(dist, toy.kernel((), None, target, draft, gamma, set(), Rule(verifier=verifier))) < 1e-7
         )
 
 
 def grid(name, point, gamma=3, size=400):
-    """Points of the grid of uniforms, 0 often among them, with drafts of every length and of probability 0."""
+    """Points of the grid of uniforms, 0 often among them, with drafts of every length and of
+    probability 0."""
     rng = np.random.default_rng([gamma, point, sorted(VERIFIERS).index(name)])
     p = np.broadcast_to(TARGETS[: gamma + 1], (3 * size, gamma + 1, 4))
-    q = np.repeat(np.stack([DRAFTS[laws_][:gamma] for laws_ in DRAFTS]), size, axis=0)
+    q = np.repeat(np.stack([DRAFTS[dists_][:gamma] for dists_ in DRAFTS]), size, axis=0)
     drafted = rng.integers(4, size=(3 * size, gamma))
     q = np.eye(4)[drafted] if point else q
     accept = np.where(rng.random(drafted.shape) < 0.2, 0, rng.choice(GRID, drafted.shape))
@@ -102,7 +108,7 @@ def grid(name, point, gamma=3, size=400):
 @pytest.mark.parametrize("name", ENUMERATED)
 def test_jax_takes_the_enumerated_decisions(name, point, dtype):
     """On a grid of uniforms, 0 included; and a comparison with ≤ would not: a token with p(x) =
-    0 would stand at u = 0."""
+    0 would be accepted at u = 0."""
     p, q, drafted, wanted, accept, final = grid(name, point)
     found = run(name, p, None if point else q, drafted, wanted, accept, final, dtype)
     decide = lambda accept: [
@@ -142,7 +148,8 @@ def test_jax_couples_as_enumerated(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("lenience", [1.0, 0.55, 0.2])
 def test_jax_judges_argmax_leniently(lenience, dtype):
-    """T = 0: what stands has at least l times the greatest probability; l = 1 is greedy, ties included."""
+    """T = 0: what is accepted has at least l times the greatest probability; l = 1 is greedy, ties
+    included."""
     p, _, drafted, wanted, *_ = grid("lenient", False)
     p = np.concatenate([p, np.broadcast_to(np.array([6, 6, 1, 3]) / 16, p.shape)])
     drafted, wanted = np.tile(drafted, (2, 1)), np.tile(wanted, 2)
@@ -162,23 +169,26 @@ def everything(target, draft, drafted, wanted, draws):
     """All verifiers, with the draft as drawn and as a point mass."""
     asked = jax.tree.map(jnp.asarray, settings(len(wanted), np.float32))
     return [
-        [verifier.judge(target, law, drafted, wanted, draws, asked) for verifier in VERIFIERS.values()]
-        for law in (draft, PointMass(drafted, target.logits.shape[-1]))
+        [verifier.verify(target, dist, drafted, wanted, draws, asked) for verifier in VERIFIERS.values()]
+        for dist in (draft, PointMass(drafted, target.logits.shape[-1]))
     ]
 
 
 @hypothesis.given(st.integers(0, 2**32 - 1), st.sampled_from([1, 3]), st.integers(1, 7))
-def test_properties_of_every_verifier(seed, gamma, live):
-    """Whatever the laws (ties, zeros, p = q, disjoint) and uniforms: in range, and of positive probability if lossless.
+def test_properties_of_every_verifier(seed, gamma, valid):
+    """Whatever the distributions (ties, zeros, p = q, disjoint) and uniforms: in range, and of
+    positive probability if lossless.
 
-    `live` of the 7 ids may have a probability; a position past the draft holds NaN.
+    `valid` of the 7 ids may have a probability; a position past the draft holds NaN.
     """
     rng, vocab, batch = np.random.default_rng(seed), 7, 24
-    weights = rng.choice([0.0, 0.0, 1.0, 1.0, 2.5, 1e-6], size=(2, batch, gamma + 1, vocab)) * (np.arange(vocab) < live)
-    weights[..., rng.integers(live)] += 1e-3
+    weights = rng.choice([0.0, 0.0, 1.0, 1.0, 2.5, 1e-6], size=(2, batch, gamma + 1, vocab)) * (
+        np.arange(vocab) < valid
+    )
+    weights[..., rng.integers(valid)] += 1e-3
     p, q = weights / weights.sum(axis=-1, keepdims=True)
     q = np.where(rng.random((batch, 1, 1)) < 0.3, p, q)[:, :gamma]
-    disjoint = (p[:, :-1] == 0) & (np.arange(vocab) < live)
+    disjoint = (p[:, :-1] == 0) & (np.arange(vocab) < valid)
     wholly = np.any(disjoint, axis=-1, keepdims=True) & (rng.random((batch, 1, 1)) < 0.3)
     q = np.where(wholly, disjoint / np.maximum(disjoint.sum(axis=-1, keepdims=True), 1), q)
     drafted = rng.integers(vocab, size=(batch, gamma)).astype(np.int32)
@@ -186,11 +196,13 @@ def test_properties_of_every_verifier(seed, gamma, live):
     q[np.arange(gamma) >= wanted[:, None]] = np.nan
     uniform = rng.choice([0.0, 0.25, 0.5, 1 - 2**-24], size=(batch, gamma + 1)).astype(np.float32)
     noise = rng.gumbel(size=p.shape).astype(np.float32)
-    draws = Randomness(uniform[:, :gamma], toy.words(uniform[:, ::-1]), noise)
-    found = jax.device_get(everything(as_law(p, "float32"), as_law(q, "float32"), drafted, wanted, draws))
+    draws = Randomness(uniform[:, :gamma], toy.random_bits(uniform[:, ::-1]), noise)
+    found = jax.device_get(
+        everything(as_distribution(p, "float32"), as_distribution(q, "float32"), drafted, wanted, draws)
+    )
     row = np.arange(batch)
-    for of_law in found:
-        for name, (accepted, token) in zip(VERIFIERS, of_law):
+    for of_distribution in found:
+        for name, (accepted, token) in zip(VERIFIERS, of_distribution):
             assert np.all((accepted >= 0) & (accepted <= wanted)) and np.all((token >= 0) & (token < vocab))
             assert np.all(p[row, accepted, token] > 0), name
             for b, i in ((b, i) for b in row for i in range(accepted[b])):
@@ -202,14 +214,21 @@ def test_properties_of_every_verifier(seed, gamma, live):
 def test_lenience_of_one_is_token_verification():
     p, q, drafted, wanted, accept, final = grid("lenient", False)
     with jax.enable_x64(False):
-        asked, draws = settings(len(p), np.float32, 1.0), Randomness(np.float32(accept), toy.words(final))
-        args = as_law(p, "float32"), as_law(q, "float32"), np.int32(drafted), np.int32(wanted), draws, asked
-        lenient, token = (jax.jit(VERIFIERS[name].judge)(*args) for name in ("lenient", "token"))
+        asked, draws = settings(len(p), np.float32, 1.0), Randomness(np.float32(accept), toy.random_bits(final))
+        args = (
+            as_distribution(p, "float32"),
+            as_distribution(q, "float32"),
+            np.int32(drafted),
+            np.int32(wanted),
+            draws,
+            asked,
+        )
+        lenient, token = (jax.jit(VERIFIERS[name].verify)(*args) for name in ("lenient", "token"))
     np.testing.assert_array_equal(np.stack(lenient), np.stack(token))
 
 
-def test_identical_laws_accept_everything():
-    """Drafter = target: whatever can be drawn stands, at every uniform."""
+def test_identical_distributions_accept_everything():
+    """Drafter = target: whatever can be drawn is accepted, at every uniform."""
     for name in ("token", "block", "rejection", "lenient"):
         p, _, drafted, wanted, accept, final = grid(name, False)
         found = run(name, p, p[:, :-1], drafted, wanted, accept, final)

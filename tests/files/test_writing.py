@@ -10,7 +10,7 @@ import pytest
 from devices import Pipe, names, null_device
 from package_modules import MODULES
 
-from specdec_jax.commands import journal
+from specdec_jax.commands import resumable_output
 from specdec_jax.files import writing
 
 disk = devices.disk
@@ -183,7 +183,7 @@ def make(folder, content="new", check=lambda place: None):
         assert not (folder / "file").exists() or (folder / "file").read_text() != content
 
 
-def refuse(place):
+def reject(place):
     if place.exists() and any(place.iterdir()):
         raise ValueError(f"{place}: not ours")
 
@@ -197,7 +197,7 @@ def test_a_folder_appears_whole(tmp_path):
     make(link)
     assert link.is_symlink() and (folder / "file").read_text() == "new" and stat.S_IMODE(folder.stat().st_mode) == 0o700
     with pytest.raises(ValueError, match="folder: not ours"):
-        make(link, "other", refuse)
+        make(link, "other", reject)
     with pytest.raises(KeyboardInterrupt), writing.new_folder(folder, lambda place: None):
         raise KeyboardInterrupt
     assert names(tmp_path) == ["folder", "link"] and (folder / "file").read_text() == "new"
@@ -206,7 +206,7 @@ def test_a_folder_appears_whole(tmp_path):
 def test_what_appears_meanwhile_is_not_replaced(tmp_path):
     with (
         pytest.raises(ValueError, match="folder: not ours"),
-        writing.new_folder(tmp_path / "folder", refuse) as temporary,
+        writing.new_folder(tmp_path / "folder", reject) as temporary,
     ):
         (temporary / "file").touch()
         (tmp_path / "folder").mkdir()
@@ -226,7 +226,7 @@ def test_what_a_kill_left_is_taken_over(tmp_path):
     assert names(tmp_path) == ["folder"] and (tmp_path / "folder/file").read_text() == "old"
 
 
-def test_a_mount_point_is_refused_at_once(disk):
+def test_a_mount_point_is_rejected_at_once(disk):
     with pytest.raises(ValueError, match="disk: got a mount point, expected a folder in it"):
         make(disk)
     assert names(disk.parent) == ["disk"]
@@ -246,9 +246,9 @@ def test_a_link_in_the_place_of_what_is_left_behind_is_not_followed(tmp_path, wh
 # One process at a time. Another opening of a file within a process locks as another process does.
 
 
-def test_a_second_writer_of_a_folder_is_refused(tmp_path):
+def test_a_second_writer_of_a_folder_is_rejected(tmp_path):
     folder = tmp_path / "folder"
-    with writing.new_folder(folder, refuse) as temporary:
+    with writing.new_folder(folder, reject) as temporary:
         (temporary / "file").write_text("first")
         with pytest.raises(ValueError, match="another process is writing it, expected one at a time"):
             make(folder, "second")
@@ -262,10 +262,10 @@ def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
     assert (tmp_path / "out").read_bytes() == b"first" and names(tmp_path) == ["out"]  # which was finished last
 
 
-def test_a_journal_that_was_finished_in_the_meantime_is_refused(tmp_path, monkeypatch):
+def test_a_journal_that_was_finished_in_the_meantime_is_rejected(tmp_path, monkeypatch):
     """Another process opens the journal before it is removed, and locks it after that."""
     pytest.importorskip("fcntl")
-    first = journal.Journal(tmp_path / "out", {}, 1)
+    first = resumable_output.Journal(tmp_path / "out", {}, 1)
     first.add(0, ["first"])
 
     def late(number, path):
@@ -273,18 +273,18 @@ def test_a_journal_that_was_finished_in_the_meantime_is_refused(tmp_path, monkey
         first.__exit__()
         writing.lock(number, path)
 
-    monkeypatch.setattr(journal, "lock", late)
+    monkeypatch.setattr(resumable_output, "lock", late)
     with pytest.raises(ValueError, match="out.partial: another process is writing it"):
-        journal.Journal(tmp_path / "out", {}, 1)
+        resumable_output.Journal(tmp_path / "out", {}, 1)
     assert (tmp_path / "out").read_text() == "first\n" and names(tmp_path) == ["out"]
 
 
 def test_names_of_one_output_are_one_to_journals(tmp_path):
     pytest.importorskip("fcntl")
     (tmp_path / "link").symlink_to("out")
-    with journal.Journal(tmp_path / "link", {}, 1) as first:
+    with resumable_output.Journal(tmp_path / "link", {}, 1) as first:
         with pytest.raises(ValueError, match="out.partial: another process is writing it"):
-            journal.Journal(tmp_path / "out", {}, 1)
+            resumable_output.Journal(tmp_path / "out", {}, 1)
         first.add(0, ["a"])
         first.finish()
     assert (tmp_path / "link").is_symlink() and (tmp_path / "out").read_text() == "a\n"

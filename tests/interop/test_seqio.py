@@ -1,5 +1,5 @@
 """seqio tasks through `specdec generate`: what is read, written and evaluated, beside T5X's and
-seqio's own; what is refused."""
+seqio's own; what is rejected."""
 
 import json
 import pathlib
@@ -13,8 +13,8 @@ import seqio_jobs_of
 from seqio_jobs_of import LENGTH, PAIRS, WIDTH, dataset, decoded, interop, needs_seqio, seqio, tasks, tf
 
 import specdec_jax as sd
-from specdec_jax.commands import journal
-from specdec_jax.decoding import jobs
+from specdec_jax.commands import resumable_output
+from specdec_jax.decoding import continuous_batching
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick")]
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec
@@ -54,8 +54,8 @@ def test_lines_have_what_generate_gives(generate, toys, target, tmp_path):
         if row not in (2, 5):  # every length compiles
             continue
         ids = example["targets"]
-        laws = jax.nn.log_softmax(target.logits([example["inputs"]], [[0, *ids[:-1]]])[0])
-        assert line["score"] == pytest.approx(float(np.sum(np.asarray(laws)[np.arange(len(ids)), ids])), abs=1e-4)
+        dists = jax.nn.log_softmax(target.logits([example["inputs"]], [[0, *ids[:-1]]])[0])
+        assert line["score"] == pytest.approx(float(np.sum(np.asarray(dists)[np.arange(len(ids)), ids])), abs=1e-4)
     assert [file.name for file in sorted(tmp_path.iterdir())] == [
         "out.jsonl",
         "out.jsonl.gin",
@@ -157,7 +157,7 @@ def test_a_job_that_was_interrupted_goes_on(how, generate, toys, tmp_path, monke
     whole, path = tmp_path / "whole", tmp_path / "out"
     flags = ("--task=toy_both", *how)
     assert generate(*flags, f"--output_file={whole}")[0] == 0
-    add, numbers = journal.Journal.add, []
+    add, numbers = resumable_output.Journal.add, []
 
     def interrupted(self, number, lines):
         if len(numbers) == 9:
@@ -165,9 +165,9 @@ def test_a_job_that_was_interrupted_goes_on(how, generate, toys, tmp_path, monke
         numbers.append(number)
         add(self, number, lines)
 
-    monkeypatch.setattr(journal.Journal, "add", interrupted)
+    monkeypatch.setattr(resumable_output.Journal, "add", interrupted)
     assert generate(*flags, f"--output_file={path}")[0] == 130 and not path.exists()
-    monkeypatch.setattr(journal.Journal, "add", lambda *args: (numbers.append(args[1]), add(*args)))
+    monkeypatch.setattr(resumable_output.Journal, "add", lambda *args: (numbers.append(args[1]), add(*args)))
     code, _, err = generate(*flags, f"--output_file={path}")
     assert code == 0 and "out.partial: 9 of 14 sentences are there" in err
     assert sorted(numbers) == list(range(14))
@@ -206,7 +206,7 @@ def test_metrics_of_other_kinds_are_named(toys, target):
     objects = [inside, Longest(model_output_type=seqio.metrics.ModelOutputType.PREDICTION)]
     task = seqio.TaskRegistry.get("toy_more").replace(metric_fns=[], metric_objs=objects)
     job = interop.Job([task], "test", target, input_length=LENGTH, output_length=WIDTH, batch_size=2)
-    output = jobs.Output("", [5, 6, 1], [-1.0, -2.0, -float("inf")], [], "eos", None)
+    output = continuous_batching.Output("", [5, 6, 1], [-1.0, -2.0, -float("inf")], [], "eos", None)
     lines = [line for number in range(len(PAIRS)) for line in job.lines(number, [output])]
     assert json.loads(lines[0])["aux"] == {"scores": None} and "score" not in lines[0].partition("aux")[0]
     found, notes = job.evaluate(lines)
@@ -222,7 +222,7 @@ def test_ids_that_stand_for_themselves_are_padded_as_t5xs(target):
     task = seqio.Task("toy_ids", source, {"inputs": feature, "targets": feature})
     job = interop.Job([task], "test", target, input_length=LENGTH, output_length=4, batch_size=2)
     assert job.inputs == [[5, 6]] and job.examples[0].targets == [7, 1]
-    (line,) = job.lines(0, [jobs.Output(None, [9, 1], [-1.0, -0.5], [], "eos", None)])
+    (line,) = job.lines(0, [continuous_batching.Output(None, [9, 1], [-1.0, -0.5], [], "eos", None)])
     expected = {"inputs": {}, "prediction": [9, 1, 0, 0], "prediction_tokens": [9, 1], "aux": {"scores": -1.5}}
     assert json.loads(line) == expected
 
@@ -232,8 +232,10 @@ def test_an_example_without_output_is_null_and_to_metrics_empty(toys, target):
     """The decoding of one example met logits that are not finite numbers."""
     task = seqio.TaskRegistry.get("toy_more").replace(metric_fns=[seqio_jobs_of.words], metric_objs=[])
     job = interop.Job([task], "test", target, input_length=LENGTH, output_length=WIDTH, batch_size=2)
-    found = jobs.Output("", [5, 6, 1], [-1.0, -2.0, -1.0], [], "eos", None)
-    lost = jobs.Output(None, [], [], [], "error", None, None, sd.NotNumbers("the target toy", 1, 0))
+    found = continuous_batching.Output("", [5, 6, 1], [-1.0, -2.0, -1.0], [], "eos", None)
+    lost = continuous_batching.Output(
+        None, [], [], [], "error", None, None, sd.NonFiniteLogitsError("the target toy", 1, 0)
+    )
     lines = [line for number in range(len(PAIRS)) for line in job.lines(number, [lost if number == 1 else found])]
     record = json.loads(lines[1])
     assert (record["prediction"], record["prediction_tokens"], record["aux"]) == (None, [], {"scores": None})

@@ -16,16 +16,16 @@ import make_checkpoints as make
 import numpy as np
 import own_parts
 import pytest
+from distribution_samples import EOS, FALSE_ALARM, INPUTS, POSITIONS, ROWS, SPREAD, V, g_test, joint_distribution
 from golden_models import unpack_t5x
-from law_samples import EOS, FALSE_ALARM, INPUTS, POSITIONS, ROWS, SPREAD, V, g_test, joint_law
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.analysis import arms, beams
+from specdec_jax.analysis import beams, variants
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis.report import beam_summaries, summaries
 from specdec_jax.checkpoints import t5x
-from specdec_jax.checkpoints.leaves import Leaf
+from specdec_jax.checkpoints.stored_tensor import Leaf
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.models.parameters import flatten
 from specdec_jax.models.vocabularies import ByteVocabulary
@@ -75,7 +75,7 @@ def network_of(config: sd.T5Config):
 def test_t5x_restores_what_is_exported(shape, form, dtype, use_orbax, tmp_path):
     params = {name: x.astype(dtype) for name, x in make.random_params(SHAPES[shape]).items()}
     sd.save(make.model_of(params, SHAPES[shape]), tmp_path / "model", format=form)
-    leaves = {name: Leaf.of(x) for name, x in params.items()}
+    leaves = {name: Leaf.from_array(x) for name, x in params.items()}
     params = {name: leaf.load(dtype) for name, leaf in t5x.leaves_by_their_names(leaves, SHAPES[shape]).items()}
     model = models.EncoderDecoderModel(network_of(SHAPES[shape]), None, None, None)
     partitioner = partitioning.PjitPartitioner(num_partitions=1)
@@ -213,8 +213,8 @@ def test_samples_depend_on_the_key(golden):
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 @pytest.mark.parametrize("drafts", [True, False], ids=["speculative", "plain"])
-def test_law_with_keys_of_every_kind(impl, drafts):
-    """A G-test of the joint law of three tokens; T5X's trainer can be set to rbg keys."""
+def test_distribution_with_keys_of_every_kind(impl, drafts):
+    """A G-test of the joint distribution of three tokens; T5X's trainer can be set to rbg keys."""
     target, drafter = tiny_t5(0, V, decoder_layers=1), tiny_t5(1, V, decoder_layers=1)
     vocabulary = type("Letters", (), dict(eos_id=EOS, vocab_size=V))
     model = interop.SpeculativeEncoderDecoderModel(
@@ -227,8 +227,8 @@ def test_law_with_keys_of_every_kind(impl, drafts):
         rng = jax.random.key_data(jax.random.key(seed, impl=impl))  # raw, as T5X makes them
         tokens, _ = predict(model, target.params, inputs, prompts, rng)
         counts += np.bincount(tokens @ np.array([V * V, V, 1]), minlength=V**POSITIONS)
-    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
-    assert g_test(counts, joint_law(drafter, SPREAD)) < FALSE_ALARM
+    assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM
+    assert g_test(counts, joint_distribution(drafter, SPREAD)) < FALSE_ALARM
 
 
 BAD = {
@@ -245,7 +245,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_not_speculative_is_refused(case, golden):
+def test_what_is_not_speculative_is_rejected(case, golden):
     _, io, target = golden
     options, message = BAD[case]
     with pytest.raises(ValueError, match=message):
@@ -256,7 +256,7 @@ def max_decode(inputs, cache, tokens_to_logits, eos_id, num_decodes):
     """A decode function of one's own."""
 
 
-def test_bad_configurations_are_refused(golden, tmp_path):
+def test_bad_configurations_are_rejected(golden, tmp_path):
     folder, _, target = golden
     with pytest.raises(ValueError, match="decode_fn: got .*max_decode.*, expected t5x.decoding.beam_search or"):
         speculative(target, decode_fn=max_decode)
@@ -286,7 +286,7 @@ def test_bad_configurations_are_refused(golden, tmp_path):
         predict(model, target.params, np.ones((1, 4), np.int32))
 
 
-# The benchmark's arm.
+# The benchmark's variant.
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_benchmark_against_t5x(golden):
     options = benchmark_command.BenchmarkOptions(
         target="target", drafter="drafter", gamma=(2,), max_new_tokens=STEPS, repeats=1, batch_size=2, against="t5x"
     )
-    batches = arms.cut(rows, rows, options.batch_size, options.seed)
+    batches = variants.cut(rows, rows, options.batch_size, options.seed)
     others = benchmark_command.others_of(options, target)
     record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, options, others)
     against = record["against"]
@@ -311,7 +311,8 @@ def test_benchmark_against_t5x(golden):
 
 
 def test_benchmark_of_beams_against_t5x(golden):
-    """T5X's own beam search of the same model: the same tokens and scores, and fillers that count for nothing."""
+    """T5X's own beam search of the same model: the same tokens and scores, and fillers that count
+    for nothing."""
     _, io, target = golden
     rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]][:3]
     options = benchmark_command.BenchmarkOptions(
@@ -319,7 +320,7 @@ def test_benchmark_of_beams_against_t5x(golden):
         num_beams=3, length_penalty=1.5,
     )  # fmt: skip
     options.check()
-    batches = arms.cut(rows, rows, options.batch_size, options.seed)
+    batches = variants.cut(rows, rows, options.batch_size, options.seed)
     others = benchmark_command.others_of(options, target)
     record, problems = beams.benchmark_beams(target, sd.ModelDrafter(target), batches, options, others)
     against = record["against"]

@@ -1,4 +1,5 @@
-"""T5X's default decode function, `beam_search`: `SpeculativeEncoderDecoderModel` predicts and scores what T5X does."""
+"""T5X's default decode function, `beam_search`: `SpeculativeEncoderDecoderModel` predicts and
+scores what T5X does."""
 
 import dataclasses
 import functools
@@ -137,7 +138,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_t5xs_search_does_not_take_is_refused(case, golden):
+def test_what_t5xs_search_does_not_take_is_rejected(case, golden):
     io, target, _ = golden
     options, message = BAD[case]
     with pytest.raises(ValueError, match=message):
@@ -160,7 +161,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_models_that_cannot_search_are_refused(case, golden):
+def test_models_that_cannot_search_are_rejected(case, golden):
     options, message = MODELS[case]
     with pytest.raises(ValueError, match=message):
         speculative(golden[1], decode_fn=decoding.beam_search, **options)

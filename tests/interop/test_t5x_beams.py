@@ -23,7 +23,7 @@ def t5x_beams(model, inputs, beams, penalty, eos_id, prefix=()):
     def tokens_to_logits(state):
         current = state.cur_token[:, 0].astype(jnp.uint32)
         own = state.cache
-        logits = model.law.logits(own["number"][:, 0], own["previous"][:, 0], current)
+        logits = model.dist.logits(own["number"][:, 0], own["previous"][:, 0], current)
         return logits, {"number": own["number"], "previous": current[:, None]}
 
     prompts = np.zeros((batch, LENGTH), np.int32)

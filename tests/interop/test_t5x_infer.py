@@ -68,7 +68,7 @@ network.T5Config:
 """
 
 
-def program(folder: pathlib.Path, output: pathlib.Path, *argv) -> subprocess.CompletedProcess:
+def config(folder: pathlib.Path, output: pathlib.Path, *argv) -> subprocess.CompletedProcess:
     """Runs `python -m t5x.infer`."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
@@ -84,7 +84,7 @@ def program(folder: pathlib.Path, output: pathlib.Path, *argv) -> subprocess.Com
 
 def infer(folder: pathlib.Path, output: pathlib.Path, *argv, says: tuple[str, ...] = ()) -> list:
     """What `python -m t5x.infer` writes, in the order of the inputs; `says` is on standard error."""
-    done = program(folder, output, *argv)
+    done = config(folder, output, *argv)
     assert done.returncode == 0, done.stderr[-3000:]
     assert all(part in done.stderr for part in says), done.stderr[-3000:]
     (path,) = output.glob("*.jsonl-*-of-?????")
@@ -122,14 +122,14 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
     assert infer(tmp_path, tmp_path / "again", exported) == plain
 
 
-def test_a_file_before_the_models_is_refused(golden, tmp_path):
+def test_a_file_before_the_models_is_rejected(golden, tmp_path):
     """`MODEL` would be T5X's own again."""
     folder, _, _ = golden
     (tmp_path / "first.gin").write_text("from __gin__ import dynamic_registration\ninclude 't5x/speculative.gin'\n")
     settings = (tmp_path / "settings.gin").read_text()
     (tmp_path / "settings.gin").write_text(settings.replace('include "t5x/ex', 'include "first.gin"\ninclude "t5x/ex'))
     checkpoint = f"--gin.CHECKPOINT_PATH='{folder / 'checkpoint_7'}'"
-    done = program(tmp_path, tmp_path / "plain", checkpoint, "--gin.DRAFTER='lookup'")
+    done = config(tmp_path, tmp_path / "plain", checkpoint, "--gin.DRAFTER='lookup'")
     assert done.returncode and "but no MODEL that is one, so that T5X would decode without it" in done.stderr
 
 

@@ -1,11 +1,12 @@
-"""What a run inside T5X says, and misplaced gin files, without T5X; `test_t5x_infer.py` runs T5X's program."""
+"""What a run inside T5X says, and misplaced gin files, without T5X; `test_t5x_infer.py` runs T5X's
+program."""
 
 import gin
 import numpy as np
 import pytest
 
 import specdec_jax as sd
-from specdec_jax.decoding.traced import Decoded
+from specdec_jax.decoding.under_jit import Decoded
 from specdec_jax.interop import t5x_run
 
 HEAD = "from __gin__ import dynamic_registration\nimport gin_models\n"
@@ -27,7 +28,8 @@ def clean():
 
 
 def parse(folder, *texts):
-    """Reads gin files in this order, as T5X does with `--gin_file`, and a drafter from the command line."""
+    """Reads gin files in this order, as T5X does with `--gin_file`, and a drafter from the command
+    line."""
     paths = [folder / f"{number}.gin" for number in range(len(texts))]
     for path, text in zip(paths, texts):
         path.write_text(text)
@@ -42,7 +44,7 @@ def test_after_the_models_file_it_is_used(texts, tmp_path):
 
 
 @pytest.mark.parametrize("texts", [(OURS, MODEL, RUN), (OURS, RUN, MODEL), (RUN, OURS, MODEL)])
-def test_before_the_models_file_it_is_refused(texts, tmp_path):
+def test_before_the_models_file_it_is_rejected(texts, tmp_path):
     """`MODEL` would be T5X's own, which decodes without a word and without a drafter."""
     with pytest.raises(ValueError, match="got values for drafter, module, but no MODEL that is one.*after the model's"):
         parse(tmp_path, *texts)

@@ -1,4 +1,4 @@
-"""The tasks of `specdec_jax.interop.tasks`, what is refused of tasks, and vocabularies of seqio's."""
+"""The tasks of `specdec_jax.interop.tasks`, what is rejected of tasks, and vocabularies of seqio's."""
 
 import dataclasses
 import importlib.util
@@ -65,7 +65,8 @@ def test_a_gin_file_for_tsv_files(generate, pair, tmp_path):
 @needs_seqio
 @pytest.mark.parametrize("name", ["wmt_t2t_ende", "cnn_dailymail"])
 def test_the_papers_tasks(name, pair):
-    """Registered on import; the data set, its version and its splits are known; texts become ids as T5's do."""
+    """Registered on import; the data set, its version and its splits are known; texts become ids as
+    T5's do."""
     import tensorflow_datasets as tfds
 
     names = {"wmt_t2t_ende": ("wmt_t2t_translate/de-en:1.0.0", "en", "de"), "cnn_dailymail": ("cnn_dailymail:3.4.0",
@@ -121,7 +122,7 @@ def test_the_vocabulary_of_a_model(tmp_path):
         tasks._vocabulary(str(tmp_path / "none"), 0)
 
 
-# What is refused.
+# What is rejected.
 
 BAD_TASKS = {
     "near names": (["--task=toy_txet"], "registered (the nearest: toy_text, "),
@@ -161,7 +162,7 @@ def test_bad_tasks_are_one_line_before_anything_compiles(case, generate, toys, p
 
 
 @needs_seqio
-def test_what_is_no_task_of_ids_is_refused(target):
+def test_what_is_no_task_of_ids_is_rejected(target):
     feature = seqio.Feature(seqio.PassThroughVocabulary(64), add_eos=False)
     source = seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: None, splits=["test"])
     make = lambda **features: seqio.Task("toy_other", source, features)
@@ -267,7 +268,7 @@ def test_vocabularies_are_compared_piece_by_piece():
 
 
 def test_split_and_module_do_not_decide_alone(pair):
-    """A journal of another split is refused; where a module lies makes no difference."""
+    """A journal of another split is rejected; where a module lies makes no difference."""
     target = sd.load(pair / "target", dtype="float32")
     settings = lambda **options: generate_command._deciding(
         generate_command.GenerateOptions(task="a", **options), target, None, ["x"]
@@ -279,15 +280,15 @@ def test_split_and_module_do_not_decide_alone(pair):
 
 @needs_seqio
 def test_the_oldest_protobuf_that_tensorflow_takes_is_enough():
-    """seqio imports SentencePiece's generated code, which may refuse a protobuf older than the
+    """seqio imports SentencePiece's generated code, which may reject a protobuf older than the
     one that it was made with."""
     (bound,) = (line for line in importlib.metadata.requires("tensorflow") if line.startswith("protobuf"))
     oldest = re.search(r">=(\d+)\.(\d+)\.(\d+)", bound).groups()
-    program = (
+    config = (
         "from google.protobuf import descriptor_pool, symbol_database, runtime_version as runtime\n"
         "from google.protobuf.internal import builder\n"
         f"runtime.MAJOR, runtime.MINOR, runtime.PATCH = {', '.join(oldest)}\n"
         "from sentencepiece import sentencepiece_model_pb2\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", config], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

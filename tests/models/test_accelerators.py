@@ -11,10 +11,10 @@ from toy_models import noisy_copy, tiny_t5
 import specdec_jax as sd
 from specdec_jax.analysis.compiled_text import loop_copies
 from specdec_jax.decoding.loop import advance
-from specdec_jax.models import fused_step, panels
+from specdec_jax.models import fused_step, packed_weights
 from specdec_jax.models.cache import KVCache, _taken, _taken_one_by_one
-from specdec_jax.models.network import heads_together
-from specdec_jax.models.nodes import Nodes, WindowNodes
+from specdec_jax.models.network import heads_per_tile_of
+from specdec_jax.models.tree_positions import Nodes, WindowNodes
 
 pytestmark = pytest.mark.usefixtures("quick", "as_on_an_accelerator")
 V = 24
@@ -24,7 +24,7 @@ INPUTS = np.array([[3, 4, 5, 6], [7, 8, 9, 0], [10, 0, 0, 0]], np.int32)
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch):
     """XLA multiplies the kernels, not the CPU's own product."""
-    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
 
 
 def t5(**shape) -> sd.LanguageModel:
@@ -123,8 +123,8 @@ def test_nine_tokens_are_computed_as_whole_tiles(family):
 
 
 def test_how_many_tokens_fill_tiles():
-    tiled = lambda rows: KVCache.empty(rows, 4, 5, 2, jnp.float32, 2).replace(tiled=True)
-    one, several, apart = tiled(1), tiled(4), KVCache.empty(1, 4, 5, 2, jnp.float32, 1)
+    tile_queries = lambda rows: KVCache.empty(rows, 4, 5, 2, jnp.float32, 2).replace(tile_queries=True)
+    one, several, apart = tile_queries(1), tile_queries(4), KVCache.empty(1, 4, 5, 2, jnp.float32, 1)
     assert [one.filling(count) for count in (1, 5, 8, 9, 16, 28, 65)] == [0, 0, 0, 7, 0, 4, 7]
     assert [several.filling(count) for count in (8, 9, 13, 15, 28, 65)] == [0, 0, 0, 1, 4, 7]
     assert apart.filling(9) == 0 == KVCache.empty(1, 4, 5, 2, jnp.float32).filling(9)
@@ -132,7 +132,7 @@ def test_how_many_tokens_fill_tiles():
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_slots_are_taken_one_by_one_or_together(rows):
-    cache = KVCache.empty(rows, 4, 16, 2, jnp.float32, together=2)
+    cache = KVCache.empty(rows, 4, 16, 2, jnp.float32, heads_per_tile=2)
     keys = jnp.arange(cache.key.size, dtype=jnp.float32).reshape(cache.key.shape)
     sources = jnp.array([[3, 15, 0], [1, 1, 7], [14, 2, 5]])[:rows]
     np.testing.assert_array_equal(_taken_one_by_one(keys, sources), _taken(keys, sources))
@@ -170,7 +170,7 @@ def test_a_token_of_nan_that_is_rejected_reaches_nothing(platform):
 def test_who_sees_a_value_that_is_not_finite_gets_nan_from_its_key(batch):
     new = jnp.ones((batch, 1, 2, 4))
     bad = new.at[:, :, 1, 2].set(jnp.inf)
-    cache = KVCache.empty(batch, 2, 5, 2, jnp.float32, together=2).append(new, bad, jnp.full(batch, 3))
+    cache = KVCache.empty(batch, 2, 5, 2, jnp.float32, heads_per_tile=2).append(new, bad, jnp.full(batch, 3))
     key, value = (np.asarray(x).reshape(batch, 16, 4) for x in (cache.key, cache.value))
     assert np.all(np.isfinite(value)) and np.all(value[:, 3] == 1) and np.all(value[:, 4] == [1, 1, 0, 1])
     assert np.all(np.isnan(key[:, 4]) == [False, False, True, False]) and np.all(np.isfinite(key[:, :4]))
@@ -179,10 +179,10 @@ def test_who_sees_a_value_that_is_not_finite_gets_nan_from_its_key(batch):
 
 def test_as_many_heads_lie_side_by_side_as_fill_a_tile_and_a_mesh_can_divide():
     small, wide = (sd.T5Config(V, 16, 6, features, 1, 1, 32).module() for features in (32, 128))
-    assert [heads_together(platform, small, None) for platform in ("cpu", "gpu", "tpu")] == [None, 1, 3]
-    assert heads_together("tpu", wide, None) == 1
+    assert [heads_per_tile_of(platform, small, None) for platform in ("cpu", "gpu", "tpu")] == [None, 1, 3]
+    assert heads_per_tile_of("tpu", wide, None) == 1
     three_parts = type("Rules", (), {"parts": 3})
-    assert heads_together("tpu", small, three_parts) == 2
+    assert heads_per_tile_of("tpu", small, three_parts) == 2
 
 
 def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(monkeypatch):
@@ -195,9 +195,9 @@ def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(
     assert free("tpu", 2) and not free("tpu", 3)
 
 
-@pytest.mark.parametrize(("platform", "fewest"), [("gpu", 2), ("tpu", 8)])
+@pytest.mark.parametrize(("platform", "min_query_len"), [("gpu", 2), ("tpu", 8)])
 @pytest.mark.parametrize("family", [t5, wide, gpt])
-def test_few_positions_of_a_row_are_fed_as_more(family, platform, fewest):
+def test_few_positions_of_a_row_are_fed_as_more(family, platform, min_query_len):
     """A GPU feeds two for one, a TPU eight for up to seven. What the others write is no part of the
     sequence, in the last slots that were asked for neither."""
     inputs, tokens = INPUTS[:1, : 0 if family is gpt else 4], np.arange(16) % (V - 2) + 2
@@ -215,7 +215,7 @@ def test_few_positions_of_a_row_are_fed_as_more(family, platform, fewest):
             again, _ = network.decode(jnp.array([tokens[-3:]]), jnp.array([13]), cache)
             assert again.shape == (1, 3, V)
             found.append(again[:, -1:])
-    assert widths == [(1, 1)] * 16 + [(1, 3)] + [(1, fewest)] * 16 + [(1, max(3, fewest))]
+    assert widths == [(1, 1)] * 16 + [(1, 3)] + [(1, min_query_len)] * 16 + [(1, max(3, min_query_len))]
     np.testing.assert_allclose(found[17:], found[:17], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(found[-1], found[-2], rtol=1e-4, atol=1e-5)
 
@@ -270,7 +270,7 @@ def test_distances_of_nodes_in_eights_are_the_same(monkeypatch):
 
 @pytest.fixture
 def int8() -> bool:
-    """Whether both models of `program` are in 8 bits."""
+    """Whether both models of `program` are in int8."""
     return False
 
 
@@ -285,7 +285,7 @@ def program(rows, int8, optimised, monkeypatch) -> str:
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
     place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
     shape = dict(num_heads=6, head_dim=64, emb_dim=512, mlp_dim=1024, dtype="bfloat16")
-    monkeypatch.setattr(panels, "accelerated", lambda: True)
+    monkeypatch.setattr(packed_weights, "accelerated", lambda: True)
     target = laid_out(tiny_t5(0, 256, **shape), "tpu")
     if int8:
         target = laid_out(sd.LanguageModel.random(target.config, quantize="int8"), "tpu")

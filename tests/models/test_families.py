@@ -15,8 +15,8 @@ import pytest
 import specdec_jax as sd
 from specdec_jax.models import families, parameters
 from specdec_jax.models.cache import KVCache
+from specdec_jax.models.config_validation import check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
-from specdec_jax.models.fields import check_fields
 from specdec_jax.models.layers import Attention, Dense
 from specdec_jax.models.network import initial_params
 from specdec_jax.models.norms import RMSNorm
@@ -24,7 +24,8 @@ from specdec_jax.models.t5 import T5Config, t5_only
 
 PACKAGE = pathlib.Path(sd.__file__).parent
 CLASSES = {"T5", "T5Config", "GPT", "GPTConfig"}
-# The families' own files; what reads other people's files of one family, or knows another library that has only one.
+# The families' own files; what reads other people's files of one family, or knows another library
+# that has only one.
 MAY_ASK = ("models/t5.py", "models/gpt.py", "models/families.py", "checkpoints/huggingface", "interop/")
 
 # A family of its own: attention without positions, whose first token weighs as much as the last.
@@ -86,7 +87,7 @@ class BagEmbedder(FamilyModule):
         shape = (self.config.vocab_size, self.config.emb_dim)
         self.embedding = self.param("embedding", jax.nn.initializers.normal(1.0), shape)
 
-    def __call__(self, tokens, live=None):
+    def __call__(self, tokens, valid=None):
         return jnp.take(self.embedding, tokens, axis=0, mode="clip")
 
 
@@ -111,7 +112,7 @@ class BagDecoder(FamilyModule):
         self.layers = [BagLayer(self.config, self.fused) for _ in range(self.config.num_decoder_layers)]
         self.logits_dense = Dense(self.config.vocab_size, output_dtype=jnp.float32)
 
-    def step(self, x, positions, cache: BagCache, layers: int | None = None, live=None):
+    def step(self, x, positions, cache: BagCache, layers: int | None = None, valid=None):
         queries, written = positions[:, None] + jnp.arange(x.shape[1]), list(cache.blocks)
         mask = jnp.arange(cache.blocks[0].slots) <= queries[:, None, :, None]
         for i, layer in enumerate(self.layers[:layers]):
@@ -124,8 +125,8 @@ class BagDecoder(FamilyModule):
             x, _ = layer(x, None, None, mask)
         return x
 
-    def logits(self, x, embedding, live=None):
-        return self.logits_dense(x, live)
+    def logits(self, x, embedding, valid=None):
+        return self.logits_dense(x, valid)
 
 
 class Bag(FamilyModule):
@@ -203,7 +204,7 @@ def test_it_is_stored_and_loaded(tmp_path, registered, dtype):
     assert sd.load(tmp_path / "again", "float32", quantize="none").fingerprint == loaded.fingerprint
     for form in ("huggingface", "t5x", "t5x_legacy"):
         with pytest.raises(ValueError, match=f"format: got '{form}' for a decoder-only model, expected 'specdec'"):
-            sd.convert(tmp_path / "bag", tmp_path / "refused", form)
+            sd.convert(tmp_path / "bag", tmp_path / "rejected", form)
 
 
 def test_a_family_that_is_not_in_the_table_is_not_stored(tmp_path):
@@ -249,7 +250,8 @@ def test_what_was_recorded_before_families_had_names():
 
 
 def test_no_file_asks_for_a_family_by_its_class():
-    """`isinstance`, `issubclass`, `type(…) is` and `match` on a family's classes outside its own files."""
+    """`isinstance`, `issubclass`, `type(…) is` and `match` on a family's classes outside its own
+    files."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()

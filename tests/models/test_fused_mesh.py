@@ -1,5 +1,5 @@
-"""The kernel of a draft step on a mesh whose devices each hold the drafter whole: its numbers beside
-those of XLA's layers, on fake CPU devices; which models it takes."""
+"""The kernel of a draft step on a mesh whose devices each hold the drafter whole: its numbers
+beside those of XLA's layers, on fake CPU devices; which models it takes."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_which_models_it_takes(rows, replicate, taken):
         found.append(fused_mesh.fits(network.module, network.params, (rows, 1), cache, None))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec_jax.models.panels.usable", lambda dtype: False)
+        patch.setattr("specdec_jax.models.packed_weights.usable", lambda dtype: False)
         jax.eval_shape(ask)
     assert found == [taken]
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models import fused_step, fused_trial, layouts, native, panels
+from specdec_jax.models import fused_step, fused_step_selftest, native, packed_weights, weight_layouts
 from specdec_jax.models.network import Network, random_params
 from specdec_jax.models.t5 import PRESETS
 
@@ -24,7 +24,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def as_on_a_tpu(monkeypatch):
-    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
 
 
 def forced(monkeypatch, interpret) -> list[tuple[int, ...]]:
@@ -55,8 +55,8 @@ def laid_out(model: sd.LanguageModel) -> sd.LanguageModel:
 
 
 def begun(network, rows: int):
-    """Returns the cache of a network to which 20 tokens were fed, then rejected from position 14, 15
-    or 16 on, where keys are now NaN, and those positions."""
+    """Returns the cache of a network to which 20 tokens were fed, then rejected from position 14,
+    15 or 16 on, where keys are now NaN, and those positions."""
     cache = network.prefill(jnp.asarray(INPUTS[:rows]), jnp.asarray(LENGTHS[:rows]), SLOTS)
     fed = jnp.asarray(np.random.default_rng(1).integers(3, V, (rows, 20)))
     _, cache = network.decode_states(fed, jnp.zeros(rows, int), cache)
@@ -79,9 +79,9 @@ T5_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
     ],
 )
 def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
-    """Rows at their own positions, around the edge of a tile, of inputs with padding; stale keys are
-    NaN, and so is everything that the first of several rows feeds. A wide feed-forward block is in two
-    pieces.
+    """Rows at their own positions, around the edge of a tile, of inputs with padding; stale keys
+    are NaN, and so is everything that the first of several rows feeds. A wide feed-forward block is
+    in two pieces.
 
     Pallas' interpreter of TPUs makes a copy only when it is awaited, and begins with NaN in all
     memory: a buffer that is read too early, or refilled while it is in use, gives other numbers."""
@@ -185,7 +185,7 @@ def test_as_many_slots_as_the_page_says_fit(preset, rows, most):
 
     def begin(slots):
         params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
-        network = Network(layouts.pack(params, panels=False, fused=True), module, platform="tpu")
+        network = Network(weight_layouts.pack(params, use_packed=False, fused=True), module, platform="tpu")
         cache = network.prefill(jnp.ones((rows, 128), jnp.int32), jnp.full(rows, 128), slots)
         found[slots] = fused_step.fits(module, network.params, (rows, 2), cache, None)
 
@@ -202,12 +202,12 @@ class TestTrial:
         interpreted = functools.partial(fused_step.decode_states, interpret=pltpu.InterpretParams())
         step = lambda *arguments, interpret: interpreted(*arguments)
         monkeypatch.setattr(fused_step, "decode_states", step)
-        fused_trial.TRIAL.forget()
+        fused_step_selftest.SELF_TEST.forget()
         yield step
-        fused_trial.TRIAL.forget()
+        fused_step_selftest.SELF_TEST.forget()
 
     def test_a_good_kernel_is_used(self, capsys):
-        assert fused_trial.TRIAL.result() is None and capsys.readouterr().err == ""
+        assert fused_step_selftest.SELF_TEST.result() is None and capsys.readouterr().err == ""
 
     def test_wrong_numbers_are_told_and_xla_decodes(self, monkeypatch, capsys, on_tpu):
         def wrong(*arguments, interpret):
@@ -215,16 +215,16 @@ class TestTrial:
             return states, cache.replace(layers=cache.layers[::-1])
 
         monkeypatch.setattr(fused_step, "decode_states", wrong)
-        assert fused_trial.TRIAL.result() == "a trial gave other numbers"
-        assert "on TPUs is not used, XLA's layers are: a trial gave other numbers" in capsys.readouterr().err
-        monkeypatch.setattr(fused_trial.TRIAL, "passed", lambda: False)
+        assert fused_step_selftest.SELF_TEST.result() == "a self-test gave other numbers"
+        assert "on TPUs is not used, XLA's layers are: a self-test gave other numbers" in capsys.readouterr().err
+        monkeypatch.setattr(fused_step_selftest.SELF_TEST, "passed", lambda: False)
         monkeypatch.setattr(fused_step, "decode_states", None)  # which no call reaches
         network = t5().network
         cache, positions = begun(network, 2)
         jax.eval_shape(network.decode_states, jnp.ones((2, 2), int), positions, cache)
 
     def test_elsewhere_programs_are_compiled_ahead_of_time(self, monkeypatch):
-        monkeypatch.setattr(fused_trial, "why_not", lambda: "never asked")
-        assert fused_trial.TRIAL.passed()
+        monkeypatch.setattr(fused_step_selftest, "why_not", lambda: "never asked")
+        assert fused_step_selftest.SELF_TEST.passed()
         monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-        assert not fused_trial.TRIAL.passed()
+        assert not fused_step_selftest.SELF_TEST.passed()

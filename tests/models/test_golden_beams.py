@@ -1,4 +1,5 @@
-"""Beam search of models saved by transformers, and by T5X, is theirs to the token and score, drafted for or not."""
+"""Beam search of models saved by transformers, and by T5X, is theirs to the token and score,
+drafted for or not."""
 
 import json
 

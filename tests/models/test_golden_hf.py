@@ -1,4 +1,5 @@
-"""Models saved by Hugging Face transformers give its logits and its greedy tokens, by the decode loop too."""
+"""Models saved by Hugging Face transformers give its logits and its greedy tokens, by the decode
+loop too."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""Decoder-only models: against Hugging Face's GPT-2, prompts through the decode loop, files, what is refused."""
+"""Decoder-only models: against Hugging Face's GPT-2, prompts through the decode loop, files, what
+is rejected."""
 
 import functools
 import json
@@ -68,9 +69,9 @@ def test_log_probs_are_those_of_the_whole_sequence():
     result = decode(golden(), PROMPTS, max_new_tokens=16)
     for row, prompt in enumerate(PROMPTS):
         whole = np.array([[*prompt, *result.tokens[row]]])
-        law = jax.nn.log_softmax(golden().logits(None, np.pad(whole, ((0, 0), (0, 40 - whole.shape[1])))))[0]
+        dist = jax.nn.log_softmax(golden().logits(None, np.pad(whole, ((0, 0), (0, 40 - whole.shape[1])))))[0]
         places = np.arange(len(prompt) - 1, whole.shape[1] - 1)
-        np.testing.assert_allclose(result.log_probs[row], law[places, whole[0, places + 1]], atol=1e-4)
+        np.testing.assert_allclose(result.log_probs[row], dist[places, whole[0, places + 1]], atol=1e-4)
 
 
 def test_an_empty_prompt_is_the_start_token_and_none_is_nothing():
@@ -174,7 +175,7 @@ def test_processors_see_the_prompt():
 
 def test_heads_draft_from_the_states():
     config = sd.HeadsConfig(2, 16, 24, share_head=True)
-    drafter = sd.HeadsDrafter.of(tiny(), config, heads.init_params(config, jax.random.key(0)))
+    drafter = sd.HeadsDrafter.for_target(tiny(), config, heads.init_params(config, jax.random.key(0)))
     result = decode(tiny(), [[3, 4, 5, 3, 4], [7]], drafter)
     np.testing.assert_array_equal(result.tokens, decode(tiny(), [[3, 4, 5, 3, 4], [7]]).tokens)
     assert result.stats.drafted

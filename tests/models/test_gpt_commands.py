@@ -1,4 +1,4 @@
-"""GPT-like models: what is refused before anything compiles, and commands."""
+"""GPT-like models: what is rejected before anything compiles, and commands."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from gpt_models import FOLDER, tensors, write_hf
 from toy_models import compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.analysis import acceptance, arms, near_ties, timing
+from specdec_jax.analysis import acceptance, near_ties, timing, variants
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.checkpoints import huggingface, loader
 from specdec_jax.commands import benchmark as benchmark_command
@@ -29,10 +29,10 @@ from specdec_jax.speculative.sampling import SamplingConfig
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-# What is refused, before anything compiles.
+# What is rejected, before anything compiles.
 
 
-def refused(function, message, kind=ValueError):
+def rejected(function, message, kind=ValueError):
     def call():
         with pytest.raises(kind, match=re.escape(message)):
             function()
@@ -43,23 +43,25 @@ def refused(function, message, kind=ValueError):
 def test_more_tokens_than_positions():
     model = tiny()
     expected = "inputs: got sequences of up to 41 tokens, new ones included, expected at most num_positions = 40"
-    refused(lambda: decode(model, [[3] * 4, [3] * 29]), expected)
+    rejected(lambda: decode(model, [[3] * 4, [3] * 29]), expected)
     assert prepare(model, [[3] * 28], max_new_tokens=12)[1].limits == [12]
     short = sd.ModelDrafter(tiny(1, num_positions=20))
     for drafter in (short, sd.VerticalCascade(short, sd.PromptLookupDrafter(), 2)):
-        refused(lambda drafter=drafter: decode(model, [[3] * 9], drafter), "drafter: got sequences of up to 21")
-    refused(lambda: model.logits(None, np.zeros((1, 41), int)), "got sequences of up to 41")
+        rejected(lambda drafter=drafter: decode(model, [[3] * 9], drafter), "drafter: got sequences of up to 21")
+    rejected(lambda: model.logits(None, np.zeros((1, 41), int)), "got sequences of up to 41")
 
 
 def test_other_kinds_of_model():
     t5, gpt = tiny_t5(0), tiny()
     expected = "drafter: got a model with an encoder, expected a decoder-only model, like the target"
-    refused(lambda: decode(gpt, [[3]], sd.ModelDrafter(t5)), expected)
+    rejected(lambda: decode(gpt, [[3]], sd.ModelDrafter(t5)), expected)
     expected = "drafter: got a decoder-only model, expected a model with an encoder, like the target"
-    refused(lambda: decode(t5, [[3]], sd.ModelDrafter(gpt)), expected)
-    refused(lambda: decode(gpt, [[3]], decoder_prefix=[[4]]), "decoder_prefix: got a prefix", sd.UnsupportedCombination)
-    refused(lambda: t5.logits(None, np.zeros((1, 2), int)), "inputs: got None for a model with an encoder")
-    refused(lambda: gpt.logits(np.array([[24]]), np.array([[3]])), "inputs: got id 24, expected 0 to 23")
+    rejected(lambda: decode(t5, [[3]], sd.ModelDrafter(gpt)), expected)
+    rejected(
+        lambda: decode(gpt, [[3]], decoder_prefix=[[4]]), "decoder_prefix: got a prefix", sd.UnsupportedCombination
+    )
+    rejected(lambda: t5.logits(None, np.zeros((1, 2), int)), "inputs: got None for a model with an encoder")
+    rejected(lambda: gpt.logits(np.array([[24]]), np.array([[3]])), "inputs: got id 24, expected 0 to 23")
 
 
 def test_only_t5s_are_distilled_by_command(tmp_path):
@@ -68,8 +70,8 @@ def test_only_t5s_are_distilled_by_command(tmp_path):
         target=str(FOLDER), data_dir=str(tmp_path), source_files=("text.tsv",), validation_files=("text.tsv",),
         output_dir=str(tmp_path / "run"), drafter=str(FOLDER),
     )  # fmt: skip
-    refused(lambda: distill.run(config), "target: got a decoder-only model, expected a T5")
-    refused(lambda: t5.t5_only("target", TINY), "target: got a decoder-only model, expected a T5")
+    rejected(lambda: distill.run(config), "target: got a decoder-only model, expected a T5")
+    rejected(lambda: t5.t5_only("target", TINY), "target: got a decoder-only model, expected a T5")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_only_t5s_are_distilled_by_command(tmp_path):
     ],
 )
 def test_bad_shapes(shape, message):
-    refused(lambda: dataclasses.replace(TINY, **shape), message)
+    rejected(lambda: dataclasses.replace(TINY, **shape), message)
 
 
 def assert_golden(model):
@@ -127,19 +129,19 @@ def test_a_head_of_its_own(tmp_path):
 ])  # fmt: skip
 def test_options_that_are_not_here(option, value, tmp_path):
     folder = write_hf(tmp_path / "hf", tensors(), **{option: value})
-    refused(lambda: loader.load(folder), f"{folder / 'config.json'}: {option}: got {value!r}, expected")
+    rejected(lambda: loader.load(folder), f"{folder / 'config.json'}: {option}: got {value!r}, expected")
 
 
 def test_damaged_folders(tmp_path):
     some = {name: x for name, x in tensors().items() if "c_attn" not in name}
     folder = write_hf(tmp_path / "some", some)
-    refused(lambda: loader.load(folder), "causal_attention/qkv/kernel: got none, expected one of shape (24, 72)")
+    rejected(lambda: loader.load(folder), "causal_attention/qkv/kernel: got none, expected one of shape (24, 72)")
     more = write_hf(
         tmp_path / "more", tensors() | {"transformer.h.0.crossattention.c_attn.weight": np.ones((2, 2), "f")}
     )
-    refused(lambda: loader.load(more), "expected only those of a GPT of this configuration")
+    rejected(lambda: loader.load(more), "expected only those of a GPT of this configuration")
     folder = write_hf(tmp_path / "kind", tensors(), architectures=["GPT2DoubleHeadsModel"])
-    refused(lambda: loader.load(folder), "unknown architecture: got model_type 'gpt2'")
+    rejected(lambda: loader.load(folder), "unknown architecture: got model_type 'gpt2'")
 
 
 def test_special_ids(tmp_path):
@@ -178,7 +180,8 @@ def test_sizes_of_the_presets():
 
 
 def test_specdec_generate(capsys):
-    """A folder of Hugging Face's, prompts of different lengths, one of them empty, in a batch that is filled up."""
+    """A folder of Hugging Face's, prompts of different lengths, one of them empty, in a batch that
+    is filled up."""
     texts = ["The ferry froze", "", " stop"]
     ids = [golden().vocabulary.encode(text) for text in texts]
     assert 8 < max(map(len, ids)) <= 12, "the shapes of the golden batch"
@@ -199,21 +202,22 @@ PAIR_PROMPTS = [[3, 4, 5, 3], [7, 8, 9]]
 @pytest.mark.slow
 def test_benchmark():
     options = benchmark_command.BenchmarkOptions(gamma=(2,), repeats=1, max_new_tokens=8)
-    drafter, batches = sd.ModelDrafter(noisy_copy(tiny(), 0.3)), arms.cut(PAIR_PROMPTS, PAIR_PROMPTS, 1, 0)
+    drafter, batches = sd.ModelDrafter(noisy_copy(tiny(), 0.3)), variants.cut(PAIR_PROMPTS, PAIR_PROMPTS, 1, 0)
     record, problems = analysis_benchmark.benchmark(tiny(), drafter, batches, options)
     assert not problems and record["speculative"][0]["differences"] == []
     assert {"target encoder 8", "drafter encoder 8", "draft step", "verify 2"} <= set(record["steps"])
 
 
 def test_what_is_measured_of_a_prompt():
-    """The cache after a prompt, how near a tie its next id is, and how far two models agree on what follows it."""
+    """The cache after a prompt, how near a tie its next id is, and how far two models agree on what
+    follows it."""
     target, draft = tiny(), noisy_copy(tiny(), 0.3)
     plain = decode(target, PAIR_PROMPTS)
     prefix = [*PAIR_PROMPTS[0], *plain.tokens[0, :3]]
     found = near_ties.measure_difference(target, PAIR_PROMPTS[0], prefix, width=3)
     logits = np.sort(target.logits(None, np.array([prefix]))[0, -1])
     assert found.noise < 1e-4 and abs(found.margin - (logits[-1] - logits[-2])) < 1e-4
-    cache = timing.prefill_arm(target.network, 1, 4, 12)()
+    cache = timing.prefill_variant(target.network, 1, 4, 12)()
     assert np.all(np.any(np.asarray(cache.layers[1].key) != 0, axis=(0, 2))[:3])
     assert (
         timing.total_slots(target, 8, 12, 3)
@@ -223,15 +227,15 @@ def test_what_is_measured_of_a_prompt():
     config, tokens = SamplingConfig(temperature=1.0, repetition_penalty=1.5), plain.tokens[:2, :8]
     agreed = acceptance.agreement(target, draft, PAIR_PROMPTS, tokens, np.array([8, 8]), config)
     for row, prompt in enumerate(PAIR_PROMPTS):
-        whole, laws = np.array([[*prompt, *tokens[row]]]), []
+        whole, dists = np.array([[*prompt, *tokens[row]]]), []
         for model in (target, draft):
             logits = np.array(model.logits(None, np.pad(whole, ((0, 0), (0, 12 - whole.shape[1]))))[0], np.float64)
             for place in range(whole.shape[1]):
                 seen = list(set(whole[0, : place + 1].tolist()))
                 values = logits[place, seen]
                 logits[place, seen] = np.where(values > 0, values / 1.5, values * 1.5)
-            laws.append(np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True))
-        overlap = np.minimum(*laws).sum(axis=-1)[len(prompt) - 1 :][:8]
+            dists.append(np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True))
+        overlap = np.minimum(*dists).sum(axis=-1)[len(prompt) - 1 :][:8]
         np.testing.assert_allclose(agreed.overlap[row, :8], overlap, atol=1e-4)
 
 
@@ -239,7 +243,7 @@ def test_counting_and_overlap_are_one_after_prompts_of_different_lengths():
     """With argmax exactly, on the positions after each prompt; the last batch is filled up."""
     drafter, prompts = sd.ModelDrafter(noisy_copy(tiny(), 0.3)), [*PAIR_PROMPTS, [5, 4]]
     options = measure.MeasureOptions(target="target", drafter="drafter", max_new_tokens=12)
-    found = acceptance.compare(tiny(), drafter, arms.cut(prompts, prompts, 2, 0), 3, options)
+    found = acceptance.compare(tiny(), drafter, variants.cut(prompts, prompts, 2, 0), 3, options)
     assert found.positions > 20 and 0 < found.counted < 1 and found.counted == found.overlap
 
 
@@ -247,5 +251,5 @@ def test_presets_of_one_kind():
     check = lambda **options: benchmark_command.BenchmarkOptions(preset="gpt/97m", **options).check
     check(drafter_preset="gpt/6m")()
     expected = "drafter_preset: got 't5_1_1/small', expected a shape of the same family as 'gpt/97m'"
-    refused(check(drafter_preset="t5_1_1/small"), expected)
-    refused(check(drafter_preset="gpt/6m", max_new_tokens=449), "preset: got sequences of up to 513 tokens")
+    rejected(check(drafter_preset="t5_1_1/small"), expected)
+    rejected(check(drafter_preset="gpt/6m", max_new_tokens=449), "preset: got sequences of up to 513 tokens")

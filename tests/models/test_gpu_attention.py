@@ -12,7 +12,7 @@ import pytest
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models import gpu_attention, native, panels, trials
+from specdec_jax.models import gpu_attention, kernel_selftest, native, packed_weights
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.layers import MASKED
 
@@ -27,7 +27,7 @@ def interpreted(monkeypatch):
     """A CPU takes the way of a GPU, and runs the kernels in Pallas' interpreter; returns the names
     of those that ran."""
     found = []
-    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     for name in ("attend_to_cache", "attend_to_encoded"):
         kernel = functools.partial(getattr(gpu_attention, name), interpret=True)
 
@@ -65,8 +65,8 @@ def split(x, heads: int):
      pytest.param(2, 33, 130, 2.0, True, marks=SLOW)],
 )  # fmt: skip
 def test_self_attention_is_that_of_the_mathematics(dtype, batch, length, slots, divisor, biased):
-    """At the first slot, at the last ones, and at both sides of the edge of a block; stale slots are
-    NaN; one bias for all rows or one for each."""
+    """At the first slot, at the last ones, and at both sides of the edge of a block; stale slots
+    are NaN; one bias for all rows or one for each."""
     heads, features = 2, 16
     qkv = drawn(0, dtype, batch, length, 3 * heads * features)
     old = [drawn(seed, dtype, batch, heads, slots, features) for seed in (1, 2)]
@@ -114,7 +114,7 @@ def test_a_token_of_nan_reaches_only_those_that_see_it():
     the others get NaN, and the cache holds what `KVCache.append` would store."""
     qkv = np.array(drawn(0, "float32", 1, 3, 3 * 16))
     qkv[0, 1, 2 * 16 + 5] = np.inf
-    cache = KVCache.empty(1, 1, 32, 16, jnp.float32, together=1)
+    cache = KVCache.empty(1, 1, 32, 16, jnp.float32, heads_per_tile=1)
     found, key, value = gpu_attention.attend_to_cache(jnp.asarray(qkv), cache.key, cache.value, None, jnp.array([4]))
     assert np.all(np.isfinite(found[0, 0])) and np.all(np.isnan(found[0, 1:]))
     parts = (jnp.asarray(part)[:, None] for part in np.split(qkv, 3, axis=-1)[1:])
@@ -163,16 +163,16 @@ def test_tokens_are_those_of_xla(interpreted, family, options):
 
 
 def test_which_calls_are_kernels(monkeypatch):
-    cache = lambda features=64, together=1: KVCache.empty(1, 2, 16, features, jnp.bfloat16, together)
+    cache = lambda features=64, heads_per_tile=1: KVCache.empty(1, 2, 16, features, jnp.bfloat16, heads_per_tile)
     fits = gpu_attention.fits
     assert fits(cache(), 1) and fits(cache(), 64) and fits(cache(128), 8)
     assert not fits(cache(), 65) and not fits(cache(24), 8)  # too many queries; no power of two
-    assert not fits(cache(together=2), 8) and not fits(cache(together=None), 8)  # a TPU's and a CPU's
+    assert not fits(cache(heads_per_tile=2), 8) and not fits(cache(heads_per_tile=None), 8)  # a TPU's and a CPU's
     assert not fits(cache().replace(rules=object()), 8)  # on a mesh
     monkeypatch.setenv(native.SETTING, "off")
     assert not fits(cache(), 8)
     monkeypatch.delenv(native.SETTING)
-    monkeypatch.setattr(gpu_attention.TRIAL, "passed", lambda **case: False)
+    monkeypatch.setattr(gpu_attention.SELF_TEST, "passed", lambda **case: False)
     assert not fits(cache(), 8)
 
 
@@ -182,13 +182,13 @@ class TestTrial:
     @pytest.fixture(autouse=True)
     def on_gpu(self, monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        gpu_attention.TRIAL.forget()
+        gpu_attention.SELF_TEST.forget()
         yield
-        gpu_attention.TRIAL.forget()
+        gpu_attention.SELF_TEST.forget()
 
     def test_good_kernels_are_used(self, capsys):
         assert gpu_attention.why_not() is None
-        assert gpu_attention.TRIAL.passed() and capsys.readouterr().err == ""
+        assert gpu_attention.SELF_TEST.passed() and capsys.readouterr().err == ""
 
     @pytest.mark.parametrize("case", [("bfloat16", 64, 1), ("bfloat16", 16, 64), ("float32", 128, 20)])
     def test_what_is_compiled_anew_is_tried(self, case, monkeypatch):
@@ -197,7 +197,7 @@ class TestTrial:
         kernel = gpu_attention.attend_to_cache
         noted = lambda qkv, key, *rest, **how: tried.append((qkv, key)) or kernel(qkv, key, *rest, **how)
         monkeypatch.setattr(gpu_attention, "attend_to_cache", noted)
-        cache = KVCache.empty(1, 2, 16, features, dtype, together=1)
+        cache = KVCache.empty(1, 2, 16, features, dtype, heads_per_tile=1)
         assert gpu_attention.fits(cache, queries) and gpu_attention.fits(cache, max(queries - 1, 1))
         ((qkv, key),) = tried
         padded = max(16, 1 << (queries - 1).bit_length())
@@ -208,32 +208,32 @@ class TestTrial:
         off = lambda found: found + 1 if found.dtype == jnp.float32 else found
         wrong = lambda *arguments, **how: [off(found) for found in kernel(*arguments, **how)]
         monkeypatch.setattr(gpu_attention, "attend_to_cache", wrong)
-        fits = lambda dtype: gpu_attention.fits(KVCache.empty(1, 2, 16, 16, dtype, together=1), 3)
+        fits = lambda dtype: gpu_attention.fits(KVCache.empty(1, 2, 16, 16, dtype, heads_per_tile=1), 3)
         assert fits("bfloat16") and not fits("float32")
-        told = "XLA's attention is (dtype float32, features 16, queries 16): a trial gave other numbers\n"
+        told = "XLA's attention is (dtype float32, features 16, queries 16): a self-test gave other numbers\n"
         assert capsys.readouterr().err.endswith(told)
 
     def test_wrong_numbers_are_told(self, monkeypatch, capsys):
         kernel = gpu_attention.attend_to_cache
         off = lambda *arguments, interpret=False: [found + 1 for found in kernel(*arguments)]
         monkeypatch.setattr(gpu_attention, "attend_to_cache", off)
-        assert not gpu_attention.TRIAL.passed()
-        assert "XLA's attention is: a trial gave other numbers" in capsys.readouterr().err
+        assert not gpu_attention.SELF_TEST.passed()
+        assert "XLA's attention is: a self-test gave other numbers" in capsys.readouterr().err
 
     def test_a_compiler_that_fails_is_told(self, monkeypatch, capsys):
         def fails(*arguments, interpret=False):
             raise RuntimeError("no such architecture\nand more")
 
         monkeypatch.setattr(gpu_attention, "attend_to_cache", fails)
-        assert not gpu_attention.TRIAL.passed()
-        assert "a trial failed: RuntimeError: no such architecture\n" in capsys.readouterr().err
+        assert not gpu_attention.SELF_TEST.passed()
+        assert "a self-test failed: RuntimeError: no such architecture\n" in capsys.readouterr().err
 
     def test_programs_traced_side_by_side_try_once(self, monkeypatch):
         tried = []
-        trial = trials.Trial("gpu", "", lambda: tried.append(1) or time.sleep(0.1))
+        trial = kernel_selftest.KernelSelfTest("gpu", "", lambda: tried.append(1) or time.sleep(0.1))
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             assert all(pool.map(lambda _: trial.passed(), range(4))) and tried == [1]
 
     def test_without_triton(self, monkeypatch):
         monkeypatch.setattr(gpu_attention, "triton", None)
-        assert not gpu_attention.fits(KVCache.empty(1, 2, 16, 64, jnp.bfloat16, together=1), 1)
+        assert not gpu_attention.fits(KVCache.empty(1, 2, 16, 64, jnp.bfloat16, heads_per_tile=1), 1)

@@ -1,5 +1,5 @@
 """Models on a mesh of devices: the same tokens, parameters and caches in parts, restored so; two
-processes; what is refused."""
+processes; what is rejected."""
 
 import json
 import os
@@ -60,11 +60,11 @@ def runs(folder):
 
 
 def test_tokens_are_those_of_one_device(runs):
-    """Rows of argmax and drawn ones; the argmax ones are those of programs that build no law,
-    with a drafter and without."""
+    """Rows of argmax and drawn ones; the argmax ones are those of programs that build no
+    distribution, with a drafter and without."""
     alone = runs["none"]
     assert runs["2x2"] == alone
-    assert 0 < alone["accepted"] < alone["drafted"], "some drafts must stand, and some not"
+    assert 0 < alone["accepted"] < alone["drafted"], "some drafts must be accepted, and some not"
     for name in ("1x4, argmax", "1x1, plain, argmax"):
         assert runs[name]["tokens"][:2] == alone["tokens"][:2]
     assert runs["1x4, argmax"]["tokens"] == runs["1x1, plain, argmax"]["tokens"]
@@ -125,7 +125,7 @@ def test_caches_are_divided_and_rows_are_on_every_device(runs):
     assert runs["on every device"]
 
 
-def test_what_does_not_fit_is_refused(runs):
+def test_what_does_not_fit_is_rejected(runs):
     expected = [
         "mesh: got 2x4 devices, expected 1 to 4, which there are",
         "mesh: got 3 devices on the model axis for num_heads = 4, expected a divisor of it",
@@ -136,8 +136,8 @@ def test_what_does_not_fit_is_refused(runs):
         "mesh: got 3 devices on the model axis for num_heads = 4",
         "shard_drafter: got True, expected a drafter that is a model",
     ]
-    assert len(runs["refused"]) == len(expected)
-    for got, message in zip(runs["refused"], expected, strict=True):
+    assert len(runs["rejected"]) == len(expected)
+    for got, message in zip(runs["rejected"], expected, strict=True):
         assert got.startswith(message) and "\n" not in got
 
 
@@ -157,7 +157,7 @@ def test_two_processes(folder, runs):
         assert found["kernel"] == [[HIDDEN, WIDTH], [[HIDDEN // 2, WIDTH]]]
         assert found["largest read"] == V * WIDTH // 2
         assert found["identity"] == runs["identity"][0]
-        assert found["refused"].startswith("deadline: got one for several processes")
+        assert found["rejected"].startswith("deadline: got one for several processes")
 
 
 # --- In this process, with one device ---
@@ -230,7 +230,7 @@ def test_memory_is_asked_for_by_device(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "benchmark"])
-def test_the_command_line_refuses(command, flags, message, capsys):
+def test_the_command_line_rejects(command, flags, message, capsys):
     assert main.main([command, "--target=ende/target", *flags]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The CPU's kernels as a library: what names it, what is refused, and that nothing that is wrong
+"""The CPU's kernels as a library: what names it, what is rejected, and that nothing that is wrong
 with it ends the process.
 
 Compilers are scripts that answer as the real one and copy a library that was made once.
@@ -21,7 +21,7 @@ from devices import names
 from libraries import REAL, WORKS, again, calls
 
 from specdec_jax.analysis import machine as analysis_machine
-from specdec_jax.models import native, probe
+from specdec_jax.models import cpu_kernels_selftest, native
 
 needs_compiler = pytest.mark.skipif(REAL is None or os.name != "posix", reason="no C++ compiler")
 
@@ -172,8 +172,8 @@ def test_features_are_the_processor_s():
 def test_compilers_that_know_no_native(tmp_path, compiler):
     """As some for ARM, of which some know another word for it."""
     script = compiler("")
-    refuse = 'case " $* " in *" -march=native "*) exit 1;; esac\n'
-    script.write_text(script.read_text().replace("output=\n", refuse + "output=\n", 1))
+    reject = 'case " $* " in *" -march=native "*) exit 1;; esac\n'
+    script.write_text(script.read_text().replace("output=\n", reject + "output=\n", 1))
     assert native._native(native._compiler())[0] == ("-mcpu=native",)
     script.write_text(script.read_text().replace(" -march=native ", ' -m"*"=native '))
     assert native._native(native._compiler()) == ((), f"{native.platform.machine()} (avx2)")
@@ -191,9 +191,9 @@ def test_compilers_that_know_no_native(tmp_path, compiler):
         ("exit 3", "fake failed: exit status 3"),
         ("kill -9 $$", "fake died with signal 9"),
         ("exit 0", "fake failed: exit status 0"),
-        ('cp "$libraries/crashes.so" "$output"', "the probe died with signal 6"),
-        ('echo none > "$output"', r"the probe failed: OSError: kernel\.so: .*"),
-        ('cp "$libraries/wrong.so" "$output"', "the probe failed: .*"),
+        ('cp "$libraries/crashes.so" "$output"', "the self-test died with signal 6"),
+        ('echo none > "$output"', r"the self-test failed: OSError: kernel\.so: .*"),
+        ('cp "$libraries/wrong.so" "$output"', "the self-test failed: .*"),
     ],
 )  # fmt: skip
 def test_failures_are_said_and_remembered(tmp_path, compiler, capsys, monkeypatch, settings, what, reason):
@@ -217,11 +217,13 @@ def test_numbers_that_are_off(libraries):
     """A library whose handlers are exchanged loads, and does not give the products."""
     swapped = dict(zip(native.TARGETS, reversed(native.TARGETS.values()), strict=True))
     asked = native.json.dumps([str(libraries / "works.so"), swapped, sys.path])
-    ended = native._run([sys.executable, "-I", probe.__file__, asked], 60, environment={"JAX_PLATFORMS": "cpu"})
+    ended = native._run(
+        [sys.executable, "-I", cpu_kernels_selftest.__file__, asked], 60, environment={"JAX_PLATFORMS": "cpu"}
+    )
     assert ended.code == 1 and ended.output == "" and ended.error.count("\n") == 1, ended.error
     code = (
-        "import numpy as np; from specdec_jax.models import probe; probe.register(*{}); "
-        "probe._TOLERANCE = 1e-12; probe.check()"
+        "import numpy as np; from specdec_jax.models import cpu_kernels_selftest as selftest; selftest.register(*{}); "
+        "selftest._TOLERANCE = 1e-12; selftest.check()"
     )
     arguments = (str(libraries / "works.so"), native.TARGETS)
     ended = native._run([sys.executable, "-c", code.format(arguments)], 60)
@@ -277,9 +279,9 @@ def test_whatever_goes_wrong_is_said(monkeypatch, capsys):
 
 @needs_compiler
 def test_a_library_that_does_not_load_here(compiler, monkeypatch):
-    def refuse(library, targets):
+    def reject(library, targets):
         raise OSError("version not found")
 
     compiler(WORKS)
-    monkeypatch.setattr(native.probe, "register", refuse)
+    monkeypatch.setattr(native.cpu_kernels_selftest, "register", reject)
     assert again() == "kernel: not used: cannot be loaded: version not found; SPECDEC_KERNEL=rebuild compiles it anew"

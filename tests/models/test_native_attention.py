@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from kernel_inputs import UNIT, normal, same
 
-from specdec_jax.models import native, panels
-from specdec_jax.models.nodes import Nodes
+from specdec_jax.models import native, packed_weights
+from specdec_jax.models.tree_positions import Nodes
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
@@ -39,12 +39,14 @@ class Cached:
         self.bias = normal(S, H, S, seed=6) if biased else None
         self.positions, self.divisor = np.array(positions, np.int32), np.float32(np.sqrt(K))
 
-    def run(self, rows=slice(None), queries=slice(None), positions=None, live=None):
+    def run(self, rows=slice(None), queries=slice(None), positions=None, valid=None):
         qkv = self.qkv[rows, queries].reshape(-1, len(self.qkv[0, queries]), 3 * self.H * self.K)
         positions = self.positions[rows] if positions is None else positions
         bias = None if self.bias is None else jnp.asarray(self.bias)
         arrays = (jnp.array(x) for x in (qkv, self.keys[rows], self.values[rows]))
-        return tuple(map(np.asarray, panels.attend_to_cache(*arrays, bias, jnp.asarray(positions), self.divisor, live)))
+        return tuple(
+            map(np.asarray, packed_weights.attend_to_cache(*arrays, bias, jnp.asarray(positions), self.divisor, valid))
+        )
 
     def expected(self):
         B, T, _, H, K = self.qkv.shape
@@ -65,7 +67,8 @@ def close(got, expected):
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("K", [3, 8, 20, 24, 64, 72])
 def test_self_attention(K, biased):
-    """At the first slot, at the last ones, and past them, where XLA's updates of a slice go too; with sharp scores."""
+    """At the first slot, at the last ones, and past them, where XLA's updates of a slice go too;
+    with sharp scores."""
     for positions, scale in (([0, 5, 34], 1.0), ([31, 99, -4], 30.0)):
         case = Cached(3, 3, 2, 37, K, positions, biased, scale)
         (out, *caches), (expected, *written) = case.run(), case.expected()
@@ -75,20 +78,22 @@ def test_self_attention(K, biased):
 
 
 def test_small_weights_are_as_exact_as_large_ones():
-    """Two slots, x apart in score: the weights 1 / (1 + e^-x) and 1 / (1 + e^x), to a few units in the last place."""
+    """Two slots, x apart in score: the weights 1 / (1 + e^-x) and 1 / (1 + e^x), to a few units in
+    the last place."""
     apart = np.linspace(-86.9, 0, 4001, dtype=np.float32)
     bias, cache = np.zeros((2, len(apart), 2), np.float32), np.zeros((1, len(apart), 2, 1), np.float32)
     bias[1, :, 0], cache[..., 0, 0] = apart, 1
     arrays = (jnp.zeros((1, 1, 3 * len(apart))), *[jnp.asarray(cache)] * 2, jnp.asarray(bias), jnp.ones(1, jnp.int32))
-    out, _, _ = panels.attend_to_cache(*arrays, 1.0)
+    out, _, _ = packed_weights.attend_to_cache(*arrays, 1.0)
     exact = 1 / (1 + np.exp(-apart.astype(np.float64)))
     np.testing.assert_allclose(np.asarray(out).ravel(), exact, rtol=6 * UNIT)
-    out, _, _ = panels.attend_to_cache(*arrays[:3], jnp.asarray(bias * 2), arrays[4], 1.0)
+    out, _, _ = packed_weights.attend_to_cache(*arrays[:3], jnp.asarray(bias * 2), arrays[4], 1.0)
     assert (np.asarray(out).ravel()[apart < -43.5] == 0).all()
 
 
 def test_bits_of_self_attention():
-    """Those of a query are the same in another call, batch and cache, and whatever lies in slots past it."""
+    """Those of a query are the same in another call, batch and cache, and whatever lies in slots
+    past it."""
     case = Cached(3, 5, 2, 40, 24, [0, 9, 35])
     whole, keys, values = case.run()
     for b in range(3):
@@ -106,10 +111,10 @@ def test_bits_of_self_attention():
 
 def test_self_attention_of_live_positions():
     case = Cached(2, 4, 2, 20, 8, [3, 11])
-    live, whole = np.arange(4) < np.array([[3], [0]]), case.run()
-    case.qkv[~live] = np.nan
-    out, keys, values = case.run(live=jnp.asarray(live))
-    same(out, np.where(live[..., None], whole[0], 0))
+    valid, whole = np.arange(4) < np.array([[3], [0]]), case.run()
+    case.qkv[~valid] = np.nan
+    out, keys, values = case.run(valid=jnp.asarray(valid))
+    same(out, np.where(valid[..., None], whole[0], 0))
     for got, written, before in ((keys, whole[1], case.keys), (values, whole[2], case.values)):
         same(got[0, :, :6], written[0, :, :6])
         same(got[0, :, 6:], before[0, :, 6:])
@@ -136,7 +141,7 @@ def test_cross_attention(K):
     query, keys, values = normal(B, T, H * K, seed=7), normal(B, H, L, K, seed=8), normal(B, H, L, K, seed=9)
     query /= np.float32(np.sqrt(K))
     lengths = np.array([0, 1, 19, L], np.int32)
-    run = lambda *arrays: np.asarray(panels.attend_to_encoded(*map(jnp.asarray, arrays)))
+    run = lambda *arrays: np.asarray(packed_weights.attend_to_encoded(*map(jnp.asarray, arrays)))
     whole = run(query, keys, values, lengths)
     expected = [
         [attended(query[b, t, h * K : (h + 1) * K], keys[b, h, :n], values[b, h, :n]) for h in range(H)]
@@ -148,8 +153,8 @@ def test_cross_attention(K):
         same(run(query[[b], 1:2], keys[[b], :, : n + 2], values[[b], :, : n + 2], lengths[[b]])[0, 0], whole[b, 1])
         keys[b, :, n:] = values[b, :, n:] = np.nan
     same(run(query, keys, values, lengths), whole)
-    live = np.arange(T) < np.array([[1], [3], [0], [2]])
-    same(run(query, keys, values, lengths, live), np.where(live[..., None], whole, 0))
+    valid = np.arange(T) < np.array([[1], [3], [0], [2]])
+    same(run(query, keys, values, lengths, valid), np.where(valid[..., None], whole, 0))
     assert np.isnan(run(query, keys, values, lengths + [1, 0, 0, 0])[0]).all()
 
 
@@ -159,7 +164,9 @@ def test_encoder_attention(K):
     qkv, bias, lengths = normal(B, L, 3, H, K, seed=10), normal(L, H, L, seed=11), np.array([0, 1, 13, L], np.int32)
     qkv[:, :, 0] /= np.float32(np.sqrt(K))
     run = lambda qkv, bias, lengths: np.asarray(
-        panels.attend_to_inputs(jnp.asarray(qkv.reshape(*qkv.shape[:2], -1)), jnp.asarray(bias), jnp.asarray(lengths))
+        packed_weights.attend_to_inputs(
+            jnp.asarray(qkv.reshape(*qkv.shape[:2], -1)), jnp.asarray(bias), jnp.asarray(lengths)
+        )
     )
     whole, expected = run(qkv, bias, lengths), np.zeros((B, L, H, K))
     for b, t, h in np.ndindex(B, L, H):
@@ -178,24 +185,29 @@ def test_lengths_and_positions_out_of_range_are_cut():
     bias, query = jnp.asarray(normal(6, 2, 6)), qkv[..., :16]
     for far, most in ((np.array([99, -5]), np.array([6, 0])), (np.array([-(2**31), 2**31 - 1]), np.array([0, 6]))):
         far, most = jnp.asarray(far, jnp.int32), jnp.asarray(most, jnp.int32)
-        same(*(np.asarray(panels.attend_to_inputs(qkv, bias, n)) for n in (far, most)))
-        same(*(np.asarray(panels.attend_to_encoded(query, keys, keys, n)) for n in (far, most)))
-        same(*(np.asarray(panels.attend_to_cache(qkv[:, :2], keys, keys, bias, n, 1)[0]) for n in (far, most)))
+        same(*(np.asarray(packed_weights.attend_to_inputs(qkv, bias, n)) for n in (far, most)))
+        same(*(np.asarray(packed_weights.attend_to_encoded(query, keys, keys, n)) for n in (far, most)))
+        same(*(np.asarray(packed_weights.attend_to_cache(qkv[:, :2], keys, keys, bias, n, 1)[0]) for n in (far, most)))
 
 
 def test_no_rows():
     none = jnp.zeros(0, jnp.int32)
-    out, keys, _ = panels.attend_to_cache(jnp.zeros((0, 2, 48)), *[jnp.zeros((0, 2, 6, 8))] * 2, None, none, 1)
+    out, keys, _ = packed_weights.attend_to_cache(jnp.zeros((0, 2, 48)), *[jnp.zeros((0, 2, 6, 8))] * 2, None, none, 1)
     assert out.shape == (0, 2, 16) and keys.shape == (0, 2, 6, 8)
-    assert panels.attend_to_encoded(jnp.zeros((0, 2, 16)), *[jnp.zeros((0, 2, 6, 8))] * 2, none).shape == (0, 2, 16)
-    assert panels.attend_to_inputs(jnp.zeros((0, 6, 48)), jnp.zeros((6, 2, 6)), none).shape == (0, 6, 16)
+    assert packed_weights.attend_to_encoded(jnp.zeros((0, 2, 16)), *[jnp.zeros((0, 2, 6, 8))] * 2, none).shape == (
+        0,
+        2,
+        16,
+    )
+    assert packed_weights.attend_to_inputs(jnp.zeros((0, 6, 48)), jnp.zeros((6, 2, 6)), none).shape == (0, 6, 16)
 
 
 # Nodes of trees.
 
 
 class Tree:
-    """Inputs of attention over nodes: T nodes of B rows, scattered paths of up to P positions over S slots."""
+    """Inputs of attention over nodes: T nodes of B rows, scattered paths of up to P positions over
+    S slots."""
 
     def __init__(self, B, T, H, S, P, K, biased=True):
         rng = np.random.default_rng([B, T, S, P])
@@ -209,12 +221,12 @@ class Tree:
         np.put_along_axis(self.paths, self.positions[..., None], own[..., None].astype(np.int32), axis=2)
         self.divisor = np.float32(np.sqrt(K))
 
-    def run(self, queries=slice(None), live=None, keys=None):
+    def run(self, queries=slice(None), valid=None, keys=None):
         qkv = self.qkv[:, queries].reshape(len(self.qkv), -1, 3 * self.H * self.K)
         nodes = Nodes(*(jnp.asarray(x) for x in (self.starts, self.positions[:, queries], self.paths[:, queries])))
         bias = None if self.bias is None else jnp.asarray(self.bias)
         arrays = (jnp.array(x) for x in (qkv, self.keys if keys is None else keys, self.values))
-        return tuple(map(np.asarray, panels.attend_to_nodes(*arrays, bias, nodes, self.divisor, live)))
+        return tuple(map(np.asarray, packed_weights.attend_to_nodes(*arrays, bias, nodes, self.divisor, valid)))
 
     def expected(self):
         B, T, _, H, K = self.qkv.shape
@@ -241,7 +253,8 @@ def test_attention_of_nodes(K, biased):
 
 
 def test_a_node_sees_nothing_but_its_path():
-    """Its bits are those of a call without the others, whatever lies in slots that are not on its path."""
+    """Its bits are those of a call without the others, whatever lies in slots that are not on its
+    path."""
     case = Tree(2, 4, 2, 40, 9, 16)
     whole, _, _ = case.run()
     first, _, _ = case.run(slice(0, 1))
@@ -255,8 +268,8 @@ def test_a_node_sees_nothing_but_its_path():
 
 def test_nodes_that_are_not_live_write_nothing():
     case = Tree(2, 3, 2, 30, 7, 16)
-    live = np.array([[True, True, False], [False, False, False]])
-    out, keys, _ = case.run(live=jnp.asarray(live))
-    same(out[~live], np.zeros_like(out[~live]))
+    valid = np.array([[True, True, False], [False, False, False]])
+    out, keys, _ = case.run(valid=jnp.asarray(valid))
+    same(out[~valid], np.zeros_like(out[~valid]))
     same(keys[1], case.keys[1])
     same(keys[0, :, case.starts[0] + 2], case.keys[0, :, case.starts[0] + 2])

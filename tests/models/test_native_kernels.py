@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from kernel_inputs import UNIT, normal, same
 
-from specdec_jax.models import native, panels
+from specdec_jax.models import native, packed_weights
 from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.panels import Panels
+from specdec_jax.models.packed_weights import PackedWeights
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
@@ -25,22 +25,22 @@ KINDS = ["float32", "int8", "w8a8"]
 MOST = {"int8": 32767, "w8a8": 127}  # to which the greatest of the inputs that are rounded together becomes
 ROWS = [*range(1, 65), 96, 97, 200]
 SHAPES = [(1, 1), (7, 33), (17, 16), (33, 257), (257, 7), (600, 100), (1025, 20)]  # lines and columns
-CHUNK = 512  # inputs that are rounded together, for weights in 8 bits
+CHUNK = 512  # inputs that are rounded together, for weights in int8
 
 
 def kernel(kind, K, F):
-    """A kernel in panels, with its values and scales in float64."""
+    """A kernel packed, with its values and scales in float64."""
     if kind == "float32":
         values = normal(K, F, seed=1)
-        return Panels.of(jnp.asarray(values)), values.astype(np.float64), np.ones(F)
+        return PackedWeights.pack(jnp.asarray(values)), values.astype(np.float64), np.ones(F)
     rng = np.random.default_rng(2)
     values, scales = rng.integers(-127, 128, (K, F), dtype=np.int8), rng.random(F, dtype=np.float32) + 0.5
-    stored = Int8Kernel(jnp.asarray(values), jnp.asarray(scales), panels.INPUT_BITS[kind])
-    return Panels.of(stored), values.astype(np.float64), scales
+    stored = Int8Kernel(jnp.asarray(values), jnp.asarray(scales), packed_weights.INPUT_BITS[kind])
+    return PackedWeights.pack(stored), values.astype(np.float64), scales
 
 
-def times(stored, x, live=None):
-    return np.asarray(stored.product(jnp.asarray(x), jnp.float32, live))
+def times(stored, x, valid=None):
+    return np.asarray(stored.product(jnp.asarray(x), jnp.float32, valid))
 
 
 # Norms and sums over a row.
@@ -51,9 +51,9 @@ def times(stored, x, live=None):
 def test_norms(kind, D):
     """Against float64, and: a row's bits are those it has alone, also before a product."""
     x, scale, bias = normal(200, D), normal(D, seed=1), normal(D, seed=2) if kind == "layer" else None
-    norm = panels.Before(kind, jnp.asarray(scale), None if bias is None else jnp.asarray(bias))
-    run = jax.jit(lambda x, live=None: panels.normalize(x, norm, live))
-    whole, live = np.asarray(run(x)), np.arange(200) % 3 > 0
+    norm = packed_weights.Before(kind, jnp.asarray(scale), None if bias is None else jnp.asarray(bias))
+    run = jax.jit(lambda x, valid=None: packed_weights.normalize(x, norm, valid))
+    whole, valid = np.asarray(run(x)), np.arange(200) % 3 > 0
     wide = x.astype(np.float64)
     wide -= 0 if bias is None else wide.mean(axis=1, keepdims=True)
     factor = 1 / np.sqrt((wide**2).mean(axis=1, keepdims=True) + (1e-6 if bias is None else 1e-5))
@@ -61,16 +61,17 @@ def test_norms(kind, D):
     np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5)
     for count in (1, 2, 7, 64):
         same(np.asarray(run(x[:count])), whole[:count])
-    same(np.asarray(run(x.reshape(8, 25, D), live.reshape(8, 25))).reshape(200, D), np.where(live[:, None], whole, 0))
-    once = Panels.of(jnp.eye(D, 16, dtype=jnp.float32))
+    same(np.asarray(run(x.reshape(8, 25, D), valid.reshape(8, 25))).reshape(200, D), np.where(valid[:, None], whole, 0))
+    once = PackedWeights.pack(jnp.eye(D, 16, dtype=jnp.float32))
     same(np.asarray(once.product(jnp.asarray(x), jnp.float32, before=norm))[:, : min(D, 16)], whole[:, :16])
 
 
 @pytest.mark.parametrize("V", [1, 16, 33, 384, 5000])
 def test_log_sums(V):
-    """Against float64, and: bit for bit what `peak` finds, whatever the number of rows."""
+    """Against float64, and: bit for bit what `greedy_token_and_logprob` finds, whatever the number
+    of rows."""
     x = 3 * normal(64, V)
-    run = jax.jit(lambda x: panels.log_sums(x))  # a function of its own, traced for this build
+    run = jax.jit(lambda x: packed_weights.log_sums(x))  # a function of its own, traced for this build
     greatest, sums = (np.asarray(part) for part in run(x))
     same(greatest, x.max(axis=1))
     wide = x.astype(np.float64)
@@ -78,17 +79,17 @@ def test_log_sums(V):
     for count in (1, 2, 7):
         same(np.asarray(run(x[:count])[1]), sums[:count])
     same(np.asarray(run(x.reshape(4, 16, V))[1]).reshape(-1), sums)
-    once = Panels.of(jnp.eye(64, V, dtype=jnp.float32))
+    once = PackedWeights.pack(jnp.eye(64, V, dtype=jnp.float32))
     logits = np.zeros((64, V), np.float32)
     logits[:, : min(64, V)] = 5 * normal(64, 64)[:, :V]
-    _, found = once.peak(5 * normal(64, 64), normalize=True)
+    _, found = once.greedy_token_and_logprob(5 * normal(64, 64), normalize=True)
     same(np.asarray(found), 0 - np.asarray(run(logits)[1]))
 
 
-def test_log_sums_of_rows_that_are_no_law():
+def test_log_sums_of_rows_that_are_no_distribution():
     inf, nan = np.inf, np.nan
     x = np.array([[nan, 1], [inf, 1], [-inf, 1], [-inf, -inf]], np.float32)
-    greatest, sums = (np.asarray(part) for part in panels.log_sums(x))
+    greatest, sums = (np.asarray(part) for part in packed_weights.log_sums(x))
     same(greatest, np.float32([1, inf, 1, -inf]))
     same(sums, np.float32([nan, nan, 0, 0]))
 
@@ -99,7 +100,8 @@ def test_log_sums_of_rows_that_are_no_law():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K, F", SHAPES)
 def test_products(K, F, kind):
-    """Against float64, and: a row's bits are those it has alone, whatever the number of rows and its neighbours are."""
+    """Against float64, and: a row's bits are those it has alone, whatever the number of rows and
+    its neighbours are."""
     stored, values, scales = kernel(kind, K, F)
     x, order = normal(max(ROWS), K), np.random.default_rng(3).permutation(max(ROWS))
     some = [*range(0, max(ROWS), 17)]
@@ -142,9 +144,9 @@ def test_rows_that_do_not_count(M, kind):
     stored, _, _ = kernel(kind, 300, 50)
     x = normal(M, 300)
     whole = times(stored, x)
-    for live in (np.arange(M) % 3 > 0, np.zeros(M, bool), np.ones(M, bool), np.arange(M) == M - 1):
-        poisoned = np.where(live[:, None], x, np.float32(np.nan))
-        same(times(stored, poisoned, jnp.asarray(live)), np.where(live[:, None], whole, 0))
+    for valid in (np.arange(M) % 3 > 0, np.zeros(M, bool), np.ones(M, bool), np.arange(M) == M - 1):
+        poisoned = np.where(valid[:, None], x, np.float32(np.nan))
+        same(times(stored, poisoned, jnp.asarray(valid)), np.where(valid[:, None], whole, 0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,7 +179,8 @@ def test_not_numbers_and_infinities_reach_their_own_outputs(kind):
 
 @pytest.mark.parametrize("kind", MOST)
 def test_sums_of_8_bits_are_exact(kind):
-    """Of inputs that 16 or 8 bits hold: the greatest that there are, too, 512 of one sign with weights of one sign."""
+    """Of inputs that 16 or 8 bits hold: the greatest that there are, too, 512 of one sign with
+    weights of one sign."""
     rng, most = np.random.default_rng(4), MOST[kind]
     for K, make, weights in (
         (701, lambda shape: rng.integers(-most, most + 1, shape), None),
@@ -189,7 +192,9 @@ def test_sums_of_8_bits_are_exact(kind):
         x = make((3, K))
         values = rng.integers(-128, 128, (K, 20)) if weights is None else np.full((K, 20), weights)
         x[:, ::CHUNK] = most
-        stored = Panels.of(Int8Kernel(jnp.asarray(values, jnp.int8), jnp.ones(20), panels.INPUT_BITS[kind]))
+        stored = PackedWeights.pack(
+            Int8Kernel(jnp.asarray(values, jnp.int8), jnp.ones(20), packed_weights.INPUT_BITS[kind])
+        )
         parts = [x[:, k : k + CHUNK] @ values[k : k + CHUNK] for k in range(0, K, CHUNK)]
         expected = np.zeros((3, 20), np.float32)
         for part in parts:
@@ -209,17 +214,20 @@ def test_rows_of_tiny_inputs_and_zeros_in_8_bits(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_cleared_changes_nothing_that_counts(kind):
-    """Through a whole block of kernels, the last of which clears: rows that do not count hold anything between them."""
+    """Through a whole block of kernels, the last of which clears: rows that do not count hold
+    anything between them."""
     stored, *_ = kernel(kind, 48, 48)
-    x, live = jnp.asarray(normal(2, 5, 48)), jnp.asarray(np.arange(5) < np.array([[3], [0]]))
+    x, valid = jnp.asarray(normal(2, 5, 48)), jnp.asarray(np.arange(5) < np.array([[3], [0]]))
     caches = [jnp.asarray(normal(2, 2, 9, 8, seed=s)) for s in (1, 2)]
 
     def block(clear):
-        qkv = stored.product(x, jnp.float32, live, clear=clear)
-        out, *written = panels.attend_to_cache(qkv, *caches, None, jnp.array([1, 2], jnp.int32), 3, live, clear=clear)
-        out = panels.attend_to_encoded(out, *caches, jnp.array([9, 4], jnp.int32), live, clear=clear)
+        qkv = stored.product(x, jnp.float32, valid, clear=clear)
+        out, *written = packed_weights.attend_to_cache(
+            qkv, *caches, None, jnp.array([1, 2], jnp.int32), 3, valid, clear=clear
+        )
+        out = packed_weights.attend_to_encoded(out, *caches, jnp.array([9, 4], jnp.int32), valid, clear=clear)
         wide = stored.replace(values=stored.values[:, : {"float32": 16, "int8": 8, "w8a8": 4}[kind]], lines=16)
-        return wide.product(out, jnp.float32, live), *written
+        return wide.product(out, jnp.float32, valid), *written
 
     for got, expected in zip(block(False), block(True)):
         same(np.asarray(got), np.asarray(expected))
@@ -228,11 +236,11 @@ def test_what_is_not_cleared_changes_nothing_that_counts(kind):
 def test_rows_of_a_table():
     table, numbers = normal(11, 21), np.array([[0, 10, 3], [-7, 99, 2**31 - 1]], np.int32)
     expected = table[np.clip(numbers, 0, 10)]
-    same(np.asarray(panels.rows(jnp.asarray(table), jnp.asarray(numbers))), expected)
-    live = np.array([[True, False, True], [False, True, False]])
-    some = panels.rows(jnp.asarray(table), jnp.asarray(numbers), jnp.asarray(live))
-    same(np.asarray(some), np.where(live[..., None], expected, 0))
-    assert panels.rows(jnp.asarray(table), jnp.zeros((2, 0), jnp.int32)).shape == (2, 0, 21)
+    same(np.asarray(packed_weights.rows(jnp.asarray(table), jnp.asarray(numbers))), expected)
+    valid = np.array([[True, False, True], [False, True, False]])
+    some = packed_weights.rows(jnp.asarray(table), jnp.asarray(numbers), jnp.asarray(valid))
+    same(np.asarray(some), np.where(valid[..., None], expected, 0))
+    assert packed_weights.rows(jnp.asarray(table), jnp.zeros((2, 0), jnp.int32)).shape == (2, 0, 21)
 
 
 def activation(name, x):
@@ -270,19 +278,20 @@ def prepared(before, x):
 @pytest.mark.parametrize("K", [5, 64, 300])
 @pytest.mark.parametrize("how", BEFORE)
 def test_what_comes_before_and_after_a_product(how, K):
-    """Against float64; and a row's bits are its own, however many rows there are, and whichever of them count."""
+    """Against float64; and a row's bits are its own, however many rows there are, and whichever of
+    them count."""
     name, *activations = BEFORE[how]
     norm = normal(2, K, seed=20) if name in ("rms", "layer") else (None, None)
     scale, bias = (None if part is None else jnp.asarray(part) for part in norm)
-    before = panels.Before(name, scale, bias if name == "layer" else None, tuple(activations))
+    before = packed_weights.Before(name, scale, bias if name == "layer" else None, tuple(activations))
     M, F = 40, 35
     x = normal(M, 2 * K if name == "gate" else K, seed=21) * 4
     x[1] *= 30  # activations of large numbers
     stored, values, _ = kernel("float32", K, F)
     added, residual = normal(F, seed=22), normal(M, F, seed=23)
 
-    def run(x, residual=residual, live=None, stored=stored):
-        arrays = [None if array is None else jnp.asarray(array) for array in (live, added, residual)]
+    def run(x, residual=residual, valid=None, stored=stored):
+        arrays = [None if array is None else jnp.asarray(array) for array in (valid, added, residual)]
         return np.asarray(stored.product(jnp.asarray(x), jnp.float32, arrays[0], before, *arrays[1:]))
 
     whole, exact = run(x), prepared(before, x)
@@ -290,11 +299,11 @@ def test_what_comes_before_and_after_a_product(how, K):
     assert (np.abs(whole - (exact @ values + added + residual)) <= bound).all()
     for i in (0, 1, M - 1):
         same(run(x[[i]], residual[[i]])[0], whole[i])
-    live = np.arange(M) % 3 > 0
-    same(run(np.where(live[:, None], x, np.nan), live=live), np.where(live[:, None], whole, 0))
+    valid = np.arange(M) % 3 > 0
+    same(run(np.where(valid[:, None], x, np.nan), valid=valid), np.where(valid[:, None], whole, 0))
     poisoned = np.where(np.arange(M)[:, None] == 2, np.float32(np.nan), x)
     same(run(poisoned), np.where(np.arange(M)[:, None] == 2, np.nan, whole))
-    # The same in 8 bits, whose product rounds what was prepared.
+    # The same in int8, whose product rounds what was prepared.
     for kind in MOST:
         rounded, _, scales = kernel(kind, K, F)
         in_8 = run(x, stored=rounded)
@@ -303,13 +312,14 @@ def test_what_comes_before_and_after_a_product(how, K):
         off = 0.51 * np.abs(exact).max(axis=1, keepdims=True) / MOST[kind] + 1e-5 * np.abs(exact)
         assert (np.abs(in_8 - exact_8) <= off @ np.abs(np.asarray(rounded.matrix(), np.float64)) + 1e-4).all()
         same(run(x[[3]], residual[[3]], stored=rounded)[0], in_8[3])
-        same(run(np.where(live[:, None], x, np.nan), live=live, stored=rounded), np.where(live[:, None], in_8, 0))
+        same(run(np.where(valid[:, None], x, np.nan), valid=valid, stored=rounded), np.where(valid[:, None], in_8, 0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K, F", [(33, 1), (64, 16), (100, 257), (640, 1000)])
 def test_peaks(K, F, kind):
-    """The first of the greatest columns and its log-probability; bits that do not depend on the other rows."""
+    """The first of the greatest columns and its log-probability; bits that do not depend on the
+    other rows."""
     stored, _, _ = kernel(kind, K, F)
     stored = stored.replace(scales=stored.scales / 100) if kind in MOST else stored
     x = normal(200, K, seed=30)
@@ -317,8 +327,8 @@ def test_peaks(K, F, kind):
     expected = logits.max(axis=1) - np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1))
     expected -= logits.max(axis=1)
 
-    def run(x, live=None):
-        return tuple(map(np.asarray, stored.peak(jnp.asarray(x), live)))
+    def run(x, valid=None):
+        return tuple(map(np.asarray, stored.greedy_token_and_logprob(jnp.asarray(x), valid)))
 
     tokens, log_probs = run(x)
     np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
@@ -326,11 +336,11 @@ def test_peaks(K, F, kind):
     for M in (1, 2, 5, 9, 40):
         for got, whole in zip(run(x[:M]), (tokens, log_probs)):
             same(got.astype(np.float32), whole[:M].astype(np.float32))
-    live = np.arange(200) % 4 == 1
-    some = run(np.where(live[:, None], x, np.nan), jnp.asarray(live))
-    np.testing.assert_array_equal(some[0], np.where(live, tokens, 0))
-    same(some[1], np.where(live, log_probs, np.float32(0)))
-    np.testing.assert_array_equal(stored.peak(jnp.asarray(x), None, normalize=False)[0], tokens)
+    valid = np.arange(200) % 4 == 1
+    some = run(np.where(valid[:, None], x, np.nan), jnp.asarray(valid))
+    np.testing.assert_array_equal(some[0], np.where(valid, tokens, 0))
+    same(some[1], np.where(valid, log_probs, np.float32(0)))
+    np.testing.assert_array_equal(stored.greedy_token_and_logprob(jnp.asarray(x), None, normalize=False)[0], tokens)
     assert run(x[:0])[0].shape == (0,)
 
 
@@ -339,19 +349,19 @@ def test_peaks_of_equal_columns_and_of_what_is_not_finite():
     columns[0, [40, 41, 90]] = 3
     columns[2, [17, 60]] = np.inf, 5
     columns[3, 99] = -np.inf
-    stored = Panels.of(jnp.asarray(columns))
+    stored = PackedWeights.pack(jnp.asarray(columns))
     x[1] = 0
-    tokens, log_probs = map(np.asarray, stored.peak(jnp.asarray(x[:2]), None))
+    tokens, log_probs = map(np.asarray, stored.greedy_token_and_logprob(jnp.asarray(x[:2]), None))
     np.testing.assert_array_equal(tokens, [-1, -1])  # 0 times an infinite weight
     assert np.isnan(log_probs).all()
-    finite = Panels.of(jnp.asarray(np.where(np.isinf(columns), 0, columns)))
-    tokens, log_probs = map(np.asarray, finite.peak(jnp.asarray(x), None))
+    finite = PackedWeights.pack(jnp.asarray(np.where(np.isinf(columns), 0, columns)))
+    tokens, log_probs = map(np.asarray, finite.greedy_token_and_logprob(jnp.asarray(x), None))
     np.testing.assert_array_equal(tokens, [40, 0, 60, 0])
     np.testing.assert_allclose(
         log_probs, [-np.log(3 + 97 * np.exp(-3)), -np.log(100), -np.log(1 + 99 * np.exp(-5)), -np.log(100)], rtol=1e-6
     )
-    lone = Panels.of(jnp.asarray(np.r_[[np.where(np.arange(40) == 20, np.inf, 1.0)]], jnp.float32))
-    tokens, log_probs = map(np.asarray, lone.peak(jnp.array([[1.0], [-1.0], [np.nan]]), None))
+    lone = PackedWeights.pack(jnp.asarray(np.r_[[np.where(np.arange(40) == 20, np.inf, 1.0)]], jnp.float32))
+    tokens, log_probs = map(np.asarray, lone.greedy_token_and_logprob(jnp.array([[1.0], [-1.0], [np.nan]]), None))
     np.testing.assert_array_equal(tokens, [20, 0, -1])
     same(log_probs[[0, 2]], np.full(2, np.nan, np.float32))
     np.testing.assert_allclose(log_probs[1], -np.log(39), rtol=1e-6)
@@ -359,12 +369,12 @@ def test_peaks_of_equal_columns_and_of_what_is_not_finite():
 
 def test_denormals_count_as_zero_on_every_thread():
     """Also on the thread that calls, which handles them as before afterwards."""
-    cells = Panels.of(jnp.full((640, 2048), 1e-20))
+    cells = PackedWeights.pack(jnp.full((640, 2048), 1e-20))
     run = jax.jit(lambda cells, x: cells.product(x, jnp.float32))
     for _ in range(50):
         assert (np.asarray(run(cells, jnp.full((5, 640), 1e-20))) == 0).all()
-    assert (times(Panels.of(jnp.full((640, 2048), 1e9)), np.full((2, 640), 1e-40, np.float32)) == 0).all()
+    assert (times(PackedWeights.pack(jnp.full((640, 2048), 1e9)), np.full((2, 640), 1e-40, np.float32)) == 0).all()
     assert (np.full(8, 1e-40, np.float32) * np.float32(2) > 0).all()
     qkv, tiny = jnp.full((1, 1, 48), 1e-25), jnp.full((1, 1, 4, 16), 1e-25)
-    out, _, _ = panels.attend_to_cache(qkv, tiny, tiny, None, jnp.zeros(1, jnp.int32), 1e-30)
+    out, _, _ = packed_weights.attend_to_cache(qkv, tiny, tiny, None, jnp.zeros(1, jnp.int32), 1e-30)
     np.testing.assert_array_equal(np.asarray(out), np.float32(1e-25))

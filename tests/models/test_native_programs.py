@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax.models import native, panels
+from specdec_jax.models import native, packed_weights
 from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.panels import Panels
+from specdec_jax.models.packed_weights import PackedWeights
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
@@ -26,13 +26,13 @@ import hashlib, threading
 import jax, jax.numpy as jnp, numpy as np
 from specdec_jax.models import native, panels
 from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.panels import Panels
+from specdec_jax.models.packed_weights import Panels
 
 assert native.available(), native.state()
 rng = np.random.default_rng(0)
 normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
-cells = [Panels.of(normal(640, 640) / 25) for _ in range(6)]
-cells += [Panels.of(Int8Kernel.of(normal(640, 640) / 25, bits)) for bits in (16, 8)]
+cells = [Panels.pack(normal(640, 640) / 25) for _ in range(6)]
+cells += [Panels.pack(Int8Kernel.quantize(normal(640, 640) / 25, bits)) for bits in (16, 8)]
 keys, values, bias = normal(8, 8, 60, 64), normal(8, 8, 60, 64), normal(60, 8, 60)
 positions, lengths = jnp.arange(8, dtype=jnp.int32) * 7, 60 - jnp.arange(8, dtype=jnp.int32) * 5
 
@@ -57,7 +57,8 @@ print("same" if len(others) == 24 and all(others) else "different")
 
 
 def test_threads():
-    """As many threads in XLA's pool as NPROC says: the same bits, and callers that wait for each other go on."""
+    """As many threads in XLA's pool as NPROC says: the same bits, and callers that wait for each
+    other go on."""
     said = []
     for threads in ("1", "2", "5"):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": threads}
@@ -77,15 +78,18 @@ def loop(steps, x, keys, values, bias, weights, encoded):
     def body(state):
         i, x, keys, values = state
         y = weights[0].product(x, jnp.float32)
-        out, keys, values = panels.attend_to_cache(y, keys, values, bias, jnp.full(2, i, jnp.int32), 1.0)
-        out = out + panels.attend_to_encoded(out, *encoded, jnp.array([5, 3], jnp.int32))
+        out, keys, values = packed_weights.attend_to_cache(y, keys, values, bias, jnp.full(2, i, jnp.int32), 1.0)
+        out = out + packed_weights.attend_to_encoded(out, *encoded, jnp.array([5, 3], jnp.int32))
         return i + 1, jnp.clip(weights[1].product(out, jnp.float32), -2, 2), keys, values
 
     return jax.lax.while_loop(lambda state: state[0] < steps, body, (0, x, keys, values))[1:]
 
 
 def loop_arguments():
-    bias, weights = normal(40, 2, 40), (Panels.of(normal(32, 96) / 5), Panels.of(Int8Kernel.of(normal(32, 32))))
+    bias, weights = (
+        normal(40, 2, 40),
+        (PackedWeights.pack(normal(32, 96) / 5), PackedWeights.pack(Int8Kernel.quantize(normal(32, 32)))),
+    )
     return normal(2, 1, 32), normal(2, 2, 40, 16), normal(2, 2, 40, 16), bias, weights, (normal(2, 2, 9, 16),) * 2
 
 
@@ -116,36 +120,37 @@ def test_a_loop_writes_to_its_own_caches():
     np.testing.assert_array_equal(np.asarray(keys), before)
     for i in range(3):
         y = weights[0].product(x, jnp.float32)
-        out, keys, values = panels.attend_to_cache(y, keys, values, bias, jnp.full(2, i, jnp.int32), 1.0)
-        out = out + panels.attend_to_encoded(out, *encoded, jnp.array([5, 3], jnp.int32))
+        out, keys, values = packed_weights.attend_to_cache(y, keys, values, bias, jnp.full(2, i, jnp.int32), 1.0)
+        out = out + packed_weights.attend_to_encoded(out, *encoded, jnp.array([5, 3], jnp.int32))
         x = jnp.clip(weights[1].product(out, jnp.float32), -2, 2)
     for of_loop, one_by_one in zip(got, (x, keys, values)):
         np.testing.assert_array_equal(np.asarray(of_loop), np.asarray(one_by_one))
 
 
 def test_vmap():
-    x, stored = normal(3, 2, 20), Panels.of(normal(20, 33))
+    x, stored = normal(3, 2, 20), PackedWeights.pack(normal(20, 33))
     got = jax.vmap(lambda x: stored.product(x, jnp.float32))(x)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(stored.product(x, jnp.float32)))
     qkv, keys, values, bias = normal(3, 1, 2, 48), normal(3, 1, 2, 6, 8), normal(3, 1, 2, 6, 8), normal(6, 2, 6)
     positions = jnp.array([[0], [2], [4]], jnp.int32)
-    run = lambda *arrays: panels.attend_to_cache(*arrays[:3], bias, arrays[3], 2.0)
+    run = lambda *arrays: packed_weights.attend_to_cache(*arrays[:3], bias, arrays[3], 2.0)
     mapped = jax.vmap(run)(qkv, keys, values, positions)
     for got, expected in zip(mapped, run(qkv[:, 0], keys[:, 0], values[:, 0], positions[:, 0])):
         np.testing.assert_array_equal(np.asarray(got)[:, 0], np.asarray(expected))
 
 
 def test_no_gradients():
-    stored = Panels.of(normal(20, 33))
+    stored = PackedWeights.pack(normal(20, 33))
     with pytest.raises(ValueError, match="cannot be differentiated"):
         jax.grad(lambda x: stored.product(x, jnp.float32).sum())(normal(2, 20))
 
 
 def test_export_needs_an_exemption():
-    """A program with these kernels runs only where they are registered, so JAX writes it out only when told to."""
+    """A program with these kernels runs only where they are registered, so JAX writes it out only
+    when told to."""
     from jax import export
 
-    stored, x = Panels.of(normal(20, 33)), normal(2, 20)
+    stored, x = PackedWeights.pack(normal(20, 33)), normal(2, 20)
     run = jax.jit(lambda x: stored.product(x, jnp.float32))
     with pytest.raises(ValueError, match="specdec_product_f32"):
         export.export(run)(x)

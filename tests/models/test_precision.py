@@ -1,4 +1,5 @@
-"""float32 means float32 on accelerators too: what every matrix product of every program asks of a TPU's compiler."""
+"""float32 means float32 on accelerators too: what every matrix product of every program asks of a
+TPU's compiler."""
 
 import functools
 import re
@@ -12,7 +13,7 @@ from toy_models import tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.decoding.loop import advance
-from specdec_jax.models import panels
+from specdec_jax.models import packed_weights
 from specdec_jax.models.network import Network
 
 pytestmark = pytest.mark.usefixtures("quick", "as_on_an_accelerator")
@@ -24,7 +25,7 @@ DTYPES = ("float32", "bfloat16")
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch):
     """Models as they are there: XLA multiplies their kernels, not the CPU's own product."""
-    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
 
 
 @functools.cache
@@ -88,7 +89,8 @@ CASES = [(name, "float32") for name in (*DECODING, *OTHERS)] + [(name, "bfloat16
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_every_product_asks_for_the_precision_of_its_dtype(name, dtype):
-    """Lowered for a TPU, for which none is needed: the highest for float32, none in particular for bfloat16."""
+    """Lowered for a TPU, for which none is needed: the highest for float32, none in particular for
+    bfloat16."""
     if name in DECODING:
         function, arguments = loop(name, dtype)
     else:
@@ -101,7 +103,8 @@ def test_every_product_asks_for_the_precision_of_its_dtype(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_for_a_tpu(dtype, optimised, monkeypatch):
-    """The compiler's own text, ahead of time: so does every product that is left to the matrix unit."""
+    """The compiler's own text, ahead of time: so does every product that is left to the matrix
+    unit."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: the extra tpu-aot")
     from jax.experimental import topologies
 

@@ -1,4 +1,5 @@
-"""Models with weights in 8 bits: used as they are stored, rounded while they are read, saved, refused."""
+"""Models with weights in int8: used as they are stored, rounded while they are read, saved,
+rejected."""
 
 import dataclasses
 import functools
@@ -12,9 +13,9 @@ from make_checkpoints import TINY
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.checkpoints import int8, loader, own, tensorstore_arrays
+from specdec_jax.checkpoints import int8, loader, native_format, tensorstore_arrays
 from specdec_jax.commands.sentences import built_in
-from specdec_jax.models import layouts, native, panels
+from specdec_jax.models import native, packed_weights, weight_layouts
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.parameters import flatten
@@ -45,7 +46,7 @@ def bundled(quantize=None):
 def test_the_bundled_target_computes_with_the_very_integers_that_are_stored():
     model, widened = bundled(), bundled("none")
     assert model.quantized and not widened.quantized
-    leaves = own.open_folder(loader.resolve("ende/target")).leaves
+    leaves = native_format.open_folder(loader.resolve("ende/target")).leaves
     kernels = {name: value for name, value in stored_in(model).items() if name.endswith("/kernel")}
     assert len(kernels) == 2 * 7 + 4 * 11 + 1
     for name, kernel in kernels.items():
@@ -73,7 +74,7 @@ def test_the_bundled_target_decodes_what_it_does_widened():
 def test_stored_8_bits_are_widened_where_they_cannot_be_had(tmp_path, monkeypatch):
     folder = save_tiny(tmp_path / "model")
     assert sd.load(folder, "float32").quantized and not sd.load(folder, "bfloat16").quantized
-    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     model = sd.load(folder, "float32")
     assert not model.quantized and not model.network.module.native
 
@@ -100,7 +101,7 @@ def test_a_folder_with_other_scales_is_widened_unless_it_is_to_be_rounded(tmp_pa
         model = sd.load(tmp_path / name, "float32")
         assert not model.quantized
         rounded = sd.load(tmp_path / name, "float32", quantize="int8")
-        kernel = Int8Kernel.of(flatten(model.params)[wo])
+        kernel = Int8Kernel.quantize(flatten(model.params)[wo])
         assert_kernel(stored_in(rounded)[wo], kernel.values, kernel.scales)
         assert_kernel(stored_in(rounded)[HEAD], stored[f"{HEAD}/values"], stored[f"{HEAD}/scales"][0])
 
@@ -140,7 +141,7 @@ def test_every_kernel_is_rounded_by_its_columns(form, tmp_path):
     for name, array in flatten(plain.params).items():
         found = stored_in(model)[name]
         if name.endswith("/kernel"):
-            kernel = Int8Kernel.of(array)
+            kernel = Int8Kernel.quantize(array)
             assert_kernel(found, kernel.values, kernel.scales)
             np.testing.assert_array_equal(np.abs(found.values).max(axis=0), 127)
             rounded += 1
@@ -162,11 +163,11 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored
     embedding = flatten(plain.params)[EMBEDDING]
     np.testing.assert_array_equal(flatten(model.params)[EMBEDDING], embedding)
     if stored:
-        values, scales = own.open_folder(folder).leaves[EMBEDDING].parts
+        values, scales = native_format.open_folder(folder).leaves[EMBEDDING].parts
         assert_kernel(head.kernel(), values.load(np.int8).T, scales.load(np.float32)[:, 0])
         assert sd.load(folder, "float32").contents == model.contents and model.fingerprint == plain.fingerprint
     else:
-        kernel = Int8Kernel.of(embedding.T)
+        kernel = Int8Kernel.quantize(embedding.T)
         assert_kernel(head.kernel(), kernel.values, kernel.scales)
     assert HEAD not in flatten(model.params)
     # The same numbers widened, with that head as a kernel of its own.
@@ -179,12 +180,16 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored
     np.testing.assert_allclose(model.logits(inputs, tokens), other.logits(inputs, tokens), atol=2e-2, rtol=1e-4)
 
 
-@pytest.mark.parametrize("quantize", panels.INPUT_BITS)
+@pytest.mark.parametrize("quantize", packed_weights.INPUT_BITS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_speculative_decoding_gives_what_plain_decoding_gives(tied, quantize):
     target = sd.LanguageModel.random(tiny_t5(0, logits_via_embedding=tied).config, quantize=quantize)
     plain = tiny_t5(0, logits_via_embedding=tied)
-    assert target.quantized and target.input_bits == panels.INPUT_BITS[quantize] and target.contents != plain.contents
+    assert (
+        target.quantized
+        and target.input_bits == packed_weights.INPUT_BITS[quantize]
+        and target.contents != plain.contents
+    )
     for drafter in (sd.ModelDrafter(noisy_copy(plain, 0.3)), sd.EarlyExitDrafter(target, 1)):
         how = dict(max_new_tokens=12, eos_ids=())
         found, expected = (
@@ -201,16 +206,16 @@ def test_speculative_decoding_gives_what_plain_decoding_gives(tied, quantize):
     assert kernel.kernel().input_bits == whole.input_bits == target.input_bits
 
 
-# Inputs in 8 bits.
+# Inputs in int8.
 
 
-def test_inputs_in_8_bits_give_another_law_for_the_same_weights(tmp_path):
+def test_inputs_in_8_bits_give_another_distribution_for_the_same_weights(tmp_path):
     folder = save_tiny(tmp_path / "model")
     models = [sd.load(folder, "float32", quantize=how) for how in ("none", "int8", "w8a8")]
     assert [model.input_bits for model in models] == [None, 16, 8]
     assert len({model.contents for model in models}) == 3 and len({model.fingerprint for model in models}) == 1
-    for kernel in jax.tree.leaves(models[2].network.params, is_leaf=layouts.is_kernel):
-        assert not layouts.is_kernel(kernel) or kernel.values.shape[2:] == (16, 4)  # the head's too
+    for kernel in jax.tree.leaves(models[2].network.params, is_leaf=weight_layouts.is_kernel):
+        assert not weight_layouts.is_kernel(kernel) or kernel.values.shape[2:] == (16, 4)  # the head's too
     assert_params(models[2], flatten(models[0].params))
     tokens, inputs = RNG.integers(2, 24, (3, 7)), RNG.integers(2, 24, (3, 5))
     exact, fine, coarse = (np.asarray(model.logits(inputs, tokens)) for model in models)
@@ -243,9 +248,9 @@ def test_what_is_stored_in_8_bits_is_written_as_it_is(form, tmp_path):
     assert model.quantized
     sd.convert(tmp_path / "first", tmp_path / "converted", "specdec", "int8")
     sd.save(model, tmp_path / "saved", dtype="int8")
-    first = own.open_folder(tmp_path / "first").leaves
+    first = native_format.open_folder(tmp_path / "first").leaves
     for other in ("converted", "saved"):
-        again = own.open_folder(tmp_path / other).leaves
+        again = native_format.open_folder(tmp_path / other).leaves
         assert again.keys() == first.keys()
         for name, leaf in first.items():
             if leaf.parts is None:

@@ -1,4 +1,4 @@
-"""Weights in 8 bits: what is refused, what they take of memory, and the command line."""
+"""Weights in int8: what is rejected, what they take of memory, and the command line."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.checkpoints import loader
 from specdec_jax.checkpoints import weights as checkpoints_weights
 from specdec_jax.commands import benchmark as benchmark_command
-from specdec_jax.models import layouts, native, panels
+from specdec_jax.models import native, packed_weights, weight_layouts
 from specdec_jax.models.families import PRESETS
 
 pytestmark = [
@@ -30,31 +30,29 @@ pytestmark = [
 cache, pair, specdec = command_line.cache, command_line.pair, command_line.specdec
 
 
-# What is refused, and memory.
+# What is rejected, and memory.
 
 
-def test_what_cannot_be_had_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+def test_what_cannot_be_had_is_rejected_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     folder = save_tiny(tmp_path / "model")
     with pytest.raises(ValueError, match="quantize: got 'int4', expected one of int8, w8a8, none"):
         sd.load(folder, "float32", quantize="int4")
-    for how in panels.INPUT_BITS:
+    for how in packed_weights.INPUT_BITS:
         got = f"quantize: got '{how}'"
         with pytest.raises(ValueError, match=f"{got} with a mesh, expected 8 bits only for float32 on a CPU .*mesh"):
             sd.load(folder, "float32", quantize=how, mesh=sd.make_mesh(1, 1))
         with pytest.raises(ValueError, match=f"{got}, expected 8 bits .*here: bfloat16 on the backend cpu"):
             sd.load(folder, "bfloat16", quantize=how)
-    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     monkeypatch.setattr(native, "state", lambda: "CPU kernel: none, no compiler")
-    for how in panels.INPUT_BITS:
+    for how in packed_weights.INPUT_BITS:
         with pytest.raises(ValueError, match=f"quantize: got '{how}', expected .*CPU kernel: none, no compiler"):
             sd.load(folder, "float32", quantize=how)
         with pytest.raises(ValueError, match=f"quantize: got '{how}', expected .*CPU kernel: none"):
             sd.LanguageModel.random(TINY, quantize=how)
-    with pytest.raises(
-        ValueError, match="params: got kernels in 8 bits, expected 8 bits only for float32.*no compiler"
-    ):
-        sd.LanguageModel(TINY, layouts.round_params(make.model_of().params))
+    with pytest.raises(ValueError, match="params: got kernels in int8, expected 8 bits only for float32.*no compiler"):
+        sd.LanguageModel(TINY, weight_layouts.round_params(make.model_of().params))
 
 
 def test_memory_estimates():
@@ -121,11 +119,11 @@ def test_what_was_chosen_is_said(tmp_path):
         f"loading {folder} {default}, with the 8-bit weights it is stored with{end}",
         f"loading {folder} {default}{end}",
         f"loading {tmp_path / 'float32'} {default}, with weights rounded to 8 bits{end}",
-        f"loading {folder} {default}, with the 8-bit weights it is stored with, inputs of products in 8 bits too{end}",
+        f"loading {folder} {default}, with the 8-bit weights it is stored with, inputs of products in int8 too{end}",
     ]
 
 
-@pytest.mark.parametrize("quantize, more", [("int8", ""), ("w8a8", ", inputs of products in 8 bits too")])
+@pytest.mark.parametrize("quantize, more", [("int8", ""), ("w8a8", ", inputs of products in int8 too")])
 def test_generate_decodes_with_the_rounded_model(quantize, more, specdec, pair):
     target = sd.load(pair / "target", "float32", quantize=quantize)
     sentences = command_line.SENTENCES
@@ -147,10 +145,10 @@ def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch)
     (tmp_path / "in.txt").write_text("\n".join(command_line.SENTENCES))
     place = f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out.txt'}"
     with monkeypatch.context() as patch:
-        patch.setattr("specdec_jax.commands.journal.Journal.finish", lambda self: None)  # as after a kill
+        patch.setattr("specdec_jax.commands.resumable_output.Journal.finish", lambda self: None)  # as after a kill
         assert specdec("generate", "--target=TARGET", "--max_new_tokens=3", *place)[0] == 0
     code, _, err = specdec("generate", "--target=TARGET", "--max_new_tokens=3", "--quantize=int8", *place)
-    assert code == 2 and "got results with target in 8 bits False, expected True" in err
+    assert code == 2 and "got results with target in int8 False, expected True" in err
 
 
 def test_a_job_does_not_go_on_with_inputs_of_other_bits(specdec, tmp_path, monkeypatch):
@@ -158,7 +156,7 @@ def test_a_job_does_not_go_on_with_inputs_of_other_bits(specdec, tmp_path, monke
     place = f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out.txt'}"
     how = "generate", "--target=TARGET", "--max_new_tokens=3", *place
     with monkeypatch.context() as patch:
-        patch.setattr("specdec_jax.commands.journal.Journal.finish", lambda self: None)  # as after a kill
+        patch.setattr("specdec_jax.commands.resumable_output.Journal.finish", lambda self: None)  # as after a kill
         assert specdec(*how, "--quantize=w8a8")[0] == 0
     code, _, err = specdec(*how, "--quantize=int8")
     assert code == 2 and "got results with bits of the target's inputs 8, expected 16" in err
@@ -189,7 +187,7 @@ def test_a_preset_in_8_bits(monkeypatch):
         (dict(quantize="w8a8", dtype="bfloat16"), "quantize: got 'w8a8' with dtype='bfloat16'"),
     ],
 )
-def test_options_are_refused_before_a_model_is_loaded(given, said):
+def test_options_are_rejected_before_a_model_is_loaded(given, said):
     for options in (dict(target="absent"), dict(preset="t5_1_1/small")):
         with pytest.raises(ValueError, match=said):
             benchmark_command.BenchmarkOptions(**options, **given).check()

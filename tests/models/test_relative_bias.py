@@ -13,11 +13,11 @@ from golden_models import DRAFTERS, GOLDEN, engine_tokens, greedy_tokens
 
 import specdec_jax as sd
 from specdec_jax.checkpoints import t5x
-from specdec_jax.models import panels, parameters
+from specdec_jax.models import packed_weights, parameters
 from specdec_jax.models.families import build_config, describe
 from specdec_jax.models.network import initial_params
 from specdec_jax.models.relative_bias import RelativePositionBias, biases_from
-from specdec_jax.training.deepening import deepen
+from specdec_jax.training.depth_expansion import deepen
 from specdec_jax.training.losses import Objective, loss_fn
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -38,7 +38,8 @@ SHAPE, PARAMS, IO = read_golden()
 
 
 def unrolled() -> dict[str, np.ndarray]:
-    """T5X's parameters as they are with `scan_layers = False`: each layer by itself, heads and features apart."""
+    """T5X's parameters as they are with `scan_layers = False`: each layer by itself, heads and
+    features apart."""
     found = {}
     for name, x in PARAMS.items():
         stack, *path = name.split("/")
@@ -81,7 +82,7 @@ def test_greedy_tokens_are_t5xs(model, drafter):
 
 
 def test_without_the_cpus_own_kernels(model, folder, monkeypatch):
-    monkeypatch.setattr(panels, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     plain = sd.load(folder, "float32")
     assert not plain.network.module.native
     tokens = engine_tokens(plain, IO["inputs"], IO["input_lengths"], IO["greedy"].shape[1], (), drafter="speculative")
@@ -213,7 +214,7 @@ def test_umt5s_scale(tied, separate, expected, tmp_path):
     assert sd.load(tmp_path, "float32").config.scales_outputs == expected
 
 
-def test_a_umt5_without_a_table_is_refused(tmp_path):
+def test_a_umt5_without_a_table_is_rejected(tmp_path):
     tensors = make.to_tensors(make.random_params(TINY))
     lost = "decoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"
     make.write_hf(
@@ -301,7 +302,7 @@ def test_in_8_bits(folder, model, tmp_path):
     flat, before = parameters.flatten(widened.params), parameters.flatten(model.params)
     error = {name: float(jnp.abs(flat[name] - before[name]).max()) for name in before}
     assert all(error[name] < 0.05 for name in error) and len(tables) == 5
-    if not panels.usable("float32"):
+    if not packed_weights.usable("float32"):
         pytest.skip("no kernels of the CPU's own")
     for quantized in (sd.load(tmp_path / "int8", "float32"), sd.load(folder, "float32", quantize="int8")):
         assert quantized.quantized

@@ -1,8 +1,8 @@
-"""Plain and speculative decoding see the same numbers with the CPU's own kernels: log-probabilities are compared bit
-for bit, and with heads of twin columns every token hangs on a last bit.
+"""Plain and speculative decoding see the same numbers with the CPU's own kernels: log-probabilities
+are compared bit for bit, and with heads of twin columns every token hangs on a last bit.
 
-XLA adds up rows in one order in calls of less than 4,096 numbers and in another in larger ones, so models are wide. The
-programs are compiled as users' are.
+XLA adds up rows in one order in calls of less than 4,096 numbers and in another in larger ones, so
+models are wide. The programs are compiled as users' are.
 """
 
 import functools
@@ -17,7 +17,7 @@ from twins import V, gpt, t5, twins
 
 import specdec_jax as sd
 from specdec_jax.models import native
-from specdec_jax.speculative import laws
+from specdec_jax.speculative import distributions
 from specdec_jax.speculative.processors import Context
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.state())
@@ -47,10 +47,18 @@ def model(family: str, width: int, quantize: str | None = None) -> sd.LanguageMo
 def call(network, tokens, positions, cache):
     states, cache = network.decode_states(tokens, positions, cache)
     logits = network.head(states)
-    peak, log_probs = network.peak(states)
-    log_prob = laws.log_prob_under(logits, network.skips)
-    every = laws.log_softmax(logits, network.skips)
-    return (states, logits, peak, log_probs, log_prob(peak), log_prob(tokens), every), cache
+    greedy_token_and_logprob, log_probs = network.greedy_token_and_logprob(states)
+    log_prob = distributions.log_prob_under(logits, network.skips_padding)
+    every = distributions.log_softmax(logits, network.skips_padding)
+    return (
+        states,
+        logits,
+        greedy_token_and_logprob,
+        log_probs,
+        log_prob(greedy_token_and_logprob),
+        log_prob(tokens),
+        every,
+    ), cache
 
 
 @functools.partial(jax.jit, static_argnames="rows")
@@ -65,20 +73,23 @@ def equal(got, expected) -> bool:
 
 
 def check_calls(network, widths, rows):
-    """Numbers of calls over several positions, and over several rows, against those of a row fed token by token."""
+    """Numbers of calls over several positions, and over several rows, against those of a row fed
+    token by token."""
     expected, cache = [], cache_of(network, 1)
     for place in range(max(widths)):
         found, cache = call(network, TOKENS[:1, place : place + 1], np.full(1, place, np.int32), cache)
         assert equal(found[4:5], found[3:4]), "log-probabilities of the argmax"
         expected.append(jax.tree.map(np.asarray, found))
-    together = [np.concatenate(part, axis=1) for part in zip(*expected)]
+    heads_per_tile = [np.concatenate(part, axis=1) for part in zip(*expected)]
     for width in widths:
         found, _ = call(network, TOKENS[:1, :width], np.zeros(1, np.int32), cache_of(network, 1))
-        assert equal(found, [part[:, :width] for part in together]), width
+        assert equal(found, [part[:, :width] for part in heads_per_tile]), width
     for count in rows:
         fed = np.broadcast_to(TOKENS[:1, :3], (count, 3))
         found, _ = call(network, fed, np.zeros(count, np.int32), cache_of(network, count))
-        assert all(equal([part[row] for part in found], [part[0, :3] for part in together]) for row in range(count))
+        assert all(
+            equal([part[row] for part in found], [part[0, :3] for part in heads_per_tile]) for row in range(count)
+        )
 
 
 @pytest.mark.parametrize("family", ["t5", "gpt"])
@@ -96,21 +107,22 @@ def test_calls_of_every_width(family, width, quantize):
 
 @pytest.mark.parametrize("rows, length", [(2, 8), (5, 3)])
 def test_encoders(rows, length):
-    """An input's states do not depend on its padding nor on other inputs, in calls on both sides of 4,096 numbers."""
+    """An input's states do not depend on its padding nor on other inputs, in calls on both sides of
+    4,096 numbers."""
     network = model("t5", 512).network
     encode = jax.jit(lambda network, inputs, lengths: network.encode(inputs, lengths))
     alone = encode(network, jnp.asarray(TOKENS[:1, :3]), np.full(1, 3))
-    together = encode(network, jnp.asarray(TOKENS[:rows, :length]), np.full(rows, 3))
-    np.testing.assert_array_equal(together[0, :3], alone[0])
+    heads_per_tile = encode(network, jnp.asarray(TOKENS[:rows, :length]), np.full(rows, 3))
+    np.testing.assert_array_equal(heads_per_tile[0, :3], alone[0])
 
 
 # Decoding.
 
 
 @functools.cache
-def plainly(family: str, width: int, quantize: str | None, law: str = "argmax", verifier="block"):
-    """What each input gives alone: tokens and log-probabilities under both laws."""
-    options = dict(max_new_tokens=NEW, sampling=SAMPLING[law], verifier=verifier)
+def plainly(family: str, width: int, quantize: str | None, dist: str = "argmax", verifier="block"):
+    """What each input gives alone: tokens and log-probabilities under both distributions."""
+    options = dict(max_new_tokens=NEW, sampling=SAMPLING[dist], verifier=verifier)
     found = [decoded(model(family, width, quantize), [one], key=key(row), **options) for row, one in enumerate(INPUTS)]
     return [np.concatenate(parts) for parts in zip(*found)]
 
@@ -128,11 +140,11 @@ def bits(x) -> np.ndarray:
     return np.asarray(x, np.float32).view(np.int32)
 
 
-def check_decoding(family, width, quantize, batch=len(INPUTS), law="argmax", **options):
+def check_decoding(family, width, quantize, batch=len(INPUTS), dist="argmax", **options):
     target = model(family, width, quantize)
     keys = jnp.concatenate([key(row) for row in range(len(INPUTS))])
-    limit = dict(max_new_tokens=NEW, sampling=SAMPLING[law])
-    expected = plainly(family, width, quantize, law, options.get("verifier", "block"))
+    limit = dict(max_new_tokens=NEW, sampling=SAMPLING[dist])
+    expected = plainly(family, width, quantize, dist, options.get("verifier", "block"))
     for start in range(0, len(INPUTS), batch):
         rows = slice(start, start + batch)
         found = decoded(target, INPUTS[rows], key=keys[rows], **limit, **options)
@@ -159,7 +171,7 @@ DRAFTS = {
     "other lengths": dict(gamma=[1, 2, 8, 4, 7, 3]),
     "tree": dict(tree=sd.Tree.uniform((3, 2, 1))),
     "dynamic tree": dict(tree=sd.DynamicTree(3, 3, 9)),
-    **{name: dict(gamma=getattr(sd, name)(8)) for name in ("Confidence", "Heuristic", "Renewal", "Entropy")},
+    **{name: dict(gamma=getattr(sd, name)(8)) for name in ("Confidence", "Heuristic", "CostAware", "Entropy")},
 }
 
 
@@ -184,30 +196,31 @@ def test_drafters_that_read_states(family, options):
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_laws_of_calls(name):
+def test_distributions_of_calls(name):
     """Sums over the vocabulary in a call over many positions, against those of each position alone."""
     sampling, logits = SAMPLING[name], 3 * RNG.standard_normal((1, 24, V), dtype=np.float32)
     mode, rows = sampling.mode.of(native=True), sampling.rows(1, V)
     tokens, starts, eos_ids = np.full((1, 32), 3, np.int32), np.ones(1, np.int32), np.full((1, 1), 5, np.int32)
 
     @jax.jit
-    def law(logits, length):
-        return laws.standardize(logits, Context(tokens, length, starts, eos_ids), rows, mode)
+    def dist(logits, length):
+        return distributions.standardize(logits, Context(tokens, length, starts, eos_ids), rows, mode)
 
-    whole = law(logits, np.full(1, 4, np.int32))
+    whole = dist(logits, np.full(1, 4, np.int32))
     for place in range(24):
-        alone = law(logits[:, place : place + 1], np.full(1, 4 + place, np.int32))
+        alone = dist(logits[:, place : place + 1], np.full(1, 4 + place, np.int32))
         assert equal([part[:, 0] for part in alone], [part[:, place] for part in whole])
 
 
 @slow
-@pytest.mark.parametrize("law, shape", [
+@pytest.mark.parametrize("dist, shape", [
     ("processors", dict(gamma=8)), ("processors", dict(tree=sd.Tree.uniform((3, 2, 1)))),
     ("temperature", dict(gamma=8, verifier="gumbel")), ("filters", dict(gamma=8, verifier="gumbel")),
 ])  # fmt: skip
-def test_laws(law, shape):
-    """Log-probabilities after processors, temperature and filters too; with Gumbel coupling tokens are plain ones."""
-    check_decoding("t5", 512, None, law=law, drafter=drafter("t5", 512), **shape)
+def test_distributions(dist, shape):
+    """Log-probabilities after processors, temperature and filters too; with Gumbel coupling tokens
+    are plain ones."""
+    check_decoding("t5", 512, None, dist=dist, drafter=drafter("t5", 512), **shape)
 
 
 @slow

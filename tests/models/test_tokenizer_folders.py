@@ -1,5 +1,5 @@
-"""Folders with a tokenizer, read as transformers 5.24 reads them: what stands around a text, special
-tokens that a text spells, and what `convert` writes for transformers to read."""
+"""Folders with a tokenizer, read as transformers 5.24 reads them: what stands around a text,
+special tokens that a text spells, and what `convert` writes for transformers to read."""
 
 import dataclasses
 import json
@@ -12,12 +12,12 @@ import pytest
 from golden_models import GOLDEN
 
 import specdec_jax as sd
-from specdec_jax.checkpoints import huggingface_tokenizers, loader, own
+from specdec_jax.checkpoints import huggingface_tokenizers, loader, native_format
 from specdec_jax.commands import main
 from specdec_jax.decoding import inputs
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.models import special_tokens, vocabularies
-from specdec_jax.training import corpus, outputs
+from specdec_jax.training import corpus, sequence_distillation
 
 pytestmark = pytest.mark.usefixtures("quick")
 CASES = json.loads((GOLDEN / "hf_tokenizers.json").read_text(encoding="utf-8"))
@@ -90,7 +90,9 @@ def test_what_stands_around_a_text_survives_every_format(form, name, tmp_path):
     vocabulary = loader.load_vocabulary(tmp_path / "model")[0]
     for record in CASES[name]["records"]:
         assert vocabulary.encode_input(record["text"]) == record["ids"]
-    assert own.vocabulary_contents(vocabulary) == own.vocabulary_contents(loader.load_vocabulary(tmp_path / "model")[0])
+    assert native_format.vocabulary_contents(vocabulary) == native_format.vocabulary_contents(
+        loader.load_vocabulary(tmp_path / "model")[0]
+    )
 
 
 @pytest.mark.parametrize("record", [record for record in CODET5 if record["text"]], ids=str)
@@ -149,8 +151,8 @@ def test_training_and_distilling_put_both_tokens_around_a_text(tmp_path):
     for side in (batch.inputs, batch.targets):
         assert side[0, : len(ids)].tolist() == ids
     settings = types.SimpleNamespace(output_dir=str(tmp_path), greedy=True, samples=0, buckets=(16,))
-    (job,) = outputs.plan_jobs(settings, vocabulary, vocabulary.size, {"train": ["The ferry stayed."]})
-    assert job.sources == [ids]
+    (plan,) = sequence_distillation.plan_jobs(settings, vocabulary, vocabulary.size, {"train": ["The ferry stayed."]})
+    assert plan.sources == [ids]
 
 
 # What is rejected.
@@ -252,7 +254,7 @@ def test_a_token_of_a_wrong_kind_names_the_file_that_gives_it(tmp_path):
         huggingface_tokenizers.open_folder(folder, ())
 
 
-def test_a_step_of_a_strange_type_is_refused_in_one_line(tmp_path):
+def test_a_step_of_a_strange_type_is_rejected_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="tokenizer.json: got no readable tokenizer.json"):
         opened("t5 fast", tmp_path, tokenizer={"normalizer": {"type": ["NFC"]}})
 
@@ -303,7 +305,8 @@ WRITTEN = [name for name in CASES if name.startswith("written")]
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_written_is_what_transformers_has_read(name, tmp_path):
-    """The ids in these cases, padded ones too, are those that transformers gave for what is written."""
+    """The ids in these cases, padded ones too, are those that transformers gave for what is
+    written."""
     case, vocabulary = CASES[name], opened(name, tmp_path / "tokenizer")
     model = model_of(vocabulary, eos_ids=vocabulary.eos_ids)
     sd.save(model, tmp_path / "hf", format="huggingface")
@@ -331,8 +334,8 @@ def test_the_ends_that_no_tokenizer_json_names_are_written_into_it(name, tmp_pat
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["codet5", "codet5 fast", "no processor", "control pieces", *WRITTEN])
 def test_transformers_loads_what_is_written(name, tmp_path):
-    """Its own tokenizer and its own model, on a padded batch: as many ids as the embedding has rows,
-    and our tokens."""
+    """Its own tokenizer and its own model, on a padded batch: as many ids as the embedding has
+    rows, and our tokens."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     vocabulary = opened(name, tmp_path / "tokenizer")

@@ -86,7 +86,8 @@ def test_tokenizer_json_decodes_as_hugging_face_does(record):
 
 
 def test_seqio_would_give_the_same_ids_where_a_sentinel_starts_a_word():
-    """seqio appends user-defined pieces `▁<extra_id_i>` to the model: here the text around them is encoded apart."""
+    """seqio appends user-defined pieces `▁<extra_id_i>` to the model: here the text around them is
+    encoded apart."""
     plain = vocabularies.SentencePieceVocabulary(VOCABULARIES["spiece.model"].model)
     size = IDS["size"]
     expected = [*plain.encode("The river"), size - 1, *plain.encode("froze"), size - 2]
@@ -136,7 +137,8 @@ def token(i: int) -> str:
 
 NO_PROCESSOR = dict(post_processor=None)
 ENDS = {
-    # (changes to tokenizer.json, what other files say of EOS, ids at which the model stops) -> eos_ids
+    # (changes to tokenizer.json, what other files say of EOS, ids at which the model stops) ->
+    # eos_ids
     "as T5's": ({}, {}, None, (1,)),
     "further stop ids": ({}, {}, (95, 1), (1, 95)),
     "a stop id only": ({}, {}, (95,), (1, 95)),
@@ -196,7 +198,7 @@ def test_a_tokenizers_truncation_and_padding_are_ignored():
     lambda: vocabularies.SentencePieceVocabulary(make_checkpoints.sentencepiece_model(TRAINING, 90,
     hard_vocab_limit=False, eos_id=-1)),
 ])  # fmt: skip
-def test_what_is_no_vocabulary_is_refused(make):
+def test_what_is_no_vocabulary_is_rejected(make):
     with pytest.raises(ValueError, match=r"^got .*, expected "):
         make()
 
@@ -238,7 +240,7 @@ def test_which_tokenizer_a_folder_has(tmp_path):
 
 
 @pytest.mark.parametrize("added", [{"<sep>": 200}, {"<extra_id_0>": 150}])
-def test_added_tokens_that_spiece_model_does_not_give_are_refused(added, tmp_path):
+def test_added_tokens_that_spiece_model_does_not_give_are_rejected(added, tmp_path):
     (tmp_path / "spiece.model").write_bytes(VOCABULARIES["spiece.model"].model)
     (tmp_path / "added_tokens.json").write_text(json.dumps(added))
     with pytest.raises(ValueError, match="got added token .* expected only sentinels"):
@@ -248,7 +250,8 @@ def test_added_tokens_that_spiece_model_does_not_give_are_refused(added, tmp_pat
 @pytest.mark.skipif(not TEXTS.is_dir(), reason=f"real text not beside the checkout ({TEXTS.name}/)")
 @pytest.mark.parametrize("name", ["ende/test.tsv.gz", "wiki_pe/test.tsv.gz"])
 def test_the_two_files_agree_on_real_text(name):
-    """transformers made tokenizer.json of spiece.model: two independent tokenisers, thousands of real sentences."""
+    """transformers made tokenizer.json of spiece.model: two independent tokenisers, thousands of
+    real sentences."""
     with gzip.open(TEXTS / name, "rt", encoding="utf-8") as file:
         texts = [text for line in file for text in line.rstrip("\n").split("\t")]
     spiece, tokenizer = VOCABULARIES.values()
@@ -256,7 +259,7 @@ def test_the_two_files_agree_on_real_text(name):
     assert len(texts) > 1000 and different == []
 
 
-def test_a_text_that_is_too_long_is_refused_by_its_length():
+def test_a_text_that_is_too_long_is_rejected_by_its_length():
     texts = ["short", None, "a" * 1_000_001]
     vocabularies.check_texts("input", texts[:2])
     with pytest.raises(ValueError, match="input 3: got a text of 1,000,001 characters, expected at most 1,000,000"):
@@ -286,7 +289,7 @@ def test_expressions_of_published_tokenizers_take_time_in_proportion_to_the_text
 @pytest.mark.parametrize(
     "pattern", ["(a+)+", "a*a*", r"\s+$", "(?:a|a)*", "a?a?", r"\s*x", "a{3}{3}", "(?=a)", "[a&&b]+", "a+?b"]
 )
-def test_expressions_that_could_take_longer_are_refused(pattern):
+def test_expressions_that_could_take_longer_are_rejected(pattern):
     with pytest.raises(ValueError, match="got the regular expression .*, which might take for ever; expected one of"):
         vocabularies.TokenizerJsonVocabulary(regex_tokenizer(pattern))
 
@@ -307,7 +310,8 @@ def replacing(*pairs) -> dict:
 
 
 def test_steps_that_make_a_text_longer_allow_shorter_texts():
-    """Letters of the same length cost nothing; what could fill the memory is refused before it is encoded."""
+    """Letters of the same length cost nothing; what could fill the memory is rejected before it is
+    encoded."""
     same = replacing(*[(letter, "ی") for letter in "يىئےېۍێۑؽؾ"])
     assert vocabularies.TokenizerJsonVocabulary(tokenizer_json(normalizer=same)).encode("Tom " * 10_000)
     wider = replacing(*[(mark, chr(ord(mark) + 0xFEE0)) for mark in "!?,.:;()"])  # 1 byte becomes 3

@@ -1,5 +1,5 @@
-"""Weights in 8 bits as an accelerator multiplies them, tried on a CPU: numbers, tokens, files, and
-what is refused."""
+"""Weights in int8 as an accelerator multiplies them, tried on a CPU: numbers, tokens, files, and
+what is rejected."""
 
 import weakref
 
@@ -14,11 +14,11 @@ from toy_models import noisy_copy, tiny_t5
 import specdec_jax as sd
 from specdec_jax.analysis.accelerator_figures import Setup
 from specdec_jax.analysis.accelerators import stages
-from specdec_jax.checkpoints import loader, own
+from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.checkpoints import weights as checkpoints_weights
 from specdec_jax.commands.options import DecodingOptions
 from specdec_jax.commands.sentences import built_in
-from specdec_jax.models import layouts, panels
+from specdec_jax.models import packed_weights, weight_layouts
 from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.parameters import flatten
 
@@ -31,8 +31,8 @@ SHAPES = {"T5": TINY, "T5 1.0": TINY_1_0, "GPT": GPT}
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch):
     """XLA multiplies, with the operands that an accelerator would get."""
-    monkeypatch.setattr(panels, "usable", lambda dtype: False)
-    monkeypatch.setattr(panels, "accelerated", lambda: True)
+    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "accelerated", lambda: True)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arguments, cpu, default: default(*arguments))
 
 
@@ -46,7 +46,7 @@ def test_a_product_is_exact_but_for_the_sums_in_float32(dtype, rows):
     one product with the scale."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((*rows, 300)), dtype)
-    kernel = Int8Kernel.of(jnp.asarray(rng.standard_normal((300, 40)), jnp.float32), None)
+    kernel = Int8Kernel.quantize(jnp.asarray(rng.standard_normal((300, 40)), jnp.float32), None)
     inputs, integers, scales = (np.asarray(a).astype(np.float64) for a in (x, kernel.values, kernel.scales))
     exact, most = inputs @ integers * scales, np.abs(inputs) @ np.abs(integers) * scales
     found = jax.jit(lambda x, kernel: kernel.product(x, jnp.float32))(x, kernel)
@@ -66,9 +66,9 @@ def logits(model, rng):
 def test_a_model_computes_what_its_widened_numbers_do(name):
     model = sd.LanguageModel.random(SHAPES[name], quantize="int8")
     assert model.quantized and model.input_bits is None and not model.network.module.native
-    assert " in 8 bits with inputs as they are" in model.contents
+    assert " in int8 with inputs as they are" in model.contents
     assert flatten(model.params).keys() == flatten(sd.LanguageModel.random(SHAPES[name]).params).keys()
-    kernels = layouts.step_kernels(model.network.params)
+    kernels = weight_layouts.step_kernels(model.network.params)
     assert all(isinstance(kernel, Int8Kernel) and kernel.input_bits is None for kernel in kernels)
     config, params = SHAPES[name].with_own_head(), model.params
     head = model.network.params["decoder"]["logits_dense"]["kernel"]  # of a tied model too
@@ -86,7 +86,7 @@ def test_a_model_computes_what_its_widened_numbers_do(name):
 @pytest.mark.parametrize("tied", [False, True])
 def test_speculative_decoding_gives_what_plain_decoding_gives(tied, drafting):
     plain = noisy_copy(tiny_t5(0, logits_via_embedding=tied), 2.0)
-    target = sd.LanguageModel(plain.config, layouts.round_params(plain.params, None, tied))
+    target = sd.LanguageModel(plain.config, weight_layouts.round_params(plain.params, None, tied))
     how = dict(max_new_tokens=12, eos_ids=())
     expected = sd.generate(target, INPUTS, **how)
     exits = drafting == "exit"
@@ -96,7 +96,7 @@ def test_speculative_decoding_gives_what_plain_decoding_gives(tied, drafting):
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
     assert 0 < found.stats.accepted < found.stats.drafted
-    assert exits or all(kernel.input_bits is None for kernel in layouts.step_kernels(drafter.network.params))
+    assert exits or all(kernel.input_bits is None for kernel in weight_layouts.step_kernels(drafter.network.params))
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_stored_8_bits_are_used_as_they_are_only_if_asked_for(dtype, tmp_path):
     folder, said = save_tiny(tmp_path / "model"), []
     asked, default = (sd.load(folder, dtype, quantize=how) for how in ("int8", None))
     assert asked.quantized and not default.quantized
-    leaves = own.open_folder(folder).leaves
+    leaves = native_format.open_folder(folder).leaves
     for name, found in stored_in(asked).items():
         if name.endswith("/kernel"):
             values, scales = leaves[name].parts
@@ -140,14 +140,14 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, tmp_pa
     TIED[form](tmp_path / "model")
     model = sd.load(tmp_path / "model", "bfloat16", quantize="int8")
     embedding = flatten(sd.load(tmp_path / "model", "float32").params)[EMBEDDING]
-    kernel = Int8Kernel.of(embedding.T)
+    kernel = Int8Kernel.quantize(embedding.T)
     assert_kernel(model.network.params["decoder"]["logits_dense"]["kernel"], kernel.values, kernel.scales)
     assert HEAD not in flatten(model.params)
 
 
 def test_memory_is_that_of_8_bits():
     large = sd.PRESETS["t5_1_0/large"].replace(num_encoder_layers=1, num_decoder_layers=1, vocab_size=2000)
-    model = sd.LanguageModel.filled(large.replace(dtype="bfloat16"), quantize="int8")
+    model = sd.LanguageModel.dummy(large.replace(dtype="bfloat16"), quantize="int8")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
     required = checkpoints_weights.required_bytes(large, "bfloat16", None, "rounded")
     assert required == pytest.approx(weights + 2 * 4096 * 1024, rel=0.03)
@@ -155,8 +155,8 @@ def test_memory_is_that_of_8_bits():
 
 
 def test_kernels_of_no_meaning_are_rounded_one_by_one(monkeypatch):
-    """So that a model which fits only in 8 bits can be filled."""
-    made, alive, of = [], [], Int8Kernel.of
+    """So that a model which fits only in int8 can be filled."""
+    made, alive, of = [], [], Int8Kernel.quantize
 
     def noted(kernel, bits):
         alive.append(sum(one() is not None for one in made))
@@ -164,12 +164,12 @@ def test_kernels_of_no_meaning_are_rounded_one_by_one(monkeypatch):
         return of(kernel, bits)
 
     monkeypatch.setattr(Int8Kernel, "of", noted)
-    model = sd.LanguageModel.filled(TINY_1_0, quantize="int8")
+    model = sd.LanguageModel.dummy(TINY_1_0, quantize="int8")
     assert len(made) > 20 and max(alive) == 0
-    assert isinstance(layouts.step_kernels(model.network.params)[0], Int8Kernel)
+    assert isinstance(weight_layouts.step_kernels(model.network.params)[0], Int8Kernel)
 
 
-# Figures, and what is refused.
+# Figures, and what is rejected.
 
 
 @pytest.mark.parametrize("kind, alphas", [("int8", ()), pytest.param("int8", (0.5,), marks=SLOW), ("self:int8", ())])
@@ -179,12 +179,12 @@ def test_the_report_of_accelerators_times_8_bits(kind, alphas):
     pair = stage.load()
     assert pair.target.quantized == (kind == "int8") and pair.target.config.dtype == "bfloat16"
     rounded = (pair.target if kind == "int8" else pair.drafter).network
-    assert all(kernel.input_bits is None for kernel in layouts.step_kernels(rounded.params))
+    assert all(kernel.input_bits is None for kernel in weight_layouts.step_kernels(rounded.params))
     for figure in stage.figures:
-        jax.block_until_ready(figure.arm(pair)())
+        jax.block_until_ready(figure.variant(pair)())
 
 
-def test_inputs_in_8_bits_and_meshes_are_refused(tmp_path, monkeypatch):
+def test_inputs_in_8_bits_and_meshes_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     folder = save_tiny(tmp_path / "model")
     for dtype in ("float32", "bfloat16"):
@@ -192,8 +192,8 @@ def test_inputs_in_8_bits_and_meshes_are_refused(tmp_path, monkeypatch):
             sd.load(folder, dtype, quantize="w8a8")
         with pytest.raises(ValueError, match="got 'int8' with a mesh, expected 8 bits only .* without a mesh"):
             sd.load(folder, dtype, quantize="int8", mesh=sd.make_mesh(1, 1))
-    with pytest.raises(ValueError, match="params: got kernels in 8 bits, expected 8 bits only"):
-        sd.LanguageModel(TINY, layouts.round_params(sd.LanguageModel.random(TINY).params))
+    with pytest.raises(ValueError, match="params: got kernels in int8, expected 8 bits only"):
+        sd.LanguageModel(TINY, weight_layouts.round_params(sd.LanguageModel.random(TINY).params))
     monkeypatch.setattr("specdec_jax.commands.options.accelerated", lambda: True)
     options = dict(target="absent", dtype="bfloat16")
     DecodingOptions(**options, quantize="int8").check()

@@ -1,4 +1,5 @@
-"""Beam search through real networks: what the caches hold, what stale slots reach, other backends and dtypes."""
+"""Beam search through real networks: what the caches hold, what stale slots reach, other backends
+and dtypes."""
 
 import dataclasses
 
@@ -10,7 +11,7 @@ from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.decoding import beams
-from specdec_jax.models import panels
+from specdec_jax.models import packed_weights
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import Attention
@@ -33,7 +34,7 @@ def t5(**shape):
 def without_kernel(make, monkeypatch):
     """The model as XLA alone runs it."""
     with monkeypatch.context() as patch:
-        patch.setattr(panels, "usable", lambda dtype: False)
+        patch.setattr(packed_weights, "usable", lambda dtype: False)
         return make()
 
 
@@ -58,16 +59,16 @@ def pair(request, monkeypatch):
 def started(target, drafter, **options):
     """The state of a search over `INPUTS`, with prefixes of different lengths, and its drafter."""
     prefix = None if target.config.decoder_only else PREFIXES
-    job = beams.plan_decoding(
+    plan = beams.plan_decoding(
         target, INPUTS, drafter=drafter, num_beams=3, max_new_tokens=LIMIT, decoder_prefix=prefix, **options
     )
-    return beams.start(job), job
+    return beams.start(plan), plan
 
 
 def histories(state):
     """(row, beam, its tokens) of every live beam that is one."""
     for row in range(len(state.steps)):
-        for beam in range(state.program.beams):
+        for beam in range(state.config.beams):
             if state.live.scores[row, beam] > -1e6 and not state.done[row]:
                 length = int(state.positions[row]) + 1
                 yield row, beam, np.asarray(state.live.tokens)[row, beam, :length]
@@ -75,22 +76,23 @@ def histories(state):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_caches_hold_what_the_live_beams_have_been_through(pair, name):
-    """After every iteration the target says of every live beam what it says of its tokens fed at once, although all
-    slots that no live beam's path goes through are poisoned; acceptance is ragged."""
+    """After every iteration the target says of every live beam what it says of its tokens fed at
+    once, although all slots that no live beam's path goes through are poisoned; acceptance is
+    ragged."""
     target, drafter = pair(name)
-    (state, job), levels = started(target, drafter, gamma=2), set()
+    (state, plan), levels = started(target, drafter, gamma=2), set()
     step = jax.jit(iterate_beams)
     for _ in range(5):
         before = np.asarray(state.steps)
-        state = poisoned(step(job.network, job.drafter, state))
+        state = poisoned(step(plan.network, plan.drafter, state))
         levels |= set((np.asarray(state.steps) - before).tolist())
         tree = live_beams(state)
-        states, _ = job.network.decode_nodes(tree.tokens, tree.nodes, state.target_cache)
-        logits = np.asarray(job.network.head(states))
+        states, _ = plan.network.decode_nodes(tree.tokens, tree.nodes, state.target_cache)
+        logits = np.asarray(plan.network.head(states))
         for row, beam, tokens in histories(state):
             expected = whole(target, row, tokens)
             np.testing.assert_allclose(logits[row, beam], expected, atol=2e-4)
-    assert len(levels - {0}) > 1  # not all drafts stood, not all fell
+    assert len(levels - {0}) > 1  # not all drafts were accepted, not all rejected
 
 
 def whole(target, row, tokens):
@@ -100,8 +102,8 @@ def whole(target, row, tokens):
 
 
 def poisoned(state):
-    """Poisons every slot of both caches that is on no live beam's path: NaN as key, a huge number as value, since a
-    value that is not finite is never written."""
+    """Poisons every slot of both caches that is on no live beam's path: NaN as key, a huge number
+    as value, since a value that is not finite is never written."""
     slots = state.target_cache.layers[0].slots
     before = jnp.arange(state.paths.shape[2]) < state.positions[:, None, None]
     on_path = jnp.any((state.paths[..., None] == jnp.arange(slots)) & before[..., None], axis=(1, 2))
@@ -119,7 +121,7 @@ class Reckless(sd.ModelDrafter):
 
     def draft_beams(self, draft_state, state, tree):
         draft_state, tree = super().draft_beams(draft_state, state, tree)
-        return draft_state, tree._replace(tokens=tree.tokens.at[:, state.program.beams].set(BAD))
+        return draft_state, tree._replace(tokens=tree.tokens.at[:, state.config.beams].set(BAD))
 
 
 jax.tree_util.register_pytree_node_class(Reckless)
@@ -131,11 +133,11 @@ def test_a_draft_that_is_no_number_reaches_nothing(pair):
     target, drafter = pair("t5")
     params = jax.tree.map(np.array, target.params)
     params["token_embedder"]["embedding"][BAD] = np.nan
-    usable, panels.usable = panels.usable, lambda dtype: target.network.skips
+    usable, packed_weights.usable = packed_weights.usable, lambda dtype: target.network.skips_padding
     try:
         damaged = LanguageModel(target.config, params, eos_ids=(1,))
     finally:
-        panels.usable = usable
+        packed_weights.usable = usable
     options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=LIMIT)
     options["sampling"] = sd.SamplingConfig(forbidden_tokens=(BAD,))
     inputs = np.where(INPUTS == BAD, 2, INPUTS)
@@ -146,7 +148,7 @@ def test_a_draft_that_is_no_number_reaches_nothing(pair):
     assert found.stats.accepted > 0
 
 
-def test_logits_that_are_no_numbers_are_refused():
+def test_logits_that_are_no_numbers_are_rejected():
     params = jax.tree.map(np.array, t5().params)
     params["decoder"]["decoder_norm"]["scale"][:] = np.nan
     damaged = LanguageModel(t5().config, params, eos_ids=(1,), name="damaged")
@@ -156,7 +158,8 @@ def test_logits_that_are_no_numbers_are_refused():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_speculative_search_is_plain_search(pair, name):
-    """Also in batches of one, where caches have no batch axis, and of more, with limits and prefixes of their own."""
+    """Also in batches of one, where caches have no batch axis, and of more, with limits and
+    prefixes of their own."""
     target, drafter = pair(name)
     more = {} if target.config.decoder_only else dict(decoder_prefix=PREFIXES)
     options = dict(num_beams=3, num_return_sequences=2, max_new_tokens=[LIMIT, 4, 1], **more)
@@ -171,8 +174,8 @@ def test_speculative_search_is_plain_search(pair, name):
 
 @pytest.fixture
 def cross_keys_of_the_row_before(monkeypatch):
-    """Returns a function that lets every row of a batch attend to the encoder output of another; what was compiled
-    before, and with it, is forgotten."""
+    """Returns a function that lets every row of a batch attend to the encoder output of another;
+    what was compiled before, and with it, is forgotten."""
     right, roll = Attention.to_encoded, lambda x: jnp.roll(x, 1, axis=0)
 
     def wrong(self, x, norm, cross, mask, *others):
@@ -187,7 +190,8 @@ def cross_keys_of_the_row_before(monkeypatch):
 
 
 def test_a_row_alone_finds_cross_keys_of_another(pair, cross_keys_of_the_row_before):
-    """Plain and speculative search agree with each other even so; neither agrees with the search of a row alone."""
+    """Plain and speculative search agree with each other even so; neither agrees with the search of
+    a row alone."""
     target, drafter = pair("t5")
     options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=LIMIT)
     ways = [{}, dict(drafter=drafter, gamma=2, beam_width=5)]

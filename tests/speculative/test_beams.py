@@ -1,4 +1,5 @@
-"""Beam search on toys whose law is known: equal to a reference in lists, plain and speculative, token for token."""
+"""Beam search on toys whose distribution is known: equal to a reference in lists, plain and
+speculative, token for token."""
 
 import dataclasses
 
@@ -10,7 +11,7 @@ from beam_reference import Search
 from toy_models import HashModel
 
 import specdec_jax as sd
-from specdec_jax.models.nodes import node_paths
+from specdec_jax.models.tree_positions import node_paths
 from specdec_jax.speculative import beam_iteration
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -18,7 +19,7 @@ MARGIN, ROUNDING = 1e-5, 2e-7
 LIMIT = 12
 
 
-def law_of(model, inputs):
+def distribution_of(model, inputs):
     """Log-probabilities of a row's next token, by its new tokens."""
     known = {}
 
@@ -61,7 +62,9 @@ def reference(target, inputs, options):
         options["num_beams"], target.eos_ids, options["length_penalty"], options["beam_style"],
         options.get("early_stopping", False),
     )  # fmt: skip
-    return [search.run(law_of(target, row), int(limit)) for row, limit in zip(inputs, options["max_new_tokens"])]
+    return [
+        search.run(distribution_of(target, row), int(limit)) for row, limit in zip(inputs, options["max_new_tokens"])
+    ]
 
 
 def rows_of(result, row, beams):
@@ -92,19 +95,20 @@ def check_search(seed):
     speculative = sd.generate(target, inputs, drafter=sd.ModelDrafter(drafter), **drafting, **options)
     np.testing.assert_allclose(speculative.scores, plain.scores, rtol=1e-6, atol=1e-7)  # sums of a logsumexp
     steps = lambda result: [round(row.tokens_per_target_call * row.target_calls) for row in result.stats.per_row]
-    judged = 0
+    node_outcomes = 0
     for row, expected in enumerate(reference(target, inputs, options)):
-        # The last bit of a logsumexp depends on how many rows it is of, and may decide where two are as good.
+        # The last bit of a logsumexp depends on how many rows it is of, and may decide where two
+        # are as good.
         if expected.margin > ROUNDING:
             assert rows_of(speculative, row, beams) == rows_of(plain, row, beams)
             assert steps(speculative)[row] == steps(plain)[row]
         if expected.margin < MARGIN:
             continue
-        judged += 1
+        node_outcomes += 1
         assert rows_of(plain, row, beams) == expected.tokens
         np.testing.assert_allclose(plain.scores[row * beams : (row + 1) * beams], expected.scores, rtol=1e-5, atol=1e-5)
         assert steps(plain)[row] == expected.steps
-    assert judged > len(inputs) / 2
+    assert node_outcomes > len(inputs) / 2
     assert speculative.stats.target_calls <= plain.stats.target_calls
 
 
@@ -122,7 +126,7 @@ def test_the_reference_finds(mutant):
     inputs = np.random.default_rng(3).integers(1, 7, (40, 3))
     search = Search(3, (4,), 0.6)
     wrong = dataclasses.replace(search, **MUTANTS[mutant])
-    both = [[one.run(law_of(model, row), LIMIT) for one in (search, wrong)] for row in inputs]
+    both = [[one.run(distribution_of(model, row), LIMIT) for one in (search, wrong)] for row in inputs]
     assert any((a.tokens, a.scores, a.steps) != (b.tokens, b.scores, b.steps) for a, b in both if a.margin > MARGIN)
 
 
@@ -137,7 +141,8 @@ def pair():
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Replaces a function of the iteration; what was compiled with the right one, and then with it, is forgotten."""
+    """Replaces a function of the iteration; what was compiled with the right one, and then with it,
+    is forgotten."""
 
     def replace(name, replacement):
         monkeypatch.setattr(beam_iteration, name, replacement)
@@ -149,7 +154,8 @@ def broken(monkeypatch):
 
 @pytest.mark.parametrize("mistake", ["unscored beam", "siblings seen", "nothing moved", "moved off by one"])
 def test_identity_finds(pair, mistake, broken):
-    """Speculative search with this mistake is not plain search: mistakes of trees that others have made."""
+    """Speculative search with this mistake is not plain search: mistakes of trees that others have
+    made."""
     target, inputs, options, drafting = pair
     plain = sd.generate(target, inputs, **options)
     walk = beam_iteration._walk
@@ -161,7 +167,7 @@ def test_identity_finds(pair, mistake, broken):
 
         def wrong(state, tree, found):
             after, levels = walk(state, tree, found)
-            own = jnp.arange(levels.shape[1], dtype=jnp.int32) + state.program.beams
+            own = jnp.arange(levels.shape[1], dtype=jnp.int32) + state.config.beams
             return after, jnp.broadcast_to(own, levels.shape) if mistake == "nothing moved" else levels + 1
 
         broken("_walk", wrong)

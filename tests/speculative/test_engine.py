@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 def teacher_forced_log_probs(result, inputs=INPUTS, prefixes=None):
-    """Log-probabilities of a result's tokens from one teacher-forced pass: zero past each row's length."""
+    """Log-probabilities of a result's tokens from one teacher-forced pass: zero past each row's
+    length."""
     padded = np.zeros((len(inputs), 8), np.int32)
     for row, ids in enumerate(inputs):
         padded[row, : len(ids)] = ids
@@ -80,14 +81,16 @@ np.testing.assert_allclose(found.log_probs, log_probs, atol=1e-4)
 
 
 def test_greedy_identity_as_users_programs_are_compiled():
-    """In a process of its own, with the optimisations whose kernels differ between one row and several."""
+    """In a process of its own, with the optimisations whose kernels differ between one row and
+    several."""
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", AS_USERS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_log_probs_are_the_targets_own():
-    """Temperature 1 and no filter, whatever the sampling; greedy and sampled, plain and speculative."""
+    """Temperature 1 and no filter, whatever the sampling; greedy and sampled, plain and
+    speculative."""
     config = SamplingConfig(temperature=0.7)
     for result in (run(drafter="noisy copy"), run(drafter="noisy copy", sampling=config, key=KEY)):
         np.testing.assert_allclose(result.log_probs, teacher_forced_log_probs(result), atol=1e-4)
@@ -150,9 +153,9 @@ def test_limits_of_every_length():
     for name in ("none", "self", "noisy copy"):
         result = run(drafter=name, max_new_tokens=limits)
         np.testing.assert_array_equal(result.lengths, limits)
-        live = np.arange(LIMIT) < np.array(limits)[:, None]
-        np.testing.assert_array_equal(result.tokens, np.where(live, plain()[0], 0))
-        np.testing.assert_allclose(result.log_probs, np.where(live, plain()[1], 0), atol=1e-4)
+        valid = np.arange(LIMIT) < np.array(limits)[:, None]
+        np.testing.assert_array_equal(result.tokens, np.where(valid, plain()[0], 0))
+        np.testing.assert_allclose(result.log_probs, np.where(valid, plain()[1], 0), atol=1e-4)
 
 
 def test_one_new_token_examines_nothing():
@@ -163,7 +166,8 @@ def test_one_new_token_examines_nothing():
 
 @pytest.mark.parametrize("name", ["none", "self", "noisy copy"])
 def test_every_id_as_eos(name):
-    """Each id in turn, so that EOS falls on every place in a draft, on corrections and on bonus tokens."""
+    """Each id in turn, so that EOS falls on every place in a draft, on corrections and on bonus
+    tokens."""
     hits = 0
     for eos in [(token,) for token in range(V)] + [(3, 5), tuple(plain()[0][0, [1, 4, 6, 9]])]:
         expected, lengths = cut(plain()[0], eos)
@@ -178,9 +182,11 @@ def test_every_id_as_eos(name):
 
 
 def test_eos_in_a_sampled_draft():
-    """The committed tokens up to the EOS are those of the same key without it; nothing after it is counted.
+    """The committed tokens up to the EOS are those of the same key without it; nothing after it is
+    counted.
 
-    By token verification: block verification judges a draft as a whole, and an EOS makes it another draft.
+    By token verification: block verification verifies a draft as a whole, and an EOS makes it
+    another draft.
     """
     endless = run(drafter="noisy copy", sampling=SAMPLED, key=KEY, verifier="token")
     for eos in range(0, V, 3):

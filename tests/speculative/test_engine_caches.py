@@ -27,8 +27,8 @@ def poisoned(state):
     """NaN in every self-attention slot past the live length, junk ids past every row's length."""
     last = state.lengths - 1
 
-    def poison(cache, live):
-        dead = (jnp.arange(cache.layers[0].slots) >= live[:, None])[:, None, :, None]
+    def poison(cache, valid):
+        dead = (jnp.arange(cache.layers[0].slots) >= valid[:, None])[:, None, :, None]
         return cache.replace(layers=jax.tree.map(lambda x: jnp.where(dead, jnp.nan, x), cache.layers))
 
     drafted = state.draft_state
@@ -43,7 +43,8 @@ def poisoned(state):
 @pytest.mark.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["self", "noisy copy"])
 def test_poisoned_caches_and_streaming(name, config):
-    """One `advance` after another gives what one call gives, also when all that is stale is poisoned in between."""
+    """One `advance` after another gives what one call gives, also when all that is stale is
+    poisoned in between."""
     expected = run(drafter=name, sampling=config, key=KEY)
     options = dict(drafter=drafter(name), gamma=GAMMA, sampling=config, key=KEY, max_new_tokens=LIMIT, eos_ids=())
     for change in (lambda state: state, poisoned):
@@ -73,9 +74,9 @@ def assert_caches_are_complete(state, draft_model, target_too=True) -> int:
     cached = np.minimum(state.draft_state.cached, last)
     parts = [(target(), state.target_cache, last)] if target_too else []
     parts.append((draft_model, state.draft_state.cache, cached))
-    for model, cache, live in parts:
+    for model, cache, valid in parts:
         fresh = fed_at_once(model.network, state.tokens, cache)
-        mask = (np.arange(state.tokens.shape[1]) < live[:, None])[:, None, :, None]
+        mask = (np.arange(state.tokens.shape[1]) < valid[:, None])[:, None, :, None]
         for got, wanted in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(fresh.layers)):
             np.testing.assert_allclose(np.where(mask, got, 0), np.where(mask, wanted, 0), atol=1e-5)
     return np.sum(cached < last)
@@ -104,7 +105,8 @@ def test_gamma_per_row():
 
 
 def test_drafter_catches_up_by_several_tokens():
-    """A row may not draft for a while (γ = 0, to be adapted later), with a ragged prefix before: no hole is left."""
+    """A row may not draft for a while (γ = 0, to be adapted later), with a ragged prefix before: no
+    hole is left."""
     prefixes = [[5], [], [9, 9], [1], [0, 0, 0], [2], [3], [8, 7, 6, 5]]
     state, request = prepare(
         target(), INPUTS, drafter=drafter("self"), gamma=GAMMA, max_new_tokens=8, decoder_prefix=prefixes, eos_ids=()
@@ -157,7 +159,7 @@ def test_catching_up_takes_two_tokens_a_call(monkeypatch):
         assert made == [2] * pairs + [1] * (GAMMA - lags.max() % 2)
         np.testing.assert_array_equal(draft.tokens, expected.tokens)
         np.testing.assert_array_equal(draft.calls, GAMMA + lags // 2)
-        np.testing.assert_allclose(draft.law.probs(), expected.law.probs(), atol=1e-5)
+        np.testing.assert_allclose(draft.dist.probs(), expected.dist.probs(), atol=1e-5)
         np.testing.assert_array_equal(after.cached, lengths - 1 + GAMMA)
         drafted = jax.vmap(jax.lax.dynamic_update_slice)(behind.tokens, draft.tokens, lengths[:, None])
         grown = behind.replace(tokens=drafted, lengths=lengths + GAMMA, draft_state=after)

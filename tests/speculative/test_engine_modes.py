@@ -20,8 +20,8 @@ from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prefill, prepare
 from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.speculative import draws, laws
-from specdec_jax.speculative.gamma import MAX_GAMMA
+from specdec_jax.speculative import distributions, randomness
+from specdec_jax.speculative.policies import MAX_GAMMA
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.verifier import Randomness
 from specdec_jax.speculative.verifiers import verify_tokens
@@ -41,9 +41,9 @@ V = 16
 @functools.partial(jax.jit, static_argnames="mode")
 def one_iteration(target_logits, draft_logits, rows, drafted_at, wanted, accept, final, *, mode):
     """standardize → draw → verify, as the engine composes them."""
-    target, draft = (laws.standardize(logits, None, rows, mode) for logits in (target_logits, draft_logits))
+    target, draft = (distributions.standardize(logits, None, rows, mode) for logits in (target_logits, draft_logits))
     gamma = draft_logits.shape[1]
-    drafted = [draws.draw(draft.probs()[:, i], drafted_at[:, i]) for i in range(gamma)]
+    drafted = [randomness.draw(draft.probs()[:, i], drafted_at[:, i]) for i in range(gamma)]
     drafted = jax.numpy.stack(drafted, axis=1) if gamma else jax.numpy.zeros((len(wanted), 0), jax.numpy.int32)
     return drafted, *verify_tokens(target, draft, drafted, wanted, Randomness(accept, final))
 
@@ -67,14 +67,14 @@ def test_full_product_of_modes(vocab, gamma):
     final = rng.random((size, gamma + 1))
     with float64():
         rows = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, config.rows(size, vocab))
-        at = toy.words(drafted_at), wanted, accept, toy.words(final)
+        at = toy.random_bits(drafted_at), wanted, accept, toy.random_bits(final)
         found = one_iteration(p_logits, q_logits, rows, *at, mode=config.mode)
         drafted, accepted, token = jax.device_get(found)
     for row, (mode, count) in enumerate(cases):
         # The parameters travel as float32.
         exact = {name: float(np.float32(value)) if name != "top_k" else value for name, value in MODES[mode].items()}
         p, q = (toy.adjusted_probs(logits[row], **exact) for logits in (p_logits, q_logits))
-        assert drafted[row].tolist() == [toy.invert(law, u) for law, u in zip(q, drafted_at[row])]
+        assert drafted[row].tolist() == [toy.invert(dist, u) for dist, u in zip(q, drafted_at[row])]
         expected = toy.TOKEN.decide(p, q, drafted[row, :count], accept[row], final[row])
         assert (accepted[row], token[row]) == expected, (mode, count)
 
@@ -130,7 +130,8 @@ def check_stats(result, gamma: int):
         # A model drafts whatever is wanted.
         assert stats.undrafted == 0 and stats.acceptance_rate_per_position == stats.acceptance_rate
     for stats, length in zip(total.per_row, result.lengths):
-        # Each call adds one token of the target's own, but for one that an accepted EOS makes superfluous.
+        # Each call adds one token of the target's own, but for one that an accepted EOS makes
+        # superfluous.
         assert stats.accepted + stats.target_calls - 1 <= length <= stats.accepted + stats.target_calls
         assert stats.tokens_per_target_call == length / stats.target_calls
     for name in ("target_calls", "draft_calls", "drafted", "accepted"):
@@ -159,9 +160,9 @@ def test_pairwise_cover(case):
         logits = target.logits([INPUTS[row]], [[0, *prefix, *new[:-1]]], [len(INPUTS[row])])[0, len(prefix) :]
         own = np.log(toy.adjusted_probs(logits))[np.arange(length), new]
         np.testing.assert_allclose(result.log_probs[row, :length], own, atol=1e-5)
-        law = toy.adjusted_probs(logits, **MODES[case["mode"]])[np.arange(length), new]
-        assert np.all(law > 0), "an id that the law excludes"
-        np.testing.assert_allclose(result.adjusted_log_probs[row, :length], np.log(law), atol=1e-5)
+        dist = toy.adjusted_probs(logits, **MODES[case["mode"]])[np.arange(length), new]
+        assert np.all(dist > 0), "an id that the distribution excludes"
+        np.testing.assert_allclose(result.adjusted_log_probs[row, :length], np.log(dist), atol=1e-5)
         assert not result.adjusted_log_probs[row, length:].any()
     if case["drafter"] == "self" and result.stats.drafted:
         assert result.stats.acceptance_rate == 1.0
@@ -173,7 +174,8 @@ def test_the_cover_is_one():
 
 
 def test_greedy_identity_over_a_thousand_models():
-    """Rows with different inputs have different hash laws: 1,000 random pairs of models in one batch."""
+    """Rows with different inputs have different hash distributions: 1,000 random pairs of models in
+    one batch."""
     rng = np.random.default_rng(0)
     inputs = np.unique(rng.integers(0, V, (1200, 5)), axis=0)[:1000]
     options = dict(input_lengths=np.full(1000, 5), max_new_tokens=20, eos_ids=(3,))
@@ -192,8 +194,9 @@ def test_greedy_identity_over_a_thousand_models():
 # --- The drafter's contract, compilation ---
 
 
-def test_the_returned_law_is_the_law_that_was_drawn_from():
-    """The draft repeated from its own law and uniforms; the law from the teacher-forced drafter and a sort."""
+def test_the_returned_distribution_is_the_distribution_that_was_drawn_from():
+    """The draft repeated from its own distribution and uniforms; the distribution from the
+    teacher-forced drafter and a sort."""
     config = SamplingConfig(**MODES["top-k and top-p"])
     state, request = prepare(
         MODELS["target"],
@@ -207,13 +210,15 @@ def test_the_returned_law_is_the_law_that_was_drawn_from():
     wanted = np.array([3, 1, 2], np.int32)
     _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, wanted))(request.drafter, state)
     np.testing.assert_array_equal(draft.num_drafted, wanted)
-    probs = np.asarray(draft.law.probs())
-    words = draws.words(state.keys, state.lengths, np.broadcast_to(np.arange(3), (3, 3)), draws.DRAFT)
+    probs = np.asarray(draft.dist.probs())
+    random_bits = randomness.random_bits(
+        state.keys, state.lengths, np.broadcast_to(np.arange(3), (3, 3)), randomness.DRAFT
+    )
     for row in range(3):
         n, tokens = wanted[row], np.asarray(draft.tokens[row])
         logits = MODELS["other"].logits([INPUTS[row]], [[0, *tokens[: n - 1]]], [len(INPUTS[row])])[0]
         np.testing.assert_allclose(probs[row, :n], toy.adjusted_probs(logits, **MODES["top-k and top-p"]), atol=1e-5)
-        np.testing.assert_array_equal(draws.draw(probs[row, :n], words[row, :n]), tokens[:n])
+        np.testing.assert_array_equal(randomness.draw(probs[row, :n], random_bits[row, :n]), tokens[:n])
 
 
 def test_nothing_compiles_after_warm_up():
@@ -246,7 +251,8 @@ def test_nothing_compiles_after_warm_up():
 
 @pytest.mark.parametrize("batch, temperature", [(1, 0.0), pytest.param(2, 0.0, marks=pytest.mark.slow), (1, 1.0)])
 def test_no_copy_of_a_cache_or_a_weight_in_the_loop(batch, temperature, optimised):
-    """Compiled, the loop updates its caches in place: no `copy` in a body has a cache's or a kernel's dimensions."""
+    """Compiled, the loop updates its caches in place: no `copy` in a body has a cache's or a
+    kernel's dimensions."""
     target, draft = (tiny_t5(seed, 53, 1, num_heads=5, head_dim=6, emb_dim=22, mlp_dim=34) for seed in (0, 1))
     config = SamplingConfig(temperature=temperature)
     state, request = prepare(
@@ -266,7 +272,8 @@ def test_no_copy_of_a_cache_or_a_weight_in_the_loop(batch, temperature, optimise
 
 
 def test_strings_in_and_out():
-    """An EOS is appended, empty sentences give empty outputs in their place, texts are those of the ids."""
+    """An EOS is appended, empty sentences give empty outputs in their place, texts are those of the
+    ids."""
     target = HashModel(V, 0, vocabulary=Words())
     options = dict(drafter=ModelDrafter(HashModel(V, 1, vocabulary=Words())), gamma=2, max_new_tokens=6)
     result = generate(target, ["w3 w4", "", "w7", "  "], **options)
@@ -284,7 +291,7 @@ def test_strings_in_and_out():
 
 
 OTHER = types.SimpleNamespace(
-    words=HashModel(V, 1, vocabulary=Words(1)), start=HashModel(V, 1, start_token=2), same=HashModel(V, 1)
+    random_bits=HashModel(V, 1, vocabulary=Words(1)), start=HashModel(V, 1, start_token=2), same=HashModel(V, 1)
 )
 
 ERRORS = [
@@ -313,13 +320,13 @@ ERRORS = [
     (dict(sampling=SamplingConfig(temperature=[1.0, 1, 1])), "temperature: got 3 values, expected one or 2"),
     (dict(key=7), r"key: got 7, expected jax.random.key\(seed\)"),
     (dict(key=jax.random.split(jax.random.key(0), 3)), "key: got 3 keys, expected one or 2"),
-    (dict(drafter=ModelDrafter(OTHER.words)), "drafter: got a vocabulary of 16 pieces that differs"),
+    (dict(drafter=ModelDrafter(OTHER.random_bits)), "drafter: got a vocabulary of 16 pieces that differs"),
     (dict(drafter=ModelDrafter(OTHER.start)), "drafter: got start token 2, expected the target's 0"),
 ]
 
 
 @pytest.mark.parametrize("change, message", ERRORS, ids=[message for _, message in ERRORS])
-def test_bad_arguments_are_refused_before_anything_compiles(change, message):
+def test_bad_arguments_are_rejected_before_anything_compiles(change, message):
     options = dict(
         target=HashModel(V, 0, vocabulary=Words()), inputs=[[3, 4, 1], [7]], drafter=ModelDrafter(OTHER.same), gamma=2
     )

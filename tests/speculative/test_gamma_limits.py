@@ -1,4 +1,4 @@
-"""Policies of γ: what does not compile anew, what is refused, and the command line."""
+"""Policies of γ: what does not compile anew, what is rejected, and the command line."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import re
 import command_line
 import numpy as np
 import pytest
-from law_samples import V
+from distribution_samples import V
 from policies import DRAFT, TARGET, G
 from toy_models import HashModel, compilations
 
@@ -21,7 +21,7 @@ pair, cache, specdec = command_line.pair, command_line.cache, command_line.specd
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-# --- What does not compile, and what is refused ---
+# --- What does not compile, and what is rejected ---
 
 
 def test_numbers_never_recompile():
@@ -39,7 +39,7 @@ WRONG = [
     (lambda: sd.Heuristic(0), "maximum: got 0, expected an integer from 1 to 64"),
     (lambda: sd.Confidence(65), "maximum: got 65"),
     (lambda: sd.Entropy(2.0), "maximum: got 2.0"),
-    (lambda: sd.Renewal(True), "maximum: got True"),
+    (lambda: sd.CostAware(True), "maximum: got True"),
     (lambda: sd.Heuristic(4, minimum=5), "minimum: got 5, expected an integer from 1 to 4"),
     (lambda: sd.Heuristic(4, up=1.5), "up: got 1.5, expected an integer from 0 to 64"),
     (lambda: sd.Heuristic(4, start=[3, 0]), r"start: got \[3, 0\], expected an integer from 1"),
@@ -47,24 +47,24 @@ WRONG = [
     (lambda: sd.EntropyBound(4, scale=-0.1), "scale: got -0.1, expected a number from 0"),
     (lambda: sd.EntropyBound(4, threshold=math.nan), "threshold: got nan, expected a number from 0 to 1"),
     (lambda: sd.Confidence(4, threshold="high"), "threshold: got 'high', expected a number from 0 to 1"),
-    (lambda: sd.Renewal(4, cost_ratio=-1), "cost_ratio: got -1, expected a number from 0"),
-    (lambda: sd.Renewal(4, weight=0), "weight: got 0, expected a number from 1e-06"),
-    (lambda: refused_by_generate(gamma=sd.Confidence(4, threshold=[0.1] * 3)), "threshold: got 3 values, expected "
+    (lambda: sd.CostAware(4, cost_ratio=-1), "cost_ratio: got -1, expected a number from 0"),
+    (lambda: sd.CostAware(4, weight=0), "weight: got 0, expected a number from 1e-06"),
+    (lambda: rejected_by_generate(gamma=sd.Confidence(4, threshold=[0.1] * 3)), "threshold: got 3 values, expected "
                                                                                "one or 2"),
-    (lambda: refused_by_generate(gamma=sd.Entropy(4), drafter=sd.PromptLookupDrafter()),
-     "gamma: got Entropy, which reads the drafter's laws, with PromptLookupDrafter, which tells none"),
-    (lambda: refused_by_generate(gamma=sd.Confidence(4), drafter=sd.NGramDrafter.count([[3, 4]], V, 2)),
+    (lambda: rejected_by_generate(gamma=sd.Entropy(4), drafter=sd.PromptLookupDrafter()),
+     "gamma: got Entropy, which needs draft probabilities, with PromptLookupDrafter, which provides none"),
+    (lambda: rejected_by_generate(gamma=sd.Confidence(4), drafter=sd.NGramDrafter.count([[3, 4]], V, 2)),
         "with NGramDrafter"),
-    (lambda: refused_by_generate(gamma=sd.EntropyBound(4), drafter=sd.RandomDrafter(V)), "with RandomDrafter"),
+    (lambda: rejected_by_generate(gamma=sd.EntropyBound(4), drafter=sd.RandomDrafter(V)), "with RandomDrafter"),
 ]  # fmt: skip
 
 
-def refused_by_generate(drafter=sd.ModelDrafter(DRAFT), **options):
+def rejected_by_generate(drafter=sd.ModelDrafter(DRAFT), **options):
     sd.generate(TARGET, [[3], [4]], drafter=drafter, **options)
 
 
 @pytest.mark.parametrize("call, message", WRONG, ids=[message for _, message in WRONG])
-def test_what_makes_no_sense_is_refused_before_anything_compiles(call, message):
+def test_what_makes_no_sense_is_rejected_before_anything_compiles(call, message):
     def attempt():
         with pytest.raises(ValueError, match=message):
             call()
@@ -79,7 +79,7 @@ NAMED = [
     (dict(gamma_policy="fixed"), 6),
     (dict(gamma_policy="heuristic"), sd.Heuristic(6)),
     (dict(gamma_policy="confidence", gamma_settings=("threshold:0.25",)), sd.Confidence(6, threshold=0.25)),
-    (dict(gamma_policy="renewal", gamma_settings=("cost_ratio:0.3", "minimum:2")), sd.Renewal(6, 2, 0.3)),
+    (dict(gamma_policy="cost_aware", gamma_settings=("cost_ratio:0.3", "minimum:2")), sd.CostAware(6, 2, 0.3)),
 ]
 
 
@@ -130,10 +130,10 @@ def test_benchmark_with_a_policy(specdec):
     code, out, err = specdec("benchmark", *command_line.MODELS, *flags)
     assert (code, err) == (0, "")
     record = json.loads(out)
-    (arm,) = record["speculative"]
-    alpha = arm["stats"]["acceptance_rate"]
-    assert 0 < arm["mean_gamma"] < arm["gamma"] == 2 and arm["predicted"] is arm["shares"] is None
-    assert arm["oracle"]["tokens_per_target_call"] == pytest.approx(1 / (1 - alpha))
+    (variant,) = record["speculative"]
+    alpha = variant["stats"]["acceptance_rate"]
+    assert 0 < variant["mean_gamma"] < variant["gamma"] == 2 and variant["predicted"] is variant["shares"] is None
+    assert variant["oracle"]["tokens_per_target_call"] == pytest.approx(1 / (1 - alpha))
     assert "drafted for each; no prediction" in summaries.benchmark_summary(
         record
     ) and "an oracle of gamma" in summaries.benchmark_summary(record)

@@ -1,4 +1,5 @@
-"""Verifiers, drafters and policies of a user's own: their parameters, and what is said where they are wrong."""
+"""Verifiers, drafters and policies of a user's own: their parameters, and what is said where they
+are wrong."""
 
 import dataclasses
 from typing import Any
@@ -13,9 +14,9 @@ from toy_models import HashModel, compilations
 import specdec_jax as sd
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.drafters.drafting import point_mass
-from specdec_jax.speculative.gamma import number
+from specdec_jax.speculative.policies import number
 from specdec_jax.speculative.state import Draft
-from specdec_jax.speculative.verifiers import VERIFIERS, correct, count_leading, leading_law
+from specdec_jax.speculative.verifiers import VERIFIERS, correct, count_leading, leading_distribution
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -32,13 +33,13 @@ def decode(**options):
 # --- Verifiers ---
 
 
-def judge(target, draft, draft_tokens, num_drafted, randomness, settings):
-    """Lets tokens stand that have at least `least` of probability."""
-    stands = leading_law(target).prob(draft_tokens) >= settings["least"][:, None]
-    return correct(target, draft, count_leading(stands, num_drafted), num_drafted, randomness.final)
+def verify(target, draft, draft_tokens, num_drafted, randomness, settings):
+    """Lets tokens are accepted that have at least `least` of probability."""
+    accepted = leading_distribution(target).prob(draft_tokens) >= settings["least"][:, None]
+    return correct(target, draft, count_leading(accepted, num_drafted), num_drafted, randomness.final)
 
 
-OWN = sd.Verifier("probable", judge, exact=False, parameters=(("least", None),))
+OWN = sd.Verifier("probable", verify, exact=False, parameters=(("least", None),))
 
 
 def accepted(result) -> list[int]:
@@ -80,9 +81,9 @@ def test_the_package_takes_its_own_parameters_either_way():
             "lenience: got 0.4 and 0.5 of the verifier, expected one of them",
         ),
         (lambda: sd.Verifier("a", 3), "Verifier: got 'a', 3, expected a name and a function"),
-        (lambda: sd.Verifier("a", judge, parameters=("least",)), "parameters: got 'least', expected a list of names"),
-        (lambda: sd.Verifier("a", judge, parameters="least"), "parameters: got 'least', expected a list of names"),
-        (lambda: sd.Verifier("a", judge, parameters=(("b", "c"),)), r"parameters: got \('b', 'c'\), expected a list"),
+        (lambda: sd.Verifier("a", verify, parameters=("least",)), "parameters: got 'least', expected a list of names"),
+        (lambda: sd.Verifier("a", verify, parameters="least"), "parameters: got 'least', expected a list of names"),
+        (lambda: sd.Verifier("a", verify, parameters=(("b", "c"),)), r"parameters: got \('b', 'c'\), expected a list"),
         (lambda: decode(verifier=sd.Verifier("a", lambda *_: None)), "verifier a: got NoneType from its rule"),
     ],
 )
@@ -103,8 +104,8 @@ def repeating(**changes):
     """Makes a drafter that drafts id 3 over and over, with other fields of `Draft` or methods."""
 
     def draft(self, draft_state, state, num_wanted):
-        tokens = jnp.full((len(num_wanted), state.program.gamma), 3, jnp.int32)
-        fields = dict(tokens=tokens, num_drafted=num_wanted, law=point_mass(state, tokens), calls=num_wanted * 0)
+        tokens = jnp.full((len(num_wanted), state.config.gamma), 3, jnp.int32)
+        fields = dict(tokens=tokens, num_drafted=num_wanted, dist=point_mass(state, tokens), calls=num_wanted * 0)
         return draft_state, Draft(
             **{**fields, **{name: of(num_wanted) for name, of in changes.items() if name in fields}}
         )
@@ -126,7 +127,7 @@ def test_no_row_drafts_more_than_is_wanted():
 @pytest.mark.parametrize(
     "drafter, message",
     [
-        (repeating(law=lambda wanted: None), "drafter Own: draft gave NoneType for the law of its tokens"),
+        (repeating(dist=lambda wanted: None), "drafter Own: draft gave NoneType for the distribution of its tokens"),
         (repeating(num_drafted=lambda wanted: 3), r"Own: draft gave num_drafted int32\[\], expected int32\[2\]"),
         (repeating(calls=lambda wanted: 0), r"Own: draft gave calls int32\[\], expected int32\[2\]"),
         (repeating(draft=lambda self, *_: None), r"Own: draft returned NoneType, expected \(draft_state, Draft\)"),
@@ -143,9 +144,9 @@ def test_what_is_wrong_with_a_drafter_is_said(drafter, message):
         decode(drafter=drafter)
 
 
-def test_a_policy_that_reads_laws_gets_them():
-    with pytest.raises(ValueError, match="Own: draft gave no Draft.seen, expected it of a drafter that tells_law"):
-        decode(drafter=repeating(tells_law=True), gamma=sd.Confidence(3))
+def test_a_policy_that_reads_distributions_gets_them():
+    with pytest.raises(ValueError, match="Own: draft gave no Draft.seen, expected it of a drafter that provides_probs"):
+        decode(drafter=repeating(provides_probs=True), gamma=sd.Confidence(3))
 
 
 # --- Policies ---
@@ -153,7 +154,7 @@ def test_a_policy_that_reads_laws_gets_them():
 
 @dataclasses.dataclass(frozen=True)
 class AfterLast(sd.Policy):
-    """Drafts `more` tokens more than stood last time; `first` is static."""
+    """Drafts `more` tokens more than were accepted last time; `first` is static."""
 
     more: Any = number(1, 0, 64)
     first: int = 1

@@ -1,4 +1,5 @@
-"""Processors against slow versions in numpy: random prefixes, several positions at once, stale and future tokens."""
+"""Processors against slow versions in numpy: random prefixes, several positions at once, stale and
+future tokens."""
 
 import functools
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import toy_processors
 
-from specdec_jax.speculative import laws, processors
+from specdec_jax.speculative import distributions, processors
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingConfig
 
@@ -21,16 +22,17 @@ RNG = np.random.default_rng
 
 @functools.partial(jax.jit, static_argnames="mode")
 def process(logits, context, rows, mode):
-    return laws.process(logits, context, rows, mode)
+    return distributions.process(logits, context, rows, mode)
 
 
 @functools.partial(jax.jit, static_argnames="mode")
-def law_of(logits, context, rows, mode):
-    return laws.standardize(logits, context, rows, mode).probs()
+def distribution_of(logits, context, rows, mode):
+    return distributions.standardize(logits, context, rows, mode).probs()
 
 
 def some_case(seed: int):
-    """Logits, prefixes of all lengths that leave room for T positions, starts; few ids, so that n-grams repeat."""
+    """Logits, prefixes of all lengths that leave room for T positions, starts; few ids, so that
+    n-grams repeat."""
     rng = RNG(seed)
     logits = (rng.normal(size=(B, T, V)) * 3).astype(np.float32)
     logits[rng.random(logits.shape) < 0.1] = 0
@@ -57,8 +59,8 @@ def expected(logits, context, options):
 
 def own_processor(prefixes, lengths, logits):
     """Only the id after the last one, and ids that came up an even number of times."""
-    ids, live = jnp.arange(logits.shape[1]), jnp.arange(prefixes.shape[1]) < lengths[:, None]
-    counts = jnp.sum((prefixes[..., None] == ids) & live[..., None], axis=1)
+    ids, valid = jnp.arange(logits.shape[1]), jnp.arange(prefixes.shape[1]) < lengths[:, None]
+    counts = jnp.sum((prefixes[..., None] == ids) & valid[..., None], axis=1)
     last = jnp.take_along_axis(prefixes, lengths[:, None] - 1, axis=1)
     return jnp.where((counts % 2 == 0) | (ids == last + 1), logits, -jnp.inf)
 
@@ -81,7 +83,7 @@ CASES = {
     "bias": dict(logit_bias={0: 5.0, 3: -2.5}),
     "forbidden": dict(forbidden_tokens=(0, 5)),
     "mask": dict(vocabulary_mask=(True, False, True, True, False, True)),
-    "forced": dict(forced_tokens={0: 3, 2: 1, 9: 0}),
+    "synthetic": dict(forced_tokens={0: 3, 2: 1, 9: 0}),
     "own": dict(processor=own_processor),
     "all": dict(
         **PER_ROW, no_repeat_ngram=2, logit_bias={0: 5.0, 3: -2.5}, forbidden_tokens=(0, 5),
@@ -101,8 +103,8 @@ def test_every_processor_equals_its_slow_version(options):
         np.testing.assert_allclose(found, expected(logits, context, slow), rtol=1e-6)
         # What lies past a prefix plays no part: neither junk nor the tokens of later positions.
         for first in range(T):
-            live = np.arange(S) < context.lengths[:, None] + first
-            junk = np.where(live, context.tokens, RNG(seed).integers(0, V, (B, S)).astype(np.int32))
+            valid = np.arange(S) < context.lengths[:, None] + first
+            junk = np.where(valid, context.tokens, RNG(seed).integers(0, V, (B, S)).astype(np.int32))
             again = np.asarray(process(logits, context._replace(tokens=junk), rows, config.mode))
             np.testing.assert_array_equal(again[:, : first + 1], found[:, : first + 1])
         changed += np.any(found != logits)
@@ -110,7 +112,7 @@ def test_every_processor_equals_its_slow_version(options):
 
 
 def alone(function, logits, prefix, start: int = 1, **options):
-    """`function` is `process` or `law_of`: logits or probabilities `[V]` after one prefix."""
+    """`function` is `process` or `distribution_of`: logits or probabilities `[V]` after one prefix."""
     config = SamplingConfig(**{"temperature": 1.0, **options})
     tokens = np.array([[*prefix, *[3] * (S - len(prefix))]], np.int32)
     eos = np.array([[*EOS, -1, -1]], np.int32)
@@ -127,9 +129,18 @@ def test_numbers_of_hugging_face():
     np.testing.assert_array_equal(found(no_repeat_ngram=3), [1.5, -2, 3, -0.5, 0.25, -inf])
     np.testing.assert_array_equal(found(no_repeat_ngram=2), [1.5, -2, 3, -inf, 0.25, -inf])
     probs = alone(
-        law_of, logits, prefix, 3, repetition_penalty=1.25, no_repeat_ngram=2, min_new_tokens=5, temperature=0.7,
-        top_k=4, top_p=0.95, min_p=0.1,
-    )  # fmt: skip
+        distribution_of,
+        logits,
+        prefix,
+        3,
+        repetition_penalty=1.25,
+        no_repeat_ngram=2,
+        min_new_tokens=5,
+        temperature=0.7,
+        top_k=4,
+        top_p=0.95,
+        min_p=0.1,
+    )
     np.testing.assert_allclose(probs, [0.1526, 0, 0.8474, 0, 0, 0], atol=1e-4)
 
 
@@ -162,7 +173,7 @@ def test_where_no_id_is_left_none_of_them_applies(options):
     logits = np.array([0.5, -1, 2, 0.25, 1.0], np.float32)
     np.testing.assert_array_equal(alone(process, logits, [0, 1, 2, 3, 4], logit_bias={0: 9.0}, **options), logits)
     if options is NOTHING_LEFT["1-grams"]:
-        probs = alone(law_of, logits, [0, 1, 2, 3, 4], logit_bias={0: 9.0}, **options)
+        probs = alone(distribution_of, logits, [0, 1, 2, 3, 4], logit_bias={0: 9.0}, **options)
         np.testing.assert_allclose(probs, np.exp(logits) / np.exp(logits).sum(), atol=1e-6)
 
 
@@ -175,7 +186,7 @@ def test_forced_wins_over_forbidden_and_minimum_length():
 
 def test_min_p_comes_after_top_p_and_the_temperature():
     """Of (0.4, 0.3, 0.2, 0.1) p = 0.65 leaves two; 0.3 is 3/4 of the greatest, whatever the others."""
-    kept = lambda **options: np.count_nonzero(alone(law_of, np.log([0.4, 0.3, 0.2, 0.1]), [0], **options))
+    kept = lambda **options: np.count_nonzero(alone(distribution_of, np.log([0.4, 0.3, 0.2, 0.1]), [0], **options))
     assert [kept(min_p=m) for m in (0.2, 0.3, 0.6, 0.74, 0.76, 1.0)] == [4, 3, 2, 2, 1, 1]
     assert kept(min_p=0.3, top_p=0.65) == 2 and kept(min_p=0.76, top_p=0.65) == 1
     assert kept(min_p=0.6, temperature=0.5) == 1 and kept(min_p=0.6, temperature=3.0) == 4
@@ -183,15 +194,15 @@ def test_min_p_comes_after_top_p_and_the_temperature():
 
 def test_processors_come_before_the_temperature():
     """Added after it, the bias would count half as much."""
-    probs = alone(law_of, [2.0, 1.5, 0], [0], repetition_penalty=2.0, logit_bias={1: 1.0}, temperature=0.5)
+    probs = alone(distribution_of, [2.0, 1.5, 0], [0], repetition_penalty=2.0, logit_bias={1: 1.0}, temperature=0.5)
     wanted = np.exp(np.array([1.0, 2.5, 0]) / 0.5)
     np.testing.assert_allclose(probs, wanted / wanted.sum(), atol=1e-6)
 
 
 @pytest.mark.parametrize("penalty", [1e-45, 1e-38, 1e-6, 1e38])
-def test_an_extreme_penalty_leaves_a_law(penalty):
+def test_an_extreme_penalty_leaves_a_distribution(penalty):
     for logits in ([4.0, 3, -2, 1], [-4.0, -3, -2, -1], [-np.inf, 0, 1, -1]):
-        probs = alone(law_of, logits, [0, 1, 2, 3], repetition_penalty=penalty)
+        probs = alone(distribution_of, logits, [0, 1, 2, 3], repetition_penalty=penalty)
         assert np.all(np.isfinite(probs)) and np.isclose(probs.sum(), 1)
         assert np.all(probs[np.isneginf(logits)] == 0)
 
@@ -214,6 +225,6 @@ def test_a_context_counts_from_its_rows_lengths():
     np.testing.assert_array_equal(jnp.sum(jnp.isneginf(forced), axis=-1), [[3, 0, 3], [0, 3, 0]])
 
 
-def test_a_processor_of_the_wrong_shape_is_refused():
+def test_a_processor_of_the_wrong_shape_is_rejected():
     with pytest.raises(ValueError, match=r"processor: got logits of shape \(1, 2\), expected \(1, 3\)"):
         alone(process, [3.0, 2, 1], [0], processor=lambda prefixes, lengths, logits: logits[:, :2])

@@ -56,7 +56,7 @@ def test_greedy_plain_and_speculative_equal_the_slow_version(name):
     for speculative in (False, True):
         result = decode(config, speculative)
         assert ids_of(result) == wanted
-        assert not result.adjusted_log_probs.any(), "the law is one-hot"
+        assert not result.adjusted_log_probs.any(), "the distribution is one-hot"
         for row, ids in enumerate(wanted):
             logits = raw_logits(TARGET, row, [0, *PREFIXES[row], *ids])[len(PREFIXES[row]) : -1]
             own = np.log(toy.adjusted_probs(logits))[np.arange(len(ids)), ids]
@@ -65,7 +65,8 @@ def test_greedy_plain_and_speculative_equal_the_slow_version(name):
 
 
 def carried(state, tokens=None, ahead=0):
-    """A mutant: what was drafted in the last iteration counts as said, whether it stood or not."""
+    """A mutant: what was drafted in the last iteration counts as said, whether it was accepted or
+    not."""
     real, gamma = CONTEXT(state, tokens, ahead), state.last_draft.shape[1]
     return Context(
         jnp.concatenate([state.last_draft, real.tokens], axis=1),
@@ -149,29 +150,30 @@ def test_log_probabilities_of_samples_are_those_of_a_slow_computation(verifier):
     assert len(set(result.lengths.tolist())) > 1 and (verifier == "plain" or result.stats.accepted > 0)
 
 
-# --- The joint law, and several samples of one input ---
+# --- The joint distribution, and several samples of one input ---
 
 SMALL, DRAWS = 5, 4000
 SMALL_TARGET, SMALL_DRAFT = HashModel(SMALL, 0, spread=2.5), HashModel(SMALL, 1, spread=2.5, likeness=0.3)
 SMALL_OPTIONS = dict(repetition_penalty=2.0, no_repeat_ngram=2, min_new_tokens=1, logit_bias={4: 0.7}, min_p=0.05)
 
 
-def small_law(prefix) -> np.ndarray:
-    """The target's processed law `[5]` after new ids `prefix`, in numpy."""
+def small_distribution(prefix) -> np.ndarray:
+    """The target's processed distribution `[5]` after new ids `prefix`, in numpy."""
     tokens = [0, *prefix]
     logits = SMALL_TARGET.logits([[2, 3]], [tokens], [2])[0, -1]
-    return toy_processors.law(logits, tokens, new=len(prefix), eos_ids=(1,), temperature=1.2, **SMALL_OPTIONS)
+    return toy_processors.dist(logits, tokens, new=len(prefix), eos_ids=(1,), temperature=1.2, **SMALL_OPTIONS)
 
 
-def significance(sequences, law: dict, draws: int) -> float:
-    """p-value of a G-test; cells with fewer than 5 expected are one; 0 where something impossible was drawn."""
-    counts = dict.fromkeys(law, 0)
+def significance(sequences, dist: dict, draws: int) -> float:
+    """p-value of a G-test; cells with fewer than 5 expected are one; 0 where something impossible
+    was drawn."""
+    counts = dict.fromkeys(dist, 0)
     for sequence in sequences:
         if sequence not in counts:
             return 0.0
         counts[sequence] += 1
-    cells = [(counts[key], draws * prob) for key, prob in law.items() if draws * prob >= 5]
-    rest = np.sum([(counts[key], draws * prob) for key, prob in law.items() if draws * prob < 5] or [(0, 0)], axis=0)
+    cells = [(counts[key], draws * prob) for key, prob in dist.items() if draws * prob >= 5]
+    rest = np.sum([(counts[key], draws * prob) for key, prob in dist.items() if draws * prob < 5] or [(0, 0)], axis=0)
     observed, expected = np.array([*cells, rest] if rest[1] > 0 else cells).T
     g = 2 * np.sum(scipy.special.xlogy(observed, observed / expected))
     return scipy.stats.chi2.sf(g, len(observed) - 1)
@@ -186,35 +188,37 @@ def small_samples(function, key: int, **options):
 
 
 @pytest.mark.parametrize("verifier", ["token", "block", "gumbel"])
-def test_samples_of_one_input_follow_the_processed_law(verifier):
-    """Joint law of three positions under processors that read the prefix; neighbours are independent."""
-    law = toy.complete({(): 1.0}, small_law, 3, {1})
-    law = {key: prob for key, prob in law.items() if prob}
-    assert len(law) > 30
+def test_samples_of_one_input_follow_the_processed_distribution(verifier):
+    """Joint distribution of three positions under processors that read the prefix; neighbours are
+    independent."""
+    dist = toy.complete({(): 1.0}, small_distribution, 3, {1})
+    dist = {key: prob for key, prob in dist.items() if prob}
+    assert len(dist) > 30
     samples = small_samples(generate, 0, verifier=verifier)
-    assert significance(samples, law, DRAWS) > 1e-9
-    first = small_law(())
+    assert significance(samples, dist, DRAWS) > 1e-9
+    first = small_distribution(())
     pairs = {(x, y): first[x] * first[y] for x in range(SMALL) for y in range(SMALL) if first[x] * first[y]}
     found = [(a[0], b[0]) for a, b in zip(samples[::2], samples[1::2])]
     assert significance(found, pairs, len(found)) > 1e-9
-    assert significance(found, dict.fromkeys(pairs, 1 / len(pairs)), len(found)) < 1e-9, "a wrong law is seen"
+    assert significance(found, dict.fromkeys(pairs, 1 / len(pairs)), len(found)) < 1e-9, "a wrong distribution is seen"
 
 
 @pytest.mark.parametrize("name", ["carried", "unverified"])
-def test_the_joint_law_catches_prefixes_that_are_not_the_committed_ones(name, monkeypatch):
-    law = toy.complete({(): 1.0}, small_law, 3, {1})
-    law = {key: prob for key, prob in law.items() if prob}
+def test_the_joint_distribution_catches_prefixes_that_are_not_the_committed_ones(name, monkeypatch):
+    dist = toy.complete({(): 1.0}, small_distribution, 3, {1})
+    dist = {key: prob for key, prob in dist.items() if prob}
     found = small_samples(functools.partial(decode_with, MUTANTS[name], monkeypatch), 0)
-    assert significance(found, law, DRAWS) < 1e-9
+    assert significance(found, dist, DRAWS) < 1e-9
 
 
-def test_processed_laws_are_preserved():
-    """By enumeration, in float64: repetition and n-grams make both laws depend on the whole prefix."""
+def test_processed_distributions_are_preserved():
+    """By enumeration, in float64: repetition and n-grams make both distributions depend on the
+    whole prefix."""
 
-    def under(law):
+    def under(dist):
         def adjusted(prefix):
-            logits = np.log(law(prefix))
-            return toy_processors.law(logits, [0, *prefix], new=len(prefix), eos_ids=(1,), **options)
+            logits = np.log(dist(prefix))
+            return toy_processors.dist(logits, [0, *prefix], new=len(prefix), eos_ids=(1,), **options)
 
         return functools.cache(adjusted)
 
@@ -222,9 +226,9 @@ def test_processed_laws_are_preserved():
         dict(repetition_penalty=2.0, no_repeat_ngram=2),
         dict(min_new_tokens=2, forced_tokens={1: 2}, min_p=0.1),
     ):
-        target, draft = under(toy.table_law(3, 0)), under(toy.table_law(3, 1))
+        target, draft = under(toy.table_distribution(3, 0)), under(toy.table_distribution(3, 1))
         for gamma in (1, 2, 3):
-            found = toy.speculative_law(target, draft, gamma, 4, {1})
+            found = toy.speculative_distribution(target, draft, gamma, 4, {1})
             assert toy.total_variation(found, toy.complete({(): 1.0}, target, 4, {1})) < 1e-12
 
 
@@ -243,7 +247,7 @@ class Counting(HashNetwork):
 def test_samples_share_the_encoder_and_nothing_else():
     models = [HashModel(V, seed, likeness=0.4) for seed in (0, 1)]
     for model in models:
-        model.network = Counting(model.law)
+        model.network = Counting(model.dist)
     options = dict(
         drafter=ModelDrafter(models[1]), sampling=SamplingConfig(temperature=1.0, repetition_penalty=1.2),
         max_new_tokens=8,

@@ -1,5 +1,5 @@
-"""Nodes of trees and beams get the starts, EOS ids and noise of their own row, and a step of a beam search enough
-candidates."""
+"""Nodes of trees and beams get the starts, EOS ids and noise of their own row, and a step of a beam
+search enough candidates."""
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +38,10 @@ def test_processors_of_a_trees_nodes():
 
 
 def test_processors_of_beams():
-    """Three rows together give what each gives alone, where every row has EOS ids and a start of its own."""
+    """Three rows together give what each gives alone, where every row has EOS ids and a start of
+    its own."""
     mode, beams = EARLY.mode, 3
-    program = BeamConfig(beams, EOS_IDS.shape[1], mode, V)
+    config = BeamConfig(beams, EOS_IDS.shape[1], mode, V)
     tokens = np.array([[0, *prefix, *[0] * (3 - len(prefix))] for prefix in PREFIXES], np.int32)
     inputs = np.array([[*row, *[0] * (4 - len(row))] for row in INPUTS], np.int32)
     lengths, starts = (np.array([len(row) for row in rows], np.int32) for rows in (INPUTS, PREFIXES))
@@ -49,9 +50,9 @@ def test_processors_of_beams():
         early = sd.SamplingConfig(min_new_tokens=np.take(EARLY.min_new_tokens, rows).tolist(), repetition_penalty=1.2)
         given = inputs[rows], lengths[rows], tokens[rows], starts[rows] + 1, np.full(len(rows), LIMIT, np.int32)
         traced = EOS_IDS[rows], np.float32(0.6), early.rows(len(rows), V), np.zeros(len(rows), bool)
-        state = begin(TARGET.network, None, program, LIMIT, 4 + LIMIT, *given, *traced)
+        state = begin(TARGET.network, None, config, LIMIT, 4 + LIMIT, *given, *traced)
         state = jax.jit(search)(TARGET.network, None, state)
-        return [np.asarray(part) for part in (state.finished.lengths, state.finished.scores, state.live.tokens)]
+        return [np.asarray(part) for part in (state.finished.lengths, state.finished.scores, state.valid.tokens)]
 
     together = searched(np.arange(3))
     for row in range(3):
@@ -60,8 +61,8 @@ def test_processors_of_beams():
 
 
 def test_candidates_of_a_step():
-    """All ids that end a sequence are more probable than the others, and still K beams go on: they take (1 + E)·K
-    candidates."""
+    """All ids that end a sequence are more probable than the others, and still K beams go on: they
+    take (1 + E)·K candidates."""
     ends, beams, bias = (1, 3, 5, 7, 8), 2, np.zeros(9, np.float32)
     target = HashModel(9, 0, eos_ids=ends)
     bias[list(ends)] = 3
@@ -70,7 +71,7 @@ def test_candidates_of_a_step():
     inputs = np.arange(1, 9)[:, None]
     found = sd.generate(target, inputs, max_new_tokens=5, num_return_sequences=beams, sampling=sampling, **options)
 
-    def law(row):
+    def dist(row):
         def log_probs(tokens):
             logits = target.logits(row[None], np.array([[0, *tokens]]))[0, -1]
             return (logits - np.log(np.exp(logits).sum()) + bias).astype(np.float32)
@@ -78,7 +79,7 @@ def test_candidates_of_a_step():
         return log_probs
 
     for row, one in enumerate(inputs):
-        expected = Search(beams, ends, 3.0, "huggingface", "never").run(law(one), 5)
+        expected = Search(beams, ends, 3.0, "huggingface", "never").run(dist(one), 5)
         assert expected.margin > 1e-6
         rows = range(row * beams, (row + 1) * beams)
         assert [found.tokens[place, : found.lengths[place]].tolist() for place in rows] == expected.tokens
@@ -88,7 +89,8 @@ def test_candidates_of_a_step():
     dict(gamma=3), dict(tree=Tree.uniform((2, 1, 1), children="gumbel")), dict(tree=DynamicTree(3, 2, 8, "gumbel")),
 ], ids=["chain", "tree", "dynamic tree"])  # fmt: skip
 def test_noise_of_the_drafts_positions(drafting):
-    """A drafter that is the target proposes, by the noise of each position, just what the target takes there."""
+    """A drafter that is the target proposes, by the noise of each position, just what the target
+    takes there."""
     options = dict(sampling=SAMPLED, key=jax.random.key(3), max_new_tokens=LIMIT, decoder_prefix=PREFIXES)
     verifier = {} if "tree" in drafting else dict(verifier="gumbel")
     found = sd.generate(TARGET, INPUTS, drafter=sd.ModelDrafter(TARGET), **options, **verifier, **drafting)

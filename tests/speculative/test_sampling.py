@@ -1,4 +1,4 @@
-"""Sampling laws against a sort in numpy, and draws over whole grids of uniforms."""
+"""Sampling distributions against a sort in numpy, and draws over whole grids of uniforms."""
 
 import functools
 
@@ -13,17 +13,21 @@ from toy_models import HashModel
 
 from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.speculative import draws, laws
+from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode
 
 LAST = np.float32(1 - 2**-24)  # the largest float32 below 1
-draw = jax.jit(draws.draw)
+draw = jax.jit(randomness.draw)
 
 
 @functools.partial(jax.jit, static_argnames="mode")
 def standardized(logits, rows, mode):
-    law = laws.standardize(logits, None, rows, mode)
-    return law.probs(), law.row(jnp.zeros(logits.shape[0], jnp.int32)), law.prob(jnp.zeros(logits.shape[:2], jnp.int32))
+    dist = distributions.standardize(logits, None, rows, mode)
+    return (
+        dist.probs(),
+        dist.row(jnp.zeros(logits.shape[0], jnp.int32)),
+        dist.prob(jnp.zeros(logits.shape[:2], jnp.int32)),
+    )
 
 
 def probs_of(logits, **config):
@@ -72,7 +76,8 @@ def test_ties_with_the_last_kept_stay():
 
 
 def test_top_p_comes_after_top_k():
-    """Of (0.4, 0.3, 0.2, 0.1), k = 2 leaves (4/7, 3/7): p = 0.55 then keeps one id, before top-k it would keep two."""
+    """Of (0.4, 0.3, 0.2, 0.1), k = 2 leaves (4/7, 3/7): p = 0.55 then keeps one id, before top-k it
+    would keep two."""
     logits = np.log(np.array([[[0.4, 0.3, 0.2, 0.1]]], np.float32))
     np.testing.assert_allclose(probs_of(logits, temperature=1.0, top_k=2, top_p=0.55)[0, 0], [1, 0, 0, 0])
     assert np.count_nonzero(probs_of(logits, temperature=1.0, top_p=0.55)) == 2
@@ -105,7 +110,7 @@ def test_bfloat16_logits_are_cast_before_the_temperature():
     assert probs_of(logits, **config).dtype == np.float32
 
 
-def test_law_gives_the_same_numbers_three_ways():
+def test_distribution_gives_the_same_numbers_three_ways():
     logits = some_logits(np.random.default_rng(1), 4, 20)
     config = SamplingConfig(temperature=0.8, top_k=7)
     probs, row, prob = standardized(logits, config.rows(4, 20), config.mode)
@@ -115,17 +120,18 @@ def test_law_gives_the_same_numbers_three_ways():
 
 def test_argmax_takes_the_first_of_equals():
     logits = np.array([[0.0, 2, 2], [-np.inf, -np.inf, -1], [-0.0, 0.0, -1], [5, 1, 5]], np.float32)
-    np.testing.assert_array_equal(laws.argmax(jnp.asarray(logits)), [1, 2, 0, 0])
+    np.testing.assert_array_equal(distributions.argmax(jnp.asarray(logits)), [1, 2, 0, 0])
 
 
 def test_argmax_of_what_is_no_number():
     logits = np.array([[0, np.nan, 2], [np.nan] * 3, [np.inf, np.nan, 0], [0, np.inf, 1]], np.float32)
-    np.testing.assert_array_equal(laws.argmax(jnp.asarray(logits)), [-1, -1, -1, 1])
+    np.testing.assert_array_equal(distributions.argmax(jnp.asarray(logits)), [-1, -1, -1, 1])
 
 
 @hypothesis.given(st.integers(0, 2**32 - 1))
-def test_laws_and_draws_are_sound(seed):
-    """Any logits with a finite one, any parameters: a law, on finite logits only; a draw of positive probability."""
+def test_distributions_and_draws_are_sound(seed):
+    """Any logits with a finite one, any parameters: a distribution, on finite logits only; a draw
+    of positive probability."""
     rng, batch, vocab = np.random.default_rng(seed), 8, 11
     logits = some_logits(rng, batch, vocab) * np.float32(10.0 ** rng.integers(-3, 4))
     config = SamplingConfig(
@@ -139,14 +145,14 @@ def test_laws_and_draws_are_sound(seed):
     np.testing.assert_allclose(probs.sum(axis=-1), 1, atol=1e-5)
     best = np.take_along_axis(probs, np.argmax(logits, axis=-1)[..., None], axis=-1)[..., 0]
     assert np.all(best >= probs.max(axis=-1) - 1e-6)
-    ids = np.asarray(draw(probs[:, 0], toy.words(rng.choice([0, 0.3, LAST], batch))))
+    ids = np.asarray(draw(probs[:, 0], toy.random_bits(rng.choice([0, 0.3, LAST], batch))))
     assert np.all(np.take_along_axis(probs[:, 0], ids[:, None], axis=1) > 0)
 
 
 @pytest.mark.parametrize("filters", [{}, dict(top_k=3), dict(top_p=0.99), dict(min_p=0.1)], ids=str)
 def test_the_greatest_and_the_least_temperatures(filters):
-    """Ids of probability 0 keep it: XLA multiplies with 1 / T, which from 8.5e37 up is 0, and −∞ · 0
-    is NaN."""
+    """Ids of probability 0 keep it: XLA multiplies with 1 / T, which from 8.5e37 up is 0, and −∞ ·
+    0 is NaN."""
     logits = np.array([[[1.0, 2.0, 3.0, -np.inf]]], np.float32)
     for temperature in (8e37, 9e37, 1e38, np.finfo(np.float32).max):
         np.testing.assert_allclose(probs_of(logits, temperature=temperature, **filters), [[[1 / 3] * 3 + [0]]])
@@ -197,7 +203,7 @@ def test_a_token_is_forced_at_the_greatest_temperature(verifier):
     ],
     ids=str,
 )
-def test_bad_configurations_are_refused(config, message):
+def test_bad_configurations_are_rejected(config, message):
     with pytest.raises(ValueError, match=message):
         SamplingConfig(**config)
 
@@ -258,6 +264,6 @@ def test_tables_over_the_vocabulary():
     ],
     ids=str,
 )
-def test_what_does_not_fit_the_batch_or_the_vocabulary_is_refused(config, message):
+def test_what_does_not_fit_the_batch_or_the_vocabulary_is_rejected(config, message):
     with pytest.raises(ValueError, match=message):
         SamplingConfig(**config).rows(2, 5)

@@ -5,16 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from law_samples import DRAWS, FALSE_ALARM, SPREAD, V, g_test, hash_pair, joint_law, sample
+from distribution_samples import DRAWS, FALSE_ALARM, SPREAD, V, g_test, hash_pair, joint_distribution, sample
 from policies import DRAFT, INPUTS, OPTIONS, TARGET, plain
 from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
-from tree_policies import SlowRenewal
+from tree_policies import SlowCostAware
 
 import specdec_jax as sd
 from specdec_jax.decoding.request import prepare
-from specdec_jax.speculative.gamma import POLICIES
-from specdec_jax.speculative.outcomes import Judged, Outcome
-from specdec_jax.speculative.tree_budgets import judged, of_tree
+from specdec_jax.speculative.policies import POLICIES
+from specdec_jax.speculative.policy_inputs import NodeOutcomes, Outcome
+from specdec_jax.speculative.tree_budgets import node_outcomes, of_tree
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TreeVerification
 from specdec_jax.speculative.trees import RANK_SHARES, Chains, DynamicTree, Tree
@@ -27,7 +27,7 @@ CHOICES = {
     "entropy": sd.Entropy(G, minimum=[1, 3] * 6, smoothing=0.5),
     "entropy_bound": sd.EntropyBound(G, threshold=[0.45, 0.53, 0.6] * 4),
     "confidence": sd.Confidence(G, threshold=[0.1, 0.3, 0.5] * 4),
-    "renewal": sd.Renewal(G, cost_ratio=[0.1, 0.4] * 6, verify_cost=1.8, weight=1.0),
+    "cost_aware": sd.CostAware(G, cost_ratio=[0.1, 0.4] * 6, verify_cost=1.8, weight=1.0),
 }
 STATIC = Tree.uniform((3, 2, 2))
 
@@ -42,15 +42,15 @@ def test_every_policy_is_here():
 def test_nodes_that_were_judged():
     """Nodes 1 to 3 are node 0's children, 4 and 5 node 2's, and 6 is not there; the path is 0, 2."""
     tree = Tree((0, 0, 0, 2, 2, 1))
-    live = np.array([[True, True, True, True, True, True, False]])
+    valid = np.array([[True, True, True, True, True, True, False]])
     draft = TreeDraft(
-        jnp.zeros((1, 7), jnp.int32), tree.branches(1), live, None, jnp.zeros((1, 7), jnp.int32), np.zeros(1, np.int32)
+        jnp.zeros((1, 7), jnp.int32), tree.branches(1), valid, None, jnp.zeros((1, 7), jnp.int32), np.zeros(1, np.int32)
     )
-    path = np.array([[0, 2, 6]], np.int32)  # anything after the nodes that stand
-    found = judged(draft, TreeVerification(*np.array([[1], [0]], np.int32), path))
+    path = np.array([[0, 2, 6]], np.int32)  # anything after the nodes that are accepted
+    found = node_outcomes(draft, TreeVerification(*np.array([[1], [0]], np.int32), path))
     np.testing.assert_array_equal(found.depths, [[0, 1, 1, 1, 2, 2, 0]])
     np.testing.assert_array_equal(found.examined, [[0, 1, 1, 0, 1, 1, 0]])
-    np.testing.assert_array_equal(found.stood, [[0, 0, 1, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(found.accepted, [[0, 0, 1, 0, 0, 0, 0]])
 
 
 VARIED = dict(minimum=[1, 1, 2, 1], cost_ratio=[0.1, 0.3, 0.4, 0.0], verify_cost=[2.0, 1.9, 2.5, 1.8],
@@ -58,11 +58,13 @@ VARIED = dict(minimum=[1, 1, 2, 1], cost_ratio=[0.1, 0.3, 0.4, 0.0], verify_cost
 
 
 @pytest.mark.parametrize("tree", [STATIC, Tree((0, 1, 0, 2, 3, 0, 0, 1, 7, 8))], ids=["uniform", "irregular"])
-def test_renewal_of_a_tree_equals_the_slow_version(tree):
+def test_cost_aware_of_a_tree_equals_the_slow_version(tree):
     """30 iterations of four rows with numbers of their own."""
     rng, rows, size = np.random.default_rng(0), 4, tree.size
-    policy = of_tree(sd.Renewal(G, **VARIED), tree).rows(rows)
-    slow = [SlowRenewal(tree.parents, G, **{key: values[row] for key, values in VARIED.items()}) for row in range(rows)]
+    policy = of_tree(sd.CostAware(G, **VARIED), tree).rows(rows)
+    slow = [
+        SlowCostAware(tree.parents, G, **{key: values[row] for key, values in VARIED.items()}) for row in range(rows)
+    ]
     state, pasts, all_budgets = jax.jit(lambda policy: policy.init())(policy), [[] for _ in range(rows)], []
     wanted = jax.jit(lambda policy, state: policy.wanted(state))
     step = jax.jit(lambda policy, state, outcome: policy.update(state, outcome))
@@ -70,31 +72,32 @@ def test_renewal_of_a_tree_equals_the_slow_version(tree):
         budgets = np.asarray(wanted(policy, state))
         assert budgets.tolist() == [one.wanted(past) for one, past in zip(slow, pasts)]
         all_budgets.append(budgets)
-        live = np.arange(size) <= budgets[:, None]
-        depths = np.where(live, tree.depths, 0)
-        examined, stood, accepted = np.zeros((rows, size), bool), np.zeros((rows, size), bool), np.zeros(rows, np.int32)
+        valid = np.arange(size) <= budgets[:, None]
+        depths = np.where(valid, tree.depths, 0)
+        examined, kept, accepted = np.zeros((rows, size), bool), np.zeros((rows, size), bool), np.zeros(rows, np.int32)
         for row, past in enumerate(pasts):
             node, seen = 0, []
             while node is not None:
                 here, node = node, None
                 for child in 1 + np.flatnonzero(np.asarray(tree.parents) == here):
-                    if live[row, child] and node is None:
-                        stands = rng.random() < (0.8, 0.5, 0.9, 0.3)[row]
-                        examined[row, child], stood[row, child] = True, stands
-                        seen.append((tree.ranks[child], stands))
-                        node = child if stands else None
+                    if valid[row, child] and node is None:
+                        kept = rng.random() < (0.8, 0.5, 0.9, 0.3)[row]
+                        examined[row, child], kept[row, child] = True, kept
+                        seen.append((tree.ranks[child], kept))
+                        node = child if kept else None
                 accepted[row] += node is not None
-            past.append((seen, accepted[row], int(live[row, 1:].sum()), depths[row].max()))
-        ranks = np.broadcast_to(tree.ranks, live.shape)
-        state = step(policy, state, Outcome(accepted, accepted, None, Judged(depths, ranks, examined, stood)))
+            past.append((seen, accepted[row], int(valid[row, 1:].sum()), depths[row].max()))
+        ranks = np.broadcast_to(tree.ranks, valid.shape)
+        state = step(policy, state, Outcome(accepted, accepted, None, NodeOutcomes(depths, ranks, examined, kept)))
     assert sum(len(set(row)) > 1 for row in np.transpose(all_budgets)) >= 2, "or nothing adapts"
 
 
-def test_renewal_begins_with_the_best_number_of_nodes():
-    """Where children stand as `RANK_SHARES` says: the n for which `Tree.expected` by time is greatest."""
+def test_cost_aware_begins_with_the_best_number_of_nodes():
+    """Where children are accepted as `RANK_SHARES` says: the n for which `Tree.expected` by time is
+    greatest."""
     tree = Tree.uniform((3, 2, 2, 1))
     cost, verify = np.repeat([0.02, 0.1, 0.3], 3), np.tile([1.1, 2.0, 4.0], 3)
-    policy = of_tree(sd.Renewal(30, acceptance=0.863, cost_ratio=cost, verify_cost=verify), tree).rows(9)
+    policy = of_tree(sd.CostAware(30, acceptance=0.863, cost_ratio=cost, verify_cost=verify), tree).rows(9)
     found = np.asarray(jax.jit(lambda policy: policy.wanted(policy.init()))(policy))
     parts = [Tree(tree.parents[:n]) for n in range(1, 31)]
     for n, c, v in zip(found, cost, verify):
@@ -111,7 +114,7 @@ def adapted(policy, tree, **options):
 
 
 @pytest.mark.parametrize("name, tree", [
-    ("renewal", STATIC), ("confidence", DynamicTree(3, 3, 12)),
+    ("cost_aware", STATIC), ("confidence", DynamicTree(3, 3, 12)),
     *(pytest.param(name, tree, marks=slow) for name in CHOICES for tree in (
         STATIC, Tree.uniform((3, 2, 2), children="mixed"), Chains(3, 4),
         DynamicTree(3, 3, 12, "top"), DynamicTree(3, 3, 12))),
@@ -143,8 +146,8 @@ def test_a_tree_with_one_branch_is_a_chain(name):
 @pytest.mark.parametrize("tree", [STATIC, pytest.param(DynamicTree(3, 3, 12), marks=slow)], ids=str)
 @pytest.mark.parametrize("temperature", [(0.0,) * 3, pytest.param((0.0, 0.7, 1.6), marks=slow)], ids=str)
 def test_what_policies_see_of_a_tree(tree, temperature):
-    """Π q(x) and H(q) of the law drawn from, after top-k; where it is one-hot, of that at temperature 1. A path goes
-    on as long as its product is not below the threshold."""
+    """Π q(x) and H(q) of the distribution drawn from, after top-k; where it is one-hot, of that at
+    temperature 1. A path goes on as long as its product is not below the threshold."""
     config, policy = sd.SamplingConfig(temperature=temperature, top_k=5), sd.Confidence(G, threshold=[0.0, 0.2, 1.0])
     options = dict(gamma=policy, tree=tree, sampling=config, max_new_tokens=9, eos_ids=())
     state, request = prepare(TARGET, INPUTS[:3], drafter=sd.ModelDrafter(DRAFT), **options)
@@ -152,8 +155,8 @@ def test_what_policies_see_of_a_tree(tree, temperature):
     _, draft = jax.jit(lambda d, s: d.draft_tree(s.draft_state, s, np.full(3, G, np.int32), room))(
         request.drafter, state
     )
-    parents, live, products = np.asarray(draft.branches.parents), np.asarray(draft.live), np.ones((3, tree.size))
-    for row, node in np.argwhere(live[:, 1:]):
+    parents, valid, products = np.asarray(draft.branches.parents), np.asarray(draft.valid), np.ones((3, tree.size))
+    for row, node in np.argwhere(valid[:, 1:]):
         node, way = node + 1, []
         above = parents[row, node]
         while above > 0:
@@ -166,14 +169,15 @@ def test_what_policies_see_of_a_tree(tree, temperature):
         np.testing.assert_allclose(draft.seen.prob[row, node - 1], products[row, node], rtol=1e-4)
         entropy = -np.sum(probs[probs > 0] * np.log(probs[probs > 0]))
         np.testing.assert_allclose(draft.seen.entropy[row, node - 1], entropy, atol=1e-5)
-    assert live[0].sum() == G + 1 and np.max(parents[2, live[2]]) == 0 < np.max(parents[1, live[1]])
-    stopped = live[:, 1:] & (products[:, 1:] < np.array(policy.threshold)[:, None])
-    assert not np.any(stopped & np.any(live[:, 1:, None] & (parents[:, 1:, None] == np.arange(1, tree.size)), axis=1))
+    assert valid[0].sum() == G + 1 and np.max(parents[2, valid[2]]) == 0 < np.max(parents[1, valid[1]])
+    stopped = valid[:, 1:] & (products[:, 1:] < np.array(policy.threshold)[:, None])
+    assert not np.any(stopped & np.any(valid[:, 1:, None] & (parents[:, 1:, None] == np.arange(1, tree.size)), axis=1))
 
 
 @slow
 def test_a_path_that_ends_early_leaves_the_drafters_cache_whole():
-    """A drafter that is the target is right at every depth that it drafts, whatever was left out before."""
+    """A drafter that is the target is right at every depth that it drafts, whatever was left out
+    before."""
     target, options = noisy_copy(tiny_t5(0, 24), 2.0), dict(max_new_tokens=14, eos_ids=())
     policy = sd.Confidence(G, threshold=0.3)
     found = sd.generate(target, INPUTS, drafter=sd.ModelDrafter(target), tree=STATIC, gamma=policy, **options)
@@ -183,7 +187,8 @@ def test_a_path_that_ends_early_leaves_the_drafters_cache_whole():
 
 @slow
 def test_a_trace_shows_the_entropies_of_all_nodes():
-    """Children of one node are drawn from one law; those of different nodes mostly are not."""
+    """Children of one node are drawn from one distribution; those of different nodes mostly are
+    not."""
     target, options = HashModel(V, 0, vocabulary=Words()), dict(gamma=sd.Confidence(G, threshold=0.1), max_new_tokens=9)
     steps = sd.trace(target, "w3 w4", drafter=sd.ModelDrafter(DRAFT), tree=STATIC, **options)
     for step in steps:
@@ -200,9 +205,9 @@ def test_a_trace_shows_the_entropies_of_all_nodes():
     Tree((0, 0, 1, 1, 2), "mixed"), DynamicTree(2, 2, 5), DynamicTree(2, 3, 7, "top"),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("policy", [
-    sd.Confidence(4, threshold=0.12), sd.EntropyBound(4, scale=0.1), sd.Entropy(4), sd.Renewal(4, verify_cost=2.0),
+    sd.Confidence(4, threshold=0.12), sd.EntropyBound(4, scale=0.1), sd.Entropy(4), sd.CostAware(4, verify_cost=2.0),
 ], ids=lambda policy: type(policy).__name__)  # fmt: skip
-def test_law_through_the_engine(policy, tree):
+def test_distribution_through_the_engine(policy, tree):
     target, draft = hash_pair()
     counts, _ = sample(target, sd.ModelDrafter(draft), SPREAD, DRAWS, verifier="block", gamma=policy, tree=tree)
-    assert g_test(counts, joint_law(target, SPREAD)) > FALSE_ALARM
+    assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM

@@ -1,5 +1,5 @@
-"""Decoding with trees through real networks: identities with plain decoding and with chains, caches,
-limits, budgets."""
+"""Decoding with trees through real networks: identities with plain decoding and with chains,
+caches, limits, budgets."""
 
 import functools
 
@@ -12,10 +12,10 @@ from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 import specdec_jax as sd
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prepare
-from specdec_jax.models import panels
+from specdec_jax.models import packed_weights
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.auto import Auto
+from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.trees import CHILDREN, DynamicTree, Tree
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -44,13 +44,13 @@ MODELS = {
 @functools.cache
 def pair(name="t5", kernel=True):
     """A target and a model that drafts for it, in the CPU's kernels or as XLA alone runs them."""
-    usable = panels.usable
-    panels.usable = usable if kernel else lambda dtype: False
+    usable = packed_weights.usable
+    packed_weights.usable = usable if kernel else lambda dtype: False
     try:
         target = MODELS[name]()
         return target, sd.ModelDrafter(noisy_copy(target, 0.15, 1))
     finally:
-        panels.usable = usable
+        packed_weights.usable = usable
 
 
 def run(name="t5", kernel=True, inputs=INPUTS, speculative=True, **options):
@@ -112,7 +112,7 @@ PROCESSORS = {
     "repetition": dict(repetition_penalty=[1.3, 1.0, 2.0, 1.1]),
     "n-grams": dict(no_repeat_ngram=2),
     "minimum and bias": dict(min_new_tokens=4, logit_bias={3: 2.0}, forbidden_tokens=[7]),
-    "forced": dict(forced_tokens={1: 9, 3: 4}),
+    "synthetic": dict(forced_tokens={1: 9, 3: 4}),
     "own": dict(
         processor=lambda tokens, lengths, logits: jnp.where(
             (tokens[:, :1] + lengths[:, None]) % 3 == 2, logits[:, ::-1], logits
@@ -134,15 +134,15 @@ def test_processors_see_the_path_of_each_node(name):
     assert_same(found, run(speculative=False, sampling=sampling, verifier="gumbel"))
 
 
-@pytest.mark.parametrize("children, judge, verifier", [
+@pytest.mark.parametrize("children, verify, verifier", [
     ("mixed", "mixed", "token"), ("drawn", "traversal", "block"),
     *(pytest.param(*one, marks=slow) for one in (
         ("drawn", "recursive", "token"), ("iid", "recursive", "token"), ("iid", "kseq", "token"),
         ("gumbel", "gumbel", "gumbel"),
     )),
 ])  # fmt: skip
-def test_one_branch_draws_what_a_chain_draws(children, judge, verifier):
-    tree = Tree.chain(3, children=children, verifier=judge)
+def test_one_branch_draws_what_a_chain_draws(children, verify, verifier):
+    tree = Tree.chain(3, children=children, verifier=verify)
     for sampling in (SAMPLED, MIXED):
         found = run(tree=tree, sampling=sampling, eos_ids=(1, 5))
         chain = run(gamma=3, verifier=verifier, sampling=sampling, eos_ids=(1, 5))
@@ -153,7 +153,8 @@ def test_one_branch_draws_what_a_chain_draws(children, judge, verifier):
 
 
 def test_a_chain_is_a_chain():
-    """A tree with one branch that leaves everything open is γ, with the verifier that `generate` names."""
+    """A tree with one branch that leaves everything open is γ, with the verifier that `generate`
+    names."""
     for verifier in ("block", "token"):
         found = run(tree=Tree.chain(3), sampling=SAMPLED, verifier=verifier)
         assert_same(found, run(gamma=3, sampling=SAMPLED, verifier=verifier))
@@ -261,11 +262,12 @@ def test_a_policy_adapts_the_number_of_nodes():
 
 
 def poisoned(state):
-    """NaN as key and a huge number as value in every slot that holds no committed token; both caches."""
+    """NaN as key and a huge number as value in every slot that holds no committed token; both
+    caches."""
     last = state.lengths - 1
 
-    def poison(cache, live):
-        dead = (jnp.arange(cache.layers[0].slots) >= live[:, None])[:, None, :, None]
+    def poison(cache, valid):
+        dead = (jnp.arange(cache.layers[0].slots) >= valid[:, None])[:, None, :, None]
         put = lambda x, junk: jnp.where(dead, junk, x)
         return cache.replace(
             layers=tuple(one.replace(key=put(one.key, jnp.nan), value=put(one.value, 1e30)) for one in cache.layers)
@@ -284,27 +286,27 @@ def poisoned(state):
     ],
 )
 def test_caches_hold_what_was_committed(name, kernel):
-    """After every iteration the slots of committed tokens hold what plain decoding writes, in all layers, and
-    everything else may be poisoned; acceptance is ragged and paths leave the spine."""
+    """After every iteration the slots of committed tokens hold what plain decoding writes, in all
+    layers, and everything else may be poisoned; acceptance is ragged and paths leave the spine."""
     target, drafter = pair(name, kernel)
     prefix = {} if target.config.decoder_only else {"decoder_prefix": PREFIXES}
     options = dict(max_new_tokens=LIMIT, eos_ids=(), **prefix)
     plain, _ = prepare(target, INPUTS, **options)
     plain = advance(target.network, None, plain, np.int32(99))
     state, request = prepare(target, INPUTS, drafter=drafter, tree=random_tree(4, 16, children="top"), **options)
-    stood = set()
+    accepted = set()
     while not np.all(state.done):
         state = advance(request.network, request.drafter, poisoned(state), np.int32(1))
-        stood |= set(np.asarray(state.last_accepted).tolist())
-        live = (np.arange(state.tokens.shape[1]) < np.asarray(state.lengths)[:, None] - 1)[:, None, :, None]
+        accepted |= set(np.asarray(state.last_accepted).tolist())
+        valid = (np.arange(state.tokens.shape[1]) < np.asarray(state.lengths)[:, None] - 1)[:, None, :, None]
         for got, wanted in zip(state.target_cache.layers, plain.target_cache.layers):
             for mine, other in ((got.key, wanted.key), (got.value, wanted.value)):
                 slots = min(mine.shape[2], other.shape[2])
-                mask = live[:, :, :slots]
+                mask = valid[:, :, :slots]
                 np.testing.assert_allclose(
                     np.where(mask, mine[:, :, :slots], 0), np.where(mask, other[:, :, :slots], 0), atol=1e-4
                 )
-    assert len(stood) > 2
+    assert len(accepted) > 2
     np.testing.assert_array_equal(
         np.where(np.arange(18) < np.asarray(state.lengths)[:, None], state.tokens[:, :18], 0),
         np.where(np.arange(18) < np.asarray(plain.lengths)[:, None], plain.tokens[:, :18], 0),
@@ -320,14 +322,14 @@ def test_nothing_compiles_twice():
 # --- Refusals ---
 
 
-def test_what_makes_no_sense_is_refused():
+def test_what_makes_no_sense_is_rejected():
     target, drafter = pair()
     for options, message in (
         (dict(tree=3), "expected a Tree"),
         (dict(tree=Tree.uniform((2,)), drafter=None), "without a drafter"),
         (dict(tree=Tree.uniform((2,)), verifier="token"), "a verifier of its own"),
         (dict(tree=Tree.uniform((2,)), gamma=9), "gamma: got 9"),
-        (dict(tree=Tree.chain(3), gamma=sd.Renewal(4)), "gamma: got 4, expected an integer from 0 to 3"),
+        (dict(tree=Tree.chain(3), gamma=sd.CostAware(4)), "gamma: got 4, expected an integer from 0 to 3"),
         (dict(tree=Tree.uniform((2,)), gamma=Auto(2, (1.0, 1.1, 1.2))), "expected 'auto', an integer"),
         (dict(tree=Tree.uniform((2,)), gamma=sd.Entropy(2), drafter=sd.PromptLookupDrafter()), "reads the drafter's"),
         (dict(tree=Tree.uniform((2,)), gamma=sd.Heuristic(3)), "gamma: got 3"),
@@ -359,7 +361,8 @@ def test_iterations_one_by_one_give_what_one_call_gives(tree, sampling):
 
 
 def test_streams_and_stop_strings():
-    """The pieces of a row are what `generate` returns for it; a stop string may lie in the midst of a path."""
+    """The pieces of a row are what `generate` returns for it; a stop string may lie in the midst of
+    a path."""
     target = HashModel(12, 0, vocabulary=Words())
     drafter = sd.ModelDrafter(HashModel(12, 1, likeness=0.7, vocabulary=Words()))
     options = dict(drafter=drafter, tree=Tree.uniform((2, 2, 1)), sampling=SAMPLED, key=KEY, max_new_tokens=24)

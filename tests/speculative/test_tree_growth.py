@@ -1,4 +1,5 @@
-"""Trees whose shape the drafter's law decides: grown node by node in plain Python, and by the traced functions."""
+"""Trees whose shape the drafter's distribution decides: grown node by node in plain Python, and by
+the traced functions."""
 
 import functools
 
@@ -15,7 +16,8 @@ ROWS = 5
 
 
 def log_probs_of(tree: sd.DynamicTree, ties: bool, dead: float):
-    """For each row and level, log q of the children of each node that may be expanded; `[B, W, W]` (`[B, 1, W]`)."""
+    """For each row and level, log q of the children of each node that may be expanded; `[B, W, W]`
+    (`[B, 1, W]`)."""
     rng = np.random.default_rng(tree.nodes)
     found = []
     for level in range(tree.depth):

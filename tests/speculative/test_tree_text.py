@@ -33,7 +33,7 @@ def test_reading(text, tree):
 ])  # fmt: skip
 def test_what_is_written_is_read(tree):
     read = read_tree(text_of(tree))
-    shape = lambda tree: (tree.size, tree.depth, tree.width, tree.kind, tree.judge, getattr(tree, "parents", None))
+    shape = lambda tree: (tree.size, tree.depth, tree.width, tree.kind, tree.verify, getattr(tree, "parents", None))
     assert shape(read) == shape(tree) and text_of(read) == text_of(tree)
 
 
@@ -51,6 +51,6 @@ def test_what_is_written_is_read(tree):
     ("widths:3:all", "children: got 'all'"),
     ("widths:3:top:kseq", "verifier: got 'kseq'"),
 ])  # fmt: skip
-def test_refused_text(text, message):
+def test_rejected_text(text, message):
     with pytest.raises(ValueError, match=message):
         read_tree(text)

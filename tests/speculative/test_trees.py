@@ -1,4 +1,4 @@
-"""Shapes of trees: what they say of themselves, what they refuse, and which one is the fastest."""
+"""Shapes of trees: what they say of themselves, what they reject, and which one is the fastest."""
 
 import itertools
 import math
@@ -113,7 +113,7 @@ def test_trees_like_the_bundled_pair_s():
 
 
 def test_nodes_come_in_order_of_their_value():
-    """So that a budget of nodes leaves out those that stand most seldom."""
+    """So that a budget of nodes leaves out those that are accepted most seldom."""
     tree = sd.Tree.best(SHARES, 40, 6)
     first = [sd.Tree(tree.parents[:kept]).expected(SHARES) for kept in range(1, 40)]
     gains = np.diff([1.0, *first])
@@ -130,7 +130,7 @@ def test_a_record_s_costs_have_their_widths_as_text():
 
 def test_kinds_reach_the_best_tree():
     tree = sd.Tree.best(SHARES, 8, 4, children="drawn", verifier="recursive")
-    assert (tree.kind, tree.judge) == ("drawn", "recursive")
+    assert (tree.kind, tree.verify) == ("drawn", "recursive")
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -153,7 +153,7 @@ def test_kinds_reach_the_best_tree():
     (dict(verify_costs={8: math.nan}), "verify_costs: got"),
     (dict(children="eagle"), "children: got 'eagle', expected 'auto', 'drawn'"),
 ])  # fmt: skip
-def test_refused_arguments_of_best(arguments, message):
+def test_rejected_arguments_of_best(arguments, message):
     with pytest.raises(ValueError, match=message):
         sd.Tree.best(**dict(acceptance_by_rank=SHARES, nodes=8, depth=4) | arguments)
 
@@ -191,25 +191,25 @@ def test_branches_are_the_tree_s_for_every_row():
 def test_chains():
     tree = sd.Chains(3, 2)
     assert tree.parents == (0, 1, 0, 3, 0, 5) and (tree.size, tree.depth, tree.width) == (7, 2, 3)
-    assert (tree.kind, tree.judge) == ("iid", "kseq") and isinstance(tree, sd.Tree)
+    assert (tree.kind, tree.verify) == ("iid", "kseq") and isinstance(tree, sd.Tree)
     assert sd.Chains(1, 3).is_chain and sd.Chains(2, 1).parents == (0, 0)
     assert tree == sd.Chains(3, 2) and hash(tree) == hash(sd.Chains(3, 2)) and tree != sd.Chains(2, 3)
-    assert sd.Chains(2, 2, verifier="recursive").judge == "recursive"
+    assert sd.Chains(2, 2, verifier="recursive").verify == "recursive"
 
 
 def test_a_dynamic_tree():
     tree = sd.DynamicTree(depth=3, width=4, nodes=20)
     assert (tree.size, tree.depth, tree.width, tree.is_chain) == (20, 3, 4, False)
-    assert (tree.kind, tree.judge) == ("gumbel", "gumbel") and tree.drafted == 4 + 2 * 16
-    assert sd.DynamicTree(3, 4, 20, "top").judge == "point"
+    assert (tree.kind, tree.verify) == ("gumbel", "gumbel") and tree.drafted == 4 + 2 * 16
+    assert sd.DynamicTree(3, 4, 20, "top").verify == "point"
     assert sd.DynamicTree(1, 4, 5).drafted == 4
     assert hash(tree) == hash(sd.DynamicTree(3, 4, 20))
 
 
 @pytest.mark.parametrize("kind", CHILDREN)
 def test_the_default_verifier_is_the_first_of_its_kind(kind):
-    assert sd.Tree((0, 0), kind).judge == CHILDREN[kind][0]
-    assert sd.Tree((0, 0), kind, "typical").judge == "typical"
+    assert sd.Tree((0, 0), kind).verify == CHILDREN[kind][0]
+    assert sd.Tree((0, 0), kind, "typical").verify == "typical"
     assert sd.Tree((0, 0)).kind == "drawn"
 
 
@@ -222,7 +222,7 @@ def test_the_default_verifier_is_the_first_of_its_kind(kind):
      "children: got 'random', expected 'auto', 'drawn', 'top', 'gumbel', 'mixed', 'iid'$"),
     (lambda: sd.Tree((0,), "mixed", "kseq"),
      "verifier: got 'kseq', expected 'auto', 'mixed', .* for children 'mixed'$"),
-    (lambda: sd.Tree((0,), verifier="kseq"), "output law is the target's for children 'drawn'$"),
+    (lambda: sd.Tree((0,), verifier="kseq"), "output distribution is the target's for children 'drawn'$"),
     (lambda: sd.Tree((0,), "top", "never"), "verifier: got 'never', expected 'auto', 'point', 'gumbel', 'typical'$"),
     (lambda: sd.Tree.uniform(()), r"widths: got \(\), expected integers of at least 1"),
     (lambda: sd.Tree.uniform((2, 0)), r"widths: got \(2, 0\)"),
@@ -241,6 +241,6 @@ def test_the_default_verifier_is_the_first_of_its_kind(kind):
     (lambda: sd.DynamicTree(3, 4, 20, "drawn", "traversal"), "children: got 'drawn'"),
     (lambda: sd.DynamicTree(3, 4, 20, verifier="mixed"), "verifier: got 'mixed', expected 'auto', 'gumbel', 'point'"),
 ])  # fmt: skip
-def test_refused_shapes(make, message):
+def test_rejected_shapes(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -2,7 +2,8 @@
 
 import re
 
-# "compiling; sentences 0/3"; "compiling 1 of 4: plain"; tests/decoding/test_progress.py has the forms.
+# "compiling; sentences 0/3"; "compiling 1 of 4: plain"; tests/decoding/test_progress.py has the
+# forms.
 _COURSE = re.compile(
     r"^(?:compiling; \w+ 0/\d+|tracing the calls of the first input"
     r"|\d+ of \d+ outputs? ended by length: --max_new_tokens=\d+"

@@ -1,6 +1,8 @@
-"""Beam search of one row over a law that is known, in numpy and lists: what the compiled search must come to.
+"""Beam search of one row over a distribution that is known, in numpy and lists: what the compiled
+search must come to.
 
-In float32, with sums in the order in which a search makes them, so that what is equal there is equal here.
+In float32, with sums in the order in which a search makes them, so that what is equal there is
+equal here.
 """
 
 import dataclasses
@@ -35,7 +37,8 @@ class Search:
     Attributes:
       kept: candidates for each beam and id that ends, one more than the ids that end if right.
       brevity_offset: added to lengths in the penalty of a finished hypothesis.
-      worst: of the finished hypotheses that the best live beam is compared with: min, or max for a mistake.
+      worst: of the finished hypotheses that the best live beam is compared with: min, or max for a
+        mistake.
     """
 
     beams: int

@@ -2,8 +2,8 @@
 
 import pytest
 
-from specdec_jax.analysis import arms as analysis_arms
 from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.language_model import LanguageModel
@@ -25,9 +25,9 @@ def options() -> benchmark_command.BenchmarkOptions:
 
 
 @pytest.fixture(scope="module")
-def batches(options) -> list[analysis_arms.Batch]:
+def batches(options) -> list[analysis_variants.Batch]:
     ids = [[5, 9, 1], [7, 8, 9, 1], [3, 1]]
-    return analysis_arms.cut(ids, ids, options.batch_size, options.seed)
+    return analysis_variants.cut(ids, ids, options.batch_size, options.seed)
 
 
 @pytest.fixture(scope="module")

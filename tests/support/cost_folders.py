@@ -3,9 +3,9 @@
 import jax
 import pytest
 
-from specdec_jax.decoding import costs
-from specdec_jax.decoding.costs import Costs
-from specdec_jax.speculative.auto import MAXIMUM
+from specdec_jax.decoding import autotune
+from specdec_jax.decoding.autotune import Costs
+from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 
 CHEAP = Costs(tuple(1 + 0.05 * gamma for gamma in range(MAXIMUM + 1)), 0.1, 1e-3)
 DEAR = Costs(tuple(1 + 0.95 * gamma for gamma in range(MAXIMUM + 1)), 0.1, 1e-3)
@@ -16,9 +16,9 @@ def home(tmp_path, monkeypatch):
     """Gives a test its own cache folder and a process that has measured nothing; XLA's programs go
     elsewhere."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(costs, "_known", {})
-    monkeypatch.setattr(costs, "_learned", {})
-    monkeypatch.setattr(costs, "measurable", lambda network: True)
+    monkeypatch.setattr(autotune, "_known", {})
+    monkeypatch.setattr(autotune, "_learned", {})
+    monkeypatch.setattr(autotune, "measurable", lambda network: True)
     before = jax.config.jax_compilation_cache_dir
     yield tmp_path / "cache/specdec_jax/costs"
     jax.config.update("jax_compilation_cache_dir", before)
@@ -36,5 +36,5 @@ def measured(monkeypatch):
             return self.gives
 
     found = Measured()
-    monkeypatch.setattr(costs, "measure", found)
+    monkeypatch.setattr(autotune, "measure", found)
     return found

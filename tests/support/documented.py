@@ -1,4 +1,5 @@
-"""A folder in which the documented commands run: toy models, files and shapes in the places that they name."""
+"""A folder in which the documented commands run: toy models, files and shapes in the places that
+they name."""
 
 import gzip
 import pathlib
@@ -55,7 +56,8 @@ def build(folder: pathlib.Path) -> None:
 
 
 def _folders(shape) -> set[str]:
-    """Returns the folders, with "/" at their ends, that commands on the pages read as models of the reader's own."""
+    """Returns the folders, with "/" at their ends, that commands on the pages read as models of the
+    reader's own."""
     words = [word.partition("=") for argv in all_commands() for word in argv]
     found = {value for flag, _, value in words if flag in ("--target", "--drafter", "--source")}
     return {name.rstrip("/") for name in found if name.endswith("/") and name not in (*OWN_T5, *OWN_GPT)}
@@ -68,7 +70,8 @@ def all_commands() -> list[list[str]]:
 
 
 def shrink(monkeypatch, folder: pathlib.Path) -> None:
-    """Puts the toy pair in the place of the bundled one, and toy shapes in the place of the presets."""
+    """Puts the toy pair in the place of the bundled one, and toy shapes in the place of the
+    presets."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(loader, "BUNDLED", folder / "bundled")
     for presets, shape in ((t5.PRESETS, T5), (gpt.GPT_PRESETS, GPT)):

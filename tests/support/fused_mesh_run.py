@@ -1,8 +1,8 @@
-"""Runs the kernel of a draft step on meshes of fake CPU devices, for `test_fused_mesh.py`: a process's
-number of devices is fixed when JAX starts.
+"""Runs the kernel of a draft step on meshes of fake CPU devices, for `test_fused_mesh.py`: a
+process's number of devices is fixed when JAX starts.
 
-Prints one JSON object: for each mesh and number of rows the shapes that reached the kernel on a device,
-and how far numbers are from those of XLA's layers.
+Prints one JSON object: for each mesh and number of rows the shapes that reached the kernel on a
+device, and how far numbers are from those of XLA's layers.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models import fused_step, panels
+from specdec_jax.models import fused_step, packed_weights
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.sharding import ShardingRules
 
@@ -23,7 +23,8 @@ INPUTS = np.array([[3, 4, 5, 6], [7, 8, 9, 0], [10, 0, 0, 0], [3, 5, 7, 0]], np.
 
 
 def difference(mesh: tuple[int, int], rows: int, calls: list) -> float:
-    """Returns the greatest difference of states and caches after a call over two positions, of several after others."""
+    """Returns the greatest difference of states and caches after a call over two positions, of
+    several after others."""
     shape = dict(emb_dim=128, num_heads=4, head_dim=64, mlp_dim=128)
     alone = tiny_t5(0, 24, **shape)
     rules = ShardingRules(sd.make_mesh(*mesh), replicate=True)
@@ -53,7 +54,7 @@ def difference(mesh: tuple[int, int], rows: int, calls: list) -> float:
 
 
 def main() -> dict:
-    panels.usable = lambda dtype: False
+    packed_weights.usable = lambda dtype: False
     calls: list = []
     step = functools.partial(fused_step.decode_states, interpret=True)
 

@@ -1,4 +1,5 @@
-"""Classes with the names of T5X's model and this package's, for gin files of tests where T5X is not installed."""
+"""Classes with the names of T5X's model and this package's, for gin files of tests where T5X is not
+installed."""
 
 
 class EncoderDecoderModel:

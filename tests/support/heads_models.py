@@ -24,4 +24,4 @@ def drafter(share: bool):
     kernel = np.asarray(heads_module.head_kernel(t5().config, t5().params))
     own = random_heads(t5(), 0.1)
     params = {name: {**head, "logits_dense": {"kernel": kernel}} for name, head in own.params.items()}
-    return sd.HeadsDrafter.of(t5(), own.config, params)
+    return sd.HeadsDrafter.for_target(t5(), own.config, params)

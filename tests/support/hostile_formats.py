@@ -334,10 +334,21 @@ for name, damage in {
 # Records, settings in gin, and lines of text, as the command line reads them.
 for name, damage in {
     **{kind: OTHERS[kind] for kind in OTHERS if kind != "half"},
-    **{json.dumps(content)[:60]: lambda p, text=json.dumps(content): p.write_text(text) for content in (
-        [], 5, {}, {"arms": 5}, {"arms": [5]}, {"options": []}, {"options": {}, "speculative": []}, {"fits": 1}, {
-            "arms": [], "machine": 5})},
-}.items():  # fmt: skip
+    **{
+        json.dumps(content)[:60]: lambda p, text=json.dumps(content): p.write_text(text)
+        for content in (
+            [],
+            5,
+            {},
+            {"variants": 5},
+            {"variants": [5]},
+            {"options": []},
+            {"options": {}, "speculative": []},
+            {"fits": 1},
+            {"variants": [], "machine": 5},
+        )
+    },
+}.items():
     case(f"record: {name}", "safetensors", "record.json", damage, read="figures")
 for name, content in {
     "nested": f"TrainConfig.seed = {DEEP[:5000]}", "brackets": "TrainConfig.seed = " + "(" * 99_999, "itself":

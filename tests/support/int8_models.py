@@ -7,7 +7,7 @@ from make_checkpoints import TINY_1_0
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models import layouts
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.int8 import Int8Kernel
 
@@ -24,7 +24,7 @@ def save_tiny(folder, **shape):
 
 def stored_in(model) -> dict:
     """What a model holds by its parameters' names: arrays and `Int8Kernel`s."""
-    return {"/".join(path): value for path, value in layouts.stored_parameters(model.network.params)}
+    return {"/".join(path): value for path, value in weight_layouts.stored_parameters(model.network.params)}
 
 
 def assert_kernel(found, values, scales):

@@ -1,6 +1,6 @@
 """Opens a journal in this process or in another one, which has to import what it runs."""
 
-from specdec_jax.commands.journal import Journal
+from specdec_jax.commands.resumable_output import Journal
 
 SETTINGS = {"gamma": 4, "stop": ("a", "ü"), "sentences": "0123"}
 

@@ -8,10 +8,10 @@ import subprocess
 import jax
 import pytest
 
-from specdec_jax.models import native, probe
+from specdec_jax.models import cpu_kernels_selftest, native
 
-# Kernels for this processor's own vectors, and for vectors of 4 numbers. SPECDEC_TEST_MARCH adds others that this
-# processor can run, by name: "haswell sandybridge".
+# Kernels for this processor's own vectors, and for vectors of 4 numbers. SPECDEC_TEST_MARCH adds
+# others that this processor can run, by name: "haswell sandybridge".
 NARROW = ["x86-64"] if platform.machine() == "x86_64" else []
 WIDTHS = ["native", *NARROW, *os.environ.get("SPECDEC_TEST_MARCH", "").split()]
 _suffixes: dict[str, str] = {}  # suffix of FFI targets by processor, since a process can register a name only once
@@ -27,7 +27,9 @@ def compiled_for(march: str, folder):
         library, source = folder / f"{march}.so", native._SOURCE
         flags = [*native._FLAGS, f"-march={march}", f"-I{jax.ffi.include_dir()}", "-o", library]
         subprocess.run([*native._compiler().command, *flags, source], check=True, timeout=120)
-        probe.register(str(library), {f"{name}_{march}": symbol for name, symbol in native.TARGETS.items()})
+        cpu_kernels_selftest.register(
+            str(library), {f"{name}_{march}": symbol for name, symbol in native.TARGETS.items()}
+        )
         _suffixes[march] = f"_{march}"
     whole = jax.ffi.ffi_call
     with pytest.MonkeyPatch.context() as patch:

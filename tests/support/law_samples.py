@@ -1,4 +1,5 @@
-"""Samples decodes on the production random path and compares their law with the exact one by G-tests."""
+"""Samples decodes on the production random path and compares their distribution with the exact one
+by G-tests."""
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ FALSE_ALARM, POWER, DEVIATION = 1e-9, 0.999, 0.07
 INPUTS = [3, 7, 1]
 
 
-def joint_law(model, config: SamplingConfig) -> np.ndarray:
+def joint_distribution(model, config: SamplingConfig) -> np.ndarray:
     """Returns `[V³]` float64, the probabilities of the first three ids (0 after an EOS),
     teacher-forced over all prefixes."""
     pairs = np.stack(np.meshgrid(np.arange(V), np.arange(V), indexing="ij"), axis=-1).reshape(-1, 2)
@@ -68,8 +69,8 @@ def sample(target, drafter, config, draws: int, run=advance, impl="threefry2x32"
         state = run(target.network, request.drafter, state, np.int32(99))
         first = int(request.prefix_lengths[0])
         tokens, counted = jax.device_get((state.tokens[:, first : first + POSITIONS], state.counts))
-        live = np.arange(POSITIONS) < np.asarray(state.lengths)[:, None] - first
-        tokens = np.where(live, tokens, 0)[empty:]
+        valid = np.arange(POSITIONS) < np.asarray(state.lengths)[:, None] - first
+        tokens = np.where(valid, tokens, 0)[empty:]
         counts += np.bincount(tokens @ np.array([V * V, V, 1]), minlength=V**POSITIONS)
         stats.append([counted.examined_by_position.sum(axis=0), counted.accepted_by_position.sum(axis=0)])
     return counts, np.sum(stats, axis=0)

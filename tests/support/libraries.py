@@ -21,7 +21,7 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.delenv(native.SETTING, raising=False)
     monkeypatch.delenv("CXX", raising=False)
     loaded = []
-    monkeypatch.setattr(native.probe, "register", lambda library, targets: loaded.append(library))
+    monkeypatch.setattr(native.cpu_kernels_selftest, "register", lambda library, targets: loaded.append(library))
     monkeypatch.setattr(native, "_settle", functools.cache(native._settle.__wrapped__))
     return loaded
 

@@ -1,4 +1,5 @@
-"""Decodes on meshes of fake CPU devices, for `test_mesh.py`: a process's number of devices is fixed when JAX starts.
+"""Decodes on meshes of fake CPU devices, for `test_mesh.py`: a process's number of devices is fixed
+when JAX starts.
 
     python mesh_run.py FOLDER meshes|more            # four devices: several meshes
     python mesh_run.py FOLDER process NUMBER PORT    # one of two processes with a device each
@@ -19,7 +20,7 @@ import numpy as np
 from toy_models import compilations
 
 import specdec_jax as sd
-from specdec_jax.checkpoints.leaves import Leaf
+from specdec_jax.checkpoints.stored_tensor import Leaf
 from specdec_jax.commands import main
 from specdec_jax.commands.generate import GenerateOptions
 from specdec_jax.decoding.loop import advance
@@ -63,8 +64,8 @@ def refilled(target, drafter) -> list:
     return [found[place][0].tokens for place in range(len(rows))]
 
 
-def refused(call) -> str:
-    """Returns the message with which a call is refused, or "nothing"."""
+def rejected(call) -> str:
+    """Returns the message with which a call is rejected, or "nothing"."""
     try:
         call()
     except ValueError as error:
@@ -131,15 +132,15 @@ def meshes(folder: pathlib.Path) -> dict:
         key = cache.layers[0].key
         found[name] = [key.shape, key.addressable_shards[0].data.shape]
     command = functools.partial(GenerateOptions, target=str(folder / "target"))
-    found["refused"] = [
-        refused(lambda: sd.make_mesh(2, 4)),
-        refused(lambda: sd.load(folder / "target", "float32", mesh=sd.make_mesh(1, 3))),
-        refused(lambda: sd.generate(target, INPUTS[:3])),
-        refused(lambda: next(sd.decode_stream(target, INPUTS, batch_size=3))),
-        refused(lambda: sd.generate(target, INPUTS, drafter=alone[1])),
-        refused(command(mesh="2x2", batch_size=5).check),
-        refused(command(mesh="1x3").load),
-        refused(command(mesh="2x2", drafter="lookup", shard_drafter=True).load),
+    found["rejected"] = [
+        rejected(lambda: sd.make_mesh(2, 4)),
+        rejected(lambda: sd.load(folder / "target", "float32", mesh=sd.make_mesh(1, 3))),
+        rejected(lambda: sd.generate(target, INPUTS[:3])),
+        rejected(lambda: next(sd.decode_stream(target, INPUTS, batch_size=3))),
+        rejected(lambda: sd.generate(target, INPUTS, drafter=alone[1])),
+        rejected(command(mesh="2x2", batch_size=5).check),
+        rejected(command(mesh="1x3").load),
+        rejected(command(mesh="2x2", drafter="lookup", shard_drafter=True).load),
     ]
     return found
 
@@ -155,7 +156,8 @@ def more(folder: pathlib.Path) -> dict:
         else:
             found[name + ", refilled"] = refilled(*models)
         found[name + ", plain"] = decode(models[0], None)
-    # The bundled drafter reads the target's encoder output; five sentences are no whole number of batches.
+    # The bundled drafter reads the target's encoder output; five sentences are no whole number of
+    # batches.
     sentences = ["Tom is here.", "I am tired.", "Where is the key?", "We met her in the park.", "Thank you."]
     found["command"] = [printed("generate", *flags, *sentences) for flags in ([], ["--mesh=2x2", "--batch_size=4"])]
     timing = ["--gamma=2", "--limit=2", "--repeats=1", "--json", "--mesh=1x2"]
@@ -179,7 +181,7 @@ def process(folder: pathlib.Path, number: str, port: str) -> dict:
     return decode(target, drafter) | {
         "processes": jax.process_count(), "largest read": max(part.size for part in reads[len(reads) // 2 :]),
         "kernel": [kernel.shape, [shard.data.shape for shard in kernel.addressable_shards]],
-        "refused": refused(lambda: sd.generate(target, INPUTS, deadline=1.0)), "identity": identity(target),
+        "rejected": rejected(lambda: sd.generate(target, INPUTS, deadline=1.0)), "identity": identity(target),
     }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 import specdec_jax as sd
 from specdec_jax.drafters.drafting import draft_without_calls, point_mass
-from specdec_jax.speculative.verifiers import correct, count_leading, leading_law
+from specdec_jax.speculative.verifiers import correct, count_leading, leading_distribution
 
 
 @flax.struct.dataclass
@@ -17,13 +17,13 @@ class RepeatDrafter(sd.Drafter):
 
     def draft(self, draft_state, state, num_wanted):
         last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-        tokens = jnp.broadcast_to(last, (len(last), state.program.gamma))
+        tokens = jnp.broadcast_to(last, (len(last), state.config.gamma))
         return (), draft_without_calls(state, tokens, num_wanted, point_mass(state, tokens))
 
 
 def judge_mirrored(target, draft, draft_tokens, num_drafted, randomness, settings):
     """Judges by Algorithm 1 with 1 − u in place of u: as exact, with other tokens for the same key."""
-    accepted = (1 - randomness.accept) * draft.prob(draft_tokens) <= leading_law(target).prob(draft_tokens)
+    accepted = (1 - randomness.accept) * draft.prob(draft_tokens) <= leading_distribution(target).prob(draft_tokens)
     num_accepted = count_leading(accepted, num_drafted)
     return correct(target, draft, num_accepted, num_drafted, randomness.final)
 

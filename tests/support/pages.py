@@ -1,4 +1,5 @@
-"""Reads the pages of documentation: the README, those of the rooms, and the card of the bundled pair."""
+"""Reads the pages of documentation: the README, those of the packages, and the card of the bundled
+pair."""
 
 import pathlib
 import re
@@ -27,7 +28,7 @@ def name_of(path: pathlib.Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def rooms() -> list[pathlib.Path]:
+def packages() -> list[pathlib.Path]:
     return sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 
 
@@ -43,13 +44,15 @@ def prose(text: str) -> str:
 
 
 def shell(text: str) -> str:
-    """Returns the lines of all fenced blocks that are not Python, those that a backslash continues in one."""
+    """Returns the lines of all fenced blocks that are not Python, those that a backslash continues
+    in one."""
     found = "\n".join(body for language, _, body in blocks(text) if language != "python")
     return re.sub(r"\s*\\\n\s*", " ", found)
 
 
 def commands(text: str) -> list[list[str]]:
-    """Returns the arguments of every `specdec` command in fenced blocks, from "specdec" to the end or the next pipe."""
+    """Returns the arguments of every `specdec` command in fenced blocks, from "specdec" to the end
+    or the next pipe."""
     found = []
     for line in shell(text).splitlines():
         match = re.match(r"(?:.* && |(?:\w+=\S* )+)?(specdec [a-z].*)", line)

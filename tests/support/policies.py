@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import toy
-from law_samples import V
+from distribution_samples import V
 from toy_models import HashModel
 
 import specdec_jax as sd
@@ -19,14 +19,14 @@ LIMITS = [1 if row % 6 == 5 else LIMIT for row in range(B)]
 OPTIONS = dict(max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=[EOS])
 
 
-# --- The law, by enumeration ---
+# --- The distribution, by enumeration ---
 
 
 def enumerated(target, draft, limit: int, verifier, start, gamma_of, update, last=lambda q, x: False):
-    """Returns the law of `limit` ids after three iterations of a policy.
+    """Returns the distribution of `limit` ids after three iterations of a policy.
 
-    γ follows from the policy's state and the draft's first law; each iteration then updates the
-    state.
+    γ follows from the policy's state and the draft's first distribution; each iteration then
+    updates the state.
     """
     rule, states = toy.Rule(verifier=verifier, last=last), {((), start): 1.0}
     for _ in range(3):

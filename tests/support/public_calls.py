@@ -13,8 +13,8 @@ from toy_models import Words, noisy_copy, tiny_t5
 from toy_training import config_of, write_language
 
 import specdec_jax as sd
-from specdec_jax.decoding.traced import Decoder
-from specdec_jax.decoding.traced_beams import BeamDecoder
+from specdec_jax.decoding.under_jit import Decoder
+from specdec_jax.decoding.under_jit_beams import BeamDecoder
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.training import train
 
@@ -133,7 +133,7 @@ CALLS: dict[str, Callable[[], object]] = {
         np.asarray(gpt().logits([[3, 4, 0]], [[0, 5, 6]])),
     ),
     "random": lambda: jax.tree.map(np.asarray, sd.LanguageModel.random(TINY, 4).params),
-    "filled": lambda: jax.tree.map(np.asarray, sd.LanguageModel.filled(TINY).params),
+    "dummy": lambda: jax.tree.map(np.asarray, sd.LanguageModel.dummy(TINY).params),
     "save, convert, load": reloaded,
     "digests": lambda: tuple(map(ord, sd.LanguageModel.random(TINY, 4).fingerprint + noisy_copy(gpt(), 0.0).contents)),
     "traced": lambda: under_jit(Decoder(target().config, drafter(), 2, sampling=sd.SamplingConfig(temperature=1.0))),
@@ -152,7 +152,7 @@ MORE: dict[str, Callable[[], object]] = {
     },
     **{
         f"policy {type(policy).__name__}": functools.partial(drafted, gamma=policy)
-        for policy in (sd.Confidence(3), sd.Entropy(3), sd.EntropyBound(3), sd.Renewal(3))
+        for policy in (sd.Confidence(3), sd.Entropy(3), sd.EntropyBound(3), sd.CostAware(3))
     },
     "gamma per input": lambda: generate(drafter=drafter(), gamma=[1, 2], max_new_tokens=[5, 3]),
     "shortlist": lambda: generate(drafter=sd.ModelDrafter(drafter().models[0], shortlist=12)),

@@ -18,4 +18,4 @@ def random_heads(target, scale=0.3, seed=0, **shape) -> sd.HeadsDrafter:
         functools.reduce(lambda node, part: node.setdefault(part, {}), parents, params)[last] = rng.normal(
             size=size, scale=scale
         ).astype(np.float32)
-    return sd.HeadsDrafter.of(target, config, params)
+    return sd.HeadsDrafter.for_target(target, config, params)

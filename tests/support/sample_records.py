@@ -7,7 +7,7 @@ BENCHMARK = {
     "options": {"temperature": 0.0, "verifier": "block", "input_file": "/some/where/ende/test.tsv.gz"},
     "cost_ratio": 0.0625, "verify_cost": {"3": 1.375}, "bare": {"cost_ratio": 0.03125, "verify_cost": {"3": 1.25}},
     "speculative": [{
-        "gamma": 3, "forced_alpha": None, "stats": {"acceptance_rate": 0.8125, "tokens_per_target_call": 2.75},
+        "gamma": 3, "synthetic_alpha": None, "stats": {"acceptance_rate": 0.8125, "tokens_per_target_call": 2.75},
             "differences": [],
         "predicted": {"with_lengths": 1.625}, "improvement": IMPROVEMENT,
     }],
@@ -16,7 +16,7 @@ BENCHMARK = {
         "stats": {"acceptance_rate": None, "tokens_per_target_call": 1.75}, "predicted": 1.875,
         "improvement": IMPROVEMENT,
     }],
-    "example": {"input": "A < B", "arms": [
+    "example": {"input": "A < B", "variants": [
         {"gamma": 0, "lines": [], "spans": [["target encoder", 0.001], ["target call", 0.002], ["target call", 0.002]]},
         {"gamma": 3, "lines": [[["accepted", "Eins &"], ["rejected", " zwei"], ["corrected", " drei"]]],
          "spans": [["target encoder", 0.001], ["draft step", 0.0005], ["draft step", 0.0005], ["target call", 0.002]]},
@@ -29,10 +29,10 @@ MEASURE = {
     **{name: BENCHMARK[name] for name in ("machine", "target", "drafter", "sentences", "cost_ratio")},
     "options": {"temperature": 1.0, "verifier": "token", "input_file": None, "batch_size": 1},
     "acceptance": {
-        "alpha": 0.625, "by_position": {"token": [{"stands": 0.5, "standard_error": None}]},
-        "coverage": {"mixed": [{"covered": 0.625, "standard_error": 0.125}, {"covered": 0.75, "standard_error": None}]},
-        "by_depth": {"token": [{"stands": 0.5, "standard_error": 0.125}]},
-        "coverage_by_depth": {"mixed": [[], [{"covered": 0.75, "standard_error": None}]]},
+        "alpha": 0.625, "by_position": {"token": [{"accepted": 0.5, "standard_error": None}]},
+        "hit_rate": {"mixed": [{"covered": 0.625, "standard_error": 0.125}, {"covered": 0.75, "standard_error": None}]},
+        "by_depth": {"token": [{"accepted": 0.5, "standard_error": 0.125}]},
+        "hit_rate_by_depth": {"mixed": [[], [{"covered": 0.75, "standard_error": None}]]},
     },
     "verify_cost": {"1": 1.0, "2": 1.25},
     "table": [{
@@ -48,8 +48,8 @@ SHOWN = {
 COMPARED = {
     "machine": MACHINE, "target": "big", "input_file": "test.txt", "sentences": 9, "temperature": 0.0,
     "verifier": "token", "plain_seconds": [1.0],
-    "arms": [
-        {"arm": "lookup,gamma=2", "alpha": 0.25, "tokens_per_call": 1.125, "drafted_per_call": 0.5, "differ": 0,
+    "variants": [
+        {"variant": "lookup,gamma=2", "alpha": 0.25, "tokens_per_call": 1.125, "drafted_per_call": 0.5, "differ": 0,
          "improvement": IMPROVEMENT, "compile_seconds": 1.0, "cost_ratio": None, "verify_cost": None},
     ],
 }  # fmt: skip
@@ -114,7 +114,7 @@ ACCELERATOR = {
          "alpha": 0.75, "gamma": 7, "milliseconds": IMPROVEMENT, "improvement": 2.5, "over_full_plain": 4.0625,
          "iteration_ms": 3.5, "tokens_per_second": 900.0},
         {"figure": "xxl, self:int8", "kind": "self:int8", "target": "t5_1_1/xxl", "batch": 1, "alpha": 0.99,
-         "gamma": 7, "acceptance": "forced", "milliseconds": IMPROVEMENT, "improvement": 1.75, "iteration_ms": 8.5,
+         "gamma": 7, "acceptance": "synthetic", "milliseconds": IMPROVEMENT, "improvement": 1.75, "iteration_ms": 8.5,
          "tokens_per_second": 400.0},
     ],
 }  # fmt: skip

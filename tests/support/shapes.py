@@ -1,5 +1,5 @@
-"""Checks shapes and dtypes of arrays in calls, for `--jaxtyping-packages`, and nothing else: toys may stand in for
-networks and models."""
+"""Checks shapes and dtypes of arrays in calls, for `--jaxtyping-packages`, and nothing else: toys
+may be accepted in for networks and models."""
 
 import dataclasses
 import functools
@@ -15,11 +15,13 @@ from jaxtyping import AnnotationError, jaxtyped
 def arrays(function):
     """Checks the arrays that are given to a function and that it returns, those in records too.
 
-    A record is not checked when it is made: JAX makes them of shapes, of places on a mesh and of None as well.
+    A record is not checked when it is made: JAX makes them of shapes, of places on a mesh and of
+    None as well.
     """
     if function.__name__ in ("__init__", "__post_init__") or function.__qualname__.startswith("isolated."):
         return function  # `isolated` passes on anything, to a function that is checked by itself
-    # jaxtyping asks twice: before the call, and after it with what is returned as the last argument.
+    # jaxtyping asks twice: before the call, and after it with what is returned as the last
+    # argument.
     after = function.__annotations__.get("return", typing.Any) is not typing.Any
     function.__annotations__ = kinds = _of_arrays(function.__annotations__)
     checked = beartype.beartype(function) if kinds else function
@@ -48,7 +50,8 @@ def _check_record(value) -> None:
     """Checks the arrays of a NamedTuple or a dataclass: an axis has one size in all of its fields.
 
     Raises:
-      AnnotationError: which jaxtyping passes on, while of others it would only say which function was called.
+      AnnotationError: which jaxtyping passes on, while of others it would only say which function
+        was called.
     """
     kinds = _fields(type(value))
     if kinds:

@@ -1,10 +1,11 @@
-"""Enumerates speculative decoding over laws that are known exactly, in float64 with numpy and
-nothing of the package.
+"""Enumerates speculative decoding over distributions that are known exactly, in float64 with numpy
+and nothing of the package.
 
-A *law* is a function from a prefix (tuple of ids, without the start token) to the probabilities
-`[V]` of the next id. A *kernel* is one iteration as a distribution over what it commits: every
-draft, every acceptance outcome and every final token is visited with its probability; nothing is
-sampled. `Verifier` decides what stands; `Rule` holds what the known mistakes get wrong.
+A *distribution* is a function from a prefix (tuple of ids, without the start token) to the
+probabilities `[V]` of the next id. A *kernel* is one iteration as a distribution over what it
+commits: every draft, every acceptance outcome and every final token is visited with its
+probability; nothing is sampled. `Verifier` decides what is accepted; `Rule` holds what the known
+mistakes get wrong.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 Prefix = tuple[int, ...]
-LawOf = Callable[[Prefix], np.ndarray]
+DistributionOf = Callable[[Prefix], np.ndarray]
 
 
 def adjusted_probs(logits, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
@@ -36,12 +37,12 @@ def adjusted_probs(logits, temperature: float = 1.0, top_k: int = 0, top_p: floa
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def table_law(vocab: int, seed: int, zeros: float = 0.0) -> LawOf:
-    """Returns a law that depends on the whole prefix; after each prefix about a share `zeros` of
-    the ids has probability 0."""
+def table_distribution(vocab: int, seed: int, zeros: float = 0.0) -> DistributionOf:
+    """Returns a distribution that depends on the whole prefix; after each prefix about a share
+    `zeros` of the ids has probability 0."""
     table: dict[Prefix, np.ndarray] = {}
 
-    def law(prefix: Prefix) -> np.ndarray:
+    def dist(prefix: Prefix) -> np.ndarray:
         if prefix not in table:
             rng = np.random.default_rng([seed, len(prefix), *prefix])
             weights = rng.exponential(size=vocab) * (rng.random(vocab) >= zeros)
@@ -49,18 +50,18 @@ def table_law(vocab: int, seed: int, zeros: float = 0.0) -> LawOf:
             table[prefix] = weights / weights.sum()
         return table[prefix]
 
-    return law
+    return dist
 
 
-def processed(law: LawOf, **adjustments) -> LawOf:
-    """Returns `law` after temperature, top-k or top-p."""
+def processed(dist: DistributionOf, **adjustments) -> DistributionOf:
+    """Returns `dist` after temperature, top-k or top-p."""
     with np.errstate(divide="ignore"):
-        return lambda prefix: adjusted_probs(np.log(law(prefix)), **adjustments)
+        return lambda prefix: adjusted_probs(np.log(dist(prefix)), **adjustments)
 
 
-def one_hot(law: LawOf) -> LawOf:
-    """Returns a law with all mass on the most probable id."""
-    return lambda prefix: np.eye(len(law(prefix)))[np.argmax(law(prefix))]
+def one_hot(dist: DistributionOf) -> DistributionOf:
+    """Returns a distribution with all mass on the most probable id."""
+    return lambda prefix: np.eye(len(dist(prefix)))[np.argmax(dist(prefix))]
 
 
 def residual(p: np.ndarray, q: np.ndarray, scale: float = 1.0) -> np.ndarray:
@@ -76,44 +77,47 @@ def ratio(p: np.ndarray, q: np.ndarray, x: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """Decides how many drafted ids stand and what follows, given n + 1 laws p, n laws q and n
-    drafted ids x.
+    """Decides how many drafted ids are accepted and what follows, given n + 1 distributions p, n
+    distributions q and n drafted ids x.
 
     Attributes:
-      stand: from (p, q, x), n numbers h: position i stands if and only if its uniform is below h_i.
-      following: from (p, q, x, τ), the law of the next token for τ < n; after n accepted ids it is
-        p.
-      largest: whether τ is the largest position that stands, whatever stands before it; else it is
-        the number of leading ones.
+      accept_probs: from (p, q, x), n numbers h: position i is accepted if and only if its uniform
+        is below h_i.
+      following: from (p, q, x, τ), the distribution of the next token for τ < n; after n accepted
+        ids it is p.
+      largest: whether τ is the largest position that is accepted, whatever stands before it; else
+        it is the number of leading ones.
     """
 
-    stand: Callable
+    accept_probs: Callable
     following: Callable
     largest: bool = False
 
     def outcomes(self, p, q, x) -> list[tuple[float, np.ndarray]]:
-        """Returns, for τ = 0 … n, its probability over the uniforms and the law of the next token."""
-        heights = self.stand(p, q, x)
-        falls = [1 - h for h in heights]
+        """Returns, for τ = 0 … n, its probability over the uniforms and the distribution of the
+        next token."""
+        heights = self.accept_probs(p, q, x)
+        rejected_ = [1 - h for h in heights]
         found = []
         for tau in range(len(x) + 1):
             if self.largest:
-                prob = float(np.prod(falls[tau:])) * (heights[tau - 1] if tau else 1.0)
+                prob = float(np.prod(rejected_[tau:])) * (heights[tau - 1] if tau else 1.0)
             else:
-                prob = float(np.prod(heights[:tau])) * (falls[tau] if tau < len(x) else 1.0)
-            found.append((prob, self._law(p, q, x, tau)))
+                prob = float(np.prod(heights[:tau])) * (rejected_[tau] if tau < len(x) else 1.0)
+            found.append((prob, self._dist(p, q, x, tau)))
         return found
 
     def decide(self, p, q, x, uniforms, final_uniforms) -> tuple[int, int]:
-        """Returns (τ, next id) for given uniforms; `final_uniforms` has one number for each place of the next id."""
-        stands = [u < h for u, h in zip(uniforms, self.stand(p, q, x))]
+        """Returns (τ, next id) for given uniforms; `final_uniforms` has one number for each place
+        of the next id."""
+        accepted = [u < h for u, h in zip(uniforms, self.accept_probs(p, q, x))]
         if self.largest:
-            tau = max((i for i, yes in enumerate(stands, 1) if yes), default=0)
+            tau = max((i for i, yes in enumerate(accepted, 1) if yes), default=0)
         else:
-            tau = stands.index(False) if False in stands else len(x)
-        return tau, invert(self._law(p, q, x, tau), final_uniforms[tau])
+            tau = accepted.index(False) if False in accepted else len(x)
+        return tau, invert(self._dist(p, q, x, tau), final_uniforms[tau])
 
-    def _law(self, p, q, x, tau):
+    def _dist(self, p, q, x, tau):
         return self.following(p, q, x, tau) if tau < len(x) else p[tau]
 
 
@@ -136,7 +140,7 @@ def invert(weights: np.ndarray, uniform: float) -> int:
 
 
 def words(uniform) -> np.ndarray:
-    """Returns `[..., 2]` uint32: random words with which `draw` takes the id that `invert` finds at
+    """Returns `[..., 2]` uint32: random bits with which `draw` takes the id that `invert` finds at
     `uniform [...]`."""
     word = np.floor(np.asarray(uniform, np.float64) * 2**32).astype(np.uint32)
     return np.stack([word, word], axis=-1)
@@ -172,37 +176,39 @@ def rejection_stand(p, q, x) -> list[float]:
 
 def typical_threshold(p: np.ndarray, epsilon: float, delta: float) -> float:
     """Returns min(ε, δ · exp(−H(p)))."""
-    live = p[p > 0]
-    return min(epsilon, delta * float(np.exp(np.sum(live * np.log(live)))))
+    valid = p[p > 0]
+    return min(epsilon, delta * float(np.exp(np.sum(valid * np.log(valid)))))
 
 
 TOKEN = Verifier(
-    stand=lambda p, q, x: [ratio(*laws) for laws in zip(p, q, x)],
+    accept_probs=lambda p, q, x: [ratio(*dists) for dists in zip(p, q, x)],
     following=lambda p, q, x, tau: residual(p[tau], q[tau]),
 )
 BLOCK = Verifier(
-    stand=block_stand,
+    accept_probs=block_stand,
     following=lambda p, q, x, tau: residual(p[tau], q[tau], block_weights(p, q, x)[tau]),
     largest=True,
 )
-REJECTION = Verifier(stand=rejection_stand, following=lambda p, q, x, tau: p[tau])
+REJECTION = Verifier(accept_probs=rejection_stand, following=lambda p, q, x, tau: p[tau])
 
 
 def lenient(lenience: float) -> Verifier:
     """Returns a verifier with min(1, p / (l q)), otherwise like `TOKEN`."""
-    return dataclasses.replace(TOKEN, stand=lambda p, q, x: [ratio(a, lenience * b, y) for a, b, y in zip(p, q, x)])
+    return dataclasses.replace(
+        TOKEN, accept_probs=lambda p, q, x: [ratio(a, lenience * b, y) for a, b, y in zip(p, q, x)]
+    )
 
 
 def typical(epsilon: float, delta: float) -> Verifier:
-    """Returns a verifier under which x stands if and only if p(x) > min(ε, δ · exp(−H(p))),
+    """Returns a verifier under which x is accepted if and only if p(x) > min(ε, δ · exp(−H(p))),
     whatever the uniforms."""
-    stand = lambda p, q, x: [float(a[y] > typical_threshold(a, epsilon, delta)) for a, y in zip(p, x)]
-    return Verifier(stand=stand, following=lambda p, q, x, tau: p[tau])
+    accept_probs = lambda p, q, x: [float(a[y] > typical_threshold(a, epsilon, delta)) for a, y in zip(p, x)]
+    return Verifier(accept_probs=accept_probs, following=lambda p, q, x, tau: p[tau])
 
 
 def coupled(p, x, noise) -> tuple[int, int]:
-    """Returns (τ, next id) of Gumbel coupling with noise g `[n + 1, V]`: a drafted id stands if it
-    is argmax(log p + g)."""
+    """Returns (τ, next id) of Gumbel coupling with noise g `[n + 1, V]`: a drafted id is accepted
+    if it is argmax(log p + g)."""
     with np.errstate(divide="ignore"):
         own = [int(np.argmax(np.log(here) + g)) for here, g in zip(p, noise)]
     tau = next((i for i, token in enumerate(x) if token != own[i]), len(x))
@@ -210,14 +216,15 @@ def coupled(p, x, noise) -> tuple[int, int]:
 
 
 def coupled_share(p: np.ndarray, q: np.ndarray) -> float:
-    """Returns the probability that argmax(log p + g) = argmax(log q + g): Σ_j 1 / Σ_i max(p_i/p_j, q_i/q_j)."""
+    """Returns the probability that argmax(log p + g) = argmax(log q + g): Σ_j 1 / Σ_i max(p_i/p_j,
+    q_i/q_j)."""
     both = np.flatnonzero((p > 0) & (q > 0))
     return float(sum(1 / np.maximum(p / p[j], q / q[j]).sum() for j in both))
 
 
 def lenient_argmax(p, x, lenience: float) -> tuple[int, int]:
-    """Returns (τ, next id) at T = 0: a drafted id stands if p(x) ≥ l · max p; for l = 1 if it is
-    the first of the maxima."""
+    """Returns (τ, next id) at T = 0: a drafted id is accepted if p(x) ≥ l · max p; for l = 1 if it
+    is the first of the maxima."""
     best = [int(np.argmax(here)) for here in p]
     near = lambda i: lenience < 1 and p[i][x[i]] >= lenience * p[i].max()
     tau = next((i for i, token in enumerate(x) if token != best[i] and not near(i)), len(x))
@@ -231,22 +238,26 @@ class Rule:
     Each field is a place where implementations have been wrong.
 
     Attributes:
-      verifier: another verifier; `accept`, `residual` and the fields after `last` then do not count.
-      drawn: from the drafter's law, the law that draft tokens are drawn from.
-      judged: from the drafter's law, the law that enters the ratio and the residual.
-      accept: from (p, q, x), the probability that a drafted id stands.
-      residual: from (p, q), the law of the correction.
-      keep: from (q, x), whether a drawn id stays in the draft; the first that does not ends the draft.
+      verifier: another verifier; `accept`, `residual` and the fields after `last` then do not
+        count.
+      drawn: from the drafter's distribution, the distribution that draft tokens are drawn from.
+      node_outcomes: from the drafter's distribution, the distribution that enters the ratio and the
+        residual.
+      accept: from (p, q, x), the probability that a drafted id is accepted.
+      residual: from (p, q), the distribution of the correction.
+      keep: from (q, x), whether a drawn id stays in the draft; the first that does not ends the
+        draft.
       last: from (q, x), whether the draft ends after a drawn id.
       same_uniform: one acceptance uniform for all positions of an iteration.
       late: number of positions by which a rejection takes effect too late.
-      next_iteration: commit the whole draft, and draw the correction at the start of the next iteration.
-      bonus_shift: number of positions by which the bonus token's law is taken too early.
+      next_iteration: commit the whole draft, and draw the correction at the start of the next
+        iteration.
+      bonus_shift: number of positions by which the bonus token's distribution is taken too early.
     """
 
     verifier: Verifier | None = None
     drawn: Callable = lambda q: q
-    judged: Callable = lambda q: q
+    node_outcomes: Callable = lambda q: q
     accept: Callable = ratio
     residual: Callable = residual
     keep: Callable = lambda q, x: True
@@ -257,7 +268,7 @@ class Rule:
     bonus_shift: int = 0
 
 
-def drafts(prefix: Prefix, draft: LawOf, gamma: int, eos: set[int], rule: Rule):
+def drafts(prefix: Prefix, draft: DistributionOf, gamma: int, eos: set[int], rule: Rule):
     """Yields (drafted ids, probability) for all drafts after `prefix`; a draft ends after γ ids or
     an EOS, which stays in it."""
     if gamma == 0:
@@ -276,15 +287,17 @@ def drafts(prefix: Prefix, draft: LawOf, gamma: int, eos: set[int], rule: Rule):
                 yield (x, *rest), drawn[x] * prob
 
 
-def along(prefix: Prefix, drafted: Prefix, target: LawOf, draft: LawOf, rule: Rule = Rule()) -> tuple[list, list]:
-    """Returns the target's laws at the n + 1 positions after `prefix`, and the drafter's laws that
-    a verifier is told."""
+def along(
+    prefix: Prefix, drafted: Prefix, target: DistributionOf, draft: DistributionOf, rule: Rule = Rule()
+) -> tuple[list, list]:
+    """Returns the target's distributions at the n + 1 positions after `prefix`, and the drafter's
+    distributions that a verifier is told."""
     befores = [(*prefix, *drafted[:i]) for i in range(len(drafted) + 1)]
-    return [target(before) for before in befores], [rule.judged(draft(before)) for before in befores[:-1]]
+    return [target(before) for before in befores], [rule.node_outcomes(draft(before)) for before in befores[:-1]]
 
 
 def expected_accepted(
-    target: LawOf, draft: LawOf, gamma: int, verifier: Verifier, eos: set[int] = frozenset()
+    target: DistributionOf, draft: DistributionOf, gamma: int, verifier: Verifier, eos: set[int] = frozenset()
 ) -> float:
     """Returns E[τ] of the first iteration."""
     total = 0.0
@@ -294,10 +307,12 @@ def expected_accepted(
     return total
 
 
-def kernel(prefix: Prefix, pending, target: LawOf, draft: LawOf, gamma: int, eos: set[int], rule: Rule) -> dict:
+def kernel(
+    prefix: Prefix, pending, target: DistributionOf, draft: DistributionOf, gamma: int, eos: set[int], rule: Rule
+) -> dict:
     """Returns one iteration: the probability of each (new prefix, pending correction).
 
-    `pending` is a law as a tuple, or None.
+    `pending` is a distribution as a tuple, or None.
     """
     outcomes: dict = defaultdict(float)
 
@@ -319,28 +334,28 @@ def kernel(prefix: Prefix, pending, target: LawOf, draft: LawOf, gamma: int, eos
                 for y in np.flatnonzero(following) if share else ():
                     commit((*drafted[:tau], int(y)), prob * share * following[y])
             continue
-        stands = 1.0  # probability that everything before position i stands
+        accepted = 1.0  # probability that everything before position i is accepted
         for i, x in enumerate(drafted):
             before = (*prefix, *drafted[:i])
-            p, q = target(before), rule.judged(draft(before))
+            p, q = target(before), rule.node_outcomes(draft(before))
             accept = rule.accept(p, q, x)
-            still = min(stands, accept) if rule.same_uniform else stands * accept
+            still = min(accepted, accept) if rule.same_uniform else accepted * accept
             correction = rule.residual(p, q)
             if rule.next_iteration:
-                commit(drafted, prob * (stands - still), tuple(correction))
+                commit(drafted, prob * (accepted - still), tuple(correction))
             else:
                 for y in np.flatnonzero(correction):
-                    commit((*drafted[: i + rule.late], int(y)), prob * (stands - still) * correction[y])
-            stands = still
+                    commit((*drafted[: i + rule.late], int(y)), prob * (accepted - still) * correction[y])
+            accepted = still
         p = target((*prefix, *drafted[: len(drafted) - rule.bonus_shift]))
         for y in np.flatnonzero(p):
-            commit((*drafted, int(y)), prob * stands * p[y])
+            commit((*drafted, int(y)), prob * accepted * p[y])
     return outcomes
 
 
-def complete(start: dict[Prefix, float], target: LawOf, limit: int, eos: set[int]) -> dict[Prefix, float]:
-    """Returns the law of whole sequences (up to an EOS or `limit` ids) if `target` continues every
-    prefix of `start`."""
+def complete(start: dict[Prefix, float], target: DistributionOf, limit: int, eos: set[int]) -> dict[Prefix, float]:
+    """Returns the distribution of whole sequences (up to an EOS or `limit` ids) if `target`
+    continues every prefix of `start`."""
     finished: dict[Prefix, float] = defaultdict(float)
     open_ = dict(start)
     while open_:
@@ -356,14 +371,20 @@ def complete(start: dict[Prefix, float], target: LawOf, limit: int, eos: set[int
     return finished
 
 
-def speculative_law(
-    target: LawOf, draft: LawOf, gamma: int, limit: int, eos: set[int], rule: Rule = Rule(), iterations: int = 2
+def speculative_distribution(
+    target: DistributionOf,
+    draft: DistributionOf,
+    gamma: int,
+    limit: int,
+    eos: set[int],
+    rule: Rule = Rule(),
+    iterations: int = 2,
 ) -> dict[Prefix, float]:
-    """Returns the law of whole sequences after some iterations of speculative decoding, the rest
-    continued by `target`.
+    """Returns the distribution of whole sequences after some iterations of speculative decoding,
+    the rest continued by `target`.
 
-    For any number of iterations it is the target's law if and only if each iteration preserves that
-    law.
+    For any number of iterations it is the target's distribution if and only if each iteration
+    preserves that distribution.
     """
     states: dict = {((), None): 1.0}
     for _ in range(iterations):
@@ -388,7 +409,8 @@ def total_variation(a: dict, b: dict) -> float:
 
 
 def conditionals(sequences: dict[Prefix, float]):
-    """Returns (prefix, probabilities of the next id) for every prefix that a law of whole sequences gives mass."""
+    """Returns (prefix, probabilities of the next id) for every prefix that a distribution of whole
+    sequences gives mass."""
     masses: dict[Prefix, float] = defaultdict(float)
     for sequence, prob in sequences.items():
         for length in range(len(sequence) + 1):

@@ -53,13 +53,15 @@ def _mix(h, value):
 
 @dataclasses.dataclass(frozen=True)
 class Hash:
-    """Logits as a hash of (seed, inputs, the last two tokens fed, id), the same in numpy and in JAX.
+    """Logits as a hash of (seed, inputs, the last two tokens fed, id), the same in numpy and in
+    JAX.
 
     Attributes:
       vocab_size: V.
-      seed: which law.
+      seed: which distribution.
       spread: logits lie in [0, spread).
-      likeness: share of the logits that comes from seed 0's law, so that laws of different seeds resemble each other.
+      likeness: share of the logits that comes from seed 0's distribution, so that distributions of
+        different seeds resemble each other.
     """
 
     vocab_size: int
@@ -86,16 +88,16 @@ class Headless:
 
     encoder_dim = None
     rules = None
-    skips = False
+    skips_padding = False
     pairs_are_free = staticmethod(lambda cache: False)
 
     def head_alone(self):
         return self
 
-    def decode_states(self, tokens, positions, cache, layers=None, live=None):
+    def decode_states(self, tokens, positions, cache, layers=None, valid=None):
         return self.decode(tokens, positions, cache)
 
-    def head(self, states, live=None):
+    def head(self, states, valid=None):
         return states
 
     def shortlisted(self, ids):
@@ -114,14 +116,14 @@ class ShortNetwork:
     def prefill(self, inputs, input_lengths, slots, copies=1):
         return self.network.prefill(inputs, input_lengths, slots, copies)
 
-    def decode(self, tokens, positions, cache, live=None):
+    def decode(self, tokens, positions, cache, valid=None):
         logits, cache = self.network.decode(tokens, positions, cache)
         return logits[..., self.ids], cache
 
-    def decode_states(self, tokens, positions, cache, layers=None, live=None):
+    def decode_states(self, tokens, positions, cache, layers=None, valid=None):
         return self.decode(tokens, positions, cache)
 
-    def head(self, states, live=None):
+    def head(self, states, valid=None):
         return states
 
 
@@ -130,40 +132,40 @@ class HashNetwork(Headless):
     """The `Network` of a `Hash`; its cache holds the tokens themselves, so that a stale or missing
     slot changes the logits."""
 
-    law: Hash = flax.struct.field(pytree_node=False)
+    dist: Hash = flax.struct.field(pytree_node=False)
 
     @property
     def vocab_size(self) -> int:
-        return self.law.vocab_size
+        return self.dist.vocab_size
 
     def prefill(self, inputs, input_lengths, slots, copies=1):
-        live = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
+        valid = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         number = input_lengths.astype(jnp.uint32)
         for column in range(inputs.shape[1]):
-            number = jnp.where(live[:, column], _mix(number, inputs[:, column].astype(jnp.uint32)), number)
+            number = jnp.where(valid[:, column], _mix(number, inputs[:, column].astype(jnp.uint32)), number)
         return HashCache(jnp.full((inputs.shape[0] * copies, slots), -1, jnp.int32), jnp.repeat(number, copies))
 
-    def decode(self, tokens, positions, cache, live=None):
+    def decode(self, tokens, positions, cache, valid=None):
         row, queries = jnp.arange(tokens.shape[0])[:, None], tokens.shape[1]
         slots = positions[:, None] + jnp.arange(queries)
         stored = cache.tokens.at[row, slots].set(tokens)
         previous = jnp.where(slots > 0, stored[row, jnp.maximum(slots - 1, 0)], 0)
         number = jnp.broadcast_to(cache.inputs[:, None], tokens.shape)
-        logits = self.law.logits(number, previous.astype(jnp.uint32), tokens.astype(jnp.uint32))
+        logits = self.dist.logits(number, previous.astype(jnp.uint32), tokens.astype(jnp.uint32))
         return logits, cache.replace(tokens=stored)
 
     def node_cache(self, cache, slots, positions):
         room = ((0, 0), (0, slots - cache.tokens.shape[1]))
         return cache.replace(tokens=jnp.pad(cache.tokens, room, constant_values=-1))
 
-    def decode_nodes(self, tokens, nodes, cache, live=None):
+    def decode_nodes(self, tokens, nodes, cache, valid=None):
         row, slots = jnp.arange(len(tokens))[:, None], nodes.starts[:, None] + jnp.arange(tokens.shape[1])
         stored = cache.tokens.at[row, slots].set(tokens)
         before = jnp.maximum(nodes.positions - 1, 0)[..., None]
         parents = jnp.take_along_axis(nodes.paths, before, axis=2)[..., 0]
         previous = jnp.where(nodes.positions > 0, jnp.take_along_axis(stored, parents, axis=1), 0)
         number = jnp.broadcast_to(cache.inputs[:, None], tokens.shape)
-        logits = self.law.logits(number, previous.astype(jnp.uint32), tokens.astype(jnp.uint32))
+        logits = self.dist.logits(number, previous.astype(jnp.uint32), tokens.astype(jnp.uint32))
         return logits, cache.replace(tokens=stored)
 
     def move_nodes(self, cache, sources, starts):
@@ -173,11 +175,11 @@ class HashNetwork(Headless):
 
 
 class HashModel:
-    """The `LanguageModel` of a `Hash`: rows with different inputs have different laws."""
+    """The `LanguageModel` of a `Hash`: rows with different inputs have different distributions."""
 
-    def __init__(self, vocab_size: int, seed: int = 0, *, eos_ids=(1,), start_token=0, vocabulary=None, **law):
-        self.law = Hash(vocab_size, seed, **law)
-        self.network, self.fingerprint = HashNetwork(self.law), str(self.law)
+    def __init__(self, vocab_size: int, seed: int = 0, *, eos_ids=(1,), start_token=0, vocabulary=None, **dist):
+        self.dist = Hash(vocab_size, seed, **dist)
+        self.network, self.fingerprint = HashNetwork(self.dist), str(self.dist)
         self.config = types.SimpleNamespace(
             vocab_size=vocab_size,
             emb_dim=vocab_size,
@@ -199,12 +201,13 @@ class HashModel:
         for column in range(inputs.shape[1]):
             number = np.where(column < lengths, _mix(number, inputs[:, column].astype(np.uint32)), number)
         previous = np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
-        return self.law.logits(np.broadcast_to(number[:, None], tokens.shape), previous, tokens)
+        return self.dist.logits(np.broadcast_to(number[:, None], tokens.shape), previous, tokens)
 
 
 @flax.struct.dataclass
 class EchoNetwork(Headless):
-    """A `Network` whose i-th new token is the i-th id of its input; its cache is the inputs `[B, L]`.
+    """A `Network` whose i-th new token is the i-th id of its input; its cache is the inputs `[B,
+    L]`.
 
     Attributes:
       vocab_size: V.
@@ -217,7 +220,7 @@ class EchoNetwork(Headless):
     def prefill(self, inputs, input_lengths, slots, copies=1):
         return jnp.repeat(inputs, copies, axis=0)
 
-    def decode(self, tokens, positions, cache, live=None):
+    def decode(self, tokens, positions, cache, valid=None):
         slots = positions[:, None] + jnp.arange(tokens.shape[1])
         said = jnp.take_along_axis(cache, jnp.minimum(slots, cache.shape[1] - 1), axis=1)
         if self.wrong:

@@ -22,9 +22,9 @@ TARGET, DRAFT = HashModel(V, 0, vocabulary=Words()), HashModel(V, 1, likeness=0.
 def brackets(prefixes, lengths, logits):
     """Applies a grammar: 2 opens, 3 closes what is open, and an EOS comes only when nothing is
     open."""
-    live = jnp.arange(prefixes.shape[1]) < lengths[:, None]
+    valid = jnp.arange(prefixes.shape[1]) < lengths[:, None]
     depth = jnp.sum(
-        jnp.where(live, jnp.where(prefixes == 2, 1, 0) - jnp.where(prefixes == 3, 1, 0), 0), axis=1, keepdims=True
+        jnp.where(valid, jnp.where(prefixes == 2, 1, 0) - jnp.where(prefixes == 3, 1, 0), 0), axis=1, keepdims=True
     )
     ids = jnp.arange(logits.shape[1])
     wrong = (ids == 3) & (depth <= 0) | jnp.isin(ids, jnp.array(EOS)) & (depth > 0)
@@ -52,7 +52,7 @@ PROCESSORS = {
     "forbidden": dict(forbidden_tokens=(2, 4, 7)),
     "sequences": dict(forbidden_sequences=((4, 2), (3,), (2, 9, 5), (0, 6)), logit_bias=QUIET),
     "mask": dict(vocabulary_mask=(True,) * 3 + (False,) * 4 + (True,) * 5),
-    "forced": dict(forced_tokens={0: 6, 3: 3, 4: 4}),
+    "synthetic": dict(forced_tokens={0: 6, 3: 3, 4: 4}),
     "own": dict(processor=brackets),
     "all": dict(
         repetition_penalty=(1.3, 2.0, 1.0, 4.0, 0.5, 1.7), no_repeat_ngram=2, min_new_tokens=(0, 4, 10, 7, 6, 2),
@@ -100,8 +100,8 @@ def assert_log_probs(result, options, filters=FILTERS):
         for i, token in enumerate(ids):
             prefix = tokens[: len(tokens) - len(ids) + i]
             logits = raw_logits(TARGET, row, prefix)[-1]
-            law = toy_processors.law(logits, prefix, new=i, eos_ids=EOS, **filters, **of_row(options, row))
-            np.testing.assert_allclose(result.adjusted_log_probs[row, i], np.log(law[token]), atol=1e-4)
+            dist = toy_processors.dist(logits, prefix, new=i, eos_ids=EOS, **filters, **of_row(options, row))
+            np.testing.assert_allclose(result.adjusted_log_probs[row, i], np.log(dist[token]), atol=1e-4)
             np.testing.assert_allclose(result.log_probs[row, i], np.log(toy.adjusted_probs(logits)[token]), atol=1e-4)
         assert not result.adjusted_log_probs[row, len(ids) :].any()
 

@@ -56,7 +56,7 @@ def processed(
     return found if np.max(found) > -np.inf else original
 
 
-def law(logits, prefix, *, new: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, **options) -> np.ndarray:
+def dist(logits, prefix, *, new: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, **options) -> np.ndarray:
     """Returns probabilities `[V]` in float64: the processors, then temperature, top-k, top-p and
     min-p."""
     probs = toy.adjusted_probs(processed(logits, prefix, new=new, **options), temperature, top_k, top_p)

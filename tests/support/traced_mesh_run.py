@@ -1,5 +1,5 @@
-"""Decodes inside another program on meshes of fake CPU devices, for `test_traced_mesh.py`: a process's
-number of devices is fixed when JAX starts.
+"""Decodes inside another program on meshes of fake CPU devices, for `test_traced_mesh.py`: a
+process's number of devices is fixed when JAX starts.
 
 Prints one JSON object: for each case the mesh's axes, rules that the networks got, and the tokens.
 """
@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.decoding import surroundings, traced
-from specdec_jax.decoding.traced import Decoder
-from specdec_jax.decoding.traced_beams import BeamDecoder
-from specdec_jax.models import panels
+from specdec_jax.decoding import ambient_mesh, under_jit
+from specdec_jax.decoding.under_jit import Decoder
+from specdec_jax.decoding.under_jit_beams import BeamDecoder
+from specdec_jax.models import packed_weights
 from specdec_jax.models.parameters import flatten, unflatten
 from specdec_jax.models.sharding import AXES, ShardingRules
 
@@ -80,17 +80,17 @@ CASES = [f"{mesh}, {kind}" for mesh in MESHES for kind in KINDS] + [f"1x4, six h
 
 def main(cases: list[str]) -> dict:
     if "native" not in cases:
-        panels.usable = lambda dtype: False
+        packed_weights.usable = lambda dtype: False
     seen: list = []
-    lay_out = surroundings.laid_out
+    lay_out = ambient_mesh.laid_out
 
     def noted(network, rows, replicate=False):
         found = lay_out(network, rows, replicate)
         seen.append([replicate, found.platform, None if found.rules is None else [found.rules.rows, found.rules.parts]])
         return found
 
-    surroundings.laid_out = traced.laid_out = noted
-    surroundings._platform = lambda mesh: "tpu"  # so that caches have a TPU's layout
+    ambient_mesh.laid_out = under_jit.laid_out = noted
+    ambient_mesh._platform = lambda mesh: "tpu"  # so that caches have a TPU's layout
     devices, found = np.array(jax.devices()), {}
     meshes = {
         "1x4": Mesh(devices.reshape(1, 4), AXES), "2x2": Mesh(devices.reshape(2, 2), AXES),

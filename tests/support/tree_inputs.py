@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import toy
 import tree_reference as ref
-from enumerations import DRAFTS, TARGETS, as_law
+from enumerations import DRAFTS, TARGETS, as_distribution
 
-from specdec_jax.speculative.laws import Law
+from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.tree_children import choose_children
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TreeRandomness
@@ -19,14 +19,15 @@ V = 4
 SECOND = np.array([[2, 6, 4, 4], [7, 3, 1, 5], [1, 0, 8, 7], [3, 9, 0, 4]]) / 16
 
 
-def law_of(table):
-    """A law that depends on the prefix, with the rows of `table`."""
+def distribution_of(table):
+    """A distribution that depends on the prefix, with the rows of `table`."""
     return lambda prefix: table[(len(prefix) + sum(prefix)) % len(table)]
 
 
 @dataclasses.dataclass
 class Case:
-    """One row: its laws by prefix, uniforms by purpose and node, noise by depth, and where branches are cut."""
+    """One row: its distributions by prefix, uniforms by purpose and node, noise by depth, and where
+    branches are cut."""
 
     target: object
     drafters: list
@@ -44,34 +45,35 @@ class Case:
 
 
 def cases(tree: Tree, size: int, seed: int = 0) -> list[Case]:
-    """Rows for each pair of laws, with uniforms of the grid, 0 often among them, and two drafters."""
+    """Rows for each pair of distributions, with uniforms of the grid, 0 often among them, and two
+    drafters."""
     rng, found = np.random.default_rng(seed), []
-    # What is left of a law is cut at any fractions, thirteenths among them.
+    # What is left of a distribution is cut at any fractions, thirteenths among them.
     grid = lambda *shape: (rng.integers(13, size=shape) + 0.3183) / 13
     zeros = {"draft": 0.1, "accept": 0.2, "final": 0}  # after k-SEQ some weights are dust, which a 0 would draw
     for name in DRAFTS:
         for _ in range(size):
-            drafters = [law_of(DRAFTS[name]), law_of(SECOND)]
+            drafters = [distribution_of(DRAFTS[name]), distribution_of(SECOND)]
             uniforms = {
                 key: np.where(rng.random(tree.size) < share, 0, grid(tree.size)) for key, share in zeros.items()
             }
             noise = rng.gumbel(size=(tree.depth + 1, V)).astype(np.float32)
             cuts = rng.integers(tree.size // 2, tree.size), rng.integers(tree.depth // 2, tree.depth + 1)
-            found.append(Case(law_of(TARGETS), drafters, uniforms, noise, *map(int, cuts)))
+            found.append(Case(distribution_of(TARGETS), drafters, uniforms, noise, *map(int, cuts)))
     return found
 
 
 choose = jax.jit(choose_children, static_argnums=(0, 2))
 
 
-def drafted(kind: str, tree: Tree, rows: list[Case], eos: int, dtype, origins=()) -> tuple[TreeDraft, Law]:
-    """Returns the draft that the package's children make, level by level, and the target's law after each node; both
-    laws are NaN after nodes that are not there."""
+def drafted(kind: str, tree: Tree, rows: list[Case], eos: int, dtype, origins=()) -> tuple[TreeDraft, Categorical]:
+    """Returns the draft that the package's children make, level by level, and the target's
+    distribution after each node; both distributions are NaN after nodes that are not there."""
     size, batch = tree.size, len(rows)
     tokens, ways = np.full((batch, size), -1, np.int32), [{0: ()} for _ in rows]
-    live, own = np.zeros((batch, size), bool), np.zeros((batch, size), np.int32)
-    live[:, 0] = True
-    laws: list[np.ndarray] = []
+    valid, own = np.zeros((batch, size), bool), np.zeros((batch, size), np.int32)
+    valid[:, 0] = True
+    dists: list[np.ndarray] = []
     for depth in range(tree.depth):
         noise = np.stack([row.noise[depth] for row in rows])
         for origin in sorted({*origins, 0}):
@@ -88,34 +90,36 @@ def drafted(kind: str, tree: Tree, rows: list[Case], eos: int, dtype, origins=()
                 for j, children in enumerate(its.values()):
                     uniforms[b, j, : len(children)] = row.uniforms["draft"][children]
             shared = np.broadcast_to(noise[:, None], q.shape).astype(dtype)
-            found = np.asarray(choose(kind, as_law(q, dtype), counts, toy.words(uniforms), shared))
+            found = np.asarray(choose(kind, as_distribution(q, dtype), counts, toy.random_bits(uniforms), shared))
             for j, (node, children) in enumerate(its.items()):
-                own[:, children] = len(laws)
-                laws.append(np.where(live[:, [node]], q[:, j], np.nan))
+                own[:, children] = len(dists)
+                dists.append(np.where(valid[:, [node]], q[:, j], np.nan))
                 tokens[:, children] = found[:, j, : len(children)]
                 for b, row in enumerate(rows):
                     for child in children:
                         ways[b][child] = (*ways[b].get(node, ()), int(tokens[b, child]))
-                        live[b, child] = (
-                            live[b, node] and tokens[b, child] >= 0 and depth < row.room and child <= row.budget
+                        valid[b, child] = (
+                            valid[b, node] and tokens[b, child] >= 0 and depth < row.room and child <= row.budget
                             and not (node and tokens[b, node] == eos)
                         )  # fmt: skip
     p = np.stack([[row.target(way[node]) for node in range(size)] for row, way in zip(rows, ways)])
-    p[~live] = np.nan
+    p[~valid] = np.nan
     branches = tree.branches(batch)
     past = jnp.arange(tree.depth + 1) > branches.depths[..., None]
     branches = branches._replace(lines=jnp.where(past, size - 1, branches.lines))  # anything may be there
     draft = TreeDraft(
-        jnp.asarray(tokens), branches, jnp.asarray(live), as_law(np.stack(laws, axis=1), dtype),
+        jnp.asarray(tokens), branches, jnp.asarray(valid), as_distribution(np.stack(dists, axis=1), dtype),
         jnp.asarray(own), jnp.zeros(batch, jnp.int32),
     )  # fmt: skip
-    return draft, as_law(p, dtype)
+    return draft, as_distribution(p, dtype)
 
 
 def randomness(rows: list[Case], dtype) -> TreeRandomness:
     uniforms = {key: np.stack([row.uniforms[key] for row in rows]) for key in ("accept", "final")}
     noise = jnp.asarray(np.stack([row.noise for row in rows]), dtype)
-    return TreeRandomness(jnp.asarray(uniforms["accept"], dtype), jnp.asarray(toy.words(uniforms["final"])), noise)
+    return TreeRandomness(
+        jnp.asarray(uniforms["accept"], dtype), jnp.asarray(toy.random_bits(uniforms["final"])), noise
+    )
 
 
 def committed(draft: TreeDraft, found) -> list[tuple[int, ...]]:

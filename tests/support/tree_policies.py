@@ -1,4 +1,5 @@
-"""Policies of γ for token trees in pure Python, and the law of decoding with them, by enumeration."""
+"""Policies of γ for token trees in pure Python, and the distribution of decoding with them, by
+enumeration."""
 
 import dataclasses
 import functools
@@ -19,7 +20,7 @@ class Slow:
 
     Attributes:
       start: its state at first.
-      budget: from (state, the drafter's law after node 0), the most nodes to draft.
+      budget: from (state, the drafter's distribution after node 0), the most nodes to draft.
       heed: as in `ref.Plan`: leaves out what is not drafted.
       update: from (state, tree, committed tokens, budget), the state after an iteration.
     """
@@ -30,8 +31,9 @@ class Slow:
     update: Callable = lambda state, tree, committed, budget: state
 
 
-def law(target, draft, plan: ref.Plan, limit: int, policy: Slow, eos=frozenset(), iterations: int = 2) -> dict:
-    """Returns the law of whole sequences after some iterations, the rest continued by `target`."""
+def dist(target, draft, plan: ref.Plan, limit: int, policy: Slow, eos=frozenset(), iterations: int = 2) -> dict:
+    """Returns the distribution of whole sequences after some iterations, the rest continued by
+    `target`."""
     states: dict = {((), policy.start): 1.0}
     for _ in range(iterations):
         following: dict = defaultdict(float)
@@ -42,8 +44,8 @@ def law(target, draft, plan: ref.Plan, limit: int, policy: Slow, eos=frozenset()
                 continue
             budget = min(policy.budget(state, draft(prefix)), len(plan.parents))
             here = dataclasses.replace(plan, budget=budget, heed=policy.heed)
-            program = functools.partial(_iteration, here, policy, state, prefix, target, draft, room, eos)
-            for (committed, after), share in ref.outcomes(program):
+            config = functools.partial(_iteration, here, policy, state, prefix, target, draft, room, eos)
+            for (committed, after), share in ref.outcomes(config):
                 following[(*prefix, *committed), after] += prob * share
         states = following
     prefixes: dict = defaultdict(float)
@@ -61,7 +63,7 @@ def _iteration(plan, policy, state, prefix, target, draft, room, eos, chance):
 
 
 def path(tree: ref.Tree, committed) -> list[int]:
-    """Returns the nodes that stand, node 0 first."""
+    """Returns the nodes that are accepted, node 0 first."""
     nodes = [0]
     for token in committed[:-1]:
         nodes.append(next(child for child in tree.children(nodes[-1]) if tree.tokens[child] == token))
@@ -100,8 +102,8 @@ def confidence(threshold: float) -> Slow:
     return Slow(heed=lambda tree, node, children: [] if confidence_of(tree, node) < threshold else children)
 
 
-def renewal(parents, maximum: int, **numbers) -> Slow:
-    slow = SlowRenewal(parents, maximum, **numbers)
+def cost_aware(parents, maximum: int, **numbers) -> Slow:
+    slow = SlowCostAware(parents, maximum, **numbers)
 
     def update(state, tree, committed, budget):
         nodes, examined = path(tree, committed), []
@@ -128,9 +130,10 @@ def toy_entropy(q) -> float:
     return -sum(x * math.log(x) for x in q if x > 0)
 
 
-class SlowRenewal:
-    """What `TreeRenewal` decides for one row of a past: for every iteration (rank and whether it stood, of each child
-    that was examined; tokens accepted; nodes drafted; the deepest of them)."""
+class SlowCostAware:
+    """What `TreeCostAware` decides for one row of a past: for every iteration (rank and whether it
+    was accepted, of each child that was examined; tokens accepted; nodes drafted; the deepest of
+    them)."""
 
     def __init__(self, parents, maximum, cost_ratio=0.1, verify_cost=1.0, acceptance=0.7, weight=4.0, memory=0.9,
                  minimum=1):  # fmt: skip
@@ -154,16 +157,16 @@ class SlowRenewal:
     def wanted(self, past) -> int:
         every = range(self.maximum + 1)
         tokens = self.weight * max((1 + self.tokens(n, self.begun)) / (1 + self.time(n)) for n in every)
-        time, seen, stood = self.weight, defaultdict(float), defaultdict(float)
+        time, seen, kept = self.weight, defaultdict(float), defaultdict(float)
         for examined, accepted, nodes, deepest in past:
             tokens, time = tokens * self.memory + accepted + 1, time * self.memory + 1
             time += self.cost * deepest + self.node * nodes
-            for counts in (seen, stood):
+            for counts in (seen, kept):
                 for rank in counts:
                     counts[rank] *= self.memory
-            for rank, stands in examined:
+            for rank, kept in examined:
                 seen[rank] += 1
-                stood[rank] += stands
-        rate = lambda rank: (stood[rank] + self.weight * self.begun(rank)) / (seen[rank] + self.weight)
+                kept[rank] += kept
+        rate = lambda rank: (kept[rank] + self.weight * self.begun(rank)) / (seen[rank] + self.weight)
         worth = [self.tokens(n, rate) - tokens / time * self.time(n) for n in every]
         return max(self.minimum, worth.index(max(worth)))

@@ -1,13 +1,13 @@
-"""Enumerates decoding with token trees over laws that are known exactly, in float64 and with nothing
-of the package.
+"""Enumerates decoding with token trees over distributions that are known exactly, in float64 and
+with nothing of the package.
 
 One iteration is written as a *program* that asks a `chance` for every random choice: which tokens
-the children get, which stand, what follows. `outcomes` runs it once for each way in which these
-choices can fall, with the probability of that way; `Given` lets given uniforms make them. Every
-choice has a key, which names its uniform; by default no two choices share one.
+the children get, which are accepted, what follows. `outcomes` runs it once for each way in which
+these choices can fall, with the probability of that way; `Given` lets given uniforms make them.
+Every choice has a key, which names its uniform; by default no two choices share one.
 
-A tree is given by the parents of nodes 1, 2 …; a law is a function from a prefix, as in `toy`.
-`Plan` holds what known mistakes get wrong.
+A tree is given by the parents of nodes 1, 2 …; a distribution is a function from a prefix, as in
+`toy`. `Plan` holds what known mistakes get wrong.
 """
 
 import dataclasses
@@ -23,7 +23,8 @@ DUST = 1e-15  # what rounding leaves of a probability of 0
 
 
 class Trail:
-    """One way in which choices fall: the `taken`-th of those that are possible, then always the first."""
+    """One way in which choices fall: the `taken`-th of those that are possible, then always the
+    first."""
 
     def __init__(self, taken: list[int]):
         self.taken, self.prob = taken, 1.0
@@ -53,12 +54,12 @@ class Trail:
         return self.choose((prob, 1 - prob), key) == 0
 
 
-def outcomes(program: Callable):
-    """Yields (what `program(chance)` returns, probability) for every way in which its choices fall."""
+def outcomes(config: Callable):
+    """Yields (what `config(chance)` returns, probability) for every way in which its choices fall."""
     taken: list[int] = []
     while True:
         trail = Trail(taken)
-        yield program(trail), trail.prob
+        yield config(trail), trail.prob
         while taken and taken[-1] + 1 == trail.options[len(taken) - 1]:
             taken.pop()
         if not taken:
@@ -89,7 +90,8 @@ class Plan:
       verify: from (tree, chance), the tokens to commit, the last of which is no drafted one.
       origins: the drafter of each of nodes 1, 2 …; (): all by the first.
       budget: the number of drafted nodes that are there; None: all.
-      judged: from (tree, node), the law that the verifier believes its token was drawn from.
+      node_outcomes: from (tree, node), the distribution that the verifier believes its token was
+        drawn from.
       heed: from (tree, node, its children), the children that the verifier sees, in its order.
       share: from a key, the key of the uniform that is really used.
       past_eos: whether an EOS has children, and what follows it is committed.
@@ -100,7 +102,7 @@ class Plan:
     verify: Callable
     origins: tuple[int, ...] = ()
     budget: int | None = None
-    judged: Callable = lambda tree, node: tree.sources[node]
+    node_outcomes: Callable = lambda tree, node: tree.sources[node]
     heed: Callable = lambda tree, node, children: children
     share: Callable = lambda key: key
     past_eos: bool = False
@@ -111,7 +113,7 @@ class Tree:
 
     Attributes:
       tokens: by node.
-      sources: the law that each node's token was drawn from; None where it was not drawn.
+      sources: the distribution that each node's token was drawn from; None where it was not drawn.
     """
 
     def __init__(self, plan: Plan, chance, prefix, target, drafters, room: int, eos=frozenset(), noise=None):
@@ -126,19 +128,19 @@ class Tree:
         return (*self.way(self.plan.parents[node - 1]), self.tokens[node]) if node else ()
 
     def p(self, node: int) -> list[float]:
-        """Returns the target's law of the token after `node`."""
+        """Returns the target's distribution of the token after `node`."""
         return list(self.target((*self.prefix, *self.way(node))))
 
     def q(self, node: int) -> list[float]:
-        """Returns the law after the parent of `node` of the drafter that drafts it."""
+        """Returns the distribution after the parent of `node` of the drafter that drafts it."""
         origin = self.plan.origins[node - 1] if self.plan.origins else 0
         return list(self.drafters[origin]((*self.prefix, *self.way(self.plan.parents[node - 1]))))
 
     def flip(self, prob: float, node: int) -> bool:
         return self.chance.flip(min(1.0, prob), self.plan.share(("accept", node, len(self.way(node)))))
 
-    def following(self, law, node: int) -> int:
-        return self.chance.choose(law, self.plan.share(("final", node, len(self.way(node)))))
+    def following(self, dist, node: int) -> int:
+        return self.chance.choose(dist, self.plan.share(("final", node, len(self.way(node)))))
 
     def children(self, node: int) -> list[int]:
         """Returns the children of `node` that the verifier sees."""
@@ -169,9 +171,9 @@ class Tree:
         for number in numbers[len(numbers) - drawn :]:
             if sum(left) == 0:
                 break
-            law = norm(left)
-            token = self.chance.choose(law, self.plan.share(("draft", number, depth + 1)))
-            self.tokens[number], self.sources[number] = token, law
+            dist = norm(left)
+            token = self.chance.choose(dist, self.plan.share(("draft", number, depth + 1)))
+            self.tokens[number], self.sources[number] = token, dist
             if kind == "drawn":
                 left[token] = 0.0
 
@@ -182,7 +184,8 @@ def norm(weights) -> list[float]:
 
 
 def less(r, s, scale: float = 1.0) -> tuple[list[float], float]:
-    """Returns norm(max(0, scale · r − s)) and the mass before the norm; r itself where there is no mass."""
+    """Returns norm(max(0, scale · r − s)) and the mass before the norm; r itself where there is no
+    mass."""
     excess = [max(0.0, scale * a - b) for a, b in zip(r, s)]
     mass = sum(excess)
     return (norm(excess), mass) if mass > DUST else (list(r), 0.0)
@@ -226,7 +229,7 @@ def recursive(tree, node, children):
     for child in children:
         if tree.sources[child] is None:
             continue
-        s, x = tree.plan.judged(tree, child), tree.tokens[child]
+        s, x = tree.plan.node_outcomes(tree, child), tree.tokens[child]
         if tree.flip(r[x] / s[x], child):
             return x
         r, _ = less(r, s)
@@ -238,7 +241,7 @@ def k_sequences(tree, node, children, count: Callable = len):
     p, k = tree.p(node), count(children)
     if not children:
         return tree.following(p, node)
-    q = tree.plan.judged(tree, children[0])
+    q = tree.plan.node_outcomes(tree, children[0])
     rho, overlap, beta, some = k_sequence_shares(tuple(p), tuple(q), k)
     for child in children:
         x = tree.tokens[child]
@@ -271,7 +274,7 @@ def traversal(tree, chance, updates: bool = True, scaled: bool = True):
     def visit(node: int, alpha: float):
         p = tree.p(node)
         for child in tree.children(node):
-            s, x = tree.plan.judged(tree, child), tree.tokens[child]
+            s, x = tree.plan.node_outcomes(tree, child), tree.tokens[child]
             below = visit(child, min(1.0, alpha * p[x] / s[x]))
             if below is not None:
                 return (x, *below)
@@ -284,15 +287,16 @@ def traversal(tree, chance, updates: bool = True, scaled: bool = True):
 
 
 def typical(epsilon: float, delta: float) -> Callable:
-    """Returns the verifier that commits the longest path of tokens above the threshold of `toy.typical`."""
+    """Returns the verifier that commits the longest path of tokens above the threshold of
+    `toy.typical`."""
 
     def verify(tree: Tree, chance):
-        stands = [0]
-        for node in stands:  # which grows
-            law = np.array(tree.p(node))
-            threshold = toy.typical_threshold(law, epsilon, delta)
-            stands += [child for child in tree.children(node) if law[tree.tokens[child]] > threshold]
-        last = min(stands, key=lambda node: (-len(tree.way(node)), node))
+        accepted = [0]
+        for node in accepted:  # which grows
+            dist = np.array(tree.p(node))
+            threshold = toy.typical_threshold(dist, epsilon, delta)
+            accepted += [child for child in tree.children(node) if dist[tree.tokens[child]] > threshold]
+        last = min(accepted, key=lambda node: (-len(tree.way(node)), node))
         return (*tree.way(last), tree.following(tree.p(last), last))
 
     return verify
@@ -308,26 +312,29 @@ VERIFIERS = {
 }
 
 
-# --- Laws of whole sequences ---
+# --- Distributions of whole sequences ---
 
 
 def kernel(prefix, target, drafters, plan: Plan, room: int, eos=frozenset(), noise=None) -> dict:
     """Returns one iteration: the probability of each new prefix."""
     found: dict = defaultdict(float)
 
-    def program(chance):
+    def config(chance):
         tree = Tree(plan, chance, prefix, target, drafters, room, eos, noise)
         committed = plan.verify(tree, chance)
         ends = [place for place, token in enumerate(committed, 1) if token in eos and not plan.past_eos]
         return committed[: ends[0]] if ends else committed
 
-    for committed, prob in outcomes(program):
+    for committed, prob in outcomes(config):
         found[(*prefix, *committed)] += prob
     return found
 
 
-def speculative_law(target, drafters, plan: Plan, limit: int, eos=frozenset(), iterations: int = 2, noise=None) -> dict:
-    """Returns the law of whole sequences after some iterations, the rest continued by `target`.
+def speculative_distribution(
+    target, drafters, plan: Plan, limit: int, eos=frozenset(), iterations: int = 2, noise=None
+) -> dict:
+    """Returns the distribution of whole sequences after some iterations, the rest continued by
+    `target`.
 
     `noise` is `[limit, V]`, of absolute positions.
     """
@@ -347,15 +354,16 @@ def speculative_law(target, drafters, plan: Plan, limit: int, eos=frozenset(), i
 
 
 def accepted(target, drafters, plan: Plan, room: int) -> float:
-    """Returns E[τ], the drafted tokens that stand in the first iteration."""
+    """Returns E[τ], the drafted tokens that are accepted in the first iteration."""
     return sum(prob * (len(after) - 1) for after, prob in kernel((), target, drafters, plan, room).items())
 
 
 def acceptance(kind: str, verifier: str, p, q, count: int) -> float:
-    """Returns the probability that one of `count` children of a node stands, p and q being the laws after it."""
+    """Returns the probability that one of `count` children of a node is accepted, p and q being the
+    distributions after it."""
     if kind == "top":
         return sum(p[x] for x in sorted(range(len(q)), key=lambda x: -q[x])[:count] if q[x])
-    if kind == "mixed":  # y has the law p, and is in S with its probability there
+    if kind == "mixed":  # y has the distribution p, and is in S with its probability there
         fixed = sorted(range(len(q)), key=lambda x: -q[x])[: count - 1]
         rest = [0.0 if x in fixed else b for x, b in enumerate(q)]
         overlap = map(min, p, norm(rest)) if sum(rest) else ()
@@ -364,7 +372,8 @@ def acceptance(kind: str, verifier: str, p, q, count: int) -> float:
         rho, overlap, beta, some = k_sequence_shares(tuple(p), tuple(q), count)
         if beta == 0 or some == 1:
             return some
-        # The token that follows may be that of a child that fell; such a child has the law `fallen`.
+        # The token that follows may be that of a child that fell; such a child has the distribution
+        # `fallen`.
         fallen = [(b - a) / (1 - beta) for a, b in zip(overlap, q)]
         following, _ = less(p, [a * some / beta for a in overlap])
         return some + (1 - some) * sum(y * (1 - (1 - x) ** count) for x, y in zip(fallen, following))
@@ -375,12 +384,13 @@ def acceptance(kind: str, verifier: str, p, q, count: int) -> float:
         return sum(overlap) + (1 - sum(overlap)) * acceptance(kind, verifier, r, q, count - 1)
     without = lambda x: [0.0 if y == x else b for y, b in enumerate(q)]
     left = lambda x: norm(without(x)) if sum(without(x)) else without(x)
-    falls = [(x, b - a) for x, (a, b) in enumerate(zip(overlap, q)) if b - a > DUST]
-    return sum(overlap) + sum(share * acceptance(kind, verifier, r, left(x), count - 1) for x, share in falls)
+    rejected_ = [(x, b - a) for x, (a, b) in enumerate(zip(overlap, q)) if b - a > DUST]
+    return sum(overlap) + sum(share * acceptance(kind, verifier, r, left(x), count - 1) for x, share in rejected_)
 
 
 def coupled_acceptance(p, q, count: int, noise: np.ndarray) -> float:
-    """Returns the share of `noise [samples, V]` at which the target's token is one of the drafter's `count` best."""
+    """Returns the share of `noise [samples, V]` at which the target's token is one of the drafter's
+    `count` best."""
     with np.errstate(divide="ignore"):
         own, best = np.argmax(np.log(p) + noise, axis=1), np.argsort(-(np.log(q) + noise), axis=1)[:, :count]
     return float(np.mean(np.any((best == own[:, None]) & (q[best] > 0), axis=1)))

@@ -1,8 +1,9 @@
-"""Wide shallow models of which a last bit decides every token, for tests that compare calls bit for bit."""
+"""Wide shallow models of which a last bit decides every token, for tests that compare calls bit for
+bit."""
 
 import numpy as np
 
-from specdec_jax.models import layouts, panels
+from specdec_jax.models import packed_weights, weight_layouts
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
@@ -20,8 +21,8 @@ def gpt(width: int, vocab: int = V, **shape) -> GPTConfig:
 
 
 def twins(config: T5Config | GPTConfig, seed: int = 0, quantize: str | None = None) -> LanguageModel:
-    """Returns a random model the odd columns of whose head equal the even ones up to last bits, so that the greatest
-    two logits all but tie."""
+    """Returns a random model the odd columns of whose head equal the even ones up to last bits, so
+    that the greatest two logits all but tie."""
     params, rng = LanguageModel.random(config, seed).params, np.random.default_rng(seed)
     kernel = np.array(params["decoder"]["logits_dense"]["kernel"])
     even = kernel[:, ::2]
@@ -29,5 +30,5 @@ def twins(config: T5Config | GPTConfig, seed: int = 0, quantize: str | None = No
     kernel[:, 1::2] = np.where(rng.random(even.shape) < 0.5, even, np.nextafter(even, towards))
     params["decoder"]["logits_dense"]["kernel"] = kernel
     if quantize is not None:
-        params = layouts.round_params(params, panels.input_bits(quantize))
+        params = weight_layouts.round_params(params, packed_weights.input_bits(quantize))
     return LanguageModel(config, params, eos_ids=())

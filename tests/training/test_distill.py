@@ -17,13 +17,13 @@ from toy_training import CONFIGS, TINY, config_of, random_params
 
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import distill, main
-from specdec_jax.decoding import jobs
+from specdec_jax.decoding import continuous_batching
 from specdec_jax.models.families import build_config
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.training import config as training_config
 from specdec_jax.training import corpus, losses, run_folder, run_vocabulary, train
-from specdec_jax.training import outputs as training_outputs
+from specdec_jax.training import sequence_distillation as training_outputs
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -97,7 +97,7 @@ def undisturbed(models, language, tmp_path_factory):
 
 
 def test_settings_are_there_before_the_outputs(models, language, tmp_path, monkeypatch):
-    """Writing the outputs may take hours. A run that is refused leaves the settings as they are."""
+    """Writing the outputs may take hours. A run that is rejected leaves the settings as they are."""
 
     def stops(*_):
         raise KeyboardInterrupt
@@ -120,7 +120,7 @@ def test_the_outputs_are_the_targets_own(undisturbed, models, language):
         [sources("more.tsv")[i * 20 // 12] for i in range(12)],
     )
     ids = [target.vocabulary.encode(text) + [1] for text in chosen]
-    decoded = jobs.decode_all(target, ids, batch_size=4, seed=0, max_new_tokens=8)
+    decoded = continuous_batching.decode_all(target, ids, batch_size=4, seed=0, max_new_tokens=8)
     kept = [(text, output.tokens) for text, output in zip(chosen, decoded)]
     assert [(text, list(map(int, ids.split()))) for text, _, ids in rows("validation-2-greedy")] == kept
     sampled = rows("train-sampled")
@@ -135,7 +135,7 @@ def test_a_sample_depends_on_the_number_of_its_input_alone(models):
     ids = [target.vocabulary.encode(text) + [1] for text in ("bara", "ceni mu", "gute", "hal bara ni", "kinso")]
     draw = lambda inputs, first: [
         output.tokens
-        for output in jobs.decode_all(
+        for output in continuous_batching.decode_all(
             target, inputs, batch_size=4, seed=3, first=first, num_samples=2, max_new_tokens=8,
             sampling=SamplingConfig(temperature=1.0),
         )
@@ -176,7 +176,7 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
     undisturbed, models, language, tmp_path, monkeypatch, capsys
 ):
     config = distill_config(models, language, tmp_path / "run")
-    calls, decode_all, train_step = [], jobs.decode_all, losses.train_step
+    calls, decode_all, train_step = [], continuous_batching.decode_all, losses.train_step
 
     def interfere(at, action):
         def decoding(*arguments, **options):
@@ -248,7 +248,7 @@ def test_settings_that_contradict_what_is_there(undisturbed, models, language, s
     assert outputs(undisturbed) == before
 
 
-def test_other_files_under_the_same_paths_are_refused(undisturbed, models, language, tmp_path, monkeypatch):
+def test_other_files_under_the_same_paths_are_rejected(undisturbed, models, language, tmp_path, monkeypatch):
     """A target of which one array of the encoder differs, before outputs are written and before
     training; a vocabulary."""
     shutil.copytree(undisturbed, tmp_path / "run")
@@ -262,7 +262,8 @@ def test_other_files_under_the_same_paths_are_refused(undisturbed, models, langu
 
     with monkeypatch.context() as patched:
         patched.setattr(loader, "load", changed)
-        # Of a run that has finished, of one that was killed before it saved a state, and of one without all outputs.
+        # Of a run that has finished, of one that was killed before it saved a state, and of one
+        # without all outputs.
         for gone in ("", "checkpoints", "outputs-train-greedy.tsv"):
             if gone:
                 path = tmp_path / "run" / gone

@@ -1,4 +1,5 @@
-"""Divergences against slow versions, and training with a teacher: settings, the start, the choice of the best."""
+"""Divergences against slow versions, and training with a teacher: settings, the start, the choice
+of the best."""
 
 import dataclasses
 import functools
@@ -25,7 +26,7 @@ models, one_optimizer = distill_models.models, distill_models.one_optimizer
 # Divergences.
 
 
-def law(logits):
+def dist(logits):
     weights = np.exp(logits - np.max(logits, axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
 
@@ -53,7 +54,7 @@ def test_divergence_and_its_gradient_against_finite_differences(name):
     fast = jax.jit(jax.value_and_grad(divergence, argnums=1))
     for scale in (0.1, 1.0, 5.0):
         teacher, student = rng.normal(0, scale, (2, 9))
-        slow = lambda logits: SLOW[name](law(teacher), law(logits))
+        slow = lambda logits: SLOW[name](dist(teacher), dist(logits))
         value, grad = fast(np.float32(teacher), np.float32(student))
         bumps = 1e-6 * np.eye(9)
         expected = [(slow(student + bump) - slow(student - bump)) / 2e-6 for bump in bumps]
@@ -62,7 +63,7 @@ def test_divergence_and_its_gradient_against_finite_differences(name):
 
 
 @pytest.mark.parametrize("name", sorted(SLOW))
-def test_divergence_of_equal_and_of_disjoint_laws(name):
+def test_divergence_of_equal_and_of_disjoint_distributions(name):
     far = np.log(np.array([[1.0, 1e-30], [1e-30, 1.0]], np.float32))
     limit = {"forward_kl": 30 * np.log(10), "reverse_kl": 30 * np.log(10), "jensen_shannon": np.log(2)}.get(name, 1.0)
     value, grad = jax.jit(jax.value_and_grad(losses.DIVERGENCES[name], argnums=1))(far[0], far[1])
@@ -100,7 +101,7 @@ def test_loss_is_the_sum_over_target_pieces(name, weight, temperature):
     params, teacher, batch = random_params(), random_params(seed=1), random_batch()
     objective = losses.Objective(T5(TINY), 0.0, T5(TINY), weight, name, temperature)
     loss, metrics = jax.jit(losses.loss_fn, static_argnums=2)(params, batch, objective, teacher)
-    q, p = law(logits_of(params, batch)), law(logits_of(teacher, batch) / temperature)
+    q, p = dist(logits_of(params, batch)), dist(logits_of(teacher, batch) / temperature)
     expected = sum(
         weight * SLOW[name](p[at], q[at]) - (1 - weight) * np.log(q[at][batch[1][at]])
         for at in zip(*np.nonzero(batch[1] >= 0))
@@ -125,7 +126,7 @@ def test_acceptance_and_agreement_are_those_of_the_pair():
     mine, other = logits_of(student, batch, SMALL), logits_of(teacher, batch)
     accepted, agreeing = 0.0, 0
     for at in zip(*np.nonzero(batch[1] >= 0)):
-        accepted += sum(min(p, q) for p, q in zip(law(mine[at]), law(other[at])))
+        accepted += sum(min(p, q) for p, q in zip(dist(mine[at]), dist(other[at])))
         agreeing += int(np.argmax(mine[at]) == np.argmax(other[at]))
     assert metrics.pieces == 22
     np.testing.assert_allclose(likeness.acceptance, accepted, rtol=1e-5)

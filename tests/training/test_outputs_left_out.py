@@ -1,4 +1,5 @@
-"""Outputs to distil from: one source whose logits are not finite numbers is left out; a damaged target is an error."""
+"""Outputs to distil from: one source whose logits are not finite numbers is left out; a damaged
+target is an error."""
 
 import pathlib
 import types
@@ -9,7 +10,7 @@ from toy_models import tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.models.vocabularies import ByteVocabulary
-from specdec_jax.training import outputs
+from specdec_jax.training import sequence_distillation
 
 pytestmark = pytest.mark.usefixtures("quick")
 BAD = 3 + ord("#")
@@ -30,8 +31,8 @@ def target():
 
 def lines(target, texts, said):
     ids = [target.vocabulary.encode(text) + [1] for text in texts]
-    job = outputs.Job(pathlib.Path("a.tsv"), ids, texts, 0, 0)
-    return list(outputs._lines(SETTINGS, target, job, 0, said.append))
+    job = sequence_distillation.Job(pathlib.Path("a.tsv"), ids, texts, 0, 0)
+    return list(sequence_distillation._lines(SETTINGS, target, job, 0, said.append))
 
 
 def test_one_source_is_left_out_and_told(target):
@@ -43,5 +44,5 @@ def test_one_source_is_left_out_and_told(target):
 
 
 def test_a_target_without_any_output_is_an_error(target):
-    with pytest.raises(sd.NotNumbers, match="^input 0: got logits from the target damaged"):
+    with pytest.raises(sd.NonFiniteLogitsError, match="^input 0: got logits from the target damaged"):
         lines(target, ["#", "t#o"], [])

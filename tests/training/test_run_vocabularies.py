@@ -23,7 +23,8 @@ one_optimizer = distill_models.one_optimizer
 
 
 def tokenizer_json(texts, special=()) -> TokenizerJsonVocabulary:
-    """Returns a `tokenizer.json` of 50 pieces; without `special`, id 0 is a letter and EOS the last."""
+    """Returns a `tokenizer.json` of 50 pieces; without `special`, id 0 is a letter and EOS the
+    last."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>" if special else None))
     made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=50 - (not special), special_tokens=list(special))
@@ -135,7 +136,7 @@ def test_a_run_of_an_earlier_version_is_exported(vocabularies, language, tmp_pat
     assert (model.start_token, model.eos_ids) == (0, (1,))
 
 
-def test_a_text_without_pieces_is_refused_by_its_number(language, vocabularies, tmp_path):
+def test_a_text_without_pieces_is_rejected_by_its_number(language, vocabularies, tmp_path):
     bare = TokenizerJsonVocabulary(vocabularies["tokenizer.json"].text, around=([], []))
     (tmp_path / "pairs.tsv").write_text("a\tb\n\tb\n")
     with pytest.raises(ValueError, match="pairs.tsv, example 2: got a text without pieces, expected at least one"):

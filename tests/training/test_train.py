@@ -33,7 +33,7 @@ def forward(params, inputs, tokens):
     return jax.nn.log_softmax(T5(TINY).apply({"params": params}, *fed))
 
 
-def laws(params, batch):
+def dists(params, batch):
     inputs, targets = batch
     return np.asarray(forward(params, inputs, np.pad(targets[:, :-1], ((0, 0), (1, 0)))), np.float64)
 
@@ -46,7 +46,7 @@ def test_loss_is_the_sum_over_target_pieces(smoothing, weight):
     params, teacher, batch = random_params(), random_params(seed=1), random_batch()
     objective = losses.Objective(T5(TINY), smoothing, T5(TINY) if weight else None, weight)
     loss, metrics = jax.jit(losses.loss_fn, static_argnums=2)(params, batch, objective, teacher if weight else None)
-    log_q, log_p = laws(params, batch), laws(teacher, batch)
+    log_q, log_p = dists(params, batch), dists(teacher, batch)
     expected, nll, pieces = 0.0, 0.0, 0
     for b, t in zip(*np.nonzero(batch[1] >= 0)):
         reference = np.full(64, smoothing / 64)

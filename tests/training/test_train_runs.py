@@ -336,7 +336,8 @@ def unfinished(output):
 
 
 def test_settings_are_there_once_a_run_has_begun(finished, language, tmp_path, monkeypatch, capsys):
-    """Of a run that stops in its first step, too. One that is refused writes none, and leaves those that are there."""
+    """Of a run that stops in its first step, too. One that is rejected writes none, and leaves
+    those that are there."""
 
     def command(output, *settings):
         names = [f"--gin.DATA_DIR={str(language)!r}", f"--gin.OUTPUT_DIR={str(output)!r}", *settings]
@@ -352,8 +353,8 @@ def test_settings_are_there_once_a_run_has_begun(finished, language, tmp_path, m
     config.unlink()
     assert main.main(["train", "--compilation_cache_dir=", f"--gin_file={written}", "--gin_search_paths=/"]) == 130
     assert config.read_text() == before, "what was written gives the same settings"
-    assert command(tmp_path / "refused", "--gin.TrainConfig.train_files=['none.tsv']") == 2
-    assert not (tmp_path / "refused" / "operative.gin").exists()
+    assert command(tmp_path / "rejected", "--gin.TrainConfig.train_files=['none.tsv']") == 2
+    assert not (tmp_path / "rejected" / "operative.gin").exists()
     shutil.copytree(finished[0].output_dir, tmp_path / "another")
     kept = [tmp_path / "another" / path.name for path in (config, written)]
     kept[1].write_text("# its own")
@@ -378,7 +379,7 @@ def test_a_killed_and_an_interrupted_run_end_as_an_uninterrupted_one(command, tm
     wait_for(process, lambda: max(finished(), default=0) > first + 4)
     process.terminate()
     said = process.communicate()[1]
-    assert process.returncode == 143 and "is saved; the same command goes on from there" in said, said
+    assert process.returncode == 143 and "is saved; the same command resumes from there" in said, said
     process = command(broken)
     said = process.communicate()[1]
     assert process.returncode == 0 and "resumed at step" in said, said

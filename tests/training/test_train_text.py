@@ -1,4 +1,5 @@
-"""Training of decoder-only models: blocks of text, losses, runs, what comes out of them, commands, what is refused."""
+"""Training of decoder-only models: blocks of text, losses, runs, what comes out of them, commands,
+what is rejected."""
 
 import dataclasses
 import json
@@ -18,7 +19,7 @@ from toy_models import compilations
 from toy_training import CONFIGS, ORDER, TINY, TINY_GPT, config_of, random_params, text_config, write_text
 
 import specdec_jax as sd
-from specdec_jax.analysis import arms, expectations, tuning
+from specdec_jax.analysis import expectations, tuning, variants
 from specdec_jax.commands import main, measure, tune
 from specdec_jax.models import parameters, vocabularies
 from specdec_jax.models.gpt import GPT, GPT_PRESETS
@@ -51,7 +52,7 @@ def finished(text, tmp_path_factory, one_optimizer):
 
 @pytest.fixture(scope="module")
 def distilled(text, finished, one_optimizer):
-    """A run that learns the laws of that run's model."""
+    """A run that learns the distributions of that run's model."""
     folder = pathlib.Path(finished[0].output_dir)
     config = text_config(
         text, folder.parent / "drafter", model=dataclasses.replace(TINY_GPT, emb_dim=16, mlp_dim=32),
@@ -108,11 +109,11 @@ def test_loss_is_that_of_the_next_piece():
     stream = rng.integers(1, 40, (2, 9)).astype(np.int32)
     inputs, targets = stream[:, :-1], stream[:, 1:].copy()
     targets[1, 5:] = -1
-    law = jax.jit(lambda params: jax.nn.log_softmax(GPT(TINY_GPT).apply({"params": params}, inputs)))
-    laws = [np.asarray(law(p), np.float64) for p in (params, teacher)]
+    dist = jax.jit(lambda params: jax.nn.log_softmax(GPT(TINY_GPT).apply({"params": params}, inputs)))
+    dists = [np.asarray(dist(p), np.float64) for p in (params, teacher)]
     expected, nll, overlap = 0.0, 0.0, 0.0
     for b, t in zip(*np.nonzero(targets >= 0)):
-        log_q, log_p = (law[b, t] for law in laws)
+        log_q, log_p = (dist[b, t] for dist in dists)
         reference = np.full(40, 0.1 / 40)
         reference[targets[b, t]] += 0.9
         expected += 0.4 * -np.sum(reference * log_q) + 0.6 * np.sum(np.exp(log_p) * (log_p - log_q))
@@ -148,7 +149,8 @@ def test_the_loss_falls_to_what_the_text_leaves_open(finished):
 
 
 def test_what_it_writes(finished, distilled):
-    """A target and a drafter that were loaded, prompted and unprompted; most samples are as the text has it."""
+    """A target and a drafter that were loaded, prompted and unprompted; most samples are as the
+    text has it."""
     target, drafter = model_of(finished[0]), sd.ModelDrafter(model_of(distilled))
     assert (target.start_token, target.eos_ids) == (1, (1,)) and target.config.num_positions == 40
     assert target.vocabulary.fingerprint() == drafter.model.vocabulary.fingerprint()
@@ -197,7 +199,7 @@ def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(finished, tmp_path, m
     assert values(config) == values(reference)
 
 
-def test_a_drafter_learns_the_targets_laws(finished, distilled):
+def test_a_drafter_learns_the_targets_distributions(finished, distilled):
     log = [record for record in records(distilled) if "acceptance" in record]
     assert log[-1]["acceptance"] > 0.8 and log[-1]["agreement"] > 0.8
     assert log[-1]["validation_loss"] < log[0]["validation_loss"]
@@ -216,7 +218,8 @@ def specdec(capsys, *argv):
 
 
 def test_train_and_generate(finished, text, tmp_path, capsys):
-    """The files in `configs/train`, made tiny, of a run that is there: only the model is written anew."""
+    """The files in `configs/train`, made tiny, of a run that is there: only the model is written
+    anew."""
     config, output = finished[0], tmp_path / "run"
     assert os.system(f"cp -r {config.output_dir} {output}") == 0
     names = {field.name for field in dataclasses.fields(training_config.TrainConfig)} - {
@@ -260,16 +263,16 @@ def test_a_pair_is_measured_with_the_top_40(finished, distilled, tmp_path, capsy
         assert record["acceptance"]["how"] == "scored" and record["acceptance"]["alpha"] > 0.5
 
 
-def test_prompts_that_are_too_long_are_refused_before_anything_compiles(finished, distilled, tmp_path, capsys):
+def test_prompts_that_are_too_long_are_rejected_before_anything_compiles(finished, distilled, tmp_path, capsys):
     target, drafter = model_of(finished[0]), sd.ModelDrafter(model_of(distilled))
-    lines = ["fo"] * 200 + ["ba ce di fo gu"]  # in the last window of a long job
+    lines = ["fo"] * 200 + ["ba ce di fo gu"]  # in the last window of continuous batching
     (tmp_path / "prompts.txt").write_text("\n".join(lines) + "\n")
     expected = r"inputs: got sequences of up to 45 tokens, new ones included, expected at most num_positions = 40"
     for module, options, work in (
         (expectations, measure.MeasureOptions(max_new_tokens=30), expectations.measure),
         (tuning, tune.TuneOptions(max_new_tokens=30), lambda *given: tuning.tune(*given[:3], [], given[3])),
     ):
-        batches = arms.batches_of(target, lines, options)
+        batches = variants.batches_of(target, lines, options)
 
         def call(work=work, batches=batches, options=options):
             with pytest.raises(ValueError, match=expected):

@@ -17,8 +17,8 @@ NOTE = (
     "Milliseconds: of a call or step; of whole decodes for one token of a row, encoder of one layer "
     "included. Floor: milliseconds in which the weights of a step are read at the bandwidth of the copy. "
     "Ratio: v of a target call and c of a draft step, both over the target's call over one position; of a "
-    "speculative decode how many times as fast as the plain one of the same target it is, and, in 8 bits, "
-    "as the full target's plain one; of a call in 8 bits the time over that of the full target."
+    "speculative decode how many times as fast as the plain one of the same target it is, and, in int8, "
+    "as the full target's plain one; of a call in int8 the time over that of the full target."
 )
 
 
@@ -91,7 +91,8 @@ def plot(record: Mapping[str, Any]):
 
 
 def _groups(figures: Sequence[Mapping[str, Any]], *names: str) -> dict[Any, list[Mapping[str, Any]]]:
-    """Returns the figures by the values of `names`: of one name the value itself, of several a tuple."""
+    """Returns the figures by the values of `names`: of one name the value itself, of several a
+    tuple."""
     found: dict[Any, list[Mapping[str, Any]]] = {}
     for figure in figures:
         key = tuple(figure.get(name, "-") for name in names)

@@ -17,23 +17,23 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
         "",
         f"{'':<20}{'ms an input':>12}{'over plain beams':>26}{'steps a call':>14}{'calls':>8}{'equal':>12}",
     ]
-    arms = [("plain", record["plain"]), ("greedy", record["greedy"])]
-    arms += [(str(choice_of(arm)), arm) for arm in record["searches"]]
+    variants = [("plain", record["plain"]), ("greedy", record["greedy"])]
+    variants += [(str(choice_of(variant)), variant) for variant in record["searches"]]
     against = record.get("against")
     if against:
-        arms.append((against["name"], against | {"improvement": _inverse(against["improvement"]["plain"])}))
-    for name, arm in arms:
-        line = f"{name:<20}{1e3 * arm['seconds']['median'] / max(inputs, 1):>12.2f}"
-        line += f"{_spread(arm['improvement']) if 'improvement' in arm else '':>26}"
-        if "width" in arm:
-            line += f"{arm['stats']['steps_per_target_call']:>14.2f}{arm['calls_over_plain']:>8.2f}"
-        if "differences" in arm:
-            line = f"{line:<80}{inputs - len(arm['differences']):>6} of {inputs}"
+        variants.append((against["name"], against | {"improvement": _inverse(against["improvement"]["plain"])}))
+    for name, variant in variants:
+        line = f"{name:<20}{1e3 * variant['seconds']['median'] / max(inputs, 1):>12.2f}"
+        line += f"{_spread(variant['improvement']) if 'improvement' in variant else '':>26}"
+        if "width" in variant:
+            line += f"{variant['stats']['steps_per_target_call']:>14.2f}{variant['calls_over_plain']:>8.2f}"
+        if "differences" in variant:
+            line = f"{line:<80}{inputs - len(variant['differences']):>6} of {inputs}"
         lines.append(line.rstrip())
-    seconds = sum(arm["compile_seconds"] for _, arm in arms)
-    lines += ["", f"plain beam search makes {calls} calls of the target; compilation of all arms {seconds:.1f} s"]
-    for name, arm in arms:
-        for item in arm.get("differences", ()):
+    seconds = sum(variant["compile_seconds"] for _, variant in variants)
+    lines += ["", f"plain beam search makes {calls} calls of the target; compilation of all variants {seconds:.1f} s"]
+    for name, variant in variants:
+        for item in variant.get("differences", ()):
             kind = "near-tie" if item["near_tie"] else "not a near-tie"
             lines.append(
                 f"  {name} differs from plain: sentence {item['input'] + 1}, token {item['position']}, {kind} "

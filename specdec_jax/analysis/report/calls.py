@@ -12,17 +12,17 @@ from specdec_jax.analysis.report.rows import measured_at
 
 def example_parts(example: Mapping[str, Any] | None) -> list[Markup]:
     """Returns figures 1 and 5 of one input, and its trees."""
-    if not example or len(example["arms"]) < 2:
+    if not example or len(example["variants"]) < 2:
         return _trees(example)
     parts = [
         element("h4", "As in figure 1: one line per target call"),
         element("p", example["input"]),
         _legend(),
     ]
-    for arm in example["arms"]:
-        if arm["lines"]:
-            parts += [element("p", f"γ = {arm['gamma']}"), _lines(arm["lines"])]
-    timeline = plots.timeline([(_arm_name(arm["gamma"]), arm["spans"]) for arm in example["arms"]])
+    for variant in example["variants"]:
+        if variant["lines"]:
+            parts += [element("p", f"γ = {variant['gamma']}"), _lines(variant["lines"])]
+    timeline = plots.timeline([(_variant_name(variant["gamma"]), variant["spans"]) for variant in example["variants"]])
     parts += [element("h4", "As in figure 5: its calls, by the medians of single steps"), plots.svg(timeline)]
     return parts + _trees(example)
 
@@ -63,5 +63,5 @@ def _piece(kind: str, text: str) -> Markup:
     return element("span", text, class_=kind)
 
 
-def _arm_name(gamma: int) -> str:
+def _variant_name(gamma: int) -> str:
     return f"γ = {gamma}" if gamma else "plain"

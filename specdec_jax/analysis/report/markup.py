@@ -12,7 +12,8 @@ class Markup(str):
 
 
 def element(tag: str, *children: object, **attributes: object) -> Markup:
-    """Returns an element; children that are not `Markup` are escaped, as are the values of its attributes.
+    """Returns an element; children that are not `Markup` are escaped, as are the values of its
+    attributes.
 
     An underscore at the end of an attribute's name keeps it from being a keyword (`class_`).
     """

@@ -19,7 +19,7 @@ from specdec_jax.analysis.report.rows import (
     time_estimates,
 )
 from specdec_jax.analysis.timing import Spread
-from specdec_jax.speculative.verifiers import FORCED, LOSSY
+from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC
 
 # The page.
 
@@ -195,27 +195,28 @@ def _tree_tokens(trees: Sequence[Mapping[str, Any]]) -> list[Markup]:
     if not trees:
         return []
     lines = [
-        (f"tree {arm['tree']}", arm["nodes"], arm["depth"], tables.decimal(arm.get("predicted"), 2),
-         tables.decimal(arm["stats"]["tokens_per_target_call"], 2))
-        for arm in trees
+        (f"tree {variant['tree']}", variant["nodes"], variant["depth"], tables.decimal(variant.get("predicted"), 2),
+         tables.decimal(variant["stats"]["tokens_per_target_call"], 2))
+        for variant in trees
     ]  # fmt: skip
     return [
         tables.table("Tokens per target call of trees", ("tree", "positions", "depth", "predicted", "measured"), lines),
         tables.note(
-            "Predicted: by coverage in the same run, as if every node stood independently of the others and no output "
-            "ended; nothing for trees that the drafter's law shapes."
+            "Predicted: by the top-k hit rate in the same run, as if every node was accepted independently of "
+            "the others and no output "
+            "ended; nothing for trees that the drafter's distribution shapes."
         ),
     ]
 
 
 def _name(row: Row) -> str:
-    parts = [row.drafter] + [f"γ = {row.gamma}"] * (row.gamma is not None) + [row.verifier] * _tells_arm(row)
+    parts = [row.drafter] + [f"γ = {row.gamma}"] * (row.gamma is not None) + [row.verifier] * _tells_variant(row)
     return ", ".join(parts)
 
 
-def _tells_arm(row: Row) -> bool:
-    """Returns whether the arms of a record differ by what the row calls its verification."""
-    return row.verifier.startswith((FORCED.name, "tree "))
+def _tells_variant(row: Row) -> bool:
+    """Returns whether the variants of a record differ by what the row calls its verification."""
+    return row.verifier.startswith((SYNTHETIC.name, "tree "))
 
 
 def _rates(found: Sequence[Row]) -> list[Markup]:
@@ -226,7 +227,7 @@ def _rates(found: Sequence[Row]) -> list[Markup]:
         if (
             row.alpha is not None
             and row.temperature in (0, 1)
-            and row.verifier.partition(",")[0] not in (FORCED.name, *LOSSY)
+            and row.verifier.partition(",")[0] not in (SYNTHETIC.name, *LOSSY)
         ):
             rate = tables.rate(row.alpha, row.drafted_alpha)
             ours.setdefault((row.target, row.drafter, row.sentences), {}).setdefault(row.temperature == 0, rate)

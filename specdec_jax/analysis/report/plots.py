@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.analysis import formulas
-from specdec_jax.analysis.coverage import KINDS, depth_curves
 from specdec_jax.analysis.report.markup import Markup, printable
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.top_k_hit_rate import KINDS, depth_curves
 from specdec_jax.files.writing import check_output, write_file
 
 FORMATS = (".png", ".pdf", ".svg")
@@ -128,21 +128,26 @@ def wall_time(record: Mapping[str, Any]):
     """Draws what `specdec benchmark` timed: milliseconds per token, of beam search per input, a bar
     for every way of decoding.
 
-    `record` is one of the benchmark, with or without another implementation's arm.
+    `record` is one of the benchmark, with or without another implementation's variant.
     """
     plain, against, searches = record["plain"], record.get("against"), record.get("searches")
-    units = lambda arm: arm["tokens"] if searches is None else record["sentences"]
-    milliseconds = lambda arm: 1e3 * np.array([arm["seconds"][name] for name in Spread._fields]) / max(units(arm), 1)
+    units = lambda variant: variant["tokens"] if searches is None else record["sentences"]
+    milliseconds = lambda variant: (
+        1e3 * np.array([variant["seconds"][name] for name in Spread._fields]) / max(units(variant), 1)
+    )
     named = {"t5x": "T5X"}
     bars = [(named.get(against["name"], against["name"]), milliseconds(against), "tab:gray")] if against else []
     bars.append(("plain" if searches is None else "plain beam search", milliseconds(plain), "tab:blue"))
     if searches is not None:
         bars.append(("greedy", milliseconds(record["greedy"]), "tab:cyan"))
-        bars += [(f"γ = {arm['gamma']}, u = {arm['width']}", milliseconds(arm), "tab:orange") for arm in searches]
-    for arm in record.get("speculative", ()):
-        forced = "" if arm["forced_alpha"] is None else f", α forced to {arm['forced_alpha']:g}"
-        bars.append((f"speculative, γ = {arm['gamma']}{forced}", milliseconds(arm), "tab:orange"))
-    bars += [(f"tree {arm['tree']}", milliseconds(arm), "tab:green") for arm in record.get("trees", ())]
+        bars += [
+            (f"γ = {variant['gamma']}, u = {variant['width']}", milliseconds(variant), "tab:orange")
+            for variant in searches
+        ]
+    for variant in record.get("speculative", ()):
+        forced = "" if variant["synthetic_alpha"] is None else f", α forced to {variant['synthetic_alpha']:g}"
+        bars.append((f"speculative, γ = {variant['gamma']}{forced}", milliseconds(variant), "tab:orange"))
+    bars += [(f"tree {variant['tree']}", milliseconds(variant), "tab:green") for variant in record.get("trees", ())]
     unit = "token" if searches is None else "input"
     figure, (axes,) = panels((f"milliseconds per {unit}, with the spread of the passes", ""))
     figure.set_size_inches(8, 1.2 + 0.45 * len(bars))
@@ -169,15 +174,15 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def timeline(arms: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
-    """Draws figure 5: the calls of one input after another, a bar for each arm.
+def timeline(variants: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
+    """Draws figure 5: the calls of one input after another, a bar for each variant.
 
-    `arms` are (name, (kind of call, seconds) of every call).
+    `variants` are (name, (kind of call, seconds) of every call).
     """
     figure, (axes,) = panels(("milliseconds", ""))
-    figure.set_size_inches(9, 1.2 + 0.5 * len(arms))
+    figure.set_size_inches(9, 1.2 + 0.5 * len(variants))
     axes.grid(False)
-    for place, (_, spans) in enumerate(arms):
+    for place, (_, spans) in enumerate(variants):
         ends = np.cumsum([seconds for _, seconds in spans])
         for kind, colour in _COLOURS.items():
             bars = [
@@ -187,7 +192,7 @@ def timeline(arms: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
             ]
             label = kind if bars and kind not in axes.get_legend_handles_labels()[1] else None
             axes.broken_barh(bars, (place - 0.35, 0.7), facecolor=colour, edgecolor="white", linewidth=0.4, label=label)
-    axes.set_yticks(range(len(arms)), [name for name, _ in arms])
+    axes.set_yticks(range(len(variants)), [name for name, _ in variants])
     axes.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=4)
     return figure
@@ -195,19 +200,20 @@ def timeline(arms: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
 
 def improvement(record: Mapping[str, Any]):
     """Draws what `specdec measure` found: expected improvement by γ, acceptance by position and by
-    depth, v by number of positions, and coverage by number of children where it was scored."""
+    depth, v by number of positions, and top-k hit rate by number of children where it was scored.
+    """
     from matplotlib.figure import Figure
 
     table, accepted = record["table"], record["acceptance"]
     gammas = [row["gamma"] for row in table]
-    coverage, by_depth = accepted.get("coverage"), depth_curves(accepted)
-    panels = 3 + bool(coverage) + bool(by_depth)
+    hit_rate, by_depth = accepted.get("hit_rate"), depth_curves(accepted)
+    panels = 3 + bool(hit_rate) + bool(by_depth)
     figure = Figure(figsize=(4 * panels, 4), layout="constrained")
-    gain, stands, cost, *others = figure.subplots(1, panels)
+    gain, kept, cost, *others = figure.subplots(1, panels)
     if accepted["alpha"] is not None:
         gain.plot(gammas, [row["theorem_3_8"] for row in table], "o--", label="from α, v = 1")
         gain.plot(gammas, [row["with_verify_cost"] for row in table], "o-", label="from α, v measured")
-        stands.plot(gammas, [accepted["alpha"] ** gamma for gamma in gammas], "k:", label="α to the power of i")
+        kept.plot(gammas, [accepted["alpha"] ** gamma for gamma in gammas], "k:", label="α to the power of i")
     for name, values in accepted["by_position"].items():
         gain.plot(
             gammas, [row["by_position"][name]["with_verify_cost"] for row in table], "s-", label=f"by position, {name}"
@@ -216,15 +222,15 @@ def improvement(record: Mapping[str, Any]):
         if None not in whole:
             gain.plot(gammas, whole, "^-", label=f"whole decodes, {name}")
         errors = [value["standard_error"] or 0.0 for value in values]
-        stands.errorbar(gammas, [value["stands"] for value in values], errors, fmt="s-", capsize=3, label=name)
+        kept.errorbar(gammas, [value["kept"] for value in values], errors, fmt="s-", capsize=3, label=name)
     gain.axhline(1, color="grey", linewidth=1)
     gain.set(xlabel="γ, drafted tokens", ylabel="expected improvement over plain decoding", xticks=gammas)
-    stands.set(xlabel="i", ylabel="P(first i drafted tokens stand)", xticks=gammas, ylim=(0, 1))
+    kept.set(xlabel="i", ylabel="P(first i drafted tokens are accepted)", xticks=gammas, ylim=(0, 1))
     cost.plot([int(width) for width in record["verify_cost"]], list(record["verify_cost"].values()), "o-")
     cost.set(xlabel="positions", ylabel="v: cost of a target call, in single steps", ylim=(0, None))
     cost.axhline(1, color="grey", linewidth=1)
-    if coverage:
-        for kind, values in coverage.items():
+    if hit_rate:
+        for kind, values in hit_rate.items():
             ks, errors = range(1, len(values) + 1), [value["standard_error"] or 0.0 for value in values]
             others[0].errorbar(
                 ks, [value["covered"] for value in values], errors, fmt="o-", capsize=3, label=KINDS[kind]
@@ -234,8 +240,8 @@ def improvement(record: Mapping[str, Any]):
         for name, rates in by_depth.items():
             means, errors = [mean for mean, _ in rates], [error or 0.0 for _, error in rates]
             others[-1].errorbar(range(1, len(rates) + 1), means, errors, fmt="o-", capsize=3, label=name)
-        others[-1].set(xlabel="depth", ylabel="P(a token stands where those above it do)", ylim=(0, 1.05))
-    for axes in (gain, stands, *others):
+        others[-1].set(xlabel="depth", ylabel="P(a token is accepted where those above it do)", ylim=(0, 1.05))
+    for axes in (gain, kept, *others):
         axes.legend()
     options = record["options"]
     figure.suptitle(

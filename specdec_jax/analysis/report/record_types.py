@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-from specdec_jax.speculative.gamma import MAX_GAMMA
+from specdec_jax.speculative.policies import MAX_GAMMA
 from specdec_jax.speculative.trees import MAX_NODES
 
 # Bounds within which numbers can be drawn; no measurement comes near them.
@@ -65,9 +65,9 @@ class Bare(TypedDict):
     verify_cost: dict[str, Number]
 
 
-class SpeculativeArm(TypedDict):
+class SpeculativeVariant(TypedDict):
     gamma: Gamma
-    forced_alpha: Share | None
+    synthetic_alpha: Share | None
     stats: Stats
     differences: list
     predicted: dict[str, Number] | None
@@ -75,7 +75,7 @@ class SpeculativeArm(TypedDict):
     improvement: SpreadRecord
 
 
-class TreeArm(TypedDict):
+class TreeVariant(TypedDict):
     tree: str
     nodes: Count
     depth: Count
@@ -98,7 +98,7 @@ Line = list[tuple[Literal["committed", "accepted", "rejected", "corrected", "bon
 Call = Literal["target encoder", "drafter encoder", "draft step", "target call"]
 
 
-class ExampleArm(TypedDict):
+class ExampleVariant(TypedDict):
     gamma: Gamma
     lines: Annotated[list[Line], 0, MOST_CALLS]
     spans: Annotated[list[tuple[Call, Positive]], 0, MOST_CALLS]
@@ -139,7 +139,7 @@ class Shown(TypedDict):
 
 class Example(TypedDict):
     input: str
-    arms: Annotated[list[ExampleArm], 0, MAX_GAMMA + 1]
+    variants: Annotated[list[ExampleVariant], 0, MAX_GAMMA + 1]
     trees: NotRequired[Annotated[list[DrawnTree], 0, MOST_TREES]]
 
 
@@ -154,8 +154,8 @@ class Benchmark(TypedDict):
     cost_ratio: Number | None
     verify_cost: dict[str, Number]
     bare: NotRequired[Bare | None]
-    speculative: list[SpeculativeArm]
-    trees: NotRequired[list[TreeArm]]
+    speculative: list[SpeculativeVariant]
+    trees: NotRequired[list[TreeVariant]]
     against: NotRequired[Against | None]
     example: NotRequired[Example | None]
 
@@ -168,7 +168,7 @@ class SearchStats(TypedDict):
     steps_per_target_call: Number
 
 
-class SearchArm(TypedDict):
+class SearchVariant(TypedDict):
     gamma: Gamma
     width: Count
     stats: SearchStats
@@ -185,12 +185,12 @@ class Searched(TypedDict):
     target: Named
     drafter: Named | None
     sentences: Count
-    searches: list[SearchArm]
+    searches: list[SearchVariant]
     against: NotRequired[Against | None]
 
 
-class Stands(TypedDict):
-    stands: Share
+class KeptShare(TypedDict):
+    accepted: Share
     standard_error: Positive | None
 
 
@@ -205,10 +205,10 @@ Children = Literal["top", "mixed"]
 class Accepted(TypedDict):
     alpha: Share | None
     alpha_where_drafted: NotRequired[Share | None]
-    by_position: dict[Verifier, list[Stands]]
-    by_depth: NotRequired[dict[Verifier, list[Stands]]]
-    coverage: NotRequired[dict[Children, list[Covered]]]
-    coverage_by_depth: NotRequired[dict[Children, list[list[Covered]]]]
+    by_position: dict[Verifier, list[KeptShare]]
+    by_depth: NotRequired[dict[Verifier, list[KeptShare]]]
+    hit_rate: NotRequired[dict[Children, list[Covered]]]
+    hit_rate_by_depth: NotRequired[dict[Children, list[list[Covered]]]]
 
 
 class Expected(TypedDict):
@@ -248,8 +248,8 @@ class Measured(TypedDict):
     same_positions: NotRequired[SamePositions | None]
 
 
-class ComparedArm(TypedDict):
-    arm: str
+class ComparedVariant(TypedDict):
+    variant: str
     alpha: Share | None
     alpha_where_drafted: NotRequired[Share | None]
     cost_ratio: Number | None
@@ -268,7 +268,7 @@ class Compared(TypedDict):
     sentences: Count
     temperature: Positive
     verifier: str
-    arms: list[ComparedArm]
+    variants: list[ComparedVariant]
 
 
 class Costs(TypedDict):
@@ -346,7 +346,8 @@ class AcceleratorOptions(TypedDict):
 
 
 class Accelerator(TypedDict):
-    """All lines of a file of scripts/accelerator_report.py: its first, with the others as `figures`."""
+    """All lines of a file of scripts/accelerator_report.py: its first, with the others as
+    `figures`."""
 
     accelerator_report: Count
     machine: Machine
@@ -360,7 +361,7 @@ def kind_of(record: Mapping[str, Any]) -> type:
     marks = {
         "accelerator_report": Accelerator,
         "fits": Estimate,
-        "arms": Compared,
+        "variants": Compared,
         "speculative": Benchmark,
         "searches": Searched,
         "calls": Shown,

@@ -9,7 +9,7 @@ from specdec_jax.analysis.machine import PACKAGES, hardware
 from specdec_jax.analysis.report import record_checks, record_types
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.files import reading
-from specdec_jax.speculative.verifiers import FORCED
+from specdec_jax.speculative.verifiers import SYNTHETIC
 
 _MOST_BYTES = 1 << 24
 
@@ -71,7 +71,7 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
     if kind in (record_types.Estimate, record_types.Shown, record_types.Accelerator):
         return []
     if kind is record_types.Compared:
-        return [_compared(record, arm) for arm in record["arms"]]
+        return [_compared(record, variant) for variant in record["variants"]]
     options = record["options"]
     preset = options.get("preset")
     count = record["sentences"]
@@ -81,31 +81,55 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
         bare = record.get("bare") or {"cost_ratio": None, "verify_cost": {}}
         return [
             Row(
-                *named, options["temperature"], _verifier(arm, options), arm["gamma"], _alpha(arm["stats"]),
-                record["cost_ratio"], record["verify_cost"].get(str(arm["gamma"])),
-                arm["stats"]["tokens_per_target_call"],
-                (arm["predicted"] or {}).get(arm.get("prediction", "with_lengths")), spread_of(arm["improvement"]),
-                len(arm["differences"]),
-                bare["cost_ratio"], bare["verify_cost"].get(str(arm["gamma"])), arm["stats"]["acceptance_rate"],
+                *named,
+                options["temperature"],
+                _verifier(variant, options),
+                variant["gamma"],
+                _alpha(variant["stats"]),
+                record["cost_ratio"],
+                record["verify_cost"].get(str(variant["gamma"])),
+                variant["stats"]["tokens_per_target_call"],
+                (variant["predicted"] or {}).get(variant.get("prediction", "with_lengths")),
+                spread_of(variant["improvement"]),
+                len(variant["differences"]),
+                bare["cost_ratio"],
+                bare["verify_cost"].get(str(variant["gamma"])),
+                variant["stats"]["acceptance_rate"],
             )
-            for arm in record["speculative"]
+            for variant in record["speculative"]
         ] + [
             Row(
-                *named, options["temperature"], f"tree {arm['tree']}, {arm['verifier']}", None, None,
-                record["cost_ratio"], arm["verify_cost"], arm["stats"]["tokens_per_target_call"], None,
-                spread_of(arm["improvement"]), len(arm["differences"]),
+                *named,
+                options["temperature"],
+                f"tree {variant['tree']}, {variant['verifier']}",
+                None,
+                None,
+                record["cost_ratio"],
+                variant["verify_cost"],
+                variant["stats"]["tokens_per_target_call"],
+                None,
+                spread_of(variant["improvement"]),
+                len(variant["differences"]),
             )
-            for arm in record.get("trees", ())
-        ]  # fmt: skip
+            for variant in record.get("trees", ())
+        ]
     if kind is record_types.Searched:
         return [
             Row(
-                *named, options["temperature"], f"{options['num_beams']} beams, u = {arm['width']}", arm["gamma"], None,
-                None, None, arm["stats"]["steps_per_target_call"], None, spread_of(arm["improvement"]),
-                len(arm["differences"]),
+                *named,
+                options["temperature"],
+                f"{options['num_beams']} beams, u = {variant['width']}",
+                variant["gamma"],
+                None,
+                None,
+                None,
+                variant["stats"]["steps_per_target_call"],
+                None,
+                spread_of(variant["improvement"]),
+                len(variant["differences"]),
             )
-            for arm in record["searches"]
-        ]  # fmt: skip
+            for variant in record["searches"]
+        ]
     accepted, table = record["acceptance"], record["table"]
     return [
         Row(
@@ -126,8 +150,12 @@ def _alpha(stats: Mapping[str, Any]) -> float | None:
     return stats.get("acceptance_rate_per_position", stats["acceptance_rate"])
 
 
-def _verifier(arm: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    return _named(options) if arm["forced_alpha"] is None else f"{FORCED.name}, α = {arm['forced_alpha']:g}"
+def _verifier(variant: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    return (
+        _named(options)
+        if variant["synthetic_alpha"] is None
+        else f"{SYNTHETIC.name}, α = {variant['synthetic_alpha']:g}"
+    )
 
 
 def _named(options: Mapping[str, Any]) -> str:
@@ -135,13 +163,24 @@ def _named(options: Mapping[str, Any]) -> str:
     return options["verifier"] + (f", l = {lenience:g}" if lenience is not None else "")
 
 
-def _compared(record: Mapping[str, Any], arm: Mapping[str, Any]) -> Row:
+def _compared(record: Mapping[str, Any], variant: Mapping[str, Any]) -> Row:
     files = f"{record['sentences']} {_short(record['input_file'])}"
     return Row(
-        record["target"], arm["arm"], files, record["temperature"], record["verifier"], None, arm["alpha"],
-        arm["cost_ratio"], arm["verify_cost"], arm["tokens_per_call"], None, spread_of(arm["improvement"]),
-        arm["differ"], drafted_alpha=arm.get("alpha_where_drafted"),
-    )  # fmt: skip
+        record["target"],
+        variant["variant"],
+        files,
+        record["temperature"],
+        record["verifier"],
+        None,
+        variant["alpha"],
+        variant["cost_ratio"],
+        variant["verify_cost"],
+        variant["tokens_per_call"],
+        None,
+        spread_of(variant["improvement"]),
+        variant["differ"],
+        drafted_alpha=variant.get("alpha_where_drafted"),
+    )
 
 
 def _short(path: str | None) -> str:
@@ -168,7 +207,7 @@ def memory_estimate(record: Mapping[str, Any]) -> str:
     copied, time = record["copied_in_loops"], record.get("iteration_ms")
     return (
         f"{pair}, γ = {record['gamma']}, batch {record['batch_size']}, {record['dtype']}"
-        f"{', target in 8 bits' if record.get('quantize') else ''}, compiled ahead of time for "
+        f"{', target in int8' if record.get('quantize') else ''}, compiled ahead of time for "
         f"{placed(record)} by jax {record['jax']}: weights {record['weights_gb']:.1f} GB, needed "
         f"{record['needed_gb']:.1f} of "
         f"{record['memory_gb']:.0f} GB on a device: {'fits' if record['fits'] else 'does not fit'}. "

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import machine
-from specdec_jax.analysis.coverage import KINDS, depth_curves
 from specdec_jax.analysis.machine import hardware
 from specdec_jax.analysis.predictions import TREE_PREDICTIONS
 from specdec_jax.analysis.report import verdicts
+from specdec_jax.analysis.top_k_hit_rate import KINDS, depth_curves
 from specdec_jax.analysis.tuning import Choice, choice_of
 
 _HOW = {
     "scored": "target's own outputs, scored with both models",
-    "counted": "by decoding and counting, since no model's law or the target's own outputs can be scored",
+    "counted": "by decoding and counting, since no model's distribution or the target's own outputs can be scored",
 }
 
 
@@ -31,7 +31,7 @@ def measure_summary(record: Mapping[str, Any]) -> str:
         f"of the output ({_HOW[accepted['how']]})",
         *where_drafted(accepted),
         *([f"         {same_positions(record['same_positions'])}"] if record["same_positions"] else []),
-        *coverage_lines(accepted["coverage"]),
+        *hit_rate_lines(accepted["hit_rate"]),
         *depth_lines(accepted),
         f"c        {record['cost_ratio']:.3f} between target calls"
         + (f", {alone:.3f} alone" if alone is not None else ", what drafting adds to an iteration"),
@@ -58,14 +58,14 @@ def where_drafted(accepted: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def coverage_lines(coverage: Mapping[str, Any]) -> list[str]:
-    """Returns lines with the coverage of 1, 2 … children, by how they are chosen."""
-    if not coverage:
+def hit_rate_lines(hit_rate: Mapping[str, Any]) -> list[str]:
+    """Returns lines with the top-k hit rate of 1, 2 … children, by how they are chosen."""
+    if not hit_rate:
         return []
     cells = lambda values: " ".join(f"{value['covered']:.3f}" for value in values)
     return [
-        "coverage by 1, 2 … children of a node, the share of tokens that are among them:",
-        *(f"         {cells(values)} ({KINDS[kind]})" for kind, values in coverage.items()),
+        "top-k hit rate by 1, 2 … children of a node, the share of tokens that are among them:",
+        *(f"         {cells(values)} ({KINDS[kind]})" for kind, values in hit_rate.items()),
     ]
 
 
@@ -75,7 +75,7 @@ def depth_lines(accepted: Mapping[str, Any]) -> list[str]:
     if not found:
         return []
     return [
-        "acceptance by depth 1, 2 …, the share of tokens that stand where those above them do:",
+        "acceptance by depth 1, 2 …, the share of tokens that are accepted where those above them do:",
         *(f"         {' '.join(f'{mean:.3f}' for mean, _ in values)} ({name})" for name, values in found.items()),
     ]
 
@@ -112,7 +112,7 @@ def table_lines(record: Mapping[str, Any]) -> list[str]:
         lines.append("".join(f"{cell:>12}" for cell in [row["gamma"], *cells]))
     return [
         "tokens per target call and improvement expected from alpha with v = 1 and with v (~: interpolated); and "
-        "from how often the first i drafted tokens stand, also of whole decodes, with encoders and lengths:",
+        "from how often the first i drafted tokens are accepted, also of whole decodes, with encoders and lengths:",
         *lines,
     ]
 
@@ -156,7 +156,7 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
             pair = steps["draft pair"]["median"] / steps["draft step"]["median"]
             lines.append(f"  {pair:.2f} times that over two positions, the first call after a full acceptance")
         lines += reductions(steps)
-    elif any(arm["stats"]["draft_calls"] for arm in record["speculative"]):
+    elif any(variant["stats"]["draft_calls"] for variant in record["speculative"]):
         lines.append("draft step     not timed alone (`specdec measure` times whole iterations)")
     elif record["drafter"]:
         lines.append("draft step     none, since no model drafts; c is counted as 0")
@@ -167,10 +167,10 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
             f"added to a target call over {int(gamma) + 1} positions by: "
             + ", ".join(f"{name} {share['median']:.1%}" for name, share in added.items())
         )
-    for arm in record["speculative"]:
-        lines += ["", *_arm_lines(arm)]
-    for arm in record.get("trees", ()):
-        lines += ["", *_tree_lines(arm)]
+    for variant in record["speculative"]:
+        lines += ["", *_variant_lines(variant)]
+    for variant in record.get("trees", ()):
+        lines += ["", *_tree_lines(variant)]
     if record.get("trees"):
         beside, gain = record["tree_over_chain"], record["tree_over_chain"]["improvement"]
         lines += [
@@ -213,22 +213,24 @@ def _drafter(record: Mapping[str, Any]) -> str:
     return f"{record['name']} ({record['parameters']:,})" if "parameters" in record else record["name"]
 
 
-def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
-    gain, predicted = arm["improvement"], arm["predicted"]
+def _variant_lines(variant: Mapping[str, Any]) -> list[str]:
+    gain, predicted = variant["improvement"], variant["predicted"]
     forced = (
-        "" if arm["forced_alpha"] is None else f", acceptance forced to {arm['forced_alpha']:g}: outputs mean nothing"
+        ""
+        if variant["synthetic_alpha"] is None
+        else f", acceptance forced to {variant['synthetic_alpha']:g}: outputs mean nothing"
     )
     lines = [
-        f"gamma {arm['gamma']}{forced}        {_seconds(arm['seconds'])}, {arm['tokens']} tokens; "
-        f"compilation {arm['compile_seconds']:.1f} s",
+        f"gamma {variant['gamma']}{forced}        {_seconds(variant['seconds'])}, {variant['tokens']} tokens; "
+        f"compilation {variant['compile_seconds']:.1f} s",
         f"  improvement  {gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})",
     ]
-    alpha, calls = arm["stats"]["acceptance_rate"], arm["stats"]["tokens_per_target_call"]
-    rate = alpha_text(arm["stats"])
+    alpha, calls = variant["stats"]["acceptance_rate"], variant["stats"]["tokens_per_target_call"]
+    rate = alpha_text(variant["stats"])
     if alpha is None:
-        lines.append(f"  {calls or 0:.2f} tokens per target call; {_without_alpha(arm['stats'])}; no prediction")
+        lines.append(f"  {calls or 0:.2f} tokens per target call; {_without_alpha(variant['stats'])}; no prediction")
     elif predicted is None:
-        drafted = f"{arm['mean_gamma']:.2f} drafted for each"
+        drafted = f"{variant['mean_gamma']:.2f} drafted for each"
         lines.append(f"  {rate}, {calls:.2f} tokens per target call, {drafted}; no prediction")
     else:
         lines += [
@@ -236,15 +238,16 @@ def _arm_lines(arm: Mapping[str, Any]) -> list[str]:
             f"  predicted    {predicted['theorem_3_8']:.3f} (v = 1), {predicted['with_verify_cost']:.3f} (v measured), "
             f"{predicted['with_lengths']:.3f} (encoders and lengths too), {predicted['with_counts']:.3f} (calls as "
             "counted)",
-            f"  measured over predicted ({_PREDICTIONS[arm['prediction']]}) {arm['measured_over_predicted']:.3f}",
-            _shares_line(arm),
+            f"  measured over predicted ({_PREDICTIONS[variant['prediction']]}) "
+            f"{variant['measured_over_predicted']:.3f}",
+            _shares_line(variant),
         ]
     if alpha is not None:
-        lines.append(_depth_line(arm["stats"]))
-    if arm["oracle"]:
-        calls, factor = ("no bound" if value is None else f"{value:.3f}" for value in arm["oracle"].values())
+        lines.append(_depth_line(variant["stats"]))
+    if variant["oracle"]:
+        calls, factor = ("no bound" if value is None else f"{value:.3f}" for value in variant["oracle"].values())
         lines.append(f"  an oracle of gamma: tokens per target call {calls}, improvement {factor} (v = 1)")
-    return lines + _difference_lines(arm["differences"])
+    return lines + _difference_lines(variant["differences"])
 
 
 def alpha_text(stats: Mapping[str, Any]) -> str:
@@ -255,42 +258,44 @@ def alpha_text(stats: Mapping[str, Any]) -> str:
     return f"alpha {everywhere:.3f} per position of the output, {alpha:.3f} where something was drafted"
 
 
-def _shares_line(arm: Mapping[str, Any]) -> str:
+def _shares_line(variant: Mapping[str, Any]) -> str:
     """Returns where the time went, as far as the parts add up to it."""
-    if arm["shares"] is None:
-        over = sum(arm["parts"].values()) / arm["seconds"]["median"]
+    if variant["shares"] is None:
+        over = sum(variant["parts"].values()) / variant["seconds"]["median"]
         return (
             f"  time in parts: unknown, since single steps come to {over:.0%} of the time: the machine's speed was "
             "another while they were timed"
         )
-    shown = ", ".join(f"{name} {share:.0%}" for name, share in arm["shares"].items())
-    return f"  time in {shown}; most of it: {arm['limiting_term']}"
+    shown = ", ".join(f"{name} {share:.0%}" for name, share in variant["shares"].items())
+    return f"  time in {shown}; most of it: {variant['limiting_term']}"
 
 
-def _tree_lines(arm: Mapping[str, Any]) -> list[str]:
-    gain, stats = arm["improvement"], arm["stats"]
+def _tree_lines(variant: Mapping[str, Any]) -> list[str]:
+    gain, stats = variant["improvement"], variant["stats"]
     return [
-        f"tree {arm['tree']} ({arm['nodes']} positions, depth {arm['depth']}, {arm['children']} children, "
-        f"{arm['verifier']})        {_seconds(arm['seconds'])}, {arm['tokens']} tokens; compilation "
-        f"{arm['compile_seconds']:.1f} s",
+        f"tree {variant['tree']} ({variant['nodes']} positions, depth {variant['depth']}, {variant['children']} "
+        "children, "
+        f"{variant['verifier']})        {_seconds(variant['seconds'])}, {variant['tokens']} tokens; compilation "
+        f"{variant['compile_seconds']:.1f} s",
         f"  improvement  {gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})",
         f"  {stats['tokens_per_target_call']:.2f} tokens per target call, {stats['target_calls']} calls; v of its "
-        f"nodes {arm['verify_cost']:.3f}",
-        f"  {tree_prediction(arm)}",
+        f"nodes {variant['verify_cost']:.3f}",
+        f"  {tree_prediction(variant)}",
         _depth_line(stats),
-        *_difference_lines(arm["differences"]),
+        *_difference_lines(variant["differences"]),
     ]
 
 
-def tree_prediction(arm: Mapping[str, Any]) -> str:
+def tree_prediction(variant: Mapping[str, Any]) -> str:
     """Returns in words how many tokens per target call a tree was expected to commit."""
-    why = TREE_PREDICTIONS[arm["prediction"]]
-    if arm["predicted"] is None:
+    why = TREE_PREDICTIONS[variant["prediction"]]
+    if variant["predicted"] is None:
         return f"no prediction: {why}"
-    measured = arm["stats"]["tokens_per_target_call"]
+    measured = variant["stats"]["tokens_per_target_call"]
     return (
-        f"predicted    {arm['predicted']:.2f} tokens per target call ({why}; as if every node stood independently of "
-        f"the others and no output ended); measured over predicted {measured / arm['predicted']:.3f}"
+        f"predicted    {variant['predicted']:.2f} tokens per target call ({why}; as if every node was accepted "
+        "independently of "
+        f"the others and no output ended); measured over predicted {measured / variant['predicted']:.3f}"
     )
 
 
@@ -304,13 +309,16 @@ def _difference_lines(differences: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _depth_line(stats: Mapping[str, Any]) -> str:
-    given = _standing(stats, stats["examined_by_position"])
-    return f"  a drafted token stands, by depth: {_standing(stats)} of the calls; where those above it stand: {given}"
+    given = _accepted_text(stats, stats["examined_by_position"])
+    return (
+        f"  a drafted token is accepted, by depth: {_accepted_text(stats)} of the calls; "
+        f"where those above it are accepted: {given}"
+    )
 
 
-def _standing(stats: Mapping[str, Any], examined: Sequence[int] | None = None) -> str:
-    """Returns in what share of the calls the draft stands up to each position, or of the tokens that
-    were examined there."""
+def _accepted_text(stats: Mapping[str, Any], examined: Sequence[int] | None = None) -> str:
+    """Returns in what share of the calls the draft is accepted up to each position, or of the
+    tokens that were examined there."""
     counts = stats["accepted_by_position"]
     return ", ".join(
         f"{count / of:.2f}" if of else "-"
@@ -323,8 +331,9 @@ def _without_alpha(stats: Mapping[str, Any]) -> str:
     if not stats["drafted"]:
         return "nothing was drafted"
     return (
-        f"{stats['accepted_per_target_call']:.2f} drafted tokens stand per call, by position {_standing(stats)} "
-        "(block verification judges a draft as a whole: no alpha)"
+        f"{stats['accepted_per_target_call']:.2f} drafted tokens are accepted per call, by position "
+        f"{_accepted_text(stats)} "
+        "(block verification verifies a draft as a whole: no alpha)"
     )
 
 

@@ -9,7 +9,7 @@ from specdec_jax.analysis.report.plots import shortened
 from specdec_jax.analysis.tree_drawing import Drawn, depth_first
 from specdec_jax.decoding.trace import TreeStep
 
-_STANDS, _FALLS, _OWN, _SEEN = "tab:green", "tab:gray", "tab:blue", "lightgray"
+_ACCEPTED, _REJECTED, _OWN, _SEEN = "tab:green", "tab:gray", "tab:blue", "lightgray"
 _ROW, _LEVEL = 0.24, 1.15  # inches
 
 
@@ -17,7 +17,7 @@ def token_tree(drawn: Drawn):
     """Draws a tree, a row for each node with depth from left to right, and beside it what each node
     sees.
 
-    The path that stands is green, the target's own token blue.
+    The accepted path is green, the target's own token blue.
     """
     from matplotlib.figure import Figure
 
@@ -31,7 +31,7 @@ def token_tree(drawn: Drawn):
     _draw_nodes(left, drawn, order, {node: len(line) - 1 for node, line in lines.items()})
     _draw_mask(right, tree, [[order.index(other) for other in lines[node]] for node in order], order)
     figure.suptitle(
-        f"{len(order) - 1} drafted tokens, {len(tree.path) - 1} stand (green), the target's own token in blue",
+        f"{len(order) - 1} drafted tokens, {len(tree.path) - 1} accepted (green), the target's own token in blue",
         fontsize=10,
     )
     return figure
@@ -50,11 +50,11 @@ def _draw_nodes(axes, drawn: Drawn, order: list[int], depths: dict[int, int]) ->
             x, y, shortened(text) or "␣", va="center", bbox=box(colour), fontsize=9, parse_math=False, zorder=3
         )  # fmt: skip
 
-    # What stands is drawn last, on top.
+    # What is accepted is drawn last, on top.
     for node in sorted(order, key=lambda node: node in tree.path):
         parent = tree.nodes[node].parent
         above = (depths[parent], row[parent]) if node else None
-        put(drawn.texts[node], depths[node], row[node], _STANDS if node in tree.path else _FALLS, above)
+        put(drawn.texts[node], depths[node], row[node], _ACCEPTED if node in tree.path else _REJECTED, above)
     if drawn.own is not None:
         end = tree.path[-1]
         put(drawn.own, depths[end] + 1, row[end], _OWN, (depths[end], row[end]))
@@ -65,7 +65,7 @@ def _draw_nodes(axes, drawn: Drawn, order: list[int], depths: dict[int, int]) ->
 def _draw_mask(axes, tree: TreeStep, seen: Sequence[Sequence[int]], order: list[int]) -> None:
     """Draws a row for each node, with the places that it sees; `seen` and `order` are by row."""
     for row, (places, node) in enumerate(zip(seen, order, strict=True)):
-        colour = _STANDS if node in tree.path else _SEEN
+        colour = _ACCEPTED if node in tree.path else _SEEN
         axes.broken_barh([(place - 0.5, 1) for place in places], (row - 0.5, 1), facecolor=colour, linewidth=0)
     edges = np.arange(len(order) + 1) - 0.5
     axes.set_xticks(edges, minor=True)

@@ -24,35 +24,41 @@ def promise(record: Mapping[str, Any]) -> str:
 
 
 def benchmark_verdict(record: Mapping[str, Any]) -> list[str]:
-    """Returns lines on whether drafting pays, what to try else, and whether tokens are plain decoding's."""
-    options, arms = record["options"], {_arm_name(arm): arm for arm in record["speculative"]}
+    """Returns lines on whether drafting pays, what to try else, and whether tokens are plain
+    decoding's."""
+    options, variants = record["options"], {_variant_name(variant): variant for variant in record["speculative"]}
     if not record["verdicts"]:
-        alone = "plain decoding alone was timed" if record["drafter"] is None else "--forced_alpha times whole decodes"
+        alone = (
+            "plain decoding alone was timed" if record["drafter"] is None else "--synthetic_alpha times whole decodes"
+        )
         return [f"no verdict: {'of random weights only steps are timed; ' * bool(options['preset'])}{alone}"]
     lines = []
     widths = {int(gamma) + 1: v for gamma, v in record["verify_cost"].items()}
     for found in record["verdicts"]:
-        arm = arms.get(found["best"], record["speculative"][0])
-        if not arm["stats"]["drafted"] and found["best"] in arms:
+        variant = variants.get(found["best"], record["speculative"][0])
+        if not variant["stats"]["drafted"] and found["best"] in variants:
             lines.append(f"no verdict: {record['drafter']['name']} drafted nothing; try a model as the drafter")
             continue
-        c = arm["predicted"]["cost_ratio"] if arm["predicted"] else record["cost_ratio"]
-        timed = {other["gamma"] for other in arms.values()}
-        alpha, batch = arm["stats"]["acceptance_rate_per_position"], options["batch_size"]
+        c = variant["predicted"]["cost_ratio"] if variant["predicted"] else record["cost_ratio"]
+        timed = {other["gamma"] for other in variants.values()}
+        alpha, batch = variant["stats"]["acceptance_rate_per_position"], options["batch_size"]
         advice = advise(alpha, c, widths, timed, batch)
         lines += describe_best(found, options["repeats"], advice)
     every = [*record["speculative"], *record.get("trees", ())]
-    counts = [len(arm["differences"]) if arm["compared"] else None for arm in every]
-    near_ties = all(item["near_tie"] for arm in every for item in arm["differences"])
+    counts = [len(variant["differences"]) if variant["compared"] else None for variant in every]
+    near_ties = all(item["near_tie"] for variant in every for item in variant["differences"])
     return [*lines, describe_tokens(counts, record["sentences"], options, near_ties)]
 
 
-def _arm_name(arm: Mapping[str, Any]) -> str:
-    return f"gamma {arm['gamma']}" + ("" if arm["forced_alpha"] is None else f", alpha {arm['forced_alpha']:g}")
+def _variant_name(variant: Mapping[str, Any]) -> str:
+    return f"gamma {variant['gamma']}" + (
+        "" if variant["synthetic_alpha"] is None else f", alpha {variant['synthetic_alpha']:g}"
+    )
 
 
 def tune_verdict(record: Mapping[str, Any]) -> list[str]:
-    """Returns lines on whether the choice pays, what to try else, and whether tokens are plain decoding's."""
+    """Returns lines on whether the choice pays, what to try else, and whether tokens are plain
+    decoding's."""
     options, accepted, steps = record["options"], record["acceptance"], record["steps"]
     c = record["draft_seconds"] / steps["iteration, plain"]["median"]
     timed = [item for item in record["choices"] if item["improvement"] and item["gamma"]]
@@ -65,14 +71,14 @@ def tune_verdict(record: Mapping[str, Any]) -> list[str]:
 
 
 def search_verdict(record: Mapping[str, Any]) -> list[str]:
-    """Returns the same of beam search, for a record of `benchmark` or `tune`, and an empty line; no lines
-    without a drafter."""
+    """Returns the same of beam search, for a record of `benchmark` or `tune`, and an empty line; no
+    lines without a drafter."""
     if record["verdict"] is None:
         return []
     options, near_ties = record["options"], None
     if "searches" in record:
-        differing = [len(arm["differences"]) for arm in record["searches"]]
-        near_ties = all(item["near_tie"] for arm in record["searches"] for item in arm["differences"])
+        differing = [len(variant["differences"]) for variant in record["searches"]]
+        near_ties = all(item["near_tie"] for variant in record["searches"] for item in variant["differences"])
     else:
         differing = [item["differing"] for item in record["choices"]]
     advice = "a drafter that costs less, or fewer levels (--gamma)"

@@ -1,0 +1,173 @@
+"""Keeps the results of continuous batching as they are finished, and puts them together in order at
+the end."""
+
+import json
+import os
+import pathlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from specdec_jax.files.writing import lock, naming, new_file, passes_through
+
+# Seconds between two calls of fsync; what is written goes to the operating system at once.
+_SYNC = 1.0
+
+
+class Journal:
+    """Results in `<output>.partial`, in the order in which they were finished, until `finish`
+    writes the output file.
+
+    The first line holds the settings; every other line the number of an input, its lines of output
+    and a note on them if there is one, as JSON. If the process is killed, nothing is lost but a
+    line that was being written. The output file appears whole or not at all. If it is a symbolic
+    link, the journal lies beside the file that it leads to.
+
+    Attributes:
+      path: path of the journal.
+      done: numbers of the inputs whose results are there.
+      found: what the process that began the journal had measured.
+      notes: of each input that is there, by its number, what `add` was told of it.
+    """
+
+    def __init__(self, output, settings: Mapping[str, Any], total: int, found: Mapping[str, Any] | None = None):
+        """Begins a journal, or resumes an existing one.
+
+        Args:
+          output: path of the output file.
+          settings: what decides the results, as JSON values.
+          total: number of inputs.
+          found: what this process has measured and results depend on, as JSON values. An existing
+            journal's own are used instead.
+
+        Raises:
+          ValueError: the journal has other settings, is damaged, or is being written by another
+            process.
+          OSError: a system error, with the journal's name.
+        """
+        self._output, self._total = pathlib.Path(os.path.realpath(output) if os.path.islink(output) else output), total
+        self.path = self._output.with_name(self._output.name + ".partial")
+        if passes_through(self.path):
+            raise ValueError(f"{self.path}: got no regular file, expected a journal or nothing there")
+        self.notes: dict[int, dict[str, Any]] = {}
+        self._places: dict[int, int] = {}  # where in the file the line of each input begins
+        self._synced = 0.0
+        # Without a buffer, so that closing the file does not try again what could not be written.
+        self._file = open(self.path, "ab", buffering=0)
+        try:
+            lock(self._file.fileno(), self.path)
+            plain = lambda values: json.loads(json.dumps(values))
+            self.found = plain(dict(found or {}))
+            self._read(plain({**settings, "inputs": total}))
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def done(self) -> frozenset[int]:
+        """Numbers of the inputs whose results are there."""
+        return frozenset(self._places)
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._file.close()
+
+    def add(self, number: int, lines: Sequence[str], note: Mapping[str, Any] | None = None) -> None:
+        """Keeps the lines of one input, none of which contains a line end, and a note on it, as
+        JSON values."""
+        self.notes[number] = dict(note or {})
+        self._places[number] = self._append([number, list(lines), *([note] if note else [])])
+
+    def lines(self) -> Iterator[str]:
+        """Yields the lines of all inputs, in order; each input must be there."""
+        with open(self.path, "rb") as file:
+            for number in range(self._total):
+                file.seek(self._places[number])
+                yield from json.loads(file.readline())[1]
+
+    def finish(self) -> None:
+        """Writes the output file, all inputs in order, and removes the journal."""
+        missing = self._total - len(self._places)
+        if missing:
+            raise ValueError(f"{self.path}: got {len(self._places)} results, expected {self._total}")
+        with new_file(self._output) as file:
+            for line in self.lines():
+                file.write(line.encode() + b"\n")
+        self.path.unlink()
+
+    def _append(self, record: Any) -> int:
+        """Writes a line; returns its place in the file."""
+        rest = _line(record)
+        with naming(self.path):
+            place = self._file.seek(0, os.SEEK_END)
+            while rest:  # when the disk becomes full, only a part is written
+                rest = rest[self._file.write(rest) :]
+            if time.monotonic() - self._synced > _SYNC:
+                os.fsync(self._file.fileno())
+                self._synced = time.monotonic()
+        return place
+
+    def _read(self, settings: dict[str, Any]) -> None:
+        """Reads an existing journal; a last line that a kill cut short is removed."""
+        end = 0
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file):
+                if not line.endswith(b"\n") and (number or self._begins(line, settings)):
+                    break
+                record = self._record(number, line)
+                if number:
+                    self._places[record[0]], self.notes[record[0]] = end, dict(*record[2:])
+                else:
+                    self._compare(record, settings)
+                end += len(line)
+        self._file.truncate(end)
+        if not end:
+            try:
+                self._append({**settings, **self.found})
+            except OSError:
+                self.path.unlink()  # it holds nothing yet
+                raise
+
+    def _record(self, number: int, line: bytes) -> Any:
+        """Returns what line `number` holds: the settings if it is the first one, else the number of
+        an input and its lines."""
+        try:
+            record = json.loads(line)
+            if number:
+                place, lines, *notes = record
+                if (
+                    type(place) is not int
+                    or not 0 <= place < self._total
+                    or not all(isinstance(text, str) for text in lines)
+                    or not (len(notes) < 2 and all(isinstance(note, dict) for note in notes))
+                ):
+                    raise ValueError
+        except (ValueError, TypeError, RecursionError):
+            raise ValueError(
+                f"{self.path}, line {number + 1}: got {line[:40]!r}, expected a result; remove the file to begin anew"
+            ) from None
+        return record
+
+    def _begins(self, line: bytes, settings: dict[str, Any]) -> bool:
+        """Returns whether a first line that was cut short may be of these settings, whatever
+        `found` was."""
+        own = _line(settings)[:-2]  # without the bracket and the end of the line
+        return own.startswith(line) or line.startswith(own)
+
+    def _compare(self, before: Any, settings: dict[str, Any]) -> None:
+        before = before if isinstance(before, dict) else {}
+        missing = self.found.keys() - before.keys()
+        self.found = {name: before.pop(name) for name in self.found.keys() - missing}
+        settings = settings | dict.fromkeys(missing, "what was measured")
+        for name in {**settings, **before}:
+            if before.get(name) != settings.get(name):
+                raise ValueError(
+                    f"{self.path}: got results with {name} {before.get(name)!r}, expected {settings.get(name)!r}; "
+                    "remove the file to begin anew"
+                )
+
+
+def _line(record: Any) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,82 @@
+"""Finds out for which devices somebody else's program is being traced, and lays networks out for
+them.
+
+T5X traces its programs under `with mesh:`, over all devices. It is they that the program runs on,
+whatever the arrays that are traced say.
+"""
+
+import dataclasses
+import importlib
+import warnings
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from specdec_jax.models import packed_weights
+from specdec_jax.models.network import Network
+from specdec_jax.models.sharding import ShardingRules
+
+
+def ambient_mesh() -> Mesh | None:
+    """Returns the mesh that a `with mesh:` around the traced program names; None if there is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # JAX's, as long as T5X enters meshes so
+        try:
+            mesh = importlib.import_module("jax.interpreters.pxla").thread_resources.env.physical_mesh
+        except (ImportError, AttributeError):
+            return None
+    return None if mesh.empty else mesh
+
+
+def alone() -> bool:
+    """Returns whether the program runs on one device, as far as that can be known."""
+    mesh: Any = ambient_mesh() or jax.sharding.get_abstract_mesh()
+    return jax.device_count() == 1 if mesh.empty else mesh.size == 1
+
+
+def native(dtype: str) -> bool:
+    """Returns whether the CPU's own kernels can be called, for which nothing can be divided."""
+    return packed_weights.usable(dtype) and alone()
+
+
+def laid_out(network: Network, rows: int, replicate: bool = False) -> Network:
+    """Returns a network whose calls and caches are laid out for the program's devices.
+
+    On several devices that are not known, or that do not divide the network or the rows evenly, it
+    is what is right anywhere, and slower: a CPU's layout, without kernels of accelerators, which
+    the compiler cannot divide.
+
+    Args:
+      network: the network, in any layout.
+      rows: B, rows that are decoded together.
+      replicate: whether every device holds the whole network, as for `ShardingRules`.
+    """
+    if network.module.native:
+        return network
+    mesh = ambient_mesh()
+    if alone():
+        return dataclasses.replace(
+            network, platform=jax.default_backend() if mesh is None else _platform(mesh), rules=None
+        )
+    try:
+        if mesh is None:
+            raise ValueError("mesh: got several devices without one")
+        rules = ShardingRules(mesh, replicate)
+        rules.check(network.config)
+        rules.check_rows("inputs", rows)
+    except ValueError:
+        return dataclasses.replace(network, platform="cpu", rules=None)
+    return dataclasses.replace(network, platform=_platform(mesh), rules=rules)
+
+
+def laid_out_drafter(drafter: Any, rows: int) -> Any:
+    """Returns a drafter whose networks are laid out as by `laid_out`; every device holds them
+    whole."""
+    is_network = lambda node: isinstance(node, Network)
+    lay_out = lambda node: laid_out(node, rows, replicate=True) if is_network(node) else node
+    return jax.tree.map(lay_out, drafter, is_leaf=is_network)
+
+
+def _platform(mesh: Mesh) -> str:
+    return mesh.devices.flat[0].platform

@@ -1,0 +1,377 @@
+"""Measures once what iterations cost on this machine, and keeps the numbers behind `gamma="auto"`.
+
+A measurement is for one target, drafter, number of rows and kind of sampling. It takes seconds,
+most of them for compilation. The numbers are kept in the process, and in small files in the user's
+cache folder. A file that does not hold what was written there is measured anew; if no file can be
+written, the numbers hold for this process.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import platform
+import re
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.files import user_cache, writing
+from specdec_jax.files.reading import read_json
+from specdec_jax.models import native
+from specdec_jax.models.network import Network
+from specdec_jax.speculative import iteration
+from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.full_drafter import FullDrafter
+from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
+
+# γ where nothing can be measured: on a mesh, whose processes would have to agree.
+FIXED = 4
+# Draft lengths that are timed: the longest for every width of the target's call, and the shortest
+# for the widest.
+TIMED = (0, 2, 4, 5, 8)
+# The acceptance rate that a single row may have; what is added to the expected rate for rows that
+# differ; the number of tokens in an output.
+_HOPED, _SPREAD, _TOKENS = 0.9, (-0.2, 0.0, 0.2), 16
+# The least gain that makes drafting worth while; the part of it that an iteration without a draft
+# may cost; the same part for a single row whose earlier requests have shown where drafting does not
+# pay.
+_GAIN, _LOSS, _LOSS_KNOWN = 0.03, 0.1, 0.5
+_NEVER = 1e6  # a cost at which a draft is never chosen
+# How many tokens of earlier requests are remembered; for how many they count at most; and one in
+# how many requests that would begin without drafts looks whether drafts would pay by now.
+_REMEMBERED, _WEIGHT, _LOOK = 60, 12.0, 16
+# Seconds for all passes; least and most passes; seconds and most iterations of one timed call,
+# which must be long enough for its start not to count.
+_BUDGET, _PASSES, _PASS, _STEPS = 2.0, (3, 9), 0.04, 128
+_LARGEST = 65_536  # bytes of a file; larger ones are not read
+_LOG = logging.getLogger(__name__)
+
+
+class Costs(NamedTuple):
+    """Measured costs, in units of an iteration of plain decoding.
+
+    Attributes:
+      iterations: cost of an iteration that drafts 0, 1, … `MAXIMUM` tokens.
+      prefill: cost of what the drafter does once for a request, above all its encoder.
+      seconds: seconds that an iteration of plain decoding takes.
+      acceptance: acceptance rate that a row begins with: the default of `Auto`, unless `specdec
+        tune` has measured it.
+    """
+
+    iterations: tuple[float, ...]
+    prefill: float
+    seconds: float
+    acceptance: float = Auto.acceptance
+
+    def _expected(self, rows: int) -> np.ndarray:
+        """Returns the expected cost of a token with drafts of 0, 1, … tokens, in iterations of
+        plain decoding.
+
+        A single row chooses its own γ, so the acceptance rate is that of a drafter that is nearly
+        always right. Several rows share the target's call, which the longest draft widens for all
+        of them; there the rate is averaged over rows that differ.
+        """
+        hoped = [_HOPED] if rows == 1 else [min(max(self.acceptance + more, 0), 0.97) for more in _SPREAD]
+        tokens = np.mean([np.cumsum(alpha ** np.arange(MAXIMUM + 1)) for alpha in hoped], axis=0)
+        return np.array(self.iterations) / tokens
+
+    def pays(self, rows: int, learns: bool = False) -> bool:
+        """Returns whether drafting could be faster than plain decoding at all.
+
+        In a program that may draft, an iteration without a draft costs more than one of plain
+        decoding. That is lost wherever nothing is accepted, so it may only be a small part of what
+        can be gained. With `learns` a single row begins with what earlier requests have shown
+        (`policy`) and loses it only now and then, so the part may be larger.
+        """
+        least = self._expected(rows).min()
+        gain, loss = 1 / (least + self.prefill / _TOKENS) - 1, self.iterations[0] - 1
+        return bool(gain > _GAIN and loss < (_LOSS_KNOWN if learns and rows == 1 else _LOSS) * gain)
+
+    def policy(self, rows: int, learned: "Learned | None" = None) -> Auto | None:
+        """Returns the policy for `rows` rows decoded together, which begin with what earlier
+        requests have learned.
+
+        None if plain decoding is faster by what was learned; one in `_LOOK` requests drafts all the
+        same.
+        """
+        costs = np.array(self.iterations)
+        if rows > 1:
+            costs[1 + np.argmin(self._expected(rows)) :] = _NEVER
+        begun = {"acceptance": self.acceptance}
+        if learned is not None:
+            weight = Auto.weight + learned.examined
+            begun["acceptance"] = (Auto.weight * self.acceptance + learned.accepted) / weight
+            begun |= {"weight": min(weight, _WEIGHT), "look": float(learned.requests % _LOOK == 0)}
+            tokens = np.cumsum(begun["acceptance"] ** np.arange(MAXIMUM + 1))
+            # An iteration without a draft costs a little more in a program that may draft than in
+            # one that never does.
+            if not begun["look"] and np.min(costs / tokens) + self.prefill / _TOKENS >= 1 / (1 + _GAIN):
+                return None
+        return Auto(MAXIMUM, costs=tuple(costs.tolist()), **begun)
+
+    @classmethod
+    def of(cls, record: Any) -> "Costs":
+        """Returns the costs in JSON values; raises ValueError for anything but what `_asdict`
+        gives."""
+        try:
+            costs = cls(**{**record, "iterations": tuple(record["iterations"])})
+            values = [*costs.iterations, costs.prefill + 1e-9, costs.seconds, costs.acceptance + 1e-9]
+            numbers = np.array(values if all(type(value) in (int, float) for value in values) else ())
+        except (TypeError, KeyError, ValueError):
+            numbers = np.empty(0)
+        if numbers.shape != (MAXIMUM + 4,) or not np.all((numbers > 0) & (numbers < 1e6)) or costs.acceptance > 1:
+            raise ValueError(f"costs: got {str(record)[:80]!r}, expected costs of {MAXIMUM + 1} kinds of iterations")
+        return costs
+
+
+class Learned(NamedTuple):
+    """What was learned in this process about drafts.
+
+    Attributes:
+      examined: number of drafted tokens that were examined; only the latest count.
+      accepted: how many of those were accepted.
+      requests: number of requests so far.
+    """
+
+    examined: float = 0.0
+    accepted: float = 0.0
+    requests: int = 0
+
+
+def measurable(network: Network) -> bool:
+    """Returns whether measured times hold wherever the numbers are used: not on a mesh or with
+    several processes."""
+    return network.rules is None and jax.process_count() == 1
+
+
+# What this process knows, by the keys of `key_of`; descriptions by `id` of what they describe.
+_known: dict[str, Costs] = {}
+_learned: dict[str, Learned] = {}
+_described: dict[int, tuple[weakref.ref, str]] = {}
+
+
+def known(key: str) -> Costs | None:
+    """Returns what was measured for a key of `key_of`, by this process or another; None if nothing
+    was."""
+    if key not in _known and (path := _path(key)) is not None:
+        try:
+            record = read_json(path, _LARGEST)
+            if record["key"] == json.loads(key):
+                _known[key] = Costs.of(record["costs"])
+        except (ValueError, KeyError):
+            return None
+    return _known.get(key)
+
+
+def keep(key: str, costs: Costs) -> None:
+    """Keeps costs for this process and, if possible, for others."""
+    _known[key] = costs
+    if (path := _path(key)) is None or writing.passes_through(path):
+        return
+    try:
+        writing.write_file(path, json.dumps({"key": json.loads(key), "costs": costs._asdict()}, indent=1) + "\n")
+    except OSError as error:
+        _LOG.info("%s: %s: what was measured holds for this process", path, error)
+
+
+def learn(key: str, examined: int, accepted: int) -> None:
+    """Adds how many of a request's drafted tokens were examined and accepted.
+
+    Only for argmax, where the output does not depend on how much is drafted.
+    """
+    before = _learned.get(key, Learned())
+    total = before.examined + examined
+    kept = min(1.0, _REMEMBERED / max(total, 1))
+    _learned[key] = Learned(kept * total, kept * (before.accepted + accepted), before.requests + 1)
+
+
+def learned(key: str) -> Learned:
+    """Returns what the drafts of earlier requests have shown."""
+    return _learned.get(key, Learned())
+
+
+def _path(text: str) -> pathlib.Path | None:
+    try:
+        return user_cache.private("costs") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    except (ValueError, OSError) as error:
+        _LOG.info("%s: what was measured holds for this process", error)
+        return None
+
+
+def key_of(network: Network, drafter: Drafter, config: StaticConfig, rows: int, length: int, slots: int) -> str:
+    """Returns what the costs depend on, as JSON.
+
+    Lengths of inputs and room for outputs are rounded up to a power of two.
+    """
+    coarse = lambda number: max(64, 2 ** (int(number) - 1).bit_length())
+    own, mode = config.mode.processor is not None, config.mode._replace(processor=None)
+    return _key(
+        _describe(network), _describe(drafter), config.verifier.name, mode, own, rows, coarse(length), coarse(slots)
+    )
+
+
+@functools.lru_cache(1024)
+def _key(target, drafter, verifier, mode, own_processor, rows, length, slots) -> str:
+    key = {
+        **machine_key(), "target": target, "drafter": drafter, "rows": rows, "length": length, "slots": slots,
+        "verifier": verifier, "sampling": {name: value for name,
+        value in mode._asdict().items() if name != "processor"},
+        "own_processor": own_processor,
+    }  # fmt: skip
+    return json.dumps(key, sort_keys=True)
+
+
+@functools.cache
+def machine_key() -> dict[str, Any]:
+    """Returns what tells machines apart, and the versions of what decides how fast they are."""
+    device = jax.devices()[0]
+    return {
+        **{name: metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")},
+        "processor": processor(),
+        "cores": cores(),
+        "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "kernel": native.identity() if device.platform == "cpu" else os.environ.get(native.SETTING),
+    }
+
+
+def cores() -> int | None:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def processor() -> str:
+    """Returns the processor's name, as the system gives it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown"
+
+
+def _describe(node: Any) -> str:
+    """Returns a hash of what decides how long a network's or drafter's calls take: its kind, its
+    settings, and the shapes and dtypes of all arrays."""
+    if id(node) in _described and _described[id(node)][0]() is node:
+        return _described[id(node)][1]
+    leaves, structure = jax.tree.flatten(node)
+    shapes = [(str(jnp.result_type(leaf)), np.shape(leaf)) for leaf in leaves]
+    text = re.sub(r"0x[0-9a-f]+", "", f"{type(node).__name__} {structure} {shapes}")
+    found = hashlib.sha256(text.encode()).hexdigest()[:16]
+    if hasattr(node, "__weakref__"):
+        number = id(node)
+        _described[number] = weakref.ref(node, lambda _: _described.pop(number, None)), found
+    return found
+
+
+# Measuring.
+
+
+@jax.jit
+def iterated_steps(network: Network, drafter: Drafter | None, state: DecodeState, steps) -> DecodeState:
+    """Runs `steps` iterations of the decode loop, each from the same committed lengths: draft,
+    score, verify, commit.
+
+    What an iteration writes the next one reads, so that the compiler cannot remove anything from
+    the loop.
+
+    Args:
+      network: the target.
+      drafter: the drafter; None is plain decoding.
+      state: after the prefill.
+      steps: number of iterations, traced.
+    """
+
+    def body(_, state):
+        after = iteration.iterate(network, drafter, state)
+        return after.replace(lengths=lengths, done=done)
+
+    lengths, done = state.lengths, state.done
+    return jax.lax.fori_loop(0, steps, body, state)
+
+
+def measure(network: Network, drafter: Drafter, state: DecodeState, prefill: Callable[[], object]) -> Costs:
+    """Returns the costs of speculative iterations of `state`, timed in turn with iterations of
+    plain decoding.
+
+    Args:
+      network: the target.
+      drafter: the drafter.
+      state: after the prefill, with an `Auto` as its policy.
+      prefill: makes the drafter's own state.
+    """
+    speculative_variant, plain_variant = _variants(network, drafter, state)
+    calls = {"plain": plain_variant} | {gamma: functools.partial(speculative_variant, gamma) for gamma in TIMED}
+    once = lambda call, *steps: _seconds(lambda: call(*map(np.int32, steps)))
+    for call in calls.values():
+        once(call, 1)  # compiles
+    seconds = max(once(calls["plain"], 1), 1e-6)
+    steps = int(np.clip(_PASS / seconds, 1, _STEPS))
+    passes: list[dict[Any, float]] = []
+    begun = time.perf_counter()
+    while len(passes) < _PASSES[0] or len(passes) < _PASSES[1] and time.perf_counter() - begun < _BUDGET:
+        passes.append({name: once(call, steps) / steps for name, call in calls.items()})
+    over_plain = {gamma: statistics.median(one[gamma] / one["plain"] for one in passes) for gamma in TIMED}
+    plain = statistics.median(one["plain"] for one in passes)
+    _seconds(prefill)
+    first = min(_seconds(prefill) for _ in range(3))
+    return Costs(between(over_plain, bool(state.config.widths)), first / plain, plain)
+
+
+def _variants(network: Network, drafter: Drafter, state: DecodeState):
+    """Returns two functions that run iterations of rows that never end.
+
+    The first takes (γ, steps) and drafts γ tokens in each iteration; the second takes (steps) and
+    decodes plainly.
+    """
+    batch, config = len(state.done), state.config
+    forever = state.replace(
+        done=jnp.zeros(batch, bool), limits=state.lengths + MAXIMUM + 2, eos_ids=jnp.full_like(state.eos_ids, -1)
+    )
+    # With these costs the longest draft is always the best.
+    longest = Auto(MAXIMUM, costs=tuple(2.0**-gamma for gamma in range(MAXIMUM + 1))).rows(batch)
+    drafting = forever.replace(policy=longest, policy_state=jax.jit(Auto.init)(longest))
+    full = FullDrafter(drafter)
+    plain = forever.replace(
+        config=StaticConfig(0, config.mode, config.vocab_size), policy=None, policy_state=None, draft_state=None,
+        counts=Counts.zero(batch, 0), last_draft=jnp.zeros((batch, 0), jnp.int32), last_seen=None, settings=None,
+        gamma=jnp.zeros_like(forever.gamma),
+    )  # fmt: skip
+
+    def speculative_variant(gamma: int, steps):
+        return iterated_steps(network, full, drafting.replace(gamma=jnp.full(batch, gamma, jnp.int32)), steps)
+
+    return speculative_variant, functools.partial(iterated_steps, network, None, plain)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - begun
+
+
+def between(timed: Mapping[int, float], in_steps: bool) -> tuple[float, ...]:
+    """Returns the costs of iterations that draft 0, 1, … `MAXIMUM` tokens, given those of `TIMED`.
+
+    If several widths of the target's call are compiled (`in_steps`), drafts whose calls are equally
+    wide differ by draft steps only; the two timed drafts of the widest call tell what a draft step
+    costs.
+    """
+    if not in_steps:
+        return tuple(np.interp(np.arange(MAXIMUM + 1), TIMED, [timed[gamma] for gamma in TIMED]).tolist())
+    shortest, longest = TIMED[-2:]
+    step = max(0.0, (timed[longest] - timed[shortest]) / (longest - shortest))
+    ends = [width - 1 for width in Auto(MAXIMUM).widths]
+    last = [next(end for end in ends if end >= gamma) for gamma in range(MAXIMUM + 1)]
+    return tuple(max(timed[end] - (end - gamma) * step, 1e-6) for gamma, end in enumerate(last))

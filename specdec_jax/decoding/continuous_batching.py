@@ -1,0 +1,379 @@
+"""Decodes continuous batching: many inputs go through one state whose finished rows are refilled,
+so that no row waits for the slowest.
+
+The loop is `advance`, which returns as soon as enough rows are done. Their outputs are taken out,
+and rows that were prefilled ahead overwrite them in place. Always the same number of inputs is
+prefilled together, so that one shape compiles.
+
+Rows of one state share the padded length of the encoder's input (for a decoder-only target, of the
+prompt), so the inputs are divided into a few queues by length. Queues, padding and the number of
+inputs prefilled together depend on the job alone, not on what is skipped or how long outputs are: a
+job that resumes after a kill gives every input what it would have got.
+"""
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.decoding.beams import plan_decoding
+from specdec_jax.decoding.checks import UnsupportedCombination, check_non_finite
+from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.loop import FOREVER, STOP_EVERY, advance, complete, mark_stopped
+from specdec_jax.decoding.request import Plan, prefill
+from specdec_jax.decoding.results import Committed, GenerationResult, NonFiniteLogitsError, Stats, collect, in_words
+from specdec_jax.models import arguments
+from specdec_jax.models.cache import KVCache
+from specdec_jax.models.jax_settings import isolated
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.sharding import constrain_sharding, row_parts
+from specdec_jax.models.t5 import DecoderCache
+from specdec_jax.speculative import prefill as speculative_prefill
+from specdec_jax.speculative.randomness import seeded
+from specdec_jax.speculative.state import DecodeState
+
+# A quarter of a state's inputs is prefilled together and ahead: one alone would cost twice as much.
+_AHEAD = 4
+# The host looks when a quarter of the rows is done: each look costs, and so does each row that
+# waits.
+_PARTS = 4
+# A queue has at least 4 times the inputs of a state, since its last rows decode alone.
+_LEAST = 4
+# Outputs that must come in order are decoded in parts of 64 times the batch size, so that they
+# appear while later parts still run.
+_WINDOW = 64
+
+
+class Output(NamedTuple):
+    """The output of one row.
+
+    Attributes:
+      text: the text, None without a vocabulary or where the row has no output.
+      tokens: new token ids, EOS included.
+      log_probs, adjusted_log_probs: their log-probabilities under the target's own distribution and
+        under the sampled distribution.
+      finish_reason: why the row ended, as in `GenerationResult`.
+      stats: statistics of the row; for a beam search, of its input.
+      score: score of the hypothesis in a beam search, else None.
+      error: as in `GenerationResult`.
+    """
+
+    text: str | None
+    tokens: list[int]
+    log_probs: list[float]
+    adjusted_log_probs: list[float]
+    finish_reason: str
+    stats: Stats
+    score: float | None = None
+    error: NonFiniteLogitsError | None = None
+
+    def __repr__(self) -> str:
+        what = self.tokens if self.text is None and not self.error else self.text
+        return f"Output({in_words(what, len(self.tokens), self.finish_reason, self.score)})"
+
+
+@isolated
+def decode_stream(
+    target: LanguageModel, inputs, *, batch_size: int = 8, refill: bool = True, skip: Collection[int] = (),
+    non_finite: str = "raise", **options,
+) -> Iterator[tuple[int, tuple[Output, ...]]]:  # fmt: skip
+    """Decodes many inputs and yields (number of the input, its `num_samples` outputs) as they are
+    finished, in any order.
+
+    Each input gets what `generate` gives for it with the same options and its own key, which is
+    `fold_in(key, i)` for input i. With `gamma="auto"` this holds for argmax; above temperature 0 it
+    holds for the same number of rows, because measured costs belong to a number of rows.
+
+    Args:
+      target, inputs: as for `generate`.
+      batch_size: number of inputs that are decoded together.
+      refill: whether finished rows are refilled with the next inputs. False decodes batches of like
+        length, each of which runs until its last row is done.
+      skip: numbers of inputs that are left out; keys and shapes of the others stay as they are.
+      non_finite: as for `generate`; with "report" one input whose logits are not finite numbers
+        does not end the job.
+      options: as for `generate`; they may have one value per input.
+
+    Raises:
+      ValueError: as for `generate`, before anything compiles.
+      UnsupportedCombination: a deadline with `refill`; only batches can have one.
+    """
+    batch_size, refill = arguments.check_integer("batch_size", batch_size, 1), arguments.check_flag("refill", refill)
+    left_out = arguments.check_list("skip", skip, "numbers of inputs")
+    if not all(map(arguments.is_integer, left_out)):
+        raise ValueError(f"skip: got {arguments.quoted(left_out)}, expected numbers of inputs")
+    if refill and options.get("deadline") is not None:
+        raise UnsupportedCombination(
+            f"deadline: got {options['deadline']} with refill=True, expected refill=False: only a batch has an end"
+        )
+    reports = check_non_finite(non_finite)
+    plan = plan_decoding(target, inputs, batch_size=batch_size, **options)
+    refill &= plan.search is None  # a search of the longest row takes few steps more than that of another
+    outputs = (_refilled if refill else _batches)(target, plan, batch_size, frozenset(map(int, left_out)))
+    return outputs if reports else _checked(outputs)
+
+
+@isolated
+def decode_all(
+    target: LanguageModel, inputs: Sequence[Sequence[int]], *, batch_size: int, seed: int, num_samples: int = 1,
+    first: int = 0, refill: bool = True, **options,
+) -> Iterator[Output]:  # fmt: skip
+    """Decodes inputs and yields their outputs in order, `num_samples` for each.
+
+    Args:
+      target: the target.
+      inputs: ids of every input.
+      batch_size: number of inputs that are decoded together.
+      seed: input i draws from `fold_in(key(seed), first + i)`, so that its sample does not depend
+        on its batch.
+      num_samples: as for `generate`.
+      first: number of the first input, if `inputs` are a part of more.
+      refill: as for `decode_stream`; ignored where refilling gains nothing, and with a deadline.
+      options: as for `generate`.
+    """
+    rows = rows_for(target, batch_size, len(inputs))
+    for start in range(0, len(inputs), _WINDOW * max(rows, 1)):
+        window = inputs[start : start + _WINDOW * rows]
+        keys = fold_keys(seeded(seed), np.arange(start, start + len(window)) + first)
+        outputs = decode_stream(
+            target, window, batch_size=rows, refill=refill and refills(rows, len(window), options.get("deadline")),
+            key=keys, num_samples=num_samples, **options,
+        )  # fmt: skip
+        try:
+            for output in _in_order(outputs):
+                error = output.error
+                yield output._replace(error=error.at(error.input + start + first)) if error else output
+        except NonFiniteLogitsError as error:
+            raise error.at(error.input + start + first) from None
+
+
+def rows_for(target: LanguageModel, batch_size: int, inputs: int) -> int:
+    """Returns the batch size for a number of inputs: no larger than needed, and divisible over a
+    mesh."""
+    parts = row_parts(target.network.rules)
+    return min(batch_size, -(-inputs // parts) * parts)
+
+
+def refills(batch_size: int, inputs: int, deadline: float | None) -> bool:
+    """Returns whether rows are refilled: a single row waits for none, and a deadline belongs to a
+    batch."""
+    return 1 < batch_size < inputs and deadline is None
+
+
+def _in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Output]:
+    """Yields single outputs in the order of their inputs."""
+    waiting: dict[int, tuple[Output, ...]] = {}
+    number = 0
+    for place, found in outputs:
+        waiting[place] = found
+        while number in waiting:
+            yield from waiting.pop(number)
+            number += 1
+
+
+def _checked(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[tuple[int, tuple[Output, ...]]]:
+    """Yields what it is given; raises the first error of an output."""
+    for number, found in outputs:
+        for error in (output.error for output in found if output.error):
+            raise error
+        yield number, found
+
+
+@isolated
+def _batches(target: LanguageModel, plan: Plan, size: int, skip: frozenset[int]) -> Iterator:
+    """Yields the outputs of batches of like length; a batch of which every input is skipped is not
+    decoded."""
+    order = np.argsort(plan.lengths + plan.prefix_lengths, kind="stable").tolist()
+    for begin in range(0, len(order), size):
+        chosen, begun = order[begin : begin + size], time.monotonic()
+        if skip.issuperset(chosen):
+            continue
+        outputs = _outputs(complete(target, plan, chosen + [-1] * (size - len(chosen)), begun))
+        for number, place in enumerate(chosen):
+            if place not in skip:
+                yield place, tuple(outputs[number * plan.samples : (number + 1) * plan.samples])
+
+
+def queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]]:
+    """Returns the padded length and the inputs of every queue, from the longest inputs to the
+    shortest.
+
+    If fewer than `_LEAST` times `size` inputs have a padded length, the next shorter ones join
+    them.
+    """
+    found: list[tuple[int, list[int]]] = []
+    for place in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # the last rows, which decode alone, are short
+        width = bucket(int(lengths[place]))
+        if not found or width < found[-1][0] and len(found[-1][1]) >= _LEAST * size:
+            found.append((width, []))
+        found[-1][1].append(place)
+    if len(found) > 1 and len(found[-1][1]) < size:
+        found[-2][1].extend(found.pop()[1])
+    return found
+
+
+@isolated
+def _refilled(target: LanguageModel, plan: Plan, size: int, skip: frozenset[int]) -> Iterator:
+    for width, places in queues(plan.input_lengths.tolist(), size):
+        places = [place for place in places if place not in skip]
+        if places:
+            yield from _through_one_state(target, plan, size, width, places)
+
+
+def _through_one_state(target: LanguageModel, plan: Plan, size: int, width: int, places: list[int]) -> Iterator:
+    """Yields the outputs of the inputs `places`, padded to `width`, from one state with room for
+    `size` inputs."""
+    rules, multiple = plan.network.rules, row_parts(plan.network.rules)
+    samples, total, ahead = (
+        plan.samples,
+        size * plan.samples,
+        min(size, -(-max(2, size // _AHEAD) // multiple) * multiple),
+    )
+    (shared, unfed), every, whole = _leaves(plan, width), STOP_EVERY if plan.stop else FOREVER, plan.request()
+    queue, state, fresh = collections.deque(places), None, None
+    ready: collections.deque[tuple[int, int]] = collections.deque()  # (row of `fresh`, row of the job)
+    owners, starts = np.full(total, -1), np.ones(total, np.int32)  # the job's row in each row of the state, or -1
+    finished: tuple[np.ndarray, Committed] | None = None
+    gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
+
+    def deliver(rows: np.ndarray, committed: Committed) -> Iterator:
+        for row, output in zip(rows.tolist(), _outputs(collect(target, committed, whole.of(rows))), strict=True):
+            place, sample = divmod(row, samples)
+            gathered[place][sample] = output
+            if len(gathered[place]) == samples:
+                found = gathered.pop(place)
+                yield place, tuple(found[sample] for sample in range(samples))
+
+    while queue or ready or np.any(owners >= 0):
+        while (queue or ready) and np.any(owners < 0):
+            if not ready:
+                chosen = [queue.popleft() if queue else -1 for _ in range(ahead)]
+                fresh = _started(plan, chosen, width, unfed and total > 1)
+                rows = [place * samples + sample for place in chosen if place >= 0 for sample in range(samples)]
+                ready.extend(enumerate(rows))
+                if state is None and total > 1:
+                    state = _blank(fresh, _empty_layers(plan, size, width) if unfed else (), total, shared, rules)
+            free = np.flatnonzero(owners < 0)[: len(ready)]
+            sources, rows = np.array([ready.popleft() for _ in free]).T
+            owners[free], starts[free] = rows, whole.prefix_lengths[rows]
+            moved = _padded(sources, free, ahead * samples)
+            state = fresh if total == 1 else _place(state, fresh, *moved, np.int32(len(free)), shared, rules)
+        # `generate` looks for stop strings every `STOP_EVERY` iterations of a row. For the same
+        # statistics, rows must begin at such a moment.
+        most = max(1, total // _PARTS) if (queue or ready) and not plan.stop else total
+        state = advance(plan.network, plan.drafter, state, np.int32(every), np.int32(most))
+        if finished is not None:
+            yield from deliver(*finished)  # while the device is busy
+        if plan.stop:
+            state = mark_stopped(target, state, starts, plan.stop)
+        over = np.flatnonzero(jax.device_get(state.done) & (owners >= 0))
+        finished = (owners[over], Committed.from_state(state, over)) if len(over) else None
+        owners[over] = -1
+    if finished is not None:
+        yield from deliver(*finished)
+
+
+def _padded(sources: np.ndarray, targets: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns both arrays padded to `count` values, so that one shape compiles."""
+    padded = lambda values: np.pad(values.astype(np.int32), (0, count - len(values)))
+    return padded(sources), padded(targets)
+
+
+def _leaves(plan: Plan, width: int) -> tuple[tuple[bool, ...], bool]:
+    """Returns which leaves of what `_started` returns its rows share, tables over positions or ids;
+    and whether the target has been fed nothing by then.
+
+    If so, its caches of self-attention are empty and are left out: to make them and to copy them
+    for every input would take a sixth of a job's time.
+    """
+    counts = [count * row_parts(plan.network.rules) for count in (2, 3)]
+    states = [prefill.eval_shape(*plan.arguments([-1] * count, width)) for count in counts]
+    unfed = plan.prefix.shape[1] == 1 and isinstance(states[0].target_cache, DecoderCache)
+    two, three = (jax.tree.leaves(_with_layers(state, ()) if unfed else state) for state in states)
+    return tuple(a.shape == b.shape for a, b in zip(two, three, strict=True)), unfed
+
+
+def _started(plan: Plan, places: list[int], width: int, unfed: bool) -> DecodeState:
+    """Prefills the inputs `places`; `unfed`: as from `_leaves`."""
+    return _prefilled(*plan.arguments(places, width)) if unfed else plan.start(places, width)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _prefilled(*arguments) -> DecodeState:
+    return _with_layers(speculative_prefill.prefill(*arguments), ())
+
+
+def _with_layers(state: DecodeState, layers: tuple[KVCache, ...]) -> DecodeState:
+    return dataclasses.replace(state, target_cache=state.target_cache.replace(layers=layers))
+
+
+def _empty_layers(plan: Plan, size: int, width: int) -> tuple[KVCache, ...]:
+    """Makes the target's caches of self-attention for `size` inputs."""
+    shapes = prefill.eval_shape(*plan.arguments([-1] * size, width)).target_cache.layers
+    return jax.tree.map(lambda layer: jnp.zeros(layer.shape, layer.dtype), shapes)
+
+
+@functools.partial(jax.jit, static_argnames=("total", "shared", "rules"))
+def _blank(
+    fresh: DecodeState, layers: tuple[KVCache, ...], total: int, shared: tuple[bool, ...], rules
+) -> DecodeState:  # fmt: skip
+    """Returns a state of `total` rows that are done, in all else like the rows of `fresh`;
+    `layers`: what `fresh` lacks."""
+    leaves, structure = jax.tree.flatten(fresh)
+    copied = np.arange(total) % len(fresh.done)
+    state = structure.unflatten(leaf if same else leaf[copied] for leaf, same in zip(leaves, shared))
+    state = dataclasses.replace(state, done=jnp.ones(total, bool))
+    return constrain_sharding(_with_layers(state, layers) if layers else state, rules)
+
+
+@functools.partial(jax.jit, static_argnames=("shared", "rules"), donate_argnames="state")
+def _place(
+    state: DecodeState, fresh: DecodeState, sources, targets, count, shared: tuple[bool, ...], rules
+) -> DecodeState:
+    """Returns `state` with the first `count` of the rows `sources` of `fresh` written at `targets`,
+    in place.
+
+    One row after the other: XLA's scatter on a CPU copies number by number. Caches that `fresh`
+    lacks
+    keep what they have of earlier rows, which no reader sees: it lies past the new row's length.
+    """
+    new, structure = jax.tree.flatten(fresh)
+    unfed = structure != jax.tree.structure(state)
+    layers = state.target_cache.layers if unfed else ()
+    old = jax.tree.leaves(_with_layers(state, ()) if unfed else state)
+    own = [place for place, same in enumerate(shared) if not same]
+
+    def put(number, rows):
+        take = lambda place: jax.lax.dynamic_index_in_dim(new[place], sources[number], keepdims=False)
+        return [
+            jax.lax.dynamic_update_index_in_dim(row, take(place), targets[number], 0) for row, place in zip(rows, own)
+        ]
+
+    for place, rows in zip(own, jax.lax.fori_loop(0, count, put, [old[place] for place in own])):
+        old[place] = rows
+    placed = structure.unflatten(old)
+    return constrain_sharding(_with_layers(placed, layers) if unfed else placed, rules)
+
+
+def _outputs(result: GenerationResult) -> list[Output]:
+    """Returns the output of each row."""
+    texts: Sequence[str | None] = result.texts or [None] * len(result.lengths)
+    rows = []
+    assert result.stats.per_row is not None
+    for row, length in enumerate(result.lengths):
+        tokens, log_probs, adjusted = (
+            values[row, :length].tolist() for values in (result.tokens, result.log_probs, result.adjusted_log_probs)
+        )
+        # A search counts by input, of which it returns as many hypotheses as it was asked for.
+        stats = result.stats.per_row[row * len(result.stats.per_row) // len(result.lengths)]
+        score = None if result.scores is None else float(result.scores[row])
+        reason, error = result.finish_reasons[row], result.errors[row]
+        rows.append(Output(texts[row], tokens, log_probs, adjusted, reason, stats, score, error))
+    return rows

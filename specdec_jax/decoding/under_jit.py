@@ -1,0 +1,286 @@
+"""Decodes speculatively inside somebody else's traced function, with the argument names of T5X's
+`decoding.temperature_sample`.
+
+There the target's parameters and the batch are traced, so nothing can be checked, padded or raised
+by their values.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.checkpoints.stored_tensor import check_shapes
+from specdec_jax.decoding.ambient_mesh import laid_out, laid_out_drafter, native
+from specdec_jax.decoding.checks import check_policy, check_sampling, verifier_settings
+from specdec_jax.decoding.inputs import slots
+from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prefill
+from specdec_jax.decoding.trees import tree_options
+from specdec_jax.models import arguments, weight_layouts
+from specdec_jax.models.jax_settings import isolated
+from specdec_jax.models.network import Network, decoder_only
+from specdec_jax.models.parameters import flatten, parameter_shapes
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.policies import MAX_GAMMA, Policy, call_widths
+from specdec_jax.speculative.randomness import seeded, threefry
+from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
+from specdec_jax.speculative.state import StaticConfig
+from specdec_jax.speculative.trees import DynamicTree, Tree
+from specdec_jax.speculative.verifier import Verifier
+from specdec_jax.speculative.verifiers import verifier_of
+
+# T5X takes the argmax at temperatures up to this.
+_LEAST_TEMPERATURE = 1e-4
+# Arguments that may differ from call to call: T5X's name -> ours.
+_PER_CALL = {"temperature": "temperature", "topk": "top_k", "topp": "top_p"}
+_KNOWN = (*_PER_CALL, "decode_rng", "eos_id", "max_decode_steps", "max_decode_steps_hard_limit", "rescale_log_probs")
+
+
+class Decoded(NamedTuple):
+    """What `Decoder.decode` returns, as arrays; of a search tokens are `[B, K, L]` and scores `[B,
+    K]`.
+
+    Attributes:
+      tokens: `[B, L]` int32, the prompt and what follows, EOS included, then 0.
+      scores: `[B]` float32, log-probability of the new tokens; NaN if the target's logits are not
+        finite numbers.
+      target_calls, drafted, accepted: `[B]` int32, as in `state.Counts`.
+    """
+
+    tokens: jax.Array
+    scores: jax.Array
+    target_calls: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+
+
+def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
+    """Returns the network of a target whose parameters are traced.
+
+    On an accelerator the parameters are used as they are: the loop's own layout would be a second
+    copy of them.
+
+    Args:
+      params: nested dict with T5X's names.
+      config: the target's configuration.
+      rows: B, rows that are decoded together.
+
+    Raises:
+      ValueError: a parameter is missing, unexpected or of the wrong shape.
+    """
+    tree = _copied(params)
+    check_shapes(flatten(tree), parameter_shapes(config), "params", "of a T5 of the module's configuration")
+    tree = jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
+    if not native(config.dtype):
+        return laid_out(Network(tree, config.module()), rows)
+    packed, module = weight_layouts.pack(tree, True), config.module(fused=True, native=True)
+    if config.logits_via_embedding:
+        packed, module = (
+            weight_layouts.with_head(packed, True, True),
+            config.with_own_head().module(fused=True, native=True),
+        )
+    return Network(packed, module)
+
+
+def _copied(node):
+    """Returns nested mappings of any kind, frozen ones too, as nested dicts."""
+    return {name: _copied(value) for name, value in node.items()} if isinstance(node, Mapping) else node
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Settings of a decode; checked when the object is made.
+
+    Attributes:
+      config: the target's configuration.
+      drafter: None is plain decoding.
+      gamma, tree, sampling, verifier, lenience, typical_epsilon, typical_delta: as for `generate`.
+      rescale_log_probs: whether scores are under the distribution that was sampled (0 with argmax),
+        as T5X's are; else they are under the target's own distribution.
+    """
+
+    config: T5Config
+    drafter: Drafter | None = None
+    gamma: int | str | Policy = 4
+    tree: Tree | DynamicTree | None = None
+    sampling: SamplingConfig = SamplingConfig()
+    verifier: str | Verifier = "block"
+    lenience: float | None = None
+    typical_epsilon: float | None = None
+    typical_delta: float | None = None
+    rescale_log_probs: bool = True
+
+    @isolated
+    def __post_init__(self):
+        check_sampling(self.sampling)
+        for name, value in tree_options(self.tree, self.drafter, self.gamma, self.verifier)._asdict().items():
+            object.__setattr__(self, name, value)
+        limit = MAX_GAMMA if self.tree is None else self.tree.size - 1
+        most = self.gamma.maximum if isinstance(self.gamma, Policy) else self.gamma
+        if not arguments.is_integer(most) or not 0 <= most <= limit:
+            raise ValueError(f"gamma: got {self.gamma!r}, expected an integer from 0 to {limit}, or a policy of it")
+        if self.drafter is not None:
+            check_policy(self.gamma, self.drafter)
+        check_models(self.drafter, self.config)
+        self._settings(1)
+        self.sampling.rows(1, self.config.vocab_size)
+
+    @property
+    def width(self) -> int:
+        """The most tokens drafted in one iteration."""
+        if self.drafter is None:
+            return 0
+        return self.gamma.maximum if isinstance(self.gamma, Policy) else int(self.gamma)
+
+    def _settings(self, batch: int):
+        return verifier_settings(
+            verifier_of(self.verifier), self.sampling, self.width, batch, lenience=self.lenience,
+            typical_epsilon=self.typical_epsilon, typical_delta=self.typical_delta,
+        )  # fmt: skip
+
+    @isolated
+    def decode(
+        self, params: Mapping, inputs: jax.Array, prompts: jax.Array, eos_id: Any, rng: jax.Array | None = None,
+        decoder_params: Mapping[str, Any] | None = None, prompted: bool = True,
+    ) -> Decoded:  # fmt: skip
+        """Decodes a batch; to be called under `jax.jit`.
+
+        Args:
+          params: the target's parameters.
+          inputs: `[B, L']` int32; 0 at the end of a row is padding.
+          prompts: `[B, L]` int32: the start token 0, a prompt to repeat and continue (up to its
+            first 0), then 0. At most L tokens come out.
+          eos_id: the id that ends a row, except in its prompt.
+          rng: key of the batch, of any kind; None: the key of seed 0.
+          decoder_params: arguments of T5X's `temperature_sample` for this call: `temperature`,
+            `topk`, `topp` (one number, or one per row), `max_decode_steps`,
+            `max_decode_steps_hard_limit`, `rescale_log_probs`, `eos_id`, `decode_rng`.
+          prompted: False says that no row has a prompt.
+
+        Raises:
+          ValueError: unknown `decoder_params`, values that make no sense, or parameters of another
+            shape.
+        """
+        given = known(decoder_params, _KNOWN, rng)
+        rng = given.get("decode_rng") if rng is None else rng
+        batch, length = prompts.shape
+        mode, rows = _sampling(self.sampling, given, batch, self.config.vocab_size)
+        network, drafter = network_of(params, self.config, batch), None
+        if self.width and self.drafter is not None:
+            drafter = on_network(self.drafter, network, batch)
+        policy = self.gamma.rows(batch) if isinstance(self.gamma, Policy) and self.width else None
+        varies = self.drafter is not None and self.drafter.varies
+        adapts = self.width and self.tree is None and (varies or policy is not None)
+        widths = call_widths(self.width, none=varies) if adapts else ()
+        depth = self.width if self.tree is None else self.tree.depth
+        config = StaticConfig(depth, mode, self.config.vocab_size, verifier_of(self.verifier), widths, self.tree)
+        tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
+        starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
+        state = prefill(
+            network, drafter, config, slots(length + 1, config.reach), inputs,
+            lengths_of(inputs), tokens, starts, _keys(rng, batch), rows, self._settings(batch),
+            1 + _lengths(given, starts - 1, length), ends(given.get("eos_id", eos_id), batch),
+            jnp.full(batch, self.width, jnp.int32), jnp.zeros(batch, bool), policy,
+        )  # fmt: skip
+        state = advance(network, drafter, state, np.int32(2**31 - 1))
+        columns = jnp.arange(1, length + 1)
+        decoded = jnp.where(columns < state.lengths[:, None], state.tokens[:, 1 : length + 1], 0)
+        log_probs = state.log_probs
+        if given.get("rescale_log_probs", self.rescale_log_probs):
+            adjusted = state.adjusted_log_probs  # None where every token is the argmax
+            log_probs = jnp.zeros_like(log_probs) if adjusted is None else adjusted
+        counts, sound = state.counts, jnp.all(jnp.isfinite(state.log_probs), axis=1)
+        scores = jnp.where(sound, jnp.sum(log_probs, axis=1), jnp.nan)
+        # Where no token could be drawn the id is negative, which T5X cannot take.
+        return Decoded(jnp.maximum(decoded, 0), scores, counts.target_calls, counts.drafted, counts.accepted)
+
+
+def on_network(drafter: Drafter, network: Network, rows: int) -> Drafter:
+    """Returns a drafter laid out for the program's devices; a part of the target lies as the target
+    does."""
+    part = drafter.on(network)
+    return laid_out_drafter(drafter, rows) if part is drafter else part
+
+
+def check_models(drafter: Drafter | None, config: T5Config) -> None:
+    """Rejects a drafter of whose models one cannot read the inputs of a target of this `config`."""
+    for model in drafter.models if drafter is not None else ():
+        if decoder_only(model) or model.config.encoder_dim not in (None, config.emb_dim):
+            got = "a decoder-only model" if decoder_only(model) else f"encoder_dim {model.config.encoder_dim}"
+            expected = f"a T5 with an encoder, or encoder_dim {config.emb_dim}"
+            raise ValueError(f"drafter: got {got}, expected {expected}")
+
+
+def known(decoder_params: Mapping[str, Any] | None, names: Sequence[str], rng: jax.Array | None) -> dict[str, Any]:
+    """Returns a copy of `decoder_params`; rejects others than `names`, and a key among them beside
+    `rng`."""
+    given = dict(decoder_params or {})
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise ValueError(f"decoder_params: got {', '.join(unknown)}, expected only {', '.join(names)}")
+    if rng is not None and given.get("decode_rng") is not None:
+        raise ValueError("decoder_params: got decode_rng beside the argument rng, expected one of the two")
+    return given
+
+
+def traced(value) -> bool:
+    """Returns whether `value` is one that cannot be looked at."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def lengths_of(inputs: jax.Array) -> jax.Array:
+    """Returns `[B]`: the tokens of each row of `inputs [B, L']`, at the end of which 0 is padding."""
+    places = jnp.arange(inputs.shape[1], dtype=jnp.int32) + 1
+    return jnp.max(jnp.where(inputs != 0, places, 0), axis=1)
+
+
+def _sampling(
+    config: SamplingConfig, given: Mapping[str, Any], batch: int, vocab_size: int
+) -> tuple[SamplingMode, SamplingRows]:
+    """Returns the static and the traced part of `config`, with what one call overrides (`given`)."""
+    values = {ours: given[theirs] for theirs, ours in _PER_CALL.items() if given.get(theirs) is not None}
+    fixed = {name: np.asarray(value) for name, value in values.items() if not traced(value)}
+    if np.any(fixed.get("top_k", 0)) and np.any(fixed.get("top_p", 0)):
+        raise ValueError("decoder_params: got topk and topp, expected at most one of the two to be other than 0")
+    if "temperature" in fixed:
+        fixed["temperature"] = np.where(fixed["temperature"] > _LEAST_TEMPERATURE, fixed["temperature"], 0.0)
+    if "top_p" in fixed:
+        fixed["top_p"] = np.where(fixed["top_p"] == 0, 1.0, fixed["top_p"])  # T5X's 0 keeps all
+    config = dataclasses.replace(config, **{name: value.tolist() for name, value in fixed.items()})
+    mode, rows, late = config.mode._asdict(), config.rows(batch, vocab_size), {}
+    for name in values.keys() - fixed.keys():
+        value, old = jnp.asarray(values[name]), getattr(rows, name)
+        if name == "temperature":
+            value, mode["greedy"] = jnp.where(value > _LEAST_TEMPERATURE, value, 0), False
+        else:
+            value, mode[name] = jnp.where((value == 0) & (name == "top_p"), 1, value), True
+        late[name] = jnp.broadcast_to(value.astype(old.dtype), (batch,))
+    return SamplingMode(**mode), dataclasses.replace(rows, **late)
+
+
+def _lengths(given: Mapping[str, Any], prompts: jax.Array, length: int) -> jax.Array:
+    """Returns `[B]`, the most tokens that come out for each row, its prompt included."""
+    steps, hard = given.get("max_decode_steps"), given.get("max_decode_steps_hard_limit")
+    if steps is None:
+        return jnp.full(prompts.shape, length, jnp.int32)
+    if not traced(steps) and np.any(np.asarray(steps) < 1):
+        raise ValueError(f"max_decode_steps: got {steps}, expected at least 1")
+    if hard:
+        steps = jnp.minimum(steps, hard)
+    return jnp.minimum(prompts + steps, length).astype(jnp.int32)
+
+
+def ends(eos_id, batch: int) -> jax.Array:
+    """Returns `[B, E]` int32: the ids that end a row, for all rows the same."""
+    return jnp.broadcast_to(jnp.asarray(eos_id, jnp.int32).reshape(1, -1), (batch, jnp.size(eos_id)))
+
+
+def _keys(rng: jax.Array | None, batch: int) -> jax.Array:
+    """Returns the rows' keys `[B]`, folded from the batch's key, which may be of any kind."""
+    return fold_keys(seeded(0) if rng is None else threefry(rng), jnp.arange(batch))

@@ -1,0 +1,143 @@
+"""Beam search inside somebody else's traced function, under the names of T5X's
+`decoding.beam_search`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.decoding.beams import LEVELS, BeamOptions, begin, check_tree
+from specdec_jax.decoding.under_jit import (
+    Decoded,
+    check_models,
+    ends,
+    known,
+    lengths_of,
+    network_of,
+    on_network,
+    traced,
+)
+from specdec_jax.models import arguments
+from specdec_jax.models.jax_settings import isolated
+from specdec_jax.models.t5 import T5Config
+from specdec_jax.speculative.beam_iteration import search
+from specdec_jax.speculative.beams import BeamState, best_first
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.policies import MAX_GAMMA
+from specdec_jax.speculative.sampling import SamplingConfig
+
+_KNOWN = ("alpha", "max_decode_len", "max_decode_step", "min_log_prob", "decode_rng", "eos_id")
+# T5X's own, which stops nothing.
+_LEAST_LOG_PROB = -1e7
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamDecoder:
+    """How to search; checked when it is made.
+
+    Attributes:
+      config: of the target.
+      drafter: one that drafts trees; None is plain beam search.
+      gamma, beam_width: levels of the tree, and nodes of each, as for `generate`.
+    """
+
+    config: T5Config
+    drafter: Drafter | None = None
+    gamma: int = LEVELS
+    beam_width: int | None = None
+
+    @isolated
+    def __post_init__(self):
+        check_tree(self.drafter, self.gamma)
+        arguments.check_integer("gamma", self.gamma, 0, MAX_GAMMA)
+        check_models(self.drafter, self.config)
+
+    @isolated
+    def decode(
+        self, params: Mapping, inputs: jax.Array, prompts: jax.Array, eos_id: Any, rng: jax.Array | None = None,
+        decoder_params: Mapping[str, Any] | None = None, prompted: bool = True, num_decodes: int = 1,
+    ) -> Decoded:  # fmt: skip
+        """Searches for a batch; to be called under `jax.jit`.
+
+        Args:
+          params, inputs, prompts, prompted: as for `Decoder.decode`. The prompt counts in the
+            penalty for length.
+          eos_id: one id, which ends a hypothesis, but not in its prompt.
+          rng: nothing is drawn with it.
+          decoder_params: what T5X's `beam_search` takes, for this call: `alpha` (0.6), the exponent
+            of the length; `max_decode_len`, the L of what comes out, static; `max_decode_step`, the
+            most tokens of a hypothesis, its prompt included, where it is more than 0; `eos_id`; and
+            `decode_rng` in place of `rng`.
+          num_decodes: K, beams and hypotheses.
+
+        Returns:
+          `tokens [B, K, L]`, the best last, and their `scores [B, K]`; places that nothing filled
+          are T5X's, zeros and −1e7. A row that met logits that are not numbers has NaN for scores.
+
+        Raises:
+          ValueError: other `decoder_params`, or values that make no sense; parameters of another
+            shape.
+        """
+        given = known(decoder_params, _KNOWN, rng)
+        beams, penalty, length = self._checked(given, num_decodes, prompts.shape[1])
+        batch, vocab = len(prompts), self.config.vocab_size
+        eos_ids = ends(given.get("eos_id", eos_id), batch)
+        if eos_ids.shape[1] != 1:
+            raise ValueError(f"eos_id: got {eos_ids.shape[1]} ids, expected one")
+        drafter = self.drafter if self.gamma else None
+        sampling = SamplingConfig()
+        beams.check_ids(1, vocab)
+        config = beams.config(1, sampling.mode, vocab, self.gamma if drafter is not None else 0, drafter)
+        most = jnp.asarray(given.get("max_decode_step", -1), jnp.int32)
+        most = jnp.where(most > 0, jnp.minimum(most, length), length)
+        tokens, prefix_lengths = jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)
+        if prompted:
+            tokens, prefix_lengths = _prefixes(prompts, length, most)
+        limits = most + 1 - prefix_lengths
+        network = network_of(params, self.config, batch)
+        drafter = None if drafter is None else on_network(drafter, network, batch)
+        state = begin(
+            network, drafter, config, length, length + 1, inputs, lengths_of(inputs), tokens, prefix_lengths, limits,
+            eos_ids, jnp.asarray(penalty, jnp.float32), sampling.rows(batch, vocab), limits == 0,
+        )  # fmt: skip
+        return _decoded(search(network, drafter, state), length)
+
+    def _checked(self, given: Mapping[str, Any], num_decodes: int, room: int) -> tuple[BeamOptions, Any, int]:
+        """Options of one call, its penalty, which may be traced, and the length of what comes out."""
+        penalty, length = given.get("alpha", 0.6), given.get("max_decode_len")
+        if not traced(penalty) and not (arguments.is_number(penalty) and 0 <= penalty < np.inf):
+            raise ValueError(f"alpha: got {penalty}, expected a finite number of at least 0")
+        length = room if length is None else length
+        length = arguments.check_integer("max_decode_len", length, 1, room, ", the targets' length")
+        least = given.get("min_log_prob", _LEAST_LOG_PROB)
+        if traced(least) or least > _LEAST_LOG_PROB:
+            # T5X ends all rows by what the best of them has come to, so that each would depend on
+            # the others.
+            raise ValueError(f"min_log_prob: got {least}, expected none")
+        return BeamOptions(num_decodes, beam_width=self.beam_width), penalty, length
+
+
+def _prefixes(prompts: jax.Array, length: int, most: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Start tokens with what T5X forces after them `[B, length + 1]`, and how many of these count,
+    `[B]`.
+
+    Where a prompt fills all of its places, T5X's last step, which has none to look at, forces the
+    last token once more.
+    """
+    tokens = jnp.concatenate([prompts, prompts[:, -1:]], axis=1)[:, : length + 1].at[:, 0].set(0)
+    forced = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32)
+    return tokens, 1 + jnp.minimum(forced, most)
+
+
+def _decoded(state: BeamState, length: int) -> Decoded:
+    """What a search came to, in T5X's order and form."""
+    best, there = jax.tree.map(lambda x: x[:, ::-1], best_first(state))
+    lengths = (state.prefix_lengths[:, None] + best.lengths)[..., None]
+    filled = there[..., None] & (jnp.arange(1, length + 1) < lengths)
+    scores = jnp.where((state.failed > 0)[:, None], jnp.nan, best.scores)
+    counts = state.counts
+    tokens = jnp.where(filled, best.tokens[:, :, 1 : length + 1], 0)
+    return Decoded(tokens, scores, counts.target_calls, counts.drafted, counts.accepted)

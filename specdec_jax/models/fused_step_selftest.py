@@ -1,0 +1,45 @@
+"""Tries the kernel of a draft step, `fused_step.py`, on a small T5."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.models import fused_step, weight_layouts
+from specdec_jax.models.kernel_selftest import KernelSelfTest, run_self_test
+from specdec_jax.models.t5 import T5Config
+
+CONFIG = T5Config(64, 128, 2, 64, 1, 2, 128, dtype="bfloat16")
+_TOKENS = np.array([[3, 4], [5, 6]], np.int32)
+
+
+def why_not(interpret: Any = False) -> str | None:
+    """Tries the kernel over two positions of two rows, at other slots in each; returns what is
+    wrong with it, None if nothing is. `interpret` as for `fused_step.decode_states`."""
+    return run_self_test(lambda: _numbers_are_right(interpret))
+
+
+def _numbers_are_right(interpret: Any) -> bool:
+    module = CONFIG.module(fused=True)
+
+    @jax.jit
+    def both():
+        plain = CONFIG.module()
+        params = plain.init(jax.random.key(0), *plain.dummy_inputs())["params"]
+        params = jax.tree.map(lambda leaf: leaf.astype(CONFIG.dtype), params)
+        params = weight_layouts.pack(params, use_packed=False, fused=True)
+        apply = lambda *arguments, **how: module.apply({"params": params}, *arguments, **how)
+        inputs = jnp.asarray(_TOKENS)
+        cache = apply(inputs, inputs > 0, 32, heads_per_tile=2, method="prefill")
+        _, cache = apply(inputs, jnp.array([0, 15]), cache, None, None, method="decode_states")
+        positions = jnp.array([2, 17])
+        expected = apply(inputs, positions, cache, None, None, method="decode_states")
+        embedded = apply(inputs, method=lambda module, tokens: module.token_embedder(tokens))
+        return fused_step.decode_states(module, params, embedded, positions, cache, interpret=interpret), expected
+
+    alike = lambda a, b: bool(np.allclose(np.float32(a), np.float32(b), rtol=0.05, atol=0.1))
+    return jax.tree.all(jax.tree.map(alike, *both()))
+
+
+SELF_TEST = KernelSelfTest("tpu", "the kernel of a draft step on TPUs is not used, XLA's layers are", lambda: why_not())

@@ -1,0 +1,322 @@
+"""Calls of the CPU's own kernels (`native.cc`), and weight matrices packed, the layout that they
+read.
+
+XLA's product of a few rows strides through a `[D, F]` kernel, so that a call over five positions
+takes up to twice as long as one over a single position. Stored packed of 16 columns, the kernel
+is read once, from end to end, whatever the number of rows. The bits of a row do not depend on the
+other rows, so that plain and speculative decoding see the same numbers.
+"""
+
+import functools
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
+
+from specdec_jax.files.reading import shown
+from specdec_jax.models import native
+from specdec_jax.models.axes import Valid
+from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.tree_positions import AnyNodes
+
+# Bits of a product's inputs by the ways of quantising weights to 8 bits; see `checkpoints.load`.
+INPUT_BITS = {"int8": 16, "w8a8": 8}
+QUANTIZE = (*INPUT_BITS, "none")
+_COLUMNS = 16  # columns of a panel
+
+
+def usable(dtype) -> bool:
+    """Returns whether kernels are stored packed: for float32, on a CPU for which `native.cc`
+    could be compiled."""
+    return jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32 and native.available()
+
+
+def accelerated() -> bool:
+    """Returns whether XLA multiplies kernels in int8 with inputs that are not rounded: on every
+    backend but a CPU."""
+    return jax.default_backend() != "cpu"
+
+
+def input_bits(quantize: str | None) -> int | None:
+    """Returns the `input_bits` of this device's `Int8Kernel`s."""
+    return None if accelerated() else INPUT_BITS.get(quantize or "", 16)
+
+
+def needed(dtype, quantize: str | None = None) -> str:
+    """Returns a line, for messages, that says where kernels can be multiplied in int8 (None: in
+    any of the ways) and what there is."""
+    backend, dtype = jax.default_backend(), np.dtype(dtype).name
+    there = native.state() if (backend, dtype) == ("cpu", "float32") else f"{dtype} on the backend {backend}"
+    places = "for float32 on a CPU with the package's own kernel"
+    places += "" if quantize == "w8a8" else " or on an accelerator"
+    return f"8 bits only {places}, without a mesh or matmul_dtype (here: {there})"
+
+
+def check_quantize_name(quantize: str | None) -> None:
+    """Checks that `quantize` is None or one of `QUANTIZE`; raises ValueError otherwise."""
+    if quantize is not None and quantize not in QUANTIZE:
+        raise ValueError(f"quantize: got {shown(quantize)}, expected one of {', '.join(QUANTIZE)}")
+
+
+def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
+    """Checks that a model can be quantised so, given its dtype, its mesh and the device; raises
+    ValueError otherwise."""
+    check_quantize_name(quantize)
+    possible = usable(dtype) or (quantize == "int8" and accelerated())
+    if quantize in INPUT_BITS and (mesh or not possible):
+        got = f"{quantize!r}{' with a mesh' if mesh else ''}"
+        raise ValueError(f"quantize: got {got}, expected {needed(dtype, quantize)}")
+
+
+# In the order in which `native.cc` numbers them.
+_KINDS = ("nothing", "rms", "layer", "activation", "gate")
+_ACTIVATIONS = ("linear", "relu", "gelu", "silu")
+
+
+class Before(NamedTuple):
+    """The function that is applied to a row of D numbers before a product.
+
+    Attributes:
+      kind: "nothing"; "rms" or "layer", norms as in `layers.py`; "activation"; or "gate", the
+        activation of the row's first half times that of its second, D / 2 numbers.
+      scale, bias: the norm's, where it has them.
+      activations: names of the activation or the two of a gate.
+    """
+
+    kind: str
+    scale: Float[Array, " D"] | None = None
+    bias: Float[Array, " D"] | None = None
+    activations: tuple[str, ...] = ()
+
+    def attributes(self) -> dict[str, np.int64]:
+        """Returns the numbers by which `native.cc` knows the kind and the activations."""
+        first, second = (*map(_ACTIVATIONS.index, self.activations), 0, 0)[:2]
+        return dict(before=np.int64(_KINDS.index(self.kind)), first=np.int64(first), second=np.int64(second))
+
+
+@flax.struct.dataclass
+class PackedWeights:
+    """A kernel `[D, F]` packed.
+
+    Attributes:
+      values: ceil(F / 16) panels, 0 past the last line and column. In 8 bits the last axis has as
+        many neighbouring lines as inputs fill 32 bits: 2 of 16 bits or 4 of 8.
+      scales: factors of the columns of int8 values; None for float32.
+      lines: D.
+      columns: F.
+      derived: whether it is made of another parameter, and is no parameter itself.
+    """
+
+    values: Float[Array, "panels D 16"] | Int8[Array, "panels groups 16 group"]
+    scales: Float32[Array, " F"] | None
+    lines: int = flax.struct.field(pytree_node=False)
+    columns: int = flax.struct.field(pytree_node=False)
+    derived: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @classmethod
+    def pack(cls, kernel: Float[Array, "D F"] | Int8Kernel, derived: bool = False) -> "PackedWeights":
+        """Stores a kernel, in float32 or in int8, packed."""
+        if isinstance(kernel, Int8Kernel):
+            lines, columns = kernel.values.shape
+            assert kernel.input_bits, "the CPU's own kernels round inputs"
+            return cls(_cut_groups(kernel.values, 32 // kernel.input_bits), kernel.scales, lines, columns, derived)
+        lines, columns = kernel.shape
+        return cls(_cut(jnp.asarray(kernel)), None, lines, columns, derived)
+
+    def kernel(self) -> Float[Array, "D F"] | Int8Kernel:
+        """Returns what `of` was given."""
+        values = _joined(self.values, self.lines, self.columns)
+        return values if self.scales is None else Int8Kernel(values, self.scales, 32 // self.values.shape[-1])
+
+    def matrix(self) -> Float[Array, "D F"]:
+        """Returns the kernel as float32."""
+        kernel = self.kernel()
+        return kernel.matrix() if isinstance(kernel, Int8Kernel) else kernel
+
+    def product(
+        self, x: Float[Array, "*N D"], output_dtype, valid: Bool[Array, "*N"] | None = None,
+        before: Before = Before("nothing"), bias: Float[Array, " F"] | None = None,
+        residual: Float[Array, "*N F"] | None = None, clear: bool = True,
+    ) -> Float[Array, "*N {self.columns}"]:  # fmt: skip
+        """Returns `before(x)` times the kernel, plus `bias` and `residual` where they are given.
+
+        Rows that are False in `valid` are not computed. With `clear` they are 0; without, they are
+        not written and may hold anything, NaN too.
+        """
+        result = jax.ShapeDtypeStruct((*x.shape[:-1], self.columns), jnp.float32)
+        call = jax.ffi.ffi_call(f"specdec_product_{self._kind}", result, vmap_method="sequential")
+        more = [_or_none(array) for array in (before.scale, before.bias, bias, residual)]
+        arguments = x.astype(jnp.float32), self.values, _or_none(self.scales), _flags(valid), *more
+        return call(*arguments, **before.attributes(), clear=clear).astype(output_dtype)
+
+    def greedy_token_and_logprob(
+        self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None, normalize=True
+    ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
+        """Returns the argmax of each row of `product` and its log-probability, without storing the
+        product.
+
+        The argmax is the first of equal columns, or −1 where a column is NaN; the log-probability
+        there is NaN, and without `normalize` it is meaningless.
+        """
+        results = [jax.ShapeDtypeStruct(x.shape[:-1], dtype) for dtype in (jnp.int32, jnp.float32)]
+        call = jax.ffi.ffi_call(f"specdec_head_{self._kind}", results, vmap_method="sequential")
+        arguments = x.astype(jnp.float32), self.values, _or_none(self.scales), _flags(valid)
+        return tuple(call(*arguments, columns=np.int64(self.columns), summed=bool(normalize)))
+
+    @property
+    def _kind(self) -> str:
+        return "f32" if self.scales is None else "s8" if self.values.shape[-1] == 2 else "w8a8"
+
+
+@jax.jit
+def _cut(kernel: Shaped[Array, "D F"]) -> Shaped[Array, "panels D 16"]:
+    padded = jnp.pad(kernel, ((0, 0), (0, -kernel.shape[1] % _COLUMNS)))
+    return padded.reshape(len(kernel), -1, _COLUMNS).transpose(1, 0, 2)
+
+
+@functools.partial(jax.jit, static_argnames="group")
+def _cut_groups(kernel: Int8[Array, "D F"], group: int) -> Int8[Array, "panels groups 16 {group}"]:
+    padded = _cut(jnp.pad(kernel, ((0, -len(kernel) % group), (0, 0))))
+    return padded.reshape(len(padded), -1, group, _COLUMNS).swapaxes(2, 3)
+
+
+@functools.partial(jax.jit, static_argnames=("lines", "columns"))
+def _joined(
+    values: Float[Array, "panels D 16"] | Int8[Array, "panels groups 16 group"], lines: int, columns: int
+) -> Shaped[Array, "{lines} {columns}"]:
+    if values.ndim == 4:  # in groups
+        values = values.swapaxes(2, 3).reshape(len(values), -1, _COLUMNS)
+    return values.transpose(1, 0, 2).reshape(values.shape[1], -1)[:lines, :columns]
+
+
+def _or_none(array: Float[Array, "*N"] | None) -> Float32[Array, "..."]:
+    return jnp.zeros(0) if array is None else array.astype(jnp.float32)
+
+
+def _flags(valid: Bool[Array, "..."] | None) -> Bool[Array, "..."]:
+    return jnp.zeros(0, bool) if valid is None else valid
+
+
+def rows(
+    table: Float32[Array, "lines D"], numbers: Int[Array, "*N"], valid: Bool[Array, "*N"] | None = None
+) -> Float32[Array, "*N D"]:
+    """Returns the rows of `table` with the given numbers, which are clipped to the table; 0 where
+    `valid` is False."""
+    result = jax.ShapeDtypeStruct((*numbers.shape, table.shape[1]), jnp.float32)
+    call = jax.ffi.ffi_call("specdec_rows", result, vmap_method="sequential")
+    return call(table, numbers.astype(jnp.int32), _flags(valid))
+
+
+def normalize(
+    x: Float32[Array, "*N D"], norm: Before, valid: Bool[Array, "*N"] | None = None
+) -> Float32[Array, "*N D"]:
+    """Returns what `norm` makes of each row, 0 where `valid` is False."""
+    call = jax.ffi.ffi_call("specdec_norm", jax.ShapeDtypeStruct(x.shape, x.dtype), vmap_method="sequential")
+    return call(x, _or_none(norm.scale), _or_none(norm.bias), _flags(valid), before=norm.attributes()["before"])
+
+
+def log_sums(x: Float32[Array, "*N V"]) -> tuple[Float32[Array, "*N"], Float32[Array, "*N"]]:
+    """Returns the greatest number of each row, and log Σ exp(x − greatest), added up as by
+    `PackedWeights.greedy_token_and_logprob`.
+
+    The second is 0 where all numbers are −∞, and NaN where one is NaN or +∞.
+    """
+    result = [jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)] * 2
+    return tuple(jax.ffi.ffi_call("specdec_log_sums", result, vmap_method="sequential")(x))
+
+
+def attend_to_cache(
+    qkv: Float32[Array, "B T QKV"], keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"],
+    bias: Float32[Array, "S H S"] | None, positions: Int32[Array, " B"], divisor: float, valid: Valid = None,
+    clear: bool = True,
+) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
+    """Writes new keys and values to the caches, in place, and attends to all slots up to each
+    query's own.
+
+    Args:
+      qkv: queries, keys and values side by side, 3·H·K, as their joint kernel gives them.
+      keys, values: as in `KVCache`.
+      bias: added to the scores, by query position; None: nothing.
+      positions: the first slot that is written in each row.
+      divisor: number by which scores are divided before the bias is added.
+      valid: False for positions that are not computed and write nothing; the live ones of a row
+        come first. None: all are live.
+      clear: as for `PackedWeights.product`.
+
+    Returns:
+      Outputs, keys, values.
+    """
+    batch, queries, width = qkv.shape
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
+    output = jax.ShapeDtypeStruct((batch, queries, width // 3), jnp.float32)
+    call = jax.ffi.ffi_call(
+        "specdec_self_attention", (output, *shapes), vmap_method="sequential", input_output_aliases={1: 1, 2: 2}
+    )
+    bias = jnp.zeros((0, 0, 0)) if bias is None else bias
+    return tuple(call(qkv, keys, values, bias, positions, _flags(valid), divisor=np.float32(divisor), clear=clear))
+
+
+def attend_to_nodes(
+    qkv: Float32[Array, "B T QKV"], keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"],
+    bias: Float32[Array, "H P"] | None, nodes: AnyNodes, divisor: float, valid: Valid = None, clear: bool = True,
+) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
+    """Does what `attend_to_cache` does, for nodes of trees, each of which attends to its ancestors
+    and itself.
+
+    Args:
+      bias: the bias of the last of P query positions, from which each node's is taken by distance;
+        None: nothing.
+      nodes: slots, positions and paths of the T nodes.
+      The others are those of `attend_to_cache`.
+    """
+    batch, queries, width = qkv.shape
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
+    output = jax.ShapeDtypeStruct((batch, queries, width // 3), jnp.float32)
+    call = jax.ffi.ffi_call(
+        "specdec_node_attention", (output, *shapes), vmap_method="sequential", input_output_aliases={1: 1, 2: 2}
+    )
+    bias = jnp.zeros((0, 0)) if bias is None else bias
+    arguments = qkv, keys, values, bias, nodes.starts, nodes.positions, nodes.paths, _flags(valid)
+    return tuple(call(*arguments, divisor=np.float32(divisor), clear=clear))
+
+
+def move(
+    keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"], sources: Int32[Array, "B M"],
+    starts: Int32[Array, " B"],
+) -> tuple[Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
+    """Does what `KVCache.move` does, in place."""
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
+    call = jax.ffi.ffi_call("specdec_move", shapes, vmap_method="sequential", input_output_aliases={0: 0, 1: 1})
+    return tuple(call(keys, values, sources, starts))
+
+
+def attend_to_encoded(
+    query: Float32[Array, "B T HK"], keys: Float32[Array, "B H L K"], values: Float32[Array, "B H L K"],
+    lengths: Int32[Array, " B"], valid: Valid = None, clear: bool = True,
+) -> Float32[Array, "B T H*K"]:  # fmt: skip
+    """Returns the attention of queries over the first `lengths` keys and values of each row.
+
+    It is 0 for a row of length 0, and for positions that are False in `valid`; `clear` as for
+    `PackedWeights.product`.
+    """
+    result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+    return jax.ffi.ffi_call("specdec_cross_attention", result, vmap_method="sequential")(
+        query, keys, values, lengths, _flags(valid), clear=clear
+    )
+
+
+def attend_to_inputs(
+    qkv: Float32[Array, "B L QKV"], bias: Float32[Array, "L H L"], lengths: Int32[Array, " B"]
+) -> Float32[Array, "B L QKV//3"]:
+    """Returns an encoder's attention of the first `lengths` positions of each row over each other;
+    0 past them.
+
+    Args:
+      qkv: queries, keys and values side by side, 3·H·K.
+      bias: added to the scores, by query position.
+    """
+    result = jax.ShapeDtypeStruct((*qkv.shape[:2], qkv.shape[2] // 3), jnp.float32)
+    return jax.ffi.ffi_call("specdec_encoder_attention", result, vmap_method="sequential")(qkv, bias, lengths)

@@ -1,0 +1,313 @@
+"""What iterations cost: measured, kept in a file that may be anything, looked up; and what
+`gamma="auto"` makes of it."""
+
+import json
+import os
+import stat
+
+import cost_folders
+import jax
+import numpy as np
+import pytest
+from cost_folders import CHEAP, DEAR
+from toy_models import compilations, noisy_copy, tiny_t5
+
+import specdec_jax as sd
+from specdec_jax.analysis import tuning
+from specdec_jax.decoding import autotune
+from specdec_jax.decoding.autotune import Costs
+from specdec_jax.decoding.request import plan, prepare
+from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+home, measured = cost_folders.home, cost_folders.measured
+INPUTS = [[5, 6, 7, 1], [9, 4, 1]]
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = tiny_t5(0)
+    return target, sd.ModelDrafter(noisy_copy(target, 0.1))
+
+
+def decode(models, inputs=INPUTS, **options):
+    target, drafter = models
+    return sd.generate(target, inputs, **{"drafter": drafter, "max_new_tokens": 12, "eos_ids": ()} | options)
+
+
+def policy_of(models, **options):
+    target, drafter = models
+    return plan(target, INPUTS[:1], drafter=drafter, **{"max_new_tokens": 12} | options).policy
+
+
+# --- Measuring ---
+
+
+@pytest.mark.parametrize("kind", ["model", "lookup", "learns"])
+def test_measured_for_real(models, home, kind, monkeypatch):
+    """Once: the second call, and another process, find the numbers."""
+    target, drafter = models
+    drafter = {"model": drafter, "lookup": sd.PromptLookupDrafter(), "learns": sd.AssistedNGramDrafter()}[kind]
+    before = sd.generate(target, INPUTS, max_new_tokens=12, eos_ids=())
+    result = decode((target, drafter))
+    np.testing.assert_array_equal(result.tokens, before.tokens)
+    (found,) = autotune._known.values()
+    assert len(found.iterations) == MAXIMUM + 1 and all(0 < time < 1e6 for time in found.iterations)
+    assert 0 <= found.prefill < 1000 and 0 < found.seconds < 10
+    (file,) = home.iterdir()
+    record = json.loads(file.read_text())
+    assert Costs.of(record["costs"]) == found and record["key"]["rows"] == 2
+    assert stat.S_IMODE(home.stat().st_mode) & 0o022 == 0
+    autotune._known.clear()
+    monkeypatch.setattr(autotune, "measure", None)
+    decode((target, drafter))
+    assert list(autotune._known.values()) == [found]
+
+
+def test_times_between_those_that_were_timed():
+    """Of 0, 2, 4, 5 and 8 tokens; the widest call tells that a draft step takes 0.1."""
+    found = autotune.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.5}, in_steps=True)
+    np.testing.assert_allclose(found, [1.0, 1.3, 1.4, 1.7, 1.8, 2.2, 2.3, 2.4, 2.5])
+    assert autotune.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.1}, True)[3] == 1.8, (
+        "a step takes no less than nothing"
+    )
+    found = autotune.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.5}, in_steps=False)
+    np.testing.assert_allclose(found, [1.0, 1.2, 1.4, 1.6, 1.8, 2.2, 2.3, 2.4, 2.5], rtol=1e-6)
+
+
+def test_what_is_told_apart(models, measured):
+    target, drafter = models
+    kinds = [
+        {}, {"verifier": "token"}, {"num_samples": 2, "sampling": sd.SamplingConfig(temperature=1.0)},
+        {"sampling": sd.SamplingConfig(temperature=1.0)}, {"sampling": sd.SamplingConfig(repetition_penalty=2.0)},
+        {"max_new_tokens": 200}, {"batch_size": 4},
+    ]  # fmt: skip
+    for number, options in enumerate(kinds, 1):
+        policy_of(models, **options)
+        policy_of(models, **options)
+        assert measured.calls == number
+    same = [{"max_new_tokens": 13}, {"sampling": sd.SamplingConfig(temperature=0.5)}, {"key": jax.random.key(3)}]
+    for options in same:
+        policy_of(models, **options)
+    assert measured.calls == len(kinds)
+    others = [sd.ModelDrafter(drafter.model, 9), sd.ModelDrafter(drafter.model, int8=True), sd.PromptLookupDrafter(2)]
+    for number, other in enumerate(others, 1):
+        policy_of((target, other))
+        assert measured.calls == len(kinds) + number
+    policy_of((target, sd.ModelDrafter(tiny_t5(7))))  # other weights of the same shape take the same time
+    assert measured.calls == len(kinds) + len(others)
+
+
+DAMAGED = {
+    "empty": lambda text: "",
+    "cut short": lambda text: text[: len(text) // 2],
+    "no JSON": lambda text: "\0" * 100,
+    "nested": lambda text: "[" * 60_000,
+    "another key": lambda text: text.replace('"rows": 1', '"rows": 2'),
+    "a list": lambda text: "[1, 2]",
+    "no costs": lambda text: json.dumps({"key": json.loads(text)["key"]}),
+    "too few": lambda text: changed(text, iterations=[1.0] * MAXIMUM),
+    "negative": lambda text: changed(text, iterations=[1.0] * MAXIMUM + [-1.0]),
+    "not a number": lambda text: changed(text, iterations=[float("nan")] * (MAXIMUM + 1)),
+    "text": lambda text: changed(text, iterations="123456789"),
+    "acceptance": lambda text: changed(text, acceptance=2),
+    "true": lambda text: changed(text, seconds=[1]),
+    "more": lambda text: changed(text, other=1),
+}
+
+
+def changed(text, **values):
+    record = json.loads(text)
+    return json.dumps(record | {"costs": record["costs"] | values})
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_that_is_not_what_was_written(models, home, measured, name):
+    policy_of(models)
+    (file,) = home.iterdir()
+    text = file.read_text()
+    file.write_text(DAMAGED[name](text))
+    autotune._known.clear()
+    measured.gives = CHEAP._replace(seconds=2e-3)
+    policy_of(models)
+    assert measured.calls == 2 and json.loads(file.read_text())["costs"]["seconds"] == 2e-3
+
+
+def test_what_is_no_file(models, home, measured):
+    policy_of(models)
+    (file,) = home.iterdir()
+    file.unlink()
+    file.mkdir()
+    autotune._known.clear()
+    policy_of(models)
+    policy_of(models)
+    assert measured.calls == 2 and file.is_dir()
+    file.rmdir()
+    os.mkfifo(file)
+    autotune._known.clear()
+    policy_of(models)
+    assert measured.calls == 3
+
+
+def test_no_folder_of_ones_own(models, home, measured):
+    """Measured, and not kept: a folder that others may write to, a file in its place, no such
+    place."""
+    home.mkdir(parents=True)
+    home.chmod(0o777)
+    policy_of(models)
+    assert list(home.iterdir()) == []
+    home.chmod(0o700)
+    home.rmdir()
+    home.write_text("not a folder")
+    autotune._known.clear()
+    policy_of(models)
+    policy_of(models)
+    assert measured.calls == 2 and home.read_text() == "not a folder"
+
+
+# --- What is made of it ---
+
+
+def test_rows_begin_with_the_numbers(models, measured):
+    policy = policy_of(models)
+    assert isinstance(policy, Auto) and policy.costs.shape == (1, MAXIMUM + 1)
+    np.testing.assert_allclose(policy.costs[0], CHEAP.iterations, rtol=1e-6)
+    result = decode(models)
+    assert result.stats.drafted > 0
+    np.testing.assert_array_equal(result.tokens, decode(models, drafter=None).tokens)
+
+
+@pytest.mark.parametrize("options", [{}, {"verifier": "lenient", "lenience": 0.5}], ids=["exact", "lossy"])
+def test_where_drafting_never_pays_nothing_drafts(models, measured, options):
+    measured.gives = DEAR
+    target, drafter = models
+    state, request = prepare(target, INPUTS, drafter=drafter, max_new_tokens=12, **options)
+    assert request.drafter is None and state.config.gamma == 0 and state.draft_state is None and state.policy is None
+    plain_state, _ = prepare(target, INPUTS, max_new_tokens=12)
+    assert jax.tree.structure(state) == jax.tree.structure(plain_state)
+    assert [leaf.shape for leaf in jax.tree.leaves(state)] == [leaf.shape for leaf in jax.tree.leaves(plain_state)]
+    result = decode(models, **options)
+    assert result.stats.draft_calls == 0
+    np.testing.assert_array_equal(result.tokens, decode(models, drafter=None).tokens)
+
+
+def test_whether_it_pays():
+    assert CHEAP.pays(1) and CHEAP.pays(8) and not DEAR.pays(1) and not DEAR.pays(8)
+    assert not CHEAP._replace(prefill=100.0).pays(1), "a drafter's encoder counts"
+    loss = CHEAP._replace(iterations=tuple(1.6 * time for time in CHEAP.iterations))
+    assert not loss.pays(1), "so does what iterations without a draft lose"
+    between = Costs(tuple(1 + 0.65 * gamma for gamma in range(MAXIMUM + 1)), 0.0, 1e-3)
+    assert between.pays(1) and not between.pays(8), "rows together differ"
+
+
+def test_rows_together_draft_no_more_than_pays_for_their_mean():
+    steep = Costs(tuple(1 + 0.25 * gamma for gamma in range(MAXIMUM + 1)), 0.0, 1e-3)
+    alone, together = np.array(steep.policy(1).costs), np.array(steep.policy(8).costs)
+    np.testing.assert_array_equal(alone, steep.iterations)
+    cheap = int(np.sum(together < 100))
+    assert 2 <= cheap <= MAXIMUM and np.all(together[cheap:] > 1000)
+
+
+@pytest.mark.parametrize("gamma", ["fast", "4", ""])
+def test_no_such_gamma(models, gamma):
+    with pytest.raises(
+        ValueError, match=f"^gamma: got '{gamma}', expected 'auto', an integer from 0 to 64, or a policy"
+    ):
+        decode(models, gamma=gamma)
+
+
+def test_where_nothing_can_be_measured_gamma_is_4(models, measured, monkeypatch):
+    monkeypatch.setattr(autotune, "measurable", lambda network: False)
+    state, _ = prepare(models[0], INPUTS, drafter=models[1])
+    assert state.config.gamma == 4 and state.policy is None and not measured.calls
+
+
+def test_many_inputs(models, measured):
+    """Through states that are refilled, and in batches."""
+    target, drafter = models
+    inputs = [[3 + number, 7, 1] for number in range(9)]
+    single = [decode(models, [one], drafter=None).tokens[0].tolist() for one in inputs]
+    for refill in (True, False):
+        found = dict(sd.decode_stream(
+            target, inputs, drafter=drafter, batch_size=3, refill=refill, max_new_tokens=12, eos_ids=()
+        ))  # fmt: skip
+        assert [found[number][0].tokens for number in range(9)] == single
+        assert sum(output.stats.drafted for (output,) in found.values()) > 0
+    assert measured.calls == 1
+
+
+def test_rows_begin_where_others_have_ended(measured):
+    """With argmax, whose output is the same whatever is drafted: a text on which nothing is
+    accepted is soon left alone."""
+    target, inputs = tiny_t5(0), [[number, 7, 1] for number in range(3, 23)]
+    options = dict(max_new_tokens=12, eos_ids=())
+    drafted, plain = [], []
+    for ids in inputs:
+        drafted.append(sd.generate(target, [ids], drafter=sd.RandomDrafter(24), **options))
+        plain.append(sd.generate(target, [ids], **options))
+    for one, other in zip(drafted, plain):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+    counts = [result.stats.drafted for result in drafted]
+    assert counts[0] >= 4 and sum(counts[8:]) <= 12 and any(counts[8:]), "but looked at now and then"
+    (key,) = autotune._learned
+    assert autotune._learned[key].accepted <= 0.3 * autotune._learned[key].examined <= 18
+    sampled = dict(options, sampling=sd.SamplingConfig(temperature=1.0), key=jax.random.key(0))
+    for _ in range(2):
+        result = sd.generate(target, inputs[:1], drafter=sd.RandomDrafter(24), **sampled)
+        assert len(autotune._learned) == 1 and result.stats.drafted >= 4, "draws must not depend on earlier requests"
+
+
+def test_the_latest_requests_count():
+    for accepted, least, most in ((0, 0, 0.01), (8, 0.5, 0.99), (8, 0.75, 1), (0, 0, 0.5)):
+        for _ in range(8):
+            autotune.learn("a", 8, accepted)
+        seen = autotune.learned("a")
+        assert seen.examined <= 60 and least <= seen.accepted / seen.examined <= most
+    policy = CHEAP.policy(1, seen)
+    assert policy.weight == 12 and abs(policy.acceptance - seen.accepted / 60) < 0.05 and policy.look == 1.0
+    assert seen.requests == 32 and CHEAP.policy(1, seen._replace(accepted=50.0, requests=33)).look == 0
+
+
+def test_where_earlier_requests_failed_one_now_and_then_drafts():
+    failed, fine = autotune.Learned(60, 0, 1), autotune.Learned(60, 50, 1)
+    drafting = [CHEAP.policy(1, failed._replace(requests=number)) is not None for number in range(48)]
+    assert [number for number, drafts in enumerate(drafting) if drafts] == [0, 16, 32]
+    assert all(CHEAP.policy(1, fine._replace(requests=number)) is not None for number in range(48))
+    assert CHEAP.policy(1) is not None and CHEAP.policy(1, autotune.Learned()) is not None
+
+
+def test_rows_alone_may_lose_more_where_requests_tell():
+    loss = CHEAP._replace(iterations=(1.5, *CHEAP.iterations[1:]))
+    assert not loss.pays(1) and loss.pays(1, learns=True) and not loss.pays(8, learns=True)
+    assert not CHEAP._replace(iterations=(3.0, *CHEAP.iterations[1:])).pays(1, learns=True)
+
+
+def test_a_request_that_decodes_plainly_counts_and_its_output_is_the_same(models, measured, monkeypatch):
+    expected = decode(models, INPUTS[:1])
+    ((key, _),) = autotune._learned.items()
+    monkeypatch.setitem(autotune._learned, key, autotune.Learned(60, 0, 1))
+    found = decode(models, INPUTS[:1])
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    assert found.stats.drafted == 0 and autotune._learned[key] == autotune.Learned(60, 0, 2)
+    monkeypatch.setitem(autotune._learned, key, autotune.Learned(60, 0, 16))
+    assert decode(models, INPUTS[:1]).stats.drafted > 0
+
+
+def test_warm_up_compiles_for_plain_requests_too(models, measured, monkeypatch):
+    target, drafter = models
+    options = dict(drafter=drafter, max_new_tokens=11, eos_ids=())
+    assert sd.warm_up(target, max_input_length=4, **options) == 1
+    sd.generate(target, INPUTS[:1], **options)
+    ((key, _),) = autotune._learned.items()
+    for learned in (autotune.Learned(60, 0, 1), autotune.Learned(60, 50, 1)):
+        monkeypatch.setitem(autotune._learned, key, learned)
+        assert compilations(lambda: sd.generate(target, INPUTS[:1], **options)) == 0
+
+
+def test_tune_says_what_rows_begin_with(models, measured):
+    target, drafter = models
+    tuning.keep_acceptance(target, drafter, [INPUTS[0]], 0.875, {"max_new_tokens": 12})
+    autotune._known.clear()
+    assert policy_of(models).acceptance[0] == 0.875 and measured.calls == 1
+    assert policy_of(models, verifier="token").acceptance[0] == np.float32(Auto.acceptance)

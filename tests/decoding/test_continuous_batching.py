@@ -1,0 +1,181 @@
+"""Continuous batching: refilled rows give what `generate` gives, and none of them waits."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from toy_models import HashModel, Words, compilations
+
+import specdec_jax as sd
+from specdec_jax.decoding import continuous_batching, inputs, loop
+from specdec_jax.decoding.results import Committed
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+V, N, LIMIT = 12, 19, 9
+TARGET = HashModel(V, 0, vocabulary=Words())
+DRAFT = sd.ModelDrafter(HashModel(V, 1, likeness=0.5, vocabulary=Words()))
+RNG = np.random.default_rng(0)
+INPUTS = [RNG.integers(2, V, length).tolist() for length in [0, *RNG.integers(1, 9, N - 1)]]
+LONGER = [ids * (1 + number % 3) for number, ids in enumerate(INPUTS)]  # of three padded lengths
+LIMITS = RNG.integers(1, LIMIT, N).tolist()
+WARM = sd.SamplingConfig(temperature=1.0)
+
+slow = pytest.mark.slow
+CASES = {
+    "argmax, own limits, several widths": dict(inputs=LONGER, drafter=DRAFT, gamma=3, max_new_tokens=LIMITS),
+    "block, adaptive γ, own filters and prefixes": dict(
+        drafter=DRAFT, gamma=sd.CostAware(4, acceptance=[0.3 + n % 2 / 2 for n in range(N)]),
+        sampling=sd.SamplingConfig(temperature=[n % 3 / 2 for n in range(N)], forbidden_tokens=(4,)),
+        decoder_prefix=[[3] * (n % 3) for n in range(N)],
+    ),
+    "token, copies, samples, stop strings, prefixes with them": dict(
+        drafter=sd.PromptLookupDrafter(), gamma=2, sampling=WARM, verifier="token", num_samples=2, stop=["w5", "w7 w2"],
+        decoder_prefix=[[5, 3][: n % 3] for n in range(N)], eos_ids=(1,),
+        max_new_tokens=30,  # past the first look at texts
+    ),
+    "gumbel, own γ": dict(drafter=DRAFT, gamma=[n % 4 for n in range(N)], sampling=WARM, verifier="gumbel"),
+    "lenient, a drafter that learns": dict(
+        drafter=sd.AssistedNGramDrafter(), gamma=2, sampling=WARM, verifier="lenient",
+        lenience=[0.2 + n % 2 / 2 for n in range(N)],
+    ),
+    "plain": dict(sampling=WARM),
+    "a tree, own budgets, samples, stop strings, prefixes": dict(
+        drafter=DRAFT, tree=sd.Tree.uniform((2, 2)), gamma=[1 + n % 6 for n in range(N)], sampling=WARM, num_samples=2,
+        stop=["w5", "w7 w2"], decoder_prefix=[[5, 3][: n % 3] for n in range(N)], max_new_tokens=30,
+    ),
+    "a tree by the drafter's distribution, own temperatures": dict(
+        drafter=DRAFT, tree=sd.DynamicTree(2, 3, 8),
+        sampling=sd.SamplingConfig(temperature=[n % 3 / 2 for n in range(N)], repetition_penalty=1.2),
+    ),
+}  # fmt: skip
+QUICK = [*list(CASES)[:3], list(CASES)[-2]]
+FIRST, _, STOPS, _ = QUICK
+
+
+def options_of(name: str) -> dict:
+    return dict(inputs=INPUTS, max_new_tokens=LIMIT, key=jax.random.key(3), eos_ids=(1, 8)) | CASES[name]
+
+
+def assert_same(found, expected):
+    """Everything equal; log-probabilities up to the rounding of another number of rows."""
+    for one, other in zip(found, expected, strict=True):
+        assert one._replace(log_probs=[], adjusted_log_probs=[], stats=None) == other._replace(
+            log_probs=[], adjusted_log_probs=[], stats=None
+        )
+        for name in ("log_probs", "adjusted_log_probs"):
+            np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=1e-5)
+        for a, b in zip(one.stats, other.stats, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@functools.cache
+def expected(name: str) -> list[continuous_batching.Output]:
+    """What `generate` gives for all inputs at once."""
+    return continuous_batching._outputs(sd.generate(TARGET, **options_of(name)))
+
+
+def stream(name: str, **changes) -> list[continuous_batching.Output]:
+    found = dict(sd.decode_stream(TARGET, **options_of(name) | changes))
+    assert sorted(found) == list(range(N))
+    return [output for number in range(N) for output in found[number]]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=slow) for name in CASES if name not in QUICK)])
+def test_refilled_rows_give_what_generate_gives(name):
+    assert_same(stream(name, batch_size=3), expected(name))
+    reasons = {output.finish_reason for output in expected(name)}
+    assert {"eos", "empty"} < reasons and ("stop" in reasons) == ("stop" in options_of(name))
+
+
+@pytest.mark.parametrize("size", [8, pytest.param(1, marks=slow), pytest.param(40, marks=slow)])
+def test_the_number_of_rows_changes_nothing(size):
+    assert_same(stream(FIRST, batch_size=size), expected(FIRST))
+
+
+@pytest.mark.parametrize("name", [FIRST, pytest.param(STOPS, marks=slow)])
+def test_batches_give_the_same(name):
+    assert_same(stream(name, batch_size=4, refill=False), expected(name))
+
+
+def test_what_is_skipped_is_missing_and_nothing_else_changes():
+    for size, refill in ((3, True), (4, False)):
+        skip = {0, 3, 4, 11, 18}
+        found = dict(sd.decode_stream(TARGET, batch_size=size, refill=refill, skip=skip, **options_of(FIRST)))
+        assert set(found) == set(range(N)) - skip
+        assert_same([output for number in sorted(found) for output in found[number]],
+                    [output for number, output in enumerate(expected(FIRST)) if number not in skip])  # fmt: skip
+
+
+def test_nothing_compiles_after_the_first_time():
+    stream(FIRST, batch_size=3)
+    again = dict(inputs=[[2 + (i + 1) % 9 for i in ids] for ids in LONGER], key=jax.random.key(8))
+    assert compilations(lambda: stream(FIRST, batch_size=3, **again)) == 0
+
+
+def test_no_row_waits_for_the_slowest(monkeypatch):
+    """Iterations: as many as the calls of all rows divide into, but for the last rows; batches need
+    more."""
+    iterations = {}
+    advance = loop.advance
+
+    def counting(network, drafter, state, *limits):
+        before = np.array(state.counts.target_calls)
+        after = advance(network, drafter, state, *limits)
+        made = int(np.max(np.array(after.counts.target_calls) - before))
+        iterations["refilled"] = iterations.get("refilled", 0) + made
+        return after
+
+    monkeypatch.setattr(continuous_batching, "advance", counting)
+    options = options_of("plain") | dict(max_new_tokens=[30 if n % 4 == 0 else 2 for n in range(N)], eos_ids=())
+    refilled = dict(sd.decode_stream(TARGET, batch_size=4, **options))
+    calls = np.array([refilled[number][0].stats.target_calls for number in range(N)])
+    assert sorted(set(calls)) == [0, 2, 30]
+    order = np.argsort([len(ids) for ids in INPUTS], kind="stable")
+    batches = sum(calls[order[i : i + 4]].max() for i in range(0, N, 4))
+    assert calls.sum() / 4 <= iterations["refilled"] <= calls.sum() / 4 + 30 < batches
+
+
+def test_queues_hold_every_input_once():
+    rng = np.random.default_rng(1)
+    for size in (1, 3, 8):
+        for count in (1, 7, 60, 400):
+            lengths = rng.geometric(0.08, count).tolist()
+            found = continuous_batching.queues(lengths, size)
+            assert sorted(place for _, places in found for place in places) == list(range(count))
+            assert [width for width, _ in found] == sorted({width for width, _ in found}, reverse=True)
+            for width, places in found:
+                assert (
+                    max(lengths[place] for place in places) <= width == inputs.bucket(max(lengths[p] for p in places))
+                )
+            assert all(len(places) >= 4 * size for _, places in found[:-1])
+            assert len(found) == 1 or len(found[-1][1]) >= size
+
+
+BAD = [
+    (dict(batch_size=0), "batch_size: got 0, expected an integer of at least 1"),
+    (dict(batch_size=1.5), "batch_size: got 1.5"),
+    (dict(deadline=2.0), "deadline: got 2.0 with refill=True, expected refill=False"),
+    (dict(inputs=[]), "inputs: got 0 inputs, expected at least 1"),
+    (dict(inputs=[[3]] * 18 + [[4] * 9], max_input_length=8), "input 18: got 9 tokens"),
+    (dict(max_new_tokens=[3, 4]), "max_new_tokens: got 2 values, expected one or 19"),
+    (dict(sampling=sd.SamplingConfig(top_k=[3, 4])), "top_k: got 2 values, expected one or 19"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, message", BAD, ids=[message for _, message in BAD])
+def test_bad_arguments_are_rejected_at_the_call(change, message):
+    def call():
+        with pytest.raises(ValueError, match=message):
+            sd.decode_stream(TARGET, **options_of("plain") | change)
+
+    assert compilations(call) == 0
+
+
+def test_a_copy_of_rows_outlives_the_state():
+    state, _ = sd.prepare(TARGET, INPUTS[1:4], max_new_tokens=5)
+    kept = Committed.from_state(state, [2])
+    before = jax.tree.map(np.copy, kept._replace(config=None))
+    sd.advance(TARGET.network, None, state, np.int32(3))
+    jax.tree.map(np.testing.assert_array_equal, kept._replace(config=None), before)

@@ -1,0 +1,184 @@
+"""Decoding inside another program's traced function gives what `generate` gives; T5X itself is in
+test_t5x.py."""
+
+import dataclasses
+import functools
+
+import flax.core
+import jax
+import numpy as np
+import pytest
+from make_checkpoints import TINY
+
+import specdec_jax as sd
+from specdec_jax.decoding.under_jit import Decoder, network_of
+from specdec_jax.models import native, packed_weights
+from specdec_jax.models.network import Network
+
+pytestmark = pytest.mark.usefixtures("quick")
+LENGTH, INPUTS = 7, np.array([[5, 6, 7, 8, 1], [9, 4, 1, 0, 0], [11, 1, 0, 0, 0]], np.int32)
+PROMPTS = np.array([[0, 3, 4, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 9, 8, 7, 6, 5, 4]], np.int32)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target, drafter = (
+        sd.LanguageModel.random(dataclasses.replace(TINY, num_decoder_layers=1), seed) for seed in (0, 1)
+    )
+    return target, sd.ModelDrafter(drafter)
+
+
+def decode(decoder: Decoder, target, prompts=PROMPTS, eos=1, rng=None, traced=None, **options):
+    """As a framework would: parameters, batch, key and what `traced` says are arguments of a jitted
+    function."""
+
+    @jax.jit
+    def config(params, inputs, prompts, rng, traced):
+        given = {**options.get("decoder_params", {}), **traced}
+        return decoder.decode(params, inputs, prompts, eos, rng, **(options | {"decoder_params": given}))
+
+    return jax.tree.map(np.asarray, config(flax.core.freeze(target.params), INPUTS, prompts, rng, traced or {}))
+
+
+def expected(target, drafter, prompts=PROMPTS, eos=1, **options):
+    """The same by `generate`: tokens with their prompts, and the sums of both log-probabilities."""
+    prefixes = [[int(token) for token in row if token] for row in prompts]
+    limits = [LENGTH - len(prefix) for prefix in prefixes]
+    result = sd.generate(
+        target, INPUTS, drafter=drafter, decoder_prefix=prefixes, max_new_tokens=limits, eos_ids=(eos,), **options
+    )
+    tokens = np.zeros((len(prompts), LENGTH), np.int32)
+    for row, prefix in enumerate(prefixes):
+        tokens[row, : len(prefix)] = prefix
+        new = result.tokens[row, : result.lengths[row]]
+        tokens[row, len(prefix) : len(prefix) + len(new)] = new
+    return tokens, result.log_probs.sum(axis=1), result.adjusted_log_probs.sum(axis=1), result.stats
+
+
+LIVELY = sd.SamplingConfig(temperature=0.8, top_k=9)
+CASES = {  # what the decoder and `generate` are given alike
+    "argmax": dict(gamma=2),
+    "sampled": dict(gamma=sd.Heuristic(3), sampling=LIVELY, verifier="token"),
+    "tree": dict(gamma="auto", tree=sd.Tree.uniform((2, 2)), sampling=LIVELY),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_scores_and_counts_are_those_of_generate(case, pair):
+    target, drafter = pair
+    options, key = CASES[case], jax.random.key(5)
+    tokens, *_ = expected(target, drafter, key=key, **options)
+    eos = int(tokens[0, 4])  # one that comes up
+    tokens, own, adjusted, stats = expected(target, drafter, key=key, eos=eos, **options)
+    rescaled = case != "argmax"
+    got = decode(Decoder(target.config, drafter, rescale_log_probs=rescaled, **options), target, eos=eos, rng=key)
+    np.testing.assert_array_equal(got.tokens, tokens)
+    np.testing.assert_allclose(got.scores, adjusted if rescaled else own, atol=1e-4)
+    assert got.target_calls.sum() == stats.target_calls and got.drafted.sum() == stats.drafted > 0
+    assert got.accepted.sum() == stats.accepted
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_of_every_kind_draw_what_generate_draws(impl, pair):
+    """Raw or typed, as the argument or among the decoder's; T5X's trainer makes them of the kind
+    that JAX is set to."""
+    target, drafter = pair
+    key, options = jax.random.key(5, impl=impl), CASES["sampled"]
+    tokens, *_ = expected(target, drafter, key=key, **options)
+    decoder = Decoder(target.config, drafter, **options)
+    np.testing.assert_array_equal(decode(decoder, target, rng=key).tokens, tokens)
+    raw = jax.random.key_data(key)
+    np.testing.assert_array_equal(decode(decoder, target, rng=raw).tokens, tokens)
+    np.testing.assert_array_equal(decode(decoder, target, traced={"decode_rng": raw}).tokens, tokens)
+
+
+@pytest.mark.parametrize("rescaled", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_no_numbers_have_no_score(temperature, rescaled, pair):
+    """Nothing can be raised here: the score says it, and every token is an id."""
+    target, drafter = pair
+    params = target.params
+    params["decoder"]["decoder_norm"]["scale"] = params["decoder"]["decoder_norm"]["scale"].at[0].set(np.nan)
+    broken = sd.LanguageModel(target.config, params)
+    for drafts in (drafter, None):
+        options = dict(sampling=sd.SamplingConfig(temperature=temperature), rescale_log_probs=rescaled)
+        got = decode(Decoder(target.config, drafts, **options), broken)
+        assert np.isnan(got.scores).all() and (got.tokens >= 0).all()
+
+
+def test_without_a_drafter_or_a_prompt(pair):
+    target, _ = pair
+    got = decode(Decoder(target.config), target, prompted=False)
+    tokens, *_ = expected(target, None, np.zeros_like(PROMPTS))
+    np.testing.assert_array_equal(got.tokens, tokens)
+    assert (got.drafted == 0).all() and (got.scores == 0).all()
+
+
+def test_what_one_call_says_may_be_traced(pair):
+    target, drafter = pair
+    decoder, key = Decoder(target.config, drafter, gamma=2, rescale_log_probs=False), jax.random.PRNGKey(3)
+    settings = sd.SamplingConfig(temperature=[0.9, 0.0, 0.7], top_p=0.8)
+    tokens, own, *_ = expected(target, drafter, gamma=2, sampling=settings, key=jax.random.wrap_key_data(key))
+    said = {"temperature": np.array([0.9, 5e-5, 0.7], np.float32), "topp": np.float32(0.8)}
+    for traced, fixed in ((said, {}), ({}, said)):
+        got = decode(decoder, target, rng=key, traced=traced, decoder_params=fixed)
+        np.testing.assert_array_equal(got.tokens, tokens)
+        np.testing.assert_allclose(got.scores, own, atol=1e-4)
+
+
+def test_steps_of_one_call(pair):
+    target, _ = pair
+    got = decode(
+        Decoder(target.config),
+        target,
+        traced={"max_decode_steps": 3},
+        decoder_params={"max_decode_steps_hard_limit": 2},
+    )
+    greedy, *_ = expected(target, None)
+    steps = np.arange(LENGTH) < np.count_nonzero(PROMPTS, axis=1)[:, None] + 2
+    np.testing.assert_array_equal(got.tokens, np.where(steps, greedy, 0))
+
+
+@pytest.mark.skipif(not native.available(), reason=native.state())
+def test_parameters_are_packed_on_a_cpu_only(pair, monkeypatch):
+    """On an accelerator they would exist twice."""
+    target, _ = pair
+    inputs, lengths = INPUTS, np.array([5, 3, 2])
+    packed = network_of(target.params, target.config, 3)
+    assert packed.module.fused
+    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    bare = network_of(flax.core.freeze(target.params), target.config, 3)
+    assert not bare.module.fused
+    logits = [jax.jit(Network.teacher_forced)(network, inputs, lengths, PROMPTS) for network in (bare, packed)]
+    np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
+
+    @jax.jit
+    def decoded(network):
+        return network.decode(PROMPTS, np.zeros(3, np.int32), network.prefill(inputs, lengths, 12))[0]
+
+    np.testing.assert_allclose(decoded(bare), logits[0], atol=1e-4)
+
+
+def test_bad_settings_are_rejected(pair):
+    target, drafter = pair
+    make = functools.partial(Decoder, target.config, drafter)
+    for options, message in (
+        (dict(gamma=1.5), "gamma: got 1.5, expected an integer from 0"),
+        (dict(verifier="coin"), "verifier: got 'coin', expected one of"),
+        (dict(verifier="typical"), "temperature: got 0.0 with verifier='typical'"),
+        (dict(sampling=sd.SamplingConfig(forbidden_tokens=(99,))), "forbidden_tokens: got 99|got id 99"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**options)
+    with pytest.raises(ValueError, match="which reads the drafter's distributions"):
+        Decoder(target.config, sd.PromptLookupDrafter(), gamma=sd.Confidence(3))
+    wide = Decoder(dataclasses.replace(target.config, vocab_size=48))
+    with pytest.raises(ValueError, match="params: parameter token_embedder/embedding: got shape"):
+        decode(wide, target)
+    for given, message in (
+        ({"brevity": 1}, "decoder_params: got brevity, expected only"),
+        ({"topp": 2.0}, "top_p: got 2.0, expected"),
+        ({"topk": [1, 2]}, "top_k: got 2 values, expected one or 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode(make(), target, decoder_params=given)

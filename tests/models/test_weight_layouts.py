@@ -1,0 +1,132 @@
+"""The loop's tree of weights: the same numbers, whether the CPU's own kernels are there or not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy_models import noisy_copy, tiny_t5
+
+from specdec_jax.analysis import near_ties
+from specdec_jax.decoding.generate import generate
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.models import native, packed_weights, weight_layouts
+from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.layers import apply_kernel
+from specdec_jax.models.packed_weights import PackedWeights
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.integers(2, 64, (5, 6))
+pytestmark = [
+    pytest.mark.usefixtures("quick"),
+    pytest.mark.skipif(not native.available(), reason=native.state()),
+]
+
+
+def model(seed=0, **shape):
+    return tiny_t5(seed, 64, emb_dim=64, head_dim=32, mlp_dim=192, **shape)
+
+
+def tiny_gpt(**shape):
+    return LanguageModel.random(GPTConfig(64, 48, 2, 2, 100, num_positions=64, **shape))
+
+
+MODELS = [model, lambda: model(logits_via_embedding=True), tiny_gpt]
+
+
+def without_kernels(make, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_weights, "usable", lambda dtype: False)
+        return make()
+
+
+@pytest.mark.parametrize("outputs", [1, 16, 64, 192, 65])
+def test_products_are_those_of_the_kernel(outputs):
+    kernel = RNG.normal(size=(64, outputs)).astype("f")
+    packed = weight_layouts.pack({"decoder": {"out": {"kernel": kernel}}}, use_packed=True)
+    stored = packed["decoder"]["out"]["kernel"]
+    assert isinstance(stored, PackedWeights) and weight_layouts.shape_of(stored) == kernel.shape
+    np.testing.assert_array_equal(weight_layouts.unpack(packed)["decoder"]["out"]["kernel"], kernel)
+    for shape in ((1, 64), (5, 64), (2, 3, 64)):
+        x = jnp.asarray(RNG.normal(size=shape), "f")
+        np.testing.assert_allclose(apply_kernel(x, stored, np.float32), x @ kernel, atol=1e-4)
+
+
+def test_kernels_in_8_bits_are_stored_as_they_are():
+    kernel = Int8Kernel.quantize(RNG.normal(size=(64, 65)).astype("f"))
+    packed = weight_layouts.pack({"decoder": {"out": {"kernel": kernel}}}, use_packed=True)
+    stored, x = packed["decoder"]["out"]["kernel"], jnp.asarray(RNG.normal(size=(3, 64)), "f")
+    assert stored.values.dtype == np.int8
+    np.testing.assert_array_equal(stored.matrix(), kernel.matrix())
+    # Inputs are rounded to 16 bits.
+    np.testing.assert_allclose(apply_kernel(x, stored, np.float32), x @ kernel.matrix(), atol=2e-3)
+    joint = weight_layouts.pack({"mlp": {name: {"kernel": kernel} for name in ("wi_0", "wi_1")}}, use_packed=True)
+    assert weight_layouts.shape_of(joint["mlp"]["wi_fused"]["kernel"]) == (64, 130)
+
+
+def test_every_kernel_of_a_float32_model_is_in_panels():
+    for made, fused in ((model(), True), (model(logits_via_embedding=True), True), (tiny_gpt(), False)):
+        network = made.network
+        kernels = jax.tree.leaves(network.params, is_leaf=weight_layouts.is_kernel)
+        kernels = [leaf for leaf in kernels if weight_layouts.is_kernel(leaf)]
+        assert network.module.native and len(kernels) >= 6
+        assert all(leaf.ndim != 2 for leaf in jax.tree.leaves(kernels) if leaf.dtype == np.float32)
+        assert getattr(network.module, "fused", False) == fused
+
+
+@pytest.mark.parametrize("dtype, backend", [("bfloat16", "cpu"), ("float32", "tpu")])
+def test_other_dtypes_and_backends_keep_their_kernels(dtype, backend, monkeypatch):
+    assert packed_weights.usable("float32")
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert not packed_weights.usable(dtype)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_output_does_not_depend_on_the_layout(make, monkeypatch):
+    """Speculative and plain decoding, one row and several; the difference of the layouts' logits is
+    rounding."""
+    target, other = make(), without_kernels(make, monkeypatch)
+    assert target.network.module.native and not other.network.module.native
+    for inputs in (INPUTS, INPUTS[:1]):
+        options = dict(max_new_tokens=10, eos_ids=())
+        expected = generate(other, inputs, **options)
+        for drafter in (None, ModelDrafter(noisy_copy(target, 0.3))):
+            found = generate(target, inputs, drafter=drafter, gamma=3, **options)
+            np.testing.assert_array_equal(found.tokens, expected.tokens)
+            np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
+    tokens = RNG.integers(2, 64, (5, 7))
+    np.testing.assert_allclose(target.logits(INPUTS, tokens), other.logits(INPUTS, tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_calls_over_several_positions_compute_the_same_bits(make):
+    """Of the logits, whatever the number of positions in a call, and of rows."""
+    target = make()
+    assert near_ties.measure_difference(target, INPUTS[0], [0, *INPUTS[1], *INPUTS[2]], width=4).noise == 0
+    assert near_ties.measure_difference(target, INPUTS[0], [0, *INPUTS[1], *INPUTS[2]], width=9, batch=3).noise == 0
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_params_are_the_checkpoints(make, monkeypatch):
+    target, other = make(), without_kernels(make, monkeypatch)
+    jax.tree.map(np.testing.assert_array_equal, target.params, other.params)
+    assert target.fingerprint == other.fingerprint and target.contents == other.contents
+
+
+def test_heads_for_some_ids_do_not_depend_on_the_layout(monkeypatch):
+    for make in (model, lambda: model(logits_via_embedding=True)):
+        target, other, ids = make(), without_kernels(make, monkeypatch), np.arange(0, 64, 2)
+        heads = [
+            found.network.shortlisted(ids).params["decoder"]["logits_dense"]["kernel"] for found in (target, other)
+        ]
+        np.testing.assert_array_equal(*map(weight_layouts.matrix, heads))
+
+
+def test_8_bits_are_the_same_in_both_layouts(monkeypatch):
+    target, other = model(), without_kernels(model, monkeypatch)
+    kernels = [
+        list(map(weight_layouts.matrix, weight_layouts.step_kernels(found.network.in_int8().params)))
+        for found in (target, other)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *kernels)

@@ -1,0 +1,179 @@
+"""The shape of the repository: imports run downward, heavy packages stay inside functions, nothing
+else at the top."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import tomllib
+
+import pytest
+from package_modules import MODULES, PACKAGE
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# Packages of one layer know nothing of each other.
+LAYERS = [
+    {"files"},
+    {"models"},
+    {"speculative", "checkpoints"},
+    {"drafters", "decoding"},
+    {"training", "analysis"},
+    {"interop"},
+    {"commands"},
+]
+LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+
+
+FACADE = ""  # specdec_jax itself: public names, for others; in the package only the command line asks its version
+HEAVY = {"torch", "transformers", "seqio", "tensorflow", "matplotlib", "t5x"}
+MAY_IMPORT = {  # a subclass has to, and what works on TensorFlow's data
+    "interop.t5x": {"t5x", "gin"},  # gin says what T5X's functions are called with
+    "interop.t5x_run": {"gin"},  # checks what T5X's files have set
+    **dict.fromkeys(("interop.seqio_jobs", "interop.tasks"), {"seqio", "tensorflow"}),
+}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Full names of what is imported anywhere in `tree`; `from a import b` counts as `a.b`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own_imports(module: str) -> set[str]:
+    """Modules of the package that `module` imports."""
+    found = set()
+    for name in imports(MODULES[module]):
+        if name.split(".")[0] == "specdec_jax":
+            below = name.split(".")[1:]
+            while ".".join(below) not in MODULES:  # the last parts are names inside a module
+                below = below[:-1]
+            found.add(".".join(below))
+    return found
+
+
+def test_every_package_is_installed():
+    """They are named one by one, since the one that the command begins with is installed outside
+    the others."""
+    described = ROOT / "pyproject.toml"
+    if not described.is_file():
+        pytest.skip("no checkout here")
+    settings = tomllib.loads(described.read_text(encoding="utf-8"))["tool"]["setuptools"]
+    outside = {folder: name for name, folder in settings["package-dir"].items()}
+    found = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "specdec_jax").rglob("__init__.py")}
+    assert {outside.get(name, name.replace("/", ".")) for name in found} == set(settings["packages"])
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def test_every_module_is_in_a_room():
+    assert {package_of(module) for module in MODULES} - {FACADE, "__main__"} == set(LAYER_OF)
+    assert {module for module in MODULES if "." not in module} - set(LAYER_OF) == {FACADE, "__main__"}
+
+
+@pytest.mark.parametrize("package", sorted(LAYER_OF))
+def test_every_room_has_a_door_sign(package):
+    """One or two lines that say what is inside."""
+    sign = ast.get_docstring(MODULES[package])
+    assert sign and len(sign) < 200
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {FACADE, "__main__"}))
+def test_imports_run_downward(module):
+    here = package_of(module)
+    others = {name for name in own_imports(module) - {FACADE} if package_of(name) != here}
+    assert not {name for name in others if LAYER_OF[package_of(name)] >= LAYER_OF[here]}
+    assert module == "commands.main" or FACADE not in own_imports(module)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_function_is_long(module):
+    """Without their docstrings, which say as much as users need."""
+
+    def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+        text = node.body[0]
+        documented = ast.get_docstring(node) is not None
+        return node.end_lineno - node.lineno + 1 - documented * (text.end_lineno - text.lineno + 1)
+
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node for node in ast.walk(MODULES[module]) if isinstance(node, functions)]
+    assert not {node.name for node in found if lines(node) > 60}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_is_declared_is_not_asked_for_by_name(path):
+    """Which drafter or verifier it is, only its own file and its table know; others read what it
+    declares."""
+    text, package = path.read_text(encoding="utf-8"), package_of(str(path.relative_to(PACKAGE)).replace("/", "."))
+    if package != "drafters":
+        assert not re.findall(r"isinstance\([^()]*\w(?:Drafter|Cascade)\b", text)
+    if path.name != "verifiers.py":
+        assert not re.findall(r"verifier\b\S* (?:==|!=|in [(]|not in [(]) *\"", text)
+
+
+def test_no_circle():
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]):
+        assert module not in above, " -> ".join([*above, module])
+        if module not in done:
+            for name in own_imports(module) - {FACADE}:
+                visit(name, (*above, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_frameworks_stay_where_they_belong(module):
+    names = imports(MODULES[module])
+    if package_of(module) != "models":
+        assert not {name for name in names if name.startswith("flax.linen")}
+    if package_of(module) != "commands":
+        assert not {name.split(".")[0] for name in names} & {"gin", "absl"} - MAY_IMPORT.get(module, set())
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_heavy_packages_only_inside_functions(module):
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    inside = {
+        id(node) for outer in ast.walk(MODULES[module]) if isinstance(outer, functions) for node in ast.walk(outer)
+    }
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in inside:
+            assert not {name.split(".")[0] for name in imports(node)} & (HEAVY - MAY_IMPORT.get(module, set()))
+
+
+def test_top_level():
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listing.returncode:
+        pytest.skip("no git checkout here")
+    top = {line.split("/")[0] for line in listing.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} == {
+        "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "specdec_jax", "configs", "scripts", "tests",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.stem)
+def test_no_test_imports_a_test(path):
+    """What several share is in `tests/support/`."""
+    parts = {part for name in imports(ast.parse(path.read_text(encoding="utf-8"))) for part in name.split(".")[:1]}
+    assert not {part for part in parts if part.startswith("test_")}
+
+
+def test_tests_mirror_the_rooms():
+    """A folder for each package; beside them `exactness`, of all packages together, and `repo`, of
+    the repository."""
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
+    assert folders == set(LAYER_OF) | {"exactness", "repo"}

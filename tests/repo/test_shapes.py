@@ -1,0 +1,58 @@
+"""Shapes and dtypes: what functions are annotated with is checked while tests run, and not for
+users."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from specdec_jax.models.cache import KVCache
+from specdec_jax.models.layers import apply_kernel
+from specdec_jax.speculative import distributions, processors, randomness, verifiers
+
+B, G, V = 2, 3, 5
+ids, logits = jnp.zeros((B, G), jnp.int32), jnp.zeros((B, G, V))
+cache, update = KVCache.empty(B, 1, 4, 8, jnp.float32), jnp.zeros((B, 1, 1, 8))
+context = processors.Context(ids, ids[:, 0], ids[:, 0], ids)
+WRONG = {
+    "as many tokens of the target as drafted": ("draft_tokens", lambda: verifiers.verify_greedy(ids, ids, ids[:, 0])),
+    "positions of another batch": ("positions", lambda: cache.append(update, update, jnp.zeros(B + 1, jnp.int32))),
+    "a live mark for each row": ("valid", lambda: apply_kernel(logits, logits[0].T, jnp.float32, ids[:, 0] > 0)),
+    "one row's own logits": ("logits", lambda: processors.forbid_repeated_ngrams(logits[0], context, 2)),
+    "tokens that are floats": (
+        "tokens",
+        lambda: distributions.Categorical.from_logits(logits).log_prob(ids.astype(jnp.float32)),
+    ),
+    "words that are signed": ("random", lambda: randomness.draw(logits[:, 0], ids[:, :2])),
+    "raw keys": ("keys", lambda: randomness.words(jnp.zeros((B, 2), jnp.uint32), ids[:, 0], ids, randomness.DRAFT)),
+    "under jit": ("draft_tokens", lambda: jax.jit(verifiers.verify_greedy)(ids, ids, ids[:, 0])),
+}
+
+
+@pytest.mark.parametrize("name, call", WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_told(name, call):
+    with pytest.raises(jaxtyping.TypeCheckError, match=f"parameter '{name}'"):
+        call()
+
+
+def test_fields_that_do_not_fit_each_other_are_told():
+    with pytest.raises(jaxtyping.AnnotationError, match=r"Distribution.log_normalizer: got float32\(2, 3, 5\)"):
+        distributions.Categorical(logits, logits).entropy()
+
+
+def test_a_result_that_does_not_fit_is_told(monkeypatch):
+    monkeypatch.setattr(randomness, "words", lambda *arguments: jnp.zeros((B, G + 1, 2), jnp.uint32))
+    with pytest.raises(jaxtyping.TypeCheckError, match="return value"):
+        randomness.uniforms(jax.random.split(randomness.seeded(0), B), ids[:, 0], ids, randomness.ACCEPT)
+
+
+def test_nothing_is_checked_outside_tests():
+    code = """
+import sys
+from specdec_jax.speculative import distributions
+assert not hasattr(distributions.argmax, "__wrapped__") and "beartype" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

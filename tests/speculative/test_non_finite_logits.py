@@ -1,0 +1,245 @@
+"""NaN and infinite logits, of damaged weights or of a processor: one clear error, never an output."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy_models import HashModel, HashNetwork, Words, tiny_t5
+
+from specdec_jax.checkpoints.converter import save
+from specdec_jax.commands import main
+from specdec_jax.decoding.continuous_batching import decode_all, decode_stream
+from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.results import NonFiniteLogitsError
+from specdec_jax.decoding.stream import stream
+from specdec_jax.decoding.trace import trace
+from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
+from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_jax.drafters.random_tokens import RandomDrafter
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative import distributions
+from specdec_jax.speculative.processors import Context
+from specdec_jax.speculative.sampling import SamplingConfig
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+V = 16
+SPREAD = SamplingConfig(temperature=1.0)
+INPUTS = [[3, 1], [4, 7, 1], [5, 1]]
+# Row 1 alone gets so far that it meets what is broken.
+LIMITS, AT = [2, 6, 3], 3
+
+
+@flax.struct.dataclass
+class BrokenNetwork(HashNetwork):
+    """Its logits of the id 2 are `value` from the new token `at` on."""
+
+    at: int = flax.struct.field(pytree_node=False)
+    value: float = flax.struct.field(pytree_node=False)
+
+    def decode(self, tokens, positions, cache, valid=None):
+        logits, cache = HashNetwork.decode(self, tokens, positions, cache)
+        slots = positions[:, None] + jnp.arange(tokens.shape[1])
+        broken = (slots >= self.at)[..., None] & (jnp.arange(self.vocab_size) == 2)
+        return jnp.where(broken, self.value, logits), cache
+
+
+class BrokenModel(HashModel):
+    def __init__(self, seed, value=np.nan, at=AT):
+        super().__init__(V, seed, spread=3.0, likeness=0.5, eos_ids=())
+        self.network = BrokenNetwork(self.dist, at, value)
+
+
+def whole(seed):
+    return HashModel(V, seed, spread=3.0, likeness=0.5, eos_ids=())
+
+
+VERIFIERS = ["token", "block", "gumbel", "rejection", "lenient", "synthetic", "plain"]
+CASES = [(name, temperature, np.nan) for name in VERIFIERS for temperature in (0.0, 1.0)]
+CASES += [("typical", 1.0, np.nan), ("token", 0.0, np.inf), ("block", 1.0, np.inf), ("plain", 1.0, np.inf)]
+
+
+@pytest.mark.parametrize("verifier, temperature, value", CASES)
+def test_a_broken_target_is_told(verifier, temperature, value):
+    options = {"lenient": dict(lenience=0.5), "synthetic": dict(synthetic_alpha=0.7)}.get(verifier, {})
+    if verifier != "plain":
+        options |= dict(verifier=verifier, drafter=ModelDrafter(whole(1)), gamma=4)
+    sampling = SamplingConfig(temperature=temperature)
+    message = r"input 1: got logits from the target hash that are not finite numbers, at new token 3, expected numbers"
+    with pytest.raises(NonFiniteLogitsError, match=message):
+        generate(BrokenModel(0, value), INPUTS, sampling=sampling, max_new_tokens=LIMITS, **options)
+
+
+def cascade(model):
+    return VerticalCascade(ModelDrafter(model), RandomDrafter(V), 2)
+
+
+def behind(model):
+    return HorizontalCascade(PromptLookupDrafter(), ModelDrafter(model), 1)
+
+
+def inside(model):
+    return VerticalCascade(ModelDrafter(whole(2)), ModelDrafter(model), 2)
+
+
+def shortlisted(model):
+    return ModelDrafter(model, shortlist=V - 2)
+
+
+@pytest.mark.parametrize(
+    "make, verifier, temperature",
+    [
+        (ModelDrafter, "token", 0.0), (ModelDrafter, "block", 1.0), (cascade, "token", 1.0), (cascade, "gumbel", 1.0),
+        (behind, "token", 0.0), (behind, "block", 1.0), (shortlisted, "token", 0.0), (shortlisted, "token", 1.0),
+    ],
+)  # fmt: skip
+def test_a_broken_drafter_is_told_and_changes_no_token(make, verifier, temperature):
+    target, sampling = whole(0), SamplingConfig(temperature=temperature)
+    options = dict(verifier=verifier, sampling=sampling, max_new_tokens=6)
+    state, request = prepare(target, INPUTS, drafter=make(BrokenModel(1)), gamma=3, **options)
+    state = advance(request.network, request.drafter, state, np.int32(99))
+    np.testing.assert_array_equal(state.draft_failed > 0, True)
+    assert np.all(np.asarray(state.tokens)[:, 1:7] >= 0) and np.all(np.isfinite(np.asarray(state.log_probs)[:, 1:7]))
+    plain = generate(target, INPUTS, **options)
+    if temperature == 0 or verifier == "gumbel":  # the same tokens by construction
+        np.testing.assert_array_equal(np.asarray(state.tokens)[:, 1:7], plain.tokens)
+    with pytest.raises(
+        NonFiniteLogitsError, match="input 0: got logits from the drafter .* at new token [345], expected"
+    ):
+        generate(target, INPUTS, drafter=make(BrokenModel(1)), gamma=3, **options)
+
+
+def test_a_broken_inner_drafter_only_proposes_less():
+    """A cascade's inner drafter that is no distribution of numbers is never accepted; the model's
+    own tokens do."""
+    found = generate(whole(0), INPUTS, drafter=inside(BrokenModel(1)), gamma=3, max_new_tokens=6)
+    np.testing.assert_array_equal(found.tokens, generate(whole(0), INPUTS, max_new_tokens=6).tokens)
+
+
+def test_where_rows_are_told_apart():
+    """Number of the input: of a batch, of its samples, of a refilled job, of a later part of a
+    long one, of a stream."""
+    target, options = BrokenModel(0), dict(max_new_tokens=6)
+    late = [[3, 1]] * 9 + [[4, 7, 1]]
+    limits = [2] * 9 + [6]
+    with pytest.raises(NonFiniteLogitsError, match="input 2: .* at new token 3"):
+        generate(target, INPUTS, sampling=SPREAD, num_samples=3, max_new_tokens=[2, 3, 6])
+    for refill in (True, False):
+        with pytest.raises(NonFiniteLogitsError, match="input 9: .* at new token 3"):
+            list(decode_stream(target, late, batch_size=2, refill=refill, max_new_tokens=limits))
+    with pytest.raises(NonFiniteLogitsError, match="input 40: .* at new token 3"):
+        list(decode_all(target, [[3, 1]] * 3, batch_size=1, seed=0, first=40, **options))
+    spoken = BrokenModel(0)
+    spoken.vocabulary = Words()
+    pieces = stream(spoken, ["w3"], max_new_tokens=6)
+    with pytest.raises(NonFiniteLogitsError, match="input 0: .* at new token 3"):
+        list(pieces)
+    with pytest.raises(NonFiniteLogitsError, match="input 0: .* at new token 3"):
+        trace(spoken, "w3", drafter=ModelDrafter(whole(1)), **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_infinity_from_a_processor_forces_at_every_temperature(temperature):
+    """One id with +inf has all the mass; of two each has half, the first of them at temperature 0."""
+
+    def one(tokens, lengths, logits):
+        return logits.at[:, 5].set(jnp.inf)
+
+    def two(tokens, lengths, logits):
+        return one(tokens, lengths, logits).at[:, 9].set(jnp.inf)
+
+    sample = lambda processor, **options: generate(
+        whole(0), [[3, 1]] * 40, sampling=SamplingConfig(temperature=temperature, processor=processor),
+        max_new_tokens=5, **options,
+    )  # fmt: skip
+    for options in ({}, dict(drafter=ModelDrafter(whole(1)), gamma=3)):
+        assert set(sample(one, **options).tokens.ravel().tolist()) == {5}
+        found = sample(two, **options)
+        if temperature:
+            share = np.mean(found.tokens == 5)
+            assert set(found.tokens.ravel().tolist()) == {5, 9} and 0.3 < share < 0.7
+            np.testing.assert_allclose(found.adjusted_log_probs, np.log(0.5), atol=1e-6)
+        else:
+            assert set(found.tokens.ravel().tolist()) == {5}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_from_a_processor_is_told(temperature):
+    def broken(tokens, lengths, logits):
+        return jnp.where(lengths[:, None] > 2, jnp.nan, logits)
+
+    sampling = SamplingConfig(temperature=temperature, processor=broken)
+    message = "input 0: got logits from the target hash or the processor that .* at new token 2"
+    for options in ({}, dict(drafter=ModelDrafter(whole(1)), gamma=3)):
+        with pytest.raises(NonFiniteLogitsError, match=message):
+            generate(whole(0), [[3, 1]], sampling=sampling, max_new_tokens=5, **options)
+
+
+@pytest.mark.parametrize("ids", [slice(None), 5])
+def test_nan_from_a_processor_is_no_maximum_in_a_wide_vocabulary(ids):
+    """A CPU's maximum of many numbers may pass over NaN, and of NaN alone be −inf."""
+    wide, two = 4096, jnp.full(2, 2, jnp.int32)
+
+    def broken(tokens, lengths, logits):
+        return jnp.where((tokens[:, 1] == 7)[:, None], logits.at[:, ids].set(jnp.nan), logits)
+
+    sampling = SamplingConfig(processor=broken)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, wide)), jnp.float32)
+    context = Context(jnp.array([[0, 7, 0], [0, 8, 0]]), two, two, jnp.full((2, 1), -1))
+    chosen = jax.jit(lambda *given: distributions.argmax(distributions.process(*given, sampling.mode)))
+    found = chosen(logits, context, sampling.rows(2, wide))
+    assert found.ravel().tolist() == [-1, int(np.argmax(logits[1]))]
+
+
+def damaged(model: LanguageModel) -> LanguageModel:
+    params = model.params
+    kernels = params["decoder"]["layers_0"]["mlp"]["wo"]
+    kernels["kernel"] = kernels["kernel"].at[0, 0].set(jnp.nan)
+    return LanguageModel(model.config, params, model.vocabulary, eos_ids=model.eos_ids, name="damaged")
+
+
+def test_damaged_weights():
+    sound = tiny_t5(0, V)
+    with pytest.raises(
+        NonFiniteLogitsError, match="input 0: got logits from the target damaged .* at new token 0, .* damaged"
+    ):
+        generate(damaged(sound), INPUTS, max_new_tokens=4)
+    with pytest.raises(NonFiniteLogitsError, match="input 0: got logits from the drafter damaged .* at new token 0"):
+        generate(sound, INPUTS, drafter=ModelDrafter(damaged(sound)), max_new_tokens=4)
+
+
+def test_on_the_command_line(tmp_path, capsys):
+    from specdec_jax.models.vocabularies import ByteVocabulary
+
+    sound = tiny_t5(0, 300)
+    model = damaged(LanguageModel(sound.config, sound.params, ByteVocabulary(0)))
+    save(model, tmp_path / "model")
+    out = tmp_path / "out.txt"
+    flags = f"--target={tmp_path / 'model'}", "--max_new_tokens=4", "--compilation_cache_dir="
+    for more in ([], [f"--output_file={out}"], ["--stream"]):
+        assert main.main(["generate", *flags, "--non_finite=raise", *more, "one", "two"]) == 2
+        captured = capsys.readouterr()
+        (line,) = [line for line in captured.err.splitlines() if line.startswith("specdec: error")]
+        assert "sentence 1: got logits from the target" in line and "at new token 0" in line
+    assert not out.exists()
+
+
+def test_what_could_be_counted_is_told_under_block_verification():
+    """A sampled block-verified decode has no α, but says how many tokens are accepted per call, and
+    where in a draft."""
+    found = generate(
+        whole(0), INPUTS, drafter=ModelDrafter(whole(1)), gamma=3, sampling=SPREAD, verifier="block", max_new_tokens=24
+    )
+    stats = found.stats
+    assert stats.acceptance_rate is None
+    assert stats.accepted_per_target_call == stats.accepted / stats.target_calls > 0
+    assert stats.tokens_per_target_call == pytest.approx(found.lengths.sum() / stats.target_calls)
+    assert stats.accepted_by_position.sum() == stats.accepted
+    rows = [row.accepted_per_target_call for row in stats.per_row]
+    calls = [row.target_calls for row in stats.per_row]
+    assert np.dot(rows, calls) == pytest.approx(stats.accepted)
+    assert generate(whole(0), [[]], max_new_tokens=2).stats.accepted_per_target_call is None
