@@ -86,8 +86,8 @@ class Acceptance:
             "drafting": self.drafting,
             "standard_error": self.error,
             "positions": self.positions,
-            "by_position": {name: _named("kept", values) for name, values in self.survival.items()},
-            "by_depth": {name: _named("kept", values) for name, values in self.by_depth.items()},
+            "by_position": {name: _named("accepted", values) for name, values in self.survival.items()},
+            "by_depth": {name: _named("accepted", values) for name, values in self.by_depth.items()},
             "tokens_per_target_call": {
                 name: formulas.tokens_by_survival([mean for mean, _ in values])
                 for name, values in self.survival.items()

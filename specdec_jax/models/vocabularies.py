@@ -195,7 +195,7 @@ class SentencePieceVocabulary(Vocabulary):
         out = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts), model_writer=out, vocab_size=size, model_type="unigram",
-            character_hit_rate=0.9999, pad_id=PAD_ID, eos_id=EOS_ID, unk_id=UNK_ID, bos_id=-1,
+            character_coverage=0.9999, pad_id=PAD_ID, eos_id=EOS_ID, unk_id=UNK_ID, bos_id=-1,
             byte_fallback=False, seed_sentencepiece_size=seed_size, minloglevel=2,
         )  # fmt: skip
         return cls(out.getvalue())

@@ -19,14 +19,14 @@ The compiled code does the same for all rows at once, from logits, in `verify`:
 >>> p, q = (rng.dirichlet(np.ones(5), size).astype(np.float32) for size in (3, 2))
 >>> drafted, u = np.array([1, 4]), rng.uniform(size=2).astype(np.float32)
 >>> n, following = algorithm_1(p, q, drafted, u)
->>> words = rng.integers(0, 2**32, (1, 3, 2), np.uint32)  # of the last draw
+>>> bits = rng.integers(0, 2**32, (1, 3, 2), np.uint32)  # of the last draw
 >>> row = lambda values: jnp.asarray(values)[None]
->>> distribution = lambda values: Distribution.from_logits(jnp.log(row(values)))
->>> randomness = Randomness(row(u), jnp.asarray(words))
->>> found = verifiers.verify_tokens(distribution(p), distribution(q), row(drafted), jnp.array([2]), randomness)
+>>> dist = lambda values: Categorical.from_logits(jnp.log(row(values)))
+>>> draws = Randomness(row(u), jnp.asarray(bits))
+>>> found = verifiers.verify_tokens(dist(p), dist(q), row(drafted), jnp.array([2]), draws)
 >>> int(found.num_accepted[0]) == n
 True
->>> int(found.next_token[0]) == int(draws.draw(row(following), jnp.asarray(words[:, n]))[0])
+>>> int(found.next_token[0]) == int(randomness.draw(row(following), jnp.asarray(bits[:, n]))[0])
 True
 
 Before an iteration the target's cache lacks exactly the last committed token; so the target is fed
@@ -54,7 +54,7 @@ from specdec_jax.speculative.verifier import Randomness, Verification, check_ver
 
 
 def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
-    """Runs one iteration for all rows; of a row that is done nothing changes that is read later."""
+    """Runs one iteration for all rows; rows that are done are unchanged where it is read later."""
     config, batch = state.config, state.tokens.shape[0]
     num_wanted = _count_wanted(state)
     if drafter is not None and config.gamma:
@@ -110,9 +110,8 @@ def checked(drafter: Drafter, found, state: DecodeState) -> tuple[Any, Draft]:
             raise ValueError(f"drafter {name}: draft gave {field} {got}, expected {expected}")
     if state.config.needs_draft_probs and not isinstance(draft.dist, Categorical | PointMass):
         raise ValueError(
-            f"drafter {name}: draft gave {type(draft.dist).__name__} for the distribution of its tokens, "
-            "expected that which "
-            "they were drawn from, or point_mass(state, tokens)"
+            f"drafter {name}: draft gave {type(draft.dist).__name__} as the distribution of its tokens, "
+            "expected the one they were drawn from, or point_mass(state, tokens)"
         )
     if state.policy is not None and state.policy.needs_probs and draft.seen is None:
         raise ValueError(f"drafter {name}: draft gave no Draft.seen, expected it of a drafter that provides_probs")
@@ -245,7 +244,7 @@ def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> t
     bonus = randomness.random_bits(keys, lengths, offsets, randomness.BONUS)
     final = jnp.where((offsets < draft.num_drafted[:, None])[..., None], residual, bonus)
     noise = randomness.gumbel_noise(keys, lengths[:, None] + offsets, config.vocab_size) if verifier.coupled else None
-    found = verifier.verify_width(
+    found = verifier.verify(
         dist, draft.dist, draft.tokens, draft.num_drafted, Randomness(accept, final, noise), state.settings
     )
     verified = check_verification(verifier, found, len(lengths))

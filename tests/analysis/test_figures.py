@@ -233,9 +233,9 @@ def test_forced_acceptance_is_marked_and_no_measured_alpha():
     }
     record["speculative"][0]["synthetic_alpha"] = 0.8
     (row,) = rows.rows(record)
-    assert (row.verifier, row.sentences) == ("forced, α = 0.8", "7 rows of random ids")
+    assert (row.verifier, row.sentences) == ("synthetic, α = 0.8", "7 rows of random ids")
     text = report_page.report([(pathlib.Path("forced.json"), record)])
-    assert text.count("forced, α = 0.8") == 2  # in the table and beside its bar
+    assert text.count("synthetic, α = 0.8") == 2  # in the table and beside its bar
     assert ">big</td><td class=" not in text
 
 

@@ -335,7 +335,7 @@ def test_saving_replaces_a_model_and_nothing_else(tmp_path):
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     converter.save(model_of(), tmp_path / "model")
     fail = lambda params, path: (_ for _ in ()).throw(OSError("disk full"))
-    monkeypatch.setattr(loader.own, "_write_params", fail)
+    monkeypatch.setattr(loader.native_format, "_write_params", fail)
     with pytest.raises(OSError):
         converter.save(model_of(make.random_params(TINY, seed=1)), tmp_path / "model")
     assert [child.name for child in tmp_path.iterdir()] == ["model"]

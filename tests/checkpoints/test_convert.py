@@ -149,8 +149,8 @@ def test_the_safetensors_library_reads_what_is_written(tmp_path, monkeypatch):
 def test_orbax_reads_what_is_written(form, folder, tmp_path, monkeypatch):
     import orbax.checkpoint as ocp
 
-    monkeypatch.setattr(loader.own.tensorstore_arrays, "_COMMIT_BYTES", 3000)  # several commits
-    monkeypatch.setattr(loader.own.tensorstore_arrays, "_CHUNK_BYTES", 500)
+    monkeypatch.setattr(loader.native_format.tensorstore_arrays, "_COMMIT_BYTES", 3000)  # several commits
+    monkeypatch.setattr(loader.native_format.tensorstore_arrays, "_CHUNK_BYTES", 500)
     make.FORMATS["legacy"](tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "out", form)
     with ocp.PyTreeCheckpointer() as checkpointer:

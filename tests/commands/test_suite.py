@@ -88,12 +88,12 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     assert (
         out.count("tokens are accepted at random with a given probability: outputs mean nothing") == 3
     )  # one row was there before
-    assert out.count("forced, α = 0.4") == 4 and len(output.read_text(encoding="utf-8").splitlines()) == 4
+    assert out.count("synthetic, α = 0.4") == 4 and len(output.read_text(encoding="utf-8").splitlines()) == 4
 
     report = tmp_path / "report.html"
     assert main.main(["figures", f"--records={output}", f"--output={report}"]) == 0
     text = report.read_text(encoding="utf-8")
-    assert text.count("forced, α = 0.4") >= 4 and "prompt lookup" in text
+    assert text.count("synthetic, α = 0.4") >= 4 and "prompt lookup" in text
 
 
 def test_one_command_makes_the_page(specdec, tmp_path):

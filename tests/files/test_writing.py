@@ -21,7 +21,7 @@ disk = devices.disk
 WRITERS = {"write_text", "write_bytes", "savefig", "savez", "savez_compressed", "tofile", "dump", "symlink_to", "touch"}
 SYSTEM = {"open", "replace", "rename", "link", "mknod", "truncate"}  # of `os`
 MAY_WRITE = {
-    ("commands.journal", "open"): "grows by a line for every result",
+    ("commands.resumable_output", "open"): "grows by a line for every result",
     ("training.run_folder", "open"): "the log of a training grows by a line for every record",
     ("checkpoints.safetensors_files", "open"): "a shard grows by a tensor, in a folder that appears whole",
     ("analysis.report.plots", "savefig"): "into memory",

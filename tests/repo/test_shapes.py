@@ -39,7 +39,7 @@ def test_what_does_not_fit_is_told(name, call):
 
 
 def test_fields_that_do_not_fit_each_other_are_told():
-    with pytest.raises(jaxtyping.AnnotationError, match=r"Distribution.log_normalizer: got float32\(2, 3, 5\)"):
+    with pytest.raises(jaxtyping.AnnotationError, match=r"Categorical.log_normalizer: got float32\(2, 3, 5\)"):
         distributions.Categorical(logits, logits).entropy()
 
 

@@ -177,7 +177,7 @@ def test_greedy_identity_over_a_thousand_models():
     """Rows with different inputs have different hash distributions: 1,000 random pairs of models in
     one batch."""
     rng = np.random.default_rng(0)
-    inputs = np.unique(rng.integers(0, V, (1200, 5)), axis=0)[:1000]
+    inputs = np.unique(rng.integers(1, V, (1200, 5)), axis=0)[:1000]
     options = dict(input_lengths=np.full(1000, 5), max_new_tokens=20, eos_ids=(3,))
     plain = generate(MODELS["target"], inputs, **options)
     result = generate(MODELS["target"], inputs, drafter=ModelDrafter(MODELS["other"]), gamma=3, **options)
@@ -311,8 +311,8 @@ ERRORS = [
     (dict(inputs=np.zeros(3, np.int32)), r"inputs: got an array of shape \(3,\) and type int32"),
     (dict(inputs=np.zeros((2, 3))), "type float64, expected integers"),
     (dict(input_lengths=[1, 1]), "input_lengths: got lengths with a list"),
-    (dict(inputs=np.ones((2, 3), np.int32), input_lengths=[1]), r"input_lengths: got \[1\], expected 2 numbers"),
-    (dict(inputs=np.ones((2, 3), np.int32), input_lengths=[1, 4]), "expected 2 numbers from 0 to 3"),
+    (dict(inputs=np.ones((2, 3), np.int32), input_lengths=[1]), r"input_lengths: got \[1\], expected 2 integers"),
+    (dict(inputs=np.ones((2, 3), np.int32), input_lengths=[1, 4]), "expected 2 integers from 0 to 3"),
     (dict(max_input_length=2), "input 0: got 3 tokens, expected at most max_input_length = 2"),
     (dict(decoder_prefix=[[3]]), "decoder_prefix: got 1 prefixes, expected 2"),
     (dict(decoder_prefix=[[3], [V]]), "got ids outside the vocabulary"),

@@ -222,7 +222,7 @@ def test_the_default_verifier_is_the_first_of_its_kind(kind):
      "children: got 'random', expected 'auto', 'drawn', 'top', 'gumbel', 'mixed', 'iid'$"),
     (lambda: sd.Tree((0,), "mixed", "kseq"),
      "verifier: got 'kseq', expected 'auto', 'mixed', .* for children 'mixed'$"),
-    (lambda: sd.Tree((0,), verifier="kseq"), "output distribution is the target's for children 'drawn'$"),
+    (lambda: sd.Tree((0,), verifier="kseq"), "output distribution is exactly the target's for children 'drawn'$"),
     (lambda: sd.Tree((0,), "top", "never"), "verifier: got 'never', expected 'auto', 'point', 'gumbel', 'typical'$"),
     (lambda: sd.Tree.uniform(()), r"widths: got \(\), expected integers of at least 1"),
     (lambda: sd.Tree.uniform((2, 0)), r"widths: got \(2, 0\)"),

@@ -139,7 +139,7 @@ def invert(weights: np.ndarray, uniform: float) -> int:
     return int(np.flatnonzero(weights)[-1])
 
 
-def words(uniform) -> np.ndarray:
+def random_bits(uniform) -> np.ndarray:
     """Returns `[..., 2]` uint32: random bits with which `draw` takes the id that `invert` finds at
     `uniform [...]`."""
     word = np.floor(np.asarray(uniform, np.float64) * 2**32).astype(np.uint32)

@@ -209,11 +209,11 @@ def improvement(record: Mapping[str, Any]):
     hit_rate, by_depth = accepted.get("hit_rate"), depth_curves(accepted)
     panels = 3 + bool(hit_rate) + bool(by_depth)
     figure = Figure(figsize=(4 * panels, 4), layout="constrained")
-    gain, kept, cost, *others = figure.subplots(1, panels)
+    gain, surviving, cost, *others = figure.subplots(1, panels)
     if accepted["alpha"] is not None:
         gain.plot(gammas, [row["theorem_3_8"] for row in table], "o--", label="from α, v = 1")
         gain.plot(gammas, [row["with_verify_cost"] for row in table], "o-", label="from α, v measured")
-        kept.plot(gammas, [accepted["alpha"] ** gamma for gamma in gammas], "k:", label="α to the power of i")
+        surviving.plot(gammas, [accepted["alpha"] ** gamma for gamma in gammas], "k:", label="α to the power of i")
     for name, values in accepted["by_position"].items():
         gain.plot(
             gammas, [row["by_position"][name]["with_verify_cost"] for row in table], "s-", label=f"by position, {name}"
@@ -222,10 +222,10 @@ def improvement(record: Mapping[str, Any]):
         if None not in whole:
             gain.plot(gammas, whole, "^-", label=f"whole decodes, {name}")
         errors = [value["standard_error"] or 0.0 for value in values]
-        kept.errorbar(gammas, [value["kept"] for value in values], errors, fmt="s-", capsize=3, label=name)
+        surviving.errorbar(gammas, [value["accepted"] for value in values], errors, fmt="s-", capsize=3, label=name)
     gain.axhline(1, color="grey", linewidth=1)
     gain.set(xlabel="γ, drafted tokens", ylabel="expected improvement over plain decoding", xticks=gammas)
-    kept.set(xlabel="i", ylabel="P(first i drafted tokens are accepted)", xticks=gammas, ylim=(0, 1))
+    surviving.set(xlabel="i", ylabel="P(first i drafted tokens are accepted)", xticks=gammas, ylim=(0, 1))
     cost.plot([int(width) for width in record["verify_cost"]], list(record["verify_cost"].values()), "o-")
     cost.set(xlabel="positions", ylabel="v: cost of a target call, in single steps", ylim=(0, None))
     cost.axhline(1, color="grey", linewidth=1)
@@ -240,8 +240,8 @@ def improvement(record: Mapping[str, Any]):
         for name, rates in by_depth.items():
             means, errors = [mean for mean, _ in rates], [error or 0.0 for _, error in rates]
             others[-1].errorbar(range(1, len(rates) + 1), means, errors, fmt="o-", capsize=3, label=name)
-        others[-1].set(xlabel="depth", ylabel="P(a token is accepted where those above it do)", ylim=(0, 1.05))
-    for axes in (gain, kept, *others):
+        others[-1].set(xlabel="depth", ylabel="P(a token is accepted where those above it are)", ylim=(0, 1.05))
+    for axes in (gain, surviving, *others):
         axes.legend()
     options = record["options"]
     figure.suptitle(
