@@ -110,9 +110,13 @@ def check_list(name: str, value, expected: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def described(tree: Any) -> Any:
-    """Returns a pytree with the dtype and shape of each array in its place, as "int32[2, 3]"."""
-    return jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", tree)
+def described(tree: Any) -> str:
+    """Returns a pytree as text, with the dtype and shape of each array in its place: int32[2, 3]."""
+    leaves, structure = jax.tree.flatten(tree)
+    text = str(structure).removeprefix("PyTreeDef(").removesuffix(")")
+    for leaf in leaves:
+        text = text.replace("*", f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", 1)
+    return text
 
 
 def is_default(value, default) -> bool:

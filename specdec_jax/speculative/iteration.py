@@ -115,7 +115,7 @@ def checked(drafter: Drafter, found, state: DecodeState) -> tuple[Any, Draft]:
         )
     if state.policy is not None and state.policy.needs_probs and draft.seen is None:
         raise ValueError(f"drafter {name}: draft gave no Draft.seen, expected it of a drafter that provides_probs")
-    got, expected = arguments.described((draft_state, state.draft_state))
+    got, expected = map(arguments.described, (draft_state, state.draft_state))
     if got != expected:
         raise ValueError(f"drafter {name}: draft returned the state {got}, expected what init makes, {expected}")
     return found

@@ -27,7 +27,7 @@ WRONG = {
         lambda: distributions.Categorical.from_logits(logits).log_prob(ids.astype(jnp.float32)),
     ),
     "words that are signed": ("random", lambda: randomness.draw(logits[:, 0], ids[:, :2])),
-    "raw keys": ("keys", lambda: randomness.words(jnp.zeros((B, 2), jnp.uint32), ids[:, 0], ids, randomness.DRAFT)),
+    "raw keys": ("keys", lambda: randomness.random_bits(jnp.zeros((B, 2), jnp.uint32), ids[:, 0], ids, randomness.DRAFT)),
     "under jit": ("draft_tokens", lambda: jax.jit(verifiers.verify_greedy)(ids, ids, ids[:, 0])),
 }
 
@@ -44,7 +44,7 @@ def test_fields_that_do_not_fit_each_other_are_told():
 
 
 def test_a_result_that_does_not_fit_is_told(monkeypatch):
-    monkeypatch.setattr(randomness, "words", lambda *arguments: jnp.zeros((B, G + 1, 2), jnp.uint32))
+    monkeypatch.setattr(randomness, "random_bits", lambda *arguments: jnp.zeros((B, G + 1, 2), jnp.uint32))
     with pytest.raises(jaxtyping.TypeCheckError, match="return value"):
         randomness.uniforms(jax.random.split(randomness.seeded(0), B), ids[:, 0], ids, randomness.ACCEPT)
 

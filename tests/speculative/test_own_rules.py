@@ -127,7 +127,7 @@ def test_no_row_drafts_more_than_is_wanted():
 @pytest.mark.parametrize(
     "drafter, message",
     [
-        (repeating(dist=lambda wanted: None), "drafter Own: draft gave NoneType for the distribution of its tokens"),
+        (repeating(dist=lambda wanted: None), "drafter Own: draft gave NoneType as the distribution of its tokens"),
         (repeating(num_drafted=lambda wanted: 3), r"Own: draft gave num_drafted int32\[\], expected int32\[2\]"),
         (repeating(calls=lambda wanted: 0), r"Own: draft gave calls int32\[\], expected int32\[2\]"),
         (repeating(draft=lambda self, *_: None), r"Own: draft returned NoneType, expected \(draft_state, Draft\)"),
