@@ -39,8 +39,8 @@ def without_padding(
         lengths = _checked_lengths(input_lengths, attention_mask, rows, width)
     if attention_mask is not None:
         return from_left(inputs, _marked(attention_mask, inputs.shape))
-    if decoder_only(model):
-        return inputs, lengths
+    if decoder_only(model) or (input_lengths is not None and getattr(model, "vocabulary", None) is None):
+        return inputs, lengths  # nothing says that 0 is padding where lengths say that it counts
     pad = padding_id(model)
     text = (inputs != (PAD_ID if pad is None else pad)) & (np.arange(width) < lengths[:, None])
     if input_lengths is not None and width and np.any(wrong := text.any(axis=1) & ~text[:, 0]):

@@ -345,7 +345,7 @@ def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
     ratios = [found[f"xxl, {name}"][4] for name in ("int8, call over 1", "int8, plain", "int8, alpha 0.75")]
     full = "times the full target's plain"
     assert ratios == ["0.62", f"1.62 {full}", f"2.50; 4.06 {full}"]
-    assert found["xxl, self:int8"][4:] == ("1.75", "8.500", "400", "acceptance forced")
+    assert found["xxl, self:int8"][4:] == ("1.75", "8.500", "400", "acceptance synthetic")
     assert all(len(line) == len(laid_out.HEAD) for line in laid_out.lines(record))
     ends = [found[name][-1] for name in ("copy", "xxl, int8", "xxl, beams", "xxl, T5X")]
     assert ends == ["3100 GB a second", "not supported here: bfloat16", "failed: RESOURCE_EXHAUSTED", "not run"]

@@ -229,7 +229,7 @@ def test_there_is_no_verdict_where_nothing_was_drafted(measured):
     record |= {"verdicts": [], "speculative": []}
     assert summaries.benchmark_summary(record).startswith("no verdict: --synthetic_alpha times whole decodes\n")
     record["options"]["preset"] = "tiny"
-    assert summaries.benchmark_summary(record).startswith("no verdict: of random weights only steps are timed; --f")
+    assert summaries.benchmark_summary(record).startswith("no verdict: of random weights only steps are timed; --s")
     record["drafter"] = None
     assert "plain decoding alone was timed\n" in summaries.benchmark_summary(record)
 

@@ -24,15 +24,15 @@ pytestmark = [
 CHILD = """
 import hashlib, threading
 import jax, jax.numpy as jnp, numpy as np
-from specdec_jax.models import native, panels
+from specdec_jax.models import native, packed_weights
 from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.packed_weights import Panels
+from specdec_jax.models.packed_weights import PackedWeights
 
 assert native.available(), native.state()
 rng = np.random.default_rng(0)
 normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
-cells = [Panels.pack(normal(640, 640) / 25) for _ in range(6)]
-cells += [Panels.pack(Int8Kernel.quantize(normal(640, 640) / 25, bits)) for bits in (16, 8)]
+cells = [PackedWeights.pack(normal(640, 640) / 25) for _ in range(6)]
+cells += [PackedWeights.pack(Int8Kernel.quantize(normal(640, 640) / 25, bits)) for bits in (16, 8)]
 keys, values, bias = normal(8, 8, 60, 64), normal(8, 8, 60, 64), normal(60, 8, 60)
 positions, lengths = jnp.arange(8, dtype=jnp.int32) * 7, 60 - jnp.arange(8, dtype=jnp.int32) * 5
 
@@ -40,9 +40,9 @@ positions, lengths = jnp.arange(8, dtype=jnp.int32) * 7, 60 - jnp.arange(8, dtyp
 def run(cells, x, qkv, keys, values):
     step = lambda i, x: sum(cell.product(x, jnp.float32) for cell in cells) / 3
     y = jax.lax.fori_loop(0, 5, step, x)
-    out = panels.attend_to_cache(qkv[:, :4], keys, values, bias, positions, 8.0)
-    crossed = panels.attend_to_encoded(qkv[..., :512], keys, values, lengths)
-    return y, out, crossed, panels.attend_to_inputs(qkv, bias, lengths)
+    out = packed_weights.attend_to_cache(qkv[:, :4], keys, values, bias, positions, 8.0)
+    crossed = packed_weights.attend_to_encoded(qkv[..., :512], keys, values, lengths)
+    return y, out, crossed, packed_weights.attend_to_inputs(qkv, bias, lengths)
 
 inputs = [(cells, normal(M, 640), normal(8, 60, 1536), keys, values) for M in (1, 5, 40)]
 outputs = lambda: b"".join(np.asarray(y).tobytes() for given in inputs for y in jax.tree.leaves(run(*given)))

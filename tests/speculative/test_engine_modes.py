@@ -177,7 +177,7 @@ def test_greedy_identity_over_a_thousand_models():
     """Rows with different inputs have different hash distributions: 1,000 random pairs of models in
     one batch."""
     rng = np.random.default_rng(0)
-    inputs = np.unique(rng.integers(1, V, (1200, 5)), axis=0)[:1000]
+    inputs = np.unique(rng.integers(0, V, (1200, 5)), axis=0)[:1000]
     options = dict(input_lengths=np.full(1000, 5), max_new_tokens=20, eos_ids=(3,))
     plain = generate(MODELS["target"], inputs, **options)
     result = generate(MODELS["target"], inputs, drafter=ModelDrafter(MODELS["other"]), gamma=3, **options)

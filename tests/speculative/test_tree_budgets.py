@@ -81,10 +81,10 @@ def test_cost_aware_of_a_tree_equals_the_slow_version(tree):
                 here, node = node, None
                 for child in 1 + np.flatnonzero(np.asarray(tree.parents) == here):
                     if valid[row, child] and node is None:
-                        kept = rng.random() < (0.8, 0.5, 0.9, 0.3)[row]
-                        examined[row, child], kept[row, child] = True, kept
-                        seen.append((tree.ranks[child], kept))
-                        node = child if kept else None
+                        was_accepted = rng.random() < (0.8, 0.5, 0.9, 0.3)[row]
+                        examined[row, child], kept[row, child] = True, was_accepted
+                        seen.append((tree.ranks[child], was_accepted))
+                        node = child if was_accepted else None
                 accepted[row] += node is not None
             past.append((seen, accepted[row], int(valid[row, 1:].sum()), depths[row].max()))
         ranks = np.broadcast_to(tree.ranks, valid.shape)

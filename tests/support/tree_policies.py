@@ -164,9 +164,9 @@ class SlowCostAware:
             for counts in (seen, kept):
                 for rank in counts:
                     counts[rank] *= self.memory
-            for rank, kept in examined:
+            for rank, was_accepted in examined:
                 seen[rank] += 1
-                kept[rank] += kept
+                kept[rank] += was_accepted
         rate = lambda rank: (kept[rank] + self.weight * self.begun(rank)) / (seen[rank] + self.weight)
         worth = [self.tokens(n, rate) - tokens / time * self.time(n) for n in every]
         return max(self.minimum, worth.index(max(worth)))
