@@ -163,7 +163,7 @@ def test_kernels_of_no_meaning_are_rounded_one_by_one(monkeypatch):
         made.append(weakref.ref(kernel))
         return of(kernel, bits)
 
-    monkeypatch.setattr(Int8Kernel, "of", noted)
+    monkeypatch.setattr(Int8Kernel, "quantize", noted)
     model = sd.LanguageModel.dummy(TINY_1_0, quantize="int8")
     assert len(made) > 20 and max(alive) == 0
     assert isinstance(weight_layouts.step_kernels(model.network.params)[0], Int8Kernel)
