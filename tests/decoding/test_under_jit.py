@@ -170,7 +170,7 @@ def test_bad_settings_are_rejected(pair):
     ):
         with pytest.raises(ValueError, match=message):
             make(**options)
-    with pytest.raises(ValueError, match="which reads the drafter's distributions"):
+    with pytest.raises(ValueError, match="which needs draft probabilities"):
         Decoder(target.config, sd.PromptLookupDrafter(), gamma=sd.Confidence(3))
     wide = Decoder(dataclasses.replace(target.config, vocab_size=48))
     with pytest.raises(ValueError, match="params: parameter token_embedder/embedding: got shape"):
