@@ -59,6 +59,7 @@ def isolated(function: Callable) -> Any:
     if hasattr(function, "lower"):
         call.lower = isolated(function.lower)
         call._cache_size = function._cache_size
+        call.__wrapped__ = function.__wrapped__  # the function itself, as a jitted function has it
     return call
 
 

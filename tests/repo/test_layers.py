@@ -102,7 +102,6 @@ def test_no_function_is_long(module):
     assert not {node.name for node in found if sum(isinstance(part, ast.stmt) for part in ast.walk(node)) > 60}
 
 
-
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_what_is_declared_is_not_asked_for_by_name(path):
     """Which drafter or verifier it is, only its own file and its table know; others read what it

@@ -27,7 +27,10 @@ WRONG = {
         lambda: distributions.Categorical.from_logits(logits).log_prob(ids.astype(jnp.float32)),
     ),
     "words that are signed": ("random", lambda: randomness.draw(logits[:, 0], ids[:, :2])),
-    "raw keys": ("keys", lambda: randomness.random_bits(jnp.zeros((B, 2), jnp.uint32), ids[:, 0], ids, randomness.DRAFT)),
+    "raw keys": (
+        "keys",
+        lambda: randomness.random_bits(jnp.zeros((B, 2), jnp.uint32), ids[:, 0], ids, randomness.DRAFT),
+    ),
     "under jit": ("draft_tokens", lambda: jax.jit(verifiers.verify_greedy)(ids, ids, ids[:, 0])),
 }
 

@@ -331,7 +331,10 @@ def test_what_makes_no_sense_is_rejected():
         (dict(tree=Tree.uniform((2,)), gamma=9), "gamma: got 9"),
         (dict(tree=Tree.chain(3), gamma=sd.CostAware(4)), "gamma: got 4, expected an integer from 0 to 3"),
         (dict(tree=Tree.uniform((2,)), gamma=Auto(2, (1.0, 1.1, 1.2))), "expected 'auto', an integer"),
-        (dict(tree=Tree.uniform((2,)), gamma=sd.Entropy(2), drafter=sd.PromptLookupDrafter()), "needs draft probabilities"),
+        (
+            dict(tree=Tree.uniform((2,)), gamma=sd.Entropy(2), drafter=sd.PromptLookupDrafter()),
+            "needs draft probabilities",
+        ),
         (dict(tree=Tree.uniform((2,)), gamma=sd.Heuristic(3)), "gamma: got 3"),
         (dict(tree=Tree.uniform((2,)), drafter=sd.RandomDrafter(V)), "which drafts chains"),
         (dict(tree=Tree.uniform((2,)), num_beams=2), "tree: got"),
