@@ -57,7 +57,8 @@ def isolated(function: Callable) -> Any:
 
     call.isolated = True
     if hasattr(function, "lower"):
-        call.lower = isolated(function.lower)
+        for name in ("lower", "trace", "eval_shape"):
+            setattr(call, name, isolated(getattr(function, name)))
         call._cache_size = function._cache_size
         call.__wrapped__ = function.__wrapped__  # the function itself, as a jitted function has it
     return call
