@@ -159,11 +159,11 @@ def test_a_job_that_was_interrupted_goes_on(how, generate, toys, tmp_path, monke
     assert generate(*flags, f"--output_file={whole}")[0] == 0
     add, numbers = resumable_output.Journal.add, []
 
-    def interrupted(self, number, lines):
+    def interrupted(self, number, lines, *notes):
         if len(numbers) == 9:
             raise KeyboardInterrupt
         numbers.append(number)
-        add(self, number, lines)
+        add(self, number, lines, *notes)
 
     monkeypatch.setattr(resumable_output.Journal, "add", interrupted)
     assert generate(*flags, f"--output_file={path}")[0] == 130 and not path.exists()

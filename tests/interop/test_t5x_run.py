@@ -21,6 +21,7 @@ BEAMS = HEAD + "gin_models.EncoderDecoderModel.predict_batch_with_aux.num_decode
 
 @pytest.fixture(autouse=True)
 def clean():
+    gin.clear_config()  # another test of the process may have locked it
     yield
     gin.clear_config()
     t5x_run._ignored.clear()
