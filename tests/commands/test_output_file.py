@@ -66,11 +66,11 @@ def test_the_output_file_has_what_is_printed(specdec, pair, tmp_path, flags):
 # when all are there and the output file is written, but the journal is not yet removed.
 DYING = """
 import os, pathlib, signal, sys
-from specdec_jax.commands import journal
+from specdec_jax.commands import resumable_output
 import specdec_main
 
 how, left = sys.argv.pop(1), [int(sys.argv.pop(1))]
-append, unlink = journal.Journal._append, pathlib.Path.unlink
+append, unlink = resumable_output.Journal._append, pathlib.Path.unlink
 
 def dying(self, record):
     left[0] -= 1
@@ -86,7 +86,7 @@ def removing(path, **more):
         signal.raise_signal(signal.SIGKILL)
     unlink(path, **more)
 
-journal.Journal._append, pathlib.Path.unlink = dying, removing
+resumable_output.Journal._append, pathlib.Path.unlink = dying, removing
 sys.exit(specdec_main.main())
 """
 

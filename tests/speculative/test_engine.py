@@ -233,7 +233,7 @@ def test_prefixes_and_limits_of_very_different_lengths():
 
 
 def test_sampled_with_prefix():
-    prefixes = [[5], [], [9, 9], [1], [0, 0, 0], [2], [3], [8, 7, 6, 5]]
+    prefixes = [[5], [], [9, 9], [1], [4, 0, 9], [2], [3], [8, 7, 6, 5]]
     result = run(drafter="self", decoder_prefix=prefixes, max_new_tokens=8, sampling=SAMPLED, key=KEY, verifier="token")
     np.testing.assert_allclose(result.log_probs, teacher_forced_log_probs(result, prefixes=prefixes), atol=1e-4)
     assert result.stats.acceptance_rate == 1.0

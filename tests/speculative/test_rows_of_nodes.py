@@ -52,7 +52,7 @@ def test_processors_of_beams():
         traced = EOS_IDS[rows], np.float32(0.6), early.rows(len(rows), V), np.zeros(len(rows), bool)
         state = begin(TARGET.network, None, config, LIMIT, 4 + LIMIT, *given, *traced)
         state = jax.jit(search)(TARGET.network, None, state)
-        return [np.asarray(part) for part in (state.finished.lengths, state.finished.scores, state.valid.tokens)]
+        return [np.asarray(part) for part in (state.finished.lengths, state.finished.scores, state.live.tokens)]
 
     together = searched(np.arange(3))
     for row in range(3):
