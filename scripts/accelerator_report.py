@@ -4,7 +4,7 @@
     python scripts/accelerator_report.py --output=accelerator.jsonl     # resumes where it stopped
     specdec figures --records=accelerator.jsonl
 
-It takes whatever device JAX has. The models have the shapes of T5s and weights of no meaning;
+It takes whatever device JAX has. The models have the shapes of T5s and dummy weights;
 drafted tokens are accepted at random. Measured are copies (the bandwidth) and the bare products of
 a step, and from both the floor; calls of the target over 1 to 64 positions (v) and steps of the
 drafter (c); whole decodes, plain and speculative, by synthetic acceptance, for several numbers of

@@ -1,5 +1,5 @@
-"""Decodes continuous batching: many inputs go through one state whose finished rows are refilled,
-so that no row waits for the slowest.
+"""Continuous batching: a finished row gives its place in the state to the next input, so that no
+row waits for the slowest.
 
 The loop is `advance`, which returns as soon as enough rows are done. Their outputs are taken out,
 and rows that were prefilled ahead overwrite them in place. Always the same number of inputs is

@@ -51,9 +51,9 @@ def _drafter_alone(target: Network, drafter: Drafter, config, slots: int, inputs
     with the target is left out."""
     shared = {}
     if drafter.reads_encoder:
-        config = target.module.config
-        made_up = 1e-3 * inputs[..., None].astype(config.dtype)  # the compiler would simplify products with zeros
-        shared = {"encoded": jnp.broadcast_to(made_up, (*inputs.shape, config.emb_dim))}
+        model = target.module.config
+        made_up = 1e-3 * inputs[..., None].astype(model.dtype)  # the compiler would simplify products with zeros
+        shared = {"encoded": jnp.broadcast_to(made_up, (*inputs.shape, model.emb_dim))}
     return drafter.init(inputs, input_lengths, tokens, slots, **shared)
 
 

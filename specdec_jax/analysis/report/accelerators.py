@@ -104,7 +104,7 @@ def section(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
     """Returns the part of the page about one file of figures."""
     options, figure = record["options"], plot(record)
     about = (
-        f"Weights of no meaning, {options['dtype']}{', all shapes shrunk' if options['tiny'] else ''}, drafter "
+        f"Dummy weights, {options['dtype']}{', all shapes shrunk' if options['tiny'] else ''}, drafter "
         f"{options['drafter']}, γ = {options['gamma']}, inputs of {options['input_length']} ids, "
         f"{options['max_new_tokens']} new tokens."
     )
