@@ -42,22 +42,44 @@ from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
 
 _DEFAULT = Setup()
-_OUTPUT = flags.DEFINE_string("output", "accelerator.jsonl", "File of the figures, a line of JSON each.")
-_MINUTES = flags.DEFINE_float("minutes", 10.0, "Minutes after which nothing more is begun.", lower_bound=0.0)
-_TARGETS = flags.DEFINE_list("targets", list(_DEFAULT.targets), "Shapes of the targets, from the smallest up.")
-_DRAFTER = flags.DEFINE_enum("drafter", _DEFAULT.drafter, sorted(PRESETS), "Shape of the drafter.")
-_DTYPE = flags.DEFINE_enum("dtype", _DEFAULT.dtype, ["bfloat16", "float32"], "Dtype of weights and caches.")
-_GAMMA = flags.DEFINE_integer("gamma", _DEFAULT.gamma, "Tokens drafted per target call.", lower_bound=1)
-_BATCHES = flags.DEFINE_list("batches", list(map(str, _DEFAULT.batches)), "Numbers of rows.")
-_ALPHAS = flags.DEFINE_list("alphas", list(map(str, _DEFAULT.alphas)), "Acceptance rates that are forced.")
-_TREE = flags.DEFINE_string("tree", _DEFAULT.tree, "A token tree, as for `specdec generate`.")
-_INPUT = flags.DEFINE_integer("input_length", _DEFAULT.input_length, "Ids of every input.", lower_bound=1)
-_NEW = flags.DEFINE_integer("max_new_tokens", _DEFAULT.max_new_tokens, "New tokens of every output.", lower_bound=1)
-_TINY = flags.DEFINE_bool("tiny", False, "Shrink every shape to two narrow layers, to try the script out.")
-_CACHE = flags.DEFINE_string(
-    "compilation_cache_dir", None, "Folder of compiled programs, as for `specdec`; empty: none are kept."
+_OUTPUT = flags.DEFINE_string(
+    "output", "accelerator.jsonl", "File of the figures, a line of JSON each."
 )
-_THREADS = flags.DEFINE_integer("threads", 0, "Programs compiled side by side; 0: one for each core, at most 8.")
+_MINUTES = flags.DEFINE_float(
+    "minutes", 10.0, "Minutes after which nothing more is begun.", lower_bound=0.0
+)
+_TARGETS = flags.DEFINE_list(
+    "targets", list(_DEFAULT.targets), "Shapes of the targets, from the smallest up."
+)
+_DRAFTER = flags.DEFINE_enum("drafter", _DEFAULT.drafter, sorted(PRESETS), "Shape of the drafter.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", _DEFAULT.dtype, ["bfloat16", "float32"], "Dtype of weights and caches."
+)
+_GAMMA = flags.DEFINE_integer(
+    "gamma", _DEFAULT.gamma, "Tokens drafted per target call.", lower_bound=1
+)
+_BATCHES = flags.DEFINE_list("batches", list(map(str, _DEFAULT.batches)), "Numbers of rows.")
+_ALPHAS = flags.DEFINE_list(
+    "alphas", list(map(str, _DEFAULT.alphas)), "Acceptance rates that are forced."
+)
+_TREE = flags.DEFINE_string("tree", _DEFAULT.tree, "A token tree, as for `specdec generate`.")
+_INPUT = flags.DEFINE_integer(
+    "input_length", _DEFAULT.input_length, "Ids of every input.", lower_bound=1
+)
+_NEW = flags.DEFINE_integer(
+    "max_new_tokens", _DEFAULT.max_new_tokens, "New tokens of every output.", lower_bound=1
+)
+_TINY = flags.DEFINE_bool(
+    "tiny", False, "Shrink every shape to two narrow layers, to try the script out."
+)
+_CACHE = flags.DEFINE_string(
+    "compilation_cache_dir",
+    None,
+    "Folder of compiled programs, as for `specdec`; empty: none are kept.",
+)
+_THREADS = flags.DEFINE_integer(
+    "threads", 0, "Programs compiled side by side; 0: one for each core, at most 8."
+)
 
 
 class Lines:
@@ -94,7 +116,9 @@ class Lines:
             self.found = {line["figure"]: line for line in figures}
             wrong = [name for name in {**head, **before} if before.get(name) != head.get(name)]
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{path}: got lines of another kind, expected figures of this script") from None
+            raise ValueError(
+                f"{path}: got lines of another kind, expected figures of this script"
+            ) from None
         for name in wrong:
             raise ValueError(
                 f"{path}: got figures with {name} {before.get(name)!r}, expected {head.get(name)!r}; "
@@ -153,7 +177,9 @@ def compiled(figures: Sequence[Figure], pair, threads: int) -> dict[str, Any]:
     for figure in figures:
         groups.setdefault(figure.program, []).append(figure)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        return {name: found for made in pool.map(make, groups.values()) for name, found in made.items()}
+        return {
+            name: found for made in pool.map(make, groups.values()) for name, found in made.items()
+        }
 
 
 def timed(figure: Figure, variant: Callable[[], Any], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,9 +194,14 @@ def timed(figure: Figure, variant: Callable[[], Any], before: Mapping[str, Any])
     return figure.read(seconds, kept[0], before)
 
 
-def measured(stage: Stage, figures: Sequence[Figure], threads: int, before: Mapping[str, Any]) -> Iterator[dict]:
+def measured(
+    stage: Stage, figures: Sequence[Figure], threads: int, before: Mapping[str, Any]
+) -> Iterator[dict]:
     """Loads a stage's models, compiles its programs, and yields a line for each figure as it comes."""
-    line = lambda figure, **found: {"figure": figure.name, **figure.about, **found}
+
+    def line(figure, **found):
+        return {"figure": figure.name, **figure.about, **found}
+
     say(
         f"{stage.name}: making dummy weights, then compiling {len({figure.program for figure in figures})} "
         "programs for " + "; ".join(figure.name for figure in figures)
@@ -207,10 +238,17 @@ def shown(line: Mapping[str, Any]) -> str:
     for name, text in (("failed", "failed"), ("unsupported", "not supported here")):
         if name in line:
             return f"= {line['figure']}: {text}: {line[name]}"
-    units = {"floor_ms": "ms at the bandwidth", "v": "v", "c": "c", "improvement": "times plain",
-             "over_full_plain": "times the full target's plain", "iteration_ms": "ms an iteration",
-             "tokens_per_second": "tokens a second", "gb_per_second": "GB a second",
-             "over_full": "of the full target's"}  # fmt: skip
+    units = {
+        "floor_ms": "ms at the bandwidth",
+        "v": "v",
+        "c": "c",
+        "improvement": "times plain",
+        "over_full_plain": "times the full target's plain",
+        "iteration_ms": "ms an iteration",
+        "tokens_per_second": "tokens a second",
+        "gb_per_second": "GB a second",
+        "over_full": "of the full target's",
+    }
     rest = "".join(f", {line[name]:.4g} {unit}" for name, unit in units.items() if name in line)
     return f"= {line['figure']}: {line['milliseconds']['median']:.4g} ms{rest}"
 
@@ -227,12 +265,22 @@ def setup_of() -> Setup:
     if any(not 0 < alpha <= 1 for alpha in alphas):
         raise app.UsageError(f"alphas: got {_ALPHAS.value}, expected numbers in (0, 1]")
     if not _TARGETS.value or set(_TARGETS.value) - set(PRESETS):
-        raise app.UsageError(f"targets: got {_TARGETS.value}, expected some of {', '.join(sorted(PRESETS))}")
+        raise app.UsageError(
+            f"targets: got {_TARGETS.value}, expected some of {', '.join(sorted(PRESETS))}"
+        )
     return dataclasses.replace(
-        _DEFAULT, targets=tuple(_TARGETS.value), drafter=_DRAFTER.value, dtype=_DTYPE.value, tiny=_TINY.value,
-        input_length=_INPUT.value, max_new_tokens=_NEW.value, gamma=_GAMMA.value, batches=batches, alphas=alphas,
+        _DEFAULT,
+        targets=tuple(_TARGETS.value),
+        drafter=_DRAFTER.value,
+        dtype=_DTYPE.value,
+        tiny=_TINY.value,
+        input_length=_INPUT.value,
+        max_new_tokens=_NEW.value,
+        gamma=_GAMMA.value,
+        batches=batches,
+        alphas=alphas,
         tree=_TREE.value,
-    )  # fmt: skip
+    )
 
 
 def against(setup: Setup) -> dict[str, Any]:
@@ -262,7 +310,9 @@ def run(lines: Lines, planned: Sequence[Stage], threads: int, seconds: float) ->
         if todo:
             took[stage.kind] = time.monotonic() - begin
             gc.collect()  # the models of the stage
-            if jax.default_backend() == "cpu":  # programs there take memory mappings, of which a process has 65,530
+            if (
+                jax.default_backend() == "cpu"
+            ):  # programs there take memory mappings, of which a process has 65,530
                 jax.clear_caches()
     return missing
 
@@ -275,22 +325,35 @@ def main(argv) -> None:
     check_output(_OUTPUT.value)
     planned = stages(setup, against(setup))
     names = [figure.name for stage in planned for figure in stage.figures]
-    head = {"accelerator_report": 1, "machine": machine.machine(), "flags": os.environ.get("XLA_FLAGS", ""),
-            "options": dataclasses.asdict(setup), "plan": names}  # fmt: skip
+    head = {
+        "accelerator_report": 1,
+        "machine": machine.machine(),
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "options": dataclasses.asdict(setup),
+        "plan": names,
+    }
     head = json.loads(json.dumps(head))
     try:
         lines = Lines(_OUTPUT.value, head)
     except ValueError as error:
         raise app.UsageError(str(error)) from None
     with lines:
-        say(f"{head['machine']['device']}, {len(names)} figures, {_MINUTES.value:g} minutes, to {_OUTPUT.value}")
+        say(
+            f"{head['machine']['device']}, {len(names)} figures, {_MINUTES.value:g} minutes, to {_OUTPUT.value}"
+        )
         if lines.found:
-            say(f"{len(lines.found)} of {len(names)} figures are in {_OUTPUT.value} and are not measured again")
+            say(
+                f"{len(lines.found)} of {len(names)} figures are in {_OUTPUT.value} and are not measured again"
+            )
         threads = _THREADS.value or min(8, os.cpu_count() or 1)
         missing = run(lines, planned, threads, 60 * _MINUTES.value)
     if missing:
-        say(f"not run, since the time was up: {'; '.join(missing)}; the same command resumes with them")
-    say(f"{len(lines.found)} of {len(names)} figures; `specdec figures --records={_OUTPUT.value}` draws them")
+        say(
+            f"not run, since the time was up: {'; '.join(missing)}; the same command resumes with them"
+        )
+    say(
+        f"{len(lines.found)} of {len(names)} figures; `specdec figures --records={_OUTPUT.value}` draws them"
+    )
 
 
 if __name__ == "__main__":

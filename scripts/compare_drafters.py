@@ -41,16 +41,25 @@ from specdec_jax.files.writing import check_output, write_file
 
 CASCADES = {"vertical": VerticalCascade, "horizontal": HorizontalCascade}
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
-_ARM = flags.DEFINE_multi_string("variant", None, "DRAFTER[,flag=value ...]; repeatable.", required=True)
+_ARM = flags.DEFINE_multi_string(
+    "variant", None, "DRAFTER[,flag=value ...]; repeatable.", required=True
+)
 _FILE = flags.DEFINE_string(
-    "input_file", None, "One sentence a line, or a TSV file, of which the first column is read.", required=True
+    "input_file",
+    None,
+    "One sentence a line, or a TSV file, of which the first column is read.",
+    required=True,
 )
 _LIMIT = flags.DEFINE_integer("limit", 0, "Read only this many lines; 0: all.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable token.")
-_VERIFIER = flags.DEFINE_string("verifier", "token", "As for `specdec generate`; token gives α at every temperature.")
+_VERIFIER = flags.DEFINE_string(
+    "verifier", "token", "As for `specdec generate`; token gives α at every temperature."
+)
 _NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most new tokens.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Passes over the sentences.")
-_STEPS = flags.DEFINE_bool("steps", True, "Time c and v too, which compiles two more programs for every variant.")
+_STEPS = flags.DEFINE_bool(
+    "steps", True, "Time c and v too, which compiles two more programs for every variant."
+)
 _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
 
 
@@ -74,9 +83,13 @@ def options_of(variant: str) -> tuple[DecodingOptions, int]:
         else:
             chosen[name] = int(value) if kinds[name] is int else value
     return DecodingOptions(
-        target=_TARGET.value, drafter=drafter, temperature=_TEMPERATURE.value, verifier=_VERIFIER.value,
-        max_new_tokens=_NEW.value, **chosen,
-    ), gamma  # fmt: skip
+        target=_TARGET.value,
+        drafter=drafter,
+        temperature=_TEMPERATURE.value,
+        verifier=_VERIFIER.value,
+        max_new_tokens=_NEW.value,
+        **chosen,
+    ), gamma
 
 
 def drafter_of(variant: str, options: DecodingOptions, target):
@@ -88,7 +101,9 @@ def drafter_of(variant: str, options: DecodingOptions, target):
     if kind not in CASCADES or len(parts) != 3 or not parts[2].isdigit():
         expected = "vertical|MODEL|INNER|N or horizontal|FIRST|THEN|N"
         raise ValueError(f"variant: got {variant!r}, expected {expected}")
-    second = dataclasses.replace(options, drafter=parts[1], shortlist=None, shortlist_size=0, drafter_int8=False)
+    second = dataclasses.replace(
+        options, drafter=parts[1], shortlist=None, shortlist_size=0, drafter_int8=False
+    )
     cascade = CASCADES[kind](drafter, second.load(target)[1], int(parts[2]))
     check_pair(target, cascade)
     return cascade
@@ -98,7 +113,9 @@ def decoder(options: DecodingOptions, gamma: int, target, drafter) -> analysis_v
     how = options.decoding(plain=drafter is None) | dict(
         drafter=drafter, gamma=options.gamma_of(gamma) if drafter else 0
     )
-    return analysis_variants.Variant(gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
+    return analysis_variants.Variant(
+        gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how)
+    )
 
 
 def main(argv) -> None:
@@ -108,15 +125,27 @@ def main(argv) -> None:
     asked = {variant: options_of(variant) for variant in _ARM.value}
     for options, _ in asked.values():
         options.check()
-    if len({(options.dtype, options.vocabulary, options.mesh) for options, _ in asked.values()}) > 1:
+    if (
+        len({(options.dtype, options.vocabulary, options.mesh) for options, _ in asked.values()})
+        > 1
+    ):
         raise ValueError(
             "variant: got different values of dtype, vocabulary or mesh, expected the same in all, which share "
             "one target"
         )
-    plain = dataclasses.replace(next(iter(asked.values()))[0], drafter=None, gamma_policy="fixed", gamma_settings=(),
-                                shortlist=None, shortlist_size=0, drafter_int8=False)  # fmt: skip
+    plain = dataclasses.replace(
+        next(iter(asked.values()))[0],
+        drafter=None,
+        gamma_policy="fixed",
+        gamma_settings=(),
+        shortlist=None,
+        shortlist_size=0,
+        drafter_int8=False,
+    )
     target, _ = plain.load()
-    sentences = [line.partition("\t")[0] for line in read_sentences([], _FILE.value)][: _LIMIT.value or None]
+    sentences = [line.partition("\t")[0] for line in read_sentences([], _FILE.value)][
+        : _LIMIT.value or None
+    ]
     ids = encode(target, sentences, plain.max_input_length)
     batches = analysis_variants.cut(sentences, ids, 1, plain.seed)
     variants, models = {"plain": decoder(plain, 0, target, None)}, {}
@@ -163,11 +192,16 @@ def main(argv) -> None:
     for line in rows:
         rates, gain = (line["alpha"], line["alpha_where_drafted"]), line["improvement"]
         shown = f"{gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})"
-        c, v = ("-" if line[name] is None else f"{line[name]:.3f}" for name in ("cost_ratio", "verify_cost"))
+        c, v = (
+            "-" if line[name] is None else f"{line[name]:.3f}"
+            for name in ("cost_ratio", "verify_cost")
+        )
         everywhere, drafted = ("-" if alpha is None else f"{alpha:.3f}" for alpha in rates)
         differ = "-" if line["differ"] is None else line["differ"]
         counts = f"{line['tokens_per_call']:>13.2f}{line['drafted_per_call']:>14.2f}"
-        print(f"{everywhere:>7}{drafted:>9}{counts}{c:>8}{v:>8}{shown:>25}{differ:>8}  {line['variant']}")
+        print(
+            f"{everywhere:>7}{drafted:>9}{counts}{c:>8}{v:>8}{shown:>25}{differ:>8}  {line['variant']}"
+        )
 
 
 def costs(name: str, variant: analysis_variants.Variant, times: dict[str, Spread]) -> dict:
@@ -182,7 +216,10 @@ def costs(name: str, variant: analysis_variants.Variant, times: dict[str, Spread
 def row(name: str, variant: analysis_variants.Variant, plain: analysis_variants.Variant) -> dict:
     examined = sum(int(result.stats.examined_by_position.sum()) for result in variant.results)
     calls, accepted = variant.total("target_calls"), variant.total("accepted")
-    differ = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(variant.results, plain.results, strict=True))
+    differ = sum(
+        not np.array_equal(a.tokens, b.tokens)
+        for a, b in zip(variant.results, plain.results, strict=True)
+    )
     per_token = plain.seconds_per_token / variant.seconds_per_token
     return {
         "variant": name,

@@ -37,22 +37,38 @@ from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.training import text_files
 
 _TARGET = flags.DEFINE_string("target", None, "Folder or bundled name of the model.")
-_PRESET = flags.DEFINE_enum("preset", None, sorted(PRESETS), "Shape of a model with random weights, and ids as inputs.")
+_PRESET = flags.DEFINE_enum(
+    "preset", None, sorted(PRESETS), "Shape of a model with random weights, and ids as inputs."
+)
 _DRAFTER = flags.DEFINE_string("drafter", None, "Folder or bundled name of a drafting model.")
-_QUANTIZE = flags.DEFINE_enum("quantize", "int8", ["int8", "w8a8"], "How the model is rounded, as for `specdec`.")
+_QUANTIZE = flags.DEFINE_enum(
+    "quantize", "int8", ["int8", "w8a8"], "How the model is rounded, as for `specdec`."
+)
 _MOVE = flags.DEFINE_bool(
-    "move_weights", False,
+    "move_weights",
+    False,
     "First move every weight at random by up to half a step of the rounding: for models that are stored in int8, "
     "which rounding again would not change.",
-)  # fmt: skip
-_DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16"], "dtype of all models; by default float32 on a CPU, else bfloat16."
 )
-_FILE = flags.DEFINE_string("input_file", None, "One input a line, or TSV: source, tab, reference, for BLEU and chrF.")
-_LIMIT = flags.DEFINE_integer("limit", 0, "Read only this many inputs; 0: all, of a preset 64.", lower_bound=0)
-_BATCH = flags.DEFINE_integer("batch_size", 16, "Inputs decoded and scored together.", lower_bound=1)
+_DTYPE = flags.DEFINE_enum(
+    "dtype",
+    None,
+    ["float32", "bfloat16"],
+    "dtype of all models; by default float32 on a CPU, else bfloat16.",
+)
+_FILE = flags.DEFINE_string(
+    "input_file", None, "One input a line, or TSV: source, tab, reference, for BLEU and chrF."
+)
+_LIMIT = flags.DEFINE_integer(
+    "limit", 0, "Read only this many inputs; 0: all, of a preset 64.", lower_bound=0
+)
+_BATCH = flags.DEFINE_integer(
+    "batch_size", 16, "Inputs decoded and scored together.", lower_bound=1
+)
 _NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most new tokens.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the outputs; 0 takes the most probable token.", lower_bound=0)
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", 0.0, "Of the outputs; 0 takes the most probable token.", lower_bound=0
+)
 _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
 
 _PRESET_INPUT, _PRESET_ROWS = 64, 64  # ids in an input of a preset; inputs
@@ -62,9 +78,13 @@ def models() -> tuple[LanguageModel, LanguageModel, LanguageModel | None]:
     """Returns the full model, its rounded form, and the drafter."""
     if _PRESET.value:
         packed_weights.check_quantize(
-            _QUANTIZE.value, loader.choose_dtype(_DTYPE.value, _PRESET.value, lambda line: None), False
+            _QUANTIZE.value,
+            loader.choose_dtype(_DTYPE.value, _PRESET.value, lambda line: None),
+            False,
         )
-        config = PRESETS[_PRESET.value].replace(dtype=loader.choose_dtype(_DTYPE.value, _PRESET.value))
+        config = PRESETS[_PRESET.value].replace(
+            dtype=loader.choose_dtype(_DTYPE.value, _PRESET.value)
+        )
         if not config.decoder_only:
             config = config.replace(num_encoder_layers=1)
         with waiting(f"drawing the weights of {_PRESET.value}, and rounding them"):
@@ -95,22 +115,31 @@ def texts_of(path: str) -> tuple[list[str], list[str] | None]:
     try:
         lines = [line.split("\t") for line in text_files.read_lines(path)][: _LIMIT.value or None]
     except OSError as error:
-        raise ValueError(f"input_file: got {path} ({error.strerror}), expected a file of inputs") from None
+        raise ValueError(
+            f"input_file: got {path} ({error.strerror}), expected a file of inputs"
+        ) from None
     references = [line[1] for line in lines if len(line) > 1]
     if not lines or len(references) not in (0, len(lines)):
         got = f"{len(references)} references for {len(lines)} lines" if lines else "no lines"
-        raise ValueError(f"input_file: got {got}, expected inputs, and one reference for each or none")
+        raise ValueError(
+            f"input_file: got {got}, expected inputs, and one reference for each or none"
+        )
     if references and importlib.util.find_spec("sacrebleu") is None:
-        raise ValueError("input_file: got references without sacrebleu, expected it (`pip install '.[test]'`)")
+        raise ValueError(
+            "input_file: got references without sacrebleu, expected it (`pip install '.[test]'`)"
+        )
     return [line[0] for line in lines], references or None
 
 
 def decoded(model: LanguageModel, inputs, what: str) -> list:
     """Returns the model's outputs of all inputs."""
     options = dict(
-        batch_size=_BATCH.value, seed=0, max_new_tokens=_NEW.value,
-        sampling=SamplingConfig(temperature=1.0 if _PRESET.value else _TEMPERATURE.value), generation_config=None,
-    )  # fmt: skip
+        batch_size=_BATCH.value,
+        seed=0,
+        max_new_tokens=_NEW.value,
+        sampling=SamplingConfig(temperature=1.0 if _PRESET.value else _TEMPERATURE.value),
+        generation_config=None,
+    )
     return list(track(decode_all(model, inputs, **options), len(inputs), what))
 
 
@@ -120,11 +149,15 @@ def main(argv) -> None:
     if (_TARGET.value is None) == (_PRESET.value is None):
         raise app.UsageError("got both of --target and --preset or none, expected one of them")
     if _PRESET.value and (_DRAFTER.value or _MOVE.value or _FILE.value):
-        raise app.UsageError("got --drafter, --move_weights or --input_file with --preset, expected them with --target")
+        raise app.UsageError(
+            "got --drafter, --move_weights or --input_file with --preset, expected them with --target"
+        )
     if _TARGET.value and _FILE.value is None:
         raise app.UsageError("got --target without --input_file, expected a file of inputs")
     if _PRESET.value and _TEMPERATURE.present:
-        raise app.UsageError("got --temperature with --preset, expected none: its outputs are drawn at temperature 1")
+        raise app.UsageError(
+            "got --temperature with --preset, expected none: its outputs are drawn at temperature 1"
+        )
     check_output(_OUTPUT.value)
     try:
         texts, references = ([], None) if _PRESET.value else texts_of(_FILE.value)
@@ -134,23 +167,39 @@ def main(argv) -> None:
     shape = _LIMIT.value or _PRESET_ROWS, _PRESET_INPUT
     drawn = np.random.default_rng(0).integers(2, full.config.vocab_size, shape).tolist()
     inputs = drawn if _PRESET.value else encode(full, texts, 512)
-    scores = lambda outputs: {} if references is None else quality(outputs, references)
+
+    def scores(outputs):
+        return {} if references is None else quality(outputs, references)
+
     outputs = decoded(full, inputs, "decoding with all precision")
     found = rounding.Divergence(full, other, drafter)
-    kept = [(row, output.tokens) for row, output in zip(inputs, outputs, strict=True) if output.tokens]
+    kept = [
+        (row, output.tokens) for row, output in zip(inputs, outputs, strict=True) if output.tokens
+    ]
     if not kept:
-        raise app.UsageError("got outputs without any tokens, expected inputs that the model answers")
+        raise app.UsageError(
+            "got outputs without any tokens, expected inputs that the model answers"
+        )
     parts = [kept[start : start + _BATCH.value] for start in range(0, len(kept), _BATCH.value)]
     for part in track(parts, len(parts), "scoring"):
         found.add(*zip(*part))
     again = decoded(other, inputs, "decoding with rounded weights")
     differ = sum(one.tokens != two.tokens for one, two in zip(outputs, again, strict=True))
     record = {
-        "machine": machine.machine(), "model": machine.model(full), "quantize": _QUANTIZE.value,
-        "moved_weights": _MOVE.value, "drafter": _DRAFTER.value, "input_file": _FILE.value, "inputs": len(inputs),
-        "max_new_tokens": _NEW.value, "temperature": 1.0 if _PRESET.value else _TEMPERATURE.value, **found.record(),
-        "outputs_that_differ": differ, "full": scores(outputs), "rounded": scores(again),
-    }  # fmt: skip
+        "machine": machine.machine(),
+        "model": machine.model(full),
+        "quantize": _QUANTIZE.value,
+        "moved_weights": _MOVE.value,
+        "drafter": _DRAFTER.value,
+        "input_file": _FILE.value,
+        "inputs": len(inputs),
+        "max_new_tokens": _NEW.value,
+        "temperature": 1.0 if _PRESET.value else _TEMPERATURE.value,
+        **found.record(),
+        "outputs_that_differ": differ,
+        "full": scores(outputs),
+        "rounded": scores(again),
+    }
     print(json.dumps(record, indent=1))
     if _OUTPUT.value:
         write_file(_OUTPUT.value, json.dumps(record, indent=1) + "\n")

@@ -31,11 +31,16 @@ from specdec_jax.decoding.progress import Progress
 from specdec_jax.files.writing import check_output, write_file
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
-_DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "Drafter, as for `specdec generate`; empty: plain decoding.")
+_DRAFTER = flags.DEFINE_string(
+    "drafter", "ende/drafter", "Drafter, as for `specdec generate`; empty: plain decoding."
+)
 _GAMMA = flags.DEFINE_integer("gamma", 4, "Tokens drafted per target call.")
 _POLICY = flags.DEFINE_string("gamma_policy", "fixed", "As for `specdec generate`.")
 _FILE = flags.DEFINE_string(
-    "input_file", None, "One sentence a line, or a TSV file, of which the first column is read.", required=True
+    "input_file",
+    None,
+    "One sentence a line, or a TSV file, of which the first column is read.",
+    required=True,
 )
 _BATCH = flags.DEFINE_integer("batch_size", 8, "Sentences decoded together.", lower_bound=2)
 _LIMIT = flags.DEFINE_integer("limit", 0, "Read only this many lines; 0: all.", lower_bound=0)
@@ -49,17 +54,25 @@ _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
 _WAYS = ("file order", "like length", "refilled")
 
 
-def decoded(way: str, target, inputs: Sequence[Sequence[int]], size: int, how: dict) -> Iterator[tuple[int, list[int]]]:
+def decoded(
+    way: str, target, inputs: Sequence[Sequence[int]], size: int, how: dict
+) -> Iterator[tuple[int, list[int]]]:
     """Yields (number of the input, ids of its output) for every input, batched in one of `_WAYS`."""
     if way != "file order":
-        for place, (output,) in decode_stream(target, inputs, batch_size=size, refill=way == "refilled", **how):
+        for place, (output,) in decode_stream(
+            target, inputs, batch_size=size, refill=way == "refilled", **how
+        ):
             yield place, output.tokens
         return
     for begin in range(0, len(inputs), size):
         numbers = np.arange(begin, begin + size)
-        batch = [inputs[number] if number < len(inputs) else None for number in numbers]  # one shape compiles
+        batch = [
+            inputs[number] if number < len(inputs) else None for number in numbers
+        ]  # one shape compiles
         result = generate(target, batch, **how | {"key": fold_keys(how["key"], numbers)})
-        for number, tokens, length in zip(numbers[: len(inputs) - begin], result.tokens, result.lengths):
+        for number, tokens, length in zip(
+            numbers[: len(inputs) - begin], result.tokens, result.lengths
+        ):
             yield int(number), tokens[:length].tolist()
 
 
@@ -68,11 +81,18 @@ def main(argv) -> None:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
     check_output(_OUTPUT.value)
     options = GenerateOptions(
-        target=_TARGET.value, drafter=_DRAFTER.value or None, gamma=_GAMMA.value, gamma_policy=_POLICY.value,
-        temperature=_TEMPERATURE.value, max_new_tokens=_NEW.value, batch_size=_BATCH.value,
-    )  # fmt: skip
+        target=_TARGET.value,
+        drafter=_DRAFTER.value or None,
+        gamma=_GAMMA.value,
+        gamma_policy=_POLICY.value,
+        temperature=_TEMPERATURE.value,
+        max_new_tokens=_NEW.value,
+        batch_size=_BATCH.value,
+    )
     options.check()
-    sentences = [line.partition("\t")[0] for line in read_sentences([], _FILE.value)][: _LIMIT.value or None]
+    sentences = [line.partition("\t")[0] for line in read_sentences([], _FILE.value)][
+        : _LIMIT.value or None
+    ]
     target, drafter = options.load()
     how = options.decoding(plain=not options.drafts) | dict(
         drafter=drafter, gamma=options.gamma_of(options.gamma), key=jax.random.key(options.seed)
@@ -95,24 +115,44 @@ def main(argv) -> None:
     for turn in range(_REPEATS.value):
         for name in timing.rotate(_WAYS, turn):
             seconds[name].append(one_pass(name, f"{name}, pass {turn + 1} of {_REPEATS.value}"))
-    differ = sum(any(other != found[0] for other in found[1:]) for found in zip(*outputs.values(), strict=True))
+    differ = sum(
+        any(other != found[0] for other in found[1:])
+        for found in zip(*outputs.values(), strict=True)
+    )
     ratios = {
-        f"refilled / {name}": Spread.from_samples(np.array(seconds[name]) / np.array(seconds["refilled"]))._asdict()
+        f"refilled / {name}": Spread.from_samples(
+            np.array(seconds[name]) / np.array(seconds["refilled"])
+        )._asdict()
         for name in _WAYS[:-1]
     }
-    speed = {name: Spread.from_samples(len(sentences) / np.array(times))._asdict() for name, times in seconds.items()}
+    speed = {
+        name: Spread.from_samples(len(sentences) / np.array(times))._asdict()
+        for name, times in seconds.items()
+    }
     record = {
-        "machine": machine.machine(), "target": _TARGET.value, "drafter": _DRAFTER.value, "gamma": _GAMMA.value,
-        "gamma_policy": _POLICY.value, "temperature": _TEMPERATURE.value, "max_new_tokens": _NEW.value,
-        "input_file": _FILE.value, "sentences": len(sentences), "batch_size": _BATCH.value,
-        "tokens": sum(map(len, outputs["refilled"])), "differ": differ, "seconds": seconds,
-        "sentences_per_second": speed, "ratios": ratios,
-    }  # fmt: skip
+        "machine": machine.machine(),
+        "target": _TARGET.value,
+        "drafter": _DRAFTER.value,
+        "gamma": _GAMMA.value,
+        "gamma_policy": _POLICY.value,
+        "temperature": _TEMPERATURE.value,
+        "max_new_tokens": _NEW.value,
+        "input_file": _FILE.value,
+        "sentences": len(sentences),
+        "batch_size": _BATCH.value,
+        "tokens": sum(map(len, outputs["refilled"])),
+        "differ": differ,
+        "seconds": seconds,
+        "sentences_per_second": speed,
+        "ratios": ratios,
+    }
     if _OUTPUT.value:
         write_file(_OUTPUT.value, json.dumps(record, indent=1) + "\n")
     for name, values in {**speed, **ratios}.items():
-        print(f"{name:<22} {values['median']:>9.3f} ({values['least']:.3f} to {values['most']:.3f})"
-              + " sentences a second" * (name in _WAYS))  # fmt: skip
+        print(
+            f"{name:<22} {values['median']:>9.3f} ({values['least']:.3f} to {values['most']:.3f})"
+            + " sentences a second" * (name in _WAYS)
+        )
     print(f"{differ} of {len(sentences)} outputs differ")
     sys.exit(1 if differ else 0)
 

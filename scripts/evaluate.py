@@ -30,15 +30,22 @@ from specdec_jax.training import text_files
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "Folder or bundled name of the drafter.")
 _DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16"], "dtype of both models; by default float32 on a CPU, else bfloat16."
+    "dtype",
+    None,
+    ["float32", "bfloat16"],
+    "dtype of both models; by default float32 on a CPU, else bfloat16.",
 )
 _FILES = flags.DEFINE_list("files", None, "TSV files: source, tab, reference.", required=True)
 _GAMMA = flags.DEFINE_list("gamma", ["4"], "Values of γ to decode with.")
 _BATCH = flags.DEFINE_list("batch_size", ["8"], "Batch sizes to decode with.")
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.")
 _LIMIT = flags.DEFINE_integer("limit", 0, "Read only this many lines of each file; 0: all.")
-_SELF = flags.DEFINE_boolean("self_drafting", False, "Also draft with the target itself: α must be 1.")
-_OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record, which is rewritten after every run.")
+_SELF = flags.DEFINE_boolean(
+    "self_drafting", False, "Also draft with the target itself: α must be 1."
+)
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "File for the JSON record, which is rewritten after every run."
+)
 
 
 def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:
@@ -54,23 +61,40 @@ def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:
             position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
             prefix = [target.start_token, *theirs.tokens[:position]]
             how = near_ties.measure_difference(target, inputs[index], prefix, gamma + 1, batch)
-            differing.append({"input": index, "position": position, **how._asdict(), "near_tie": bool(how.near_tie)})
+            differing.append(
+                {
+                    "input": index,
+                    "position": position,
+                    **how._asdict(),
+                    "near_tie": bool(how.near_tie),
+                }
+            )
     return {
-        "gamma": gamma, "batch_size": batch, "alpha": accepted / examined if examined else None,
-        "tokens_per_target_call": sum(len(output.tokens) for output in outputs) / calls, "differing": differing,
+        "gamma": gamma,
+        "batch_size": batch,
+        "alpha": accepted / examined if examined else None,
+        "tokens_per_target_call": sum(len(output.tokens) for output in outputs) / calls,
+        "differing": differing,
         "not_near_ties": sum(not item["near_tie"] for item in differing),
-    }  # fmt: skip
+    }
 
 
 def evaluate(target, drafter, file: str, record: dict, save: Callable[[], None]) -> None:
     """Fills the `record` of one file; calls `save` whenever something was added."""
     pairs = text_files.read_pairs([file])[: _LIMIT.value or None]
     inputs = encode(target, [source for source, _ in pairs], 512)
-    drafters = {"drafter": drafter} | ({"target itself": ModelDrafter(target)} if _SELF.value else {})
+    drafters = {"drafter": drafter} | (
+        {"target itself": ModelDrafter(target)} if _SELF.value else {}
+    )
 
     def decode(batch: int, what: str, **options):
-        options = {"batch_size": batch, "seed": 0, "max_new_tokens": _NEW.value, "generation_config": None,
-                   **options}  # fmt: skip
+        options = {
+            "batch_size": batch,
+            "seed": 0,
+            "max_new_tokens": _NEW.value,
+            "generation_config": None,
+            **options,
+        }
         return list(track(decode_all(target, inputs, **options), len(inputs), what))
 
     record |= {"sentences": len(pairs), "runs": {name: [] for name in drafters}}
@@ -78,12 +102,18 @@ def evaluate(target, drafter, file: str, record: dict, save: Callable[[], None])
         plain = decode(batch, f"{file}: plain, batch {batch}")
         if "bleu" not in record:
             record |= quality(plain, [reference for _, reference in pairs])
-            record["mean_output_pieces"] = round(float(np.mean([len(output.tokens) for output in plain])), 2)
-            print(f"{file}: BLEU {record['bleu']}, chrF {record['chrf']}", file=sys.stderr, flush=True)
+            record["mean_output_pieces"] = round(
+                float(np.mean([len(output.tokens) for output in plain])), 2
+            )
+            print(
+                f"{file}: BLEU {record['bleu']}, chrF {record['chrf']}", file=sys.stderr, flush=True
+            )
             save()
         for name, proposer in drafters.items():
             for gamma in map(int, _GAMMA.value):
-                outputs = decode(batch, f"{file}: γ {gamma}, batch {batch}", drafter=proposer, gamma=gamma)
+                outputs = decode(
+                    batch, f"{file}: γ {gamma}, batch {batch}", drafter=proposer, gamma=gamma
+                )
                 run = compare(target, inputs, plain, outputs, gamma, batch)
                 record["runs"][name].append(run)
                 print(f"{file}: {name}, {json.dumps(run)}", file=sys.stderr, flush=True)

@@ -29,15 +29,21 @@ from specdec_jax.speculative.sampling import SamplingConfig
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "Folder or bundled name of the drafter.")
 _REQUESTS = flags.DEFINE_integer("requests", 10_000, "Requests (batches) in all.", lower_bound=10)
-_BATCH = flags.DEFINE_list("batch_size", ["1", "2", "4"], "Batch sizes; requests take them in turn.")
+_BATCH = flags.DEFINE_list(
+    "batch_size", ["1", "2", "4"], "Batch sizes; requests take them in turn."
+)
 _INPUT = flags.DEFINE_integer("max_input_length", 24, "Longest input, in tokens.")
-_NEW = flags.DEFINE_integer("max_new_tokens", 16, "Longest output, in tokens; rows ask for 1 to this many.")
+_NEW = flags.DEFINE_integer(
+    "max_new_tokens", 16, "Longest output, in tokens; rows ask for 1 to this many."
+)
 _GAMMA = flags.DEFINE_integer("gamma", 4, "Greatest γ; rows ask for 1 to this.")
 _GROWTH = flags.DEFINE_float(
     "max_growth_mb", 64.0, "The most MB by which resident memory may grow after the first tenth."
 )
 _DRIFT = flags.DEFINE_float(
-    "max_drift", 0.03, "The most by which a tenth's acceptance rate may differ from the overall rate."
+    "max_drift",
+    0.03,
+    "The most by which a tenth's acceptance rate may differ from the overall rate.",
 )
 
 # Each combination of these compiles once. Everything else is traced, and drawn anew for every
@@ -78,14 +84,23 @@ def main(argv):
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     target = loader.load(_TARGET.value)
     drafter = ModelDrafter(loader.load(_DRAFTER.value))
-    vocab, rng, batches = target.config.vocab_size, np.random.default_rng(0), [int(size) for size in _BATCH.value]
+    vocab, rng, batches = (
+        target.config.vocab_size,
+        np.random.default_rng(0),
+        [int(size) for size in _BATCH.value],
+    )
     programs = list(itertools.product(_KINDS, _VERIFIERS, batches))
     for kind, verifier, batch in track(programs, len(programs), "warm-up"):
         static = options(rng, kind, batch, vocab) | {"verifier": verifier}
-        warm_up(target, drafter=drafter, batch_sizes=[batch], max_input_length=_INPUT.value, **static)
+        warm_up(
+            target, drafter=drafter, batch_sizes=[batch], max_input_length=_INPUT.value, **static
+        )
 
     compiled: list[str] = []
-    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+
+    def listen(event, *_, **__):
+        return compiled.append(event) if "backend_compile" in event else None
+
     jax.monitoring.register_event_duration_secs_listener(listen)
     tenths = []
     for tenth in range(10):
@@ -93,22 +108,33 @@ def main(argv):
         size, start = _REQUESTS.value // 10, time.perf_counter()
         for number in track(range(size), size, f"tenth {tenth + 1}"):
             kind, verifier, batch = programs[number % len(programs)]
-            inputs = [rng.integers(2, vocab, rng.integers(1, _INPUT.value)).tolist() + [1] for _ in range(batch)]
+            inputs = [
+                rng.integers(2, vocab, rng.integers(1, _INPUT.value)).tolist() + [1]
+                for _ in range(batch)
+            ]
             result = generate(
-                target, inputs, drafter=drafter, verifier=verifier, max_input_length=_INPUT.value,
+                target,
+                inputs,
+                drafter=drafter,
+                verifier=verifier,
+                max_input_length=_INPUT.value,
                 **options(rng, kind, batch, vocab),
-            )  # fmt: skip
+            )
             examined += int(result.stats.examined_by_position.sum())
             accepted += result.stats.accepted
         line = {
-            "requests": size * (tenth + 1), "acceptance_rate": round(accepted / examined, 4),
-            "resident_mb": round(resident_mb(), 1), "compilations": len(compiled),
+            "requests": size * (tenth + 1),
+            "acceptance_rate": round(accepted / examined, 4),
+            "resident_mb": round(resident_mb(), 1),
+            "compilations": len(compiled),
             "requests_per_second": round(size / (time.perf_counter() - start), 1),
-        }  # fmt: skip
+        }
         print(json.dumps(line), flush=True)
         tenths.append(line)
     mean = np.mean([line["acceptance_rate"] for line in tenths])
-    problems = [f"{len(compiled)} programs compiled after the warm-up, expected none"] if compiled else []
+    problems = (
+        [f"{len(compiled)} programs compiled after the warm-up, expected none"] if compiled else []
+    )
     growth = tenths[-1]["resident_mb"] - tenths[0]["resident_mb"]
     if growth > _GROWTH.value:
         problems.append(f"memory grew by {growth:.1f} MB, expected at most {_GROWTH.value}")

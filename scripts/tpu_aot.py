@@ -53,26 +53,48 @@ from specdec_jax.speculative.tree_text import read_tree
 from specdec_jax.speculative.trees import DynamicTree
 
 FLAGS = flags.FLAGS
-_CHIP = flags.DEFINE_enum("chip", "v4", [*CHIPS, "all"], "TPU to compile for; all: a table, a line for each.")
+_CHIP = flags.DEFINE_enum(
+    "chip", "v4", [*CHIPS, "all"], "TPU to compile for; all: a table, a line for each."
+)
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
-_GAMMA = flags.DEFINE_integer("gamma", 7, "Tokens drafted per iteration; 0 is plain decoding.", lower_bound=0)
-_TREE = flags.DEFINE_string("tree", None, "A tree in the place of γ, as for `specdec generate`, such as widths:3,2,1.")
-_BEAMS = flags.DEFINE_integer("num_beams", None, "Beams of a beam search; none without.", lower_bound=1)
-_WIDTH = flags.DEFINE_integer("beam_width", None, "Nodes of each drafted level, by default twice the beams.")
+_GAMMA = flags.DEFINE_integer(
+    "gamma", 7, "Tokens drafted per iteration; 0 is plain decoding.", lower_bound=0
+)
+_TREE = flags.DEFINE_string(
+    "tree", None, "A tree in the place of γ, as for `specdec generate`, such as widths:3,2,1."
+)
+_BEAMS = flags.DEFINE_integer(
+    "num_beams", None, "Beams of a beam search; none without.", lower_bound=1
+)
+_WIDTH = flags.DEFINE_integer(
+    "beam_width", None, "Nodes of each drafted level, by default twice the beams."
+)
 _BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
-_QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8"], "Kernels of the target in int8, inputs in bfloat16.")
+_QUANTIZE = flags.DEFINE_enum(
+    "quantize", None, ["int8"], "Kernels of the target in int8, inputs in bfloat16."
+)
 _INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
 _NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
 _TOPOLOGY = flags.DEFINE_string(
     "topology", None, "Another topology of the chip, such as v4:2x2x2; the first devices are used."
 )
-_MESH = flags.DEFINE_string("mesh", None, "DATAxMODEL devices, as for `specdec generate`; by default one device.")
-_MEMORY = flags.DEFINE_float("memory_gb", None, "Memory of a device, in GB (10^9 bytes), if not the chip's.")
-_TIMES = flags.DEFINE_bool("times", False, "Estimate the time of single calls too, for the rows of table 2.")
-_ITERATION = flags.DEFINE_bool("iteration", False, "Estimate the time of an iteration too, as --chip=all does.")
-_CLOCK = flags.DEFINE_float("clock_ghz", None, "Clock in cycles per nanosecond, if not the chip's.", lower_bound=0.01)
+_MESH = flags.DEFINE_string(
+    "mesh", None, "DATAxMODEL devices, as for `specdec generate`; by default one device."
+)
+_MEMORY = flags.DEFINE_float(
+    "memory_gb", None, "Memory of a device, in GB (10^9 bytes), if not the chip's."
+)
+_TIMES = flags.DEFINE_bool(
+    "times", False, "Estimate the time of single calls too, for the rows of table 2."
+)
+_ITERATION = flags.DEFINE_bool(
+    "iteration", False, "Estimate the time of an iteration too, as --chip=all does."
+)
+_CLOCK = flags.DEFINE_float(
+    "clock_ghz", None, "Clock in cycles per nanosecond, if not the chip's.", lower_bound=0.01
+)
 _TEXT = flags.DEFINE_string("hlo", None, "File for the compiled loop's HLO text.")
 
 
@@ -85,18 +107,32 @@ def _chip() -> Chip:
 
 @functools.cache
 def _devices() -> list:
-    how = {"chip_config_name": "megacore"} if _CHIP.value == "v4" else {}  # v4's two cores are one device
-    return topologies.get_topology_desc(platform="tpu", topology_name=_chip().topology, **how).devices
+    how = (
+        {"chip_config_name": "megacore"} if _CHIP.value == "v4" else {}
+    )  # v4's two cores are one device
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=_chip().topology, **how
+    ).devices
 
 
 def _case() -> Case:
     """Returns what is compiled, and for which devices."""
     tree = None if _TREE.value is None else read_tree(_TREE.value)
     return Case(
-        tuple(_devices()), _TARGET.value, _DRAFTER.value, tree.depth if tree else _GAMMA.value, tree, _BEAMS.value,
-        _WIDTH.value, _BATCH.value, _QUANTIZE.value is not None, _INPUT.value, _NEW.value, _TEMPERATURE.value,
+        tuple(_devices()),
+        _TARGET.value,
+        _DRAFTER.value,
+        tree.depth if tree else _GAMMA.value,
+        tree,
+        _BEAMS.value,
+        _WIDTH.value,
+        _BATCH.value,
+        _QUANTIZE.value is not None,
+        _INPUT.value,
+        _NEW.value,
+        _TEMPERATURE.value,
         _MESH.value,
-    )  # fmt: skip
+    )
 
 
 def report(case: Case, chip: Chip) -> dict:
@@ -105,7 +141,10 @@ def report(case: Case, chip: Chip) -> dict:
     with waiting(f"compiling encoders and prefill of {case.target} for {chip.topology}"):
         lowered = case.lowered_start()
         compiled = lowered.compile()
-    state, encoders = case.place(lowered.out_info, compiled.output_shardings), compiled.memory_analysis()
+    state, encoders = (
+        case.place(lowered.out_info, compiled.output_shardings),
+        compiled.memory_analysis(),
+    )
     with waiting(f"compiling the loop of {case.target}"):
         loop = case.lowered_loop(state).compile()
         text = text_of(loop)
@@ -119,18 +158,29 @@ def report(case: Case, chip: Chip) -> dict:
     read = [(1, target), *([(case.gamma, drafter.network)] if drafter else [])]
     return {
         "what": "compiler's memory analysis, ahead of time; not a measurement",
-        "chip": _CHIP.value, "topology": chip.topology,
-        "target": case.target, "drafter": case.drafter if drafter else None,
-        "gamma": case.gamma, "tree": _TREE.value, "num_beams": case.beams, "batch_size": case.batch,
-        "dtype": "bfloat16", "quantize": _QUANTIZE.value,
+        "chip": _CHIP.value,
+        "topology": chip.topology,
+        "target": case.target,
+        "drafter": case.drafter if drafter else None,
+        "gamma": case.gamma,
+        "tree": _TREE.value,
+        "num_beams": case.beams,
+        "batch_size": case.batch,
+        "dtype": "bfloat16",
+        "quantize": _QUANTIZE.value,
         "weights_gb": round(weights, 3),
-        "state_gb": round(caches, 3), "loop_temporaries_gb": round(memory.temp_size_in_bytes / GB, 3),
-        "prefill_temporaries_gb": round(encoders.temp_size_in_bytes / GB, 3), "needed_gb": round(needed, 3),
-        "mesh": case.mesh, "collectives": collectives(text) if text else None,
-        "memory_gb": chip.memory, "fits": needed <= chip.memory, "floor_ms": floor_ms(read, size(state), chip),
+        "state_gb": round(caches, 3),
+        "loop_temporaries_gb": round(memory.temp_size_in_bytes / GB, 3),
+        "prefill_temporaries_gb": round(encoders.temp_size_in_bytes / GB, 3),
+        "needed_gb": round(needed, 3),
+        "mesh": case.mesh,
+        "collectives": collectives(text) if text else None,
+        "memory_gb": chip.memory,
+        "fits": needed <= chip.memory,
+        "floor_ms": floor_ms(read, size(state), chip),
         "copied_in_loops": loop_copies(text) if text else None,
         "jax": jax.__version__,
-    } | ({"iteration_ms": iteration_ms(case, chip, text)} if _ITERATION.value else {})  # fmt: skip
+    } | ({"iteration_ms": iteration_ms(case, chip, text)} if _ITERATION.value else {})
 
 
 def _tree_calls(case: Case, chip: Chip) -> dict:
@@ -164,15 +214,23 @@ def _check(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     if _QUANTIZE.value and _MESH.value:
-        raise app.UsageError(f"quantize: got {_QUANTIZE.value} with --mesh={_MESH.value}, expected one device")
+        raise app.UsageError(
+            f"quantize: got {_QUANTIZE.value} with --mesh={_MESH.value}, expected one device"
+        )
     if _TOPOLOGY.value and _TOPOLOGY.value.split(":")[0] != _CHIP.value:
-        raise app.UsageError(f"topology: got {_TOPOLOGY.value} with --chip={_CHIP.value}, expected one of that chip")
+        raise app.UsageError(
+            f"topology: got {_TOPOLOGY.value} with --chip={_CHIP.value}, expected one of that chip"
+        )
     if _TREE.value and _BEAMS.value:
-        raise app.UsageError(f"tree: got {_TREE.value} with --num_beams={_BEAMS.value}, expected one of the two")
+        raise app.UsageError(
+            f"tree: got {_TREE.value} with --num_beams={_BEAMS.value}, expected one of the two"
+        )
     if _WIDTH.value and not _BEAMS.value:
         raise app.UsageError(f"beam_width: got {_WIDTH.value} without --num_beams, expected it too")
     if _TREE.value and FLAGS["gamma"].present:
-        raise app.UsageError(f"gamma: got {_GAMMA.value} with --tree={_TREE.value}, expected one of the two")
+        raise app.UsageError(
+            f"gamma: got {_GAMMA.value} with --tree={_TREE.value}, expected one of the two"
+        )
     try:
         if _TREE.value:
             read_tree(_TREE.value)
@@ -181,8 +239,13 @@ def _check(argv: list[str]) -> None:
     except ValueError as error:
         raise app.UsageError(str(error)) from None
     one = {
-        "times": _TIMES, "hlo": _TEXT, "memory_gb": _MEMORY, "clock_ghz": _CLOCK, "tree": _TREE, "num_beams": _BEAMS,
-    }  # fmt: skip
+        "times": _TIMES,
+        "hlo": _TEXT,
+        "memory_gb": _MEMORY,
+        "clock_ghz": _CLOCK,
+        "tree": _TREE,
+        "num_beams": _BEAMS,
+    }
     for name, flag in one.items() if _CHIP.value == "all" else ():
         if flag.value:
             raise app.UsageError(f"{name}: got {flag.value} with --chip=all, expected none")
@@ -201,9 +264,16 @@ def main(argv):
             raise app.UsageError(str(error)) from None
     try:
         result = report(case, chip)
-    except jax.errors.JaxRuntimeError as error:  # most often the compiler's, that the memory does not suffice
+    except (
+        jax.errors.JaxRuntimeError
+    ) as error:  # most often the compiler's, that the memory does not suffice
         why = " ".join(str(error).split())
-        print(json.dumps({"what": "rejected by the compiler", "chip": _CHIP.value, "failed": why[:1000]}, indent=2))
+        print(
+            json.dumps(
+                {"what": "rejected by the compiler", "chip": _CHIP.value, "failed": why[:1000]},
+                indent=2,
+            )
+        )
         sys.exit(1)
     if case.tree:
         result |= _tree_calls(case, chip)

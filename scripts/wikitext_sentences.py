@@ -21,9 +21,15 @@ from absl import app, flags
 from specdec_jax.files.writing import write_file
 from specdec_jax.training import text_files
 
-_INPUT = flags.DEFINE_string("input_file", None, "WikiText, one paragraph a line, gzip or not.", required=True)
-_OUTPUT = flags.DEFINE_string("output_file", None, "File to write; gzip if its name ends in .gz.", required=True)
-_EXCLUDE = flags.DEFINE_list("exclude", [], "TSV files whose sources (the text before the tab) must not appear.")
+_INPUT = flags.DEFINE_string(
+    "input_file", None, "WikiText, one paragraph a line, gzip or not.", required=True
+)
+_OUTPUT = flags.DEFINE_string(
+    "output_file", None, "File to write; gzip if its name ends in .gz.", required=True
+)
+_EXCLUDE = flags.DEFINE_list(
+    "exclude", [], "TSV files whose sources (the text before the tab) must not appear."
+)
 
 _SHORTEST, _LONGEST = 4, 45  # words, punctuation among them
 _BOUNDARY = re.compile(r'(?<=[.!?]) (?=[A-Z"])')
@@ -73,7 +79,11 @@ def sentences(lines, excluded: set[str]) -> list[str]:
 
 
 def main(_) -> None:
-    excluded = {words_of(line.partition("\t")[0]) for path in _EXCLUDE.value for line in text_files.read_lines(path)}
+    excluded = {
+        words_of(line.partition("\t")[0])
+        for path in _EXCLUDE.value
+        for line in text_files.read_lines(path)
+    }
     found = sentences(text_files.read_lines(_INPUT.value), excluded)
     text = "".join(f"{sentence}\n" for sentence in found).encode()
     path = pathlib.Path(_OUTPUT.value)

@@ -17,8 +17,11 @@ import numpy as np
 
 GOLDEN = pathlib.Path("tests/golden")
 STEPS = 12
-MODELS = {"hf_t5_1_0": "T5ForConditionalGeneration", "hf_t5_1_1": "T5ForConditionalGeneration",
-          "hf_gpt2": "GPT2LMHeadModel"}  # fmt: skip
+MODELS = {
+    "hf_t5_1_0": "T5ForConditionalGeneration",
+    "hf_t5_1_1": "T5ForConditionalGeneration",
+    "hf_gpt2": "GPT2LMHeadModel",
+}
 SEARCHES = {
     "beams4": dict(num_beams=4),
     "beams5": dict(num_beams=5, length_penalty=2.0),
@@ -41,14 +44,26 @@ def search(model, io, options: dict) -> tuple[np.ndarray, np.ndarray]:
 
     options, tokens, scores = dict(options), [], []
     ends = options.pop("ends", None)
-    ends = [int(io["early_eos_id"])] if ends else np.ravel(model.generation_config.eos_token_id).tolist()
+    ends = (
+        [int(io["early_eos_id"])]
+        if ends
+        else np.ravel(model.generation_config.eos_token_id).tolist()
+    )
     for row, length in zip(io["inputs"], io["input_lengths"]):
         given = torch.tensor(row[None, :length].astype(np.int64))
         out = model.generate(
-            input_ids=given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=STEPS,
-            eos_token_id=ends, pad_token_id=ends[0], num_return_sequences=options["num_beams"],
-            return_dict_in_generate=True, output_scores=True, use_cache=False, **options,
-        )  # fmt: skip
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            do_sample=False,
+            max_new_tokens=STEPS,
+            eos_token_id=ends,
+            pad_token_id=ends[0],
+            num_return_sequences=options["num_beams"],
+            return_dict_in_generate=True,
+            output_scores=True,
+            use_cache=False,
+            **options,
+        )
         before = 1 if model.config.is_encoder_decoder else int(length)
         new = out.sequences.numpy()[:, before:]
         ended = np.isin(new, ends)
@@ -65,14 +80,19 @@ def main() -> None:
     arrays = {"searches": np.array(json.dumps(SEARCHES))}
     for name, kind in MODELS.items():
         io = np.load(GOLDEN / name / "io.npz")
-        models = [getattr(transformers, kind).from_pretrained(GOLDEN / name).eval() for _ in range(2)]
+        models = [
+            getattr(transformers, kind).from_pretrained(GOLDEN / name).eval() for _ in range(2)
+        ]
         models[1] = models[1].double()
         with torch.no_grad():
             for label, options in SEARCHES.items():
                 (tokens, scores), (exact, _) = (search(model, io, options) for model in models)
                 sound = (tokens == exact).all(axis=(1, 2))
-                arrays |= {f"{name}/{label}/tokens": tokens, f"{name}/{label}/scores": scores,
-                           f"{name}/{label}/sound": sound}  # fmt: skip
+                arrays |= {
+                    f"{name}/{label}/tokens": tokens,
+                    f"{name}/{label}/scores": scores,
+                    f"{name}/{label}/sound": sound,
+                }
                 ended = float((tokens == -1).any(axis=2).mean())
                 print(name, label, "sound", sound.tolist(), "ended early", round(ended, 2))
     np.savez_compressed(GOLDEN / "hf_beams.npz", **arrays)

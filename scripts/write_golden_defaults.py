@@ -34,44 +34,97 @@ def cases(greedy: dict[str, np.ndarray]) -> dict[str, tuple[str, str, dict]]:
         "repetition": {"repetition_penalty": 1.7, "max_length": 13},
         "first": {"forced_bos_token_id": 7, "max_new_tokens": 8},
         "last": {"forced_eos_token_id": 1, "max_length": 9},
-        "first and last": {"forced_bos_token_id": 9, "forced_eos_token_id": [95], "max_new_tokens": 6},
+        "first and last": {
+            "forced_bos_token_id": 9,
+            "forced_eos_token_id": [95],
+            "max_new_tokens": 6,
+        },
         "suppressed": {"suppress_tokens": [t5[0], t5[2], 4000], "max_new_tokens": 12},
         "bad words": {"bad_words_ids": words, "max_new_tokens": 12},
         "min_length": {"min_length": 10, "max_length": 14, "suppress_tokens": t5[:1]},
         "min_new_tokens": {"min_new_tokens": 12, "min_length": 3, "max_new_tokens": 14},
         "too long a minimum": {"min_length": 40, "max_new_tokens": 6},
         "beams": {"num_beams": 3, "length_penalty": 2.0, "max_length": 12},
-        "beams, early": {"num_beams": 4, "early_stopping": True, "max_length": 12, "num_return_sequences": 2},
+        "beams, early": {
+            "num_beams": 4,
+            "early_stopping": True,
+            "max_length": 12,
+            "num_return_sequences": 2,
+        },
         "beams, processed": {
-            "num_beams": 3, "no_repeat_ngram_size": 2, "min_length": 6, "bad_words_ids": words[2:], "max_length": 12,
-            "repetition_penalty": 1.2, "early_stopping": "never", "length_penalty": 0.5,
+            "num_beams": 3,
+            "no_repeat_ngram_size": 2,
+            "min_length": 6,
+            "bad_words_ids": words[2:],
+            "max_length": 12,
+            "repetition_penalty": 1.2,
+            "early_stopping": "never",
+            "length_penalty": 0.5,
         },
         "neutral": {
-            "num_beams": 1, "length_penalty": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
-            "min_length": 0, "bad_words_ids": None, "do_sample": False, "temperature": 0.3, "top_k": 5, "max_length": 9,
+            "num_beams": 1,
+            "length_penalty": 1.0,
+            "repetition_penalty": 1.0,
+            "no_repeat_ngram_size": 0,
+            "min_length": 0,
+            "bad_words_ids": None,
+            "do_sample": False,
+            "temperature": 0.3,
+            "top_k": 5,
+            "max_length": 9,
         },
         "everything": {
-            "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "bad_words_ids": words, "min_length": 5,
-            "suppress_tokens": t5[6:8], "forced_bos_token_id": 12, "forced_eos_token_id": 95, "max_length": 11,
+            "repetition_penalty": 1.3,
+            "no_repeat_ngram_size": 3,
+            "bad_words_ids": words,
+            "min_length": 5,
+            "suppress_tokens": t5[6:8],
+            "forced_bos_token_id": 12,
+            "forced_eos_token_id": 95,
+            "max_length": 11,
         },
         "sampling": {"do_sample": True, "max_new_tokens": 2},
         "sampling, filtered": {
-            "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "max_new_tokens": 2,
-            "repetition_penalty": 1.4, "suppress_tokens": t5[:1],
+            "do_sample": True,
+            "temperature": 0.7,
+            "top_k": 20,
+            "top_p": 0.9,
+            "min_p": 0.02,
+            "max_new_tokens": 2,
+            "repetition_penalty": 1.4,
+            "suppress_tokens": t5[:1],
         },
-    }  # fmt: skip
+    }
     found = {name: ("hf_t5_1_1", "generation", fields) for name, fields in of_t5.items()}
     old = {"no_repeat_ngram_size": 2, "min_length": 6, "max_length": 10}
-    tasks = {"task_specific_params": {"summarization": {"num_beams": 4, "max_length": 3, "forced_bos_token_id": 5}}}
+    tasks = {
+        "task_specific_params": {
+            "summarization": {"num_beams": 4, "max_length": 3, "forced_bos_token_id": 5}
+        }
+    }
     found["old config.json"] = ("hf_t5_1_1", "config", old | tasks)
     lengths = {"min_length": 16, "max_length": 20}
-    found["prompts"] = ("hf_gpt2", "generation", lengths | {"bad_words_ids": [gpt[1:3]], "repetition_penalty": 1.3})
-    found["prompts, last"] = ("hf_gpt2", "generation", {"max_new_tokens": 6, "forced_eos_token_id": gpt[2]})
-    found["prompts, beams"] = ("hf_gpt2", "generation", {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 0.0})
+    found["prompts"] = (
+        "hf_gpt2",
+        "generation",
+        lengths | {"bad_words_ids": [gpt[1:3]], "repetition_penalty": 1.3},
+    )
+    found["prompts, last"] = (
+        "hf_gpt2",
+        "generation",
+        {"max_new_tokens": 6, "forced_eos_token_id": gpt[2]},
+    )
+    found["prompts, beams"] = (
+        "hf_gpt2",
+        "generation",
+        {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 0.0},
+    )
     return found
 
 
-def folder_of(root: pathlib.Path, case: tuple[str, str, dict], folder: pathlib.Path) -> pathlib.Path:
+def folder_of(
+    root: pathlib.Path, case: tuple[str, str, dict], folder: pathlib.Path
+) -> pathlib.Path:
     """Copies the model of a case to `folder`, with its fields."""
     name, file, fields = case
     shutil.copytree(root / name, folder)
@@ -97,7 +150,9 @@ def generate(root: pathlib.Path, case: tuple[str, str, dict]) -> dict:
     torch.manual_seed(0)
     for row, length in zip(io["inputs"], io["input_lengths"]):
         inputs = torch.tensor(row[None, :length]).long()
-        how = dict(output_scores=True, return_dict_in_generate=True, pad_token_id=0, use_cache=False)
+        how = dict(
+            output_scores=True, return_dict_in_generate=True, pad_token_id=0, use_cache=False
+        )
         out = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **how)
         if case[2].get("do_sample"):
             scores = out.scores[0][0].tolist()
@@ -116,5 +171,7 @@ if __name__ == "__main__":
     for name, case in cases(plain).items():
         found[name] = {"model": case[0], "file": case[1], "fields": case[2]} | generate(root, case)
         print(name, found[name].get("tokens"))
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(record)}" for name, record in found.items())
+    lines = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(record)}" for name, record in found.items()
+    )
     (root / "hf_defaults.json").write_text(f"{{\n{lines}\n}}\n")

@@ -29,15 +29,21 @@ def main() -> None:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(GOLDEN / "hf_tokenizer")
-    (stop,) = {tokenizer(text, add_special_tokens=False).input_ids[-1] for text in ("bank.", "froze.")}
+    (stop,) = {
+        tokenizer(text, add_special_tokens=False).input_ids[-1] for text in ("bank.", "froze.")
+    }
     eos_ids = [tokenizer.eos_token_id, stop, tokenizer.convert_tokens_to_ids("<extra_id_0>")]
     outputs = []
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         end = next((place + 1 for place, token in enumerate(ids) if token in eos_ids), len(ids))
-        outputs.append({"ids": ids[:end], "text": tokenizer.decode(ids[:end], skip_special_tokens=True)})
+        outputs.append(
+            {"ids": ids[:end], "text": tokenizer.decode(ids[:end], skip_special_tokens=True)}
+        )
     content = {"transformers": transformers.__version__, "eos_ids": eos_ids, "outputs": outputs}
-    (GOLDEN / "hf_eos.json").write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    (GOLDEN / "hf_eos.json").write_text(
+        json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ import tempfile
 import numpy as np
 
 LENGTH, TARGET = 12, 16
-SHAPE = dict(d_model=32, d_kv=12, num_heads=2, d_ff=48, num_layers=2, vocab_size=96, dropout_rate=0.0)
+SHAPE = dict(
+    d_model=32, d_kv=12, num_heads=2, d_ff=48, num_layers=2, vocab_size=96, dropout_rate=0.0
+)
 MODELS = {
     # name: (class of model, configuration beyond SHAPE, separate head, shard size, ids of the
     # generation config, seed)
@@ -43,8 +45,22 @@ MODELS = {
         dict(eos_token_id=[1, 95]),
         2,
     ),
-    "hf_mt5": ("MT5", dict(feed_forward_proj="gated-gelu", d_kv=16), True, "1GB", dict(decoder_start_token_id=2), 4),
-    "hf_umt5": ("UMT5", dict(feed_forward_proj="gated-gelu", num_decoder_layers=3), True, "1GB", dict(), 0),
+    "hf_mt5": (
+        "MT5",
+        dict(feed_forward_proj="gated-gelu", d_kv=16),
+        True,
+        "1GB",
+        dict(decoder_start_token_id=2),
+        4,
+    ),
+    "hf_umt5": (
+        "UMT5",
+        dict(feed_forward_proj="gated-gelu", num_decoder_layers=3),
+        True,
+        "1GB",
+        dict(),
+        0,
+    ),
 }
 
 SENTENCES = """
@@ -100,12 +116,16 @@ def build(name: str, seed: int):
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         if separate_head:
-            model.lm_head.weight = torch.nn.Parameter(0.3 * torch.randn(config.vocab_size, config.d_model))
+            model.lm_head.weight = torch.nn.Parameter(
+                0.3 * torch.randn(config.vocab_size, config.d_model)
+            )
         else:  # with a tied head, a large embedding repeats its own token for ever
             model.shared.weight.mul_(0.05)
             model.decoder.final_layer_norm.weight.mul_(100.0)
         for parameter_name, parameter in model.named_parameters():
-            if "layer_norm" in parameter_name:  # ones at initialisation, which would hide a forgotten scale
+            if (
+                "layer_norm" in parameter_name
+            ):  # ones at initialisation, which would hide a forgotten scale
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
             elif parameter_name.startswith("decoder.block"):
                 parameter.mul_(2.0)  # so that the decodes depend on the position and the source
@@ -132,9 +152,15 @@ def greedy(model, inputs, mask, eos_ids) -> np.ndarray:
     import torch
 
     out = model.generate(
-        input_ids=torch.tensor(inputs), attention_mask=torch.tensor(mask), do_sample=False, num_beams=1,
-        max_new_tokens=TARGET, eos_token_id=eos_ids, pad_token_id=0, use_cache=False,
-    ).numpy()[:, 1:]  # fmt: skip
+        input_ids=torch.tensor(inputs),
+        attention_mask=torch.tensor(mask),
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=TARGET,
+        eos_token_id=eos_ids,
+        pad_token_id=0,
+        use_cache=False,
+    ).numpy()[:, 1:]
     return np.pad(out, ((0, 0), (0, TARGET - out.shape[1]))).astype(np.int32)
 
 
@@ -148,24 +174,38 @@ def compute(model, seed: int) -> dict[str, np.ndarray]:
     lengths = np.array([LENGTH, 5, 9, LENGTH], np.int32)
     mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
     inputs = rng.integers(2, vocab, (4, LENGTH)) * mask
-    logits_of = lambda tokens: model(
-        input_ids=torch.tensor(inputs), attention_mask=torch.tensor(mask), decoder_input_ids=torch.tensor(tokens)
-    ).logits.numpy()
+
+    def logits_of(tokens):
+        return model(
+            input_ids=torch.tensor(inputs),
+            attention_mask=torch.tensor(mask),
+            decoder_input_ids=torch.tensor(tokens),
+        ).logits.numpy()
+
     decoder_tokens = rng.integers(2, vocab, (4, TARGET))
     decoder_tokens[:, 0] = start
     with torch.no_grad():
         tokens = greedy(model, inputs, mask, eos_ids)
-        alone = [greedy(model, inputs[i : i + 1, :n], mask[i : i + 1, :n], eos_ids) for i, n in enumerate(lengths)]
+        alone = [
+            greedy(model, inputs[i : i + 1, :n], mask[i : i + 1, :n], eos_ids)
+            for i, n in enumerate(lengths)
+        ]
         forced = np.concatenate([np.full((4, 1), start), tokens[:, :-1]], axis=1)
         top = np.sort(logits_of(forced), axis=-1)
         early = int(tokens[0, 6])
         result = {
-            "inputs": inputs.astype(np.int32), "input_lengths": lengths,
-            "decoder_tokens": decoder_tokens.astype(np.int32), "logits": logits_of(decoder_tokens),
-            "greedy": tokens, "greedy_alone": np.concatenate(alone), "early_eos_id": np.int32(early),
+            "inputs": inputs.astype(np.int32),
+            "input_lengths": lengths,
+            "decoder_tokens": decoder_tokens.astype(np.int32),
+            "logits": logits_of(decoder_tokens),
+            "greedy": tokens,
+            "greedy_alone": np.concatenate(alone),
+            "early_eos_id": np.int32(early),
             "greedy_early": greedy(model, inputs, mask, early),
-            "greedy_margin": np.where(tokens > 0, top[..., -1] - top[..., -2], np.inf).astype(np.float32),
-        }  # fmt: skip
+            "greedy_margin": np.where(tokens > 0, top[..., -1] - top[..., -2], np.inf).astype(
+                np.float32
+            ),
+        }
     return result
 
 
@@ -186,8 +226,12 @@ def write_model(name: str, folder: pathlib.Path) -> None:
         raise RuntimeError(f"{name}: no seed gave decodes with clear margins")
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, max_shard_size=shard_size)
-    saved = _untied(getattr(transformers, f"{kind}ForConditionalGeneration").from_pretrained(folder).eval())
-    assert np.array_equal(compute(saved, seed)["logits"], io["logits"]), f"{name}: the saved model gives other logits"
+    saved = _untied(
+        getattr(transformers, f"{kind}ForConditionalGeneration").from_pretrained(folder).eval()
+    )
+    assert np.array_equal(compute(saved, seed)["logits"], io["logits"]), (
+        f"{name}: the saved model gives other logits"
+    )
     np.savez_compressed(folder / "io.npz", **io)
     print(
         name,
@@ -213,9 +257,16 @@ def write_tokenizer(folder: pathlib.Path, extra_ids: int = 20) -> None:
     folder.mkdir(parents=True)
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES.strip().splitlines()), model_writer=out, vocab_size=200, pad_id=0, eos_id=1,
-        unk_id=2, bos_id=-1, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=iter(SENTENCES.strip().splitlines()),
+        model_writer=out,
+        vocab_size=200,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     with tempfile.TemporaryDirectory() as source:
         (pathlib.Path(source) / "spiece.model").write_bytes(out.getvalue())
         tokenizer = transformers.T5Tokenizer.from_pretrained(source, extra_ids=extra_ids)
@@ -229,7 +280,9 @@ def write_tokenizer(folder: pathlib.Path, extra_ids: int = 20) -> None:
     for record in records:
         record["decoded"] = tokenizer.decode([i for i in record["ids"] if i > 1])
     text = json.dumps(
-        {"extra_ids": extra_ids, "size": len(tokenizer), "records": records}, ensure_ascii=False, indent=1
+        {"extra_ids": extra_ids, "size": len(tokenizer), "records": records},
+        ensure_ascii=False,
+        indent=1,
     )
     (folder / "ids.json").write_text(text + "\n", encoding="utf-8")
     print(folder.name, len(tokenizer), sorted((p.name, p.stat().st_size) for p in folder.iterdir()))
@@ -251,7 +304,9 @@ def gpt_tokenizer():
     import transformers
 
     bpe = tokenizers.ByteLevelBPETokenizer()
-    bpe.train_from_iterator(SENTENCES.strip().splitlines(), vocab_size=287, special_tokens=[], show_progress=False)
+    bpe.train_from_iterator(
+        SENTENCES.strip().splitlines(), vocab_size=287, special_tokens=[], show_progress=False
+    )
     model = json.loads(bpe.to_str())["model"]
     vocab = model["vocab"] | {"<|endoftext|>": len(model["vocab"])}
     return transformers.GPT2Tokenizer(vocab=vocab, merges=[tuple(pair) for pair in model["merges"]])
@@ -264,7 +319,13 @@ def build_gpt(seed: int, size: int):
 
     torch.manual_seed(seed)
     config = transformers.GPT2Config(
-        vocab_size=size, n_positions=40, n_embd=24, n_layer=2, n_head=3, bos_token_id=size - 1, eos_token_id=size - 1
+        vocab_size=size,
+        n_positions=40,
+        n_embd=24,
+        n_layer=2,
+        n_head=3,
+        bos_token_id=size - 1,
+        eos_token_id=size - 1,
     )
     model = transformers.GPT2LMHeadModel(config).eval()
     with torch.no_grad():
@@ -293,15 +354,23 @@ def compute_gpt(model, seed: int) -> dict[str, np.ndarray]:
 
     def decode(tokens, mask, eos) -> np.ndarray:
         out = model.generate(
-            input_ids=torch.tensor(tokens), attention_mask=torch.tensor(mask), do_sample=False, max_new_tokens=TARGET,
-            eos_token_id=eos, pad_token_id=eos, output_scores=True, return_dict_in_generate=True,
-        )  # fmt: skip
+            input_ids=torch.tensor(tokens),
+            attention_mask=torch.tensor(mask),
+            do_sample=False,
+            max_new_tokens=TARGET,
+            eos_token_id=eos,
+            pad_token_id=eos,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
         new = out.sequences.numpy()[:, tokens.shape[1] :]
         before = np.cumsum(new == eos, axis=1) - (new == eos)
         top = np.sort(np.stack([score.numpy() for score in out.scores], axis=1), axis=-1)
         margins.append((top[..., -1] - top[..., -2])[before == 0].min())
         new = np.where(before == 0, new, -1)
-        return np.pad(new, ((0, 0), (0, TARGET - new.shape[1])), constant_values=-1).astype(np.int32)
+        return np.pad(new, ((0, 0), (0, TARGET - new.shape[1])), constant_values=-1).astype(
+            np.int32
+        )
 
     margins: list[float] = []
     left = np.stack([np.roll(row, LENGTH - length) for row, length in zip(inputs, lengths)])
@@ -310,16 +379,22 @@ def compute_gpt(model, seed: int) -> dict[str, np.ndarray]:
         tokens = decode(left, mask, size - 1)
         early = int(max(tokens[0, 6], 0))
         return {
-            "inputs": inputs.astype(np.int32), "input_lengths": lengths,
+            "inputs": inputs.astype(np.int32),
+            "input_lengths": lengths,
             "decoder_tokens": decoder_tokens.astype(np.int32),
-            "logits": model(input_ids=torch.tensor(decoder_tokens)).logits.numpy(), "greedy": tokens,
+            "logits": model(input_ids=torch.tensor(decoder_tokens)).logits.numpy(),
+            "greedy": tokens,
             "greedy_alone": np.concatenate(
-                [decode(inputs[i : i + 1, :n], mask[i : i + 1, LENGTH - n :], size - 1) for i, n in enumerate(lengths)]
+                [
+                    decode(inputs[i : i + 1, :n], mask[i : i + 1, LENGTH - n :], size - 1)
+                    for i, n in enumerate(lengths)
+                ]
             ),
-            "early_eos_id": np.int32(early), "greedy_early": decode(left, mask, early),
+            "early_eos_id": np.int32(early),
+            "greedy_early": decode(left, mask, early),
             "unconditional": decode(np.array([[size - 1]]), np.ones((1, 1), np.int64), size - 1)[0],
             "greedy_margin": np.float32(min(margins)),
-        }  # fmt: skip
+        }
 
 
 def write_gpt(folder: pathlib.Path) -> None:
@@ -335,7 +410,12 @@ def write_gpt(folder: pathlib.Path) -> None:
         io = compute_gpt(model, seed)
         varied = min(len(set(row.tolist())) for row in io["greedy"])
         ended = (io["greedy_early"] < 0).any()
-        if io["greedy_margin"] > 0.01 and ended and varied >= 5 and np.array_equal(io["greedy"], io["greedy_alone"]):
+        if (
+            io["greedy_margin"] > 0.01
+            and ended
+            and varied >= 5
+            and np.array_equal(io["greedy"], io["greedy_alone"])
+        ):
             break
     else:
         raise RuntimeError("hf_gpt2: no seed gave decodes with clear margins")
@@ -348,11 +428,15 @@ def write_gpt(folder: pathlib.Path) -> None:
     np.savez_compressed(folder / "io.npz", **io)
     tokenizer.save_pretrained(folder)
     files = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    (folder / "vocab.json").write_text(json.dumps(files["vocab"], ensure_ascii=False), encoding="utf-8")
+    (folder / "vocab.json").write_text(
+        json.dumps(files["vocab"], ensure_ascii=False), encoding="utf-8"
+    )
     merges = "\n".join(["#version: 0.2", *map(" ".join, files["merges"])])
     (folder / "merges.txt").write_text(merges + "\n", encoding="utf-8")
     records = [{"text": text, "ids": tokenizer(text)["input_ids"]} for text in GPT_TEXTS]
-    (folder / "ids.json").write_text(json.dumps(records, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    (folder / "ids.json").write_text(
+        json.dumps(records, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+    )
     print("hf_gpt2", "seed", seed, "margin", io["greedy_margin"], io["greedy"].tolist())
 
 

@@ -19,7 +19,9 @@ import tempfile
 
 import numpy as np
 
-SHAPE = dict(d_model=16, d_kv=8, num_heads=2, d_ff=24, num_layers=1, vocab_size=40, dropout_rate=0.0)
+SHAPE = dict(
+    d_model=16, d_kv=8, num_heads=2, d_ff=24, num_layers=1, vocab_size=40, dropout_rate=0.0
+)
 NAMES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -31,7 +33,11 @@ def build(seed: int):
 
     torch.manual_seed(seed)
     config = transformers.T5Config(
-        **SHAPE, feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=1, decoder_start_token_id=0
+        **SHAPE,
+        feed_forward_proj="gated-gelu",
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config).eval()
 
@@ -72,7 +78,11 @@ def _save_beside(model, path: pathlib.Path, name: str) -> None:
         one = pathlib.Path(folder)
         model.save_pretrained(one, max_shard_size="10KB" if name == INDEX else "1GB")
         if name.startswith("pytorch"):
-            file = "pytorch_model.bin" if name == "pytorch_model.bin" else "pytorch_model-00001-of-00001.bin"
+            file = (
+                "pytorch_model.bin"
+                if name == "pytorch_model.bin"
+                else "pytorch_model-00001-of-00001.bin"
+            )
             torch.save(model.state_dict(), path / file)
             if file != name:
                 weights = dict.fromkeys(model.state_dict(), file)
@@ -96,7 +106,11 @@ def embeddings() -> dict[str, np.ndarray]:
         build(1).save_pretrained(path)
         config = json.loads((path / "config.json").read_text())
         del config["scale_decoder_outputs"]  # else it decides, and not whether the head is tied
-        tensors = {name: x for name, x in load_file(path / WHOLE).items() if name not in (*NAMES, "lm_head.weight")}
+        tensors = {
+            name: x
+            for name, x in load_file(path / WHOLE).items()
+            if name not in (*NAMES, "lm_head.weight")
+        }
         torch.manual_seed(2)
         tables = {name: torch.randn(40, 16) for name in (*NAMES, "lm_head.weight")}
         result |= {f"tensor/{name}": x.numpy() for name, x in tensors.items()}
@@ -108,7 +122,9 @@ def embeddings() -> dict[str, np.ndarray]:
             stored = tensors | {name: tables[name].clone() for name in names}
             save_file(stored, path / WHOLE, metadata={"format": "pt"})
             with torch.no_grad():
-                logits = load(path)(input_ids=torch.tensor(inputs), decoder_input_ids=torch.tensor(decoder_tokens))
+                logits = load(path)(
+                    input_ids=torch.tensor(inputs), decoder_input_ids=torch.tensor(decoder_tokens)
+                )
             result["logits/" + "+".join(names)] = logits.logits.numpy()
     return result
 

@@ -37,9 +37,12 @@ def search(model, params, io, prompts, given: dict) -> tuple[np.ndarray, np.ndar
     """Tokens and scores of one search."""
     options = {name: given[name] for name in ("alpha", "eos_id")}
     predict = functools.partial(
-        model.predict_batch_with_aux, decoder_params=options, num_decodes=given["num_decodes"], return_all_decodes=True,
+        model.predict_batch_with_aux,
+        decoder_params=options,
+        num_decodes=given["num_decodes"],
+        return_all_decodes=True,
         prompt_with_targets=given.get("prompted", False),
-    )  # fmt: skip
+    )
     batch = dict(encoder_input_tokens=io["encoder_input_tokens"], decoder_input_tokens=prompts)
     tokens, aux = jax.jit(predict)(params, batch)
     return np.asarray(tokens), np.asarray(aux["scores"])
@@ -49,13 +52,17 @@ def main() -> None:
     folder, io = unpack_t5x(pathlib.Path(tempfile.mkdtemp()))
     target, rng = sd.load(folder, "float32"), np.random.default_rng(0)
     model = models.EncoderDecoderModel(interop.transformer(target.config), Ids, Ids, None)
-    shaken = jax.tree.map(lambda x: x * (1 + 1e-6 * rng.standard_normal(x.shape).astype(np.float32)), target.params)
+    shaken = jax.tree.map(
+        lambda x: x * (1 + 1e-6 * rng.standard_normal(x.shape).astype(np.float32)), target.params
+    )
     prompts = np.array(io["prompt_decoder_input_tokens"])
     prompts[0, 1], prompts[1, 2:], prompts[2] = 9, 0, 0
     arrays, searches = {"prompts": prompts.astype(np.int16)}, {}
     for name, given in SEARCHES.items():
         given = given | ({"eos_id": int(io["eos_early_id"])} if given["eos_id"] == EARLY else {})
-        (tokens, scores), (again, _) = (search(model, params, io, prompts, given) for params in (target.params, shaken))
+        (tokens, scores), (again, _) = (
+            search(model, params, io, prompts, given) for params in (target.params, shaken)
+        )
         if not np.array_equal(tokens, again):
             raise RuntimeError(f"{name}: tokens depend on rounding")
         print(name, "ends before the last place:", float((tokens[..., -1] == 0).mean()))

@@ -67,11 +67,15 @@ def template(*parts: str | tuple[str, int]) -> dict:
         "type": "TemplateProcessing",
         "single": single,
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]} for token, i in special.items()},
+        "special_tokens": {
+            token: {"id": token, "ids": [i], "tokens": [token]} for token, i in special.items()
+        },
     }
 
 
-def case(base: str, files: str, texts=TEXTS, kind: str = "t5", processor: dict | None = None, **options) -> dict:
+def case(
+    base: str, files: str, texts=TEXTS, kind: str = "t5", processor: dict | None = None, **options
+) -> dict:
     """Returns a case without its records; `options` are those of tokenizer_config.json."""
     changes: dict = {"config.json": {"model_type": kind}, "tokenizer_config.json": options}
     if processor is not None:
@@ -124,7 +128,9 @@ CASES = {
         tokenizer_class="GPT2Tokenizer",
     ),
     "gpt2 merges": case("hf_gpt2", MERGES, kind="gpt2", tokenizer_class="GPT2Tokenizer"),
-    "gpt2 merges with bos": case("hf_gpt2", MERGES, kind="gpt2", tokenizer_class="GPT2Tokenizer", add_bos_token=True),
+    "gpt2 merges with bos": case(
+        "hf_gpt2", MERGES, kind="gpt2", tokenizer_class="GPT2Tokenizer", add_bos_token=True
+    ),
     "gpt2 fast with bos": case(
         "hf_gpt2",
         "tokenizer.json",
@@ -133,7 +139,9 @@ CASES = {
         tokenizer_class="GPT2Tokenizer",
         add_bos_token=True,
     ),
-    "gpt2 without class with bos": case("hf_gpt2", "tokenizer.json", kind="gpt2", add_bos_token=True),
+    "gpt2 without class with bos": case(
+        "hf_gpt2", "tokenizer.json", kind="gpt2", add_bos_token=True
+    ),
     "gpt2 both": case(
         "hf_gpt2",
         "tokenizer.json",
@@ -158,7 +166,9 @@ CASES = {
         tokenizer_class="T5TokenizerFast",
         extra_ids=20,
     ),
-    "no processor": case("hf_tokenizer", "tokenizer.json", processor={}, tokenizer_class=FAST, eos_token="</s>"),
+    "no processor": case(
+        "hf_tokenizer", "tokenizer.json", processor={}, tokenizer_class=FAST, eos_token="</s>"
+    ),
     "no processor of a t5": case(
         "hf_tokenizer", "tokenizer.json", processor={}, tokenizer_class="T5Tokenizer", extra_ids=20
     ),
@@ -191,7 +201,8 @@ CASES = {
         tokenizer_class="T5Tokenizer",
         extra_ids=2,
         added_tokens_decoder={
-            str(i): {"content": token} | ADDED for i, token in enumerate(["<pad>", "</s>", "<unk>", "<s>"])
+            str(i): {"content": token} | ADDED
+            for i, token in enumerate(["<pad>", "</s>", "<unk>", "<s>"])
         },
     ),
     "written spiece": case(
@@ -277,9 +288,14 @@ def write_spiece(folder: pathlib.Path, **ids) -> None:
     folder.mkdir()
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES.strip().splitlines()), model_writer=out, vocab_size=90, minloglevel=2,
-        hard_vocab_limit=False, normalization_rule_name="identity", **ids,
-    )  # fmt: skip
+        sentence_iterator=iter(SENTENCES.strip().splitlines()),
+        model_writer=out,
+        vocab_size=90,
+        minloglevel=2,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        **ids,
+    )
     (folder / "spiece.model").write_bytes(out.getvalue())
 
 
@@ -310,12 +326,19 @@ def main() -> None:
                 record["decoded"] = tokenizer.decode(record["ids"], skip_special_tokens=True)
         if name.startswith("written"):
             described["pad"] = tokenizer.pad_token_id
-            described["padded"] = tokenizer([record["text"] for record in described["records"][:2]], padding=True)[
-                "input_ids"
-            ]
-        print(name, type(tokenizer).__name__, [record["ids"] for record in described["records"]][:3])
-    lines = [f" {json.dumps(name)}: {json.dumps(described, ensure_ascii=False)}" for name, described in CASES.items()]
-    (GOLDEN / "hf_tokenizers.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+            described["padded"] = tokenizer(
+                [record["text"] for record in described["records"][:2]], padding=True
+            )["input_ids"]
+        print(
+            name, type(tokenizer).__name__, [record["ids"] for record in described["records"]][:3]
+        )
+    lines = [
+        f" {json.dumps(name)}: {json.dumps(described, ensure_ascii=False)}"
+        for name, described in CASES.items()
+    ]
+    (GOLDEN / "hf_tokenizers.json").write_text(
+        "{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,14 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.sharding import make_mesh
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import Confidence, CostAware, Entropy, EntropyBound, Heuristic, Policy
+from specdec_jax.speculative.policies import (
+    Confidence,
+    CostAware,
+    Entropy,
+    EntropyBound,
+    Heuristic,
+    Policy,
+)
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import Chains, DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier

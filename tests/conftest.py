@@ -22,13 +22,19 @@ QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_co
 def known(flags: str) -> bool:
     """Returns whether XLA has these flags: a process that asks for others ends where XLA starts."""
     command = [sys.executable, "-c", "import jax; jax.devices()"]
-    return not subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True).returncode
+    return not subprocess.run(
+        command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True
+    ).returncode
 
 
-if "PYTEST_XDIST_WORKER" not in os.environ and known(QUICK):  # workers have the environment of the process that asked
+if "PYTEST_XDIST_WORKER" not in os.environ and known(
+    QUICK
+):  # workers have the environment of the process that asked
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
 
-hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=40, database=None)
+hypothesis.settings.register_profile(
+    "project", deadline=None, derandomize=True, max_examples=40, database=None
+)
 hypothesis.settings.load_profile("project")
 
 

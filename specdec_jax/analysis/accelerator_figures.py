@@ -73,7 +73,9 @@ class Setup:
         """Returns the shape of a preset in this dtype, with an encoder of one layer."""
         config = PRESETS[preset].replace(dtype=self.dtype, num_encoder_layers=1)
         # As small as a TPU's kernel of a draft step takes them.
-        small = dict(vocab_size=512, emb_dim=128, num_heads=2, head_dim=64, mlp_dim=128, num_decoder_layers=2)
+        small = dict(
+            vocab_size=512, emb_dim=128, num_heads=2, head_dim=64, mlp_dim=128, num_decoder_layers=2
+        )
         return config.replace(**small) if self.tiny else config
 
     def ids(self, rows: int, vocab_size: int) -> np.ndarray:
@@ -117,12 +119,20 @@ def _steps_in_ms(seconds: Spread) -> dict[str, Any]:
 
 def _ratio(name: str, found: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
     """Returns how many times the median of `other` that of `found` is; nothing without one."""
-    return {name: found["milliseconds"]["median"] / other["milliseconds"]["median"]} if "milliseconds" in other else {}
+    return (
+        {name: found["milliseconds"]["median"] / other["milliseconds"]["median"]}
+        if "milliseconds" in other
+        else {}
+    )
 
 
 def _gain(name: str, found: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
     """Returns how many times as fast as `other` `found` is; nothing without one."""
-    return {name: other["milliseconds"]["median"] / found["milliseconds"]["median"]} if "milliseconds" in other else {}
+    return (
+        {name: other["milliseconds"]["median"] / found["milliseconds"]["median"]}
+        if "milliseconds" in other
+        else {}
+    )
 
 
 def copy(setup: Setup) -> Figure:
@@ -140,17 +150,26 @@ def copy(setup: Setup) -> Figure:
         return call
 
     gigabytes = 2 * size * _COPIES / 1e9
-    read = lambda seconds, *_: {
-        "milliseconds": _scaled(seconds, 1e3 / _COPIES), "gb_per_second": gigabytes / max(seconds.least, 1e-9)
-    }  # fmt: skip
-    return Figure("copy", {"kind": "copy", "megabytes": size / 1e6, "copies": _COPIES}, "copy", variant, read)
+
+    def read(seconds, *_):
+        return {
+            "milliseconds": _scaled(seconds, 1e3 / _COPIES),
+            "gb_per_second": gigabytes / max(seconds.least, 1e-9),
+        }
+
+    return Figure(
+        "copy", {"kind": "copy", "megabytes": size / 1e6, "copies": _COPIES}, "copy", variant, read
+    )
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def copies(numbers: jax.Array) -> jax.Array:
     """Reads and writes an array several times. The barrier keeps a compiler that writes the passes
     out from joining them; that the array is donated, from copying it once more."""
-    one_pass = lambda _, numbers: jax.lax.optimization_barrier(numbers + 1)
+
+    def one_pass(_, numbers):
+        return jax.lax.optimization_barrier(numbers + 1)
+
     return jax.lax.fori_loop(0, _COPIES, one_pass, numbers)
 
 
@@ -177,15 +196,23 @@ def room(setup: Setup, target: LanguageModel) -> int:
 
 def calls(setup: Setup, preset: str) -> list[Figure]:
     """Returns the figures of bare products, draft steps and target calls over several positions."""
-    products = lambda pair: _of_weights(pair.target.network, products_variants(pair.target.network, 1)["products"])
+
+    def products(pair):
+        return _of_weights(
+            pair.target.network, products_variants(pair.target.network, 1)["products"]
+        )
+
     return [
         *(_call(setup, preset, width) for width in sorted({1, *setup.widths})),
         _draft_step(setup, preset),
         Figure(
-            f"{preset}, products", {"target": preset, "batch": 1, "kind": "products"}, "products", products,
+            f"{preset}, products",
+            {"target": preset, "batch": 1, "kind": "products"},
+            "products",
+            products,
             lambda seconds, result, before: _steps_in_ms(seconds) | _floor(result, before),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _call(setup: Setup, preset: str, width: int, kind: str = "") -> Figure:
@@ -204,10 +231,18 @@ def _call(setup: Setup, preset: str, width: int, kind: str = "") -> Figure:
         if kind:
             found |= _ratio("over_full", found, before.get(full, {}))
         else:
-            found |= _ratio("v", found, found if width == 1 else before.get(f"{preset}, call over 1", {}))
+            found |= _ratio(
+                "v", found, found if width == 1 else before.get(f"{preset}, call over 1", {})
+            )
         return found | (_floor(result, before) if width == 1 else {})
 
-    return Figure(name, {"kind": f"{kind}call", "target": preset, "batch": 1, "width": width}, name, variant, read)
+    return Figure(
+        name,
+        {"kind": f"{kind}call", "target": preset, "batch": 1, "width": width},
+        name,
+        variant,
+        read,
+    )
 
 
 def _draft_step(setup: Setup, preset: str, of: str = "") -> Figure:
@@ -218,11 +253,17 @@ def _draft_step(setup: Setup, preset: str, of: str = "") -> Figure:
     def variant(pair: Pair):
         network, slots = pair.drafter.steps()["draft step"], room(setup, pair.target)
         width = timing.draft_width(network, 1, length, slots)
-        return _of_weights(network, timing.step_variant(network, 1, length, slots, width, timing.draft_steps))
+        return _of_weights(
+            network, timing.step_variant(network, 1, length, slots, width, timing.draft_steps)
+        )
 
     def read(seconds, result, before):
         found = _steps_in_ms(seconds)
-        return found | _ratio("c", found, before.get(f"{preset}, call over 1", {})) | _floor(result, before)
+        return (
+            found
+            | _ratio("c", found, before.get(f"{preset}, call over 1", {}))
+            | _floor(result, before)
+        )
 
     name = ", ".join(filter(None, (preset, of, "draft step")))
     about = {"target": preset, "batch": 1, "kind": f"{of} draft step".strip()}
@@ -243,11 +284,15 @@ def decodes(setup: Setup, preset: str, batch: int, kind: str = "") -> list[Figur
     def forced(alpha: float) -> Figure:
         return Figure(
             f"{model}, alpha {alpha:g}, batch {batch}",
-            about | {"kind": f"{kind}speculative", "alpha": alpha, "gamma": setup.gamma}, f"speculative {batch}",
-            lambda pair: _forced(setup, pair, batch, alpha), functools.partial(read, alone=plain),
-        )  # fmt: skip
+            about | {"kind": f"{kind}speculative", "alpha": alpha, "gamma": setup.gamma},
+            f"speculative {batch}",
+            lambda pair: _forced(setup, pair, batch, alpha),
+            functools.partial(read, alone=plain),
+        )
 
-    variant = lambda pair: _decode(setup, pair, batch)
+    def variant(pair):
+        return _decode(setup, pair, batch)
+
     return [
         Figure(plain, about | {"kind": f"{kind}plain"}, f"plain {batch}", variant, read),
         *map(forced, setup.alphas),
@@ -265,7 +310,9 @@ def _decode(setup: Setup, pair: Pair, batch: int, **how) -> Callable[[], Generat
     return lambda: generate(pair.target, ids, max_new_tokens=setup.max_new_tokens, **how)
 
 
-def _per_token(seconds: Spread, result: GenerationResult, plain: Mapping[str, Any]) -> dict[str, Any]:
+def _per_token(
+    seconds: Spread, result: GenerationResult, plain: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the milliseconds for a token of a row, those of an iteration, and how many times as
     fast as `plain` that is."""
     tokens = float(np.mean(result.lengths))
@@ -276,7 +323,9 @@ def _per_token(seconds: Spread, result: GenerationResult, plain: Mapping[str, An
     if result.stats is None:
         return found
     calls = max(row.target_calls for row in result.stats.per_row or (result.stats,))
-    return found | {"iteration_ms": 1e3 * seconds.median / calls} | _gain("improvement", found, plain)
+    return (
+        found | {"iteration_ms": 1e3 * seconds.median / calls} | _gain("improvement", found, plain)
+    )
 
 
 def searches(setup: Setup, preset: str) -> list[Figure]:
@@ -292,17 +341,26 @@ def searches(setup: Setup, preset: str) -> list[Figure]:
         found = _steps_in_ms(seconds)
         return found | _ratio("v", found, before.get(f"{preset}, call over 1", {}))
 
-    nodes = lambda pair: timing.tree_variant(pair.target.network, 1, length, room(setup, pair.target) + tree.size, tree)
-    iterations = lambda seconds, result, _: _per_token(seconds, result, {})
-    made = lambda kind, variant, read=iterations: Figure(
-        f"{preset}, {kind}", about | {"kind": kind}, kind, variant, read
-    )
+    def nodes(pair):
+        return timing.tree_variant(
+            pair.target.network, 1, length, room(setup, pair.target) + tree.size, tree
+        )
+
+    def iterations(seconds, result, _):
+        return _per_token(seconds, result, {})
+
+    def made(kind, variant, read=iterations):
+        return Figure(f"{preset}, {kind}", about | {"kind": kind}, kind, variant, read)
+
     beams = dict(num_beams=setup.num_beams)
     return [
         made("tree call", nodes, over_nodes),
         made("tree", lambda pair: _decode(setup, pair, 1, drafter=pair.drafter, tree=tree)),
         made("beams", lambda pair: _decode(setup, pair, 1, **beams)),
-        made("drafted beams", lambda pair: _decode(setup, pair, 1, drafter=pair.drafter, gamma=setup.levels, **beams)),
+        made(
+            "drafted beams",
+            lambda pair: _decode(setup, pair, 1, drafter=pair.drafter, gamma=setup.levels, **beams),
+        ),
     ]
 
 
@@ -317,15 +375,23 @@ def drafted_by_itself(setup: Setup, preset: str) -> list[Figure]:
     """Returns the figures of a target for which its own weights in int8 draft. Weights of no
     meaning do not tell how often they would agree: the acceptance is forced."""
     plain = f"{preset}, plain, batch 1"
-    about = {"target": preset, "batch": 1, "kind": "self:int8", "alpha": _OWN_ALPHA, "gamma": setup.gamma}
+    about = {
+        "target": preset,
+        "batch": 1,
+        "kind": "self:int8",
+        "alpha": _OWN_ALPHA,
+        "gamma": setup.gamma,
+    }
     return [
         _draft_step(setup, preset, "self:int8"),
         Figure(
-            f"{preset}, self:int8, forced alpha {_OWN_ALPHA:g}, batch 1", about | {"acceptance": "synthetic"},
-            "self:int8", lambda pair: _forced(setup, pair, 1, _OWN_ALPHA),
+            f"{preset}, self:int8, forced alpha {_OWN_ALPHA:g}, batch 1",
+            about | {"acceptance": "synthetic"},
+            "self:int8",
+            lambda pair: _forced(setup, pair, 1, _OWN_ALPHA),
             lambda seconds, result, before: _per_token(seconds, result, before.get(plain, {})),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def beside(setup: Setup, preset: str, name: str, decode: Against | None) -> Figure:
@@ -337,5 +403,9 @@ def beside(setup: Setup, preset: str, name: str, decode: Against | None) -> Figu
         (batch,), run = variants.cut(ids, ids, 1, 0), decode(pair.target)
         return lambda: run(batch)
 
-    read = lambda seconds, result, _: _per_token(seconds, result, {})
-    return Figure(f"{preset}, {name}", {"kind": name, "target": preset, "batch": 1}, name, variant, read)
+    def read(seconds, result, _):
+        return _per_token(seconds, result, {})
+
+    return Figure(
+        f"{preset}, {name}", {"kind": name, "target": preset, "batch": 1}, name, variant, read
+    )

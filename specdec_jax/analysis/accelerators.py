@@ -42,13 +42,26 @@ def stages(setup: Setup, against: Mapping[str, Against | None]) -> list[Stage]:
     targets = sorted(setup.targets, key=lambda preset: parameter_count(PRESETS[preset]))
     first, *rest = setup.batches
 
-    def each(kind: str, of: Callable[[Setup, str], list[Figure]], load=_load, name: str | None = None) -> list[Stage]:
-        loads = lambda preset: lambda: load(setup, preset)
-        return [Stage(f"{preset}: {name or kind}", kind, of(setup, preset), loads(preset)) for preset in targets]
+    def each(
+        kind: str, of: Callable[[Setup, str], list[Figure]], load=_load, name: str | None = None
+    ) -> list[Stage]:
+        def loads(preset):
+            return lambda: load(setup, preset)
 
-    calls = lambda setup, preset: figures.calls(setup, preset) + figures.decodes(setup, preset, first)
-    decodes = lambda batch: lambda setup, preset: figures.decodes(setup, preset, batch)
-    beside = lambda name, decode: lambda setup, preset: [figures.beside(setup, preset, name, decode)]
+        return [
+            Stage(f"{preset}: {name or kind}", kind, of(setup, preset), loads(preset))
+            for preset in targets
+        ]
+
+    def calls(setup, preset):
+        return figures.calls(setup, preset) + figures.decodes(setup, preset, first)
+
+    def decodes(batch):
+        return lambda setup, preset: figures.decodes(setup, preset, batch)
+
+    def beside(name, decode):
+        return lambda setup, preset: [figures.beside(setup, preset, name, decode)]
+
     return [
         Stage("copies", "copies", [figures.copy(setup)], Pair),
         *each("calls", calls, _load_for_calls, f"calls and batch {first}"),
@@ -96,7 +109,9 @@ def _load_for_itself(setup: Setup, preset: str) -> Pair:
 def _prefill(setup: Setup, target: LanguageModel, *networks: Network) -> None:
     """Compiles what makes the caches of calls, lest every call's program does it again."""
     for network in networks:
-        jax.block_until_ready(timing.prefill_variant(network, 1, setup.input_length, figures.room(setup, target))())
+        jax.block_until_ready(
+            timing.prefill_variant(network, 1, setup.input_length, figures.room(setup, target))()
+        )
 
 
 def _missing(name: str) -> Callable[[Setup, str], Pair]:

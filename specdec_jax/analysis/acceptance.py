@@ -17,7 +17,14 @@ import numpy as np
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.predictions import Work, counted_work, mean_drafting
-from specdec_jax.analysis.top_k_hit_rate import Covered, HitRates, Rates, by_rank, hit_rate_at, mean_hit_rate
+from specdec_jax.analysis.top_k_hit_rate import (
+    Covered,
+    HitRates,
+    Rates,
+    by_rank,
+    hit_rate_at,
+    mean_hit_rate,
+)
 from specdec_jax.analysis.variants import Batch
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import bucket
@@ -86,8 +93,12 @@ class Acceptance:
             "drafting": self.drafting,
             "standard_error": self.error,
             "positions": self.positions,
-            "by_position": {name: _named("accepted", values) for name, values in self.survival.items()},
-            "by_depth": {name: _named("accepted", values) for name, values in self.by_depth.items()},
+            "by_position": {
+                name: _named("accepted", values) for name, values in self.survival.items()
+            },
+            "by_depth": {
+                name: _named("accepted", values) for name, values in self.by_depth.items()
+            },
             "tokens_per_target_call": {
                 name: formulas.tokens_by_survival([mean for mean, _ in values])
                 for name, values in self.survival.items()
@@ -119,7 +130,9 @@ def measure_acceptance(
       options: options of a decoding command.
     """
     greedy = options.sampling().mode.greedy
-    exact = [name for name in verifiers if name in SURVIVAL or greedy and name in ("gumbel", "rejection")]
+    exact = [
+        name for name in verifiers if name in SURVIVAL or greedy and name in ("gumbel", "rejection")
+    ]
     if drafter.scorable and len(exact) == len(verifiers):
         return score(target, drafter, batches, verifiers, gamma, options)
     return count(target, drafter, batches, verifiers, gamma, options)
@@ -131,10 +144,14 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
     sums, counts, survivals, lengths = [], [], {name: [] for name in verifiers}, []
     covered: list[dict[str, np.ndarray]] = []
     trees: dict[str, list[list[np.ndarray]]] = {}
-    work: dict[tuple[str, int], list[Work]] = {(name, g): [] for name in verifiers for g in range(1, gamma + 1)}
+    work: dict[tuple[str, int], list[Work]] = {
+        (name, g): [] for name in verifiers for g in range(1, gamma + 1)
+    }
     for batch in track(batches, len(batches), "scoring"):
         result = batch.through(
-            lambda batch: generate(target, batch.inputs, key=batch.keys, **options.decoding(plain=True))
+            lambda batch: generate(
+                target, batch.inputs, key=batch.keys, **options.decoding(plain=True)
+            )
         )
         lengths.append(result.lengths)
         agreed = _scored(target, drafter, batch, result, config)
@@ -144,24 +161,41 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
             counts.append(int(length))
             covered.append(agreed.covered.sums(row, length))
             for kind, found in agreed.covered.log_given.items():
-                given = [along(column, gamma, SURVIVAL["token"]) for column in found[row, :length].T]
+                given = [
+                    along(column, gamma, SURVIVAL["token"]) for column in found[row, :length].T
+                ]
                 trees.setdefault(kind, []).append(given)
             ended = result.finish_reasons[row] == "eos"
             for name in verifiers:
                 # At temperature 0 all verifiers are one.
-                kept = along(agreed.log_ratio[row, :length], gamma, SURVIVAL[name if name in SURVIVAL else "token"])
+                kept = along(
+                    agreed.log_ratio[row, :length],
+                    gamma,
+                    SURVIVAL[name if name in SURVIVAL else "token"],
+                )
                 survivals[name].append(kept)
                 for g in range(1, gamma + 1):
                     expected[name, g].append(formulas.calls_along(kept, g, ended))
         for key, rows in expected.items():  # a batch runs until its last row is done
-            work[key].append(Work(batch.padded, *(max(values) for values in zip(*rows, strict=True))))
+            work[key].append(
+                Work(batch.padded, *(max(values) for values in zip(*rows, strict=True)))
+            )
     alpha, error = formulas.clustered_mean(sums, counts) if sum(counts) else (None, None)
     return Acceptance(
-        "scored", alpha, error, sum(counts),
-        {name: _mean_survival(rows, gamma) for name, rows in survivals.items()}, lengths, work,
-        mean_hit_rate(covered, counts), {name: _by_depth(rows, gamma) for name, rows in survivals.items()},
-        {kind: [_by_depth(rows, gamma) for rows in zip(*found, strict=True)] for kind, found in trees.items()},
-    )  # fmt: skip
+        "scored",
+        alpha,
+        error,
+        sum(counts),
+        {name: _mean_survival(rows, gamma) for name, rows in survivals.items()},
+        lengths,
+        work,
+        mean_hit_rate(covered, counts),
+        {name: _by_depth(rows, gamma) for name, rows in survivals.items()},
+        {
+            kind: [_by_depth(rows, gamma) for rows in zip(*found, strict=True)]
+            for kind, found in trees.items()
+        },
+    )
 
 
 def _scored(
@@ -173,14 +207,19 @@ def _scored(
     for row, length in enumerate(result.lengths):
         sound = np.isfinite(agreed.overlap[row, :length])
         if not sound.all():
-            raise NonFiniteLogitsError(f"the drafter {drafter.name}", batch.numbers[row], int(np.argmin(sound)))
+            raise NonFiniteLogitsError(
+                f"the drafter {drafter.name}", batch.numbers[row], int(np.argmin(sound))
+            )
     return agreed
 
 
 def hit_rate_of(
-    target, drafter: ModelDrafter, batches: Sequence[Batch], results: Sequence[GenerationResult],
+    target,
+    drafter: ModelDrafter,
+    batches: Sequence[Batch],
+    results: Sequence[GenerationResult],
     config: SamplingConfig,
-) -> HitRates:  # fmt: skip
+) -> HitRates:
     """Returns the top-k hit rate along outputs of the target, one result for each batch."""
     sums, counts = [], []
     for batch, result in zip(batches, results, strict=True):
@@ -221,7 +260,10 @@ def _by_depth(rows: Sequence[np.ndarray], gamma: int) -> Rates:
     """
     found: Rates = []
     for depth in range(gamma):
-        complete = [np.pad(row, ((0, 0), (1, 0)), constant_values=1)[: max(0, len(row) - depth)] for row in rows]
+        complete = [
+            np.pad(row, ((0, 0), (1, 0)), constant_values=1)[: max(0, len(row) - depth)]
+            for row in rows
+        ]
         above, kept = ([row[:, place].sum() for row in complete] for place in (depth, depth + 1))
         if not any(above):
             break
@@ -255,23 +297,40 @@ def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptanc
         calls = [row.target_calls for row in rows]
         by_position = np.array([row.accepted_by_position for row in rows])
         survival[name] = [
-            formulas.clustered_mean(by_position[:, i], calls) if any(calls) else (0.0, None) for i in range(gamma)
+            formulas.clustered_mean(by_position[:, i], calls) if any(calls) else (0.0, None)
+            for i in range(gamma)
         ]
-        at_depth = zip(by_position.T, np.array([row.examined_by_position for row in rows]).T, strict=True)
-        by_depth[name] = [formulas.clustered_mean(kept, reached) for kept, reached in at_depth if any(reached)]
+        at_depth = zip(
+            by_position.T, np.array([row.examined_by_position for row in rows]).T, strict=True
+        )
+        by_depth[name] = [
+            formulas.clustered_mean(kept, reached) for kept, reached in at_depth if any(reached)
+        ]
         per_call = formulas.tokens_by_survival([mean for mean, _ in survival[name]])
         lengths = lengths or [result.lengths for result in results]
-        made = [counted_work(batch.padded, result.stats) for batch, result in zip(batches, results, strict=True)]
+        made = [
+            counted_work(batch.padded, result.stats)
+            for batch, result in zip(batches, results, strict=True)
+        ]
         drafting = mean_drafting(made)
         for g in range(1, gamma + 1):
             calls = [one.calls * per_call[gamma] / per_call[g] for one in made]
             work[name, g] = [
-                dataclasses.replace(one, calls=n, draft_calls=g * n) for one, n in zip(made, calls, strict=True)
+                dataclasses.replace(one, calls=n, draft_calls=g * n)
+                for one, n in zip(made, calls, strict=True)
             ]
     return Acceptance(
-        "counted", alpha, error, positions, survival, lengths, work, by_depth=by_depth,
-        alpha_where_drafted=where_drafted, drafting=drafting,
-    )  # fmt: skip
+        "counted",
+        alpha,
+        error,
+        positions,
+        survival,
+        lengths,
+        work,
+        by_depth=by_depth,
+        alpha_where_drafted=where_drafted,
+        drafting=drafting,
+    )
 
 
 class Comparison(NamedTuple):
@@ -293,7 +352,9 @@ class Comparison(NamedTuple):
     standard_error: float | None
 
 
-def compare(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int, options) -> Comparison | None:
+def compare(
+    target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int, options
+) -> Comparison | None:
     """Decodes by token verification, one iteration at a time, and scores the positions that were
     examined.
 
@@ -331,7 +392,9 @@ def compare(target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int,
         return None
     differences = np.array(kept) - np.array(overlaps)
     difference, error = formulas.clustered_mean(differences, counts)
-    return Comparison(sum(counts), sum(kept) / sum(counts), sum(overlaps) / sum(counts), difference, error)
+    return Comparison(
+        sum(counts), sum(kept) / sum(counts), sum(overlaps) / sum(counts), difference, error
+    )
 
 
 class Agreement(NamedTuple):
@@ -351,10 +414,13 @@ class Agreement(NamedTuple):
 
 
 def agreement(
-    target: LanguageModel, drafter: LanguageModel, inputs: Sequence[Sequence[int]], tokens: np.ndarray,
+    target: LanguageModel,
+    drafter: LanguageModel,
+    inputs: Sequence[Sequence[int]],
+    tokens: np.ndarray,
     lengths: np.ndarray,
     config: SamplingConfig,
-) -> Agreement:  # fmt: skip
+) -> Agreement:
     """Scores outputs of the target with both models, teacher-forced, in one call each.
 
     Args:
@@ -370,8 +436,12 @@ def agreement(
         prompts = [list(ids) or [target.start_token] for ids in inputs]
         first, inputs = [ids[-1] for ids in prompts], [ids[:-1] for ids in prompts]
         limits = [model.config.max_positions for model in (target, drafter)]
-        width = min([width, *(limit - max(map(len, inputs)) for limit in limits if limit is not None)])
-    tokens = np.pad(tokens, ((0, 0), (0, max(0, width - tokens.shape[1]))))[:, :width].astype(np.int32)
+        width = min(
+            [width, *(limit - max(map(len, inputs)) for limit in limits if limit is not None)]
+        )
+    tokens = np.pad(tokens, ((0, 0), (0, max(0, width - tokens.shape[1]))))[:, :width].astype(
+        np.int32
+    )
     fed = np.concatenate([np.array(first, np.int32)[:, None], tokens[:, :-1]], axis=1)
     input_lengths = np.array([len(ids) for ids in inputs], np.int32)
     padded = np.zeros((len(inputs), bucket(int(max(input_lengths)))), np.int32)
@@ -381,18 +451,24 @@ def agreement(
     # An id that the drafter lacks is read as its last one, as in the decode loop.
     last = drafter.config.vocab_size - 1
     encoder = {"encoder": target} if drafter.config.encoder_dim is not None else {}
-    draft_logits = drafter.logits(np.minimum(padded, last), np.minimum(fed, last), input_lengths, **encoder)
+    draft_logits = drafter.logits(
+        np.minimum(padded, last), np.minimum(fed, last), input_lengths, **encoder
+    )
     rows = config.rows(len(tokens), target.config.vocab_size)
     eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
     before = (
-        (join(padded, input_lengths, fed)[0], input_lengths + 1) if prompted else (fed, np.ones_like(input_lengths))
+        (join(padded, input_lengths, fed)[0], input_lengths + 1)
+        if prompted
+        else (fed, np.ones_like(input_lengths))
     )
     agreed = _agreement(logits, draft_logits, *before, tokens, eos_ids, rows, mode=config.mode)
     return Agreement(*jax.device_get(agreed))
 
 
 @functools.partial(jax.jit, static_argnames="mode")
-def _agreement(logits, draft_logits, fed, starts, tokens, eos_ids, rows: SamplingRows, *, mode: SamplingMode):
+def _agreement(
+    logits, draft_logits, fed, starts, tokens, eos_ids, rows: SamplingRows, *, mode: SamplingMode
+):
     prefixes = Context(fed, starts, starts, eos_ids)
     draft_logits = match_width(draft_logits, logits.shape[-1])
     dist, draft_distribution = (

@@ -40,9 +40,13 @@ class Tree(NamedTuple):
 
 
 def trees_of(
-    target: LanguageModel, drafter: Drafter | None, gammas: Sequence[int], widths: Sequence[int | None],
-    batches: Sequence[Batch], options: BeamSetup,
-) -> list[Tree]:  # fmt: skip
+    target: LanguageModel,
+    drafter: Drafter | None,
+    gammas: Sequence[int],
+    widths: Sequence[int | None],
+    batches: Sequence[Batch],
+    options: BeamSetup,
+) -> list[Tree]:
     """Returns plain search and what the drafter can draft for it: every number of levels in every
     width.
 
@@ -56,7 +60,9 @@ def trees_of(
     """
     trees = [Tree(0, 0)]
     analysis_variants.check_prompts(target, drafter, batches, options)
-    plan_decoding(target, batches[0].inputs, **trees[0].arguments(None, options) | {"drafter": drafter})
+    plan_decoding(
+        target, batches[0].inputs, **trees[0].arguments(None, options) | {"drafter": drafter}
+    )
     if drafter is not None:
         beams = BeamOptions(**options.search()).num_beams
         found = dict.fromkeys(drafter.beam_width(beams, width) for width in widths)
@@ -73,9 +79,12 @@ def search_head(target, drafter, batches: Sequence[Batch], options: BeamSetup) -
 
 @isolated
 def benchmark_beams(
-    target: LanguageModel, drafter: Drafter | None, batches: Sequence[Batch], options: BenchmarkSetup,
+    target: LanguageModel,
+    drafter: Drafter | None,
+    batches: Sequence[Batch],
+    options: BenchmarkSetup,
     others: Mapping[str, Variant] | None = None,
-) -> tuple[dict, list[str]]:  # fmt: skip
+) -> tuple[dict, list[str]]:
     """Times the variants; returns the record and what contradicts exactness (nothing, one hopes).
 
     Args:
@@ -83,7 +92,9 @@ def benchmark_beams(
       others: another implementation's beam search by its name, timed in turn with ours; None or
         empty: none.
     """
-    trees = trees_of(target, drafter, options.gammas, options.beam_width or (None,), batches, options)
+    trees = trees_of(
+        target, drafter, options.gammas, options.beam_width or (None,), batches, options
+    )
 
     def variant(gamma: int, how: dict[str, Any]) -> Variant:
         return Variant(gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
@@ -93,11 +104,16 @@ def benchmark_beams(
     variants |= {"greedy": greedy} | dict(others or {})
     analysis_variants.warm_up(variants, {}, batches)
     for repeat in range(options.repeats):
-        analysis_variants.one_pass(variants, batches, repeat, f"timing, pass {repeat + 1} of {options.repeats}")
+        analysis_variants.one_pass(
+            variants, batches, repeat, f"timing, pass {repeat + 1} of {options.repeats}"
+        )
 
     plain, problems = variants["plain"], analysis_variants.missing_outputs(variants)
     how = trees[0].arguments(None, options)
-    differences = lambda theirs, plain, target, batches: _differences(theirs, plain, target, batches, how)
+
+    def differences(theirs, plain, target, batches):
+        return _differences(theirs, plain, target, batches, how)
+
     record = {
         **search_head(target, drafter, batches, options),
         "plain": _timed(plain),
@@ -107,16 +123,22 @@ def benchmark_beams(
         {
             **tree._asdict(),
             **_timed(searches[str(tree)], plain),
-            "calls_over_plain": searches[str(tree)].total("target_calls") / max(plain.total("target_calls"), 1),
+            "calls_over_plain": searches[str(tree)].total("target_calls")
+            / max(plain.total("target_calls"), 1),
             "differences": differences(searches[str(tree)], plain, target, batches),
         }
         for tree in trees[1:]
     ]
     seconds = {name: np.array(variant.seconds) for name, variant in searches.items()}
     record["verdict"] = verdicts.find_best(seconds)
-    compared = [{"name": str(tree), **found} for tree, found in zip(trees[1:], record["searches"], strict=True)]
+    compared = [
+        {"name": str(tree), **found}
+        for tree, found in zip(trees[1:], record["searches"], strict=True)
+    ]
     for name in comparison.others_of(others):
-        record["against"] = comparison.compare(name, searches | dict(others or {}), target, batches, differences)
+        record["against"] = comparison.compare(
+            name, searches | dict(others or {}), target, batches, differences
+        )
         compared.append(record["against"])
     for found in compared:
         problems += comparison.problems(found, target.config.dtype, MARGIN)
@@ -128,20 +150,30 @@ def _timed(variant: Variant, plain: Variant | None = None) -> dict[str, Any]:
     the plain one also how many times as fast they are for the same inputs."""
     stats = variant.totals()
     # A search takes more steps than its output has tokens.
-    steps = sum(result.stats.target_calls * (result.stats.tokens_per_target_call or 0) for result in variant.results)
+    steps = sum(
+        result.stats.target_calls * (result.stats.tokens_per_target_call or 0)
+        for result in variant.results
+    )
     record = {
         "seconds": Spread.from_samples(variant.seconds)._asdict(),
         "tokens": variant.tokens,
         "compile_seconds": variant.compile_seconds,
-        "stats": stats | {"steps": round(steps), "steps_per_target_call": steps / max(stats["target_calls"], 1)},
+        "stats": stats
+        | {"steps": round(steps), "steps_per_target_call": steps / max(stats["target_calls"], 1)},
     }
     if plain is not None:
-        record["improvement"] = Spread.from_samples(np.array(plain.seconds) / np.array(variant.seconds))._asdict()
+        record["improvement"] = Spread.from_samples(
+            np.array(plain.seconds) / np.array(variant.seconds)
+        )._asdict()
     return record
 
 
 def _differences(
-    theirs: Variant, plain: Variant, target: LanguageModel, batches: Sequence[Batch], how: Mapping[str, Any]
+    theirs: Variant,
+    plain: Variant,
+    target: LanguageModel,
+    batches: Sequence[Batch],
+    how: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Every input whose best output differs from plain beam search's, with how near to a tie that
     search comes."""
@@ -151,9 +183,15 @@ def _differences(
             position = int(np.argmax(other.tokens[row] != ours.tokens[row]))
             assert ours.scores is not None and other.scores is not None, "both are of beam searches"
             margin = near_ties.search_margin(target, batch.inputs[row], how)
-            found.append({
-                "input": batch.numbers[row], "position": position, "plain": int(ours.tokens[row, position]),
-                "theirs": int(other.tokens[row, position]), "margin": margin, "near_tie": margin <= MARGIN,
-                "scores": [float(ours.scores[row]), float(other.scores[row])],
-            })  # fmt: skip
+            found.append(
+                {
+                    "input": batch.numbers[row],
+                    "position": position,
+                    "plain": int(ours.tokens[row, position]),
+                    "theirs": int(other.tokens[row, position]),
+                    "margin": margin,
+                    "near_tie": margin <= MARGIN,
+                    "scores": [float(ours.scores[row]), float(other.scores[row])],
+                }
+            )
     return sorted(found, key=lambda item: item["input"])

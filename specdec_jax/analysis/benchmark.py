@@ -44,9 +44,12 @@ from specdec_jax.speculative.verifiers import SYNTHETIC, verifier_of
 
 @isolated
 def benchmark(
-    target: LanguageModel, drafter: Drafter | None, batches: Sequence[Batch], options: BenchmarkSetup,
+    target: LanguageModel,
+    drafter: Drafter | None,
+    batches: Sequence[Batch],
+    options: BenchmarkSetup,
     others: Mapping[str, Variant] | None = None,
-) -> tuple[dict, list[str]]:  # fmt: skip
+) -> tuple[dict, list[str]]:
     """Times the variants and the single steps; returns the record, and messages about what
     contradicts exactness.
 
@@ -67,19 +70,35 @@ def benchmark(
         wanted, forced = options.gamma_of(gamma) if gamma else 0, {}
         if synthetic_alpha is not None:
             forced = dict(verifier=SYNTHETIC.name, synthetic_alpha=synthetic_alpha)
-        return Variant(gamma, lambda batch: generate(
-            target, batch.inputs, drafter=drafter if gamma else None, gamma=wanted, key=batch.keys,
-            **options.decoding(plain=not gamma) | forced,
-        ), synthetic_alpha=synthetic_alpha)  # fmt: skip
+        return Variant(
+            gamma,
+            lambda batch: generate(
+                target,
+                batch.inputs,
+                drafter=drafter if gamma else None,
+                gamma=wanted,
+                key=batch.keys,
+                **options.decoding(plain=not gamma) | forced,
+            ),
+            synthetic_alpha=synthetic_alpha,
+        )
 
     trees = _trees(drafter, options)
-    speculative = options.gammas if drafter is not None and (options.synthetic_alpha or not options.preset) else ()
+    speculative = (
+        options.gammas
+        if drafter is not None and (options.synthetic_alpha or not options.preset)
+        else ()
+    )
     analysis_variants.check_prompts(target, drafter, batches, options)
     variants = {"plain": variant(0)}
     for gamma in speculative:
         for alpha in options.synthetic_alpha or (None,):
-            variants[f"gamma {gamma}" + ("" if alpha is None else f", alpha {alpha:g}")] = variant(gamma, alpha)
-    variants |= {f"tree {text}": _tree_variant(text, target, drafter, options) for text in trees} | dict(others or {})
+            variants[f"gamma {gamma}" + ("" if alpha is None else f", alpha {alpha:g}")] = variant(
+                gamma, alpha
+            )
+    variants |= {
+        f"tree {text}": _tree_variant(text, target, drafter, options) for text in trees
+    } | dict(others or {})
     steps = _step_variants(target, drafter, batches, options, trees)
     analysis_variants.warm_up(variants, steps, batches)
     timed = []
@@ -90,13 +109,24 @@ def benchmark(
     record = _record(target, drafter, variants, analysis_variants.per_step(timed), batches, options)
     if trees:
         hit_rate = _hit_rate(target, drafter, trees, batches, variants["plain"], options)
-        record |= _tree_records(variants, trees, target, analysis_variants.per_step(timed), batches, options, hit_rate)
-    if not options.preset and options.batch_size == 1 and options.gamma_policy == "fixed" and drafter is not None:
+        record |= _tree_records(
+            variants, trees, target, analysis_variants.per_step(timed), batches, options, hit_rate
+        )
+    if (
+        not options.preset
+        and options.batch_size == 1
+        and options.gamma_policy == "fixed"
+        and drafter is not None
+    ):
         with waiting("tracing the calls of the first input"):
-            record["example"] = _example(target, drafter, batches, analysis_variants.per_step(timed), options)
+            record["example"] = _example(
+                target, drafter, batches, analysis_variants.per_step(timed), options
+            )
     if options.samples_preset:
         seconds = {name: [one[name] for one in timed] for name in steps}
-        record["sampling_cost"] = {str(gamma): predictions.sampling_cost(gamma, seconds) for gamma in options.gammas}
+        record["sampling_cost"] = {
+            str(gamma): predictions.sampling_cost(gamma, seconds) for gamma in options.gammas
+        }
     problems = _problems(record, variants, options, target)
     for name in comparison.others_of(others):
         record["against"] = comparison.compare(name, variants, target, batches)
@@ -112,16 +142,23 @@ def _trees(drafter: Drafter | None, options: BenchmarkSetup) -> dict[str, Tree |
       UnsupportedCombination: a tree that the drafter does not draft.
     """
     given = {text: read_tree(text) for text in options.tree}
-    return {text: tree_options(tree, drafter, "auto", "block").tree or tree for text, tree in given.items()}
+    return {
+        text: tree_options(tree, drafter, "auto", "block").tree or tree
+        for text, tree in given.items()
+    }
 
 
-def _example(target, drafter: Drafter, batches, times: Mapping[str, Spread], options) -> dict[str, Any] | None:
+def _example(
+    target, drafter: Drafter, batches, times: Mapping[str, Spread], options
+) -> dict[str, Any] | None:
     """Returns the calls of one input with every γ, and one call of every tree; None if there is no
     text."""
     gammas, first = () if options.synthetic_alpha else options.gammas, traces.first_text(batches)
     if first is None:
         return None
-    trees = {"trees": tree_drawing.examples(target, drafter, first, options)} if options.tree else {}
+    trees = (
+        {"trees": tree_drawing.examples(target, drafter, first, options)} if options.tree else {}
+    )
     return traces.example(target, drafter, gammas, first, times, options) | trees
 
 
@@ -133,26 +170,43 @@ def _hit_rate(target, drafter, trees, batches, plain: Variant, options: Benchmar
     return acceptance.hit_rate_of(target, drafter, batches, plain.results, options.sampling())
 
 
-def _tree_variant(text: str, target: LanguageModel, drafter: Drafter | None, options: BenchmarkSetup) -> Variant:
+def _tree_variant(
+    text: str, target: LanguageModel, drafter: Drafter | None, options: BenchmarkSetup
+) -> Variant:
     tree = read_tree(text)
-    how = Choice(tree.depth, "block", text).arguments(drafter, options) | {"gamma": options.gamma_of("auto", tree)}
-    return Variant(tree.size - 1, lambda batch: generate(target, batch.inputs, key=batch.keys, **how), tree=text)
+    how = Choice(tree.depth, "block", text).arguments(drafter, options) | {
+        "gamma": options.gamma_of("auto", tree)
+    }
+    return Variant(
+        tree.size - 1,
+        lambda batch: generate(target, batch.inputs, key=batch.keys, **how),
+        tree=text,
+    )
 
 
-def _step_variants(target, drafter, batches, options: BenchmarkSetup, trees) -> dict[str, Callable[[], object]]:
+def _step_variants(
+    target, drafter, batches, options: BenchmarkSetup, trees
+) -> dict[str, Callable[[], object]]:
     """Returns single steps and encoders by name, for the shapes that the batches have; for a tree
     of N nodes a call over them, and beside it one over N positions."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
     gammas = list(dict.fromkeys([*options.gammas, *(tree.size - 1 for tree in trees.values())]))
-    longest, room = lengths[-1], timing.total_slots(target, lengths[-1], options.max_new_tokens, max(gammas))
-    variants = analysis_products.products_variants(target.network, rows) | analysis_products.bare_variants(
-        target, drafter, rows, gammas
+    longest, room = (
+        lengths[-1],
+        timing.total_slots(target, lengths[-1], options.max_new_tokens, max(gammas)),
     )
+    variants = analysis_products.products_variants(
+        target.network, rows
+    ) | analysis_products.bare_variants(target, drafter, rows, gammas)
     variants |= timing.step_variants(target, drafter, rows, lengths, room, gammas, options.gammas)
     for text, tree in trees.items():
-        variants[f"nodes of {text}"] = timing.tree_variant(target.network, rows, longest, room, tree)
+        variants[f"nodes of {text}"] = timing.tree_variant(
+            target.network, rows, longest, room, tree
+        )
     for gamma in options.gammas if options.samples_preset else ():
-        calls = timing.sampling_variants(target.network, rows, longest, room, gamma, options.sampling())
+        calls = timing.sampling_variants(
+            target.network, rows, longest, room, gamma, options.sampling()
+        )
         variants |= {f"call {gamma}, {name}": call for name, call in calls.items()}
     return variants
 
@@ -166,7 +220,9 @@ def _record(
     encoders = sum(times[f"target encoder {length}"].median for length in padded)
     seconds = Spread.from_samples(plain.seconds)
     products = min(spread.median for name, spread in times.items() if name.startswith("products"))
-    own = times["products"].median  # in the loop's own layout, like the products of calls and drafts
+    own = times[
+        "products"
+    ].median  # in the loop's own layout, like the products of calls and drafts
     gammas = [name.removeprefix("verify ") for name in times if name.startswith("verify")]
     return {
         **machine.head(target, drafter, batches, options),
@@ -176,7 +232,9 @@ def _record(
         "cost_ratio": times["draft step"].median / step if "draft step" in times else None,
         "verify_cost": {gamma: times[f"verify {gamma}"].median / step for gamma in gammas},
         "bare": {
-            "cost_ratio": times["bare draft step"].median / own if "bare draft step" in times else None,
+            "cost_ratio": times["bare draft step"].median / own
+            if "bare draft step" in times
+            else None,
             "verify_cost": {gamma: times[f"bare verify {gamma}"].median / own for gamma in gammas},
         },
         "plain": {
@@ -198,7 +256,9 @@ def _record(
     }
 
 
-def _find_best(variants: Mapping[str, Variant], synthetic_alpha: float | None) -> dict[str, Any] | None:
+def _find_best(
+    variants: Mapping[str, Variant], synthetic_alpha: float | None
+) -> dict[str, Any] | None:
     """Returns the fastest way of drafting with a synthetic acceptance rate, or without one."""
     drafting = {
         name: variant
@@ -214,10 +274,16 @@ def _variant_record(
 ) -> dict[str, Any]:
     improvement, stats = _improvement(plain, variant), _total_stats(variant)
     counted = [
-        predictions.counted_work(size, result.stats) for size, result in zip(padded, variant.results, strict=True)
+        predictions.counted_work(size, result.stats)
+        for size, result in zip(padded, variant.results, strict=True)
     ]
-    lengths, alpha = [result.lengths for result in variant.results], stats["acceptance_rate_per_position"]
-    adaptive = options.gamma_policy != "fixed"  # then the formulas do not apply, nor does the time of one width of call
+    lengths, alpha = (
+        [result.lengths for result in variant.results],
+        stats["acceptance_rate_per_position"],
+    )
+    adaptive = (
+        options.gamma_policy != "fixed"
+    )  # then the formulas do not apply, nor does the time of one width of call
     untimed = stats["draft_calls"] > 0 and "draft step" not in times
     predicted = None
     if alpha is not None and not adaptive and not untimed:
@@ -242,9 +308,13 @@ def _variant_record(
         "stats": stats,
         "improvement": improvement._asdict(),
         "predicted": predicted,
-        "oracle": None if alpha is None or untimed else predictions.oracle(variant.gamma, alpha, times),
+        "oracle": None
+        if alpha is None or untimed
+        else predictions.oracle(variant.gamma, alpha, times),
         "prediction": prediction,
-        "measured_over_predicted": improvement.median / predicted[prediction] if predicted else None,
+        "measured_over_predicted": improvement.median / predicted[prediction]
+        if predicted
+        else None,
         "parts": parts,
         "shares": shares,
         "limiting_term": max(shares, key=lambda name: shares[name]) if shares else None,
@@ -275,20 +345,31 @@ def _tree_records(
         # Coupled trees repeat plain decoding's draws if those are of Gumbel noise too.
         coupled = TREE_VERIFIERS[tree.verify].coupled and verifier_of(options.verifier).coupled
         same_tokens = coupled or options.temperature == 0 and tree.verify not in LOSSY_TREES
-        found.append({
-            "tree": text, "nodes": tree.size, "depth": tree.depth, "children": tree.kind, "verifier": tree.verify,
-            "seconds": Spread.from_samples(variant.seconds)._asdict(),
-            "tokens": variant.tokens,
-            "compile_seconds": variant.compile_seconds,
-            "stats": _total_stats(variant),
-            **predictions.tree_tokens(tree, hit_rate),
-            "improvement": _improvement(plain, variant)._asdict(),
-            "verify_cost": times[f"nodes of {text}"].median / step,
-            "compared": same_tokens,
-            "differences": _differences(variant, plain, target, batches) if same_tokens else [],
-        })  # fmt: skip
-    best = lambda those: min(those, key=lambda variant: float(np.median(variant.seconds_per_token)))
-    chain = best([variant for variant in variants.values() if variant.gamma and variant.tree is None])
+        found.append(
+            {
+                "tree": text,
+                "nodes": tree.size,
+                "depth": tree.depth,
+                "children": tree.kind,
+                "verifier": tree.verify,
+                "seconds": Spread.from_samples(variant.seconds)._asdict(),
+                "tokens": variant.tokens,
+                "compile_seconds": variant.compile_seconds,
+                "stats": _total_stats(variant),
+                **predictions.tree_tokens(tree, hit_rate),
+                "improvement": _improvement(plain, variant)._asdict(),
+                "verify_cost": times[f"nodes of {text}"].median / step,
+                "compared": same_tokens,
+                "differences": _differences(variant, plain, target, batches) if same_tokens else [],
+            }
+        )
+
+    def best(those):
+        return min(those, key=lambda variant: float(np.median(variant.seconds_per_token)))
+
+    chain = best(
+        [variant for variant in variants.values() if variant.gamma and variant.tree is None]
+    )
     tree_variant = best([variant for variant in variants.values() if variant.tree is not None])
     beside = {
         "tree": tree_variant.tree,
@@ -306,7 +387,10 @@ def _total_stats(variant: Variant) -> dict[str, Any]:
     has_rate = any(
         result.stats.acceptance_rate is not None for result in variant.results
     )  # block verification has none
-    rate = lambda positions: totals["accepted"] / positions if examined and has_rate else None
+
+    def rate(positions):
+        return totals["accepted"] / positions if examined and has_rate else None
+
     return totals | {
         "acceptance_rate": rate(examined),
         "acceptance_rate_per_position": rate(examined + totals["undrafted"]),
@@ -315,7 +399,9 @@ def _total_stats(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _differences(variant: Variant, plain: Variant, target: LanguageModel, batches) -> list[dict[str, Any]]:
+def _differences(
+    variant: Variant, plain: Variant, target: LanguageModel, batches
+) -> list[dict[str, Any]]:
     """Returns every input whose argmax tokens differ from plain decoding's, with how near to a tie
     the first difference is."""
     found = []
@@ -325,23 +411,41 @@ def _differences(variant: Variant, plain: Variant, target: LanguageModel, batche
             prefix = [target.start_token, *theirs.tokens[row, :position].tolist()]
             if decoder_only(target):
                 prefix = [*(batch.ids[row] or prefix[:1]), *prefix[1:]]
-            how = near_ties.measure_difference(target, batch.ids[row], prefix, variant.gamma + 1, len(batch.ids))
-            found.append({
-                "input": batch.numbers[row], "position": position,
-                "plain": int(theirs.tokens[row, position]), "speculative": int(ours.tokens[row, position]),
-                "margin": how.margin, "noise": how.noise, "near_tie": how.near_tie,
-            })  # fmt: skip
+            how = near_ties.measure_difference(
+                target, batch.ids[row], prefix, variant.gamma + 1, len(batch.ids)
+            )
+            found.append(
+                {
+                    "input": batch.numbers[row],
+                    "position": position,
+                    "plain": int(theirs.tokens[row, position]),
+                    "speculative": int(ours.tokens[row, position]),
+                    "margin": how.margin,
+                    "noise": how.noise,
+                    "near_tie": how.near_tie,
+                }
+            )
     return sorted(found, key=lambda item: item["input"])
 
 
-def _problems(record: dict, variants: dict[str, Variant], options, target: LanguageModel) -> list[str]:
+def _problems(
+    record: dict, variants: dict[str, Variant], options, target: LanguageModel
+) -> list[str]:
     """Returns messages about what must not be: missing outputs, or float32 argmax tokens that
     differ without being near-ties."""
     problems = analysis_variants.missing_outputs(variants)
     if target.config.dtype == "float32":
         for variant_record in [*record["speculative"], *record.get("trees", ())]:
-            name = f"tree {variant_record['tree']}" if "tree" in variant_record else f"gamma {variant_record['gamma']}"
-            wrong = [str(item["input"] + 1) for item in variant_record["differences"] if not item["near_tie"]]
+            name = (
+                f"tree {variant_record['tree']}"
+                if "tree" in variant_record
+                else f"gamma {variant_record['gamma']}"
+            )
+            wrong = [
+                str(item["input"] + 1)
+                for item in variant_record["differences"]
+                if not item["near_tie"]
+            ]
             if wrong:
                 problems.append(
                     f"{name}: got other tokens than plain decoding for sentences {', '.join(wrong)}, "

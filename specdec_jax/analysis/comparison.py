@@ -23,9 +23,12 @@ def others_of(variants: Mapping[str, Variant] | None) -> list[str]:
 
 
 def compare(
-    name: str, variants: Mapping[str, Variant], target: LanguageModel, batches: Sequence[Batch],
+    name: str,
+    variants: Mapping[str, Variant],
+    target: LanguageModel,
+    batches: Sequence[Batch],
     differences: Callable[..., list] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Returns the record of the comparison: the variant's time, how many times as fast ours are,
     and every input with other tokens; with `UNROUNDED` among the variants also what int8
     contributes.
@@ -34,19 +37,26 @@ def compare(
     argmax.
     """
     theirs = variants[name]
-    faster = lambda ours: Spread.from_samples(theirs.seconds_per_token / ours.seconds_per_token)._asdict()
+
+    def faster(ours):
+        return Spread.from_samples(theirs.seconds_per_token / ours.seconds_per_token)._asdict()
+
     record = {
         "name": name,
         "seconds": Spread.from_samples(theirs.seconds)._asdict(),
         "tokens": theirs.tokens,
         "seconds_per_token": float(np.median(theirs.seconds_per_token)),
         "compile_seconds": theirs.compile_seconds,
-        "improvement": {ours: faster(variant) for ours, variant in variants.items() if ours != name},
+        "improvement": {
+            ours: faster(variant) for ours, variant in variants.items() if ours != name
+        },
         "differences": (differences or _differences)(theirs, variants["plain"], target, batches),
     }
     if UNROUNDED in variants:
         rounded, wide = variants["plain"], variants[UNROUNDED]
-        record["rounding"] = Spread.from_samples(wide.seconds_per_token / rounded.seconds_per_token)._asdict()
+        record["rounding"] = Spread.from_samples(
+            wide.seconds_per_token / rounded.seconds_per_token
+        )._asdict()
         record["rounded_differences"] = sum(
             int(np.any(ours.tokens != other.tokens, axis=1).sum())
             for ours, other in zip(rounded.results, wide.results, strict=True)
@@ -62,11 +72,18 @@ def _differences(
         for row in np.flatnonzero(np.any(other.tokens != ours.tokens, axis=1)):
             position = int(np.argmax(other.tokens[row] != ours.tokens[row]))
             fed = [target.start_token, *ours.tokens[row, :position].tolist()]
-            second, first = np.partition(np.asarray(target.logits([batch.ids[row]], [fed]))[0, -1], -2)[-2:]
-            found.append({
-                "input": batch.numbers[row], "position": position, "plain": int(ours.tokens[row, position]),
-                "theirs": int(other.tokens[row, position]), "margin": float(first - second),
-            })  # fmt: skip
+            second, first = np.partition(
+                np.asarray(target.logits([batch.ids[row]], [fed]))[0, -1], -2
+            )[-2:]
+            found.append(
+                {
+                    "input": batch.numbers[row],
+                    "position": position,
+                    "plain": int(ours.tokens[row, position]),
+                    "theirs": int(other.tokens[row, position]),
+                    "margin": float(first - second),
+                }
+            )
     return sorted(found, key=lambda item: item["input"])
 
 

@@ -20,7 +20,9 @@ def estimated_cycles(lines: list[str]) -> int:
     """Returns the compiler's estimate of one run of a computation, of which `lines` are the
     instructions, without the loops in it: the sum of the cycles at every instruction."""
     cycles = map(int, re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(lines)))
-    return sum(number for number in cycles if number < 2**40)  # a huge number means that there is no estimate
+    return sum(
+        number for number in cycles if number < 2**40
+    )  # a huge number means that there is no estimate
 
 
 def kernel_bytes(lines: list[str]) -> int:
@@ -67,9 +69,15 @@ def widened(text: str, least: int = 2**16) -> list[str]:
         for line in filter(_launches, lines):
             output, operands = re.findall(r" = (\(.*?\)|\S+) [\w\-]+\((.*?)\)", line)[0]
             sizes = {in_8_bits.get(name) for name in re.findall(r"[\w.\-]+", operands)}
-            wide = ((dtype, shape) for dtype, shape in re.findall(r"(\w+)\[([\d,]+)\]", output) if dtype != "s8")
+            wide = (
+                (dtype, shape)
+                for dtype, shape in re.findall(r"(\w+)\[([\d,]+)\]", output)
+                if dtype != "s8"
+            )
             found += [
-                f"{dtype}[{shape}]" for dtype, shape in wide if least <= _numbers(shape) and _numbers(shape) in sizes
+                f"{dtype}[{shape}]"
+                for dtype, shape in wide
+                if least <= _numbers(shape) and _numbers(shape) in sizes
             ]
     return sorted(found)
 
@@ -110,5 +118,7 @@ def loops(text: str) -> list[dict[str, int | None]]:
 
 def _launches(line: str) -> bool:
     kind = re.search(r" = (?:\(.*?\)|\S+) ([\w\-]+)\(", line)
-    free = "parameter|get-tuple-element|tuple|constant|bitcast|while|conditional|partition-id|.*-done"
+    free = (
+        "parameter|get-tuple-element|tuple|constant|bitcast|while|conditional|partition-id|.*-done"
+    )
     return kind is not None and not re.fullmatch(free, kind[1])

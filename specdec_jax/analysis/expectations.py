@@ -21,7 +21,9 @@ def verifiers_of(options) -> tuple[str, ...]:
     return both if options.temperature > 0 and options.verifier in both else (options.verifier,)
 
 
-def measure(target, drafter, batches: Sequence[analysis_variants.Batch], options: MeasureSetup) -> dict[str, Any]:
+def measure(
+    target, drafter, batches: Sequence[analysis_variants.Batch], options: MeasureSetup
+) -> dict[str, Any]:
     """Returns the record of `specdec measure`."""
     analysis_variants.check_prompts(target, drafter, batches, options)
     if options.compare_alpha and not drafter.scorable:
@@ -33,10 +35,15 @@ def measure(target, drafter, batches: Sequence[analysis_variants.Batch], options
     accepted = acceptance.measure_acceptance(
         target, drafter, batches, verifiers_of(options), options.gamma_max, options
     )
-    same = acceptance.compare(target, drafter, batches, options.gamma_max, options) if options.compare_alpha else None
+    same = (
+        acceptance.compare(target, drafter, batches, options.gamma_max, options)
+        if options.compare_alpha
+        else None
+    )
     times = step_times(target, drafter, batches, options)
     v = {1: 1.0} | {
-        gamma + 1: times[f"verify {gamma}"].median / times["target step"].median for gamma in options.timed_gammas
+        gamma + 1: times[f"verify {gamma}"].median / times["target step"].median
+        for gamma in options.timed_gammas
     }
     c = draft_cost(options.gamma_max, times)
     padded = [batch.padded for batch in batches]
@@ -47,7 +54,9 @@ def measure(target, drafter, batches: Sequence[analysis_variants.Batch], options
         "same_positions": same and same._asdict(),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "cost_ratio_alone": (
-            times["draft step"].median / times["target step"].median if "draft step" in times else None
+            times["draft step"].median / times["target step"].median
+            if "draft step" in times
+            else None
         ),
         "cost_ratio": c,
         "verify_cost": {str(width): value for width, value in v.items()},
@@ -55,14 +64,20 @@ def measure(target, drafter, batches: Sequence[analysis_variants.Batch], options
     }
 
 
-def step_times(target, drafter, batches: Sequence[analysis_variants.Batch], options: MeasureSetup) -> dict[str, Spread]:
+def step_times(
+    target, drafter, batches: Sequence[analysis_variants.Batch], options: MeasureSetup
+) -> dict[str, Spread]:
     """Returns the seconds of single steps, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
     gamma = options.gamma_max
     room = timing.total_slots(target, lengths[-1], options.max_new_tokens, gamma)
-    variants = timing.step_variants(target, drafter, rows, lengths, room, options.timed_gammas, [gamma])
+    variants = timing.step_variants(
+        target, drafter, rows, lengths, room, options.timed_gammas, [gamma]
+    )
     if drafter.second_model is None:
-        state = timing.iteration_state(target, drafter, rows, lengths[-1], gamma, **options.decoding())
+        state = timing.iteration_state(
+            target, drafter, rows, lengths[-1], gamma, **options.decoding()
+        )
         variants |= {
             f"call {gamma}": timing.call_variant(*state),
             f"iteration {gamma}": timing.iteration_variant(*state),
@@ -77,7 +92,9 @@ def draft_cost(gamma: int, times: Mapping[str, Spread]) -> float:
     step = times["target step"].median
     if "draft step" in times:
         return predictions.draft_seconds(gamma, times) / step
-    return max(0.0, times[f"iteration {gamma}"].median - times[f"call {gamma}"].median) / gamma / step
+    return (
+        max(0.0, times[f"iteration {gamma}"].median - times[f"call {gamma}"].median) / gamma / step
+    )
 
 
 def interpolate(v: Mapping[int, float], gamma_max: int) -> list[float]:
@@ -86,7 +103,11 @@ def interpolate(v: Mapping[int, float], gamma_max: int) -> list[float]:
 
 
 def with_lengths(
-    accepted: Acceptance, padded: Sequence[int], c: float, verify_cost: Sequence[float], times: Mapping[str, Spread]
+    accepted: Acceptance,
+    padded: Sequence[int],
+    c: float,
+    verify_cost: Sequence[float],
+    times: Mapping[str, Spread],
 ) -> dict[str, list[float]]:
     """Returns the expected improvement for γ = 1 … γ_max by verifier, with encoders and output
     lengths.
@@ -101,8 +122,14 @@ def with_lengths(
       times: seconds of single steps and encoders.
     """
     step = times["target step"].median
-    seconds = lambda name: sum(times[f"{name} {size}"].median for size in padded if f"{name} {size}" in times)
-    encoder, both = seconds("target encoder"), seconds("target encoder") + seconds("drafter encoder")
+
+    def seconds(name):
+        return sum(times[f"{name} {size}"].median for size in padded if f"{name} {size}" in times)
+
+    encoder, both = (
+        seconds("target encoder"),
+        seconds("target encoder") + seconds("drafter encoder"),
+    )
     plain = encoder + step * sum(int(lengths.max()) for lengths in accepted.lengths)
 
     def whole(work: Sequence[Work], v: float) -> float:
@@ -110,15 +137,21 @@ def with_lengths(
         return both + step * (calls + c * sum(item.draft_calls or 0.0 for item in work))
 
     return {
-        name: [plain / whole(accepted.work[name, gamma], v) for gamma, v in enumerate(verify_cost[1:], 1)]
+        name: [
+            plain / whole(accepted.work[name, gamma], v)
+            for gamma, v in enumerate(verify_cost[1:], 1)
+        ]
         for name in accepted.survival
     }
 
 
 def expectations(
-    accepted: Acceptance, c: float, v: Mapping[int, float], gamma_max: int,
+    accepted: Acceptance,
+    c: float,
+    v: Mapping[int, float],
+    gamma_max: int,
     whole: Mapping[str, Sequence[float]] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Returns the expected improvement for γ = 1 … γ_max, and the best γ.
 
     Args:
@@ -132,26 +165,31 @@ def expectations(
     verify_cost, alpha, table = interpolate(v, gamma_max), accepted.alpha, []
     mean_cost = [1 + accepted.drafting * (value - 1) for value in verify_cost]
     tokens = {
-        name: formulas.tokens_by_survival([kept for kept, _ in rates]) for name, rates in accepted.survival.items()
+        name: formulas.tokens_by_survival([kept for kept, _ in rates])
+        for name, rates in accepted.survival.items()
     }
     for gamma in range(1, gamma_max + 1):
         width = mean_cost[gamma]
-        table.append({
-            "gamma": gamma,
-            "verify_cost": verify_cost[gamma],
-            "timed": gamma + 1 in v,
-            "tokens": None if alpha is None else formulas.expected_tokens(alpha, gamma),
-            "theorem_3_8": None if alpha is None else formulas.improvement(alpha, gamma, c),
-            "with_verify_cost": None if alpha is None else formulas.improvement(alpha, gamma, c, width),
-            "by_position": {
-                name: {
-                    "tokens": per_call[gamma],
-                    "with_verify_cost": per_call[gamma] / (gamma * c + width),
-                    "with_lengths": whole and whole[name][gamma - 1],
-                }
-                for name, per_call in tokens.items()
-            },
-        })  # fmt: skip
+        table.append(
+            {
+                "gamma": gamma,
+                "verify_cost": verify_cost[gamma],
+                "timed": gamma + 1 in v,
+                "tokens": None if alpha is None else formulas.expected_tokens(alpha, gamma),
+                "theorem_3_8": None if alpha is None else formulas.improvement(alpha, gamma, c),
+                "with_verify_cost": None
+                if alpha is None
+                else formulas.improvement(alpha, gamma, c, width),
+                "by_position": {
+                    name: {
+                        "tokens": per_call[gamma],
+                        "with_verify_cost": per_call[gamma] / (gamma * c + width),
+                        "with_lengths": whole and whole[name][gamma - 1],
+                    }
+                    for name, per_call in tokens.items()
+                },
+            }
+        )
     powers = [alpha**gamma for gamma in range(1, gamma_max + 1)] if alpha is not None else None
     best: dict[str, Any] = {
         "theorem_3_8": formulas.best_gamma(powers, c, [1.0] * (gamma_max + 1)) if powers else None,
@@ -160,6 +198,7 @@ def expectations(
             name: formulas.best_gamma([kept for kept, _ in rates], c, mean_cost)
             for name, rates in accepted.survival.items()
         },
-        "with_lengths": whole and {name: int(np.argmax([1.0, *values])) for name, values in whole.items()},
+        "with_lengths": whole
+        and {name: int(np.argmax([1.0, *values])) for name, values in whole.items()},
     }
     return {"table": table, "best_gamma": best}

@@ -67,7 +67,10 @@ def least_improvement(alpha: float, cost_ratio: float) -> float:
 
 
 def optimal_gamma(
-    alpha: float, cost_ratio: float, verify_cost: Callable[[int], float] = lambda width: 1.0, most: int = 100
+    alpha: float,
+    cost_ratio: float,
+    verify_cost: Callable[[int], float] = lambda width: 1.0,
+    most: int = 100,
 ) -> int:
     """Returns the γ from 0 (plain) to `most` with the greatest improvement, section 3.5; the
     smallest of equals.
@@ -78,7 +81,10 @@ def optimal_gamma(
     >>> optimal_gamma(0.75, cost_ratio=0.02)
     9
     """
-    return max(range(most + 1), key=lambda gamma: improvement(alpha, gamma, cost_ratio, verify_cost(gamma + 1)))
+    return max(
+        range(most + 1),
+        key=lambda gamma: improvement(alpha, gamma, cost_ratio, verify_cost(gamma + 1)),
+    )
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -206,7 +212,9 @@ def best_gamma(survival: Sequence[float], cost_ratio: float, verify_cost: Sequen
     (3, 0)
     """
     if len(verify_cost) != len(survival) + 1:
-        raise ValueError(f"verify_cost: got {len(verify_cost)} numbers, expected {len(survival) + 1}")
+        raise ValueError(
+            f"verify_cost: got {len(verify_cost)} numbers, expected {len(survival) + 1}"
+        )
     tokens, gammas = np.array(tokens_by_survival(survival)), np.arange(len(survival) + 1)
     return int(np.argmax(tokens / (gammas * cost_ratio + np.asarray(verify_cost))))
 
@@ -259,7 +267,9 @@ def calls_along(survival: np.ndarray, gamma: int, ended: bool = True) -> tuple[f
         reached = np.append(survival[t, :most], 0.0)
         dist = np.append(1.0, reached[:-1]) - reached  # of τ = 0 … most
         after = np.minimum(t + 1 + np.arange(most + 1), length)
-        drafted = most + (gamma - left) * (1 - reached[left - 1]) if ended and left < gamma else most
+        drafted = (
+            most + (gamma - left) * (1 - reached[left - 1]) if ended and left < gamma else most
+        )
         calls[t] = 1 + dist @ calls[after]
         steps[t] = drafted + dist @ steps[after]
     return float(calls[0]), float(steps[0])

@@ -39,15 +39,23 @@ def call(network: Network, tokens, positions, cache):
 def call_nodes(network: Network, tokens, positions, cache, *, tree: Tree):
     """Runs one call over the nodes of a tree and takes the argmax of its logits."""
     branches = tree.branches(len(tokens))
-    nodes = WindowNodes(positions, positions, branches.depths, branches.lines, cache.layers[0].slots)
+    nodes = WindowNodes(
+        positions, positions, branches.depths, branches.lines, cache.layers[0].slots
+    )
     states, cache = network.decode_nodes(tokens, nodes, cache)
     return distributions.argmax(network.head(states)), cache
 
 
 def size(tree) -> int:
     """Returns the bytes of all leaves of a tree of placed shapes, on one device."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    ]
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -111,8 +119,15 @@ class Case:
         """Returns the shapes of `tree` on the devices: by `shardings`, else where they are already,
         else whole on every device."""
         rules = self.rules()
-        whole = jax.sharding.SingleDeviceSharding(self.devices[0]) if rules is None else rules.sharding()
-        put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        whole = (
+            jax.sharding.SingleDeviceSharding(self.devices[0])
+            if rules is None
+            else rules.sharding()
+        )
+
+        def put(leaf, sharding):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
         if shardings is not None:
             return jax.tree.map(put, tree, shardings)
         return jax.tree.map(lambda leaf: put(leaf, getattr(leaf, "sharding", None) or whole), tree)
@@ -144,24 +159,35 @@ class Case:
 
     def model_drafter(self) -> ModelDrafter | None:
         """Returns the drafter, of placed shapes only; None for plain decoding."""
-        return ModelDrafter.tree_unflatten(None, (self.network(self.drafter, True), None)) if self.gamma else None
+        return (
+            ModelDrafter.tree_unflatten(None, (self.network(self.drafter, True), None))
+            if self.gamma
+            else None
+        )
 
     def _cache(self, start, network: Network):
         """Returns the placed shapes of what `start(network, inputs, lengths)` makes."""
         inputs = _integers(self.batch, bucket(self.input_length))
         lowered = jax.jit(start).lower(*self.place((network, inputs, _integers(self.batch))))
-        return self.place(lowered.out_info, None if self.rules() is None else lowered.compile().output_shardings)
+        return self.place(
+            lowered.out_info, None if self.rules() is None else lowered.compile().output_shardings
+        )
 
     @functools.cache
     def cache(self, preset: str, drafts: bool = False):
         """Returns the placed shapes of the cache with which the decoder begins."""
         room = slots(self.new_tokens + 1, 7)
-        return self._cache(functools.partial(Network.prefill, slots=room), self.network(preset, drafts))
+        return self._cache(
+            functools.partial(Network.prefill, slots=room), self.network(preset, drafts)
+        )
 
     def drafts_by_pairs(self) -> bool:
         """Returns whether every draft step is over two positions."""
         found = []
-        ask = lambda network, cache: found.append(network.pairs_are_free(cache))
+
+        def ask(network, cache):
+            return found.append(network.pairs_are_free(cache))
+
         jax.eval_shape(ask, self.network(self.drafter, True), self.cache(self.drafter, True))
         return found[0]
 
@@ -173,27 +199,50 @@ class Case:
     def lowered_tree_call(self, tree: Tree):
         """Lowers a call of the target over the nodes of a tree."""
         network, room = self.network(self.target), slots(self.new_tokens + 1, tree.size - 1)
-        begun = lambda network, inputs, row: network.node_cache(network.prefill(inputs, row, room), room, room)
+
+        def begun(network, inputs, row):
+            return network.node_cache(network.prefill(inputs, row, room), room, room)
+
         tokens, row = self.place((_integers(self.batch, tree.size), _integers(self.batch)))
         return call_nodes.lower(network, tokens, row, self._cache(begun, network), tree=tree)
 
     def lowered_start(self):
         """Lowers the program that makes the state which the loop starts from."""
         target, drafter = self.network(self.target), self.model_drafter()
-        batch, vocab, config = self.batch, target.vocab_size, SamplingConfig(temperature=self.temperature)
+        batch, vocab, config = (
+            self.batch,
+            target.vocab_size,
+            SamplingConfig(temperature=self.temperature),
+        )
 
         def arguments() -> tuple[Any, ...]:
             row, ends = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, 4), jnp.int32)
-            inputs = jnp.zeros((batch, bucket(self.input_length)), jnp.int32), row, row[:, None], row
+            inputs = (
+                jnp.zeros((batch, bucket(self.input_length)), jnp.int32),
+                row,
+                row[:, None],
+                row,
+            )
             rows = config.rows(batch, vocab)
             if self.beams:
                 return *inputs, row, ends[:, :1], jnp.float32(0), rows, row > 0
-            return *inputs, jax.random.split(jax.random.key(0), batch), rows, None, row, ends, row, row > 0
+            return (
+                *inputs,
+                jax.random.split(jax.random.key(0), batch),
+                rows,
+                None,
+                row,
+                ends,
+                row,
+                row > 0,
+            )
 
         placed = self.place(jax.eval_shape(arguments))
         if not self.beams:
             program = StaticConfig(self.gamma, config.mode, vocab, tree=self.tree)
-            return prefill.lower(target, drafter, program, slots(self.new_tokens + 1, program.reach), *placed)
+            return prefill.lower(
+                target, drafter, program, slots(self.new_tokens + 1, program.reach), *placed
+            )
         options, most = BeamOptions(self.beams, beam_width=self.beam_width), bucket(self.new_tokens)
         searched = options.config(1, config.mode, vocab, self.gamma, drafter)
         return begin.lower(target, drafter, searched, most, 1 + most, *placed)

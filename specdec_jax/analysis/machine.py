@@ -56,7 +56,9 @@ def model(model: LanguageModel) -> dict[str, Any]:
     leaves = jax.tree.leaves(model.network.params)
     return {
         "name": model.name,
-        "parameters": parameter_count(model.config),  # the loop's layout may hold padded copies beside them
+        "parameters": parameter_count(
+            model.config
+        ),  # the loop's layout may hold padded copies beside them
         "parameter_dtype": ", ".join(sorted({str(leaf.dtype) for leaf in leaves})),
         "config": dataclasses.asdict(model.config),
     }

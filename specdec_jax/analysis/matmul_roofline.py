@@ -48,7 +48,12 @@ class Products(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("axes", "steps", "dtype"))
 def bare_products(
-    kernels: list[Kernel], x: jax.Array, *, axes: tuple[int, ...], steps: int, dtype: str = "float32"
+    kernels: list[Kernel],
+    x: jax.Array,
+    *,
+    axes: tuple[int, ...],
+    steps: int,
+    dtype: str = "float32",
 ) -> jax.Array:
     """Computes `steps` times the products `x [B, K] · kernel` of one decoder step, with `x` in
     `dtype`, and nothing else.
@@ -60,7 +65,11 @@ def bare_products(
     def body(_, carry):
         for kernel, axis in zip(kernels, axes, strict=True):
             operand = (x[:, : shape_of(kernel)[axis]] + carry).astype(dtype)
-            y = product(operand, kernel, ((1,), (1,))) if axis else apply_kernel(operand, kernel, jnp.float32)
+            y = (
+                product(operand, kernel, ((1,), (1,)))
+                if axis
+                else apply_kernel(operand, kernel, jnp.float32)
+            )
             carry = jnp.max(y) * 1e-9
         return carry
 
@@ -80,7 +89,9 @@ def products_variants(network: Network, batch: int) -> dict[str, Callable[[], ob
     return {name: _products_variant(network, weights, batch) for name, weights in layouts.items()}
 
 
-def bare_variants(target: LanguageModel, drafter, rows: int, gammas: Sequence[int]) -> dict[str, Callable[[], object]]:
+def bare_variants(
+    target: LanguageModel, drafter, rows: int, gammas: Sequence[int]
+) -> dict[str, Callable[[], object]]:
     """Returns calls as `products_variants` does, in the loop's own layout, for target calls over γ
     + 1 positions.
 
@@ -92,7 +103,9 @@ def bare_variants(target: LanguageModel, drafter, rows: int, gammas: Sequence[in
         network = target.network
         variants[f"bare verify {gamma}"] = _products_variant(network, Products.of(network), wide)
     if drafter is not None and drafter.scorable:
-        variants["bare draft step"] = _products_variant(drafter.network, Products.of(drafter.network), rows)
+        variants["bare draft step"] = _products_variant(
+            drafter.network, Products.of(drafter.network), rows
+        )
     return variants
 
 
@@ -100,4 +113,6 @@ def _products_variant(network: Network, weights: Products, rows: int) -> Callabl
     config = network.module.config
     width = max(config.emb_dim, config.mlp_dim, config.num_heads * config.head_dim)
     x = jax.random.normal(jax.random.key(0), (rows, width))
-    return functools.partial(bare_products, weights.kernels, x, axes=weights.axes, steps=STEPS, dtype=config.dtype)
+    return functools.partial(
+        bare_products, weights.kernels, x, axes=weights.axes, steps=STEPS, dtype=config.dtype
+    )

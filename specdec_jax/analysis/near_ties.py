@@ -14,7 +14,13 @@ from specdec_jax.decoding.beams import start as start_search
 from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.beam_iteration import candidates, iterate_beams, live_beams, node_sums, scored
+from specdec_jax.speculative.beam_iteration import (
+    candidates,
+    iterate_beams,
+    live_beams,
+    node_sums,
+    scored,
+)
 from specdec_jax.speculative.beams import BeamState
 
 
@@ -41,7 +47,9 @@ _decode = jax.jit(Network.decode)
 
 
 @isolated
-def measure_difference(model: LanguageModel, inputs, prefix, width: int, batch: int = 1) -> Difference:
+def measure_difference(
+    model: LanguageModel, inputs, prefix, width: int, batch: int = 1
+) -> Difference:
     """Returns the `Difference` at the token after `prefix`.
 
     Args:
@@ -101,7 +109,10 @@ def _margin(target: Network, state: BeamState) -> tuple[jax.Array, BeamState]:
     found = candidates(own, adjusted, sums, state.config).sums.reshape(-1)
     found, _ = jax.lax.top_k(found, min(state.config.candidates + 1, len(found)))
     after = iterate_beams(target, None, state)
-    distances = [_distance(found), _distance(jnp.where(after.is_finished, after.finished.scores, -jnp.inf)[0])]
+    distances = [
+        _distance(found),
+        _distance(jnp.where(after.is_finished, after.finished.scores, -jnp.inf)[0]),
+    ]
     return jnp.min(jnp.stack(distances)), after
 
 
@@ -109,4 +120,6 @@ def _distance(numbers: jax.Array) -> jax.Array:
     """The least of two neighbours, without what stands for nothing and is lowered far below the
     others."""
     gaps = -jnp.diff(jnp.sort(numbers, descending=True))
-    return jnp.min(jnp.where(jnp.sort(numbers, descending=True)[1:] > -1e6, gaps, jnp.inf), initial=jnp.inf)
+    return jnp.min(
+        jnp.where(jnp.sort(numbers, descending=True)[1:] > -1e6, gaps, jnp.inf), initial=jnp.inf
+    )

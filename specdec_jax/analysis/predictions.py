@@ -62,7 +62,9 @@ def draft_seconds(gamma: int, times: Mapping[str, Spread]) -> float:
 
 def cost_ratio(gamma: int, times: Mapping[str, Spread]) -> float:
     """Returns c, for draft steps between target calls; 0 if no model drafts."""
-    return draft_seconds(gamma, times) / times["target step"].median if "draft step" in times else 0.0
+    return (
+        draft_seconds(gamma, times) / times["target step"].median if "draft step" in times else 0.0
+    )
 
 
 def oracle(gamma: int, alpha: float, times: Mapping[str, Spread]) -> dict[str, float | None]:
@@ -79,7 +81,11 @@ def oracle(gamma: int, alpha: float, times: Mapping[str, Spread]) -> dict[str, f
 
 
 def expected_work(
-    padded: Sequence[int], lengths: Sequence[np.ndarray], gamma: int, alpha: float, drafting: float = 1.0
+    padded: Sequence[int],
+    lengths: Sequence[np.ndarray],
+    gamma: int,
+    alpha: float,
+    drafting: float = 1.0,
 ) -> list[Work]:
     """Returns the work that α and the output lengths alone let expect; a batch runs until its last
     row is done.
@@ -123,7 +129,10 @@ def predictions(
     c = cost_ratio(gamma, times)
     v = times[f"verify {gamma}"].median / step
     plain = sum(cost(expected_work(padded, lengths, 0, 0.0), 0, times).values())
-    total = lambda work: sum(cost(work, gamma, times).values())
+
+    def total(work):
+        return sum(cost(work, gamma, times).values())
+
     drafting = mean_drafting(counted)
     return {
         "cost_ratio": c,
@@ -143,7 +152,10 @@ def counted_work(padded: int, stats: Stats) -> Work:
       stats: its statistics, those of every row included.
     """
     assert stats.per_row is not None, "or no row was decoded"
-    most = lambda name: max(getattr(row, name) for row in stats.per_row)
+
+    def most(name):
+        return max(getattr(row, name) for row in stats.per_row)
+
     # Drafters that cannot draft everywhere; the others have no more calls without a draft than a
     # limit asks for.
     drafting = stats.examined_by_position[:1].sum() / stats.target_calls if stats.undrafted else 1.0
@@ -181,13 +193,21 @@ def tree_tokens(tree: Tree | DynamicTree, hit_rate: HitRates) -> dict[str, float
       prediction: a key of `TREE_PREDICTIONS`.
     """
     if isinstance(tree, DynamicTree) or tree.verify in LOSSY_TREES or not hit_rate:
-        why = "dynamic" if isinstance(tree, DynamicTree) else "lossy" if tree.verify in LOSSY_TREES else "unscored"
+        why = (
+            "dynamic"
+            if isinstance(tree, DynamicTree)
+            else "lossy"
+            if tree.verify in LOSSY_TREES
+            else "unscored"
+        )
         return {"predicted": None, "prediction": why}
     kind = "mixed" if "mixed" in hit_rate and tree.kind != "top" else "top"
     return {"predicted": tree.expected(by_rank(hit_rate[kind])), "prediction": kind}
 
 
-def sampling_cost(gamma: int, seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+def sampling_cost(
+    gamma: int, seconds: Mapping[str, Sequence[float]]
+) -> dict[str, dict[str, float]]:
     """Returns what choosing tokens adds to a target call over γ + 1 positions, as a share of the
     call, by verifier.
 
@@ -203,7 +223,11 @@ def sampling_cost(gamma: int, seconds: Mapping[str, Sequence[float]]) -> dict[st
         for name, times in seconds.items()
         if name.startswith(start)
     }
-    return {name: Spread.from_samples(share)._asdict() for name, share in added.items() if name != "alone"}
+    return {
+        name: Spread.from_samples(share)._asdict()
+        for name, share in added.items()
+        if name != "alone"
+    }
 
 
 def shares(parts: Mapping[str, float], measured: float) -> dict[str, float] | None:
@@ -214,4 +238,8 @@ def shares(parts: Mapping[str, float], measured: float) -> dict[str, float] | No
     timed at the same speed, and no share would mean anything.
     """
     rest = 1 - sum(parts.values()) / measured
-    return {**{name: part / measured for name, part in parts.items()}, "rest": rest} if rest >= 0 else None
+    return (
+        {**{name: part / measured for name, part in parts.items()}, "rest": rest}
+        if rest >= 0
+        else None
+    )

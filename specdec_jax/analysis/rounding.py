@@ -28,16 +28,24 @@ def moved(model: LanguageModel, seed: int = 0) -> LanguageModel:
       ValueError: a model in bfloat16, whose numbers are further apart than half a step.
     """
     if model.config.dtype != "float32":
-        raise ValueError(f"dtype: got {model.config.dtype}, expected float32 for weights that are moved by half a step")
+        raise ValueError(
+            f"dtype: got {model.config.dtype}, expected float32 for weights that are moved by half a step"
+        )
     params = model.params
     keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params))))
 
     def move(path, leaf):
         key = next(keys)
-        head = path[-1].key == "embedding" and path[-2].key == "token_embedder" and model.config.logits_via_embedding
+        head = (
+            path[-1].key == "embedding"
+            and path[-2].key == "token_embedder"
+            and model.config.logits_via_embedding
+        )
         if path[-1].key != "kernel" and not head:
             return leaf
-        step = jnp.max(jnp.abs(leaf), axis=1 if head else 0, keepdims=True) / 127  # a head's column is a row there
+        step = (
+            jnp.max(jnp.abs(leaf), axis=1 if head else 0, keepdims=True) / 127
+        )  # a head's column is a row there
         return leaf + (jax.random.uniform(key, leaf.shape, leaf.dtype) - 0.5) * step
 
     return _like(model, jax.tree.map_with_path(move, params))
@@ -56,7 +64,9 @@ def rounded(model: LanguageModel, quantize: str) -> LanguageModel:
 
 
 def _like(model: LanguageModel, params: dict) -> LanguageModel:
-    how = dict(start_token=model.start_token, eos_ids=model.eos_ids, name=model.name, donate_params=True)
+    how = dict(
+        start_token=model.start_token, eos_ids=model.eos_ids, name=model.name, donate_params=True
+    )
     return LanguageModel(model.config, params, model.vocabulary, **how)
 
 
@@ -64,7 +74,9 @@ class Divergence:
     """How far the distributions of a rounded model are from those of the full one, over the same
     tokens."""
 
-    def __init__(self, full: LanguageModel, other: LanguageModel, drafter: LanguageModel | None = None):
+    def __init__(
+        self, full: LanguageModel, other: LanguageModel, drafter: LanguageModel | None = None
+    ):
         """Begins without any tokens.
 
         Args:
@@ -80,7 +92,10 @@ class Divergence:
         full, _ = self._models
         longest = max(map(len, outputs))
         lengths = np.array([len(row) for row in outputs])
-        pad = lambda rows, length: np.array([[*row, *[0] * (length - len(row))] for row in rows], np.int32)
+
+        def pad(rows, length):
+            return np.array([[*row, *[0] * (length - len(row))] for row in rows], np.int32)
+
         before = [full.start_token] * len(outputs)
         if decoder_only(full):  # the last id of a prompt is fed like the outputs
             prompts = [row or [full.start_token] for row in inputs]
@@ -112,26 +127,39 @@ class Divergence:
         kl = found["kl"]
         record: dict[str, Any] = {
             "tokens": len(kl),
-            "kl": {"mean": float(kl.mean()), "percentile_99": float(np.percentile(kl, 99)), "most": float(kl.max())},
+            "kl": {
+                "mean": float(kl.mean()),
+                "percentile_99": float(np.percentile(kl, 99)),
+                "most": float(kl.max()),
+            },
             "logits_error": float(np.sqrt(found["squared_error"].mean() / found["squared"].mean())),
             "argmax_changes": float(found["argmax_changes"].mean()),
         }
         for name in ("alpha", "alpha_argmax"):
             if f"{name}, full" in found:
-                record[name] = {which: float(found[f"{name}, {which}"].mean()) for which in ("full", "rounded")}
+                record[name] = {
+                    which: float(found[f"{name}, {which}"].mean()) for which in ("full", "rounded")
+                }
         return record
 
 
 @jax.jit
 def _compared(
-    full: Float[Array, "B T V"], other: Float[Array, "B T V"], draft: Sequence[Float[Array, "B T V"]]
+    full: Float[Array, "B T V"],
+    other: Float[Array, "B T V"],
+    draft: Sequence[Float[Array, "B T V"]],
 ) -> dict[str, Array]:
     """Returns what `Divergence.record` has means of, for every token; `draft` is the drafter's
     logits for each of the two, or ()."""
     full, other, *draft = (logits.astype(jnp.float32) for logits in (full, other, *draft))
     p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(other)
-    centred = lambda logits: logits - jnp.mean(logits, axis=-1, keepdims=True)
-    best = lambda logits: jnp.argmax(logits, axis=-1)
+
+    def centred(logits):
+        return logits - jnp.mean(logits, axis=-1, keepdims=True)
+
+    def best(logits):
+        return jnp.argmax(logits, axis=-1)
+
     found = {
         # Rounding may give a sum of nearly nothing below 0.
         "kl": jnp.maximum(jnp.sum(jnp.exp(p) * (p - q), axis=-1), 0),

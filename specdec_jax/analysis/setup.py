@@ -89,7 +89,9 @@ class BenchmarkSetup(BeamSetup, Protocol):
     @property
     def samples_preset(self) -> bool: ...
 
-    def gamma_of(self, gamma: int | str, tree: Tree | DynamicTree | None = None) -> int | str | Policy:
+    def gamma_of(
+        self, gamma: int | str, tree: Tree | DynamicTree | None = None
+    ) -> int | str | Policy:
         """Returns what `generate` takes as γ."""
 
 

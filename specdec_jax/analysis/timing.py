@@ -134,7 +134,16 @@ def _draft_step(network: Network, positions: jax.Array, _, carry: tuple) -> tupl
 
 
 @functools.partial(jax.jit, static_argnames=("tree", "slots", "steps"))
-def node_steps(network: Network, tokens: jax.Array, positions: jax.Array, cache, *, tree: Tree, slots: int, steps: int):
+def node_steps(
+    network: Network,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache,
+    *,
+    tree: Tree,
+    slots: int,
+    steps: int,
+):
     """Runs steps as `decode_steps` does over the N nodes `[B, N]` of `tree`, node 0 at `positions`;
     `cache` is from `Network.node_cache`, with `slots` slots."""
     branches = tree.branches(len(tokens))
@@ -157,12 +166,22 @@ def tree_variant(
     tree = tree.fixed() if isinstance(tree, DynamicTree) else tree
     inputs, lengths = _inputs(network, batch, input_length)
     cache = network.node_cache(prefill_cache(network, inputs, lengths, slots=slots), slots, slots)
-    tokens, positions = jnp.ones((batch, tree.size), jnp.int32), jnp.full(batch, (slots - tree.size) // 2, jnp.int32)
-    return functools.partial(node_steps, network, tokens, positions, cache, tree=tree, slots=slots, steps=STEPS)
+    tokens, positions = (
+        jnp.ones((batch, tree.size), jnp.int32),
+        jnp.full(batch, (slots - tree.size) // 2, jnp.int32),
+    )
+    return functools.partial(
+        node_steps, network, tokens, positions, cache, tree=tree, slots=slots, steps=STEPS
+    )
 
 
 def step_variant(
-    network: Network, batch: int, input_length: int, slots: int, width: int, stepping: Callable = decode_steps
+    network: Network,
+    batch: int,
+    input_length: int,
+    slots: int,
+    width: int,
+    stepping: Callable = decode_steps,
 ) -> Callable[[], object]:
     """Returns a call that runs `STEPS` steps over `width` positions of `batch` rows, with inputs of
     `input_length` tokens.
@@ -178,11 +197,23 @@ def step_variant(
 
 def draft_width(network: Network, batch: int, input_length: int, slots: int) -> int:
     """Returns the number of positions in a draft step with a fixed γ."""
-    return 1 + network.pairs_are_free(prefill_cache(network, *_inputs(network, batch, input_length), slots=slots))
+    return 1 + network.pairs_are_free(
+        prefill_cache(network, *_inputs(network, batch, input_length), slots=slots)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("gamma", "steps", "width"))
-def paired_steps(target: Network, drafter: Network, tokens, positions, caches, *, gamma: int, steps: int, width: int):
+def paired_steps(
+    target: Network,
+    drafter: Network,
+    tokens,
+    positions,
+    caches,
+    *,
+    gamma: int,
+    steps: int,
+    width: int,
+):
     """Runs γ steps of the drafter and a call of the target over γ + 1 positions, `steps` times in
     turn.
 
@@ -204,7 +235,9 @@ def paired_steps(target: Network, drafter: Network, tokens, positions, caches, *
     def body(_, carry):
         tokens, (cache, draft_cache) = carry
         drafted, draft_cache = jax.lax.fori_loop(0, gamma, draft, (tokens[:, -width:], draft_cache))
-        logits, cache = target.decode(jnp.concatenate([drafted[:, -1:], tokens[:, 1:]], axis=1), positions, cache)
+        logits, cache = target.decode(
+            jnp.concatenate([drafted[:, -1:], tokens[:, 1:]], axis=1), positions, cache
+        )
         return distributions.argmax(logits).astype(jnp.int32), (cache, draft_cache)
 
     return jax.lax.fori_loop(0, steps, body, (tokens, caches))[0]
@@ -255,30 +288,72 @@ def verified_steps(network: Network, state: DecodeState, *, steps: int):
     def body(_, carry):
         tokens, num_accepted, dist, cache = carry
         logits, cache = network.decode(tokens, positions, cache)
-        before = Categorical(dist.logits[:, :-1], dist.log_normalizer[:, :-1]) if config.needs_draft_probs else None
-        draft = Draft(tokens[:, 1:], jnp.full(batch, config.gamma, jnp.int32), before, jnp.zeros(batch, jnp.int32))
-        verified, dist = iteration.verify(state.replace(lengths=state.lengths + num_accepted), draft, logits)
+        before = (
+            Categorical(dist.logits[:, :-1], dist.log_normalizer[:, :-1])
+            if config.needs_draft_probs
+            else None
+        )
+        draft = Draft(
+            tokens[:, 1:],
+            jnp.full(batch, config.gamma, jnp.int32),
+            before,
+            jnp.zeros(batch, jnp.int32),
+        )
+        verified, dist = iteration.verify(
+            state.replace(lengths=state.lengths + num_accepted), draft, logits
+        )
         at_end = jnp.arange(width) == verified.num_accepted[:, None]
-        return jnp.where(at_end, verified.next_token[:, None], tokens), verified.num_accepted, dist, cache
+        return (
+            jnp.where(at_end, verified.next_token[:, None], tokens),
+            verified.num_accepted,
+            dist,
+            cache,
+        )
 
-    dist = None if config.strict_argmax else Categorical.from_logits(jnp.zeros((batch, width, config.vocab_size)))
-    carry = (jnp.ones((batch, width), jnp.int32), jnp.zeros(batch, jnp.int32), dist, state.target_cache)
+    dist = (
+        None
+        if config.strict_argmax
+        else Categorical.from_logits(jnp.zeros((batch, width, config.vocab_size)))
+    )
+    carry = (
+        jnp.ones((batch, width), jnp.int32),
+        jnp.zeros(batch, jnp.int32),
+        dist,
+        state.target_cache,
+    )
     return jax.lax.fori_loop(0, steps, body, carry)[:3]
 
 
 def verified_state(
-    network: Network, batch: int, input_length: int, slots: int, gamma: int, config: SamplingConfig, verifier: str
+    network: Network,
+    batch: int,
+    input_length: int,
+    slots: int,
+    gamma: int,
+    config: SamplingConfig,
+    verifier: str,
 ) -> DecodeState:
     """Returns a state in the middle of `batch` rows of `slots` tokens, for `verified_steps`."""
     inputs, lengths = _inputs(network, batch, input_length)
     vocab, rows = network.vocab_size, lambda value: jnp.full(batch, value, jnp.int32)
     start = (slots - gamma - 1) // 2 + 1
     state = _prefill_state(
-        network, None, StaticConfig(gamma, config.mode, vocab, VERIFIERS[verifier]), slots, inputs, lengths,
-        rows(0)[:, None], rows(1),
-        fold_keys(seeded(0), np.arange(batch)), config.rows(batch, vocab), None, rows(slots), rows(-1)[:, None],
-        rows(gamma), rows(0).astype(bool),
-    )  # fmt: skip
+        network,
+        None,
+        StaticConfig(gamma, config.mode, vocab, VERIFIERS[verifier]),
+        slots,
+        inputs,
+        lengths,
+        rows(0)[:, None],
+        rows(1),
+        fold_keys(seeded(0), np.arange(batch)),
+        config.rows(batch, vocab),
+        None,
+        rows(slots),
+        rows(-1)[:, None],
+        rows(gamma),
+        rows(0).astype(bool),
+    )
     return state.replace(lengths=rows(start))
 
 
@@ -290,23 +365,35 @@ def sampling_variants(
     argmax = verified_state(network, batch, input_length, slots, gamma, SamplingConfig(), "token")
     tokens = jnp.ones((batch, gamma + 1), jnp.int32)
     variants = {
-        "alone": functools.partial(call_steps, network, tokens, argmax.lengths - 1, argmax.target_cache, steps=STEPS)
+        "alone": functools.partial(
+            call_steps, network, tokens, argmax.lengths - 1, argmax.target_cache, steps=STEPS
+        )
     }
     states = {"argmax": argmax} | {
-        name: verified_state(network, batch, input_length, slots, gamma, config, name) for name in SAMPLED
+        name: verified_state(network, batch, input_length, slots, gamma, config, name)
+        for name in SAMPLED
     }
     return variants | {
-        name: functools.partial(verified_steps, network, state, steps=STEPS) for name, state in states.items()
+        name: functools.partial(verified_steps, network, state, steps=STEPS)
+        for name, state in states.items()
     }
 
 
 def paired_variant(
-    target: Network, drafter: Network, batch: int, input_length: int, slots: int, gamma: int, width: int
+    target: Network,
+    drafter: Network,
+    batch: int,
+    input_length: int,
+    slots: int,
+    gamma: int,
+    width: int,
 ) -> Callable[[], object]:
     """Returns a call that runs `STEPS` rounds of γ draft steps over `width` positions and a target
     call over γ + 1."""
     inputs, lengths = _inputs(target, batch, input_length)
-    caches = tuple(prefill_cache(network, inputs, lengths, slots=slots) for network in (target, drafter))
+    caches = tuple(
+        prefill_cache(network, inputs, lengths, slots=slots) for network in (target, drafter)
+    )
     tokens = jnp.ones((batch, gamma + 1), jnp.int32)
     positions = jnp.full(batch, (slots - gamma - 1) // 2, jnp.int32)
     how = dict(gamma=gamma, steps=STEPS, width=width)
@@ -316,16 +403,23 @@ def paired_variant(
 _prefill_state = jax.jit(prefill.prefill, static_argnames=("config", "slots"))
 
 
-def prefill_variant(network: Network, batch: int, input_length: int, slots: int) -> Callable[[], object]:
+def prefill_variant(
+    network: Network, batch: int, input_length: int, slots: int
+) -> Callable[[], object]:
     """Returns a call of the encoder and of everything else that happens once per request."""
     inputs, lengths = _inputs(network, batch, input_length)
     return lambda: prefill_cache(network, inputs, lengths, slots=slots)
 
 
 def step_variants(
-    target: LanguageModel, drafter, rows: int, lengths: Sequence[int], room: int, gammas: Sequence[int],
-    pairs: Sequence[int]
-) -> dict[str, Callable[[], object]]:  # fmt: skip
+    target: LanguageModel,
+    drafter,
+    rows: int,
+    lengths: Sequence[int],
+    room: int,
+    gammas: Sequence[int],
+    pairs: Sequence[int],
+) -> dict[str, Callable[[], object]]:
     """Returns single steps and encoders by name, with `steps_in(name)` steps in each call.
 
     Args:
@@ -353,12 +447,16 @@ def step_variants(
     if steps:
         drafting = steps["draft step"]
         for gamma in pairs:
-            variants[f"draft {gamma} and verify"] = paired_variant(single, drafting, rows, longest, room, gamma, width)
+            variants[f"draft {gamma} and verify"] = paired_variant(
+                single, drafting, rows, longest, room, gamma, width
+            )
         if drafter.second_model is not None:
             if width == 1:
                 variants["draft pair"] = step_variant(drafting, rows, longest, room, 2, draft_steps)
             for length in lengths:
-                variants[f"drafter encoder {length}"] = prefill_variant(drafting, rows, length, room)
+                variants[f"drafter encoder {length}"] = prefill_variant(
+                    drafting, rows, length, room
+                )
     return variants
 
 
@@ -380,13 +478,17 @@ def iteration_state(
     state, request = prepare(target, inputs, drafter=drafter, gamma=gamma, **options)
     new = max(0, int(request.limits[0]) - gamma - 1) // 2
     middle = jnp.full(batch, int(request.prefix_lengths[0]) + new, jnp.int32)
-    state = iterated_steps(request.network, request.drafter, state.replace(lengths=middle), np.int32(1))
+    state = iterated_steps(
+        request.network, request.drafter, state.replace(lengths=middle), np.int32(1)
+    )
     return state, request
 
 
 def iteration_variant(state: DecodeState, request: Request) -> Callable[[], object]:
     """Returns a call that runs `STEPS` iterations."""
-    return functools.partial(iterated_steps, request.network, request.drafter, state, np.int32(STEPS))
+    return functools.partial(
+        iterated_steps, request.network, request.drafter, state, np.int32(STEPS)
+    )
 
 
 def call_variant(state: DecodeState, request: Request) -> Callable[[], object]:

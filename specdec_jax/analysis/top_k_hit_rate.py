@@ -48,11 +48,15 @@ class Covered(NamedTuple):
 
     def sums(self, row: int, length: int) -> dict[str, np.ndarray]:
         """Returns `mean` of a row added up over its first `length` positions, `[K]` by kind."""
-        positions = {kind: np.asarray(found[row, :length], np.float64) for kind, found in self.mean.items()}
+        positions = {
+            kind: np.asarray(found[row, :length], np.float64) for kind, found in self.mean.items()
+        }
         return {kind: found.sum(axis=0) for kind, found in positions.items()}
 
 
-def hit_rate_at(dist: Categorical, draft_distribution: Categorical, tokens: Int[Array, "B T"], greedy: bool) -> Covered:
+def hit_rate_at(
+    dist: Categorical, draft_distribution: Categorical, tokens: Int[Array, "B T"], greedy: bool
+) -> Covered:
     """Returns the top-k hit rate at each position.
 
     Args:
@@ -61,9 +65,14 @@ def hit_rate_at(dist: Categorical, draft_distribution: Categorical, tokens: Int[
       tokens: y.
       greedy: whether tokens are chosen by argmax.
     """
-    first, ids = jax.lax.top_k(draft_distribution.logits, min(RANKS, draft_distribution.logits.shape[-1]))
+    first, ids = jax.lax.top_k(
+        draft_distribution.logits, min(RANKS, draft_distribution.logits.shape[-1])
+    )
     p, q, there = dist.probs(), draft_distribution.probs(), first > -jnp.inf
-    own = lambda probs: jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]
+
+    def own(probs):
+        return jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]
+
     chosen = jnp.where(there, jnp.take_along_axis(p, ids, axis=-1), 0)
     same = (there & (ids == tokens[..., None])).astype(chosen.dtype)
     top, given = jnp.cumsum(chosen, axis=-1), jnp.cumsum(same, axis=-1)
@@ -95,7 +104,10 @@ def mean_hit_rate(sums: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int
     """
     if not sum(counts):
         return {}
-    means = lambda rows: [formulas.clustered_mean(column, counts) for column in np.transpose(rows)]
+
+    def means(rows):
+        return [formulas.clustered_mean(column, counts) for column in np.transpose(rows)]
+
     return {kind: means([found[kind] for found in sums]) for kind in KINDS if kind in sums[0]}
 
 
@@ -108,8 +120,14 @@ def by_rank(covered: Sequence[tuple[float, float | None]]) -> list[float]:
 def depth_curves(accepted: Mapping[str, Any]) -> dict[str, Rates]:
     """Returns the acceptance by depth of a record's chains, and of its trees of a few widths, by
     their names in words."""
-    rates = lambda name, values: [(value[name], value["standard_error"]) for value in values]
-    found = {f"chain, {name}": rates("accepted", values) for name, values in accepted.get("by_depth", {}).items()}
+
+    def rates(name, values):
+        return [(value[name], value["standard_error"]) for value in values]
+
+    found = {
+        f"chain, {name}": rates("accepted", values)
+        for name, values in accepted.get("by_depth", {}).items()
+    }
     for kind, widths in accepted.get("hit_rate_by_depth", {}).items():
         shown = [(k, widths[k - 1]) for k in _SHOWN if k <= len(widths)]
         found |= {f"tree, k = {k}: {KINDS[kind]}": rates("covered", values) for k, values in shown}

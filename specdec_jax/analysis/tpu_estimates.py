@@ -31,7 +31,9 @@ def text_of(program) -> str | None:
 def estimated_seconds(lines: list[str], chip: Chip) -> float:
     """Returns the compiler's estimate of one run of a computation without its loops, in which a
     kernel in Pallas takes what its bytes take at the chip's bandwidth."""
-    return estimated_cycles(lines) / (chip.clock * 1e9) + kernel_bytes(lines) / (chip.bandwidth * GB)
+    return estimated_cycles(lines) / (chip.clock * 1e9) + kernel_bytes(lines) / (
+        chip.bandwidth * GB
+    )
 
 
 def iteration_seconds(text: str, chip: Chip, gamma: int, by_pairs: bool) -> float:
@@ -54,7 +56,9 @@ def iteration_seconds(text: str, chip: Chip, gamma: int, by_pairs: bool) -> floa
     if not gamma:
         return seconds
     if by_pairs:
-        return seconds + gamma * inner[-1] if len(inner) > 1 else seconds  # a draft of one step is no loop
+        return (
+            seconds + gamma * inner[-1] if len(inner) > 1 else seconds
+        )  # a draft of one step is no loop
     return seconds + inner[0] + (gamma - 1) * inner[-1]
 
 
@@ -131,15 +135,26 @@ def times(case: Case, chip: Chip) -> dict:
     for row in paper.TABLE_4:
         drafter = f"t5_1_1/{row.drafter.removeprefix('T5-')}"
         line = {
-            "task": row.task, "drafter": drafter, "temperature": row.temperature, "gamma": row.gamma,
-            "alpha_paper": row.alpha, "c_paper": row.cost_ratio, "expected_paper": row.expected,
+            "task": row.task,
+            "drafter": drafter,
+            "temperature": row.temperature,
+            "gamma": row.gamma,
+            "alpha_paper": row.alpha,
+            "c_paper": row.cost_ratio,
+            "expected_paper": row.expected,
             "measured_paper": row.measured,
-        }  # fmt: skip
+        }
         for name, width in (("as compiled", 1), ("as for two positions", 2)):
             step = seconds(target, width)
-            c, v = seconds(drafter, width, drafts=True) / step, seconds(target, row.gamma + 1) / step
+            c, v = (
+                seconds(drafter, width, drafts=True) / step,
+                seconds(target, row.gamma + 1) / step,
+            )
             gain = formulas.improvement(row.alpha, row.gamma, c, v)
             line[name] = {"c": round(c, 4), "v": round(v, 3), "improvement": round(gain, 2)}
         found.append(line)
-    steps = {f"target_call_{width}_ms": round(1e3 * seconds(target, width), 3) for width in (1, 2, 4, 6, 8)}
+    steps = {
+        f"target_call_{width}_ms": round(1e3 * seconds(target, width), 3)
+        for width in (1, 2, 4, 6, 8)
+    }
     return {"what": "the compiler's own estimate; not a measurement", **steps, "rows": found}

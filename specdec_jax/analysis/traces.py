@@ -11,10 +11,16 @@ from specdec_jax.models.language_model import LanguageModel
 
 # The names of the kinds of text in a line, each in the style of its kind.
 LEGEND = (
-    ("committed", "drafted tokens: "), ("accepted", "accepted"), ("committed", ", "), ("rejected", "rejected"),
-    ("committed", "; the target's own: "), ("corrected", "correction"), ("committed", " after a rejection, "),
-    ("bonus", "bonus"), ("committed", " where all are accepted"),
-)  # fmt: skip
+    ("committed", "drafted tokens: "),
+    ("accepted", "accepted"),
+    ("committed", ", "),
+    ("rejected", "rejected"),
+    ("committed", "; the target's own: "),
+    ("corrected", "correction"),
+    ("committed", " after a rejection, "),
+    ("bonus", "bonus"),
+    ("committed", " where all are accepted"),
+)
 
 
 def lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[str, str]]]:
@@ -28,7 +34,12 @@ def lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[
         accepted = "".join(surface(token, target) for token in step.accepted)
         rejected = "" if step.rejected is None else surface(step.rejected, target)
         own = "" if step.corrected is None else surface(step.corrected, target)
-        parts = [("committed", committed), ("accepted", accepted), ("rejected", rejected), (own_kind(step), own)]
+        parts = [
+            ("committed", committed),
+            ("accepted", accepted),
+            ("rejected", rejected),
+            (own_kind(step), own),
+        ]
         found.append([(kind, text) for kind, text in parts if text])
         committed += accepted + own
     return found
@@ -44,7 +55,9 @@ def surface(token: int, target: LanguageModel) -> str:
     return " [END]" if token in target.eos_ids else target.vocabulary.piece(token)
 
 
-def spans(steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[str, Spread]) -> list[tuple[str, float]]:
+def spans(
+    steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[str, Spread]
+) -> list[tuple[str, float]]:
     """Returns (kind of call, seconds) of every call that the iterations made, by the medians of
     single steps; γ = 0 is plain decoding.
 
@@ -59,13 +72,21 @@ def spans(steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[st
     call = times[f"verify {gamma}" if gamma else "target step"].median
     drafts = gamma > 0 and "draft step" in times
     draft = predictions.draft_seconds(gamma, times) if drafts else 0.0
-    pair = draft * times.get("draft pair", times["draft step"]).median / times["draft step"].median if drafts else 0.0
+    pair = (
+        draft * times.get("draft pair", times["draft step"]).median / times["draft step"].median
+        if drafts
+        else 0.0
+    )
     encoders = ("target encoder", "drafter encoder") if gamma else ("target encoder",)
-    found = [(name, times[f"{name} {padded}"].median) for name in encoders if f"{name} {padded}" in times]
+    found = [
+        (name, times[f"{name} {padded}"].median) for name in encoders if f"{name} {padded}" in times
+    ]
     whole = False
     for step in steps:
         if drafts and step.gamma:
-            found += [("draft step", pair if whole else draft)] + [("draft step", draft)] * (step.gamma - 1)
+            found += [("draft step", pair if whole else draft)] + [("draft step", draft)] * (
+                step.gamma - 1
+            )
         found.append(("target call", call))
         whole = 0 < step.gamma == len(step.accepted)
     return found
@@ -73,21 +94,40 @@ def spans(steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[st
 
 def first_text(batches: Sequence[Batch]) -> Batch | None:
     """Returns the first batch whose first input has any text, None if there is none."""
-    return next((batch for batch in batches if isinstance(batch.inputs[0], str) and batch.inputs[0].strip()), None)
+    return next(
+        (
+            batch
+            for batch in batches
+            if isinstance(batch.inputs[0], str) and batch.inputs[0].strip()
+        ),
+        None,
+    )
 
 
 def example(
-    target: LanguageModel, drafter, gammas: Sequence[int], batch: Batch, times: Mapping[str, Spread], options
+    target: LanguageModel,
+    drafter,
+    gammas: Sequence[int],
+    batch: Batch,
+    times: Mapping[str, Spread],
+    options,
 ) -> dict[str, Any]:
     """Returns the first input of `batch`, decoded plainly and with every γ of `gammas`."""
     variants = []
     for gamma in (0, *gammas):
         steps = trace(
-            target, batch.inputs[0], drafter=drafter if gamma else None, gamma=gamma, key=batch.keys,
+            target,
+            batch.inputs[0],
+            drafter=drafter if gamma else None,
+            gamma=gamma,
+            key=batch.keys,
             **options.decoding(plain=not gamma),
-        )  # fmt: skip
-        variants.append({
-            "gamma": gamma, "lines": lines(steps, target) if gamma else [],
-            "spans": spans(steps, gamma, batch.padded, times),
-        })  # fmt: skip
+        )
+        variants.append(
+            {
+                "gamma": gamma,
+                "lines": lines(steps, target) if gamma else [],
+                "spans": spans(steps, gamma, batch.padded, times),
+            }
+        )
     return {"input": batch.inputs[0], "variants": variants}

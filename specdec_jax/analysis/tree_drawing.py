@@ -32,12 +32,20 @@ class Drawn(NamedTuple):
     def from_step(cls, step: TraceStep, target: LanguageModel) -> "Drawn":
         """Returns the tree of a step that drafted one."""
         assert step.tree is not None
-        texts = [root(step.tree, target), *(one_line(node.token, target) for node in step.tree.nodes[1:])]
-        return cls(step.tree, texts, None if step.corrected is None else one_line(step.corrected, target))
+        texts = [
+            root(step.tree, target),
+            *(one_line(node.token, target) for node in step.tree.nodes[1:]),
+        ]
+        return cls(
+            step.tree, texts, None if step.corrected is None else one_line(step.corrected, target)
+        )
 
     def record(self) -> dict[str, Any]:
         """Returns the part of a record that says all this."""
-        nodes = [{"text": text, **node._asdict()} for text, node in zip(self.texts, self.tree.nodes, strict=True)]
+        nodes = [
+            {"text": text, **node._asdict()}
+            for text, node in zip(self.texts, self.tree.nodes, strict=True)
+        ]
         return {"nodes": nodes, "path": self.tree.path, "own": self.own}
 
     @classmethod
@@ -49,25 +57,43 @@ class Drawn(NamedTuple):
             tree.
         """
         parents, path = [node["parent"] for node in record["nodes"]], list(record["path"])
-        if parents[:1] != [-1] or not all(0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
-            raise ValueError("nodes: got parents in another order, expected -1, then each before its children")
-        if path[:1] != [0] or any(
-            not 0 < node < len(parents) or parents[node] != above for above, node in zip(path, path[1:])
+        if parents[:1] != [-1] or not all(
+            0 <= parent < node for node, parent in enumerate(parents[1:], 1)
         ):
-            raise ValueError("path: got other nodes, expected node 0, then a child of the node before")
+            raise ValueError(
+                "nodes: got parents in another order, expected -1, then each before its children"
+            )
+        if path[:1] != [0] or any(
+            not 0 < node < len(parents) or parents[node] != above
+            for above, node in zip(path, path[1:])
+        ):
+            raise ValueError(
+                "path: got other nodes, expected node 0, then a child of the node before"
+            )
         nodes = [TreeNode(0, parent, 0.0, None) for parent in parents]
         return cls(TreeStep(nodes, path), [node["text"] for node in record["nodes"]], record["own"])
 
 
-def examples(target: LanguageModel, drafter, batch: Batch, options: BenchmarkSetup) -> list[dict[str, Any]]:
+def examples(
+    target: LanguageModel, drafter, batch: Batch, options: BenchmarkSetup
+) -> list[dict[str, Any]]:
     """Returns of the first input of `batch`, for every tree that the options name and that drafts
     anything, the call that `instructive` chooses: its number, and what `Drawn.record` says."""
-    how, found = options.decoding() | {"drafter": drafter, "verifier": "block", "key": batch.keys}, []
+    how, found = (
+        options.decoding() | {"drafter": drafter, "verifier": "block", "key": batch.keys},
+        [],
+    )
     for text in options.tree:
         steps = trace(target, batch.inputs[0], tree=read_tree(text), **how)
         number = instructive(steps)
         if number is not None:
-            found.append({"tree": text, "call": number + 1, **Drawn.from_step(steps[number], target).record()})
+            found.append(
+                {
+                    "tree": text,
+                    "call": number + 1,
+                    **Drawn.from_step(steps[number], target).record(),
+                }
+            )
     return found
 
 
@@ -93,10 +119,14 @@ def depth_first(tree: TreeStep, node: int = 0) -> Iterator[int]:
 
 def mask(tree: TreeStep, order: Sequence[int]) -> list[str]:
     """Returns a line for each node in `order`, which shows the nodes in this order that it sees."""
-    return ["".join(_SEEN if other in tree.line(node) else _UNSEEN for other in order) for node in order]
+    return [
+        "".join(_SEEN if other in tree.line(node) else _UNSEEN for other in order) for node in order
+    ]
 
 
-def tree_lines(step: TraceStep, target: LanguageModel, numbers: bool = False) -> list[list[tuple[str, str]]]:
+def tree_lines(
+    step: TraceStep, target: LanguageModel, numbers: bool = False
+) -> list[list[tuple[str, str]]]:
     """Returns the tree of a step as lines of (kind, text), in the kinds of `traces.LEGEND`.
 
     Each node has a line with its number, the nodes that it sees, and its text. The target's own
@@ -115,10 +145,15 @@ def tree_lines(step: TraceStep, target: LanguageModel, numbers: bool = False) ->
     drawn = list(_branches(step, target))
     digits = len(str(len(order) - 1))
     head = f"{'#':>{digits}} "
-    values = [f"{'p':>9}{'q':>9}{'p/q':>9}"] * numbers + [_values(tree, node) for node in order if numbers]
+    values = [f"{'p':>9}{'q':>9}{'p/q':>9}"] * numbers + [
+        _values(tree, node) for node in order if numbers
+    ]
     widest = max(len(before) + len(text) for _, before, _, text in drawn) + len("{==}")
     beside = len(head) + width + 1 + 28 * numbers + widest <= COLUMNS
-    columns = lambda number, row, value: f"{number:>{digits}} " + f"{row:<{width}} " * beside + f"{value} " * numbers
+
+    def columns(number, row, value):
+        return f"{number:>{digits}} " + f"{row:<{width}} " * beside + f"{value} " * numbers
+
     titles = columns("#", "sees", values[0] if numbers else "")
     lines = [[("committed", titles.rstrip())]]
     places = {node: place for place, node in enumerate(order)}
@@ -137,7 +172,10 @@ def tree_lines(step: TraceStep, target: LanguageModel, numbers: bool = False) ->
 def _values(tree: TreeStep, node: int) -> str:
     """Returns p, q and p/q of a node; node 0 has none."""
     one = tree.nodes[node]
-    shown = lambda value: f"{'-' if value is None else format(value, '.3g'):>9}"
+
+    def shown(value):
+        return f"{'-' if value is None else format(value, '.3g'):>9}"
+
     return shown(one.p) + shown(one.q) + shown(one.ratio) if node else " " * 27
 
 
@@ -146,7 +184,10 @@ def _below(rows: Sequence[str], digits: int) -> list[list[tuple[str, str]]]:
     if digits + 1 + len(rows) > COLUMNS:
         return [[("committed", f"(the mask of {len(rows)} nodes is wider than {COLUMNS} columns)")]]
     title = f"{'#':>{digits}} sees"
-    return [[("committed", line)] for line in (title, *(f"{n:>{digits}} {row}" for n, row in enumerate(rows)))]
+    return [
+        [("committed", line)]
+        for line in (title, *(f"{n:>{digits}} {row}" for n, row in enumerate(rows)))
+    ]
 
 
 def _branches(step: TraceStep, target: LanguageModel) -> Iterator[tuple[int | None, str, str, str]]:

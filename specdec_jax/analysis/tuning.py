@@ -52,7 +52,11 @@ class Choice(NamedTuple):
     def arguments(self, drafter, options) -> dict[str, Any]:
         """Returns the arguments of `generate`."""
         if self.tree is not None:
-            return options.decoding() | {"drafter": drafter, "verifier": "block", "tree": read_tree(self.tree)}
+            return options.decoding() | {
+                "drafter": drafter,
+                "verifier": "block",
+                "tree": read_tree(self.tree),
+            }
         how = options.decoding(plain=not self.gamma) | {"gamma": self.gamma}
         return how | ({"drafter": drafter, "verifier": self.verifier} if self.gamma else {})
 
@@ -61,7 +65,11 @@ AnyChoice = TypeVar("AnyChoice", Choice, Tree)
 
 
 def expected_seconds(
-    accepted: Acceptance, padded: Sequence[int], choice: Choice, times: Mapping[str, Spread], step: float
+    accepted: Acceptance,
+    padded: Sequence[int],
+    choice: Choice,
+    times: Mapping[str, Spread],
+    step: float,
 ) -> float:
     """Returns the expected seconds for all batches: encoders and iterations, less the draft steps
     by which the last ones are shorter.
@@ -76,7 +84,10 @@ def expected_seconds(
       times: seconds of iterations and encoders, from `step_times`.
       step: seconds of one draft step.
     """
-    seconds, iteration = encoder_seconds(padded, times, choice.gamma > 0), iteration_seconds(choice, times)
+    seconds, iteration = (
+        encoder_seconds(padded, times, choice.gamma > 0),
+        iteration_seconds(choice, times),
+    )
     if not choice.gamma:
         return seconds + iteration * sum(int(lengths.max()) for lengths in accepted.lengths)
     for work in accepted.work[choice.verifier, choice.gamma]:
@@ -87,7 +98,9 @@ def expected_seconds(
 
 def encoder_seconds(padded: Sequence[int], times: Mapping[str, Spread], drafts: bool) -> float:
     """Returns the seconds of the encoders for all batches, with `drafts` of the drafter's too."""
-    names = [f"{who} encoder {size}" for who in ("target", "drafter")[: 1 + drafts] for size in padded]
+    names = [
+        f"{who} encoder {size}" for who in ("target", "drafter")[: 1 + drafts] for size in padded
+    ]
     return sum(times[name].median for name in names if name in times)
 
 
@@ -117,9 +130,15 @@ def best_trees(
         tree = trees.Tree.best(shares, nodes, depth, {2: v, nodes: v}, step / plain)
         if tree is not None and not tree.is_chain:
             calls = sum(int(lengths.max()) for lengths in accepted.lengths) / tree.expected(shares)
-            width = next(w for w in range(max(2, tree.width), nodes) if w + (tree.depth - 1) * w**2 >= tree.size - 1)
+            width = next(
+                w
+                for w in range(max(2, tree.width), nodes)
+                if w + (tree.depth - 1) * w**2 >= tree.size - 1
+            )
             for shape in (tree, trees.DynamicTree(tree.depth, width, tree.size)):
-                found[Choice(tree.depth, "block", text_of(shape))] = calls * (v * plain + tree.depth * step)
+                found[Choice(tree.depth, "block", text_of(shape))] = calls * (
+                    v * plain + tree.depth * step
+                )
     return found
 
 
@@ -132,11 +151,16 @@ def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
     if f"iteration, {choice}" in times:
         return times[f"iteration, {choice}"].median
     names = [
-        name.removeprefix("iteration, gamma ").split(", ") for name in times if name.startswith("iteration, gamma ")
+        name.removeprefix("iteration, gamma ").split(", ")
+        for name in times
+        if name.startswith("iteration, gamma ")
     ]
     longest = max(int(gamma) for gamma, _ in names)
     other = next(verifier for gamma, verifier in names if int(gamma) == choice.gamma)
-    seconds = lambda *of: times[f"iteration, {Choice(*of)}"].median
+
+    def seconds(*of):
+        return times[f"iteration, {Choice(*of)}"].median
+
     added = seconds(longest, choice.verifier) - seconds(longest, other)
     return seconds(choice.gamma, other) + added * choice.gamma / longest
 
@@ -144,8 +168,14 @@ def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
 def candidates(expected: Mapping[Choice, float]) -> list[Choice]:
     """Returns what is worth timing: plain decoding, the best few of the chains, which differ by
     less than single steps scatter, and all trees, of which less is known."""
-    chains = sorted((c for c in expected if c.gamma and c.tree is None), key=lambda choice: expected[choice])
-    return [*(c for c in expected if not c.gamma), *chains[:_COMPARED], *(c for c in expected if c.tree is not None)]
+    chains = sorted(
+        (c for c in expected if c.gamma and c.tree is None), key=lambda choice: expected[choice]
+    )
+    return [
+        *(c for c in expected if not c.gamma),
+        *chains[:_COMPARED],
+        *(c for c in expected if c.tree is not None),
+    ]
 
 
 def keep_acceptance(target, drafter, inputs, alpha: float, decoding: Mapping[str, Any]) -> None:
@@ -157,22 +187,32 @@ def keep_acceptance(target, drafter, inputs, alpha: float, decoding: Mapping[str
 
 
 @isolated
-def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup) -> dict[str, Any]:
+def tune(
+    target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup
+) -> dict[str, Any]:
     """Returns the record of `specdec tune`; `others` are the batches of the sweep, empty for no
     sweep."""
     analysis_variants.check_prompts(target, drafter, [*batches, *others], options)
     gammas = sorted(set(options.gammas))
-    accepted = acceptance.measure_acceptance(target, drafter, batches, options.verifiers, gammas[-1], options)
-    choices = [Choice(0, options.verifiers[0])] + [Choice(g, name) for name in options.verifiers for g in gammas]
+    accepted = acceptance.measure_acceptance(
+        target, drafter, batches, options.verifiers, gammas[-1], options
+    )
+    choices = [Choice(0, options.verifiers[0])] + [
+        Choice(g, name) for name in options.verifiers for g in gammas
+    ]
     widths = sorted({1, *options.tree_nodes}) if accepted.hit_rate and options.tree_nodes else []
     times = step_times(target, drafter, batches, choices, options, widths)
     last = choices[-1]
     added = times[f"iteration, {last}"].median - times[f"call, {last}"].median
     step = max(0.0, added / last.gamma) if drafter.steps() else 0.0
     padded = [batch.padded for batch in batches]
-    expected = {choice: expected_seconds(accepted, padded, choice, times, step) for choice in choices}
+    expected = {
+        choice: expected_seconds(accepted, padded, choice, times, step) for choice in choices
+    }
     found = best_trees(accepted, gammas[-1], times, iteration_seconds(choices[0], times), step)
-    expected |= {choice: encoder_seconds(padded, times, True) + seconds for choice, seconds in found.items()}
+    expected |= {
+        choice: encoder_seconds(padded, times, True) + seconds for choice, seconds in found.items()
+    }
     choices += found
     first = min(choices, key=lambda choice: expected[choice])
     timed = time_choices(target, drafter, candidates(expected), batches, options, "comparing")
@@ -187,11 +227,14 @@ def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], opt
         "choices": [
             {
                 **choice._asdict(),
-                "calls": sum(work.calls for work in accepted.work[choice.verifier,
-                choice.gamma]) if choice.gamma and choice.tree is None else None,
+                "calls": sum(work.calls for work in accepted.work[choice.verifier, choice.gamma])
+                if choice.gamma and choice.tree is None
+                else None,
                 "expected_seconds_per_token": expected[choice] / tokens,
                 "expected_improvement": expected[plain] / expected[choice],
-                "seconds_per_token": Spread.from_samples(measured[choice])._asdict() if choice in measured else None,
+                "seconds_per_token": Spread.from_samples(measured[choice])._asdict()
+                if choice in measured
+                else None,
                 "improvement": ratio(measured, plain, choice) if choice in measured else None,
                 "differing": count_differing(choice, timed, options),
             }
@@ -202,11 +245,16 @@ def tune(target, drafter, batches: Sequence[Batch], others: Sequence[Batch], opt
         "improvement": ratio(measured, plain, chosen),
         "verdict": find_best({str(choice): seconds for choice, seconds in measured.items()}),
         "sweep": sweep(target, drafter, choices, chosen, others, options) if others else None,
-    }  # fmt: skip
+    }
 
 
 def step_times(
-    target, drafter, batches: Sequence[Batch], choices: Sequence[Choice], options, widths: Sequence[int] = ()
+    target,
+    drafter,
+    batches: Sequence[Batch],
+    choices: Sequence[Choice],
+    options,
+    widths: Sequence[int] = (),
 ) -> dict[str, Spread]:
     """Returns the seconds of an iteration of the choices, of a call of the last one without its
     draft, of the encoders, and of a target call over each number of positions in `widths`.
@@ -216,25 +264,35 @@ def step_times(
     """
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
     variants, last = {}, choices[-1]
-    timed = [choice for choice in choices if choice.gamma in (0, last.gamma) or choice.verifier == choices[0].verifier]
-    for choice in track(timed, len(timed), "compiling iterations", names=[str(choice) for choice in timed]):
+    timed = [
+        choice
+        for choice in choices
+        if choice.gamma in (0, last.gamma) or choice.verifier == choices[0].verifier
+    ]
+    for choice in track(
+        timed, len(timed), "compiling iterations", names=[str(choice) for choice in timed]
+    ):
         how = options.decoding(plain=not choice.gamma)
         how |= {"verifier": choice.verifier} if choice.gamma else {}
         state = timing.iteration_state(
             target, drafter if choice.gamma else None, rows, lengths[-1], choice.gamma, **how
-        )  # fmt: skip
+        )
         variants[f"iteration, {choice}"] = timing.iteration_variant(*state)
     variants[f"call, {last}"] = timing.call_variant(*state)
     room = state[0].tokens.shape[1]
     for length in lengths:
-        variants[f"target encoder {length}"] = timing.prefill_variant(target.network, rows, length, room)
+        variants[f"target encoder {length}"] = timing.prefill_variant(
+            target.network, rows, length, room
+        )
         if drafter.second_model is not None:
             variants[f"drafter encoder {length}"] = timing.prefill_variant(
                 drafter.second_model.network, rows, length, room
             )
     for width in widths:
         room = timing.total_slots(target, lengths[-1], options.max_new_tokens, max(widths))
-        variants[f"{_CALL}{width}"] = timing.step_variant(target.network, rows, lengths[-1], room, width)
+        variants[f"{_CALL}{width}"] = timing.step_variant(
+            target.network, rows, lengths[-1], room, width
+        )
     analysis_variants.warm_up({}, variants, batches)
     return analysis_variants.time_steps(variants, options.repeats)
 
@@ -246,12 +304,16 @@ def time_choices(
 
     def variant(choice: AnyChoice) -> Variant:
         how = choice.arguments(drafter, options)
-        return Variant(choice.gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
+        return Variant(
+            choice.gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how)
+        )
 
     variants = {str(choice): variant(choice) for choice in choices}
     analysis_variants.warm_up(variants, {}, batches)
     for turn in range(options.repeats):
-        analysis_variants.one_pass(variants, batches, turn, f"{what}, pass {turn + 1} of {options.repeats}")
+        analysis_variants.one_pass(
+            variants, batches, turn, f"{what}, pass {turn + 1} of {options.repeats}"
+        )
     return {choice: variants[str(choice)] for choice in choices}
 
 
@@ -260,7 +322,9 @@ def seconds_of(timed: Mapping[AnyChoice, Variant]) -> dict[AnyChoice, np.ndarray
     return {choice: variant.seconds_per_token for choice, variant in timed.items()}
 
 
-def count_differing(choice: AnyChoice, timed: Mapping[AnyChoice, Variant], options: TuneSetup) -> int | None:
+def count_differing(
+    choice: AnyChoice, timed: Mapping[AnyChoice, Variant], options: TuneSetup
+) -> int | None:
     """Returns how many inputs of a choice have other tokens than plain decoding's; None where
     nothing was drafted or timed, and for samples, which are others."""
     plain = next(variant for other, variant in timed.items() if not other.gamma)
@@ -283,7 +347,9 @@ def fastest(seconds: Mapping[AnyChoice, np.ndarray]) -> AnyChoice:
     return max(seconds, key=lambda choice: ratio(seconds, plain, choice)["median"])
 
 
-def ratio(seconds: Mapping[AnyChoice, np.ndarray], above: AnyChoice, below: AnyChoice) -> dict[str, float]:
+def ratio(
+    seconds: Mapping[AnyChoice, np.ndarray], above: AnyChoice, below: AnyChoice
+) -> dict[str, float]:
     """Returns the times of one choice divided by those of another, pass by pass."""
     return Spread.from_samples(seconds[above] / seconds[below])._asdict()
 
@@ -295,7 +361,9 @@ def sweep(target, drafter, choices, chosen: AnyChoice, batches, options) -> dict
     best = fastest(seconds)
     return {
         "sentences": machine.count_inputs(target, batches),
-        "seconds_per_token": {str(choice): Spread.from_samples(times)._asdict() for choice, times in seconds.items()},
+        "seconds_per_token": {
+            str(choice): Spread.from_samples(times)._asdict() for choice, times in seconds.items()
+        },
         "improvement": {str(choice): ratio(seconds, choices[0], choice) for choice in choices},
         "best": best._asdict(),
         "chosen_over_best": ratio(seconds, chosen, best),
@@ -309,7 +377,9 @@ def tune_beams(
     """Times every tree and plain beam search, and returns the record of the choice of levels and
     width."""
     widths = options.beam_width or (options.num_beams, None)
-    choices = trees_of(target, drafter, sorted(set(options.gammas)), widths, [*batches, *others], options)
+    choices = trees_of(
+        target, drafter, sorted(set(options.gammas)), widths, [*batches, *others], options
+    )
     timed = time_choices(target, drafter, choices, batches, options, "comparing")
     measured = seconds_of(timed)
     plain, chosen = choices[0], fastest(measured)

@@ -94,9 +94,14 @@ class Variant:
     def totals(self) -> dict[str, Any]:
         """Returns the counts of all batches together, as JSON values."""
         names = (
-            "target_calls", "draft_calls", "drafted", "accepted", "examined_by_position", "accepted_by_position",
+            "target_calls",
+            "draft_calls",
+            "drafted",
+            "accepted",
+            "examined_by_position",
+            "accepted_by_position",
             "undrafted",
-        )  # fmt: skip
+        )
         return {name: np.asarray(self.total(name)).tolist() for name in names}
 
 
@@ -114,14 +119,18 @@ def cut(inputs: list, ids: list, batch_size: int, seed: int, parts: int = 1) -> 
         missing = size - len(chosen)
         numbers = chosen + [chosen[-1]] * missing
         rows = [inputs[i] for i in chosen] + [None] * missing
-        batches.append(Batch(rows, [ids[i] for i in chosen] + [[]] * missing, numbers, keys[np.array(numbers)]))
+        batches.append(
+            Batch(rows, [ids[i] for i in chosen] + [[]] * missing, numbers, keys[np.array(numbers)])
+        )
     return batches
 
 
 def batches_of(target: LanguageModel, sentences: Sequence[str], options) -> list[Batch]:
     """Returns sentences in batches; `options` are those of a command with a `batch_size`."""
     ids = encode(target, sentences, options.max_input_length)
-    return cut(list(sentences), ids, options.batch_size, options.seed, row_parts(target.network.rules))
+    return cut(
+        list(sentences), ids, options.batch_size, options.seed, row_parts(target.network.rules)
+    )
 
 
 def check_prompts(target: LanguageModel, drafter, batches: Sequence[Batch], options) -> None:
@@ -131,7 +140,9 @@ def check_prompts(target: LanguageModel, drafter, batches: Sequence[Batch], opti
     checks.check_prompts(target, drafter, lengths, options.max_new_tokens)
 
 
-def warm_up(variants: Mapping[str, Variant], steps: Mapping[str, Callable], batches: Sequence[Batch]) -> None:
+def warm_up(
+    variants: Mapping[str, Variant], steps: Mapping[str, Callable], batches: Sequence[Batch]
+) -> None:
     """Compiles everything that is timed later, and records the seconds of each variant."""
     shapes = {batch.padded: batch for batch in batches}
     compiled = {
@@ -139,7 +150,9 @@ def warm_up(variants: Mapping[str, Variant], steps: Mapping[str, Callable], batc
         for name, variant in variants.items()
         for length, batch in shapes.items()
     }
-    for variant, batch in track(compiled.values(), len(compiled), "compiling", names=list(compiled)):
+    for variant, batch in track(
+        compiled.values(), len(compiled), "compiling", names=list(compiled)
+    ):
         start = time.perf_counter()
         batch.through(variant.decode)
         variant.compile_seconds += time.perf_counter() - start
@@ -147,7 +160,9 @@ def warm_up(variants: Mapping[str, Variant], steps: Mapping[str, Callable], batc
         jax.block_until_ready(step())
 
 
-def one_pass(variants: Mapping[str, Variant], batches: Sequence[Batch], turn: int, what: str) -> None:
+def one_pass(
+    variants: Mapping[str, Variant], batches: Sequence[Batch], turn: int, what: str
+) -> None:
     """Times every batch through every variant, one variant after the other."""
     for variant in variants.values():
         variant.seconds.append(0.0)
@@ -165,23 +180,34 @@ def missing_outputs(variants: Mapping[str, Variant]) -> list[str]:
     problems, expected = [], [result.lengths > 0 for result in variants["plain"].results]
     for name, variant in variants.items():
         if len(variant.results) != len(expected):
-            problems.append(f"{name}: got outputs for {len(variant.results)} batches, expected {len(expected)}")
-        missing = sum(int(np.sum(want & (got.lengths == 0))) for want, got in zip(expected, variant.results))
+            problems.append(
+                f"{name}: got outputs for {len(variant.results)} batches, expected {len(expected)}"
+            )
+        missing = sum(
+            int(np.sum(want & (got.lengths == 0))) for want, got in zip(expected, variant.results)
+        )
         if missing:
-            problems.append(f"{name}: got no output for {missing} inputs that plain decoding has one for")
+            problems.append(
+                f"{name}: got no output for {missing} inputs that plain decoding has one for"
+            )
     return problems
 
 
 def timed_steps(steps: Mapping[str, Callable], turn: int, what: str) -> dict[str, float]:
     """Returns the seconds of one call of every variant of single steps."""
     names = timing.rotate(steps, turn)
-    return {name: timing.timed(steps[name]) for name in track(names, len(steps), f"{what}, step", names=names)}
+    return {
+        name: timing.timed(steps[name])
+        for name in track(names, len(steps), f"{what}, step", names=names)
+    }
 
 
 def time_steps(steps: Mapping[str, Callable], repeats: int) -> dict[str, Spread]:
     """Returns the seconds of one step, by variant, over `repeats` passes."""
     turns = range(repeats)
-    return per_step([timed_steps(steps, turn, f"timing steps, pass {turn + 1} of {repeats}") for turn in turns])
+    return per_step(
+        [timed_steps(steps, turn, f"timing steps, pass {turn + 1} of {repeats}") for turn in turns]
+    )
 
 
 def per_step(seconds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:

@@ -26,8 +26,13 @@ def find_best(seconds: Mapping[str, np.ndarray], plain: str = "plain") -> dict[s
       next: the name of the next best way of drafting; None if there is none.
       over_next: the time of the next best over its own, or None.
     """
-    gain = lambda slower, faster: Spread.from_samples(np.asarray(seconds[slower]) / np.asarray(seconds[faster]))
-    ranked = sorted((name for name in seconds if name != plain), key=lambda name: -gain(plain, name).median)
+
+    def gain(slower, faster):
+        return Spread.from_samples(np.asarray(seconds[slower]) / np.asarray(seconds[faster]))
+
+    ranked = sorted(
+        (name for name in seconds if name != plain), key=lambda name: -gain(plain, name).median
+    )
     if not ranked:
         return None
     following = ranked[1] if len(ranked) > 1 else None
@@ -39,7 +44,9 @@ def find_best(seconds: Mapping[str, np.ndarray], plain: str = "plain") -> dict[s
     }
 
 
-def describe_best(found: Mapping[str, Any], passes: int, advice: str, plain: str = "plain decoding") -> list[str]:
+def describe_best(
+    found: Mapping[str, Any], passes: int, advice: str, plain: str = "plain decoding"
+) -> list[str]:
     """Returns what `find_best` found in words, the verdict first.
 
     Args:
@@ -59,24 +66,33 @@ def describe_best(found: Mapping[str, Any], passes: int, advice: str, plain: str
     elif gain["most"] < 1:
         lines = [f"drafting does not pay here: {shown}; try {advice}"]
     else:
-        lines = [f"drafting may or may not pay here: {shown}, within the spread of {passes} passes; try {advice}"]
+        lines = [
+            f"drafting may or may not pay here: {shown}, within the spread of {passes} passes; try {advice}"
+        ]
     if found["next"] is not None:
         ahead = found["over_next"]
         where = "beyond" if ahead["least"] > 1 else "within"
-        beside = f"{found['best']} over {found['next']}, the next best: {_spread(ahead, passes)} as fast"
+        beside = (
+            f"{found['best']} over {found['next']}, the next best: {_spread(ahead, passes)} as fast"
+        )
         lines.append(beside + (f", {where} the spread" if passes > 1 else ""))
     return lines
 
 
 def _spread(gain: Mapping[str, float], passes: int) -> str:
     """Returns `1.9 times (1.6 to 2.3)`, of one pass without the spread."""
-    return f"{gain['median']:.3g} times" + (f" ({gain['least']:.3g} to {gain['most']:.3g})" if passes > 1 else "")
+    return f"{gain['median']:.3g} times" + (
+        f" ({gain['least']:.3g} to {gain['most']:.3g})" if passes > 1 else ""
+    )
 
 
 def advise(
-    alpha: float | None, cost_ratio: float | None, verify_cost: Mapping[int, float], timed: Collection[int],
+    alpha: float | None,
+    cost_ratio: float | None,
+    verify_cost: Mapping[int, float],
+    timed: Collection[int],
     batch_size: int,
-) -> str:  # fmt: skip
+) -> str:
     """Returns what to try where drafting with one drafter does not pay.
 
     Args:
@@ -89,13 +105,18 @@ def advise(
     if alpha is None or cost_ratio is None:
         return "another drafter"
     widths = {1: 1.0, **verify_cost}
-    v = np.interp(np.arange(max(widths) + 1), sorted(widths), [widths[width] for width in sorted(widths)])
+    v = np.interp(
+        np.arange(max(widths) + 1), sorted(widths), [widths[width] for width in sorted(widths)]
+    )
     gains = {
-        gamma: formulas.improvement(alpha, gamma, cost_ratio, float(v[gamma + 1])) for gamma in range(1, max(widths))
+        gamma: formulas.improvement(alpha, gamma, cost_ratio, float(v[gamma + 1]))
+        for gamma in range(1, max(widths))
     }
     best = max(gains, key=lambda gamma: gains[gamma], default=0)
     known = max((gains[gamma] for gamma in timed if gamma in gains), default=0.0)
-    if best and gains[best] > max(1.0, 1.03 * known):  # by less the formulas do not tell two γ apart
+    if best and gains[best] > max(
+        1.0, 1.03 * known
+    ):  # by less the formulas do not tell two γ apart
         return f"--gamma={best}, for which the formulas promise {gains[best]:.3g} times"
     if cost_ratio >= alpha:
         return (
@@ -108,7 +129,10 @@ def advise(
 
 
 def describe_tokens(
-    differing: Sequence[int | None], inputs: int, options: Mapping[str, Any], near_ties: bool | None = None
+    differing: Sequence[int | None],
+    inputs: int,
+    options: Mapping[str, Any],
+    near_ties: bool | None = None,
 ) -> str:
     """Returns in words whether the tokens are plain decoding's.
 

@@ -21,7 +21,9 @@ def returning_freed_memory() -> Iterator[None]:
     the block the thresholds are where glibc's own adjustment ends, so that the decode loop's
     buffers are kept.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None  # Windows takes no None
+    mallopt = (
+        getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    )  # Windows takes no None
     if mallopt is None:
         yield
         return

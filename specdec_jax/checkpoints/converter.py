@@ -22,14 +22,20 @@ from specdec_jax.models.t5 import T5Config, t5_only
 FORMATS = ("specdec", "huggingface", "t5x", "t5x_legacy")
 # The model families that each format of others has names for.
 _HOLDS: dict[str, Collection[str]] = {
-    "huggingface": huggingface.WRITERS, "t5x": (T5Config.family,), "t5x_legacy": (T5Config.family,),
-}  # fmt: skip
+    "huggingface": huggingface.WRITERS,
+    "t5x": (T5Config.family,),
+    "t5x_legacy": (T5Config.family,),
+}
 
 
 @isolated
 def save(
-    model: LanguageModel, path, dtype=None, format: str = "specdec", say: Callable[[str], None] = print_line
-) -> None:  # fmt: skip
+    model: LanguageModel,
+    path,
+    dtype=None,
+    format: str = "specdec",
+    say: Callable[[str], None] = print_line,
+) -> None:
     """Writes a model to a folder that `load` reads.
 
     The vocabulary's file goes into the folder, except that for "specdec" it is left out if the
@@ -50,11 +56,19 @@ def save(
     folder = pathlib.Path(path).absolute()
     check = native_format.check_free if _check_format(format) == "specdec" else _check_empty
     check(folder)
-    leaves = {"/".join(names): _leaf(value) for names, value in weight_layouts.stored_parameters(model.network.params)}
+    leaves = {
+        "/".join(names): _leaf(value)
+        for names, value in weight_layouts.stored_parameters(model.network.params)
+    }
     checkpoint = Checkpoint(
-        model.config, leaves, model.vocabulary, model.start_token, model.eos_ids, model.encoder_fingerprint,
+        model.config,
+        leaves,
+        model.vocabulary,
+        model.start_token,
+        model.eos_ids,
+        model.encoder_fingerprint,
         model.generation_config or GenerationConfig(),
-    )  # fmt: skip
+    )
     _write(checkpoint, folder, check, format, dtype, say)
 
 
@@ -84,9 +98,15 @@ class Written(NamedTuple):
 
 @isolated
 def convert(
-    source, output, format: str = "huggingface", dtype=None, *, config: T5Config | None = None, vocabulary=None,
+    source,
+    output,
+    format: str = "huggingface",
+    dtype=None,
+    *,
+    config: T5Config | None = None,
+    vocabulary=None,
     say: Callable[[str], None] = print_line,
-) -> Written:  # fmt: skip
+) -> Written:
     """Writes a checkpoint in another format; parameters pass through memory one at a time.
 
     Vocabulary, start token and EOS ids are kept. A T5X checkpoint gets them, and the configuration,
@@ -138,15 +158,30 @@ def _check_empty(folder: pathlib.Path) -> None:
 
 
 def _write(
-    checkpoint: Checkpoint, target: pathlib.Path, check_free: Callable[[pathlib.Path], None], format: str, dtype,
-    say: Callable[[str], None], step: int | None = None,
-) -> Written:  # fmt: skip
+    checkpoint: Checkpoint,
+    target: pathlib.Path,
+    check_free: Callable[[pathlib.Path], None],
+    format: str,
+    dtype,
+    say: Callable[[str], None],
+    step: int | None = None,
+) -> Written:
     """Writes a checkpoint whose special ids are known, reads it back and checks that nothing was
     lost."""
     config = checkpoint.config
-    if format != "specdec" and (config.encoder_dim is not None or config.family not in _HOLDS[format]):
-        kind = "a decoder-only model" if config.decoder_only else "a model without an encoder of its own"
-        kind = kind if config.decoder_only or config.encoder_dim is not None else f"a {type(config).__name__}"
+    if format != "specdec" and (
+        config.encoder_dim is not None or config.family not in _HOLDS[format]
+    ):
+        kind = (
+            "a decoder-only model"
+            if config.decoder_only
+            else "a model without an encoder of its own"
+        )
+        kind = (
+            kind
+            if config.decoder_only or config.encoder_dim is not None
+            else f"a {type(config).__name__}"
+        )
         raise ValueError(f"format: got {format!r} for {kind}, expected 'specdec'")
     if format.startswith("t5x") and t5_only("format", config).separate_embeddings:
         raise ValueError(
@@ -160,7 +195,9 @@ def _write(
     checkpoint = dataclasses.replace(checkpoint, config=checkpoint.config.replace(dtype=computing))
     inner = pathlib.PurePath()
     if format.startswith("t5x") and t5x.step_of(target) is None:
-        inner = pathlib.PurePath(f"checkpoint_{step or 1}")  # T5X takes step 0 to mean that there is no step
+        inner = pathlib.PurePath(
+            f"checkpoint_{step or 1}"
+        )  # T5X takes step 0 to mean that there is no step
     shown = ParameterProgress(f"writing {target}", parameter_count(checkpoint.config), say, then="")
     with shown as progress, new_folder(target, check_free) as temporary:
         folder = temporary / inner
@@ -174,7 +211,9 @@ def _write(
             assert number is not None
             write = t5x.write_orbax if format == "t5x" else t5x.write_legacy
             native_format.write_description(checkpoint, folder, "t5x")
-            leaves = t5x.leaves_by_their_names(checkpoint.leaves, t5_only("format", checkpoint.config))
+            leaves = t5x.leaves_by_their_names(
+                checkpoint.leaves, t5_only("format", checkpoint.config)
+            )
             write(leaves, dtype, folder, number, progress.advance)
         _check_written(open_checkpoint(folder, None), checkpoint, format)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -188,19 +227,29 @@ def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> 
     def said(checkpoint: Checkpoint) -> dict:
         config, vocabulary = checkpoint.config.explicit(), checkpoint.vocabulary
         shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        for name in ("dropout_rate", "dtype", "matmul_dtype"):  # settings of training, and of how parameters are held
+        for name in (
+            "dropout_rate",
+            "dtype",
+            "matmul_dtype",
+        ):  # settings of training, and of how parameters are held
             shape.pop(name, None)
         ids = dict(
-            start_token=checkpoint.start_token, eos_ids=checkpoint.eos_ids, encoder=checkpoint.encoder_fingerprint,
+            start_token=checkpoint.start_token,
+            eos_ids=checkpoint.eos_ids,
+            encoder=checkpoint.encoder_fingerprint,
             generation_config=checkpoint.generation_config,
-        )  # fmt: skip
+        )
         if vocabulary is None:
             return shape | ids | dict(vocabulary=None)
-        around = vocabulary.encode_prompt("") if config.decoder_only else vocabulary.encode_input("")
+        around = (
+            vocabulary.encode_prompt("") if config.decoder_only else vocabulary.encode_input("")
+        )
         return shape | ids | dict(around_a_text=around, vocabulary=vocabulary.fingerprint())
 
     check(written, "what was written")
     ours, theirs = said(checkpoint), said(written)
     for name, value in ours.items():
         if theirs.get(name) != value:
-            raise ValueError(f"format: got {name}={value!r}, which {format} would give back as {theirs.get(name)!r}")
+            raise ValueError(
+                f"format: got {name}={value!r}, which {format} would give back as {theirs.get(name)!r}"
+            )

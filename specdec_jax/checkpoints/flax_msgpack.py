@@ -29,7 +29,11 @@ _STRING = 4096
 # them.
 _DTYPES = {
     name: np.dtype(jnp.bfloat16 if name == "bfloat16" else name)
-    for name in (*FLOATS, "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+    for name in (
+        *FLOATS,
+        "bool",
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    )
 }
 
 
@@ -73,7 +77,9 @@ def read_tree(path: pathlib.Path) -> Any:
             if file.tell() != walk.size:
                 raise ValueError(f"{walk.size} bytes where the headers say {file.tell()}")
     except ValueError as error:
-        raise ValueError(f"{path}: got no readable msgpack ({error}), expected Flax's (truncated?)") from None
+        raise ValueError(
+            f"{path}: got no readable msgpack ({error}), expected Flax's (truncated?)"
+        ) from None
     return tree
 
 
@@ -154,7 +160,12 @@ class _Walk:
     def _extension(self, end: int, depth: int) -> Array:
         kind = self._number("b")
         found = self.value(depth + 1) if kind in (1, 3) else None  # array, scalar
-        if not (isinstance(found, list) and len(found) == 3 and _is_shape(found[0]) and isinstance(found[2], tuple)):
+        if not (
+            isinstance(found, list)
+            and len(found) == 3
+            and _is_shape(found[0])
+            and isinstance(found[2], tuple)
+        ):
             raise ValueError(f"an extension of kind {kind} that is no array")
         shape, dtype, (offset, length) = tuple(found[0]), _DTYPES.get(str(found[1])), found[2]
         if dtype is None or self._file.tell() != end or length != math.prod(shape) * dtype.itemsize:
@@ -175,7 +186,10 @@ def _listed(tree) -> list:
 def _joined(tree: dict[str, Any]) -> Array:
     """Returns the array that a map of its parts stands for."""
     shape, chunks = _listed(tree.get("shape")), _listed(tree.get("chunks"))
-    if not (chunks and all(isinstance(chunk, Array) and chunk.dtype == chunks[0].dtype for chunk in chunks)):
+    if not (
+        chunks
+        and all(isinstance(chunk, Array) and chunk.dtype == chunks[0].dtype for chunk in chunks)
+    ):
         raise ValueError("an array in parts that are not arrays")
     parts = tuple(part for chunk in chunks for part in chunk.parts)
     if not _is_shape(shape) or math.prod(shape) != sum(count for _, count in parts):
@@ -186,7 +200,9 @@ def _joined(tree: dict[str, Any]) -> Array:
 def leaf(path: pathlib.Path, name: str, array) -> Leaf:
     """Returns the parameter `name`, given what `read_tree` returned for it."""
     if not isinstance(array, Array):
-        raise ValueError(f"{path}: parameter {name}: got {shown(array)}, expected an array of {' or '.join(FLOATS)}")
+        raise ValueError(
+            f"{path}: parameter {name}: got {shown(array)}, expected an array of {' or '.join(FLOATS)}"
+        )
     if array.dtype.name not in FLOATS:
         return unreadable(path, name, array.shape, array.dtype.name)
     width = math.prod(array.shape[1:])
@@ -196,9 +212,15 @@ def leaf(path: pathlib.Path, name: str, array) -> Leaf:
         for offset, count in array.parts:
             begin, end = max(start - position, 0), min(stop - position, count)
             if begin < end:
-                pieces.append(np.fromfile(path, array.dtype, end - begin, offset=offset + begin * array.dtype.itemsize))
+                pieces.append(
+                    np.fromfile(
+                        path, array.dtype, end - begin, offset=offset + begin * array.dtype.itemsize
+                    )
+                )
             position += count
         return np.concatenate(pieces).reshape(-1, *array.shape[1:])
 
-    read = lambda dtype, transpose: fill_rows(array.shape, dtype, read_rows, transpose)
+    def read(dtype, transpose):
+        return fill_rows(array.shape, dtype, read_rows, transpose)
+
     return Leaf(array.shape, read, array.dtype.name)

@@ -11,7 +11,7 @@ from specdec_jax.checkpoints import (
     huggingface_tokenizers,
     huggingface_weights,
     safetensors_files,
-)  # fmt: skip
+)
 from specdec_jax.checkpoints.huggingface_tokenizers import first, optional
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report
 from specdec_jax.files import reading
@@ -19,7 +19,9 @@ from specdec_jax.files.writing import write_file
 from specdec_jax.models.generation_config import GenerationConfig
 
 _READERS: tuple[Any, ...] = (huggingface_t5, huggingface_gpt)
-_READER_OF = {kind: reader for reader in _READERS for kind in reader.ARCHITECTURES}  # by config.json's model_type
+_READER_OF = {
+    kind: reader for reader in _READERS for kind in reader.ARCHITECTURES
+}  # by config.json's model_type
 WRITERS = {"t5": huggingface_t5}  # by the name of our family
 
 
@@ -37,18 +39,31 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     """
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: got no config.json, expected one beside the weights")
-    options, generation = reading.read_json(folder / "config.json"), optional(folder / "generation_config.json")
+    options, generation = (
+        reading.read_json(folder / "config.json"),
+        optional(folder / "generation_config.json"),
+    )
     reader = _reader(folder, options)
     options = reader.SPECIAL_IDS | options
     tensors, notes = huggingface_weights.open_tensors(folder)
     config, leaves = reader.open_model(folder, options, tensors)
     start = _ids(folder, generation, options, reader.START) or (0,)
     if len(start) > 1:
-        raise ValueError(f"{folder / 'config.json'}: got the start tokens {reading.shown(start)}, expected one")
+        raise ValueError(
+            f"{folder / 'config.json'}: got the start tokens {reading.shown(start)}, expected one"
+        )
     eos_ids = first(_ids(folder, generation, options, "eos_token_id"), reader.NO_EOS)
     vocabulary = huggingface_tokenizers.open_folder(folder, eos_ids or (), config.vocab_size)
     defaults, more = _decoding_defaults(folder, generation, options)
-    return Checkpoint(config, leaves, vocabulary, start[0], eos_ids, generation_config=defaults, notes=(*notes, *more))
+    return Checkpoint(
+        config,
+        leaves,
+        vocabulary,
+        start[0],
+        eos_ids,
+        generation_config=defaults,
+        notes=(*notes, *more),
+    )
 
 
 def _decoding_defaults(
@@ -65,13 +80,17 @@ def _decoding_defaults(
     return (found := GenerationConfig.read(generation, path)), found.lines(folder, path.name)
 
 
-def _ids(folder: pathlib.Path, generation: dict, options: dict, name: str) -> tuple[int, ...] | None:
+def _ids(
+    folder: pathlib.Path, generation: dict, options: dict, name: str
+) -> tuple[int, ...] | None:
     """Returns the id or ids that generation_config.json gives under `name`, or else config.json."""
     file = "config.json" if generation.get(name) is None else "generation_config.json"
     found = first(generation.get(name), options.get(name))
     ids = found if found is None or isinstance(found, list) else [found]
     if ids is not None and not all(type(i) is int for i in ids):
-        raise ValueError(f"{folder / file}: {name}: got {reading.shown(found)}, expected an integer")
+        raise ValueError(
+            f"{folder / file}: {name}: got {reading.shown(found)}, expected an integer"
+        )
     return None if ids is None else tuple(ids)
 
 
@@ -80,11 +99,19 @@ def _reader(folder: pathlib.Path, options: dict) -> Any:
     kind, architectures = options.get("model_type"), options.get("architectures") or []
     reader = _READER_OF.get(kind) if isinstance(kind, str) else None
     known = reader.ARCHITECTURES[kind] if reader else ()
-    if not known or not isinstance(architectures, list) or any(name not in known for name in architectures):
+    if (
+        not known
+        or not isinstance(architectures, list)
+        or any(name not in known for name in architectures)
+    ):
         got = f"model_type {reading.shown(kind)} with architectures {reading.shown(architectures)}"
-        pairs = [(kind, names) for reader in _READERS for kind, names in reader.ARCHITECTURES.items()]
+        pairs = [
+            (kind, names) for reader in _READERS for kind, names in reader.ARCHITECTURES.items()
+        ]
         expected = "; ".join(f"{kind} with {' or '.join(names)}" for kind, names in pairs)
-        raise ValueError(f"{folder / 'config.json'}: unknown architecture: got {got}, expected {expected}")
+        raise ValueError(
+            f"{folder / 'config.json'}: unknown architecture: got {got}, expected {expected}"
+        )
     return reader
 
 
@@ -98,13 +125,18 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
     writer = WRITERS[checkpoint.config.family]
     eos_ids = list(checkpoint.eos_ids or ())
     ids = {
-        "decoder_start_token_id": checkpoint.start_token, "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids,
+        "decoder_start_token_id": checkpoint.start_token,
+        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids,
         "pad_token_id": huggingface_tokenizers.pad_id_of(checkpoint.vocabulary),
-    }  # fmt: skip
+    }
     files = huggingface_tokenizers.files_of(checkpoint.vocabulary)
     files["config.json"] = writer.options_of(checkpoint.config, dtype) | ids
     files["generation_config.json"] = ids | checkpoint.generation_config.written()
     for name, content in files.items():
-        content = content if isinstance(content, bytes) else (json.dumps(content, indent=1) + "\n").encode()
+        content = (
+            content
+            if isinstance(content, bytes)
+            else (json.dumps(content, indent=1) + "\n").encode()
+        )
         write_file(folder / name, content)
     safetensors_files.write_folder(writer.by_their_names(checkpoint.leaves), dtype, folder, report)

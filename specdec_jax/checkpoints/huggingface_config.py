@@ -19,12 +19,16 @@ def read_fields(options: dict, names: dict[str, str], defaults: dict[str, Any]) 
     return {ours: first(options.get(theirs), defaults.get(ours)) for ours, theirs in names.items()}
 
 
-def choose(path: pathlib.Path, options: dict, name: str, default: str, known: dict[str, Any]) -> Any:
+def choose(
+    path: pathlib.Path, options: dict, name: str, default: str, known: dict[str, Any]
+) -> Any:
     """Returns `known[value]` for the value of `name` in config.json, or for the default; raises
     ValueError for an unknown value."""
     value = options.get(name, default)
     if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected one of {', '.join(known)}")
+        raise ValueError(
+            f"{path}: {name}: got {reading.shown(value)}, expected one of {', '.join(known)}"
+        )
     return known[value]
 
 
@@ -33,4 +37,6 @@ def check_fixed(path: pathlib.Path, options: dict, fixed: dict[str, Any]) -> Non
     here."""
     for name, expected in fixed.items():
         if options.get(name, expected) != expected:
-            raise ValueError(f"{path}: {name}: got {reading.shown(options[name])}, expected {expected!r}")
+            raise ValueError(
+                f"{path}: {name}: got {reading.shown(options[name])}, expected {expected!r}"
+            )

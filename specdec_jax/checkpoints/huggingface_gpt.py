@@ -18,16 +18,26 @@ NO_EOS: tuple[int, ...] = ()  # what `"eos_token_id": null` means: nothing ends 
 _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu", "silu": "silu"}
 # Options of a GPT-2 that are not supported, with the only value that is.
 _FIXED = {
-    "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False, "add_cross_attention": False,
-}  # fmt: skip
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+}
 _FIELDS = {
-    "vocab_size": "vocab_size", "emb_dim": "n_embd", "num_heads": "n_head", "num_decoder_layers": "n_layer",
-    "mlp_dim": "n_inner", "num_positions": "n_positions", "logits_via_embedding": "tie_word_embeddings",
-}  # fmt: skip
+    "vocab_size": "vocab_size",
+    "emb_dim": "n_embd",
+    "num_heads": "n_head",
+    "num_decoder_layers": "n_layer",
+    "mlp_dim": "n_inner",
+    "num_positions": "n_positions",
+    "logits_via_embedding": "tie_word_embeddings",
+}
 
 
-def open_model(folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]) -> tuple[GPTConfig, dict[str, Leaf]]:
+def open_model(
+    folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]
+) -> tuple[GPTConfig, dict[str, Leaf]]:
     """Returns the configuration that config.json gives, and the tensors as our leaves."""
     config = _config(folder, options)
     return config, _by_our_names(tensors, config, folder)
@@ -37,20 +47,32 @@ def _config(folder: pathlib.Path, options: dict) -> GPTConfig:
     path, width = folder / "config.json", first(options.get("n_embd"), 768)
     check_fixed(path, options, _FIXED)
     defaults = {
-        "vocab_size": 50257, "emb_dim": width, "num_heads": 12, "num_decoder_layers": 12, "num_positions": 1024,
-        "mlp_dim": 4 * width if isinstance(width, int) else None, "logits_via_embedding": True,
-    }  # fmt: skip
+        "vocab_size": 50257,
+        "emb_dim": width,
+        "num_heads": 12,
+        "num_decoder_layers": 12,
+        "num_positions": 1024,
+        "mlp_dim": 4 * width if isinstance(width, int) else None,
+        "logits_via_embedding": True,
+    }
     fields = read_fields(options, _FIELDS, defaults)
-    fields["mlp_activation"] = choose(path, options, "activation_function", "gelu_new", _ACTIVATIONS)
+    fields["mlp_activation"] = choose(
+        path, options, "activation_function", "gelu_new", _ACTIVATIONS
+    )
     return build(GPTConfig, fields, path, _FIELDS)
 
 
 _PLACES = {
-    "token_embedder": "wte", "decoder/position_embedder": "wpe", "decoder/decoder_norm": "ln_f",
-    "pre_self_attention_layer_norm": "ln_1", "causal_attention/qkv": "attn.c_attn", "causal_attention/out":
-        "attn.c_proj",
-    "pre_mlp_layer_norm": "ln_2", "mlp/wi": "mlp.c_fc", "mlp/wo": "mlp.c_proj",
-}  # fmt: skip
+    "token_embedder": "wte",
+    "decoder/position_embedder": "wpe",
+    "decoder/decoder_norm": "ln_f",
+    "pre_self_attention_layer_norm": "ln_1",
+    "causal_attention/qkv": "attn.c_attn",
+    "causal_attention/out": "attn.c_proj",
+    "pre_mlp_layer_norm": "ln_2",
+    "mlp/wi": "mlp.c_fc",
+    "mlp/wo": "mlp.c_proj",
+}
 
 
 def tensor_name(name: str) -> str:
@@ -70,22 +92,31 @@ def tensor_name(name: str) -> str:
     return f"h.{layer.removeprefix('layers_')}.{_PLACES[place]}.{last}"
 
 
-def _by_our_names(tensors: dict[str, Leaf], config: GPTConfig, folder: pathlib.Path) -> dict[str, Leaf]:
+def _by_our_names(
+    tensors: dict[str, Leaf], config: GPTConfig, folder: pathlib.Path
+) -> dict[str, Leaf]:
     """Returns the tensors as our leaves; unknown ones keep their names.
 
     Kernels other than the head's are `[in, out]` already.
     """
-    given, tensors = tensors, {name.removeprefix("transformer."): leaf for name, leaf in tensors.items()}
+    given, tensors = (
+        tensors,
+        {name.removeprefix("transformer."): leaf for name, leaf in tensors.items()},
+    )
     if len(tensors) < len(given):
         twice = next(name for name in tensors if name in given and f"transformer.{name}" in given)
-        raise ValueError(f"{folder}: got two tensors that are {twice}, with and without transformer., expected one")
+        raise ValueError(
+            f"{folder}: got two tensors that are {twice}, with and without transformer., expected one"
+        )
     leaves = {}
     for name in parameter_shapes(config):
         leaf = tensors.pop(tensor_name(name), None)
         if leaf is not None:
             leaves[name] = leaf.transposed() if name == "decoder/logits_dense/kernel" else leaf
     if config.logits_via_embedding and (head := tensors.pop("lm_head.weight", None)) is not None:
-        leaves.setdefault("token_embedder/embedding", head)  # its copy, or all that the file holds of the two
+        leaves.setdefault(
+            "token_embedder/embedding", head
+        )  # its copy, or all that the file holds of the two
     # Old files also hold the causal mask of every layer as a tensor.
     masks = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
     return leaves | {name: leaf for name, leaf in tensors.items() if not masks.fullmatch(name)}

@@ -21,36 +21,61 @@ NO_EOS = None  # `"eos_token_id": null` says nothing about what ends a sequence
 # In Hugging Face's names "gelu" alone is the exact form, which no T5 uses; "gated-gelu" is the tanh
 # approximation.
 _ACTIVATIONS = {
-    "relu": ("relu",), "gelu_new": ("gelu",), "silu": ("silu",), "gated-relu": ("relu", "linear"),
-    "gated-gelu": ("gelu", "linear"), "gated-gelu_new": ("gelu", "linear"), "gated-silu": ("silu", "linear"),
-}  # fmt: skip
+    "relu": ("relu",),
+    "gelu_new": ("gelu",),
+    "silu": ("silu",),
+    "gated-relu": ("relu", "linear"),
+    "gated-gelu": ("gelu", "linear"),
+    "gated-gelu_new": ("gelu", "linear"),
+    "gated-silu": ("silu", "linear"),
+}
 # The tensors that may hold the embedding of the encoder, that of the decoder, and a head that is
 # tied: as in transformers, the first that is there.
-_SHARED, _ENCODERS, _DECODERS = "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
+_SHARED, _ENCODERS, _DECODERS = (
+    "shared.weight",
+    "encoder.embed_tokens.weight",
+    "decoder.embed_tokens.weight",
+)
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = {
-    "encoder": (_ENCODERS, _SHARED, _DECODERS), "decoder": (_DECODERS, _SHARED, _ENCODERS),
+    "encoder": (_ENCODERS, _SHARED, _DECODERS),
+    "decoder": (_DECODERS, _SHARED, _ENCODERS),
     "head": (_HEAD, _SHARED, _ENCODERS, _DECODERS),
-}  # fmt: skip
+}
 # A bias that the first T5 checkpoints hold and no implementation uses.
 _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 # What config.json calls the fields of `T5Config`.
 _FIELDS = {
-    "vocab_size": "vocab_size", "emb_dim": "d_model", "num_heads": "num_heads", "head_dim": "d_kv",
-    "num_encoder_layers": "num_layers", "num_decoder_layers": "num_decoder_layers", "mlp_dim": "d_ff",
-    "num_buckets": "relative_attention_num_buckets", "max_distance": "relative_attention_max_distance",
+    "vocab_size": "vocab_size",
+    "emb_dim": "d_model",
+    "num_heads": "num_heads",
+    "head_dim": "d_kv",
+    "num_encoder_layers": "num_layers",
+    "num_decoder_layers": "num_decoder_layers",
+    "mlp_dim": "d_ff",
+    "num_buckets": "relative_attention_num_buckets",
+    "max_distance": "relative_attention_max_distance",
     "scale_decoder_outputs": "scale_decoder_outputs",
-}  # fmt: skip
+}
 
 
-def open_model(folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]) -> tuple[T5Config, dict[str, Leaf]]:
+def open_model(
+    folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]
+) -> tuple[T5Config, dict[str, Leaf]]:
     """Returns the configuration that config.json and the tensors give, and the tensors as our
     leaves."""
     places = {part: _first_there(names, tensors) for part, names in _EMBEDDINGS.items()}
-    if places["decoder"] not in tensors and _HEAD in tensors and options.get("tie_word_embeddings", True):
+    if (
+        places["decoder"] not in tensors
+        and _HEAD in tensors
+        and options.get("tie_word_embeddings", True)
+    ):
         places = dict.fromkeys(places, _HEAD)  # of the tied tensors, the file holds the head alone
-    differs = lambda part: not _same_tensor(tensors, places[part], places["decoder"])
+
+    def differs(part):
+        return not _same_tensor(tensors, places[part], places["decoder"])
+
     separate_head = places["head"] == _HEAD != places["decoder"] or differs("head")
     config = _config(folder, options, separate_head, differs("encoder"))
     return config, _by_our_names(tensors, config, places)
@@ -73,32 +98,47 @@ def _same_tensor(tensors: dict[str, Leaf], name: str, other: str) -> bool:
     return np.array_equal(one, two)
 
 
-def _config(folder: pathlib.Path, options: dict, separate_head: bool, separate_embeddings: bool) -> T5Config:
+def _config(
+    folder: pathlib.Path, options: dict, separate_head: bool, separate_embeddings: bool
+) -> T5Config:
     """Returns config.json as our configuration.
 
     What is separate is decided by the tensors: transformers 5 calls every T5 tied.
     """
     path, kind = folder / "config.json", options["model_type"]
     is_mt5 = kind == "mt5"
-    activations = choose(path, options, "feed_forward_proj", "relu" if kind == "t5" else "gated-gelu", _ACTIVATIONS)
+    activations = choose(
+        path, options, "feed_forward_proj", "relu" if kind == "t5" else "gated-gelu", _ACTIVATIONS
+    )
     check_fixed(path, options, {"layer_norm_epsilon": 1e-6})
     # mT5's reference never scales the decoder's outputs, whatever tie_word_embeddings says
     # (transformers 5 always writes true). umT5's does if it says true, as T5's; the published
     # checkpoints say false.
     defaults = {
-        "num_decoder_layers": options.get("num_layers"), "num_buckets": 32, "max_distance": 128,
+        "num_decoder_layers": options.get("num_layers"),
+        "num_buckets": 32,
+        "max_distance": 128,
         "scale_decoder_outputs": not is_mt5 and options.get("tie_word_embeddings", True),
-    }  # fmt: skip
-    names = _FIELDS | ({} if "scale_decoder_outputs" in options else {"scale_decoder_outputs": "tie_word_embeddings"})
+    }
+    names = _FIELDS | (
+        {}
+        if "scale_decoder_outputs" in options
+        else {"scale_decoder_outputs": "tie_word_embeddings"}
+    )
     fields = read_fields(options, _FIELDS, defaults)
     fields |= {"mlp_activations": activations, "logits_via_embedding": not separate_head}
-    fields |= {"relative_bias_per_layer": kind == "umt5", "separate_embeddings": separate_embeddings}
+    fields |= {
+        "relative_bias_per_layer": kind == "umt5",
+        "separate_embeddings": separate_embeddings,
+    }
     return build(T5Config, fields, path, names)
 
 
 _FIXED = {
-    "token_embedder/embedding": _SHARED, "encoder_embedder/embedding": _ENCODERS, "decoder/logits_dense/kernel": _HEAD,
-}  # fmt: skip
+    "token_embedder/embedding": _SHARED,
+    "encoder_embedder/embedding": _ENCODERS,
+    "decoder/logits_dense/kernel": _HEAD,
+}
 _ATTENTION = {"query": "q", "key": "k", "value": "v", "out": "o"}
 
 
@@ -118,7 +158,11 @@ def tensor_name(name: str) -> str:
         return f"{stack}.final_layer_norm.weight"
     block = f"{stack}.block.{path[0].removeprefix('layers_')}.layer"
     mlp = 1 if stack == "encoder" else 2
-    norms = {"pre_attention_layer_norm": 0, "pre_self_attention_layer_norm": 0, "pre_cross_attention_layer_norm": 1}
+    norms = {
+        "pre_attention_layer_norm": 0,
+        "pre_self_attention_layer_norm": 0,
+        "pre_cross_attention_layer_norm": 1,
+    }
     if path[1].endswith("layer_norm"):
         return f"{block}.{norms.get(path[1], mlp)}.layer_norm.weight"
     if path[1] == "mlp":
@@ -133,7 +177,9 @@ def _turned(name: str, leaf: Leaf) -> Leaf:
     return leaf.transposed() if name.endswith(("/kernel", "/rel_embedding")) else leaf
 
 
-def _by_our_names(tensors: dict[str, Leaf], config: T5Config, places: dict[str, str]) -> dict[str, Leaf]:
+def _by_our_names(
+    tensors: dict[str, Leaf], config: T5Config, places: dict[str, str]
+) -> dict[str, Leaf]:
     """Returns Hugging Face's tensors as our leaves; tensors that no T5 of this configuration has
     keep their names.
 
@@ -141,9 +187,10 @@ def _by_our_names(tensors: dict[str, Leaf], config: T5Config, places: dict[str, 
       places: the tensors that are the "encoder"'s and the "decoder"'s embedding, and the "head".
     """
     special = {
-        "token_embedder/embedding": places["decoder"], "encoder_embedder/embedding": places["encoder"],
+        "token_embedder/embedding": places["decoder"],
+        "encoder_embedder/embedding": places["encoder"],
         "decoder/logits_dense/kernel": places["head"],
-    }  # fmt: skip
+    }
     leaves, used = {}, {_SHARED, _ENCODERS, _DECODERS, _UNUSED}
     for name in parameter_shapes(config):
         theirs = special.get(name) or tensor_name(name)
@@ -164,20 +211,35 @@ def options_of(config: T5Config, dtype: str) -> dict[str, Any]:
     Raises:
       ValueError: Hugging Face's T5 has no name for the feed-forward block.
     """
-    names = [name for name, activations in _ACTIVATIONS.items() if activations == config.mlp_activations]
+    names = [
+        name for name, activations in _ACTIVATIONS.items() if activations == config.mlp_activations
+    ]
     if not names:
         known = ", ".join(map(str, dict.fromkeys(_ACTIVATIONS.values())))
-        raise ValueError(f"mlp_activations: got {config.mlp_activations}, expected one of {known} for Hugging Face")
+        raise ValueError(
+            f"mlp_activations: got {config.mlp_activations}, expected one of {known} for Hugging Face"
+        )
     kind = "umt5" if config.relative_bias_per_layer else "t5"
     # transformers builds the network by `num_decoder_layers`, but its caches by `decoder_layers`,
     # or by `num_layers` if that is missing.
     return {
-        "model_type": kind, "architectures": [ARCHITECTURES[kind][0]], "is_encoder_decoder": True,
-        "vocab_size": config.vocab_size, "d_model": config.emb_dim, "num_heads": config.num_heads,
-        "d_kv": config.head_dim, "num_layers": config.num_encoder_layers,
-        "num_decoder_layers": config.num_decoder_layers, "decoder_layers": config.num_decoder_layers,
-        "d_ff": config.mlp_dim, "feed_forward_proj": names[0],
-        "tie_word_embeddings": config.logits_via_embedding, "scale_decoder_outputs": config.scales_outputs,
-        "relative_attention_num_buckets": config.num_buckets, "relative_attention_max_distance": config.max_distance,
-        "layer_norm_epsilon": 1e-6, "dropout_rate": config.dropout_rate, "torch_dtype": dtype,
-    }  # fmt: skip
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind][0]],
+        "is_encoder_decoder": True,
+        "vocab_size": config.vocab_size,
+        "d_model": config.emb_dim,
+        "num_heads": config.num_heads,
+        "d_kv": config.head_dim,
+        "num_layers": config.num_encoder_layers,
+        "num_decoder_layers": config.num_decoder_layers,
+        "decoder_layers": config.num_decoder_layers,
+        "d_ff": config.mlp_dim,
+        "feed_forward_proj": names[0],
+        "tie_word_embeddings": config.logits_via_embedding,
+        "scale_decoder_outputs": config.scales_outputs,
+        "relative_attention_num_buckets": config.num_buckets,
+        "relative_attention_max_distance": config.max_distance,
+        "layer_norm_epsilon": 1e-6,
+        "dropout_rate": config.dropout_rate,
+        "torch_dtype": dtype,
+    }

@@ -28,9 +28,14 @@ _ANY = ("", "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")
 # The special tokens of classes with GPT-2's files, where tokenizer_config.json does not give them.
 _GPT2_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 _ROBERTA_TOKENS = {
-    "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "sep_token": "</s>", "pad_token": "<pad>",
-    "cls_token": "<s>", "mask_token": "<mask>",
-}  # fmt: skip
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "sep_token": "</s>",
+    "pad_token": "<pad>",
+    "cls_token": "<s>",
+    "mask_token": "<mask>",
+}
 
 
 def first(*values) -> Any:
@@ -43,7 +48,9 @@ def optional(path: pathlib.Path) -> dict[str, Any]:
     return reading.read_json(path) if os.path.lexists(path) else {}
 
 
-def open_folder(folder: pathlib.Path, stop_ids: tuple[int, ...], logits: int | None = None) -> Vocabulary | None:
+def open_folder(
+    folder: pathlib.Path, stop_ids: tuple[int, ...], logits: int | None = None
+) -> Vocabulary | None:
     """Returns the tokenizer of a folder, None if it has none.
 
     The first that is there counts: `tokenizer.json`, `vocab.json` with `merges.txt`,
@@ -66,8 +73,13 @@ def open_folder(folder: pathlib.Path, stop_ids: tuple[int, ...], logits: int | N
         defaults = _GPT2_TOKENS if kind in _GPT2 else _ROBERTA_TOKENS
         token = _special_token(folder, options, "eos_token") or defaults["eos_token"]
         around, file = _around(folder, options, kind), folder / "tokenizer.json"
-        vocabulary = TokenizerJsonVocabulary.load(file, eos_token=token, stop_ids=stop_ids, around=around)
-        if vocabulary.frame is None and kind not in ("", *_T5):  # neither the file nor its class says anything
+        vocabulary = TokenizerJsonVocabulary.load(
+            file, eos_token=token, stop_ids=stop_ids, around=around
+        )
+        if vocabulary.frame is None and kind not in (
+            "",
+            *_T5,
+        ):  # neither the file nor its class says anything
             vocabulary.reframe([], [])
         return vocabulary
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
@@ -79,7 +91,9 @@ def open_folder(folder: pathlib.Path, stop_ids: tuple[int, ...], logits: int | N
 
 def _class(folder: pathlib.Path, options: dict) -> str:
     """Returns the name of the tokenizer's class without "Fast", "" if no file gives it."""
-    kind = first(options.get("tokenizer_class"), optional(folder / "config.json").get("tokenizer_class"), "")
+    kind = first(
+        options.get("tokenizer_class"), optional(folder / "config.json").get("tokenizer_class"), ""
+    )
     if not isinstance(kind, str):
         path = folder / "tokenizer_config.json"
         raise ValueError(f"{path}: tokenizer_class: got {reading.shown(kind)}, expected a string")
@@ -99,22 +113,30 @@ def _around(folder: pathlib.Path, options: dict, kind: str) -> tuple[list[str], 
     if kind != _T5[0] and kind not in _ROBERTA:
         return None
     names = ("cls_token", "sep_token") if kind in _ROBERTA else ("eos_token",)
-    *before, after = (_special_token(folder, options, name) or _ROBERTA_TOKENS[name] for name in names)
+    *before, after = (
+        _special_token(folder, options, name) or _ROBERTA_TOKENS[name] for name in names
+    )
     return before, [after]
 
 
-def _with_sentinels(folder: pathlib.Path, options: dict, kind: str, logits: int | None) -> Vocabulary:
+def _with_sentinels(
+    folder: pathlib.Path, options: dict, kind: str, logits: int | None
+) -> Vocabulary:
     """Returns the vocabulary of spiece.model, or of bytes, with its sentinels."""
     path, model = folder / "tokenizer_config.json", folder / "spiece.model"
     added = _added_tokens(folder, options)
     extra_ids, sentinels = options.get("extra_ids"), len(_sentinels(added)) or None
     if model.exists():
         if kind not in (*_T5, *_ANY) and not kind.startswith("ByT5"):
-            raise ValueError(f"{model}: got the files of a {kind}, expected a T5Tokenizer's, or a tokenizer.json")
+            raise ValueError(
+                f"{model}: got the files of a {kind}, expected a T5Tokenizer's, or a tokenizer.json"
+            )
         extra_ids = first(extra_ids, sentinels)
         if extra_ids is None:
             extra_ids = sentinels_for(SentencePieceVocabulary.load(model).size, logits)
-        vocabulary: Vocabulary = SentencePieceVocabulary.load(model, check_extra_ids(extra_ids, path))
+        vocabulary: Vocabulary = SentencePieceVocabulary.load(
+            model, check_extra_ids(extra_ids, path)
+        )
     else:
         vocabulary = ByteVocabulary(check_extra_ids(first(extra_ids or None, sentinels, 125), path))
     _check_added(folder, added, vocabulary)
@@ -141,7 +163,9 @@ def _content(token, path: pathlib.Path, name: str) -> str:
     """Returns the text of a token, which a file gives either alone or inside an object."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
-        raise ValueError(f"{path}: {name}: got {reading.shown(token)}, expected a string or an object with `content`")
+        raise ValueError(
+            f"{path}: {name}: got {reading.shown(token)}, expected a string or an object with `content`"
+        )
     return _utf8(content, path)
 
 
@@ -160,32 +184,51 @@ def _byte_level_bpe(
     file, path = folder / "vocab.json", folder / "tokenizer_config.json"
     if kind not in (*_ROBERTA, *_GPT2, *_ANY):
         known = ", ".join((*_GPT2, *_ROBERTA))
-        raise ValueError(f"{file}: got the files of a {kind}, expected those of one of {known}, or a tokenizer.json")
+        raise ValueError(
+            f"{file}: got the files of a {kind}, expected those of one of {known}, or a tokenizer.json"
+        )
     defaults = _ROBERTA_TOKENS if kind in _ROBERTA else _GPT2_TOKENS
-    named = {name: _named_token(folder, options, name) or defaults.get(name) for name in _ROBERTA_TOKENS}
+    named = {
+        name: _named_token(folder, options, name) or defaults.get(name) for name in _ROBERTA_TOKENS
+    }
     named = {name: token for name, token in named.items() if token}
-    added = {_content(token, path, name): None for name, token in named.items()} | _added_tokens(folder, options)
+    added = {_content(token, path, name): None for name, token in named.items()} | _added_tokens(
+        folder, options
+    )
     entries = [*named.values(), *(options.get("added_tokens_decoder") or {}).values()]
     strips = {entry["content"]: _strips(entry) for entry in entries if isinstance(entry, dict)}
     tokens = [
-        {"content": token} | strips.get(token, {}) for token in sorted(added, key=lambda token: added[token] or -1)
+        {"content": token} | strips.get(token, {})
+        for token in sorted(added, key=lambda token: added[token] or -1)
     ]
-    text = _merged_pieces(file, folder / "merges.txt", tokens, _flag(folder, options, "add_prefix_space"))
+    text = _merged_pieces(
+        file, folder / "merges.txt", tokens, _flag(folder, options, "add_prefix_space")
+    )
     token = _special_token(folder, options, "eos_token") or defaults["eos_token"]
     around = _around(folder, options, kind)
     if around is None and (kind or options.get("add_bos_token") is not None):
-        marks = ("bos_token", "eos_token")  # these switches count only where there is no tokenizer.json
-        before, after = ([_content(named[mark], path, mark)] * _flag(folder, options, f"add_{mark}") for mark in marks)
+        marks = (
+            "bos_token",
+            "eos_token",
+        )  # these switches count only where there is no tokenizer.json
+        before, after = (
+            [_content(named[mark], path, mark)] * _flag(folder, options, f"add_{mark}")
+            for mark in marks
+        )
         around = before, after
     try:
-        vocabulary = TokenizerJsonVocabulary(text, eos_token=token, stop_ids=stop_ids, around=around)
+        vocabulary = TokenizerJsonVocabulary(
+            text, eos_token=token, stop_ids=stop_ids, around=around
+        )
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     _check_added(folder, added, vocabulary)
     return vocabulary
 
 
-def _merged_pieces(vocab_file, merges_file, special_tokens: Iterable[dict], add_prefix_space: bool = False) -> str:
+def _merged_pieces(
+    vocab_file, merges_file, special_tokens: Iterable[dict], add_prefix_space: bool = False
+) -> str:
     """Returns the contents of a `tokenizer.json` made of GPT-2's `vocab.json` and `merges.txt`.
 
     Args:
@@ -212,7 +255,9 @@ def _merged_pieces(vocab_file, merges_file, special_tokens: Iterable[dict], add_
     tokenizer = tokenizers.Tokenizer(bpe)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens([tokenizers.AddedToken(special=True, **token) for token in special_tokens])
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(special=True, **token) for token in special_tokens]
+    )
     return tokenizer.to_str()
 
 
@@ -224,7 +269,11 @@ def _strips(entry: dict) -> dict[str, bool]:
 def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
     """Returns the tokens that the folder adds to its vocabulary, with their ids where the files
     give them."""
-    path, others, key = folder / "tokenizer_config.json", folder / "added_tokens.json", "additional_special_tokens"
+    path, others, key = (
+        folder / "tokenizer_config.json",
+        folder / "added_tokens.json",
+        "additional_special_tokens",
+    )
     # transformers 5 calls them extra_special_tokens.
     listed = options.get("extra_special_tokens") or options.get(key)
     listed = listed or optional(folder / "special_tokens_map.json").get(key) or []
@@ -236,14 +285,18 @@ def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
         or not all(re.fullmatch(r"\d{1,9}", i) for i in entries)
     ):
         got = reading.shown(entries if isinstance(listed, list) else listed)
-        raise ValueError(f"{path}: got added tokens {got}, expected a list of tokens, and an object of tokens by id")
+        raise ValueError(
+            f"{path}: got added tokens {got}, expected a list of tokens, and an object of tokens by id"
+        )
     added: dict[str, int | None] = {_content(token, path, key): None for token in listed}
     added |= {_content(entry, path, "added_tokens_decoder"): int(i) for i, entry in entries.items()}
     numbered = optional(others)
     for token, i in numbered.items():
         _utf8(token, others)
         if type(i) is not int:
-            raise ValueError(f"{others}: {reading.shown(token)}: got {reading.shown(i)}, expected an id")
+            raise ValueError(
+                f"{others}: {reading.shown(token)}: got {reading.shown(i)}, expected an id"
+            )
     return added | numbered
 
 
@@ -251,7 +304,9 @@ def _sentinels(added: dict) -> list[str]:
     return [token for token in added if re.fullmatch(r"<extra_id_\d+>", token)]
 
 
-def _check_added(folder: pathlib.Path, added: dict[str, int | None], vocabulary: Vocabulary) -> None:
+def _check_added(
+    folder: pathlib.Path, added: dict[str, int | None], vocabulary: Vocabulary
+) -> None:
     """Raises ValueError if the vocabulary would give an added token another id than the files do."""
     for token, i in added.items():
         if token in ("<pad>", "</s>", "<unk>"):
@@ -260,7 +315,9 @@ def _check_added(folder: pathlib.Path, added: dict[str, int | None], vocabulary:
         if len(known) != 1 or (i is not None and known != [i]):
             got = f"added token {reading.shown(token)}" + (f" with id {i}" if i is not None else "")
             path = folder / "tokenizer_config.json"
-            raise ValueError(f"{path}: got {got}, expected only sentinels <extra_id_0> … or a tokenizer.json")
+            raise ValueError(
+                f"{path}: got {got}, expected only sentinels <extra_id_0> … or a tokenizer.json"
+            )
 
 
 def files_of(vocabulary: Vocabulary | None) -> dict[str, Any]:
@@ -272,7 +329,9 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, Any]:
     """
     if vocabulary is None:
         return {}
-    options: dict[str, Any] = {name: vocabulary.piece(i) for name, i in _special_ids(vocabulary).items()}
+    options: dict[str, Any] = {
+        name: vocabulary.piece(i) for name, i in _special_ids(vocabulary).items()
+    }
     if isinstance(vocabulary, TokenizerJsonVocabulary):
         options["tokenizer_class"] = "PreTrainedTokenizerFast"
         if vocabulary.frame is None:  # transformers puts no EOS after an input unasked
@@ -280,7 +339,9 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, Any]:
             vocabulary.reframe([], [vocabulary.piece(vocabulary.eos_ids[0])])
         return {"tokenizer.json": vocabulary.text.encode("utf-8"), "tokenizer_config.json": options}
     if not isinstance(vocabulary, SentencePieceVocabulary | ByteVocabulary):
-        raise ValueError(f"vocabulary: got {type(vocabulary).__name__}, expected one that Hugging Face has files for")
+        raise ValueError(
+            f"vocabulary: got {type(vocabulary).__name__}, expected one that Hugging Face has files for"
+        )
     options["extra_ids"] = vocabulary.extra_ids
     options["additional_special_tokens"] = [f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)]
     if isinstance(vocabulary, ByteVocabulary):

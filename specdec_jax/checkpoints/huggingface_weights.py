@@ -32,7 +32,9 @@ def open_tensors(folder: pathlib.Path) -> tuple[dict[str, Leaf], tuple[str, ...]
             "AutoModelForSeq2SeqLM (GPT-2: AutoModelForCausalLM).from_pretrained(folder).save_pretrained(new_folder)"
         )
     if name is None:
-        raise ValueError(f"{folder}: got no weights, expected model.safetensors, its shards, or flax_model.msgpack")
+        raise ValueError(
+            f"{folder}: got no weights, expected model.safetensors, its shards, or flax_model.msgpack"
+        )
     if name == FLAX:
         return _unwrapped(folder, _from_flax(flax_msgpack.open_file(folder / FLAX)))
     return _unwrapped(folder, safetensors_files.open_folder(folder))
@@ -49,7 +51,9 @@ def _from_flax(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
     return tensors
 
 
-def _unwrapped(folder: pathlib.Path, tensors: dict[str, Leaf]) -> tuple[dict[str, Leaf], tuple[str, ...]]:
+def _unwrapped(
+    folder: pathlib.Path, tensors: dict[str, Leaf]
+) -> tuple[dict[str, Leaf], tuple[str, ...]]:
     """Returns the tensors without the wrappers' parts in their names, and a line if there were any."""
     found: dict[str, Leaf] = {}
     wrappers: dict[str, None] = {}
@@ -57,10 +61,14 @@ def _unwrapped(folder: pathlib.Path, tensors: dict[str, Leaf]) -> tuple[dict[str
         parts = name.split(".")
         short = ".".join(part for part in parts if part not in _WRAPPERS)
         if short in found:
-            raise ValueError(f"{folder}: got two tensors that are {short} without a wrapper's prefix, expected one")
+            raise ValueError(
+                f"{folder}: got two tensors that are {short} without a wrapper's prefix, expected one"
+            )
         found[short] = leaf
         wrappers |= dict.fromkeys(part for part in parts if part in _WRAPPERS)
     if not wrappers:
         return found, ()
     shown = " and ".join(f"{part}." for part in wrappers)
-    return found, (f"{folder}: left {shown} out of the tensors' names, which a wrapper of the saved module added",)
+    return found, (
+        f"{folder}: left {shown} out of the tensors' names, which a wrapper of the saved module added",
+    )

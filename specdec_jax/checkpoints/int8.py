@@ -30,14 +30,21 @@ def divided(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     if array.ndim != 2 or kind not in ("kernel", "embedding"):
         return {name: array}
     _check_finite(name, array)
-    scales = np.max(np.abs(array), axis=0 if kind == "kernel" else 1, keepdims=True).astype(np.float32) / _MOST
-    values = np.rint(np.clip(array / np.where(scales > 0, scales, 1), -_MOST, _MOST)).astype(np.int8)
+    scales = (
+        np.max(np.abs(array), axis=0 if kind == "kernel" else 1, keepdims=True).astype(np.float32)
+        / _MOST
+    )
+    values = np.rint(np.clip(array / np.where(scales > 0, scales, 1), -_MOST, _MOST)).astype(
+        np.int8
+    )
     return {f"{name}/{_VALUES}": values, f"{name}/{_SCALES}": scales}
 
 
 def _check_finite(name: str, array: np.ndarray) -> None:
     if not np.all(np.isfinite(array)):
-        raise ValueError(f"parameter {name}: got numbers that are not finite, expected finite ones to store in int8")
+        raise ValueError(
+            f"parameter {name}: got numbers that are not finite, expected finite ones to store in int8"
+        )
 
 
 def fits(name: str, leaf: Leaf) -> bool:
@@ -77,7 +84,9 @@ def join(leaves: dict[str, Leaf], path) -> dict[str, Leaf]:
             continue
         other = leaves.get(f"{parameter}/{_SCALES if part == _VALUES else _VALUES}")
         if other is None:
-            raise ValueError(f"{path}: parameter {parameter}: got 8-bit {part} alone, expected values and scales")
+            raise ValueError(
+                f"{path}: parameter {parameter}: got 8-bit {part} alone, expected values and scales"
+            )
         if part == _VALUES:
             fits = other.shape in ((1, *leaf.shape[1:]), (*leaf.shape[:1], 1))
             if len(leaf.shape) != 2 or not fits:
@@ -91,12 +100,17 @@ def join(leaves: dict[str, Leaf], path) -> dict[str, Leaf]:
 
 def product(values: Leaf, scales: Leaf) -> Leaf:
     """Returns the parameter that is stored as these values and scales."""
-    read, read_part = functools.partial(_read, values, scales), functools.partial(_read_part, values, scales)
+    read, read_part = (
+        functools.partial(_read, values, scales),
+        functools.partial(_read_part, values, scales),
+    )
     return Leaf(values.shape, read, "int8", read_part=read_part, parts=(values, scales))
 
 
 def _read(values: Leaf, scales: Leaf, dtype: np.dtype, transpose: bool) -> np.ndarray:
-    matrix = np.multiply(values.load(np.int8), scales.load(np.float32), dtype=np.float32).astype(dtype, copy=False)
+    matrix = np.multiply(values.load(np.int8), scales.load(np.float32), dtype=np.float32).astype(
+        dtype, copy=False
+    )
     return np.ascontiguousarray(matrix.T) if transpose else matrix
 
 

@@ -45,7 +45,9 @@ _VOCABULARY_FILES = ("spiece.model", "sentencepiece.model", "tokenizer.json")
 def bundled() -> tuple[str, ...]:
     """Returns the names of the models that come with the package, for `load`: "ende/target",
     "ende/drafter"."""
-    return tuple(sorted(str(path.parent.relative_to(BUNDLED)) for path in BUNDLED.glob("*/*/config.json")))
+    return tuple(
+        sorted(str(path.parent.relative_to(BUNDLED)) for path in BUNDLED.glob("*/*/config.json"))
+    )
 
 
 @isolated
@@ -107,15 +109,25 @@ def load(
     folder = resolve(path)
     checkpoint = open_complete(folder, config, vocabulary, say)
     kernels = kernels_of(checkpoint, quantize, _known_dtype(dtype), rules)
-    dtype = choose_dtype(dtype, path, say, kernels, input_bits := packed_weights.input_bits(quantize))
+    dtype = choose_dtype(
+        dtype, path, say, kernels, input_bits := packed_weights.input_bits(quantize)
+    )
     if rules is not None:
         rules.check(checkpoint.config)
     check_memory(checkpoint.config, dtype, folder, rules, kernels)
-    count, network = parameter_count(checkpoint.config), checkpoint.config.replace(dtype=dtype, matmul_dtype=None)
+    count, network = (
+        parameter_count(checkpoint.config),
+        checkpoint.config.replace(dtype=dtype, matmul_dtype=None),
+    )
     with returning_freed_memory(), ParameterProgress(f"reading {path}", count, say) as progress:
         params = read_params(checkpoint, dtype, rules, kernels, input_bits, progress.advance)
         return LanguageModel(
-            network, params, name=str(path), donate_params=True, rules=rules, **_beside_parameters(checkpoint)
+            network,
+            params,
+            name=str(path),
+            donate_params=True,
+            rules=rules,
+            **_beside_parameters(checkpoint),
         )
 
 
@@ -125,7 +137,9 @@ def _beside_parameters(checkpoint: Checkpoint) -> dict[str, Any]:
     return {name: getattr(checkpoint, name) for name in names}
 
 
-def open_complete(folder: pathlib.Path, config: T5Config | None, vocabulary, say: Callable[[str], None]) -> Checkpoint:
+def open_complete(
+    folder: pathlib.Path, config: T5Config | None, vocabulary, say: Callable[[str], None]
+) -> Checkpoint:
     """Returns what `complete` makes of the checkpoint in a folder, and says its notes."""
     checkpoint = complete(open_checkpoint(folder, config), vocabulary, folder)
     for note in checkpoint.notes:
@@ -146,7 +160,9 @@ def complete(checkpoint: Checkpoint, vocabulary, folder: pathlib.Path) -> Checkp
         check_ids(checkpoint.config, vocabulary, start, eos_ids)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    return dataclasses.replace(checkpoint, vocabulary=vocabulary, start_token=start, eos_ids=tuple(eos_ids))
+    return dataclasses.replace(
+        checkpoint, vocabulary=vocabulary, start_token=start, eos_ids=tuple(eos_ids)
+    )
 
 
 def load_vocabulary(path, vocabulary=None) -> tuple[Vocabulary | None, int]:
@@ -184,11 +200,18 @@ def _known_dtype(dtype) -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-_IN_8_BITS = {"stored": ", with the 8-bit weights it is stored with", "rounded": ", with weights rounded to 8 bits"}
+_IN_8_BITS = {
+    "stored": ", with the 8-bit weights it is stored with",
+    "rounded": ", with weights rounded to 8 bits",
+}
 
 
 def choose_dtype(
-    dtype, path, say: Callable[[str], None] = print_line, kernels: str | None = None, input_bits: int | None = 16
+    dtype,
+    path,
+    say: Callable[[str], None] = print_line,
+    kernels: str | None = None,
+    input_bits: int | None = 16,
 ) -> str:
     """Returns the name of `dtype`, or of the machine's default for None.
 
@@ -199,7 +222,9 @@ def choose_dtype(
     if dtype is None:
         platform = jax.default_backend()
         kind = {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}.get(platform, platform)
-        held = _IN_8_BITS.get(kernels or "", "") + (", inputs of products in int8 too" if input_bits == 8 else "")
+        held = _IN_8_BITS.get(kernels or "", "") + (
+            ", inputs of products in int8 too" if input_bits == 8 else ""
+        )
         say(
             f"loading {path} in {chosen}, the default on {kind}{held} "
             "(dtype=, or --dtype on the command line, chooses another)"
@@ -236,16 +261,23 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
     """
     arguments.check_kind("config", config, T5Config | None, "a T5Config")
     step = t5x.find(folder)
-    mine, theirs = native_format.is_folder(folder), huggingface_weights.present(folder, huggingface_weights.READABLE)
+    mine, theirs = (
+        native_format.is_folder(folder),
+        huggingface_weights.present(folder, huggingface_weights.READABLE),
+    )
     theirs = theirs if _is_theirs(folder) else []
     if step is not None and (config is not None or not (mine or theirs)):
         checkpoint, read = _open_step(step, config), _parts_of(step, folder)[0]
     elif config is not None:
-        raise ValueError(f"{folder}: got config=, expected it for a T5X checkpoint only (here is a config.json)")
+        raise ValueError(
+            f"{folder}: got config=, expected it for a T5X checkpoint only (here is a config.json)"
+        )
     elif mine:
         checkpoint, read = native_format.open_folder(folder), "params"
     elif native_format.is_folder(folder, "heads"):
-        raise ValueError(f"{folder}: got heads, which only draft for their target, expected a model")
+        raise ValueError(
+            f"{folder}: got heads, which only draft for their target, expected a model"
+        )
     elif huggingface.is_folder(folder):
         checkpoint, read = huggingface.open_folder(folder), next(iter(theirs), "")
     elif (folder / "adapter_config.json").exists():
@@ -268,27 +300,35 @@ def _is_theirs(folder: pathlib.Path) -> bool:
     """Returns whether the folder's config.json is Hugging Face's, and not one that `save` wrote for
     T5X's format."""
     kinds = ("model", "heads", "t5x")
-    return (folder / "config.json").exists() and not any(native_format.is_folder(folder, kind) for kind in kinds)
+    return (folder / "config.json").exists() and not any(
+        native_format.is_folder(folder, kind) for kind in kinds
+    )
 
 
 def _parts_of(step: pathlib.Path | None, folder: pathlib.Path) -> list[str]:
     """Returns the names, from `folder` on, of what holds the parameters of a T5X checkpoint; the
     first one counts."""
-    names = [step / name for name in ("checkpoint", "state") if (step / name).exists()] if step else []
+    names = (
+        [step / name for name in ("checkpoint", "state") if (step / name).exists()] if step else []
+    )
     return [str(path.relative_to(folder)) for path in names]
 
 
 def _open_step(step: pathlib.Path, config: T5Config | None) -> Checkpoint:
     if native_format.is_folder(step, "t5x"):  # `save` wrote it
         described = native_format.open_description(step)
-        checkpoint = t5x.open_step(step, config or t5_only(str(step / "config.json"), described.config))
+        checkpoint = t5x.open_step(
+            step, config or t5_only(str(step / "config.json"), described.config)
+        )
         return dataclasses.replace(described, config=checkpoint.config, leaves=checkpoint.leaves)
     checkpoint = t5x.open_step(step, config)
     return dataclasses.replace(checkpoint, vocabulary=_beside(step, checkpoint.config))
 
 
 def _beside(step: pathlib.Path, config: ModelConfig) -> Vocabulary | None:
-    places = [place / name for place in (step, step.absolute().parent) for name in _VOCABULARY_FILES]
+    places = [
+        place / name for place in (step, step.absolute().parent) for name in _VOCABULARY_FILES
+    ]
     path = next((place for place in places if place.is_file()), None)
     return _read_vocabulary(path, config) if path else None
 
@@ -297,7 +337,9 @@ def _read_vocabulary(path, config: ModelConfig, stop_ids: tuple[int, ...] = ()) 
     arguments.check_kind("vocabulary", path, str | os.PathLike, "a Vocabulary, or a path")
     path = pathlib.Path(path)
     if not path.exists():
-        raise ValueError(f"{path}: got no such file, expected a SentencePiece model or a tokenizer.json")
+        raise ValueError(
+            f"{path}: got no such file, expected a SentencePiece model or a tokenizer.json"
+        )
     if path.suffix == ".json":
         return TokenizerJsonVocabulary.load(path, stop_ids=stop_ids)
     pieces = SentencePieceVocabulary.load(path)

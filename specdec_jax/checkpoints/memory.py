@@ -48,23 +48,41 @@ def _cgroup_bytes() -> list[int]:
         if not controllers:
             root, limit, usage, prefix = CGROUPS, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            root, limit, usage, prefix = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+            root, limit, usage, prefix = (
+                CGROUPS / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_",
+            )
         else:
             continue
         # Limits of the groups above hold too; in a container the path may be the host's, and the
         # root is its own group.
         parts = path.strip("/").split("/")
         for folder in (root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
-            numbers = [int(text) for name in (limit, usage) for text in _lines(folder / name) if text.isdigit()]
+            numbers = [
+                int(text)
+                for name in (limit, usage)
+                for text in _lines(folder / name)
+                if text.isdigit()
+            ]
             if len(numbers) == 2:  # "max" is no limit
                 pages = (prefix + "active_file", prefix + "inactive_file")
-                cached = sum(int(row.split()[1]) for row in _lines(folder / "memory.stat") if row.startswith(pages))
+                cached = sum(
+                    int(row.split()[1])
+                    for row in _lines(folder / "memory.stat")
+                    if row.startswith(pages)
+                )
                 left.append(numbers[0] - numbers[1] + cached)
     return left
 
 
 def check_memory(
-    config: ModelConfig, dtype: str, path, rules: ShardingRules | None = None, kernels: str | None = None
+    config: ModelConfig,
+    dtype: str,
+    path,
+    rules: ShardingRules | None = None,
+    kernels: str | None = None,
 ) -> None:
     """Raises ValueError if a model needs more memory than is free; arguments as for
     `required_bytes`."""

@@ -52,11 +52,15 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
     """Returns what `write_description` wrote, as a checkpoint without leaves."""
     path, content = folder / "config.json", _read_record(folder)
     try:
-        shape = family_of(content.get("architecture", "t5"))  # the first models were all T5s and do not say so
+        shape = family_of(
+            content.get("architecture", "t5")
+        )  # the first models were all T5s and do not say so
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     config = build(shape, content.get("model"), path)
-    eos_ids, entry, encoder = (content.get(name) for name in ("eos_ids", "vocabulary", "encoder_fingerprint"))
+    eos_ids, entry, encoder = (
+        content.get(name) for name in ("eos_ids", "vocabulary", "encoder_fingerprint")
+    )
     for name, value, kind, expected in (
         ("eos_ids", [] if eos_ids is None else eos_ids, list, "a list of ids"),
         ("vocabulary", {} if entry is None else entry, dict, "an object"),
@@ -68,9 +72,15 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
     vocabulary = None if entry is None else open_vocabulary(folder, entry)
     defaults = GenerationConfig.read(content.get("generation_config") or {}, path)
     return Checkpoint(
-        config, {}, vocabulary, content.get("start_token"), None if eos_ids is None else tuple(eos_ids), encoder,
-        defaults, defaults.lines(folder, path.name),
-    )  # fmt: skip
+        config,
+        {},
+        vocabulary,
+        content.get("start_token"),
+        None if eos_ids is None else tuple(eos_ids),
+        encoder,
+        defaults,
+        defaults.lines(folder, path.name),
+    )
 
 
 def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]:
@@ -79,9 +89,14 @@ def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]
     if not is_folder(folder, "heads"):
         raise ValueError(f"{folder}: got no heads, expected a folder with heads of this package")
     path, content = folder / "config.json", _read_record(folder)
-    config, fingerprint = build(HeadsConfig, content.get("heads"), path), content.get("target_fingerprint")
+    config, fingerprint = (
+        build(HeadsConfig, content.get("heads"), path),
+        content.get("target_fingerprint"),
+    )
     if not isinstance(fingerprint, str):
-        raise ValueError(f"{path}: target_fingerprint: got {reading.shown(fingerprint)}, expected a string")
+        raise ValueError(
+            f"{path}: target_fingerprint: got {reading.shown(fingerprint)}, expected a string"
+        )
     return config, fingerprint, tensorstore_arrays.open_ocdbt(folder / "params")
 
 
@@ -89,7 +104,9 @@ def _read_record(folder: pathlib.Path) -> dict:
     path = folder / "config.json"
     content = reading.read_json(path)
     if content.get("version") != VERSION:
-        raise ValueError(f"{path}: got version {reading.shown(content.get('version'))}, expected {VERSION}")
+        raise ValueError(
+            f"{path}: got version {reading.shown(content.get('version'))}, expected {VERSION}"
+        )
     return content
 
 
@@ -99,12 +116,19 @@ def open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
     if kind == "bytes":
         return ByteVocabulary(check_extra_ids(extra_ids, file))
     if kind not in ("sentencepiece", "tokenizer_json"):
-        raise ValueError(f"{file}: vocabulary: got kind {reading.shown(kind)}, expected one of this package")
+        raise ValueError(
+            f"{file}: vocabulary: got kind {reading.shown(kind)}, expected one of this package"
+        )
     # A target and a drafter may share the file in the folder above theirs.
-    places = [reading.inside(place, entry.get("file"), file) for place in (folder, folder.absolute().parent)]
+    places = [
+        reading.inside(place, entry.get("file"), file)
+        for place in (folder, folder.absolute().parent)
+    ]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
-        raise ValueError(f"{folder}: got no vocabulary {places[0].name}, expected it there or in the folder above")
+        raise ValueError(
+            f"{folder}: got no vocabulary {places[0].name}, expected it there or in the folder above"
+        )
     if kind == "sentencepiece":
         return SentencePieceVocabulary.load(path, check_extra_ids(extra_ids, file))
     return TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
@@ -125,11 +149,17 @@ def describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, byt
         entry = {"kind": "sentencepiece", "file": "spiece.model", "extra_ids": vocabulary.extra_ids}
         return entry, vocabulary.model
     if isinstance(vocabulary, TokenizerJsonVocabulary):
-        entry = {"kind": "tokenizer_json", "file": "tokenizer.json", "eos_ids": list(vocabulary.eos_ids)}
+        entry = {
+            "kind": "tokenizer_json",
+            "file": "tokenizer.json",
+            "eos_ids": list(vocabulary.eos_ids),
+        }
         return entry, vocabulary.text.encode("utf-8")
     if isinstance(vocabulary, ByteVocabulary):
         return {"kind": "bytes", "extra_ids": vocabulary.extra_ids}, b""
-    raise ValueError(f"vocabulary: got {type(vocabulary).__name__}, expected one that this package can store")
+    raise ValueError(
+        f"vocabulary: got {type(vocabulary).__name__}, expected one that this package can store"
+    )
 
 
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, report: Report) -> None:
@@ -137,8 +167,17 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
     matrices only (see `int8.py`)."""
     write_description(checkpoint, folder)
     leaves = checkpoint.leaves
-    stored = lambda name: int8.written(name, leaves[name]) if dtype == "int8" else {name: leaves[name].load(dtype)}
-    _write_params((item for name in reporting(leaves, report) for item in stored(name).items()), folder)
+
+    def stored(name):
+        return (
+            int8.written(name, leaves[name])
+            if dtype == "int8"
+            else {name: leaves[name].load(dtype)}
+        )
+
+    _write_params(
+        (item for name in reporting(leaves, report) for item in stored(name).items()), folder
+    )
 
 
 def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = "model") -> None:
@@ -148,10 +187,13 @@ def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = 
     entry, contents = describe_vocabulary(checkpoint.vocabulary)
     described = describe(checkpoint.config)
     record = {
-        **_head(kind), "architecture": described.pop("architecture"), "model": described,
+        **_head(kind),
+        "architecture": described.pop("architecture"),
+        "model": described,
         "start_token": checkpoint.start_token,
-        "eos_ids": list(checkpoint.eos_ids), "vocabulary": entry,
-    }  # fmt: skip
+        "eos_ids": list(checkpoint.eos_ids),
+        "vocabulary": entry,
+    }
     if defaults := checkpoint.generation_config.written():
         record["generation_config"] = defaults
     if checkpoint.encoder_fingerprint is not None:
@@ -167,13 +209,17 @@ def write_heads(config: HeadsConfig, fingerprint: str, params: dict, folder: pat
     with new_folder(folder, lambda place: check_free(place, "heads")) as temporary:
         heads = {"heads": dataclasses.asdict(config), "target_fingerprint": fingerprint}
         _write_record(_head("heads") | heads, temporary)
-        _write_params(((name, np.asarray(array)) for name, array in flatten(params).items()), temporary)
+        _write_params(
+            ((name, np.asarray(array)) for name, array in flatten(params).items()), temporary
+        )
 
 
 def check_free(folder: pathlib.Path, kind: str = "model") -> None:
     """Raises ValueError if something other than a folder of this kind is at `folder`."""
     if folder.exists() and not is_folder(folder, kind):
-        raise ValueError(f"{folder}: got something that is no {kind} folder of this package, expected nothing there")
+        raise ValueError(
+            f"{folder}: got something that is no {kind} folder of this package, expected nothing there"
+        )
 
 
 def _head(kind: str) -> dict:
@@ -190,4 +236,6 @@ def _same(path: pathlib.Path, contents: bytes) -> bool:
 
 def _write_params(arrays: Iterable[tuple[str, np.ndarray]], folder: pathlib.Path) -> None:
     (folder / "params").mkdir()
-    tensorstore_arrays.write_ocdbt(((tuple(name.split("/")), array) for name, array in arrays), folder / "params")
+    tensorstore_arrays.write_ocdbt(
+        ((tuple(name.split("/")), array) for name, array in arrays), folder / "params"
+    )

@@ -24,7 +24,13 @@ class ParameterProgress:
     is called by the caller's thread.
     """
 
-    def __init__(self, what: str, total: int, say: Callable[[str], None] = print_line, then: str = ", laying them out"):
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        say: Callable[[str], None] = print_line,
+        then: str = ", laying them out",
+    ):
         """Prepares the display; nothing is shown yet.
 
         Args:
@@ -55,7 +61,9 @@ class ParameterProgress:
         finished = self._done == self._total
         if self._bar is not None and (finished or now - self._shown >= _DRAWN):
             self._shown = now
-            self._bar.update(self._bar.task_ids[0], completed=self._done, text=self.text, refresh=True)
+            self._bar.update(
+                self._bar.task_ids[0], completed=self._done, text=self.text, refresh=True
+            )
         elif self._bar is None and (now - self._shown >= _EVERY or (finished and self._said)):
             self._shown, self._said = now, True
             self._say(f"{self._what}: {self.text}")
@@ -70,13 +78,20 @@ class ParameterProgress:
             return
         # The name comes last, since the end is cut if it does not fit; the numbers must.
         rest = rich.table.Column(ratio=1, no_wrap=True)
-        text = rich.progress.TextColumn("{task.fields[text]}: {task.description}", markup=False, table_column=rest)
+        text = rich.progress.TextColumn(
+            "{task.fields[text]}: {task.description}", markup=False, table_column=rest
+        )
         columns = [rich.progress.BarColumn(20), text] if console.width >= 80 else [text]
         # What is printed meanwhile goes where it would go without the bar.
         self._bar = rich.progress.Progress(
-            *columns, console=console, transient=True, auto_refresh=False, expand=True,
-            redirect_stdout=False, redirect_stderr=False,
-        )  # fmt: skip
+            *columns,
+            console=console,
+            transient=True,
+            auto_refresh=False,
+            expand=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self._bar.add_task(self._what, total=self._total, completed=self._done, text=self.text)
         self._bar.start()
 

@@ -37,7 +37,9 @@ def open_folder(folder: pathlib.Path) -> dict[str, Leaf]:
         return _open_file(folder / WHOLE)
     shard_of = reading.read_json(index).get("weight_map")
     if not isinstance(shard_of, dict):
-        raise ValueError(f"{index}: got weight_map {reading.shown(shard_of)}, expected each tensor's file by its name")
+        raise ValueError(
+            f"{index}: got weight_map {reading.shown(shard_of)}, expected each tensor's file by its name"
+        )
     reading.check_names(shard_of, index)
     shards = {name: reading.inside(folder, shard, index) for name, shard in shard_of.items()}
     tensors: dict[pathlib.Path, dict[str, Leaf]] = {}
@@ -58,7 +60,9 @@ def _open_file(path: pathlib.Path) -> dict[str, Leaf]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(path.stat().st_size, reading.MOST_BYTES):
-            raise ValueError(f"{path}: got a header of {length:,} bytes, expected a safetensors file (truncated?)")
+            raise ValueError(
+                f"{path}: got a header of {length:,} bytes, expected a safetensors file (truncated?)"
+            )
         header = file.read(length)
     try:
         with safetensors.safe_open(path, "numpy"):
@@ -68,7 +72,11 @@ def _open_file(path: pathlib.Path) -> dict[str, Leaf]:
         got = reading.reason(error).removeprefix("got ")
         raise ValueError(f"{path}: got {got}, expected a safetensors file (truncated?)") from None
     reading.check_names(entries, path)
-    return {name: _leaf(path, name, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"}
+    return {
+        name: _leaf(path, name, entry, 8 + length)
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
 
 
 def _leaf(path: pathlib.Path, name: str, entry: dict, base: int) -> Leaf:
@@ -81,30 +89,45 @@ def _leaf(path: pathlib.Path, name: str, entry: dict, base: int) -> Leaf:
 
     def read_rows(start: int, stop: int) -> np.ndarray:
         place = offset + start * width * dtype.itemsize
-        return np.fromfile(path, dtype, (stop - start) * width, offset=place).reshape(stop - start, *shape[1:])
+        return np.fromfile(path, dtype, (stop - start) * width, offset=place).reshape(
+            stop - start, *shape[1:]
+        )
 
-    read = lambda dtype, transpose: fill_rows(shape, dtype, read_rows, transpose)
+    def read(dtype, transpose):
+        return fill_rows(shape, dtype, read_rows, transpose)
+
     return Leaf(shape, read, dtype.name)
 
 
-def write_folder(tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, report: Report) -> None:
+def write_folder(
+    tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, report: Report
+) -> None:
     """Writes `model.safetensors`, or an index and shards of at most `SHARD_BYTES`; a larger tensor
     has a shard of its own."""
-    size = lambda name: math.prod(tensors[name].shape) * jnp.dtype(dtype).itemsize
+
+    def size(name):
+        return math.prod(tensors[name].shape) * jnp.dtype(dtype).itemsize
+
     shards: list[list[str]] = [[]]
     for name in tensors:
         if shards[-1] and sum(map(size, shards[-1])) + size(name) > SHARD_BYTES:
             shards.append([])
         shards[-1].append(name)
     one, count = len(shards) == 1, len(shards)
-    files = [WHOLE if one else f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    files = [
+        WHOLE if one else f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
+    ]
     file_of = {}
     for file, names in zip(files, shards):
         header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in names:
             begin, end = end, end + size(name)
-            entry = {"dtype": _CODES[dtype], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+            entry = {
+                "dtype": _CODES[dtype],
+                "shape": list(tensors[name].shape),
+                "data_offsets": [begin, end],
+            }
             header |= {name: entry}
             file_of[name] = file
         text = json.dumps(header).encode()
@@ -112,7 +135,9 @@ def write_folder(tensors: dict[str, Leaf], dtype: str, folder: pathlib.Path, rep
         write_file(folder / file, struct.pack("<Q", len(text)) + text)
     for name in reporting(tensors, report):
         with naming(folder / file_of[name]), open(folder / file_of[name], "ab") as stream:
-            stream.write(np.ascontiguousarray(tensors[name].load(dtype)).reshape(-1).view(np.uint8).data)
+            stream.write(
+                np.ascontiguousarray(tensors[name].load(dtype)).reshape(-1).view(np.uint8).data
+            )
     if not one:
         index = {"metadata": {"total_size": sum(map(size, tensors))}, "weight_map": file_of}
         write_file(folder / INDEX, json.dumps(index, indent=1) + "\n")

@@ -48,7 +48,9 @@ class Leaf:
     def transposed(self) -> "Leaf":
         """Returns the transpose of a matrix, made while it is read."""
         parts = self.parts and (self.parts[0].transposed(), self.parts[1].transposed())
-        return dataclasses.replace(self, shape=self.shape[::-1], turned=not self.turned, parts=parts)
+        return dataclasses.replace(
+            self, shape=self.shape[::-1], turned=not self.turned, parts=parts
+        )
 
     def load(self, dtype) -> np.ndarray:
         """Returns the parameter in this package's layout."""
@@ -60,7 +62,11 @@ class Leaf:
         whole = all(axis.stop - axis.start == size for axis, size in zip(box, self.shape))
         if whole or self.read_part is None:
             return self.load(dtype)[box]
-        return self.read_part(np.dtype(dtype), box[::-1]).T if self.turned else self.read_part(np.dtype(dtype), box)
+        return (
+            self.read_part(np.dtype(dtype), box[::-1]).T
+            if self.turned
+            else self.read_part(np.dtype(dtype), box)
+        )
 
     @classmethod
     def from_array(cls, array) -> "Leaf":
@@ -78,7 +84,9 @@ def unreadable(path, name: str, shape: tuple[int, ...], dtype: str) -> Leaf:
     rejects it."""
 
     def read(*_) -> np.ndarray:
-        raise ValueError(f"{path}: parameter {name}: got dtype {dtype}, expected one of {', '.join(FLOATS)}")
+        raise ValueError(
+            f"{path}: parameter {name}: got dtype {dtype}, expected one of {', '.join(FLOATS)}"
+        )
 
     return Leaf(shape, read, dtype)
 
@@ -119,23 +127,36 @@ def check(checkpoint: Checkpoint, path) -> None:
     """Raises ValueError if a parameter is missing, unexpected, of the wrong shape or no
     floating-point numbers."""
     kind = checkpoint.config.family.upper()
-    check_shapes(checkpoint.leaves, parameter_shapes(checkpoint.config), path, f"of a {kind} of this configuration")
+    check_shapes(
+        checkpoint.leaves,
+        parameter_shapes(checkpoint.config),
+        path,
+        f"of a {kind} of this configuration",
+    )
     for name, leaf in checkpoint.leaves.items():
         if leaf.dtype not in FLOATS and leaf.parts is None:
-            raise ValueError(f"{path}: parameter {name}: got dtype {leaf.dtype}, expected one of {', '.join(FLOATS)}")
+            raise ValueError(
+                f"{path}: parameter {name}: got dtype {leaf.dtype}, expected one of {', '.join(FLOATS)}"
+            )
 
 
-def check_shapes(leaves: dict[str, Leaf], expected: dict[str, tuple[int, ...]], path, whose: str) -> None:
+def check_shapes(
+    leaves: dict[str, Leaf], expected: dict[str, tuple[int, ...]], path, whose: str
+) -> None:
     """Raises ValueError as `check` does, for any names and shapes; `whose` ends the message, e.g.
     "of these heads"."""
     for name, shape in expected.items():
         if name not in leaves:
             raise ValueError(f"{path}: parameter {name}: got none, expected one of shape {shape}")
         if tuple(leaves[name].shape) != shape:
-            raise ValueError(f"{path}: parameter {name}: got shape {tuple(leaves[name].shape)}, expected {shape}")
+            raise ValueError(
+                f"{path}: parameter {name}: got shape {tuple(leaves[name].shape)}, expected {shape}"
+            )
     for name in leaves:
         if name not in expected:
-            raise ValueError(f"{path}: got unexpected parameter {name}, expected only those {whose}")
+            raise ValueError(
+                f"{path}: got unexpected parameter {name}, expected only those {whose}"
+            )
 
 
 _BLOCK_BYTES = 1 << 22  # how much `fill_rows` reads at a time

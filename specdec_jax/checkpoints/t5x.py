@@ -74,7 +74,9 @@ def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoin
     else:
         leaves = tensorstore_arrays.open_ocdbt(folder / "state", ("target",))
     if not leaves:
-        raise ValueError(f"{folder}: got no parameters under 'target', expected those of a T5X checkpoint")
+        raise ValueError(
+            f"{folder}: got no parameters under 'target', expected those of a T5X checkpoint"
+        )
     leaves = _unstack(leaves, folder, None if config is None else config.relative_bias_per_layer)
     return Checkpoint(config or infer_config(leaves, folder), leaves)
 
@@ -89,7 +91,10 @@ def _open_legacy(folder: pathlib.Path) -> dict[str, Leaf]:
     target = state.get("target") if isinstance(state, dict) else None
     if not isinstance(target, dict):
         raise ValueError(f"{path}: got no 'target', expected the parameters of a T5X checkpoint")
-    return {name: _legacy_leaf(name, value, path) for name, value in flatten(_mark_arrays(target)).items()}
+    return {
+        name: _legacy_leaf(name, value, path)
+        for name, value in flatten(_mark_arrays(target)).items()
+    }
 
 
 class _Spec(NamedTuple):
@@ -112,7 +117,9 @@ def _legacy_leaf(name: str, value, path: pathlib.Path) -> Leaf:
         return flax_msgpack.leaf(path, name, value)
     spec, store = value.spec, value.spec["kvstore"]
     if spec["driver"] != "zarr" or not isinstance(store, dict):
-        raise ValueError(f"{path}: parameter {name}: got driver {shown(spec['driver'])}, expected zarr")
+        raise ValueError(
+            f"{path}: parameter {name}: got driver {shown(spec['driver'])}, expected zarr"
+        )
     # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
     # Before TensorStore 0.1.14 the path was at the top of the spec.
     array = inside(path.parent, store.get("path", spec.get("path")), path)
@@ -123,7 +130,9 @@ def _legacy_leaf(name: str, value, path: pathlib.Path) -> Leaf:
     return tensorstore_arrays.open_array({"driver": "zarr", "kvstore": kvstore}, name, path.parent)
 
 
-def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path, per_layer: bool | None) -> dict[str, Leaf]:
+def _unstack(
+    leaves: dict[str, Leaf], folder: pathlib.Path, per_layer: bool | None
+) -> dict[str, Leaf]:
     """Returns the parameters of `scalable_t5` as those of separate layers; others as they are.
 
     In `scalable_t5` the layers are stacked on axis 1 under `decoder/decoder` and `encoder/encoder`
@@ -142,19 +151,29 @@ def _unstack(leaves: dict[str, Leaf], folder: pathlib.Path, per_layer: bool | No
     def stacked(name: str, dtype) -> np.ndarray:
         return leaves[name].load(dtype)
 
-    tables = {name: _read_tables(leaf, name, folder) for name, leaf in leaves.items() if _is_stack_of_tables(name)}
+    tables = {
+        name: _read_tables(leaf, name, folder)
+        for name, leaf in leaves.items()
+        if _is_stack_of_tables(name)
+    }
     if per_layer is None:
         per_layer = not all((table == table[:, :1]).all() for table in tables.values())
     for name, leaf in leaves.items():
         stack, *path = name.split("/")
         if stack not in ("encoder", "decoder") or path[:1] != [stack]:
-            flat[name] = _joined(leaf, path[-2]) if len(path) > 2 and path[0].startswith("layers_") else leaf
+            flat[name] = (
+                _joined(leaf, path[-2]) if len(path) > 2 and path[0].startswith("layers_") else leaf
+            )
         elif name in tables and not per_layer:
-            flat["/".join([stack, *path[1:]])] = _shared_table(tables[name], leaf.dtype, name, folder)
+            flat["/".join([stack, *path[1:]])] = _shared_table(
+                tables[name], leaf.dtype, name, folder
+            )
         else:
             if len(path) < 3 or len(leaf.shape) < 2 or leaf.shape[1] > _MOST_LAYERS:
                 expected = f"at most {_MOST_LAYERS} layers on axis 1"
-                raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected {expected}")
+                raise ValueError(
+                    f"{folder}: parameter {name}: got shape {leaf.shape}, expected {expected}"
+                )
             for i in range(leaf.shape[1]):
                 layer = _layer(leaf, functools.partial(stacked, name), i)
                 flat["/".join([stack, f"layers_{i}", *path[1:]])] = _joined(layer, path[-2])
@@ -194,7 +213,9 @@ def _is_stack_of_tables(name: str) -> bool:
 def _read_tables(leaf: Leaf, name: str, folder: pathlib.Path) -> np.ndarray:
     """Returns the position tables `[H, layers, buckets]` of a stack in float32."""
     if len(leaf.shape) != 3 or math.prod(leaf.shape) > _TABLE_SIZE:
-        raise ValueError(f"{folder}: parameter {name}: got shape {leaf.shape}, expected relative position tables")
+        raise ValueError(
+            f"{folder}: parameter {name}: got shape {leaf.shape}, expected relative position tables"
+        )
     return leaf.load(np.float32)
 
 
@@ -214,32 +235,47 @@ def infer_config(leaves: dict[str, Leaf], path) -> T5Config:
 
     def shape(name: str, rank: int) -> tuple[int, ...]:
         if name not in leaves:
-            raise ValueError(f"{path}: parameter {name}: got none, expected one (it tells the shape of the network)")
+            raise ValueError(
+                f"{path}: parameter {name}: got none, expected one (it tells the shape of the network)"
+            )
         got = leaves[name].shape
         if len(got) != rank:
             raise ValueError(f"{path}: parameter {name}: got shape {got}, expected {rank} axes")
         return got
 
     def layers(stack: str) -> int:
-        numbers = [int(match[1]) for name in leaves if (match := re.match(rf"{stack}/layers_(\d{{1,6}})/", name))]
+        numbers = [
+            int(match[1])
+            for name in leaves
+            if (match := re.match(rf"{stack}/layers_(\d{{1,6}})/", name))
+        ]
         return max(numbers, default=0) + 1
 
     vocab_size, emb_dim = shape("token_embedder/embedding", 2)
     table = "relpos_bias/rel_embedding"
     per_layer = f"decoder/layers_0/{table}" in leaves
-    num_heads, num_buckets = shape(f"decoder/layers_0/{table}" if per_layer else f"decoder/{table}", 2)
+    num_heads, num_buckets = shape(
+        f"decoder/layers_0/{table}" if per_layer else f"decoder/{table}", 2
+    )
     inner = shape("decoder/layers_0/self_attention/query/kernel", 2)[1]
     if not num_heads or inner % num_heads:
-        raise ValueError(f"{path}: got query kernels of width {inner}, expected a multiple of the {num_heads} heads")
+        raise ValueError(
+            f"{path}: got query kernels of width {inner}, expected a multiple of the {num_heads} heads"
+        )
     gated = "decoder/layers_0/mlp/wi_0/kernel" in leaves
     fields = dict(
-        vocab_size=vocab_size, emb_dim=emb_dim, num_heads=num_heads, head_dim=inner // num_heads,
-        num_encoder_layers=layers("encoder"), num_decoder_layers=layers("decoder"),
+        vocab_size=vocab_size,
+        emb_dim=emb_dim,
+        num_heads=num_heads,
+        head_dim=inner // num_heads,
+        num_encoder_layers=layers("encoder"),
+        num_decoder_layers=layers("decoder"),
         mlp_dim=shape("decoder/layers_0/mlp/wo/kernel", 2)[0],
         mlp_activations=("gelu", "linear") if gated else ("relu",),
-        logits_via_embedding="decoder/logits_dense/kernel" not in leaves, num_buckets=num_buckets,
+        logits_via_embedding="decoder/logits_dense/kernel" not in leaves,
+        num_buckets=num_buckets,
         relative_bias_per_layer=per_layer,
-    )  # fmt: skip
+    )
     return build(T5Config, fields, path)
 
 
@@ -255,7 +291,9 @@ def leaves_by_their_names(leaves: dict[str, Leaf], config: T5Config) -> dict[str
     for name, leaf in leaves.items():
         stack, *path = name.split("/")
         if path[0].startswith("layers_"):
-            stacks["/".join([stack, stack, *path[1:]])].append((int(path[0].removeprefix("layers_")), leaf))
+            stacks["/".join([stack, stack, *path[1:]])].append(
+                (int(path[0].removeprefix("layers_")), leaf)
+            )
         else:
             found[name] = leaf
     for name, layers in stacks.items():
@@ -271,11 +309,16 @@ def _stacked(name: str, layers: list[Leaf], config: T5Config) -> Leaf:
     shape, heads = layers[0].shape, (config.num_heads, config.head_dim)
     if "attention" in parent and last == "kernel":
         shape = (*heads, shape[1]) if module == "out" else (shape[0], *heads)
-    read = lambda dtype, transpose: np.stack([leaf.load(dtype).reshape(shape) for leaf in layers], axis=1)
+
+    def read(dtype, transpose):
+        return np.stack([leaf.load(dtype).reshape(shape) for leaf in layers], axis=1)
+
     return Leaf((shape[0], len(layers), *shape[1:]), read, layers[0].dtype)
 
 
-def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, report: Report) -> None:
+def write_legacy(
+    leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, report: Report
+) -> None:
     """Writes the contents of a `checkpoint_<step>` directory in the legacy format, without
     optimizer states."""
     target = {}
@@ -287,7 +330,9 @@ def write_legacy(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step
     write_file(folder / "checkpoint", serialization.msgpack_serialize(contents))
 
 
-def write_orbax(leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, report: Report) -> None:
+def write_orbax(
+    leaves: dict[str, Leaf], dtype: str, folder: pathlib.Path, step: int, report: Report
+) -> None:
     """Writes the same as `write_legacy` in Orbax's format, which T5X writes today."""
 
     def arrays():

@@ -57,9 +57,13 @@ def _is_kernel(name: str) -> bool:
 
 
 def read_params(
-    checkpoint: Checkpoint, dtype: str, rules: ShardingRules | None = None, kernels: str | None = None,
-    input_bits: int | None = 16, report: Callable[[int], None] = lambda count: None,
-) -> dict:  # fmt: skip
+    checkpoint: Checkpoint,
+    dtype: str,
+    rules: ShardingRules | None = None,
+    kernels: str | None = None,
+    input_bits: int | None = 16,
+    report: Callable[[int], None] = lambda count: None,
+) -> dict:
     """Returns the parameters as a nested dict of arrays, read one at a time.
 
     They lie on the default device, or divided over a mesh.
@@ -75,7 +79,9 @@ def read_params(
     """
     params: dict = {name: None for name in parameter_shapes(checkpoint.config)}
     # The largest first: what a read needs beside its result comes when little else is in memory.
-    for name in sorted(checkpoint.leaves, key=lambda name: -math.prod(checkpoint.leaves[name].shape)):
+    for name in sorted(
+        checkpoint.leaves, key=lambda name: -math.prod(checkpoint.leaves[name].shape)
+    ):
         leaf = checkpoint.leaves[name]
         if kernels and _is_kernel(name):
             params[name] = _in_8_bits(name, leaf, input_bits)
@@ -100,7 +106,10 @@ def _in_8_bits(name: str, leaf: Leaf, input_bits: int | None) -> Int8Kernel:
     """Returns a kernel `[D, F]` in int8: its stored integers if there are any, else rounded."""
     if leaf.parts and int8.fits(name, leaf):
         values, scales = leaf.parts
-        integers, factors = jax.device_put(values.load(np.int8)), jax.device_put(scales.load(np.float32)[0])
+        integers, factors = (
+            jax.device_put(values.load(np.int8)),
+            jax.device_put(scales.load(np.float32)[0]),
+        )
         found = Int8Kernel(integers, factors, input_bits)
     else:
         found = Int8Kernel.quantize(jax.device_put(leaf.load(np.float32)), input_bits)
@@ -123,13 +132,21 @@ def required_bytes(
     """
     shapes = parameter_shapes(config)
     if rules is not None:
-        shapes = {name: rules.of_parameter(name, shape).shard_shape(shape) for name, shape in shapes.items()}
+        shapes = {
+            name: rules.of_parameter(name, shape).shard_shape(shape)
+            for name, shape in shapes.items()
+        }
     if config.logits_via_embedding and rules is None and (kernels or packed_weights.usable(dtype)):
-        shapes = {**shapes, _HEAD: shapes[_EMBEDDING][::-1]}  # a copy of the embedding, read by columns
+        shapes = {
+            **shapes,
+            _HEAD: shapes[_EMBEDDING][::-1],
+        }  # a copy of the embedding, read by columns
     sizes = _sizes(shapes, jnp.dtype(dtype).itemsize)
     if kernels:
         sizes |= _sizes_in_8_bits(shapes)
-    together = len(rules.mesh.local_devices) if rules is not None and jax.default_backend() == "cpu" else 1
+    together = (
+        len(rules.mesh.local_devices) if rules is not None and jax.default_backend() == "cpu" else 1
+    )
     return sum(sizes.values()) * together + 2 * max(sizes.values())
 
 
@@ -139,4 +156,6 @@ def _sizes(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, in
 
 def _sizes_in_8_bits(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Returns the bytes of each kernel in int8, with a scale of 4 bytes for each output."""
-    return {name: math.prod(shape) + 4 * shape[-1] for name, shape in shapes.items() if _is_kernel(name)}
+    return {
+        name: math.prod(shape) + 4 * shape[-1] for name, shape in shapes.items() if _is_kernel(name)
+    }

@@ -16,18 +16,23 @@ class SearchFlags:
     """Flags that say which beam search it is; see `generate`."""
 
     num_beams: int | None = option(
-        None, "run beam search with so many beams instead of greedy decoding or sampling; a drafter makes it "
+        None,
+        "run beam search with so many beams instead of greedy decoding or sampling; a drafter makes it "
         "speculative, with the same outputs",
-    )  # fmt: skip
+    )
     length_penalty: float | None = option(
-        None, "with --num_beams: exponent of the length penalty, by which scores are divided (default: 0.6, or 1 with "
+        None,
+        "with --num_beams: exponent of the length penalty, by which scores are divided (default: 0.6, or 1 with "
         "--beam_style=huggingface)",
-    )  # fmt: skip
-    beam_style: str = option("t5x", f"with --num_beams: whose tokens and scores the search gives: {', '.join(STYLES)}")
+    )
+    beam_style: str = option(
+        "t5x", f"with --num_beams: whose tokens and scores the search gives: {', '.join(STYLES)}"
+    )
     early_stopping: str = option(
-        "false", "with --beam_style=huggingface, when a search ends: true (num_beams hypotheses have finished), false "
+        "false",
+        "with --beam_style=huggingface, when a search ends: true (num_beams hypotheses have finished), false "
         "(the best live beam would not be among them if it ended now) or never (it would not, whatever its length)",
-    )  # fmt: skip
+    )
 
     def search(self, **others: Any) -> dict[str, Any]:
         """Returns the arguments of `generate` for a beam search, none without one.
@@ -46,7 +51,9 @@ class SearchFlags:
         given is None."""
         if self.early_stopping not in _EARLY:
             names = ", ".join(filter(None, _EARLY))
-            raise ValueError(f"early_stopping: got {self.early_stopping!r}, expected one of {names}")
+            raise ValueError(
+                f"early_stopping: got {self.early_stopping!r}, expected one of {names}"
+            )
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(SearchFlags)}
         return given | {"early_stopping": _EARLY[self.early_stopping], **others}
 
@@ -64,22 +71,29 @@ class SearchFlags:
         for name, value in usual.items():
             if (got := getattr(self, name)) is not None and got != value:
                 expected = value if isinstance(value, str | float) else "none"
-                raise UnsupportedCombination(f"{name}: got {got!r} with num_beams, expected {expected}")
+                raise UnsupportedCombination(
+                    f"{name}: got {got!r} with num_beams, expected {expected}"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
 class BeamFlags(SearchFlags):
     """Flags of a beam search that is decoded with; see `generate`."""
 
-    num_return_sequences: int = option(1, "with --num_beams: number of outputs for each sentence, the best first")
+    num_return_sequences: int = option(
+        1, "with --num_beams: number of outputs for each sentence, the best first"
+    )
     beam_width: int | None = option(
-        None, "with --num_beams and a drafter: nodes in each level of the drafted tree (default: twice num_beams); "
+        None,
+        "with --num_beams and a drafter: nodes in each level of the drafted tree (default: twice num_beams); "
         "--gamma is the number of levels (auto: 3)",
-    )  # fmt: skip
+    )
 
     def beams(self) -> dict[str, Any]:
         """Returns what `search` does, for these flags too."""
-        return self.search(num_return_sequences=self.num_return_sequences, beam_width=self.beam_width)
+        return self.search(
+            num_return_sequences=self.num_return_sequences, beam_width=self.beam_width
+        )
 
 
 def open_field(name: str) -> Any:

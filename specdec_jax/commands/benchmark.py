@@ -43,9 +43,13 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
     if name not in AGAINST:
         raise ValueError(f"against: got {name!r}, expected {' or '.join(AGAINST)}")
     if not sampling.mode.greedy or sampling.mode.processes:
-        raise UnsupportedCombination(f"against: got {name!r} with sampling or processors, expected argmax alone")
+        raise UnsupportedCombination(
+            f"against: got {name!r} with sampling or processors, expected argmax alone"
+        )
     if importlib.util.find_spec("t5x") is None:
-        raise ValueError(f"against: got {name!r}, which is not installed, expected it to be, with its dependencies")
+        raise ValueError(
+            f"against: got {name!r}, which is not installed, expected it to be, with its dependencies"
+        )
 
 
 class CheckFailed(RuntimeError):
@@ -62,20 +66,30 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         f"{LEVELS}); several, comma-separated, are timed in turn",
     )
     tree: tuple[str, ...] = option(
-        (), f"a token tree that is timed in turn with plain decoding and the chains of --gamma; repeatable: {EXPECTED}"
-    )  # fmt: skip
+        (),
+        f"a token tree that is timed in turn with plain decoding and the chains of --gamma; repeatable: {EXPECTED}",
+    )
     beam_width: tuple[int, ...] = width_option("as for `specdec generate`")
     input_file: str | None = option(
-        None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
+        None,
+        "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)",
     )
     limit: int = option(0, "read only this many lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
-    repeats: int = option(3, "passes over the sentences, of which the median and the spread are reported")
-    preset: str | None = option(
-        None, "time a target of this shape with random weights instead of --target: " + ", ".join(PRESETS)
+    repeats: int = option(
+        3, "passes over the sentences, of which the median and the spread are reported"
     )
-    drafter_preset: str | None = option(None, "shape of a drafter with random weights, instead of --drafter")
-    input_length: int | None = option(None, "with --preset: length of the input, in tokens (default: 64)")
+    preset: str | None = option(
+        None,
+        "time a target of this shape with random weights instead of --target: "
+        + ", ".join(PRESETS),
+    )
+    drafter_preset: str | None = option(
+        None, "shape of a drafter with random weights, instead of --drafter"
+    )
+    input_length: int | None = option(
+        None, "with --preset: length of the input, in tokens (default: 64)"
+    )
     synthetic_alpha: tuple[float, ...] = option(
         (),
         "accept drafted tokens at random with a given probability with this probability, whatever the models "
@@ -96,7 +110,9 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         None,
         "with --suite: HTML file to write, with the records beside the paper's tables and figures",
     )
-    plot: str | None = option(None, "file for a plot of wall time, a bar for every way of decoding (.png, .pdf, .svg)")
+    plot: str | None = option(
+        None, "file for a plot of wall time, a bar for every way of decoding (.png, .pdf, .svg)"
+    )
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
@@ -105,11 +121,23 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
             if preset and preset not in PRESETS:
                 raise ValueError(f"{name}: got {preset!r}, expected one of {', '.join(PRESETS)}")
         for name in ("target", "drafter", "input_file", "vocabulary", "limit"):
-            if self.preset and getattr(self, name) and not (name == "drafter" and without_model(self.drafter or "")):
-                raise ValueError(f"got --preset={self.preset} with --{name}, expected one or the other")
+            if (
+                self.preset
+                and getattr(self, name)
+                and not (name == "drafter" and without_model(self.drafter or ""))
+            ):
+                raise ValueError(
+                    f"got --preset={self.preset} with --{name}, expected one or the other"
+                )
         if self.drafter_preset and not self.preset:
-            raise ValueError(f"got --drafter_preset={self.drafter_preset} alone, expected --preset too")
-        if self.drafter_preset and self.preset and PRESETS[self.drafter_preset].family != PRESETS[self.preset].family:
+            raise ValueError(
+                f"got --drafter_preset={self.drafter_preset} alone, expected --preset too"
+            )
+        if (
+            self.drafter_preset
+            and self.preset
+            and PRESETS[self.drafter_preset].family != PRESETS[self.preset].family
+        ):
             got, expected = (
                 f"drafter_preset: got {self.drafter_preset!r}",
                 f"a shape of the same family as {self.preset!r}",
@@ -118,9 +146,13 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         if self.input_length is not None and not self.preset:
             raise ValueError(f"got --input_length={self.input_length} alone, expected --preset too")
         if self.report:
-            raise ValueError(f"report: got {self.report!r} without a suite, expected --suite (or `specdec figures`)")
+            raise ValueError(
+                f"report: got {self.report!r} without a suite, expected --suite (or `specdec figures`)"
+            )
         if self.drafter and self.drafter_preset:
-            raise ValueError(f"got --drafter={self.drafter} with --drafter_preset, expected one or the other")
+            raise ValueError(
+                f"got --drafter={self.drafter} with --drafter_preset, expected one or the other"
+            )
         self._check_beams()
         super().check() if not self.preset else self.check_decoding()
         self._check_synthetic()
@@ -130,7 +162,9 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
             check_gamma(gamma)
             at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always timed
             self.gamma_of(gamma)
-        at_least(1, batch_size=self.batch_size, repeats=self.repeats, input_length=self.preset_length)
+        at_least(
+            1, batch_size=self.batch_size, repeats=self.repeats, input_length=self.preset_length
+        )
         at_least(0, limit=self.limit)
         if self.preset and self.preset_length > self.max_input_length:
             raise ValueError(
@@ -148,10 +182,17 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         for width in self.beam_width or (None,):
             self.search(beam_width=width)
         self.check_beside_beams(
-            temperature=0.0, verifier="block", gamma_policy="fixed", synthetic_alpha=(), suite=None, tree=()
+            temperature=0.0,
+            verifier="block",
+            gamma_policy="fixed",
+            synthetic_alpha=(),
+            suite=None,
+            tree=(),
         )
         if self.beam_width and not self.drafter:
-            raise UnsupportedCombination(f"beam_width: got {self.beam_width} for plain beam search, expected a drafter")
+            raise UnsupportedCombination(
+                f"beam_width: got {self.beam_width} for plain beam search, expected a drafter"
+            )
         if self.num_beams is None:
             return
         if self.preset and (self.drafter or self.drafter_preset):
@@ -169,7 +210,9 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
             if not 0 < alpha <= 1:
                 raise ValueError(f"synthetic_alpha: got {alpha}, expected a number in (0, 1]")
         if self.synthetic_alpha and not (self.drafter or self.drafter_preset):
-            raise UnsupportedCombination("synthetic_alpha: got a value for plain decoding, expected a drafter too")
+            raise UnsupportedCombination(
+                "synthetic_alpha: got a value for plain decoding, expected a drafter too"
+            )
         if self.preset and self.drafter and not self.synthetic_alpha:
             raise UnsupportedCombination(
                 f"drafter: got {self.drafter!r} with --preset and no --synthetic_alpha, expected both "
@@ -199,7 +242,9 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
             ("verifier", self.verifier in LOSSY, "an exact one: a tree has a verifier of its own"),
         ):
             if meaningless:
-                raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r} with a tree, expected {expected}")
+                raise UnsupportedCombination(
+                    f"{name}: got {getattr(self, name)!r} with a tree, expected {expected}"
+                )
 
     @property
     def gammas(self) -> tuple[int, ...]:
@@ -242,7 +287,9 @@ def unrounded_variant(options: BenchmarkOptions, target: LanguageModel) -> dict[
     wide = LanguageModel(target.config, target.params, target.vocabulary, name=target.name, **ids)
     how = options.decoding(plain=True) | (options.search() if options.num_beams else {})
     return {
-        comparison.UNROUNDED: Variant(0, lambda batch: generate(wide, batch.inputs, key=batch.keys, gamma=0, **how))
+        comparison.UNROUNDED: Variant(
+            0, lambda batch: generate(wide, batch.inputs, key=batch.keys, gamma=0, **how)
+        )
     }
 
 
@@ -282,13 +329,20 @@ def _preset(
     def model(preset: str, drafts: bool = False) -> LanguageModel:
         quantize = None if drafts else options.quantize
         bits = INPUT_BITS.get(quantize or "")
-        dtype = loader.choose_dtype(options.dtype, preset, kernels="rounded" if bits else None, input_bits=bits or 16)
+        dtype = loader.choose_dtype(
+            options.dtype, preset, kernels="rounded" if bits else None, input_bits=bits or 16
+        )
         config = PRESETS[preset].replace(dtype=dtype)
         # Without EOS ids every output has full length.
         rules = options.placement(drafts)
         with ParameterProgress(f"making {preset}", parameter_count(config)) as progress:
             return LanguageModel.dummy(
-                config, name=preset, eos_ids=(), rules=rules, quantize=quantize, report=progress.advance
+                config,
+                name=preset,
+                eos_ids=(),
+                rules=rules,
+                quantize=quantize,
+                report=progress.advance,
             )
 
     assert options.preset
@@ -297,7 +351,9 @@ def _preset(
         drafter: Drafter | None = options.reduced(model(options.drafter_preset, drafts=True))
     else:
         drafter = options.load(target)[1]
-        if drafter is not None and drafter.varies:  # it would find nothing to propose among random ids
+        if (
+            drafter is not None and drafter.varies
+        ):  # it would find nothing to propose among random ids
             drafter = FullDrafter(drafter)
     shape = (options.batch_size, options.preset_length)
     ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()

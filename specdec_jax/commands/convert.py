@@ -15,7 +15,8 @@ class ConvertOptions:
     """Options of `specdec convert`."""
 
     source: str | None = option(
-        None, "a Hugging Face folder, a T5X checkpoint (legacy or Orbax), a folder of this package, or a bundled name"
+        None,
+        "a Hugging Face folder, a T5X checkpoint (legacy or Orbax), a folder of this package, or a bundled name",
     )
     output: str | None = option(
         None,
@@ -23,7 +24,8 @@ class ConvertOptions:
         "hold it",
     )
     format: str | None = option(
-        None, "huggingface (config.json, safetensors, tokenizer), t5x (Orbax), t5x_legacy, or specdec"
+        None,
+        "huggingface (config.json, safetensors, tokenizer), t5x (Orbax), t5x_legacy, or specdec",
     )
     dtype: str | None = option(
         None,
@@ -31,7 +33,8 @@ class ConvertOptions:
         "were trained on its states) (default: bfloat16 if all parameters are stored so, else float32)",
     )
     vocabulary: str | None = option(
-        None, "SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is written too"
+        None,
+        "SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is written too",
     )
     gated_activation: str | None = option(
         None,
@@ -52,17 +55,32 @@ def run(options: ConvertOptions) -> None:
     config = None
     if options.gated_activation:
         if options.gated_activation not in ACTIVATIONS:
-            raise ValueError(f"gated_activation: got {options.gated_activation!r}, expected one of {ACTIVATIONS}")
+            raise ValueError(
+                f"gated_activation: got {options.gated_activation!r}, expected one of {ACTIVATIONS}"
+            )
         if t5x.find(pathlib.Path(options.source)) is None:
-            raise ValueError(f"gated_activation: got it for {options.source}, expected it for a T5X checkpoint only")
+            raise ValueError(
+                f"gated_activation: got it for {options.source}, expected it for a T5X checkpoint only"
+            )
         shape = t5_only("source", loader.load_shape(options.source))
         if len(shape.mlp_activations) == 1:
-            raise ValueError("gated_activation: got a value for a checkpoint without gates, expected none")
+            raise ValueError(
+                "gated_activation: got a value for a checkpoint without gates, expected none"
+            )
         config = dataclasses.replace(shape, mlp_activations=(options.gated_activation, "linear"))
     written = converter.convert(
-        options.source, options.output, options.format, options.dtype, config=config, vocabulary=options.vocabulary
+        options.source,
+        options.output,
+        options.format,
+        options.dtype,
+        config=config,
+        vocabulary=options.vocabulary,
     )
-    kept = set(written.stored) == {written.dtype} or written.dtype == "float32" and "float64" not in written.stored
+    kept = (
+        set(written.stored) == {written.dtype}
+        or written.dtype == "float32"
+        and "float64" not in written.stored
+    )
     kept |= written.dtype == "int8" in written.stored
     source = ", ".join(written.stored) + ("" if kept else ", rounded")
     print(

@@ -17,7 +17,9 @@ from specdec_jax.training import text_files
 class CountOptions:
     """Options of `specdec count`."""
 
-    target: str | None = option(None, "model that the table is to draft for; its vocabulary splits the text")
+    target: str | None = option(
+        None, "model that the table is to draft for; its vocabulary splits the text"
+    )
     vocabulary: str | None = option(
         None, "SentencePiece model or tokenizer.json, for checkpoints that have none (T5X's)"
     )
@@ -25,8 +27,12 @@ class CountOptions:
         (), "UTF-8 text, gzip or not: one output a line, or source, tab, output; repeatable"
     )
     order: int = option(2, "n of the n-grams: 1 counts single tokens, 2 pairs, …")
-    continuations: int = option(8, "how many of the most frequent next tokens are kept for each context")
-    sampled: bool = option(False, "draft tokens drawn from the frequencies instead of the most frequent token")
+    continuations: int = option(
+        8, "how many of the most frequent next tokens are kept for each context"
+    )
+    sampled: bool = option(
+        False, "draft tokens drawn from the frequencies instead of the most frequent token"
+    )
     output: str | None = option(None, "file (.npz) that the table is written to, for --drafter")
 
     def check(self) -> None:
@@ -37,9 +43,13 @@ class CountOptions:
             raise ValueError("input_file: got nothing, expected a UTF-8 text file")
         for path in self.input_file:
             if not pathlib.Path(path).is_file():
-                raise ValueError(f"input_file: got {path!r}, which is no file, expected a UTF-8 text file")
+                raise ValueError(
+                    f"input_file: got {path!r}, which is no file, expected a UTF-8 text file"
+                )
         if not self.output or not self.output.endswith(".npz"):
-            raise ValueError(f"output: got {self.output!r}, expected the name of a file that ends in .npz")
+            raise ValueError(
+                f"output: got {self.output!r}, expected the name of a file that ends in .npz"
+            )
         at_least(1, order=self.order, continuations=self.continuations)
         check_output(self.output)
 
@@ -61,13 +71,21 @@ def run(options: CountOptions) -> None:
     ]
     size = min(vocabulary.size, config.vocab_size)
     drafter = NGramDrafter.count(
-        sequences, size, options.order, start_token=start_token, continuations=options.continuations,
-        sampled=options.sampled, vocabulary=vocabulary,
-    )  # fmt: skip
+        sequences,
+        size,
+        options.order,
+        start_token=start_token,
+        continuations=options.continuations,
+        sampled=options.sampled,
+        vocabulary=vocabulary,
+    )
     assert options.output
     drafter.save(options.output)
     tokens, contexts = sum(map(len, sequences)), len(drafter.table.starts) - 1
-    print(f"{options.output}: {len(lines)} outputs of {tokens} tokens, {contexts} contexts", file=sys.stderr)
+    print(
+        f"{options.output}: {len(lines)} outputs of {tokens} tokens, {contexts} contexts",
+        file=sys.stderr,
+    )
 
 
 def _outputs(path: str) -> Iterator[str]:

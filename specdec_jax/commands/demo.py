@@ -43,9 +43,19 @@ from specdec_jax.speculative.verifiers import verifier_of
 
 # Styles in a terminal; marks where there are no colours (wdiff's, and one for the bonus).
 _STYLES = {
-    "committed": "dim", "accepted": "green", "rejected": "red strike", "corrected": "blue bold", "bonus": "cyan bold",
-}  # fmt: skip
-_MARKS = {"committed": "{}", "accepted": "{{={}=}}", "rejected": "[-{}-]", "corrected": "{{+{}+}}", "bonus": "{{*{}*}}"}
+    "committed": "dim",
+    "accepted": "green",
+    "rejected": "red strike",
+    "corrected": "blue bold",
+    "bonus": "cyan bold",
+}
+_MARKS = {
+    "committed": "{}",
+    "accepted": "{{={}=}}",
+    "rejected": "[-{}-]",
+    "corrected": "{{+{}+}}",
+    "bonus": "{{*{}*}}",
+}
 # γ is a number here, so that there is something to see: "auto" drafts nothing where that would not
 # pay.
 _GAMMA = 4
@@ -56,9 +66,11 @@ _COLUMNS_OF_A_TREE = (
 )
 # The verifiers of chains as kinds of children and verifiers of trees with one branch.
 _AS_TREE = {
-    "block": ("drawn", "traversal"), "token": ("drawn", "recursive"), "gumbel": ("gumbel", "gumbel"),
+    "block": ("drawn", "traversal"),
+    "token": ("drawn", "recursive"),
+    "gumbel": ("gumbel", "gumbel"),
     "typical": ("drawn", "typical"),
-}  # fmt: skip
+}
 _SENTENCES = 8  # how many of the built-in sentences are shown
 _NEXT = """
 next: specdec demo "A sentence of your own."
@@ -70,29 +82,41 @@ next: specdec demo "A sentence of your own."
 class DemoOptions(DecodingOptions):
     """Options of `specdec demo`."""
 
-    target: str | None = option("ende/target", "model whose output you want: a checkpoint's folder or a bundled name")
-    drafter: str | None = option(
-        "ende/drafter", "smaller model that drafts, or another drafter (`specdec generate --help` lists them)"
+    target: str | None = option(
+        "ende/target", "model whose output you want: a checkpoint's folder or a bundled name"
     )
-    gamma: int | str | None = option(None, f"{AUTO_HELP} (default: {_GAMMA}; with --tree all of its nodes)")
+    drafter: str | None = option(
+        "ende/drafter",
+        "smaller model that drafts, or another drafter (`specdec generate --help` lists them)",
+    )
+    gamma: int | str | None = option(
+        None, f"{AUTO_HELP} (default: {_GAMMA}; with --tree all of its nodes)"
+    )
     tree: str | None = option(
-        None, f"token tree to draft instead of a chain; one target call is drawn as a tree: {EXPECTED}"
+        None,
+        f"token tree to draft instead of a chain; one target call is drawn as a tree: {EXPECTED}",
     )
     trace: bool = option(
-        False, "draw every target call, with p, q and p/q of each drafted token: its probability for the target and "
-        "for the drafter"
-    )  # fmt: skip
-    plot: str | None = option(None, "file for a figure of one call's tree and mask: .png, .pdf or .svg")
+        False,
+        "draw every target call, with p, q and p/q of each drafted token: its probability for the target and "
+        "for the drafter",
+    )
+    plot: str | None = option(
+        None, "file for a figure of one call's tree and mask: .png, .pdf or .svg"
+    )
     repeats: int = option(3, "timed passes over the sentences")
     picture: str | None = option(None, "SVG file to write, with what the terminal shows in colour")
     output: str | None = option(
-        None, "file that a JSON record of the calls is written to, with the tree that is drawn, for `specdec figures`"
+        None,
+        "file that a JSON record of the calls is written to, with the tree that is drawn, for `specdec figures`",
     )
 
     def check(self) -> None:
         super().check()
         if not self.drafter:
-            raise ValueError("drafter: got nothing, expected a checkpoint's folder or a bundled name")
+            raise ValueError(
+                "drafter: got nothing, expected a checkpoint's folder or a bundled name"
+            )
         gamma, tree = self.wanted, self.shape()
         check_gamma(gamma, MAX_GAMMA if tree is None else tree.size - 1)
         check_beside_tree(tree, self.verifier)
@@ -108,10 +132,14 @@ class DemoOptions(DecodingOptions):
             )
         if self.plot:
             if not (self.tree or self.trace):
-                raise UnsupportedCombination(f"plot: got {self.plot!r} without a tree, expected --tree or --trace too")
+                raise UnsupportedCombination(
+                    f"plot: got {self.plot!r} without a tree, expected --tree or --trace too"
+                )
             plots.check(self.plot)
         if self.picture and not self.picture.endswith(".svg"):
-            raise ValueError(f"picture: got {self.picture!r}, expected the name of a file that ends in .svg")
+            raise ValueError(
+                f"picture: got {self.picture!r}, expected the name of a file that ends in .svg"
+            )
         check_output(self.picture, "picture")
         check_output(self.output)
 
@@ -135,7 +163,11 @@ class DemoOptions(DecodingOptions):
         tree = self.shape()
         chain = tree is None or tree.is_chain and tree.children == tree.verifier == AUTO
         if not (self.trace and chain):
-            return {"gamma": self.gamma_of(self.wanted, tree), "verifier": self.verifier, "tree": tree}
+            return {
+                "gamma": self.gamma_of(self.wanted, tree),
+                "verifier": self.verifier,
+                "tree": tree,
+            }
         if not drafter.drafts_trees:
             raise UnsupportedCombination(
                 f"trace: got True with {drafter.name}, which provides no probabilities, expected another drafter"
@@ -145,7 +177,11 @@ class DemoOptions(DecodingOptions):
             children, verifier = "top", "point"
         length = tree.depth if tree is not None and isinstance(self.wanted, str) else self.wanted
         assert isinstance(length, int)
-        return {"gamma": "auto", "verifier": "block", "tree": Tree.chain(length, children=children, verifier=verifier)}
+        return {
+            "gamma": "auto",
+            "verifier": "block",
+            "tree": Tree.chain(length, children=children, verifier=verifier),
+        }
 
 
 def run(options: DemoOptions, arguments: Sequence[str]) -> None:
@@ -173,7 +209,9 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     seen = []
     for number, sentence in enumerate(sentences):
         new = shapes.setdefault(bucket(len(ids[number])), number) == number
-        with compiling("speculative decoding", len(ids[number])) if new else contextlib.nullcontext():
+        with (
+            compiling("speculative decoding", len(ids[number])) if new else contextlib.nullcontext()
+        ):
             how = {"drafter": drafter, **options.decoding(), **traced}
             seen.append(trace(target, sentence, key=keys[number : number + 1], **how))
         screen.say(f"\n{sentence}")
@@ -182,7 +220,8 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     drawn = _draw_one(options, screen, target, sentences, seen)
     if options.output:
         write_file(
-            options.output, json.dumps(_record(options, target, drafter, sentences, seen, drawn), indent=1) + "\n"
+            options.output,
+            json.dumps(_record(options, target, drafter, sentences, seen, drawn), indent=1) + "\n",
         )
     if options.wanted == "auto" and not any(step.gamma for steps in seen for step in steps):
         screen.say(
@@ -193,7 +232,9 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     screen.save(options.picture)
 
 
-def _show(options: DemoOptions, screen: "Screen", target: LanguageModel, steps: Sequence[TraceStep]) -> None:
+def _show(
+    options: DemoOptions, screen: "Screen", target: LanguageModel, steps: Sequence[TraceStep]
+) -> None:
     """Prints a line for each call of one sentence, and with `trace` the tree of each."""
     for step, parts in zip(steps, traces.lines(steps, target), strict=True):
         screen.show(parts)
@@ -201,14 +242,22 @@ def _show(options: DemoOptions, screen: "Screen", target: LanguageModel, steps: 
             _draw(screen, step, target, numbers=True)
 
 
-def _draw_one(options: DemoOptions, screen: "Screen", target: LanguageModel, sentences, seen) -> dict[str, Any] | None:
+def _draw_one(
+    options: DemoOptions, screen: "Screen", target: LanguageModel, sentences, seen
+) -> dict[str, Any] | None:
     """Draws one call as a tree: on the screen unless all were drawn there, and as a figure if that
     is asked for. Returns what a record says of it; None if no call has a tree."""
-    calls = [(sentence, number, step) for sentence, steps in zip(sentences, seen) for number, step in enumerate(steps)]
+    calls = [
+        (sentence, number, step)
+        for sentence, steps in zip(sentences, seen)
+        for number, step in enumerate(steps)
+    ]
     chosen = tree_drawing.instructive([step for *_, step in calls])
     if chosen is None:
         if options.plot:
-            raise ValueError(f"plot: got {options.plot!r}, but nothing was drafted as a tree, expected more tokens")
+            raise ValueError(
+                f"plot: got {options.plot!r}, but nothing was drafted as a tree, expected more tokens"
+            )
         return None
     sentence, number, step = calls[chosen]
     if not options.trace:
@@ -221,19 +270,29 @@ def _draw_one(options: DemoOptions, screen: "Screen", target: LanguageModel, sen
     drawn = tree_drawing.Drawn.from_step(step, target)
     if options.plot:
         plots.save(tree_plot.token_tree(drawn), options.plot)
-    return {"tree": options.tree or "chain", "call": number + 1, "input": sentence, **drawn.record()}
+    return {
+        "tree": options.tree or "chain",
+        "call": number + 1,
+        "input": sentence,
+        **drawn.record(),
+    }
 
 
-def _record(options: DemoOptions, target: LanguageModel, drafter, sentences, seen, drawn) -> dict[str, Any]:
+def _record(
+    options: DemoOptions, target: LanguageModel, drafter, sentences, seen, drawn
+) -> dict[str, Any]:
     """Returns what was shown as JSON values."""
     return {
-        "machine": machine.machine(), "options": dataclasses.asdict(options), "target": machine.model(target),
+        "machine": machine.machine(),
+        "options": dataclasses.asdict(options),
+        "target": machine.model(target),
         "drafter": machine.drafter(drafter),
         "calls": [
-            {"input": sentence, "lines": traces.lines(steps, target)} for sentence, steps in zip(sentences, seen)
+            {"input": sentence, "lines": traces.lines(steps, target)}
+            for sentence, steps in zip(sentences, seen)
         ],
         "tree": drawn,
-    }  # fmt: skip
+    }
 
 
 def _draw(screen: "Screen", step: TraceStep, target: LanguageModel, numbers: bool = False) -> None:
@@ -242,12 +301,17 @@ def _draw(screen: "Screen", step: TraceStep, target: LanguageModel, numbers: boo
             screen.show(parts)
 
 
-def _time(options: DemoOptions, screen: "Screen", target: LanguageModel, drafter, sentences, keys, shapes) -> None:
+def _time(
+    options: DemoOptions, screen: "Screen", target: LanguageModel, drafter, sentences, keys, shapes
+) -> None:
     """Times plain and speculative decoding in turn, and prints how they compare.
 
     `shapes` has the number of a sentence of each padded length.
     """
-    decode = lambda number, **how: generate(target, [sentences[number]], key=keys[number : number + 1], **how)
+
+    def decode(number, **how):
+        return generate(target, [sentences[number]], key=keys[number : number + 1], **how)
+
     gamma = options.gamma_of(options.wanted, options.shape())
     speculative = dict(drafter=drafter, gamma=gamma, tree=options.shape(), **options.decoding())
     variants: dict[str, Callable[[int], GenerationResult]] = {
@@ -274,9 +338,13 @@ class Screen:
         self._console = Console()
         self._colours = self._console.is_terminal and "NO_COLOR" not in os.environ
         self._picture = Console(
-            file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", width=_COLUMNS,
-            legacy_windows=False
-        )  # fmt: skip
+            file=io.StringIO(),
+            record=True,
+            force_terminal=True,
+            color_system="truecolor",
+            width=_COLUMNS,
+            legacy_windows=False,
+        )
 
     def say(self, text: str) -> None:
         """Prints plain text."""
@@ -296,7 +364,9 @@ class Screen:
         if path:
             svg = self._picture.export_svg(title="specdec demo", unique_id="specdec")
             svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
-            write_file(path, svg.replace("Fira Code", "ui-monospace, SFMono-Regular, Menlo, Consolas"))
+            write_file(
+                path, svg.replace("Fira Code", "ui-monospace, SFMono-Regular, Menlo, Consolas")
+            )
 
 
 def _proposal(options: DemoOptions) -> str:
@@ -304,7 +374,9 @@ def _proposal(options: DemoOptions) -> str:
     gamma, tree = options.wanted, options.shape()
     if tree is not None:
         return f"a tree of up to {tree.size - 1 if isinstance(gamma, str) else gamma} tokens"
-    most = gamma if gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else autotune.FIXED
+    most = (
+        gamma if gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else autotune.FIXED
+    )
     return f"up to {most} tokens"
 
 
@@ -365,9 +437,11 @@ def comparison(variants, numbers: Sequence[int], repeats: int) -> str:
         f"{seconds[name][middle]:.4g} s"
         for name in variants
     ]
-    return "\n".join([
-        *lines,
-        f"ratio        {ratios[middle]:8.2f}, the middle of {repeats} {passes} ({min(ratios):.2f} to "
-        f"{max(ratios):.2f}); the times are that pass's",
-        f"{tokens['speculative'] / calls:.2f} tokens per target call",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *lines,
+            f"ratio        {ratios[middle]:8.2f}, the middle of {repeats} {passes} ({min(ratios):.2f} to "
+            f"{max(ratios):.2f}); the times are that pass's",
+            f"{tokens['speculative'] / calls:.2f} tokens per target call",
+        ]
+    )

@@ -32,9 +32,17 @@ _SHAPE = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder
 _RECORD = "distill.json"
 # The settings that decide the outputs, besides the sources.
 _DECIDING = (
-    "target", "max_sources", "greedy", "samples", "temperature", "max_new_tokens", "batch_size", "shard_size", "seed",
+    "target",
+    "max_sources",
+    "greedy",
+    "samples",
+    "temperature",
+    "max_new_tokens",
+    "batch_size",
+    "shard_size",
+    "seed",
     "dtype",
-)  # fmt: skip
+)
 _CONTENTS = ("vocabulary's contents", "target's contents")
 
 
@@ -42,9 +50,12 @@ _CONTENTS = ("vocabulary's contents", "target's contents")
 class DistillConfig:
     """Settings of `specdec distill`; each field's help is in its metadata."""
 
-    target: str | None = option(None, "model to learn from: a checkpoint's folder or a bundled name")
+    target: str | None = option(
+        None, "model to learn from: a checkpoint's folder or a bundled name"
+    )
     drafter: str | None = option(
-        None, "model to start from, with the target's vocabulary (--drafter_shape makes a new one instead)"
+        None,
+        "model to start from, with the target's vocabulary (--drafter_shape makes a new one instead)",
     )
     drafter_shape: tuple[int, ...] = option(
         (),
@@ -54,22 +65,32 @@ class DistillConfig:
     source_files: tuple[str, ...] = option(
         (), "UTF-8 text, gzip or not, one source a line (what follows a tab is ignored); repeatable"
     )
-    validation_files: tuple[str, ...] = option((), "sources for validation, given like --source_files; repeatable")
+    validation_files: tuple[str, ...] = option(
+        (), "sources for validation, given like --source_files; repeatable"
+    )
     data_dir: str = option("", "folder to which the names of the files are relative")
     output_dir: str | None = option(None, "folder of the run; a run that is there is resumed")
     max_sources: int = option(0, "sources to take from each file, evenly spread; 0: all")
     greedy: bool = option(True, "train and validate on the target's argmax output for every source")
-    samples: int = option(0, "train and validate on this many samples of the target for every source")
+    samples: int = option(
+        0, "train and validate on this many samples of the target for every source"
+    )
     temperature: float = option(1.0, "temperature of the samples")
     max_new_tokens: int = option(64, "maximum length of an output, in tokens; a longer one is cut")
     batch_size: int = option(64, "sources decoded together")
-    shard_size: int = option(2048, "sources whose outputs are written together; a kill loses at most as many")
-    distill_weight: float = option(1.0, "w in the loss of every token, (1 - w) * cross-entropy + w * divergence")
+    shard_size: int = option(
+        2048, "sources whose outputs are written together; a kill loses at most as many"
+    )
+    distill_weight: float = option(
+        1.0, "w in the loss of every token, (1 - w) * cross-entropy + w * divergence"
+    )
     divergence: str = option(
-        "forward_kl", f"divergence from the target's distribution: {', '.join(DIVERGENCES)} (= 1 - alpha)"
+        "forward_kl",
+        f"divergence from the target's distribution: {', '.join(DIVERGENCES)} (= 1 - alpha)",
     )
     distill_temperature: float = option(
-        1.0, "temperature of the target's distribution in the divergence; below 1 its argmax counts more"
+        1.0,
+        "temperature of the target's distribution in the divergence; below 1 its argmax counts more",
     )
     select: str = option(
         "loss",
@@ -77,19 +98,32 @@ class DistillConfig:
         "agreement (at 0)",
     )
     steps: int = option(2000, "optimiser steps in all")
-    warmup_steps: int | None = option(None, "steps of linear warm-up at the start (default: a twentieth of --steps)")
-    decay_steps: int | None = option(None, "steps of linear decay to zero at the end (default: a quarter of --steps)")
-    learning_rate: float = option(0.01, "size of a step relative to the root mean square of the array it changes")
+    warmup_steps: int | None = option(
+        None, "steps of linear warm-up at the start (default: a twentieth of --steps)"
+    )
+    decay_steps: int | None = option(
+        None, "steps of linear decay to zero at the end (default: a quarter of --steps)"
+    )
+    learning_rate: float = option(
+        0.01, "size of a step relative to the root mean square of the array it changes"
+    )
     batch_tokens: int = option(4096, "padded pieces on the longer side of a batch")
     buckets: tuple[int, ...] = option(
-        (8, 10, 12, 14, 16, 20, 24, 32, 48, 64), "padded lengths, ascending; longer sources are left out"
+        (8, 10, 12, 14, 16, 20, 24, 32, 48, 64),
+        "padded lengths, ascending; longer sources are left out",
     )
-    seed: int = option(0, "seed of the samples, the drafter's initial parameters and the order of the batches")
+    seed: int = option(
+        0, "seed of the samples, the drafter's initial parameters and the order of the batches"
+    )
     log_every: int = option(20, "steps between two records in the log")
     save_every: int = option(100, "steps between two checkpoints")
     evaluate_every: int = option(200, "steps between two validations")
-    dtype: str | None = option(None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)")
-    matmul_dtype: str | None = option(None, "dtype to which operands of products are rounded (default: they are not)")
+    dtype: str | None = option(
+        None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)"
+    )
+    matmul_dtype: str | None = option(
+        None, "dtype to which operands of products are rounded (default: they are not)"
+    )
 
     def check(self) -> None:
         """Raises ValueError for settings that can be seen to be wrong before a model is loaded."""
@@ -104,20 +138,31 @@ class DistillConfig:
         for name in ("source_files", "validation_files"):
             for path in self.paths(name):
                 if not path.is_file():
-                    raise ValueError(f"{name}: got {str(path)!r}, which is no file, expected a UTF-8 text file")
+                    raise ValueError(
+                        f"{name}: got {str(path)!r}, which is no file, expected a UTF-8 text file"
+                    )
         if bool(self.drafter) == bool(self.drafter_shape):
             got = "both" if self.drafter else "nothing"
             raise ValueError(f"drafter, drafter_shape: got {got}, expected one of them")
         if self.drafter_shape and len(self.drafter_shape) != len(_SHAPE):
-            raise ValueError(f"drafter_shape: got {self.drafter_shape}, expected {', '.join(_SHAPE)}")
-        at_least(1, max_new_tokens=self.max_new_tokens, batch_size=self.batch_size, shard_size=self.shard_size)
+            raise ValueError(
+                f"drafter_shape: got {self.drafter_shape}, expected {', '.join(_SHAPE)}"
+            )
+        at_least(
+            1,
+            max_new_tokens=self.max_new_tokens,
+            batch_size=self.batch_size,
+            shard_size=self.shard_size,
+        )
         at_least(0, max_sources=self.max_sources, samples=self.samples)
         if not self.greedy and not self.samples:
             raise ValueError(
                 "samples: got 0 without greedy outputs, expected at least 1: there is nothing to learn from"
             )
         if self.samples and not 0 < self.temperature < float("inf"):
-            raise ValueError(f"temperature: got {self.temperature}, expected a positive number (greedy is 0)")
+            raise ValueError(
+                f"temperature: got {self.temperature}, expected a positive number (greedy is 0)"
+            )
         batches.check_buckets(self.buckets, self.batch_tokens)
         if self.max_new_tokens > self.buckets[-1]:
             expected = f"at most the longest bucket, {self.buckets[-1]}"
@@ -133,20 +178,43 @@ class DistillConfig:
         shape: dict[str, Any] = dict(zip(_SHAPE, self.drafter_shape))
         if shape and not shape["num_encoder_layers"]:
             shape["encoder_dim"] = target.emb_dim
-        return dataclasses.replace(network, **shape, dtype="float32", matmul_dtype=self.matmul_dtype)
+        return dataclasses.replace(
+            network, **shape, dtype="float32", matmul_dtype=self.matmul_dtype
+        )
 
-    def training(self, model: T5Config, vocabulary_size: int, train_files, validation_files) -> TrainConfig:
+    def training(
+        self, model: T5Config, vocabulary_size: int, train_files, validation_files
+    ) -> TrainConfig:
         """Returns the settings of the second stage."""
         same = (
-            "output_dir", "steps", "warmup_steps", "decay_steps", "learning_rate", "batch_tokens", "buckets",
-            "distill_weight", "divergence", "distill_temperature", "select", "seed", "log_every", "save_every",
-            "evaluate_every", "dtype",
-        )  # fmt: skip
+            "output_dir",
+            "steps",
+            "warmup_steps",
+            "decay_steps",
+            "learning_rate",
+            "batch_tokens",
+            "buckets",
+            "distill_weight",
+            "divergence",
+            "distill_temperature",
+            "select",
+            "seed",
+            "log_every",
+            "save_every",
+            "evaluate_every",
+            "dtype",
+        )
         return TrainConfig(
-            model=model, train_files=train_files, validation_files=validation_files, data_dir=str(self.output_dir),
-            initialise_from=self.drafter, vocabulary_size=vocabulary_size, teacher=self.target, label_smoothing=0.0,
+            model=model,
+            train_files=train_files,
+            validation_files=validation_files,
+            data_dir=str(self.output_dir),
+            initialise_from=self.drafter,
+            vocabulary_size=vocabulary_size,
+            teacher=self.target,
+            label_smoothing=0.0,
             **{name: getattr(self, name) for name in same},
-        )  # fmt: skip
+        )
 
 
 def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> dict:
@@ -171,7 +239,11 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     target = t5_only("target", loader.load_shape(config.target))
     model = config.shape(target)
     if target.encoder_dim is not None or model.encoder_dim not in (None, target.emb_dim):
-        got = "no encoder" if target.encoder_dim is not None else f"an encoder of width {target.emb_dim}"
+        got = (
+            "no encoder"
+            if target.encoder_dim is not None
+            else f"an encoder of width {target.emb_dim}"
+        )
         expected = f"one of width {model.encoder_dim}" if model.encoder_dim else "one of its own"
         raise ValueError(f"target: got {config.target} with {got}, expected {expected}")
     vocabulary = _vocabulary(config, target.vocab_size)
@@ -180,10 +252,11 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
         parts[f"validation-{number}"] = _sources(config, [path])
     jobs = plan_jobs(config, vocabulary, target.vocab_size, parts)
     training = config.training(
-        model, vocabulary.size,
+        model,
+        vocabulary.size,
         [plan.path.name for plan in jobs if plan.path.name.startswith("outputs-train")],
         [plan.path.name for plan in jobs if plan.path.name.startswith("outputs-validation")],
-    )  # fmt: skip
+    )
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
     read, kinds = sum(map(len, parts.values())), len(jobs) // len(parts)
     used = sum(len(plan.texts) for plan in jobs) // kinds
@@ -206,7 +279,9 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
             begun()
             write_outputs(config, target_model, jobs, console)
     params = train.fit(training, begun)
-    held_out = [text for part, texts in parts.items() if part != "train" for text in texts if text.strip()]
+    held_out = [
+        text for part, texts in parts.items() if part != "train" for text in texts if text.strip()
+    ]
     write_file(output / distill_lines.VALIDATION, "".join(f"{text}\n" for text in held_out))
     for line in distill_lines.outcome(config):
         console.print(line, markup=False)
@@ -221,7 +296,9 @@ def _vocabulary(config: DistillConfig, width: int) -> Vocabulary:
     if config.drafter:
         check_same("drafter", of_checkpoint(config.drafter, "drafter"), "the target", ids)
         if (got := loader.load_shape(config.drafter).vocab_size) != width:
-            raise ValueError(f"drafter: got {got} logits, expected {width}, as many as the target's")
+            raise ValueError(
+                f"drafter: got {got} logits, expected {width}, as many as the target's"
+            )
     return ids.vocabulary
 
 
@@ -234,7 +311,9 @@ def _sources(config: DistillConfig, paths) -> list[str]:
     return sources
 
 
-def _record(path: pathlib.Path, config: DistillConfig, parts: dict[str, list[str]], contents: dict[str, str]) -> None:
+def _record(
+    path: pathlib.Path, config: DistillConfig, parts: dict[str, list[str]], contents: dict[str, str]
+) -> None:
     """Writes the settings that decide the outputs to `path`, or compares them with those of the run
     that is resumed.
 
@@ -251,5 +330,7 @@ def _record(path: pathlib.Path, config: DistillConfig, parts: dict[str, list[str
     for name in before | settings:
         got, expected = settings.get(name), before.get(name)
         if got != expected:
-            raise ValueError(f"{name}: got {got}, expected {expected}, as for the outputs in {path.parent}")
+            raise ValueError(
+                f"{name}: got {got}, expected {expected}, as for the outputs in {path.parent}"
+            )
     write_file(path, json.dumps(settings, indent=1) + "\n")

@@ -43,7 +43,9 @@ class Settings(Protocol):
 # The start.
 
 
-def needs(config: Settings, training: TrainConfig, target: ModelConfig, jobs: Sequence[Job]) -> list[str]:
+def needs(
+    config: Settings, training: TrainConfig, target: ModelConfig, jobs: Sequence[Job]
+) -> list[str]:
     """Returns lines on what the rest of a run takes: outputs, steps, disk, and about how long.
 
     Args:
@@ -74,7 +76,12 @@ def _steps_done(output: pathlib.Path) -> int:
 
 
 def _operations(
-    training: TrainConfig, missing: Sequence[Job], jobs: Sequence[Job], steps: int, target: int, drafter: int
+    training: TrainConfig,
+    missing: Sequence[Job],
+    jobs: Sequence[Job],
+    steps: int,
+    target: int,
+    drafter: int,
 ) -> tuple[float, float]:
     """Returns the operations of products in both stages, two for each parameter and token.
 
@@ -82,7 +89,11 @@ def _operations(
     times its pass, and passes the target; a validation passes both.
     """
     tokens = sum(sum(map(len, plan.sources)) * plan.per_source for plan in missing)
-    validated = sum(sum(map(len, plan.sources)) * plan.per_source for plan in jobs if "validation" in plan.path.name)
+    validated = sum(
+        sum(map(len, plan.sources)) * plan.per_source
+        for plan in jobs
+        if "validation" in plan.path.name
+    )
     validations = math.ceil(steps / training.evaluate_every) * validated
     return 2 * target * tokens, 2 * (
         (3 * drafter + target) * steps * training.batch_tokens + (drafter + target) * validations
@@ -113,13 +124,24 @@ def outcome(config: Settings) -> list[str]:
     """Returns lines on what a finished run came to: which step was kept, before and after, and the
     next command."""
     output = pathlib.Path(str(config.output_dir))
-    records = [json.loads(line) for line in (output / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = [
+        json.loads(line) for line in (output / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     validations = {record["step"]: record for record in records if "validation_loss" in record}
     kept = Checkpoints(output.absolute(), select=config.select).best.best_step()
     lines = _comparison(validations, kept, config.select)
     how = [] if config.greedy else ["--temperature=1"]
-    command = ["specdec", "benchmark", f"--target={config.target}", f"--drafter={output / 'model'}", *how]
-    return [*lines, f"next: {shlex.join([*command, f'--input_file={output / VALIDATION}', '--limit=100'])}"]
+    command = [
+        "specdec",
+        "benchmark",
+        f"--target={config.target}",
+        f"--drafter={output / 'model'}",
+        *how,
+    ]
+    return [
+        *lines,
+        f"next: {shlex.join([*command, f'--input_file={output / VALIDATION}', '--limit=100'])}",
+    ]
 
 
 def _comparison(validations: dict[int, dict[str, Any]], kept: int | None, select: str) -> list[str]:
@@ -129,7 +151,9 @@ def _comparison(validations: dict[int, dict[str, Any]], kept: int | None, select
     last = max(validations)
     if before is None:
         shown = ", ".join(f"{name} {after[name]:.4f}" for name in _FIGURES)
-        return [f"kept: step {kept} of {last}, the best by {select}: {shown} on the target's outputs for other sources"]
+        return [
+            f"kept: step {kept} of {last}, the best by {select}: {shown} on the target's outputs for other sources"
+        ]
     shown = ", ".join(f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in _FIGURES)
     if kept == 0:
         return [f"kept: the drafter as it was: by {select} no step was better ({shown})"]
@@ -137,5 +161,7 @@ def _comparison(validations: dict[int, dict[str, Any]], kept: int | None, select
     for name in _FIGURES:
         if after[name] < before[name]:
             other = f"; --select={name} keeps the step that is best by it" if select != name else ""
-            lines.append(f"worse than it began: {name} fell by {before[name] - after[name]:.4f}{other}")
+            lines.append(
+                f"worse than it began: {name} fell by {before[name] - after[name]:.4f}{other}"
+            )
     return lines

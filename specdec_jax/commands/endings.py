@@ -56,7 +56,9 @@ class Endings:
         """
         if self._cut:
             plural = "s" * (self._outputs != 1)
-            self.say(f"{self._cut} of {self._outputs} output{plural} ended by length: {self._limit}")
+            self.say(
+                f"{self._cut} of {self._outputs} output{plural} ended by length: {self._limit}"
+            )
         if self._without_draft:
             self.say(
                 f"{listed('sentence', self._without_draft, inputs)}: the drafter gave logits that are not finite "

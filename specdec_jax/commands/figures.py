@@ -36,7 +36,9 @@ def check_page(name: str, path: str) -> None:
 def run(options: FiguresOptions) -> None:
     """Runs `specdec figures`."""
     options.check()
-    read = [(pathlib.Path(path), record) for path in options.records for record in read_records(path)]
+    read = [
+        (pathlib.Path(path), record) for path in options.records for record in read_records(path)
+    ]
     if len(read) > MOST_ITEMS:
         raise ValueError(f"records: got {len(read)} records, expected at most {MOST_ITEMS}")
     write_file(options.output, report(read))

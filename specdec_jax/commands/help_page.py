@@ -11,39 +11,127 @@ from typing import Any
 # Flags of all commands, in the order of the page.
 GROUPS = {
     "models": (
-        "target", "drafter", "drafter_shape", "vocabulary", "dtype", "quantize", "gated_activation", "mesh",
-            "shard_drafter",
-        "shortlist_size", "shortlist", "drafter_int8",
+        "target",
+        "drafter",
+        "drafter_shape",
+        "vocabulary",
+        "dtype",
+        "quantize",
+        "gated_activation",
+        "mesh",
+        "shard_drafter",
+        "shortlist_size",
+        "shortlist",
+        "drafter_int8",
     ),
     "input and output": (
-        "records", "source", "format", "input_file", "limit", "sweep", "output_file", "output", "config", "json",
-            "plot",
-        "report", "picture", "trace", "stream", "source_files", "validation_files", "data_dir", "output_dir",
+        "records",
+        "source",
+        "format",
+        "input_file",
+        "limit",
+        "sweep",
+        "output_file",
+        "output",
+        "config",
+        "json",
+        "plot",
+        "report",
+        "picture",
+        "trace",
+        "stream",
+        "source_files",
+        "validation_files",
+        "data_dir",
+        "output_dir",
         "max_sources",
     ),
     "drafting and verifying": (
-        "gamma", "gamma_max", "gamma_policy", "gamma_settings", "tree", "tree_nodes", "verifier", "choose_verifier",
-        "lenience", "typical_epsilon", "typical_delta",
+        "gamma",
+        "gamma_max",
+        "gamma_policy",
+        "gamma_settings",
+        "tree",
+        "tree_nodes",
+        "verifier",
+        "choose_verifier",
+        "lenience",
+        "typical_epsilon",
+        "typical_delta",
     ),
     "sampling and lengths": (
-        "greedy", "samples", "generation_config", "temperature", "top_k", "top_p", "min_p", "seed", "num_samples",
-        "max_new_tokens", "min_new_tokens", "stop", "repetition_penalty", "no_repeat_ngram", "forbidden_tokens",
-        "forced_tokens", "logit_bias",
+        "greedy",
+        "samples",
+        "generation_config",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "num_samples",
+        "max_new_tokens",
+        "min_new_tokens",
+        "stop",
+        "repetition_penalty",
+        "no_repeat_ngram",
+        "forbidden_tokens",
+        "forced_tokens",
+        "logit_bias",
     ),
     "beam search": (
-        "num_beams", "beam_style", "length_penalty", "early_stopping", "num_return_sequences", "beam_width",
+        "num_beams",
+        "beam_style",
+        "length_penalty",
+        "early_stopping",
+        "num_return_sequences",
+        "beam_width",
     ),
-    "batches and limits": ("batch_size", "max_input_length", "deadline", "non_finite", "shard_size"),
-    "seqio tasks instead of sentences": ("task", "split", "module_import", "score_targets", "tfds_data_dir"),
+    "batches and limits": (
+        "batch_size",
+        "max_input_length",
+        "deadline",
+        "non_finite",
+        "shard_size",
+    ),
+    "seqio tasks instead of sentences": (
+        "task",
+        "split",
+        "module_import",
+        "score_targets",
+        "tfds_data_dir",
+    ),
     "what is measured": ("repeats", "widths", "compare_alpha", "against", "suite"),
-    "random weights instead of models": ("preset", "drafter_preset", "input_length", "synthetic_alpha"),
+    "random weights instead of models": (
+        "preset",
+        "drafter_preset",
+        "input_length",
+        "synthetic_alpha",
+    ),
     "the table": ("order", "continuations", "sampled"),
     "training": (
-        "distill_weight", "divergence", "distill_temperature", "select", "steps", "warmup_steps", "decay_steps",
-        "learning_rate", "batch_tokens", "buckets", "matmul_dtype", "log_every", "save_every", "evaluate_every",
+        "distill_weight",
+        "divergence",
+        "distill_temperature",
+        "select",
+        "steps",
+        "warmup_steps",
+        "decay_steps",
+        "learning_rate",
+        "batch_tokens",
+        "buckets",
+        "matmul_dtype",
+        "log_every",
+        "save_every",
+        "evaluate_every",
     ),
-    "settings, cache and errors": ("gin_file", "gin_search_paths", "compilation_cache_dir", "debug", "help"),
-}  # fmt: skip
+    "settings, cache and errors": (
+        "gin_file",
+        "gin_search_paths",
+        "compilation_cache_dir",
+        "debug",
+        "help",
+    ),
+}
 
 _PAIR = "--target=ende/target --drafter=ende/drafter"
 EXAMPLES = {
@@ -63,25 +151,35 @@ EXAMPLES = {
         f"specdec benchmark {_PAIR} --num_beams=4 --gamma=1,2,3 --beam_width=6,8",
         "specdec benchmark --preset=t5_1_1/small --drafter=lookup --gamma=3 --synthetic_alpha=0.75",
     ),
-    "measure": (f"specdec measure {_PAIR} --temperature=1 --plot=figure.png --output=measured.json",),
+    "measure": (
+        f"specdec measure {_PAIR} --temperature=1 --plot=figure.png --output=measured.json",
+    ),
     "figures": (
         "specdec figures --output=report.html",
         "specdec figures --records=record.json --records=measured.json",
     ),
     "tune": (f"specdec tune {_PAIR} --config=tuned.gin",),
-    "count": ("specdec count --target=ende/target --input_file=translations.txt --order=2 --output=bigrams.npz",),
+    "count": (
+        "specdec count --target=ende/target --input_file=translations.txt --order=2 --output=bigrams.npz",
+    ),
     "convert": ("specdec convert --source=ende/target --output=target-t5x --format=t5x",),
     "distill": (
         f"specdec distill {_PAIR} --source_files=configs/examples/train.tsv "
         "--validation_files=configs/examples/validation.tsv --output_dir=runs/drafter --steps=20 --batch_tokens=512",
     ),
-    "train": (r"specdec train --gin_file=configs/examples/train.gin --gin.OUTPUT_DIR=\"runs/smoke\"",),
-    "train_heads": (r"specdec train_heads --gin_file=configs/examples/heads.gin --gin.OUTPUT_DIR=\"runs/heads\"",),
+    "train": (
+        r"specdec train --gin_file=configs/examples/train.gin --gin.OUTPUT_DIR=\"runs/smoke\"",
+    ),
+    "train_heads": (
+        r"specdec train_heads --gin_file=configs/examples/heads.gin --gin.OUTPUT_DIR=\"runs/heads\"",
+    ),
 }
 _INDENT, _WIDEST = 28, 100
 
 
-def page(name: str, summary: str, arguments: str, cls: type, names: Sequence[str], flags: Any) -> str:
+def page(
+    name: str, summary: str, arguments: str, cls: type, names: Sequence[str], flags: Any
+) -> str:
     """Returns the help of a command.
 
     Args:
@@ -92,16 +190,30 @@ def page(name: str, summary: str, arguments: str, cls: type, names: Sequence[str
       flags: absl's flags by name.
     """
     width = min(shutil.get_terminal_size((88, 24)).columns, _WIDEST) - 1
-    lines = [f"usage: specdec {name} [flags] {arguments}".rstrip(), "", *textwrap.wrap(summary, width), "", "examples:"]
+    lines = [
+        f"usage: specdec {name} [flags] {arguments}".rstrip(),
+        "",
+        *textwrap.wrap(summary, width),
+        "",
+        "examples:",
+    ]
     lines += [f"  {example}" for example in EXAMPLES[name]]
     for title, members in GROUPS.items():
-        found = [flag for flag in members if flag in names or flag in GROUPS["settings, cache and errors"]]
+        found = [
+            flag
+            for flag in members
+            if flag in names or flag in GROUPS["settings, cache and errors"]
+        ]
         if found:
             lines += ["", f"{title}:"]
             lines += [line for flag in found for line in _flag(flag, flags[flag], width)]
     fields = ", ".join(field.name for field in dataclasses.fields(cls))
     settings = f"{cls.__name__} has " + ("the flags above" if names else fields)
-    lines += _entry("--gin.NAME=value", f"one gin binding, {cls.__name__}.FIELD=value; repeatable; {settings}", width)
+    lines += _entry(
+        "--gin.NAME=value",
+        f"one gin binding, {cls.__name__}.FIELD=value; repeatable; {settings}",
+        width,
+    )
     return "\n".join(lines if names else [*lines, "", *_attributes(cls, width)])
 
 
@@ -111,7 +223,9 @@ def _attributes(cls: type, width: int) -> list[str]:
     return [
         line
         for item in items
-        for line in textwrap.wrap(" ".join(item.split()), width, initial_indent="  ", subsequent_indent="      ")
+        for line in textwrap.wrap(
+            " ".join(item.split()), width, initial_indent="  ", subsequent_indent="      "
+        )
     ]
 
 
@@ -120,13 +234,19 @@ def _flag(name: str, flag: Any, width: int) -> list[str]:
     shown = ",".join(flag.default) if isinstance(flag.default, list) else flag.default
     given = shown is not None and shown is not False and shown != ""
     return _entry(
-        f"--[no]{name}" if shown is True else f"--{name}", text + (f" (default: {shown})" if given else ""), width
+        f"--[no]{name}" if shown is True else f"--{name}",
+        text + (f" (default: {shown})" if given else ""),
+        width,
     )
 
 
 def _entry(name: str, text: str, width: int) -> list[str]:
     start = f"  {name}".ljust(_INDENT - 1) + " "
     return textwrap.wrap(
-        text, max(width, 2 * _INDENT), initial_indent=start, subsequent_indent=" " * _INDENT, break_long_words=False,
+        text,
+        max(width, 2 * _INDENT),
+        initial_indent=start,
+        subsequent_indent=" " * _INDENT,
+        break_long_words=False,
         break_on_hyphens=False,
-    )  # fmt: skip
+    )

@@ -59,7 +59,10 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command(
-        "Shows and times speculative decoding.", "commands.demo", "DemoOptions", arguments="[--] [sentence ...]"
+        "Shows and times speculative decoding.",
+        "commands.demo",
+        "DemoOptions",
+        arguments="[--] [sentence ...]",
     ),
     "generate": Command(
         "Decodes sentences from arguments, a file or standard input, or the examples of a seqio task.",
@@ -67,15 +70,29 @@ COMMANDS = {
         "GenerateOptions",
         arguments="[--] [sentence ...]",
     ),
-    "benchmark": Command("Times plain against speculative decoding.", "commands.suite", "BenchmarkOptions"),
-    "measure": Command("Measures acceptance and costs, and what they promise.", "commands.measure", "MeasureOptions"),
-    "figures": Command(
-        "Draws the paper's tables and figures, and measured records.", "commands.figures", "FiguresOptions"
+    "benchmark": Command(
+        "Times plain against speculative decoding.", "commands.suite", "BenchmarkOptions"
     ),
-    "tune": Command("Chooses the number of drafted tokens, and writes a gin file.", "commands.tune", "TuneOptions"),
+    "measure": Command(
+        "Measures acceptance and costs, and what they promise.",
+        "commands.measure",
+        "MeasureOptions",
+    ),
+    "figures": Command(
+        "Draws the paper's tables and figures, and measured records.",
+        "commands.figures",
+        "FiguresOptions",
+    ),
+    "tune": Command(
+        "Chooses the number of drafted tokens, and writes a gin file.",
+        "commands.tune",
+        "TuneOptions",
+    ),
     "count": Command("Counts an n-gram table to draft with.", "commands.count", "CountOptions"),
     "convert": Command(
-        "Writes a checkpoint in another format: Hugging Face, T5X, our own.", "commands.convert", "ConvertOptions"
+        "Writes a checkpoint in another format: Hugging Face, T5X, our own.",
+        "commands.convert",
+        "ConvertOptions",
     ),
     "distill": Command(
         "Trains a drafter on a target's outputs and distributions, or resumes a run.",
@@ -127,7 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):  # the error that is printed next matters more
             _flush()
         # Commands number sentences from 1, like the lines of a file.
-        text = f"sentence {error.input + 1}: {error.reason}" if isinstance(error, NonFiniteLogitsError) else str(error)
+        text = (
+            f"sentence {error.input + 1}: {error.reason}"
+            if isinstance(error, NonFiniteLogitsError)
+            else str(error)
+        )
         _say(f"error: {' '.join(text.split())}")
         return 1 if isinstance(error, CheckFailed) else 2
 
@@ -148,7 +169,9 @@ def _flush(*streams) -> None:
         try:
             stream.flush()
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter's last flush must not fail too
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), stream.fileno()
+            )  # the interpreter's last flush must not fail too
             if stream is sys.stdout:
                 raise
 
@@ -169,7 +192,16 @@ def _main(argv: list[str]) -> int:
     arguments = _parsed(values, rest, command)
     paths.expand_flags(values, ("gin_file", "gin_search_paths", "compilation_cache_dir"))
     if values.help:
-        print(help_page.page(name, command.summary, command.arguments, cls, [field.name for field in fields], values))
+        print(
+            help_page.page(
+                name,
+                command.summary,
+                command.arguments,
+                cls,
+                [field.name for field in fields],
+                values,
+            )
+        )
         return 0
     if arguments and not command.arguments:
         raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
@@ -179,14 +211,18 @@ def _main(argv: list[str]) -> int:
     keep_programs(values.compilation_cache_dir)
 
     # What may be killed and resumed records its settings when it begins.
-    begun = {"begun": lambda: paths.record(options, settings, unfinished=True)} if _resumes(run) else {}
+    begun = (
+        {"begun": lambda: paths.record(options, settings, unfinished=True)} if _resumes(run) else {}
+    )
     replaced = list(paths.replaced(options))
     if replaced and not getattr(options, "suite", None):  # whose options are checked row by row
         options.check()  # so that an error is the only line
     for file in replaced:
         print(f"{file}: this file is there and will be replaced", file=sys.stderr)
     problem = run(options, *([arguments] if command.arguments else []), **begun)
-    if not hasattr(options, "output_dir"):  # of a training, whose settings were recorded when it began
+    if not hasattr(
+        options, "output_dir"
+    ):  # of a training, whose settings were recorded when it began
         paths.record(options, settings)
     if isinstance(problem, str):
         raise CheckFailed(problem)
@@ -211,17 +247,24 @@ def _define_flags(cls: type, fields) -> flags.FlagValues:
         _define_flag(values, field, kinds[field.name])
     common: dict[str, Any] = {"flag_values": values}
     flags.DEFINE_multi_string(
-        "gin_file", [],
+        "gin_file",
+        [],
         "gin file with settings; repeatable, later files win; it is code: use none from a source you do not trust",
         **common,
-    )  # fmt: skip
-    flags.DEFINE_list("gin_search_paths", ["."], "folders in which gin files are looked up, comma-separated", **common)
+    )
+    flags.DEFINE_list(
+        "gin_search_paths",
+        ["."],
+        "folders in which gin files are looked up, comma-separated",
+        **common,
+    )
     flags.DEFINE_string(
-        "compilation_cache_dir", None,
+        "compilation_cache_dir",
+        None,
         "folder in which compiled programs are kept between runs; empty: nowhere (default: specdec_jax in your cache "
         "folder)",
         **common,
-    )  # fmt: skip
+    )
     flags.DEFINE_boolean("debug", False, "show the traceback of an error", **common)
     flags.DEFINE_boolean("help", False, "show this help", short_name="h", **common)
     return values
@@ -272,7 +315,9 @@ def _given(cls: type, fields, values: flags.FlagValues) -> dict[str, Any]:
             value: Any = values[field.name].value
             if isinstance(values[field.name].parser, flags.ListParser):
                 value = _numbers(field.name, value, typing.get_args(kinds[field.name])[0])
-            if {int, str} <= {*typing.get_args(kinds[field.name])} and re.fullmatch(r"[+-]?\d+", value):
+            if {int, str} <= {*typing.get_args(kinds[field.name])} and re.fullmatch(
+                r"[+-]?\d+", value
+            ):
                 value = int(value)
             given[field.name] = tuple(value) if isinstance(value, list) else value
     return given
@@ -283,7 +328,9 @@ def _numbers(name: str, items: list[str], kind: type) -> tuple[int | float, ...]
         return tuple(kind(item) for item in items)
     except ValueError:
         expected = {int: "integers", float: "numbers"}[kind]
-        raise UsageError(f"{name}: got {','.join(items)!r}, expected comma-separated {expected}") from None
+        raise UsageError(
+            f"{name}: got {','.join(items)!r}, expected comma-separated {expected}"
+        ) from None
 
 
 # gin.
@@ -306,16 +353,22 @@ def _split_gin(arguments: list[str]) -> tuple[list[str], list[str]]:
     return rest, bindings
 
 
-def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValues, bindings: list[str]) -> Any:
+def _options(
+    name: str, cls: type, given: dict[str, Any], values: flags.FlagValues, bindings: list[str]
+) -> Any:
     """Returns a command's options from defaults, gin and the given flags."""
     if not (values.gin_file or bindings):
         try:
             return cls(**given)
         except TypeError:  # fields without a default
-            raise UsageError(f"specdec {name}: got no settings, expected --gin_file or --gin.NAME=value") from None
+            raise UsageError(
+                f"specdec {name}: got no settings, expected --gin_file or --gin.NAME=value"
+            ) from None
     for file in values.gin_file:
         if not any(pathlib.Path(folder, file).is_file() for folder in values.gin_search_paths):
-            raise UsageError(f"gin_file: got {file!r}, expected a file in {', '.join(values.gin_search_paths)}")
+            raise UsageError(
+                f"gin_file: got {file!r}, expected a file in {', '.join(values.gin_search_paths)}"
+            )
     gin.clear_config()
     for folder in values.gin_search_paths:
         gin.add_config_file_search_path(folder)
@@ -327,15 +380,30 @@ def _options(name: str, cls: type, given: dict[str, Any], values: flags.FlagValu
             options = dataclasses.replace(options, **given)
     except RecursionError as error:
         where = ", ".join(values.gin_file) or "--gin.NAME=value"
-        raise UsageError(f"gin: {where}: got settings nested too deeply or in a circle, expected plain ones") from error
-    except (ValueError, SyntaxError, ImportError, NameError, AttributeError, TypeError, OSError, TokenError) as error:
+        raise UsageError(
+            f"gin: {where}: got settings nested too deeply or in a circle, expected plain ones"
+        ) from error
+    except (
+        ValueError,
+        SyntaxError,
+        ImportError,
+        NameError,
+        AttributeError,
+        TypeError,
+        OSError,
+        TokenError,
+    ) as error:
         text = str(error).partition(" in config string")[0][:500]
         named = not values.gin_file or any(file in text for file in values.gin_file)
-        raise UsageError(f"gin: {text if named else ', '.join(values.gin_file) + ': ' + text}") from error
+        raise UsageError(
+            f"gin: {text if named else ', '.join(values.gin_file) + ': ' + text}"
+        ) from error
     for field, kind in typing.get_type_hints(cls).items():
         value = getattr(options, field)
         if not _fits(value, kind):
-            raise UsageError(f"gin: {field}: got {value!r}, expected {getattr(kind, '__name__', kind)}")
+            raise UsageError(
+                f"gin: {field}: got {value!r}, expected {getattr(kind, '__name__', kind)}"
+            )
     used = gin.operative_config_str()
     for binding in bindings:
         key = binding.partition("=")[0].strip()
@@ -359,7 +427,9 @@ def _operative(options: Any, given: dict[str, Any] | None) -> str:
         text = f"from __gin__ import dynamic_registration\n\nfrom {'.'.join(package)} import {module}\n\n"
     else:
         text = gin.operative_config_str()
-        found = re.search(rf"^(\S*\b{cls.__name__})\.\w+ =", text, re.MULTILINE)  # gin's name of the class
+        found = re.search(
+            rf"^(\S*\b{cls.__name__})\.\w+ =", text, re.MULTILINE
+        )  # gin's name of the class
         name = found[1] if found else name
         text += "\n# Flags, which override what is above:\n" if given else ""
     return text + "".join(f"{name}.{field} = {value!r}\n" for field, value in given.items())
@@ -370,7 +440,9 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(kind, types.UnionType):
         return any(_fits(value, part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
-        return isinstance(value, list | tuple) and all(_fits(item, typing.get_args(kind)[0]) for item in value)
+        return isinstance(value, list | tuple) and all(
+            _fits(item, typing.get_args(kind)[0]) for item in value
+        )
     if kind in (int, float):
         return isinstance(value, int | kind) and not isinstance(value, bool)
     return isinstance(value, kind)
@@ -385,7 +457,12 @@ def _register(cls: type) -> None:
 
 
 def _overview() -> str:
-    lines = ["usage: specdec COMMAND [flags]", "", "Exact speculative decoding of T5-family and GPT-like models.", ""]
+    lines = [
+        "usage: specdec COMMAND [flags]",
+        "",
+        "Exact speculative decoding of T5-family and GPT-like models.",
+        "",
+    ]
     lines += [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "`specdec COMMAND --help` lists the flags of a command."])
 

@@ -18,25 +18,32 @@ from specdec_jax.files.writing import check_output, write_file
 class MeasureOptions(DecodingOptions):
     """Options of `specdec measure`."""
 
-    gamma_max: int = option(8, "compute the improvement for every number of drafted tokens up to this one")
+    gamma_max: int = option(
+        8, "compute the improvement for every number of drafted tokens up to this one"
+    )
     widths: tuple[int, ...] = option(
         (2, 3, 5, 9),
         "widths of the target calls that are timed, in positions, up to gamma_max + 1; v is interpolated in between",
     )
     input_file: str | None = option(
-        None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
+        None,
+        "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)",
     )
     limit: int = option(0, "read only this many lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
     compare_alpha: bool = option(
-        False, "also decode by token verification with gamma_max, and compare alpha as counted with alpha from the "
-        "models' distributions on the same positions; only for a drafting model in full precision without a shortlist"
-    )  # fmt: skip
-    repeats: int = option(3, "passes over the single steps, of which the median and the spread are reported")
+        False,
+        "also decode by token verification with gamma_max, and compare alpha as counted with alpha from the "
+        "models' distributions on the same positions; only for a drafting model in full precision without a shortlist",
+    )
+    repeats: int = option(
+        3, "passes over the single steps, of which the median and the spread are reported"
+    )
     output: str | None = option(
-        None, "file that the JSON record is written to; of it Tree.best takes acceptance.by_rank, verify_cost and "
-        "cost_ratio"
-    )  # fmt: skip
+        None,
+        "file that the JSON record is written to; of it Tree.best takes acceptance.by_rank, verify_cost and "
+        "cost_ratio",
+    )
     json: bool = option(False, "print the JSON record instead of the summary")
     plot: str | None = option(
         None,
@@ -64,7 +71,11 @@ class MeasureOptions(DecodingOptions):
     def timed_gammas(self) -> tuple[int, ...]:
         """The γ whose target calls are timed: those of the widths up to γ_max + 1, and γ_max
         itself."""
-        return (*sorted({width - 1 for width in self.widths if width <= self.gamma_max} | {self.gamma_max}),)
+        return (
+            *sorted(
+                {width - 1 for width in self.widths if width <= self.gamma_max} | {self.gamma_max}
+            ),
+        )
 
 
 def check_measured(options) -> None:
@@ -72,13 +83,17 @@ def check_measured(options) -> None:
     and limit."""
     DecodingOptions.check(options)
     if not options.drafter:
-        raise ValueError("drafter: got nothing, expected what `specdec generate --help` lists for --drafter")
+        raise ValueError(
+            "drafter: got nothing, expected what `specdec generate --help` lists for --drafter"
+        )
     if options.gamma_policy != "fixed":
         raise UnsupportedCombination(
             f"gamma_policy: got {options.gamma_policy!r}, expected fixed: gamma is what is chosen"
         )
     if options.mesh:
-        raise UnsupportedCombination(f"mesh: got {options.mesh!r}, expected none (one device is measured)")
+        raise UnsupportedCombination(
+            f"mesh: got {options.mesh!r}, expected none (one device is measured)"
+        )
     at_least(1, batch_size=options.batch_size, repeats=options.repeats)
     at_least(0, limit=options.limit)
 
@@ -88,7 +103,9 @@ def run(options: MeasureOptions) -> None:
     options.check()
     sentences = sentences_of(options.input_file, options.limit)
     target, drafter = options.load()
-    record = measure(target, drafter, analysis_variants.batches_of(target, sentences, options), options)
+    record = measure(
+        target, drafter, analysis_variants.batches_of(target, sentences, options), options
+    )
     text = json.dumps(record, indent=1)
     try:
         print(text if options.json else measure_summary(record))

@@ -13,8 +13,14 @@ from specdec_jax.speculative.sampling import SamplingConfig
 
 _USUAL = {field.name: field for field in dataclasses.fields(DecodingOptions)}
 _OF_SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram", "min_new_tokens",
-)  # fmt: skip
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "no_repeat_ngram",
+    "min_new_tokens",
+)
 _MOST = 2**20  # a limit that no option can exceed
 
 
@@ -45,7 +51,9 @@ class DefaultedOptions(DecodingOptions):
 
     def check_decoding(self) -> None:
         if self.generation_config not in (MODELS, "none"):
-            raise ValueError(f"generation_config: got {self.generation_config!r}, expected {MODELS} or none")
+            raise ValueError(
+                f"generation_config: got {self.generation_config!r}, expected {MODELS} or none"
+            )
         super().check_decoding()
 
     @property
@@ -53,13 +61,17 @@ class DefaultedOptions(DecodingOptions):
         return _MOST if self.max_new_tokens is None else self.max_new_tokens
 
     def sampling(self) -> SamplingConfig:
-        usual: dict[str, Any] = {name: _USUAL[name].default for name in _OF_SAMPLING if getattr(self, name) is None}
+        usual: dict[str, Any] = {
+            name: _USUAL[name].default for name in _OF_SAMPLING if getattr(self, name) is None
+        }
         return DecodingOptions.sampling(dataclasses.replace(self, **usual))
 
     def possible_sampling(self) -> SamplingConfig:
         if self.temperature is not None or self.generation_config != MODELS:
             return self.sampling()
-        return dataclasses.replace(self.sampling(), temperature=1.0)  # the model may sample by default
+        return dataclasses.replace(
+            self.sampling(), temperature=1.0
+        )  # the model may sample by default
 
     def decoding(self, plain: bool = False) -> dict[str, Any]:
         given = {name: value for name in _OF_SAMPLING if (value := getattr(self, name)) is not None}
@@ -67,7 +79,9 @@ class DefaultedOptions(DecodingOptions):
         for name in ("forbidden_tokens", "logit_bias", "forced_tokens"):
             given |= {name: getattr(chosen, name)} if getattr(self, name) else {}
         config = MODELS if self.generation_config == MODELS else None
-        return super().decoding(plain) | dict(sampling=SamplingChanges(given), generation_config=config)
+        return super().decoding(plain) | dict(
+            sampling=SamplingChanges(given), generation_config=config
+        )
 
     def defaults(self, target: LanguageModel) -> GenerationConfig:
         """Returns what counts where no flag is given."""
@@ -76,11 +90,17 @@ class DefaultedOptions(DecodingOptions):
     def limits(self, target: LanguageModel, lengths: list[int]) -> np.ndarray:
         """Returns the most new tokens after prompts of these lengths; 1 is the start token alone."""
         starts, name = np.maximum(lengths, 1), "--max_new_tokens"
-        return fill_limits(target, self.defaults(target), self.max_new_tokens, starts, "sentence", 1, name)
+        return fill_limits(
+            target, self.defaults(target), self.max_new_tokens, starts, "sentence", 1, name
+        )
 
     def limit_text(self, target: LanguageModel) -> str:
         """Returns what ends outputs by length."""
         defaults = self.defaults(target)
-        if self.max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length is not None:
+        if (
+            self.max_new_tokens is None
+            and defaults.max_new_tokens is None
+            and defaults.max_length is not None
+        ):
             return f"max_length={defaults.max_length}, a default of the model"
         return f"--max_new_tokens={int(max(self.limits(target, [1])))}"

@@ -64,14 +64,18 @@ class DecodingOptions:
         "0: all",
     )
     shortlist: str | None = option(
-        None, "table (.npz) of `specdec count` that says which ids are frequent (default: the vocabulary's first ids); "
-        "without --shortlist_size, all ids that it counted are proposed"
-    )  # fmt: skip
+        None,
+        "table (.npz) of `specdec count` that says which ids are frequent (default: the vocabulary's first ids); "
+        "without --shortlist_size, all ids that it counted are proposed",
+    )
     drafter_int8: bool = option(False, "let a drafting model multiply with weights of 8 bits")
     vocabulary: str | None = option(
-        None, "SentencePiece model or tokenizer.json of both models, for checkpoints that have none (T5X's)"
+        None,
+        "SentencePiece model or tokenizer.json of both models, for checkpoints that have none (T5X's)",
     )
-    dtype: str | None = option(None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)")
+    dtype: str | None = option(
+        None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)"
+    )
     quantize: str | None = option(
         None,
         "int8: round the target's weights to 8 bits while they are read (on an accelerator, or in float32 on a CPU); "
@@ -87,29 +91,42 @@ class DecodingOptions:
         "devices (default: one device)",
     )
     shard_drafter: bool = option(
-        False, "with --mesh: divide a drafting model like the target instead of copying it to every device"
+        False,
+        "with --mesh: divide a drafting model like the target instead of copying it to every device",
     )
-    temperature: float = option(0.0, "0: always the most probable token; above 0: sample, with logits divided by this")
+    temperature: float = option(
+        0.0, "0: always the most probable token; above 0: sample, with logits divided by this"
+    )
     top_k: int = option(0, "sample among the k most probable tokens; 0: among all")
-    top_p: float = option(1.0, "sample among the most probable tokens that together have at least this probability")
-    min_p: float = option(0.0, "sample among the tokens with at least this fraction of the greatest probability")
+    top_p: float = option(
+        1.0, "sample among the most probable tokens that together have at least this probability"
+    )
+    min_p: float = option(
+        0.0, "sample among the tokens with at least this fraction of the greatest probability"
+    )
     repetition_penalty: float = option(1.0, "above 1: make tokens that have occurred less probable")
-    no_repeat_ngram: int = option(0, "forbid tokens that would repeat an n-gram of this size; 0: none")
+    no_repeat_ngram: int = option(
+        0, "forbid tokens that would repeat an n-gram of this size; 0: none"
+    )
     min_new_tokens: int = option(0, "minimum length of an output, in tokens before EOS")
     forbidden_tokens: tuple[int, ...] = option((), "ids that are never chosen, comma-separated")
-    logit_bias: tuple[str, ...] = option((), "ID:NUMBER, a number to add to the logit of an id; repeatable")
+    logit_bias: tuple[str, ...] = option(
+        (), "ID:NUMBER, a number to add to the logit of an id; repeatable"
+    )
     forced_tokens: tuple[str, ...] = option(
         (), "PLACE:ID, the id that must stand at a place of the output, counted from 0; repeatable"
     )
     verifier: str = option("block", f"how drafts are verified: {', '.join(VERIFIERS)}")
     lenience: float | None = option(
-        None, "with --verifier=lenient: a token may come up to 1/lenience times as often as it should; 1 is exact"
+        None,
+        "with --verifier=lenient: a token may come up to 1/lenience times as often as it should; 1 is exact",
     )
     typical_epsilon: float | None = option(
         None, "with --verifier=typical: accept tokens above this probability (default: 0.09)"
     )
     typical_delta: float | None = option(
-        None, "with --verifier=typical: accept tokens above this times exp(-entropy) too (default: 0.3)"
+        None,
+        "with --verifier=typical: accept tokens above this times exp(-entropy) too (default: 0.3)",
     )
     gamma_policy: str = option(
         "fixed",
@@ -117,12 +134,17 @@ class DecodingOptions:
         f"(if that is auto: 4, of a tree all nodes, up to {MAX_GAMMA}): fixed, {', '.join(POLICIES)}",
     )
     gamma_settings: tuple[str, ...] = option(
-        (), "NAME:NUMBER, a setting of --gamma_policy; repeatable; "
-        + "; ".join(f"{name} has {', '.join(cls.numbers())}" for name, cls in POLICIES.items())
-    )  # fmt: skip
+        (),
+        "NAME:NUMBER, a setting of --gamma_policy; repeatable; "
+        + "; ".join(f"{name} has {', '.join(cls.numbers())}" for name, cls in POLICIES.items()),
+    )
     max_new_tokens: int = option(64, "maximum length of an output, in tokens")
-    max_input_length: int = option(512, "maximum length of an input, in tokens; a longer one is rejected, never cut")
-    seed: int = option(0, "seed of the sampling; input i draws from fold_in(key(seed), i), whatever its batch")
+    max_input_length: int = option(
+        512, "maximum length of an input, in tokens; a longer one is rejected, never cut"
+    )
+    seed: int = option(
+        0, "seed of the sampling; input i draws from fold_in(key(seed), i), whatever its batch"
+    )
 
     @property
     def token_limit(self) -> int:
@@ -132,12 +154,17 @@ class DecodingOptions:
     def sampling(self) -> SamplingConfig:
         """Returns how tokens are chosen."""
         return SamplingConfig(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty, no_repeat_ngram=self.no_repeat_ngram,
-            min_new_tokens=self.min_new_tokens, forbidden_tokens=self.forbidden_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            no_repeat_ngram=self.no_repeat_ngram,
+            min_new_tokens=self.min_new_tokens,
+            forbidden_tokens=self.forbidden_tokens,
             logit_bias=_pairs("logit_bias", self.logit_bias, float),
             forced_tokens=_pairs("forced_tokens", self.forced_tokens, int),
-        )  # fmt: skip
+        )
 
     def possible_sampling(self) -> SamplingConfig:
         """Returns `sampling`, as far as it is known before a model is loaded."""
@@ -151,17 +178,23 @@ class DecodingOptions:
         verify.
         """
         common: dict[str, Any] = dict(
-            sampling=self.sampling(), max_new_tokens=self.max_new_tokens, max_input_length=self.max_input_length,
+            sampling=self.sampling(),
+            max_new_tokens=self.max_new_tokens,
+            max_input_length=self.max_input_length,
             generation_config=None,
-        )  # fmt: skip
+        )
         if plain and self.verifier in LOSSY:
             return common
         return common | dict(
-            verifier=self.verifier, lenience=self.lenience, typical_epsilon=self.typical_epsilon,
+            verifier=self.verifier,
+            lenience=self.lenience,
+            typical_epsilon=self.typical_epsilon,
             typical_delta=self.typical_delta,
-        )  # fmt: skip
+        )
 
-    def gamma_of(self, gamma: int | str, tree: Tree | DynamicTree | None = None) -> int | str | Policy:
+    def gamma_of(
+        self, gamma: int | str, tree: Tree | DynamicTree | None = None
+    ) -> int | str | Policy:
         """Returns what `generate` takes as γ: `gamma` itself, or the policy with `gamma` (for
         "auto" 4, with `tree` all its nodes) as its maximum.
 
@@ -176,7 +209,9 @@ class DecodingOptions:
                 )
             return gamma
         if self.gamma_policy not in POLICIES:
-            raise ValueError(f"gamma_policy: got {self.gamma_policy!r}, expected one of fixed, {', '.join(POLICIES)}")
+            raise ValueError(
+                f"gamma_policy: got {self.gamma_policy!r}, expected one of fixed, {', '.join(POLICIES)}"
+            )
         policy = POLICIES[self.gamma_policy]
         for name in settings:
             if name not in policy.numbers():
@@ -201,12 +236,23 @@ class DecodingOptions:
         sampling = self.sampling()
         at_least(1, max_new_tokens=self.token_limit, max_input_length=self.max_input_length)
         if self.verifier not in VERIFIERS:
-            why = " (--synthetic_alpha of `specdec benchmark` times with it)" if self.verifier == SYNTHETIC.name else ""
-            raise ValueError(f"verifier: got {self.verifier!r}, expected one of {', '.join(VERIFIERS)}{why}")
+            why = (
+                " (--synthetic_alpha of `specdec benchmark` times with it)"
+                if self.verifier == SYNTHETIC.name
+                else ""
+            )
+            raise ValueError(
+                f"verifier: got {self.verifier!r}, expected one of {', '.join(VERIFIERS)}{why}"
+            )
         verifier_settings(
-            verifier_of(self.verifier), self.possible_sampling(), int(self.drafts), 1, lenience=self.lenience,
-            typical_epsilon=self.typical_epsilon, typical_delta=self.typical_delta,
-        )  # fmt: skip
+            verifier_of(self.verifier),
+            self.possible_sampling(),
+            int(self.drafts),
+            1,
+            lenience=self.lenience,
+            typical_epsilon=self.typical_epsilon,
+            typical_delta=self.typical_delta,
+        )
         if not self.drafts and (self.gamma_policy != "fixed" or self.gamma_settings):
             raise UnsupportedCombination(
                 f"gamma_policy: got {self.gamma_policy!r} for plain decoding, expected a drafter and gamma of at "
@@ -220,7 +266,9 @@ class DecodingOptions:
             raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
         self._check_quantize()
         if self.shard_drafter and not self.mesh:
-            raise UnsupportedCombination("shard_drafter: got True without a mesh, expected --mesh=DATAxMODEL too")
+            raise UnsupportedCombination(
+                "shard_drafter: got True without a mesh, expected --mesh=DATAxMODEL too"
+            )
         if self.mesh:
             ShardingRules(self.devices()).check_rows("batch_size", self.rows)
 
@@ -256,19 +304,25 @@ class DecodingOptions:
     def placement(self, drafts: bool) -> ShardingRules | None:
         """Returns how the target (or with `drafts` the drafter) is divided over the mesh, None
         without one."""
-        return ShardingRules(self.devices(), drafts and not self.shard_drafter) if self.mesh else None
+        return (
+            ShardingRules(self.devices(), drafts and not self.shard_drafter) if self.mesh else None
+        )
 
     def load(self, target: LanguageModel | None = None) -> tuple[LanguageModel, Drafter | None]:
         """Returns the target (unless it is given) and the drafter, if one is named.
 
         Raises ValueError for a drafter with another vocabulary.
         """
-        load = functools.partial(loader.load, dtype=self.dtype, vocabulary=self.vocabulary, mesh=self.devices())
+        load = functools.partial(
+            loader.load, dtype=self.dtype, vocabulary=self.vocabulary, mesh=self.devices()
+        )
         if self.drafter:
             check_drafter_name(self.drafter)
         target = target or load(self.target, quantize=self.quantize)
         if self.decoding()["generation_config"] is None and target.generation_config.fields():
-            print_line(f"{target.name}: decoding by the flags alone, without the model's own defaults")
+            print_line(
+                f"{target.name}: decoding by the flags alone, without the model's own defaults"
+            )
         load = functools.partial(load, replicate=bool(self.mesh) and not self.shard_drafter)
         self.sampling().rows(1, target.config.vocab_size)  # rejects ids that the vocabulary lacks
         drafter = named_drafter(self.drafter, target, load, self.reduced) if self.drafter else None
@@ -291,13 +345,17 @@ class DecodingOptions:
             )
         counts = np.asarray(table.unigram)
         size = self.shortlist_size or len({*np.flatnonzero(counts), *model.eos_ids})
-        return ModelDrafter(model, shortlist_from_counts(counts, size, model.eos_ids), self.drafter_int8)
+        return ModelDrafter(
+            model, shortlist_from_counts(counts, size, model.eos_ids), self.drafter_int8
+        )
 
     def reject_reduction(self) -> None:
         """Raises UnsupportedCombination for options about a drafting model if no model drafts."""
         for name in ("shortlist_size", "shortlist", "drafter_int8", "shard_drafter"):
             if getattr(self, name):
-                raise UnsupportedCombination(f"{name}: got {getattr(self, name)!r}, expected a drafter that is a model")
+                raise UnsupportedCombination(
+                    f"{name}: got {getattr(self, name)!r}, expected a drafter that is a model"
+                )
 
 
 def _pairs(name: str, items: Sequence[str], kind: type) -> dict[int, Any] | None:
@@ -308,7 +366,9 @@ def _pairs(name: str, items: Sequence[str], kind: type) -> dict[int, Any] | None
         expected = "integer:integer" if kind is int else "integer:number"
         raise ValueError(f"{name}: got {', '.join(items)!r}, expected {expected}") from None
     if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"{name}: got {', '.join(items)!r}, expected every integer before a colon once")
+        raise ValueError(
+            f"{name}: got {', '.join(items)!r}, expected every integer before a colon once"
+        )
     return dict(pairs) or None
 
 

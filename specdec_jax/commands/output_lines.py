@@ -15,7 +15,10 @@ def stats_record(stats: Stats) -> dict:
     """Returns a `Stats` as JSON values, without its rows."""
     values = stats._replace(per_row=None)._asdict()
     del values["per_row"]
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
+    }
 
 
 class Sentences(NamedTuple):
@@ -44,7 +47,11 @@ def _line(output: Output, as_json: bool) -> str:
 def to_json(record: dict[str, Any]) -> str:
     """Returns a record as one line of JSON; −inf, which JSON lacks, becomes null. Without an error,
     or a score, there is no field for it."""
-    record = {name: value for name, value in record.items() if value is not None or name not in ("score", "error")}
+    record = {
+        name: value
+        for name, value in record.items()
+        if value is not None or name not in ("score", "error")
+    }
     if "error" in record:
         record["error"] = record["error"].reason
 
@@ -53,7 +60,9 @@ def to_json(record: dict[str, Any]) -> str:
             return [finite(item) for item in value]
         return None if isinstance(value, float) and not np.isfinite(value) else value
 
-    return json.dumps({name: finite(value) for name, value in record.items()}, ensure_ascii=False, allow_nan=False)
+    return json.dumps(
+        {name: finite(value) for name, value in record.items()}, ensure_ascii=False, allow_nan=False
+    )
 
 
 def one_line(text: str) -> str:

@@ -14,9 +14,21 @@ from specdec_jax.files import writing
 # Options that are paths, of all commands; some may have other values too, such as the name of a
 # drafter.
 INPUTS = (
-    "target", "drafter", "shortlist", "vocabulary", "input_file", "source", "records", "source_files",
-    "validation_files", "train_files", "data_dir", "tfds_data_dir", "initialise_from", "teacher",
-)  # fmt: skip
+    "target",
+    "drafter",
+    "shortlist",
+    "vocabulary",
+    "input_file",
+    "source",
+    "records",
+    "source_files",
+    "validation_files",
+    "train_files",
+    "data_dir",
+    "tfds_data_dir",
+    "initialise_from",
+    "teacher",
+)
 OUTPUTS = ("output", "output_file", "output_dir", "config", "plot", "picture", "report")
 
 
@@ -25,8 +37,12 @@ def expanded(options: Any) -> Any:
 
     A shell leaves the `~` of `--target=~/model` as it is.
     """
-    names = [field.name for field in dataclasses.fields(options) if field.name in (*INPUTS, *OUTPUTS)]
-    return dataclasses.replace(options, **{name: _expanded(getattr(options, name)) for name in names})
+    names = [
+        field.name for field in dataclasses.fields(options) if field.name in (*INPUTS, *OUTPUTS)
+    ]
+    return dataclasses.replace(
+        options, **{name: _expanded(getattr(options, name)) for name in names}
+    )
 
 
 def expand_flags(values: flags.FlagValues, names: Sequence[str]) -> None:
@@ -46,7 +62,9 @@ def _expanded(value: Any) -> Any:
 def replaced(options: Any) -> Iterator[str]:
     """Yields the files that a command replaces because an option names them."""
     for name in OUTPUTS:
-        path = getattr(options, name, None) if name != "output_dir" else None  # a folder, which replaces no file
+        path = (
+            getattr(options, name, None) if name != "output_dir" else None
+        )  # a folder, which replaces no file
         if isinstance(path, str) and os.path.isfile(path) and not writing.passes_through(path):
             yield path
 

@@ -30,7 +30,13 @@ class Journal:
       notes: of each input that is there, by its number, what `add` was told of it.
     """
 
-    def __init__(self, output, settings: Mapping[str, Any], total: int, found: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        output,
+        settings: Mapping[str, Any],
+        total: int,
+        found: Mapping[str, Any] | None = None,
+    ):
         """Begins a journal, or resumes an existing one.
 
         Args:
@@ -45,10 +51,15 @@ class Journal:
             process.
           OSError: a system error, with the journal's name.
         """
-        self._output, self._total = pathlib.Path(os.path.realpath(output) if os.path.islink(output) else output), total
+        self._output, self._total = (
+            pathlib.Path(os.path.realpath(output) if os.path.islink(output) else output),
+            total,
+        )
         self.path = self._output.with_name(self._output.name + ".partial")
         if passes_through(self.path):
-            raise ValueError(f"{self.path}: got no regular file, expected a journal or nothing there")
+            raise ValueError(
+                f"{self.path}: got no regular file, expected a journal or nothing there"
+            )
         self.notes: dict[int, dict[str, Any]] = {}
         self._places: dict[int, int] = {}  # where in the file the line of each input begins
         self._synced = 0.0
@@ -56,7 +67,10 @@ class Journal:
         self._file = open(self.path, "ab", buffering=0)
         try:
             lock(self._file.fileno(), self.path)
-            plain = lambda values: json.loads(json.dumps(values))
+
+            def plain(values):
+                return json.loads(json.dumps(values))
+
             self.found = plain(dict(found or {}))
             self._read(plain({**settings, "inputs": total}))
         except BaseException:
@@ -91,7 +105,9 @@ class Journal:
         """Writes the output file, all inputs in order, and removes the journal."""
         missing = self._total - len(self._places)
         if missing:
-            raise ValueError(f"{self.path}: got {len(self._places)} results, expected {self._total}")
+            raise ValueError(
+                f"{self.path}: got {len(self._places)} results, expected {self._total}"
+            )
         with new_file(self._output) as file:
             for line in self.lines():
                 file.write(line.encode() + b"\n")

@@ -30,16 +30,22 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
         return list(arguments)
     if input_file in (None, "-"):
         if sys.stdin.isatty():
-            raise ValueError("got no sentences, expected them as arguments, in --input_file or on standard input")
+            raise ValueError(
+                "got no sentences, expected them as arguments, in --input_file or on standard input"
+            )
         sentences = list(text_files.lines_of(sys.stdin.buffer, "standard input"))
     elif input_file == BUILT_IN and not pathlib.Path(input_file).exists():
         sentences = built_in()
     else:
         if not pathlib.Path(input_file).is_file():
-            raise ValueError(f"input_file: got {input_file!r}, which is no file, expected a UTF-8 text file")
+            raise ValueError(
+                f"input_file: got {input_file!r}, which is no file, expected a UTF-8 text file"
+            )
         sentences = list(text_files.read_lines(input_file))
     if not sentences:
-        raise ValueError(f"got no lines from {input_file or 'standard input'}, expected at least one sentence")
+        raise ValueError(
+            f"got no lines from {input_file or 'standard input'}, expected at least one sentence"
+        )
     return sentences
 
 

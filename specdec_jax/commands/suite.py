@@ -61,12 +61,24 @@ def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
         how: list[dict[str, Any]] = [{"temperature": options.temperature}]
         # Each γ by itself: for all of them together the programs of a large model take more memory
         # mappings than a process may have.
-        drafters = [drafter | {"gamma": (gamma,)} for drafter in drafters for gamma in options.gammas]
+        drafters = [
+            drafter | {"gamma": (gamma,)} for drafter in drafters for gamma in options.gammas
+        ]
     else:
-        lenient = [dict(temperature=1.0, verifier="lenient", lenience=value) for value in paper.LENIENCES if value < 1]
-        how = [dict(temperature=0.0, verifier="token"), dict(temperature=1.0, verifier="token"), *lenient]
+        lenient = [
+            dict(temperature=1.0, verifier="lenient", lenience=value)
+            for value in paper.LENIENCES
+            if value < 1
+        ]
+        how = [
+            dict(temperature=0.0, verifier="token"),
+            dict(temperature=1.0, verifier="token"),
+            *lenient,
+        ]
     made = [
-        dataclasses.replace(options, suite=None, output=None, report=None, plot=None, **drafter, **one)
+        dataclasses.replace(
+            options, suite=None, output=None, report=None, plot=None, **drafter, **one
+        )
         for drafter in drafters
         for one in how
     ]
@@ -79,20 +91,30 @@ def _check(options: BenchmarkOptions) -> None:
     if options.suite not in SUITES:
         raise ValueError(f"suite: got {options.suite!r}, expected {' or '.join(SUITES)}")
     if not options.output:
-        raise ValueError(f"output: got nothing with suite={options.suite!r}, expected the file of its records")
+        raise ValueError(
+            f"output: got nothing with suite={options.suite!r}, expected the file of its records"
+        )
     check_output(options.output)
     if passes_through(options.output):
-        raise ValueError(f"output: got {options.output!r}, expected a regular file: its records are read again")
+        raise ValueError(
+            f"output: got {options.output!r}, expected a regular file: its records are read again"
+        )
     if options.plot:
-        raise ValueError(f"plot: got {options.plot!r} with suite={options.suite!r}, expected --report for its figures")
+        raise ValueError(
+            f"plot: got {options.plot!r} with suite={options.suite!r}, expected --report for its figures"
+        )
     if options.report:
         figures.check_page("report", options.report)
         if pathlib.Path(options.report).absolute() == pathlib.Path(options.output).absolute():
             raise ValueError(f"report: got {options.report!r}, expected another file than output")
     if not (_names(options.drafter) or _names(options.drafter_preset)):
-        raise ValueError(f"drafter: got nothing with suite={options.suite!r}, expected one or several")
+        raise ValueError(
+            f"drafter: got nothing with suite={options.suite!r}, expected one or several"
+        )
     if options.preset and not options.synthetic_alpha:
-        raise ValueError("synthetic_alpha: got nothing with suite and preset, expected numbers: the weights are random")
+        raise ValueError(
+            "synthetic_alpha: got nothing with suite and preset, expected numbers: the weights are random"
+        )
     default = BenchmarkOptions()
     for name in (
         "verifier",
@@ -117,10 +139,17 @@ def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
     made = rows(options)
     assert options.output, "or it was rejected"
     target, contents = _opened(made)
-    settings = {"suite": options.suite, "rows": [dataclasses.asdict(row) for row in made], "machine": machine.machine(),
-                "contents": contents}  # fmt: skip
+    settings = {
+        "suite": options.suite,
+        "rows": [dataclasses.asdict(row) for row in made],
+        "machine": machine.machine(),
+        "contents": contents,
+    }
     failed: list[str] = []
-    with Journal(options.output, settings, len(made)) as journal, Progress("rows", len(made), quiet=True) as progress:
+    with (
+        Journal(options.output, settings, len(made)) as journal,
+        Progress("rows", len(made), quiet=True) as progress,
+    ):
         begun()
         if journal.done:
             progress.message(f"{journal.path}: {len(journal.done)} of {len(made)} rows are there")
@@ -173,11 +202,15 @@ def _opened(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, lis
     return target, contents
 
 
-def _measured(row: BenchmarkOptions, target: LanguageModel | None) -> tuple[LanguageModel, dict, list[str]]:
+def _measured(
+    row: BenchmarkOptions, target: LanguageModel | None
+) -> tuple[LanguageModel, dict, list[str]]:
     target, drafter, batches = benchmark_command.load(row, target)
     if _with_t5x(row, target):
         row = dataclasses.replace(row, against="t5x")
-    record, problems = analysis_benchmark.benchmark(target, drafter, batches, row, others_of(row, target))
+    record, problems = analysis_benchmark.benchmark(
+        target, drafter, batches, row, others_of(row, target)
+    )
     return target, record, problems
 
 
@@ -200,13 +233,18 @@ def _title(row: BenchmarkOptions) -> str:
 def _table(found: Sequence[report_rows.Row]) -> str:
     """Returns rows as in tables 2 and 4; "expected" is theorem 3.8 with the measured v, encoders
     and lengths."""
-    shown = lambda value, digits: "-" if value is None else f"{value:.{digits}f}"
+
+    def shown(value, digits):
+        return "-" if value is None else f"{value:.{digits}f}"
+
     lines = [f"{'drafter':<28} T  verification          γ  α      c      v     expected  measured"]
     for row in found:
         gain = (
             "-"
             if row.improvement is None
-            else (f"{row.improvement.median:.2f} ({row.improvement.least:.2f} to {row.improvement.most:.2f})")
+            else (
+                f"{row.improvement.median:.2f} ({row.improvement.least:.2f} to {row.improvement.most:.2f})"
+            )
         )
         lines.append(
             f"{row.drafter:<28} {row.temperature:g}  {row.verifier:<20} {row.gamma:>2}  {shown(row.alpha, 3):<5}  "

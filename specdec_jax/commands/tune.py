@@ -28,9 +28,10 @@ class TuneOptions(SearchFlags, DecodingOptions):
     """Options of `specdec tune`."""
 
     gamma: tuple[int, ...] = option(
-        (), "numbers of drafted tokens to choose from (default: 1 to 8); with --num_beams of levels of the tree "
+        (),
+        "numbers of drafted tokens to choose from (default: 1 to 8); with --num_beams of levels of the tree "
         "(default: 1 to 3)",
-    )  # fmt: skip
+    )
     beam_width: tuple[int, ...] = width_option("num_beams, and what the drafter drafts by default")
     tree_nodes: tuple[int, ...] = option(
         (),
@@ -41,25 +42,34 @@ class TuneOptions(SearchFlags, DecodingOptions):
         "drafting model whose distribution is scored",
     )
     choose_verifier: bool = option(
-        True, "above temperature 0, choose between block and token verification if --verifier is one of them"
+        True,
+        "above temperature 0, choose between block and token verification if --verifier is one of them",
     )
     input_file: str | None = option(
-        None, "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)"
+        None,
+        "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)",
     )
     limit: int = option(64, "tune on the first lines of the input, this many; 0: on all")
     sweep: int = option(
-        0, "check the choice: time all choices in turn on this many of the lines that follow; 0: do not check"
+        0,
+        "check the choice: time all choices in turn on this many of the lines that follow; 0: do not check",
     )
     batch_size: int = option(1, "sentences decoded together")
-    repeats: int = option(3, "passes over steps and sentences, of which the median and the spread are reported")
-    config: str | None = option(None, "gin file that the choice is written to, for `generate` and `benchmark`")
+    repeats: int = option(
+        3, "passes over steps and sentences, of which the median and the spread are reported"
+    )
+    config: str | None = option(
+        None, "gin file that the choice is written to, for `generate` and `benchmark`"
+    )
     output: str | None = option(None, "file that the JSON record is written to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
     def check(self) -> None:
         for width in self.beam_width or (None,):
             self.search(beam_width=width)
-        self.check_beside_beams(temperature=0.0, verifier="block", choose_verifier=True, tree_nodes=())
+        self.check_beside_beams(
+            temperature=0.0, verifier="block", choose_verifier=True, tree_nodes=()
+        )
         check_measured(self)
         for gamma in self.gamma:
             check_gamma(gamma)
@@ -68,7 +78,9 @@ class TuneOptions(SearchFlags, DecodingOptions):
             arguments.check_integer("tree_nodes", nodes, 3, MAX_NODES)
         at_least(0, sweep=self.sweep)
         if self.sweep and not (self.limit and self.input_file):
-            raise ValueError(f"got --sweep={self.sweep} alone, expected --input_file and a --limit above 0 too")
+            raise ValueError(
+                f"got --sweep={self.sweep} alone, expected --input_file and a --limit above 0 too"
+            )
         if not self.config:
             raise ValueError("config: got nothing, expected the name of a gin file to write")
         check_output(self.config, "config")
@@ -96,9 +108,12 @@ def run(options: TuneOptions) -> None:
         )
     target, drafter = options.load()
     if not decoder_only(target) and not any(text.strip() for text in sample):
-        raise ValueError("input_file: got no sentence with any text to tune on, expected at least one")
+        raise ValueError(
+            "input_file: got no sentence with any text to tune on, expected at least one"
+        )
     batches, others = (
-        analysis_variants.batches_of(target, lines, options) if lines else [] for lines in (sample, rest)
+        analysis_variants.batches_of(target, lines, options) if lines else []
+        for lines in (sample, rest)
     )
     record = (tune_beams if options.num_beams else tune)(target, drafter, batches, others, options)
     text = json.dumps(record, indent=1)
@@ -121,7 +136,14 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
     the choice; `benchmark` times a tree beside the fastest chain."""
     chosen, gain, host = choice_of(record["chosen"]), record["improvement"], record["machine"]
     tree = chosen.tree if isinstance(chosen, Choice) else None
-    of_drafts = {"lenience", "typical_epsilon", "typical_delta", "shortlist", "shortlist_size", "drafter_int8"}
+    of_drafts = {
+        "lenience",
+        "typical_epsilon",
+        "typical_delta",
+        "shortlist",
+        "shortlist_size",
+        "drafter_int8",
+    }
     skipped = {"drafter", "verifier"} | (of_drafts if not chosen.gamma else set())
     settings = {
         field.name: getattr(options, field.name)
@@ -131,9 +153,17 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
     if chosen.gamma:
         spread = f"{gain['least']:.2f} to {gain['most']:.2f}"
         why = f"{chosen}: {gain['median']:.2f} times the speed of plain decoding ({spread})"
-        why += ", within the spread: in some pass plain decoding was as fast" if gain["least"] <= 1 else ""
+        why += (
+            ", within the spread: in some pass plain decoding was as fast"
+            if gain["least"] <= 1
+            else ""
+        )
         settings |= {"drafter": options.drafter}
-        settings |= {"verifier": chosen.verifier} if isinstance(chosen, Choice) else {"beam_width": chosen.width}
+        settings |= (
+            {"verifier": chosen.verifier}
+            if isinstance(chosen, Choice)
+            else {"beam_width": chosen.width}
+        )
         settings |= {"tree": tree} if tree else {}
     else:
         why = f"plain decoding was faster than drafting with {options.drafter}, so there is no drafter"
@@ -143,7 +173,9 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
     settings["batch_size"] = options.batch_size
     chain = _fastest_chain(record["choices"]) if tree else chosen
     # What `benchmark` takes, which is several where `generate` takes one.
-    timed = settings | {name: (settings[name],) for name in ("beam_width", "tree") if name in settings}
+    timed = settings | {
+        name: (settings[name],) for name in ("beam_width", "tree") if name in settings
+    }
     timed |= {"verifier": chain.verifier} if isinstance(chain, Choice) and tree else {}
     lines = [
         f"# Written by `specdec tune` on {host['processor']}, {host['device']}, with {record['sentences']} sentences;",
@@ -158,7 +190,10 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
     if chosen.gamma:
         lines += [f"GAMMA = {chain.gamma}", ""]
     # A tree is drafted whole.
-    gammas = {"generate.GenerateOptions": None if tree else "%GAMMA", "benchmark.BenchmarkOptions": "(%GAMMA,)"}
+    gammas = {
+        "generate.GenerateOptions": None if tree else "%GAMMA",
+        "benchmark.BenchmarkOptions": "(%GAMMA,)",
+    }
     # Tuning reads no defaults of the model, so that those would decode otherwise than what was
     # timed.
     generating = settings | {"generation_config": "none"}
@@ -171,5 +206,7 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
 
 def _fastest_chain(choices: Sequence[Mapping[str, Any]]) -> Choice | Tree:
     """Returns of the choices in a record the chain that was the fastest of those timed."""
-    chains = [item for item in choices if item["gamma"] and item["tree"] is None and item["improvement"]]
+    chains = [
+        item for item in choices if item["gamma"] and item["tree"] is None and item["improvement"]
+    ]
     return choice_of(max(chains, key=lambda item: item["improvement"]["median"]))

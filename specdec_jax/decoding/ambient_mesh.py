@@ -21,9 +21,13 @@ from specdec_jax.models.sharding import ShardingRules
 def ambient_mesh() -> Mesh | None:
     """Returns the mesh that a `with mesh:` around the traced program names; None if there is none."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # JAX's, as long as T5X enters meshes so
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # JAX's, as long as T5X enters meshes so
         try:
-            mesh = importlib.import_module("jax.interpreters.pxla").thread_resources.env.physical_mesh
+            mesh = importlib.import_module(
+                "jax.interpreters.pxla"
+            ).thread_resources.env.physical_mesh
         except (ImportError, AttributeError):
             return None
     return None if mesh.empty else mesh
@@ -73,8 +77,13 @@ def laid_out(network: Network, rows: int, replicate: bool = False) -> Network:
 def laid_out_drafter(drafter: Any, rows: int) -> Any:
     """Returns a drafter whose networks are laid out as by `laid_out`; every device holds them
     whole."""
-    is_network = lambda node: isinstance(node, Network)
-    lay_out = lambda node: laid_out(node, rows, replicate=True) if is_network(node) else node
+
+    def is_network(node):
+        return isinstance(node, Network)
+
+    def lay_out(node):
+        return laid_out(node, rows, replicate=True) if is_network(node) else node
+
     return jax.tree.map(lay_out, drafter, is_leaf=is_network)
 
 

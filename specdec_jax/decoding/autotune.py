@@ -82,7 +82,11 @@ class Costs(NamedTuple):
         always right. Several rows share the target's call, which the longest draft widens for all
         of them; there the rate is averaged over rows that differ.
         """
-        hoped = [_HOPED] if rows == 1 else [min(max(self.acceptance + more, 0), 0.97) for more in _SPREAD]
+        hoped = (
+            [_HOPED]
+            if rows == 1
+            else [min(max(self.acceptance + more, 0), 0.97) for more in _SPREAD]
+        )
         tokens = np.mean([np.cumsum(alpha ** np.arange(MAXIMUM + 1)) for alpha in hoped], axis=0)
         return np.array(self.iterations) / tokens
 
@@ -116,7 +120,9 @@ class Costs(NamedTuple):
             tokens = np.cumsum(begun["acceptance"] ** np.arange(MAXIMUM + 1))
             # An iteration without a draft costs a little more in a program that may draft than in
             # one that never does.
-            if not begun["look"] and np.min(costs / tokens) + self.prefill / _TOKENS >= 1 / (1 + _GAIN):
+            if not begun["look"] and np.min(costs / tokens) + self.prefill / _TOKENS >= 1 / (
+                1 + _GAIN
+            ):
                 return None
         return Auto(MAXIMUM, costs=tuple(costs.tolist()), **begun)
 
@@ -126,12 +132,25 @@ class Costs(NamedTuple):
         gives."""
         try:
             costs = cls(**{**record, "iterations": tuple(record["iterations"])})
-            values = [*costs.iterations, costs.prefill + 1e-9, costs.seconds, costs.acceptance + 1e-9]
-            numbers = np.array(values if all(type(value) in (int, float) for value in values) else ())
+            values = [
+                *costs.iterations,
+                costs.prefill + 1e-9,
+                costs.seconds,
+                costs.acceptance + 1e-9,
+            ]
+            numbers = np.array(
+                values if all(type(value) in (int, float) for value in values) else ()
+            )
         except (TypeError, KeyError, ValueError):
             numbers = np.empty(0)
-        if numbers.shape != (MAXIMUM + 4,) or not np.all((numbers > 0) & (numbers < 1e6)) or costs.acceptance > 1:
-            raise ValueError(f"costs: got {str(record)[:80]!r}, expected costs of {MAXIMUM + 1} kinds of iterations")
+        if (
+            numbers.shape != (MAXIMUM + 4,)
+            or not np.all((numbers > 0) & (numbers < 1e6))
+            or costs.acceptance > 1
+        ):
+            raise ValueError(
+                f"costs: got {str(record)[:80]!r}, expected costs of {MAXIMUM + 1} kinds of iterations"
+            )
         return costs
 
 
@@ -180,7 +199,9 @@ def keep(key: str, costs: Costs) -> None:
     if (path := _path(key)) is None or writing.passes_through(path):
         return
     try:
-        writing.write_file(path, json.dumps({"key": json.loads(key), "costs": costs._asdict()}, indent=1) + "\n")
+        writing.write_file(
+            path, json.dumps({"key": json.loads(key), "costs": costs._asdict()}, indent=1) + "\n"
+        )
     except OSError as error:
         _LOG.info("%s: %s: what was measured holds for this process", path, error)
 
@@ -203,32 +224,51 @@ def learned(key: str) -> Learned:
 
 def _path(text: str) -> pathlib.Path | None:
     try:
-        return user_cache.private("costs") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        return (
+            user_cache.private("costs") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        )
     except (ValueError, OSError) as error:
         _LOG.info("%s: what was measured holds for this process", error)
         return None
 
 
-def key_of(network: Network, drafter: Drafter, config: StaticConfig, rows: int, length: int, slots: int) -> str:
+def key_of(
+    network: Network, drafter: Drafter, config: StaticConfig, rows: int, length: int, slots: int
+) -> str:
     """Returns what the costs depend on, as JSON.
 
     Lengths of inputs and room for outputs are rounded up to a power of two.
     """
-    coarse = lambda number: max(64, 2 ** (int(number) - 1).bit_length())
+
+    def coarse(number):
+        return max(64, 2 ** (int(number) - 1).bit_length())
+
     own, mode = config.mode.processor is not None, config.mode._replace(processor=None)
     return _key(
-        _describe(network), _describe(drafter), config.verifier.name, mode, own, rows, coarse(length), coarse(slots)
+        _describe(network),
+        _describe(drafter),
+        config.verifier.name,
+        mode,
+        own,
+        rows,
+        coarse(length),
+        coarse(slots),
     )
 
 
 @functools.lru_cache(1024)
 def _key(target, drafter, verifier, mode, own_processor, rows, length, slots) -> str:
     key = {
-        **machine_key(), "target": target, "drafter": drafter, "rows": rows, "length": length, "slots": slots,
-        "verifier": verifier, "sampling": {name: value for name,
-        value in mode._asdict().items() if name != "processor"},
+        **machine_key(),
+        "target": target,
+        "drafter": drafter,
+        "rows": rows,
+        "length": length,
+        "slots": slots,
+        "verifier": verifier,
+        "sampling": {name: value for name, value in mode._asdict().items() if name != "processor"},
         "own_processor": own_processor,
-    }  # fmt: skip
+    }
     return json.dumps(key, sort_keys=True)
 
 
@@ -255,7 +295,9 @@ def processor() -> str:
     """Returns the processor's name, as the system gives it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+            return next(
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         return platform.processor() or "unknown"
 
@@ -279,7 +321,9 @@ def _describe(node: Any) -> str:
 
 
 @jax.jit
-def iterated_steps(network: Network, drafter: Drafter | None, state: DecodeState, steps) -> DecodeState:
+def iterated_steps(
+    network: Network, drafter: Drafter | None, state: DecodeState, steps
+) -> DecodeState:
     """Runs `steps` iterations of the decode loop, each from the same committed lengths: draft,
     score, verify, commit.
 
@@ -301,7 +345,9 @@ def iterated_steps(network: Network, drafter: Drafter | None, state: DecodeState
     return jax.lax.fori_loop(0, steps, body, state)
 
 
-def measure(network: Network, drafter: Drafter, state: DecodeState, prefill: Callable[[], object]) -> Costs:
+def measure(
+    network: Network, drafter: Drafter, state: DecodeState, prefill: Callable[[], object]
+) -> Costs:
     """Returns the costs of speculative iterations of `state`, timed in turn with iterations of
     plain decoding.
 
@@ -312,17 +358,28 @@ def measure(network: Network, drafter: Drafter, state: DecodeState, prefill: Cal
       prefill: makes the drafter's own state.
     """
     speculative_variant, plain_variant = _variants(network, drafter, state)
-    calls = {"plain": plain_variant} | {gamma: functools.partial(speculative_variant, gamma) for gamma in TIMED}
-    once = lambda call, *steps: _seconds(lambda: call(*map(np.int32, steps)))
+    calls = {"plain": plain_variant} | {
+        gamma: functools.partial(speculative_variant, gamma) for gamma in TIMED
+    }
+
+    def once(call, *steps):
+        return _seconds(lambda: call(*map(np.int32, steps)))
+
     for call in calls.values():
         once(call, 1)  # compiles
     seconds = max(once(calls["plain"], 1), 1e-6)
     steps = int(np.clip(_PASS / seconds, 1, _STEPS))
     passes: list[dict[Any, float]] = []
     begun = time.perf_counter()
-    while len(passes) < _PASSES[0] or len(passes) < _PASSES[1] and time.perf_counter() - begun < _BUDGET:
+    while (
+        len(passes) < _PASSES[0]
+        or len(passes) < _PASSES[1]
+        and time.perf_counter() - begun < _BUDGET
+    ):
         passes.append({name: once(call, steps) / steps for name, call in calls.items()})
-    over_plain = {gamma: statistics.median(one[gamma] / one["plain"] for one in passes) for gamma in TIMED}
+    over_plain = {
+        gamma: statistics.median(one[gamma] / one["plain"] for one in passes) for gamma in TIMED
+    }
     plain = statistics.median(one["plain"] for one in passes)
     _seconds(prefill)
     first = min(_seconds(prefill) for _ in range(3))
@@ -337,20 +394,30 @@ def _variants(network: Network, drafter: Drafter, state: DecodeState):
     """
     batch, config = len(state.done), state.config
     forever = state.replace(
-        done=jnp.zeros(batch, bool), limits=state.lengths + MAXIMUM + 2, eos_ids=jnp.full_like(state.eos_ids, -1)
+        done=jnp.zeros(batch, bool),
+        limits=state.lengths + MAXIMUM + 2,
+        eos_ids=jnp.full_like(state.eos_ids, -1),
     )
     # With these costs the longest draft is always the best.
     longest = Auto(MAXIMUM, costs=tuple(2.0**-gamma for gamma in range(MAXIMUM + 1))).rows(batch)
     drafting = forever.replace(policy=longest, policy_state=jax.jit(Auto.init)(longest))
     full = FullDrafter(drafter)
     plain = forever.replace(
-        config=StaticConfig(0, config.mode, config.vocab_size), policy=None, policy_state=None, draft_state=None,
-        counts=Counts.zero(batch, 0), last_draft=jnp.zeros((batch, 0), jnp.int32), last_seen=None, settings=None,
+        config=StaticConfig(0, config.mode, config.vocab_size),
+        policy=None,
+        policy_state=None,
+        draft_state=None,
+        counts=Counts.zero(batch, 0),
+        last_draft=jnp.zeros((batch, 0), jnp.int32),
+        last_seen=None,
+        settings=None,
         gamma=jnp.zeros_like(forever.gamma),
-    )  # fmt: skip
+    )
 
     def speculative_variant(gamma: int, steps):
-        return iterated_steps(network, full, drafting.replace(gamma=jnp.full(batch, gamma, jnp.int32)), steps)
+        return iterated_steps(
+            network, full, drafting.replace(gamma=jnp.full(batch, gamma, jnp.int32)), steps
+        )
 
     return speculative_variant, functools.partial(iterated_steps, network, None, plain)
 
@@ -369,7 +436,9 @@ def between(timed: Mapping[int, float], in_steps: bool) -> tuple[float, ...]:
     costs.
     """
     if not in_steps:
-        return tuple(np.interp(np.arange(MAXIMUM + 1), TIMED, [timed[gamma] for gamma in TIMED]).tolist())
+        return tuple(
+            np.interp(np.arange(MAXIMUM + 1), TIMED, [timed[gamma] for gamma in TIMED]).tolist()
+        )
     shortest, longest = TIMED[-2:]
     step = max(0.0, (timed[longest] - timed[shortest]) / (longest - shortest))
     ends = [width - 1 for width in Auto(MAXIMUM).widths]

@@ -13,12 +13,25 @@ from specdec_jax.decoding.defaults import MODELS, defaults_of, fill_search, with
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.request import plan as plan_request
-from specdec_jax.decoding.results import Committed, GenerationResult, NonFiniteLogitsError, collect, stats_of, target_of
+from specdec_jax.decoding.results import (
+    Committed,
+    GenerationResult,
+    NonFiniteLogitsError,
+    collect,
+    stats_of,
+    target_of,
+)
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_iteration import search
-from specdec_jax.speculative.beams import STYLES, BeamConfig, BeamState, best_first, first_hypotheses
+from specdec_jax.speculative.beams import (
+    STYLES,
+    BeamConfig,
+    BeamState,
+    best_first,
+    first_hypotheses,
+)
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import Policy
 from specdec_jax.speculative.prefill import fill_cache
@@ -31,9 +44,16 @@ _PENALTIES = {"t5x": 0.6, "huggingface": 1.0}
 LEVELS = 3
 # Arguments of `generate` that a beam search rejects, and the defaults at which they must be left.
 _OTHERS = {
-    "verifier": "block", "lenience": None, "typical_epsilon": None, "typical_delta": None, "synthetic_alpha": None,
-    "num_samples": 1, "stop": (), "deadline": None, "tree": None,
-}  # fmt: skip
+    "verifier": "block",
+    "lenience": None,
+    "typical_epsilon": None,
+    "typical_delta": None,
+    "synthetic_alpha": None,
+    "num_samples": 1,
+    "stop": (),
+    "deadline": None,
+    "tree": None,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +85,9 @@ class BeamOptions:
 
     def __post_init__(self):
         if not isinstance(self.beam_style, str) or self.beam_style not in STYLES:
-            raise ValueError(f"beam_style: got {self.beam_style!r}, expected one of {', '.join(STYLES)}")
+            raise ValueError(
+                f"beam_style: got {self.beam_style!r}, expected one of {', '.join(STYLES)}"
+            )
         whole = arguments.check_integer
         whole("num_beams", self.num_beams, 1, 1024)
         whole("num_return_sequences", self.num_return_sequences, 1, self.num_beams, " = num_beams")
@@ -73,11 +95,19 @@ class BeamOptions:
             whole("beam_width", self.beam_width, self.num_beams, 4096)
         if self.length_penalty is not None:
             least = 0 if self.beam_style == "t5x" else -np.inf
-            expected = "a finite number of at least 0" if self.beam_style == "t5x" else "a finite number"
-            if not least <= arguments.check_number("length_penalty", self.length_penalty, expected) < np.inf:
+            expected = (
+                "a finite number of at least 0" if self.beam_style == "t5x" else "a finite number"
+            )
+            if (
+                not least
+                <= arguments.check_number("length_penalty", self.length_penalty, expected)
+                < np.inf
+            ):
                 raise ValueError(f"length_penalty: got {self.length_penalty}, expected {expected}")
         if self.early_stopping != "never":
-            arguments.check_kind("early_stopping", self.early_stopping, bool | np.bool_, "False, True or 'never'")
+            arguments.check_kind(
+                "early_stopping", self.early_stopping, bool | np.bool_, "False, True or 'never'"
+            )
             object.__setattr__(self, "early_stopping", bool(self.early_stopping))
         if self.early_stopping and self.beam_style == "t5x":
             raise UnsupportedCombination(
@@ -88,7 +118,11 @@ class BeamOptions:
     @property
     def penalty(self) -> float:
         """The exponent of the length penalty, the default in place of None."""
-        return _PENALTIES[self.beam_style] if self.length_penalty is None else float(self.length_penalty)
+        return (
+            _PENALTIES[self.beam_style]
+            if self.length_penalty is None
+            else float(self.length_penalty)
+        )
 
     def check_ids(self, ends: int, vocab_size: int) -> None:
         """Rejects more beams than ids, and a vocabulary of `ends` alone."""
@@ -98,13 +132,27 @@ class BeamOptions:
                 "most as many beams as ids, and an id that ends none"
             )
 
-    def config(self, ends: int, mode: SamplingMode, vocab_size: int, gamma: int, drafter: Drafter | None) -> BeamConfig:
+    def config(
+        self, ends: int, mode: SamplingMode, vocab_size: int, gamma: int, drafter: Drafter | None
+    ) -> BeamConfig:
         """Returns the static settings; arguments as in `BeamConfig`, and the drafter of its levels,
         if any."""
         width = 0
         if drafter is not None:
-            width = min(drafter.beam_width(self.num_beams, self.beam_width), self.num_beams * (vocab_size - 1))
-        return BeamConfig(self.num_beams, ends, mode, vocab_size, self.beam_style, self.early_stopping, gamma, width)
+            width = min(
+                drafter.beam_width(self.num_beams, self.beam_width),
+                self.num_beams * (vocab_size - 1),
+            )
+        return BeamConfig(
+            self.num_beams,
+            ends,
+            mode,
+            vocab_size,
+            self.beam_style,
+            self.early_stopping,
+            gamma,
+            width,
+        )
 
 
 def beam_options(num_beams: int | None = None, **others) -> BeamOptions | None:
@@ -153,9 +201,16 @@ def plan_decoding(target: LanguageModel, inputs, **options) -> Plan:
 
 
 def _plan_search(
-    target: LanguageModel, inputs, beams: BeamOptions, *, drafter: Drafter | None = None, gamma="auto",
-    sampling=None, first=False, **options,
-) -> Plan:  # fmt: skip
+    target: LanguageModel,
+    inputs,
+    beams: BeamOptions,
+    *,
+    drafter: Drafter | None = None,
+    gamma="auto",
+    sampling=None,
+    first=False,
+    **options,
+) -> Plan:
     """Checks the arguments of `generate` for a beam search and returns them as a plan.
 
     Raises:
@@ -168,18 +223,29 @@ def _plan_search(
     for name, unset in _OTHERS.items():
         value = options.pop(name, unset)
         if not arguments.is_default(value, unset) and not (unset == () and value in ([], "")):
-            raise UnsupportedCombination(f"{name}: got {value!r} with num_beams, expected {unset!r}")
+            raise UnsupportedCombination(
+                f"{name}: got {value!r} with num_beams, expected {unset!r}"
+            )
     if isinstance(sampling, SamplingConfig):  # else it is known later
         _expect_greedy(sampling.mode, sampling.temperature)
     check_tree(drafter, gamma)
-    ends, vocab = max(1, len(check_eos_ids(target, options.get("eos_ids")))), target.config.vocab_size
+    ends, vocab = (
+        max(1, len(check_eos_ids(target, options.get("eos_ids")))),
+        target.config.vocab_size,
+    )
     beams.check_ids(ends, vocab)
     gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
     plan = plan_request(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
     hint = f" (the model {target.name} samples by default: generation_config=None decodes without)"
-    _expect_greedy(plan.config.mode, round(float(max(plan.rows.temperature)), 6), hint if sampling is None else "")
+    _expect_greedy(
+        plan.config.mode,
+        round(float(max(plan.rows.temperature)), 6),
+        hint if sampling is None else "",
+    )
     config = beams.config(ends, plan.config.mode, vocab, plan.config.gamma, plan.drafter)
-    return dataclasses.replace(plan, samples=beams.num_return_sequences, search=Search(config, beams))
+    return dataclasses.replace(
+        plan, samples=beams.num_return_sequences, search=Search(config, beams)
+    )
 
 
 def _expect_greedy(mode: SamplingMode, temperature: object, hint: str = "") -> None:
@@ -220,17 +286,35 @@ def _arguments(plan: Plan, places) -> tuple:
     """Returns the arguments of `begin` for the inputs at `places`."""
     config, beams = plan.search
     arguments = dataclasses.replace(plan, samples=1).arguments(places)
-    network, drafter, _, _, inputs, lengths, tokens, starts, _, rows, _, ends, _, _, done, _ = arguments
+    network, drafter, _, _, inputs, lengths, tokens, starts, _, rows, _, ends, _, _, done, _ = (
+        arguments
+    )
     most = bucket(int(max(plan.limits)))
-    eos_ids = np.broadcast_to(np.array(plan.eos_ids or (-1,), np.int32), (len(lengths), config.ends))
+    eos_ids = np.broadcast_to(
+        np.array(plan.eos_ids or (-1,), np.int32), (len(lengths), config.ends)
+    )
     return (
-        network, drafter, config, most, tokens.shape[1] + most, inputs, lengths, tokens, starts,
-        (ends - starts).astype(np.int32), eos_ids, np.float32(beams.penalty), rows, done,
-    )  # fmt: skip
+        network,
+        drafter,
+        config,
+        most,
+        tokens.shape[1] + most,
+        inputs,
+        lengths,
+        tokens,
+        starts,
+        (ends - starts).astype(np.int32),
+        eos_ids,
+        np.float32(beams.penalty),
+        rows,
+        done,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "returned", "most", "longest"))
-def _search(target: Network, drafter, config: BeamConfig, returned: int, most: int, longest: int, *arguments) -> dict:
+def _search(
+    target: Network, drafter, config: BeamConfig, returned: int, most: int, longest: int, *arguments
+) -> dict:
     """Runs prefill and search in one program and returns what the host reads of the last state.
 
     Args:
@@ -240,18 +324,37 @@ def _search(target: Network, drafter, config: BeamConfig, returned: int, most: i
     state = begin(target, drafter, config, most, longest, *arguments)
     state = search(target, drafter, state)
     best, there = best_first(state)
-    first = lambda x: x[:, :returned]
+
+    def first(x):
+        return x[:, :returned]
+
     return dict(
-        best=jax.tree.map(first, best), there=first(there), steps=state.steps, done=state.done, failed=state.failed,
+        best=jax.tree.map(first, best),
+        there=first(there),
+        steps=state.steps,
+        done=state.done,
+        failed=state.failed,
         counts=state.counts,
-    )  # fmt: skip
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "most", "longest"))
 def begin(
-    target: Network, drafter, config: BeamConfig, most: int, longest: int, inputs, input_lengths, tokens,
-    prefix_lengths, limits, eos_ids, penalty, sampling, done,
-) -> BeamState:  # fmt: skip
+    target: Network,
+    drafter,
+    config: BeamConfig,
+    most: int,
+    longest: int,
+    inputs,
+    input_lengths,
+    tokens,
+    prefix_lengths,
+    limits,
+    eos_ids,
+    penalty,
+    sampling,
+    done,
+) -> BeamState:
     """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts
     from.
 
@@ -263,7 +366,10 @@ def begin(
       inputs, input_lengths, tokens, prefix_lengths: as for `prefill.prefill`, with one row for each
         input.
     """
-    (batch, prefix), config = tokens.shape, config._replace(mode=config.mode.of(target.skips_padding))
+    (batch, prefix), config = (
+        tokens.shape,
+        config._replace(mode=config.mode.of(target.skips_padding)),
+    )
     positions = longest + config.gamma
     # The first term leaves room for the prefix but for its last token, which the live beams feed. K
     # more slots stay empty: a drafter feeds the tokens before the live beams' last ones into the K
@@ -275,17 +381,30 @@ def begin(
     cache = fill_cache(target, inputs, input_lengths, tokens, prefix, **shared)
     cache, draft_state = target.node_cache(cache, slots, positions), None
     if drafter is not None:
-        draft_state = drafter.begin_beams(inputs, input_lengths, tokens, config.beams, slots, positions, **shared)
+        draft_state = drafter.begin_beams(
+            inputs, input_lengths, tokens, config.beams, slots, positions, **shared
+        )
     live, finished = first_hypotheses(tokens, positions, config)
     zeros = jnp.zeros(batch, jnp.int32)
     return BeamState(
-        live=live, finished=finished, is_finished=jnp.zeros((batch, config.beams), bool),
-        prefix_lengths=prefix_lengths, steps=zeros, limits=limits, done=done, failed=zeros, eos_ids=eos_ids,
-        penalty=penalty, sampling=sampling,
+        live=live,
+        finished=finished,
+        is_finished=jnp.zeros((batch, config.beams), bool),
+        prefix_lengths=prefix_lengths,
+        steps=zeros,
+        limits=limits,
+        done=done,
+        failed=zeros,
+        eos_ids=eos_ids,
+        penalty=penalty,
+        sampling=sampling,
         paths=jnp.broadcast_to(jnp.arange(positions, dtype=jnp.int32), live.tokens.shape),
-        starts=prefix_lengths - 1 + config.beams, target_cache=cache, draft_state=draft_state,
-        counts=Counts.zero(batch, config.gamma), config=config,
-    )  # fmt: skip
+        starts=prefix_lengths - 1 + config.beams,
+        target_cache=cache,
+        draft_state=draft_state,
+        counts=Counts.zero(batch, config.gamma),
+        config=config,
+    )
 
 
 def _result(target: LanguageModel, plan: Plan, found: dict, places) -> GenerationResult:
@@ -297,18 +416,31 @@ def _result(target: LanguageModel, plan: Plan, found: dict, places) -> Generatio
         NonFiniteLogitsError(source, int(number), int(failed) - 1) if failed else None
         for number, failed in zip(request.inputs, np.repeat(found["failed"], plan.samples))
     ]
-    flat = lambda x: x.reshape(-1, *x.shape[2:])
+
+    def flat(x):
+        return x.reshape(-1, *x.shape[2:])
+
     lengths = np.where(there & ~request.empty, flat(best.lengths), 0)
     log_probs, adjusted = flat(best.log_probs), best.adjusted_log_probs
     none = np.zeros(len(lengths), np.int32)
     committed = Committed(
-        tokens=flat(best.tokens), lengths=request.prefix_lengths + lengths, done=np.repeat(found["done"], plan.samples),
-        log_probs=log_probs, adjusted_log_probs=log_probs if adjusted is None else flat(adjusted), draft_failed=none,
-        counts=jax.tree.map(lambda x: np.repeat(x, plan.samples, axis=0), found["counts"]), config=plan.config,
-    )  # fmt: skip
+        tokens=flat(best.tokens),
+        lengths=request.prefix_lengths + lengths,
+        done=np.repeat(found["done"], plan.samples),
+        log_probs=log_probs,
+        adjusted_log_probs=log_probs if adjusted is None else flat(adjusted),
+        draft_failed=none,
+        counts=jax.tree.map(lambda x: np.repeat(x, plan.samples, axis=0), found["counts"]),
+        config=plan.config,
+    )
     result = collect(target, committed, request, errors)
-    reasons = [reason if here or error else "none" for reason, here, error in zip(result.finish_reasons, there, errors)]
+    reasons = [
+        reason if here or error else "none"
+        for reason, here, error in zip(result.finish_reasons, there, errors)
+    ]
     stats = stats_of(found["counts"], found["steps"], token_by_token=True)
     return result._replace(
-        stats=stats, scores=np.where(request.empty, 0, flat(best.scores)).astype(np.float32), finish_reasons=reasons
+        stats=stats,
+        scores=np.where(request.empty, 0, flat(best.scores)).astype(np.float32),
+        finish_reasons=reasons,
     )

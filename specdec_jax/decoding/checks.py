@@ -43,7 +43,9 @@ def check_kinds(target: LanguageModel, sampling: SamplingConfig | SamplingChange
     `sampling` that is no `SamplingConfig`, where it is not left to the model."""
     arguments.check_model("target", target)
     if target.config.encoder_dim is not None:
-        raise ValueError("target: got a model that reads another's encoder output, expected one with an encoder")
+        raise ValueError(
+            "target: got a model that reads another's encoder output, expected one with an encoder"
+        )
     if sampling is not None and not isinstance(sampling, SamplingChanges):
         check_sampling(sampling)
 
@@ -91,7 +93,11 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
 def check_policy(gamma, drafter) -> None:
     """Raises UnsupportedCombination for a policy of γ that reads the drafter's distributions, with
     a drafter that provides none."""
-    if isinstance(gamma, Policy) and gamma.needs_probs and not (drafter is not None and drafter.provides_probs):
+    if (
+        isinstance(gamma, Policy)
+        and gamma.needs_probs
+        and not (drafter is not None and drafter.provides_probs)
+    ):
         raise UnsupportedCombination(
             f"gamma: got {type(gamma).__name__}, which needs draft probabilities, with "
             f"{type(drafter).__name__}, which "
@@ -118,10 +124,14 @@ def verifier_settings(
     own = dict(verifier.given)
     for name, value in given.items():
         if value is not None and name in own:
-            raise UnsupportedCombination(f"{name}: got {value} and {own[name]} of the verifier, expected one of them")
+            raise UnsupportedCombination(
+                f"{name}: got {value} and {own[name]} of the verifier, expected one of them"
+            )
         if value is not None and name not in dict(verifier.parameters):
             owners = [
-                one.name for one in (*verifiers.VERIFIERS.values(), verifiers.SYNTHETIC) if name in dict(one.parameters)
+                one.name
+                for one in (*verifiers.VERIFIERS.values(), verifiers.SYNTHETIC)
+                if name in dict(one.parameters)
             ]
             raise UnsupportedCombination(
                 f"{name}: got {value} with verifier={verifier.name!r}, expected {' or '.join(map(repr, owners))}"
@@ -136,14 +146,22 @@ def verifier_settings(
     values = {name: chosen.get(name, default) for name, default in verifier.parameters}
     for name, value in values.items():
         if value is None:
-            expected = "a number in (0, 1]" if name in given else f"a number, by Verifier.with_parameters({name}=…)"
-            raise UnsupportedCombination(f"{name}: got none with verifier={verifier.name!r}, expected {expected}")
+            expected = (
+                "a number in (0, 1]"
+                if name in given
+                else f"a number, by Verifier.with_parameters({name}=…)"
+            )
+            raise UnsupportedCombination(
+                f"{name}: got none with verifier={verifier.name!r}, expected {expected}"
+            )
     if verifier.sampled_only and not np.all(np.greater(sampling.temperature, 0)):
         raise UnsupportedCombination(
             f"temperature: got {sampling.temperature} with verifier={verifier.name!r}, expected more than 0 "
             "(at 0 it would accept the argmax alone)"
         )
-    return {name: _setting(name, value, batch, fraction=name in given) for name, value in values.items()}
+    return {
+        name: _setting(name, value, batch, fraction=name in given) for name, value in values.items()
+    }
 
 
 def _setting(name: str, value, batch: int, fraction: bool) -> np.ndarray:
@@ -154,7 +172,9 @@ def _setting(name: str, value, batch: int, fraction: bool) -> np.ndarray:
     if not np.all((array > 0) & (array <= 1) if fraction else np.isfinite(array)):
         raise ValueError(f"{name}: got {value}, expected {expected}")
     if array.ndim and array.shape != (batch,):
-        raise ValueError(f"{name}: got {array.size} values, expected one or {batch} (one per input)")
+        raise ValueError(
+            f"{name}: got {array.size} values, expected one or {batch} (one per input)"
+        )
     return np.broadcast_to(array, (batch,))
 
 
@@ -171,7 +191,9 @@ def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> 
         )
     last = max(sampling.forced_tokens or {}, default=-1)
     if last >= max(limits):
-        raise UnsupportedCombination(f"forced_tokens: got place {last}, expected below max_new_tokens = {max(limits)}")
+        raise UnsupportedCombination(
+            f"forced_tokens: got place {last}, expected below max_new_tokens = {max(limits)}"
+        )
 
 
 def check_eos_ids(target: LanguageModel, eos_ids) -> tuple[int, ...]:
@@ -180,7 +202,11 @@ def check_eos_ids(target: LanguageModel, eos_ids) -> tuple[int, ...]:
     vocab_size = target.config.vocab_size
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
     expected = f"ids from 0 to {vocab_size - 1}"
-    ids = (eos_ids,) if arguments.is_integer(eos_ids) else arguments.check_list("eos_ids", eos_ids, expected)
+    ids = (
+        (eos_ids,)
+        if arguments.is_integer(eos_ids)
+        else arguments.check_list("eos_ids", eos_ids, expected)
+    )
     if any(not arguments.is_integer(token) or not 0 <= int(token) < vocab_size for token in ids):
         raise ValueError(f"eos_ids: got {arguments.quoted(ids)}, expected {expected}")
     return tuple(map(int, ids))
@@ -203,7 +229,9 @@ def check_non_finite(non_finite) -> bool:
     """Returns whether rows with logits that are not finite numbers are reported; raises ValueError
     for another word than "raise" and "report"."""
     if not isinstance(non_finite, str) or non_finite not in NON_FINITE:
-        raise ValueError(f"non_finite: got {non_finite!r}, expected {' or '.join(map(repr, NON_FINITE))}")
+        raise ValueError(
+            f"non_finite: got {non_finite!r}, expected {' or '.join(map(repr, NON_FINITE))}"
+        )
     return non_finite == "report"
 
 
@@ -215,12 +243,19 @@ def check_per_row(name: str, value, batch: int, least: int, most: int) -> np.nda
     if np.any((array < least) | (array > most)):
         raise ValueError(f"{name}: got {value}, expected {expected}")
     if array.ndim and array.shape != (batch,):
-        raise ValueError(f"{name}: got {array.size} values, expected one or {batch} (one per input)")
+        raise ValueError(
+            f"{name}: got {array.size} values, expected one or {batch} (one per input)"
+        )
     return np.broadcast_to(array.astype(np.int32), (batch,))
 
 
 def check_input_lengths(
-    name: str, lengths: Sequence[int], most: int, positions: int | None, first: int = 0, option="max_input_length"
+    name: str,
+    lengths: Sequence[int],
+    most: int,
+    positions: int | None,
+    first: int = 0,
+    option="max_input_length",
 ) -> None:
     """Raises ValueError, which says how many inputs are too long, which, and what would do.
 
@@ -236,7 +271,9 @@ def check_input_lengths(
     if numbers:
         worst = max(lengths)
         takes_all = positions is None or worst < positions
-        advice = f"{option}={worst} takes all" if takes_all else f"the model has {positions:,} positions"
+        advice = (
+            f"{option}={worst} takes all" if takes_all else f"the model has {positions:,} positions"
+        )
         raise ValueError(
             f"{listed(name, numbers, len(lengths), first)}: got {'up to ' * (len(numbers) > 1)}{worst:,} tokens, "
             f"expected at most max_input_length = {most}; {advice}"

@@ -28,7 +28,14 @@ from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import FOREVER, STOP_EVERY, advance, complete, mark_stopped
 from specdec_jax.decoding.request import Plan, prefill
-from specdec_jax.decoding.results import Committed, GenerationResult, NonFiniteLogitsError, Stats, collect, in_words
+from specdec_jax.decoding.results import (
+    Committed,
+    GenerationResult,
+    NonFiniteLogitsError,
+    Stats,
+    collect,
+    in_words,
+)
 from specdec_jax.models import arguments
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.jax_settings import isolated
@@ -81,9 +88,15 @@ class Output(NamedTuple):
 
 @isolated
 def decode_stream(
-    target: LanguageModel, inputs, *, batch_size: int = 8, refill: bool = True, skip: Collection[int] = (),
-    non_finite: str = "raise", **options,
-) -> Iterator[tuple[int, tuple[Output, ...]]]:  # fmt: skip
+    target: LanguageModel,
+    inputs,
+    *,
+    batch_size: int = 8,
+    refill: bool = True,
+    skip: Collection[int] = (),
+    non_finite: str = "raise",
+    **options,
+) -> Iterator[tuple[int, tuple[Output, ...]]]:
     """Decodes many inputs and yields (number of the input, its `num_samples` outputs) as they are
     finished, in any order.
 
@@ -105,7 +118,10 @@ def decode_stream(
       ValueError: as for `generate`, before anything compiles.
       UnsupportedCombination: a deadline with `refill`; only batches can have one.
     """
-    batch_size, refill = arguments.check_integer("batch_size", batch_size, 1), arguments.check_flag("refill", refill)
+    batch_size, refill = (
+        arguments.check_integer("batch_size", batch_size, 1),
+        arguments.check_flag("refill", refill),
+    )
     left_out = arguments.check_list("skip", skip, "numbers of inputs")
     if not all(map(arguments.is_integer, left_out)):
         raise ValueError(f"skip: got {arguments.quoted(left_out)}, expected numbers of inputs")
@@ -115,16 +131,27 @@ def decode_stream(
         )
     reports = check_non_finite(non_finite)
     plan = plan_decoding(target, inputs, batch_size=batch_size, **options)
-    refill &= plan.search is None  # a search of the longest row takes few steps more than that of another
-    outputs = (_refilled if refill else _batches)(target, plan, batch_size, frozenset(map(int, left_out)))
+    refill &= (
+        plan.search is None
+    )  # a search of the longest row takes few steps more than that of another
+    outputs = (_refilled if refill else _batches)(
+        target, plan, batch_size, frozenset(map(int, left_out))
+    )
     return outputs if reports else _checked(outputs)
 
 
 @isolated
 def decode_all(
-    target: LanguageModel, inputs: Sequence[Sequence[int]], *, batch_size: int, seed: int, num_samples: int = 1,
-    first: int = 0, refill: bool = True, **options,
-) -> Iterator[Output]:  # fmt: skip
+    target: LanguageModel,
+    inputs: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    seed: int,
+    num_samples: int = 1,
+    first: int = 0,
+    refill: bool = True,
+    **options,
+) -> Iterator[Output]:
     """Decodes inputs and yields their outputs in order, `num_samples` for each.
 
     Args:
@@ -143,13 +170,22 @@ def decode_all(
         window = inputs[start : start + _WINDOW * rows]
         keys = fold_keys(seeded(seed), np.arange(start, start + len(window)) + first)
         outputs = decode_stream(
-            target, window, batch_size=rows, refill=refill and refills(rows, len(window), options.get("deadline")),
-            key=keys, num_samples=num_samples, **options,
-        )  # fmt: skip
+            target,
+            window,
+            batch_size=rows,
+            refill=refill and refills(rows, len(window), options.get("deadline")),
+            key=keys,
+            num_samples=num_samples,
+            **options,
+        )
         try:
             for output in _in_order(outputs):
                 error = output.error
-                yield output._replace(error=error.at(error.input + start + first)) if error else output
+                yield (
+                    output._replace(error=error.at(error.input + start + first))
+                    if error
+                    else output
+                )
         except NonFiniteLogitsError as error:
             raise error.at(error.input + start + first) from None
 
@@ -178,7 +214,9 @@ def _in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Out
             number += 1
 
 
-def _checked(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[tuple[int, tuple[Output, ...]]]:
+def _checked(
+    outputs: Iterable[tuple[int, tuple[Output, ...]]],
+) -> Iterator[tuple[int, tuple[Output, ...]]]:
     """Yields what it is given; raises the first error of an output."""
     for number, found in outputs:
         for error in (output.error for output in found if output.error):
@@ -209,7 +247,9 @@ def queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]]:
     them.
     """
     found: list[tuple[int, list[int]]] = []
-    for place in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # the last rows, which decode alone, are short
+    for place in sorted(
+        range(len(lengths)), key=lambda i: -lengths[i]
+    ):  # the last rows, which decode alone, are short
         width = bucket(int(lengths[place]))
         if not found or width < found[-1][0] and len(found[-1][1]) >= _LEAST * size:
             found.append((width, []))
@@ -227,7 +267,9 @@ def _refilled(target: LanguageModel, plan: Plan, size: int, skip: frozenset[int]
             yield from _through_one_state(target, plan, size, width, places)
 
 
-def _through_one_state(target: LanguageModel, plan: Plan, size: int, width: int, places: list[int]) -> Iterator:
+def _through_one_state(
+    target: LanguageModel, plan: Plan, size: int, width: int, places: list[int]
+) -> Iterator:
     """Yields the outputs of the inputs `places`, padded to `width`, from one state with room for
     `size` inputs."""
     rules, multiple = plan.network.rules, row_parts(plan.network.rules)
@@ -236,15 +278,26 @@ def _through_one_state(target: LanguageModel, plan: Plan, size: int, width: int,
         size * plan.samples,
         min(size, -(-max(2, size // _AHEAD) // multiple) * multiple),
     )
-    (shared, unfed), every, whole = _leaves(plan, width), STOP_EVERY if plan.stop else FOREVER, plan.request()
+    (shared, unfed), every, whole = (
+        _leaves(plan, width),
+        STOP_EVERY if plan.stop else FOREVER,
+        plan.request(),
+    )
     queue, state, fresh = collections.deque(places), None, None
-    ready: collections.deque[tuple[int, int]] = collections.deque()  # (row of `fresh`, row of the job)
-    owners, starts = np.full(total, -1), np.ones(total, np.int32)  # the job's row in each row of the state, or -1
+    ready: collections.deque[tuple[int, int]] = (
+        collections.deque()
+    )  # (row of `fresh`, row of the job)
+    owners, starts = (
+        np.full(total, -1),
+        np.ones(total, np.int32),
+    )  # the job's row in each row of the state, or -1
     finished: tuple[np.ndarray, Committed] | None = None
     gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
 
     def deliver(rows: np.ndarray, committed: Committed) -> Iterator:
-        for row, output in zip(rows.tolist(), _outputs(collect(target, committed, whole.of(rows))), strict=True):
+        for row, output in zip(
+            rows.tolist(), _outputs(collect(target, committed, whole.of(rows))), strict=True
+        ):
             place, sample = divmod(row, samples)
             gathered[place][sample] = output
             if len(gathered[place]) == samples:
@@ -256,15 +309,30 @@ def _through_one_state(target: LanguageModel, plan: Plan, size: int, width: int,
             if not ready:
                 chosen = [queue.popleft() if queue else -1 for _ in range(ahead)]
                 fresh = _started(plan, chosen, width, unfed and total > 1)
-                rows = [place * samples + sample for place in chosen if place >= 0 for sample in range(samples)]
+                rows = [
+                    place * samples + sample
+                    for place in chosen
+                    if place >= 0
+                    for sample in range(samples)
+                ]
                 ready.extend(enumerate(rows))
                 if state is None and total > 1:
-                    state = _blank(fresh, _empty_layers(plan, size, width) if unfed else (), total, shared, rules)
+                    state = _blank(
+                        fresh,
+                        _empty_layers(plan, size, width) if unfed else (),
+                        total,
+                        shared,
+                        rules,
+                    )
             free = np.flatnonzero(owners < 0)[: len(ready)]
             sources, rows = np.array([ready.popleft() for _ in free]).T
             owners[free], starts[free] = rows, whole.prefix_lengths[rows]
             moved = _padded(sources, free, ahead * samples)
-            state = fresh if total == 1 else _place(state, fresh, *moved, np.int32(len(free)), shared, rules)
+            state = (
+                fresh
+                if total == 1
+                else _place(state, fresh, *moved, np.int32(len(free)), shared, rules)
+            )
         # `generate` looks for stop strings every `STOP_EVERY` iterations of a row. For the same
         # statistics, rows must begin at such a moment.
         most = max(1, total // _PARTS) if (queue or ready) and not plan.stop else total
@@ -282,7 +350,10 @@ def _through_one_state(target: LanguageModel, plan: Plan, size: int, width: int,
 
 def _padded(sources: np.ndarray, targets: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns both arrays padded to `count` values, so that one shape compiles."""
-    padded = lambda values: np.pad(values.astype(np.int32), (0, count - len(values)))
+
+    def padded(values):
+        return np.pad(values.astype(np.int32), (0, count - len(values)))
+
     return padded(sources), padded(targets)
 
 
@@ -323,12 +394,14 @@ def _empty_layers(plan: Plan, size: int, width: int) -> tuple[KVCache, ...]:
 @functools.partial(jax.jit, static_argnames=("total", "shared", "rules"))
 def _blank(
     fresh: DecodeState, layers: tuple[KVCache, ...], total: int, shared: tuple[bool, ...], rules
-) -> DecodeState:  # fmt: skip
+) -> DecodeState:
     """Returns a state of `total` rows that are done, in all else like the rows of `fresh`;
     `layers`: what `fresh` lacks."""
     leaves, structure = jax.tree.flatten(fresh)
     copied = np.arange(total) % len(fresh.done)
-    state = structure.unflatten(leaf if same else leaf[copied] for leaf, same in zip(leaves, shared))
+    state = structure.unflatten(
+        leaf if same else leaf[copied] for leaf, same in zip(leaves, shared)
+    )
     state = dataclasses.replace(state, done=jnp.ones(total, bool))
     return constrain_sharding(_with_layers(state, layers) if layers else state, rules)
 
@@ -351,9 +424,12 @@ def _place(
     own = [place for place, same in enumerate(shared) if not same]
 
     def put(number, rows):
-        take = lambda place: jax.lax.dynamic_index_in_dim(new[place], sources[number], keepdims=False)
+        def take(place):
+            return jax.lax.dynamic_index_in_dim(new[place], sources[number], keepdims=False)
+
         return [
-            jax.lax.dynamic_update_index_in_dim(row, take(place), targets[number], 0) for row, place in zip(rows, own)
+            jax.lax.dynamic_update_index_in_dim(row, take(place), targets[number], 0)
+            for row, place in zip(rows, own)
         ]
 
     for place, rows in zip(own, jax.lax.fori_loop(0, count, put, [old[place] for place in own])):
@@ -369,7 +445,8 @@ def _outputs(result: GenerationResult) -> list[Output]:
     assert result.stats.per_row is not None
     for row, length in enumerate(result.lengths):
         tokens, log_probs, adjusted = (
-            values[row, :length].tolist() for values in (result.tokens, result.log_probs, result.adjusted_log_probs)
+            values[row, :length].tolist()
+            for values in (result.tokens, result.log_probs, result.adjusted_log_probs)
         )
         # A search counts by input, of which it returns as many hypotheses as it was asked for.
         stats = result.stats.per_row[row * len(result.stats.per_row) // len(result.lengths)]

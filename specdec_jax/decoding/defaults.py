@@ -48,7 +48,9 @@ def fill_search(defaults: GenerationConfig, options: Mapping[str, Any]) -> dict[
     found = {name: value for name, value in options.items() if value is not None}
     if found.get("num_beams", defaults.num_beams) is None:
         return found
-    of_search = {name: getattr(defaults, name) for name in _OF_SEARCH if getattr(defaults, name) is not None}
+    of_search = {
+        name: getattr(defaults, name) for name in _OF_SEARCH if getattr(defaults, name) is not None
+    }
     if defaults.num_beams is not None or of_search:
         found = {"beam_style": "huggingface"} | found
     style = found.get("beam_style")
@@ -63,7 +65,9 @@ def fill_search(defaults: GenerationConfig, options: Mapping[str, Any]) -> dict[
 def expect_no_search(target: LanguageModel, num_beams: Any, defaults: GenerationConfig) -> None:
     """Rejects a beam search, asked for or a default, where tokens are seen while they are decoded."""
     if num_beams is not None:
-        raise UnsupportedCombination(f"num_beams: got {num_beams} for what is seen while it is decoded, expected None")
+        raise UnsupportedCombination(
+            f"num_beams: got {num_beams} for what is seen while it is decoded, expected None"
+        )
     if defaults.num_beams is not None:
         raise UnsupportedCombination(
             f"num_beams: got {defaults.num_beams}, a default of {target.name or 'the model'}, for what is seen while "
@@ -72,18 +76,29 @@ def expect_no_search(target: LanguageModel, num_beams: Any, defaults: Generation
 
 
 def fill(
-    target: LanguageModel, defaults: GenerationConfig, max_new_tokens: Any, sampling: Any, starts: np.ndarray,
+    target: LanguageModel,
+    defaults: GenerationConfig,
+    max_new_tokens: Any,
+    sampling: Any,
+    starts: np.ndarray,
     eos_ids: tuple[int, ...],
-) -> tuple[np.ndarray, SamplingConfig]:  # fmt: skip
+) -> tuple[np.ndarray, SamplingConfig]:
     """Returns what `fill_limits` and `fill_sampling` do."""
     limits = fill_limits(target, defaults, max_new_tokens, starts)
-    return limits, fill_sampling(sampling, defaults, starts, limits, eos_ids, target.config.vocab_size)
+    return limits, fill_sampling(
+        sampling, defaults, starts, limits, eos_ids, target.config.vocab_size
+    )
 
 
 def fill_limits(
-    target: LanguageModel, defaults: GenerationConfig, given: Any, starts: np.ndarray, name: str = "input",
-    first: int = 0, option: str = "max_new_tokens",
-) -> np.ndarray:  # fmt: skip
+    target: LanguageModel,
+    defaults: GenerationConfig,
+    given: Any,
+    starts: np.ndarray,
+    name: str = "input",
+    first: int = 0,
+    option: str = "max_new_tokens",
+) -> np.ndarray:
     """Returns the most new tokens of each row, `[N]`.
 
     Args:
@@ -97,7 +112,9 @@ def fill_limits(
     Raises:
       ValueError: a limit out of range, or no room for a new token below the default `max_length`.
     """
-    value: int | np.ndarray = MAX_NEW_TOKENS if defaults.max_new_tokens is None else defaults.max_new_tokens
+    value: int | np.ndarray = (
+        MAX_NEW_TOKENS if defaults.max_new_tokens is None else defaults.max_new_tokens
+    )
     if given is None and defaults.max_new_tokens is None and defaults.max_length is not None:
         value = defaults.max_length - np.asarray(starts)
         if np.any(value < 1):
@@ -110,9 +127,13 @@ def fill_limits(
 
 
 def fill_sampling(
-    given: Any, defaults: GenerationConfig, starts: np.ndarray, limits: np.ndarray, eos_ids: tuple[int, ...],
+    given: Any,
+    defaults: GenerationConfig,
+    starts: np.ndarray,
+    limits: np.ndarray,
+    eos_ids: tuple[int, ...],
     vocab_size: int,
-) -> SamplingConfig:  # fmt: skip
+) -> SamplingConfig:
     """Returns how the tokens of N rows are chosen.
 
     Args:
@@ -132,20 +153,27 @@ def fill_sampling(
     if defaults == _NONE:
         return SamplingConfig(**changes)
     found: dict[str, Any] = {
-        "repetition_penalty": defaults.repetition_penalty, "no_repeat_ngram": defaults.no_repeat_ngram_size,
+        "repetition_penalty": defaults.repetition_penalty,
+        "no_repeat_ngram": defaults.no_repeat_ngram_size,
         "min_new_tokens": _least(defaults, starts, limits),
-    }  # fmt: skip
+    }
     if defaults.do_sample and changes.get("temperature") != 0:
         found |= {"temperature": 1.0 if defaults.temperature is None else defaults.temperature}
         found |= {"top_k": 50 if defaults.top_k is None else defaults.top_k}
         found |= {"top_p": defaults.top_p, "min_p": defaults.min_p}
-    words = [word for word in defaults.bad_words_ids or () if not (len(word) == 1 and word[0] in eos_ids)]
+    words = [
+        word for word in defaults.bad_words_ids or () if not (len(word) == 1 and word[0] in eos_ids)
+    ]
     forbidden = {token for token in defaults.suppress_tokens or () if token < vocab_size}
-    found["forbidden_tokens"] = tuple(sorted(forbidden | {word[0] for word in words if len(word) == 1}))
+    found["forbidden_tokens"] = tuple(
+        sorted(forbidden | {word[0] for word in words if len(word) == 1})
+    )
     found["forbidden_sequences"] = tuple(word for word in words if len(word) > 1)
     if "forced_tokens" not in changes:
         found["forced_tokens"] = _forced(defaults, starts, limits)
-    return SamplingConfig(**{name: value for name, value in found.items() if value is not None} | changes)
+    return SamplingConfig(
+        **{name: value for name, value in found.items() if value is not None} | changes
+    )
 
 
 def _least(defaults: GenerationConfig, starts: np.ndarray, limits: np.ndarray) -> Any:
@@ -153,10 +181,16 @@ def _least(defaults: GenerationConfig, starts: np.ndarray, limits: np.ndarray) -
     none."""
     if defaults.min_new_tokens is not None:
         return np.minimum(defaults.min_new_tokens, limits)
-    return None if defaults.min_length is None else np.clip(defaults.min_length - np.asarray(starts), 0, limits)
+    return (
+        None
+        if defaults.min_length is None
+        else np.clip(defaults.min_length - np.asarray(starts), 0, limits)
+    )
 
 
-def _forced(defaults: GenerationConfig, starts: np.ndarray, limits: np.ndarray) -> dict[int, int] | None:
+def _forced(
+    defaults: GenerationConfig, starts: np.ndarray, limits: np.ndarray
+) -> dict[int, int] | None:
     """Returns the forced tokens by their places."""
     forced: dict[int, int] = {}
     if defaults.forced_bos_token_id is not None:

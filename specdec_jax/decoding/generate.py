@@ -26,18 +26,37 @@ from specdec_jax.speculative.verifier import Verifier
 
 @isolated
 def generate(
-    target: LanguageModel, inputs, *, drafter: Drafter | None = None,
-    gamma: str | int | Sequence[int] | Policy = "auto", sampling: SamplingConfig | None = None,
-    tree: Tree | DynamicTree | None = None, verifier: str | Verifier = "block",
-    lenience: float | Sequence[float] | None = None, typical_epsilon: float | Sequence[float] | None = None,
-    typical_delta: float | Sequence[float] | None = None, synthetic_alpha: float | Sequence[float] | None = None,
-    max_new_tokens: int | Sequence[int] | None = None, key=None, num_samples: int = 1,
-    input_lengths=None, max_input_length: int = 512, decoder_prefix=None, eos_ids: Sequence[int] | None = None,
-    stop: str | Sequence[str] = (), deadline: float | None = None, num_beams: int | None = None,
-    length_penalty: float | None = None, beam_style: str | None = None, early_stopping: bool | str | None = None,
-    num_return_sequences: int | None = None, beam_width: int | None = None, non_finite: str = "raise",
-    attention_mask=None, generation_config: GenerationConfig | str | None = "model",
-) -> GenerationResult:  # fmt: skip
+    target: LanguageModel,
+    inputs,
+    *,
+    drafter: Drafter | None = None,
+    gamma: str | int | Sequence[int] | Policy = "auto",
+    sampling: SamplingConfig | None = None,
+    tree: Tree | DynamicTree | None = None,
+    verifier: str | Verifier = "block",
+    lenience: float | Sequence[float] | None = None,
+    typical_epsilon: float | Sequence[float] | None = None,
+    typical_delta: float | Sequence[float] | None = None,
+    synthetic_alpha: float | Sequence[float] | None = None,
+    max_new_tokens: int | Sequence[int] | None = None,
+    key=None,
+    num_samples: int = 1,
+    input_lengths=None,
+    max_input_length: int = 512,
+    decoder_prefix=None,
+    eos_ids: Sequence[int] | None = None,
+    stop: str | Sequence[str] = (),
+    deadline: float | None = None,
+    num_beams: int | None = None,
+    length_penalty: float | None = None,
+    beam_style: str | None = None,
+    early_stopping: bool | str | None = None,
+    num_return_sequences: int | None = None,
+    beam_width: int | None = None,
+    non_finite: str = "raise",
+    attention_mask=None,
+    generation_config: GenerationConfig | str | None = "model",
+) -> GenerationResult:
     """Decodes a batch: speculatively with a `drafter`, plainly without one.
 
     The output distribution is exactly the target's either way, except under the lossy verifiers,
@@ -100,22 +119,47 @@ def generate(
     """
     begun, reports = time.monotonic(), check_non_finite(non_finite)
     plan = plan_decoding(
-        target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, verifier=verifier, lenience=lenience,
-        typical_epsilon=typical_epsilon, typical_delta=typical_delta, synthetic_alpha=synthetic_alpha,
-        max_new_tokens=max_new_tokens, key=key, num_samples=num_samples, input_lengths=input_lengths,
-        max_input_length=max_input_length, decoder_prefix=decoder_prefix, eos_ids=eos_ids, stop=stop, deadline=deadline,
-        num_beams=num_beams, length_penalty=length_penalty, beam_style=beam_style, beam_width=beam_width, tree=tree,
-        early_stopping=early_stopping, num_return_sequences=num_return_sequences, generation_config=generation_config,
+        target,
+        inputs,
+        drafter=drafter,
+        gamma=gamma,
+        sampling=sampling,
+        verifier=verifier,
+        lenience=lenience,
+        typical_epsilon=typical_epsilon,
+        typical_delta=typical_delta,
+        synthetic_alpha=synthetic_alpha,
+        max_new_tokens=max_new_tokens,
+        key=key,
+        num_samples=num_samples,
+        input_lengths=input_lengths,
+        max_input_length=max_input_length,
+        decoder_prefix=decoder_prefix,
+        eos_ids=eos_ids,
+        stop=stop,
+        deadline=deadline,
+        num_beams=num_beams,
+        length_penalty=length_penalty,
+        beam_style=beam_style,
+        beam_width=beam_width,
+        tree=tree,
+        early_stopping=early_stopping,
+        num_return_sequences=num_return_sequences,
+        generation_config=generation_config,
         attention_mask=attention_mask,
-    )  # fmt: skip
+    )
     return complete(target, plan, None, begun).checked(reports)
 
 
 @isolated
 def warm_up(
-    target: LanguageModel, *, drafter: Drafter | None = None, batch_sizes: Sequence[int] = (1,),
-    max_input_length: int = 64, **options,
-) -> int:  # fmt: skip
+    target: LanguageModel,
+    *,
+    drafter: Drafter | None = None,
+    batch_sizes: Sequence[int] = (1,),
+    max_input_length: int = 64,
+    **options,
+) -> int:
     """Compiles what `generate` needs for these batch sizes and for every input length up to
     `max_input_length`.
 
@@ -135,12 +179,19 @@ def warm_up(
     for batch in (arguments.check_integer("batch_sizes", size, 1) for size in batches):
         for length in lengths:
             inputs = np.full(
-                (batch, min(length, max_input_length)), target.eos_ids[0] if target.eos_ids else 1, np.int32
+                (batch, min(length, max_input_length)),
+                target.eos_ids[0] if target.eos_ids else 1,
+                np.int32,
             )
             plan = plan_decoding(
-                target, inputs, input_lengths=np.full(batch, inputs.shape[1]), drafter=drafter,
-                max_input_length=max_input_length, first=True, **options,
-            )  # fmt: skip
+                target,
+                inputs,
+                input_lengths=np.full(batch, inputs.shape[1]),
+                drafter=drafter,
+                max_input_length=max_input_length,
+                first=True,
+                **options,
+            )
             _run_once(target, plan)
             if plan.costs_key and plan.config.gamma:  # later calls may decode plainly
                 _run_once(target, plan.plainly())

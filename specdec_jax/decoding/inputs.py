@@ -46,7 +46,12 @@ def listed(name: str, inputs) -> Any:
 
 
 def as_ids(
-    target: LanguageModel, inputs, input_lengths, framed: bool, attention_mask=None, name: str = "input"
+    target: LanguageModel,
+    inputs,
+    input_lengths,
+    framed: bool,
+    attention_mask=None,
+    name: str = "input",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids `[B, L]`, padded behind the text, and lengths `[B]` of strings, lists of ids or
     an array.
@@ -57,25 +62,38 @@ def as_ids(
     inputs, text = listed("inputs", inputs), False
     all_of_them = "inputs" if name == "input" else name
     if not hasattr(inputs, "shape"):
-        text = any(isinstance(row, str) for row in inputs) and all(isinstance(row, str | None) for row in inputs)
+        text = any(isinstance(row, str) for row in inputs) and all(
+            isinstance(row, str | None) for row in inputs
+        )
         if text:
             if target.vocabulary is None:
-                raise ValueError(f"{all_of_them}: got strings for a model without a vocabulary, expected ids")
+                raise ValueError(
+                    f"{all_of_them}: got strings for a model without a vocabulary, expected ids"
+                )
             if attention_mask is not None:
-                raise ValueError("attention_mask: got one with strings, expected None (strings have no padding)")
+                raise ValueError(
+                    "attention_mask: got one with strings, expected None (strings have no padding)"
+                )
             check_texts(name, inputs, first=0)
             to_ids = _encoder(target) if framed else target.vocabulary.encode
             inputs = [None if text is None else to_ids(text) for text in inputs]
         if input_lengths is not None:
-            raise ValueError("input_lengths: got lengths with a list of inputs, expected None (lists have lengths)")
-        rows = [_row_of_ids(name, number, () if row is None else row) for number, row in enumerate(inputs)]
+            raise ValueError(
+                "input_lengths: got lengths with a list of inputs, expected None (lists have lengths)"
+            )
+        rows = [
+            _row_of_ids(name, number, () if row is None else row)
+            for number, row in enumerate(inputs)
+        ]
         input_lengths = np.array([len(row) for row in rows], np.int32)
         array = np.zeros((len(rows), max(input_lengths, default=0)), np.int64)
         for number, ids in enumerate(rows):
             array[number, : len(ids)] = ids
         pad = padding_id(target)
         if attention_mask is not None:
-            array, input_lengths = without_padding(target, array, None, _mask_of_rows(attention_mask, input_lengths))
+            array, input_lengths = without_padding(
+                target, array, None, _mask_of_rows(attention_mask, input_lengths)
+            )
         elif pad is not None and not text:
             inside = np.arange(array.shape[1]) < input_lengths[:, None]
             array, input_lengths = from_left(array, inside & (array != pad))
@@ -101,7 +119,9 @@ def _mask_of_rows(attention_mask: Any, lengths: np.ndarray) -> np.ndarray:
     given = arguments.check_list("attention_mask", attention_mask, "lists of 0 and 1")
     rows = [arguments.as_array(row) for row in given]
     if [row.shape for row in rows] != [(length,) for length in lengths]:
-        raise ValueError("attention_mask: got other lengths than the inputs', expected 0 or 1 for each id")
+        raise ValueError(
+            "attention_mask: got other lengths than the inputs', expected 0 or 1 for each id"
+        )
     width = max(lengths, default=0)
     return np.array([np.pad(row, (0, width - len(row))) for row in rows]).reshape(len(rows), width)
 
@@ -111,8 +131,15 @@ def _row_of_ids(name: str, number: int, row) -> np.ndarray:
         ids = np.asarray(row)
     except ValueError:  # lists of different lengths inside
         ids = np.asarray("")
-    if ids.ndim != 1 or ids.size and not np.issubdtype(ids.dtype, np.integer) or arguments.has_bool(row):
-        raise ValueError(f"{name} {number}: got {row!r}, expected a list of integers (or strings for all inputs)")
+    if (
+        ids.ndim != 1
+        or ids.size
+        and not np.issubdtype(ids.dtype, np.integer)
+        or arguments.has_bool(row)
+    ):
+        raise ValueError(
+            f"{name} {number}: got {row!r}, expected a list of integers (or strings for all inputs)"
+        )
     return ids
 
 
@@ -125,10 +152,17 @@ def empty_rows(target: LanguageModel, inputs, lengths: np.ndarray) -> np.ndarray
         return (lengths == 0) & (not decoder_only(target))
     if decoder_only(target):
         return np.array([row is None for row in inputs])
-    return np.array([not (row.strip() if isinstance(row, str) else length) for row, length in zip(inputs, lengths)])
+    return np.array(
+        [
+            not (row.strip() if isinstance(row, str) else length)
+            for row, length in zip(inputs, lengths)
+        ]
+    )
 
 
-def prompt_tokens(target: LanguageModel, tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def prompt_tokens(
+    target: LanguageModel, tokens: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns prompts `[B, P]`, padded to a bucket, and their numbers of ids `[B]`; an empty prompt
     becomes the start token."""
     tokens = pad(tokens, bucket(int(max(lengths))))
@@ -136,7 +170,9 @@ def prompt_tokens(target: LanguageModel, tokens: np.ndarray, lengths: np.ndarray
     return tokens, np.maximum(lengths, 1)
 
 
-def decoder_tokens(target: LanguageModel, decoder_prefix, batch: int) -> tuple[np.ndarray, np.ndarray]:
+def decoder_tokens(
+    target: LanguageModel, decoder_prefix, batch: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the start token and the decoder prefix `[B, P]`, padded to a bucket, and their
     numbers of ids `[B]`."""
     if decoder_prefix is None:
@@ -145,9 +181,13 @@ def decoder_tokens(target: LanguageModel, decoder_prefix, batch: int) -> tuple[n
         target, listed("decoder_prefix", decoder_prefix), None, framed=False, name="decoder_prefix"
     )
     if len(lengths) != batch:
-        raise ValueError(f"decoder_prefix: got {len(lengths)} prefixes, expected {batch} (one per input)")
+        raise ValueError(
+            f"decoder_prefix: got {len(lengths)} prefixes, expected {batch} (one per input)"
+        )
     width = bucket(int(max(lengths, default=0))) if max(lengths) else 0
-    tokens = np.concatenate([np.full((batch, 1), target.start_token, np.int32), pad(tokens, width)], axis=1)
+    tokens = np.concatenate(
+        [np.full((batch, 1), target.start_token, np.int32), pad(tokens, width)], axis=1
+    )
     return tokens, lengths + 1
 
 
@@ -159,10 +199,14 @@ def pad(tokens: np.ndarray, width: int) -> np.ndarray:
 def _encoder(target: LanguageModel) -> Callable[[str], list[int]]:
     """Returns the method of the target's vocabulary that encodes what is decoded: an input or a
     prompt."""
-    return target.vocabulary.encode_prompt if decoder_only(target) else target.vocabulary.encode_input
+    return (
+        target.vocabulary.encode_prompt if decoder_only(target) else target.vocabulary.encode_input
+    )
 
 
-def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: int) -> list[list[int]]:
+def encode(
+    target: LanguageModel, sentences: Sequence[str], max_input_length: int
+) -> list[list[int]]:
     """Returns the ids of every sentence, with what the tokenizer puts around a text; an empty
     sentence has none.
 
@@ -183,8 +227,15 @@ def encode(target: LanguageModel, sentences: Sequence[str], max_input_length: in
         if max(ids, default=0) >= vocab_size:
             token = next(i for i in ids if i >= vocab_size)
             got = f"the token {target.vocabulary.piece(token)!r} with id {token}"
-            raise ValueError(f"sentence {number}: got {got}, expected ids below the model's {vocab_size} logits")
+            raise ValueError(
+                f"sentence {number}: got {got}, expected ids below the model's {vocab_size} logits"
+            )
     check_input_lengths(
-        "sentence", list(map(len, inputs)), max_input_length, target.config.max_positions, 1, "--max_input_length"
+        "sentence",
+        list(map(len, inputs)),
+        max_input_length,
+        target.config.max_positions,
+        1,
+        "--max_input_length",
     )
     return inputs

@@ -26,7 +26,9 @@ def take_keys(keys, rows):
 def _sample_keys(keys, samples):
     # A number that no committed length reaches keeps these keys apart from all other uses of a
     # request's key.
-    fold = lambda key, sample: jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), sample)
+    def fold(key, sample):
+        return jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), sample)
+
     return jax.vmap(jax.vmap(fold, (None, 0)), (0, None))(keys, samples)
 
 
@@ -49,7 +51,9 @@ def _input_keys(key, batch: int) -> jax.Array:
     if key is None:
         return _default_keys(batch)
     if not isinstance(key, jax.Array):
-        raise ValueError(f"key: got {key!r}, expected jax.random.key(seed), or one such key per input")
+        raise ValueError(
+            f"key: got {key!r}, expected jax.random.key(seed), or one such key per input"
+        )
     key = threefry(key)
     if key.ndim == 0:
         return fold_keys(key, np.arange(batch))

@@ -40,7 +40,9 @@ def advance(target, drafter, state: DecodeState, max_iterations, max_done=None) 
       max_done: traced; the loop ends as soon as this many rows are done, so that they can be
         refilled. None: all.
     """
-    return _loop(target, drafter, state, max_iterations, len(state.done) if max_done is None else max_done)
+    return _loop(
+        target, drafter, state, max_iterations, len(state.done) if max_done is None else max_done
+    )
 
 
 def _loop(target, drafter, state: DecodeState, max_iterations, max_done) -> DecodeState:
@@ -50,9 +52,13 @@ def _loop(target, drafter, state: DecodeState, max_iterations, max_done) -> Deco
 
     def body(carry):
         iteration, state = carry
-        return iteration + 1, (iterate if state.config.tree is None else iterate_tree)(target, drafter, state)
+        return iteration + 1, (iterate if state.config.tree is None else iterate_tree)(
+            target, drafter, state
+        )
 
-    return constrain_sharding(jax.lax.while_loop(more, body, (jnp.int32(0), state))[1], target.rules)
+    return constrain_sharding(
+        jax.lax.while_loop(more, body, (jnp.int32(0), state))[1], target.rules
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "slots"))
@@ -77,7 +83,9 @@ def complete(target, plan: Plan, places, begun: float) -> GenerationResult:
     if not plan.stop and not plan.deadline:
         return collect(target, decode_plan(plan, places), plan.request(places))
     state, request = plan.start(places)
-    for state in advance_by(target, state, request, np.int32(1 if plan.deadline else STOP_EVERY), begun):
+    for state in advance_by(
+        target, state, request, np.int32(1 if plan.deadline else STOP_EVERY), begun
+    ):
         pass
     return collect(target, state, request)
 
@@ -90,7 +98,9 @@ def decode_plan(plan: Plan, places=None, max_iterations=FOREVER) -> "Committed":
     return Committed(**jax.device_get(found), config=config)
 
 
-def advance_by(target, state: DecodeState, request: Request, every, begun: float) -> Iterator[DecodeState]:
+def advance_by(
+    target, state: DecodeState, request: Request, every, begun: float
+) -> Iterator[DecodeState]:
     """Yields the state after every `every` iterations, until all rows are done, have met a stop
     string, or time is up."""
     while True:

@@ -18,7 +18,14 @@ class Progress:
     The rate is that of this run; what an earlier run did only counts as done.
     """
 
-    def __init__(self, what: str, total: int, console: rich.console.Console | None = None, lines=True, quiet=False):
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        console: rich.console.Console | None = None,
+        lines=True,
+        quiet=False,
+    ):
         """Prepares the display; the context manager shows it.
 
         Args:
@@ -41,9 +48,14 @@ class Progress:
         # No thread beside what is timed, and nothing that is printed meanwhile redirected to
         # standard error.
         self._bar = rich.progress.Progress(
-            *columns, console=self.console, disable=disable, transient=not lines, auto_refresh=False,
-            redirect_stdout=False, redirect_stderr=False,
-        )  # fmt: skip
+            *columns,
+            console=self.console,
+            disable=disable,
+            transient=not lines,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self._task = self._bar.add_task("", total=total, text="compiling")
 
     def __enter__(self) -> "Progress":
@@ -92,7 +104,11 @@ class Progress:
 
 
 def track(
-    items: Iterable[Any], total: int, what: str, quiet: bool = False, names: Sequence[str] | None = None
+    items: Iterable[Any],
+    total: int,
+    what: str,
+    quiet: bool = False,
+    names: Sequence[str] | None = None,
 ) -> Generator[Any, None, None]:
     """Yields `items` and shows on standard error how many there were, unless `quiet`: by a progress
     bar on a terminal, elsewhere by a line before the first item and before others now and then.
@@ -110,7 +126,10 @@ def track(
         yield from items
         return
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
-    name = lambda number: "" if names is None else f": {names[number]}"
+
+    def name(number):
+        return "" if names is None else f": {names[number]}"
+
     if not console.is_terminal:
         printed = -_OFTEN
         for number, item in enumerate(items):
@@ -125,7 +144,7 @@ def track(
     text = rich.progress.TextColumn("{task.description}", markup=False)
     with rich.progress.Progress(
         text, *columns, console=console, transient=True, auto_refresh=False, **redirect
-    ) as bar:  # fmt: skip
+    ) as bar:
         task = bar.add_task(what, total=total)
         for number, item in enumerate(items):
             bar.update(task, completed=number, description=what + name(number), refresh=True)
@@ -150,6 +169,8 @@ def waiting(what: str) -> Iterator[None]:
         rich.progress.BarColumn(20),
         rich.progress.TextColumn("{task.description}", markup=False),
     )
-    with rich.progress.Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+    with rich.progress.Progress(
+        *columns, console=console, transient=True, redirect_stdout=False
+    ) as bar:
         bar.add_task(what, total=None)
         yield

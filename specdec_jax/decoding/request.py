@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,16 @@ from specdec_jax.decoding.checks import (
     verifier_settings,
 )
 from specdec_jax.decoding.defaults import MODELS, defaults_of, expect_no_search, fill
-from specdec_jax.decoding.inputs import as_ids, bucket, decoder_tokens, empty_rows, listed, pad, prompt_tokens, slots
+from specdec_jax.decoding.inputs import (
+    as_ids,
+    bucket,
+    decoder_tokens,
+    empty_rows,
+    listed,
+    pad,
+    prompt_tokens,
+    slots,
+)
 from specdec_jax.decoding.keys import row_keys, take_keys
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models import arguments
@@ -46,13 +55,17 @@ prefill = jax.jit(speculative_prefill.prefill, static_argnames=("config", "slots
 
 
 @functools.partial(jax.jit, static_argnames=("config", "slots"))
-def _drafter_alone(target: Network, drafter: Drafter, config, slots: int, inputs, input_lengths, tokens, *_):
+def _drafter_alone(
+    target: Network, drafter: Drafter, config, slots: int, inputs, input_lengths, tokens, *_
+):
     """Does the drafter's part of `prefill`, whose arguments it takes; an encoder that it shares
     with the target is left out."""
     shared = {}
     if drafter.reads_encoder:
         model = target.module.config
-        made_up = 1e-3 * inputs[..., None].astype(model.dtype)  # the compiler would simplify products with zeros
+        made_up = 1e-3 * inputs[..., None].astype(
+            model.dtype
+        )  # the compiler would simplify products with zeros
         shared = {"encoded": jnp.broadcast_to(made_up, (*inputs.shape, model.emb_dim))}
     return drafter.init(inputs, input_lengths, tokens, slots, **shared)
 
@@ -87,7 +100,10 @@ class Request:
 
     def of(self, rows) -> "Request":
         """Returns the request of `rows` only."""
-        per_row = {name: getattr(self, name)[rows] for name in ("prefix_lengths", "limits", "empty", "inputs")}
+        per_row = {
+            name: getattr(self, name)[rows]
+            for name in ("prefix_lengths", "limits", "empty", "inputs")
+        }
         return dataclasses.replace(self, **per_row)
 
 
@@ -149,9 +165,14 @@ class Plan:
         """Returns the plan for plain decoding, without a drafter."""
         config = StaticConfig(0, self.config.mode, self.config.vocab_size)
         return dataclasses.replace(
-            self, drafter=None, config=config, slots=self.slots - self.config.gamma,
-            gammas=np.zeros_like(self.gammas), settings=None, policy=None,
-        )  # fmt: skip
+            self,
+            drafter=None,
+            config=config,
+            slots=self.slots - self.config.gamma,
+            gammas=np.zeros_like(self.gammas),
+            settings=None,
+            policy=None,
+        )
 
     def start(self, places=None, width: int | None = None) -> tuple[DecodeState, Request]:
         """Prefills the inputs at `places` and returns the decode loop's state and the request.
@@ -165,16 +186,31 @@ class Plan:
 
     def arguments(self, places=None, width: int | None = None) -> tuple:
         """Returns the arguments of `prefill` for the inputs at `places`; parameters as for `start`."""
-        lengths, prefix_lengths, empty, keys = self.lengths, self.prefix_lengths, self.empty, self.keys
-        take = lambda values: values
+        lengths, prefix_lengths, empty, keys = (
+            self.lengths,
+            self.prefix_lengths,
+            self.empty,
+            self.keys,
+        )
+
+        def take(values):
+            return values
+
         if places is not None:
             places = np.asarray(places)
             take, filler = lambda values: values[places], places < 0
             lengths, empty = np.where(filler, 0, lengths[places]), empty[places] | filler
             prefix_lengths = np.where(filler, 1, prefix_lengths[places])
-            keys = take_keys(keys, (places[:, None] * self.samples + np.arange(self.samples)).reshape(-1))
-        repeat = lambda values: np.repeat(take(values), self.samples, axis=0)
-        per_row: Callable[[Any], Any] = lambda node: None if node is None else jax.tree.map(repeat, node)
+            keys = take_keys(
+                keys, (places[:, None] * self.samples + np.arange(self.samples)).reshape(-1)
+            )
+
+        def repeat(values):
+            return np.repeat(take(values), self.samples, axis=0)
+
+        def per_row(node: Any) -> Any:
+            return None if node is None else jax.tree.map(repeat, node)
+
         inputs, prefix, room = take(self.tokens), take(self.prefix), self.slots
         if width is None:
             width = bucket(int(max(prefix_lengths if self.prompted else lengths)))
@@ -183,26 +219,52 @@ class Plan:
             room = slots(width + int(max(self.limits)), self.config.reach)
         else:
             inputs = pad(inputs, width)
-        copied = lambda values: np.repeat(values, self.samples, axis=0)
+
+        def copied(values):
+            return np.repeat(values, self.samples, axis=0)
+
         ends = copied(prefix_lengths + take(self.limits))
         return (
-            self.network, self.drafter, self.config, room, inputs, lengths, copied(prefix), copied(prefix_lengths),
+            self.network,
+            self.drafter,
+            self.config,
+            room,
+            inputs,
+            lengths,
+            copied(prefix),
+            copied(prefix_lengths),
             keys,
-            dataclasses.replace(per_row(self.rows), **self.shared), per_row(self.settings), ends,
-            _stop_ids(self.eos_ids, len(ends)), repeat(self.gammas), copied(empty), per_row(self.policy),
-        )  # fmt: skip
+            dataclasses.replace(per_row(self.rows), **self.shared),
+            per_row(self.settings),
+            ends,
+            _stop_ids(self.eos_ids, len(ends)),
+            repeat(self.gammas),
+            copied(empty),
+            per_row(self.policy),
+        )
 
     def request(self, places=None) -> Request:
         """Returns what the host keeps of the rows of the inputs at `places`, given as for `start`."""
         places = np.arange(len(self.limits)) if places is None else np.asarray(places)
-        take = lambda values, filler=None: np.repeat(
-            values[places] if filler is None else np.where(places < 0, filler, values[places]), self.samples
-        )
+
+        def take(values, filler=None):
+            return np.repeat(
+                values[places] if filler is None else np.where(places < 0, filler, values[places]),
+                self.samples,
+            )
+
         return Request(
-            self.network, self.drafter, take(self.prefix_lengths, filler=1), take(self.limits), self.eos_ids, self.stop,
-            self.deadline, take(self.empty, filler=True), np.repeat(places, self.samples),
+            self.network,
+            self.drafter,
+            take(self.prefix_lengths, filler=1),
+            take(self.limits),
+            self.eos_ids,
+            self.stop,
+            self.deadline,
+            take(self.empty, filler=True),
+            np.repeat(places, self.samples),
             self.costs_key if self.config.strict_argmax else None,
-        )  # fmt: skip
+        )
 
 
 @isolated
@@ -255,7 +317,9 @@ def plan(
     check_process()
     check_kinds(target, sampling)
     expect_no_search(target, num_beams, defaults := defaults_of(target, generation_config))
-    inputs, tokens, lengths = _read_inputs(target, inputs, input_lengths, attention_mask, max_input_length)
+    inputs, tokens, lengths = _read_inputs(
+        target, inputs, input_lengths, attention_mask, max_input_length
+    )
     batch = len(lengths)
     tree, gamma, verifier = tree_options(tree, drafter, gamma, verifier)
     measured = isinstance(gamma, str) and drafter is not None
@@ -274,9 +338,15 @@ def plan(
     rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
     verifier = verifier_of(verifier)
     settings = verifier_settings(
-        verifier, sampling, width, batch, lenience=lenience, typical_epsilon=typical_epsilon,
-        typical_delta=typical_delta, synthetic_alpha=synthetic_alpha,
-    )  # fmt: skip
+        verifier,
+        sampling,
+        width,
+        batch,
+        lenience=lenience,
+        typical_epsilon=typical_epsilon,
+        typical_delta=typical_delta,
+        synthetic_alpha=synthetic_alpha,
+    )
     check_limits(sampling, limits, samples)
     stop = check_stop(stop, deadline, target)
     empty, drafter = empty_rows(target, inputs, lengths), drafter if width else None
@@ -294,14 +364,28 @@ def plan(
     if rules is not None:  # once for the request, and not with every call
         keys, drafter = rules.put(keys), rules.put(drafter)
     found = Plan(
-        network=target.network, drafter=drafter, eos_ids=eos_ids, stop=stop, deadline=deadline, config=config,
+        network=target.network,
+        drafter=drafter,
+        eos_ids=eos_ids,
+        stop=stop,
+        deadline=deadline,
+        config=config,
         samples=samples,
-        slots=slots(longest, config.reach), prompted=decoder_only(target),
-        tokens=tokens, lengths=lengths, prefix=prefix,
-        prefix_lengths=prefix_lengths, limits=limits, gammas=gammas, empty=empty, keys=keys,
-        rows=rows.replace(bias=None, forced=None), settings=settings, policy=policy,
+        slots=slots(longest, config.reach),
+        prompted=decoder_only(target),
+        tokens=tokens,
+        lengths=lengths,
+        prefix=prefix,
+        prefix_lengths=prefix_lengths,
+        limits=limits,
+        gammas=gammas,
+        empty=empty,
+        keys=keys,
+        rows=rows.replace(bias=None, forced=None),
+        settings=settings,
+        policy=policy,
         shared=dict(bias=rows.bias, forced=rows.forced),
-    )  # fmt: skip
+    )
     return _by_costs(found, together * samples, first) if measured else found
 
 
@@ -344,10 +428,14 @@ def _check_mesh(target: LanguageModel, name: str, rows: int, deadline) -> None:
         return
     rules.check_rows(name, rows)
     if deadline is not None and jax.process_count() > 1:
-        raise UnsupportedCombination("deadline: got one for several processes, expected None: their clocks differ")
+        raise UnsupportedCombination(
+            "deadline: got one for several processes, expected None: their clocks differ"
+        )
 
 
-def _beginnings(target: LanguageModel, tokens, lengths, decoder_prefix) -> tuple[np.ndarray, np.ndarray]:
+def _beginnings(
+    target: LanguageModel, tokens, lengths, decoder_prefix
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns what the decoder begins with, `[N, P]`, and its lengths, `[N]`.
 
     It begins with a start token and a decoder prefix, or with the inputs themselves if the target
@@ -372,7 +460,12 @@ def _widths(
     # int8.
     if isinstance(policy, Auto) and not (target.network.skips_padding and config.commits_argmax):
         return policy.widths
-    if target.network.skips_padding or not config.gamma or config.tree or not (varies or policy is not None):
+    if (
+        target.network.skips_padding
+        or not config.gamma
+        or config.tree
+        or not (varies or policy is not None)
+    ):
         return ()
     return call_widths(config.gamma, none=varies)
 
@@ -386,7 +479,9 @@ def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
     if not isinstance(gamma, str):
         return gamma
     if gamma != "auto":
-        raise ValueError(f"gamma: got {gamma!r}, expected 'auto', an integer from 0 to {MAX_GAMMA}, or a policy")
+        raise ValueError(
+            f"gamma: got {gamma!r}, expected 'auto', an integer from 0 to {MAX_GAMMA}, or a policy"
+        )
     if drafter is None:
         return 0
     return _PENDING if autotune.measurable(target.network) else autotune.FIXED
@@ -406,7 +501,9 @@ def _by_costs(found: Plan, rows: int, first: bool) -> Plan:
         places = np.arange(rows // found.samples) % len(found.limits)
         arguments = found.arguments(places, length)
         state = prefill(*arguments)
-        numbers = autotune.measure(found.network, found.drafter, state, lambda: _drafter_alone(*arguments))
+        numbers = autotune.measure(
+            found.network, found.drafter, state, lambda: _drafter_alone(*arguments)
+        )
         autotune.keep(key, numbers)
     learns = found.config.strict_argmax
     if not numbers.pays(rows, learns):
@@ -421,4 +518,6 @@ def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:
     """Returns the EOS ids `[B, E]`, padded with −1 to a multiple of 4, so that another number of
     ids rarely compiles anew."""
     width = max(4, -(-len(eos_ids) // 4) * 4)
-    return np.broadcast_to(np.array([*eos_ids, *[-1] * (width - len(eos_ids))], np.int32), (batch, width))
+    return np.broadcast_to(
+        np.array([*eos_ids, *[-1] * (width - len(eos_ids))], np.int32), (batch, width)
+    )

@@ -55,7 +55,10 @@ class Stats(NamedTuple):
     acceptance_rate_per_position: float | None = None
 
     def __repr__(self) -> str:
-        plain = {name: getattr(value, "tolist", lambda value=value: value)() for name, value in self._asdict().items()}
+        plain = {
+            name: getattr(value, "tolist", lambda value=value: value)()
+            for name, value in self._asdict().items()
+        }
         plain["per_row"] = self.per_row if self.per_row is None else f"<{len(self.per_row)} rows>"
         return f"Stats({', '.join(f'{name}={value}' for name, value in plain.items())})"
 
@@ -129,7 +132,9 @@ class GenerationResult(NamedTuple):
         for row, length in enumerate(self.lengths[:_SHOWN].tolist()):
             what = self.tokens[row, :length].tolist() if self.texts is None else self.texts[row]
             score = None if self.scores is None else float(self.scores[row])
-            reason = self.finish_reasons[row] if self.finish_reasons else ""  # T5X's loop tells none
+            reason = (
+                self.finish_reasons[row] if self.finish_reasons else ""
+            )  # T5X's loop tells none
             rows.append(f"\n  {row}: {in_words(what, length, reason, score)}")
         more = f"\n  … {len(self.lengths) - _SHOWN:,} more" if len(self.lengths) > _SHOWN else ""
         per_call = getattr(self.stats, "tokens_per_target_call", None)
@@ -138,11 +143,15 @@ class GenerationResult(NamedTuple):
         return f"{head}{''.join(rows)}{more}"
 
 
-def in_words(what: str | list[int] | None, length: int, reason: str = "", score: float | None = None) -> str:
+def in_words(
+    what: str | list[int] | None, length: int, reason: str = "", score: float | None = None
+) -> str:
     """Returns a row's text or tokens with their number, the finish reason and the score, on one
     short line."""
     scored = "" if score is None else f", score {score:.4g}"
-    return f"{shown(what)} ({reason}{', ' * bool(reason)}{length} token{'s' * (length != 1)}{scored})"
+    return (
+        f"{shown(what)} ({reason}{', ' * bool(reason)}{length} token{'s' * (length != 1)}{scored})"
+    )
 
 
 class Committed(NamedTuple):
@@ -173,7 +182,9 @@ class Committed(NamedTuple):
 
 
 @isolated
-def finish(target: LanguageModel, state: DecodeState | Committed, request: Request) -> GenerationResult:
+def finish(
+    target: LanguageModel, state: DecodeState | Committed, request: Request
+) -> GenerationResult:
     """Returns what has been committed so far, trimmed and detokenised.
 
     Raises:
@@ -183,9 +194,11 @@ def finish(target: LanguageModel, state: DecodeState | Committed, request: Reque
 
 
 def collect(
-    target: LanguageModel, state: DecodeState | Committed, request: Request,
+    target: LanguageModel,
+    state: DecodeState | Committed,
+    request: Request,
     errors: Sequence[NonFiniteLogitsError | None] | None = None,
-) -> GenerationResult:  # fmt: skip
+) -> GenerationResult:
     """Returns what `finish` returns, with the errors of rows in the place of an exception.
 
     A row whose target gave logits that are not finite numbers has no output.
@@ -214,10 +227,17 @@ def collect(
         if kept is not None:
             lengths[row], reasons[row] = kept, "stop"
     valid = columns < lengths[:, None]
-    only_valid = lambda values: np.where(valid, values, values.dtype.type(0))
+
+    def only_valid(values):
+        return np.where(valid, values, values.dtype.type(0))
+
     tokens, log_probs = only_valid(tokens), only_valid(np.take_along_axis(log_probs, slots, axis=1))
     # Under argmax the sampled distribution is one-hot: every chosen token has log-probability 0.
-    adjusted = np.zeros_like(log_probs) if adjusted is None else only_valid(np.take_along_axis(adjusted, slots, axis=1))
+    adjusted = (
+        np.zeros_like(log_probs)
+        if adjusted is None
+        else only_valid(np.take_along_axis(adjusted, slots, axis=1))
+    )
     if target.vocabulary is not None:
         texts = [
             target.vocabulary.decode(without_end(target.vocabulary, row[:length], reason))
@@ -226,24 +246,40 @@ def collect(
         for row in lost:
             texts[row] = None
     if request.learns and not any(errors):
-        autotune.learn(request.learns, int(counts.examined_by_position.sum()), int(counts.accepted_by_position.sum()))
-    stats = stats_of(counts, committed, token_by_token=config.verifier.has_rate or config.mode.greedy)
-    return GenerationResult(texts, tokens, lengths, log_probs, stats, adjusted, reasons, None, errors)
+        autotune.learn(
+            request.learns,
+            int(counts.examined_by_position.sum()),
+            int(counts.accepted_by_position.sum()),
+        )
+    stats = stats_of(
+        counts, committed, token_by_token=config.verifier.has_rate or config.mode.greedy
+    )
+    return GenerationResult(
+        texts, tokens, lengths, log_probs, stats, adjusted, reasons, None, errors
+    )
 
 
-def _errors(target: LanguageModel, state: Committed, request: Request) -> list[NonFiniteLogitsError | None]:
+def _errors(
+    target: LanguageModel, state: Committed, request: Request
+) -> list[NonFiniteLogitsError | None]:
     """Returns of each row the target's first logits that are not finite numbers, else the
     drafter's, or None."""
     found: list[NonFiniteLogitsError | None] = [None] * len(state.lengths)
     for (row,) in np.argwhere(state.draft_failed):
         token = int(state.draft_failed[row] - request.prefix_lengths[row])
         assert request.drafter is not None
-        found[row] = NonFiniteLogitsError(f"the drafter {request.drafter.name}", int(request.inputs[row]), token, True)
+        found[row] = NonFiniteLogitsError(
+            f"the drafter {request.drafter.name}", int(request.inputs[row]), token, True
+        )
     slots = np.arange(state.tokens.shape[1])
     committed = (slots >= request.prefix_lengths[:, None]) & (slots < state.lengths[:, None])
-    for row, slot in np.argwhere(committed & ~np.isfinite(state.log_probs))[::-1]:  # the first of a row last
+    for row, slot in np.argwhere(committed & ~np.isfinite(state.log_probs))[
+        ::-1
+    ]:  # the first of a row last
         found[row] = NonFiniteLogitsError(
-            target_of(target, state.config), int(request.inputs[row]), int(slot - request.prefix_lengths[row])
+            target_of(target, state.config),
+            int(request.inputs[row]),
+            int(slot - request.prefix_lengths[row]),
         )
     return found
 
@@ -253,7 +289,9 @@ def target_of(target: LanguageModel, config: StaticConfig) -> str:
     return f"the target {target.name}" + (" or the processor" if config.mode.processor else "")
 
 
-def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, request: Request) -> list[str]:
+def _finish_reasons(
+    tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, request: Request
+) -> list[str]:
     def reason(row: int) -> str:
         if request.empty[row]:
             return "empty"
@@ -267,16 +305,32 @@ def _finish_reasons(tokens: np.ndarray, lengths: np.ndarray, done: np.ndarray, r
 def stats_of(counts: Counts, new_tokens: np.ndarray, token_by_token: bool) -> Stats:
     def one(counts, new_tokens, per_row=None):
         examined, calls = int(counts.examined_by_position.sum()), int(counts.target_calls)
-        per_call = lambda number: int(number) / calls if calls else None
+
+        def per_call(number):
+            return int(number) / calls if calls else None
+
         undrafted, rated = int(counts.undrafted), examined and token_by_token
-        rate = lambda positions: int(counts.accepted) / positions if rated else None
+
+        def rate(positions):
+            return int(counts.accepted) / positions if rated else None
+
         return Stats(
-            calls, int(counts.draft_calls), int(counts.drafted), int(counts.accepted),
-            counts.accepted_by_position, counts.examined_by_position,
-            rate(examined), per_call(new_tokens), per_row,
-            per_call(counts.accepted), undrafted, rate(examined + undrafted),
-        )  # fmt: skip
+            calls,
+            int(counts.draft_calls),
+            int(counts.drafted),
+            int(counts.accepted),
+            counts.accepted_by_position,
+            counts.examined_by_position,
+            rate(examined),
+            per_call(new_tokens),
+            per_row,
+            per_call(counts.accepted),
+            undrafted,
+            rate(examined + undrafted),
+        )
 
     rows = range(len(new_tokens))
-    per_row = tuple(one(jax.tree.map(lambda leaf: leaf[row], counts), new_tokens[row]) for row in rows)
+    per_row = tuple(
+        one(jax.tree.map(lambda leaf: leaf[row], counts), new_tokens[row]) for row in rows
+    )
     return one(jax.tree.map(lambda leaf: leaf.sum(axis=0), counts), new_tokens.sum(), per_row)

@@ -38,7 +38,9 @@ class Piece(NamedTuple):
 
 
 @isolated
-def stream(target: LanguageModel, inputs, *, every: int = 1, non_finite: str = "raise", **options) -> Iterator[Piece]:
+def stream(
+    target: LanguageModel, inputs, *, every: int = 1, non_finite: str = "raise", **options
+) -> Iterator[Piece]:
     """Decodes a batch and yields the text of its rows as it is committed.
 
     What may turn out to be a part of a character, or of a stop string, is held back. The pieces of
@@ -54,7 +56,9 @@ def stream(target: LanguageModel, inputs, *, every: int = 1, non_finite: str = "
     begun = time.monotonic()
     arguments.check_model("target", target)
     if target.vocabulary is None:
-        raise ValueError("stream: got a model without a vocabulary, expected one that has one (text is yielded)")
+        raise ValueError(
+            "stream: got a model without a vocabulary, expected one that has one (text is yielded)"
+        )
     if not arguments.is_integer(every) or not 1 <= int(every) <= FOREVER:
         raise ValueError(f"every: got {arguments.quoted(every)}, expected an integer of at least 1")
     every = int(every)
@@ -64,7 +68,9 @@ def stream(target: LanguageModel, inputs, *, every: int = 1, non_finite: str = "
 
 
 @isolated
-def _pieces(target, state: DecodeState, request: Request, every: int, begun: float, reports: bool) -> Iterator[Piece]:
+def _pieces(
+    target, state: DecodeState, request: Request, every: int, begun: float, reports: bool
+) -> Iterator[Piece]:
     vocabulary, sent, closed = target.vocabulary, [0] * len(request.prefix_lengths), set()
     for state in advance_by(target, state, request, np.int32(every), begun):
         tokens, lengths, done = jax.device_get((state.tokens, state.lengths, state.done))
@@ -85,14 +91,19 @@ def _pieces(target, state: DecodeState, request: Request, every: int, begun: flo
     yield from _last_pieces(target, state, request, rest, sent, reports)
 
 
-def _last_pieces(target, state: DecodeState, request: Request, rows, sent, reports: bool) -> Iterator[Piece]:
+def _last_pieces(
+    target, state: DecodeState, request: Request, rows, sent, reports: bool
+) -> Iterator[Piece]:
     if not rows:
         return
     result = collect(target, state, request).checked(reports)
     texts = result.texts or [None] * len(result.tokens)
     for row in map(int, rows):
         ids = result.tokens[row, : result.lengths[row]].tolist()
-        text, error = (texts[row] or "")[len(target.vocabulary.decode(ids[: sent[row]])) :], result.errors[row]
+        text, error = (
+            (texts[row] or "")[len(target.vocabulary.decode(ids[: sent[row]])) :],
+            result.errors[row],
+        )
         yield Piece(row, text, ids[sent[row] :], result.finish_reasons[row], error)
 
 

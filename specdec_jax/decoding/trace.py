@@ -100,7 +100,9 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
     """
     for name, unset in (("num_samples", 1), ("stop", ()), ("deadline", None)):
         if not arguments.is_default(options.get(name), unset):
-            raise UnsupportedCombination(f"{name}: got {options[name]!r} for a trace, expected {unset!r}")
+            raise UnsupportedCombination(
+                f"{name}: got {options[name]!r} for a trace, expected {unset!r}"
+            )
     if text is None:
         raise ValueError("text: got None, expected a string, or a list of ids")
     state, request = prepare(target, [text], **options)
@@ -117,11 +119,16 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
             np.asarray(x)[0] for x in (state.last_draft, state.last_drafted, state.last_accepted)
         )
         if tree is None:
-            rejected, there = int(draft[accepted]) if accepted < drafted else None, np.arange(drafted)
+            rejected, there = (
+                int(draft[accepted]) if accepted < drafted else None,
+                np.arange(drafted),
+            )
         else:
             _, _, valid, *_ = seen
             there = np.flatnonzero(np.asarray(valid)[0, 1:])
-            rejected = next((tree.nodes[child].token for child in tree.children(tree.path[-1])), None)
+            rejected = next(
+                (tree.nodes[child].token for child in tree.children(tree.path[-1])), None
+            )
         corrected = new[accepted] if len(new) > accepted else None
         entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, there].tolist()
         steps.append(TraceStep(new[:accepted], rejected, corrected, int(drafted), entropies, tree))
@@ -130,7 +137,9 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def _advance_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, tuple[jax.Array, ...]]:
+def _advance_tree(
+    target: Network, drafter: Drafter, state: DecodeState
+) -> tuple[DecodeState, tuple[jax.Array, ...]]:
     """Runs one iteration; returns also what `_read_tree` takes, with a row for each of `state`."""
     after, (draft, states, found) = watch_tree(target, drafter, state)
     logits = target.head(states, draft.valid)
@@ -141,7 +150,15 @@ def _advance_tree(target: Network, drafter: Drafter, state: DecodeState) -> tupl
         jnp.maximum(draft.tokens, 0)
     )
     log_q = jnp.full(log_p.shape, jnp.nan) if draft.log_q is None else draft.log_q
-    return after, (draft.tokens, parents, draft.valid, found.path, found.num_accepted, jnp.exp(log_p), jnp.exp(log_q))
+    return after, (
+        draft.tokens,
+        parents,
+        draft.valid,
+        found.path,
+        found.num_accepted,
+        jnp.exp(log_p),
+        jnp.exp(log_q),
+    )
 
 
 def _read_tree(tokens, parents, valid, path, accepted, p, q) -> TreeStep:
@@ -150,8 +167,12 @@ def _read_tree(tokens, parents, valid, path, accepted, p, q) -> TreeStep:
     there = np.flatnonzero(valid)
     places = {int(number): place for place, number in enumerate(there)} | {-1: -1}
     nodes = [
-        TreeNode(int(tokens[node]), places[int(parents[node])], float(p[node]) if node else 1.0,
-                 None if np.isnan(q[node]) else float(q[node]))
+        TreeNode(
+            int(tokens[node]),
+            places[int(parents[node])],
+            float(p[node]) if node else 1.0,
+            None if np.isnan(q[node]) else float(q[node]),
+        )
         for node in there
-    ]  # fmt: skip
+    ]
     return TreeStep(nodes, [places[int(node)] for node in path[: accepted + 1]])

@@ -43,10 +43,14 @@ def tree_options(
     """
     if tree is None:
         if isinstance(drafter, Drafter) and not drafter.drafts_chains:
-            raise UnsupportedCombination(f"tree: got None with {type(drafter).__name__}, expected a Tree")
+            raise UnsupportedCombination(
+                f"tree: got None with {type(drafter).__name__}, expected a Tree"
+            )
         return TreeOptions(None, gamma, verifier)
     if not isinstance(tree, Tree | DynamicTree):
-        raise ValueError(f"tree: got {arguments.quoted(tree)}, expected a Tree, such as sd.Tree.uniform((3, 2, 1))")
+        raise ValueError(
+            f"tree: got {arguments.quoted(tree)}, expected a Tree, such as sd.Tree.uniform((3, 2, 1))"
+        )
     if drafter is None:
         raise UnsupportedCombination("tree: got one without a drafter, expected None")
     automatic = isinstance(gamma, str) and gamma == "auto"
@@ -68,7 +72,9 @@ def tree_options(
         gamma = tree.size - 1
     if isinstance(gamma, Policy) and gamma.counts_nodes:
         gamma, most = of_tree(gamma, tree), gamma.maximum
-    elif isinstance(gamma, str) or not hasattr(gamma, "__index__") and not hasattr(gamma, "__len__"):
+    elif (
+        isinstance(gamma, str) or not hasattr(gamma, "__index__") and not hasattr(gamma, "__len__")
+    ):
         raise UnsupportedCombination(
             f"gamma: got {gamma!r} with a tree, expected 'auto', an integer, the most nodes that are drafted, or a "
             "policy: Heuristic, CostAware, Entropy, EntropyBound or Confidence"
@@ -107,17 +113,26 @@ def _fitted(tree: Tree | DynamicTree, drafter: Drafter) -> Tree | DynamicTree:
     """
     name, kinds = type(drafter).__name__, drafter.tree_kinds
     if isinstance(tree, DynamicTree) and not drafter.grows_trees:
-        raise UnsupportedCombination(f"tree: got {tree} with {name}, expected a Tree, whose shape is fixed")
+        raise UnsupportedCombination(
+            f"tree: got {tree} with {name}, expected a Tree, whose shape is fixed"
+        )
     if isinstance(tree, DynamicTree) or kinds is CHILDREN:
         return tree
-    listed = lambda names: ", ".join(map(repr, names))
+
+    def listed(names):
+        return ", ".join(map(repr, names))
+
     children, verifier = tree.children, tree.verifier
     if children == AUTO:
         children = next((kind for kind in kinds if kind in tree.allowed), tree.kind)
     if children not in kinds:
-        raise UnsupportedCombination(f"children: got {children!r} with {name}, expected {listed(kinds)}")
+        raise UnsupportedCombination(
+            f"children: got {children!r} with {name}, expected {listed(kinds)}"
+        )
     if verifier == AUTO:
         verifier = kinds[children][0]
     if verifier not in (*kinds[children], *LOSSY_TREES):
-        raise UnsupportedCombination(f"verifier: got {verifier!r} with {name}, expected {listed(kinds[children])}")
+        raise UnsupportedCombination(
+            f"verifier: got {verifier!r} with {name}, expected {listed(kinds[children])}"
+        )
     return Tree(tree.parents, children, verifier)

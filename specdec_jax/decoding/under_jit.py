@@ -39,7 +39,14 @@ from specdec_jax.speculative.verifiers import verifier_of
 _LEAST_TEMPERATURE = 1e-4
 # Arguments that may differ from call to call: T5X's name -> ours.
 _PER_CALL = {"temperature": "temperature", "topk": "top_k", "topp": "top_p"}
-_KNOWN = (*_PER_CALL, "decode_rng", "eos_id", "max_decode_steps", "max_decode_steps_hard_limit", "rescale_log_probs")
+_KNOWN = (
+    *_PER_CALL,
+    "decode_rng",
+    "eos_id",
+    "max_decode_steps",
+    "max_decode_steps_hard_limit",
+    "rescale_log_probs",
+)
 
 
 class Decoded(NamedTuple):
@@ -75,7 +82,9 @@ def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
       ValueError: a parameter is missing, unexpected or of the wrong shape.
     """
     tree = _copied(params)
-    check_shapes(flatten(tree), parameter_shapes(config), "params", "of a T5 of the module's configuration")
+    check_shapes(
+        flatten(tree), parameter_shapes(config), "params", "of a T5 of the module's configuration"
+    )
     tree = jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
     if not native(config.dtype):
         return laid_out(Network(tree, config.module()), rows)
@@ -90,7 +99,11 @@ def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
 
 def _copied(node):
     """Returns nested mappings of any kind, frozen ones too, as nested dicts."""
-    return {name: _copied(value) for name, value in node.items()} if isinstance(node, Mapping) else node
+    return (
+        {name: _copied(value) for name, value in node.items()}
+        if isinstance(node, Mapping)
+        else node
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +132,16 @@ class Decoder:
     @isolated
     def __post_init__(self):
         check_sampling(self.sampling)
-        for name, value in tree_options(self.tree, self.drafter, self.gamma, self.verifier)._asdict().items():
+        for name, value in (
+            tree_options(self.tree, self.drafter, self.gamma, self.verifier)._asdict().items()
+        ):
             object.__setattr__(self, name, value)
         limit = MAX_GAMMA if self.tree is None else self.tree.size - 1
         most = self.gamma.maximum if isinstance(self.gamma, Policy) else self.gamma
         if not arguments.is_integer(most) or not 0 <= most <= limit:
-            raise ValueError(f"gamma: got {self.gamma!r}, expected an integer from 0 to {limit}, or a policy of it")
+            raise ValueError(
+                f"gamma: got {self.gamma!r}, expected an integer from 0 to {limit}, or a policy of it"
+            )
         if self.drafter is not None:
             check_policy(self.gamma, self.drafter)
         check_models(self.drafter, self.config)
@@ -140,15 +157,26 @@ class Decoder:
 
     def _settings(self, batch: int):
         return verifier_settings(
-            verifier_of(self.verifier), self.sampling, self.width, batch, lenience=self.lenience,
-            typical_epsilon=self.typical_epsilon, typical_delta=self.typical_delta,
-        )  # fmt: skip
+            verifier_of(self.verifier),
+            self.sampling,
+            self.width,
+            batch,
+            lenience=self.lenience,
+            typical_epsilon=self.typical_epsilon,
+            typical_delta=self.typical_delta,
+        )
 
     @isolated
     def decode(
-        self, params: Mapping, inputs: jax.Array, prompts: jax.Array, eos_id: Any, rng: jax.Array | None = None,
-        decoder_params: Mapping[str, Any] | None = None, prompted: bool = True,
-    ) -> Decoded:  # fmt: skip
+        self,
+        params: Mapping,
+        inputs: jax.Array,
+        prompts: jax.Array,
+        eos_id: Any,
+        rng: jax.Array | None = None,
+        decoder_params: Mapping[str, Any] | None = None,
+        prompted: bool = True,
+    ) -> Decoded:
         """Decodes a batch; to be called under `jax.jit`.
 
         Args:
@@ -179,15 +207,29 @@ class Decoder:
         adapts = self.width and self.tree is None and (varies or policy is not None)
         widths = call_widths(self.width, none=varies) if adapts else ()
         depth = self.width if self.tree is None else self.tree.depth
-        config = StaticConfig(depth, mode, self.config.vocab_size, verifier_of(self.verifier), widths, self.tree)
+        config = StaticConfig(
+            depth, mode, self.config.vocab_size, verifier_of(self.verifier), widths, self.tree
+        )
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
         state = prefill(
-            network, drafter, config, slots(length + 1, config.reach), inputs,
-            lengths_of(inputs), tokens, starts, _keys(rng, batch), rows, self._settings(batch),
-            1 + _lengths(given, starts - 1, length), ends(given.get("eos_id", eos_id), batch),
-            jnp.full(batch, self.width, jnp.int32), jnp.zeros(batch, bool), policy,
-        )  # fmt: skip
+            network,
+            drafter,
+            config,
+            slots(length + 1, config.reach),
+            inputs,
+            lengths_of(inputs),
+            tokens,
+            starts,
+            _keys(rng, batch),
+            rows,
+            self._settings(batch),
+            1 + _lengths(given, starts - 1, length),
+            ends(given.get("eos_id", eos_id), batch),
+            jnp.full(batch, self.width, jnp.int32),
+            jnp.zeros(batch, bool),
+            policy,
+        )
         state = advance(network, drafter, state, np.int32(2**31 - 1))
         columns = jnp.arange(1, length + 1)
         decoded = jnp.where(columns < state.lengths[:, None], state.tokens[:, 1 : length + 1], 0)
@@ -198,7 +240,9 @@ class Decoder:
         counts, sound = state.counts, jnp.all(jnp.isfinite(state.log_probs), axis=1)
         scores = jnp.where(sound, jnp.sum(log_probs, axis=1), jnp.nan)
         # Where no token could be drawn the id is negative, which T5X cannot take.
-        return Decoded(jnp.maximum(decoded, 0), scores, counts.target_calls, counts.drafted, counts.accepted)
+        return Decoded(
+            jnp.maximum(decoded, 0), scores, counts.target_calls, counts.drafted, counts.accepted
+        )
 
 
 def on_network(drafter: Drafter, network: Network, rows: int) -> Drafter:
@@ -212,20 +256,30 @@ def check_models(drafter: Drafter | None, config: T5Config) -> None:
     """Rejects a drafter of whose models one cannot read the inputs of a target of this `config`."""
     for model in drafter.models if drafter is not None else ():
         if decoder_only(model) or model.config.encoder_dim not in (None, config.emb_dim):
-            got = "a decoder-only model" if decoder_only(model) else f"encoder_dim {model.config.encoder_dim}"
+            got = (
+                "a decoder-only model"
+                if decoder_only(model)
+                else f"encoder_dim {model.config.encoder_dim}"
+            )
             expected = f"a T5 with an encoder, or encoder_dim {config.emb_dim}"
             raise ValueError(f"drafter: got {got}, expected {expected}")
 
 
-def known(decoder_params: Mapping[str, Any] | None, names: Sequence[str], rng: jax.Array | None) -> dict[str, Any]:
+def known(
+    decoder_params: Mapping[str, Any] | None, names: Sequence[str], rng: jax.Array | None
+) -> dict[str, Any]:
     """Returns a copy of `decoder_params`; rejects others than `names`, and a key among them beside
     `rng`."""
     given = dict(decoder_params or {})
     unknown = sorted(set(given) - set(names))
     if unknown:
-        raise ValueError(f"decoder_params: got {', '.join(unknown)}, expected only {', '.join(names)}")
+        raise ValueError(
+            f"decoder_params: got {', '.join(unknown)}, expected only {', '.join(names)}"
+        )
     if rng is not None and given.get("decode_rng") is not None:
-        raise ValueError("decoder_params: got decode_rng beside the argument rng, expected one of the two")
+        raise ValueError(
+            "decoder_params: got decode_rng beside the argument rng, expected one of the two"
+        )
     return given
 
 
@@ -244,12 +298,18 @@ def _sampling(
     config: SamplingConfig, given: Mapping[str, Any], batch: int, vocab_size: int
 ) -> tuple[SamplingMode, SamplingRows]:
     """Returns the static and the traced part of `config`, with what one call overrides (`given`)."""
-    values = {ours: given[theirs] for theirs, ours in _PER_CALL.items() if given.get(theirs) is not None}
+    values = {
+        ours: given[theirs] for theirs, ours in _PER_CALL.items() if given.get(theirs) is not None
+    }
     fixed = {name: np.asarray(value) for name, value in values.items() if not traced(value)}
     if np.any(fixed.get("top_k", 0)) and np.any(fixed.get("top_p", 0)):
-        raise ValueError("decoder_params: got topk and topp, expected at most one of the two to be other than 0")
+        raise ValueError(
+            "decoder_params: got topk and topp, expected at most one of the two to be other than 0"
+        )
     if "temperature" in fixed:
-        fixed["temperature"] = np.where(fixed["temperature"] > _LEAST_TEMPERATURE, fixed["temperature"], 0.0)
+        fixed["temperature"] = np.where(
+            fixed["temperature"] > _LEAST_TEMPERATURE, fixed["temperature"], 0.0
+        )
     if "top_p" in fixed:
         fixed["top_p"] = np.where(fixed["top_p"] == 0, 1.0, fixed["top_p"])  # T5X's 0 keeps all
     config = dataclasses.replace(config, **{name: value.tolist() for name, value in fixed.items()})
@@ -278,7 +338,9 @@ def _lengths(given: Mapping[str, Any], prompts: jax.Array, length: int) -> jax.A
 
 def ends(eos_id, batch: int) -> jax.Array:
     """Returns `[B, E]` int32: the ids that end a row, for all rows the same."""
-    return jnp.broadcast_to(jnp.asarray(eos_id, jnp.int32).reshape(1, -1), (batch, jnp.size(eos_id)))
+    return jnp.broadcast_to(
+        jnp.asarray(eos_id, jnp.int32).reshape(1, -1), (batch, jnp.size(eos_id))
+    )
 
 
 def _keys(rng: jax.Array | None, batch: int) -> jax.Array:

@@ -57,9 +57,16 @@ class BeamDecoder:
 
     @isolated
     def decode(
-        self, params: Mapping, inputs: jax.Array, prompts: jax.Array, eos_id: Any, rng: jax.Array | None = None,
-        decoder_params: Mapping[str, Any] | None = None, prompted: bool = True, num_decodes: int = 1,
-    ) -> Decoded:  # fmt: skip
+        self,
+        params: Mapping,
+        inputs: jax.Array,
+        prompts: jax.Array,
+        eos_id: Any,
+        rng: jax.Array | None = None,
+        decoder_params: Mapping[str, Any] | None = None,
+        prompted: bool = True,
+        num_decodes: int = 1,
+    ) -> Decoded:
         """Searches for a batch; to be called under `jax.jit`.
 
         Args:
@@ -90,7 +97,9 @@ class BeamDecoder:
         drafter = self.drafter if self.gamma else None
         sampling = SamplingConfig()
         beams.check_ids(1, vocab)
-        config = beams.config(1, sampling.mode, vocab, self.gamma if drafter is not None else 0, drafter)
+        config = beams.config(
+            1, sampling.mode, vocab, self.gamma if drafter is not None else 0, drafter
+        )
         most = jnp.asarray(given.get("max_decode_step", -1), jnp.int32)
         most = jnp.where(most > 0, jnp.minimum(most, length), length)
         tokens, prefix_lengths = jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)
@@ -100,12 +109,26 @@ class BeamDecoder:
         network = network_of(params, self.config, batch)
         drafter = None if drafter is None else on_network(drafter, network, batch)
         state = begin(
-            network, drafter, config, length, length + 1, inputs, lengths_of(inputs), tokens, prefix_lengths, limits,
-            eos_ids, jnp.asarray(penalty, jnp.float32), sampling.rows(batch, vocab), limits == 0,
-        )  # fmt: skip
+            network,
+            drafter,
+            config,
+            length,
+            length + 1,
+            inputs,
+            lengths_of(inputs),
+            tokens,
+            prefix_lengths,
+            limits,
+            eos_ids,
+            jnp.asarray(penalty, jnp.float32),
+            sampling.rows(batch, vocab),
+            limits == 0,
+        )
         return _decoded(search(network, drafter, state), length)
 
-    def _checked(self, given: Mapping[str, Any], num_decodes: int, room: int) -> tuple[BeamOptions, Any, int]:
+    def _checked(
+        self, given: Mapping[str, Any], num_decodes: int, room: int
+    ) -> tuple[BeamOptions, Any, int]:
         """Options of one call, its penalty, which may be traced, and the length of what comes out."""
         penalty, length = given.get("alpha", 0.6), given.get("max_decode_len")
         if not traced(penalty) and not (arguments.is_number(penalty) and 0 <= penalty < np.inf):

@@ -76,11 +76,15 @@ class AssistedNGramDrafter(Drafter):
         copies, room = batch // inputs.shape[0], (batch, self.memory)
         return NGramMemory(
             Inputs(jnp.repeat(inputs, copies, axis=0), jnp.repeat(input_lengths, copies)),
-            jnp.full((*room, self.order - 1), -2, jnp.int32), jnp.zeros((*room, self.top_k), jnp.int32),
-            jnp.zeros((*room, self.top_k), jnp.float32), jnp.zeros(batch, jnp.int32),
-        )  # fmt: skip
+            jnp.full((*room, self.order - 1), -2, jnp.int32),
+            jnp.zeros((*room, self.top_k), jnp.int32),
+            jnp.zeros((*room, self.top_k), jnp.float32),
+            jnp.zeros(batch, jnp.int32),
+        )
 
-    def draft(self, draft_state: NGramMemory, state: DecodeState, num_wanted) -> tuple[NGramMemory, Draft]:
+    def draft(
+        self, draft_state: NGramMemory, state: DecodeState, num_wanted
+    ) -> tuple[NGramMemory, Draft]:
         inputs, remembered = draft_state.inputs, (len(state.lengths), self.memory * self.top_k)
         slots, columns = jnp.arange(state.tokens.shape[1]), jnp.arange(inputs.tokens.shape[1])
         weights = draft_state.weights.reshape(remembered)
@@ -92,28 +96,37 @@ class AssistedNGramDrafter(Drafter):
             in_memory = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=2), axis=2)
             texts = tokens, inputs.tokens, draft_state.tokens.reshape(remembered)
             matches = (
-                match_lengths(tokens, lengths, ending), match_lengths(inputs.tokens, inputs.lengths, ending),
+                match_lengths(tokens, lengths, ending),
+                match_lengths(inputs.tokens, inputs.lengths, ending),
                 jnp.repeat(in_memory, self.top_k, axis=1),
-            )  # fmt: skip
+            )
             # The start token, or the first id of a prompt, follows nothing.
             inside = (slots > 0) & (slots < lengths[:, None]), columns < inputs.lengths[:, None]
             counts = *(mask.astype(jnp.float32) for mask in inside), weights
-            return _heaviest(*(jnp.concatenate(parts, axis=1) for parts in (texts, matches, counts))), carry
+            return _heaviest(
+                *(jnp.concatenate(parts, axis=1) for parts in (texts, matches, counts))
+            ), carry
 
         tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, ())
-        return draft_state, draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
+        return draft_state, draft_without_calls(
+            state, tokens, num_drafted, point_mass(state, tokens)
+        )
 
     def observe(self, draft_state: NGramMemory, state: DecodeState, scored: Scored) -> NGramMemory:
         """Remembers the target's most probable ids at every position that the target was fed."""
         batch, width = scored.tokens.shape
         # The first id that was fed stands in the last slot before the new ones.
-        before = _ending(state.tokens, state.lengths - scored.num_new - 1, self.order - 2, -2)[:, ::-1]
+        before = _ending(state.tokens, state.lengths - scored.num_new - 1, self.order - 2, -2)[
+            :, ::-1
+        ]
         fed = jnp.concatenate([before, scored.tokens], axis=1)
         ends = jnp.arange(width)[:, None] + self.order - 2 - jnp.arange(self.order - 1)
         logits, tokens = scored.logits, []
         for _ in range(self.top_k):  # a sort of the vocabulary would cost far more
             tokens.append(distributions.argmax(logits))
-            logits = jnp.where(jnp.arange(logits.shape[-1]) == tokens[-1][..., None], -jnp.inf, logits)
+            logits = jnp.where(
+                jnp.arange(logits.shape[-1]) == tokens[-1][..., None], -jnp.inf, logits
+            )
         tokens = jnp.stack(tokens, axis=-1)
         weights = jnp.exp(
             jnp.take_along_axis(scored.logits, tokens, axis=-1)
@@ -123,20 +136,29 @@ class AssistedNGramDrafter(Drafter):
         # Where there are more positions than fit into the ring, the last ones stay.
         age = (draft_state.written + count - 1)[:, None] - jnp.arange(self.memory)
         place = (count - 1)[:, None] - age % self.memory
-        write = lambda old, new: jnp.where(
-            (place >= 0)[..., None], jnp.take_along_axis(new, jnp.maximum(place, 0)[..., None], axis=1), old
-        )
+
+        def write(old, new):
+            return jnp.where(
+                (place >= 0)[..., None],
+                jnp.take_along_axis(new, jnp.maximum(place, 0)[..., None], axis=1),
+                old,
+            )
+
         return draft_state._replace(
-            contexts=write(draft_state.contexts, fed[:, ends]), tokens=write(draft_state.tokens, tokens),
-            weights=write(draft_state.weights, weights), written=draft_state.written + count,
-        )  # fmt: skip
+            contexts=write(draft_state.contexts, fed[:, ends]),
+            tokens=write(draft_state.tokens, tokens),
+            weights=write(draft_state.weights, weights),
+            written=draft_state.written + count,
+        )
 
 
 def _ending(tokens: jax.Array, lengths: jax.Array, size: int, missing: int) -> jax.Array:
     """Returns the last `size` ids `[B, size]` of the first `lengths [B]` of `tokens [B, S]`, the
     last id first; `missing` where there are fewer."""
     places = lengths[:, None] - jnp.arange(1, size + 1)
-    return jnp.where(places >= 0, jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1), missing)
+    return jnp.where(
+        places >= 0, jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1), missing
+    )
 
 
 def _heaviest(tokens: jax.Array, matches: jax.Array, weights: jax.Array) -> jax.Array:

@@ -30,23 +30,53 @@ class ChainDrafter(Drafter):
             )
         return beams
 
-    def begin_beams(self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int, **shared) -> Any:
-        return self.init(inputs, input_lengths, jnp.repeat(tokens, beams, axis=0), positions, **shared)
+    def begin_beams(
+        self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int, **shared
+    ) -> Any:
+        return self.init(
+            inputs, input_lengths, jnp.repeat(tokens, beams, axis=0), positions, **shared
+        )
 
-    def draft_beams(self, draft_state: Any, state: BeamState, tree: BeamTree) -> tuple[Any, BeamTree]:
+    def draft_beams(
+        self, draft_state: Any, state: BeamState, tree: BeamTree
+    ) -> tuple[Any, BeamTree]:
         config, (batch, beams) = state.config, state.live.scores.shape
-        flat = lambda x: x.reshape(batch * beams, *x.shape[2:])
-        rows = lambda x: jnp.repeat(x, beams, axis=0)
-        zeros, none = jnp.zeros(batch * beams, jnp.int32), jnp.zeros((batch * beams, config.gamma), jnp.int32)
+
+        def flat(x):
+            return x.reshape(batch * beams, *x.shape[2:])
+
+        def rows(x):
+            return jnp.repeat(x, beams, axis=0)
+
+        zeros, none = (
+            jnp.zeros(batch * beams, jnp.int32),
+            jnp.zeros((batch * beams, config.gamma), jnp.int32),
+        )
         as_rows = DecodeState(
-            tokens=flat(state.live.tokens), lengths=rows(state.positions + 1), done=rows(state.done),
-            starts=rows(state.prefix_lengths), log_probs=flat(state.live.log_probs), adjusted_log_probs=None, keys=None,
-            sampling=state.sampling.repeated(beams), settings=None, limits=rows(state.prefix_lengths + state.limits),
-            eos_ids=rows(state.eos_ids), gamma=zeros + config.gamma, policy=None, policy_state=None, target_cache=None,
-            draft_state=None, counts=Counts.zero(batch * beams, config.gamma), last_draft=none, last_drafted=zeros,
-            last_accepted=zeros, last_seen=None, draft_failed=zeros,
+            tokens=flat(state.live.tokens),
+            lengths=rows(state.positions + 1),
+            done=rows(state.done),
+            starts=rows(state.prefix_lengths),
+            log_probs=flat(state.live.log_probs),
+            adjusted_log_probs=None,
+            keys=None,
+            sampling=state.sampling.repeated(beams),
+            settings=None,
+            limits=rows(state.prefix_lengths + state.limits),
+            eos_ids=rows(state.eos_ids),
+            gamma=zeros + config.gamma,
+            policy=None,
+            policy_state=None,
+            target_cache=None,
+            draft_state=None,
+            counts=Counts.zero(batch * beams, config.gamma),
+            last_draft=none,
+            last_drafted=zeros,
+            last_accepted=zeros,
+            last_seen=None,
+            draft_failed=zeros,
             config=StaticConfig(config.gamma, config.mode, config.vocab_size),
-        )  # fmt: skip
+        )
         draft_state, draft = self.draft(draft_state, as_rows, as_rows.gamma)
         # Places past the end of a chain get the token −1, so that no beam ever equals such a node.
         there = jnp.arange(config.gamma) < draft.num_drafted[:, None]

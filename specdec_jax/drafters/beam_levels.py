@@ -13,7 +13,11 @@ from specdec_jax.speculative.beams import BeamState, pick
 
 
 def draft_levels(
-    network: Network, widened: Callable[[jax.Array], jax.Array], cache: Any, state: BeamState, tree: BeamTree
+    network: Network,
+    widened: Callable[[jax.Array], jax.Array],
+    cache: Any,
+    state: BeamState,
+    tree: BeamTree,
 ) -> tuple[Any, BeamTree]:
     """Adds γ levels of u nodes to the tree: at each level those with the greatest sums of
     log-probabilities.
@@ -42,7 +46,9 @@ def draft_levels(
         if level:
             fed, width = tree.last(config.width), config.width
             states, cache = network.decode_nodes(fed.tokens, fed.nodes, cache, _live(state, fed))
-        logits = widened(network.head(states, jnp.broadcast_to(~state.done[:, None], states.shape[:2])))
+        logits = widened(
+            network.head(states, jnp.broadcast_to(~state.done[:, None], states.shape[:2]))
+        )
         own, adjusted = scored(state, logits, tree.last(width))
         own = own if adjusted is None else adjusted
         sums = state.live.scores if dists is None else dists
@@ -63,7 +69,11 @@ def _best(totals: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Arra
     each = min(count, vocab)
     values, tokens = jax.lax.top_k(totals, each)
     values, which = jax.lax.top_k(values.reshape(batch, -1), count)
-    return values, (which // each).astype(jnp.int32), pick(tokens.reshape(batch, -1), which).astype(jnp.int32)
+    return (
+        values,
+        (which // each).astype(jnp.int32),
+        pick(tokens.reshape(batch, -1), which).astype(jnp.int32),
+    )
 
 
 def _live(state: BeamState, tree: BeamTree) -> jax.Array:
@@ -86,9 +96,15 @@ def _with_parents(state: BeamState, tree: BeamTree) -> BeamTree:
     own = jnp.take_along_axis(state.paths, at, axis=2)[..., 0]
     child = jnp.argmax(own[:, None] == slots[..., None], axis=2)
     tokens = pick(jnp.take_along_axis(state.live.tokens, at, axis=2)[..., 0], child)
-    add = lambda old, new: jnp.concatenate([old, new], axis=1)
+
+    def add(old, new):
+        return jnp.concatenate([old, new], axis=1)
+
     nodes = Nodes(
-        state.starts - beams, add(jnp.broadcast_to(before, slots.shape), tree.nodes.positions),
+        state.starts - beams,
+        add(jnp.broadcast_to(before, slots.shape), tree.nodes.positions),
         add(pick(state.paths, child), tree.nodes.paths),
-    )  # fmt: skip
-    return BeamTree(add(tokens, tree.tokens), add(jnp.full_like(tokens, -1), tree.parents), nodes, None)
+    )
+    return BeamTree(
+        add(tokens, tree.tokens), add(jnp.full_like(tokens, -1), tree.parents), nodes, None
+    )

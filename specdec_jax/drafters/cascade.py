@@ -46,7 +46,9 @@ class HorizontalCascade(Pair):
         first, then = self.parts
         return f"{first.name}, then {then.name} (from {self.number})"
 
-    def draft(self, draft_state: PairState, state: DecodeState, num_wanted) -> tuple[PairState, Draft]:
+    def draft(
+        self, draft_state: PairState, state: DecodeState, num_wanted
+    ) -> tuple[PairState, Draft]:
         (first, then), config = self.parts, state.config
         draft_state = self.rewind(draft_state, state.lengths)
         early = min(self.number, config.gamma)
@@ -58,20 +60,32 @@ class HorizontalCascade(Pair):
         end = jnp.take_along_axis(head.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)
         ended = (count > 0) & jnp.any(end == state.eos_ids, axis=1)
         behind = dataclasses.replace(
-            state, tokens=_written(state.tokens, head.tokens, state.lengths, count), lengths=state.lengths + count,
+            state,
+            tokens=_written(state.tokens, head.tokens, state.lengths, count),
+            lengths=state.lengths + count,
             keys=keys_apart(state),
-        )  # fmt: skip
-        other, tail = then.draft(draft_state.second, behind, jnp.where(ended, 0, num_wanted - count))
+        )
+        other, tail = then.draft(
+            draft_state.second, behind, jnp.where(ended, 0, num_wanted - count)
+        )
 
         def joined(buffer, of_head, of_tail):
-            return _written(_written(buffer, of_head, count * 0, count), of_tail, count, tail.num_drafted)
+            return _written(
+                _written(buffer, of_head, count * 0, count), of_tail, count, tail.num_drafted
+            )
 
         tokens = joined(jnp.zeros_like(tail.tokens), head.tokens, tail.tokens)
         dist: Categorical | PointMass | None = None
-        if config.needs_draft_probs and isinstance(head.dist, PointMass) and isinstance(tail.dist, PointMass):
+        if (
+            config.needs_draft_probs
+            and isinstance(head.dist, PointMass)
+            and isinstance(tail.dist, PointMass)
+        ):
             dist = PointMass(tokens, config.vocab_size)
         elif (room := empty_distribution(state)) is not None:
-            dist = Categorical(*map(joined, room, _as_distribution(head.dist), _as_distribution(tail.dist)))
+            dist = Categorical(
+                *map(joined, room, _as_distribution(head.dist), _as_distribution(tail.dist))
+            )
         calls = head.calls + tail.calls
         draft = Draft(tokens, count + tail.num_drafted, dist, calls, target_cache=head.target_cache)
         return PairState(own, other), draft
@@ -119,17 +133,24 @@ class VerticalCascade(Pair):
           ValueError: another kind of argument.
         """
         if not isinstance(model_drafter, Drafter) or model_drafter.second_model is None:
-            raise ValueError(f"model_drafter: got {type(model_drafter).__name__}, expected a ModelDrafter")
+            raise ValueError(
+                f"model_drafter: got {type(model_drafter).__name__}, expected a ModelDrafter"
+            )
         _check_drafters(inner=inner)
         _check_behind("inner", inner)
-        self.parts, self.number = (model_drafter, inner), arguments.check_integer("inner_gamma", inner_gamma, 1)
+        self.parts, self.number = (
+            (model_drafter, inner),
+            arguments.check_integer("inner_gamma", inner_gamma, 1),
+        )
 
     @property
     def name(self) -> str:
         model_drafter, inner = self.parts
         return f"{model_drafter.name} over {inner.name} ({self.number})"
 
-    def draft(self, draft_state: PairState, state: DecodeState, num_wanted) -> tuple[PairState, Draft]:
+    def draft(
+        self, draft_state: PairState, state: DecodeState, num_wanted
+    ) -> tuple[PairState, Draft]:
         """Drafts with a loop of model calls over a fixed number of positions.
 
         A call begins at the first token that the model's cache lacks. After the target has accepted
@@ -140,57 +161,85 @@ class VerticalCascade(Pair):
         width = min(self.number, max(config.gamma - 1, 1))
         verifier = config.verifier if config.verifier.coupled else VERIFIERS["token"]
         inside = dataclasses.replace(
-            state, policy=None, keys=keys_apart(state), config=config._replace(gamma=width, verifier=verifier)
+            state,
+            policy=None,
+            keys=keys_apart(state),
+            config=config._replace(gamma=width, verifier=verifier),
         )
         offsets, network = jnp.arange(width + 1), model_drafter.network
 
         def body(loop: _Loop) -> _Loop:
-            left, (cache, cached) = loop.wanted - loop.drafted, (loop.model.cache, loop.model.cached)
-            view = dataclasses.replace(inside, tokens=loop.tokens, lengths=state.lengths + loop.drafted)
+            left, (cache, cached) = (
+                loop.wanted - loop.drafted,
+                (loop.model.cache, loop.model.cached),
+            )
+            view = dataclasses.replace(
+                inside, tokens=loop.tokens, lengths=state.lengths + loop.drafted
+            )
             lag = view.lengths - 1 - cached
             room = jnp.maximum(jnp.minimum(width - lag, left - 1), 0)
             inner_state, guess = inner.draft(loop.inner, view, room)
 
             proposed = _written(loop.tokens, guess.tokens, view.lengths, guess.num_drafted)
             places = jnp.minimum(cached[:, None] + offsets, proposed.shape[1] - 1)
-            logits, cache = network.decode(jnp.take_along_axis(proposed, places, axis=1), cached, cache)
+            logits, cache = network.decode(
+                jnp.take_along_axis(proposed, places, axis=1), cached, cache
+            )
             judging = jnp.minimum(lag[:, None] + offsets, width)[..., None]
-            logits = jnp.take_along_axis(model_drafter.widened(logits, config.vocab_size), judging, axis=1)
+            logits = jnp.take_along_axis(
+                model_drafter.widened(logits, config.vocab_size), judging, axis=1
+            )
             verified, dist = verify(view, guess, logits)
 
             at_end = offsets == verified.num_accepted[:, None]
-            new = jnp.where(at_end, verified.next_token[:, None], jnp.pad(guess.tokens, ((0, 0), (0, 1))))
+            new = jnp.where(
+                at_end, verified.next_token[:, None], jnp.pad(guess.tokens, ((0, 0), (0, 1)))
+            )
             is_eos = jnp.any(new[:, :, None] == state.eos_ids[:, None, :], axis=-1)
             first_eos = jnp.min(jnp.where(is_eos, offsets, width + 1), axis=1)
             num_new = jnp.minimum(verified.num_accepted, first_eos) + 1
-            num_new = jnp.where((left > 0) & (lag <= width), num_new, 0)  # a row that lags by more only catches up
+            num_new = jnp.where(
+                (left > 0) & (lag <= width), num_new, 0
+            )  # a row that lags by more only catches up
 
             drafted = loop.drafted + num_new
-            place = lambda buffer, values: _written(buffer, values, loop.drafted, num_new)
+
+            def place(buffer, values):
+                return _written(buffer, values, loop.drafted, num_new)
+
             return _Loop(
                 tokens=_written(loop.tokens, new, view.lengths, num_new),
                 drafted=drafted,
                 wanted=jnp.where(first_eos < num_new, drafted, loop.wanted),
-                model=ModelDraftState(cache, jnp.where(left > 0, cached + jnp.minimum(lag + num_new, width + 1),
-                cached)),
+                model=ModelDraftState(
+                    cache,
+                    jnp.where(left > 0, cached + jnp.minimum(lag + num_new, width + 1), cached),
+                ),
                 inner=inner_state,
                 dist=loop.dist and dist and Categorical(*map(place, loop.dist, dist)),
                 calls=loop.calls + jnp.where(left > 0, guess.calls + 1, 0),
-            )  # fmt: skip
+            )
 
         none, draft_state = jnp.zeros_like(state.lengths), self.rewind(draft_state, state.lengths)
         loop = _Loop(state.tokens, none, num_wanted, *draft_state, empty_distribution(state), none)
         loop = jax.lax.while_loop(lambda loop: jnp.any(loop.drafted < loop.wanted), body, loop)
-        places = jnp.minimum(state.lengths[:, None] + jnp.arange(config.gamma), state.tokens.shape[1] - 1)
+        places = jnp.minimum(
+            state.lengths[:, None] + jnp.arange(config.gamma), state.tokens.shape[1] - 1
+        )
         tokens = jnp.take_along_axis(loop.tokens, places, axis=1)
         return PairState(loop.model, loop.inner), Draft(tokens, loop.drafted, loop.dist, loop.calls)
 
 
-def _written(buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
+def _written(
+    buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array
+) -> jax.Array:
     """Returns `buffer [B, N, …]` with the first `counts [B]` of `values [B, T, …]` written from
     position `starts [B]` on."""
     offsets = jnp.arange(buffer.shape[1]) - starts[:, None]
-    wide = lambda x: x.reshape(*x.shape, *[1] * (buffer.ndim - 2))
+
+    def wide(x):
+        return x.reshape(*x.shape, *[1] * (buffer.ndim - 2))
+
     spread = jnp.take_along_axis(values, wide(jnp.clip(offsets, 0, values.shape[1] - 1)), axis=1)
     return jnp.where(wide((offsets >= 0) & (offsets < counts[:, None])), spread, buffer)
 
@@ -210,4 +259,6 @@ def _check_behind(name: str, drafter: Drafter) -> None:
     do not hold the tokens drafted before it."""
     if drafter.needs_target_state:
         got = type(drafter).__name__
-        raise ValueError(f"{name}: got {got}, expected a drafter that needs nothing of the target's cache or states")
+        raise ValueError(
+            f"{name}: got {got}, expected a drafter that needs nothing of the target's cache or states"
+        )

@@ -29,14 +29,22 @@ def keys_apart(state: DecodeState) -> jax.Array:
     """
     if state.config.verifier.coupled:
         return state.keys
-    fold = lambda key, length: jax.random.fold_in(jax.random.fold_in(key, _APART), length)
+
+    def fold(key, length):
+        return jax.random.fold_in(jax.random.fold_in(key, _APART), length)
+
     return jax.vmap(fold)(state.keys, state.lengths)
 
 
 def draft_tokens(
-    state: DecodeState, num_wanted: jax.Array, choose: Callable, carry: Any, lag: jax.Array | int = 0,
-    catch_up: Callable | None = None, seen: Callable[[Any], DraftSignals | None] = lambda carry: None,
-) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
+    state: DecodeState,
+    num_wanted: jax.Array,
+    choose: Callable,
+    carry: Any,
+    lag: jax.Array | int = 0,
+    catch_up: Callable | None = None,
+    seen: Callable[[Any], DraftSignals | None] = lambda carry: None,
+) -> tuple[jax.Array, jax.Array, Any]:
     """Drafts one token after another; a model that lags behind first catches up, two positions a
     call.
 
@@ -68,14 +76,21 @@ def draft_tokens(
     if catch_up is not None:
         # It mostly runs once or never, but is a loop: the branches of a `lax.cond` would copy the
         # caches.
-        pair = lambda loop: take(catch_up, (loop[0] + 1, *loop[1:]))
+        def pair(loop):
+            return take(catch_up, (loop[0] + 1, *loop[1:]))
+
         loop = jax.lax.while_loop(lambda loop: loop[0] < 0, pair, loop)
     return _drafted(state, jax.lax.while_loop(more, functools.partial(take, choose), loop))
 
 
 def draft_in_pairs(
-    state: DecodeState, num_wanted: jax.Array, choose: Callable, carry: Any, lag: jax.Array, feed: Callable
-) -> tuple[jax.Array, jax.Array, Any]:  # fmt: skip
+    state: DecodeState,
+    num_wanted: jax.Array,
+    choose: Callable,
+    carry: Any,
+    lag: jax.Array,
+    feed: Callable,
+) -> tuple[jax.Array, jax.Array, Any]:
     """Does what `draft_tokens` does for an accelerator, where a call over two positions takes no
     longer than one over a single position: every step feeds the token before it once more.
 
@@ -90,9 +105,15 @@ def draft_in_pairs(
         1 − lag, 3 − lag … below 0.
     """
     first = jnp.minimum(1 - jnp.asarray(lag, jnp.int32), 0)
-    pair = lambda loop: (loop[0] + 2, feed(*loop))
+
+    def pair(loop):
+        return (loop[0] + 2, feed(*loop))
+
     _, carry = jax.lax.while_loop(lambda loop: loop[0] < 0, pair, (first, carry))
-    step = lambda _, loop: _take(state, lambda carry: None, choose, loop)
+
+    def step(_, loop):
+        return _take(state, lambda carry: None, choose, loop)
+
     loop = jnp.int32(0), state.tokens, num_wanted, carry
     return _drafted(state, jax.lax.fori_loop(0, state.config.gamma, step, loop))
 
@@ -118,7 +139,9 @@ def _drafted(state: DecodeState, loop: tuple) -> tuple[jax.Array, jax.Array, Any
     """Returns the drafted tokens `[B, G]`, how many of them count `[B]`, and the carry, after the
     last step of the loop over a draft."""
     _, tokens, num_drafted, carry = loop
-    places = jnp.minimum(state.lengths[:, None] + jnp.arange(state.config.gamma), tokens.shape[1] - 1)
+    places = jnp.minimum(
+        state.lengths[:, None] + jnp.arange(state.config.gamma), tokens.shape[1] - 1
+    )
     return jnp.take_along_axis(tokens, places, axis=1), num_drafted, carry
 
 
@@ -128,7 +151,9 @@ def empty_distribution(state: DecodeState) -> Categorical | None:
     if not config.needs_draft_probs:
         return None
     shape = (len(state.lengths), config.gamma)
-    return Categorical(jnp.zeros((*shape, config.vocab_size), jnp.float32), jnp.zeros(shape, jnp.float32))
+    return Categorical(
+        jnp.zeros((*shape, config.vocab_size), jnp.float32), jnp.zeros(shape, jnp.float32)
+    )
 
 
 def draw_adjusted(
@@ -142,11 +167,17 @@ def draw_adjusted(
     """
     config, prefixes = state.config, context(state, tokens, jnp.maximum(step, 0))
     if config.mode.greedy:
-        return distributions.argmax(distributions.process(logits, prefixes, state.sampling, config.mode))[:, 0], dist
-    return draw(state, distributions.standardize(logits, prefixes, state.sampling, config.mode), step, dist)
+        return distributions.argmax(
+            distributions.process(logits, prefixes, state.sampling, config.mode)
+        )[:, 0], dist
+    return draw(
+        state, distributions.standardize(logits, prefixes, state.sampling, config.mode), step, dist
+    )
 
 
-def draw(state: DecodeState, here: Categorical, step, dist: Categorical | None) -> tuple[jax.Array, Categorical | None]:
+def draw(
+    state: DecodeState, here: Categorical, step, dist: Categorical | None
+) -> tuple[jax.Array, Categorical | None]:
     """Returns one token `[B]` drawn from the distribution `here` over `[B, 1, V]`, and `dist` with
     `here` at position `step`.
 
@@ -161,7 +192,9 @@ def draw(state: DecodeState, here: Categorical, step, dist: Categorical | None) 
     drawn = randomness.draw(here.probs()[:, 0], random)
     if dist is not None:
         # While catching up position 0 is written, which step 0 then overwrites.
-        write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
+        def write(buffer, new):
+            return jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
+
         dist = Categorical(*map(write, dist, here))
     return drawn, dist
 
@@ -174,11 +207,18 @@ def record_signals(
     if seen is None:
         return None
     prefixes = context(state, tokens, jnp.maximum(step, 0))
-    dist = distributions.standardize(logits, prefixes, state.sampling, state.config.mode, soften=True)
+    dist = distributions.standardize(
+        logits, prefixes, state.sampling, state.config.mode, soften=True
+    )
     entropy = dist.entropy()
-    here = DraftSignals(dist.prob(token[:, None]), entropy, entropy / max(math.log(logits.shape[-1]), 1e-9))
+    here = DraftSignals(
+        dist.prob(token[:, None]), entropy, entropy / max(math.log(logits.shape[-1]), 1e-9)
+    )
+
     # While catching up position 0 is written, which step 0 then overwrites.
-    write = lambda buffer, new: jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
+    def write(buffer, new):
+        return jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
+
     return DraftSignals(*map(write, seen, here))
 
 
@@ -190,7 +230,9 @@ def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
     """
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
-        return jnp.pad(logits, ((0, 0),) * (logits.ndim - 1) + ((0, missing),), constant_values=-jnp.inf)
+        return jnp.pad(
+            logits, ((0, 0),) * (logits.ndim - 1) + ((0, missing),), constant_values=-jnp.inf
+        )
     return logits[..., :vocab_size]
 
 
@@ -201,7 +243,10 @@ def point_mass(state: DecodeState, tokens: jax.Array) -> PointMass | None:
 
 
 def draft_without_calls(
-    state: DecodeState, tokens: jax.Array, num_drafted: jax.Array, dist: Categorical | PointMass | None
+    state: DecodeState,
+    tokens: jax.Array,
+    num_drafted: jax.Array,
+    dist: Categorical | PointMass | None,
 ) -> Draft:
     """Returns a draft for which no model was called."""
     return Draft(tokens, num_drafted, dist, jnp.zeros_like(state.lengths))

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_distribution, match_width, record_signals
+from specdec_jax.drafters.drafting import (
+    draft_tokens,
+    draw_adjusted,
+    empty_distribution,
+    match_width,
+    record_signals,
+)
 from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.jax_settings import isolated
@@ -92,12 +98,23 @@ class EarlyExitDrafter(Drafter):
                 expected = "a target with more than one decoder layer"
             raise ValueError(f"layers: got {layers!r}, expected {expected}")
         if head is not None and (np.ndim(head) != 2 or np.shape(head)[0] != config.emb_dim):
-            raise ValueError(f"head: got shape {np.shape(head)}, expected ({config.emb_dim}, number of ids)")
+            raise ValueError(
+                f"head: got shape {np.shape(head)}, expected ({config.emb_dim}, number of ids)"
+            )
         self.model, self.layers = model, int(layers)
         network = model.network
-        head = None if head is None else weight_layouts.lay(jnp.asarray(head, config.dtype), network.module.native)
+        head = (
+            None
+            if head is None
+            else weight_layouts.lay(jnp.asarray(head, config.dtype), network.module.native)
+        )
         self.network = ExitNetwork(
-            network.params, network.module, network.rules, network.platform, layers=self.layers, kernel=head
+            network.params,
+            network.module,
+            network.rules,
+            network.platform,
+            layers=self.layers,
+            kernel=head,
         )
 
     def tree_flatten(self):
@@ -122,7 +139,10 @@ class EarlyExitDrafter(Drafter):
 
     def identity(self) -> tuple[list[Any], Any]:
         kernel = self.network.kernel
-        return [self.model.contents, self.layers], None if kernel is None else weight_layouts.matrix(kernel)
+        return [
+            self.model.contents,
+            self.layers,
+        ], None if kernel is None else weight_layouts.matrix(kernel)
 
     def check(self, target: LanguageModel) -> None:
         check_own(self.model, target, "an early exit")
@@ -142,15 +162,25 @@ class EarlyExitDrafter(Drafter):
             drawn, dist = draw_adjusted(state, logits, tokens, step, dist)
             return drawn, (cache, dist, record_signals(state, logits, tokens, step, drawn, seen))
 
-        carry = state.target_cache, empty_distribution(state), empty_signals(state.policy, len(last))
+        carry = (
+            state.target_cache,
+            empty_distribution(state),
+            empty_signals(state.policy, len(last)),
+        )
         tokens, num_drafted, (cache, dist, seen) = draft_tokens(
             state, num_wanted, choose, carry, seen=lambda carry: carry[2]
         )
         # The written cache is handed on, though the target overwrites it: to keep the old one means
         # to copy it.
-        return (), Draft(tokens, num_drafted, dist, calls=num_drafted, seen=seen, target_cache=cache)
+        return (), Draft(
+            tokens, num_drafted, dist, calls=num_drafted, seen=seen, target_cache=cache
+        )
 
     def draft_tree(self, draft_state, state, num_wanted, room):
-        widened = lambda logits: match_width(logits, state.config.vocab_size)
-        cache, draft = draft_with_model(self.network, widened, state.target_cache, state, num_wanted, room, lag=1)
+        def widened(logits):
+            return match_width(logits, state.config.vocab_size)
+
+        cache, draft = draft_with_model(
+            self.network, widened, state.target_cache, state, num_wanted, room, lag=1
+        )
         return (), draft._replace(target_cache=cache)

@@ -74,7 +74,9 @@ class HeadsDrafter(Drafter):
         config = dataclasses.replace(config, dtype=target.config.dtype, matmul_dtype=None)
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), params)
         head = target.network.head_alone() if config.share_head else None
-        return cls(HeadsNetwork(heads.pack(params, config.dtype), head, Heads(config)), target.fingerprint)
+        return cls(
+            HeadsNetwork(heads.pack(params, config.dtype), head, Heads(config)), target.fingerprint
+        )
 
     @classmethod
     @isolated
@@ -99,9 +101,12 @@ class HeadsDrafter(Drafter):
     def save(self, path, dtype=None) -> None:
         """Writes a folder that `load` reads, in `dtype` or, for None, in the parameters' own dtype."""
         params = jax.tree.map(
-            lambda leaf: np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype), self.params
+            lambda leaf: np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype),
+            self.params,
         )
-        native_format.write_heads(self.config, self.fingerprint, params, pathlib.Path(path).absolute())
+        native_format.write_heads(
+            self.config, self.fingerprint, params, pathlib.Path(path).absolute()
+        )
 
     def check(self, target: LanguageModel) -> None:
         """Raises ValueError unless `target` is the model whose states the heads take."""
@@ -127,16 +132,24 @@ class HeadsDrafter(Drafter):
 
     def init(self, inputs, input_lengths, tokens, slots: int) -> HeadsState:
         batch = tokens.shape[0]
-        return HeadsState(jnp.zeros((batch, self.config.emb_dim), self.config.dtype), jnp.zeros(batch, bool))
+        return HeadsState(
+            jnp.zeros((batch, self.config.emb_dim), self.config.dtype), jnp.zeros(batch, bool)
+        )
 
-    def draft(self, draft_state: HeadsState, state: DecodeState, num_wanted) -> tuple[HeadsState, Draft]:
+    def draft(
+        self, draft_state: HeadsState, state: DecodeState, num_wanted
+    ) -> tuple[HeadsState, Draft]:
         num_wanted = jnp.where(draft_state.known, jnp.minimum(num_wanted, self.config.num_heads), 0)
         logits = self.network.logits(draft_state.states)
 
         def choose(step, tokens, dist):
-            return draw_adjusted(state, jax.lax.dynamic_slice_in_dim(logits, step, 1, axis=1), tokens, step, dist)
+            return draw_adjusted(
+                state, jax.lax.dynamic_slice_in_dim(logits, step, 1, axis=1), tokens, step, dist
+            )
 
-        tokens, num_drafted, dist = draft_tokens(state, num_wanted, choose, empty_distribution(state))
+        tokens, num_drafted, dist = draft_tokens(
+            state, num_wanted, choose, empty_distribution(state)
+        )
         return draft_state, Draft(tokens, num_drafted, dist, (num_wanted > 0).astype(jnp.int32))
 
     def draft_tree(self, draft_state: HeadsState, state: DecodeState, num_wanted, room):
@@ -149,20 +162,28 @@ class HeadsDrafter(Drafter):
             return jnp.broadcast_to(here, (batch, level.tokens.shape[1], vocab_size)), carry
 
         draft, _ = draft_tree(state, num_wanted, room, logits_of, ())
-        return draft_state, draft._replace(calls=jnp.any(draft.valid[:, 1:], axis=1).astype(jnp.int32))
+        return draft_state, draft._replace(
+            calls=jnp.any(draft.valid[:, 1:], axis=1).astype(jnp.int32)
+        )
 
     def observe(self, draft_state: HeadsState, state: DecodeState, scored: Scored) -> HeadsState:
         """Keeps the state that gave the last committed token; rows that are done keep theirs."""
         last = jnp.maximum(scored.num_new - 1, 0)[:, None, None]
-        newest = jnp.take_along_axis(scored.states, last, axis=1)[:, 0].astype(draft_state.states.dtype)
+        newest = jnp.take_along_axis(scored.states, last, axis=1)[:, 0].astype(
+            draft_state.states.dtype
+        )
         moved = scored.num_new > 0
-        return HeadsState(jnp.where(moved[:, None], newest, draft_state.states), draft_state.known | moved)
+        return HeadsState(
+            jnp.where(moved[:, None], newest, draft_state.states), draft_state.known | moved
+        )
 
 
 def _check(target: LanguageModel, config: HeadsConfig, fingerprint: str) -> None:
     check_widths(target.config, config)
     if not target.has(fingerprint):
-        raise ValueError("heads: got heads of a target with other weights, expected heads trained on this one")
+        raise ValueError(
+            "heads: got heads of a target with other weights, expected heads trained on this one"
+        )
 
 
 def check_widths(target: ModelConfig, config: HeadsConfig) -> None:

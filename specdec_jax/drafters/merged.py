@@ -16,7 +16,10 @@ from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.trees import CHILDREN, Tree
 
 # Those under which siblings may come from different distributions.
-_KINDS = {kind: tuple(rule for rule in CHILDREN[kind] if rule != "kseq") for kind in ("drawn", "iid", "top", "gumbel")}
+_KINDS = {
+    kind: tuple(rule for rule in CHILDREN[kind] if rule != "kseq")
+    for kind in ("drawn", "iid", "top", "gumbel")
+}
 
 
 @jax.tree_util.register_pytree_node_class
@@ -38,7 +41,9 @@ class MergedDrafter(Pair):
     grows_trees = False
     tree_kinds: ClassVar[Any] = property(
         lambda self: {
-            kind: rules for kind, rules in _KINDS.items() if all(kind in part.tree_kinds for part in self.parts)
+            kind: rules
+            for kind, rules in _KINDS.items()
+            if all(kind in part.tree_kinds for part in self.parts)
         }
     )
 
@@ -65,7 +70,9 @@ class MergedDrafter(Pair):
     def draft_tree(self, draft_state: PairState, state: DecodeState, num_wanted, room):
         config, tree = state.config, state.config.tree
         assert isinstance(tree, Tree)
-        lag = max(config.lag, config.gamma + 1)  # of a path by one drafter the other has been fed nothing
+        lag = max(
+            config.lag, config.gamma + 1
+        )  # of a path by one drafter the other has been fed nothing
         states, drafts, cache = [], [], state.target_cache
         for part, own, numbers, keys in zip(
             self.parts, draft_state, _dealt(tree), (state.keys, keys_apart(state)), strict=True
@@ -89,9 +96,13 @@ def _dealt(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
       ValueError: a tree of which the second would get nothing.
     """
     owners = tree.ranks[tree.lines[:, 1]] % 2
-    first, second = (np.concatenate([[0], 1 + np.flatnonzero(owners[1:] == owner)]) for owner in range(2))
+    first, second = (
+        np.concatenate([[0], 1 + np.flatnonzero(owners[1:] == owner)]) for owner in range(2)
+    )
     if len(second) == 1:
-        raise ValueError(f"tree: got {tree} for two drafters, expected one with at least two children of node 0")
+        raise ValueError(
+            f"tree: got {tree} for two drafters, expected one with at least two children of node 0"
+        )
     return first, second
 
 
@@ -101,14 +112,27 @@ def _merged(tree: Tree, drafts: list[TreeDraft], target_cache: Any) -> TreeDraft
     # Where each node is accepted among the first drafter's nodes, followed by the second's.
     places = np.argsort(np.concatenate(_dealt(tree)), kind="stable")
     places = np.delete(places, 1)  # node 0 is among both
-    joined = lambda a, b: jnp.concatenate([a, b], axis=1)
-    put = lambda a, b: joined(a, b)[:, places]
+
+    def joined(a, b):
+        return jnp.concatenate([a, b], axis=1)
+
+    def put(a, b):
+        return joined(a, b)[:, places]
+
     dist, origins = None, second.origins
     if first.dist is not None and second.dist is not None:
-        dist, origins = Categorical(*map(joined, first.dist, second.dist)), origins + first.dist.logits.shape[1]
+        dist, origins = (
+            Categorical(*map(joined, first.dist, second.dist)),
+            origins + first.dist.logits.shape[1],
+        )
     told = None if first.log_q is None or second.log_q is None else put(first.log_q, second.log_q)
     return TreeDraft(
-        tokens=put(first.tokens, second.tokens), branches=tree.branches(len(first.tokens)),
-        valid=put(first.valid, second.valid), dist=dist, origins=put(first.origins, origins),
-        calls=first.calls + second.calls, log_q=told, target_cache=target_cache,
-    )  # fmt: skip
+        tokens=put(first.tokens, second.tokens),
+        branches=tree.branches(len(first.tokens)),
+        valid=put(first.valid, second.valid),
+        dist=dist,
+        origins=put(first.origins, origins),
+        calls=first.calls + second.calls,
+        log_q=told,
+        target_cache=target_cache,
+    )

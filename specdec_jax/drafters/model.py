@@ -63,7 +63,12 @@ class ModelDrafter(Drafter):
     scorable: ClassVar[Any] = property(lambda self: not self.reduced)
 
     @isolated
-    def __init__(self, model: LanguageModel, shortlist: int | Sequence[int] | np.ndarray | None = None, int8=False):
+    def __init__(
+        self,
+        model: LanguageModel,
+        shortlist: int | Sequence[int] | np.ndarray | None = None,
+        int8=False,
+    ):
         """A shortlist and 8 bits do not change the output distribution; both change what is
         proposed, and so the acceptance rate.
 
@@ -140,12 +145,16 @@ class ModelDrafter(Drafter):
         super().check(target)
         width = target.config.vocab_size
         if self.shortlist is not None and int(self.shortlist.ids[0]) >= width:
-            raise ValueError(f"drafter: got a shortlist without any id below {width}, the target's number of ids")
+            raise ValueError(
+                f"drafter: got a shortlist without any id below {width}, the target's number of ids"
+            )
 
     def widened(self, logits: jax.Array, vocab_size: int) -> jax.Array:
         """Returns the network's logits as `[..., vocab_size]`, −inf for ids that it does not
         propose."""
-        return match_width(logits if self.shortlist is None else self.shortlist.widen(logits), vocab_size)
+        return match_width(
+            logits if self.shortlist is None else self.shortlist.widen(logits), vocab_size
+        )
 
     def init(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> ModelDraftState:
         batch, prefix = tokens.shape
@@ -155,13 +164,17 @@ class ModelDrafter(Drafter):
         # of the two numbers.
         return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
 
-    def begin_beams(self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int, encoded=None) -> Any:
+    def begin_beams(
+        self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int, encoded=None
+    ) -> Any:
         shared = {} if encoded is None else {"encoded": encoded}
         cache = fill_cache(self.network, inputs, input_lengths, tokens, tokens.shape[1], **shared)
         return self.network.node_cache(cache, slots, positions)
 
     def draft_beams(self, draft_state, state, tree):
-        widened = lambda logits: self.widened(logits, state.config.vocab_size)
+        def widened(logits):
+            return self.widened(logits, state.config.vocab_size)
+
         return draft_levels(self.network, widened, draft_state, state, tree)
 
     def move_beams(self, draft_state, sources, starts):
@@ -172,9 +185,13 @@ class ModelDrafter(Drafter):
         return self.network.node_cache(cache, slots, slots)
 
     def draft_tree(self, draft_state, state, num_wanted, room):
-        widened = lambda logits: self.widened(logits, state.config.vocab_size)
+        def widened(logits):
+            return self.widened(logits, state.config.vocab_size)
+
         whole, lag = self.shortlist is None, state.config.lag
-        return draft_with_model(self.network, widened, draft_state, state, num_wanted, room, lag, whole)
+        return draft_with_model(
+            self.network, widened, draft_state, state, num_wanted, room, lag, whole
+        )
 
     def keep_path(self, draft_state, state, draft, path):
         fed = jnp.take_along_axis(draft.slots, path[:, 1:], axis=1)
@@ -183,7 +200,9 @@ class ModelDrafter(Drafter):
     def rewind(self, draft_state: ModelDraftState, lengths: jax.Array) -> ModelDraftState:
         return ModelDraftState(draft_state.cache, jnp.minimum(draft_state.cached, lengths - 1))
 
-    def draft(self, draft_state: ModelDraftState, state: DecodeState, num_wanted) -> tuple[ModelDraftState, Draft]:
+    def draft(
+        self, draft_state: ModelDraftState, state: DecodeState, num_wanted
+    ) -> tuple[ModelDraftState, Draft]:
         """Drafts with a loop of single steps; if a row lags, a call over two positions takes the
         place of the first step.
 
@@ -212,7 +231,11 @@ class ModelDrafter(Drafter):
             fed = jnp.take_along_axis(tokens, first[:, None] + jnp.arange(2), axis=1)
             valid = jnp.broadcast_to((num_wanted > 0)[:, None], fed.shape)
             states, cache = self.network.decode_states(fed, first, cache, valid=valid)
-            return jnp.take_along_axis(states, (position - first)[:, None, None], axis=1), valid[:, :1], cache
+            return (
+                jnp.take_along_axis(states, (position - first)[:, None, None], axis=1),
+                valid[:, :1],
+                cache,
+            )
 
         def choose_by_pair(step, tokens, carry):
             cache, dist, seen = carry
@@ -221,32 +244,56 @@ class ModelDrafter(Drafter):
 
         carry = draft_state.cache, empty_distribution(state), empty_signals(state.policy, len(last))
         if state.policy is None and self.network.pairs_are_free(draft_state.cache):
-            feed = lambda step, carry: (fed_pair(step, state.tokens, carry[0])[2], *carry[1:])
+
+            def feed(step, carry):
+                return (fed_pair(step, state.tokens, carry[0])[2], *carry[1:])
+
             found = draft_in_pairs(state, num_wanted, choose_by_pair, carry, jnp.max(lag), feed)
         else:
             found = draft_tokens(
-                state, num_wanted, choose, carry, jnp.max(lag), choose_by_pair, seen=lambda carry: carry[2]
+                state,
+                num_wanted,
+                choose,
+                carry,
+                jnp.max(lag),
+                choose_by_pair,
+                seen=lambda carry: carry[2],
             )
         tokens, num_drafted, (cache, dist, seen) = found
         draft = Draft(
             tokens=tokens,
             num_drafted=num_drafted,
             dist=dist,
-            calls=jnp.where(num_wanted > 0, num_drafted + lag // 2, 0),  # with an odd lag the last of them drafts too
+            calls=jnp.where(
+                num_wanted > 0, num_drafted + lag // 2, 0
+            ),  # with an odd lag the last of them drafts too
             seen=seen,
         )
         # A row that drafted nothing has cached nothing new. Its prefix's padding is no longer
         # hidden by `last`.
-        cached = jnp.where(num_wanted > 0, last + num_drafted, jnp.minimum(draft_state.cached, last))
+        cached = jnp.where(
+            num_wanted > 0, last + num_drafted, jnp.minimum(draft_state.cached, last)
+        )
         return ModelDraftState(cache, cached), draft
 
-    def _chosen(self, state: DecodeState, step, tokens, states, valid, carry) -> tuple[jax.Array, tuple]:
+    def _chosen(
+        self, state: DecodeState, step, tokens, states, valid, carry
+    ) -> tuple[jax.Array, tuple]:
         """Returns the token `[B]` that is drafted after `states`, and the carry of `draft` (cache,
         distribution, signals)."""
         (cache, dist, seen), vocab_size = carry, state.config.vocab_size
         bare = state.config.mode.greedy and not state.config.mode.processes and seen is None
-        if bare and self.shortlist is None and self.network.skips_padding and self.network.vocab_size <= vocab_size:
-            return self.network.greedy_token_and_logprob(states, valid, normalize=False)[0][:, 0], (cache, dist, seen)
+        if (
+            bare
+            and self.shortlist is None
+            and self.network.skips_padding
+            and self.network.vocab_size <= vocab_size
+        ):
+            return self.network.greedy_token_and_logprob(states, valid, normalize=False)[0][:, 0], (
+                cache,
+                dist,
+                seen,
+            )
         logits = self.network.head(states, valid)
         if self.shortlist is not None and bare:  # nothing as wide as the vocabulary is needed
             return self.shortlist.argmax(logits, vocab_size)[:, 0], (cache, dist, seen)

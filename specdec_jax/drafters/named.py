@@ -48,9 +48,11 @@ def without_model(name: str) -> bool:
 
 
 def named_drafter(
-    name: str, target: LanguageModel, load: Callable[[str], LanguageModel],
+    name: str,
+    target: LanguageModel,
+    load: Callable[[str], LanguageModel],
     reduced: Callable[[LanguageModel], ModelDrafter],
-) -> Drafter:  # fmt: skip
+) -> Drafter:
     """Returns the drafter that `--drafter=name` means.
 
     Args:
@@ -97,7 +99,11 @@ def traced_drafter(name: str, config: ModelConfig, load: Callable[[str], ModelDr
         drafter = NGramDrafter.load(name)
         drafter.check_ids(config.vocab_size, 0)
         return drafter
-    return TracedHeads(name, config) if native_format.is_folder(pathlib.Path(name), "heads") else load(name)
+    return (
+        TracedHeads(name, config)
+        if native_format.is_folder(pathlib.Path(name), "heads")
+        else load(name)
+    )
 
 
 def check_drafter_name(name: str) -> None:
@@ -117,8 +123,16 @@ def _exit_layer(name: str, num_layers: int) -> int:
     try:
         layers, most = int(name.removeprefix("exit:")), num_layers - 1
     except ValueError:
-        raise ValueError(f"drafter: got {name!r}, expected exit:K with a number of decoder layers K") from None
+        raise ValueError(
+            f"drafter: got {name!r}, expected exit:K with a number of decoder layers K"
+        ) from None
     if not 1 <= layers <= most:
-        expected = f"exit:K with K from 1 to {most}" if most else "a target with more than one decoder layer"
-        raise ValueError(f"drafter: got {name!r}, expected {expected} (the target has {num_layers} decoder layers)")
+        expected = (
+            f"exit:K with K from 1 to {most}"
+            if most
+            else "a target with more than one decoder layer"
+        )
+        raise ValueError(
+            f"drafter: got {name!r}, expected {expected} (the target has {num_layers} decoder layers)"
+        )
     return layers

@@ -54,9 +54,16 @@ class NGramDrafter(ChainDrafter):
     @classmethod
     @isolated
     def count(
-        cls, sequences: Iterable[Sequence[int]], vocab_size: int, order: int, *, start_token: int = 0,
-        continuations: int = 8, sampled: bool = False, vocabulary: Vocabulary | None = None,
-    ) -> "NGramDrafter":  # fmt: skip
+        cls,
+        sequences: Iterable[Sequence[int]],
+        vocab_size: int,
+        order: int,
+        *,
+        start_token: int = 0,
+        continuations: int = 8,
+        sampled: bool = False,
+        vocabulary: Vocabulary | None = None,
+    ) -> "NGramDrafter":
         """Returns a drafter that has counted `sequences` of ids.
 
         Args:
@@ -74,9 +81,13 @@ class NGramDrafter(ChainDrafter):
         """
         arguments.check_flag("sampled", sampled)
         table = NGramTable.count(
-            sequences, vocab_size, order, start_token=start_token, continuations=continuations,
+            sequences,
+            vocab_size,
+            order,
+            start_token=start_token,
+            continuations=continuations,
             fingerprint=vocabulary.fingerprint() if vocabulary is not None else "",
-        )  # fmt: skip
+        )
         return cls(table, bool(sampled))
 
     def save(self, path) -> None:
@@ -85,7 +96,9 @@ class NGramDrafter(ChainDrafter):
 
     @classmethod
     @isolated
-    def load(cls, path, vocabulary: Vocabulary | None = None, sampled: bool | None = None) -> "NGramDrafter":
+    def load(
+        cls, path, vocabulary: Vocabulary | None = None, sampled: bool | None = None
+    ) -> "NGramDrafter":
         """Returns the drafter that `save` wrote; `sampled`, if given, takes the place of what the
         file says.
 
@@ -109,7 +122,9 @@ class NGramDrafter(ChainDrafter):
 
     def check(self, target: LanguageModel) -> None:
         super().check(target)
-        arguments.check_kind("table", self.table, NGramTable, "an NGramTable (NGramDrafter.load and count make one)")
+        arguments.check_kind(
+            "table", self.table, NGramTable, "an NGramTable (NGramDrafter.load and count make one)"
+        )
         ours, width, table = target.vocabulary, target.config.vocab_size, self.table
         if not table.matches(ours):
             raise ValueError(
@@ -122,9 +137,13 @@ class NGramDrafter(ChainDrafter):
         """Raises ValueError for a target with fewer ids than the table, or another start token."""
         table = self.table
         if table.vocab_size > width:
-            raise ValueError(f"drafter: got a table of {table.vocab_size} ids, expected at most the target's {width}")
+            raise ValueError(
+                f"drafter: got a table of {table.vocab_size} ids, expected at most the target's {width}"
+            )
         if table.start_token != start_token:
-            raise ValueError(f"drafter: got start token {table.start_token}, expected the target's {start_token}")
+            raise ValueError(
+                f"drafter: got start token {table.start_token}, expected the target's {start_token}"
+            )
 
     def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
         return ()
@@ -145,11 +164,14 @@ class NGramDrafter(ChainDrafter):
             tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, None)
             return (), draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
         carry = empty_distribution(state), empty_signals(state.policy, len(state.lengths))
-        tokens, num_drafted, (dist, seen) = draft_tokens(state, num_wanted, choose, carry, seen=lambda carry: carry[1])
+        tokens, num_drafted, (dist, seen) = draft_tokens(
+            state, num_wanted, choose, carry, seen=lambda carry: carry[1]
+        )
         return (), draft_without_calls(state, tokens, num_drafted, dist)._replace(seen=seen)
 
     def draft_tree(self, draft_state: tuple, state: DecodeState, num_wanted, room):
-        after = lambda level: self.table.rows(*level.rows(state))
+        def after(level):
+            return self.table.rows(*level.rows(state))
 
         def logits_of(level, carry):
             logits = match_width(self.table.logits(after(level)), state.config.vocab_size)

@@ -34,9 +34,16 @@ _MAX_ORDER = 16
 # The errors that reading somebody else's archive may raise. numpy parses an array's header as
 # Python source.
 _UNREADABLE = (
-    ValueError, EOFError, OSError, KeyError, RuntimeError, MemoryError, tokenize.TokenError, zipfile.BadZipFile,
+    ValueError,
+    EOFError,
+    OSError,
+    KeyError,
+    RuntimeError,
+    MemoryError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
     zlib.error,
-)  # fmt: skip
+)
 # A file may unpack to `_COMPRESSION` times its size, ten times what tables do, and `_LEAST_ROOM`
 # bytes more: the counts of 250,000 ids of which none occurs are all zeros.
 _LEAST_ROOM, _COMPRESSION, _MOST_ARRAYS = 1 << 24, 50, 100
@@ -78,37 +85,60 @@ class NGramTable:
 
     @classmethod
     def count(
-        cls, sequences: Iterable[Sequence[int]], vocab_size: int, order: int, *, start_token=0, continuations=8,
+        cls,
+        sequences: Iterable[Sequence[int]],
+        vocab_size: int,
+        order: int,
+        *,
+        start_token=0,
+        continuations=8,
         fingerprint="",
-    ) -> "NGramTable":  # fmt: skip
+    ) -> "NGramTable":
         """Returns the table of `sequences`, counted in numpy; arguments as for
         `NGramDrafter.count`."""
         for name, value, most in (
-            ("vocab_size", vocab_size, 2**31 - 1), ("order", order, _MAX_ORDER), ("continuations", continuations,
-                2**20),
-        ):  # fmt: skip
+            ("vocab_size", vocab_size, 2**31 - 1),
+            ("order", order, _MAX_ORDER),
+            ("continuations", continuations, 2**20),
+        ):
             arguments.check_integer(name, value, 1, most)
         if not arguments.is_integer(start_token) or not 0 <= start_token < vocab_size:
             got = arguments.quoted(start_token)
             raise ValueError(f"start_token: got {got}, expected an id from 0 to {vocab_size - 1}")
         ids, places, padded = _padded(sequences, vocab_size, order - 1, start_token)
         rows, number = np.zeros(len(ids), np.int64), 1
-        keys, kept = [np.zeros((2, 0), np.int64)], [_continuations(rows, ids, vocab_size, continuations)]
+        keys, kept = (
+            [np.zeros((2, 0), np.int64)],
+            [_continuations(rows, ids, vocab_size, continuations)],
+        )
         for length in range(1, order):
-            pairs, inverse = np.unique(rows * vocab_size + padded[places - length], return_inverse=True)
+            pairs, inverse = np.unique(
+                rows * vocab_size + padded[places - length], return_inverse=True
+            )
             keys.append(np.stack(np.divmod(pairs, vocab_size)))
             rows, number = number + inverse, number + len(pairs)
             kept.append(_continuations(rows, ids, vocab_size, continuations))
-        (parents, extras), (of_row, next_tokens, counts) = (np.concatenate(parts, axis=1) for parts in (keys, kept))
-        starts, unigram = np.searchsorted(of_row, np.arange(number + 1)), np.bincount(ids, minlength=vocab_size)
+        (parents, extras), (of_row, next_tokens, counts) = (
+            np.concatenate(parts, axis=1) for parts in (keys, kept)
+        )
+        starts, unigram = (
+            np.searchsorted(of_row, np.arange(number + 1)),
+            np.bincount(ids, minlength=vocab_size),
+        )
         return cls(
-            **_on_device(parents, extras, starts, next_tokens, counts, unigram), vocab_size=int(vocab_size),
-            order=int(order), start_token=int(start_token), continuations=int(continuations), fingerprint=fingerprint,
-        )  # fmt: skip
+            **_on_device(parents, extras, starts, next_tokens, counts, unigram),
+            vocab_size=int(vocab_size),
+            order=int(order),
+            start_token=int(start_token),
+            continuations=int(continuations),
+            fingerprint=fingerprint,
+        )
 
     def save(self, path, **values) -> None:
         """Writes one .npz file at `path`, with further `values` if there are any."""
-        fields: dict[str, Any] = {name: np.asarray(getattr(self, name)) for name in _ARRAYS + _NUMBERS}
+        fields: dict[str, Any] = {
+            name: np.asarray(getattr(self, name)) for name in _ARRAYS + _NUMBERS
+        }
         file = io.BytesIO()
         np.savez_compressed(file, format=_FORMAT, fingerprint=self.fingerprint, **fields, **values)
         write_file(path, file.getvalue())
@@ -130,15 +160,26 @@ class NGramTable:
             raise ValueError(
                 f"{path}: got a file that cannot be read ({reason(error)}), expected an n-gram table"
             ) from None
-        if str(values.pop("format", "")) != _FORMAT or not {*_ARRAYS, *_NUMBERS, "fingerprint"} <= set(values):
+        if str(values.pop("format", "")) != _FORMAT or not {
+            *_ARRAYS,
+            *_NUMBERS,
+            "fingerprint",
+        } <= set(values):
             raise ValueError(f"{path}: got something else, expected a {_FORMAT}")
         arrays = [values.pop(name) for name in _ARRAYS]
         found = {name: values.pop(name) for name in _NUMBERS}
-        if not all(number.shape == () and np.issubdtype(number.dtype, np.integer) for number in found.values()):
-            raise ValueError(f"{path}: got {', '.join(_NUMBERS)} that are no integers, expected an n-gram table")
+        if not all(
+            number.shape == () and np.issubdtype(number.dtype, np.integer)
+            for number in found.values()
+        ):
+            raise ValueError(
+                f"{path}: got {', '.join(_NUMBERS)} that are no integers, expected an n-gram table"
+            )
         numbers = {name: int(number) for name, number in found.items()}
         _check(path, *arrays, **numbers)
-        return cls(**_on_device(*arrays), **numbers, fingerprint=str(values.pop("fingerprint"))), values
+        return cls(
+            **_on_device(*arrays), **numbers, fingerprint=str(values.pop("fingerprint"))
+        ), values
 
     def matches(self, vocabulary: Vocabulary | None) -> bool:
         """Returns whether the table may have been counted with `vocabulary`: True unless both are
@@ -184,19 +225,25 @@ class NGramTable:
         where fewer are kept."""
         places = self.starts[rows][:, None] + jnp.arange(count)
         inside = places < self.starts[rows + 1][:, None]
-        return jnp.where(inside, self.next_tokens[jnp.minimum(places, len(self.next_tokens) - 1)], -1)
+        return jnp.where(
+            inside, self.next_tokens[jnp.minimum(places, len(self.next_tokens) - 1)], -1
+        )
 
     def logits(self, rows: jax.Array) -> jax.Array:
         """Returns log counts `[B, V]` of the kept continuations of the contexts `rows [B]`; for the
         empty context, of all ids."""
         tokens = self.ranked(rows, self.continuations)
-        places = jnp.minimum(self.starts[rows][:, None] + jnp.arange(self.continuations), len(self.counts) - 1)
+        places = jnp.minimum(
+            self.starts[rows][:, None] + jnp.arange(self.continuations), len(self.counts) - 1
+        )
         # The few continuations kept are scattered; unused places get an id past the vocabulary and
         # are dropped.
         tokens = jnp.where(tokens < 0, self.vocab_size, tokens)
         nothing = jnp.full((len(rows), self.vocab_size), -jnp.inf, jnp.float32)
         row = jnp.arange(len(rows))[:, None]
-        some = nothing.at[row, tokens].set(jnp.log(self.counts[places].astype(jnp.float32)), mode="drop")
+        some = nothing.at[row, tokens].set(
+            jnp.log(self.counts[places].astype(jnp.float32)), mode="drop"
+        )
         return jnp.where((rows == 0)[:, None], jnp.log(self.unigram.astype(jnp.float32)), some)
 
 
@@ -209,12 +256,18 @@ def _read_arrays(path) -> dict[str, np.ndarray]:
         size = sum(entry.file_size for entry in entries)
         if size > most or len(entries) > _MOST_ARRAYS:
             raise ValueError(f"{len(entries)} arrays of {size:,} bytes where {most:,} are the most")
-        if any(entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for entry in entries):
+        if any(
+            entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+            for entry in entries
+        ):
             raise ValueError("a compression that numpy does not write")
         for entry in entries:
             with archive.open(entry) as member:
                 version = np.lib.format.read_magic(member)
-                read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+                read_header = {
+                    (1, 0): np.lib.format.read_array_header_1_0,
+                    (2, 0): np.lib.format.read_array_header_2_0,
+                }
                 if version not in read_header:
                     raise ValueError(f"version {version} of numpy's format")
                 shape, is_fortran, dtype = read_header[version](member)
@@ -223,18 +276,24 @@ def _read_arrays(path) -> dict[str, np.ndarray]:
                     raise ValueError(f"{entry.file_size:,} bytes for {dtype} of shape {shape}")
                 # `read` without a length would decompress everything that there is.
                 array = np.frombuffer(member.read(length), dtype)
-                found[entry.filename.removesuffix(".npy")] = array.reshape(shape, order="F" if is_fortran else "C")
+                found[entry.filename.removesuffix(".npy")] = array.reshape(
+                    shape, order="F" if is_fortran else "C"
+                )
     return found
 
 
-def _padded(sequences, vocab_size: int, before: int, start_token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _padded(
+    sequences, vocab_size: int, before: int, start_token: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns all ids, the place of each in an array where `before` start tokens precede every
     sequence, and that array."""
     arguments.check_kind("sequences", sequences, Iterable, "lists of integers")
     parts = [arguments.as_array(sequence) for sequence in sequences]
     parts = [part for part in parts if part.size]
     if not parts:
-        raise ValueError("sequences: got no id at all, expected at least one sequence that is not empty")
+        raise ValueError(
+            "sequences: got no id at all, expected at least one sequence that is not empty"
+        )
     if any(part.ndim != 1 or not np.issubdtype(part.dtype, np.integer) for part in parts):
         raise ValueError("sequences: got something else than ids, expected lists of integers")
     ids = np.concatenate(parts).astype(np.int64)
@@ -261,15 +320,32 @@ def _continuations(rows: np.ndarray, ids: np.ndarray, vocab_size: int, most: int
 
 def _on_device(*arrays: np.ndarray) -> dict[str, jax.Array]:
     """Returns the array fields of a table on the device; `arrays` are in the order of `_ARRAYS`."""
-    return {name: jax.device_put(array.astype(np.int32)) for name, array in zip(_ARRAYS, arrays, strict=True)}
+    return {
+        name: jax.device_put(array.astype(np.int32))
+        for name, array in zip(_ARRAYS, arrays, strict=True)
+    }
 
 
-def _check(path, parents, extras, starts, next_tokens, counts, unigram, vocab_size, order, start_token, continuations):
+def _check(
+    path,
+    parents,
+    extras,
+    starts,
+    next_tokens,
+    counts,
+    unigram,
+    vocab_size,
+    order,
+    start_token,
+    continuations,
+):
     """Raises ValueError for a file whose arrays do not fit each other, which a gather on a device
     would not notice."""
     arrays = (parents, extras, starts, next_tokens, counts, unigram)
     sound = all(array.ndim == 1 and np.issubdtype(array.dtype, np.integer) for array in arrays)
-    sound = sound and 1 <= order <= _MAX_ORDER and 0 <= start_token < vocab_size and continuations >= 1
+    sound = (
+        sound and 1 <= order <= _MAX_ORDER and 0 <= start_token < vocab_size and continuations >= 1
+    )
     sound = sound and len(unigram) == vocab_size and len(parents) == len(extras) == len(starts) - 2
     sound = sound and len(next_tokens) == len(counts) == starts[-1] and starts[0] == 0
     if sound:
@@ -277,10 +353,14 @@ def _check(path, parents, extras, starts, next_tokens, counts, unigram, vocab_si
         rows = np.arange(1, len(parents) + 1)
         key = parents.astype(np.int64) * 2**31 + extras
         sound = bool(
-            np.all((1 <= kept) & (kept <= continuations)) and np.all((0 <= parents) & (parents < rows))
-            and np.all(np.diff(key) > 0) and np.all((0 <= next_tokens) & (next_tokens < vocab_size))
-            and np.all((0 <= extras) & (extras < vocab_size)) and counts.min() >= 1 and unigram.min() >= 0
+            np.all((1 <= kept) & (kept <= continuations))
+            and np.all((0 <= parents) & (parents < rows))
+            and np.all(np.diff(key) > 0)
+            and np.all((0 <= next_tokens) & (next_tokens < vocab_size))
+            and np.all((0 <= extras) & (extras < vocab_size))
+            and counts.min() >= 1
+            and unigram.min() >= 0
             and (order == 1) == (len(parents) == 0)
-        )  # fmt: skip
+        )
     if not sound:
         raise ValueError(f"{path}: got arrays that contradict each other, expected an n-gram table")

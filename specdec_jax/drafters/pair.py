@@ -32,9 +32,13 @@ class Pair(Drafter):
         return pair
 
     # What the base class has as class attributes depends on the parts here.
-    reads_encoder: ClassVar[Any] = property(lambda self: any(part.reads_encoder for part in self.parts))
+    reads_encoder: ClassVar[Any] = property(
+        lambda self: any(part.reads_encoder for part in self.parts)
+    )
     observes: ClassVar[Any] = property(lambda self: any(part.observes for part in self.parts))
-    needs_target_state: ClassVar[Any] = property(lambda self: any(part.needs_target_state for part in self.parts))
+    needs_target_state: ClassVar[Any] = property(
+        lambda self: any(part.needs_target_state for part in self.parts)
+    )
 
     @property
     def models(self) -> tuple[LanguageModel, ...]:
@@ -52,7 +56,10 @@ class Pair(Drafter):
 
     def begin(self, method: str, *given, encoded=None) -> PairState:
         """Returns the states of both drafters, made by their method `init` or `init_tree`."""
-        shared = lambda part: {"encoded": encoded} if part.reads_encoder else {}
+
+        def shared(part):
+            return {"encoded": encoded} if part.reads_encoder else {}
+
         return PairState(*(getattr(part, method)(*given, **shared(part)) for part in self.parts))
 
     def rewind(self, draft_state: PairState, lengths: jax.Array) -> PairState:
@@ -62,10 +69,16 @@ class Pair(Drafter):
         is told what was drafted before its part as if it were committed, and would take what its
         last draft put there for cached.
         """
-        rewound = lambda part, own: part.rewind(own, lengths)
+
+        def rewound(part, own):
+            return part.rewind(own, lengths)
+
         return PairState(*map(rewound, self.parts, draft_state))
 
     def observe(self, draft_state: PairState, state: DecodeState, scored: Scored) -> PairState:
         """Passes what the target made of the draft on to those drafters that learn from it."""
-        seen = lambda part, own: part.observe(own, state, scored)
+
+        def seen(part, own):
+            return part.observe(own, state, scored)
+
         return PairState(*map(seen, self.parts, draft_state))

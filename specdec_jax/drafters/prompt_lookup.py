@@ -65,13 +65,17 @@ class PromptLookupDrafter(ChainDrafter):
         found = jnp.max(order, axis=1) >= 0
         end = jnp.where(place < slots, lengths, slots + draft_state.lengths)
         offsets = jnp.arange(state.config.gamma)
-        tokens = jnp.take_along_axis(known, jnp.minimum(place[:, None] + offsets, known.shape[1] - 1), axis=1)
+        tokens = jnp.take_along_axis(
+            known, jnp.minimum(place[:, None] + offsets, known.shape[1] - 1), axis=1
+        )
         num_drafted = jnp.where(found, jnp.minimum(num_wanted, end - place), 0)
         # Nothing comes after an EOS, which itself may be accepted.
         is_eos = jnp.any(tokens[:, :, None] == state.eos_ids[:, None, :], axis=-1)
         first_eos = jnp.min(jnp.where(is_eos, offsets, state.config.gamma), axis=1)
         num_drafted = jnp.minimum(num_drafted, first_eos + 1)
-        return draft_state, draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
+        return draft_state, draft_without_calls(
+            state, tokens, num_drafted, point_mass(state, tokens)
+        )
 
     def draft_tree(self, draft_state: Inputs, state: DecodeState, num_wanted, room):
         def children_of(level, carry):
@@ -87,9 +91,13 @@ class PromptLookupDrafter(ChainDrafter):
             return Children(jnp.concatenate(tokens, axis=1).reshape(shape)), carry
 
         draft, _ = draft_children(state, num_wanted, room, children_of)
-        return draft_state, draft._replace(tokens=jnp.maximum(draft.tokens, 0))  # to find nothing is no failure
+        return draft_state, draft._replace(
+            tokens=jnp.maximum(draft.tokens, 0)
+        )  # to find nothing is no failure
 
-    def _ranked(self, inputs: Inputs, output: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _ranked(
+        self, inputs: Inputs, output: jax.Array, lengths: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the tokens `[B, S + L]` at all places to copy from, those of the output and then
         those of the input, and numbers `[B, S + L]` that are greater the better a place is, −1
         where nothing is to be copied.
@@ -99,7 +107,9 @@ class PromptLookupDrafter(ChainDrafter):
         """
         slots, columns = output.shape[1], inputs.tokens.shape[1]
         back = lengths[:, None] - jnp.arange(1, self.max_match + 1)
-        ending = jnp.where(back >= 0, jnp.take_along_axis(output, jnp.maximum(back, 0), axis=1), -1)  # last id first
+        ending = jnp.where(
+            back >= 0, jnp.take_along_axis(output, jnp.maximum(back, 0), axis=1), -1
+        )  # last id first
         in_output = 2 * match_lengths(output, lengths, ending) + 1
         in_input = 2 * match_lengths(inputs.tokens, inputs.lengths, ending)
         matches = jnp.concatenate([in_output, in_input], axis=1)

@@ -3,7 +3,13 @@
 import flax.struct
 import jax.numpy as jnp
 
-from specdec_jax.drafters.drafting import draft_tokens, draft_without_calls, draw, empty_distribution, match_width
+from specdec_jax.drafters.drafting import (
+    draft_tokens,
+    draft_without_calls,
+    draw,
+    empty_distribution,
+    match_width,
+)
 from specdec_jax.models import arguments
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
@@ -37,15 +43,21 @@ class RandomDrafter(Drafter):
 
     def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
         config = state.config
-        uniform = match_width(jnp.zeros((len(state.lengths), 1, self.vocab_size)), config.vocab_size)
+        uniform = match_width(
+            jnp.zeros((len(state.lengths), 1, self.vocab_size)), config.vocab_size
+        )
 
         def choose(step, tokens, dist):
             # No temperature and no filters: a uniform distribution stays as it is under them,
             # except under argmax.
             here = Categorical.from_logits(
-                distributions.process(uniform, context(state, tokens, step), state.sampling, config.mode)
+                distributions.process(
+                    uniform, context(state, tokens, step), state.sampling, config.mode
+                )
             )
             return draw(state, here, step, dist)
 
-        tokens, num_drafted, dist = draft_tokens(state, num_wanted, choose, empty_distribution(state))
+        tokens, num_drafted, dist = draft_tokens(
+            state, num_wanted, choose, empty_distribution(state)
+        )
         return (), draft_without_calls(state, tokens, num_drafted, dist)

@@ -57,17 +57,30 @@ def check_shortlist(shortlist, vocab_size: int, eos_ids: Sequence[int]) -> np.nd
     if arguments.is_integer(shortlist):
         return shortlist_from_counts(-np.arange(vocab_size), int(shortlist), eos_ids)
     ids = arguments.as_array(shortlist)
-    if arguments.has_bool(shortlist) or ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"shortlist: got {shortlist!r}, expected a number of ids, or ids (at least one)")
+    if (
+        arguments.has_bool(shortlist)
+        or ids.ndim != 1
+        or not ids.size
+        or not np.issubdtype(ids.dtype, np.integer)
+    ):
+        raise ValueError(
+            f"shortlist: got {shortlist!r}, expected a number of ids, or ids (at least one)"
+        )
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"shortlist: got id {wrong}, expected ids of the drafter's model, 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"shortlist: got id {wrong}, expected ids of the drafter's model, 0 to {vocab_size - 1}"
+        )
     if np.any(np.diff(ids) <= 0):
         wrong = int(np.argmax(np.diff(ids) <= 0))
-        raise ValueError(f"shortlist: got id {ids[wrong + 1]} after {ids[wrong]}, expected ascending ids, each once")
+        raise ValueError(
+            f"shortlist: got id {ids[wrong + 1]} after {ids[wrong]}, expected ascending ids, each once"
+        )
     missing = set(eos_ids) - set(ids.tolist())
     if missing:
-        raise ValueError(f"shortlist: got ids without {min(missing)}, which ends a sequence, expected it among them")
+        raise ValueError(
+            f"shortlist: got ids without {min(missing)}, which ends a sequence, expected it among them"
+        )
     return ids
 
 
@@ -83,9 +96,13 @@ def shortlist_from_counts(counts, size: int, eos_ids: Sequence[int] = ()) -> np.
     """
     counts = arguments.check_numbers("counts", counts, "one number for each id")
     if counts.ndim != 1 or not counts.size:
-        raise ValueError(f"counts: got an array of shape {counts.shape}, expected one number for each id")
+        raise ValueError(
+            f"counts: got an array of shape {counts.shape}, expected one number for each id"
+        )
     least = max(1, len(set(eos_ids)))
     if not arguments.is_integer(size) or not least <= size <= len(counts):
-        raise ValueError(f"shortlist: got a size of {size!r}, expected an integer from {least} to {len(counts)}")
+        raise ValueError(
+            f"shortlist: got a size of {size!r}, expected an integer from {least} to {len(counts)}"
+        )
     first = np.isin(np.arange(len(counts)), list(eos_ids))
     return np.sort(np.lexsort((-counts, ~first))[:size])

@@ -67,7 +67,9 @@ class TracedHeads(Drafter):
         stored_tensor.check_shapes(stored, shape.parameter_shapes, path, "of these heads")
         check_widths(config, shape)
         self._heads = Heads(dataclasses.replace(shape, dtype=config.dtype, matmul_dtype=None))
-        read = {name: jnp.asarray(leaf.load(jnp.dtype(config.dtype))) for name, leaf in stored.items()}
+        read = {
+            name: jnp.asarray(leaf.load(jnp.dtype(config.dtype))) for name, leaf in stored.items()
+        }
         self._params = parameters.unflatten(read)
 
     @property
@@ -75,6 +77,8 @@ class TracedHeads(Drafter):
         return f"{self._heads.config.num_heads} heads"
 
     def on(self, network: Network) -> Drafter:
-        params = weight_layouts.pack(jax.tree.map(lambda leaf: leaf, self._params), network.module.native)
+        params = weight_layouts.pack(
+            jax.tree.map(lambda leaf: leaf, self._params), network.module.native
+        )
         head = network.head_alone() if self._heads.config.share_head else None
         return HeadsDrafter(HeadsNetwork(params, head, self._heads), self._fingerprint)

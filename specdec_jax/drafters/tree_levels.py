@@ -83,9 +83,13 @@ ChildrenOf = Callable[[Level, Any], tuple[Children, Any]]
 
 
 def draft_tree(
-    state: DecodeState, num_wanted: Int[Array, " B"], room: Int[Array, " B"], logits_of: LogitsOf, carry: Any,
+    state: DecodeState,
+    num_wanted: Int[Array, " B"],
+    room: Int[Array, " B"],
+    logits_of: LogitsOf,
+    carry: Any,
     greedy_tokens_of: GreedyTokensOf | None = None,
-) -> tuple[TreeDraft, Any]:  # fmt: skip
+) -> tuple[TreeDraft, Any]:
     """Drafts the tree `state.config.tree`; the arguments are those of `Drafter.draft_tree` and:
 
     Args:
@@ -102,7 +106,11 @@ def draft_tree(
     assert tree is not None, "a program of trees"
     random_bits = _random_bits(state, tree)
 
-    bare = state.config.mode.greedy and not state.config.mode.processes and not tree_signals.of_root(state)
+    bare = (
+        state.config.mode.greedy
+        and not state.config.mode.processes
+        and not tree_signals.of_root(state)
+    )
 
     def children_of(level: Level, carry):
         if greedy_tokens_of is not None and bare and max(level.counts) == 1:
@@ -112,7 +120,9 @@ def draft_tree(
         assert level.numbers is not None
         own = None if random_bits is None else random_bits[:, tree.children_of(level.numbers) - 1]
         dist, _, chosen = _choose(state, level, logits, own)
-        return Children(chosen, dist, _log_probs(dist, chosen), _signals(state, level, logits, chosen)), carry
+        return Children(
+            chosen, dist, _log_probs(dist, chosen), _signals(state, level, logits, chosen)
+        ), carry
 
     return draft_children(state, num_wanted, room, children_of, carry)
 
@@ -133,11 +143,24 @@ def draft_children(
         inner, children = tree.inner(depth), tree.level(depth + 1)
         so_far = jnp.concatenate(tokens, axis=1)
         places = column[inner]
-        there = jnp.concatenate(valid, axis=1)[:, places] & tree_signals.goes_on(state, told, places)
-        lines = jnp.broadcast_to(jnp.asarray(column[tree.lines[inner]], jnp.int32), (batch, len(inner), tree.depth + 1))
+        there = jnp.concatenate(valid, axis=1)[:, places] & tree_signals.goes_on(
+            state, told, places
+        )
+        lines = jnp.broadcast_to(
+            jnp.asarray(column[tree.lines[inner]], jnp.int32), (batch, len(inner), tree.depth + 1)
+        )
         texts = sequences(state, so_far, lines, jnp.full((batch, len(inner)), depth, jnp.int32))
         counts = np.sum(tree.children_of(inner) > 0, axis=1).tolist()
-        level = Level(depth, inner, first, tree.fed[tree.lines[inner]], so_far[:, places], there, counts, texts)
+        level = Level(
+            depth,
+            inner,
+            first,
+            tree.fed[tree.lines[inner]],
+            so_far[:, places],
+            there,
+            counts,
+            texts,
+        )
         chosen, carry = children_of(level, carry)
         first += len(inner)
         if config.needs_draft_probs:
@@ -156,20 +179,39 @@ def draft_children(
         column[children] = so_far.shape[1] + np.arange(len(children))
         order.append(children)
     back = np.argsort(np.concatenate(order))
-    put = lambda columns: jnp.concatenate(columns, axis=1)[:, back]
-    dist = None if not found else Categorical(*(jnp.concatenate(parts, axis=1) for parts in zip(*found)))
+
+    def put(columns):
+        return jnp.concatenate(columns, axis=1)[:, back]
+
+    dist = (
+        None
+        if not found
+        else Categorical(*(jnp.concatenate(parts, axis=1) for parts in zip(*found)))
+    )
     origins = np.array((0, *tree.fed[list(tree.parents)]), np.int32)
-    rows = lambda values: jnp.broadcast_to(jnp.asarray(values, jnp.int32), (batch, tree.size))
+
+    def rows(values):
+        return jnp.broadcast_to(jnp.asarray(values, jnp.int32), (batch, tree.size))
+
     return TreeDraft(
-        tokens=put(tokens), branches=tree.branches(batch), valid=put(valid), dist=dist, origins=rows(origins),
-        calls=jnp.zeros(batch, jnp.int32), slots=rows(np.maximum(tree.fed, 0)),
-        log_q=put(log_q) if len(log_q) > tree.depth else None, seen=tree_signals.by_number(state, told, back),
-    ), carry  # fmt: skip
+        tokens=put(tokens),
+        branches=tree.branches(batch),
+        valid=put(valid),
+        dist=dist,
+        origins=rows(origins),
+        calls=jnp.zeros(batch, jnp.int32),
+        slots=rows(np.maximum(tree.fed, 0)),
+        log_q=put(log_q) if len(log_q) > tree.depth else None,
+        seen=tree_signals.by_number(state, told, back),
+    ), carry
 
 
 def _log_probs(dist: Categorical, tokens: Int[Array, "B J K"]) -> Float[Array, "B J K"]:
     """Returns the log-probabilities of K tokens at each of J nodes; −1 counts as 0."""
-    return jnp.take_along_axis(dist.logits, jnp.maximum(tokens, 0), axis=2) - dist.log_normalizer[..., None]
+    return (
+        jnp.take_along_axis(dist.logits, jnp.maximum(tokens, 0), axis=2)
+        - dist.log_normalizer[..., None]
+    )
 
 
 def _random_bits(state: DecodeState, tree: Tree) -> jax.Array | None:
@@ -203,13 +245,25 @@ def _choose(
     config, counts, prefixes = state.config, level.counts, level.texts
     depths = jnp.full(logits.shape[:2], level.depth, jnp.int32)
     if config.mode.greedy:
-        ranked = Categorical.from_logits(at_nodes(distributions.process, state, logits, depths, prefixes))
+        ranked = Categorical.from_logits(
+            at_nodes(distributions.process, state, logits, depths, prefixes)
+        )
         return ranked, ranked, choose_children("top", ranked, counts)
-    dist, noise, kind = at_nodes(distributions.standardize, state, logits, depths, prefixes), None, config.children
+    dist, noise, kind = (
+        at_nodes(distributions.standardize, state, logits, depths, prefixes),
+        None,
+        config.children,
+    )
     argmax = (state.sampling.temperature == 0)[:, None, None]
 
     def soft(_):  # of rows at temperature 0, whose children are not drawn
-        return at_nodes(functools.partial(distributions.standardize, soften=True), state, logits, depths, prefixes)
+        return at_nodes(
+            functools.partial(distributions.standardize, soften=True),
+            state,
+            logits,
+            depths,
+            prefixes,
+        )
 
     # The greatest of a vocabulary take long to find, and mostly no row is at temperature 0.
     some = jnp.any(argmax)
@@ -217,16 +271,22 @@ def _choose(
     if kind == "top":
         return dist, ranked, choose_children("top", ranked, counts)
     if kind == "gumbel":
-        noise = randomness.gumbel_noise(state.keys, (state.lengths + level.depth)[:, None], config.vocab_size)
+        noise = randomness.gumbel_noise(
+            state.keys, (state.lengths + level.depth)[:, None], config.vocab_size
+        )
         noise = jnp.broadcast_to(noise, logits.shape)
     drawn = choose_children(kind, dist, counts, random_bits, noise)
-    fixed = jax.lax.cond(some, lambda _: choose_children("top", ranked, counts), lambda _: drawn, None)
+    fixed = jax.lax.cond(
+        some, lambda _: choose_children("top", ranked, counts), lambda _: drawn, None
+    )
     if kind == "gumbel":
         ranked = Categorical.from_logits(jnp.where(argmax, ranked.logits, dist.logits + noise))
     return dist, ranked, jnp.where(argmax, fixed, drawn)
 
 
-def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> tuple[TreeDraft, Any]:
+def _grow(
+    state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry
+) -> tuple[TreeDraft, Any]:
     """Does what `draft_tree` does, for a tree whose shape the drafter's distribution decides.
 
     Nodes are drafted level by level, numbered as in `tree_growth`, which chooses those that are
@@ -251,9 +311,15 @@ def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> t
         there, depths = _pick(valid, inner), jnp.full(inner.shape, depth, jnp.int32)
         there &= tree_signals.goes_on(state, told, inner)
         level = Level(
-            depth, None, fed, _pick(places, line.reshape(batch, -1)).reshape(line.shape), _pick(tokens, inner), there,
-            [width] * count, sequences(state, jnp.maximum(tokens, 0), line, depths),
-        )  # fmt: skip
+            depth,
+            None,
+            fed,
+            _pick(places, line.reshape(batch, -1)).reshape(line.shape),
+            _pick(tokens, inner),
+            there,
+            [width] * count,
+            sequences(state, jnp.maximum(tokens, 0), line, depths),
+        )
         logits, carry = logits_of(level, carry)
         dist, ranked, chosen = _choose(state, level, logits, None)
         open_ = (there & ~_ended(state, level) & (depth < room)[:, None])[..., None]
@@ -263,26 +329,39 @@ def _grow(state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry) -> t
         above = tree_growth.expand(above, chosen_nodes, jnp.where(open_, gained, -jnp.inf))
         first = tokens.shape[1]
         new = first + jnp.arange(count * width, dtype=jnp.int32)
-        add = lambda old, values: jnp.concatenate([old, values.reshape(batch, -1, *old.shape[2:])], axis=1)
+
+        def add(old, values):
+            return jnp.concatenate([old, values.reshape(batch, -1, *old.shape[2:])], axis=1)
+
         each = functools.partial(jnp.repeat, repeats=width, axis=1)
         told = tree_signals.extended(told, _signals(state, level, logits, chosen), each(inner))
         num_wanted = tree_signals.budget(state, told, depth, num_wanted)
-        lines = add(lines, jnp.where(jnp.arange(tree.depth + 1) == depth + 1, new[:, None], each(line)))
+        lines = add(
+            lines, jnp.where(jnp.arange(tree.depth + 1) == depth + 1, new[:, None], each(line))
+        )
         valid, tokens = add(valid, open_ & (chosen >= 0)), add(tokens, jnp.where(open_, chosen, 0))
         scores, log_q = add(scores, above), add(log_q, _log_probs(dist, chosen))
         parents, places = add(parents, each(inner)), add(places, jnp.zeros_like(chosen))
     kept, branches = tree_growth.rerank(tree, scores, parents)
     there = _pick(valid, kept) & (jnp.arange(tree.size) <= num_wanted[:, None])
     return TreeDraft(
-        tokens=_pick(tokens, kept), branches=branches, valid=there, dist=None, origins=jnp.zeros_like(kept),
-        calls=jnp.zeros(batch, jnp.int32), slots=_pick(places, kept), log_q=_pick(log_q, kept),
+        tokens=_pick(tokens, kept),
+        branches=branches,
+        valid=there,
+        dist=None,
+        origins=jnp.zeros_like(kept),
+        calls=jnp.zeros(batch, jnp.int32),
+        slots=_pick(places, kept),
+        log_q=_pick(log_q, kept),
         seen=tree_signals.by_number(state, told, kept),
-    ), carry  # fmt: skip
+    ), carry
 
 
 def _pick(values: jax.Array, which: jax.Array) -> jax.Array:
     """Returns the entries `which [B, J]` of `values [B, C, …]`."""
-    return jnp.take_along_axis(values, which.reshape(*which.shape, *[1] * (values.ndim - 2)), axis=1)
+    return jnp.take_along_axis(
+        values, which.reshape(*which.shape, *[1] * (values.ndim - 2)), axis=1
+    )
 
 
 def _put(values: jax.Array, which: jax.Array, new: jax.Array) -> jax.Array:
@@ -292,8 +371,15 @@ def _put(values: jax.Array, which: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def draft_with_model(
-    network: Network, widened: Callable, cache: Any, state: DecodeState, num_wanted, room, lag: int, whole: bool = True,
-) -> tuple[Any, TreeDraft]:  # fmt: skip
+    network: Network,
+    widened: Callable,
+    cache: Any,
+    state: DecodeState,
+    num_wanted,
+    room,
+    lag: int,
+    whole: bool = True,
+) -> tuple[Any, TreeDraft]:
     """Drafts a tree with a model.
 
     The first call feeds the last `lag` committed tokens. Node n is fed to the slot of the last
@@ -310,17 +396,27 @@ def draft_with_model(
     Returns:
       The cache, and the draft.
     """
-    origins, span, columns = state.lengths - 1, state.tokens.shape[1], max(state.config.gamma + 1, lag)
+    origins, span, columns = (
+        state.lengths - 1,
+        state.tokens.shape[1],
+        max(state.config.gamma + 1, lag),
+    )
 
     def states_of(level: Level, cache):
         if level.depth:
             starts = origins + level.first
-            return network.decode_nodes(level.tokens, _fed(level, starts, origins, span), cache, level.valid)
-        first = jnp.maximum(origins - (lag - 1), 0)  # near position 0 the last tokens are fed needlessly
+            return network.decode_nodes(
+                level.tokens, _fed(level, starts, origins, span), cache, level.valid
+            )
+        first = jnp.maximum(
+            origins - (lag - 1), 0
+        )  # near position 0 the last tokens are fed needlessly
         fed = jnp.take_along_axis(state.tokens, first[:, None] + jnp.arange(lag), axis=1)
         depths = jnp.broadcast_to(jnp.arange(lag, dtype=jnp.int32), fed.shape)
         lines = np.tile(np.arange(columns, dtype=np.int32), (lag, 1))
-        nodes = WindowNodes(first, first, depths, jnp.broadcast_to(lines, (*fed.shape, columns)), span)
+        nodes = WindowNodes(
+            first, first, depths, jnp.broadcast_to(lines, (*fed.shape, columns)), span
+        )
         valid = jnp.broadcast_to(level.valid, fed.shape)
         states, cache = network.decode_nodes(fed, nodes, cache, valid)
         return jnp.take_along_axis(states, (origins - first)[:, None, None], axis=1), cache
@@ -334,7 +430,9 @@ def draft_with_model(
         return network.greedy_token_and_logprob(states, level.valid), cache
 
     greedy_only = network.skips_padding and whole and network.vocab_size <= state.config.vocab_size
-    draft, cache = draft_tree(state, num_wanted, room, logits_of, cache, greedy_tokens_of if greedy_only else None)
+    draft, cache = draft_tree(
+        state, num_wanted, room, logits_of, cache, greedy_tokens_of if greedy_only else None
+    )
     deepest = jnp.max(jnp.where(draft.valid, draft.branches.depths, 0), axis=1)
     return cache, draft._replace(calls=deepest)
 

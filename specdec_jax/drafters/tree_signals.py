@@ -35,17 +35,28 @@ def goes_on(state: DecodeState, told: Signals, places) -> Bool[Array, "B J"] | b
 
 
 def of_children(
-    state: DecodeState, logits: Float[Array, "B J V"], depths: Int[Array, "B J"], texts: Int[Array, "B J S"],
+    state: DecodeState,
+    logits: Float[Array, "B J V"],
+    depths: Int[Array, "B J"],
+    texts: Int[Array, "B J S"],
     chosen: Int[Array, "B J K"],
-) -> Signals:  # fmt: skip
+) -> Signals:
     """Returns the signals `[B, J · K]` of the children `chosen` of J nodes, as if node 0 were their
     parent; the other arguments are those of `at_nodes`."""
     if state.policy is None or not state.policy.needs_probs:
         return None
-    dist = at_nodes(functools.partial(distributions.standardize, soften=True), state, logits, depths, texts)
-    log_probs = jnp.take_along_axis(dist.logits, jnp.maximum(chosen, 0), axis=2) - dist.log_normalizer[..., None]
+    dist = at_nodes(
+        functools.partial(distributions.standardize, soften=True), state, logits, depths, texts
+    )
+    log_probs = (
+        jnp.take_along_axis(dist.logits, jnp.maximum(chosen, 0), axis=2)
+        - dist.log_normalizer[..., None]
+    )
     entropy = dist.entropy()
-    each = lambda x: jnp.repeat(x, chosen.shape[2], axis=1)
+
+    def each(x):
+        return jnp.repeat(x, chosen.shape[2], axis=1)
+
     evenness = entropy / max(math.log(logits.shape[2]), 1e-9)
     return DraftSignals(jnp.exp(log_probs).reshape(len(chosen), -1), each(entropy), each(evenness))
 
@@ -65,7 +76,9 @@ def extended(told: Signals, seen: Signals, parents, places=slice(None)) -> Signa
     return DraftSignals(*(jnp.concatenate(both, axis=1) for both in zip(told, new)))
 
 
-def budget(state: DecodeState, told: Signals, depth: int, num_wanted: Int[Array, " B"]) -> Int[Array, " B"]:
+def budget(
+    state: DecodeState, told: Signals, depth: int, num_wanted: Int[Array, " B"]
+) -> Int[Array, " B"]:
     """Returns how many nodes are wanted, now that the children of the nodes at `depth` are told."""
     if told is None or state.policy is None or depth:
         return num_wanted

@@ -44,7 +44,9 @@ def check_file(path, most: int = MOST_BYTES) -> None:
     except FileNotFoundError:
         raise ValueError(f"{path}: got no such file, expected one") from None
     except (OSError, ValueError) as error:  # a circle of links, a name with a NUL
-        raise ValueError(f"{path}: got {getattr(error, 'strerror', error)}, expected a readable file") from None
+        raise ValueError(
+            f"{path}: got {getattr(error, 'strerror', error)}, expected a readable file"
+        ) from None
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
         raise ValueError(f"{path}: got {kind}, expected a regular file")
@@ -59,9 +61,13 @@ def check_folder(folder: pathlib.Path) -> None:
     """
     for number, (parent, _, names) in enumerate(os.walk(folder, followlinks=True)):
         if len(pathlib.Path(parent).relative_to(folder).parts) > _DEEPEST_FOLDER:
-            raise ValueError(f"{parent}: got folders nested too deeply or in a circle, expected a checkpoint")
+            raise ValueError(
+                f"{parent}: got folders nested too deeply or in a circle, expected a checkpoint"
+            )
         if number > _MOST_FOLDERS:
-            raise ValueError(f"{folder}: got more than {_MOST_FOLDERS:,} folders, expected a checkpoint")
+            raise ValueError(
+                f"{folder}: got more than {_MOST_FOLDERS:,} folders, expected a checkpoint"
+            )
         for name in names:
             check_file(pathlib.Path(parent, name), 2**63)
 
@@ -81,7 +87,9 @@ def read_text(path, most: int = MOST_BYTES) -> str:
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text") from None
+        raise ValueError(
+            f"{path}: got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
+        ) from None
 
 
 def read_json(path, most: int = MOST_BYTES) -> dict[str, Any]:
@@ -139,9 +147,13 @@ def inside(folder: pathlib.Path, name, path) -> pathlib.Path:
       ValueError: `name`, which the file at `path` gives, leads out of the folder.
     """
     flavours = (pathlib.PurePosixPath, pathlib.PureWindowsPath)
-    if not isinstance(name, str) or len(name) > 255 or not name.strip("/.") or "\0" in name or any(
-        flavour(name).anchor or ".." in flavour(name).parts for flavour in flavours
-    ):  # fmt: skip
+    if (
+        not isinstance(name, str)
+        or len(name) > 255
+        or not name.strip("/.")
+        or "\0" in name
+        or any(flavour(name).anchor or ".." in flavour(name).parts for flavour in flavours)
+    ):
         raise ValueError(f"{path}: got the file name {shown(name)}, expected one inside the folder")
     return folder / name
 

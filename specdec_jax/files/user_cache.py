@@ -73,8 +73,14 @@ def _check(place: pathlib.Path) -> None:
             continue
         mode = stat.S_IMODE(found.st_mode)
         if path.is_relative_to(base) and found.st_uid not in ({me} if path == place else {me, 0}):
-            raise ValueError(f"{path}: got a folder of user {found.st_uid}, expected one of user {me}")
+            raise ValueError(
+                f"{path}: got a folder of user {found.st_uid}, expected one of user {me}"
+            )
         if path == place and mode & 0o077 and stat.S_ISDIR(found.st_mode):
-            raise ValueError(f"{path}: got permissions {mode:o}, expected 700, since others could change what is in it")
+            raise ValueError(
+                f"{path}: got permissions {mode:o}, expected 700, since others could change what is in it"
+            )
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise ValueError(f"{path}: got a folder that everybody may write to, expected none above the cache")
+            raise ValueError(
+                f"{path}: got a folder that everybody may write to, expected none above the cache"
+            )

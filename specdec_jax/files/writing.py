@@ -166,7 +166,9 @@ def _descriptor(path) -> int | None:
     for _ in range(40):  # Linux follows as many
         folder, name = os.path.split(path)
         folder = os.path.realpath(folder or os.curdir)
-        if name.isdecimal() and re.fullmatch(rf"/dev/fd|/proc/{os.getpid()}(/task/\d+)?/fd", folder):
+        if name.isdecimal() and re.fullmatch(
+            rf"/dev/fd|/proc/{os.getpid()}(/task/\d+)?/fd", folder
+        ):
             return int(name)
         path = os.path.join(folder, name)
         if not os.path.islink(path):
@@ -231,4 +233,6 @@ def check_output(path: str | None, name: str = "output") -> None:
         raise ValueError(f"{name}: got {path!r}, expected a file in a folder that exists")
     for needed in (place.parent, place):
         if needed.exists() and not os.access(needed, os.W_OK):
-            raise ValueError(f"{name}: got {path!r}, expected a file that may be written: {needed} may not")
+            raise ValueError(
+                f"{name}: got {path!r}, expected a file that may be written: {needed} may not"
+            )

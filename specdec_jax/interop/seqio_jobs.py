@@ -50,7 +50,9 @@ class Example(NamedTuple):
     targets: list[int]
 
 
-def find(name: str, split: str, modules: Sequence[str] = (), data_dir: str | None = None) -> tuple[seqio.Task, ...]:
+def find(
+    name: str, split: str, modules: Sequence[str] = (), data_dir: str | None = None
+) -> tuple[seqio.Task, ...]:
     """Returns a registered task, or the tasks of a mixture; no data are read.
 
     Args:
@@ -76,8 +78,13 @@ def find(name: str, split: str, modules: Sequence[str] = (), data_dir: str | Non
             ) from error
     known = sorted({*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()})
     if name not in known:
-        near = ", ".join(difflib.get_close_matches(name, known, _NEAR, 0.0)) or "none: --module_import registers some"
-        raise ValueError(f"task: got {name!r}, expected one of the {len(known)} registered (the nearest: {near})")
+        near = (
+            ", ".join(difflib.get_close_matches(name, known, _NEAR, 0.0))
+            or "none: --module_import registers some"
+        )
+        raise ValueError(
+            f"task: got {name!r}, expected one of the {len(known)} registered (the nearest: {near})"
+        )
     if data_dir is not None:
         seqio.set_tfds_data_dir_override(data_dir)
     tasks = tuple(seqio.get_subtasks(seqio.get_mixture_or_task(name)))
@@ -92,16 +99,24 @@ def _check(task: seqio.Task, split: str) -> None:
     for name in FEATURES:
         feature = task.output_features.get(name)
         if feature is None or feature.rank != 1 or not tf.as_dtype(feature.dtype).is_integer:
-            kind = feature and f"{name} of rank {feature.rank} and {tf.as_dtype(feature.dtype).name}"
+            kind = (
+                feature and f"{name} of rank {feature.rank} and {tf.as_dtype(feature.dtype).name}"
+            )
             got = kind or ", ".join(task.output_features)
-            raise ValueError(f"task: got {task.name!r} with {got}, expected sequences of ids called inputs and targets")
+            raise ValueError(
+                f"task: got {task.name!r} with {got}, expected sequences of ids called inputs and targets"
+            )
     try:
         splits = sorted(task.splits)
         task.metric_objs  # a property that makes them
     except Exception as error:
-        raise ValueError(f"task: got {task.name!r}, which cannot be used ({_first_line(error)})") from error
+        raise ValueError(
+            f"task: got {task.name!r}, which cannot be used ({_first_line(error)})"
+        ) from error
     if split.partition("[")[0] not in splits:
-        raise ValueError(f"split: got {split!r}, expected one of {', '.join(splits)} of task {task.name}")
+        raise ValueError(
+            f"split: got {split!r}, expected one of {', '.join(splits)} of task {task.name}"
+        )
 
 
 class Job:
@@ -115,9 +130,17 @@ class Job:
     """
 
     def __init__(
-        self, tasks: Sequence[seqio.Task], split: str, target: LanguageModel, *, input_length: int, output_length: int,
-        batch_size: int, seed: int = 0, score_targets: bool = False,
-    ):  # fmt: skip
+        self,
+        tasks: Sequence[seqio.Task],
+        split: str,
+        target: LanguageModel,
+        *,
+        input_length: int,
+        output_length: int,
+        batch_size: int,
+        seed: int = 0,
+        score_targets: bool = False,
+    ):
         """Reads all examples.
 
         Args:
@@ -142,7 +165,9 @@ class Job:
             raise ValueError(f"split: got {split!r} without examples, expected at least one")
         self.inputs = [example.inputs for example in self.examples]
         self.contents = [
-            json.dumps([example.task.name, example.inputs, example.targets, _pretokenized(example.fields)])
+            json.dumps(
+                [example.task.name, example.inputs, example.targets, _pretokenized(example.fields)]
+            )
             for example in self.examples
         ]
         kinds = {metric.model_output_type for task in tasks for metric in task.metric_objs}
@@ -168,14 +193,25 @@ class Job:
             return _plain(vocabulary.decode(tokens))
 
         lost = [output.finish_reason == "error" for output in outputs]
-        score = lambda output: math.fsum(output.log_probs) if output.score is None else output.score
-        listed = lambda values: values[0] if len(outputs) == 1 else values[::-1]
+
+        def score(output):
+            return math.fsum(output.log_probs) if output.score is None else output.score
+
+        def listed(values):
+            return values[0] if len(outputs) == 1 else values[::-1]
+
         record: dict[str, Any] = {"task": example.task.name} if len(self._tasks) > 1 else {}
         record |= {
             "inputs": _pretokenized(example.fields),
-            "prediction": listed([None if bad else prediction(output.tokens) for output, bad in zip(outputs, lost)]),
+            "prediction": listed(
+                [None if bad else prediction(output.tokens) for output, bad in zip(outputs, lost)]
+            ),
             "prediction_tokens": listed([output.tokens for output in outputs]),
-            "aux": {"scores": listed([None if bad else _finite(score(output)) for output, bad in zip(outputs, lost)])},
+            "aux": {
+                "scores": listed(
+                    [None if bad else _finite(score(output)) for output, bad in zip(outputs, lost)]
+                )
+            },
         }
         if any(lost):
             record["error"] = next(output.error.reason for output in outputs if output.error)
@@ -194,26 +230,40 @@ class Job:
         """
         records = [json.loads(line) for line in lines]
         lost = sum("error" in record for record in records)
-        found, notes = {}, [f"no output, which metrics take for an empty one: {lost} examples"] if lost else []
+        found, notes = (
+            {},
+            [f"no output, which metrics take for an empty one: {lost} examples"] if lost else [],
+        )
         for task in self._tasks:
-            members = [number for number, example in enumerate(self.examples) if example.task is task]
+            members = [
+                number for number, example in enumerate(self.examples) if example.task is task
+            ]
             fields = [self.examples[number].fields for number in members]
             try:
-                found[task.name] = _metrics(task, fields, [records[number] for number in members], self._width, notes)
+                found[task.name] = _metrics(
+                    task, fields, [records[number] for number in members], self._width, notes
+                )
             except Exception as error:
-                raise ValueError(f"task: got {task.name!r}, whose metrics fail ({_first_line(error)})") from error
+                raise ValueError(
+                    f"task: got {task.name!r}, whose metrics fail ({_first_line(error)})"
+                ) from error
         return found, notes
 
     def finish(self, lines: Iterable[str], output_file: str | None) -> None:
         """Evaluates; prints the metrics to standard error and writes them beside the output file."""
         found, notes = self.evaluate(lines)
         for task, values in found.items():
-            shown = ", ".join(f"{name} {_short(value)}" for name, value in values.items()) or "no metrics"
+            shown = (
+                ", ".join(f"{name} {_short(value)}" for name, value in values.items())
+                or "no metrics"
+            )
             print(f"{task} ({self._split}): {shown}", file=sys.stderr)
         for note in notes:
             print(note, file=sys.stderr)
         if output_file:
-            text = json.dumps({"split": self._split, "metrics": found, "not computed": notes}, indent=2)
+            text = json.dumps(
+                {"split": self._split, "metrics": found, "not computed": notes}, indent=2
+            )
             write_file(f"{output_file}.metrics.json", text + "\n")
 
 
@@ -225,13 +275,17 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
     compared.
     """
     if decoder_only(target):
-        raise ValueError("task: got a decoder-only target, expected one with an encoder for inputs and targets")
+        raise ValueError(
+            "task: got a decoder-only target, expected one with an encoder for inputs and targets"
+        )
     for task, name in itertools.product(tasks, FEATURES):
         vocabulary = task.output_features[name].vocabulary
         try:
             size, end = vocabulary.vocab_size, vocabulary.eos_id  # reads its file
         except Exception as error:
-            raise ValueError(f"task: got {task.name!r}, whose vocabulary fails ({_first_line(error)})") from error
+            raise ValueError(
+                f"task: got {task.name!r}, whose vocabulary fails ({_first_line(error)})"
+            ) from error
         if target.vocabulary is None or isinstance(vocabulary, seqio.PassThroughVocabulary):
             most = target.config.vocab_size
             wrong = f"it has {size} pieces, expected at most {most}" if size > most else None
@@ -240,7 +294,9 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
         if name == "targets" and end is not None and end not in target.eos_ids:
             wrong = wrong or f"its EOS id is {end}, not one of {target.eos_ids}"
         if wrong:
-            raise ValueError(f"task: got {task.name!r}, whose {name} have another vocabulary than the target: {wrong}")
+            raise ValueError(
+                f"task: got {task.name!r}, whose {name} have another vocabulary than the target: {wrong}"
+            )
 
 
 def _read(task: seqio.Task, split: str, lengths: Mapping[str, int], seed: int) -> list[Example]:
@@ -248,15 +304,22 @@ def _read(task: seqio.Task, split: str, lengths: Mapping[str, int], seed: int) -
         data = task.get_dataset(lengths, split=split, shuffle=False, seed=seed, num_epochs=1)
         found = list(data.as_numpy_iterator())
     except Exception as error:  # from TensorFlow, its data sets, or the task's own functions
-        raise ValueError(f"task: got {task.name!r}, whose data cannot be read ({_first_line(error)})") from error
-    ids = lambda fields, name: np.asarray(fields.get(name, ())).tolist()
+        raise ValueError(
+            f"task: got {task.name!r}, whose data cannot be read ({_first_line(error)})"
+        ) from error
+
+    def ids(fields, name):
+        return np.asarray(fields.get(name, ())).tolist()
+
     return [Example(task, fields, *(ids(fields, name) for name in FEATURES)) for fields in found]
 
 
 # Metrics.
 
 
-def _metrics(task: seqio.Task, fields: list[dict], records: list[dict], width: int, notes: list[str]) -> dict[str, Any]:
+def _metrics(
+    task: seqio.Task, fields: list[dict], records: list[dict], width: int, notes: list[str]
+) -> dict[str, Any]:
     """Returns the value of each of the task's metrics by name, of the best prediction where a
     record lists several; what cannot be computed goes to `notes`."""
     kinds = seqio.metrics.ModelOutputType
@@ -264,7 +327,10 @@ def _metrics(task: seqio.Task, fields: list[dict], records: list[dict], width: i
         notes.append(f"not computed: metrics of {task.name}, which has no examples")
         return {}
     several = isinstance(records[0]["aux"]["scores"], list)
-    best = lambda values: [value[-1] if several else value for value in values]
+
+    def best(values):
+        return [value[-1] if several else value for value in values]
+
     tokens, _ = _array(best(record["prediction_tokens"] for record in records), width)
     scores = np.array(best(record["aux"]["scores"] for record in records), np.float32)
     outputs: dict[Any, Any] = {
@@ -291,7 +357,9 @@ def _metrics(task: seqio.Task, fields: list[dict], records: list[dict], width: i
             if isinstance(plain, int | float | str):
                 found[name] = _finite(plain)
             else:
-                notes.append(f"not written: {name} of {task.name}, which is a {type(value).__name__}")
+                notes.append(
+                    f"not written: {name} of {task.name}, which is a {type(value).__name__}"
+                )
     return found
 
 
@@ -304,9 +372,17 @@ class _TargetScores:
 
     def __init__(self, target: LanguageModel, examples: Sequence[Example], batch_size: int):
         self._target, self._examples, self._found = target, examples, dict[int, float]()
-        shape = lambda number: (_padded(len(examples[number].inputs)), _padded(len(examples[number].targets)))
+
+        def shape(number):
+            return (
+                _padded(len(examples[number].inputs)),
+                _padded(len(examples[number].targets)),
+            )
+
         self._batch_of: dict[int, tuple[tuple[int, int], list[int]]] = {}
-        for padded, group in itertools.groupby(sorted(range(len(examples)), key=lambda n: (*shape(n), n)), shape):
+        for padded, group in itertools.groupby(
+            sorted(range(len(examples)), key=lambda n: (*shape(n), n)), shape
+        ):
             members = list(group)
             for begin in range(0, len(members), batch_size):
                 batch = members[begin : begin + batch_size]
@@ -316,13 +392,21 @@ class _TargetScores:
     def __call__(self, number: int) -> float:
         if number not in self._found:
             widths, batch = self._batch_of[number]
-            sides = zip(*[(self._examples[member].inputs, self._examples[member].targets) for member in batch])
+            sides = zip(
+                *[
+                    (self._examples[member].inputs, self._examples[member].targets)
+                    for member in batch
+                ]
+            )
             (inputs, input_lengths), (targets, lengths) = map(_array, sides, widths)
             fed = np.concatenate(
-                [np.full((len(batch), 1), self._target.start_token, np.int32), targets[:, :-1]], axis=1
+                [np.full((len(batch), 1), self._target.start_token, np.int32), targets[:, :-1]],
+                axis=1,
             )
             logits = self._target.logits(inputs, fed, input_lengths)
-            self._found |= dict(zip(batch, np.asarray(_log_likelihood(logits, targets, lengths)).tolist()))
+            self._found |= dict(
+                zip(batch, np.asarray(_log_likelihood(logits, targets, lengths)).tolist())
+            )
         return self._found[number]
 
 
@@ -332,7 +416,10 @@ def _log_likelihood(logits, targets, lengths):
     T, V]`."""
     dists = jax.nn.log_softmax(logits, axis=-1)
     inside = jnp.arange(targets.shape[1]) < lengths[:, None]
-    return jnp.sum(jnp.where(inside, jnp.take_along_axis(dists, targets[..., None], axis=-1)[..., 0], 0.0), axis=-1)
+    return jnp.sum(
+        jnp.where(inside, jnp.take_along_axis(dists, targets[..., None], axis=-1)[..., 0], 0.0),
+        axis=-1,
+    )
 
 
 def _padded(length: int) -> int:

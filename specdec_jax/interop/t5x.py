@@ -51,16 +51,32 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     """
 
     def __init__(
-        self, module: Any, input_vocabulary, output_vocabulary, optimizer_def, drafter: Any = None,
-        gamma: int | Policy | None = None, verifier: str = "block", sampling: SamplingConfig | None = None,
-        lenience: float | None = None, typical_epsilon: float | None = None, typical_delta: float | None = None,
-        drafter_dtype: str | None = None, drafter_vocabulary: str | None = None, rescale_log_probs: bool = True,
-        counts: bool = False, report: bool = True, decode_fn: Callable | None = None,
+        self,
+        module: Any,
+        input_vocabulary,
+        output_vocabulary,
+        optimizer_def,
+        drafter: Any = None,
+        gamma: int | Policy | None = None,
+        verifier: str = "block",
+        sampling: SamplingConfig | None = None,
+        lenience: float | None = None,
+        typical_epsilon: float | None = None,
+        typical_delta: float | None = None,
+        drafter_dtype: str | None = None,
+        drafter_vocabulary: str | None = None,
+        rescale_log_probs: bool = True,
+        counts: bool = False,
+        report: bool = True,
+        decode_fn: Callable | None = None,
         feature_converter_cls: Callable | None = None,
-        label_smoothing: float = 0.0, z_loss: float = 0.0, loss_normalizing_factor: Any = None,
-        default_decoder_params: models.DecoderParams | None = None, beam_width: int | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        loss_normalizing_factor: Any = None,
+        default_decoder_params: models.DecoderParams | None = None,
+        beam_width: int | None = None,
         tree: str | Tree | DynamicTree | None = None,
-    ):  # fmt: skip
+    ):
         """Arguments that are not listed here are T5X's.
 
         Args:
@@ -97,30 +113,58 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             searches = function is decoding.beam_search
             _expect_unset("decode_fn", sampling=sampling, rescale_log_probs=rescale_log_probs)
         if searches:
-            others = dict(lenience=lenience, typical_epsilon=typical_epsilon, typical_delta=typical_delta)
+            others = dict(
+                lenience=lenience, typical_epsilon=typical_epsilon, typical_delta=typical_delta
+            )
             _expect_unset("beam search", verifier=verifier, tree=tree, **others)
         else:
             _expect_unset("sampling", beam_width=beam_width)
         super().__init__(
-            module=module, input_vocabulary=input_vocabulary, output_vocabulary=output_vocabulary,
-            optimizer_def=optimizer_def, decode_fn=decode_fn or decoding.temperature_sample,
-            feature_converter_cls=feature_converter_cls, label_smoothing=label_smoothing, z_loss=z_loss,
-            loss_normalizing_factor=loss_normalizing_factor, default_decoder_params=default_decoder_params,
-        )  # fmt: skip
+            module=module,
+            input_vocabulary=input_vocabulary,
+            output_vocabulary=output_vocabulary,
+            optimizer_def=optimizer_def,
+            decode_fn=decode_fn or decoding.temperature_sample,
+            feature_converter_cls=feature_converter_cls,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            loss_normalizing_factor=loss_normalizing_factor,
+            default_decoder_params=default_decoder_params,
+        )
         config = config_of(module)
-        drafter = _drafter(drafter, config, drafter_dtype or config.dtype, drafter_vocabulary, output_vocabulary)
+        drafter = _drafter(
+            drafter, config, drafter_dtype or config.dtype, drafter_vocabulary, output_vocabulary
+        )
         levels: Any = LEVELS if gamma is None else gamma
         self._counts = counts
-        beams = lambda: BeamDecoder(config, drafter, levels, beam_width)
-        self._decoder: Decoder | BeamDecoder = beams() if searches else Decoder(
-            config, drafter, gamma if gamma is not None else 4 if tree is None else "auto",
-            read_tree(tree) if isinstance(tree, str) else tree, sampling or SamplingConfig(), verifier, lenience,
-            typical_epsilon, typical_delta, rescale_log_probs,
-        )  # fmt: skip
+
+        def beams():
+            return BeamDecoder(config, drafter, levels, beam_width)
+
+        self._decoder: Decoder | BeamDecoder = (
+            beams()
+            if searches
+            else Decoder(
+                config,
+                drafter,
+                gamma if gamma is not None else 4 if tree is None else "auto",
+                read_tree(tree) if isinstance(tree, str) else tree,
+                sampling or SamplingConfig(),
+                verifier,
+                lenience,
+                typical_epsilon,
+                typical_delta,
+                rescale_log_probs,
+            )
+        )
         self._report = report
         if report:
             name, most = function and function.__name__, self._decoder.gamma
-            t5x_run.say(t5x_run.describe(drafter, most, verifier, name, self._bound, sampling or SamplingConfig()))
+            t5x_run.say(
+                t5x_run.describe(
+                    drafter, most, verifier, name, self._bound, sampling or SamplingConfig()
+                )
+            )
 
     def predict_batch_with_aux(
         self,
@@ -142,7 +186,9 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
           ValueError: more than one sample, or unknown `decoder_params`.
         """
         defaults = self._default_decoder_params
-        everything = defaults.return_all_decodes if return_all_decodes is None else return_all_decodes
+        everything = (
+            defaults.return_all_decodes if return_all_decodes is None else return_all_decodes
+        )
         decodes, options = defaults.num_decodes if num_decodes is None else num_decodes, {}
         if isinstance(self._decoder, BeamDecoder):
             options = dict(num_decodes=decodes)
@@ -152,11 +198,24 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
                 "t5x.models.EncoderDecoderModel's"
             )
         eos_id, prompts = self.output_vocabulary.eos_id or 1, batch["decoder_input_tokens"]
-        prompts = jnp.where(prompts == eos_id, 0, prompts) if prompt_with_targets else jnp.zeros_like(prompts)
+        prompts = (
+            jnp.where(prompts == eos_id, 0, prompts)
+            if prompt_with_targets
+            else jnp.zeros_like(prompts)
+        )
         # A key that is given replaces one that is bound, to T5X's function too.
-        given = self._bound | ({} if rng is None else {"decode_rng": None}) | dict(decoder_params or {})
+        given = (
+            self._bound | ({} if rng is None else {"decode_rng": None}) | dict(decoder_params or {})
+        )
         decoded = self._decoder.decode(
-            params, batch["encoder_input_tokens"], prompts, eos_id, rng, given, prompted=prompt_with_targets, **options
+            params,
+            batch["encoder_input_tokens"],
+            prompts,
+            eos_id,
+            rng,
+            given,
+            prompted=prompt_with_targets,
+            **options,
         )
         if self._report:
             t5x_run.count(decoded, "levels" if options else "tokens")
@@ -167,7 +226,11 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             tokens, scores = tokens[:, -1], scores[:, -1]
         aux = {"scores": scores}
         if self._counts:
-            aux |= dict(target_calls=decoded.target_calls, drafted=decoded.drafted, accepted=decoded.accepted)
+            aux |= dict(
+                target_calls=decoded.target_calls,
+                drafted=decoded.drafted,
+                accepted=decoded.accepted,
+            )
         return tokens, aux
 
 
@@ -197,8 +260,14 @@ def bound(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
         raise ValueError(
             f"decode_fn: got {decode_fn!r}, expected t5x.decoding.beam_search or temperature_sample, outside of scopes"
         ) from error
-    known = {name: one.default for name, one in inspect.signature(plain).parameters.items()} | from_gin | partly
-    return plain, {name: value for name, value in known.items() if name not in _PASSED and value is not None}
+    known = (
+        {name: one.default for name, one in inspect.signature(plain).parameters.items()}
+        | from_gin
+        | partly
+    )
+    return plain, {
+        name: value for name, value in known.items() if name not in _PASSED and value is not None
+    }
 
 
 def _expect_unset(what: str, **given) -> None:
@@ -218,7 +287,15 @@ def config_of(module: Any) -> T5Config:
         `t5x.examples.t5.network.Transformer`.
     """
     theirs: Any = getattr(module, "config", None)
-    names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
+    names = (
+        "vocab_size",
+        "emb_dim",
+        "num_heads",
+        "head_dim",
+        "num_encoder_layers",
+        "num_decoder_layers",
+        "mlp_dim",
+    )
     # Only `scalable_t5` has the field at all; its layers have a position table each, even if they
     # are not scanned.
     scalable = getattr(module, "scan_layers", False) or hasattr(theirs, "scan_layers")
@@ -227,9 +304,11 @@ def config_of(module: Any) -> T5Config:
             f"module: got {type(module).__name__}, expected t5x.examples.t5.network.Transformer, not scanned"
         )
     return T5Config(
-        **{name: getattr(theirs, name) for name in names}, mlp_activations=tuple(theirs.mlp_activations),
-        logits_via_embedding=theirs.logits_via_embedding, dtype=jnp.dtype(theirs.dtype).name,
-    )  # fmt: skip
+        **{name: getattr(theirs, name) for name in names},
+        mlp_activations=tuple(theirs.mlp_activations),
+        logits_via_embedding=theirs.logits_via_embedding,
+        dtype=jnp.dtype(theirs.dtype).name,
+    )
 
 
 @functools.lru_cache(maxsize=2)  # gin makes a model for every place that names it
@@ -237,7 +316,9 @@ def _load(path: str, dtype: str, vocabulary: str | None) -> LanguageModel:
     return loader.load(path, dtype, vocabulary=vocabulary)
 
 
-def _drafter(given: Any, config: T5Config, dtype: str, vocabulary: str | None, output_vocabulary) -> Drafter | None:
+def _drafter(
+    given: Any, config: T5Config, dtype: str, vocabulary: str | None, output_vocabulary
+) -> Drafter | None:
     """The drafter that `given` is, or that it names."""
 
     def load(path: str) -> ModelDrafter:
@@ -281,11 +362,24 @@ def transformer(config: ModelConfig) -> network.Transformer:
     """
     if lack := t5x.why_not(config):
         raise ValueError(f"t5x: {lack}")
-    names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
-    return network.Transformer(network.T5Config(
-        **{name: getattr(config, name) for name in names}, mlp_activations=config.mlp_activations,
-        logits_via_embedding=config.logits_via_embedding, dtype=jnp.dtype(config.dtype), dropout_rate=0.0,
-    ))  # fmt: skip
+    names = (
+        "vocab_size",
+        "emb_dim",
+        "num_heads",
+        "head_dim",
+        "num_encoder_layers",
+        "num_decoder_layers",
+        "mlp_dim",
+    )
+    return network.Transformer(
+        network.T5Config(
+            **{name: getattr(config, name) for name in names},
+            mlp_activations=config.mlp_activations,
+            logits_via_embedding=config.logits_via_embedding,
+            dtype=jnp.dtype(config.dtype),
+            dropout_rate=0.0,
+        )
+    )
 
 
 # From `inputs [B, L]` and a number of new tokens to them, `[B, that number]`, and their scores,
@@ -305,7 +399,9 @@ def greedy(target: LanguageModel) -> Predict:
 
 def beams(target: LanguageModel, num_beams: int, length_penalty: float) -> Predict:
     """T5X's own beam search, as `greedy` is its argmax decoding."""
-    return _predictor(target, functools.partial(decoding.beam_search, alpha=length_penalty), num_decodes=num_beams)
+    return _predictor(
+        target, functools.partial(decoding.beam_search, alpha=length_penalty), num_decodes=num_beams
+    )
 
 
 def _predictor(target: LanguageModel, decode_fn: Callable, **settings) -> Predict:
@@ -319,11 +415,18 @@ def _predictor(target: LanguageModel, decode_fn: Callable, **settings) -> Predic
 
     @functools.partial(jax.jit, static_argnames="steps")
     def predict(params, inputs, steps):
-        batch = dict(encoder_input_tokens=inputs, decoder_input_tokens=jnp.zeros((len(inputs), steps), jnp.int32))
-        tokens, aux = model.predict_batch_with_aux(params, batch, decoder_params={"eos_id": eos}, **settings)
+        batch = dict(
+            encoder_input_tokens=inputs,
+            decoder_input_tokens=jnp.zeros((len(inputs), steps), jnp.int32),
+        )
+        tokens, aux = model.predict_batch_with_aux(
+            params, batch, decoder_params={"eos_id": eos}, **settings
+        )
         return tokens, aux["scores"]
 
-    return lambda inputs, steps: jax.device_get(predict(params, np.asarray(inputs, np.int32), steps))
+    return lambda inputs, steps: jax.device_get(
+        predict(params, np.asarray(inputs, np.int32), steps)
+    )
 
 
 def benchmark_variant(target: LanguageModel, max_new_tokens: int) -> Variant:
@@ -349,15 +452,23 @@ def _variant(target: LanguageModel, predict: Predict, max_new_tokens: int) -> Va
         filled = [len(row) > 0 for row in rows]
         inputs = np.zeros((len(rows), batch.padded), np.int32)
         for number, row in enumerate(rows):
-            row = row or rows[0]  # an empty row that fills up the batch would have nothing to attend to
+            row = (
+                row or rows[0]
+            )  # an empty row that fills up the batch would have nothing to attend to
             inputs[number, : len(row)] = row
         tokens, scores = predict(inputs, max_new_tokens)
         tokens = tokens * np.array(filled, np.int32)[:, None]
         ends = np.isin(tokens, target.eos_ids)
         lengths = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, tokens.shape[1]) * filled
-        texts = [vocabulary.decode(row[:end]) for row, end in zip(tokens, lengths)] if vocabulary else None
+        texts = (
+            [vocabulary.decode(row[:end]) for row, end in zip(tokens, lengths)]
+            if vocabulary
+            else None
+        )
         nothing = np.zeros(tokens.shape, np.float32)
         stats: Any = None  # T5X counts nothing
-        return GenerationResult(texts, tokens, lengths.astype(np.int32), nothing, stats, nothing, [], scores)
+        return GenerationResult(
+            texts, tokens, lengths.astype(np.int32), nothing, stats, nothing, [], scores
+        )
 
     return Variant(0, decode)

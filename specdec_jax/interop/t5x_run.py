@@ -25,7 +25,12 @@ def check_gin(config: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     Raises:
       ValueError: this package's model is configured, but nothing makes it.
     """
-    bound = [name for (_, selector), values in config.items() for name in values if _is_of(selector, CLASS)]
+    bound = [
+        name
+        for (_, selector), values in config.items()
+        for name in values
+        if _is_of(selector, CLASS)
+    ]
     if bound and not any(_is_of(selector, CLASS) for selector in _references(config)):
         raise ValueError(
             f"{CLASS}: got values for {', '.join(sorted(set(bound)))}, but no MODEL that is one, so that T5X would "
@@ -65,7 +70,14 @@ def say(text: str) -> None:
         print(f"specdec_jax: {text}", file=sys.stderr, flush=True)
 
 
-def describe(drafter: Any, gamma: Any, verifier: str, decode_fn: str | None, bound: Mapping[str, Any], sampling) -> str:
+def describe(
+    drafter: Any,
+    gamma: Any,
+    verifier: str,
+    decode_fn: str | None,
+    bound: Mapping[str, Any],
+    sampling,
+) -> str:
     """Returns the line about what decodes.
 
     Args:
@@ -75,7 +87,9 @@ def describe(drafter: Any, gamma: Any, verifier: str, decode_fn: str | None, bou
         None: none was named.
     """
     what = "nothing drafts" if drafter is None else f"drafter {drafter.name}, gamma {gamma}"
-    parts = [what] if decode_fn == "beam_search" or drafter is None else [what, f"verifier {verifier}"]
+    parts = (
+        [what] if decode_fn == "beam_search" or drafter is None else [what, f"verifier {verifier}"]
+    )
     given = ", ".join(f"{name}={value!r}" for name, value in bound.items() if not callable(value))
     if decode_fn is not None:
         parts.append(f"decodes as T5X's {decode_fn}({given})")
@@ -87,7 +101,9 @@ def describe(drafter: Any, gamma: Any, verifier: str, decode_fn: str | None, bou
             "(decode_fn = @decoding.beam_search does so here)"
         )
     if _ignored:
-        parts.append(f"of no effect here: {', '.join(_ignored)}, which is T5X's own class's (bind it to {CLASS})")
+        parts.append(
+            f"of no effect here: {', '.join(_ignored)}, which is T5X's own class's (bind it to {CLASS})"
+        )
     return "; ".join(parts)
 
 
@@ -128,7 +144,10 @@ TOTALS = {what: Totals(what) for what in ("tokens", "levels")}
 
 def count(decoded: Any, what: str) -> None:
     """Adds what a traced batch came to, when it runs, to the totals of `what`."""
-    sums = (jax.numpy.sum(counts) for counts in (decoded.target_calls, decoded.drafted, decoded.accepted))
+    sums = (
+        jax.numpy.sum(counts)
+        for counts in (decoded.target_calls, decoded.drafted, decoded.accepted)
+    )
     jax.debug.callback(TOTALS[what].add, *sums)
 
 

@@ -20,7 +20,9 @@ try:
     import seqio
     import tensorflow as tf
 except ImportError as error:
-    raise ImportError(f"seqio: not installed ({error}), expected the extra: pip install '.[seqio]'") from error
+    raise ImportError(
+        f"seqio: not installed ({error}), expected the extra: pip install '.[seqio]'"
+    ) from error
 
 T5_VOCABULARY, T5_SENTINELS = "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model", 100
 _OURS: set[str] = set()
@@ -30,7 +32,9 @@ def bleu(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]
     """Returns sacrebleu's BLEU with the tokeniser "intl", as T5 reports it."""
     import sacrebleu
 
-    return {"bleu": sacrebleu.corpus_bleu(list(predictions), [list(targets)], tokenize="intl").score}
+    return {
+        "bleu": sacrebleu.corpus_bleu(list(predictions), [list(targets)], tokenize="intl").score
+    }
 
 
 def rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
@@ -40,9 +44,17 @@ def rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float
 
     names = ("rouge1", "rouge2", "rougeLsum")
     scorer = rouge_scorer.RougeScorer(names)
-    lines = lambda text: text.replace(" . ", " .\n")  # Lsum treats a line as a sentence
-    scores = [scorer.score(lines(target), lines(found)) for target, found in zip(targets, predictions, strict=True)]
-    return {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in names}
+
+    def lines(text):
+        return text.replace(" . ", " .\n")  # Lsum treats a line as a sentence
+
+    scores = [
+        scorer.score(lines(target), lines(found))
+        for target, found in zip(targets, predictions, strict=True)
+    ]
+    return {
+        name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in names
+    }
 
 
 def exact_match(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
@@ -52,23 +64,29 @@ def exact_match(targets: Sequence[str], predictions: Sequence[str]) -> dict[str,
 
 
 def wmt_t2t_ende(
-    vocabulary: str = T5_VOCABULARY, extra_ids: int = T5_SENTINELS, data_dir: str | None = None,
-    name: str = "wmt_t2t_ende"
-) -> str:  # fmt: skip
+    vocabulary: str = T5_VOCABULARY,
+    extra_ids: int = T5_SENTINELS,
+    data_dir: str | None = None,
+    name: str = "wmt_t2t_ende",
+) -> str:
     """Registers WMT English to German as in tensor2tensor; returns the task's name.
 
     The split "validation" is newstest2013, "test" is newstest2014. `data_dir` is where TensorFlow
     Datasets keeps its data, None for its default; other arguments as for `tsv`.
     """
     source = seqio.TfdsDataSource(tfds_name="wmt_t2t_translate/de-en:1.0.0", tfds_data_dir=data_dir)
-    texts = functools.partial(_texts, prefix="translate English to German: ", source="en", target="de")
+    texts = functools.partial(
+        _texts, prefix="translate English to German: ", source="en", target="de"
+    )
     return _register(name, source, texts, _vocabulary(vocabulary, extra_ids), (bleu,))
 
 
 def cnn_dailymail(
-    vocabulary: str = T5_VOCABULARY, extra_ids: int = T5_SENTINELS, data_dir: str | None = None,
-    name: str = "cnn_dailymail"
-) -> str:  # fmt: skip
+    vocabulary: str = T5_VOCABULARY,
+    extra_ids: int = T5_SENTINELS,
+    data_dir: str | None = None,
+    name: str = "cnn_dailymail",
+) -> str:
     """Registers news articles and their highlights; returns the task's name. Arguments as for
     `wmt_t2t_ende`."""
     source = seqio.TfdsDataSource(tfds_name="cnn_dailymail:3.4.0", tfds_data_dir=data_dir)
@@ -77,9 +95,13 @@ def cnn_dailymail(
 
 
 def tsv(
-    files: Mapping[str, str | Sequence[str]], vocabulary: str, extra_ids: int = 0, prefix: str = "",
-    metric_fns: Sequence[Callable[..., Mapping[str, Any]]] = (bleu,), name: str = "tsv",
-) -> str:  # fmt: skip
+    files: Mapping[str, str | Sequence[str]],
+    vocabulary: str,
+    extra_ids: int = 0,
+    prefix: str = "",
+    metric_fns: Sequence[Callable[..., Mapping[str, Any]]] = (bleu,),
+    name: str = "tsv",
+) -> str:
     """Registers a task of local TSV files, gzip or not, with a source and a target on each line;
     returns its name.
 
@@ -95,7 +117,9 @@ def tsv(
       ValueError: a file is missing, the vocabulary cannot be read, or another module has registered
         the name.
     """
-    paths = {split: [found] if isinstance(found, str) else list(found) for split, found in files.items()}
+    paths = {
+        split: [found] if isinstance(found, str) else list(found) for split, found in files.items()
+    }
     for path in (path for found in paths.values() for path in found):
         if not pathlib.Path(path).is_file():
             raise ValueError(f"files: got {path!r}, which is no file, expected a TSV file")
@@ -114,16 +138,26 @@ def tsv(
 
 def _texts(dataset: tf.data.Dataset, prefix: str, source: str, target: str) -> tf.data.Dataset:
     """Returns examples with `source` after `prefix` as inputs and `target` as targets."""
-    example = lambda found: {"inputs": tf.strings.join([prefix, found[source]]), "targets": found[target]}
+
+    def example(found):
+        return {
+            "inputs": tf.strings.join([prefix, found[source]]),
+            "targets": found[target],
+        }
+
     return dataset.map(example, num_parallel_calls=tf.data.AUTOTUNE)
 
 
-def _register(name: str, source, texts: Callable, vocabulary: seqio.Vocabulary, metric_fns: Sequence[Callable]) -> str:
+def _register(
+    name: str, source, texts: Callable, vocabulary: seqio.Vocabulary, metric_fns: Sequence[Callable]
+) -> str:
     """Registers a task that makes ids of texts as T5's tasks do; replaces one that was registered
     here under the same name."""
     if name in seqio.TaskRegistry.names():
         if name not in _OURS:
-            raise ValueError(f"name: got {name!r}, which another module has registered, expected another name")
+            raise ValueError(
+                f"name: got {name!r}, which another module has registered, expected another name"
+            )
         seqio.TaskRegistry.remove(name)
     seqio.TaskRegistry.add(
         name,
@@ -134,7 +168,9 @@ def _register(name: str, source, texts: Callable, vocabulary: seqio.Vocabulary, 
             seqio.CacheDatasetPlaceholder(),
             seqio.preprocessors.append_eos_after_trim,
         ],
-        output_features={side: seqio.Feature(vocabulary, add_eos=True) for side in ("inputs", "targets")},
+        output_features={
+            side: seqio.Feature(vocabulary, add_eos=True) for side in ("inputs", "targets")
+        },
         metric_fns=list(metric_fns),
     )
     _OURS.add(name)
@@ -150,12 +186,18 @@ def _vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
         return seqio.ByteVocabulary(ours.extra_ids)
     folder = loader.BUNDLED / path if path in loader.bundled() else pathlib.Path(path)
     files = [
-        place / name for place in (folder, folder.absolute().parent) for name in ("spiece.model", "sentencepiece.model")
+        place / name
+        for place in (folder, folder.absolute().parent)
+        for name in ("spiece.model", "sentencepiece.model")
     ]
     file = next((file for file in files if file.is_file()), None)
     if file is None or ours is None:
-        raise ValueError(f"vocabulary: got {path!r} without a SentencePiece model, expected a model that has one")
-    return seqio.SentencePieceVocabulary(str(file), max(0, ours.size - SentencePieceVocabulary.load(file).size))
+        raise ValueError(
+            f"vocabulary: got {path!r} without a SentencePiece model, expected a model that has one"
+        )
+    return seqio.SentencePieceVocabulary(
+        str(file), max(0, ours.size - SentencePieceVocabulary.load(file).size)
+    )
 
 
 wmt_t2t_ende()

@@ -3,7 +3,12 @@
 import re
 from typing import Any
 
-from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
+from specdec_jax.models.vocabularies import (
+    ByteVocabulary,
+    SentencePieceVocabulary,
+    TokenizerJsonVocabulary,
+    Vocabulary,
+)
 
 _SENTINEL = re.compile(r" <extra_id_\d+>")  # seqio's begin with a space
 
@@ -16,8 +21,12 @@ def difference(ours: Vocabulary, theirs: Any) -> str | None:
     other if those are T5's sentinels.
     """
     pieces: Any = getattr(theirs, "tokenizer", None)
-    if isinstance(ours, SentencePieceVocabulary | TokenizerJsonVocabulary) and hasattr(pieces, "id_to_piece"):
-        table = [_piece(pieces.id_to_piece(i).replace("▁", " ")) for i in range(pieces.get_piece_size())]
+    if isinstance(ours, SentencePieceVocabulary | TokenizerJsonVocabulary) and hasattr(
+        pieces, "id_to_piece"
+    ):
+        table = [
+            _piece(pieces.id_to_piece(i).replace("▁", " ")) for i in range(pieces.get_piece_size())
+        ]
         mine = [_piece(ours.piece(i)) for i in range(ours.size)]
         for number, (their, my) in enumerate(zip(table, mine)):
             if their != my:

@@ -22,7 +22,9 @@ from specdec_jax.files.reading import shown
 def quoted(value) -> str:
     """Returns an argument as a message quotes it: on one line, shortened if it is long."""
     if isinstance(value, np.ndarray | np.generic | jax.Array):
-        with contextlib.suppress(AttributeError, TypeError):  # keys and traced arrays have no values to show
+        with contextlib.suppress(
+            AttributeError, TypeError
+        ):  # keys and traced arrays have no values to show
             value = value.tolist()
     return " ".join(shown(value).split())
 
@@ -57,9 +59,13 @@ def check_model(name: str, value) -> None:
     """Raises ValueError unless `value` has the parts of a `LanguageModel`."""
     if isinstance(value, str | os.PathLike):
         path = str(value)
-        raise ValueError(f"{name}: got {path!r}, expected a LanguageModel, such as specdec_jax.load({path!r})")
+        raise ValueError(
+            f"{name}: got {path!r}, expected a LanguageModel, such as specdec_jax.load({path!r})"
+        )
     if not (hasattr(value, "network") and hasattr(value, "config")):
-        raise ValueError(f"{name}: got {type(value).__name__}, expected a LanguageModel, as from specdec_jax.load")
+        raise ValueError(
+            f"{name}: got {type(value).__name__}, expected a LanguageModel, as from specdec_jax.load"
+        )
 
 
 def check_integer(name: str, value, least: int, most: int | None = None, what: str = "") -> int:

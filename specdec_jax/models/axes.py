@@ -9,7 +9,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 PerRow = Int[Array, " B"]
 Tokens = Int[Array, "B T"]
-Valid = Bool[Array, "*N"] | None  # False at positions that need not be computed; see `Network.decode`
+Valid = (
+    Bool[Array, "*N"] | None
+)  # False at positions that need not be computed; see `Network.decode`
 States = Float[Array, "B T D"]
 Logits = Float32[Array, "B T V"]
 TokenAndLogprob = tuple[

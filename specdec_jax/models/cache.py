@@ -61,8 +61,14 @@ class KVCache:
 
     @classmethod
     def empty(
-        cls, batch: int, heads: int, slots: int, features: int, dtype, heads_per_tile: int | None = None
-    ) -> "KVCache":  # fmt: skip
+        cls,
+        batch: int,
+        heads: int,
+        slots: int,
+        features: int,
+        dtype,
+        heads_per_tile: int | None = None,
+    ) -> "KVCache":
         """Makes a cache of zeros, on an accelerator of at least `slots` slots: its tiles are full.
 
         For a single row there are more, by which a call of `Network.decode` may be wider than was
@@ -72,7 +78,11 @@ class KVCache:
         side_by_side, slots = heads_per_tile or 1, _whole_tiles(slots + more, heads_per_tile)
         rows = (batch,) if batch > 1 else ()
         shape = (*rows, heads // side_by_side, slots, side_by_side * features)
-        return cls(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), heads_per_tile=heads_per_tile)
+        return cls(
+            key=jnp.zeros(shape, dtype),
+            value=jnp.zeros(shape, dtype),
+            heads_per_tile=heads_per_tile,
+        )
 
     @property
     def batch(self) -> int:
@@ -94,10 +104,15 @@ class KVCache:
 
     def repeated(self, copies: int) -> "KVCache":
         """Returns the cache with `copies` rows side by side for each row."""
-        repeat = lambda x: jnp.repeat(x if x.ndim == 4 else x[None], copies, axis=0)
+
+        def repeat(x):
+            return jnp.repeat(x if x.ndim == 4 else x[None], copies, axis=0)
+
         return self.replace(key=repeat(self.key), value=repeat(self.value))
 
-    def append(self, key: Float[Array, "B H T K"], value: Float[Array, "B H T K"], positions: PerRow) -> "KVCache":
+    def append(
+        self, key: Float[Array, "B H T K"], value: Float[Array, "B H T K"], positions: PerRow
+    ) -> "KVCache":
         """Overwrites slots `positions[b] … positions[b] + T − 1` of every row.
 
         On a CPU the values past them are set to 0. On an accelerator a value that is not finite is
@@ -114,8 +129,13 @@ class KVCache:
             finite = jnp.isfinite(value)
             key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
             if key.shape[0] > 1 and self.rules is None:
-                key, value = (jax.lax.platform_dependent(x, tpu=_row_by_row, default=lambda x: x) for x in (key, value))
-            return self.replace(key=write(self.key, key, positions), value=write(self.value, value, positions))
+                key, value = (
+                    jax.lax.platform_dependent(x, tpu=_row_by_row, default=lambda x: x)
+                    for x in (key, value)
+                )
+            return self.replace(
+                key=write(self.key, key, positions), value=write(self.value, value, positions)
+            )
         valid = jnp.arange(self.slots) < positions[:, None] + key.shape[2]
         valid = valid[:, None, :, None] if self.value.ndim == 4 else valid[:, :, None]
         value = jnp.where(valid, write(self.value, value, positions), 0)
@@ -140,13 +160,20 @@ class KVCache:
             return self.replace(key=key, value=value)
         write, take = self._write, lambda x: _taken(x, sources)
         if self.heads_per_tile is not None and self.rules is None and sources.size <= MAX_MOVED:
-            take = lambda x: jax.lax.platform_dependent(x, sources, tpu=_taken_one_by_one, default=_taken)
+
+            def take(x):
+                return jax.lax.platform_dependent(x, sources, tpu=_taken_one_by_one, default=_taken)
+
         key, value = take(self.key), take(self.value)
-        return self.replace(key=write(self.key, key, starts), value=write(self.value, value, starts))
+        return self.replace(
+            key=write(self.key, key, starts), value=write(self.value, value, starts)
+        )
 
     def widen(self, slots: int) -> "KVCache":
         """Makes room for S = `slots` slots in all, on an accelerator for at least so many."""
-        more = max(_whole_tiles(slots, self.heads_per_tile) - self.slots, 0)  # `empty` may have made more than that
+        more = max(
+            _whole_tiles(slots, self.heads_per_tile) - self.slots, 0
+        )  # `empty` may have made more than that
         room = [(0, 0)] * (self.key.ndim - 2) + [(0, more), (0, 0)]
         return self.replace(key=jnp.pad(self.key, room), value=jnp.pad(self.value, room))
 
@@ -163,7 +190,10 @@ class KVCache:
         """Returns the cache with its layout on the mesh fixed; under jit."""
         if self.rules is None:
             return self
-        pin = lambda x: self.rules.constrain(x, *_AXES[-x.ndim :])
+
+        def pin(x):
+            return self.rules.constrain(x, *_AXES[-x.ndim :])
+
         return self.replace(key=pin(self.key), value=pin(self.value))
 
 
@@ -202,7 +232,9 @@ def gather(output: Float[Array, "*B G R K"], heads_per_tile: int) -> Float[Array
 
 def _own(heads_per_tile: int, features: int) -> Bool[Array, "P 1 K"]:
     """Returns for each of P heads side by side which of all their features are its own."""
-    return (jnp.arange(features) // (features // heads_per_tile) == jnp.arange(heads_per_tile)[:, None])[:, None]
+    return (
+        jnp.arange(features) // (features // heads_per_tile) == jnp.arange(heads_per_tile)[:, None]
+    )[:, None]
 
 
 def _taken(buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> Float[Array, "B H M K"]:
@@ -210,12 +242,17 @@ def _taken(buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> Floa
     return jnp.take_along_axis(buffer, sources[:, None, :, None], axis=2)
 
 
-def _taken_one_by_one(buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> Float[Array, "B H M K"]:
+def _taken_one_by_one(
+    buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]
+) -> Float[Array, "B H M K"]:
     """Does what `_taken` does, slot by slot: for one gather a TPU's compiler lays out the caches by
     slots, for which it copies all of them before a loop and after it."""
     buffer = buffer if buffer.ndim == 4 else buffer[None]
     (batch, heads, _, features), moved = buffer.shape, sources.shape[1]
-    slot = lambda row, m: jax.lax.dynamic_slice(buffer, (row, 0, sources[row, m], 0), (1, heads, 1, features))
+
+    def slot(row, m):
+        return jax.lax.dynamic_slice(buffer, (row, 0, sources[row, m], 0), (1, heads, 1, features))
+
     rows = [jnp.concatenate([slot(row, m) for m in range(moved)], axis=2) for row in range(batch)]
     return jnp.concatenate(rows)
 
@@ -228,13 +265,17 @@ def _write_rows(
         return jax.lax.dynamic_update_slice(buffer, update[0], (0, positions[0], 0))
     if buffer.shape[0] > MAX_UNROLLED_ROWS:
         return _write_together(buffer, update, positions)
-    return jax.lax.platform_dependent(buffer, update, positions, cpu=_write_together, default=_write_one_by_one)
+    return jax.lax.platform_dependent(
+        buffer, update, positions, cpu=_write_together, default=_write_one_by_one
+    )
 
 
 def _write_together(
     buffer: Float[Array, "B H S K"], update: Float[Array, "B H T K"], positions: PerRow
 ) -> Float[Array, "B H S K"]:
-    write = lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (0, start, 0))
+    def write(row, new, start):
+        return jax.lax.dynamic_update_slice(row, new, (0, start, 0))
+
     return jax.vmap(write)(buffer, update, positions)
 
 
@@ -242,5 +283,7 @@ def _write_one_by_one(
     buffer: Float[Array, "B H S K"], update: Float[Array, "B H T K"], positions: PerRow
 ) -> Float[Array, "B H S K"]:
     for row in range(buffer.shape[0]):
-        buffer = jax.lax.dynamic_update_slice(buffer, update[row : row + 1], (row, 0, positions[row], 0))
+        buffer = jax.lax.dynamic_update_slice(
+            buffer, update[row : row + 1], (row, 0, positions[row], 0)
+        )
     return buffer

@@ -15,11 +15,19 @@ Shape = TypeVar("Shape")
 # Least and greatest values: wide enough for every model that exists, and narrow enough that shapes
 # can be computed.
 _COUNTS = {
-    "vocab_size": (1, 10_000_000), "emb_dim": (1, 1_000_000), "encoder_dim": (1, 1_000_000), "mlp_dim": (1, 1_000_000),
-    "num_heads": (1, 1000), "head_dim": (1, 100_000), "num_encoder_layers": (0, 1000), "num_decoder_layers": (1, 1000),
-    "num_buckets": (4, 100_000), "max_distance": (3, 1_000_000_000), "num_positions": (1, 100_000_000),
+    "vocab_size": (1, 10_000_000),
+    "emb_dim": (1, 1_000_000),
+    "encoder_dim": (1, 1_000_000),
+    "mlp_dim": (1, 1_000_000),
+    "num_heads": (1, 1000),
+    "head_dim": (1, 100_000),
+    "num_encoder_layers": (0, 1000),
+    "num_decoder_layers": (1, 1000),
+    "num_buckets": (4, 100_000),
+    "max_distance": (3, 1_000_000_000),
+    "num_positions": (1, 100_000_000),
     "num_blocks": (0, 100),
-}  # fmt: skip
+}
 _FLAGS = (
     "logits_via_embedding",
     "scale_decoder_outputs",
@@ -28,8 +36,10 @@ _FLAGS = (
     "separate_embeddings",
 )
 _CHOICES = {
-    "mlp_activation": ACTIVATIONS, "dtype": ("float32", "bfloat16"), "matmul_dtype": ("float32", "bfloat16"),
-}  # fmt: skip
+    "mlp_activation": ACTIVATIONS,
+    "dtype": ("float32", "bfloat16"),
+    "matmul_dtype": ("float32", "bfloat16"),
+}
 
 
 class FieldError(ValueError):
@@ -67,16 +77,24 @@ def _expected(name: str, value) -> str | None:
         least, most = _COUNTS[name]
         if not number or isinstance(value, float):
             return "an integer"
-        return f"at least {least}" if value < least else f"at most {most:,}" if value > most else None
+        return (
+            f"at least {least}" if value < least else f"at most {most:,}" if value > most else None
+        )
     if name in _FLAGS:
         return None if isinstance(value, bool) else "true or false"
     if name in _CHOICES:
-        return None if isinstance(value, str) and value in _CHOICES[name] else f"one of {', '.join(_CHOICES[name])}"
+        return (
+            None
+            if isinstance(value, str) and value in _CHOICES[name]
+            else f"one of {', '.join(_CHOICES[name])}"
+        )
     if name == "dropout_rate":
         return None if number and 0 <= value < 1 else "a number in [0, 1)"
     if name == "mlp_activations":
         fits = isinstance(value, list | tuple) and len(value) in (1, 2)
-        fits = fits and all(isinstance(activation, str) and activation in ACTIVATIONS for activation in value)
+        fits = fits and all(
+            isinstance(activation, str) and activation in ACTIVATIONS for activation in value
+        )
         return None if fits else f"one name or two (gated) from {ACTIVATIONS}"
     raise AssertionError(f"{name} is not in the table")
 
@@ -94,13 +112,19 @@ def build(shape: type[Shape], values, path, names: Mapping[str, str] | None = No
       the field.
     """
     known = {field.name: field for field in dataclasses.fields(shape)}  # type: ignore[arg-type]
-    unknown = [name for name in values if name not in known] if isinstance(values, dict) else [values]
+    unknown = (
+        [name for name in values if name not in known] if isinstance(values, dict) else [values]
+    )
     if unknown:
-        raise ValueError(f"{path}: got {shown(unknown[0])}, expected a configuration of {', '.join(known)}")
+        raise ValueError(
+            f"{path}: got {shown(unknown[0])}, expected a configuration of {', '.join(known)}"
+        )
     for name, field in known.items():
         if name not in values and field.default is dataclasses.MISSING:
             raise ValueError(f"{path}: {(names or {}).get(name, name)}: got none, expected one")
     try:
         return shape(**values)
     except FieldError as error:
-        raise ValueError(f"{path}: {(names or {}).get(error.field, error.field)}: {error.problem}") from None
+        raise ValueError(
+            f"{path}: {(names or {}).get(error.field, error.field)}: {error.problem}"
+        ) from None

@@ -16,9 +16,11 @@ from specdec_jax.models.sharding import ShardingRules
 
 
 def dummy_params(
-    config: ModelConfig, rules: ShardingRules | None = None, stored: Callable[[jax.Array], Any] = lambda kernel: kernel,
+    config: ModelConfig,
+    rules: ShardingRules | None = None,
+    stored: Callable[[jax.Array], Any] = lambda kernel: kernel,
     report: Callable[[int], None] = lambda count: None,
-) -> dict:  # fmt: skip
+) -> dict:
     """Makes the parameters of a network on the devices, one after the other, in the configuration's
     dtype.
 
@@ -39,7 +41,9 @@ def dummy_params(
         else:
             spread = math.sqrt(12.0 / (1 if name.endswith("embedding") else shape[0]))
             least = -spread / 2
-        array = _uniform(np.uint32(number), np.float32(least), np.float32(spread), shape, config.dtype, sharding)
+        array = _uniform(
+            np.uint32(number), np.float32(least), np.float32(spread), shape, config.dtype, sharding
+        )
         found[name] = stored(array) if name.endswith("/kernel") else array
         report(math.prod(shape))
     return unflatten(found)

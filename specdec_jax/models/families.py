@@ -38,7 +38,9 @@ def describe(config: ModelConfig) -> dict:
       ValueError: the configuration's class is not in the table.
     """
     if FAMILIES.get(config.family) is not type(config):
-        raise ValueError(f"architecture: got a {type(config).__name__}, expected one of the table of families")
+        raise ValueError(
+            f"architecture: got a {type(config).__name__}, expected one of the table of families"
+        )
     return {"architecture": config.family, **dataclasses.asdict(config)}
 
 

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import flax.linen as nn
 
-from specdec_jax.models.axes import Encoded, Inputs, Logits, Mask, PerRow, States, TokenAndLogprob, Tokens, Valid
+from specdec_jax.models.axes import (
+    Encoded,
+    Inputs,
+    Logits,
+    Mask,
+    PerRow,
+    States,
+    TokenAndLogprob,
+    Tokens,
+    Valid,
+)
 from specdec_jax.models.tree_positions import AnyNodes
 
 
@@ -95,9 +105,14 @@ class FamilyModule(nn.Module):
         raise NotImplementedError
 
     def prefill(
-        self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None,
+        self,
+        inputs: Inputs,
+        mask: Mask,
+        slots: int,
+        copies: int = 1,
+        encoded: Encoded | None = None,
         heads_per_tile: int | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Makes the decoder's cache before any of the decoder's tokens is fed.
 
         Args:
@@ -113,9 +128,14 @@ class FamilyModule(nn.Module):
         raise NotImplementedError
 
     def decode_states(
-        self, tokens: Tokens, positions: PerRow | None, cache: Any, layers: int | None = None, valid: Valid = None,
+        self,
+        tokens: Tokens,
+        positions: PerRow | None,
+        cache: Any,
+        layers: int | None = None,
+        valid: Valid = None,
         nodes: AnyNodes | None = None,
-    ) -> tuple[States, Any]:  # fmt: skip
+    ) -> tuple[States, Any]:
         """Feeds `tokens` and returns the decoder's hidden states after the final norm, and the new
         cache.
 
@@ -125,8 +145,12 @@ class FamilyModule(nn.Module):
           valid: as for `Network.decode`.
           nodes: where the tokens lie if they are nodes of trees.
         """
-        more = {} if nodes is None else {"nodes": nodes}  # a family without calls over nodes has no such argument
-        return self.decoder.step(self.token_embedder(tokens, valid), positions, cache, layers, valid, **more)
+        more = (
+            {} if nodes is None else {"nodes": nodes}
+        )  # a family without calls over nodes has no such argument
+        return self.decoder.step(
+            self.token_embedder(tokens, valid), positions, cache, layers, valid, **more
+        )
 
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
         """Does what `Network.node_cache` does."""
@@ -136,6 +160,8 @@ class FamilyModule(nn.Module):
         """Returns the logits of the states that `decode_states` returns."""
         return self.decoder.logits(states, self.token_embedder.embedding, valid)
 
-    def greedy_token_and_logprob(self, states: States, valid: Valid, normalize: bool) -> TokenAndLogprob:
+    def greedy_token_and_logprob(
+        self, states: States, valid: Valid, normalize: bool
+    ) -> TokenAndLogprob:
         """Does what `Network.greedy_token_and_logprob` does."""
         return self.decoder.greedy_token_and_logprob(states, valid, normalize)

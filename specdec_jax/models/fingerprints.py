@@ -87,12 +87,17 @@ def of_corners(params: dict, rules: ShardingRules | None, last_layer: str) -> st
     corners = _corners({"token_embedder": params["token_embedder"], "decoder": decoder}, rules)
     digest = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(corners):
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} ".encode() + np.asarray(leaf).tobytes())
+        digest.update(
+            f"{jax.tree_util.keystr(path)} {leaf.shape} ".encode() + np.asarray(leaf).tobytes()
+        )
     return digest.hexdigest()
 
 
 @functools.partial(jax.jit, static_argnames="rules")
 def _corners(packed, rules):
     """Returns the first 8 places along every axis of every array, in bfloat16."""
-    corner = lambda leaf: leaf[tuple(slice(8) for _ in leaf.shape)].astype(jnp.bfloat16)
+
+    def corner(leaf):
+        return leaf[tuple(slice(8) for _ in leaf.shape)].astype(jnp.bfloat16)
+
     return constrain_sharding(jax.tree.map(corner, weight_layouts.unpack(packed)), rules)

@@ -13,7 +13,9 @@ from specdec_jax.models.family import FamilyModule
 from specdec_jax.models.sharding import ShardingRules
 
 
-def fits(module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> bool:
+def fits(
+    module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None
+) -> bool:
     """Does what `fused_step.fits` does, also for a model that every device of a mesh holds whole."""
     if not fused_step.knows(module):
         return False
@@ -24,7 +26,12 @@ def fits(module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any,
 
 
 def decode_states(
-    module: FamilyModule, params: dict, x: States, positions: PerRow, cache: Any, layers: int | None = None
+    module: FamilyModule,
+    params: dict,
+    x: States,
+    positions: PerRow,
+    cache: Any,
+    layers: int | None = None,
 ) -> tuple[States, Any]:
     """Does what `fused_step.decode_states` does, where `fits`."""
     rules: ShardingRules | None = cache.layers[0].rules
@@ -32,15 +39,26 @@ def decode_states(
         return fused_step.decode_states(module, params, x, positions, cache, layers=layers)
 
     def run(decoder, x, positions, cache):
-        return fused_step.decode_states(module, {"decoder": decoder}, x, positions, cache, layers=layers)
+        return fused_step.decode_states(
+            module, {"decoder": decoder}, x, positions, cache, layers=layers
+        )
 
     own, whole, rows = _placed(cache, None), PartitionSpec(), PartitionSpec("data")
-    by_rows = lambda layer: jax.tree.map(lambda x: rows if x.ndim == 4 else whole, layer)
-    specs = jax.tree.map(lambda node: by_rows(node) if _is_layer(node) else whole, own, is_leaf=_is_layer)
+
+    def by_rows(layer):
+        return jax.tree.map(lambda x: rows if x.ndim == 4 else whole, layer)
+
+    specs = jax.tree.map(
+        lambda node: by_rows(node) if _is_layer(node) else whole, own, is_leaf=_is_layer
+    )
     specs = specs.replace(cross_mask=rows)
     # The kernel says nothing of which devices its results differ on.
     on_each = jax.shard_map(
-        run, mesh=rules.mesh, in_specs=(whole, rows, rows, specs), out_specs=(rows, specs), check_vma=False
+        run,
+        mesh=rules.mesh,
+        in_specs=(whole, rows, rows, specs),
+        out_specs=(rows, specs),
+        check_vma=False,
     )
     states, written = on_each(params["decoder"], x, positions, own)
     return states, _placed(written, rules)
@@ -52,7 +70,10 @@ def _is_layer(node: Any) -> bool:
 
 def _placed(cache: Any, rules: ShardingRules | None) -> Any:
     """Returns a decoder's cache whose layers say that they lie by `rules`."""
-    placed = lambda node: node.replace(rules=rules) if _is_layer(node) else node
+
+    def placed(node):
+        return node.replace(rules=rules) if _is_layer(node) else node
+
     return jax.tree.map(placed, cache, is_leaf=_is_layer)
 
 

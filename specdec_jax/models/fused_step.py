@@ -62,7 +62,14 @@ class _Call(NamedTuple):
     pieces: int = 1
 
     @classmethod
-    def of(cls, module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> "_Call":
+    def of(
+        cls,
+        module: FamilyModule,
+        params: dict,
+        shape: tuple[int, ...],
+        cache: Any,
+        layers: int | None,
+    ) -> "_Call":
         """Picks what the first `layers` layers (None: all) read, in as few pieces as VMEM allows;
         `shape` is (B, T)."""
         count, decoder = layers or module.config.num_decoder_layers, params["decoder"]
@@ -94,14 +101,21 @@ class _Call(NamedTuple):
         """Returns the buffers in VMEM, and the semaphores on which copies to them are awaited."""
         keys, heads = self.caches[0][0], self.config.num_heads
         width, count = self.config.emb_dim, len(self.config.mlp_activations)
-        buffer = lambda *shape: pltpu.VMEM(shape, keys.dtype)
+
+        def buffer(*shape):
+            return pltpu.VMEM(shape, keys.dtype)
+
         window = buffer(len(keys), self.window, keys.shape[2])
-        parts = jax.tree.map(lambda leaf: buffer(*leaf.shape), {"cache": self.caches[0]} | self.parts[0])
+        parts = jax.tree.map(
+            lambda leaf: buffer(*leaf.shape), {"cache": self.caches[0]} | self.parts[0]
+        )
         parts |= {"wi": [buffer(count, width, self.width)], "wo": [buffer(self.width, width)]}
         return dict(
             parts=parts,
             windows=[window, window],
-            shifted=[pltpu.VMEM((self.positions, *bias.shape[1:]), jnp.float32) for bias in self.biases],
+            shifted=[
+                pltpu.VMEM((self.positions, *bias.shape[1:]), jnp.float32) for bias in self.biases
+            ],
             biases=pltpu.VMEM((len(self.biases), self.rows, heads, self.slots), jnp.float32),
             attended=pltpu.VMEM((self.rows, heads * self.config.head_dim), jnp.float32),
             arrived=dict.fromkeys(parts, pltpu.SemaphoreType.DMA),
@@ -138,7 +152,9 @@ def _parts(layer: dict, cross: KVCache) -> dict[str, list]:
 
 def _norms(decoder: dict, layers: int) -> Float32[Array, "N D"]:
     """Returns the scales of the layers' norms, one after the other, and that of the final norm."""
-    norms = [decoder[f"layers_{i}"][f"pre_{name}_layer_norm"] for i in range(layers) for name in _NORMS]
+    norms = [
+        decoder[f"layers_{i}"][f"pre_{name}_layer_norm"] for i in range(layers) for name in _NORMS
+    ]
     scales = jnp.concatenate([norm["scale"] for norm in (*norms, decoder["decoder_norm"])])
     return scales.astype(jnp.float32).reshape(len(norms) + 1, -1)
 
@@ -151,26 +167,45 @@ def _without_rows(cache: KVCache) -> list[Float[Array, "BH S K"]]:
 def knows(module: FamilyModule) -> bool:
     """Returns whether there is a kernel for such a module."""
     off = pltpu is None or os.environ.get(native.SETTING) == "off"
-    return not off and module.config.family == "t5" and not module.config.matmul_dtype and module.fused
+    return (
+        not off and module.config.family == "t5" and not module.config.matmul_dtype and module.fused
+    )
 
 
-def fits(module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> bool:
+def fits(
+    module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None
+) -> bool:
     """Returns whether on a TPU a call over B × T tokens runs as this kernel: of a T5 in the layout
     for one accelerator, of few rows, if VMEM has room for a layer. Arguments as for
     `decode_states`."""
     if not knows(module):
         return False
     first = cache.layers[0]
-    if first.heads_per_tile is None or first.rules is not None or shape[0] > MOST_ROWS or shape[1] > _MOST_POSITIONS:
+    if (
+        first.heads_per_tile is None
+        or first.rules is not None
+        or shape[0] > MOST_ROWS
+        or shape[1] > _MOST_POSITIONS
+    ):
         return False
-    stored = any(map(weight_layouts.is_kernel, jax.tree.leaves(params["decoder"], is_leaf=weight_layouts.is_kernel)))
+    stored = any(
+        map(
+            weight_layouts.is_kernel,
+            jax.tree.leaves(params["decoder"], is_leaf=weight_layouts.is_kernel),
+        )
+    )
     return not stored and _Call.of(module, params, shape, cache, layers).fits()
 
 
 def decode_states(
-    module: FamilyModule, params: dict, x: States, positions: PerRow, cache: Any, layers: int | None = None,
+    module: FamilyModule,
+    params: dict,
+    x: States,
+    positions: PerRow,
+    cache: Any,
+    layers: int | None = None,
     interpret: Any = False,
-) -> tuple[States, Any]:  # fmt: skip
+) -> tuple[States, Any]:
     """Does what `FamilyModule.decode_states` does, where `fits`.
 
     Args:
@@ -181,12 +216,22 @@ def decode_states(
       interpret: as for `pallas_call`: how a CPU runs the kernel, in tests.
     """
     call = _Call.of(module, params, x.shape[:2], cache, layers)
-    scalars, vmem, hbm = (pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pltpu.VMEM, pl.ANY))
+    scalars, vmem, hbm = (
+        pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pltpu.VMEM, pl.ANY)
+    )
     lengths = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)
-    small = (positions, lengths, x.reshape(call.rows, -1), _norms(params["decoder"], len(call.parts)))
+    small = (
+        positions,
+        lengths,
+        x.reshape(call.rows, -1),
+        _norms(params["decoder"], len(call.parts)),
+    )
     large = (call.biases, call.parts, call.caches)
     first, leaves = len(small) + len(jax.tree.leaves(large[:-1])), jax.tree.leaves(large[1:])
-    like = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    def like(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
     states, written = pl.pallas_call(
         lambda *refs: _Kernel(call, *refs).run(),
         out_shape=jax.tree.map(like, (small[2], call.caches)),
@@ -217,7 +262,20 @@ class _Kernel:
     All numbers that it computes with are float32, since a v4 adds no others.
     """
 
-    def __init__(self, call: _Call, positions, lengths, x, norms, biases, parts, caches, states, written, scratch):
+    def __init__(
+        self,
+        call: _Call,
+        positions,
+        lengths,
+        x,
+        norms,
+        biases,
+        parts,
+        caches,
+        states,
+        written,
+        scratch,
+    ):
         self.call, self.dtype = call, jnp.dtype(call.config.dtype)
         self.positions, self.lengths, self.x, self.norms = positions, lengths, x, norms
         self.sources = [{"cache": cache} | part for part, cache in zip(parts, caches)]
@@ -225,7 +283,10 @@ class _Kernel:
 
     def run(self) -> None:
         """Runs all layers and the final norm."""
-        for copy in (*self._bias_copies(), *(copy for name in self.sources[0] for copy in self._fetches(0, name))):
+        for copy in (
+            *self._bias_copies(),
+            *(copy for name in self.sources[0] for copy in self._fetches(0, name)),
+        ):
             copy.start()
         self._wait_for(self._bias_copies())
         self._slice_biases()
@@ -254,7 +315,9 @@ class _Kernel:
 
         x, before = self._normed(x, 3 * i + 2), x
         pieces = range(self.call.pieces)
-        return self._rounded(before + self._rounded(sum(self._feed_forward(i, x, piece) for piece in pieces)))
+        return self._rounded(
+            before + self._rounded(sum(self._feed_forward(i, x, piece) for piece in pieces))
+        )
 
     def _feed_forward(self, i: Int32[Array, ""], x: Rows, piece: int) -> Rows:
         """Returns what a piece of the feed-forward block of layer `i` adds."""
@@ -262,11 +325,14 @@ class _Kernel:
         (kernels,) = self._arrived("wi")
         names = self.call.config.mlp_activations
         factors = [
-            self._rounded(ACTIVATION_FUNCTIONS[name](self._product(x, kernels.at[k]))) for k, name in enumerate(names)
+            self._rounded(ACTIVATION_FUNCTIONS[name](self._product(x, kernels.at[k])))
+            for k, name in enumerate(names)
         ]
         self._fetch(following[0], "wi", piece=following[1])
         (kernel,) = self._arrived("wo")
-        found = self._multiply(math.prod(factors[1:], start=factors[0]).astype(self.dtype), kernel[...], 0)
+        found = self._multiply(
+            math.prod(factors[1:], start=factors[0]).astype(self.dtype), kernel[...], 0
+        )
         self._fetch(following[0], "wo", piece=following[1])
         return found
 
@@ -276,9 +342,15 @@ class _Kernel:
         """Yields the copies of a part of a layer to VMEM; `piece` is that of the feed-forward
         block."""
         call, sources, buffers = self.call, self.sources[layer][name], self.scratch["parts"][name]
-        features = lambda k: pl.ds(k * call.config.mlp_dim + piece * call.width, call.width)
+
+        def features(k):
+            return pl.ds(k * call.config.mlp_dim + piece * call.width, call.width)
+
         if name == "wi":
-            pairs = [(sources[0].at[:, features(k)], buffers[0].at[k]) for k in range(len(call.config.mlp_activations))]
+            pairs = [
+                (sources[0].at[:, features(k)], buffers[0].at[k])
+                for k in range(len(call.config.mlp_activations))
+            ]
         elif name == "wo":
             pairs = [(sources[0].at[features(0)], buffers[0])]
         else:
@@ -288,7 +360,9 @@ class _Kernel:
 
     def _fetch(self, layer: Int32[Array, ""], *names: str, piece: int = 0) -> None:
         """Starts to copy parts of a layer to VMEM, if there is such a layer."""
-        self._start(layer, lambda i: (copy for name in names for copy in self._fetches(i, name, piece)))
+        self._start(
+            layer, lambda i: (copy for name in names for copy in self._fetches(i, name, piece))
+        )
 
     def _arrived(self, name: str) -> list:
         """Waits for a part of the layer and returns its buffers."""
@@ -300,13 +374,20 @@ class _Kernel:
         for cache, window in zip(self.written[layer], self.scratch["windows"]):
             heads = len(cache) // self.call.batch
             for row in range(self.call.batch):
-                of_row, slots = pl.ds(row * heads, heads), pl.ds(self._window(row), self.call.window)
-                yield pltpu.make_async_copy(window.at[of_row], cache.at[of_row, slots], self.scratch["written"])
+                of_row, slots = (
+                    pl.ds(row * heads, heads),
+                    pl.ds(self._window(row), self.call.window),
+                )
+                yield pltpu.make_async_copy(
+                    window.at[of_row], cache.at[of_row, slots], self.scratch["written"]
+                )
 
     def _bias_copies(self) -> Iterator[Any]:
         """Yields the copies of the shifted rows of the position biases."""
         for bias, buffer in zip(self.biases, self.scratch["shifted"]):
-            yield pltpu.make_async_copy(bias.at[pl.ds(0, self.call.positions)], buffer, self.scratch["written"])
+            yield pltpu.make_async_copy(
+                bias.at[pl.ds(0, self.call.positions)], buffer, self.scratch["written"]
+            )
 
     def _start(self, layer: Int32[Array, ""], copies: Callable[[int], Iterator[Any]]) -> None:
         """Starts the copies of the layer with a number that is known only when the kernel runs."""
@@ -328,7 +409,9 @@ class _Kernel:
         for i, shifted in enumerate(self.scratch["shifted"]):
             for token, (row, t) in enumerate(self._tokens()):
                 left = self.call.slots - 1 - self._first(row)
-                turned = pltpu.roll(shifted[t], jax.lax.rem(shifted.shape[2] - left, shifted.shape[2]), axis=1)
+                turned = pltpu.roll(
+                    shifted[t], jax.lax.rem(shifted.shape[2] - left, shifted.shape[2]), axis=1
+                )
                 self.scratch["biases"][i, token] = turned[:, : self.call.slots]
 
     def _tokens(self) -> list[tuple[int, int]]:
@@ -369,20 +452,30 @@ class _Kernel:
         first slots that tokens do not see; `bias`, by token, head and slot, is added to the scores.
         """
         call, heads, features = self.call, len(keys) // self.call.batch, keys.shape[2]
-        line, column = (jax.lax.broadcasted_iota(jnp.int32, (call.config.num_heads, query.shape[1]), i) for i in (0, 1))
+        line, column = (
+            jax.lax.broadcasted_iota(jnp.int32, (call.config.num_heads, query.shape[1]), i)
+            for i in (0, 1)
+        )
         own = jax.lax.div(column, call.config.head_dim) == line
         slots = jax.lax.broadcasted_iota(jnp.int32, (1, keys.shape[1]), 1)
         cuts = [slice(head * features, (head + 1) * features) for head in range(heads)]
         for token, (row, _) in enumerate(self._tokens()):
             apart = jnp.where(own, query[token : token + 1], 0).astype(self.dtype)
-            scores = sum(self._multiply(apart[:, cut], keys[row * heads + i], 1) for i, cut in enumerate(cuts))
+            scores = sum(
+                self._multiply(apart[:, cut], keys[row * heads + i], 1)
+                for i, cut in enumerate(cuts)
+            )
             scores = scores if bias is None else scores + bias[token]
             weights = jnp.where(slots < ends[token], scores, MASKED)
             weights = jnp.exp(weights - jnp.max(weights, axis=1, keepdims=True))
             weights = (weights / jnp.sum(weights, axis=1, keepdims=True)).astype(self.dtype)
             for i, cut in enumerate(cuts):
-                found = jnp.where(own[:, cut], self._multiply(weights, values[row * heads + i], 0), 0)
-                self.scratch["attended"][pl.ds(token, 1), cut] = jnp.sum(found, axis=0, keepdims=True)
+                found = jnp.where(
+                    own[:, cut], self._multiply(weights, values[row * heads + i], 0), 0
+                )
+                self.scratch["attended"][pl.ds(token, 1), cut] = jnp.sum(
+                    found, axis=0, keepdims=True
+                )
         return self._rounded(self.scratch["attended"][...])
 
     # Numbers.
@@ -395,9 +488,13 @@ class _Kernel:
     def _product(self, x: Float32[Array, "M D"], kernel) -> Rows:
         return self._rounded(self._multiply(x.astype(self.dtype), kernel[...], 0))
 
-    def _multiply(self, a: Float[Array, "M D"], b: Float[Array, "..."], contracted: int) -> Float32[Array, "M F"]:
+    def _multiply(
+        self, a: Float[Array, "M D"], b: Float[Array, "..."], contracted: int
+    ) -> Float32[Array, "M F"]:
         axes = ((1,), (contracted,)), ((), ())
-        return jax.lax.dot_general(a, b, axes, precision_of(a.dtype), preferred_element_type=jnp.float32)
+        return jax.lax.dot_general(
+            a, b, axes, precision_of(a.dtype), preferred_element_type=jnp.float32
+        )
 
     def _rounded(self, x: Rows) -> Rows:
         return x.astype(self.dtype).astype(jnp.float32)

@@ -29,17 +29,26 @@ def _numbers_are_right(interpret: Any) -> bool:
         params = plain.init(jax.random.key(0), *plain.dummy_inputs())["params"]
         params = jax.tree.map(lambda leaf: leaf.astype(CONFIG.dtype), params)
         params = weight_layouts.pack(params, use_packed=False, fused=True)
-        apply = lambda *arguments, **how: module.apply({"params": params}, *arguments, **how)
+
+        def apply(*arguments, **how):
+            return module.apply({"params": params}, *arguments, **how)
+
         inputs = jnp.asarray(_TOKENS)
         cache = apply(inputs, inputs > 0, 32, heads_per_tile=2, method="prefill")
         _, cache = apply(inputs, jnp.array([0, 15]), cache, None, None, method="decode_states")
         positions = jnp.array([2, 17])
         expected = apply(inputs, positions, cache, None, None, method="decode_states")
         embedded = apply(inputs, method=lambda module, tokens: module.token_embedder(tokens))
-        return fused_step.decode_states(module, params, embedded, positions, cache, interpret=interpret), expected
+        return fused_step.decode_states(
+            module, params, embedded, positions, cache, interpret=interpret
+        ), expected
 
-    alike = lambda a, b: bool(np.allclose(np.float32(a), np.float32(b), rtol=0.05, atol=0.1))
+    def alike(a, b):
+        return bool(np.allclose(np.float32(a), np.float32(b), rtol=0.05, atol=0.1))
+
     return jax.tree.all(jax.tree.map(alike, *both()))
 
 
-SELF_TEST = KernelSelfTest("tpu", "the kernel of a draft step on TPUs is not used, XLA's layers are", lambda: why_not())
+SELF_TEST = KernelSelfTest(
+    "tpu", "the kernel of a draft step on TPUs is not used, XLA's layers are", lambda: why_not()
+)

@@ -48,7 +48,10 @@ _FIELDS: dict[str, tuple[Any, _Check]] = {
     "forced_eos_token_id": (None, _INTEGER),
     "num_beams": (1, _INTEGER),
     "length_penalty": (1.0, _NUMBER),
-    "early_stopping": (False, (lambda value: type(value) is bool or value == "never", "true, false or 'never'")),
+    "early_stopping": (
+        False,
+        (lambda value: type(value) is bool or value == "never", "true, false or 'never'"),
+    ),
     "num_return_sequences": (1, _INTEGER),
 }
 # What else is asked of a number that counts.
@@ -64,13 +67,29 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 # Fields that change transformers' outputs and do not exist here, with the value that changes
 # nothing.
 _OTHERS: dict[str, Any] = {
-    "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0, "begin_suppress_tokens": None,
-    "sequence_bias": None, "exponential_decay_length_penalty": None, "typical_p": 1.0, "top_h": None,
-    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "diversity_penalty": 0.0, "num_beam_groups": 1, "constraints": None,
-    "force_words_ids": None, "penalty_alpha": None, "dola_layers": None, "guidance_scale": 1,
-    "renormalize_logits": False, "remove_invalid_values": False, "watermarking_config": None, "token_healing": False,
-    "stop_strings": None, "max_time": None,
-}  # fmt: skip
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+    "typical_p": 1.0,
+    "top_h": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "diversity_penalty": 0.0,
+    "num_beam_groups": 1,
+    "constraints": None,
+    "force_words_ids": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "guidance_scale": 1,
+    "renormalize_logits": False,
+    "remove_invalid_values": False,
+    "watermarking_config": None,
+    "token_healing": False,
+    "stop_strings": None,
+    "max_time": None,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +137,10 @@ class GenerationConfig:
     left_out: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), hash=False)
 
     def __post_init__(self):
-        for name in ("suppress_tokens", "bad_words_ids"):  # lists too, as in files; the object is hashable
+        for name in (
+            "suppress_tokens",
+            "bad_words_ids",
+        ):  # lists too, as in files; the object is hashable
             if isinstance(value := getattr(self, name), list | tuple):
                 rows = [tuple(item) if isinstance(item, list) else item for item in value]
                 object.__setattr__(self, name, tuple(rows))
@@ -147,9 +169,15 @@ class GenerationConfig:
           ValueError: a value of the wrong kind, or one that counts and is out of range.
         """
         given = {name: options.get(name) for name in _FIELDS}
-        left = {name: value for name, usual in _OTHERS.items() if (value := options.get(name)) not in (None, usual, [])}
+        left = {
+            name: value
+            for name, usual in _OTHERS.items()
+            if (value := options.get(name)) not in (None, usual, [])
+        }
         forced = given["forced_eos_token_id"]
-        if isinstance(forced, list):  # of several, transformers takes whichever is the most probable
+        if isinstance(
+            forced, list
+        ):  # of several, transformers takes whichever is the most probable
             given["forced_eos_token_id"] = forced[0] if len(forced) == 1 else None
             left |= {"forced_eos_token_id": forced} if len(forced) > 1 else {}
         for name, (usual, (fits, expected)) in _FIELDS.items():
@@ -161,7 +189,9 @@ class GenerationConfig:
         given["suppress_tokens"] = _tuple(given["suppress_tokens"])
         words = given["bad_words_ids"]
         given["bad_words_ids"] = None if words is None else tuple(map(tuple, words))
-        if given["do_sample"]:  # there are neither beams that sample, nor a number of samples as a default
+        if given[
+            "do_sample"
+        ]:  # there are neither beams that sample, nor a number of samples as a default
             for name in ("num_beams", "num_return_sequences"):
                 left |= {} if given[name] is None else {name: given[name]}
                 given[name] = None
@@ -177,17 +207,23 @@ class GenerationConfig:
     def lines(self, name: Any, file: str) -> tuple[str, ...]:
         """Returns what is to be said when a model is loaded: the fields that count, and those that
         do not."""
-        shown_fields = ", ".join(f"{field}={shown(value)}" for field, value in self.fields().items())
+        shown_fields = ", ".join(
+            f"{field}={shown(value)}" for field, value in self.fields().items()
+        )
         used = f"{name}: {file} sets the defaults of decoding: {shown_fields} (generation_config=None, or "
         used += "--generation_config=none, decodes without them)"
         names = ", ".join(f"{field}={shown(value)}" for field, value in self.left_out)
-        left = f"{name}: {file} also sets what decoding here does not have, and does without: {names}"
+        left = (
+            f"{name}: {file} also sets what decoding here does not have, and does without: {names}"
+        )
         return (used,) * bool(shown_fields) + (left,) * bool(names)
 
     def written(self) -> dict[str, Any]:
         """Returns what `read` reads again, as JSON values."""
         lists = {"suppress_tokens": self.suppress_tokens, "bad_words_ids": self.bad_words_ids}
-        found = self.fields() | {name: _lists(value) for name, value in lists.items() if value is not None}
+        found = self.fields() | {
+            name: _lists(value) for name, value in lists.items() if value is not None
+        }
         return found | dict(self.left_out)
 
 

@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from specdec_jax.models.axes import Inputs, Logits, Mask, PerRow, Seen, States, TokenAndLogprob, Tokens, Valid
+from specdec_jax.models.axes import (
+    Inputs,
+    Logits,
+    Mask,
+    PerRow,
+    Seen,
+    States,
+    TokenAndLogprob,
+    Tokens,
+    Valid,
+)
 from specdec_jax.models.cache import KVCache
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
@@ -91,7 +101,9 @@ def _gpt2(emb_dim, num_heads, layers):
 def _paper(emb_dim, num_heads, layers, mlp_dim):
     # Section 4.2 gives these widths, 8k tokens, and the total numbers of parameters, which are
     # reached only with a head beside the embedding.
-    return GPTConfig(8000, emb_dim, num_heads, layers, mlp_dim, num_positions=512, logits_via_embedding=False)
+    return GPTConfig(
+        8000, emb_dim, num_heads, layers, mlp_dim, num_positions=512, logits_via_embedding=False
+    )
 
 
 GPT_PRESETS = {
@@ -106,13 +118,21 @@ GPT_PRESETS = {
 
 def _parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     width = config.emb_dim
-    norm = lambda name: {f"{name}/{part}": (width,) for part in ("scale", "bias")}
-    dense = lambda name, shape: {f"{name}/kernel": shape, f"{name}/bias": shape[1:]}
+
+    def norm(name):
+        return {f"{name}/{part}": (width,) for part in ("scale", "bias")}
+
+    def dense(name, shape):
+        return {f"{name}/kernel": shape, f"{name}/bias": shape[1:]}
+
     layer: dict[str, tuple[int, ...]] = {
-        **norm("pre_self_attention_layer_norm"), **norm("pre_mlp_layer_norm"),
-        **dense("causal_attention/qkv", (width, 3 * width)), **dense("causal_attention/out", (width, width)),
-        **dense("mlp/wi", (width, config.mlp_dim)), **dense("mlp/wo", (config.mlp_dim, width)),
-    }  # fmt: skip
+        **norm("pre_self_attention_layer_norm"),
+        **norm("pre_mlp_layer_norm"),
+        **dense("causal_attention/qkv", (width, 3 * width)),
+        **dense("causal_attention/out", (width, width)),
+        **dense("mlp/wi", (width, config.mlp_dim)),
+        **dense("mlp/wo", (config.mlp_dim, width)),
+    }
     shapes: dict[str, tuple[int, ...]] = {
         "token_embedder/embedding": (config.vocab_size, width),
         "decoder/position_embedder/embedding": (config.num_positions, width),
@@ -121,7 +141,9 @@ def _parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     if not config.logits_via_embedding:
         shapes["decoder/logits_dense/kernel"] = (width, config.vocab_size)
     layers = range(config.num_decoder_layers)
-    return shapes | {f"decoder/layers_{i}/{name}": shape for i in layers for name, shape in layer.items()}
+    return shapes | {
+        f"decoder/layers_{i}/{name}": shape for i in layers for name, shape in layer.items()
+    }
 
 
 @flax.struct.dataclass
@@ -154,19 +176,29 @@ class GPTLayer(nn.Module):
         self.pre_self_attention_layer_norm = LayerNorm(dtype)
         # In checkpoints too, queries, keys and values have one kernel. `weight_layouts.py` joins
         # and splits kernels under other names than this one.
-        self.causal_attention = Attention(config.num_heads, config.head_dim, config.emb_dim, **attention)
+        self.causal_attention = Attention(
+            config.num_heads, config.head_dim, config.emb_dim, **attention
+        )
         self.pre_mlp_layer_norm = LayerNorm(dtype)
         self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **attention)
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def __call__(
-        self, x: Float[Array, "*N D"], cache: KVCache | None, positions: PerRow | None, mask: Seen,
-        deterministic: bool = True, valid: Valid = None, nodes: AnyNodes | None = None,
-    ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
+        self,
+        x: Float[Array, "*N D"],
+        cache: KVCache | None,
+        positions: PerRow | None,
+        mask: Seen,
+        deterministic: bool = True,
+        valid: Valid = None,
+        nodes: AnyNodes | None = None,
+    ) -> tuple[Float[Array, "*N D"], KVCache]:
         """Runs the layer over T queries per row; with `cache` None, over whole sequences."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
         norm, divisor = self.pre_self_attention_layer_norm, np.sqrt(self.config.head_dim)
-        x, cache = self.causal_attention.to_cache(x, norm, cache, positions, mask, None, divisor, valid, drop, nodes)
+        x, cache = self.causal_attention.to_cache(
+            x, norm, cache, positions, mask, None, divisor, valid, drop, nodes
+        )
         return self.mlp(x, self.pre_mlp_layer_norm, drop, valid=valid), cache
 
 
@@ -176,13 +208,18 @@ class GPTDecoder(nn.Module):
 
     def setup(self):
         config = self.config
-        self.position_embedder = Embedder(config.num_positions, config.emb_dim, 0.02, config.dtype, self.native)
+        self.position_embedder = Embedder(
+            config.num_positions, config.emb_dim, 0.02, config.dtype, self.native
+        )
         self.layers = [GPTLayer(config, self.native) for _ in range(config.num_decoder_layers)]
         self.decoder_norm = LayerNorm(jnp.dtype(config.dtype), self.native)
         self.dropout = nn.Dropout(config.dropout_rate)
         if not config.logits_via_embedding:
             self.logits_dense = Dense(
-                config.vocab_size, config.dtype, output_dtype=jnp.float32, matmul_dtype=config.matmul_dtype
+                config.vocab_size,
+                config.dtype,
+                output_dtype=jnp.float32,
+                matmul_dtype=config.matmul_dtype,
             )
 
     def node_cache(self, cache: GPTCache, slots: int, positions: int) -> GPTCache:
@@ -190,23 +227,33 @@ class GPTDecoder(nn.Module):
         return GPTCache(tuple(layer.widen(slots) for layer in cache.layers))
 
     def step(
-        self, x: States, positions: PerRow | None, cache: GPTCache, layers: int | None = None, valid: Valid = None,
+        self,
+        x: States,
+        positions: PerRow | None,
+        cache: GPTCache,
+        layers: int | None = None,
+        valid: Valid = None,
         nodes: AnyNodes | None = None,
-    ) -> tuple[States, GPTCache]:  # fmt: skip
+    ) -> tuple[States, GPTCache]:
         """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
 
         The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and
         the new cache, in which the layers that were not run stay as they are.
         """
         if nodes is not None:
-            query_positions, mask = nodes.positions, nodes.distances(cache.layers[0].slots)[:, None] >= 0
+            query_positions, mask = (
+                nodes.positions,
+                nodes.distances(cache.layers[0].slots)[:, None] >= 0,
+            )
         else:
             assert positions is not None, "a call has nodes or positions"
             query_positions = positions[:, None] + jnp.arange(x.shape[1])
             mask = jnp.arange(cache.layers[0].slots) <= query_positions[:, None, :, None]
         x, written = x + self.position_embedder(query_positions, valid), list(cache.layers)
         shape = x.shape
-        if not self.native:  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
+        if (
+            not self.native
+        ):  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
             x, valid = x.reshape(-1, shape[-1]), None if valid is None else valid.reshape(-1)
         for i, layer in enumerate(self.layers[:layers]):
             x, written[i] = layer(x, cache.layers[i], positions, mask, valid=valid, nodes=nodes)
@@ -241,19 +288,32 @@ class GPT(FamilyModule):
 
     def setup(self):
         config = self.config
-        self.token_embedder = Embedder(config.vocab_size, config.emb_dim, 0.02, config.dtype, self.native)
+        self.token_embedder = Embedder(
+            config.vocab_size, config.emb_dim, 0.02, config.dtype, self.native
+        )
         self.decoder = GPTDecoder(self.config, self.native)
 
     def dummy_inputs(self) -> tuple:
         return (jnp.ones((1, 2), jnp.int32),)
 
     def prefill(
-        self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: None = None,
+        self,
+        inputs: Inputs,
+        mask: Mask,
+        slots: int,
+        copies: int = 1,
+        encoded: None = None,
         heads_per_tile: int | None = None,
-    ) -> GPTCache:  # fmt: skip
+    ) -> GPTCache:
         """Makes the cache of sequences of which no token has been fed."""
-        config, shape = self.config, (len(inputs) * copies, self.config.num_heads, slots, self.config.head_dim)
-        empty = lambda: KVCache.empty(*shape, jnp.dtype(config.dtype), heads_per_tile)
+        config, shape = (
+            self.config,
+            (len(inputs) * copies, self.config.num_heads, slots, self.config.head_dim),
+        )
+
+        def empty():
+            return KVCache.empty(*shape, jnp.dtype(config.dtype), heads_per_tile)
+
         return GPTCache(tuple(empty() for _ in range(config.num_decoder_layers)))
 
     def __call__(
@@ -261,4 +321,6 @@ class GPT(FamilyModule):
     ) -> Logits | Float32[Array, "B N V"]:
         """Returns the teacher-forced logits of whole sequences, or only those at `places`."""
         states = self.decoder(self.token_embedder(tokens), deterministic)
-        return self.head(states if places is None else jnp.take_along_axis(states, places[..., None], axis=1))
+        return self.head(
+            states if places is None else jnp.take_along_axis(states, places[..., None], axis=1)
+        )

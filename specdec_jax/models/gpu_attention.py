@@ -53,9 +53,14 @@ def fits(cache: KVCache, queries: int) -> bool:
 
 
 def attend_to_cache(
-    qkv: Float[Array, "B T F"], key: jax.Array, value: jax.Array, bias: Float[Array, "#B H T S"] | None,
-    positions: PerRow, divisor: float = 1.0, interpret: Any = False,
-) -> tuple[States, jax.Array, jax.Array]:  # fmt: skip
+    qkv: Float[Array, "B T F"],
+    key: jax.Array,
+    value: jax.Array,
+    bias: Float[Array, "#B H T S"] | None,
+    positions: PerRow,
+    divisor: float = 1.0,
+    interpret: Any = False,
+) -> tuple[States, jax.Array, jax.Array]:
     """Returns the output of causal self-attention, and the cache with the new keys and values.
 
     A new value that is not finite is stored as `KVCache.append` stores it on an accelerator.
@@ -76,17 +81,26 @@ def attend_to_cache(
     heads, features = key.shape[1], key.shape[3]
     kernel = functools.partial(_self_attention, length=length, divisor=divisor)
     arrays = positions, qkv, key, value, *([] if bias is None else [bias])
-    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def like(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
     out = jax.ShapeDtypeStruct((batch, length, heads * features), qkv.dtype)
     found, key, value = _call(
-        kernel, (batch, heads), arrays, (out, like(key), like(value)), {2: 1, 3: 2}, interpret, "self_attention"
+        kernel,
+        (batch, heads),
+        arrays,
+        (out, like(key), like(value)),
+        {2: 1, 3: 2},
+        interpret,
+        "self_attention",
     )
     return found, key.reshape(shape), value.reshape(shape)
 
 
 def attend_to_encoded(
     query: States, key: jax.Array, value: jax.Array, lengths: PerRow, interpret: Any = False
-) -> States:  # fmt: skip
+) -> States:
     """Returns the output of cross-attention, `[B, T, H·K]`.
 
     Args:
@@ -100,13 +114,25 @@ def attend_to_encoded(
     key, value = (x.reshape(batch, *x.shape[-3:]) for x in (key, value))
     kernel = functools.partial(_cross_attention, length=length)
     out = (jax.ShapeDtypeStruct(query.shape, query.dtype),)
-    return _call(kernel, key.shape[:2], (lengths, query, key, value), out, {}, interpret, "cross_attention")[0]
+    return _call(
+        kernel, key.shape[:2], (lengths, query, key, value), out, {}, interpret, "cross_attention"
+    )[0]
 
 
-def _call(kernel: Callable, grid, arrays, out, aliases: dict[int, int], interpret, name: str) -> tuple:
-    parameters = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=2)}
+def _call(
+    kernel: Callable, grid, arrays, out, aliases: dict[int, int], interpret, name: str
+) -> tuple:
+    parameters = (
+        {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=2)}
+    )
     return pl.pallas_call(
-        kernel, out_shape=out, grid=grid, input_output_aliases=aliases, interpret=interpret, name=name, **parameters
+        kernel,
+        out_shape=out,
+        grid=grid,
+        input_output_aliases=aliases,
+        interpret=interpret,
+        name=name,
+        **parameters,
     )(*arrays)
 
 
@@ -142,7 +168,9 @@ class _Queries:
             jnp.zeros((count, len(self.columns)), jnp.float32),
         )
 
-    def seen(self, sums: tuple, key, value, mask, bias=None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def seen(
+        self, sums: tuple, key, value, mask, bias=None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns `sums` with more keys and values, `[N, K]`, where `mask` is True."""
         most, total, weighted = sums
         scores = _product(self.query, key, 1)
@@ -158,7 +186,9 @@ class _Queries:
         _, total, weighted = sums
         found = (weighted / total[:, None]).astype(out.dtype)
         columns = head * len(self.columns) + self.columns
-        _store(out, (row, self.lines[:, None], columns[None]), found, (self.lines < length)[:, None])
+        _store(
+            out, (row, self.lines[:, None], columns[None]), found, (self.lines < length)[:, None]
+        )
 
 
 def _self_attention(positions, qkv, key, value, *rest, length: int, divisor: float) -> None:
@@ -166,13 +196,22 @@ def _self_attention(positions, qkv, key, value, *rest, length: int, divisor: flo
     *bias, out, new_key, new_value = rest
     row, head = pl.program_id(0), pl.program_id(1)
     heads, slots, features = key.shape[1:]
-    part = lambda number: lambda lines, columns: qkv[row, lines, (number * heads + head) * features + columns]
+
+    def part(number):
+        return lambda lines, columns: qkv[row, lines, (number * heads + head) * features + columns]
+
     queries = _Queries(length, features, part(0), divisor)
     lines, at, columns = queries.lines, queries.at, queries.columns[None]
-    biased = lambda slots: bias[0][0 if bias[0].shape[0] == 1 else row, head, at[:, None], slots[None]]
+
+    def biased(slots):
+        return bias[0][0 if bias[0].shape[0] == 1 else row, head, at[:, None], slots[None]]
 
     # The new tokens come first, so that every query has seen a key before the division by a sum.
-    start, added, vector = positions[row], part(1)(at[:, None], columns), part(2)(at[:, None], columns)
+    start, added, vector = (
+        positions[row],
+        part(1)(at[:, None], columns),
+        part(2)(at[:, None], columns),
+    )
     finite = vector - vector == 0
     added, vector = jnp.where(finite, added, jnp.nan), jnp.where(finite, vector, 0)
     mask = (lines[None] <= lines[:, None]) & (lines < length)[None]
@@ -180,11 +219,16 @@ def _self_attention(positions, qkv, key, value, *rest, length: int, divisor: flo
     sums = queries.seen(queries.begun(), added, vector, mask, biased(places) if bias else None)
     for buffer, new in ((new_key, added), (new_value, vector)):
         _store(
-            buffer, (row, head, (start + lines)[:, None], columns), new.astype(buffer.dtype), (lines < length)[:, None]
+            buffer,
+            (row, head, (start + lines)[:, None], columns),
+            new.astype(buffer.dtype),
+            (lines < length)[:, None],
         )
 
     def earlier(block, sums):
-        return _seen_block(queries, sums, key, value, (row, head), block, start, biased if bias else None)
+        return _seen_block(
+            queries, sums, key, value, (row, head), block, start, biased if bias else None
+        )
 
     sums = jax.lax.fori_loop(0, pl.cdiv(start, _BLOCK), earlier, sums)
     queries.write(out, row, head, sums, length)
@@ -194,7 +238,9 @@ def _cross_attention(lengths, query, key, value, out, *, length: int) -> None:
     """Runs one row and head of `attend_to_encoded`."""
     row, head = pl.program_id(0), pl.program_id(1)
     slots, features = key.shape[2:]
-    queries = _Queries(length, features, lambda lines, columns: query[row, lines, head * features + columns])
+    queries = _Queries(
+        length, features, lambda lines, columns: query[row, lines, head * features + columns]
+    )
     count = lengths[row]
     empty, limit = count == 0, jnp.where(count == 0, slots, count)
 
@@ -202,10 +248,14 @@ def _cross_attention(lengths, query, key, value, out, *, length: int) -> None:
         # Where there is no key at all, equal scores: see `lengths` above.
         return _seen_block(queries, sums, key, value, (row, head), number, limit, None, empty)
 
-    queries.write(out, row, head, jax.lax.fori_loop(0, pl.cdiv(limit, _BLOCK), block, queries.begun()), length)
+    queries.write(
+        out, row, head, jax.lax.fori_loop(0, pl.cdiv(limit, _BLOCK), block, queries.begun()), length
+    )
 
 
-def _seen_block(queries: _Queries, sums, key, value, place, block, limit, bias, alike=None) -> tuple:
+def _seen_block(
+    queries: _Queries, sums, key, value, place, block, limit, bias, alike=None
+) -> tuple:
     """Returns `sums` with the keys of a block of slots, those below `limit`.
 
     Args:
@@ -215,7 +265,10 @@ def _seen_block(queries: _Queries, sums, key, value, place, block, limit, bias, 
     """
     slots = block * _BLOCK + jnp.arange(_BLOCK)
     inside, at = slots < limit, jnp.minimum(slots, key.shape[2] - 1)
-    take = lambda buffer: jnp.where(inside[:, None], buffer[*place, at[:, None], queries.columns[None]], 0)
+
+    def take(buffer):
+        return jnp.where(inside[:, None], buffer[*place, at[:, None], queries.columns[None]], 0)
+
     keys = take(key) if alike is None else jnp.where(alike, 0, take(key))
     return queries.seen(sums, keys, take(value), inside[None], None if bias is None else bias(at))
 
@@ -230,7 +283,9 @@ def _store(ref, index, new, mask) -> None:
     triton.store(ref.at[index], new, mask=jnp.broadcast_to(mask, new.shape))
 
 
-def why_not(dtype: str = "bfloat16", features: int = 64, queries: int = 16, interpret: Any = False) -> str | None:
+def why_not(
+    dtype: str = "bfloat16", features: int = 64, queries: int = 16, interpret: Any = False
+) -> str | None:
     """Tries the kernels on small arrays and returns what is wrong with them; None if nothing is.
 
     Args:
@@ -244,21 +299,33 @@ def why_not(dtype: str = "bfloat16", features: int = 64, queries: int = 16, inte
 
 def _numbers_are_right(dtype: str, features: int, queries: int, interpret: Any) -> bool:
     random = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(random.standard_normal(shape), dtype)
+
+    def draw(*shape):
+        return jnp.asarray(random.standard_normal(shape), dtype)
+
     positions, lengths, slots = jnp.array([0, 70]), jnp.array([40, 130]), 144
     qkv = draw(2, queries, 3 * 2 * features)
     key, value = draw(2, 2, slots, features), draw(2, 2, slots, features)
     bias = draw(2, 2, queries, slots).astype(jnp.float32)
     own = attend_to_cache(qkv, key, value, bias, positions, interpret=interpret)
     crossed = attend_to_encoded(qkv[..., : 2 * features], key, value, lengths, interpret=interpret)
-    apart = lambda part: part.reshape(2, queries, 2, features).transpose(0, 2, 1, 3)
+
+    def apart(part):
+        return part.reshape(2, queries, 2, features).transpose(0, 2, 1, 3)
+
     query, new_key, new_value = map(apart, jnp.split(qkv, 3, axis=-1))
-    cache, numbers = KVCache(key, value, heads_per_tile=1).append(new_key, new_value, positions), jnp.arange(slots)
+    cache, numbers = (
+        KVCache(key, value, heads_per_tile=1).append(new_key, new_value, positions),
+        jnp.arange(slots),
+    )
     causal = numbers <= (positions[:, None] + jnp.arange(queries))[:, None, :, None]
     tokens = numbers < lengths[:, None, None, None]
     right = _by_xla(query, cache.key, cache.value, causal, bias), cache.key, cache.value
     expected = *right, _by_xla(query, key, value, tokens, 0)
-    return all(np.allclose(np.float32(a), np.float32(b), atol=0.05) for a, b in zip((*own, crossed), expected))
+    return all(
+        np.allclose(np.float32(a), np.float32(b), atol=0.05)
+        for a, b in zip((*own, crossed), expected)
+    )
 
 
 def _by_xla(query, key, value, mask, bias) -> jax.Array:
@@ -270,5 +337,7 @@ def _by_xla(query, key, value, mask, bias) -> jax.Array:
 
 
 SELF_TEST = KernelSelfTest(
-    "gpu", "attention kernels for GPUs are not used, XLA's attention is", lambda **case: why_not(**case)
+    "gpu",
+    "attention kernels for GPUs are not used, XLA's attention is",
+    lambda **case: why_not(**case),
 )

@@ -43,7 +43,11 @@ class HeadsConfig:
     def __post_init__(self):
         check_fields(self)
         if self.num_blocks < self.share_head:
-            raise FieldError(self, "num_blocks", f"got {self.num_blocks}, expected at least {int(self.share_head)}")
+            raise FieldError(
+                self,
+                "num_blocks",
+                f"got {self.num_blocks}, expected at least {int(self.share_head)}",
+            )
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -51,7 +55,9 @@ class HeadsConfig:
         shapes: dict[str, tuple[int, ...]] = {}
         for head in range(self.num_heads):
             blocks = range(self.num_blocks)
-            shapes |= {f"head_{head}/block_{i}/kernel": (self.emb_dim, self.emb_dim) for i in blocks}
+            shapes |= {
+                f"head_{head}/block_{i}/kernel": (self.emb_dim, self.emb_dim) for i in blocks
+            }
             if not self.share_head:
                 shapes[f"head_{head}/logits_dense/kernel"] = (self.emb_dim, self.vocab_size)
         return shapes
@@ -69,7 +75,9 @@ class Head(nn.Module):
         matmul = dict(dtype=jnp.dtype(config.dtype), matmul_dtype=config.matmul_dtype)
         for block in range(config.num_blocks):
             zeros = nn.initializers.zeros  # so that a block is the identity at first
-            x = x + jax.nn.silu(Dense(config.emb_dim, kernel_init=zeros, name=f"block_{block}", **matmul)(x))
+            x = x + jax.nn.silu(
+                Dense(config.emb_dim, kernel_init=zeros, name=f"block_{block}", **matmul)(x)
+            )
         if config.share_head:
             return x
         return Dense(config.vocab_size, output_dtype=jnp.float32, name="logits_dense", **matmul)(x)
@@ -81,7 +89,9 @@ class Heads(nn.Module):
     config: HeadsConfig
 
     @nn.compact
-    def __call__(self, states: Float[Array, "B D"]) -> Float[Array, "B N D"] | Float32[Array, "B N V"]:
+    def __call__(
+        self, states: Float[Array, "B D"]
+    ) -> Float[Array, "B N D"] | Float32[Array, "B N V"]:
         states = states.astype(self.config.dtype)
         heads = range(self.config.num_heads)
         return jnp.stack([Head(self.config, name=f"head_{head}")(states) for head in heads], axis=1)
@@ -115,7 +125,9 @@ class HeadsNetwork:
         return self.target.head(outputs)
 
 
-def init_params(config: HeadsConfig, key: Key[Array, ""], head_kernel: Float[Array, "D V"] | None = None) -> dict:
+def init_params(
+    config: HeadsConfig, key: Key[Array, ""], head_kernel: Float[Array, "D V"] | None = None
+) -> dict:
     """Makes the parameters of untrained heads, float32 kernels `[in, out]`: blocks of 0, and heads
     of their own.
 
@@ -125,7 +137,9 @@ def init_params(config: HeadsConfig, key: Key[Array, ""], head_kernel: Float[Arr
     params = Heads(config).init(key, jnp.zeros((1, config.emb_dim)))["params"]
     if head_kernel is not None and not config.share_head:
         for head in params.values():
-            head["logits_dense"]["kernel"] = jnp.array(head_kernel, jnp.float32)  # copies: training donates its buffers
+            head["logits_dense"]["kernel"] = jnp.array(
+                head_kernel, jnp.float32
+            )  # copies: training donates its buffers
     return params
 
 
@@ -133,13 +147,21 @@ def head_kernel(config: T5Config, params: dict) -> Float[Array, "D V"]:
     """Returns the kernel by which a T5 with these parameters (T5X's tree) multiplies its last
     states."""
     tied = config.logits_via_embedding
-    kernel = params["token_embedder"]["embedding"].T if tied else params["decoder"]["logits_dense"]["kernel"]
-    return kernel / jnp.sqrt(config.emb_dim).astype(kernel.dtype) if config.scales_outputs else kernel
+    kernel = (
+        params["token_embedder"]["embedding"].T
+        if tied
+        else params["decoder"]["logits_dense"]["kernel"]
+    )
+    return (
+        kernel / jnp.sqrt(config.emb_dim).astype(kernel.dtype) if config.scales_outputs else kernel
+    )
 
 
 def pack(params: dict, dtype: str) -> dict:
     """Returns `params` in the decode loop's layout; the dicts that were given stay as they are."""
-    return weight_layouts.pack(jax.tree.map(lambda leaf: leaf, params), packed_weights.usable(dtype))
+    return weight_layouts.pack(
+        jax.tree.map(lambda leaf: leaf, params), packed_weights.usable(dtype)
+    )
 
 
 def unpack(packed: dict) -> dict:

@@ -56,12 +56,16 @@ class Int8Kernel:
         # On a CPU, XLA's product of a single row reads a copy of the whole kernel in int32; its
         # product of two rows reads the kernel itself.
         values = jnp.broadcast_to(values, (max(2, len(rows)), rows.shape[1]))
-        sums = jax.lax.dot_general(values, self.values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
+        sums = jax.lax.dot_general(
+            values, self.values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32
+        )
         y = sums[: len(rows)].astype(jnp.float32) * scales[:, None] * self.scales
         return y.astype(output_dtype).reshape(*x.shape[:-1], -1)
 
 
-def _rounded(x: Float[Array, "N F"], axis: int) -> tuple[Int8[Array, "N F"], Float32[Array, " scales"]]:
+def _rounded(
+    x: Float[Array, "N F"], axis: int
+) -> tuple[Int8[Array, "N F"], Float32[Array, " scales"]]:
     """Rounds a matrix to integers times scales, with 127 for the greatest magnitude along `axis`;
     returns both."""
     x = x.astype(jnp.float32)

@@ -67,6 +67,8 @@ class KernelSelfTest:
                 with concurrent.futures.ThreadPoolExecutor(1) as apart:
                     self._found[key] = why = apart.submit(isolated(self._why_not), **case).result()
                 if why:
-                    which = f" ({', '.join(f'{name} {value}' for name, value in key)})" if key else ""
+                    which = (
+                        f" ({', '.join(f'{name} {value}' for name, value in key)})" if key else ""
+                    )
                     print(f"{self._rejected}{which}: {why}", file=sys.stderr)
             return self._found[key]

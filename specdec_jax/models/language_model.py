@@ -57,11 +57,19 @@ class LanguageModel:
 
     @isolated
     def __init__(
-        self, config: ModelConfig, params, vocabulary=None, *, start_token=0, eos_ids=(1,), name="",
+        self,
+        config: ModelConfig,
+        params,
+        vocabulary=None,
+        *,
+        start_token=0,
+        eos_ids=(1,),
+        name="",
         donate_params=False,
-        encoder_fingerprint: str | None = None, rules: ShardingRules | None = None,
+        encoder_fingerprint: str | None = None,
+        rules: ShardingRules | None = None,
         generation_config: GenerationConfig = GenerationConfig(),
-    ):  # fmt: skip
+    ):
         """Checks the ids and converts the parameters to the loop's layout; arguments without a line
         are attributes.
 
@@ -84,12 +92,20 @@ class LanguageModel:
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         if not donate_params:
             # Arrays of 64 bits can be made where `jax_enable_x64` is on.
-            params = jax.tree.map(lambda leaf: leaf.astype(config.dtype) if leaf.dtype == np.float64 else leaf, params)
+            params = jax.tree.map(
+                lambda leaf: leaf.astype(config.dtype) if leaf.dtype == np.float64 else leaf, params
+            )
         self.quantized, self.input_bits = weight_layouts.rounding_of(params)
         alone = rules is None and not config.matmul_dtype
-        native = alone and packed_weights.usable(config.dtype) and not (self.quantized and self.input_bits is None)
+        native = (
+            alone
+            and packed_weights.usable(config.dtype)
+            and not (self.quantized and self.input_bits is None)
+        )
         if self.quantized and not (native or (alone and self.input_bits is None)):
-            raise ValueError(f"params: got kernels in int8, expected {packed_weights.needed(config.dtype)}")
+            raise ValueError(
+                f"params: got kernels in int8, expected {packed_weights.needed(config.dtype)}"
+            )
         if rules is not None:
             rules.check(config)
             lay_out(params, rules)
@@ -107,9 +123,16 @@ class LanguageModel:
     @classmethod
     @isolated
     def random(
-        cls, config: ModelConfig, seed=0, vocabulary=None, *, eos_ids=(1,), name="random", rules=None,
+        cls,
+        config: ModelConfig,
+        seed=0,
+        vocabulary=None,
+        *,
+        eos_ids=(1,),
+        name="random",
+        rules=None,
         quantize: str | None = None,
-    ) -> "LanguageModel":  # fmt: skip
+    ) -> "LanguageModel":
         """Makes a model with random parameters in the configuration's dtype, for tests and timing.
 
         With `quantize="int8"` or "w8a8" its kernels are rounded to 8 bits, as by `load`; None and
@@ -120,14 +143,22 @@ class LanguageModel:
             key = jax.random.key(seed) if rules is None else rules.put(jax.random.key(seed))
             return random_params(key, module=config.module(), dtype=config.dtype, rules=rules)
 
-        return cls._made(config, make, vocabulary, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize)
+        return cls._made(
+            config, make, vocabulary, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize
+        )
 
     @classmethod
     @isolated
     def dummy(
-        cls, config: ModelConfig, *, eos_ids=(1,), name="dummy", rules=None, quantize=None,
+        cls,
+        config: ModelConfig,
+        *,
+        eos_ids=(1,),
+        name="dummy",
+        rules=None,
+        quantize=None,
         report: Callable[[int], None] = lambda count: None,
-    ) -> "LanguageModel":  # fmt: skip
+    ) -> "LanguageModel":
         """Makes a model whose parameters are dummy weights, for timing.
 
         On an accelerator even T5-XXL's take seconds, on a CPU some ten for a thousand million
@@ -138,16 +169,23 @@ class LanguageModel:
         def make() -> dict:
             if quantize not in packed_weights.INPUT_BITS:
                 return dummy_params(config, rules, report=report)
+
             # Else a model that fits only in int8 would first lie there in full.
-            rounded = lambda kernel: jax.block_until_ready(
-                Int8Kernel.quantize(kernel, packed_weights.input_bits(quantize))
-            )
+            def rounded(kernel):
+                return jax.block_until_ready(
+                    Int8Kernel.quantize(kernel, packed_weights.input_bits(quantize))
+                )
+
             return dummy_params(config, rules, rounded, report)
 
-        return cls._made(config, make, None, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize)
+        return cls._made(
+            config, make, None, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize
+        )
 
     @classmethod
-    def _made(cls, config: ModelConfig, make: Callable[[], dict], vocabulary, *, rules, quantize, **how):
+    def _made(
+        cls, config: ModelConfig, make: Callable[[], dict], vocabulary, *, rules, quantize, **how
+    ):
         """Returns a model of the parameters that `make` makes, once it is checked that there can be
         one."""
         check_process()
@@ -190,7 +228,9 @@ class LanguageModel:
         from the same numbers in float32, because inputs of their products are rounded.
         """
         exact = fingerprints.exact(self.network.params, self.network.rules)
-        inputs = {None: " with inputs as they are", 16: "", 8: " with inputs in int8"}[self.input_bits]
+        inputs = {None: " with inputs as they are", 16: "", 8: " with inputs in int8"}[
+            self.input_bits
+        ]
         return f"{exact} {self.config}{f' in int8{inputs}' if self.quantized else ''}"
 
     def has(self, fingerprint: str) -> bool:
@@ -207,8 +247,13 @@ class LanguageModel:
 
     @isolated
     def logits(
-        self, inputs, decoder_tokens, input_lengths=None, encoder: "LanguageModel | None" = None, attention_mask=None
-    ) -> Logits:  # fmt: skip
+        self,
+        inputs,
+        decoder_tokens,
+        input_lengths=None,
+        encoder: "LanguageModel | None" = None,
+        attention_mask=None,
+    ) -> Logits:
         """Returns the teacher-forced logits of the token after each of `decoder_tokens`.
 
         Args:
@@ -236,22 +281,30 @@ class LanguageModel:
         decoder_tokens = np.asarray(decoder_tokens, np.int32)
         if inputs is None:
             if not decoder_only(self):
-                raise ValueError("inputs: got None for a model with an encoder, expected ids [B, L]")
+                raise ValueError(
+                    "inputs: got None for a model with an encoder, expected ids [B, L]"
+                )
             inputs = np.zeros((len(decoder_tokens), 0))
-        inputs, input_lengths = without_padding(self, np.asarray(inputs, np.int32), input_lengths, attention_mask)
+        inputs, input_lengths = without_padding(
+            self, np.asarray(inputs, np.int32), input_lengths, attention_mask
+        )
         inside = np.arange(inputs.shape[1]) < input_lengths[:, None]
         self._check_tokens("inputs", inputs[inside])
         self._check_tokens("decoder_tokens", decoder_tokens)
         if not decoder_only(self):
             encoding = encoder and encoder.network
-            return teacher_forced_logits(self.network, inputs, input_lengths, decoder_tokens, encoding)
+            return teacher_forced_logits(
+                self.network, inputs, input_lengths, decoder_tokens, encoding
+            )
         check_positions(self.config, int(max(input_lengths, default=0)) + decoder_tokens.shape[1])
         return continuation_logits(self.network, *join(inputs, input_lengths, decoder_tokens))
 
     def _check_tokens(self, name: str, tokens: Int[np.ndarray, "..."]) -> None:
         wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
         if wrong.size:
-            raise ValueError(f"{name}: got id {wrong[0]}, expected 0 to {self.config.vocab_size - 1}")
+            raise ValueError(
+                f"{name}: got id {wrong[0]}, expected 0 to {self.config.vocab_size - 1}"
+            )
 
 
 _MOST_PAST_LOGITS = 128  # ids of a vocabulary for which a model has no logit
@@ -263,7 +316,9 @@ def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> Non
     for token in (start_token, *eos_ids):
         whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not whole or not 0 <= token < config.vocab_size:
-            raise ValueError(f"special id: got {shown(token)}, expected an id of the vocabulary of {config.vocab_size}")
+            raise ValueError(
+                f"special id: got {shown(token)}, expected an id of the vocabulary of {config.vocab_size}"
+            )
     # A few added tokens, or T5's sentinels, may lie past the logits: they cannot come out, and as
     # inputs they are rejected where they occur.
     if vocabulary is not None and vocabulary.size > config.vocab_size + _MOST_PAST_LOGITS:
@@ -274,4 +329,8 @@ def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> Non
 
 
 def _expected_encoder(config: ModelConfig) -> str:
-    return "none: the model has its own" if config.encoder_dim is None else f"a model of width {config.encoder_dim}"
+    return (
+        "none: the model has its own"
+        if config.encoder_dim is None
+        else f"a model of width {config.encoder_dim}"
+    )

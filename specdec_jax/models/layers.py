@@ -49,7 +49,9 @@ class Embedder(nn.Module):
         shape = (self.rows, self.features)
         self.embedding = self.param("embedding", nn.initializers.normal(self.deviation), shape)
 
-    def __call__(self, indices: Int[Array, "*N"], valid: Bool[Array, "*N"] | None = None) -> Float[Array, "*N F"]:
+    def __call__(
+        self, indices: Int[Array, "*N"], valid: Bool[Array, "*N"] | None = None
+    ) -> Float[Array, "*N F"]:
         """Returns the rows with these indices; `valid` as for `apply_kernel`."""
         if self.native:
             return packed_weights.rows(self.embedding, indices, valid)
@@ -74,7 +76,9 @@ class Dense(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None) -> Float[Array, "*N F"]:
+    def __call__(
+        self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None
+    ) -> Float[Array, "*N F"]:
         """Applies the map to `x`; `valid` as for `apply_kernel`."""
         y = self._without_bias(x, valid)
         if not self.use_bias:
@@ -82,9 +86,13 @@ class Dense(nn.Module):
         return y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
 
     def with_packed_weights(
-        self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None, before: Before = Before("nothing"),
-        residual: Float[Array, "*N F"] | None = None, clear: bool = True,
-    ) -> Float[Array, "*N F"]:  # fmt: skip
+        self,
+        x: Float[Array, "*N D"],
+        valid: Bool[Array, "*N"] | None = None,
+        before: Before = Before("nothing"),
+        residual: Float[Array, "*N F"] | None = None,
+        clear: bool = True,
+    ) -> Float[Array, "*N F"]:
         """Applies the map to `before(x)` and adds `residual`, for a kernel packed; see
         `PackedWeights.product`."""
         kernel, dtype = self.get_variable("params", "kernel"), self.output_dtype or self.dtype
@@ -98,9 +106,13 @@ class Dense(nn.Module):
         bias."""
         return self.get_variable("params", "kernel").greedy_token_and_logprob(x, valid, normalize)
 
-    def _without_bias(self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None) -> Float[Array, "*N F"]:
+    def _without_bias(
+        self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None
+    ) -> Float[Array, "*N F"]:
         if self.has_variable("params", "kernel"):
-            kernel = self.get_variable("params", "kernel")  # if packed, `self.param` would reject its shape
+            kernel = self.get_variable(
+                "params", "kernel"
+            )  # if packed, `self.param` would reject its shape
         else:
             kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         output_dtype = self.output_dtype or self.dtype
@@ -113,9 +125,11 @@ class Dense(nn.Module):
 
 
 def apply_kernel(
-    x: Float[Array, "*N D"], kernel: Float[Array, "D F"] | PackedWeights | Int8Kernel, output_dtype,
+    x: Float[Array, "*N D"],
+    kernel: Float[Array, "D F"] | PackedWeights | Int8Kernel,
+    output_dtype,
     valid: Bool[Array, "*N"] | None = None,
-) -> Float[Array, "*N F"]:  # fmt: skip
+) -> Float[Array, "*N F"]:
     """Returns `x` times a kernel, however the kernel is stored.
 
     Args:
@@ -148,11 +162,17 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "*N D"], norm: Callable, dropped: Callable = lambda y: y, deterministic: bool = True,
+        self,
+        x: Float[Array, "*N D"],
+        norm: Callable,
+        dropped: Callable = lambda y: y,
+        deterministic: bool = True,
         valid: Valid = None,
-    ) -> Float[Array, "*N D"]:  # fmt: skip
+    ) -> Float[Array, "*N D"]:
         """Returns `x + dropped(block(norm(x)))`; `valid` as for `apply_kernel`."""
-        dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
+        dense = functools.partial(
+            Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias
+        )
         count = len(self.activations)
         if self.native:
             wide = dense(count * self.mlp_dim, name="wi" if count == 1 else "wi_fused")
@@ -195,16 +215,23 @@ class Attention(nn.Module):
 
     def setup(self):
         size = self.heads * self.features
-        dense = functools.partial(Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
+        dense = functools.partial(
+            Dense, dtype=self.dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias
+        )
+
         # T5 folds the 1/√K of the scores into the initial query kernel.
-        query_init = lambda *args: _fan_in_normal(*args) / np.sqrt(self.features)
+        def query_init(*args):
+            return _fan_in_normal(*args) / np.sqrt(self.features)
+
         self.query = dense(size, kernel_init=query_init)
         self.key = dense(size, kernel_init=_fan_in_normal)
         self.value = dense(size, kernel_init=_fan_in_normal)
         self.qkv = dense(3 * size)
         self.out = dense(self.model_dim, kernel_init=_fan_in_normal)
 
-    def _split(self, x: Float[Array, "*N D"], batch: int, heads_per_tile: int | None = None) -> Float[Array, "B H T K"]:
+    def _split(
+        self, x: Float[Array, "*N D"], batch: int, heads_per_tile: int | None = None
+    ) -> Float[Array, "B H T K"]:
         """Splits the last axis into heads, or into `heads_per_tile` heads side by side, and puts
         the axis of heads before that of positions; `batch` is B."""
         features = self.features * (heads_per_tile or 1)
@@ -221,20 +248,38 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"], Float[Array, "B H T K"]]:
         """Returns queries, keys and values of `x`, of `batch` rows; `heads_per_tile` as for
         `KVCache`."""
-        parts = jnp.split(self.qkv(x), 3, axis=-1) if self.fused else (self.query(x), self.key(x), self.value(x))
+        parts = (
+            jnp.split(self.qkv(x), 3, axis=-1)
+            if self.fused
+            else (self.query(x), self.key(x), self.value(x))
+        )
         query, key, value = (self._split(part, batch, heads_per_tile) for part in parts)
         return query, key, value
 
-    def project_key_value(self, x: Encoded, valid: Mask | None = None, heads_per_tile: int | None = None) -> KVCache:
+    def project_key_value(
+        self, x: Encoded, valid: Mask | None = None, heads_per_tile: int | None = None
+    ) -> KVCache:
         """Returns the keys and values of cross-attention; `valid` as for `apply_kernel`."""
-        key, value = (self._split(part, len(x), heads_per_tile) for part in (self.key(x, valid), self.value(x, valid)))
+        key, value = (
+            self._split(part, len(x), heads_per_tile)
+            for part in (self.key(x, valid), self.value(x, valid))
+        )
         return KVCache(key, value, heads_per_tile=heads_per_tile)
 
     def to_cache(
-        self, x: Float[Array, "*N D"], norm: Callable, cache: KVCache | None, positions: PerRow | None, mask: Seen,
-        bias: Bias = None, divisor: float = 1.0, valid: Valid = None, dropped: Callable = lambda y: y,
-        nodes: AnyNodes | None = None, count: int | None = None,
-    ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
+        self,
+        x: Float[Array, "*N D"],
+        norm: Callable,
+        cache: KVCache | None,
+        positions: PerRow | None,
+        mask: Seen,
+        bias: Bias = None,
+        divisor: float = 1.0,
+        valid: Valid = None,
+        dropped: Callable = lambda y: y,
+        nodes: AnyNodes | None = None,
+        count: int | None = None,
+    ) -> tuple[Float[Array, "*N D"], KVCache]:
         """Returns `x + dropped(self-attention of norm(x))`, and the cache with the new keys and
         values.
 
@@ -254,25 +299,52 @@ class Attention(nn.Module):
         """
         if self.native and cache is not None:
             # Positions that are not live need not be cleared: the next product does not read them.
-            qkv, key, value = self.qkv.with_packed_weights(x, valid, norm.before(), clear=False), cache.key, cache.value
+            qkv, key, value = (
+                self.qkv.with_packed_weights(x, valid, norm.before(), clear=False),
+                cache.key,
+                cache.value,
+            )
             if nodes is None:
-                found = packed_weights.attend_to_cache(qkv, key, value, bias, positions, divisor, valid, clear=False)
+                found = packed_weights.attend_to_cache(
+                    qkv, key, value, bias, positions, divisor, valid, clear=False
+                )
             else:
-                found = packed_weights.attend_to_nodes(qkv, key, value, bias, nodes, divisor, valid, clear=False)
+                found = packed_weights.attend_to_nodes(
+                    qkv, key, value, bias, nodes, divisor, valid, clear=False
+                )
             attended, key, value = found
-            return self.out.with_packed_weights(attended, valid, residual=x), cache.replace(key=key, value=value)
-        if cache is not None and nodes is None and self.fused and gpu_attention.fits(cache, _per_row(x, cache)):
+            return self.out.with_packed_weights(attended, valid, residual=x), cache.replace(
+                key=key, value=value
+            )
+        if (
+            cache is not None
+            and nodes is None
+            and self.fused
+            and gpu_attention.fits(cache, _per_row(x, cache))
+        ):
             return self._to_cache_of_gpu(x, norm, cache, positions, mask, bias, divisor, dropped)
-        batch, heads_per_tile = (len(x), None) if cache is None else (cache.batch, cache.heads_per_tile)
+        batch, heads_per_tile = (
+            (len(x), None) if cache is None else (cache.batch, cache.heads_per_tile)
+        )
         query, key, value = self.project(norm(x), batch, heads_per_tile)
         parts = query, key[:, :, :count], value[:, :, :count]
-        attended, cache = self._attended_to_cache(*parts, cache, positions, mask, bias, divisor, nodes)
+        attended, cache = self._attended_to_cache(
+            *parts, cache, positions, mask, bias, divisor, nodes
+        )
         return x + dropped(self.out(attended.reshape(*x.shape[:-1], -1))), cache
 
     def _attended_to_cache(
-        self, query, key, value, cache: KVCache | None, positions: PerRow | None, mask: Seen, bias: Bias,
-        divisor: float, nodes: AnyNodes | None,
-    ) -> tuple[States, KVCache]:  # fmt: skip
+        self,
+        query,
+        key,
+        value,
+        cache: KVCache | None,
+        positions: PerRow | None,
+        mask: Seen,
+        bias: Bias,
+        divisor: float,
+        nodes: AnyNodes | None,
+    ) -> tuple[States, KVCache]:
         """Returns the output of XLA's attention, before the last product, and the cache; arguments
         as for `to_cache`."""
         query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
@@ -285,29 +357,55 @@ class Attention(nn.Module):
         return self.attend(query, cache, mask, bias), cache
 
     def _to_cache_of_gpu(
-        self, x: Float[Array, "*N D"], norm: Callable, cache: KVCache, positions: PerRow | None, mask: Seen, bias: Bias,
-        divisor: float, dropped: Callable,
-    ) -> tuple[Float[Array, "*N D"], KVCache]:  # fmt: skip
+        self,
+        x: Float[Array, "*N D"],
+        norm: Callable,
+        cache: KVCache,
+        positions: PerRow | None,
+        mask: Seen,
+        bias: Bias,
+        divisor: float,
+        dropped: Callable,
+    ) -> tuple[Float[Array, "*N D"], KVCache]:
         """Does what `to_cache` does, on an NVIDIA GPU by a kernel."""
 
         def by_xla(qkv, key, value, bias, positions, mask):
-            parts = (self._split(part, cache.batch, cache.heads_per_tile) for part in jnp.split(qkv, 3, axis=-1))
+            parts = (
+                self._split(part, cache.batch, cache.heads_per_tile)
+                for part in jnp.split(qkv, 3, axis=-1)
+            )
             before = cache.replace(key=key, value=value)
-            attended, after = self._attended_to_cache(*parts, before, positions, mask, bias, divisor, None)
+            attended, after = self._attended_to_cache(
+                *parts, before, positions, mask, bias, divisor, None
+            )
             return attended, after.key, after.value
 
         def by_kernel(qkv, key, value, bias, positions, mask):
             return gpu_attention.attend_to_cache(qkv, key, value, bias, positions, divisor)
 
         qkv = self.qkv(norm(x))
-        given = qkv.reshape(cache.batch, -1, qkv.shape[-1]), cache.key, cache.value, bias, positions, mask
+        given = (
+            qkv.reshape(cache.batch, -1, qkv.shape[-1]),
+            cache.key,
+            cache.value,
+            bias,
+            positions,
+            mask,
+        )
         attended, key, value = jax.lax.platform_dependent(*given, cuda=by_kernel, default=by_xla)
-        return x + dropped(self.out(attended.reshape(*x.shape[:-1], -1))), cache.replace(key=key, value=value)
+        return x + dropped(self.out(attended.reshape(*x.shape[:-1], -1))), cache.replace(
+            key=key, value=value
+        )
 
     def to_encoded(
-        self, x: Float[Array, "*N D"], norm: Callable, cross: KVCache, mask: Mask, valid: Valid = None,
+        self,
+        x: Float[Array, "*N D"],
+        norm: Callable,
+        cross: KVCache,
+        mask: Mask,
+        valid: Valid = None,
         dropped: Callable = lambda y: y,
-    ) -> Float[Array, "*N D"]:  # fmt: skip
+    ) -> Float[Array, "*N D"]:
         """Returns `x + dropped(cross-attention of norm(x))`; `mask` is True at tokens, which come
         first in each row."""
         if self.native:
@@ -322,9 +420,13 @@ class Attention(nn.Module):
             if cross.heads_per_tile is not None:
                 # Else a TPU's compiler would transpose the product, and for that copy its kernel at
                 # the beginning of every program.
-                query = jax.lax.platform_dependent(query, tpu=jax.lax.optimization_barrier, default=lambda query: query)
+                query = jax.lax.platform_dependent(
+                    query, tpu=jax.lax.optimization_barrier, default=lambda query: query
+                )
             keys = cross.replace(key=key, value=value)
-            return self.attend(self._split(query, cross.batch, cross.heads_per_tile), keys, mask[:, None, None, :])
+            return self.attend(
+                self._split(query, cross.batch, cross.heads_per_tile), keys, mask[:, None, None, :]
+            )
 
         def by_kernel(query, key, value, mask):
             query = query.reshape(cross.batch, -1, query.shape[-1])
@@ -338,23 +440,35 @@ class Attention(nn.Module):
         return x + dropped(self.out(attended.reshape(*x.shape[:-1], -1)))
 
     def to_inputs(
-        self, x: Encoded, norm: Callable, mask: Mask, bias: Float[Array, "L H L"], dropped: Callable = lambda y: y
+        self,
+        x: Encoded,
+        norm: Callable,
+        mask: Mask,
+        bias: Float[Array, "L H L"],
+        dropped: Callable = lambda y: y,
     ) -> Encoded:
         """Returns `x + dropped(self-attention of norm(x))` in an encoder; `mask` as for
         `to_encoded`."""
         if self.native:
             attended = packed_weights.attend_to_inputs(
-                self.qkv.with_packed_weights(x, mask, norm.before(), clear=False), bias, _lengths(mask)
+                self.qkv.with_packed_weights(x, mask, norm.before(), clear=False),
+                bias,
+                _lengths(mask),
             )
             return self.out.with_packed_weights(attended, mask, residual=x)
         query, key, value = self.project(norm(x), len(x))
-        attended = self.attend(query, KVCache(key, value), mask[:, None, None, :], bias.transpose(1, 0, 2)[None])
+        attended = self.attend(
+            query, KVCache(key, value), mask[:, None, None, :], bias.transpose(1, 0, 2)[None]
+        )
         return x + dropped(self.out(attended))
 
     def attend(
-        self, query: Float[Array, "B H T K"], cache: KVCache, mask: Bool[Array, "#B 1 #T S"],
+        self,
+        query: Float[Array, "B H T K"],
+        cache: KVCache,
+        mask: Bool[Array, "#B 1 #T S"],
         bias: Float[Array, "#B heads T S"] | None = None,
-    ) -> States:  # fmt: skip
+    ) -> States:
         """Returns the output of attention before the last product, by XLA.
 
         Args:
@@ -370,7 +484,9 @@ class Attention(nn.Module):
         )
         query = query if cache.key.ndim == 4 else query[0]
         einsum = functools.partial(jnp.einsum, precision=precision_of(query.dtype))
-        scores = einsum("...htk,...hsk->...hts", query, cache.key, preferred_element_type=jnp.float32)
+        scores = einsum(
+            "...htk,...hsk->...hts", query, cache.key, preferred_element_type=jnp.float32
+        )
         shape = scores.shape
         if heads_per_tile > 1:
             mask = jnp.tile(mask, (1, 1, heads_per_tile if mask.shape[2] > 1 else 1, 1))
@@ -382,11 +498,17 @@ class Attention(nn.Module):
             bias = jnp.where(mask, bias.astype(jnp.float32), MASKED)
             mask = bias != MASKED
         scores = scores if bias is None else scores + bias.astype(jnp.float32)
-        weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1).astype(self.dtype).reshape(shape)
+        weights = (
+            jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1)
+            .astype(self.dtype)
+            .reshape(shape)
+        )
         if cache.heads_per_tile is None:
             output = einsum("...hts,...hsk->...thk", weights, cache.value)
         else:
-            output = einsum("...hts,...hsk->...htk", weights, cache.value, preferred_element_type=jnp.float32)
+            output = einsum(
+                "...hts,...hsk->...htk", weights, cache.value, preferred_element_type=jnp.float32
+            )
             output = jnp.swapaxes(gather(output, heads_per_tile).astype(self.dtype), -3, -2)
         return output.reshape(batch, -1, self.heads * self.features)
 

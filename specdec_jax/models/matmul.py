@@ -17,14 +17,20 @@ def product(
 
     The result is in `dtype`.
     """
-    multiply = lambda a, b: jax.lax.dot_general(
-        a, b, (contracted, batch), precision_of(a.dtype), preferred_element_type=dtype
-    )
+
+    def multiply(a, b):
+        return jax.lax.dot_general(
+            a, b, (contracted, batch), precision_of(a.dtype), preferred_element_type=dtype
+        )
+
     if math.prod(a.shape[:-1]) > 1 or (contracted[0], batch) != ((a.ndim - 1,), ((), ())):
         return multiply(a, b)
+
     # For a single row an accelerator's compiler would not use the units for matrices, and would add
     # up in the dtype of the operands.
-    twice = lambda a, b: multiply(jnp.concatenate([a, a], axis=a.ndim - 2), b)[..., :1, :]
+    def twice(a, b):
+        return multiply(jnp.concatenate([a, a], axis=a.ndim - 2), b)[..., :1, :]
+
     return jax.lax.platform_dependent(a, b, cpu=multiply, default=twice)
 
 
@@ -40,7 +46,9 @@ def precision_of(dtype) -> jax.lax.Precision | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rounded_product(x: Float[Array, "N D"], kernel: Float[Array, "D F"], dtype) -> Float32[Array, "N F"]:
+def rounded_product(
+    x: Float[Array, "N D"], kernel: Float[Array, "D F"], dtype
+) -> Float32[Array, "N F"]:
     """Returns `x · kernel` in float32 from operands rounded to `dtype`; the backward pass rounds
     its operands too.
 

@@ -65,9 +65,13 @@ _COMPILE_SECONDS, _PROBE_SECONDS, _ASK_SECONDS = 120, 60, 20
 _FORGOTTEN = 86_400
 # Macros that a compiler defines for instructions it may use, widest first.
 _VECTORS = {
-    "__AVX512F__": "avx512", "__AVX2__": "avx2", "__AVX__": "avx", "__SSE2__": "sse2", "__ARM_FEATURE_SVE": "sve",
-        "__ARM_NEON": "neon",
-}  # fmt: skip
+    "__AVX512F__": "avx512",
+    "__AVX2__": "avx2",
+    "__AVX__": "avx",
+    "__SSE2__": "sse2",
+    "__ARM_FEATURE_SVE": "sve",
+    "__ARM_NEON": "neon",
+}
 
 
 def available() -> bool:
@@ -168,7 +172,9 @@ def _register(library: str) -> None:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError, AttributeError, ValueError):  # standard error may be closed, or None
+    with contextlib.suppress(
+        OSError, AttributeError, ValueError
+    ):  # standard error may be closed, or None
         print(line, file=sys.stderr, flush=True)
 
 
@@ -200,7 +206,9 @@ def _find() -> _Library:
             with contextlib.suppress(OSError):
                 write_file(record, json.dumps({"failed": str(error)}))
             raise
-        write_file(record, json.dumps({"library": os.path.basename(found.path), "origin": found.origin}))
+        write_file(
+            record, json.dumps({"library": os.path.basename(found.path), "origin": found.origin})
+        )
     return found
 
 
@@ -208,10 +216,20 @@ def _key(source: bytes, compiler: _Compiler) -> str:
     """Returns a digest of all that decides what a library contains and where it runs; its name
     begins with it."""
     parts = [
-        source, _PROBE.read_bytes(), jaxlib.__version__, *compiler.command, os.path.realpath(compiler.command[0]),
+        source,
+        _PROBE.read_bytes(),
+        jaxlib.__version__,
+        *compiler.command,
+        os.path.realpath(compiler.command[0]),
         compiler.version,
-        _FLAGS, _NATIVE, TARGETS, platform.system(), platform.machine(), _features(), _libc(),
-    ]  # fmt: skip
+        _FLAGS,
+        _NATIVE,
+        TARGETS,
+        platform.system(),
+        platform.machine(),
+        _features(),
+        _libc(),
+    ]
     return _digest(repr(parts).encode())
 
 
@@ -225,7 +243,9 @@ def _features() -> str:
     if sys.platform == "darwin":
         return _run(["sysctl", "-n", "machdep.cpu.brand_string"], _ASK_SECONDS).output
     try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (
+            pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
     except OSError:
         return platform.processor()
     named = ("flags", "Features", "CPU implementer", "CPU part")
@@ -250,7 +270,9 @@ def _compiler() -> _Compiler:
         if path is None:
             continue
         command = (os.path.abspath(path), *words[1:])
-        name = os.path.basename(next((word for word in reversed(words) if not word.startswith("-")), words[0]))
+        name = os.path.basename(
+            next((word for word in reversed(words) if not word.startswith("-")), words[0])
+        )
         asked = _run([*command, "--version"], _ASK_SECONDS)
         if asked.code != 0:
             raise _Unusable(f"{named or name} --version {_why(asked, _ASK_SECONDS)}")
@@ -268,7 +290,9 @@ def _remembered(record: pathlib.Path) -> _Library | None:
         if "failed" in content:
             if time.time() - record.stat().st_mtime > _FORGOTTEN:
                 return None
-            raise _Unusable(f"{content['failed']} (remembered for a day; {SETTING}=rebuild tries again)")
+            raise _Unusable(
+                f"{content['failed']} (remembered for a day; {SETTING}=rebuild tries again)"
+            )
         path = record.with_name(os.path.basename(content["library"]))
         whole = path.name == _library_name(record.stem, path.read_bytes())
         return _Library(str(path), str(content["origin"])) if whole else None
@@ -295,7 +319,17 @@ def _build(folder: pathlib.Path, key: str, source: bytes, compiler: _Compiler) -
         _say("specdec_jax: compiling its CPU kernel (once, a few seconds) ...")
         made = temporary / "kernel.so"
         native, target = _native(compiler)
-        command = [*compiler.command, *_FLAGS, *native, f"-I{jax.ffi.include_dir()}", "-o", str(made), "-x", "c++", "-"]
+        command = [
+            *compiler.command,
+            *_FLAGS,
+            *native,
+            f"-I{jax.ffi.include_dir()}",
+            "-o",
+            str(made),
+            "-x",
+            "c++",
+            "-",
+        ]
         ended = _run(command, _COMPILE_SECONDS, source)
         if ended.code != 0 or not made.is_file():
             raise _Failed(f"{compiler.name} {_why(ended, _COMPILE_SECONDS)}")
@@ -304,7 +338,9 @@ def _build(folder: pathlib.Path, key: str, source: bytes, compiler: _Compiler) -
         path = folder / _library_name(key, content)
         write_file(path, content)
     number = re.search(r"\d+\.\d+", re.sub(r"\(.*?\)", "", compiler.version))
-    return _Library(str(path), f"built with {compiler.name}{f' {number[0]}' if number else ''} for {target}")
+    return _Library(
+        str(path), f"built with {compiler.name}{f' {number[0]}' if number else ''} for {target}"
+    )
 
 
 def _native(compiler: _Compiler) -> tuple[tuple[str, ...], str]:
@@ -315,8 +351,12 @@ def _native(compiler: _Compiler) -> tuple[tuple[str, ...], str]:
         if asked.code == 0:
             break
     macros = {line.split()[1] for line in asked.output.splitlines() if line.startswith("#define ")}
-    tuned = sorted(match[1] for macro in macros if (match := re.fullmatch(r"__tune_(\w+?)__", macro)))
-    vectors = next((name for macro, name in _VECTORS.items() if macro in macros), "no vectors known")
+    tuned = sorted(
+        match[1] for macro in macros if (match := re.fullmatch(r"__tune_(\w+?)__", macro))
+    )
+    vectors = next(
+        (name for macro, name in _VECTORS.items() if macro in macros), "no vectors known"
+    )
     return flags, f"{tuned[0] if tuned and flags else platform.machine()} ({vectors})"
 
 
@@ -331,7 +371,9 @@ def _try(library: pathlib.Path) -> None:
     command = [sys.executable, "-I", str(_PROBE), asked]
     ended = _run(command, _PROBE_SECONDS, environment={**settings, "JAX_PLATFORMS": "cpu"})
     if ended.code != 0 or ended.output.strip() != "works":
-        raise _Failed(f"the self-test {_why(ended, _PROBE_SECONDS, last=True).replace(str(library), library.name)}")
+        raise _Failed(
+            f"the self-test {_why(ended, _PROBE_SECONDS, last=True).replace(str(library), library.name)}"
+        )
 
 
 # Other processes.
@@ -346,7 +388,10 @@ class _Ended(NamedTuple):
 
 
 def _run(
-    command: Sequence[str], seconds: float, given: bytes = b"", environment: Mapping[str, str | None] | None = None
+    command: Sequence[str],
+    seconds: float,
+    given: bytes = b"",
+    environment: Mapping[str, str | None] | None = None,
 ) -> _Ended:
     """Runs a command, and ends it and all its children when its time is over or this process is
     interrupted.
@@ -359,9 +404,13 @@ def _run(
     settings = {**os.environ, "LC_ALL": "C", **(environment or {})}
     try:
         child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
             env={name: value for name, value in settings.items() if value is not None},
-        )  # fmt: skip
+        )
     except OSError as error:  # 126 is also a shell's status for what cannot be started
         return _Ended(126, "", str(error))
     with child:

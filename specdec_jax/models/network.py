@@ -10,7 +10,16 @@ import numpy as np
 from jaxtyping import Array, Int, Key, Shaped
 
 from specdec_jax.models import fused_mesh, fused_step_selftest, weight_layouts
-from specdec_jax.models.axes import Encoded, Inputs, Logits, PerRow, States, TokenAndLogprob, Tokens, Valid
+from specdec_jax.models.axes import (
+    Encoded,
+    Inputs,
+    Logits,
+    PerRow,
+    States,
+    TokenAndLogprob,
+    Tokens,
+    Valid,
+)
 from specdec_jax.models.cache import ROWS, TILE, KVCache
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.packed_weights import input_bits
@@ -87,7 +96,8 @@ class Network:
         """Returns whether a call with tokens of this shape is the kernel of `fused_step.py` on a
         TPU."""
         return (
-            fused_mesh.fits(self.module, self.params, shape, cache, layers) and fused_step_selftest.SELF_TEST.passed()
+            fused_mesh.fits(self.module, self.params, shape, cache, layers)
+            and fused_step_selftest.SELF_TEST.passed()
         )
 
     @property
@@ -100,14 +110,21 @@ class Network:
         """Runs the encoder; arguments as for `prefill`."""
         inputs, input_lengths = self._by_rows(inputs), self._by_rows(input_lengths)
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
-        return self._by_rows(self.module.apply({"params": self.params}, inputs, mask, method="encode"))
+        return self._by_rows(
+            self.module.apply({"params": self.params}, inputs, mask, method="encode")
+        )
 
     def _by_rows(self, x: Shaped[Array, "*N"]) -> Shaped[Array, "*N"]:
         """Returns `x` with its rows divided over the mesh's data axis."""
         return x if self.rules is None else self.rules.constrain(x, "batch")
 
     def prefill(
-        self, inputs: Inputs, input_lengths: PerRow, slots: int, copies: int = 1, encoded: Encoded | None = None
+        self,
+        inputs: Inputs,
+        input_lengths: PerRow,
+        slots: int,
+        copies: int = 1,
+        encoded: Encoded | None = None,
     ) -> Any:
         """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each
         input.
@@ -120,27 +137,38 @@ class Network:
             the encoder.
         """
         if not decoder_only(self):
-            encoded = self._by_rows(self.encode(inputs, input_lengths) if encoded is None else encoded)
+            encoded = self._by_rows(
+                self.encode(inputs, input_lengths) if encoded is None else encoded
+            )
         mask, apply = jnp.arange(inputs.shape[1]) < input_lengths[:, None], self.module.apply
         more = (
             {} if self.heads_per_tile is None else {"heads_per_tile": self.heads_per_tile}
         )  # a family need not have this argument
-        cache = apply({"params": self.params}, inputs, mask, slots, copies, encoded, **more, method="prefill")
+        cache = apply(
+            {"params": self.params}, inputs, mask, slots, copies, encoded, **more, method="prefill"
+        )
         return self._placed(cache)
 
     def _placed(self, cache):
         """Returns a new cache with its layout on the mesh set and fixed."""
-        is_layer = lambda node: isinstance(node, KVCache)
+
+        def is_layer(node):
+            return isinstance(node, KVCache)
+
         cache = jax.tree.map(
             lambda layer: (
-                layer.replace(rules=self.rules, tile_queries=self.platform == "tpu") if is_layer(layer) else layer
+                layer.replace(rules=self.rules, tile_queries=self.platform == "tpu")
+                if is_layer(layer)
+                else layer
             ),
             cache,
             is_leaf=is_layer,
         )
         return constrain_sharding(cache, self.rules)
 
-    def decode(self, tokens: Tokens, positions: PerRow, cache: Any, valid: Valid = None) -> tuple[Logits, Any]:
+    def decode(
+        self, tokens: Tokens, positions: PerRow, cache: Any, valid: Valid = None
+    ) -> tuple[Logits, Any]:
         """Feeds `tokens` at positions `positions[b] … positions[b] + T − 1`, overwriting those
         slots.
 
@@ -157,24 +185,51 @@ class Network:
         return self.head(states, valid), cache
 
     def decode_states(
-        self, tokens: Tokens, positions: PerRow, cache: Any, layers: int | None = None, valid: Valid = None
+        self,
+        tokens: Tokens,
+        positions: PerRow,
+        cache: Any,
+        layers: int | None = None,
+        valid: Valid = None,
     ) -> tuple[States, Any]:
         """Does what `decode` does, but for the head: returns states after the first `layers` layers
         (None: all) and the final norm, and the new cache."""
         count, alone = tokens.shape[1], len(tokens) == 1
-        if alone and count < self.min_query_len and not self._is_one_kernel(tokens.shape, cache, layers):
+        if (
+            alone
+            and count < self.min_query_len
+            and not self._is_one_kernel(tokens.shape, cache, layers)
+        ):
             more = ((0, 0), (0, self.min_query_len - count))
-            wider = lambda x: x if x is None else jnp.pad(x, more, mode="edge")
-            states, cache = self.decode_states(wider(tokens), positions, cache, layers, wider(valid))
+
+            def wider(x):
+                return x if x is None else jnp.pad(x, more, mode="edge")
+
+            states, cache = self.decode_states(
+                wider(tokens), positions, cache, layers, wider(valid)
+            )
             return states[:, :count], cache
         tokens, positions = self._by_rows(tokens), self._by_rows(positions)
         apply = functools.partial(self.module.apply, {"params": self.params})
-        run = lambda *call: apply(*call, layers, valid, method="decode_states")
+
+        def run(*call):
+            return apply(*call, layers, valid, method="decode_states")
+
         if self._is_one_kernel(tokens.shape, cache, layers):
-            embed = lambda tokens: apply(tokens, method=lambda module, tokens: module.token_embedder(tokens))
-            fused = functools.partial(fused_mesh.decode_states, self.module, self.params, layers=layers)
-            on_tpu = lambda tokens, positions, cache: fused(embed(tokens), positions, cache)
-            states, cache = jax.lax.platform_dependent(tokens, positions, cache, tpu=on_tpu, default=run)
+
+            def embed(tokens):
+                return apply(tokens, method=lambda module, tokens: module.token_embedder(tokens))
+
+            fused = functools.partial(
+                fused_mesh.decode_states, self.module, self.params, layers=layers
+            )
+
+            def on_tpu(tokens, positions, cache):
+                return fused(embed(tokens), positions, cache)
+
+            states, cache = jax.lax.platform_dependent(
+                tokens, positions, cache, tpu=on_tpu, default=run
+            )
         else:
             states, cache = run(tokens, positions, cache)
         return self._by_rows(states), constrain_sharding(cache, self.rules)
@@ -189,11 +244,19 @@ class Network:
           positions: P, positions of the longest sequence.
         """
         return constrain_sharding(
-            self.module.apply({"params": self.params}, cache, slots, positions, method="node_cache"), self.rules
+            self.module.apply(
+                {"params": self.params}, cache, slots, positions, method="node_cache"
+            ),
+            self.rules,
         )
 
     def decode_nodes(
-        self, tokens: Tokens, nodes: AnyNodes, cache: Any, valid: Valid = None, layers: int | None = None
+        self,
+        tokens: Tokens,
+        nodes: AnyNodes,
+        cache: Any,
+        valid: Valid = None,
+        layers: int | None = None,
     ) -> tuple[States, Any]:
         """Feeds `tokens` as nodes of trees; the cache is from `node_cache`, `valid` as for
         `decode`, and `layers` as for `decode_states`.
@@ -203,7 +266,14 @@ class Network:
         """
         tokens, apply = self._by_rows(tokens), self.module.apply
         states, cache = apply(
-            {"params": self.params}, tokens, None, cache, layers, valid, nodes, method="decode_states"
+            {"params": self.params},
+            tokens,
+            None,
+            cache,
+            layers,
+            valid,
+            nodes,
+            method="decode_states",
         )
         return self._by_rows(states), constrain_sharding(cache, self.rules)
 
@@ -213,9 +283,13 @@ class Network:
 
     def head(self, states: States, valid: Valid = None) -> Logits:
         """Returns the logits of the states that `decode_states` or `decode_nodes` returned."""
-        return self._by_rows(self.module.apply({"params": self.params}, states, valid, method="head"))
+        return self._by_rows(
+            self.module.apply({"params": self.params}, states, valid, method="head")
+        )
 
-    def greedy_token_and_logprob(self, states: States, valid: Valid = None, normalize: bool = True) -> TokenAndLogprob:
+    def greedy_token_and_logprob(
+        self, states: States, valid: Valid = None, normalize: bool = True
+    ) -> TokenAndLogprob:
         """Returns each position's argmax token and its log-probability without storing logits; only
         if it `skips_padding`.
 
@@ -224,14 +298,20 @@ class Network:
           log-probabilities, NaN there and where a logit is infinite. Without `normalize` the
           log-probabilities are meaningless.
         """
-        return self.module.apply({"params": self.params}, states, valid, normalize, method="greedy_token_and_logprob")
+        return self.module.apply(
+            {"params": self.params}, states, valid, normalize, method="greedy_token_and_logprob"
+        )
 
     def shortlisted(self, ids: Int[Array, " F"]) -> "Network":
         """Returns the network with a head for `ids` only, so that logits are `[B, T, F]`; other
         arrays are shared."""
         config, native = self.config, self.module.native
-        params = weight_layouts.with_head(self.params, config.logits_via_embedding, native, np.asarray(ids))
-        return self.replace(params=params, module=config.with_own_head().module(fuses(self.rules), native))
+        params = weight_layouts.with_head(
+            self.params, config.logits_via_embedding, native, np.asarray(ids)
+        )
+        return self.replace(
+            params=params, module=config.with_own_head().module(fuses(self.rules), native)
+        )
 
     def in_int8(self) -> "Network":
         """Returns the network with the kernels of decoder steps, the head's too, in int8; other
@@ -242,20 +322,32 @@ class Network:
 
     def head_alone(self) -> "Network":
         """Returns the part of the network that `head` needs; the arrays are shared."""
-        decoder = {name: node for name, node in self.params["decoder"].items() if name == "logits_dense"}
-        return self.replace(params={"token_embedder": self.params["token_embedder"], "decoder": decoder})
+        decoder = {
+            name: node for name, node in self.params["decoder"].items() if name == "logits_dense"
+        }
+        return self.replace(
+            params={"token_embedder": self.params["token_embedder"], "decoder": decoder}
+        )
 
     def teacher_forced(
-        self, inputs: Inputs, input_lengths: PerRow, decoder_tokens: Tokens, encoded: Encoded | None = None
+        self,
+        inputs: Inputs,
+        input_lengths: PerRow,
+        decoder_tokens: Tokens,
+        encoded: Encoded | None = None,
     ) -> Logits:
         """Returns the logits of whole sequences, computed without a cache; other arguments as for
         `prefill`."""
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
-        logits = self.module.apply({"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded)
+        logits = self.module.apply(
+            {"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded
+        )
         return constrain_sharding(logits, self.rules)
 
 
-def heads_per_tile_of(platform: str, module: FamilyModule, rules: ShardingRules | None) -> int | None:
+def heads_per_tile_of(
+    platform: str, module: FamilyModule, rules: ShardingRules | None
+) -> int | None:
     """Returns `KVCache.heads_per_tile` for a network's caches on a platform: "cpu", "tpu" or
     another."""
     if platform == "cpu" or not module.joins_heads:
@@ -295,7 +387,9 @@ def decoder_only(model) -> bool:
 
 
 def join(
-    inputs: Int[np.ndarray, "B L"], input_lengths: Int[np.ndarray, " B"], tokens: Int[np.ndarray, "B T"]
+    inputs: Int[np.ndarray, "B L"],
+    input_lengths: Int[np.ndarray, " B"],
+    tokens: Int[np.ndarray, "B T"],
 ) -> tuple[Int[np.ndarray, "B L+T"], Int[np.ndarray, "B T"]]:
     """Returns sequences of each row's input, cut at its length, followed by `tokens`; and the
     places of `tokens`."""
@@ -320,12 +414,18 @@ def padded_lengths(tokens: Int[np.ndarray, "B L"]) -> Int[np.ndarray, " B"]:
     length = tokens.shape[1]
     if not length:
         return np.zeros(len(tokens), np.int32)
-    return np.where(tokens.any(axis=1), length - np.argmax(tokens[:, ::-1] != 0, axis=1), 0).astype(np.int32)
+    return np.where(tokens.any(axis=1), length - np.argmax(tokens[:, ::-1] != 0, axis=1), 0).astype(
+        np.int32
+    )
 
 
 @jax.jit
 def teacher_forced_logits(
-    network: Network, inputs: Inputs, input_lengths: PerRow, decoder_tokens: Tokens, encoder: Network | None
+    network: Network,
+    inputs: Inputs,
+    input_lengths: PerRow,
+    decoder_tokens: Tokens,
+    encoder: Network | None,
 ) -> Logits:
     encoded = encoder and encoder.encode(inputs, input_lengths)
     return network.teacher_forced(inputs, input_lengths, decoder_tokens, encoded)
@@ -334,7 +434,9 @@ def teacher_forced_logits(
 @jax.jit
 def continuation_logits(network: Network, sequences: Inputs, places: Tokens) -> Logits:
     """Returns the logits at `places` of `sequences`, for a decoder-only network."""
-    return constrain_sharding(network.module.apply({"params": network.params}, sequences, places), network.rules)
+    return constrain_sharding(
+        network.module.apply({"params": network.params}, sequences, places), network.rules
+    )
 
 
 def initial_params(module: FamilyModule, key: Key[Array, ""]) -> dict:
@@ -343,9 +445,16 @@ def initial_params(module: FamilyModule, key: Key[Array, ""]) -> dict:
 
 
 @functools.partial(jax.jit, static_argnames=("module", "dtype", "rules"))
-def random_params(key: Key[Array, ""], *, module: FamilyModule, dtype, rules: ShardingRules | None = None) -> dict:
+def random_params(
+    key: Key[Array, ""], *, module: FamilyModule, dtype, rules: ShardingRules | None = None
+) -> dict:
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), initial_params(module, key))
     if rules is None:
         return params
-    place = lambda name, leaf: jax.lax.with_sharding_constraint(leaf, rules.of_parameter(name, leaf.shape))
-    return jax.tree.map_with_path(lambda path, leaf: place("/".join(key.key for key in path), leaf), params)
+
+    def place(name, leaf):
+        return jax.lax.with_sharding_constraint(leaf, rules.of_parameter(name, leaf.shape))
+
+    return jax.tree.map_with_path(
+        lambda path, leaf: place("/".join(key.key for key in path), leaf), params
+    )

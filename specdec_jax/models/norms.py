@@ -22,7 +22,9 @@ class RMSNorm(nn.Module):
     native: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None) -> Float[Array, "*N D"]:
+    def __call__(
+        self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None
+    ) -> Float[Array, "*N D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         if self.native:
             return normalize(x, self.before(), valid)
@@ -42,7 +44,9 @@ class LayerNorm(nn.Module):
     native: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None) -> Float[Array, "*N D"]:
+    def __call__(
+        self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None
+    ) -> Float[Array, "*N D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         if self.native:
@@ -54,4 +58,6 @@ class LayerNorm(nn.Module):
 
     def before(self) -> Before:
         """Returns this norm as what comes before a product with a kernel packed."""
-        return Before("layer", self.get_variable("params", "scale"), self.get_variable("params", "bias"))
+        return Before(
+            "layer", self.get_variable("params", "scale"), self.get_variable("params", "bias")
+        )

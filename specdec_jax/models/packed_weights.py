@@ -49,7 +49,11 @@ def needed(dtype, quantize: str | None = None) -> str:
     """Returns a line, for messages, that says where kernels can be multiplied in int8 (None: in
     any of the ways) and what there is."""
     backend, dtype = jax.default_backend(), np.dtype(dtype).name
-    there = native.state() if (backend, dtype) == ("cpu", "float32") else f"{dtype} on the backend {backend}"
+    there = (
+        native.state()
+        if (backend, dtype) == ("cpu", "float32")
+        else f"{dtype} on the backend {backend}"
+    )
     places = "for float32 on a CPU with the package's own kernel"
     places += "" if quantize == "w8a8" else " or on an accelerator"
     return f"8 bits only {places}, without a mesh or matmul_dtype (here: {there})"
@@ -94,7 +98,9 @@ class Before(NamedTuple):
     def attributes(self) -> dict[str, np.int64]:
         """Returns the numbers by which `native.cc` knows the kind and the activations."""
         first, second = (*map(_ACTIVATIONS.index, self.activations), 0, 0)[:2]
-        return dict(before=np.int64(_KINDS.index(self.kind)), first=np.int64(first), second=np.int64(second))
+        return dict(
+            before=np.int64(_KINDS.index(self.kind)), first=np.int64(first), second=np.int64(second)
+        )
 
 
 @flax.struct.dataclass
@@ -117,19 +123,31 @@ class PackedWeights:
     derived: bool = flax.struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def pack(cls, kernel: Float[Array, "D F"] | Int8Kernel, derived: bool = False) -> "PackedWeights":
+    def pack(
+        cls, kernel: Float[Array, "D F"] | Int8Kernel, derived: bool = False
+    ) -> "PackedWeights":
         """Stores a kernel, in float32 or in int8, packed."""
         if isinstance(kernel, Int8Kernel):
             lines, columns = kernel.values.shape
             assert kernel.input_bits, "the CPU's own kernels round inputs"
-            return cls(_cut_groups(kernel.values, 32 // kernel.input_bits), kernel.scales, lines, columns, derived)
+            return cls(
+                _cut_groups(kernel.values, 32 // kernel.input_bits),
+                kernel.scales,
+                lines,
+                columns,
+                derived,
+            )
         lines, columns = kernel.shape
         return cls(_cut(jnp.asarray(kernel)), None, lines, columns, derived)
 
     def kernel(self) -> Float[Array, "D F"] | Int8Kernel:
         """Returns what `of` was given."""
         values = _joined(self.values, self.lines, self.columns)
-        return values if self.scales is None else Int8Kernel(values, self.scales, 32 // self.values.shape[-1])
+        return (
+            values
+            if self.scales is None
+            else Int8Kernel(values, self.scales, 32 // self.values.shape[-1])
+        )
 
     def matrix(self) -> Float[Array, "D F"]:
         """Returns the kernel as float32."""
@@ -137,10 +155,15 @@ class PackedWeights:
         return kernel.matrix() if isinstance(kernel, Int8Kernel) else kernel
 
     def product(
-        self, x: Float[Array, "*N D"], output_dtype, valid: Bool[Array, "*N"] | None = None,
-        before: Before = Before("nothing"), bias: Float[Array, " F"] | None = None,
-        residual: Float[Array, "*N F"] | None = None, clear: bool = True,
-    ) -> Float[Array, "*N {self.columns}"]:  # fmt: skip
+        self,
+        x: Float[Array, "*N D"],
+        output_dtype,
+        valid: Bool[Array, "*N"] | None = None,
+        before: Before = Before("nothing"),
+        bias: Float[Array, " F"] | None = None,
+        residual: Float[Array, "*N F"] | None = None,
+        clear: bool = True,
+    ) -> Float[Array, "*N {self.columns}"]:
         """Returns `before(x)` times the kernel, plus `bias` and `residual` where they are given.
 
         Rows that are False in `valid` are not computed. With `clear` they are 0; without, they are
@@ -185,7 +208,9 @@ def _cut_groups(kernel: Int8[Array, "D F"], group: int) -> Int8[Array, "panels g
 
 @functools.partial(jax.jit, static_argnames=("lines", "columns"))
 def _joined(
-    values: Float[Array, "panels D 16"] | Int8[Array, "panels groups 16 group"], lines: int, columns: int
+    values: Float[Array, "panels D 16"] | Int8[Array, "panels groups 16 group"],
+    lines: int,
+    columns: int,
 ) -> Shaped[Array, "{lines} {columns}"]:
     if values.ndim == 4:  # in groups
         values = values.swapaxes(2, 3).reshape(len(values), -1, _COLUMNS)
@@ -201,7 +226,9 @@ def _flags(valid: Bool[Array, "..."] | None) -> Bool[Array, "..."]:
 
 
 def rows(
-    table: Float32[Array, "lines D"], numbers: Int[Array, "*N"], valid: Bool[Array, "*N"] | None = None
+    table: Float32[Array, "lines D"],
+    numbers: Int[Array, "*N"],
+    valid: Bool[Array, "*N"] | None = None,
 ) -> Float32[Array, "*N D"]:
     """Returns the rows of `table` with the given numbers, which are clipped to the table; 0 where
     `valid` is False."""
@@ -214,8 +241,16 @@ def normalize(
     x: Float32[Array, "*N D"], norm: Before, valid: Bool[Array, "*N"] | None = None
 ) -> Float32[Array, "*N D"]:
     """Returns what `norm` makes of each row, 0 where `valid` is False."""
-    call = jax.ffi.ffi_call("specdec_norm", jax.ShapeDtypeStruct(x.shape, x.dtype), vmap_method="sequential")
-    return call(x, _or_none(norm.scale), _or_none(norm.bias), _flags(valid), before=norm.attributes()["before"])
+    call = jax.ffi.ffi_call(
+        "specdec_norm", jax.ShapeDtypeStruct(x.shape, x.dtype), vmap_method="sequential"
+    )
+    return call(
+        x,
+        _or_none(norm.scale),
+        _or_none(norm.bias),
+        _flags(valid),
+        before=norm.attributes()["before"],
+    )
 
 
 def log_sums(x: Float32[Array, "*N V"]) -> tuple[Float32[Array, "*N"], Float32[Array, "*N"]]:
@@ -229,10 +264,15 @@ def log_sums(x: Float32[Array, "*N V"]) -> tuple[Float32[Array, "*N"], Float32[A
 
 
 def attend_to_cache(
-    qkv: Float32[Array, "B T QKV"], keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"],
-    bias: Float32[Array, "S H S"] | None, positions: Int32[Array, " B"], divisor: float, valid: Valid = None,
+    qkv: Float32[Array, "B T QKV"],
+    keys: Float32[Array, "*B H S K"],
+    values: Float32[Array, "*B H S K"],
+    bias: Float32[Array, "S H S"] | None,
+    positions: Int32[Array, " B"],
+    divisor: float,
+    valid: Valid = None,
     clear: bool = True,
-) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
+) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:
     """Writes new keys and values to the caches, in place, and attends to all slots up to each
     query's own.
 
@@ -253,16 +293,36 @@ def attend_to_cache(
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
     output = jax.ShapeDtypeStruct((batch, queries, width // 3), jnp.float32)
     call = jax.ffi.ffi_call(
-        "specdec_self_attention", (output, *shapes), vmap_method="sequential", input_output_aliases={1: 1, 2: 2}
+        "specdec_self_attention",
+        (output, *shapes),
+        vmap_method="sequential",
+        input_output_aliases={1: 1, 2: 2},
     )
     bias = jnp.zeros((0, 0, 0)) if bias is None else bias
-    return tuple(call(qkv, keys, values, bias, positions, _flags(valid), divisor=np.float32(divisor), clear=clear))
+    return tuple(
+        call(
+            qkv,
+            keys,
+            values,
+            bias,
+            positions,
+            _flags(valid),
+            divisor=np.float32(divisor),
+            clear=clear,
+        )
+    )
 
 
 def attend_to_nodes(
-    qkv: Float32[Array, "B T QKV"], keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"],
-    bias: Float32[Array, "H P"] | None, nodes: AnyNodes, divisor: float, valid: Valid = None, clear: bool = True,
-) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
+    qkv: Float32[Array, "B T QKV"],
+    keys: Float32[Array, "*B H S K"],
+    values: Float32[Array, "*B H S K"],
+    bias: Float32[Array, "H P"] | None,
+    nodes: AnyNodes,
+    divisor: float,
+    valid: Valid = None,
+    clear: bool = True,
+) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:
     """Does what `attend_to_cache` does, for nodes of trees, each of which attends to its ancestors
     and itself.
 
@@ -276,7 +336,10 @@ def attend_to_nodes(
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
     output = jax.ShapeDtypeStruct((batch, queries, width // 3), jnp.float32)
     call = jax.ffi.ffi_call(
-        "specdec_node_attention", (output, *shapes), vmap_method="sequential", input_output_aliases={1: 1, 2: 2}
+        "specdec_node_attention",
+        (output, *shapes),
+        vmap_method="sequential",
+        input_output_aliases={1: 1, 2: 2},
     )
     bias = jnp.zeros((0, 0)) if bias is None else bias
     arguments = qkv, keys, values, bias, nodes.starts, nodes.positions, nodes.paths, _flags(valid)
@@ -284,19 +347,27 @@ def attend_to_nodes(
 
 
 def move(
-    keys: Float32[Array, "*B H S K"], values: Float32[Array, "*B H S K"], sources: Int32[Array, "B M"],
+    keys: Float32[Array, "*B H S K"],
+    values: Float32[Array, "*B H S K"],
+    sources: Int32[Array, "B M"],
     starts: Int32[Array, " B"],
-) -> tuple[Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:  # fmt: skip
+) -> tuple[Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:
     """Does what `KVCache.move` does, in place."""
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
-    call = jax.ffi.ffi_call("specdec_move", shapes, vmap_method="sequential", input_output_aliases={0: 0, 1: 1})
+    call = jax.ffi.ffi_call(
+        "specdec_move", shapes, vmap_method="sequential", input_output_aliases={0: 0, 1: 1}
+    )
     return tuple(call(keys, values, sources, starts))
 
 
 def attend_to_encoded(
-    query: Float32[Array, "B T HK"], keys: Float32[Array, "B H L K"], values: Float32[Array, "B H L K"],
-    lengths: Int32[Array, " B"], valid: Valid = None, clear: bool = True,
-) -> Float32[Array, "B T H*K"]:  # fmt: skip
+    query: Float32[Array, "B T HK"],
+    keys: Float32[Array, "B H L K"],
+    values: Float32[Array, "B H L K"],
+    lengths: Int32[Array, " B"],
+    valid: Valid = None,
+    clear: bool = True,
+) -> Float32[Array, "B T H*K"]:
     """Returns the attention of queries over the first `lengths` keys and values of each row.
 
     It is 0 for a row of length 0, and for positions that are False in `valid`; `clear` as for
@@ -319,4 +390,6 @@ def attend_to_inputs(
       bias: added to the scores, by query position.
     """
     result = jax.ShapeDtypeStruct((*qkv.shape[:2], qkv.shape[2] // 3), jnp.float32)
-    return jax.ffi.ffi_call("specdec_encoder_attention", result, vmap_method="sequential")(qkv, bias, lengths)
+    return jax.ffi.ffi_call("specdec_encoder_attention", result, vmap_method="sequential")(
+        qkv, bias, lengths
+    )

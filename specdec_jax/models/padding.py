@@ -39,7 +39,9 @@ def without_padding(
         lengths = _checked_lengths(input_lengths, attention_mask, rows, width)
     if attention_mask is not None:
         return from_left(inputs, _marked(attention_mask, inputs.shape))
-    if decoder_only(model) or (input_lengths is not None and getattr(model, "vocabulary", None) is None):
+    if decoder_only(model) or (
+        input_lengths is not None and getattr(model, "vocabulary", None) is None
+    ):
         return inputs, lengths  # nothing says that 0 is padding where lengths say that it counts
     pad = padding_id(model)
     text = (inputs != (PAD_ID if pad is None else pad)) & (np.arange(width) < lengths[:, None])
@@ -61,7 +63,9 @@ def from_left(
     starts = np.where(ends > 0, width - padded_lengths(marked[:, ::-1]), 0)
     places = starts[:, None] + np.arange(width)
     if starts.any():
-        ids = np.where(places < width, np.take_along_axis(ids, np.minimum(places, width - 1), axis=1), PAD_ID)
+        ids = np.where(
+            places < width, np.take_along_axis(ids, np.minimum(places, width - 1), axis=1), PAD_ID
+        )
     return ids, (ends - starts).astype(np.int32)
 
 
@@ -80,8 +84,12 @@ def _marked(attention_mask: Any, shape: tuple[int, ...]) -> Bool[np.ndarray, "B 
     mask = arguments.as_array(attention_mask)
     if mask.shape != shape or mask.dtype.kind not in "biuf" or np.any((mask != 0) & (mask != 1)):
         got = f"shape {mask.shape}" if mask.shape != shape else "other values"
-        raise ValueError(f"attention_mask: got {got}, expected 0 or 1 for each id, in shape {shape}")
+        raise ValueError(
+            f"attention_mask: got {got}, expected 0 or 1 for each id, in shape {shape}"
+        )
     holes = np.sum(np.diff(mask.astype(np.int8), axis=1, prepend=0) == 1, axis=1) > 1
     if holes.any():
-        raise ValueError(f"attention_mask: got 0 inside the text of input {np.argmax(holes)}, expected none there")
+        raise ValueError(
+            f"attention_mask: got 0 inside the text of input {np.argmax(holes)}, expected none there"
+        )
     return mask.astype(bool)

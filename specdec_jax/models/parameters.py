@@ -25,7 +25,11 @@ def flatten(tree: dict, prefix: str = "") -> dict:
     """Returns a nested dict as one dict with `/`-joined names, which begin with `prefix`."""
     flat = {}
     for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= (
+            flatten(value, f"{prefix}{key}/")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 

@@ -49,7 +49,9 @@ class RelativePositionBias(nn.Module):
 
     def _at(self, distances: Int[np.ndarray, "*N"]) -> Float32[Array, "H ..."]:
         """Returns the bias of each distance, which is key position − query position."""
-        buckets = relative_position_bucket(distances, self.bidirectional, self.num_buckets, self.max_distance)
+        buckets = relative_position_bucket(
+            distances, self.bidirectional, self.num_buckets, self.max_distance
+        )
         return jnp.take(self.rel_embedding.astype(jnp.float32), buckets, axis=1)
 
 
@@ -76,14 +78,18 @@ def relative_position_bucket(
     return offset + np.where(distance < exact, distance, np.minimum(large, num_buckets - 1))
 
 
-def node_biases(bias: Float32[Array, "H P"], distances: Int[Array, "B T S"]) -> Float32[Array, "B H T S"]:
+def node_biases(
+    bias: Float32[Array, "H P"], distances: Int[Array, "B T S"]
+) -> Float32[Array, "B H T S"]:
     """Returns the bias of keys that are accepted `distances` positions before their queries.
 
     Args:
       bias: the bias of the last of P query positions: the key at distance d has column P − 1 − d.
       distances: as from `Nodes.distances`; those below 0 count as 0, since their keys are masked.
     """
-    return jnp.take(bias, bias.shape[1] - 1 - jnp.maximum(distances, 0), axis=1).transpose(1, 0, 2, 3)
+    return jnp.take(bias, bias.shape[1] - 1 - jnp.maximum(distances, 0), axis=1).transpose(
+        1, 0, 2, 3
+    )
 
 
 def seen_from(positions: PerRow, queries: int, slots: int) -> Bool[Array, "B 1 {queries} {slots}"]:
@@ -119,7 +125,12 @@ def biases_from(
 
 
 def seen_and_biases(
-    biases: Sequence[Array], positions: PerRow | None, queries: int, slots: int, nodes: AnyNodes | None, room: int = 0
+    biases: Sequence[Array],
+    positions: PerRow | None,
+    queries: int,
+    slots: int,
+    nodes: AnyNodes | None,
+    room: int = 0,
 ) -> tuple[Bool[Array, "B 1 T {slots}"], list[Float[Array, "B H T {slots}"]]]:
     """Returns the mask and the biases of a call over `queries` tokens a row, and of T in all.
 

@@ -23,10 +23,18 @@ AXES = ("data", "model")
 # T5X's `standard_logical_axis_rules` for one axis that divides activations and parameters; the last
 # one is our own.
 RULES = {
-    "batch": "data", "vocab": "model", "embed": None, "mlp": "model", "heads": "model", "kv": None, "joined_kv":
-        "model",
-    "relpos_buckets": None, "abspos_buckets": None, "length": None, "fused_inputs": "model",
-}  # fmt: skip
+    "batch": "data",
+    "vocab": "model",
+    "embed": None,
+    "mlp": "model",
+    "heads": "model",
+    "kv": None,
+    "joined_kv": "model",
+    "relpos_buckets": None,
+    "abspos_buckets": None,
+    "length": None,
+    "fused_inputs": "model",
+}
 # The logical axes of parameters by the last two parts of their names; all others are on every
 # device.
 _PARAMETERS = {
@@ -62,10 +70,16 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
         arguments.check_integer(name, value, 1)
     devices, count = jax.devices(), data * model
     if count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
-        expected = f"all of the {len(devices)}" if jax.process_count() > 1 else f"1 to {len(devices)}, which there are"
+        expected = (
+            f"all of the {len(devices)}"
+            if jax.process_count() > 1
+            else f"1 to {len(devices)}, which there are"
+        )
         raise ValueError(f"mesh: got {data}x{model} devices, expected {expected}")
     if count == len(devices):
-        return Mesh(mesh_utils.create_device_mesh((data, model), devices), AXES)  # neighbours on a TPU's links
+        return Mesh(
+            mesh_utils.create_device_mesh((data, model), devices), AXES
+        )  # neighbours on a TPU's links
     return Mesh(np.array(devices[:count]).reshape(data, model), AXES)
 
 
@@ -73,7 +87,9 @@ def parse_mesh(text: str) -> tuple[int, int]:
     """Returns (2, 4) for "2x4"; raises ValueError for a text of another form."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not match:
-        raise ValueError(f"mesh: got {text!r}, expected DATAxMODEL, two numbers of devices, such as 1x4")
+        raise ValueError(
+            f"mesh: got {text!r}, expected DATAxMODEL, two numbers of devices, such as 1x4"
+        )
     return int(match[1]), int(match[2])
 
 
@@ -123,7 +139,10 @@ class ShardingRules:
         """
         axes = _PARAMETERS.get("/".join(name.split("/")[-2:]), ())
         return self.sharding(
-            *(None if axis == "vocab" and size % self.parts else axis for axis, size in zip(axes, shape))
+            *(
+                None if axis == "vocab" and size % self.parts else axis
+                for axis, size in zip(axes, shape)
+            )
         )
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
@@ -138,8 +157,13 @@ class ShardingRules:
           axes: the logical axes of each argument.
           result: the logical axes of the result.
         """
-        spec = lambda axes: self.sharding(*axes).spec
-        return jax.shard_map(function, mesh=self.mesh, in_specs=tuple(map(spec, axes)), out_specs=spec(result))
+
+        def spec(axes):
+            return self.sharding(*axes).spec
+
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=tuple(map(spec, axes)), out_specs=spec(result)
+        )
 
     def put(self, tree):
         """Returns `tree` with every array that is not yet on this mesh copied whole to each of its
@@ -151,7 +175,9 @@ class ShardingRules:
                 if leaf.sharding.device_set == whole.device_set:
                     return leaf
                 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                    return jax.random.wrap_key_data(put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+                    return jax.random.wrap_key_data(
+                        put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)
+                    )
             host = np.asarray(leaf)
             return jax.make_array_from_callback(host.shape, whole, lambda index: host[index])
 
@@ -171,7 +197,9 @@ class ShardingRules:
         """Checks that `rows` rows can be divided; raises ValueError otherwise. `name` is the
         argument to blame."""
         if rows % self.rows:
-            raise ValueError(f"{name}: got {rows} rows, expected a multiple of the mesh's data axis, {self.rows}")
+            raise ValueError(
+                f"{name}: got {rows} rows, expected a multiple of the mesh's data axis, {self.rows}"
+            )
 
 
 def row_parts(rules: ShardingRules | None) -> int:
@@ -179,7 +207,9 @@ def row_parts(rules: ShardingRules | None) -> int:
     return 1 if rules is None else rules.rows
 
 
-def read(sharding: NamedSharding, shape: tuple[int, ...], load: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+def read(
+    sharding: NamedSharding, shape: tuple[int, ...], load: Callable[[tuple[slice, ...]], np.ndarray]
+) -> jax.Array:
     """Makes an array on the mesh, of which each process reads, once, only what its own devices
     hold.
 
@@ -195,7 +225,11 @@ def read(sharding: NamedSharding, shape: tuple[int, ...], load: Callable[[tuple[
 
     def shard(indices):
         whole = [slice(*index.indices(size)) for index, size in zip(indices, shape)]
-        return part[tuple(slice(i.start - outer.start, i.stop - outer.start) for i, outer in zip(whole, box))]
+        return part[
+            tuple(
+                slice(i.start - outer.start, i.stop - outer.start) for i, outer in zip(whole, box)
+            )
+        ]
 
     return jax.make_array_from_callback(shape, sharding, shard)
 
@@ -209,7 +243,12 @@ def constrain_sharding(tree, rules: ShardingRules | None):
     """
     if rules is None:
         return tree
-    owns = lambda node: hasattr(node, "constrain_sharding")
+
+    def owns(node):
+        return hasattr(node, "constrain_sharding")
+
     return jax.tree.map(
-        lambda node: node.constrain_sharding() if owns(node) else rules.constrain(node), tree, is_leaf=owns
+        lambda node: node.constrain_sharding() if owns(node) else rules.constrain(node),
+        tree,
+        is_leaf=owns,
     )

@@ -53,7 +53,9 @@ def read_frame(processor: Any, size: int) -> Frame | None:
         ) from None
     for token in (*frame.before, *frame.after):
         if type(token) is not int or not 0 <= token < size:
-            raise ValueError(f"post_processor: got id {shown(token)}, expected ids of the vocabulary, below {size}")
+            raise ValueError(
+                f"post_processor: got id {shown(token)}, expected ids of the vocabulary, below {size}"
+            )
     return frame
 
 
@@ -66,7 +68,9 @@ def _frame(processor: dict) -> Frame:
         return Frame((processor["cls"][1],), (processor["sep"][1],))
     if kind == "Sequence":
         frames = [frame for frame in map(_frame, processor["processors"]) if any(frame)]
-        (frame,) = frames or [Frame()]  # after one template the library reads the next as one for pairs
+        (frame,) = frames or [
+            Frame()
+        ]  # after one template the library reads the next as one for pairs
         return frame
     if kind != "TemplateProcessing":
         raise ValueError(kind)
@@ -88,14 +92,19 @@ def template(before: Sequence[str], after: Sequence[str], ids: Mapping[str, int]
     """Returns the `post_processor` that puts tokens with these ids before and after a text."""
 
     def around(text: str) -> list[dict]:
-        special = [[{"SpecialToken": {"id": token, "type_id": 0}} for token in part] for part in (before, after)]
+        special = [
+            [{"SpecialToken": {"id": token, "type_id": 0}} for token in part]
+            for part in (before, after)
+        ]
         return [*special[0], {"Sequence": {"id": text, "type_id": 0}}, *special[1]]
 
     return {
         "type": "TemplateProcessing",
         "single": around("A"),
         "pair": around("A") + around("B"),
-        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]} for token, i in ids.items()},
+        "special_tokens": {
+            token: {"id": token, "ids": [i], "tokens": [token]} for token, i in ids.items()
+        },
     }
 
 
@@ -112,9 +121,13 @@ class SpecialTokens:
           ValueError: there are too many other tokens.
         """
         self.ids = ids
-        others = sorted((token for token in ids if not token.startswith("<extra_id_")), key=len, reverse=True)
+        others = sorted(
+            (token for token in ids if not token.startswith("<extra_id_")), key=len, reverse=True
+        )
         if len(others) > _MOST_TOKENS:
-            raise ValueError(f"got {len(others):,} special tokens, expected at most {_MOST_TOKENS:,}")
+            raise ValueError(
+                f"got {len(others):,} special tokens, expected at most {_MOST_TOKENS:,}"
+            )
         self._pattern = re.compile(f"({'|'.join([r'<extra_id_[0-9]+>', *map(re.escape, others)])})")
 
     def split(self, text: str) -> list[str]:

@@ -88,10 +88,18 @@ class T5Config(ModelConfig):
         object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
         own = self.encoder_dim is None
         if own != (self.num_encoder_layers > 0):
-            expected = "at least 1" if own else "0 with encoder_dim, which says that the encoder is another model's"
-            raise FieldError(self, "num_encoder_layers", f"got {self.num_encoder_layers}, expected {expected}")
+            expected = (
+                "at least 1"
+                if own
+                else "0 with encoder_dim, which says that the encoder is another model's"
+            )
+            raise FieldError(
+                self, "num_encoder_layers", f"got {self.num_encoder_layers}, expected {expected}"
+            )
         if self.separate_embeddings and not own:
-            raise FieldError(self, "separate_embeddings", "got True without an encoder, expected False")
+            raise FieldError(
+                self, "separate_embeddings", "got True without an encoder, expected False"
+            )
         if self.max_distance <= self.num_buckets // 2:
             expected = f"more than half of num_buckets = {self.num_buckets}"
             raise FieldError(self, "max_distance", f"got {self.max_distance}, expected {expected}")
@@ -170,40 +178,64 @@ class DecoderCache:
     layers: tuple[KVCache, ...]
     cross: tuple[KVCache, ...]
     cross_mask: Mask
-    position_bias: tuple[Float32[Array, "S H S"] | Float32[Array, "shifts H W"] | Float32[Array, "H P"], ...]
+    position_bias: tuple[
+        Float32[Array, "S H S"] | Float32[Array, "shifts H W"] | Float32[Array, "H P"], ...
+    ]
 
     def move_nodes(self, sources: jax.Array, starts: jax.Array, native: bool) -> "DecoderCache":
         """Does what `KVCache.move` does, in every layer."""
-        return self.replace(layers=tuple(layer.move(sources, starts, native) for layer in self.layers))
+        return self.replace(
+            layers=tuple(layer.move(sources, starts, native) for layer in self.layers)
+        )
 
     def constrain_sharding(self) -> "DecoderCache":
         """Returns the cache with its layout on the mesh fixed; under jit."""
         rules = self.layers[0].rules
         if rules is None:
             return self
-        layers, cross = (tuple(layer.constrain_sharding() for layer in layers) for layers in (self.layers, self.cross))
+        layers, cross = (
+            tuple(layer.constrain_sharding() for layer in layers)
+            for layers in (self.layers, self.cross)
+        )
         mask = rules.constrain(self.cross_mask, "batch", "length")
-        axes = lambda bias: ("length", "heads", "length")[-bias.ndim :]
+
+        def axes(bias):
+            return ("length", "heads", "length")[-bias.ndim :]
+
         biases = tuple(rules.constrain(bias, *axes(bias)) for bias in self.position_bias)
         return DecoderCache(layers, cross, mask, biases)
 
 
 def _attention_shape(config: T5Config, fused: bool, native: bool) -> dict:
     return dict(
-        heads=config.num_heads, features=config.head_dim, model_dim=config.emb_dim, dtype=jnp.dtype(config.dtype),
-        fused=fused, native=native, matmul_dtype=config.matmul_dtype,
-    )  # fmt: skip
+        heads=config.num_heads,
+        features=config.head_dim,
+        model_dim=config.emb_dim,
+        dtype=jnp.dtype(config.dtype),
+        fused=fused,
+        native=native,
+        matmul_dtype=config.matmul_dtype,
+    )
 
 
 def _mlp_shape(config: T5Config, fused: bool, native: bool) -> dict:
     return dict(
-        mlp_dim=config.mlp_dim, activations=config.mlp_activations, dtype=jnp.dtype(config.dtype),
-        dropout_rate=config.dropout_rate, fused=fused, native=native, matmul_dtype=config.matmul_dtype,
-    )  # fmt: skip
+        mlp_dim=config.mlp_dim,
+        activations=config.mlp_activations,
+        dtype=jnp.dtype(config.dtype),
+        dropout_rate=config.dropout_rate,
+        fused=fused,
+        native=native,
+        matmul_dtype=config.matmul_dtype,
+    )
 
 
-def _relative_bias(config: T5Config, bidirectional: bool, name: str | None = None) -> RelativePositionBias:
-    return RelativePositionBias(config.num_heads, config.num_buckets, config.max_distance, bidirectional, name=name)
+def _relative_bias(
+    config: T5Config, bidirectional: bool, name: str | None = None
+) -> RelativePositionBias:
+    return RelativePositionBias(
+        config.num_heads, config.num_buckets, config.max_distance, bidirectional, name=name
+    )
 
 
 class EncoderLayer(nn.Module):
@@ -216,10 +248,14 @@ class EncoderLayer(nn.Module):
         """Runs the layer; `bias` is None where the layer has its own."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         if bias is None:
-            bias = _relative_bias(config, bidirectional=True, name="relpos_bias")(x.shape[1], x.shape[1])
+            bias = _relative_bias(config, bidirectional=True, name="relpos_bias")(
+                x.shape[1], x.shape[1]
+            )
         drop = functools.partial(nn.Dropout(config.dropout_rate), deterministic=deterministic)
         attention = Attention(**_attention_shape(config, self.fused, self.native), name="attention")
-        x = attention.to_inputs(x, RMSNorm(dtype, name="pre_attention_layer_norm"), mask, bias, drop)
+        x = attention.to_inputs(
+            x, RMSNorm(dtype, name="pre_attention_layer_norm"), mask, bias, drop
+        )
         mlp = GatedMLP(**_mlp_shape(config, self.fused, self.native), name="mlp")
         return mlp(x, RMSNorm(dtype, name="pre_mlp_layer_norm"), drop, deterministic, mask)
 
@@ -235,11 +271,15 @@ class Encoder(nn.Module):
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         bias = None
         if not config.relative_bias_per_layer:
-            bias = _relative_bias(config, bidirectional=True, name="relpos_bias")(x.shape[1], x.shape[1])
+            bias = _relative_bias(config, bidirectional=True, name="relpos_bias")(
+                x.shape[1], x.shape[1]
+            )
         drop = nn.Dropout(config.dropout_rate)
         x = drop(x, deterministic)
         for i in range(config.num_encoder_layers):
-            x = EncoderLayer(config, self.fused, self.native, name=f"layers_{i}")(x, mask, bias, deterministic)
+            x = EncoderLayer(config, self.fused, self.native, name=f"layers_{i}")(
+                x, mask, bias, deterministic
+            )
         return drop(RMSNorm(dtype, self.native, name="encoder_norm")(x, mask), deterministic)
 
 
@@ -255,12 +295,16 @@ class DecoderLayer(nn.Module):
         self.pre_self_attention_layer_norm = RMSNorm(dtype)
         self.self_attention = Attention(**_attention_shape(config, self.fused, self.native))
         self.pre_cross_attention_layer_norm = RMSNorm(dtype)
-        self.encoder_decoder_attention = Attention(**_attention_shape(config, self.fused, self.native))
+        self.encoder_decoder_attention = Attention(
+            **_attention_shape(config, self.fused, self.native)
+        )
         self.pre_mlp_layer_norm = RMSNorm(dtype)
         self.mlp = GatedMLP(**_mlp_shape(config, self.fused, self.native))
         self.dropout = nn.Dropout(config.dropout_rate)
 
-    def cross_cache(self, encoded: Encoded, mask: Mask | None = None, heads_per_tile: int | None = None) -> KVCache:
+    def cross_cache(
+        self, encoded: Encoded, mask: Mask | None = None, heads_per_tile: int | None = None
+    ) -> KVCache:
         return self.encoder_decoder_attention.project_key_value(encoded, mask, heads_per_tile)
 
     def __call__(
@@ -280,7 +324,10 @@ class DecoderLayer(nn.Module):
         """Runs the layer over T queries per row; with `cache` None, over whole sequences
         (training)."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
-        norm, more = self.pre_self_attention_layer_norm, dict(valid=valid, dropped=drop, nodes=nodes, count=count)
+        norm, more = (
+            self.pre_self_attention_layer_norm,
+            dict(valid=valid, dropped=drop, nodes=nodes, count=count),
+        )
         x, cache = self.self_attention.to_cache(x, norm, cache, positions, mask, bias, **more)
         norm = self.pre_cross_attention_layer_norm
         x = self.encoder_decoder_attention.to_encoded(x, norm, cross, cross_mask, valid, drop)
@@ -296,11 +343,16 @@ class Decoder(nn.Module):
         config = self.config
         if not config.relative_bias_per_layer:
             self.relpos_bias = _relative_bias(config, bidirectional=False)
-        self.layers = [DecoderLayer(config, self.fused, self.native) for _ in range(config.num_decoder_layers)]
+        self.layers = [
+            DecoderLayer(config, self.fused, self.native) for _ in range(config.num_decoder_layers)
+        ]
         self.decoder_norm = RMSNorm(jnp.dtype(config.dtype), self.native)
         if not config.logits_via_embedding:
             self.logits_dense = Dense(
-                config.vocab_size, config.dtype, output_dtype=jnp.float32, matmul_dtype=config.matmul_dtype
+                config.vocab_size,
+                config.dtype,
+                output_dtype=jnp.float32,
+                matmul_dtype=config.matmul_dtype,
             )
         self.dropout = nn.Dropout(config.dropout_rate)
 
@@ -315,30 +367,54 @@ class Decoder(nn.Module):
         return shared if self.config.relative_bias_per_layer else [*shared] * len(self.layers)
 
     def init_cache(
-        self, encoded: Encoded, cross_mask: Mask, slots: int, copies: int, heads_per_tile: int | None
-    ) -> DecoderCache:  # fmt: skip
+        self,
+        encoded: Encoded,
+        cross_mask: Mask,
+        slots: int,
+        copies: int,
+        heads_per_tile: int | None,
+    ) -> DecoderCache:
         """Makes the cache: empty self-attention caches of `slots` slots, and the cross-attention
         keys and values of `encoded`, with `copies` rows side by side for each input."""
-        config, shape = self.config, (encoded.shape[0] * copies, self.config.num_heads, slots, self.config.head_dim)
-        empty = [KVCache.empty(*shape, jnp.dtype(config.dtype), heads_per_tile) for _ in self.layers]
-        repeat = lambda x: jnp.repeat(x, copies, axis=0) if copies > 1 else x
+        config, shape = (
+            self.config,
+            (encoded.shape[0] * copies, self.config.num_heads, slots, self.config.head_dim),
+        )
+        empty = [
+            KVCache.empty(*shape, jnp.dtype(config.dtype), heads_per_tile) for _ in self.layers
+        ]
+
+        def repeat(x):
+            return jnp.repeat(x, copies, axis=0) if copies > 1 else x
+
         cross = tuple(
-            jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask, heads_per_tile)) for layer in self.layers
+            jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask, heads_per_tile))
+            for layer in self.layers
         )
         slots, native = empty[0].slots, self.native
-        biases = self.position_biases(lambda table: table(slots, slots) if native else table.shifted(slots))
+        biases = self.position_biases(
+            lambda table: table(slots, slots) if native else table.shifted(slots)
+        )
         return DecoderCache(tuple(empty), cross, repeat(cross_mask), biases)
 
     def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
         """Does what `Network.node_cache` does: keeps the bias of the last of P = `positions` query
         positions only."""
         layers = tuple(layer.widen(slots) for layer in cache.layers)
-        return cache.replace(layers=layers, position_bias=self.position_biases(lambda table: table.of_last(positions)))
+        return cache.replace(
+            layers=layers,
+            position_bias=self.position_biases(lambda table: table.of_last(positions)),
+        )
 
     def step(
-        self, x: States, positions: PerRow | None, cache: DecoderCache, layers: int | None = None, valid: Valid = None,
+        self,
+        x: States,
+        positions: PerRow | None,
+        cache: DecoderCache,
+        layers: int | None = None,
+        valid: Valid = None,
         nodes: AnyNodes | None = None,
-    ) -> tuple[States, DecoderCache]:  # fmt: skip
+    ) -> tuple[States, DecoderCache]:
         """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
 
         The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and
@@ -346,20 +422,35 @@ class Decoder(nn.Module):
         """
         mask, biases, written, room = None, list(cache.position_bias), list(cache.layers), 0
         batch, count, width = x.shape
-        if not self.native:  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
+        if (
+            not self.native
+        ):  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
             room = written[0].filling(count)
             mask, biases = seen_and_biases(biases, positions, count, written[0].slots, nodes, room)
-            x, valid = padded(x, 1, room).reshape(-1, width), None if valid is None or room else valid.reshape(-1)
+            x, valid = (
+                padded(x, 1, room).reshape(-1, width),
+                None if valid is None or room else valid.reshape(-1),
+            )
         for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._of_layers(biases))):
-            more = dict(cross=cache.cross[i], cross_mask=cache.cross_mask, valid=valid, nodes=nodes, count=count)
+            more = dict(
+                cross=cache.cross[i],
+                cross_mask=cache.cross_mask,
+                valid=valid,
+                nodes=nodes,
+                count=count,
+            )
             x, written[i] = layer(x, cache.layers[i], positions, mask, bias, **more)
         states = self.decoder_norm(x, valid).reshape(batch, count + room, width)
         return states[:, :count] if room else states, cache.replace(layers=tuple(written))
 
-    def __call__(self, x: States, encoded: Encoded, encoder_mask: Mask, deterministic: bool = True) -> States:
+    def __call__(
+        self, x: States, encoded: Encoded, encoder_mask: Mask, deterministic: bool = True
+    ) -> States:
         """Returns the normalised states of whole sequences with the embeddings `x`, teacher-forced."""
         length = x.shape[1]
-        biases = self._of_layers(self.position_biases(lambda table: table(length, length).transpose(1, 0, 2)[None]))
+        biases = self._of_layers(
+            self.position_biases(lambda table: table(length, length).transpose(1, 0, 2)[None])
+        )
         mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
         x = self.dropout(x, deterministic)
         for layer, bias in zip(self.layers, biases):
@@ -379,7 +470,9 @@ class Decoder(nn.Module):
         return self.logits_dense.greedy_token_and_logprob(self._scaled(x), valid, normalize)
 
     def _scaled(self, x: States) -> States:
-        return x / jnp.sqrt(self.config.emb_dim).astype(x.dtype) if self.config.scales_outputs else x
+        return (
+            x / jnp.sqrt(self.config.emb_dim).astype(x.dtype) if self.config.scales_outputs else x
+        )
 
 
 class T5(FamilyModule):
@@ -393,9 +486,13 @@ class T5(FamilyModule):
 
     def setup(self):
         config = self.config
-        self.token_embedder = Embedder(config.vocab_size, config.emb_dim, 1.0, config.dtype, self.native)
+        self.token_embedder = Embedder(
+            config.vocab_size, config.emb_dim, 1.0, config.dtype, self.native
+        )
         if config.separate_embeddings:
-            self.encoder_embedder = Embedder(config.vocab_size, config.emb_dim, 1.0, config.dtype, self.native)
+            self.encoder_embedder = Embedder(
+                config.vocab_size, config.emb_dim, 1.0, config.dtype, self.native
+            )
         if self.config.encoder_dim is None:
             self.encoder = Encoder(self.config, self.fused, self.native)
         self.decoder = Decoder(self.config, self.fused, self.native)
@@ -406,9 +503,14 @@ class T5(FamilyModule):
         return self.encoder(embedder(inputs, mask), mask, deterministic)
 
     def prefill(
-        self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: Encoded | None = None,
+        self,
+        inputs: Inputs,
+        mask: Mask,
+        slots: int,
+        copies: int = 1,
+        encoded: Encoded | None = None,
         heads_per_tile: int | None = None,
-    ) -> DecoderCache:  # fmt: skip
+    ) -> DecoderCache:
         """Makes the decoder's cache, and runs the encoder once for it unless its output is given as
         `encoded`."""
         encoded = self.encode(inputs, mask) if encoded is None else encoded
@@ -420,16 +522,24 @@ class T5(FamilyModule):
         return tokens, tokens > 0, tokens, True, encoded
 
     def __call__(
-        self, inputs: Inputs, mask: Mask, decoder_tokens: Tokens, deterministic: bool = True,
+        self,
+        inputs: Inputs,
+        mask: Mask,
+        decoder_tokens: Tokens,
+        deterministic: bool = True,
         encoded: Encoded | None = None,
-    ) -> Logits:  # fmt: skip
+    ) -> Logits:
         """Returns teacher-forced logits."""
         return self.head(self.states(inputs, mask, decoder_tokens, deterministic, encoded))
 
     def states(
-        self, inputs: Inputs, mask: Mask, decoder_tokens: Tokens, deterministic: bool = True,
+        self,
+        inputs: Inputs,
+        mask: Mask,
+        decoder_tokens: Tokens,
+        deterministic: bool = True,
         encoded: Encoded | None = None,
-    ) -> States:  # fmt: skip
+    ) -> States:
         """Returns teacher-forced states, which `head` takes."""
         encoded = self.encode(inputs, mask, deterministic) if encoded is None else encoded
         return self.decoder(self.token_embedder(decoder_tokens), encoded, mask, deterministic)

@@ -15,16 +15,24 @@ def t5_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     inputs = ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
     mlp = {f"mlp/{name}/kernel": (width, config.mlp_dim) for name in inputs}
     mlp["mlp/wo/kernel"] = (config.mlp_dim, width)
-    of_decoder = ("self_attention", "encoder_decoder_attention"), ("self_attention", "cross_attention", "mlp")
+    of_decoder = (
+        ("self_attention", "encoder_decoder_attention"),
+        ("self_attention", "cross_attention", "mlp"),
+    )
     for stack, layers, (attentions, norms) in (
         ("encoder", config.num_encoder_layers, (("attention",), ("attention", "mlp"))),
         ("decoder", config.num_decoder_layers, of_decoder),
     ):
         layer: dict[str, tuple[int, ...]] = dict(mlp)
         for attention in attentions:
-            layer |= {f"{attention}/{name}/kernel": (width, inner) for name in ("query", "key", "value")}
+            layer |= {
+                f"{attention}/{name}/kernel": (width, inner) for name in ("query", "key", "value")
+            }
             if attention == "encoder_decoder_attention" and config.encoder_dim is not None:
-                layer |= {f"{attention}/{name}/kernel": (config.encoder_dim, inner) for name in ("key", "value")}
+                layer |= {
+                    f"{attention}/{name}/kernel": (config.encoder_dim, inner)
+                    for name in ("key", "value")
+                }
             layer[f"{attention}/out/kernel"] = (inner, width)
         layer |= {f"pre_{norm}_layer_norm/scale": (width,) for norm in norms}
         if stack == "encoder" and config.encoder_dim is not None:
@@ -35,5 +43,9 @@ def t5_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         else:
             shapes |= {f"{stack}/{name}": shape for name, shape in table.items()}
         shapes[f"{stack}/{stack}_norm/scale"] = (width,)
-        shapes |= {f"{stack}/layers_{i}/{name}": shape for i in range(layers) for name, shape in layer.items()}
+        shapes |= {
+            f"{stack}/layers_{i}/{name}": shape
+            for i in range(layers)
+            for name, shape in layer.items()
+        }
     return shapes

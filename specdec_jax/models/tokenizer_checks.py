@@ -25,11 +25,12 @@ PUBLISHED = {
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     r" ?[^(\s|[.,!?…。，、।۔،])]+",
     *(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
         + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         for digits in (r"\p{N}{1,3}", r"\p{N}")
     ),
-}  # fmt: skip
+}
 # The parts of an expression that `_plain` knows: a character or a class of characters, and its
 # quantifier.
 _CHARACTER = re.compile(
@@ -65,13 +66,22 @@ def check(content: dict[str, Any]) -> int:
     model, added = content.get("model"), content.get("added_tokens")
     if isinstance(model, dict):
         length, pieces = model.get("max_input_chars_per_word"), model.get("vocab")
-        if isinstance(length, int) and length > _LONGEST_WORD:  # WordPiece tries all parts of a word
-            raise ValueError(f"got max_input_chars_per_word {reading.shown(length)}, expected at most {_LONGEST_WORD}")
+        if (
+            isinstance(length, int) and length > _LONGEST_WORD
+        ):  # WordPiece tries all parts of a word
+            raise ValueError(
+                f"got max_input_chars_per_word {reading.shown(length)}, expected at most {_LONGEST_WORD}"
+            )
         check_ids(pieces.items() if isinstance(pieces, dict) else ())
     tokens = added if isinstance(added, list) else ()
-    check_ids((token.get("content"), token.get("id")) for token in tokens if isinstance(token, dict))
+    check_ids(
+        (token.get("content"), token.get("id")) for token in tokens if isinstance(token, dict)
+    )
     _growth_of([content.get("decoder")], _MOST_GROWTH_DECODING)
-    return _growth_of([content.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor")], _MOST_GROWTH)
+    return _growth_of(
+        [content.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor")],
+        _MOST_GROWTH,
+    )
 
 
 def check_length(text: str, growth: int) -> None:
@@ -96,7 +106,9 @@ def _growth_of(nodes: list, most: int) -> int:
         elif isinstance(node, list):
             nodes += node
         if growth > most:
-            raise ValueError(f"got steps that make a text more than {most:,} times as long, expected fewer")
+            raise ValueError(
+                f"got steps that make a text more than {most:,} times as long, expected fewer"
+            )
     return growth
 
 
@@ -134,7 +146,9 @@ def _growth(step: dict) -> int:
         return _COMPOSED[kind]
     if isinstance(step.get("single"), list):
         return max(1, sum(isinstance(part, dict) and "Sequence" in part for part in step["single"]))
-    return 2 if step.get("type") == "ByteLevel" or "add_prefix_space" in step else 1  # a byte becomes a character
+    return (
+        2 if step.get("type") == "ByteLevel" or "add_prefix_space" in step else 1
+    )  # a byte becomes a character
 
 
 def _plain(pattern: str) -> bool:
@@ -228,13 +242,17 @@ def _longest_replacement(table: bytes) -> int:
     """
     size = int.from_bytes(table[:4], "little")
     units = (
-        np.frombuffer(table[4 : 4 + size], "<u4") if size % 4 == 0 and 4 + size <= len(table) else np.zeros(0, "<u4")
+        np.frombuffer(table[4 : 4 + size], "<u4")
+        if size % 4 == 0 and 4 + size <= len(table)
+        else np.zeros(0, "<u4")
     )
     texts = table[4 + size :]
     places = np.arange(len(units), dtype=np.int64)
     children = places ^ (units.astype(np.int64) >> 10 << ((units & 0x200) >> 6).astype(np.int64))
     inner, leading = units < 0x80000000, (units & 0x100 > 0) & (units < 0x80000000)
-    sound = len(units) > 0 and bool(inner[0]) and bool(np.all((children | 0xFF)[inner] < len(units)))
+    sound = (
+        len(units) > 0 and bool(inner[0]) and bool(np.all((children | 0xFF)[inner] < len(units)))
+    )
     if sound:  # a node that leads to a replacement has a child with the replacement's place
         starts = units[children[leading]] & 0x7FFFFFFF
         heads = np.frombuffer(texts, np.uint8)
@@ -244,8 +262,12 @@ def _longest_replacement(table: bytes) -> int:
     except UnicodeDecodeError:
         sound = False
     if not sound:
-        raise ValueError(f"got a precompiled_charsmap of {len(table):,} bytes that is none, expected SentencePiece's")
+        raise ValueError(
+            f"got a precompiled_charsmap of {len(table):,} bytes that is none, expected SentencePiece's"
+        )
     longest = max(1, max(map(len, texts.split(b"\0"))))
     if longest > _LONGEST_REPLACEMENT:
-        raise ValueError(f"got a character that becomes {longest:,} bytes, expected at most {_LONGEST_REPLACEMENT:,}")
+        raise ValueError(
+            f"got a character that becomes {longest:,} bytes, expected at most {_LONGEST_REPLACEMENT:,}"
+        )
     return longest

@@ -40,10 +40,15 @@ class Nodes:
             # A TPU takes seven times as long for 28 nodes as for 32.
             nodes = positions.shape[1]
             room = (0, -nodes % 8 if nodes > 8 else 0)
-            positions, paths = jnp.pad(positions, ((0, 0), room)), jnp.pad(paths, ((0, 0), room, (0, 0)))
+            positions, paths = (
+                jnp.pad(positions, ((0, 0), room)),
+                jnp.pad(paths, ((0, 0), room, (0, 0))),
+            )
             return found(positions, paths)[:, :nodes]
 
-        return jax.lax.platform_dependent(self.positions, self.paths, cpu=found, default=found_in_eights)
+        return jax.lax.platform_dependent(
+            self.positions, self.paths, cpu=found, default=found_in_eights
+        )
 
 
 def node_paths(paths: jax.Array, positions: jax.Array, slots: jax.Array) -> jax.Array:
@@ -91,7 +96,9 @@ class WindowNodes:
         here = jnp.arange(self.span, dtype=jnp.int32)
         after = here - self.origins[:, None]
         deepest = self.lines.shape[2] - 1
-        depth = jnp.broadcast_to(jnp.clip(after, 0, deepest)[:, None], (*self.depths.shape, self.span))
+        depth = jnp.broadcast_to(
+            jnp.clip(after, 0, deepest)[:, None], (*self.depths.shape, self.span)
+        )
         inside = self.origins[:, None, None] + jnp.take_along_axis(self.lines, depth, axis=2)
         return jnp.where((after >= 0)[:, None], inside, here)
 

@@ -12,7 +12,13 @@ import numpy as np
 
 from specdec_jax.files import reading
 from specdec_jax.models import tokenizer_checks
-from specdec_jax.models.special_tokens import Frame, SpecialTokens, read_frame, template, without_start
+from specdec_jax.models.special_tokens import (
+    Frame,
+    SpecialTokens,
+    read_frame,
+    template,
+    without_start,
+)
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # T5's ids
 _MOST_SENTINELS = 10_000
@@ -36,7 +42,9 @@ def check_texts(name: str, texts: Iterable[str | None], first: int = 1) -> None:
             continue
         if len(text) > LONGEST_TEXT:
             expected = f"at most {LONGEST_TEXT:,}"
-            raise ValueError(f"{name} {number}: got a text of {len(text):,} characters, expected {expected}")
+            raise ValueError(
+                f"{name} {number}: got a text of {len(text):,} characters, expected {expected}"
+            )
         if lone := _SURROGATE.search(text):
             got = f"{reading.shown(text)}, which is not UTF-8 (character {lone.start()} is half of a surrogate pair)"
             raise ValueError(f"{name} {number}: got {got}, expected UTF-8 text")
@@ -126,7 +134,9 @@ class Vocabulary(abc.ABC):
     def _digest(self) -> str:
         """The fingerprint, cached: every call of `generate` compares two, and mT5 has a quarter of
         a million pieces."""
-        return hashlib.sha256(json.dumps([self.piece(i) for i in range(self.size)]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self.piece(i) for i in range(self.size)]).encode()
+        ).hexdigest()
 
 
 class SentencePieceVocabulary(Vocabulary):
@@ -158,16 +168,24 @@ class SentencePieceVocabulary(Vocabulary):
         self.extra_ids = extra_ids
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            self._pieces = self._processor.get_piece_size() if model else 0  # asked of an empty model, it prints a line
+            self._pieces = (
+                self._processor.get_piece_size() if model else 0
+            )  # asked of an empty model, it prints a line
             if self._pieces:
-                self._processor.id_to_piece(list(range(self._pieces)))  # raises if a piece is not UTF-8
+                self._processor.id_to_piece(
+                    list(range(self._pieces))
+                )  # raises if a piece is not UTF-8
         except (RuntimeError, UnicodeDecodeError):
             self._pieces = 0
         if not self._pieces:
-            raise ValueError(f"got {len(model)} bytes that are no SentencePiece model, expected one")
+            raise ValueError(
+                f"got {len(model)} bytes that are no SentencePiece model, expected one"
+            )
         eos = self._processor.eos_id()
         if eos < 0:
-            raise ValueError("got a SentencePiece model without an end-of-sequence piece, expected one")
+            raise ValueError(
+                "got a SentencePiece model without an end-of-sequence piece, expected one"
+            )
         self.eos_ids = (eos,)
         pad = self._processor.pad_id()
         self.pad_id = pad if pad >= 0 else None
@@ -176,7 +194,9 @@ class SentencePieceVocabulary(Vocabulary):
         control = np.flatnonzero(self._processor.is_control(list(range(self._pieces)))).tolist()
         special = {self._processor.id_to_piece(i): i for i in (*control, self._processor.unk_id())}
         special.pop("", None)
-        self._special = SpecialTokens(special | {f"<extra_id_{i}>": self.size - 1 - i for i in range(extra_ids)})
+        self._special = SpecialTokens(
+            special | {f"<extra_id_{i}>": self.size - 1 - i for i in range(extra_ids)}
+        )
 
     @classmethod
     def load(cls, path, extra_ids: int = 0) -> "SentencePieceVocabulary":
@@ -187,17 +207,28 @@ class SentencePieceVocabulary(Vocabulary):
             raise ValueError(f"{path}: {error}") from None
 
     @classmethod
-    def train(cls, texts: Iterable[str], size: int, seed_size: int = 1_000_000) -> "SentencePieceVocabulary":
+    def train(
+        cls, texts: Iterable[str], size: int, seed_size: int = 1_000_000
+    ) -> "SentencePieceVocabulary":
         """Trains a unigram vocabulary of `size` pieces on `texts`, with T5's ids for padding, EOS
         and unknown pieces."""
         import sentencepiece
 
         out = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=out, vocab_size=size, model_type="unigram",
-            character_coverage=0.9999, pad_id=PAD_ID, eos_id=EOS_ID, unk_id=UNK_ID, bos_id=-1,
-            byte_fallback=False, seed_sentencepiece_size=seed_size, minloglevel=2,
-        )  # fmt: skip
+            sentence_iterator=iter(texts),
+            model_writer=out,
+            vocab_size=size,
+            model_type="unigram",
+            character_coverage=0.9999,
+            pad_id=PAD_ID,
+            eos_id=EOS_ID,
+            unk_id=UNK_ID,
+            bos_id=-1,
+            byte_fallback=False,
+            seed_sentencepiece_size=seed_size,
+            minloglevel=2,
+        )
         return cls(out.getvalue())
 
     def encode(self, text: str) -> list[int]:
@@ -235,7 +266,10 @@ class SentencePieceVocabulary(Vocabulary):
         return self._processor.id_to_piece(token).replace("▁", " ")
 
     def special_ids(self) -> dict[str, int]:
-        ids = super().special_ids() | {"pad_token": self._processor.pad_id(), "unk_token": self._processor.unk_id()}
+        ids = super().special_ids() | {
+            "pad_token": self._processor.pad_id(),
+            "unk_token": self._processor.unk_id(),
+        }
         return {name: i for name, i in ids.items() if i >= 0}
 
 
@@ -254,12 +288,18 @@ class ByteVocabulary(Vocabulary):
 
     def encode(self, text: str) -> list[int]:
         parts = self._special.split(text)
-        for i in range(1, len(parts), 2):  # ByT5's own tokenizer drops spaces around the first three
+        for i in range(
+            1, len(parts), 2
+        ):  # ByT5's own tokenizer drops spaces around the first three
             if self._special.ids[parts[i]] < self.OFFSET:
                 parts[i - 1], parts[i + 1] = parts[i - 1].rstrip(), parts[i + 1].lstrip()
         ids = []
         for i, part in enumerate(parts):
-            ids += [self._special.ids[part]] if i % 2 else [byte + self.OFFSET for byte in part.encode("utf-8")]
+            ids += (
+                [self._special.ids[part]]
+                if i % 2
+                else [byte + self.OFFSET for byte in part.encode("utf-8")]
+            )
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -321,7 +361,9 @@ class TokenizerJsonVocabulary(Vocabulary):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"got no readable tokenizer.json ({reading.reason(error)}), expected one") from None
+            raise ValueError(
+                f"got no readable tokenizer.json ({reading.reason(error)}), expected one"
+            ) from None
         # A saved tokenizer may carry the truncation and padding of the program that saved it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -337,22 +379,31 @@ class TokenizerJsonVocabulary(Vocabulary):
             self.reframe(*around)
         if eos_ids is None:
             after = self.frame.after if self.frame else ()
-            ends = (*after[: len(after) == 1], *map(self._tokenizer.token_to_id, (eos_token, "</s>")))
+            ends = (
+                *after[: len(after) == 1],
+                *map(self._tokenizer.token_to_id, (eos_token, "</s>")),
+            )
             end = next((i for i in ends if i is not None), None)
             eos_ids = tuple(dict.fromkeys(stop_ids if end is None else (end, *stop_ids)))
         if not isinstance(eos_ids, list | tuple) or not all(isinstance(i, int) for i in eos_ids):
             raise ValueError(f"eos_ids: got {reading.shown(eos_ids)}, expected ids")
         if not eos_ids:
-            raise ValueError(f"got a tokenizer.json without {reading.shown(eos_token)}, expected it or eos_ids")
+            raise ValueError(
+                f"got a tokenizer.json without {reading.shown(eos_token)}, expected it or eos_ids"
+            )
         self.eos_ids = tuple(eos_ids)
         self.pad_id = self._tokenizer.token_to_id("<pad>")
         # Further EOS ids may be ordinary tokens, such as a full stop.
         self._dropped = {i for i in (self.eos_ids[0], self.pad_id) if i is not None}
         added = self._tokenizer.get_added_tokens_decoder()
-        self._no_text = {token for token, described in added.items() if described.special} | self._dropped
+        self._no_text = {
+            token for token, described in added.items() if described.special
+        } | self._dropped
 
     @classmethod
-    def load(cls, path, eos_ids: tuple[int, ...] | None = None, **options) -> "TokenizerJsonVocabulary":
+    def load(
+        cls, path, eos_ids: tuple[int, ...] | None = None, **options
+    ) -> "TokenizerJsonVocabulary":
         """Reads the file at `path`; `options` as for the class."""
         text = reading.read_text(path, TOKENIZER_BYTES)
         try:
@@ -373,19 +424,28 @@ class TokenizerJsonVocabulary(Vocabulary):
         ids: dict[str, int] = {}
         for token in (*before, *after):
             if (i := self._tokenizer.token_to_id(token)) is None:
-                raise ValueError(f"got {reading.shown(token)} around a text, expected a token of the vocabulary")
+                raise ValueError(
+                    f"got {reading.shown(token)} around a text, expected a token of the vocabulary"
+                )
             ids[token] = i
         frame = Frame(tuple(ids[token] for token in before), tuple(ids[token] for token in after))
         if frame != self.frame:
             processor = {"post_processor": template(before, after, ids)}
-            self.frame, self.text = frame, json.dumps(json.loads(self.text) | processor, ensure_ascii=False)
+            self.frame, self.text = (
+                frame,
+                json.dumps(json.loads(self.text) | processor, ensure_ascii=False),
+            )
 
     def encode(self, text: str) -> list[int]:
         tokenizer_checks.check_length(text, self._growth)
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        kept = [i for i in without_start(ids, self.frame) if 0 <= i < self.size and i not in self._dropped]
+        kept = [
+            i
+            for i in without_start(ids, self.frame)
+            if 0 <= i < self.size and i not in self._dropped
+        ]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def is_special(self, token: int) -> bool:
@@ -397,6 +457,12 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     def special_ids(self) -> dict[str, int]:
         # Only added tokens: by another's name transformers would make one of it.
-        added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
-        names = {"eos_token": self._tokenizer.id_to_token(self.eos_ids[0]), "pad_token": "<pad>", "unk_token": "<unk>"}
+        added = {
+            token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()
+        }
+        names = {
+            "eos_token": self._tokenizer.id_to_token(self.eos_ids[0]),
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
+        }
         return {name: added[token] for name, token in names.items() if token in added}

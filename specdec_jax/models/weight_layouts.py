@@ -18,7 +18,10 @@ from specdec_jax.models.packed_weights import PackedWeights
 
 # By the name of the node: the name of the joint kernel, and the names of the kernels joined, along
 # the output axis.
-_FUSED = {"self_attention": ("qkv", ("query", "key", "value")), "attention": ("qkv", ("query", "key", "value"))}
+_FUSED = {
+    "self_attention": ("qkv", ("query", "key", "value")),
+    "attention": ("qkv", ("query", "key", "value")),
+}
 _GATED = ("wi_fused", ("wi_0", "wi_1"))
 Kernel = Float[Array, "..."] | PackedWeights | Int8Kernel
 Plain = Float[Array, "..."] | Int8Kernel  # a kernel as a checkpoint has it
@@ -122,7 +125,9 @@ def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], Float[Array, "..
         yield path, matrix(value)
 
 
-def stored_parameters(packed: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Plain]]:
+def stored_parameters(
+    packed: dict, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Plain]]:
     """Yields what `parameters` yields, but kernels in int8 as `Int8Kernel`s.
 
     Args:
@@ -149,10 +154,15 @@ def _plain(kernel: Kernel) -> Plain:
 def _divide(kernel: Plain, count: int) -> list[Plain]:
     """Splits a kernel along the output axis into `count` kernels: the inverse of `_join`."""
     arrays, tree = jax.tree.flatten(kernel)
-    return [tree.unflatten(parts) for parts in zip(*(jnp.split(array, count, axis=-1) for array in arrays))]
+    return [
+        tree.unflatten(parts)
+        for parts in zip(*(jnp.split(array, count, axis=-1) for array in arrays))
+    ]
 
 
-def with_head(packed: dict, tied: bool, use_packed: bool, ids: Int[Array, " F"] | None = None) -> dict:
+def with_head(
+    packed: dict, tied: bool, use_packed: bool, ids: Int[Array, " F"] | None = None
+) -> dict:
     """Returns `packed` with a kernel for its head, which is a copy and no parameter; all other
     arrays are shared.
 
@@ -181,10 +191,16 @@ def in_int8(packed: dict, input_bits: int | None = 16) -> dict:
     that are in int8 already, are shared. `input_bits`: of an `Int8Kernel`."""
 
     def rounded(kernel: Kernel) -> Kernel:
-        if isinstance(kernel, Int8Kernel) or (isinstance(kernel, PackedWeights) and kernel.scales is not None):
+        if isinstance(kernel, Int8Kernel) or (
+            isinstance(kernel, PackedWeights) and kernel.scales is not None
+        ):
             return kernel
         found = Int8Kernel.quantize(matrix(kernel), input_bits)
-        return PackedWeights.pack(found, kernel.derived) if isinstance(kernel, PackedWeights) else found
+        return (
+            PackedWeights.pack(found, kernel.derived)
+            if isinstance(kernel, PackedWeights)
+            else found
+        )
 
     return _map_step_kernels(rounded, packed)
 

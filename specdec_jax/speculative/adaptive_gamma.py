@@ -71,7 +71,8 @@ class Auto(Policy):
 
     maximum: int = MAXIMUM
     costs: Any = dataclasses.field(
-        default=(1.0, *(1 + 0.1 * gamma for gamma in range(1, MAXIMUM + 1))), metadata={"traced": True}
+        default=(1.0, *(1 + 0.1 * gamma for gamma in range(1, MAXIMUM + 1))),
+        metadata={"traced": True},
     )
     acceptance: PerInput = number(0.68, 0, 1)
     weight: PerInput = number(1.7, 1e-6, 1e6)
@@ -86,13 +87,19 @@ class Auto(Policy):
         except (ValueError, TypeError):
             costs = np.empty(0)
         if costs.shape != (self.maximum + 1,) or not np.all((costs > 0) & (costs <= 1e6)):
-            raise ValueError(f"costs: got {self.costs!r}, expected {self.maximum + 1} numbers above 0, up to 1e6")
+            raise ValueError(
+                f"costs: got {self.costs!r}, expected {self.maximum + 1} numbers above 0, up to 1e6"
+            )
 
     @property
     def widths(self) -> tuple[int, ...]:
         """The numbers of positions for which target calls are compiled: other policies' but for 2,
         to save one compilation."""
-        return tuple(width for width in call_widths(self.maximum, none=True) if width != 2 or self.maximum == 1)
+        return tuple(
+            width
+            for width in call_widths(self.maximum, none=True)
+            if width != 2 or self.maximum == 1
+        )
 
     def rows(self, batch: int) -> "Auto":
         costs = np.broadcast_to(np.asarray(self.costs, np.float32), (batch, self.maximum + 1))
@@ -121,7 +128,9 @@ class Auto(Policy):
     def _best(self, state: AutoState) -> Int[Array, " B"]:
         """Returns the γ with the most expected tokens per time."""
         rate = (state.accepted + self.weight * self.acceptance) / (state.examined + self.weight)
-        tokens = jnp.cumsum(rate[:, None] ** jnp.arange(self.maximum + 1, dtype=jnp.float32), axis=1)
+        tokens = jnp.cumsum(
+            rate[:, None] ** jnp.arange(self.maximum + 1, dtype=jnp.float32), axis=1
+        )
         return jnp.argmax(tokens / self.costs, axis=1).astype(jnp.int32)
 
     def wanted(self, state: AutoState) -> Int[Array, " B"]:
@@ -131,7 +140,10 @@ class Auto(Policy):
     def update(self, state: AutoState, outcome: Outcome) -> AutoState:
         drew, accepted = outcome.drafted > 0, outcome.accepted
         examined = jnp.minimum(accepted + 1, outcome.drafted)
-        older = lambda old, new: jnp.where(drew, self.memory * old + new.astype(jnp.float32), old)
+
+        def older(old, new):
+            return jnp.where(drew, self.memory * old + new.astype(jnp.float32), old)
+
         again = jnp.where(accepted > 0, self._first_wait(), 2 * state.wait)
         return AutoState(
             examined=older(state.examined, examined),

@@ -49,7 +49,10 @@ class BeamTree(NamedTuple):
 
     def last(self, count: int) -> "BeamTree":
         """Returns the last `count` nodes alone, in the slots that they have in the whole tree."""
-        tail = lambda x: x[:, -count:]
+
+        def tail(x):
+            return x[:, -count:]
+
         starts = self.nodes.starts + self.tokens.shape[1] - count
         nodes = Nodes(starts, tail(self.nodes.positions), tail(self.nodes.paths))
         sequences = None if self.sequences is None else tail(self.sequences)
@@ -62,11 +65,16 @@ class BeamTree(NamedTuple):
         positions = pick(self.nodes.positions, parents) + 1
         slots = self.nodes.starts[:, None] + first + jnp.arange(width, dtype=jnp.int32)
         paths = node_paths(pick(self.nodes.paths, parents), positions, slots)
-        add = lambda old, new: jnp.concatenate([old, new], axis=1)
+
+        def add(old, new):
+            return jnp.concatenate([old, new], axis=1)
+
         sequences = self.sequences
         if sequences is not None:
             sequences = add(sequences, node_paths(pick(sequences, parents), positions, tokens))
-        nodes = Nodes(self.nodes.starts, add(self.nodes.positions, positions), add(self.nodes.paths, paths))
+        nodes = Nodes(
+            self.nodes.starts, add(self.nodes.positions, positions), add(self.nodes.paths, paths)
+        )
         return BeamTree(add(self.tokens, tokens), add(self.parents, parents), nodes, sequences)
 
 
@@ -83,9 +91,13 @@ def live_beams(state: BeamState) -> BeamTree:
 
 def search(target: Network, drafter, state: BeamState) -> BeamState:
     """Runs iterations until every row is done."""
-    more = lambda state: ~jnp.all(state.done)
+
+    def more(state):
+        return ~jnp.all(state.done)
+
     return constrain_sharding(
-        jax.lax.while_loop(more, lambda state: iterate_beams(target, drafter, state), state), target.rules
+        jax.lax.while_loop(more, lambda state: iterate_beams(target, drafter, state), state),
+        target.rules,
     )
 
 
@@ -105,17 +117,24 @@ def iterate_beams(target: Network, drafter, state: BeamState) -> BeamState:
     taken = after.steps - state.steps
     if config.gamma:  # the beams of every step move from the slots where they were scored to those of plain search
         sources, starts = state.starts[:, None] + levels, state.starts + config.beams
-        cache, draft_state = target.move_nodes(cache, sources, starts), drafter.move_beams(draft_state, sources, starts)
+        cache, draft_state = (
+            target.move_nodes(cache, sources, starts),
+            drafter.move_beams(draft_state, sources, starts),
+        )
     return constrain_sharding(
         after.replace(
-            starts=state.starts + taken * config.beams, target_cache=cache, draft_state=draft_state,
+            starts=state.starts + taken * config.beams,
+            target_cache=cache,
+            draft_state=draft_state,
             counts=_counted(state, taken),
         ),
         target.rules,
-    )  # fmt: skip
+    )
 
 
-def scored(state: BeamState, logits: jax.Array, tree: BeamTree) -> tuple[jax.Array, jax.Array | None]:
+def scored(
+    state: BeamState, logits: jax.Array, tree: BeamTree
+) -> tuple[jax.Array, jax.Array | None]:
     """Returns log-probabilities `[B, N, V]` of the nodes' next tokens, and the same after
     processors (None without).
 
@@ -127,17 +146,29 @@ def scored(state: BeamState, logits: jax.Array, tree: BeamTree) -> tuple[jax.Arr
     if not config.mode.processes:
         return own, None
     batch, count, vocab = logits.shape
-    rows = lambda x: jnp.repeat(x, count, axis=0)
-    flat = lambda x: x.reshape(batch * count, *x.shape[2:])
+
+    def rows(x):
+        return jnp.repeat(x, count, axis=0)
+
+    def flat(x):
+        return x.reshape(batch * count, *x.shape[2:])
+
     tokens = jnp.zeros((batch, count, 1), jnp.int32) if tree.sequences is None else tree.sequences
-    context = Context(flat(tokens), flat(tree.nodes.positions) + 1, rows(state.prefix_lengths), rows(state.eos_ids))
+    context = Context(
+        flat(tokens),
+        flat(tree.nodes.positions) + 1,
+        rows(state.prefix_lengths),
+        rows(state.eos_ids),
+    )
     huggingface = config.style == "huggingface"
     given = own if huggingface else logits
     processed = distributions.process(
         given.reshape(batch * count, 1, vocab), context, state.sampling.repeated(count), config.mode
     )
     processed = processed.reshape(batch, count, vocab)
-    return own, processed if huggingface else distributions.log_softmax(processed, config.mode.native)
+    return own, processed if huggingface else distributions.log_softmax(
+        processed, config.mode.native
+    )
 
 
 def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Array:
@@ -158,14 +189,19 @@ def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Ar
     parents = jnp.maximum(tree.parents, 0)
     flat = parents * log_probs.shape[2] + jnp.maximum(tree.tokens, 0)
     own = jnp.take_along_axis(log_probs.reshape(len(scores), -1), flat, axis=1)
+
     # Round i gives level i its sums, from those of its parents on the level before: so there is one
     # round per level.
-    grow = lambda _, sums: jnp.where(tree.parents < 0, sums, pick(sums, parents) + own)
+    def grow(_, sums):
+        return jnp.where(tree.parents < 0, sums, pick(sums, parents) + own)
+
     depth = jnp.max(tree.nodes.positions - tree.nodes.positions[:, :1])
     return jax.lax.fori_loop(0, depth, grow, sums)
 
 
-def candidates(own: jax.Array, adjusted: jax.Array | None, sums: jax.Array, config: BeamConfig) -> Candidates:
+def candidates(
+    own: jax.Array, adjusted: jax.Array | None, sums: jax.Array, config: BeamConfig
+) -> Candidates:
     """Returns the best continuations of each node: (1 + E)·K of them, as many as a step takes of
     all beams together.
 
@@ -177,7 +213,10 @@ def candidates(own: jax.Array, adjusted: jax.Array | None, sums: jax.Array, conf
     log_probs = own if adjusted is None else adjusted
     kept = min(config.candidates, config.vocab_size)
     totals, tokens = jax.lax.top_k(log_probs + sums[..., None], kept)
-    take = lambda values: None if values is None else jnp.take_along_axis(values, tokens, axis=2)
+
+    def take(values):
+        return None if values is None else jnp.take_along_axis(values, tokens, axis=2)
+
     return Candidates(totals, tokens.astype(jnp.int32), take(own), take(adjusted))
 
 
@@ -211,7 +250,10 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
     carry = jnp.int32(0), state, ids, ~state.done, levels
     if not config.gamma:
         return body(carry)[1], levels
-    more = lambda carry: jnp.any(carry[3])
+
+    def more(carry):
+        return jnp.any(carry[3])
+
     _, state, _, _, levels = jax.lax.while_loop(more, body, carry)
     return state, levels[:, : config.gamma].reshape(batch, -1)
 

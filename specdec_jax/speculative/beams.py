@@ -170,10 +170,14 @@ class Candidates(NamedTuple):
 
 def pick(values: jax.Array, which: jax.Array) -> jax.Array:
     """Returns `values[b, which[b, j]]`, `[B, J, …]`."""
-    return jnp.take_along_axis(values, which.reshape(*which.shape, *[1] * (values.ndim - 2)), axis=1)
+    return jnp.take_along_axis(
+        values, which.reshape(*which.shape, *[1] * (values.ndim - 2)), axis=1
+    )
 
 
-def first_hypotheses(tokens: jax.Array, positions: int, config: BeamConfig) -> tuple[Hypotheses, Hypotheses]:
+def first_hypotheses(
+    tokens: jax.Array, positions: int, config: BeamConfig
+) -> tuple[Hypotheses, Hypotheses]:
     """Makes the live beams and finished hypotheses of rows that begin with `tokens [B, P']`.
 
     One live beam counts; the scores of all others are lowered so far that they never win.
@@ -192,7 +196,9 @@ def first_hypotheses(tokens: jax.Array, positions: int, config: BeamConfig) -> t
     return live, Hypotheses(whole, numbers, adjusted, lengths, jnp.full(lengths.shape, far))
 
 
-def step(state: BeamState, found: Candidates, active: jax.Array) -> tuple[BeamState, jax.Array, jax.Array]:
+def step(
+    state: BeamState, found: Candidates, active: jax.Array
+) -> tuple[BeamState, jax.Array, jax.Array]:
     """Takes one step in the rows where `active [B]` is True; the others stay as they are.
 
     Args:
@@ -206,7 +212,10 @@ def step(state: BeamState, found: Candidates, active: jax.Array) -> tuple[BeamSt
     config, live = state.config, state.live
     batch, _, kept = found.sums.shape
     far = _FAR[config.style]
-    flat = lambda x: x.reshape(batch, -1)
+
+    def flat(x):
+        return x.reshape(batch, -1)
+
     sums, which = jax.lax.top_k(flat(found.sums), min(config.candidates, config.beams * kept))
     parents, chosen = which // kept, jax.tree.map(lambda x: pick(flat(x), which), found)
     ends = jnp.any(chosen.tokens[..., None] == state.eos_ids[:, None], axis=-1)
@@ -225,23 +234,37 @@ def step(state: BeamState, found: Candidates, active: jax.Array) -> tuple[BeamSt
     after = state.replace(live=new_live, finished=finished, is_finished=is_finished, steps=steps)
     failed = jnp.any(jnp.isnan(sums), axis=1)
     after = after.replace(
-        done=_is_done(after) | failed, failed=jnp.where(failed & (state.failed == 0), steps, state.failed)
+        done=_is_done(after) | failed,
+        failed=jnp.where(failed & (state.failed == 0), steps, state.failed),
     )
-    keep = lambda new, old: jnp.where(active.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    def keep(new, old):
+        return jnp.where(active.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
     names = ("live", "finished", "is_finished", "steps", "done", "failed")
-    kept_rows = {name: jax.tree.map(keep, getattr(after, name), getattr(state, name)) for name in names}
+    kept_rows = {
+        name: jax.tree.map(keep, getattr(after, name), getattr(state, name)) for name in names
+    }
     return state.replace(**kept_rows), pick(parents, order), pick(chosen.tokens, order)
 
 
-def _extended(parents: Hypotheses, chosen: Candidates, sums: jax.Array, positions: jax.Array) -> Hypotheses:
+def _extended(
+    parents: Hypotheses, chosen: Candidates, sums: jax.Array, positions: jax.Array
+) -> Hypotheses:
     """Returns the hypotheses `parents`, each with its token of `chosen` added at `positions [B]`,
     and with `sums`."""
     here = (jnp.arange(parents.tokens.shape[-1]) == positions[:, None])[:, None]
-    put = lambda old, new: None if old is None else jnp.where(here, new[..., None], old)
+
+    def put(old, new):
+        return None if old is None else jnp.where(here, new[..., None], old)
+
     return Hypotheses(
-        put(parents.tokens, chosen.tokens), put(parents.log_probs, chosen.log_probs),
-        put(parents.adjusted_log_probs, chosen.adjusted_log_probs), parents.lengths + 1, sums,
-    )  # fmt: skip
+        put(parents.tokens, chosen.tokens),
+        put(parents.log_probs, chosen.log_probs),
+        put(parents.adjusted_log_probs, chosen.adjusted_log_probs),
+        parents.lengths + 1,
+        sums,
+    )
 
 
 def _best(scores: jax.Array, config: BeamConfig) -> jax.Array:
@@ -251,7 +274,9 @@ def _best(scores: jax.Array, config: BeamConfig) -> jax.Array:
     return order[:, ::-1] if config.style == "t5x" else order
 
 
-def _finish(state: BeamState, continued: Hypotheses, finishing: jax.Array) -> tuple[Hypotheses, jax.Array]:
+def _finish(
+    state: BeamState, continued: Hypotheses, finishing: jax.Array
+) -> tuple[Hypotheses, jax.Array]:
     """Picks the K best of the finished hypotheses so far and of the new ones.
 
     Args:
@@ -286,7 +311,11 @@ def _is_done(state: BeamState) -> jax.Array:
     """Returns `[B]` bool: which rows cannot find a better hypothesis, or are as long as they may
     be."""
     config = state.config
-    worst = jnp.where(state.is_finished, jnp.min(state.finished.scores, axis=1, keepdims=True), -_FAR[config.style])
+    worst = jnp.where(
+        state.is_finished,
+        jnp.min(state.finished.scores, axis=1, keepdims=True),
+        -_FAR[config.style],
+    )
     at_end = state.steps >= state.limits
     if config.style == "t5x":
         # This length is one more than the greatest that `_finish` uses: here T5X counts the start
@@ -310,7 +339,10 @@ def best_first(state: BeamState) -> tuple[Hypotheses, jax.Array]:
     something has finished whenever a search ends.
     """
     none = ~jnp.any(state.is_finished, axis=1)
-    choose = lambda live, finished: jnp.where(none.reshape(-1, *[1] * (live.ndim - 1)), live, finished)
+
+    def choose(live, finished):
+        return jnp.where(none.reshape(-1, *[1] * (live.ndim - 1)), live, finished)
+
     found = jax.tree.map(choose, state.live, state.finished)
     there = state.is_finished | none[:, None]
     if state.config.style == "t5x":

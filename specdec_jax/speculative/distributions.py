@@ -43,7 +43,10 @@ class Categorical(NamedTuple):
 
     def log_prob(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N"]:
         """Returns the log-probability of one token per position."""
-        return jnp.take_along_axis(self.logits, tokens[..., None], axis=-1)[..., 0] - self.log_normalizer
+        return (
+            jnp.take_along_axis(self.logits, tokens[..., None], axis=-1)[..., 0]
+            - self.log_normalizer
+        )
 
     def prob(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N"]:
         """Returns the probability of one token per position."""
@@ -73,14 +76,18 @@ def log_softmax(logits: Float[Array, "*N V"], native: bool) -> Float[Array, "*N 
     return logits - greatest[..., None] - log_sums[..., None]
 
 
-def log_prob_under(logits: Float[Array, "*N V"], native: bool) -> Callable[[Int[Array, "*N"]], Float[Array, "*N"]]:
+def log_prob_under(
+    logits: Float[Array, "*N V"], native: bool
+) -> Callable[[Int[Array, "*N"]], Float[Array, "*N"]]:
     """Returns the function that gives the log-probability of one token per position; `native` as
     for `Categorical.from_logits`, and the bits are then those of
     `Network.greedy_token_and_logprob`."""
     if not native:
         return Categorical.from_logits(logits).log_prob
     greatest, log_sums = packed_weights.log_sums(logits)
-    return lambda tokens: jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - greatest - log_sums
+    return lambda tokens: (
+        jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - greatest - log_sums
+    )
 
 
 class PointMass(NamedTuple):
@@ -143,12 +150,18 @@ def process(
     # NaN must be noticed later, but a CPU's maximum may pass over it: so each number is compared,
     # and not the greatest, and one NaN stands for a whole position.
     if mode.processor is not None:
-        processed = jnp.where(jnp.any(jnp.isnan(processed), axis=-1, keepdims=True), jnp.nan, processed)
+        processed = jnp.where(
+            jnp.any(jnp.isnan(processed), axis=-1, keepdims=True), jnp.nan, processed
+        )
     return jnp.where(jnp.all(processed == -jnp.inf, axis=-1, keepdims=True), original, processed)
 
 
 def standardize(
-    logits: Float[Array, "B T V"], context: Context, rows: SamplingRows, mode: SamplingMode, soften: bool = False
+    logits: Float[Array, "B T V"],
+    context: Context,
+    rows: SamplingRows,
+    mode: SamplingMode,
+    soften: bool = False,
 ) -> Categorical:
     """Returns the distribution that a row samples from, after processors, temperature and filters.
 
@@ -165,11 +178,15 @@ def standardize(
     if mode.top_p:
         adjusted = _keep_top_p(adjusted, rows.top_p)
     if mode.min_p:
-        adjusted = jnp.where(adjusted >= jnp.log(rows.min_p)[:, None, None], adjusted, -jnp.inf)  # the greatest is 0
+        adjusted = jnp.where(
+            adjusted >= jnp.log(rows.min_p)[:, None, None], adjusted, -jnp.inf
+        )  # the greatest is 0
     if soften:
         return Categorical.from_logits(adjusted, mode.native)
     one_hot = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
-    return Categorical.from_logits(jnp.where(temperature > 0, adjusted, jnp.where(one_hot, 0.0, -jnp.inf)), mode.native)
+    return Categorical.from_logits(
+        jnp.where(temperature > 0, adjusted, jnp.where(one_hot, 0.0, -jnp.inf)), mode.native
+    )
 
 
 # XLA divides by multiplying with the reciprocal. Past these bounds that is 0 or infinite, which
@@ -201,12 +218,16 @@ def _keep_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, " B"]) -> Float
     def by_selection(logits):
         largest = jax.lax.top_k(logits, few)[0]
         threshold = jnp.take_along_axis(largest, jnp.maximum(top_k - 1, 0)[:, None, None], axis=-1)
-        return jnp.where(logits >= jnp.where(top_k[:, None, None] > 0, threshold, -jnp.inf), logits, -jnp.inf)
+        return jnp.where(
+            logits >= jnp.where(top_k[:, None, None] > 0, threshold, -jnp.inf), logits, -jnp.inf
+        )
 
     def by_bisection(logits):
         k = jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None, None]
         ordered = _ordered_bits(logits)
-        threshold = _largest_threshold(lambda t: jnp.sum(ordered >= t, axis=-1, keepdims=True) >= k, ordered)
+        threshold = _largest_threshold(
+            lambda t: jnp.sum(ordered >= t, axis=-1, keepdims=True) >= k, ordered
+        )
         return jnp.where(ordered >= threshold, logits, -jnp.inf)
 
     def by_either(logits):
@@ -223,7 +244,10 @@ def _keep_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, " B"]) -> Flo
     `top_p`."""
     probs = jax.nn.softmax(logits, axis=-1)
     ordered = _ordered_bits(logits)
-    mass = lambda t: jnp.sum(jnp.where(ordered >= t, probs, 0), axis=-1, keepdims=True)
+
+    def mass(t):
+        return jnp.sum(jnp.where(ordered >= t, probs, 0), axis=-1, keepdims=True)
+
     # Rounding may leave the whole mass below p = 1; then everything is kept.
     threshold = _largest_threshold(lambda t: mass(t) >= top_p[:, None, None], ordered)
     keep = (ordered >= threshold) | (top_p[:, None, None] >= 1)

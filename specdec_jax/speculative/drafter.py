@@ -64,7 +64,11 @@ class Drafter:
     # Traced.
 
     def init(
-        self, inputs: Int[Array, "I L"], input_lengths: Int[Array, " I"], tokens: Int[Array, "B P"], slots: int
+        self,
+        inputs: Int[Array, "I L"],
+        input_lengths: Int[Array, " I"],
+        tokens: Int[Array, "B P"],
+        slots: int,
     ) -> Any:
         """Returns the drafter's state before the first iteration, for B/I rows of each of the I
         inputs.
@@ -76,7 +80,9 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def draft(self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"]) -> tuple[Any, Draft]:
+    def draft(
+        self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"]
+    ) -> tuple[Any, Draft]:
         """Drafts up to `num_wanted` tokens after each row's committed ones."""
         raise NotImplementedError
 
@@ -97,7 +103,9 @@ class Drafter:
         """
         return draft_state
 
-    def begin_beams(self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int) -> Any:
+    def begin_beams(
+        self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int
+    ) -> Any:
         """Returns the drafter's state before the first iteration of a beam search.
 
         Args:
@@ -108,7 +116,9 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def draft_beams(self, draft_state: Any, state: "BeamState", tree: "BeamTree") -> tuple[Any, "BeamTree"]:
+    def draft_beams(
+        self, draft_state: Any, state: "BeamState", tree: "BeamTree"
+    ) -> tuple[Any, "BeamTree"]:
         """Adds γ levels of u nodes to the tree of the live beams; `state.config` has γ and u."""
         raise NotImplementedError
 
@@ -123,7 +133,11 @@ class Drafter:
         return self.init(inputs, input_lengths, tokens, slots, **encoded)
 
     def draft_tree(
-        self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"], room: Int[Array, " B"]
+        self,
+        draft_state: Any,
+        state: DecodeState,
+        num_wanted: Int[Array, " B"],
+        room: Int[Array, " B"],
     ) -> tuple[Any, TreeDraft]:
         """Drafts the tree `state.config.tree` after each row's committed tokens.
 
@@ -133,7 +147,9 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def keep_path(self, draft_state: Any, state: DecodeState, draft: TreeDraft, path: Int[Array, "B D"]) -> Any:
+    def keep_path(
+        self, draft_state: Any, state: DecodeState, draft: TreeDraft, path: Int[Array, "B D"]
+    ) -> Any:
         """Returns the state after the nodes with the numbers `path`, by depth, were committed.
 
         Args:
@@ -187,7 +203,12 @@ class Drafter:
         tokens differ in it."""
         settings, arrays = self.identity()
         parts = [type(self).__name__, *map(str, settings)]
-        return digest([*map(str.encode, parts), *(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays))])
+        return digest(
+            [
+                *map(str.encode, parts),
+                *(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays)),
+            ]
+        )
 
     def check(self, target: LanguageModel) -> None:
         """Checks that it can draft for `target`.
@@ -213,7 +234,9 @@ def check_model(target: LanguageModel, model: LanguageModel) -> None:
     reads = model.config.encoder_dim
     if reads is not None and reads != target.config.emb_dim:
         expected = f"the target's width, {target.config.emb_dim}"
-        raise ValueError(f"drafter: got a model that reads encoder outputs of width {reads}, expected {expected}")
+        raise ValueError(
+            f"drafter: got a model that reads encoder outputs of width {reads}, expected {expected}"
+        )
     trained_on = model.encoder_fingerprint if reads is not None else None
     if trained_on is not None and not target.has(trained_on):
         raise ValueError(
@@ -221,14 +244,26 @@ def check_model(target: LanguageModel, model: LanguageModel) -> None:
             f"{target.name or 'the target'}'s"
         )
     ours, theirs = target.vocabulary, model.vocabulary
-    if ours is not None and theirs is not None and ours is not theirs and ours.fingerprint() != theirs.fingerprint():
+    if (
+        ours is not None
+        and theirs is not None
+        and ours is not theirs
+        and ours.fingerprint() != theirs.fingerprint()
+    ):
         raise ValueError(
             f"drafter: got a vocabulary of {theirs.size} pieces that differs from the target's "
             f"({ours.size} pieces), expected the same pieces with the same ids"
         )
     if model.start_token != target.start_token:
-        raise ValueError(f"drafter: got start token {model.start_token}, expected the target's {target.start_token}")
+        raise ValueError(
+            f"drafter: got start token {model.start_token}, expected the target's {target.start_token}"
+        )
     here, there = (one.network.rules and one.network.rules.mesh for one in (target, model))
     if here != there:
-        describe = lambda mesh: "none" if mesh is None else "x".join(str(size) for size in mesh.devices.shape)
-        raise ValueError(f"drafter: got a model on the mesh {describe(there)}, expected the target's, {describe(here)}")
+
+        def describe(mesh):
+            return "none" if mesh is None else "x".join(str(size) for size in mesh.devices.shape)
+
+        raise ValueError(
+            f"drafter: got a model on the mesh {describe(there)}, expected the target's, {describe(here)}"
+        )

@@ -36,7 +36,9 @@ class FullDrafter(Drafter):
 
     def draft(self, draft_state: Any, state: DecodeState, num_wanted) -> tuple[Any, Draft]:
         draft_state, draft = self.drafter.draft(draft_state, state, num_wanted)
-        return draft_state, draft._replace(num_drafted=num_wanted, tokens=jnp.maximum(draft.tokens, 0))
+        return draft_state, draft._replace(
+            num_drafted=num_wanted, tokens=jnp.maximum(draft.tokens, 0)
+        )
 
     def observe(self, draft_state: Any, state: DecodeState, scored: Scored) -> Any:
         return self.drafter.observe(draft_state, state, scored)

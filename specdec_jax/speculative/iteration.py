@@ -58,7 +58,9 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     config, batch = state.config, state.tokens.shape[0]
     num_wanted = _count_wanted(state)
     if drafter is not None and config.gamma:
-        draft_state, draft = checked(drafter, drafter.draft(state.draft_state, state, num_wanted), state)
+        draft_state, draft = checked(
+            drafter, drafter.draft(state.draft_state, state, num_wanted), state
+        )
         draft = draft._replace(num_drafted=jnp.minimum(draft.num_drafted, num_wanted))
         draft, state = _up_to_failure(draft, state)
     else:
@@ -69,13 +71,17 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     scored = jnp.concatenate([last, draft.tokens], axis=1)
     observed = drafter is not None and drafter.observes
-    after, found = _verified(target, state.replace(target_cache=cache, draft_state=None), draft, scored, observed)
+    after, found = _verified(
+        target, state.replace(target_cache=cache, draft_state=None), draft, scored, observed
+    )
     after = after.replace(draft_state=draft_state)
     if drafter is None or not observed:
         return constrain_sharding(after, target.rules)
     states, logits = found
     seen = Scored(scored, states, logits, after.lengths - state.lengths)
-    return constrain_sharding(after.replace(draft_state=drafter.observe(draft_state, after, seen)), target.rules)
+    return constrain_sharding(
+        after.replace(draft_state=drafter.observe(draft_state, after, seen)), target.rules
+    )
 
 
 def _count_wanted(state: DecodeState) -> PerRow:
@@ -101,7 +107,9 @@ def checked(drafter: Drafter, found, state: DecodeState) -> tuple[Any, Draft]:
     """
     name, batch = type(drafter).__name__, len(state.lengths)
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Draft)):
-        raise ValueError(f"drafter {name}: draft returned {type(found).__name__}, expected (draft_state, Draft)")
+        raise ValueError(
+            f"drafter {name}: draft returned {type(found).__name__}, expected (draft_state, Draft)"
+        )
     draft_state, draft = found
     rows, drafted = f"int32[{batch}]", f"int32[{batch}, {state.config.gamma}]"
     for field, expected in (("tokens", drafted), ("num_drafted", rows), ("calls", rows)):
@@ -114,10 +122,14 @@ def checked(drafter: Drafter, found, state: DecodeState) -> tuple[Any, Draft]:
             "expected the one they were drawn from, or point_mass(state, tokens)"
         )
     if state.policy is not None and state.policy.needs_probs and draft.seen is None:
-        raise ValueError(f"drafter {name}: draft gave no Draft.seen, expected it of a drafter that provides_probs")
+        raise ValueError(
+            f"drafter {name}: draft gave no Draft.seen, expected it of a drafter that provides_probs"
+        )
     got, expected = map(arguments.described, (draft_state, state.draft_state))
     if got != expected:
-        raise ValueError(f"drafter {name}: draft returned the state {got}, expected what init makes, {expected}")
+        raise ValueError(
+            f"drafter {name}: draft returned the state {got}, expected what init makes, {expected}"
+        )
     return found
 
 
@@ -128,7 +140,9 @@ def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState
     Where a draft is cut does not depend on what was drawn, so that the output distribution stays
     the target's.
     """
-    first = jnp.min(jnp.where(draft.tokens < 0, jnp.arange(state.config.gamma), state.config.gamma), axis=1)
+    first = jnp.min(
+        jnp.where(draft.tokens < 0, jnp.arange(state.config.gamma), state.config.gamma), axis=1
+    )
     failed = (first < draft.num_drafted) & (state.draft_failed == 0)
     state = state.replace(draft_failed=jnp.where(failed, state.lengths + first, state.draft_failed))
     num_drafted = jnp.minimum(draft.num_drafted, first)
@@ -137,7 +151,11 @@ def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState
 
 def _no_draft(batch: int, config: StaticConfig) -> Draft:
     zeros = jnp.zeros(batch, jnp.int32)
-    dist = Categorical.from_logits(jnp.zeros((batch, 0, config.vocab_size))) if config.needs_draft_probs else None
+    dist = (
+        Categorical.from_logits(jnp.zeros((batch, 0, config.vocab_size)))
+        if config.needs_draft_probs
+        else None
+    )
     return Draft(jnp.zeros((batch, 0), jnp.int32), zeros, dist, zeros)
 
 
@@ -172,8 +190,17 @@ def _verified(
         else:
             logits = target.head(states, valid[:, :width])
             verified, adjusted = verify(narrow, part, logits)
-            after = commit(narrow, part, verified, distributions.log_prob_under(logits, target.skips_padding), adjusted)
-        return after.replace(config=config, last_draft=draft.tokens), (states, logits) if watched else ()
+            after = commit(
+                narrow,
+                part,
+                verified,
+                distributions.log_prob_under(logits, target.skips_padding),
+                adjusted,
+            )
+        return after.replace(config=config, last_draft=draft.tokens), (
+            states,
+            logits,
+        ) if watched else ()
 
     widths, needed = state.config.widths, jnp.max(draft.num_drafted) + 1
     if not widths:
@@ -185,13 +212,20 @@ def _verified(
         def body(carry):
             _, state, seen = carry
             state, found = verify_width(state, width)
-            put = lambda values, new: jax.lax.dynamic_update_slice_in_dim(values, new, 0, axis=1)
+
+            def put(values, new):
+                return jax.lax.dynamic_update_slice_in_dim(values, new, 0, axis=1)
+
             return jnp.zeros((), bool), state, jax.tree.map(put, seen, found)
 
         return jax.lax.while_loop(lambda carry: carry[0] & (needed <= width), body, carry)
 
     shapes = jax.eval_shape(lambda state: verify_width(state, scored.shape[1])[1], state)
-    carry = jnp.ones((), bool), state, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    carry = (
+        jnp.ones((), bool),
+        state,
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+    )
     for width in widths:
         carry = once(width, carry)
     return carry[1:]
@@ -207,7 +241,9 @@ def most_probable(network: Network, states: States, valid: Valid = None) -> Toke
     return tokens, Categorical.from_logits(logits).log_prob(tokens)
 
 
-def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> tuple[Verification, Categorical | None]:
+def verify(
+    state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]
+) -> tuple[Verification, Categorical | None]:
     """Decides which drafted tokens are accepted and which token follows them.
 
     Args:
@@ -220,17 +256,25 @@ def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> t
     config, keys, lengths = state.config, state.keys, state.lengths
     tokens, width = state.tokens, config.gamma + 1
     if config.mode.reads_prefix:
-        tokens = _write(tokens, draft.tokens, lengths, draft.num_drafted) if config.gamma else tokens
+        tokens = (
+            _write(tokens, draft.tokens, lengths, draft.num_drafted) if config.gamma else tokens
+        )
     prefixes = context(state, tokens)
     processed = distributions.process(logits, prefixes, state.sampling, config.mode)
     verifier, offsets = config.verifier, jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
     accept = randomness.uniforms(keys, lengths, offsets[:, :-1], randomness.ACCEPT)
     greedy: Verification | None = None
-    if config.mode.greedy or verifier.softens:  # verified before temperature 0 makes the distribution one-hot
+    if (
+        config.mode.greedy or verifier.softens
+    ):  # verified before temperature 0 makes the distribution one-hot
         if verifier.verify_greedily is None:
-            greedy = verifiers.verify_greedy(distributions.argmax(processed), draft.tokens, draft.num_drafted)
+            greedy = verifiers.verify_greedy(
+                distributions.argmax(processed), draft.tokens, draft.num_drafted
+            )
         else:
-            found = verifier.verify_greedily(processed, draft.tokens, draft.num_drafted, accept, state.settings)
+            found = verifier.verify_greedily(
+                processed, draft.tokens, draft.num_drafted, accept, state.settings
+            )
             greedy = check_verification(verifier, found, len(lengths))
         if config.strict_argmax:
             return greedy, None
@@ -243,9 +287,18 @@ def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> t
     residual = randomness.random_bits(keys, lengths, offsets, randomness.RESIDUAL)
     bonus = randomness.random_bits(keys, lengths, offsets, randomness.BONUS)
     final = jnp.where((offsets < draft.num_drafted[:, None])[..., None], residual, bonus)
-    noise = randomness.gumbel_noise(keys, lengths[:, None] + offsets, config.vocab_size) if verifier.coupled else None
+    noise = (
+        randomness.gumbel_noise(keys, lengths[:, None] + offsets, config.vocab_size)
+        if verifier.coupled
+        else None
+    )
     found = verifier.verify(
-        dist, draft.dist, draft.tokens, draft.num_drafted, Randomness(accept, final, noise), state.settings
+        dist,
+        draft.dist,
+        draft.tokens,
+        draft.num_drafted,
+        Randomness(accept, final, noise),
+        state.settings,
     )
     verified = check_verification(verifier, found, len(lengths))
     if greedy is not None:
@@ -255,9 +308,13 @@ def verify(state: DecodeState, draft: Draft, logits: Float[Array, "B T V"]) -> t
 
 
 def commit(
-    state: DecodeState, draft: Draft, verified: Verification,
-    log_prob: Callable[[Tokens], Float[Array, "B T"]], adjusted: Categorical | None, drafted: PerRow | None = None,
-) -> DecodeState:  # fmt: skip
+    state: DecodeState,
+    draft: Draft,
+    verified: Verification,
+    log_prob: Callable[[Tokens], Float[Array, "B T"]],
+    adjusted: Categorical | None,
+    drafted: PerRow | None = None,
+) -> DecodeState:
     """Writes the accepted tokens and the next one, marks rows that are complete, and updates the
     statistics.
 
@@ -279,22 +336,31 @@ def commit(
     new = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
     new = jnp.where(offsets == num_accepted[:, None], verified.next_token[:, None], new)
     is_eos = jnp.any(new[:, :, None] == state.eos_ids[:, None, :], axis=-1)
-    first_eos = jnp.min(jnp.where(is_eos & (offsets <= num_accepted[:, None]), offsets, width), axis=1)
+    first_eos = jnp.min(
+        jnp.where(is_eos & (offsets <= num_accepted[:, None]), offsets, width), axis=1
+    )
     num_new = jnp.where(active, jnp.minimum(num_accepted, first_eos) + 1, 0)
 
     log_probs = jnp.where(new < 0, jnp.nan, log_prob(new))
     adjusted_log_probs = state.adjusted_log_probs
     if adjusted is not None:
-        adjusted_log_probs = _write(adjusted_log_probs, adjusted.log_prob(new), state.lengths, num_new)
+        adjusted_log_probs = _write(
+            adjusted_log_probs, adjusted.log_prob(new), state.lengths, num_new
+        )
     lengths = state.lengths + num_new
     ended = (first_eos < width) | (verified.next_token < 0)
     done = state.done | ended & active | (lengths >= state.limits)
 
-    examined = active[:, None] & (offsets[:-1] < jnp.minimum(num_accepted + 1, draft.num_drafted)[:, None])
+    examined = active[:, None] & (
+        offsets[:-1] < jnp.minimum(num_accepted + 1, draft.num_drafted)[:, None]
+    )
     examined &= offsets[:-1] <= first_eos[:, None]
     accepted = examined & (offsets[:-1] < num_accepted[:, None])
     counts, integer = state.counts, lambda mask: mask.astype(jnp.int32)
-    by_position = lambda counted, mask: counted + jnp.pad(integer(mask), ((0, 0), (0, counted.shape[1] - width + 1)))
+
+    def by_position(counted, mask):
+        return counted + jnp.pad(integer(mask), ((0, 0), (0, counted.shape[1] - width + 1)))
+
     counts = Counts(
         target_calls=counts.target_calls + integer(active),
         draft_calls=counts.draft_calls + jnp.where(active, draft.calls, 0),
@@ -302,7 +368,8 @@ def commit(
         accepted=counts.accepted + jnp.sum(integer(accepted), axis=1),
         examined_by_position=by_position(counts.examined_by_position, examined),
         accepted_by_position=by_position(counts.accepted_by_position, accepted),
-        undrafted=counts.undrafted + integer(_find_undrafted(state, draft, num_accepted, first_eos)),
+        undrafted=counts.undrafted
+        + integer(_find_undrafted(state, draft, num_accepted, first_eos)),
     )
     policy_state, outcome = (
         state.policy_state,
@@ -313,13 +380,20 @@ def commit(
     return state.replace(
         tokens=_write(state.tokens, new, state.lengths, num_new),
         log_probs=_write(state.log_probs, log_probs, state.lengths, num_new),
-        adjusted_log_probs=adjusted_log_probs, lengths=lengths, done=done, counts=counts,
-        last_drafted=jnp.where(active, drafted, 0), last_accepted=jnp.where(active, num_accepted, 0),
-        last_seen=draft.seen, policy_state=policy_state,
-    )  # fmt: skip
+        adjusted_log_probs=adjusted_log_probs,
+        lengths=lengths,
+        done=done,
+        counts=counts,
+        last_drafted=jnp.where(active, drafted, 0),
+        last_accepted=jnp.where(active, num_accepted, 0),
+        last_seen=draft.seen,
+        policy_state=policy_state,
+    )
 
 
-def _find_undrafted(state: DecodeState, draft: Draft, num_accepted: PerRow, first_eos: PerRow) -> Bool[Array, " B"]:
+def _find_undrafted(
+    state: DecodeState, draft: Draft, num_accepted: PerRow, first_eos: PerRow
+) -> Bool[Array, " B"]:
     """Returns the rows whose draft was accepted whole, or was empty, and shorter than wanted.
 
     After an accepted EOS nothing is wanted; a policy that reads a draft's distributions wants no
@@ -345,4 +419,6 @@ def _write(
     """
     offsets = jnp.arange(buffer.shape[1]) - starts[:, None]
     spread = jnp.take_along_axis(values, jnp.clip(offsets, 0, values.shape[1] - 1), axis=1)
-    return jnp.where((offsets >= 0) & (offsets < counts[:, None]), spread.astype(buffer.dtype), buffer)
+    return jnp.where(
+        (offsets >= 0) & (offsets < counts[:, None]), spread.astype(buffer.dtype), buffer
+    )

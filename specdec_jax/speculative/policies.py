@@ -71,7 +71,11 @@ class Policy:
     def numbers(cls) -> dict[str, tuple[float, float, bool]]:
         """Returns the range of every field that `number` declares, by name: least, most, and
         whether it must be below `most`."""
-        return {field.name: field.metadata["range"] for field in dataclasses.fields(cls) if "range" in field.metadata}
+        return {
+            field.name: field.metadata["range"]
+            for field in dataclasses.fields(cls)
+            if "range" in field.metadata
+        }
 
     @classmethod
     def _static(cls) -> tuple[str, ...]:
@@ -92,9 +96,13 @@ class Policy:
         for name in self.numbers():
             value = np.asarray(getattr(self, name), np.int32 if self._whole(name) else np.float32)
             if value.ndim and value.shape != (batch,):
-                raise ValueError(f"{name}: got {value.size} values, expected one or {batch} (one per input)")
+                raise ValueError(
+                    f"{name}: got {value.size} values, expected one or {batch} (one per input)"
+                )
             values[name] = np.broadcast_to(value, (batch,))
-        policy = copy.copy(self)  # not by its constructor, which would check all fields again for every request
+        policy = copy.copy(
+            self
+        )  # not by its constructor, which would check all fields again for every request
         for name, value in values.items():
             object.__setattr__(policy, name, value)
         return policy
@@ -103,7 +111,9 @@ class Policy:
         """Makes a policy of a user's own a pytree, and checks that it can be one."""
         cls = type(self)
         if hasattr(cls, "_flax_dataclass"):  # all its fields would be traced, `maximum` too
-            raise ValueError(f"gamma: got {cls.__name__}, a flax.struct.dataclass, expected a dataclasses.dataclass")
+            raise ValueError(
+                f"gamma: got {cls.__name__}, a flax.struct.dataclass, expected a dataclasses.dataclass"
+            )
         if jax.tree_util.all_leaves([self]):
             jax.tree_util.register_pytree_node_class(cls)
         for name in cls._static():
@@ -111,7 +121,9 @@ class Policy:
                 hash(getattr(self, name))
             except TypeError:
                 got = arguments.quoted(getattr(self, name))
-                raise ValueError(f"{name}: got {got}, expected a hashable value (or numbers, by `number`)") from None
+                raise ValueError(
+                    f"{name}: got {got}, expected a hashable value (or numbers, by `number`)"
+                ) from None
 
     def tree_flatten(self):
         return tuple(getattr(self, name) for name in self.numbers()), tuple(
@@ -184,7 +196,9 @@ class Heuristic(Policy):
     def update(self, state: Int[Array, " B"], outcome: Outcome) -> Int[Array, " B"]:
         full = outcome.accepted == outcome.drafted
         changed = jnp.clip(state + jnp.where(full, self.up, -self.down), self.minimum, self.maximum)
-        return jnp.where(outcome.drafted > 0, changed, state)  # a drafter that proposed nothing teaches nothing
+        return jnp.where(
+            outcome.drafted > 0, changed, state
+        )  # a drafter that proposed nothing teaches nothing
 
 
 class _Average(NamedTuple):
@@ -345,8 +359,13 @@ class CostAware(Policy):
 
     def wanted(self, state: CostAwareState) -> Int[Array, " B"]:
         weight = self.weight[:, None]
-        share = lambda accepted, examined, prior: (accepted + weight * prior) / (examined + weight)
-        total = lambda counts: jnp.sum(counts, axis=1, keepdims=True)
+
+        def share(accepted, examined, prior):
+            return (accepted + weight * prior) / (examined + weight)
+
+        def total(counts):
+            return jnp.sum(counts, axis=1, keepdims=True)
+
         overall = share(total(state.accepted), total(state.examined), self.acceptance[:, None])
         reach = jnp.cumprod(share(state.accepted, state.examined, overall), axis=1)
         worth = reach >= (state.tokens / state.time * self._step())[:, None]
@@ -358,7 +377,8 @@ class CostAware(Policy):
         index, memory = jnp.arange(self.maximum), self.memory[:, None]
         accepted, drafted = outcome.accepted[:, None], outcome.drafted[:, None]
         return CostAwareState(
-            examined=memory * state.examined + (index < jnp.minimum(accepted + 1, drafted)).astype(jnp.float32),
+            examined=memory * state.examined
+            + (index < jnp.minimum(accepted + 1, drafted)).astype(jnp.float32),
             accepted=memory * state.accepted + (index < accepted).astype(jnp.float32),
             tokens=self.memory * state.tokens + outcome.accepted.astype(jnp.float32) + 1,
             time=self.memory * state.time + 1 + outcome.drafted.astype(jnp.float32) * self._step(),

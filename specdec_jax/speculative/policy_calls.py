@@ -14,11 +14,16 @@ from specdec_jax.speculative.policy_inputs import Outcome
 
 def begin(policy: Policy, batch: int) -> Any:
     """Returns the policy's first state of `batch` rows."""
-    rows = lambda value: jnp.broadcast_to(value, (batch,)) if jnp.ndim(value) == 0 else jnp.asarray(value)
+
+    def rows(value):
+        return jnp.broadcast_to(value, (batch,)) if jnp.ndim(value) == 0 else jnp.asarray(value)
+
     state = jax.tree.map(rows, policy.init())
     wrong = [leaf.shape for leaf in jax.tree.leaves(state) if leaf.shape[0] != batch]
     if wrong:
-        raise ValueError(f"gamma: got shape {wrong[0]} from {_name(policy)}.init, expected one value for each row")
+        raise ValueError(
+            f"gamma: got shape {wrong[0]} from {_name(policy)}.init, expected one value for each row"
+        )
     return state
 
 
@@ -29,7 +34,9 @@ def next_gamma(policy: Policy | None, state: Any, most: Int[Array, " B"]) -> Int
     wanted = policy.wanted(state)
     got = arguments.described(wanted)
     if got not in (f"int32[{len(most)}]", "int32[]"):
-        raise ValueError(f"gamma: got {got} from {_name(policy)}.wanted, expected an integer for each row")
+        raise ValueError(
+            f"gamma: got {got} from {_name(policy)}.wanted, expected an integer for each row"
+        )
     return jnp.minimum(most, wanted)
 
 
@@ -38,7 +45,9 @@ def next_state(policy: Policy, state: Any, outcome: Outcome) -> Any:
     after = policy.update(state, outcome)
     got, expected = arguments.described(after), arguments.described(state)
     if got != expected:
-        raise ValueError(f"gamma: got {got} from {_name(policy)}.update, expected what init makes, {expected}")
+        raise ValueError(
+            f"gamma: got {got} from {_name(policy)}.update, expected what init makes, {expected}"
+        )
     return after
 
 

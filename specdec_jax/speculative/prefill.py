@@ -17,11 +17,23 @@ from specdec_jax.speculative.verifiers import Settings
 
 
 def prefill(
-    target: Network, drafter: Drafter | None, config: StaticConfig, slots: int, inputs: Int[Array, "I L"],
-    input_lengths: Int[Array, " I"], tokens: Int[Array, "B P"], prefix_lengths: Int[Array, " B"],
-    keys: Key[Array, " B"], rows: SamplingRows, settings: Settings | None, limits: Int[Array, " B"],
-    eos_ids: Int[Array, "B E"], gamma: Int[Array, " B"], done: Bool[Array, " B"], policy: Policy | None = None,
-) -> DecodeState:  # fmt: skip
+    target: Network,
+    drafter: Drafter | None,
+    config: StaticConfig,
+    slots: int,
+    inputs: Int[Array, "I L"],
+    input_lengths: Int[Array, " I"],
+    tokens: Int[Array, "B P"],
+    prefix_lengths: Int[Array, " B"],
+    keys: Key[Array, " B"],
+    rows: SamplingRows,
+    settings: Settings | None,
+    limits: Int[Array, " B"],
+    eos_ids: Int[Array, "B E"],
+    gamma: Int[Array, " B"],
+    done: Bool[Array, " B"],
+    policy: Policy | None = None,
+) -> DecodeState:
     """Runs both encoders once, feeds the decoder prefix and makes the state that the loop starts
     from.
 
@@ -34,7 +46,10 @@ def prefill(
       rows: traced parameters of sampling.
       keys, settings, limits, eos_ids, gamma, done, policy: as in `DecodeState`.
     """
-    (batch, prefix), config = tokens.shape, config._replace(mode=config.mode.of(target.skips_padding))
+    (batch, prefix), config = (
+        tokens.shape,
+        config._replace(mode=config.mode.of(target.skips_padding)),
+    )
     shared = {}
     if drafter is not None and drafter.reads_encoder:
         shared = {"encoded": target.encode(inputs, input_lengths)}
@@ -47,28 +62,49 @@ def prefill(
     zeros, no_log_probs = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, slots), jnp.float32)
     state = DecodeState(
         tokens=jnp.zeros((batch, slots), jnp.int32).at[:, :prefix].set(tokens),
-        lengths=prefix_lengths, done=done, starts=prefix_lengths, log_probs=no_log_probs,
-        adjusted_log_probs=None if config.strict_argmax else no_log_probs, keys=keys, sampling=rows, settings=settings,
-        limits=limits, eos_ids=eos_ids, gamma=gamma, policy=policy, policy_state=policy and begin(policy, batch),
-        target_cache=cache, draft_state=draft_state,
-        counts=Counts.zero(batch, config.gamma), last_draft=jnp.zeros((batch, config.gamma), jnp.int32),
-        last_drafted=zeros, last_accepted=zeros, last_seen=empty_signals(policy, batch),
-        draft_failed=zeros, config=config,
-    )  # fmt: skip
+        lengths=prefix_lengths,
+        done=done,
+        starts=prefix_lengths,
+        log_probs=no_log_probs,
+        adjusted_log_probs=None if config.strict_argmax else no_log_probs,
+        keys=keys,
+        sampling=rows,
+        settings=settings,
+        limits=limits,
+        eos_ids=eos_ids,
+        gamma=gamma,
+        policy=policy,
+        policy_state=policy and begin(policy, batch),
+        target_cache=cache,
+        draft_state=draft_state,
+        counts=Counts.zero(batch, config.gamma),
+        last_draft=jnp.zeros((batch, config.gamma), jnp.int32),
+        last_drafted=zeros,
+        last_accepted=zeros,
+        last_seen=empty_signals(policy, batch),
+        draft_failed=zeros,
+        config=config,
+    )
     return constrain_sharding(state, target.rules)
 
 
 def fill_cache(
-    network: Network, inputs: Int[Array, "I L"], input_lengths: Int[Array, " I"], tokens: Int[Array, "B P"], slots: int,
+    network: Network,
+    inputs: Int[Array, "I L"],
+    input_lengths: Int[Array, " I"],
+    tokens: Int[Array, "B P"],
+    slots: int,
     **encoded: Float[Array, "I L D"],
-) -> Any:  # fmt: skip
+) -> Any:
     """Returns the cache of `network` for B rows that have been fed all but the last of `tokens`.
 
     The arguments are those of `prefill`; `encoded`, which may be left out, is passed on to
     `Network.prefill`.
     """
     copies = len(tokens) // len(inputs)
-    if copies > 1 and not inputs.shape[1]:  # a prompt is read once, like an encoder's input, for all of its rows
+    if (
+        copies > 1 and not inputs.shape[1]
+    ):  # a prompt is read once, like an encoder's input, for all of its rows
         return fill_cache(network, inputs, input_lengths, tokens[::copies], slots).repeated(copies)
     cache = network.prefill(inputs, input_lengths, slots, copies, **encoded)
     if tokens.shape[1] > 1:

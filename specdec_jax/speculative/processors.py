@@ -15,7 +15,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 # (prefix tokens, 0 at and past the length; lengths; logits) -> logits
-Processor = Callable[[Int[Array, "N S"], Int[Array, " N"], Float[Array, "N V"]], Float[Array, "N V"]]
+Processor = Callable[
+    [Int[Array, "N S"], Int[Array, " N"], Float[Array, "N V"]], Float[Array, "N V"]
+]
 
 
 class Context(NamedTuple):
@@ -55,7 +57,9 @@ def penalize_repetition(
     return _put(logits, ids, valid, jnp.where(seen > -jnp.inf, penalized, seen))
 
 
-def forbid_repeated_ngrams(logits: Float[Array, "B T V"], context: Context, size: int) -> Float[Array, "B T V"]:
+def forbid_repeated_ngrams(
+    logits: Float[Array, "B T V"], context: Context, size: int
+) -> Float[Array, "B T V"]:
     """Sets the logits of ids that would repeat an n-gram of the prefix to −inf.
 
     Args:
@@ -85,7 +89,9 @@ def forbid_sequences(
         group = np.array([sequence for sequence in sequences if len(sequence) == size], np.int32)
         there = jnp.broadcast_to(lengths[..., None] >= size - 1, (*lengths.shape, len(group)))
         for offset in range(size - 1):
-            latest = jnp.take_along_axis(context.tokens, jnp.maximum(lengths - size + 1 + offset, 0), axis=1)
+            latest = jnp.take_along_axis(
+                context.tokens, jnp.maximum(lengths - size + 1 + offset, 0), axis=1
+            )
             there &= latest[..., None] == group[:, offset]
         logits = _put(logits, jnp.broadcast_to(group[:, -1], there.shape), there, -jnp.inf)
     return logits
@@ -101,7 +107,9 @@ def forbid_early_end(
     return jnp.where(early[..., None] & is_eos[:, None], -jnp.inf, logits)
 
 
-def force(logits: Float[Array, "B T V"], context: Context, forced: Int[Array, " F"]) -> Float[Array, "B T V"]:
+def force(
+    logits: Float[Array, "B T V"], context: Context, forced: Int[Array, " F"]
+) -> Float[Array, "B T V"]:
     """Leaves only the id `forced[i]` for the i-th new token, from 0; where it is −1, nothing is
     forced."""
     new = _new_tokens(context, logits.shape[1])
@@ -110,7 +118,9 @@ def force(logits: Float[Array, "B T V"], context: Context, forced: Int[Array, " 
     return jnp.where(ids >= 0, only, logits)
 
 
-def apply_own(logits: Float[Array, "B T V"], context: Context, processor: Processor) -> Float[Array, "B T V"]:
+def apply_own(
+    logits: Float[Array, "B T V"], context: Context, processor: Processor
+) -> Float[Array, "B T V"]:
     """Applies a user's function, which gets every prefix with zeros after it.
 
     The function may return +inf for ids: then only these may be chosen, all with the same
@@ -126,11 +136,17 @@ def apply_own(logits: Float[Array, "B T V"], context: Context, processor: Proces
     rows = processor(prefixes.reshape(batch * positions, -1), lengths.reshape(-1), flat)
     if not isinstance(rows, jax.Array | np.ndarray) or not jnp.issubdtype(rows.dtype, np.floating):
         got = getattr(rows, "dtype", type(rows).__name__)
-        raise ValueError(f"processor: got {got} from the function, expected logits, an array of floats")
+        raise ValueError(
+            f"processor: got {got} from the function, expected logits, an array of floats"
+        )
     if rows.shape != flat.shape:
         raise ValueError(f"processor: got logits of shape {rows.shape}, expected {flat.shape}")
-    chosen = (rows == jnp.inf) & ~jnp.any(jnp.isnan(rows), axis=-1, keepdims=True)  # NaN must stay, to be noticed
-    rows = jnp.where(jnp.any(chosen, axis=-1, keepdims=True), jnp.where(chosen, 0.0, -jnp.inf), rows)
+    chosen = (rows == jnp.inf) & ~jnp.any(
+        jnp.isnan(rows), axis=-1, keepdims=True
+    )  # NaN must stay, to be noticed
+    rows = jnp.where(
+        jnp.any(chosen, axis=-1, keepdims=True), jnp.where(chosen, 0.0, -jnp.inf), rows
+    )
     return rows.astype(logits.dtype).reshape(logits.shape)
 
 
@@ -145,10 +161,14 @@ def _valid(context: Context, positions: int) -> Bool[Array, "B {positions} S"]:
 
 
 def _put(
-    logits: Float[Array, "B T V"], ids: Int[Array, "B T N"], where: Bool[Array, "B T N"],
+    logits: Float[Array, "B T V"],
+    ids: Int[Array, "B T N"],
+    where: Bool[Array, "B T N"],
     values: Float[Array, "B T N"] | float,
-) -> Float[Array, "B T V"]:  # fmt: skip
+) -> Float[Array, "B T V"]:
     """Returns `logits` with `values` put at `ids`, but only where `where` is True; equal ids must
     have equal values."""
     row, position = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[:, None]
-    return logits.at[row, position, jnp.where(where, ids, logits.shape[-1])].set(values, mode="drop")
+    return logits.at[row, position, jnp.where(where, ids, logits.shape[-1])].set(
+        values, mode="drop"
+    )

@@ -36,7 +36,11 @@ def threefry(key: Array) -> Key[Array, "..."]:
     if typed and str(jax.random.key_impl(key)) == KEY_IMPL:
         return key
     random_bits = jax.random.key_data(key) if typed else key
-    if random_bits.dtype != jnp.uint32 or random_bits.ndim == 0 or not (typed or random_bits.shape[-1] in (2, 4)):
+    if (
+        random_bits.dtype != jnp.uint32
+        or random_bits.ndim == 0
+        or not (typed or random_bits.shape[-1] in (2, 4))
+    ):
         raise ValueError(
             f"key: got an array of shape {key.shape} and type {key.dtype}, expected jax.random.key(seed), or raw "
             "keys of 2 words of uint32 (threefry) or 4 (rbg)"
@@ -81,10 +85,14 @@ def random_bits(
     return jax.vmap(jax.vmap(one, (None, 0)))(folded, offsets)
 
 
-def uniforms(keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"], tag: int) -> Float[Array, "B N"]:
+def uniforms(
+    keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"], tag: int
+) -> Float[Array, "B N"]:
     """Returns uniforms in [0, 1), which are multiples of 2⁻²⁴; the arguments are those of
     `random_bits`."""
-    return (random_bits(keys, lengths, offsets, tag)[..., 1] >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+    return (random_bits(keys, lengths, offsets, tag)[..., 1] >> 8).astype(
+        jnp.float32
+    ) * jnp.float32(2**-24)
 
 
 def gumbel_noise(
@@ -126,7 +134,10 @@ def draw(weights: Float[Array, "B V"], random: UInt32[Array, "B 2"]) -> Int[Arra
     blocks = -(-size // _BLOCK)
     weights = jnp.pad(weights, ((0, 0), (0, blocks * _BLOCK - size))).reshape(batch, blocks, _BLOCK)
     block = choose(jnp.sum(weights, axis=-1), random[:, 0])
-    inside = choose(jnp.take_along_axis(weights, jnp.maximum(block, 0)[:, None, None], axis=1)[:, 0], random[:, 1])
+    inside = choose(
+        jnp.take_along_axis(weights, jnp.maximum(block, 0)[:, None, None], axis=1)[:, 0],
+        random[:, 1],
+    )
     return jnp.where((block < 0) | (inside < 0), -1, block * _BLOCK + inside)
 
 
@@ -140,7 +151,9 @@ def choose(weights: Float[Array, "B N"], bits: UInt32[Array, " B"]) -> Int[Array
     total = jnp.sum(weights, axis=-1, keepdims=True)
     sound = (total > 0) & (total < jnp.inf)  # False for NaN too
     shares = jnp.where(sound, weights / jnp.where(sound, total, 1), 0)
-    cumulative = jnp.cumsum(jnp.ceil(shares * 2.0**31).astype(jnp.uint32), axis=-1, dtype=jnp.uint32)
+    cumulative = jnp.cumsum(
+        jnp.ceil(shares * 2.0**31).astype(jnp.uint32), axis=-1, dtype=jnp.uint32
+    )
     goal = _high_bits(bits[:, None], cumulative[:, -1:])
     place = jnp.sum(cumulative <= goal, axis=-1, dtype=jnp.int32)
     return jnp.where(sound[:, 0], place, -1)

@@ -70,7 +70,9 @@ class SamplingConfig:
 
     def __post_init__(self):
         for name, (fits, expected) in _RANGES.items():
-            values = arguments.check_numbers(name, getattr(self, name), expected, whole=_PER_ROW[name] is np.int32)
+            values = arguments.check_numbers(
+                name, getattr(self, name), expected, whole=_PER_ROW[name] is np.int32
+            )
             for value in values.ravel().tolist():
                 if not fits(value):
                     raise ValueError(f"{name}: got {value}, expected {expected}")
@@ -80,18 +82,28 @@ class SamplingConfig:
                 arguments.check_kind(name, getattr(self, name), Mapping, "a dictionary, or None")
         for token, bias in (self.logit_bias or {}).items():
             if not arguments.is_number(bias) or not -_LARGEST <= bias <= _LARGEST:
-                raise ValueError(f"logit_bias: got {arguments.quoted(bias)} for id {token}, expected a finite number")
+                raise ValueError(
+                    f"logit_bias: got {arguments.quoted(bias)} for id {token}, expected a finite number"
+                )
         for place in self.forced_tokens or {}:
             if not arguments.is_integer(place) or not 0 <= place < 2**20:
-                raise ValueError(f"forced_tokens: got place {place}, expected an integer from 0 to {2**20 - 1}")
+                raise ValueError(
+                    f"forced_tokens: got place {place}, expected an integer from 0 to {2**20 - 1}"
+                )
         ids = arguments.check_list("forbidden_tokens", self.forbidden_tokens, "a list of ids")
         object.__setattr__(self, "forbidden_tokens", ids)
-        listed = functools.partial(arguments.check_list, "forbidden_sequences", expected="a list of lists of ids")
-        object.__setattr__(self, "forbidden_sequences", tuple(map(listed, listed(self.forbidden_sequences))))
+        listed = functools.partial(
+            arguments.check_list, "forbidden_sequences", expected="a list of lists of ids"
+        )
+        object.__setattr__(
+            self, "forbidden_sequences", tuple(map(listed, listed(self.forbidden_sequences)))
+        )
         if not all(self.forbidden_sequences):
             raise ValueError("forbidden_sequences: got an empty sequence, expected ids in each")
         if self.processor is not None and not callable(self.processor):
-            raise ValueError(f"processor: got {arguments.quoted(self.processor)}, expected a function")
+            raise ValueError(
+                f"processor: got {arguments.quoted(self.processor)}, expected a function"
+            )
 
     @functools.cached_property
     def mode(self) -> "SamplingMode":
@@ -104,7 +116,9 @@ class SamplingConfig:
             repetition=bool(np.any(np.not_equal(self.repetition_penalty, 1))),
             ngram=int(self.no_repeat_ngram),
             min_length=bool(np.any(np.greater(self.min_new_tokens, 0))),
-            bias=bool(self.logit_bias or len(self.forbidden_tokens) or self.vocabulary_mask is not None),
+            bias=bool(
+                self.logit_bias or len(self.forbidden_tokens) or self.vocabulary_mask is not None
+            ),
             forced=bool(self.forced_tokens),
             processor=self.processor,
             sequences=tuple(tuple(map(int, sequence)) for sequence in self.forbidden_sequences),
@@ -121,13 +135,17 @@ class SamplingConfig:
         for name, dtype in _PER_ROW.items():
             value = np.asarray(getattr(self, name), dtype)
             if value.ndim and value.shape != (batch,):
-                raise ValueError(f"{name}: got {value.size} values, expected one or {batch} (one per input)")
+                raise ValueError(
+                    f"{name}: got {value.size} values, expected one or {batch} (one per input)"
+                )
             values[name] = np.broadcast_to(value, (batch,))
         for token in (token for sequence in self.forbidden_sequences for token in sequence):
             _checked("forbidden_sequences", token, vocab_size)
         mode = self.mode
         bias = self._bias(vocab_size) if mode.bias else None
-        return SamplingRows(**values, bias=bias, forced=self._forced(vocab_size) if mode.forced else None)
+        return SamplingRows(
+            **values, bias=bias, forced=self._forced(vocab_size) if mode.forced else None
+        )
 
     def _bias(self, vocab_size: int) -> Float32[np.ndarray, " V"]:
         """Returns what is added to the logits: the biases, and −inf for ids that are forbidden."""
@@ -144,7 +162,9 @@ class SamplingConfig:
                 )
             bias[~mask] = -np.inf
         if np.all(np.isneginf(bias)):
-            raise ValueError(f"got all {vocab_size} ids forbidden, expected at least one that is allowed")
+            raise ValueError(
+                f"got all {vocab_size} ids forbidden, expected at least one that is allowed"
+            )
         return bias
 
     def _forced(self, vocab_size: int) -> Int32[np.ndarray, " F"]:
@@ -160,23 +180,32 @@ class SamplingConfig:
 
 
 _PER_ROW = {
-    "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32,
-    "repetition_penalty": np.float32, "min_new_tokens": np.int32,
-}  # fmt: skip
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "repetition_penalty": np.float32,
+    "min_new_tokens": np.int32,
+}
 _LARGEST = float(np.finfo(np.float32).max)
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda value: 0 <= value <= _LARGEST, "a finite number of at least 0"),
     "top_k": (lambda value: 0 <= value < 2**31, "an integer of at least 0 (0: keep all)"),
     "top_p": (lambda value: 0 < value <= 1, "a number in (0, 1]"),
     "min_p": (lambda value: 0 <= value <= 1, "a number in [0, 1]"),
-    "repetition_penalty": (lambda value: 0 < value <= _LARGEST, "a finite number above 0 (1: none)"),
+    "repetition_penalty": (
+        lambda value: 0 < value <= _LARGEST,
+        "a finite number above 0 (1: none)",
+    ),
     "min_new_tokens": (lambda value: 0 <= value < 2**31, "an integer of at least 0"),
 }
 
 
 def _checked(name: str, token: int, vocab_size: int) -> int:
     if not arguments.is_integer(token) or not 0 <= token < vocab_size:
-        raise ValueError(f"{name}: got id {arguments.quoted(token)}, expected one from 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"{name}: got id {arguments.quoted(token)}, expected one from 0 to {vocab_size - 1}"
+        )
     return token
 
 
@@ -215,7 +244,9 @@ class SamplingMode(NamedTuple):
     @property
     def reads_prefix(self) -> bool:
         """Whether a processor reads the tokens of the prefix."""
-        return self.repetition or self.ngram > 0 or bool(self.sequences) or self.processor is not None
+        return (
+            self.repetition or self.ngram > 0 or bool(self.sequences) or self.processor is not None
+        )
 
 
 @flax.struct.dataclass
@@ -233,5 +264,7 @@ class SamplingRows:
 
     def repeated(self, copies: int) -> "SamplingRows":
         """Returns the same with each row's values repeated for `copies` rows side by side."""
-        per_row = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), self.replace(bias=None, forced=None))
+        per_row = jax.tree.map(
+            lambda x: jnp.repeat(x, copies, axis=0), self.replace(bias=None, forced=None)
+        )
         return per_row.replace(bias=self.bias, forced=self.forced)

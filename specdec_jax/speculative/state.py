@@ -63,7 +63,9 @@ class StaticConfig(NamedTuple):
     def commits_argmax(self) -> bool:
         """Whether every token is the argmax of the target's own logits, so that of these only the
         greatest matters."""
-        return self.strict_argmax and not self.mode.processes and self.verifier.verify_greedily is None
+        return (
+            self.strict_argmax and not self.mode.processes and self.verifier.verify_greedily is None
+        )
 
     @property
     def needs_draft_probs(self) -> bool:
@@ -221,11 +223,18 @@ def empty_signals(policy: Policy | None, batch: int) -> DraftSignals | None:
     return DraftSignals(*[jnp.zeros((batch, policy.maximum), jnp.float32)] * 3)
 
 
-def context(state: DecodeState, tokens: Int[Array, "B S"] | None = None, ahead: Int[Array, ""] | int = 0) -> Context:
+def context(
+    state: DecodeState, tokens: Int[Array, "B S"] | None = None, ahead: Int[Array, ""] | int = 0
+) -> Context:
     """Returns the prefixes that end `ahead` tokens past the committed ones.
 
     Args:
       tokens: committed tokens and, after them, drafted ones; None: `state.tokens`.
       ahead: how many drafted tokens the first prefix includes.
     """
-    return Context(state.tokens if tokens is None else tokens, state.lengths + ahead, state.starts, state.eos_ids)
+    return Context(
+        state.tokens if tokens is None else tokens,
+        state.lengths + ahead,
+        state.starts,
+        state.eos_ids,
+    )

@@ -43,7 +43,9 @@ class TreeCostAware(CostAware):
         shares = RANK_SHARES[0]
         later = shares[1:] / (1 - np.cumsum(shares[:-1]))
         of_rank = later[np.minimum(np.arange(self.tree.width - 1), len(later) - 1)]
-        others = jnp.broadcast_to(jnp.asarray(of_rank, jnp.float32), (len(self.weight), len(of_rank)))
+        others = jnp.broadcast_to(
+            jnp.asarray(of_rank, jnp.float32), (len(self.weight), len(of_rank))
+        )
         return jnp.concatenate([self.acceptance[:, None], others], axis=1)
 
     def _tokens(self, rates: Float[Array, "B K"]) -> Float[Array, "B n"]:
@@ -79,9 +81,17 @@ class TreeCostAware(CostAware):
     def update(self, state: CostAwareState, outcome: Outcome) -> CostAwareState:
         node_outcomes, memory = outcome.node_outcomes, self.memory[:, None]
         assert node_outcomes is not None, "the outcome of a tree"
-        ranks = jax.nn.one_hot(jnp.minimum(node_outcomes.ranks, self.tree.width - 1), self.tree.width)
-        by_rank = lambda which: jnp.sum(jnp.where(which[..., None], ranks, 0), axis=1)
-        deepest, nodes = jnp.max(node_outcomes.depths, axis=1), jnp.sum(node_outcomes.depths > 0, axis=1)
+        ranks = jax.nn.one_hot(
+            jnp.minimum(node_outcomes.ranks, self.tree.width - 1), self.tree.width
+        )
+
+        def by_rank(which):
+            return jnp.sum(jnp.where(which[..., None], ranks, 0), axis=1)
+
+        deepest, nodes = (
+            jnp.max(node_outcomes.depths, axis=1),
+            jnp.sum(node_outcomes.depths > 0, axis=1),
+        )
         added = self._added(*(x[:, None].astype(jnp.float32) for x in (deepest, nodes)))[:, 0]
         return CostAwareState(
             examined=memory * state.examined + by_rank(node_outcomes.examined),
@@ -108,7 +118,11 @@ def of_tree(policy: Policy, tree: Tree | DynamicTree) -> Policy:
 
 def node_outcomes(draft: TreeDraft, verified: TreeVerification) -> NodeOutcomes:
     """Returns what became of the nodes of `draft`, of which a path is accepted."""
-    path, accepted, (parents, ranks, depths, _) = verified.path, verified.num_accepted[:, None], draft.branches
+    path, accepted, (parents, ranks, depths, _) = (
+        verified.path,
+        verified.num_accepted[:, None],
+        draft.branches,
+    )
     numbers, levels = jnp.arange(depths.shape[1]), jnp.arange(path.shape[1])
     on_path = (path[:, None] == numbers[:, None]) & (levels <= accepted)[:, None]
     on_path = jnp.any(on_path, axis=2)
@@ -116,4 +130,6 @@ def node_outcomes(draft: TreeDraft, verified: TreeVerification) -> NodeOutcomes:
     # The rank of the node of the path at a node's depth.
     other = jnp.take_along_axis(ranks, jnp.take_along_axis(path, depths, axis=1), axis=1)
     below = jnp.take_along_axis(on_path, jnp.maximum(parents, 0), axis=1) & (depths > 0)
-    return NodeOutcomes(depths, ranks, below & ((depths > accepted) | (ranks <= other)), on_path & (depths > 0))
+    return NodeOutcomes(
+        depths, ranks, below & ((depths > accepted) | (ranks <= other)), on_path & (depths > 0)
+    )

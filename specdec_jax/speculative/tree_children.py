@@ -13,9 +13,12 @@ from specdec_jax.speculative.randomness import draw
 
 
 def choose_children(
-    kind: str, dist: Categorical, counts: Sequence[int], random_bits: UInt32[Array, "B J K 2"] | None = None,
+    kind: str,
+    dist: Categorical,
+    counts: Sequence[int],
+    random_bits: UInt32[Array, "B J K 2"] | None = None,
     noise: Float[Array, "B J V"] | None = None,
-) -> Int[Array, "B J K"]:  # fmt: skip
+) -> Int[Array, "B J K"]:
     """Returns the tokens of the children of J nodes, K = max(counts) for each; −1 past a node's own
     count, where no id of positive probability is left, and where the distribution contains NaN.
 
@@ -36,13 +39,20 @@ def choose_children(
         return jnp.where(inside, _greatest(dist.logits, most), -1)
     assert random_bits is not None
     weights, ids = dist.probs().reshape(-1, size), jnp.arange(size)
-    without = lambda weights, token: jnp.where(ids == token[:, None], 0, weights)
+
+    def without(weights, token):
+        return jnp.where(ids == token[:, None], 0, weights)
+
     if kind == "mixed":
-        fixed = jnp.pad(_greatest(dist.logits, most - 1), ((0, 0), (0, 0), (0, 1)), constant_values=-1)
+        fixed = jnp.pad(
+            _greatest(dist.logits, most - 1), ((0, 0), (0, 0), (0, 1)), constant_values=-1
+        )
         fixed = jnp.where(rank < last, fixed, -1)
         for place in range(most - 1):
             weights = without(weights, fixed[..., place].reshape(-1))
-        drawn = draw(weights, jnp.take_along_axis(random_bits, last[None, ..., None], axis=2).reshape(-1, 2))
+        drawn = draw(
+            weights, jnp.take_along_axis(random_bits, last[None, ..., None], axis=2).reshape(-1, 2)
+        )
         return jnp.where(rank == last, drawn.reshape(batch, nodes, 1), fixed)
 
     def one(weights, random):

@@ -38,7 +38,9 @@ def checked(acceptance_by_rank: Shares) -> np.ndarray:
     if not given.ndim or shares.ndim != 2 or not shares.size:
         raise ValueError(f"acceptance_by_rank: got {acceptance_by_rank!r}, expected {expected}")
     if not (np.all(shares >= 0) and np.all(shares.sum(axis=1) <= 1 + 1e-6)):
-        raise ValueError(f"acceptance_by_rank: got {acceptance_by_rank!r}, expected shares, at most 1 in all")
+        raise ValueError(
+            f"acceptance_by_rank: got {acceptance_by_rank!r}, expected shares, at most 1 in all"
+        )
     return shares
 
 
@@ -49,7 +51,9 @@ def value(node: Node, shares: np.ndarray) -> float:
       shares: `[depths, ranks]`; a rank past the last has share 0.
     """
     rows = shares[np.minimum(np.arange(len(node)), len(shares) - 1)]
-    return math.prod(float(row[rank]) if rank < len(row) else 0.0 for row, rank in zip(rows, node, strict=True))
+    return math.prod(
+        float(row[rank]) if rank < len(row) else 0.0 for row, rank in zip(rows, node, strict=True)
+    )
 
 
 def most_valuable(shares: np.ndarray, size: int, depth: int) -> list[tuple[Node, float]]:
@@ -72,14 +76,22 @@ def most_valuable(shares: np.ndarray, size: int, depth: int) -> list[tuple[Node,
 
 
 def fastest(
-    acceptance_by_rank: Shares, nodes: int, depth: int, verify_costs: Mapping[Any, float] | None, cost_ratio: float
+    acceptance_by_rank: Shares,
+    nodes: int,
+    depth: int,
+    verify_costs: Mapping[Any, float] | None,
+    cost_ratio: float,
 ) -> list[Node] | None:
     """Returns the nodes of the tree that `Tree.best` describes, node 0 among them, in order of
     priority; None where no tree is faster than plain decoding."""
     # By chance a rare rank may have the greater share; then the two are taken to be the other way.
     shares = -np.sort(-checked(acceptance_by_rank), axis=1)
     calls, best, chosen = _call_costs(verify_costs, nodes), 1.0, None
-    if not 0 <= arguments.check_number("cost_ratio", cost_ratio, "a number of at least 0") < math.inf:
+    if (
+        not 0
+        <= arguments.check_number("cost_ratio", cost_ratio, "a number of at least 0")
+        < math.inf
+    ):
         raise ValueError(f"cost_ratio: got {cost_ratio}, expected a number of at least 0")
     for levels in range(1, depth + 1):
         found = most_valuable(shares, nodes, levels)
@@ -100,7 +112,9 @@ def _call_costs(verify_costs: Mapping[Any, float] | None, nodes: int) -> np.ndar
     expected = "positive numbers by the number of positions, 1 for one position"
     arguments.check_kind("verify_costs", verify_costs, Mapping, expected)
     try:  # a number of positions may be a string, as in a JSON file
-        costs = sorted(({1: 1.0} | {int(width): float(cost) for width, cost in verify_costs.items()}).items())
+        costs = sorted(
+            ({1: 1.0} | {int(width): float(cost) for width, cost in verify_costs.items()}).items()
+        )
         widths, values = np.array(costs).T
     except (TypeError, ValueError):
         widths = values = np.zeros(1)

@@ -60,7 +60,9 @@ def rerank(
     old = jnp.take_along_axis(parents, kept, axis=1)
     new = jnp.argmax(kept[:, None] == old[..., None], axis=-1).at[:, 0].set(-1)
     place, lines = jnp.broadcast_to(jnp.arange(tree.size), kept.shape), []
-    for depth in range(tree.depth, -1, -1):  # up from each node: itself first, then its parent, and so on
+    for depth in range(
+        tree.depth, -1, -1
+    ):  # up from each node: itself first, then its parent, and so on
         at_depth = jnp.take_along_axis(depths, place, axis=1) == depth
         lines.append(jnp.where(at_depth, place, 0))
         place = jnp.where(at_depth & (place > 0), jnp.take_along_axis(new, place, axis=1), place)

@@ -29,7 +29,12 @@ from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, context
 from specdec_jax.speculative.tree_budgets import node_outcomes
 from specdec_jax.speculative.tree_draft import TreeDraft
-from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeRandomness, TreeVerification, walk_greedy
+from specdec_jax.speculative.tree_verifiers import (
+    TREE_VERIFIERS,
+    TreeRandomness,
+    TreeVerification,
+    walk_greedy,
+)
 from specdec_jax.speculative.verifier import Verification
 
 
@@ -52,25 +57,33 @@ def iterate_tree(target: Network, drafter: Drafter, state: DecodeState) -> Decod
     return watch_tree(target, drafter, state)[0]
 
 
-def watch_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, Watched]:
+def watch_tree(
+    target: Network, drafter: Drafter, state: DecodeState
+) -> tuple[DecodeState, Watched]:
     """Does what `iterate_tree` does, and also returns what the iteration saw."""
     config, origins = state.config, state.lengths - 1
     wanted = next_gamma(state.policy, state.policy_state, state.gamma)
     # At most limit − length − 1 tokens may be accepted: the target adds one more, and no row passes
     # its limit.
     room = jnp.where(state.done, 0, state.limits - state.lengths - 1)
-    draft_state, draft = drafter.draft_tree(state.draft_state, state, jnp.where(room > 0, wanted, 0), room)
+    draft_state, draft = drafter.draft_tree(
+        state.draft_state, state, jnp.where(room > 0, wanted, 0), room
+    )
     state = _noted(state, draft)
 
     tokens = jnp.maximum(draft.tokens, 0)
-    nodes = WindowNodes(origins, origins, draft.branches.depths, draft.branches.lines, state.tokens.shape[1])
+    nodes = WindowNodes(
+        origins, origins, draft.branches.depths, draft.branches.lines, state.tokens.shape[1]
+    )
     cache = state.target_cache if draft.target_cache is None else draft.target_cache
     states, cache = target.decode_nodes(tokens, nodes, cache, draft.valid)
     observed = drafter.observes
     if config.commits_argmax and not observed:
         peaks, log_probs = most_probable(target, states, draft.valid)
         verified, adjusted, logits = walk_greedy(peaks, draft), None, None
-        log_prob: Callable = lambda new: along(log_probs, verified.path)
+
+        def log_prob(new):
+            return along(log_probs, verified.path)
     else:
         logits = target.head(states, draft.valid)
         verified, dist = verify_tree(state, draft, logits)
@@ -79,17 +92,27 @@ def watch_tree(target: Network, drafter: Drafter, state: DecodeState) -> tuple[D
         adjusted = (
             None
             if dist is None
-            else Categorical(along(dist.logits, verified.path), along(dist.log_normalizer, verified.path))
+            else Categorical(
+                along(dist.logits, verified.path), along(dist.log_normalizer, verified.path)
+            )
         )
     path = verified.path
     chain = Draft(
-        along(tokens, path)[:, 1:], _examined(draft, verified), None, draft.calls, draft.seen,
+        along(tokens, path)[:, 1:],
+        _examined(draft, verified),
+        None,
+        draft.calls,
+        draft.seen,
         node_outcomes=node_outcomes(draft, verified),
-    )  # fmt: skip
+    )
     after = commit(
-        state.replace(target_cache=None, draft_state=None), chain,
-        Verification(verified.num_accepted, verified.next_token), log_prob, adjusted, draft.num_drafted,
-    )  # fmt: skip
+        state.replace(target_cache=None, draft_state=None),
+        chain,
+        Verification(verified.num_accepted, verified.next_token),
+        log_prob,
+        adjusted,
+        draft.num_drafted,
+    )
     # The path's keys and values go to the slots that follow node 0's. Mostly they lie there
     # already, but to decide that would copy the caches: a few rows cost less to move.
     cache = target.move_nodes(cache, origins[:, None] + path[:, 1:], origins + 1)
@@ -137,12 +160,16 @@ def verify_tree(
     config, keys, lengths, branches = state.config, state.keys, state.lengths, draft.branches
     assert config.tree is not None, "a program of trees"
     if config.mode.greedy:
-        return walk_greedy(distributions.argmax(at_draft(distributions.process, state, draft, logits)), draft), None
+        return walk_greedy(
+            distributions.argmax(at_draft(distributions.process, state, draft, logits)), draft
+        ), None
     dist = at_draft(distributions.standardize, state, draft, logits)
     greedy = walk_greedy(distributions.argmax(dist.logits), draft)
     numbers = jnp.broadcast_to(jnp.arange(config.tree.size), draft.tokens.shape)
     accept = randomness.uniforms(keys, lengths, numbers - 1, randomness.ACCEPT)
-    inner = jnp.any((branches.parents[:, None] == numbers[..., None]) & draft.valid[:, None], axis=2)
+    inner = jnp.any(
+        (branches.parents[:, None] == numbers[..., None]) & draft.valid[:, None], axis=2
+    )
     residual = randomness.random_bits(keys, lengths, numbers, randomness.RESIDUAL)
     bonus = randomness.random_bits(keys, lengths, numbers, randomness.BONUS)
     final = jnp.where(inner[..., None], residual, bonus)
@@ -151,9 +178,14 @@ def verify_tree(
     if rule.coupled:
         depths = jnp.arange(config.gamma + 1)
         noise = randomness.gumbel_noise(keys, lengths[:, None] + depths, config.vocab_size)
-    found = rule.verify(dist, draft, config.tree.kind, TreeRandomness(accept, final, noise), state.settings)
+    found = rule.verify(
+        dist, draft, config.tree.kind, TreeRandomness(accept, final, noise), state.settings
+    )
     argmax = state.sampling.temperature == 0
-    choose = lambda a, b: jnp.where(argmax.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+    def choose(a, b):
+        return jnp.where(argmax.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
     return jax.tree.map(choose, greedy, found), dist
 
 
@@ -170,21 +202,34 @@ def sequences(
     batch, count, deepest = lines.shape
     own = jnp.take_along_axis(tokens, lines.reshape(batch, -1), axis=1).reshape(lines.shape)
     after = jnp.arange(state.tokens.shape[1]) - (state.lengths[:, None] - 1)
-    place = jnp.broadcast_to(jnp.clip(after, 0, deepest - 1)[:, None], (batch, count, after.shape[1]))
+    place = jnp.broadcast_to(
+        jnp.clip(after, 0, deepest - 1)[:, None], (batch, count, after.shape[1])
+    )
     drafted = (after > 0)[:, None] & (after[:, None] <= depths[..., None])
     return jnp.where(drafted, jnp.take_along_axis(own, place, axis=2), state.tokens[:, None])
 
 
-def at_draft(function: Callable, state: DecodeState, draft: TreeDraft, logits: Float[Array, "B N V"]) -> Any:
+def at_draft(
+    function: Callable, state: DecodeState, draft: TreeDraft, logits: Float[Array, "B N V"]
+) -> Any:
     """Applies `function` to logits of all nodes of a draft, as `at_nodes` does."""
     _, _, depths, lines = draft.branches
-    return at_nodes(function, state, logits, depths, sequences(state, jnp.maximum(draft.tokens, 0), lines, depths))
+    return at_nodes(
+        function,
+        state,
+        logits,
+        depths,
+        sequences(state, jnp.maximum(draft.tokens, 0), lines, depths),
+    )
 
 
 def at_nodes(
-    function: Callable, state: DecodeState, logits: Float[Array, "B J V"], depths: Int[Array, "B J"],
+    function: Callable,
+    state: DecodeState,
+    logits: Float[Array, "B J V"],
+    depths: Int[Array, "B J"],
     prefixes: Int[Array, "B J S"],
-) -> Any:  # fmt: skip
+) -> Any:
     """Applies `dists.process` or `dists.standardize` to logits of nodes, each with a prefix of its
     own.
 
@@ -198,9 +243,16 @@ def at_nodes(
     if not mode.processes:
         return function(logits, context(state), state.sampling, mode)
     batch, count, vocab = logits.shape
-    flat = lambda x: x.reshape(batch * count, *x.shape[2:])
-    repeat = lambda x: jnp.repeat(x, count, axis=0)
+
+    def flat(x):
+        return x.reshape(batch * count, *x.shape[2:])
+
+    def repeat(x):
+        return jnp.repeat(x, count, axis=0)
+
     lengths = state.lengths[:, None] + depths
     own = Context(flat(prefixes), flat(lengths), repeat(state.starts), repeat(state.eos_ids))
-    found = function(logits.reshape(batch * count, 1, vocab), own, state.sampling.repeated(count), mode)
+    found = function(
+        logits.reshape(batch * count, 1, vocab), own, state.sampling.repeated(count), mode
+    )
     return jax.tree.map(lambda x: x.reshape(batch, count, *x.shape[2:]), found)

@@ -51,6 +51,8 @@ def text_of(tree: Tree | DynamicTree) -> str:
         form, numbers = "dynamic", (tree.depth, tree.width, tree.nodes)
     read = _FORMS[form](*numbers)
     kinds = (
-        [tree.kind, tree.verify] if tree.verify != CHILDREN[tree.kind][0] else [tree.kind] * (tree.kind != read.kind)
+        [tree.kind, tree.verify]
+        if tree.verify != CHILDREN[tree.kind][0]
+        else [tree.kind] * (tree.kind != read.kind)
     )
     return ":".join([form, ",".join(map(str, numbers)), *kinds])

@@ -133,7 +133,9 @@ def verify_points(
 
     Each token is drawn from p; a child is accepted iff it has that token.
     """
-    return _walk(draft, lambda node, children: (draw(target.row(node), at(randomness.final, node)), children))
+    return _walk(
+        draft, lambda node, children: (draw(target.row(node), at(randomness.final, node)), children)
+    )
 
 
 def verify_coupled(
@@ -150,7 +152,12 @@ def verify_coupled(
 
 
 def verify_recursively(
-    target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None, last: bool = False
+    target: Categorical,
+    draft: TreeDraft,
+    kind: str,
+    randomness: TreeRandomness,
+    settings=None,
+    last: bool = False,
 ) -> TreeVerification:
     """Verifies by recursive rejection (Miao et al. 2023, arXiv 2305.09781; without replacement:
     Chen et al. 2024, arXiv 2402.12374); the output distribution is exactly the target's.
@@ -178,9 +185,11 @@ def verify_recursively(
             rejected_ = (some & ~accepted)[:, None] & (total > 0)
             left &= ~accepted[:, None] & (jnp.arange(left.shape[1]) != child[:, None])
             return (
-                left, jnp.where(rejected_, residual, weights), jnp.where(rejected_, total, mass),
+                left,
+                jnp.where(rejected_, residual, weights),
+                jnp.where(rejected_, total, mass),
                 jnp.where(accepted, child, chosen),
-            )  # fmt: skip
+            )
 
         node_outcomes = children & _is_last(draft) if last else children
         weights = target.row(node)
@@ -189,7 +198,9 @@ def verify_recursively(
         drawn = draw(weights, at(randomness.final, node))
         accepted = chosen > 0
         # A child that was verified and rejected is not accepted, even where no residual was left.
-        return jnp.where(accepted, at(draft.tokens, chosen), drawn), children & (accepted[:, None] | ~node_outcomes)
+        return jnp.where(accepted, at(draft.tokens, chosen), drawn), children & (
+            accepted[:, None] | ~node_outcomes
+        )
 
     return _walk(draft, step)
 
@@ -198,7 +209,11 @@ def _is_last(draft: TreeDraft) -> Nodes:
     """Returns which nodes are the last children of their parents."""
     parents, (batch, size) = draft.branches.parents, draft.tokens.shape
     numbers = jnp.broadcast_to(jnp.arange(size), (batch, size))
-    last = jnp.zeros_like(parents).at[jnp.arange(batch)[:, None], parents].max(numbers.astype(parents.dtype))
+    last = (
+        jnp.zeros_like(parents)
+        .at[jnp.arange(batch)[:, None], parents]
+        .max(numbers.astype(parents.dtype))
+    )
     return numbers == jnp.take_along_axis(last, jnp.maximum(parents, 0), axis=1)
 
 
@@ -209,7 +224,10 @@ def _drawn_from(draft: TreeDraft, child: PerRow, kind: str) -> Float[Array, "B V
     own = draft.dist.row(at(draft.origins, child))
     if kind == "iid":
         return own
-    same = lambda values: values == at(values, child)[:, None]
+
+    def same(values):
+        return values == at(values, child)[:, None]
+
     before = same(draft.branches.parents) & same(draft.origins) & (draft.tokens >= 0)
     before &= jnp.arange(before.shape[1]) < child[:, None]
     batch, size = own.shape
@@ -252,10 +270,15 @@ def verify_k_sequences(
         _, rho = jax.lax.fori_loop(0, _HALVINGS, halve, (jnp.ones_like(count), count))
         overlap, beta, some = shares(rho)
         residual = jnp.maximum(p - overlap * jnp.where(beta > 0, some / beta, 0), 0)
-        residue = jnp.any(children, axis=1, keepdims=True) & (jnp.sum(residual, axis=1, keepdims=True) > 0)
+        residue = jnp.any(children, axis=1, keepdims=True) & (
+            jnp.sum(residual, axis=1, keepdims=True) > 0
+        )
         drawn = draw(jnp.where(residue, residual, p), at(randomness.final, node))
         tokens = jnp.maximum(draft.tokens, 0)
-        of_child = lambda dist: jnp.take_along_axis(dist, tokens, axis=1)
+
+        def of_child(dist):
+            return jnp.take_along_axis(dist, tokens, axis=1)
+
         accepted = children & (randomness.accept * rho * of_child(q) < of_child(p))
         return jnp.where(jnp.any(accepted, axis=1), at(tokens, _first(accepted)), drawn), children
 
@@ -284,7 +307,9 @@ def verify_traversal(
         moving, node, left, alpha, scale, weights = carry
         children = left & (parents == node[:, None])
         enters = jnp.any(children, axis=1)
-        moving &= enters | (node > 0) & ~(at(randomness.accept, node) < at(alpha, node))  # NaN is never accepted
+        moving &= enters | (node > 0) & ~(
+            at(randomness.accept, node) < at(alpha, node)
+        )  # NaN is never accepted
         child = jnp.where(enters, _first(children), node)
         above = jnp.maximum(at(parents, child), 0)
         level, token = at(depths, above), at(tokens, child)
@@ -300,20 +325,31 @@ def verify_traversal(
         left_scale = jnp.where(some, 1 / total, factor * left_alpha)
 
         number = jnp.where(moving, jnp.where(enters, child, above), size)
-        put = lambda values, new: values.at[rows, number].set(jnp.where(enters, entered, new), mode="drop")
+
+        def put(values, new):
+            return values.at[rows, number].set(jnp.where(enters, entered, new), mode="drop")
+
         dist = jnp.where(enters[:, None], target.row(child), jnp.where(some[:, None], excess, here))
         slot = jnp.where(moving, level + enters.astype(level.dtype), levels)
         return (
-            moving, jnp.where(moving, number, node), left & (jnp.arange(size) != child[:, None]),
-            put(alpha, left_alpha), put(scale, left_scale), weights.at[rows, slot].set(dist, mode="drop"),
-        )  # fmt: skip
+            moving,
+            jnp.where(moving, number, node),
+            left & (jnp.arange(size) != child[:, None]),
+            put(alpha, left_alpha),
+            put(scale, left_scale),
+            weights.at[rows, slot].set(dist, mode="drop"),
+        )
 
     first = target.row(jnp.zeros_like(tokens[:, 0]))
     ones = jnp.ones((batch, size), first.dtype)
     start = (
-        jnp.ones(batch, bool), jnp.zeros_like(tokens[:, 0]), draft.valid & (parents >= 0), ones, ones,
+        jnp.ones(batch, bool),
+        jnp.zeros_like(tokens[:, 0]),
+        draft.valid & (parents >= 0),
+        ones,
+        ones,
         jnp.zeros((batch, levels, first.shape[1]), first.dtype).at[:, 0].set(first),
-    )  # fmt: skip
+    )
     _, node, *_, weights = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), visit, start)
     return _ending(draft, node, draw(at(weights, at(depths, node)), at(randomness.final, node)))
 
@@ -326,9 +362,13 @@ def verify_typical(
     comes first."""
     above, lines = jnp.maximum(draft.branches.parents, 0), draft.branches.lines
     threshold = jnp.minimum(
-        settings["typical_epsilon"][:, None], settings["typical_delta"][:, None] * jnp.exp(-target.entropy())
+        settings["typical_epsilon"][:, None],
+        settings["typical_delta"][:, None] * jnp.exp(-target.entropy()),
     )
-    of_parent = lambda values: jnp.take_along_axis(values, above, axis=1)
+
+    def of_parent(values):
+        return jnp.take_along_axis(values, above, axis=1)
+
     rows, tokens = jnp.arange(len(above))[:, None], jnp.maximum(draft.tokens, 0)
     prob = jnp.exp(target.logits[rows, above, tokens] - of_parent(target.log_normalizer))
     accepted = draft.valid & (prob > of_parent(threshold))
@@ -347,8 +387,12 @@ _KNOWN = (
     TreeVerifier("kseq", verify_k_sequences),
     TreeVerifier("traversal", verify_traversal),
     TreeVerifier(
-        "typical", verify_typical, exact=False, needs_draft_probs=False, sampled_only=True,
+        "typical",
+        verify_typical,
+        exact=False,
+        needs_draft_probs=False,
+        sampled_only=True,
         parameters=VERIFIERS["typical"].parameters,
     ),
-)  # fmt: skip
+)
 TREE_VERIFIERS: dict[str, TreeVerifier] = {verifier.name: verifier for verifier in _KNOWN}

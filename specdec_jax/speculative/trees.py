@@ -74,9 +74,14 @@ class Kinds:
           ValueError: another name, or a pair under which the output distribution would not be the
             target's.
         """
-        listed = lambda names: ", ".join(map(repr, (AUTO, *names)))
+
+        def listed(names):
+            return ", ".join(map(repr, (AUTO, *names)))
+
         if self.children not in (AUTO, *self.allowed):
-            raise ValueError(f"children: got {self.children!r}, expected {listed(self.allowed)}{self.reason}")
+            raise ValueError(
+                f"children: got {self.children!r}, expected {listed(self.allowed)}{self.reason}"
+            )
         verifiers = (*CHILDREN[self.kind], *LOSSY_TREES)
         if self.verifier not in (AUTO, *verifiers):
             known = any(self.verifier in exact for exact in CHILDREN.values())
@@ -127,7 +132,9 @@ class Tree(Kinds):
         for node, parent in enumerate(parents, 1):
             if not arguments.is_integer(parent) or not 0 <= parent < node:
                 got = arguments.quoted(parent)
-                raise ValueError(f"parents: got {got} for node {node}, expected a number from 0 to {node - 1}")
+                raise ValueError(
+                    f"parents: got {got} for node {node}, expected a number from 0 to {node - 1}"
+                )
         object.__setattr__(self, "parents", tuple(map(int, parents)))
         self.check_kinds()
 
@@ -135,7 +142,9 @@ class Tree(Kinds):
     def chain(cls, length: int, **kinds: str) -> "Tree":
         """Returns the tree with one branch of `length` nodes; `kinds` are `children` and
         `verifier`."""
-        return cls.uniform((1,) * arguments.check_integer("length", length, 1, MAX_NODES - 1), **kinds)
+        return cls.uniform(
+            (1,) * arguments.check_integer("length", length, 1, MAX_NODES - 1), **kinds
+        )
 
     @classmethod
     def uniform(cls, widths: Sequence[int], **kinds: str) -> "Tree":
@@ -146,7 +155,9 @@ class Tree(Kinds):
         if not widths or not all(arguments.is_integer(width) and width >= 1 for width in widths):
             raise ValueError(f"widths: got {arguments.quoted(widths)}, expected {expected}")
         if sum(np.cumprod([float(width) for width in widths])) >= MAX_NODES:
-            raise ValueError(f"widths: got {tuple(widths)}, expected at most {MAX_NODES - 1} nodes in all")
+            raise ValueError(
+                f"widths: got {tuple(widths)}, expected at most {MAX_NODES - 1} nodes in all"
+            )
         nodes: list[Node] = [()]
         level = nodes
         for width in widths:
@@ -157,9 +168,14 @@ class Tree(Kinds):
 
     @classmethod
     def best(
-        cls, acceptance_by_rank: Shares, nodes: int, depth: int, verify_costs: Mapping[Any, float] | None = None,
-        cost_ratio: float = 0.0, **kinds: str,
-    ) -> "Tree | None":  # fmt: skip
+        cls,
+        acceptance_by_rank: Shares,
+        nodes: int,
+        depth: int,
+        verify_costs: Mapping[Any, float] | None = None,
+        cost_ratio: float = 0.0,
+        **kinds: str,
+    ) -> "Tree | None":
         """Returns the tree that commits the most tokens per time; None where none is faster than
         plain decoding.
 
@@ -270,7 +286,10 @@ class Tree(Kinds):
         """Returns the shape of the trees of `batch` rows."""
         parents = np.array((-1, *self.parents), np.int32)
         return Branches(
-            *(jnp.broadcast_to(x, (batch, *x.shape)) for x in (parents, self.ranks, self.depths, self.lines))
+            *(
+                jnp.broadcast_to(x, (batch, *x.shape))
+                for x in (parents, self.ranks, self.depths, self.lines)
+            )
         )
 
 
@@ -292,7 +311,9 @@ class Chains(Tree):
         arguments.check_integer("count", count, 1, MAX_NODES - 1)
         arguments.check_integer("length", length, 1, (MAX_NODES - 1) // count)
         starts = range(1, count * length + 1, length)
-        parents = tuple(parent for start in starts for parent in (0, *range(start, start + length - 1)))
+        parents = tuple(
+            parent for start in starts for parent in (0, *range(start, start + length - 1))
+        )
         super().__init__(parents, children, verifier)
 
 
@@ -332,9 +353,13 @@ class DynamicTree(Kinds):
 
     def __post_init__(self):
         for name, least in (("depth", 1), ("width", 2)):
-            object.__setattr__(self, name, arguments.check_integer(name, getattr(self, name), least, MAX_NODES - 1))
+            object.__setattr__(
+                self, name, arguments.check_integer(name, getattr(self, name), least, MAX_NODES - 1)
+            )
         most = min(self.drafted + 1, MAX_NODES)
-        object.__setattr__(self, "nodes", arguments.check_integer("nodes", self.nodes, self.depth + 1, most))
+        object.__setattr__(
+            self, "nodes", arguments.check_integer("nodes", self.nodes, self.depth + 1, most)
+        )
         self.check_kinds()
 
     def fixed(self) -> Tree:

@@ -48,7 +48,9 @@ class Randomness(NamedTuple):
 # The draft's distribution and the settings are `Any`: they may be None, which depends on what the
 # verifier declares.
 Verify = Callable[[Categorical, Any, Drafted, PerRow, Randomness, Any], Verification]
-VerifyGreedily = Callable[[Float[Array, "B G+1 V"], Drafted, PerRow, Float[Array, "B G"], Any], Verification]
+VerifyGreedily = Callable[
+    [Float[Array, "B G+1 V"], Drafted, PerRow, Float[Array, "B G"], Any], Verification
+]
 
 
 _PAIRS = "a list of names and defaults, such as (('least', None),)"
@@ -122,7 +124,9 @@ class Verifier:
         known = [name for name, _ in self.parameters]
         for name, value in values.items():
             if name not in known:
-                raise ValueError(f"{name}: got one for verifier {self.name!r}, expected {', '.join(known) or 'none'}")
+                raise ValueError(
+                    f"{name}: got one for verifier {self.name!r}, expected {', '.join(known) or 'none'}"
+                )
             arguments.check_numbers(name, value, "a number, or one per input")
         return dataclasses.replace(self, given=tuple({**dict(self.given), **values}.items()))
 
@@ -135,10 +139,14 @@ def check_verification(verifier: Verifier, found: Any, batch: int) -> Verificati
         is traced.
     """
     if not isinstance(found, Verification):
-        raise ValueError(f"verifier {verifier.name}: got {type(found).__name__} from its rule, expected a Verification")
+        raise ValueError(
+            f"verifier {verifier.name}: got {type(found).__name__} from its rule, expected a Verification"
+        )
     for name, value in found._asdict().items():
         dtype, shape = jnp.result_type(value), jnp.shape(value)
         if shape != (batch,) or not jnp.issubdtype(dtype, jnp.integer):
             got = f"{name} of shape {shape} and type {dtype}"
-            raise ValueError(f"verifier {verifier.name}: got {got}, expected ({batch},) and integers")
+            raise ValueError(
+                f"verifier {verifier.name}: got {got}, expected ({batch},) and integers"
+            )
     return found

@@ -32,7 +32,10 @@ def verify_greedy(
 
 
 def verify_greedy_leniently(
-    logits: Float[Array, "B T V"], draft_tokens: Int[Array, "B T-1"], num_drafted: PerRow, lenience: Float[Array, " B"]
+    logits: Float[Array, "B T V"],
+    draft_tokens: Int[Array, "B T-1"],
+    num_drafted: PerRow,
+    lenience: Float[Array, " B"],
 ) -> Verification:
     """Verifies at temperature 0 with lenience l (section A.5): a drafted token x is accepted iff
     p(x) ≥ l · max p.
@@ -67,15 +70,21 @@ def verify_tokens(
     a token with p = 0 is never accepted. After the first rejection the next token is drawn from
     norm(max(0, p − q)); if all tokens are accepted, from p at the next position.
     """
-    accepted = draws.accept * draft.prob(draft_tokens) < leading_distribution(target).prob(draft_tokens)
+    accepted = draws.accept * draft.prob(draft_tokens) < leading_distribution(target).prob(
+        draft_tokens
+    )
     num_accepted = count_leading(accepted, num_drafted)
     return correct(target, draft, num_accepted, num_drafted, draws.final)
 
 
 def verify_leniently(
-    target: Categorical, draft: Categorical | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
+    target: Categorical,
+    draft: Categorical | PointMass,
+    draft_tokens: Drafted,
+    num_drafted: PerRow,
+    draws: Randomness,
     settings: Settings,
-) -> Verification:  # fmt: skip
+) -> Verification:
     """Verifies with lenience l (section A.5), which is lossy: x_i is accepted while u_i < p_i(x_i)
     / (l · q_i(x_i)).
 
@@ -83,7 +92,9 @@ def verify_leniently(
     a probability of more than p(x) / l.
     """
     scaled = draws.accept * settings["lenience"][:, None] * draft.prob(draft_tokens)
-    num_accepted = count_leading(scaled < leading_distribution(target).prob(draft_tokens), num_drafted)
+    num_accepted = count_leading(
+        scaled < leading_distribution(target).prob(draft_tokens), num_drafted
+    )
     return correct(target, draft, num_accepted, num_drafted, draws.final)
 
 
@@ -106,10 +117,15 @@ def verify_blocks(
     gamma = draft_tokens.shape[1]
     if not gamma:
         return correct(target, draft, num_drafted, num_drafted, draws.final)
-    target_probs, draft_probs = leading_distribution(target).prob(draft_tokens), draft.prob(draft_tokens)
+    target_probs, draft_probs = (
+        leading_distribution(target).prob(draft_tokens),
+        draft.prob(draft_tokens),
+    )
     possible = (target_probs > 0).astype(target_probs.dtype)  # p(x) = 0 is never accepted
     ratios = jnp.where(draft_probs == 0, possible, target_probs / draft_probs)
-    ratios = jnp.where(jnp.arange(gamma) < num_drafted[:, None], ratios, 1)  # past the draft anything may lie, NaN too
+    ratios = jnp.where(
+        jnp.arange(gamma) < num_drafted[:, None], ratios, 1
+    )  # past the draft anything may lie, NaN too
     weight, weights = jnp.ones_like(ratios[:, 0]), []
     for i in range(gamma):
         weight = jnp.minimum(1, weight * ratios[:, i])
@@ -118,12 +134,18 @@ def verify_blocks(
 
     excess = _excess(target, draft, draft_tokens, pi[:, :-1])  # S_1 … S_{γ−1}
     total = excess + 1 - pi[:, :-1]
-    accept_probs = jnp.where(total == 0, 1, excess / jnp.where(total == 0, 1, total))  # NaN stays: it is never accepted
+    accept_probs = jnp.where(
+        total == 0, 1, excess / jnp.where(total == 0, 1, total)
+    )  # NaN stays: it is never accepted
     index = jnp.arange(1, gamma + 1)
-    accept_probs = jnp.where(index == num_drafted[:, None], pi, jnp.pad(accept_probs, ((0, 0), (0, 1))))
+    accept_probs = jnp.where(
+        index == num_drafted[:, None], pi, jnp.pad(accept_probs, ((0, 0), (0, 1)))
+    )
     accepted = (draws.accept < accept_probs) & (index <= num_drafted[:, None])
     num_accepted = jnp.max(jnp.where(accepted, index, 0), axis=1).astype(jnp.int32)
-    scale = jnp.take_along_axis(jnp.pad(pi, ((0, 0), (1, 0)), constant_values=1), num_accepted[:, None], axis=1)
+    scale = jnp.take_along_axis(
+        jnp.pad(pi, ((0, 0), (1, 0)), constant_values=1), num_accepted[:, None], axis=1
+    )
     return correct(target, draft, num_accepted, num_drafted, draws.final, scale)
 
 
@@ -148,7 +170,9 @@ def verify_by_rejection(
     if isinstance(draft, PointMass):
         draft = draft.dist()
     here = leading_distribution(target)
-    ratio = (draft.logits - draft.log_normalizer[..., None]) - (here.logits - here.log_normalizer[..., None])
+    ratio = (draft.logits - draft.log_normalizer[..., None]) - (
+        here.logits - here.log_normalizer[..., None]
+    )
     inverse = jnp.exp(jnp.min(jnp.where(here.logits > -jnp.inf, ratio, jnp.inf), axis=-1))  # 1 / M
     accepted = draws.accept * draft.prob(draft_tokens) < here.prob(draft_tokens) * inverse
     num_accepted = count_leading(accepted, num_drafted)
@@ -176,9 +200,13 @@ def verify_coupled(
 
 
 def verify_typical(
-    target: Categorical, draft: Categorical | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
+    target: Categorical,
+    draft: Categorical | PointMass,
+    draft_tokens: Drafted,
+    num_drafted: PerRow,
+    draws: Randomness,
     settings: Settings,
-) -> Verification:  # fmt: skip
+) -> Verification:
     """Verifies by typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774), which is lossy
     and ignores q.
 
@@ -188,16 +216,21 @@ def verify_typical(
     """
     here = leading_distribution(target)
     threshold = jnp.minimum(
-        settings["typical_epsilon"][:, None], settings["typical_delta"][:, None] * jnp.exp(-here.entropy())
+        settings["typical_epsilon"][:, None],
+        settings["typical_delta"][:, None] * jnp.exp(-here.entropy()),
     )
     num_accepted = count_leading(here.prob(draft_tokens) > threshold, num_drafted)
     return Verification(num_accepted, draw(target.row(num_accepted), at(draws.final, num_accepted)))
 
 
 def verify_synthetically(
-    target: Categorical, draft: Categorical | PointMass, draft_tokens: Drafted, num_drafted: PerRow, draws: Randomness,
+    target: Categorical,
+    draft: Categorical | PointMass,
+    draft_tokens: Drafted,
+    num_drafted: PerRow,
+    draws: Randomness,
     settings: Settings,
-) -> Verification:  # fmt: skip
+) -> Verification:
     """Accepts each drafted token with probability α, whatever it is: for timing alone, with
     random weights.
 
@@ -208,9 +241,11 @@ def verify_synthetically(
 
 
 def verify_synthetically_at_zero(
-    target_tokens: Int[Array, "B T"], num_drafted: PerRow, accept: Float[Array, "B T-1"],
+    target_tokens: Int[Array, "B T"],
+    num_drafted: PerRow,
+    accept: Float[Array, "B T-1"],
     synthetic_alpha: Float[Array, " B"],
-) -> Verification:  # fmt: skip
+) -> Verification:
     """Does what `verify_synthetically` does at temperature 0: the next token is the target's
     argmax.
 
@@ -227,29 +262,42 @@ _KNOWN = (
     Verifier("block", verify_blocks, has_rate=False),
     Verifier("gumbel", verify_coupled, needs_draft_probs=False, coupled=True),
     Verifier(
-        "lenient", verify_leniently, exact=False, softens=True, parameters=(("lenience", None),),
-        verify_greedily=lambda logits, draft_tokens, num_drafted, accept, settings: verify_greedy_leniently(
-            logits, draft_tokens, num_drafted, settings["lenience"]
+        "lenient",
+        verify_leniently,
+        exact=False,
+        softens=True,
+        parameters=(("lenience", None),),
+        verify_greedily=lambda logits, draft_tokens, num_drafted, accept, settings: (
+            verify_greedy_leniently(logits, draft_tokens, num_drafted, settings["lenience"])
         ),
     ),
     # The defaults are Medusa's constants.
     Verifier(
-        "typical", verify_typical, exact=False, needs_draft_probs=False, sampled_only=True,
+        "typical",
+        verify_typical,
+        exact=False,
+        needs_draft_probs=False,
+        sampled_only=True,
         parameters=(("typical_epsilon", 0.09), ("typical_delta", 0.3)),
     ),
     Verifier("rejection", verify_by_rejection),
-)  # fmt: skip
+)
 VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _KNOWN}
 # Names of the verifiers whose output distribution differs from the target's.
 LOSSY = tuple(name for name, verifier in VERIFIERS.items() if not verifier.exact)
 # Not in the table above, because it is for timing alone: drafted tokens are accepted at random, and
 # outputs mean nothing.
 SYNTHETIC = Verifier(
-    "synthetic", verify_synthetically, exact=False, parameters=(("synthetic_alpha", None),),
-    verify_greedily=lambda logits, draft_tokens, num_drafted, accept, settings: verify_synthetically_at_zero(
-        argmax(logits), num_drafted, accept, settings["synthetic_alpha"]
+    "synthetic",
+    verify_synthetically,
+    exact=False,
+    parameters=(("synthetic_alpha", None),),
+    verify_greedily=lambda logits, draft_tokens, num_drafted, accept, settings: (
+        verify_synthetically_at_zero(
+            argmax(logits), num_drafted, accept, settings["synthetic_alpha"]
+        )
     ),
-)  # fmt: skip
+)
 
 
 def verifier_of(given: str | Verifier) -> Verifier:
@@ -284,13 +332,18 @@ def count_leading(accepted: Bool[Array, "B G"], num_drafted: PerRow) -> PerRow:
     return jnp.sum(jnp.cumprod((accepted & inside).astype(jnp.int32), axis=1), axis=1)
 
 
-def _leading(accepted: Bool[Array, "B G"], num_drafted: PerRow, target_tokens: Int[Array, "B G+1"]) -> Verification:
+def _leading(
+    accepted: Bool[Array, "B G"], num_drafted: PerRow, target_tokens: Int[Array, "B G+1"]
+) -> Verification:
     num_accepted = count_leading(accepted, num_drafted)
     return Verification(num_accepted, at(target_tokens, num_accepted))
 
 
 def _excess(
-    target: Categorical, draft: Categorical | PointMass, draft_tokens: Drafted, scale: Float[Array, "B G-1"]
+    target: Categorical,
+    draft: Categorical | PointMass,
+    draft_tokens: Drafted,
+    scale: Float[Array, "B G-1"],
 ) -> Float[Array, "B G-1"]:
     """Returns Σ_x max(scale_i · p_{i+1}(x) − q_{i+1}(x), 0) for i = 1 … G − 1."""
     here = Categorical(target.logits[:, 1:-1], target.log_normalizer[:, 1:-1])

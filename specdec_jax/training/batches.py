@@ -8,13 +8,19 @@ import numpy as np
 PADDING = -1  # no id: in many vocabularies 0 is an ordinary piece
 
 
-def check_buckets(buckets: Sequence[int], batch_tokens: int, target_buckets: Sequence[int] = ()) -> None:
+def check_buckets(
+    buckets: Sequence[int], batch_tokens: int, target_buckets: Sequence[int] = ()
+) -> None:
     """Raises ValueError if `BucketedBatches` cannot be made with these lengths."""
-    for name, lengths in dict(buckets=tuple(buckets), target_buckets=tuple(target_buckets or (1,))).items():
+    for name, lengths in dict(
+        buckets=tuple(buckets), target_buckets=tuple(target_buckets or (1,))
+    ).items():
         if not lengths or lengths[0] < 1 or list(lengths) != sorted(set(lengths)):
             raise ValueError(f"{name}: got {lengths}, expected ascending lengths from 1")
         if batch_tokens < lengths[-1]:
-            raise ValueError(f"batch_tokens: got {batch_tokens}, expected at least the longest bucket, {lengths[-1]}")
+            raise ValueError(
+                f"batch_tokens: got {batch_tokens}, expected at least the longest bucket, {lengths[-1]}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +66,19 @@ class BucketedBatches:
         """
         self._pairs, self._seed = pairs, seed
         check_buckets(buckets, batch_tokens, target_buckets)
-        longest = np.array([(len(source), len(target)) for source, target in pairs], int).reshape(-1, 2)
+        longest = np.array([(len(source), len(target)) for source, target in pairs], int).reshape(
+            -1, 2
+        )
         if target_buckets:
             self._shapes = [(length, own) for length in buckets for own in target_buckets]
-            places = [np.searchsorted(np.array(own), longest[:, i]) for i, own in enumerate((buckets, target_buckets))]
+            places = [
+                np.searchsorted(np.array(own), longest[:, i])
+                for i, own in enumerate((buckets, target_buckets))
+            ]
             dropped = (places[0] == len(buckets)) | (places[1] == len(target_buckets))
-            self._bucket_of = np.where(dropped, len(self._shapes), places[0] * len(target_buckets) + places[1])
+            self._bucket_of = np.where(
+                dropped, len(self._shapes), places[0] * len(target_buckets) + places[1]
+            )
         else:
             self._shapes = [(length, length) for length in buckets]
             self._bucket_of = np.searchsorted(np.array(buckets), longest.max(axis=1))
@@ -74,9 +87,13 @@ class BucketedBatches:
         counts = np.bincount(self._bucket_of, minlength=len(self._shapes) + 1)
         self.dropped = int(counts[-1])
         self.per_epoch = int(sum(-(-count // rows) for count, rows in zip(counts, self._rows)))
-        self.longest = " and ".join(str(lengths[-1]) for lengths in (buckets, target_buckets) if lengths)
+        self.longest = " and ".join(
+            str(lengths[-1]) for lengths in (buckets, target_buckets) if lengths
+        )
         if not self.per_epoch:
-            raise ValueError(f"got {len(pairs)} pairs, expected at least one of at most {self.longest} pieces")
+            raise ValueError(
+                f"got {len(pairs)} pairs, expected at least one of at most {self.longest} pieces"
+            )
         self._epoch: int | None = None
         self._plan: list[tuple[int, np.ndarray]] = []
 
@@ -96,7 +113,9 @@ class BucketedBatches:
             self._plan_epoch(epoch)
         bucket, members = self._plan[index]
         rows = self._rows[bucket]
-        batch = Batch(*(np.full((rows, length), PADDING, np.int32) for length in self._shapes[bucket]))
+        batch = Batch(
+            *(np.full((rows, length), PADDING, np.int32) for length in self._shapes[bucket])
+        )
         for row, member in enumerate(members):
             source, target = self._pairs[member]
             batch.inputs[row, : len(source)] = source

@@ -105,7 +105,12 @@ class TrainConfig:
             self.model,
             "a T5Config, a GPTConfig or another family's configuration",
         )
-        expect(self.model.dtype == "float32", "model.dtype", self.model.dtype, "float32: TrainConfig.dtype sets it")
+        expect(
+            self.model.dtype == "float32",
+            "model.dtype",
+            self.model.dtype,
+            "float32: TrainConfig.dtype sets it",
+        )
         for name in ("steps", "log_every", "save_every", "evaluate_every", "vocabulary_size"):
             expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         follow_steps(self, 4)
@@ -113,41 +118,99 @@ class TrainConfig:
             expect(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         self._check_lengths()
         parts = self.warmup_steps + self.decay_steps
-        expect(parts <= self.steps, "steps", self.steps, f"at least warmup_steps + decay_steps = {parts}")
-        expect(0 < self.learning_rate < np.inf, "learning_rate", self.learning_rate, "a positive number")
-        expect(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "a number in [0, 1)")
+        expect(
+            parts <= self.steps,
+            "steps",
+            self.steps,
+            f"at least warmup_steps + decay_steps = {parts}",
+        )
+        expect(
+            0 < self.learning_rate < np.inf,
+            "learning_rate",
+            self.learning_rate,
+            "a positive number",
+        )
+        expect(
+            0 <= self.label_smoothing < 1,
+            "label_smoothing",
+            self.label_smoothing,
+            "a number in [0, 1)",
+        )
         shares = self.model.encoder_dim is not None
-        expect(bool(self.teacher) or not shares, "teacher", None, "the model whose encoder output is read")
+        expect(
+            bool(self.teacher) or not shares,
+            "teacher",
+            None,
+            "the model whose encoder output is read",
+        )
         weights = "a number in [0, 1]" if shares else "a number in (0, 1] with a teacher, 0 without"
-        fits = 0 < self.distill_weight <= 1 or self.distill_weight == 0 and (shares or not self.teacher)
+        fits = (
+            0 < self.distill_weight <= 1
+            or self.distill_weight == 0
+            and (shares or not self.teacher)
+        )
         fits = fits and (bool(self.teacher) or self.distill_weight == 0)
         expect(fits, "distill_weight", self.distill_weight, weights)
-        expect(self.divergence in DIVERGENCES, "divergence", self.divergence, f"one of {', '.join(DIVERGENCES)}")
+        expect(
+            self.divergence in DIVERGENCES,
+            "divergence",
+            self.divergence,
+            f"one of {', '.join(DIVERGENCES)}",
+        )
         positive = 0 < self.distill_temperature < np.inf
         expect(positive, "distill_temperature", self.distill_temperature, "a positive number")
         if not self.teacher:
             for name, default in (("divergence", "forward_kl"), ("distill_temperature", 1.0)):
-                expect(getattr(self, name) == default, name, getattr(self, name), f"{default!r} without a teacher")
+                expect(
+                    getattr(self, name) == default,
+                    name,
+                    getattr(self, name),
+                    f"{default!r} without a teacher",
+                )
         choices = ("loss", *TeacherAgreement._fields) if self.teacher else ("loss",)
         expected = f"one of {', '.join(choices)}" if self.teacher else "'loss' without a teacher"
         expect(self.select in choices, "select", self.select, expected)
         pieces = f"at most model.vocab_size = {self.model.vocab_size}"
-        fits = self.vocabulary_size <= self.model.vocab_size or bool(self.teacher or self.initialise_from)
-        expect(fits, "vocabulary_size", self.vocabulary_size, pieces)  # some tokenizers have more pieces than logits
-        expect(self.dtype in (None, "float32", "bfloat16"), "dtype", self.dtype, "None, float32 or bfloat16")
+        fits = self.vocabulary_size <= self.model.vocab_size or bool(
+            self.teacher or self.initialise_from
+        )
+        expect(
+            fits, "vocabulary_size", self.vocabulary_size, pieces
+        )  # some tokenizers have more pieces than logits
+        expect(
+            self.dtype in (None, "float32", "bfloat16"),
+            "dtype",
+            self.dtype,
+            "None, float32 or bfloat16",
+        )
 
     def _check_lengths(self) -> None:
         if not self.model.decoder_only:
-            expect(self.sequence_length is None, "sequence_length", self.sequence_length, "None: the model is a T5")
+            expect(
+                self.sequence_length is None,
+                "sequence_length",
+                self.sequence_length,
+                "None: the model is a T5",
+            )
             return
         positions = self.model.max_positions
         most = self.batch_tokens if positions is None else min(positions, self.batch_tokens)
         limits = f"model.num_positions = {positions} and batch_tokens = {self.batch_tokens}"
         fits = self.sequence_length is not None and 1 <= self.sequence_length <= most
-        expect(fits, "sequence_length", self.sequence_length, f"a number from 1 to the smaller of {limits}")
+        expect(
+            fits,
+            "sequence_length",
+            self.sequence_length,
+            f"a number from 1 to the smaller of {limits}",
+        )
         for name in ("buckets", "target_buckets"):
             default = self.__dataclass_fields__[name].default
-            expect(getattr(self, name) == default, name, getattr(self, name), "none beside sequence_length")
+            expect(
+                getattr(self, name) == default,
+                name,
+                getattr(self, name),
+                "none beside sequence_length",
+            )
 
     @property
     def corpus(self) -> corpus.Corpus:
@@ -168,7 +231,10 @@ def follow_steps(config, share: int) -> None:
 
     What is given stays, and a part that is not gives way to it.
     """
-    for name, other, parts in (("warmup_steps", "decay_steps", 20), ("decay_steps", "warmup_steps", share)):
+    for name, other, parts in (
+        ("warmup_steps", "decay_steps", 20),
+        ("decay_steps", "warmup_steps", share),
+    ):
         if getattr(config, name) is None:
             room = config.steps - (getattr(config, other) or 0)
             object.__setattr__(config, name, max(0, min(config.steps // parts, room)))

@@ -34,7 +34,13 @@ class Corpus(Protocol):
         """Yields the texts on which a vocabulary is trained."""
 
     def batches(
-        self, vocabulary, paths: Sequence, ids: int, batch_tokens: int, seed: int, start_token: int | None = None
+        self,
+        vocabulary,
+        paths: Sequence,
+        ids: int,
+        batch_tokens: int,
+        seed: int,
+        start_token: int | None = None,
     ) -> BucketedBatches:
         """Returns batches of the files' texts.
 
@@ -69,13 +75,20 @@ class Pairs:
 
     def batches(self, vocabulary, paths, ids, batch_tokens, seed, start_token=None):
         pairs = [
-            (vocabulary.encode_input(source), vocabulary.encode_output(target) if given is None else given)
+            (
+                vocabulary.encode_input(source),
+                vocabulary.encode_output(target) if given is None else given,
+            )
             for source, target, given in text_files.read_examples(paths)
         ]
         for number, pair in enumerate(pairs, 1):
-            if not all(pair):  # the tokenizer neither makes a piece of the text nor puts one around it
+            if not all(
+                pair
+            ):  # the tokenizer neither makes a piece of the text nor puts one around it
                 name = ", ".join(map(str, paths))
-                raise ValueError(f"{name}, example {number}: got a text without pieces, expected at least one")
+                raise ValueError(
+                    f"{name}, example {number}: got a text without pieces, expected at least one"
+                )
         _check_ids(paths, max((max(side) for pair in pairs for side in pair), default=0), ids)
         try:
             return BucketedBatches(pairs, self.buckets, batch_tokens, seed, self.target_buckets)
@@ -111,11 +124,15 @@ class Text:
         start = end if start_token is None else start_token
         between = [end] if start == end else [end, start]
         documents = text_files.read_documents(paths)
-        stream = np.concatenate([[start], *(vocabulary.encode(text) + between for text in documents)], dtype=np.int32)
+        stream = np.concatenate(
+            [[start], *(vocabulary.encode(text) + between for text in documents)], dtype=np.int32
+        )
         stream = stream[: len(stream) + 1 - len(between)]  # nothing follows the last EOS
         _check_ids(paths, int(stream.max()), ids)
         before, after, length = stream[:-1], stream[1:], self.sequence_length
-        blocks = [(before[i : i + length], after[i : i + length]) for i in range(0, len(after), length)]
+        blocks = [
+            (before[i : i + length], after[i : i + length]) for i in range(0, len(after), length)
+        ]
         return BucketedBatches(blocks, (length,), batch_tokens, seed)
 
     def start_token(self, vocabulary):
@@ -126,8 +143,12 @@ class Text:
 
 
 def _check_ids(paths: Sequence, largest: int, ids: int) -> None:
-    if largest >= ids:  # from a file with ids, or of a vocabulary with more pieces than the model has logits
-        raise ValueError(f"{', '.join(map(str, paths))}: got the id {largest}, expected at most {ids - 1}")
+    if (
+        largest >= ids
+    ):  # from a file with ids, or of a vocabulary with more pieces than the model has logits
+        raise ValueError(
+            f"{', '.join(map(str, paths))}: got the id {largest}, expected at most {ids - 1}"
+        )
 
 
 def trained_vocabulary(corpus: Corpus, paths: Sequence, size: int) -> bytes:
@@ -141,4 +162,6 @@ def trained_vocabulary(corpus: Corpus, paths: Sequence, size: int) -> bytes:
         return vocabularies.SentencePieceVocabulary.train(texts, size).model
     except RuntimeError as error:  # too many pieces for the text, too few for its characters
         reason = str(error).rpartition("] ")[2]
-        raise ValueError(f"vocabulary_size: got {size}, expected a number that fits: {reason}") from None
+        raise ValueError(
+            f"vocabulary_size: got {size}, expected a number that fits: {reason}"
+        ) from None

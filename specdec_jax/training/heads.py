@@ -88,8 +88,13 @@ class HeadsTrainConfig:
         if not 0 <= self.soft_weight <= 1:
             raise ValueError(f"soft_weight: got {self.soft_weight}, expected a number in [0, 1]")
         if not 0 <= self.backbone_learning_rate < float("inf"):
-            raise ValueError(f"backbone_learning_rate: got {self.backbone_learning_rate}, expected at least 0")
-        if not 0 <= self.backbone_weight < float("inf") or (self.backbone_weight > 0) != self.trains_backbone:
+            raise ValueError(
+                f"backbone_learning_rate: got {self.backbone_learning_rate}, expected at least 0"
+            )
+        if (
+            not 0 <= self.backbone_weight < float("inf")
+            or (self.backbone_weight > 0) != self.trains_backbone
+        ):
             expected = "a number above 0 with a backbone_learning_rate, 0 without"
             raise ValueError(f"backbone_weight: got {self.backbone_weight}, expected {expected}")
 
@@ -102,21 +107,34 @@ class HeadsTrainConfig:
         """Returns the settings that a run on a target of this shape shares with the training of a
         model."""
         names = {field.name for field in dataclasses.fields(TrainConfig)}
-        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
-        model = dataclasses.replace(shape, dtype="float32", matmul_dtype=self.matmul_dtype, dropout_rate=0.0)
+        shared = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name in names
+        }
+        model = dataclasses.replace(
+            shape, dtype="float32", matmul_dtype=self.matmul_dtype, dropout_rate=0.0
+        )
         return TrainConfig(model=model, vocabulary_size=1, **{**shared, **settings})
 
     def heads(self, shape: ModelConfig) -> HeadsConfig:
         """Returns the configuration of the heads on a target of this shape."""
         return HeadsConfig(
-            self.num_heads, shape.emb_dim, shape.vocab_size, self.num_blocks, self.share_head,
-            shape.dtype, shape.matmul_dtype,
-        )  # fmt: skip
+            self.num_heads,
+            shape.emb_dim,
+            shape.vocab_size,
+            self.num_blocks,
+            self.share_head,
+            shape.dtype,
+            shape.matmul_dtype,
+        )
 
 
 def _fixed(settings: dict) -> dict:
     names = ("num_heads", "num_blocks", "share_head")
-    trained = {"backbone_learning_rate": settings["backbone_learning_rate"] > 0}  # decides what a checkpoint holds
+    trained = {
+        "backbone_learning_rate": settings["backbone_learning_rate"] > 0
+    }  # decides what a checkpoint holds
     return {name: settings[name] for name in names} | trained
 
 
@@ -157,16 +175,22 @@ def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dro
     """
     inputs, targets = batch
     target = Network(params.get("target", target_params), objective.model)
-    decoder_tokens = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=objective.start_token)
+    decoder_tokens = jnp.pad(
+        targets[:, :-1], ((0, 0), (1, 0)), constant_values=objective.start_token
+    )
     variables, shown = {"params": target.params}, fed(decoder_tokens)
     states = objective.model.apply(variables, fed(inputs), inputs >= 0, shown, method="states")
     heads = HeadsNetwork(params["heads"], target, objective.heads)
-    logits = heads.logits(states.reshape(-1, states.shape[-1])).reshape(*targets.shape, -1, target.vocab_size)
+    logits = heads.logits(states.reshape(-1, states.shape[-1])).reshape(
+        *targets.shape, -1, target.vocab_size
+    )
     own = target.head(states) if objective.soft_weight or objective.backbone_weight else None
 
     total = Metrics(*[jnp.zeros((), jnp.float32)] * 3)
     for head in range(1, objective.heads.config.num_heads + 1):
-        known = max(targets.shape[1] - head, 0)  # positions from which the predicted piece lies inside the batch
+        known = max(
+            targets.shape[1] - head, 0
+        )  # positions from which the predicted piece lies inside the batch
         soft = own[:, head:] if own is not None and objective.soft_weight else None
         sums = _sums(logits[:, :known, head - 1], targets[:, head:], objective, soft)
         total = jax.tree.map(jnp.add, total, sums)
@@ -184,7 +208,9 @@ def _sums(logits, targets, objective: HeadsObjective, soft=None) -> Metrics:
     """
     log_q, weights = jax.nn.log_softmax(logits), (targets >= 0).astype(jnp.float32)
     nll = -jnp.take_along_axis(log_q, fed(targets)[..., None], axis=-1)[..., 0]
-    loss = (1 - objective.label_smoothing) * nll - objective.label_smoothing * jnp.mean(log_q, axis=-1)
+    loss = (1 - objective.label_smoothing) * nll - objective.label_smoothing * jnp.mean(
+        log_q, axis=-1
+    )
     if soft is not None:
         log_p = jax.nn.log_softmax(jax.lax.stop_gradient(soft))
         divergence = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
@@ -192,7 +218,9 @@ def _sums(logits, targets, objective: HeadsObjective, soft=None) -> Metrics:
     return Metrics(jnp.sum(loss * weights), jnp.sum(nll * weights), jnp.sum(weights))
 
 
-def assess_heads(params, batch, objective: HeadsObjective, target_params=None) -> tuple[Metrics, None]:
+def assess_heads(
+    params, batch, objective: HeadsObjective, target_params=None
+) -> tuple[Metrics, None]:
     """Returns the metrics of heads on a batch; takes the place of `losses.assess`."""
     return heads_loss(params, batch, objective, target_params)[1], None
 
@@ -218,18 +246,26 @@ class HeadsRun(train.Run):
     def __init__(self, settings: HeadsTrainConfig, target: LanguageModel, saved: Checkpoints):
         self.shape = t5_only("target", target.config)
         if self.shape.encoder_dim is not None:
-            raise ValueError(f"target: got {target.name}, which reads another's encoder output, expected an encoder")
+            raise ValueError(
+                f"target: got {target.name}, which reads another's encoder output, expected an encoder"
+            )
         config = settings.run(self.shape)
         self.settings, self.config, self.saved, self.target = settings, config, saved, target
         network = train.computing(config, config.model)
         self.objective: Any = HeadsObjective(
-            network.module(), Heads(settings.heads(network)), target.start_token, settings.label_smoothing,
-            settings.soft_weight, settings.backbone_weight,
-        )  # fmt: skip
+            network.module(),
+            Heads(settings.heads(network)),
+            target.start_token,
+            settings.label_smoothing,
+            settings.soft_weight,
+            settings.backbone_weight,
+        )
         self.optimizer = make_optimizer(config)
         self.teacher_params = None if settings.trains_backbone else target.params
         if settings.trains_backbone:
-            backbone = optimizer.make_optimizer(settings.run(self.shape, learning_rate=settings.backbone_learning_rate))
+            backbone = optimizer.make_optimizer(
+                settings.run(self.shape, learning_rate=settings.backbone_learning_rate)
+            )
             self.optimizer = optax.partition({"heads": self.optimizer, "target": backbone}, _owners)
         self.read(run_vocabulary.of_model(target, "target"))
 
@@ -258,14 +294,21 @@ class HeadsRun(train.Run):
             params = self.saved.best.restore(step, args=ocp.args.StandardRestore(abstract.params))
         if self.settings.trains_backbone:
             target = LanguageModel(
-                target.config.replace(dtype="float32"), params["target"], target.vocabulary,
+                target.config.replace(dtype="float32"),
+                params["target"],
+                target.vocabulary,
                 start_token=target.start_token,
-                eos_ids=target.eos_ids, name="target",
-            )  # fmt: skip
+                eos_ids=target.eos_ids,
+                name="target",
+            )
             converter.save(target, output / "target", dtype="bfloat16")
         drafter = HeadsDrafter.for_target(target, self.settings.heads(self.shape), params["heads"])
         drafter.save(output / "heads", dtype="bfloat16")
-        return [output / name for name in ("target", "heads") if self.settings.trains_backbone or name == "heads"]
+        return [
+            output / name
+            for name in ("target", "heads")
+            if self.settings.trains_backbone or name == "heads"
+        ]
 
 
 def _owners(params: dict) -> dict:

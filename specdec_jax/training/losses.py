@@ -121,11 +121,15 @@ def _logits(params, batch, objective: Objective, teacher_params, dropout_key=Non
         before = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=objective.start_token)
         arguments, encoded = (fed(inputs), inputs >= 0, fed(before)), None
         if teacher is not None:
-            encoded = jax.lax.stop_gradient(teacher.apply(variables, *arguments[:2], method="encode"))
+            encoded = jax.lax.stop_gradient(
+                teacher.apply(variables, *arguments[:2], method="encode")
+            )
         own = {"encoded": encoded if objective.model.config.encoder_dim is not None else None}
         teachers = {"encoded": encoded}
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
-    logits = objective.model.apply({"params": params}, *arguments, deterministic=dropout_key is None, rngs=rngs, **own)
+    logits = objective.model.apply(
+        {"params": params}, *arguments, deterministic=dropout_key is None, rngs=rngs, **own
+    )
     if teacher is None:
         return logits, None
     return logits, jax.lax.stop_gradient(teacher.apply(variables, *arguments, **teachers))
@@ -148,11 +152,14 @@ def _likeness(logits, teacher_logits, targets) -> TeacherAgreement:
     accepted = jnp.sum(jnp.minimum(jax.nn.softmax(teacher_logits), jax.nn.softmax(logits)), axis=-1)
     agreeing = distributions.argmax(teacher_logits) == distributions.argmax(logits)
     return TeacherAgreement(
-        jnp.sum(accepted, where=targets >= 0), jnp.sum(agreeing, where=targets >= 0, dtype=jnp.float32)
+        jnp.sum(accepted, where=targets >= 0),
+        jnp.sum(agreeing, where=targets >= 0, dtype=jnp.float32),
     )
 
 
-def loss_fn(params, batch, objective: Objective, teacher_params=None, dropout_key=None) -> tuple[jax.Array, Metrics]:
+def loss_fn(
+    params, batch, objective: Objective, teacher_params=None, dropout_key=None
+) -> tuple[jax.Array, Metrics]:
     """Returns the mean loss of a target piece, and the sums over the pieces.
 
     Per piece the loss is (1 − w) · cross-entropy with label smoothing + w · D(p, q). Here p is the
@@ -188,7 +195,9 @@ class TrainState:
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "optimizer", "loss"), donate_argnums=0)
-def train_step(state: TrainState, batch, teacher_params, seed, *, objective, optimizer, loss=loss_fn):
+def train_step(
+    state: TrainState, batch, teacher_params, seed, *, objective, optimizer, loss=loss_fn
+):
     """Takes one optimiser step; returns the new state and `Metrics`.
 
     `teacher_params` is None without a teacher. `loss` computes what is minimised from `objective`,
@@ -199,12 +208,18 @@ def train_step(state: TrainState, batch, teacher_params, seed, *, objective, opt
         key = jax.random.fold_in(jax.random.key(seed), state.step)
     gradient = jax.value_and_grad(loss, has_aux=True)
     (_, metrics), grads = gradient(state.params, batch, objective, teacher_params, key)
-    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the number of a step, an integer
+    with jax.numpy_dtype_promotion(
+        "standard"
+    ):  # optax raises a float to the number of a step, an integer
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
+    return TrainState(
+        optax.apply_updates(state.params, updates), opt_state, state.step + 1
+    ), metrics
 
 
-def assess(params, batch, objective: Objective, teacher_params=None) -> tuple[Metrics, TeacherAgreement | None]:
+def assess(
+    params, batch, objective: Objective, teacher_params=None
+) -> tuple[Metrics, TeacherAgreement | None]:
     """Returns what `evaluate` sums up: metrics, and the agreement with the teacher if there is one."""
     logits, teacher_logits = _logits(params, batch, objective, teacher_params)
     likeness = None if teacher_logits is None else _likeness(logits, teacher_logits, batch[1])
@@ -221,5 +236,8 @@ def evaluate(params, batches: BucketedBatches, objective, teacher_params=None, a
     label smoothing."""
     objective = dataclasses.replace(objective, label_smoothing=0.0)
     epoch = (batches[step] for step in range(batches.per_epoch))
-    sums = [_evaluate(params, (b.inputs, b.targets), teacher_params, objective=objective, assess=assess) for b in epoch]
+    sums = [
+        _evaluate(params, (b.inputs, b.targets), teacher_params, objective=objective, assess=assess)
+        for b in epoch
+    ]
     return jax.tree.map(lambda *values: np.sum(values), *jax.device_get(sums))

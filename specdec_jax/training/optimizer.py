@@ -26,9 +26,13 @@ def make_optimizer(config) -> optax.GradientTransformation:
     Adafactor. T5 needs this: its queries start 1/√K smaller than the other kernels, and steps of
     one size would soon saturate the attention, whose scores T5 does not scale down.
     """
-    matrices = lambda params: jax.tree_util.tree_map_with_path(
-        lambda path, leaf: optax.contrib.MuonDimensionNumbers() if _is_matrix(path) else None, params
-    )
+
+    def matrices(params):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: optax.contrib.MuonDimensionNumbers() if _is_matrix(path) else None,
+            params,
+        )
+
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(

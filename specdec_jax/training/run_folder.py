@@ -46,7 +46,9 @@ class Checkpoints:
             "agreement".
         """
         options = functools.partial(
-            ocp.CheckpointManagerOptions, enable_async_checkpointing=False, cleanup_tmp_directories=resume
+            ocp.CheckpointManagerOptions,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=resume,
         )
         # Lower is better. Parameters that were kept when another figure was the verify are worse
         # than any others.
@@ -114,7 +116,9 @@ def _save(manager: ocp.CheckpointManager, step: int, tree, **how) -> None:
         manager.save(step, args=ocp.args.StandardSave(tree), **how)
 
 
-def changed_settings(config, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]) -> list[str]:
+def changed_settings(
+    config, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]
+) -> list[str]:
     """Returns a line for each setting that differs from the run that is resumed at `step`.
 
     `fixed` picks from all settings those that must not differ.
@@ -123,19 +127,28 @@ def changed_settings(config, output: pathlib.Path, step: int | None, fixed: Call
       ValueError: one of those differs, or `steps` is below `step`.
     """
     if step is not None and step > config.steps:
-        raise ValueError(f"steps: got {config.steps}, expected at least the {step} steps that the run has saved")
+        raise ValueError(
+            f"steps: got {config.steps}, expected at least the {step} steps that the run has saved"
+        )
     path, settings = output / "config.json", _settings(config)
     if step is not None and path.exists():
         # The default of a setting is what runs did before there was the setting.
-        before: dict = {field.name: field.default for field in dataclasses.fields(config)} | reading.read_json(path)
+        before: dict = {
+            field.name: field.default for field in dataclasses.fields(config)
+        } | reading.read_json(path)
         if "model" in settings:  # likewise
             before["model"] = _plain(describe(build_config(before["model"])))
         for name, value in fixed(settings).items():
             if fixed(before)[name] != value:
                 expected = f"that of the run in {config.output_dir}: {before[name]}"
                 raise ValueError(f"{name}: got {settings[name]!r}, expected {expected}")
-        changed = [name for name in settings if name != "output_dir" and before[name] != settings[name]]
-        return [f"changed since step {step}: {name} {before[name]} -> {settings[name]}" for name in changed]
+        changed = [
+            name for name in settings if name != "output_dir" and before[name] != settings[name]
+        ]
+        return [
+            f"changed since step {step}: {name} {before[name]} -> {settings[name]}"
+            for name in changed
+        ]
     return []
 
 
@@ -175,7 +188,9 @@ def record_contents(
             digests[name] = hashlib.file_digest(opened, "sha256").hexdigest()
     before = reading.read_json(path) if step is not None and path.exists() else {}
     if before.get("vocabulary", vocabulary) != vocabulary:
-        raise ValueError(f"vocabulary: got another one, expected the vocabulary with which the run in {output} began")
+        raise ValueError(
+            f"vocabulary: got another one, expected the vocabulary with which the run in {output} began"
+        )
     known = before.get("files", {})
     if not isinstance(known, dict):
         raise ValueError(f"{path}: files: got {reading.shown(known)}, expected digests by name")
@@ -188,7 +203,9 @@ def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: in
     """Writes the fingerprint of a model that a run depends on; raises ValueError if the run, now at
     `step`, began with another."""
     if step is not None and path.is_file() and not target.has(path.read_text()):
-        raise ValueError(f"{name}: got {target.name}, expected the model with which the run in {path.parent} began")
+        raise ValueError(
+            f"{name}: got {target.name}, expected the model with which the run in {path.parent} began"
+        )
     write_file(path, target.fingerprint)
 
 
@@ -209,7 +226,9 @@ class Reporter:
             rich.progress.TextColumn("{task.fields[text]}"),
             rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
         )
-        self._bar = rich.progress.Progress(*columns, console=console, disable=not console.is_terminal)
+        self._bar = rich.progress.Progress(
+            *columns, console=console, disable=not console.is_terminal
+        )
         self._task = self._bar.add_task("", total=steps, completed=start, text="compiling")
 
     def __enter__(self) -> "Reporter":
@@ -239,7 +258,12 @@ class Reporter:
             self.message(f"step {step}/{self._steps}: {text}, {left} left")
 
     def validation(
-        self, step: int, loss: float, by_file: dict[str, float], best: bool, **more: tuple[float, dict[str, float]]
+        self,
+        step: int,
+        loss: float,
+        by_file: dict[str, float],
+        best: bool,
+        **more: tuple[float, dict[str, float]],
     ) -> None:
         """Reports the validation loss over all files and by file, and other figures (`more`) in the
         same way.
@@ -251,7 +275,11 @@ class Reporter:
         self._write(step, validation_loss=loss, validation_losses=by_file, **totals, **by_files)
         parts = []
         for name, (total, values) in {"validation loss": (loss, by_file), **more}.items():
-            each = ", ".join(f"{file} {value:.4f}" for file, value in values.items()) if len(values) > 1 else ""
+            each = (
+                ", ".join(f"{file} {value:.4f}" for file, value in values.items())
+                if len(values) > 1
+                else ""
+            )
             parts.append(f"{name} {total:.4f}{each and f' ({each})'}")
         self.message(f"step {step}/{self._steps}: {', '.join(parts)}{' (best)' * best}")
 
@@ -261,7 +289,9 @@ class Reporter:
 
     def _write(self, step: int, **values) -> None:
         with naming(self._log.name):
-            self._log.write(json.dumps({"step": step, **values, "time": round(time.time(), 1)}) + "\n")
+            self._log.write(
+                json.dumps({"step": step, **values, "time": round(time.time(), 1)}) + "\n"
+            )
             self._log.flush()
 
 

@@ -42,7 +42,11 @@ class RunVocabulary(NamedTuple):
             entry |= {"file": TRAINED}
         if contents:
             write_file(folder / entry["file"], contents)
-        record = {"vocabulary": entry, "start_token": self.start_token, "eos_ids": list(self.eos_ids)}
+        record = {
+            "vocabulary": entry,
+            "start_token": self.start_token,
+            "eos_ids": list(self.eos_ids),
+        }
         write_file(folder / _RECORD, json.dumps(record, indent=1) + "\n")
 
     @classmethod
@@ -56,7 +60,9 @@ class RunVocabulary(NamedTuple):
             return cls(native_format.open_vocabulary(folder, entry), start, tuple(ends))
         except (KeyError, TypeError, AttributeError) as error:
             expected = "the vocabulary and special ids of a training run"
-            raise ValueError(f"{folder / _RECORD}: got {reading.shown(record)}, expected {expected}") from error
+            raise ValueError(
+                f"{folder / _RECORD}: got {reading.shown(record)}, expected {expected}"
+            ) from error
 
 
 def of_run(config: TrainConfig, folder: pathlib.Path) -> RunVocabulary:
@@ -71,7 +77,9 @@ def of_run(config: TrainConfig, folder: pathlib.Path) -> RunVocabulary:
         return RunVocabulary.read(folder)
     file = pathlib.Path(config.vocabulary or folder / TRAINED)
     pieces = SentencePieceVocabulary.load(file)
-    vocabulary = SentencePieceVocabulary.load(file, check_extra_ids(config.vocabulary_size - pieces.size, file))
+    vocabulary = SentencePieceVocabulary.load(
+        file, check_extra_ids(config.vocabulary_size - pieces.size, file)
+    )
     return RunVocabulary(vocabulary, config.corpus.start_token(vocabulary), vocabulary.eos_ids)
 
 
@@ -106,13 +114,19 @@ def check_same(name: str, got: RunVocabulary, other: str, expected: RunVocabular
     if got.vocabulary.fingerprint() != expected.vocabulary.fingerprint():
         raise ValueError(f"{name}: got another vocabulary, expected {other}'s pieces")
     if got.start_token != expected.start_token:
-        raise ValueError(f"{name}: got start token {got.start_token}, expected {other}'s, {expected.start_token}")
+        raise ValueError(
+            f"{name}: got start token {got.start_token}, expected {other}'s, {expected.start_token}"
+        )
 
 
 def choose(
-    path: str, output: pathlib.Path, size: int, given: Mapping[str, RunVocabulary], corpus: Corpus,
+    path: str,
+    output: pathlib.Path,
+    size: int,
+    given: Mapping[str, RunVocabulary],
+    corpus: Corpus,
     make: Callable[[], bytes],
-) -> RunVocabulary:  # fmt: skip
+) -> RunVocabulary:
     """Returns the vocabulary of a run: that of the models it begins with, else of a file, else a
     new one.
 
@@ -144,7 +158,9 @@ def choose(
     vocabulary = _load(file, None) if kept is None else kept
     if vocabulary.size != size:
         extra = getattr(vocabulary, "extra_ids", 0)
-        got = f"{vocabulary.size - extra} pieces of {owner or file}" + (f" and {extra} sentinels" if extra else "")
+        got = f"{vocabulary.size - extra} pieces of {owner or file}" + (
+            f" and {extra} sentinels" if extra else ""
+        )
         raise ValueError(f"vocabulary: got {got}, expected vocabulary_size = {size}")
     if owner is not None:
         return given[owner]
@@ -154,7 +170,9 @@ def choose(
 def _load(file: pathlib.Path, kept: Vocabulary | None) -> Vocabulary:
     if file.suffix == ".json":
         return TokenizerJsonVocabulary.load(file)
-    return SentencePieceVocabulary.load(file, kept.extra_ids if isinstance(kept, SentencePieceVocabulary) else 0)
+    return SentencePieceVocabulary.load(
+        file, kept.extra_ids if isinstance(kept, SentencePieceVocabulary) else 0
+    )
 
 
 def _contents(vocabulary: Vocabulary, file: pathlib.Path, owner: str) -> bytes:
@@ -163,5 +181,7 @@ def _contents(vocabulary: Vocabulary, file: pathlib.Path, owner: str) -> bytes:
     assert entry is not None
     if not contents or (file.suffix == ".json") != (entry["kind"] == "tokenizer_json"):
         expected = "none: bytes need no file" if not contents else f"a name like {entry['file']}"
-        raise ValueError(f"vocabulary: got {str(file)!r} for {owner}'s vocabulary, expected {expected}")
+        raise ValueError(
+            f"vocabulary: got {str(file)!r} for {owner}'s vocabulary, expected {expected}"
+        )
     return contents

@@ -67,7 +67,9 @@ class Job(NamedTuple):
         return self.path.with_suffix(f".{start:09}.tsv")
 
 
-def plan_jobs(config: OutputSettings, vocabulary, ids: int, parts: dict[str, list[str]]) -> list[Job]:
+def plan_jobs(
+    config: OutputSettings, vocabulary, ids: int, parts: dict[str, list[str]]
+) -> list[Job]:
     """Returns the files of outputs to write, one for each part and kind of output.
 
     Sources that are too long, or have pieces beyond the `ids` that the target knows, are left out.
@@ -81,11 +83,20 @@ def plan_jobs(config: OutputSettings, vocabulary, ids: int, parts: dict[str, lis
     kinds |= {"sampled": config.samples} if config.samples else {}
     for part, texts in parts.items():
         sources = [(vocabulary.encode_input(text), text) for text in texts if text.strip()]
-        sources = [(row, text) for row, text in sources if 0 < len(row) <= config.buckets[-1] and max(row) < ids]
+        sources = [
+            (row, text)
+            for row, text in sources
+            if 0 < len(row) <= config.buckets[-1] and max(row) < ids
+        ]
         if not sources:
-            raise ValueError(f"{part}: got no source of at most {config.buckets[-1]} pieces, expected at least one")
+            raise ValueError(
+                f"{part}: got no source of at most {config.buckets[-1]} pieces, expected at least one"
+            )
         rows, kept = map(list, zip(*sources))
-        jobs += [Job(output / f"outputs-{part}-{kind}.tsv", rows, kept, first, n) for kind, n in kinds.items()]
+        jobs += [
+            Job(output / f"outputs-{part}-{kind}.tsv", rows, kept, first, n)
+            for kind, n in kinds.items()
+        ]
         first += len(sources)
     return jobs
 
@@ -95,7 +106,10 @@ def write_outputs(
 ) -> None:
     """Writes every file of outputs that is not there yet."""
     total = sum(len(job.texts) * job.per_source for job in jobs)
-    with deferred_signals() as signals, Progress("outputs", total, console, lines=False) as progress:
+    with (
+        deferred_signals() as signals,
+        Progress("outputs", total, console, lines=False) as progress,
+    ):
         for job in jobs:
             starts = range(0, len(job.texts), config.shard_size)
             for start in starts:
@@ -119,7 +133,9 @@ def write_outputs(
 
 def _stop_if_asked(signals: list[int], progress: Progress) -> None:
     if signals:
-        progress.message("interrupted: files of outputs are kept; the same command resumes from there")
+        progress.message(
+            "interrupted: files of outputs are kept; the same command resumes from there"
+        )
         raise KeyboardInterrupt(signals[0])
 
 
@@ -134,11 +150,18 @@ def _lines(
     """
     chosen = slice(start, start + config.shard_size)
     outputs = decode_all(
-        target, job.sources[chosen], batch_size=config.batch_size, seed=config.seed, first=job.first + start,
-        num_samples=job.per_source, sampling=SamplingConfig(temperature=config.temperature if job.samples else 0.0),
-        max_new_tokens=config.max_new_tokens, max_input_length=config.buckets[-1], non_finite="report",
+        target,
+        job.sources[chosen],
+        batch_size=config.batch_size,
+        seed=config.seed,
+        first=job.first + start,
+        num_samples=job.per_source,
+        sampling=SamplingConfig(temperature=config.temperature if job.samples else 0.0),
+        max_new_tokens=config.max_new_tokens,
+        max_input_length=config.buckets[-1],
+        non_finite="report",
         generation_config=None,
-    )  # fmt: skip
+    )
     texts = [text for text in job.texts[chosen] for _ in range(job.per_source)]
     lost = []
     for text, output in zip(texts, outputs, strict=True):

@@ -40,7 +40,9 @@ def lines_of(file: BinaryIO, name) -> Iterator[str]:
         reason = f"got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
         raise ValueError(f"{name}, line {number}: {reason}") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{name}, after line {number}: got a damaged gzip file ({error})") from None
+        raise ValueError(
+            f"{name}, after line {number}: got a damaged gzip file ({error})"
+        ) from None
 
 
 def read_pairs(paths: Sequence) -> list[tuple[str, str]]:
@@ -54,7 +56,9 @@ def read_pairs(paths: Sequence) -> list[tuple[str, str]]:
         for number, line in enumerate(read_lines(path), 1):
             columns = line.split("\t")
             if len(columns) != 2:
-                raise ValueError(f"{path}, line {number}: got {len(columns)} columns, expected 2 (source, tab, target)")
+                raise ValueError(
+                    f"{path}, line {number}: got {len(columns)} columns, expected 2 (source, tab, target)"
+                )
             pairs.append((columns[0], columns[1]))
     return pairs
 
@@ -76,11 +80,17 @@ def read_examples(paths: Sequence) -> list[tuple[str, str, list[int] | None]]:
             source, *rest = line.split("\t")
             if len(rest) not in (1, 2):
                 expected = "2 (source, tab, target) or 3 (and the target's ids)"
-                raise ValueError(f"{path}, line {number}: got {len(rest) + 1} columns, expected {expected}")
+                raise ValueError(
+                    f"{path}, line {number}: got {len(rest) + 1} columns, expected {expected}"
+                )
             ids = rest[1].split() if rest[1:] else None
             if ids is not None and not (ids and all(token.isdecimal() for token in ids)):
-                raise ValueError(f"{path}, line {number}: got {rest[1]!r} in column 3, expected the target's ids")
-            examples.append((source, rest[0], None if ids is None else [int(token) for token in ids]))
+                raise ValueError(
+                    f"{path}, line {number}: got {rest[1]!r} in column 3, expected the target's ids"
+                )
+            examples.append(
+                (source, rest[0], None if ids is None else [int(token) for token in ids])
+            )
     return examples
 
 

@@ -26,7 +26,15 @@ from specdec_jax.training import corpus, losses, run_vocabulary
 from specdec_jax.training.batches import BucketedBatches
 from specdec_jax.training.config import TrainConfig, expect
 from specdec_jax.training.depth_expansion import deepen
-from specdec_jax.training.losses import Metrics, Objective, TeacherAgreement, TrainState, evaluate, loss_fn, train_step
+from specdec_jax.training.losses import (
+    Metrics,
+    Objective,
+    TeacherAgreement,
+    TrainState,
+    evaluate,
+    loss_fn,
+    train_step,
+)
 from specdec_jax.training.optimizer import make_optimizer
 from specdec_jax.training.run_folder import (
     Checkpoints,
@@ -85,12 +93,18 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
         state = go_on(run, console, config, record)
         export(output, output / "model")
     kept = saved.best.best_step()
-    which = "the newest parameters" if kept is None else f"those of step {kept}, the best by {config.select}"
+    which = (
+        "the newest parameters"
+        if kept is None
+        else f"those of step {kept}, the best by {config.select}"
+    )
     console.print(f"wrote {output / 'model'}: {which}", markup=False)
     return state.params
 
 
-def go_on(run: "Run", console: rich.console.Console, settings, begun: Callable[[], object]) -> TrainState:
+def go_on(
+    run: "Run", console: rich.console.Console, settings, begun: Callable[[], object]
+) -> TrainState:
     """Records `settings`, now that nothing can reject the run, calls `begun`, and takes the
     remaining steps.
 
@@ -113,7 +127,9 @@ def go_on(run: "Run", console: rich.console.Console, settings, begun: Callable[[
         markup=False,
     )
     if start < config.steps:
-        with Reporter(console, pathlib.Path(config.output_dir, "log.jsonl"), start, config.steps) as reporter:
+        with Reporter(
+            console, pathlib.Path(config.output_dir, "log.jsonl"), start, config.steps
+        ) as reporter:
             state = _loop(run, state, reporter)
     return state
 
@@ -132,23 +148,34 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     expect(which in ("best", "newest"), "which", which, "'best' or 'newest'")
     output, path = pathlib.Path(output_dir).absolute(), pathlib.Path(path)
     if not (output / "config.json").is_file():
-        raise ValueError(f"{output_dir}: got a folder without config.json, expected the folder of a training run")
+        raise ValueError(
+            f"{output_dir}: got a folder without config.json, expected the folder of a training run"
+        )
     stored = reading.read_json(output / "config.json")
     config = TrainConfig(**{**stored, "model": _recorded_shape(stored), "output_dir": str(output)})
     saved = Checkpoints(output, select=config.select)
     state = _abstract_state(config)
     if which == "best" and saved.best.latest_step() is not None:
-        params = saved.best.restore(saved.best.best_step(), args=ocp.args.StandardRestore(state.params))
+        params = saved.best.restore(
+            saved.best.best_step(), args=ocp.args.StandardRestore(state.params)
+        )
     elif saved.newest.latest_step() is not None:
         params = saved.restore(state).params
     else:
-        raise ValueError(f"{output_dir}: got no checkpoint, expected a training run that has saved one")
+        raise ValueError(
+            f"{output_dir}: got no checkpoint, expected a training run that has saved one"
+        )
     network = config.model.replace(matmul_dtype=None, dropout_rate=0.0)
     ids, fingerprint = run_vocabulary.of_run(config, output), output / _ENCODER
     model = LanguageModel(
-        network, params, ids.vocabulary, start_token=ids.start_token, eos_ids=ids.eos_ids, name=path.name,
+        network,
+        params,
+        ids.vocabulary,
+        start_token=ids.start_token,
+        eos_ids=ids.eos_ids,
+        name=path.name,
         encoder_fingerprint=fingerprint.read_text() if fingerprint.is_file() else None,
-    )  # fmt: skip
+    )
     converter.save(model, path, dtype=dtype)
 
 
@@ -174,16 +201,26 @@ class Run:
         ids = _vocabulary(config, teacher)
         self._initial = _initial_params(config) if saved.newest.latest_step() is None else None
         network = computing(config, config.model)
-        self.objective = Objective(network.module(), config.label_smoothing, start_token=ids.start_token)
+        self.objective = Objective(
+            network.module(), config.label_smoothing, start_token=ids.start_token
+        )
         self.teacher_params = None
         if teacher is not None:
             name = _TEACHER if config.model.encoder_dim is None else _ENCODER
-            record_target(pathlib.Path(config.output_dir, name), "teacher", teacher, saved.newest.latest_step())
+            record_target(
+                pathlib.Path(config.output_dir, name),
+                "teacher",
+                teacher,
+                saved.newest.latest_step(),
+            )
             shape = teacher.config.replace(matmul_dtype=config.model.matmul_dtype)
             self.objective = dataclasses.replace(
-                self.objective, teacher=computing(config, shape).module(), distill_weight=config.distill_weight,
-                divergence=config.divergence, distill_temperature=config.distill_temperature,
-            )  # fmt: skip
+                self.objective,
+                teacher=computing(config, shape).module(),
+                distill_weight=config.distill_weight,
+                divergence=config.divergence,
+                distill_temperature=config.distill_temperature,
+            )
             self.teacher_params = teacher.params
         self.optimizer = make_optimizer(config)
         self.read(ids)
@@ -192,16 +229,24 @@ class Run:
         """Reads the training and validation files."""
         config, batches = self.config, lambda path: _batches(self.config, ids, [path])
         self.batches = _batches(config, ids, config.paths("train_files"))
-        self.validation = dict(zip(config.validation_files, map(batches, config.paths("validation_files"))))
+        self.validation = dict(
+            zip(config.validation_files, map(batches, config.paths("validation_files")))
+        )
         self.ids = ids
 
     def record(self) -> list[str]:
         """Records what the run reads; returns lines for the user about what was different for the
         steps before."""
         config, names = self.config, ("train_files", "validation_files")
-        files = {file: path for name in names for file, path in zip(getattr(config, name), config.paths(name))}
+        files = {
+            file: path
+            for name in names
+            for file, path in zip(getattr(config, name), config.paths(name))
+        }
         output, step = pathlib.Path(config.output_dir), self.saved.newest.latest_step()
-        return record_contents(output, step, digest([native_format.vocabulary_contents(self.ids.vocabulary)]), files)
+        return record_contents(
+            output, step, digest([native_format.vocabulary_contents(self.ids.vocabulary)]), files
+        )
 
     def initial_state(self) -> TrainState:
         """Returns the state to begin with: the saved one, else given or random parameters."""
@@ -216,9 +261,14 @@ class Run:
         """Takes the step with number `step`."""
         batch = self.batches[step]
         return train_step(
-            state, (batch.inputs, batch.targets), self.teacher_params, self.config.seed,
-            objective=self.objective, optimizer=self.optimizer, loss=self.loss,
-        )  # fmt: skip
+            state,
+            (batch.inputs, batch.targets),
+            self.teacher_params,
+            self.config.seed,
+            objective=self.objective,
+            optimizer=self.optimizer,
+            loss=self.loss,
+        )
 
     def validate(self, state: TrainState, step: int, reporter: Reporter) -> None:
         """Reports means over the pieces, by file and in total, and keeps the parameters if they are
@@ -234,11 +284,18 @@ class Run:
             return float(sum(of.values()) / sum(pieces.values())), each
 
         loss, by_file = mean({name: metrics.loss for name, (metrics, _) in sums.items()})
-        fields = TeacherAgreement._fields if all(likeness is not None for _, likeness in sums.values()) else ()
+        fields = (
+            TeacherAgreement._fields
+            if all(likeness is not None for _, likeness in sums.values())
+            else ()
+        )
         more = {
-            field: mean({name: getattr(likeness, field) for name, (_, likeness) in sums.items()}) for field in fields
+            field: mean({name: getattr(likeness, field) for name, (_, likeness) in sums.items()})
+            for field in fields
         }
-        best = self.saved.keep_best(step, state.params, loss, **{field: value for field, (value, _) in more.items()})
+        best = self.saved.keep_best(
+            step, state.params, loss, **{field: value for field, (value, _) in more.items()}
+        )
         reporter.validation(step, loss, by_file, best, **more)
 
     def save(self, state: TrainState, step: int) -> None:
@@ -263,7 +320,9 @@ def _loop(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
         clock = time.perf_counter()
         for done in range(int(state.step) + 1, config.steps + 1):
             state, metrics = run.step(state, done - 1)
-            if window:  # the host is at most one step ahead: progress is true, and a signal is soon obeyed
+            if (
+                window
+            ):  # the host is at most one step ahead: progress is true, and a signal is soon obeyed
                 jax.block_until_ready(window[-1])
             window.append(metrics)
             reporter.advance(done)
@@ -280,7 +339,9 @@ def _loop(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
             if saved:
                 run.save(state, done)
             if saved and signals:
-                reporter.message(f"interrupted: step {done} is saved; the same command resumes from there")
+                reporter.message(
+                    f"interrupted: step {done} is saved; the same command resumes from there"
+                )
                 raise KeyboardInterrupt(signals[0])
     return state
 
@@ -289,9 +350,13 @@ def _report(window: list[Metrics], step: int, clock: float, reporter: Reporter) 
     """Reports the mean metrics of the steps in `window`, the first of which began at `clock`."""
     sums = Metrics(*np.sum(jax.device_get(window), axis=0))
     if not np.isfinite(sums.loss):
-        raise ValueError(f"step {step}: got a loss of {sums.loss}, expected a finite one: lower learning_rate")
+        raise ValueError(
+            f"step {step}: got a loss of {sums.loss}, expected a finite one: lower learning_rate"
+        )
     speed = float(sums.pieces) / (time.perf_counter() - clock)
-    reporter.training(step, float(sums.loss / sums.pieces), speed, nll=float(sums.nll / sums.pieces))
+    reporter.training(
+        step, float(sums.loss / sums.pieces), speed, nll=float(sums.nll / sums.pieces)
+    )
 
 
 def _init(config: TrainConfig, key) -> TrainState:
@@ -311,13 +376,19 @@ def abstract_state(init) -> TrainState:
     """Returns shapes and dtypes of the state that `init` makes from a key, placed on the first
     device."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def place(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
     return jax.tree.map(place, jax.eval_shape(init, jax.random.key(0)))
 
 
 def saved_bytes(config: TrainConfig) -> int:
     """Returns the bytes of a run's files: the two newest states, the best parameters, the model."""
-    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    def size(tree):
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
     state = _abstract_state(config)
     return 2 * size(state) + size(state.params) * 3 // 2
 
@@ -340,11 +411,19 @@ def check_files(config: TrainConfig) -> None:
         for path in config.paths(name):
             expect(path.is_file(), name, str(path), config.corpus.files)
     output = pathlib.Path(config.output_dir)
-    expect(output.is_dir() or not output.exists(), "output_dir", config.output_dir, "a folder, or none yet")
+    expect(
+        output.is_dir() or not output.exists(),
+        "output_dir",
+        config.output_dir,
+        "a folder, or none yet",
+    )
 
 
 def _fixed(settings: dict) -> dict:
-    return {"model": _shape(_recorded_shape(settings)), "initialise_from": settings["initialise_from"]}
+    return {
+        "model": _shape(_recorded_shape(settings)),
+        "initialise_from": settings["initialise_from"],
+    }
 
 
 def _recorded_shape(settings: dict) -> ModelConfig:
@@ -366,12 +445,27 @@ def _teacher(config: TrainConfig) -> LanguageModel | None:
     expect(kinds[0] == kinds[1], "teacher", kinds[0], f"{kinds[1]}, like the model")
     positions, expected = teacher.config.max_positions, config.sequence_length
     if positions is not None and expected is not None:
-        expect(positions >= expected, "teacher", f"{positions} positions", f"at least sequence_length = {expected}")
+        expect(
+            positions >= expected,
+            "teacher",
+            f"{positions} positions",
+            f"at least sequence_length = {expected}",
+        )
     width, expected = teacher.config.vocab_size, config.model.vocab_size
     expect(width == expected, "teacher", f"{width} logits", f"model.vocab_size = {expected}")
-    expect(teacher.config.encoder_dim is None, "teacher", config.teacher, "a model with an encoder of its own")
+    expect(
+        teacher.config.encoder_dim is None,
+        "teacher",
+        config.teacher,
+        "a model with an encoder of its own",
+    )
     width, expected = teacher.config.emb_dim, config.model.encoder_dim or teacher.config.emb_dim
-    expect(width == expected, "teacher", f"an encoder of width {width}", f"model.encoder_dim = {expected}")
+    expect(
+        width == expected,
+        "teacher",
+        f"an encoder of width {width}",
+        f"model.encoder_dim = {expected}",
+    )
     return teacher
 
 
@@ -381,12 +475,16 @@ def _initial_params(config: TrainConfig) -> dict | None:
     model = loader.load(config.initialise_from, "float32")
     more = {}
     for stack in ("encoder", "decoder"):
-        layers, wanted = (getattr(shape, f"num_{stack}_layers", 0) for shape in (model.config, config.model))
+        layers, wanted = (
+            getattr(shape, f"num_{stack}_layers", 0) for shape in (model.config, config.model)
+        )
         if 0 < layers < wanted:
             more[stack] = wanted
     counts: dict[str, Any] = {f"num_{stack}_layers": wanted for stack, wanted in more.items()}
     fits = _shape(dataclasses.replace(model.config, **counts)) == _shape(config.model)
-    expect(fits, "initialise_from", model.config, f"the shape {config.model}, or it with fewer layers")
+    expect(
+        fits, "initialise_from", model.config, f"the shape {config.model}, or it with fewer layers"
+    )
     params = model.params
     for stack, wanted in more.items():
         params = deepen(params, stack, wanted)
@@ -398,12 +496,23 @@ def _vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> RunVocabu
     if teacher is not None:
         given["the teacher"] = run_vocabulary.of_model(teacher, "teacher")
     if config.initialise_from is not None:
-        given[config.initialise_from] = run_vocabulary.of_checkpoint(config.initialise_from, "initialise_from")
-    make = lambda: corpus.trained_vocabulary(config.corpus, config.paths("train_files"), config.vocabulary_size)
+        given[config.initialise_from] = run_vocabulary.of_checkpoint(
+            config.initialise_from, "initialise_from"
+        )
+
+    def make():
+        return corpus.trained_vocabulary(
+            config.corpus, config.paths("train_files"), config.vocabulary_size
+        )
+
     output = pathlib.Path(config.output_dir)
-    return run_vocabulary.choose(config.vocabulary, output, config.vocabulary_size, given, config.corpus, make)
+    return run_vocabulary.choose(
+        config.vocabulary, output, config.vocabulary_size, given, config.corpus, make
+    )
 
 
 def _batches(config: TrainConfig, ids: RunVocabulary, paths) -> BucketedBatches:
     width, start = config.model.vocab_size, ids.start_token
-    return config.corpus.batches(ids.vocabulary, paths, width, config.batch_tokens, config.seed, start)
+    return config.corpus.batches(
+        ids.vocabulary, paths, width, config.batch_tokens, config.seed, start
+    )

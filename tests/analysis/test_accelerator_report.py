@@ -24,7 +24,13 @@ from specdec_jax.analysis.report import accelerators as laid_out
 from specdec_jax.analysis.report import page, rows
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands import main as specdec
-from specdec_jax.models import fused_step, fused_step_selftest, gpu_attention, native, weight_layouts
+from specdec_jax.models import (
+    fused_step,
+    fused_step_selftest,
+    gpu_attention,
+    native,
+    weight_layouts,
+)
 from specdec_jax.models.network import Network, random_params
 
 TINY = Setup(
@@ -49,8 +55,12 @@ def test_the_machine_says_which_kernels_run(trial, monkeypatch):
     """Figures with and without them are not of one file."""
     for kind, module in (("gpu", gpu_attention), ("tpu", fused_step_selftest)):
         monkeypatch.setattr(module.SELF_TEST, "result", lambda: trial)
-        assert machine._kernels(kind) == ("Pallas" if trial is None else "none, a self-test gave other numbers")
-    assert machine._kernels("metal") == "none" and machine.machine()["kernel"] == machine._kernels("cpu")
+        assert machine._kernels(kind) == (
+            "Pallas" if trial is None else "none, a self-test gave other numbers"
+        )
+    assert machine._kernels("metal") == "none" and machine.machine()["kernel"] == machine._kernels(
+        "cpu"
+    )
     monkeypatch.setenv(native.SETTING, "off")
     assert machine._kernels("gpu") == machine._kernels("tpu") == "none"
 
@@ -61,7 +71,9 @@ def test_the_drafter_of_a_tiny_report_takes_a_tpus_kernel():
 
     def begin():
         params = weight_layouts.pack(
-            random_params(jax.random.key(0), module=config.module(), dtype=config.dtype), False, True
+            random_params(jax.random.key(0), module=config.module(), dtype=config.dtype),
+            False,
+            True,
         )
         network = Network(params, config.module(fused=True), platform="tpu")
         cache = network.prefill(jnp.ones((1, 4), jnp.int32), jnp.full(1, 4), 16)
@@ -71,12 +83,16 @@ def test_the_drafter_of_a_tiny_report_takes_a_tpus_kernel():
     assert found == [True]
 
 
-def figure(name: str, variant=lambda pair: lambda: jnp.zeros(2), program: str | None = None) -> Figure:
-    read = lambda seconds, result, before: {
-        "milliseconds": seconds._asdict(),
-        "size": result.size,
-        "after": len(before),
-    }
+def figure(
+    name: str, variant=lambda pair: lambda: jnp.zeros(2), program: str | None = None
+) -> Figure:
+    def read(seconds, result, before):
+        return {
+            "milliseconds": seconds._asdict(),
+            "size": result.size,
+            "after": len(before),
+        }
+
     return Figure(name, {"kind": "call"}, program or name, variant, read)
 
 
@@ -105,7 +121,12 @@ def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys)
         return lambda: jnp.zeros(2)
 
     planned = [
-        Stage("first", "a", [figure("good", counted), figure("big", fails(MemoryError("no\nroom")))], Pair),
+        Stage(
+            "first",
+            "a",
+            [figure("good", counted), figure("big", fails(MemoryError("no\nroom")))],
+            Pair,
+        ),
         Stage("second", "b", [figure("later")], Pair),
         Stage("third", "c", [figure("absent")], rejects(NotHere("no such chip"))),
         Stage("fourth", "d", [figure("heavy")], rejects(RuntimeError("RESOURCE_EXHAUSTED"))),
@@ -116,12 +137,22 @@ def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys)
     assert written[0] == HEAD
     found = {line["figure"]: line for line in written[1:]}
     assert list(found) == ["good", "big", "later", "absent", "heavy"]
-    assert found["good"]["size"] == 2 and found["good"]["milliseconds"]["median"] > 0 and found["good"]["after"] == 0
+    assert (
+        found["good"]["size"] == 2
+        and found["good"]["milliseconds"]["median"] > 0
+        and found["good"]["after"] == 0
+    )
     assert found["big"]["failed"] == "MemoryError: no room" and found["later"]["after"] == 2
-    assert found["absent"]["unsupported"] == "no such chip" and "RESOURCE" in found["heavy"]["failed"]
+    assert (
+        found["absent"]["unsupported"] == "no such chip" and "RESOURCE" in found["heavy"]["failed"]
+    )
     printed = capsys.readouterr().out
-    for text in ("first: making dummy weights, then compiling 2 programs for good; big", "timing good", "big: failed",
-                 "absent: not supported here: no such chip"):  # fmt: skip
+    for text in (
+        "first: making dummy weights, then compiling 2 programs for good; big",
+        "timing good",
+        "big: failed",
+        "absent: not supported here: no such chip",
+    ):
         assert text in printed
     # A second start measures nothing that is there.
     repeated = Stage("e", "e", [figure("good")], rejects(AssertionError()))
@@ -144,10 +175,16 @@ def test_what_does_not_compile_is_said_at_once(script, monkeypatch, tmp_path):
         return lambda: jnp.zeros(2)
 
     monkeypatch.setattr(script, "say", say)
-    planned = [Stage("first", "a", [figure("slow", slow), figure("big", fails(MemoryError("no room")))], Pair)]
+    planned = [
+        Stage(
+            "first", "a", [figure("slow", slow), figure("big", fails(MemoryError("no room")))], Pair
+        )
+    ]
     with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
         assert script.run(lines, planned, 2, 1e9) == [] and "milliseconds" in lines.found["slow"]
-    assert sum("big" in text for text in texts) == 3  # with the list of figures, and the line itself
+    assert (
+        sum("big" in text for text in texts) == 3
+    )  # with the list of figures, and the line itself
 
 
 def test_what_there_is_no_time_for_is_named(script, tmp_path, monkeypatch):
@@ -159,7 +196,10 @@ def test_what_there_is_no_time_for_is_named(script, tmp_path, monkeypatch):
         now[0] += 40.0
         return lambda: jnp.zeros(2)
 
-    stages = [Stage(name, kind, [figure(name, slow)], Pair) for name, kind in (("a", "x"), ("b", "x"), ("c", "y"))]
+    stages = [
+        Stage(name, kind, [figure(name, slow)], Pair)
+        for name, kind in (("a", "x"), ("b", "x"), ("c", "y"))
+    ]
     with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
         # 40 of 60 s are gone: not enough for another of the kind that took 40, but for one of
         # another kind.
@@ -167,7 +207,9 @@ def test_what_there_is_no_time_for_is_named(script, tmp_path, monkeypatch):
         assert script.run(lines, stages, 1, 60.0) == ["b"]
 
 
-@pytest.mark.parametrize("name, value", [("machine", {"device": "gpu"}), ("options", {"gamma": 5}), ("flags", "--xla")])
+@pytest.mark.parametrize(
+    "name, value", [("machine", {"device": "gpu"}), ("options", {"gamma": 5}), ("flags", "--xla")]
+)
 def test_figures_of_another_run_are_rejected(script, tmp_path, name, value):
     path = str(tmp_path / "a.jsonl")
     with script.Lines(path, HEAD) as lines:
@@ -213,9 +255,21 @@ def test_bad_flags(script, flags, message):
 
 
 def test_flags_are_what_is_measured(script):
-    FLAGS(["accelerator_report.py", "--targets=t5_1_1/xl,t5_1_1/base", "--batches=2", "--alphas=0.5,1", "--gamma=3"])
+    FLAGS(
+        [
+            "accelerator_report.py",
+            "--targets=t5_1_1/xl,t5_1_1/base",
+            "--batches=2",
+            "--alphas=0.5,1",
+            "--gamma=3",
+        ]
+    )
     setup = script.setup_of()
-    assert (setup.targets, setup.batches, setup.alphas) == (("t5_1_1/xl", "t5_1_1/base"), (2,), (0.5, 1.0))
+    assert (setup.targets, setup.batches, setup.alphas) == (
+        ("t5_1_1/xl", "t5_1_1/base"),
+        (2,),
+        (0.5, 1.0),
+    )
     planned = accelerators.stages(setup, {"T5X": None})
     assert [stage.name for stage in planned[:3]] == [
         "copies",
@@ -226,12 +280,21 @@ def test_flags_are_what_is_measured(script):
     # What was asked first comes first; each stage of 8 bits has one program for all its forced
     # decodes.
     assert [stage.kind for stage in planned[3:]] == [
-        *("searches",) * 2, *("int8",) * 2, *("T5X",) * 2, *("self:int8",) * 2,
-    ]  # fmt: skip
+        *("searches",) * 2,
+        *("int8",) * 2,
+        *("T5X",) * 2,
+        *("self:int8",) * 2,
+    ]
     found = {stage.name: [figure.name for figure in stage.figures] for stage in planned}
     assert found["t5_1_1/xl: int8"] == [
         f"t5_1_1/xl, int8, {x}"
-        for x in ("call over 1", "call over 4", "plain, batch 1", "alpha 0.5, batch 1", "alpha 1, batch 1")
+        for x in (
+            "call over 1",
+            "call over 4",
+            "plain, batch 1",
+            "alpha 0.5, batch 1",
+            "alpha 1, batch 1",
+        )
     ]
     assert found["t5_1_1/xl: self:int8"] == [
         f"t5_1_1/xl, self:int8, {x}" for x in ("draft step", "forced alpha 0.99, batch 1")
@@ -242,24 +305,35 @@ def test_flags_are_what_is_measured(script):
 
 def test_ratios_are_to_the_call_of_one_and_to_plain_decoding():
     half, eighth, weights = Spread(0.5, 0.25, 1.0), Spread(0.125, 0.125, 0.125), (None, 3000)
-    figures = by_name(accelerator_figures.calls(TINY, "t") + accelerator_figures.decodes(TINY, "t", 1))
+    figures = by_name(
+        accelerator_figures.calls(TINY, "t") + accelerator_figures.decodes(TINY, "t", 1)
+    )
     before = {"t, call over 1": figures["call over 1"].read(half, weights, {})}
     assert before["t, call over 1"] == {
-        "milliseconds": {"median": 15.625, "least": 7.8125, "most": 31.25}, "v": 1.0, "bytes": 3000,
-    }  # fmt: skip
+        "milliseconds": {"median": 15.625, "least": 7.8125, "most": 31.25},
+        "v": 1.0,
+        "bytes": 3000,
+    }
     assert figures["call over 2"].read(Spread(1.0, 1.0, 1.0), None, before)["v"] == 2
     assert figures["draft step"].read(eighth, weights, before)["c"] == 0.25
     assert "c" not in figures["draft step"].read(half, weights, {})
     before = {"t, plain, batch 1": {"milliseconds": {"median": 500.0}}}
     found = figures["alpha 0.5, batch 1"].read(half, decoded(), before)
-    assert found["milliseconds"]["median"] == 125 and found["improvement"] == 4 and found["iteration_ms"] == 250
+    assert (
+        found["milliseconds"]["median"] == 125
+        and found["improvement"] == 4
+        and found["iteration_ms"] == 250
+    )
     assert found["tokens_per_second"] == 16 and "over_full_plain" not in found
 
 
 def test_8_bits_are_compared_with_8_bits_and_with_the_full_target():
     half, weights = Spread(0.5, 0.5, 0.5), (None, 3000)
     figures = by_name(accelerator_figures.rounded(TINY, "t"), "int8, ")
-    before = {"t, call over 3": {"milliseconds": {"median": 31.25}}, "t, call over 1": {"failed": "no room"}}
+    before = {
+        "t, call over 3": {"milliseconds": {"median": 31.25}},
+        "t, call over 1": {"failed": "no room"},
+    }
     assert figures["call over 3"].read(half, None, before)["over_full"] == 0.5
     found = figures["call over 1"].read(half, weights, before)
     assert "over_full" not in found and "v" not in found and found["bytes"] == 3000
@@ -269,7 +343,9 @@ def test_8_bits_are_compared_with_8_bits_and_with_the_full_target():
     before = {"t, plain, batch 1": full, "t, int8, plain, batch 1": plain}
     found = figures["alpha 0.5, batch 1"].read(half, decoded(), before)
     assert found["over_full_plain"] == 4 and found["improvement"] == 2
-    found = figures["alpha 0.5, batch 1"].read(half, decoded(), {"t, plain, batch 1": {"failed": "no room"}})
+    found = figures["alpha 0.5, batch 1"].read(
+        half, decoded(), {"t, plain, batch 1": {"failed": "no room"}}
+    )
     assert not {"over_full_plain", "improvement"} & found.keys()
     kinds = {figure.about["kind"] for figure in figures.values()}
     assert kinds == {"int8 call", "int8 plain", "int8 speculative"}  # none of the full target's
@@ -281,7 +357,11 @@ def test_a_target_that_drafts_for_itself_is_compared_with_its_full_self():
     found = step.read(half, (None, 3000), {"t, call over 1": {"milliseconds": {"median": 31.25}}})
     assert found["c"] == 0.5 and found["bytes"] == 3000
     found = decode.read(half, decoded(), {"t, plain, batch 1": {"milliseconds": {"median": 250.0}}})
-    assert found["improvement"] == 2 and decode.about["acceptance"] == "synthetic" and decode.about["alpha"] == 0.99
+    assert (
+        found["improvement"] == 2
+        and decode.about["acceptance"] == "synthetic"
+        and decode.about["alpha"] == 0.99
+    )
     assert {step.about["kind"], decode.about["kind"]} == {"self:int8 draft step", "self:int8"}
 
 
@@ -296,15 +376,21 @@ def decoded():
 
 
 def test_the_floor_is_bytes_over_the_bandwidth_of_copies():
-    figures = by_name(accelerator_figures.calls(TINY, "t")) | {"copy": accelerator_figures.copy(TINY)}
+    figures = by_name(accelerator_figures.calls(TINY, "t")) | {
+        "copy": accelerator_figures.copy(TINY)
+    }
     # 16 copies of 64 KiB, each read and written, in 2 ms at best.
     copy = figures["copy"].read(Spread(0.004, 0.002, 0.008), None, {})
-    assert copy["milliseconds"]["median"] == 0.25 and copy["gb_per_second"] == pytest.approx(1.048576)
+    assert copy["milliseconds"]["median"] == 0.25 and copy["gb_per_second"] == pytest.approx(
+        1.048576
+    )
     for name in ("call over 1", "draft step", "products"):
         found = figures[name].read(Spread(1.0, 1.0, 1.0), (None, 2**20), {"copy": copy})
         assert found["bytes"] == 2**20 and found["floor_ms"] == pytest.approx(1.0)
         for absent in ({}, {"copy": {"failed": "no room"}}):
-            assert "floor_ms" not in figures[name].read(Spread(1.0, 1.0, 1.0), (None, 2**20), absent)
+            assert "floor_ms" not in figures[name].read(
+                Spread(1.0, 1.0, 1.0), (None, 2**20), absent
+            )
     assert "bytes" not in figures["call over 2"].read(Spread(1.0, 1.0, 1.0), None, {"copy": copy})
 
 
@@ -312,7 +398,9 @@ def test_the_floor_is_bytes_over_the_bandwidth_of_copies():
 def test_bytes_are_those_of_the_kernels_of_a_step(dtype, width):
     config = Setup(tiny=True, dtype=dtype).config("t5_1_1/large")
     params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
-    network = Network(weight_layouts.pack(params, False, True), config.module(fused=True), platform="tpu")
+    network = Network(
+        weight_layouts.pack(params, False, True), config.module(fused=True), platform="tpu"
+    )
     # In each of 2 layers: 4 + 2 kernels of the attentions, 3 of the feed-forward block, all 128 to
     # 128. The head.
     kernels = 2 * (4 + 2 + 3) * 128 * 128 + 128 * 512
@@ -326,10 +414,19 @@ def test_copies_are_one_pass_each_within_one_program():
     text = accelerator_figures.copies.lower(numbers).compile().as_text()
     parts = computations(text)
     (loop,) = bodies(parts["ENTRY"])
-    written = lambda lines: [line for line in lines if re.search(r" = s32\[1048576\]\S* (?!parameter|get-tuple)", line)]
+
+    def written(lines):
+        return [
+            line
+            for line in lines
+            if re.search(r" = s32\[1048576\]\S* (?!parameter|get-tuple)", line)
+        ]
+
     assert len(written(parts[loop])) == 1 and not written(parts["ENTRY"])
     assert '"known_trip_count":{"n":"16"}' in text
-    np.testing.assert_array_equal(accelerator_figures.copies(jnp.arange(3, dtype=jnp.int32)), [16, 17, 18])
+    np.testing.assert_array_equal(
+        accelerator_figures.copies(jnp.arange(3, dtype=jnp.int32)), [16, 17, 18]
+    )
 
 
 def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
@@ -342,13 +439,21 @@ def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
     assert found["xxl, call over 8"] == (1, "1.5", "1.25 to 1.75", "-", "v = 1.06", "-", "-", "")
     assert found["xxl, call over 1"] == (1, "1.5", "1.25 to 1.75", "1.23", "v = 1", "-", "-", "")
     assert found["xxl, alpha 0.75"] == (1, "1.5", "1.25 to 1.75", "-", "3.12", "4.500", "750", "")
-    ratios = [found[f"xxl, {name}"][4] for name in ("int8, call over 1", "int8, plain", "int8, alpha 0.75")]
+    ratios = [
+        found[f"xxl, {name}"][4]
+        for name in ("int8, call over 1", "int8, plain", "int8, alpha 0.75")
+    ]
     full = "times the full target's plain"
     assert ratios == ["0.62", f"1.62 {full}", f"2.50; 4.06 {full}"]
     assert found["xxl, self:int8"][4:] == ("1.75", "8.500", "400", "acceptance synthetic")
     assert all(len(line) == len(laid_out.HEAD) for line in laid_out.lines(record))
     ends = [found[name][-1] for name in ("copy", "xxl, int8", "xxl, beams", "xxl, T5X")]
-    assert ends == ["3100 GB a second", "not supported here: bfloat16", "failed: RESOURCE_EXHAUSTED", "not run"]
+    assert ends == [
+        "3100 GB a second",
+        "not supported here: bfloat16",
+        "failed: RESOURCE_EXHAUSTED",
+        "not run",
+    ]
     text = html.unescape(page.report([(pathlib.Path("gpu.jsonl"), record)]))
     assert (
         text.count("not run") == 1
@@ -360,22 +465,32 @@ def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
     assert laid_out.plot(record | {"figures": record["figures"][:1]}) is None
     output = tmp_path / "page.html"
     specdec.main(["figures", f"--records={path}", f"--output={output}"])
-    assert "An accelerator's figures" in html.unescape(output.read_text()) and str(output) in capsys.readouterr().out
+    assert (
+        "An accelerator's figures" in html.unescape(output.read_text())
+        and str(output) in capsys.readouterr().out
+    )
 
 
 def test_the_figures_of_calls_can_be_measured(script, tmp_path):
     """The rest, which takes a minute to compile, is in the slow test."""
     stages = [stage for stage in accelerators.stages(TINY, {}) if stage.kind in ("copies", "calls")]
     chosen = [
-        stage._replace(figures=[one for one in stage.figures if one.about["kind"] != "speculative"]) for stage in stages
+        stage._replace(figures=[one for one in stage.figures if one.about["kind"] != "speculative"])
+        for stage in stages
     ]
     with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
         assert script.run(lines, chosen, 2, 1e9) == []
     kinds = {line["kind"]: line for line in lines.found.values()}
     assert set(kinds) == {"copy", "call", "draft step", "products", "plain"}
     assert not [line for line in kinds.values() if "milliseconds" not in line]
-    assert kinds["call"]["v"] > 0 and kinds["draft step"]["c"] > 0 and kinds["copy"]["gb_per_second"] > 0
-    assert kinds["draft step"]["floor_ms"] > 0 and kinds["products"]["bytes"] == 2 * (2 * 9 * 128 * 128 + 128 * 512)
+    assert (
+        kinds["call"]["v"] > 0
+        and kinds["draft step"]["c"] > 0
+        and kinds["copy"]["gb_per_second"] > 0
+    )
+    assert kinds["draft step"]["floor_ms"] > 0 and kinds["products"]["bytes"] == 2 * (
+        2 * 9 * 128 * 128 + 128 * 512
+    )
 
 
 @pytest.mark.slow
@@ -383,9 +498,17 @@ def test_the_figures_of_calls_can_be_measured(script, tmp_path):
 def test_all_figures_can_be_measured(script, tmp_path, dtype):
     path = tmp_path / "a.jsonl"
     flags = [
-        "--tiny", "--compilation_cache_dir=", f"--output={path}", "--targets=t5_1_1/base", "--max_new_tokens=8",
-        "--input_length=8", "--batches=1,2", "--alphas=0.75", f"--dtype={dtype}", "--threads=2",
-    ]  # fmt: skip
+        "--tiny",
+        "--compilation_cache_dir=",
+        f"--output={path}",
+        "--targets=t5_1_1/base",
+        "--max_new_tokens=8",
+        "--input_length=8",
+        "--batches=1,2",
+        "--alphas=0.75",
+        f"--dtype={dtype}",
+        "--threads=2",
+    ]
     FLAGS(["accelerator_report.py", *flags])
     script.main([""])
     (record,) = rows.read_records(str(path))
@@ -393,11 +516,18 @@ def test_all_figures_can_be_measured(script, tmp_path, dtype):
     without = [line for line in record["figures"] if "milliseconds" not in line]
     assert all("unsupported" in line for line in without), without
     # T5X, and the target in int8 in bfloat16.
-    assert {line["kind"] for line in without} <= {"T5X", "int8 call", "int8 plain", "int8 speculative"}
+    assert {line["kind"] for line in without} <= {
+        "T5X",
+        "int8 call",
+        "int8 plain",
+        "int8 speculative",
+    }
     drawn = {line[0]: line[5] for line in laid_out.lines(record)}
     assert float(drawn["t5_1_1/base, self:int8, forced alpha 0.99, batch 1"]) > 0
     if dtype == "float32":
-        assert re.fullmatch(r"[\d.]+; [\d.]+ times the .*", drawn["t5_1_1/base, int8, alpha 0.75, batch 1"])
+        assert re.fullmatch(
+            r"[\d.]+; [\d.]+ times the .*", drawn["t5_1_1/base, int8, alpha 0.75, batch 1"]
+        )
     FLAGS(["accelerator_report.py", *flags, "--minutes=0"])
     before = path.read_bytes()
     script.main([""])

@@ -19,7 +19,9 @@ BATCHES = variants.cut(INPUTS, INPUTS, 4, 0)
 
 
 def score(*verifiers, **settings) -> acceptance.Acceptance:
-    options = measure.MeasureOptions(target="target", drafter="drafter", **{"max_new_tokens": 12, **settings})
+    options = measure.MeasureOptions(
+        target="target", drafter="drafter", **{"max_new_tokens": 12, **settings}
+    )
     return acceptance.score(TARGET, ModelDrafter(DRAFT), BATCHES, verifiers, 3, options)
 
 
@@ -27,12 +29,17 @@ def score(*verifiers, **settings) -> acceptance.Acceptance:
 def test_hit_rate_is_the_mean_of_hit_rate_given_the_token(filters):
     """Over every id y that the target may choose: Σ p(y) P(y is a child)."""
     config = SamplingConfig(temperature=1.0, **filters)
-    scored = lambda model: acceptance.agreement(
-        model, DRAFT, [[3, 4]] * V, np.arange(V)[:, None], np.ones(V, int), config
-    )
+
+    def scored(model):
+        return acceptance.agreement(
+            model, DRAFT, [[3, 4]] * V, np.arange(V)[:, None], np.ones(V, int), config
+        )
+
     covered = scored(TARGET).covered
     ratios = scored(TARGET).log_ratio[:, 0]  # log q − log p, from which the one drawn child follows
-    np.testing.assert_allclose(covered.log_given["mixed"][:, 0, 0], np.minimum(ratios, 0), atol=1e-4)
+    np.testing.assert_allclose(
+        covered.log_given["mixed"][:, 0, 0], np.minimum(ratios, 0), atol=1e-4
+    )
     p = toy_distribution(config)
     for kind, mean in covered.mean.items():
         given = np.exp(covered.log_given[kind][:, 0])
@@ -61,7 +68,9 @@ def test_with_argmax_by_drafts_made_one_by_one():
             order = np.argsort(-DRAFT.logits([ids], [fed], [len(ids)])[0], axis=1)
             ranks = [row.tolist().index(y) for row, y in zip(order, tokens)]
             for start, depth, k in itertools.product(range(length), range(3), (1, 2)):
-                if start + depth < length and all(rank < k for rank in ranks[start : start + depth]):
+                if start + depth < length and all(
+                    rank < k for rank in ranks[start : start + depth]
+                ):
                     counted[k - 1, :, depth] += 1, ranks[start + depth] < k
     for k, (reached, accepted) in enumerate(counted):
         rates = [mean for mean, _ in found.hit_rate_by_depth["top"][k]]
@@ -76,7 +85,9 @@ def test_above_temperature_0():
     one, *wider = found.hit_rate_by_depth["mixed"]
     np.testing.assert_allclose(found.by_depth["token"], one, rtol=1e-5)
     means = np.array([[mean for mean, _ in rates] for rates in (one, *wider)])
-    assert means.shape == (8, 3) and np.all(np.diff(means[:, 0]) >= -1e-6), "a wider node covers more"
+    assert means.shape == (8, 3) and np.all(np.diff(means[:, 0]) >= -1e-6), (
+        "a wider node covers more"
+    )
     assert found.by_depth["block"][0] == found.survival["block"][0]
     assert found.by_depth["block"] != found.by_depth["token"]
 

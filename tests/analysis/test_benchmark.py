@@ -32,10 +32,17 @@ batches, measured = benchmark_models.batches, benchmark_models.measured
 TIMES = {
     name: Spread(seconds, seconds, seconds)
     for name, seconds in {
-        "products": 0.9, "target step": 1.0, "verify 3": 1.2, "draft step": 0.1, "target encoder 8": 2.0,
-        "drafter encoder 8": 0.5, "draft 3 and verify": 1.5, "bare verify 3": 1.08, "bare draft step": 0.045,
+        "products": 0.9,
+        "target step": 1.0,
+        "verify 3": 1.2,
+        "draft step": 0.1,
+        "target encoder 8": 2.0,
+        "drafter encoder 8": 0.5,
+        "draft 3 and verify": 1.5,
+        "bare verify 3": 1.08,
+        "bare draft step": 0.045,
     }.items()
-}  # fmt: skip
+}
 
 
 def test_batches_are_sorted_and_filled_up(batches, options):
@@ -43,7 +50,10 @@ def test_batches_are_sorted_and_filled_up(batches, options):
     assert [batch.numbers for batch in batches] == [[2, 0], [1, 1]]
     key = jax.random.key(options.seed)
     for batch in batches:  # an input's key is its own, wherever sorting puts it
-        expected = [jax.random.key_data(jax.random.fold_in(key, number)).tolist() for number in batch.numbers]
+        expected = [
+            jax.random.key_data(jax.random.fold_in(key, number)).tolist()
+            for number in batch.numbers
+        ]
         assert jax.random.key_data(batch.keys).tolist() == expected
 
 
@@ -68,12 +78,25 @@ def test_record(measured):
     assert record["sentences"] == 3
     assert variant["differences"] == []
     assert record["cost_ratio"] > 0 and record["verify_cost"]["3"] > 0
-    assert variant["improvement"]["least"] <= variant["improvement"]["median"] <= variant["improvement"]["most"]
+    assert (
+        variant["improvement"]["least"]
+        <= variant["improvement"]["median"]
+        <= variant["improvement"]["most"]
+    )
     shares = variant["shares"]
     assert shares is None or sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0
-    assert set(variant["parts"]) == {"target encoder", "drafter encoder", "draft steps", "target calls"}
+    assert set(variant["parts"]) == {
+        "target encoder",
+        "drafter encoder",
+        "draft steps",
+        "target calls",
+    }
     (verdict,) = record["verdicts"]
-    assert (verdict["best"], verdict["next"], verdict["improvement"]) == ("gamma 3", None, variant["improvement"])
+    assert (verdict["best"], verdict["next"], verdict["improvement"]) == (
+        "gamma 3",
+        None,
+        variant["improvement"],
+    )
     assert {"jax", "flax", "cores", "processor", "kernel"} <= set(record["machine"])
     assert record["target"]["parameters"] == record["drafter"]["parameters"] > 0
 
@@ -81,13 +104,21 @@ def test_record(measured):
 def test_summary_says_what_the_record_says(measured):
     record, _ = measured
     text = summaries.benchmark_summary(record)
-    assert text.startswith("drafting ") and "\ntokens are equal to plain decoding's for all 3 inputs\n" in text
+    assert (
+        text.startswith("drafting ")
+        and "\ntokens are equal to plain decoding's for all 3 inputs\n" in text
+    )
     assert f"{record['plain']['tokens']} tokens" in text
     bare = record["bare"]
-    assert bare["cost_ratio"] > 0 and set(bare["verify_cost"]) == {"3"} == set(record["verify_cost"])
+    assert bare["cost_ratio"] > 0 and set(bare["verify_cost"]) == {"3"} == set(
+        record["verify_cost"]
+    )
     assert "alpha 1.000" in text and "v(4) = " in text and "bare products" in text
     assert f"c = {record['cost_ratio']:.3f} ({bare['cost_ratio']:.3f} of bare products)" in text
-    assert f"v(4) = {record['verify_cost']['3']:.3f} ({bare['verify_cost']['3']:.3f} of bare products)" in text
+    assert (
+        f"v(4) = {record['verify_cost']['3']:.3f} ({bare['verify_cost']['3']:.3f} of bare products)"
+        in text
+    )
 
 
 def corrupt(monkeypatch, change):
@@ -113,11 +144,16 @@ def test_wrong_tokens_are_reported(monkeypatch, target, batches, options):
     )
     listed = record["speculative"][0]["differences"]
     # The first row of each batch: by their places in the input, not among the sorted.
-    assert [(item["input"], item["position"], item["near_tie"]) for item in listed] == [(1, 1, False), (2, 1, False)]
+    assert [(item["input"], item["position"], item["near_tie"]) for item in listed] == [
+        (1, 1, False),
+        (2, 1, False),
+    ]
     assert "got other tokens than plain decoding for sentences 2, 3" in problems[0]
     text = summaries.benchmark_summary(record)
     assert "not a near-tie" in text
-    assert "tokens differ from plain decoding's for 2 of 3 inputs, not all of them near-ties" in text
+    assert (
+        "tokens differ from plain decoding's for 2 of 3 inputs, not all of them near-ties" in text
+    )
 
 
 def test_missing_outputs_are_reported(monkeypatch, target, batches, options):
@@ -150,7 +186,8 @@ def test_products_are_those_of_one_step(tied, packed):
     )  # q, k, v, out; cross q, out; wi_0, wi_1, wo
     head = config.vocab_size * config.emb_dim
     assert (
-        sum(np.prod(weight_layouts.shape_of(kernel)) for kernel in kernels) == config.num_decoder_layers * layer + head
+        sum(np.prod(weight_layouts.shape_of(kernel)) for kernel in kernels)
+        == config.num_decoder_layers * layer + head
     )
     assert sum(axes) == (tied and not network.module.native)  # whose tied heads are copies
 
@@ -160,9 +197,13 @@ def test_both_layouts_of_the_products_are_timed(monkeypatch):
     config = CONFIG
     variants = matmul_roofline.products_variants(LanguageModel.random(config).network, batch=1)
     assert list(variants) == ["products", "products, checkpoint's layout"]
-    assert float(variants["products"]()) == pytest.approx(float(variants["products, checkpoint's layout"]()), rel=1e-3)
+    assert float(variants["products"]()) == pytest.approx(
+        float(variants["products, checkpoint's layout"]()), rel=1e-3
+    )
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
-    assert list(matmul_roofline.products_variants(LanguageModel.random(config).network, batch=1)) == ["products"]
+    assert list(
+        matmul_roofline.products_variants(LanguageModel.random(config).network, batch=1)
+    ) == ["products"]
 
 
 def test_bare_products_of_calls_and_drafts(target):
@@ -170,34 +211,51 @@ def test_bare_products_of_calls_and_drafts(target):
     what it multiplies with."""
     variants = matmul_roofline.bare_variants(target, ModelDrafter(target), 2, (1, 3))
     assert {name: variant.args[1].shape[0] for name, variant in variants.items()} == {
-        "bare verify 1": 4, "bare verify 3": 8, "bare draft step": 2
-    }  # fmt: skip
+        "bare verify 1": 4,
+        "bare verify 3": 8,
+        "bare draft step": 2,
+    }
     assert all(float(variant()) > 0 for variant in variants.values())
-    assert list(matmul_roofline.bare_variants(target, ModelDrafter(target, int8=True), 1, (2,))) == ["bare verify 2"]
+    assert list(
+        matmul_roofline.bare_variants(target, ModelDrafter(target, int8=True), 1, (2,))
+    ) == ["bare verify 2"]
     assert list(matmul_roofline.bare_variants(target, None, 1, (2,))) == ["bare verify 2"]
 
 
 def test_bare_products_multiply():
     kernels = [jax.numpy.ones((4, 3)), jax.numpy.ones((5, 2))]
     x = jax.numpy.arange(4.0)[None]
-    assert float(matmul_roofline.bare_products(kernels, x, axes=(0, 1), steps=2)) == pytest.approx(1e-9)
+    assert float(matmul_roofline.bare_products(kernels, x, axes=(0, 1), steps=2)) == pytest.approx(
+        1e-9
+    )
 
 
 def test_cost_counts_encoders_calls_and_drafts():
-    work = [predictions.Work(8, calls=3, draft_calls=7), predictions.Work(8, calls=1, draft_calls=3)]
+    work = [
+        predictions.Work(8, calls=3, draft_calls=7),
+        predictions.Work(8, calls=1, draft_calls=3),
+    ]
     assert predictions.cost(work, 3, TIMES) == pytest.approx(
         {"target encoder": 4.0, "drafter encoder": 1.0, "draft steps": 1.0, "target calls": 4.8}
     )
-    assert sum(predictions.cost([predictions.Work(8, calls=5)], 0, TIMES).values()) == pytest.approx(2 + 5)
+    assert sum(
+        predictions.cost([predictions.Work(8, calls=5)], 0, TIMES).values()
+    ) == pytest.approx(2 + 5)
 
 
 def test_calls_without_a_draft_cost_a_step():
     """Prompt lookup often finds nothing: the call is then over one position."""
-    work = [predictions.Work(8, calls=4, draft_calls=0, drafting=0.25), predictions.Work(8, calls=6, draft_calls=0)]
+    work = [
+        predictions.Work(8, calls=4, draft_calls=0, drafting=0.25),
+        predictions.Work(8, calls=6, draft_calls=0),
+    ]
     without = {name: spread for name, spread in TIMES.items() if "draft" not in name}
     found = predictions.cost(work, 3, without)
     assert found["target calls"] == pytest.approx(3 * 1.0 + 1 * 1.2 + 6 * 1.2)
-    assert predictions.mean_drafting(work) == pytest.approx((1 + 6) / 10) and predictions.mean_drafting([]) == 1
+    assert (
+        predictions.mean_drafting(work) == pytest.approx((1 + 6) / 10)
+        and predictions.mean_drafting([]) == 1
+    )
     predicted = predictions.predictions(3, 0.1, without, [8], [np.array([8])], work[:1])
     assert predicted["verify_cost"] == pytest.approx(1.2)
     tokens = 1 + 0.1 + 0.1**2 + 0.1**3
@@ -209,15 +267,29 @@ def test_shares_add_up_or_are_not_told(measured):
     """Where single steps come to more than the whole, the machine was another while they were
     timed."""
     parts = {"draft steps": 1.0, "target calls": 2.0}
-    assert predictions.shares(parts, 4.0) == {"draft steps": 0.25, "target calls": 0.5, "rest": 0.25}
+    assert predictions.shares(parts, 4.0) == {
+        "draft steps": 0.25,
+        "target calls": 0.5,
+        "rest": 0.25,
+    }
     assert predictions.shares(parts, 2.9) is None
     record = json.loads(json.dumps(measured[0]))
     variant = record["speculative"][0]
-    variant |= {"shares": None, "limiting_term": None, "parts": {"draft steps": 3 * variant["seconds"]["median"]}}
+    variant |= {
+        "shares": None,
+        "limiting_term": None,
+        "parts": {"draft steps": 3 * variant["seconds"]["median"]},
+    }
     text = summaries.benchmark_summary(record)
-    assert "time in parts: unknown, since single steps come to 300% of the time" in text and "rest" not in text
+    assert (
+        "time in parts: unknown, since single steps come to 300% of the time" in text
+        and "rest" not in text
+    )
     variant |= {"shares": {"draft steps": 0.75, "rest": 0.25}, "limiting_term": "draft steps"}
-    assert "  time in draft steps 75%, rest 25%; most of it: draft steps\n" in summaries.benchmark_summary(record)
+    assert (
+        "  time in draft steps 75%, rest 25%; most of it: draft steps\n"
+        in summaries.benchmark_summary(record)
+    )
 
 
 def test_there_is_no_verdict_where_nothing_was_drafted(measured):
@@ -227,9 +299,13 @@ def test_there_is_no_verdict_where_nothing_was_drafted(measured):
     record["drafter"]["name"] = "drafter"
     assert summaries.benchmark_summary(record).startswith(said)
     record |= {"verdicts": [], "speculative": []}
-    assert summaries.benchmark_summary(record).startswith("no verdict: --synthetic_alpha times whole decodes\n")
+    assert summaries.benchmark_summary(record).startswith(
+        "no verdict: --synthetic_alpha times whole decodes\n"
+    )
     record["options"]["preset"] = "tiny"
-    assert summaries.benchmark_summary(record).startswith("no verdict: of random weights only steps are timed; --s")
+    assert summaries.benchmark_summary(record).startswith(
+        "no verdict: of random weights only steps are timed; --s"
+    )
     record["drafter"] = None
     assert "plain decoding alone was timed\n" in summaries.benchmark_summary(record)
 
@@ -248,7 +324,10 @@ def test_spans_are_the_calls_of_the_iterations(catches_up):
     )  # of the second draft, whose last was accepted
     expected = 3 * draft + call + first + draft + call + call
     assert traces.spans(steps, 3, 8, times)[2:] == expected
-    assert traces.spans(steps, 3, 8, times)[:2] == [("target encoder", 2.0), ("drafter encoder", 0.5)]
+    assert traces.spans(steps, 3, 8, times)[:2] == [
+        ("target encoder", 2.0),
+        ("drafter encoder", 0.5),
+    ]
     assert traces.spans(steps[2:], 0, 8, times) == [("target encoder", 2.0), ("target call", 1.0)]
     without = {name: spread for name, spread in TIMES.items() if "draft" not in name}
     assert traces.spans(steps[:1], 3, 8, without) == [("target encoder", 2.0), ("target call", 1.2)]
@@ -265,12 +344,16 @@ def test_predictions():
     lengths = [np.array([8]), np.array([4])]
     counted = [predictions.Work(8, 2, 6), predictions.Work(8, 1, 3)]
     predicted = predictions.predictions(3, 1.0, TIMES, [8, 8], lengths, counted)
-    assert predicted["cost_ratio"] == pytest.approx(0.1) and predicted["verify_cost"] == pytest.approx(1.2)
+    assert predicted["cost_ratio"] == pytest.approx(0.1) and predicted[
+        "verify_cost"
+    ] == pytest.approx(1.2)
     assert predicted["theorem_3_8"] == pytest.approx(4 / 1.3)
     assert predicted["with_verify_cost"] == pytest.approx(4 / 1.5)
     # Plain: 2 encoders and 12 steps. Speculative: 2·(2 + 0.5) and 3 iterations of 3 drafts and a
     # verify call.
-    assert predicted["with_lengths"] == predicted["with_counts"] == pytest.approx(16 / (5 + 3 * 1.5))
+    assert (
+        predicted["with_lengths"] == predicted["with_counts"] == pytest.approx(16 / (5 + 3 * 1.5))
+    )
 
 
 def test_rotation_gives_every_variant_every_place():
@@ -281,14 +364,22 @@ def test_rotation_gives_every_variant_every_place():
 def test_preset_times_shapes_with_random_weights(monkeypatch):
     monkeypatch.setitem(families.PRESETS, "tiny", CONFIG)
     options = benchmark_command.BenchmarkOptions(
-        preset="tiny", drafter_preset="tiny", gamma=(3,), max_new_tokens=12, repeats=1, input_length=5, batch_size=2
+        preset="tiny",
+        drafter_preset="tiny",
+        gamma=(3,),
+        max_new_tokens=12,
+        repeats=1,
+        input_length=5,
+        batch_size=2,
     )
     options.check()
     record, problems = analysis_benchmark.benchmark(*benchmark_command.load(options), options)
     assert problems == [] and record["speculative"] == []  # α of random weights would mean nothing
     assert record["plain"]["tokens"] == 24  # no EOS: full length
     assert (
-        record["step_over_products"] > 0 and record["plain_over_products"] > 0 and set(record["verify_cost"]) == {"3"}
+        record["step_over_products"] > 0
+        and record["plain_over_products"] > 0
+        and set(record["verify_cost"]) == {"3"}
     )
 
 
@@ -303,7 +394,9 @@ def test_preset_without_a_drafter_measures_calls_and_the_cost_of_sampling(monkey
     assert set(record["sampling_cost"]) == {"3"}
     for added in record["sampling_cost"].values():
         assert set(added) == {"argmax", "token", "block", "gumbel"}
-        assert all(-1 < share["least"] <= share["median"] <= share["most"] for share in added.values())
+        assert all(
+            -1 < share["least"] <= share["median"] <= share["most"] for share in added.values()
+        )
     text = summaries.benchmark_summary(json.loads(json.dumps(record)))
     assert "added to a target call over 4 positions by: argmax " in text and "gumbel " in text
 
@@ -316,7 +409,9 @@ def test_sampling_cost_is_the_share_added_pass_by_pass():
         "verify 3": [5.0, 5.0],
     }
     cost = predictions.sampling_cost(3, seconds)
-    assert set(cost) == {"token"} and cost["token"] == pytest.approx({"median": 0.15, "least": 0.1, "most": 0.2})
+    assert set(cost) == {"token"} and cost["token"] == pytest.approx(
+        {"median": 0.15, "least": 0.1, "most": 0.2}
+    )
 
 
 SAMPLED = [*timing.SAMPLED, "argmax"]
@@ -324,7 +419,9 @@ SAMPLED = [*timing.SAMPLED, "argmax"]
 
 def verified_state(network, verifier, gamma=2):
     config = SamplingConfig(temperature=0.0 if verifier == "argmax" else 0.7)
-    return timing.verified_state(network, 2, 5, 12, gamma, config, "token" if verifier == "argmax" else verifier)
+    return timing.verified_state(
+        network, 2, 5, 12, gamma, config, "token" if verifier == "argmax" else verifier
+    )
 
 
 @pytest.mark.parametrize("verifier", SAMPLED)
@@ -333,13 +430,20 @@ def test_the_timed_verification_is_the_engines(target, verifier):
     many there were."""
     network, state = target.network, verified_state(target.network, verifier)
     tokens, accepted, cache = np.ones((2, 3), np.int32), np.zeros(2, np.int32), state.target_cache
-    dist, verify = Categorical.from_logits(jax.numpy.zeros((2, 3, network.vocab_size))), jax.jit(iteration.verify)
+    dist, verify = (
+        Categorical.from_logits(jax.numpy.zeros((2, 3, network.vocab_size))),
+        jax.jit(iteration.verify),
+    )
     for _ in range(3):
         logits, cache = near_ties._decode(network, tokens, state.lengths - 1, cache)
         before = dist and Categorical(dist.logits[:, :-1], dist.log_normalizer[:, :-1])
         draft = Draft(tokens[:, 1:], np.full(2, 2, np.int32), before, np.zeros(2, np.int32))
-        (accepted, following), dist = verify(state.replace(lengths=state.lengths + accepted), draft, logits)
-        tokens = np.where(np.arange(3) == np.asarray(accepted)[:, None], np.asarray(following)[:, None], tokens)
+        (accepted, following), dist = verify(
+            state.replace(lengths=state.lengths + accepted), draft, logits
+        )
+        tokens = np.where(
+            np.arange(3) == np.asarray(accepted)[:, None], np.asarray(following)[:, None], tokens
+        )
     ours = timing.verified_steps(network, state, steps=3)
     np.testing.assert_array_equal(ours[0], tokens)
     np.testing.assert_array_equal(ours[1], accepted)
@@ -354,7 +458,11 @@ def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
     the engine's loop.
     """
     network = LanguageModel.random(dataclasses.replace(CONFIG, vocab_size=97)).network
-    text = timing.verified_steps.lower(network, verified_state(network, verifier), steps=3).compile(optimised).as_text()
+    text = (
+        timing.verified_steps.lower(network, verified_state(network, verifier), steps=3)
+        .compile(optimised)
+        .as_text()
+    )
     wide = re.compile(r"^ +%\S+ = f32\[[\d,]*\b97\].*/while/body", re.MULTILINE)
     inside, outside = text.split("\nENTRY")
     assert wide.search(inside) and not wide.search(outside)
@@ -366,9 +474,13 @@ def test_a_call_alone_computes_all_logits(target):
     tokens, logits = timing.call_steps(
         network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache, steps=1
     )
-    expected, _ = near_ties._decode(network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache)
+    expected, _ = near_ties._decode(
+        network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache
+    )
     np.testing.assert_allclose(logits, expected, atol=1e-5)
-    again, _ = timing.call_steps(network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache, steps=2)
+    again, _ = timing.call_steps(
+        network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache, steps=2
+    )
     assert np.any(np.asarray(tokens) != 1) and np.any(
         np.asarray(tokens) != np.asarray(again)
     )  # each step feeds the next

@@ -44,16 +44,29 @@ def test_dtype_of_a_preset_is_that_of_a_checkpoint(monkeypatch, capsys, platform
 def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
     """On a terminal, also where standard output is one."""
     screen = io.StringIO()
-    console = lambda **_: Console(file=screen, force_terminal=True, width=100)
+
+    def console(**_):
+        return Console(file=screen, force_terminal=True, width=100)
+
     monkeypatch.setattr(progress.rich.console, "Console", console)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    analysis_benchmark.benchmark(target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1))
+    analysis_benchmark.benchmark(
+        target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1)
+    )
     bars = re.split(r"[\r\n]", re.sub(r"\x1b\[[\d?;]*\w", "", screen.getvalue()))
-    for what in ("compiling", "compiling steps", "timing steps, pass 1 of 1, step", "timing, pass 1 of 1, batch"):
+    for what in (
+        "compiling",
+        "compiling steps",
+        "timing steps, pass 1 of 1, step",
+        "timing, pass 1 of 1, batch",
+    ):
         assert any(re.match(rf"{what} \W* 0%", bar) for bar in bars), what
         assert any(re.match(rf"{what} \W*100%", bar) for bar in bars), what
     before = screen.getvalue()
-    assert list(progress.track([1, 2], 2, "sentences", quiet=True)) == [1, 2] and screen.getvalue() == before
+    assert (
+        list(progress.track([1, 2], 2, "sentences", quiet=True)) == [1, 2]
+        and screen.getvalue() == before
+    )
 
 
 def test_lossy_verifier_in_the_speculative_variant(batches, target):
@@ -64,7 +77,9 @@ def test_lossy_verifier_in_the_speculative_variant(batches, target):
     )
     rates = []
     for how in ({}, {"verifier": "lenient", "lenience": 1e-30}):
-        record, problems = analysis_benchmark.benchmark(target, drafter, batches, dataclasses.replace(options, **how))
+        record, problems = analysis_benchmark.benchmark(
+            target, drafter, batches, dataclasses.replace(options, **how)
+        )
         rates.append(record["speculative"][0]["stats"]["acceptance_rate"])
         assert problems == [] and record["speculative"][0]["differences"] == []
     assert rates[0] < rates[1] == 1
@@ -75,14 +90,25 @@ def test_block_verification_has_no_rate_to_predict_from(target, batches, options
     the batches."""
     block = dataclasses.replace(options, verifier="block", temperature=1.0).decoding()
     result = decoding_generate.generate(
-        target, batches[0].inputs, drafter=ModelDrafter(target), gamma=3, key=batches[0].keys, **block
+        target,
+        batches[0].inputs,
+        drafter=ModelDrafter(target),
+        gamma=3,
+        key=batches[0].keys,
+        **block,
     )
     stats = analysis_benchmark._total_stats(analysis_variants.Variant(3, None, results=[result]))
-    assert stats["acceptance_rate"] is None and stats["drafted"] > 0 and stats["tokens_per_target_call"] > 1
+    assert (
+        stats["acceptance_rate"] is None
+        and stats["drafted"] > 0
+        and stats["tokens_per_target_call"] > 1
+    )
     record = copy.deepcopy(measured[0])
     record["speculative"][0] |= {"stats": stats, "predicted": None}
     assert stats["accepted_per_target_call"] == stats["accepted"] / stats["target_calls"]
-    accepted_text = ", ".join(f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"])
+    accepted_text = ", ".join(
+        f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"]
+    )
     said = f"{stats['accepted_per_target_call']:.2f} drafted tokens are accepted per call, by position {accepted_text}"
     assert f"tokens per target call; {said}" in summaries.benchmark_summary(record)
 
@@ -92,12 +118,20 @@ def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
     output = tmp_path / "record.json"
     monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: ({"a": 1}, []))
     monkeypatch.setattr(benchmark_command, "load", lambda _: (None, None, []))
-    options = benchmark_command.BenchmarkOptions(target="target", output=str(output), json=fails == "write")
+    options = benchmark_command.BenchmarkOptions(
+        target="target", output=str(output), json=fails == "write"
+    )
     if fails == "write":
-        monkeypatch.setattr(benchmark_command, "write_file", lambda *_, **__: (_ for _ in ()).throw(OSError))
-    with pytest.raises(OSError if fails == "write" else KeyError):  # a summary of {"a": 1} cannot be made
+        monkeypatch.setattr(
+            benchmark_command, "write_file", lambda *_, **__: (_ for _ in ()).throw(OSError)
+        )
+    with pytest.raises(
+        OSError if fails == "write" else KeyError
+    ):  # a summary of {"a": 1} cannot be made
         benchmark_command.run(options)
-    assert json.loads(capsys.readouterr().out if fails == "write" else output.read_text()) == {"a": 1}
+    assert json.loads(capsys.readouterr().out if fails == "write" else output.read_text()) == {
+        "a": 1
+    }
 
 
 @pytest.mark.parametrize(
@@ -105,10 +139,19 @@ def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
     [
         ({"output": "."}, "output: got '.', expected a file"),
         ({"input_length": 5}, "got --input_length=5 alone"),
-        ({"preset": "t5_1_1/small", "target": None, "input_length": 513}, "input_length: got 513, expected at most"),
-        ({"preset": "t5_1_1/small", "target": None, "vocabulary": "spiece.model"}, "with --vocabulary"),
+        (
+            {"preset": "t5_1_1/small", "target": None, "input_length": 513},
+            "input_length: got 513, expected at most",
+        ),
+        (
+            {"preset": "t5_1_1/small", "target": None, "vocabulary": "spiece.model"},
+            "with --vocabulary",
+        ),
         ({"preset": "t5_1_1/small", "target": None, "limit": 3}, "with --limit"),
-        ({"preset": "t5_1_1/small", "target": None, "verifier": "lenient", "lenience": 0.5}, "for plain decoding"),
+        (
+            {"preset": "t5_1_1/small", "target": None, "verifier": "lenient", "lenience": 0.5},
+            "for plain decoding",
+        ),
         ({"verifier": "typical", "temperature": 1.0}, "for plain decoding"),
         ({"target": None}, "target: got nothing"),
         ({"gamma": (3, 0)}, "gamma: got 0, expected at least 1"),

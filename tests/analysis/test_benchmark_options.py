@@ -27,7 +27,9 @@ target, options = benchmark_models.target, benchmark_models.options
 def fake_variant(steps):
     """Decodes to rows that are given."""
     tokens = np.array(steps, np.int32)
-    result = GenerationResult(None, tokens, np.full(len(tokens), tokens.shape[1]), None, None, None, [])
+    result = GenerationResult(
+        None, tokens, np.full(len(tokens), tokens.shape[1]), None, None, None, []
+    )
     return analysis_variants.Variant(0, lambda batch: result, seconds=[2.0, 4.0], results=[result])
 
 
@@ -36,13 +38,25 @@ def test_record_against_another(target):
     best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
     plain = fake_variant([[best, 4]])
     plain.seconds = [1.0, 1.0]
-    record = comparison.compare("t5x", {"plain": plain, "t5x": fake_variant([[best, 4]])}, target, batch)
-    assert record["improvement"] == {"plain": {"median": 3.0, "least": 2.0, "most": 4.0}} and not record["differences"]
+    record = comparison.compare(
+        "t5x", {"plain": plain, "t5x": fake_variant([[best, 4]])}, target, batch
+    )
+    assert (
+        record["improvement"] == {"plain": {"median": 3.0, "least": 2.0, "most": 4.0}}
+        and not record["differences"]
+    )
     assert comparison.problems(record, "float32") == []
     other = (best + 1) % CONFIG.vocab_size
-    record = comparison.compare("t5x", {"plain": plain, "t5x": fake_variant([[other, 4]])}, target, batch)
+    record = comparison.compare(
+        "t5x", {"plain": plain, "t5x": fake_variant([[other, 4]])}, target, batch
+    )
     (difference,) = record["differences"]
-    assert (difference["input"], difference["position"], difference["plain"], difference["theirs"]) == (
+    assert (
+        difference["input"],
+        difference["position"],
+        difference["plain"],
+        difference["theirs"],
+    ) == (
         0,
         0,
         best,
@@ -50,7 +64,10 @@ def test_record_against_another(target):
     )
     logits = np.sort(np.asarray(target.logits([[5, 9, 1]], [[0]])[0, 0]))
     assert difference["margin"] == pytest.approx(logits[-1] - logits[-2], abs=1e-5)
-    assert "got other tokens than plain decoding for sentences 1," in comparison.problems(record, "float32")[0]
+    assert (
+        "got other tokens than plain decoding for sentences 1,"
+        in comparison.problems(record, "float32")[0]
+    )
     assert comparison.problems(record, "bfloat16") == []
 
 
@@ -60,24 +77,37 @@ def test_what_int8_contributes_is_told_apart(target):
     batch = analysis_variants.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
     variants = {
-        name: fake_variant([[best, token]]) for name, token in (("plain", 4), ("t5x", 4), (comparison.UNROUNDED, 5))
+        name: fake_variant([[best, token]])
+        for name, token in (("plain", 4), ("t5x", 4), (comparison.UNROUNDED, 5))
     }
     variants["plain"].seconds, variants[comparison.UNROUNDED].seconds = [1.0, 1.0], [2.0, 3.0]
-    assert comparison.others_of({name: variants[name] for name in ("t5x", comparison.UNROUNDED)}) == ["t5x"]
+    assert comparison.others_of(
+        {name: variants[name] for name in ("t5x", comparison.UNROUNDED)}
+    ) == ["t5x"]
     record = comparison.compare("t5x", variants, target, batch)
-    assert record["rounding"] == {"median": 2.5, "least": 2.0, "most": 3.0} and record["rounded_differences"] == 1
+    assert (
+        record["rounding"] == {"median": 2.5, "least": 2.0, "most": 3.0}
+        and record["rounded_differences"] == 1
+    )
     assert record["improvement"].keys() == {"plain", comparison.UNROUNDED}
     text = "\n".join(summaries._against_lines(record))
-    assert "of this int8 contributes 2.50 times (2.00 to 3.00)" in text and "changes the tokens of 1 inputs" in text
+    assert (
+        "of this int8 contributes 2.50 times (2.00 to 3.00)" in text
+        and "changes the tokens of 1 inputs" in text
+    )
     assert "rounding" not in comparison.compare(
         "t5x", {"plain": variants["plain"], "t5x": variants["t5x"]}, target, batch
     )
 
 
-@pytest.mark.skipif(not packed_weights.usable("float32"), reason="no kernels in int8 without a C++ compiler")
+@pytest.mark.skipif(
+    not packed_weights.usable("float32"), reason="no kernels in int8 without a C++ compiler"
+)
 def test_a_target_in_int8_is_timed_without_it_too(tmp_path):
     sd.save(tiny_t5(1), tmp_path / "stored", dtype="int8")
-    rounded, wide = (sd.load(tmp_path / "stored", "float32", quantize=how) for how in (None, "none"))
+    rounded, wide = (
+        sd.load(tmp_path / "stored", "float32", quantize=how) for how in (None, "none")
+    )
     options = benchmark_command.BenchmarkOptions(target="x", max_new_tokens=6, against="t5x")
     assert rounded.quantized and benchmark_command.unrounded_variant(options, wide) == {}
     (variant,) = benchmark_command.unrounded_variant(options, rounded).values()
@@ -92,8 +122,14 @@ def test_a_target_in_int8_is_timed_without_it_too(tmp_path):
     "change, message",
     [
         (dict(against="onnx"), "against: got 'onnx', expected t5x"),
-        (dict(against="t5x", temperature=0.5), "against: got 't5x' with sampling or processors, expected argmax"),
-        (dict(against="t5x", min_new_tokens=2), "against: got 't5x' with sampling or processors, expected argmax"),
+        (
+            dict(against="t5x", temperature=0.5),
+            "against: got 't5x' with sampling or processors, expected argmax",
+        ),
+        (
+            dict(against="t5x", min_new_tokens=2),
+            "against: got 't5x' with sampling or processors, expected argmax",
+        ),
         (dict(against="t5x"), "against: got 't5x', which is not installed"),
     ],
 )
@@ -106,9 +142,14 @@ def test_what_cannot_be_compared_is_rejected(change, message, options, monkeypat
 def test_plot_of_wall_time():
     """A bar for every way of decoding, in milliseconds for each token, another implementation
     first."""
-    variant = lambda median, tokens, **more: {
-        "seconds": {"median": median, "least": 0.9 * median, "most": 1.2 * median}, "tokens": tokens, **more,
-    }  # fmt: skip
+
+    def variant(median, tokens, **more):
+        return {
+            "seconds": {"median": median, "least": 0.9 * median, "most": 1.2 * median},
+            "tokens": tokens,
+            **more,
+        }
+
     record = {
         "plain": variant(2.0, 100),
         "against": variant(3.0, 100, name="t5x"),
@@ -123,8 +164,14 @@ def test_plot_of_wall_time():
     }
     axes = plots.wall_time(record).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "T5X", "plain", "speculative, γ = 4", "speculative, γ = 6, α forced to 0.75",
-    ]  # fmt: skip
+        "T5X",
+        "plain",
+        "speculative, γ = 4",
+        "speculative, γ = 6, α forced to 0.75",
+    ]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([30, 20, 10, 10])
-    assert axes.texts[2].get_text() == "10.00 ms, 3.00×" and "big, float32, 7 inputs" in axes.get_title()
+    assert (
+        axes.texts[2].get_text() == "10.00 ms, 3.00×"
+        and "big, float32, 7 inputs" in axes.get_title()
+    )
     assert len(plots.wall_time(record | {"against": None}).axes[0].patches) == 3

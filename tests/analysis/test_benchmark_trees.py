@@ -31,15 +31,22 @@ STATIC, DYNAMIC = "widths:2,1,1:gumbel", "dynamic:2,2,4"
 @pytest.fixture(scope="module")
 def options() -> benchmark_command.BenchmarkOptions:
     return benchmark_command.BenchmarkOptions(
-        target="target", drafter="drafter", gamma=(3,), tree=(STATIC, DYNAMIC), max_new_tokens=12, repeats=2,
+        target="target",
+        drafter="drafter",
+        gamma=(3,),
+        tree=(STATIC, DYNAMIC),
+        max_new_tokens=12,
+        repeats=2,
         batch_size=2,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
 def measured(target, options, batches):
     """Drafter = target."""
-    record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, options)
+    record, problems = analysis_benchmark.benchmark(
+        target, sd.ModelDrafter(target), batches, options
+    )
     return json.loads(json.dumps(record)), problems
 
 
@@ -49,30 +56,60 @@ def test_record(measured, target, batches):
     record_checks.check(record)
     assert record_types.kind_of(record) is record_types.Benchmark
     (chain,), (static, dynamic) = record["speculative"], record["trees"]
-    described = lambda variant: tuple(variant[name] for name in ("tree", "nodes", "depth", "children", "verifier"))
+
+    def described(variant):
+        return tuple(variant[name] for name in ("tree", "nodes", "depth", "children", "verifier"))
+
     assert described(static) == (STATIC, 7, 3, "gumbel", "gumbel")
     assert described(dynamic) == (DYNAMIC, 4, 2, "gumbel", "gumbel")
     results = [
-        sd.generate(target, b.inputs, drafter=sd.ModelDrafter(target), tree=Tree.uniform((2, 1, 1)), max_new_tokens=12)
+        sd.generate(
+            target,
+            b.inputs,
+            drafter=sd.ModelDrafter(target),
+            tree=Tree.uniform((2, 1, 1)),
+            max_new_tokens=12,
+        )
         for b in batches
     ]
     calls = sum(result.stats.target_calls for result in results)
-    assert static["stats"]["target_calls"] == calls == chain["stats"]["target_calls"] < dynamic["stats"]["target_calls"]
+    assert (
+        static["stats"]["target_calls"]
+        == calls
+        == chain["stats"]["target_calls"]
+        < dynamic["stats"]["target_calls"]
+    )
     for variant in (static, dynamic):
         stats = variant["stats"]
-        assert variant["tokens"] == record["plain"]["tokens"] == stats["target_calls"] * stats["tokens_per_target_call"]
-        assert len(stats["accepted_by_position"]) == variant["depth"] and variant["differences"] == []
-        assert variant["improvement"]["least"] <= variant["improvement"]["median"] <= variant["improvement"]["most"]
+        assert (
+            variant["tokens"]
+            == record["plain"]["tokens"]
+            == stats["target_calls"] * stats["tokens_per_target_call"]
+        )
+        assert (
+            len(stats["accepted_by_position"]) == variant["depth"] and variant["differences"] == []
+        )
+        assert (
+            variant["improvement"]["least"]
+            <= variant["improvement"]["median"]
+            <= variant["improvement"]["most"]
+        )
         assert (
             variant["verify_cost"]
-            == record["steps"][f"nodes of {variant['tree']}"]["median"] / (record["steps"]["target step"]["median"])
+            == record["steps"][f"nodes of {variant['tree']}"]["median"]
+            / (record["steps"]["target step"]["median"])
         )
     # A call over N positions beside the one over N nodes.
     assert record["verify_cost"].keys() == {"3", "6"} == record["bare"]["verify_cost"].keys()
     fastest = min((static, dynamic), key=lambda variant: variant["seconds"]["median"])
-    assert record["tree_over_chain"]["tree"] == fastest["tree"] and record["tree_over_chain"]["gamma"] == 3
+    assert (
+        record["tree_over_chain"]["tree"] == fastest["tree"]
+        and record["tree_over_chain"]["gamma"] == 3
+    )
     times = sorted(
-        chain["seconds"][one] / fastest["seconds"][other] for one in ("least", "most") for other in ("least", "most")
+        chain["seconds"][one] / fastest["seconds"][other]
+        for one in ("least", "most")
+        for other in ("least", "most")
     )
     assert times[0] <= record["tree_over_chain"]["improvement"]["median"] <= times[-1]
 
@@ -85,16 +122,31 @@ def test_predicted_tokens_are_those_of_the_hit_rate_measured(measured, target, o
     assert (dynamic["predicted"], dynamic["prediction"]) == (None, "dynamic")
     drafter = sd.ModelDrafter(noisy_copy(target, 0.5))
     sampled = dataclasses.replace(options, temperature=1.0, seed=3)
-    results = [batch.through(lambda batch: sd.generate(
-        target, batch.inputs, key=batch.keys, **sampled.decoding(plain=True))) for batch in batches]  # fmt: skip
+    results = [
+        batch.through(
+            lambda batch: sd.generate(
+                target, batch.inputs, key=batch.keys, **sampled.decoding(plain=True)
+            )
+        )
+        for batch in batches
+    ]
     found = acceptance.hit_rate_of(target, drafter, batches, results, sampled.sampling())
     scored = acceptance.score(target, drafter, batches, ("block",), 3, sampled)
     assert found == scored.hit_rate and 0 < found["mixed"][0][0] < found["mixed"][1][0] < 1
-    tokens = lambda text: predictions.tree_tokens(read_tree(text), found)
+
+    def tokens(text):
+        return predictions.tree_tokens(read_tree(text), found)
+
     (one, _), (two, _) = found["mixed"][:2]
-    assert tokens("widths:2,1:mixed") == {"predicted": pytest.approx(1 + two + two * one), "prediction": "mixed"}
+    assert tokens("widths:2,1:mixed") == {
+        "predicted": pytest.approx(1 + two + two * one),
+        "prediction": "mixed",
+    }
     assert tokens("widths:2:drawn")["predicted"] == pytest.approx(1 + two)
-    assert tokens("widths:2:top") == {"predicted": pytest.approx(1 + found["top"][1][0]), "prediction": "top"}
+    assert tokens("widths:2:top") == {
+        "predicted": pytest.approx(1 + found["top"][1][0]),
+        "prediction": "top",
+    }
     assert tokens("widths:2:top:typical") == {"predicted": None, "prediction": "lossy"}
     unscored = predictions.tree_tokens(read_tree("widths:2"), {})
     assert unscored == {"predicted": None, "prediction": "unscored"}
@@ -106,17 +158,31 @@ def test_summary_and_figures_say_what_the_record_says(measured):
     static, gain = record["trees"][0], record["tree_over_chain"]["improvement"]
     assert f"tree {STATIC} (7 positions, depth 3, gumbel children, gumbel)" in text
     calls = static["stats"]["target_calls"]
-    assert f"{static['stats']['tokens_per_target_call']:.2f} tokens per target call, {calls} calls" in text
+    assert (
+        f"{static['stats']['tokens_per_target_call']:.2f} tokens per target call, {calls} calls"
+        in text
+    )
     assert f"v of its nodes {static['verify_cost']:.3f}" in text
-    assert "predicted    4.00 tokens per target call (top-k hit rate by k most probable ids; as if every node" in text
+    assert (
+        "predicted    4.00 tokens per target call (top-k hit rate by k most probable ids; as if every node"
+        in text
+    )
     assert "  no prediction: the drafter's distribution shapes the tree\n" in text
-    by_depth = ", ".join(f"{count / calls:.2f}" for count in static["stats"]["accepted_by_position"])
-    accepted, reached = (static["stats"][f"{what}_by_position"] for what in ("accepted", "examined"))
+    by_depth = ", ".join(
+        f"{count / calls:.2f}" for count in static["stats"]["accepted_by_position"]
+    )
+    accepted, reached = (
+        static["stats"][f"{what}_by_position"] for what in ("accepted", "examined")
+    )
     given = ", ".join(f"{one / of:.2f}" for one, of in zip(accepted, reached))
-    assert f"by depth: {by_depth} of the calls; where those above it are accepted: {given}\n" in text
+    assert (
+        f"by depth: {by_depth} of the calls; where those above it are accepted: {given}\n" in text
+    )
     assert f"{gain['median']:.3f} times as fast ({gain['least']:.3f} to {gain['most']:.3f})" in text
     chain, row, _ = rows.rows(record)
-    assert chain.gamma == 3 and row.gamma is None and row.alpha is None, "what is accepted of a tree is not α"
+    assert chain.gamma == 3 and row.gamma is None and row.alpha is None, (
+        "what is accepted of a tree is not α"
+    )
     assert row.verifier == f"tree {STATIC}, gumbel" and row.verify_cost == static["verify_cost"]
     assert (row.improvement.median, row.differ) == (static["improvement"]["median"], 0)
     html = page.report([(pathlib.Path("trees.json"), record)])
@@ -126,8 +192,11 @@ def test_summary_and_figures_say_what_the_record_says(measured):
     assert f'<td class="text">tree {STATIC}</td>{cells}' in html
     axes = plots.wall_time(record).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "plain", "speculative, γ = 3", f"tree {STATIC}", f"tree {DYNAMIC}"
-    ]  # fmt: skip
+        "plain",
+        "speculative, γ = 3",
+        f"tree {STATIC}",
+        f"tree {DYNAMIC}",
+    ]
     broken = record | {"trees": [static | {"nodes": "many"}]}
     with pytest.raises(ValueError, match=r"trees.0.nodes: got 'many', expected an integer"):
         record_checks.check(broken)
@@ -162,12 +231,14 @@ def test_wrong_tokens_are_reported_where_they_must_be_equal(
 ):
     if wrong:
         corrupt(monkeypatch)
-    once = dataclasses.replace(options, repeats=1, temperature=temperature, verifier=verifier, tree=(STATIC,))
-    record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, once)
-    assert [(item["input"], item["position"]) for item in record["trees"][0]["differences"]] == found
-    message = (
-        f"tree {STATIC}: got other tokens than plain decoding for sentences 2, 3, expected the same but for near-ties"
+    once = dataclasses.replace(
+        options, repeats=1, temperature=temperature, verifier=verifier, tree=(STATIC,)
     )
+    record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, once)
+    assert [
+        (item["input"], item["position"]) for item in record["trees"][0]["differences"]
+    ] == found
+    message = f"tree {STATIC}: got other tokens than plain decoding for sentences 2, 3, expected the same but for near-ties"
     assert problems == [message] * bool(found)
 
 
@@ -177,7 +248,9 @@ def test_a_timed_call_over_nodes_sees_ancestors_alone(target):
     cache = timing.prefill_cache(network, inputs, lengths, slots=12)
     tokens, positions = jnp.array([[4, 9, 2], [7, 7, 1]], jnp.int32), jnp.array([2, 4], jnp.int32)
     chain = functools.partial(timing.decode_steps, network, cache=cache)
-    nodes = functools.partial(timing.node_steps, network, cache=network.node_cache(cache, 12, 12), slots=12)
+    nodes = functools.partial(
+        timing.node_steps, network, cache=network.node_cache(cache, 12, 12), slots=12
+    )
     expected = chain(tokens, positions, steps=3)
     np.testing.assert_array_equal(nodes(tokens, positions, tree=Tree.chain(2), steps=3), expected)
     siblings = nodes(tokens, positions, tree=Tree((0, 0)), steps=1)
@@ -200,17 +273,36 @@ def test_in_the_place_of_a_tree_that_a_distribution_shapes_stands_one_as_large(m
     [
         ({"tree": ("widths:2;1",)}, "tree: got 'widths:2;1', expected widths:3,2,1"),
         ({"tree": ("widths:2:iid:mixed",)}, "verifier: got 'mixed', expected"),
-        ({"drafter": None}, "tree: got 'widths:2,1,1:gumbel, dynamic:2,2,4' without --drafter, expected one"),
         (
-            {"preset": "t5_1_1/small", "target": None, "drafter": None, "drafter_preset": "t5_1_1/small"},
+            {"drafter": None},
+            "tree: got 'widths:2,1,1:gumbel, dynamic:2,2,4' without --drafter, expected one",
+        ),
+        (
+            {
+                "preset": "t5_1_1/small",
+                "target": None,
+                "drafter": None,
+                "drafter_preset": "t5_1_1/small",
+            },
             "tree: got .* without --drafter, expected one: with random weights nothing",
         ),
         ({"synthetic_alpha": (0.5,)}, r"synthetic_alpha: got \(0.5,\) with a tree, expected none"),
-        ({"preset": "t5_1_1/small", "target": None, "drafter": "lookup", "synthetic_alpha": (0.5,)}, "with a tree"),
-        ({"verifier": "lenient", "lenience": 0.5, "temperature": 1.0}, "verifier: got 'lenient' with a tree"),
+        (
+            {
+                "preset": "t5_1_1/small",
+                "target": None,
+                "drafter": "lookup",
+                "synthetic_alpha": (0.5,),
+            },
+            "with a tree",
+        ),
+        (
+            {"verifier": "lenient", "lenience": 0.5, "temperature": 1.0},
+            "verifier: got 'lenient' with a tree",
+        ),
         ({"num_beams": 2}, "tree: got .* with num_beams, expected none"),
     ],
-)  # fmt: skip
+)
 def test_rejects(options, settings, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(options, **settings).check()
@@ -222,8 +314,12 @@ def test_the_suite_of_the_paper_has_no_trees(options, tmp_path):
         suite.rows(asked)
 
 
-def test_a_drafter_of_chains_is_rejected_before_anything_is_timed(monkeypatch, target, batches, options):
-    monkeypatch.setattr(analysis_benchmark.analysis_variants, "warm_up", lambda *_: pytest.fail("timed"))
+def test_a_drafter_of_chains_is_rejected_before_anything_is_timed(
+    monkeypatch, target, batches, options
+):
+    monkeypatch.setattr(
+        analysis_benchmark.analysis_variants, "warm_up", lambda *_: pytest.fail("timed")
+    )
     with pytest.raises(ValueError, match="tree: got one for RandomDrafter"):
         analysis_benchmark.benchmark(target, sd.RandomDrafter(CONFIG.vocab_size), batches, options)
 

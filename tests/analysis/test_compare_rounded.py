@@ -54,7 +54,10 @@ def test_figures_are_those_of_numpy(family):
     together.add(INPUTS, OUTPUTS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), together.record(), found)
 
-    logits = [np.concatenate([scored(model, row, V) for row in (0, 1)]) for model in (full, other, drafter)]
+    logits = [
+        np.concatenate([scored(model, row, V) for row in (0, 1)])
+        for model in (full, other, drafter)
+    ]
     p, q, draft = map(by_numpy, logits)
     kl = (p * np.log(p / q)).sum(-1)
     centred = [one - one.mean(-1, keepdims=True) for one in logits]
@@ -65,9 +68,15 @@ def test_figures_are_those_of_numpy(family):
     error = np.sqrt(((centred[1] - centred[0]) ** 2).mean() / (centred[0] ** 2).mean())
     np.testing.assert_allclose(found["logits_error"], error, rtol=1e-3)
     assert found["argmax_changes"] == np.mean(best[0] != best[1])
-    alpha = {"full": np.minimum(p, draft).sum(-1).mean(), "rounded": np.minimum(q, draft).sum(-1).mean()}
+    alpha = {
+        "full": np.minimum(p, draft).sum(-1).mean(),
+        "rounded": np.minimum(q, draft).sum(-1).mean(),
+    }
     np.testing.assert_allclose([*found["alpha"].values()], [*alpha.values()], rtol=1e-3)
-    assert found["alpha_argmax"] == {"full": np.mean(best[0] == best[2]), "rounded": np.mean(best[1] == best[2])}
+    assert found["alpha_argmax"] == {
+        "full": np.mean(best[0] == best[2]),
+        "rounded": np.mean(best[1] == best[2]),
+    }
     assert error > 0.01 and abs(alpha["full"] - alpha["rounded"]) > 1e-4
 
 
@@ -75,11 +84,15 @@ def test_figures_are_those_of_numpy(family):
 def test_weights_are_moved_by_up_to_half_a_step(tied):
     """Those that are rounded: the embedding too where it is the head, whose columns are its rows."""
     model = tiny_t5(0, V, logits_via_embedding=tied)
-    before, after = (dict(jax.tree.leaves_with_path(one.params)) for one in (model, rounding.moved(model)))
+    before, after = (
+        dict(jax.tree.leaves_with_path(one.params)) for one in (model, rounding.moved(model))
+    )
     for path, leaf in before.items():
         change = np.abs(np.asarray(after[path]) - np.asarray(leaf))
         if path[-1].key == "kernel" or (tied and path[-1].key == "embedding"):
-            steps = change / (np.abs(leaf).max(0 if path[-1].key == "kernel" else 1, keepdims=True) / 127)
+            steps = change / (
+                np.abs(leaf).max(0 if path[-1].key == "kernel" else 1, keepdims=True) / 127
+            )
             assert steps.max() <= 0.501 and 0.2 < steps.mean() < 0.3
         else:
             assert change.max() == 0
@@ -112,31 +125,50 @@ def run(load_script, capsys):
 def test_the_script(run, tmp_path):
     """Weights that are stored in int8 change nothing, moved ones a little."""
     vocabulary = sd.load("ende/drafter").vocabulary
-    shape = dict(emb_dim=32, num_heads=2, head_dim=16, num_encoder_layers=1, mlp_dim=64, num_decoder_layers=1)
-    make = lambda seed: sd.LanguageModel.random(sd.T5Config(6144, **shape), seed, vocabulary)
+    shape = dict(
+        emb_dim=32, num_heads=2, head_dim=16, num_encoder_layers=1, mlp_dim=64, num_decoder_layers=1
+    )
+
+    def make(seed):
+        return sd.LanguageModel.random(sd.T5Config(6144, **shape), seed, vocabulary)
+
     sd.save(make(0), tmp_path / "target", dtype="int8")
     sd.save(make(1), tmp_path / "drafter")
     text = tmp_path / "text.tsv"
     text.write_text("A house.\tEin Haus.\nA dog.\tEin Hund.\nCats\tKatzen\n", encoding="utf-8")
-    flags = [f"--target={tmp_path}/target", f"--drafter={tmp_path}/drafter", f"--input_file={text}", "--limit=2"]
+    flags = [
+        f"--target={tmp_path}/target",
+        f"--drafter={tmp_path}/drafter",
+        f"--input_file={text}",
+        "--limit=2",
+    ]
     output = tmp_path / "record.json"
     flags += ["--max_new_tokens=5", "--dtype=float32"]
     same, moved = run(*flags, f"--output={output}"), run(*flags, "--move_weights")
     assert json.loads(output.read_text()) == same
-    assert same["inputs"] == 2 and same["outputs_that_differ"] == 0 and same["full"] == same["rounded"]
+    assert (
+        same["inputs"] == 2 and same["outputs_that_differ"] == 0 and same["full"] == same["rounded"]
+    )
     assert {"bleu", "chrf"} < set(same["full"]) and same["drafter"] == f"{tmp_path}/drafter"
     assert same["logits_error"] < 1e-3 < 2e-3 < moved["logits_error"] < 0.1
-    assert abs(same["alpha"]["full"] - same["alpha"]["rounded"]) < 1e-5 and 0 < same["alpha"]["full"] < 1
+    assert (
+        abs(same["alpha"]["full"] - same["alpha"]["rounded"]) < 1e-5
+        and 0 < same["alpha"]["full"] < 1
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [([], "expected one of them"), (["--target=x", "--preset=t5_1_0/small"], "expected one of them"),
-     (["--preset=t5_1_0/small", "--move_weights"], "with --target"), (["--target=x"], "expected a file of inputs"),
-     (["--preset=t5_1_0/small", "--temperature=0"], "drawn at temperature 1"),
-     (["--preset=t5_1_0/small", "--dtype=bfloat16"], "quantize: got 'int8'"),
-     (["--target=x", "--input_file=no/such/file"], "input_file: got no/such/file")],
-)  # fmt: skip
+    [
+        ([], "expected one of them"),
+        (["--target=x", "--preset=t5_1_0/small"], "expected one of them"),
+        (["--preset=t5_1_0/small", "--move_weights"], "with --target"),
+        (["--target=x"], "expected a file of inputs"),
+        (["--preset=t5_1_0/small", "--temperature=0"], "drawn at temperature 1"),
+        (["--preset=t5_1_0/small", "--dtype=bfloat16"], "quantize: got 'int8'"),
+        (["--target=x", "--input_file=no/such/file"], "input_file: got no/such/file"),
+    ],
+)
 def test_usage(flags, message, run):
     with pytest.raises(app.UsageError, match=message):
         run(*flags)
@@ -146,7 +178,9 @@ def test_usage(flags, message, run):
     ("text", "message"),
     [("", "got no lines"), ("A house.\tEin Haus.\n\n", "got 1 references for 2 lines")],
 )
-def test_files_that_say_too_little_are_rejected_before_a_model_is_loaded(run, tmp_path, text, message):
+def test_files_that_say_too_little_are_rejected_before_a_model_is_loaded(
+    run, tmp_path, text, message
+):
     path = tmp_path / "text"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(app.UsageError, match=message):

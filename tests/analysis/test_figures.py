@@ -30,12 +30,19 @@ def test_table_4_to_the_digit(row):
     """Three rows need more digits of α and c than were printed; numbers that are printed so give
     their factor."""
     computed = formulas.improvement(row.alpha, row.gamma, row.cost_ratio)
-    blurred = {("EnDe", "T5-base", 1): 2.35, ("EnDe", "T5-large", 1): 1.93, ("CNN/DM", "T5-large", 1): 1.54}
+    blurred = {
+        ("EnDe", "T5-base", 1): 2.35,
+        ("EnDe", "T5-large", 1): 1.93,
+        ("CNN/DM", "T5-large", 1): 1.54,
+    }
     name = row.task, row.drafter, row.temperature
     assert (row in report_page.BLURRED) == (name in blurred)
     if name in blurred:
         assert round(computed, 2) == blurred[name]
-        assert round(formulas.improvement(row.alpha + 0.005, row.gamma, row.cost_ratio - 0.005), 1) == row.expected
+        assert (
+            round(formulas.improvement(row.alpha + 0.005, row.gamma, row.cost_ratio - 0.005), 1)
+            == row.expected
+        )
     else:
         assert round(computed, 1) == row.expected
 
@@ -53,14 +60,25 @@ def test_tables_2_and_3_agree_on_alpha():
 @pytest.mark.parametrize("row", paper.TABLE_4, ids=str)
 def test_there_is_a_configuration_for_every_row_of_table_2(row):
     task, drafter = {"EnDe": "ende", "CNN/DM": "cnndm"}[row.task], row.drafter.removeprefix("T5-")
-    path = CONFIGS / "paper" / (f"{task}_xxl_{drafter}" + ("_t1" if row.temperature else "") + ".gin")
+    path = (
+        CONFIGS / "paper" / (f"{task}_xxl_{drafter}" + ("_t1" if row.temperature else "") + ".gin")
+    )
     gin.clear_config()
     gin.parse_config_file(str(path))
-    options = gin.get_configurable(benchmark.BenchmarkOptions)(target="xxl", drafter="small", input_file="test.txt")
+    options = gin.get_configurable(benchmark.BenchmarkOptions)(
+        target="xxl", drafter="small", input_file="test.txt"
+    )
     gin.clear_config()
-    assert (options.gamma, options.temperature, options.verifier) == ([row.gamma], row.temperature, "token")
+    assert (options.gamma, options.temperature, options.verifier) == (
+        [row.gamma],
+        row.temperature,
+        "token",
+    )
     text = path.read_text(encoding="utf-8")
-    assert f"α {row.alpha:.2f}, improvement {row.measured}" in text and f"configs/paper/{path.name} " in text
+    assert (
+        f"α {row.alpha:.2f}, improvement {row.measured}" in text
+        and f"configs/paper/{path.name} " in text
+    )
 
 
 def test_rows_of_every_kind_of_record():
@@ -85,15 +103,54 @@ def test_rows_of_every_kind_of_record():
             0.8125,
         ),
         rows.Row(
-            "big", "small", "7 of ende/test.tsv.gz", 0.0, "tree widths:2, mixed", None, None, 0.0625, 1.125, 1.75, None,
-            spread, 0,
+            "big",
+            "small",
+            "7 of ende/test.tsv.gz",
+            0.0,
+            "tree widths:2, mixed",
+            None,
+            None,
+            0.0625,
+            1.125,
+            1.75,
+            None,
+            spread,
+            0,
         ),
-    ]  # fmt: skip
+    ]
     assert rows.rows(MEASURE) == [
-        rows.Row("big", "small", "7 built-in sentences", 1.0, "token", 1, 0.625, 0.0625, 1.25, 1.625, 1.24, None, None)
+        rows.Row(
+            "big",
+            "small",
+            "7 built-in sentences",
+            1.0,
+            "token",
+            1,
+            0.625,
+            0.0625,
+            1.25,
+            1.625,
+            1.24,
+            None,
+            None,
+        )
     ]
     assert rows.rows(COMPARED) == [
-        rows.Row("big", "lookup,gamma=2", "9 of test.txt", 0.0, "token", None, 0.25, None, None, 1.125, None, spread, 0)
+        rows.Row(
+            "big",
+            "lookup,gamma=2",
+            "9 of test.txt",
+            0.0,
+            "token",
+            None,
+            0.25,
+            None,
+            None,
+            1.125,
+            None,
+            spread,
+            0,
+        )
     ]
 
 
@@ -119,29 +176,47 @@ def test_the_compilers_estimates_are_called_that():
         "3.2",
         "3.4",
     ]
-    assert re.findall("<td[^>]*>(.*?)</td>", estimated)[: len(cells)] == cells and "tpu.json" not in measured
+    assert (
+        re.findall("<td[^>]*>(.*?)</td>", estimated)[: len(cells)] == cells
+        and "tpu.json" not in measured
+    )
     memory = report_page.report(
         [(pathlib.Path("tpu.json"), {name: ESTIMATE[name] for name in ESTIMATE if name != "times"})]
     )
     assert "does not fit" not in memory and "by the compiler" not in memory
-    assert "does not fit" in report_page.report([(pathlib.Path("tpu.json"), ESTIMATE | {"fits": False})])
+    assert "does not fit" in report_page.report(
+        [(pathlib.Path("tpu.json"), ESTIMATE | {"fits": False})]
+    )
 
 
 def test_what_was_not_measured_is_said():
     """Each with its command, which the command line understands."""
-    what = ["T5-XXL with T5-small on an accelerator", "T5X's own decoding", "The TPU compiler's estimates"]
-    listed = lambda *found: report_page.report([(pathlib.Path("a"), record) for record in found]).partition(
-        "no such record was given"
-    )[2]
+    what = [
+        "T5-XXL with T5-small on an accelerator",
+        "T5X's own decoding",
+        "The TPU compiler's estimates",
+    ]
+
+    def listed(*found):
+        return report_page.report([(pathlib.Path("a"), record) for record in found]).partition(
+            "no such record was given"
+        )[2]
+
     assert [name in html.unescape(listed(BENCHMARK)) for name in what] == [True] * 3
     other = BENCHMARK | {"machine": MACHINE | {"device": "gpu: NVIDIA H100, 1"}}
     gpu = other | {"target": {"name": "t5_1_1/xxl"}}
     assert what[0] in listed(other), "another pair on a GPU"
-    assert [name in html.unescape(listed(BENCHMARK, gpu, ESTIMATE)) for name in what] == [False, True, False]
+    assert [name in html.unescape(listed(BENCHMARK, gpu, ESTIMATE)) for name in what] == [
+        False,
+        True,
+        False,
+    ]
     assert not listed(gpu, ESTIMATE, BENCHMARK | {"against": AGAINST})
     for _, _, command in report_page._EXPECTED[:2]:
         flags = [flag.split("=")[0].removeprefix("--") for flag in command.split()[2:]]
-        assert set(flags) <= {field.name for field in dataclasses.fields(benchmark.BenchmarkOptions)}
+        assert set(flags) <= {
+            field.name for field in dataclasses.fields(benchmark.BenchmarkOptions)
+        }
 
 
 def test_another_implementation_is_laid_beside():
@@ -160,7 +235,9 @@ def page(tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
 
     def write(name: str) -> str:
-        files = [f"--records={tmp_path / kind}.json" for kind in ("benchmark", "measure", "compared")]
+        files = [
+            f"--records={tmp_path / kind}.json" for kind in ("benchmark", "measure", "compared")
+        ]
         assert main.main(["figures", *files, f"--output={tmp_path / name}"]) == 0
         return (tmp_path / name).read_text(encoding="utf-8")
 
@@ -169,7 +246,9 @@ def page(tmp_path):
 
 def test_the_page_says_what_the_records_say(page):
     text = page("report.html")
-    cells = [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", line) for line in re.findall("<tr>(.*?)</tr>", text)]
+    cells = [
+        re.findall("<t[dh][^>]*>(.*?)</t[dh]>", line) for line in re.findall("<tr>(.*?)</tr>", text)
+    ]
     measured = "1.500 (1.250 to 1.750)"
     assert [
         "small",
@@ -184,8 +263,32 @@ def test_the_page_says_what_the_records_say(page):
         "0.923 (0.769 to 1.077)",
         "0",
     ] in cells
-    assert ["small", "token", "1", "0.625", "0.062", "1.25", "1.62", "1.240", "-", "-", "-"] in cells
-    assert ["lookup,gamma=2", "token", "-", "0.250", "-", "-", "1.12", "-", measured, "-", "0"] in cells
+    assert [
+        "small",
+        "token",
+        "1",
+        "0.625",
+        "0.062",
+        "1.25",
+        "1.62",
+        "1.240",
+        "-",
+        "-",
+        "-",
+    ] in cells
+    assert [
+        "lookup,gamma=2",
+        "token",
+        "-",
+        "0.250",
+        "-",
+        "-",
+        "1.12",
+        "-",
+        measured,
+        "-",
+        "0",
+    ] in cells
     assert ["0.9", "10", "1.60", "1.60", "6.86", "6.86"] in cells
     # Table 3: the paper's, and ours at the temperature that was measured.
     assert ["T5-XXL (EnDe)", "bigram", "paper", "0.20", "0.19"] in cells
@@ -193,12 +296,20 @@ def test_the_page_says_what_the_records_say(page):
     assert ["big", "small", "7 built-in sentences", "-", "0.625"] in cells
     assert "A &lt;fast&gt; one, 2 cores" in text and "/some/where" not in text
     # Figures 1 and 5.
-    assert "<p>A &lt; B</p>" in text and '<p>γ = 3</p>\n<pre><span class="accepted">Eins &amp;</span>' in text
+    assert (
+        "<p>A &lt; B</p>" in text
+        and '<p>γ = 3</p>\n<pre><span class="accepted">Eins &amp;</span>' in text
+    )
     assert '<span class="rejected"> zwei</span><span class="corrected"> drei</span></pre>' in text
     # A tree: its nodes, the target's own token, and the mask's title.
-    assert '<td class="text">tree widths:2</td><td>3</td><td>1</td><td>1.88</td><td>1.75</td>' in text
+    assert (
+        '<td class="text">tree widths:2</td><td>3</td><td>1</td><td>1.88</td><td>1.75</td>' in text
+    )
     assert "<h4>Tree widths:2: call 1 of the first input</h4>" in text
-    assert all(f">{drawn}</text>" in text for drawn in ("[START]", "Zwei", "Drei &lt;", "vier", "sees, of the tree"))
+    assert all(
+        f">{drawn}</text>" in text
+        for drawn in ("[START]", "Zwei", "Drei &lt;", "vier", "sees, of the tree")
+    )
 
 
 def test_a_demo_is_shown_call_by_call():
@@ -207,7 +318,10 @@ def test_a_demo_is_shown_call_by_call():
     assert '<pre><span class="committed">Vier</span><span class="accepted"> fünf</span>' in text
     assert "<h4>Tree widths:2: call 1 of “C &amp; D”</h4>" in text and ">Drei &lt;</text>" in text
     drawn = text.count("<svg")
-    assert report_page.report([(pathlib.Path("demo.json"), SHOWN | {"tree": None})]).count("<svg") == drawn - 1
+    assert (
+        report_page.report([(pathlib.Path("demo.json"), SHOWN | {"tree": None})]).count("<svg")
+        == drawn - 1
+    )
 
 
 def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
@@ -241,8 +355,13 @@ def test_forced_acceptance_is_marked_and_no_measured_alpha():
 
 def test_a_drafter_that_drafts_now_and_then_has_two_rates():
     """Beside other drafters' α stands that per position of the output."""
-    benchmark, measure, compared = (json.loads(json.dumps(record)) for record in (BENCHMARK, MEASURE, COMPARED))
-    benchmark["speculative"][0]["stats"] |= {"acceptance_rate": 0.5, "acceptance_rate_per_position": 0.0625}
+    benchmark, measure, compared = (
+        json.loads(json.dumps(record)) for record in (BENCHMARK, MEASURE, COMPARED)
+    )
+    benchmark["speculative"][0]["stats"] |= {
+        "acceptance_rate": 0.5,
+        "acceptance_rate_per_position": 0.0625,
+    }
     measure["acceptance"] |= {"alpha": 0.125, "alpha_where_drafted": 0.75}
     compared["variants"][0] |= {"alpha": 0.25, "alpha_where_drafted": 0.875}
     found = [("a.json", benchmark), ("b.json", measure), ("c.json", compared)]
@@ -268,16 +387,22 @@ def test_lenience_makes_a_table_of_its_own():
     assert re.findall("<th>(.*?)</th>", table)[-2:] == ["l = 1", "l = 0.25"]
     cells = ["big", "small", "7 of ende/test.tsv.gz", "1", "3"]
     assert re.findall("<td[^>]*>(.*?)</td>", table) == [
-        *cells, "0.500, 1.500 (1.250 to 1.750)", "0.875, 1.500 (1.250 to 1.750)"
-    ]  # fmt: skip
+        *cells,
+        "0.500, 1.500 (1.250 to 1.750)",
+        "0.875, 1.500 (1.250 to 1.750)",
+    ]
     assert ">lenient, l = 0.25</td>" in text
     # It is no rate of table 3, which is that of algorithm 1.
     assert "0.500" not in text.partition("Table 3.")[2].partition("</table>")[0]
-    assert "over lenience</caption>" not in report_page.report([(pathlib.Path("exact.json"), BENCHMARK)])
+    assert "over lenience</caption>" not in report_page.report(
+        [(pathlib.Path("exact.json"), BENCHMARK)]
+    )
 
 
 def test_the_timeline_lays_calls_end_to_end():
-    figure = plots.timeline([(str(variant["gamma"]), variant["spans"]) for variant in BENCHMARK["example"]["variants"]])
+    figure = plots.timeline(
+        [(str(variant["gamma"]), variant["spans"]) for variant in BENCHMARK["example"]["variants"]]
+    )
     bars = {}
     for collection in figure.axes[0].collections:
         for path in collection.get_paths():
@@ -296,7 +421,9 @@ def test_without_records_theory_remains(tmp_path):
 @pytest.mark.parametrize("missing", ["machine", "options", "speculative", "cost_ratio"])
 def test_half_a_record_is_none(tmp_path, capsys, missing):
     path = tmp_path / "half.json"
-    path.write_text(json.dumps({name: value for name, value in BENCHMARK.items() if name != missing}))
+    path.write_text(
+        json.dumps({name: value for name, value in BENCHMARK.items() if name != missing})
+    )
     assert main.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
     error = capsys.readouterr().err
     assert str(path) in error and ": got nothing, expected a value" in error
@@ -307,28 +434,55 @@ def test_half_a_record_is_none(tmp_path, capsys, missing):
 def test_half_an_estimate_is_none(tmp_path, capsys, missing):
     text = json.dumps(ESTIMATE, indent=2).replace(f'"{missing}"', '"other"')
     (tmp_path / "half.json").write_text(text, encoding="utf-8")
-    assert main.main(["figures", f"--records={tmp_path / 'half.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
+    assert (
+        main.main(
+            [
+                "figures",
+                f"--records={tmp_path / 'half.json'}",
+                f"--output={tmp_path / 'report.html'}",
+            ]
+        )
+        == 2
+    )
     assert (
         f"{missing}: got nothing, expected a value" in capsys.readouterr().err
         and not (tmp_path / "report.html").exists()
     )
 
 
-@pytest.mark.parametrize("change", [{"against": {"name": "t5x"}}, {"example": {"input": "a", "variants": [{}, {}]}}])
+@pytest.mark.parametrize(
+    "change", [{"against": {"name": "t5x"}}, {"example": {"input": "a", "variants": [{}, {}]}}]
+)
 def test_what_the_page_cannot_show_is_no_record(tmp_path, capsys, change):
     path = tmp_path / "half.json"
     path.write_text(json.dumps(BENCHMARK | change))
     assert main.main(["figures", f"--records={path}", f"--output={tmp_path / 'report.html'}"]) == 2
     error = capsys.readouterr().err
-    assert str(path) in error and "got nothing, expected a value" in error and not (tmp_path / "report.html").exists()
+    assert (
+        str(path) in error
+        and "got nothing, expected a value" in error
+        and not (tmp_path / "report.html").exists()
+    )
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{", '"machine"'])
 def test_no_record(tmp_path, capsys, text):
     (tmp_path / "bad.json").write_text(text)
-    assert main.main(["figures", f"--records={tmp_path / 'bad.json'}", f"--output={tmp_path / 'report.html'}"]) == 2
+    assert (
+        main.main(
+            [
+                "figures",
+                f"--records={tmp_path / 'bad.json'}",
+                f"--output={tmp_path / 'report.html'}",
+            ]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
-    assert f"error: {tmp_path / 'bad.json'}: got" in error and "in a record of `specdec benchmark`" in error
+    assert (
+        f"error: {tmp_path / 'bad.json'}: got" in error
+        and "in a record of `specdec benchmark`" in error
+    )
 
 
 def test_bad_output(tmp_path, capsys):
@@ -344,5 +498,7 @@ def test_what_was_measured_comes_first():
     parts = ("α: the probability", "<h2>Measured", "a.json", "<h2>Theory", "Table 1.", "Table 5.")
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
-    assert '<td class="text">small</td><td class="text">block</td><td>3</td>' in text.replace("'", '"')
+    assert '<td class="text">small</td><td class="text">block</td><td>3</td>' in text.replace(
+        "'", '"'
+    )
     assert text.count("Figure 2.") == 1 and "prefers-color-scheme: dark" in text

@@ -10,7 +10,16 @@ import typing
 from unittest import mock
 
 import pytest
-from sample_records import ACCELERATOR, AGAINST, BENCHMARK, COMPARED, ESTIMATE, MEASURE, SEARCHED, SHOWN
+from sample_records import (
+    ACCELERATOR,
+    AGAINST,
+    BENCHMARK,
+    COMPARED,
+    ESTIMATE,
+    MEASURE,
+    SEARCHED,
+    SHOWN,
+)
 
 from specdec_jax.analysis.report import markup, plots, record_checks, record_types
 from specdec_jax.analysis.report import page as report_page
@@ -34,7 +43,9 @@ HOSTILE = (
     "\0\x1b[2J\x85\ud800\ufffe <a href='javascript:alert(1)'>"
 )
 # All that the page is made of; the second are matplotlib's.
-ELEMENTS = set("html head meta title style body h1 h2 h3 h4 p i code pre span table caption tr th td".split())
+ELEMENTS = set(
+    "html head meta title style body h1 h2 h3 h4 p i code pre span table caption tr th td".split()
+)
 DRAWN = set(
     "svg metadata rdf:rdf cc:work dc:type dc:format dc:creator cc:agent dc:title defs g path use text clippath rect "
     "tspan".split()
@@ -69,9 +80,16 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag, attrs):
         assert tag in ELEMENTS | DRAWN, tag
         for name, value in attrs:
-            assert name in ATTRIBUTES or name.startswith("xmlns") or (tag, name) in {
-                ("dc:type", "rdf:resource"), ("use", "xlink:href"), ("style", "type"),
-            }, (tag, name)  # fmt: skip
+            assert (
+                name in ATTRIBUTES
+                or name.startswith("xmlns")
+                or (tag, name)
+                in {
+                    ("dc:type", "rdf:resource"),
+                    ("use", "xlink:href"),
+                    ("style", "type"),
+                }
+            ), (tag, name)
             assert name != "xlink:href" or value.startswith("#"), value
             assert name != "class" or value in {
                 "text",
@@ -99,7 +117,13 @@ def leaves(value, path=()):
     """Every place in a record: of objects and lists too, but for the record itself."""
     if path:
         yield path
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, item in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield from leaves(item, (*path, key))
 
 
@@ -138,7 +162,12 @@ def shown(tmp_path, capsys, monkeypatch):
         code = main.main(["figures", f"--records={source}", f"--output={output}"])
         error = capsys.readouterr().err
         if code:
-            assert code == 2 and error.count("\n") == 1 and str(source) in error and "expected" in error, error
+            assert (
+                code == 2
+                and error.count("\n") == 1
+                and str(source) in error
+                and "expected" in error
+            ), error
             assert len(error) < 1000 and not output.exists()
             return None
         assert not error
@@ -180,7 +209,9 @@ def test_markup_in_the_place_of_every_key_and_value(shown, kind):
 
 
 @pytest.mark.parametrize(
-    "value", [None, [], {}, True, -1, 10**400, float("nan"), float("inf"), "x" * 10**6], ids=lambda x: str(x)[:9]
+    "value",
+    [None, [], {}, True, -1, 10**400, float("nan"), float("inf"), "x" * 10**6],
+    ids=lambda x: str(x)[:9],
 )
 def test_every_wrong_type_is_rejected_or_shown(tmp_path, value):
     """The check knows all that the page reads: what it lets through can be laid out."""
@@ -205,16 +236,22 @@ def test_every_wrong_type_is_rejected_or_shown(tmp_path, value):
 @pytest.mark.parametrize("extra", KINDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_another_kind_holds_is_not_read(shown, kind, extra):
-    both = {name: value for name, value in KINDS[extra].items() if name not in KINDS[kind]} | KINDS[kind]
+    both = {name: value for name, value in KINDS[extra].items() if name not in KINDS[kind]} | KINDS[
+        kind
+    ]
     shown(both)
     shown(
-        KINDS[extra] | KINDS[kind] | {"machine": "<script>", "options": [], "target": "<script>", "against": "<script>"}
+        KINDS[extra]
+        | KINDS[kind]
+        | {"machine": "<script>", "options": [], "target": "<script>", "against": "<script>"}
     )
 
 
 def test_a_suites_lines_are_checked_each(shown):
     assert shown(KINDS["benchmark"], KINDS["measure"])
-    assert not shown(KINDS["benchmark"], replaced(KINDS["measure"], ("table", 0, "gamma"), "<script>"))
+    assert not shown(
+        KINDS["benchmark"], replaced(KINDS["measure"], ("table", 0, "gamma"), "<script>")
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,14 +281,20 @@ def test_the_greatest_tree_is_drawn(shown):
     """A chain of as many nodes as there may be, every text long."""
     nodes = [{"text": "<b>" * 99, "parent": node - 1} for node in range(trees.MAX_NODES)]
     drawn = {"nodes": nodes, "path": list(range(len(nodes)))}
-    page = shown(replaced(KINDS["benchmark"], ("example", "trees", 0), BENCHMARK["example"]["trees"][0] | drawn))
+    page = shown(
+        replaced(
+            KINDS["benchmark"], ("example", "trees", 0), BENCHMARK["example"]["trees"][0] | drawn
+        )
+    )
     assert sum(text.startswith("<b><b>") and len(text) == 60 for text in page.texts) == len(nodes)
 
 
 def test_names_are_drawn_as_they_are(shown):
     """Neither as formulas nor over the whole width; glyphs that matplotlib's font lacks are the
     browser's affair."""
-    page = shown(replaced(KINDS["compared"], ("variants", 0, "variant"), "$\\frac{1}{2}$ _学 " + "x" * 500))
+    page = shown(
+        replaced(KINDS["compared"], ("variants", 0, "variant"), "$\\frac{1}{2}$ _学 " + "x" * 500)
+    )
     (name,) = {text for text in page.texts if text.startswith("$") and len(text) < 100}
     assert name.startswith("$\\frac{1}{2}$ _学 xxx") and len(name) == 60
     picture = io.BytesIO()

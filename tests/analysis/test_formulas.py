@@ -57,7 +57,9 @@ def test_acceptance_rate_is_what_coins_say():
 
 def test_verify_cost_divides():
     plain = formulas.improvement(0.7, 4, cost_ratio=0.1)
-    assert formulas.improvement(0.7, 4, cost_ratio=0.1, verify_cost=1.4) == pytest.approx(plain * 1.4 / 1.8)
+    assert formulas.improvement(0.7, 4, cost_ratio=0.1, verify_cost=1.4) == pytest.approx(
+        plain * 1.4 / 1.8
+    )
 
 
 def test_plain_decoding_is_gamma_0():
@@ -74,7 +76,9 @@ def test_the_oracle_by_its_series():
         time = sum(p * (1 + c * k) for k, p in enumerate(dist))
         assert formulas.oracle_tokens(alpha) == pytest.approx(tokens)
         assert formulas.oracle_improvement(alpha, c) == pytest.approx(tokens / time)
-        assert formulas.oracle_improvement(alpha, c) > max(formulas.improvement(alpha, g, c) for g in range(20))
+        assert formulas.oracle_improvement(alpha, c) > max(
+            formulas.improvement(alpha, g, c) for g in range(20)
+        )
     assert formulas.oracle_tokens(1.0) == formulas.oracle_improvement(1.0, 0.0) == float("inf")
     with pytest.raises(ValueError, match="cost_ratio: got -1"):
         formulas.oracle_improvement(0.5, -1)
@@ -94,7 +98,9 @@ def test_expected_calls_by_simulation():
 
 
 def test_expected_calls_of_long_outputs_reach_equation_1():
-    assert 5000 / formulas.expected_calls(0.8, 4, 5000) == pytest.approx(formulas.expected_tokens(0.8, 4), rel=1e-3)
+    assert 5000 / formulas.expected_calls(0.8, 4, 5000) == pytest.approx(
+        formulas.expected_tokens(0.8, 4), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("arguments", [(-0.1, 3), (1.1, 3), (float("nan"), 3), (0.5, -1)])
@@ -127,7 +133,9 @@ def test_the_standard_error_is_that_of_whole_sentences():
     mean, error = formulas.clustered_mean(sums, counts)
     naive = np.sqrt(mean * (1 - mean) / counts.sum())
     assert error > 1.3 * naive
-    assert formulas.clustered_mean([*sums, 0], [*counts, 0]) == (mean, error), "what has no item does not count"
+    assert formulas.clustered_mean([*sums, 0], [*counts, 0]) == (mean, error), (
+        "what has no item does not count"
+    )
     assert formulas.clustered_mean([3], [4]) == (0.75, None)
     with pytest.raises(ValueError, match="got no items, expected"):
         formulas.clustered_mean([0], [0])
@@ -161,11 +169,16 @@ def test_draft_steps_count_the_end():
         ([0.8] * 8, 0.0, [1] * 9, 8),  # free drafts
         ([0.8] * 8, 0.9, [1] * 9, 0),  # alpha < c: plain decoding
         ([0.8] * 8, 0.1, [1] * 9, 6),
-        ([0.8] * 8, 0.1, [1, 1.6, 1.4, 1.5, 1.6, 2.5, 2.6, 2.7, 2.8], 4),  # a jump between 5 and 6 positions
+        (
+            [0.8] * 8,
+            0.1,
+            [1, 1.6, 1.4, 1.5, 1.6, 2.5, 2.6, 2.7, 2.8],
+            4,
+        ),  # a jump between 5 and 6 positions
         ([0.9, 0.9, 0.1, 0.9], 0.05, [1] * 5, 2),  # what the paper's model cannot say
         ([0.5], 0.5, [1, 1], 0),  # no gain: the smallest of equals
     ],
-)  # fmt: skip
+)
 def test_best_gamma(rates, c, v, expected):
     survival = np.cumprod(rates)
     assert formulas.best_gamma(survival, c, v) == expected

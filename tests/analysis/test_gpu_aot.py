@@ -71,8 +71,14 @@ ENTRY %main (p: s8[256,512]) -> f32[8] {
     "lines, found",
     [
         ({}, []),
-        ({"SLOWER": "%w.1 = bf16[256,512]{1,0} fusion(%kernel), kind=kLoop, calls=%c"}, ["bf16[256,512]"]),
-        ({"SLOWER": "%w.1 = (f32[8]{0}, f32[2,128,512]{2,1,0}) fusion(%y, %laid), calls=%c"}, ["f32[2,128,512]"]),
+        (
+            {"SLOWER": "%w.1 = bf16[256,512]{1,0} fusion(%kernel), kind=kLoop, calls=%c"},
+            ["bf16[256,512]"],
+        ),
+        (
+            {"SLOWER": "%w.1 = (f32[8]{0}, f32[2,128,512]{2,1,0}) fusion(%y, %laid), calls=%c"},
+            ["f32[2,128,512]"],
+        ),
         ({"HOISTED": "%w.1 = bf16[256,512]{1,0} convert(%p)"}, ["bf16[256,512]"]),
     ],
 )
@@ -85,7 +91,10 @@ def test_a_kernel_that_is_widened_before_its_product_is_found(lines, found):
 
 def compiled(*flags) -> dict:
     """The record of the script for a small target of one layer."""
-    if not (importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")):
+    if not (
+        importlib.util.find_spec("jax_plugins")
+        and importlib.util.find_spec("jax_plugins.xla_cuda13")
+    ):
         pytest.skip("the plugin of jax[cuda13] is not installed")
     settings = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, SCRIPT, "--target=t5_1_1/small", "--layers=1", *flags]
@@ -106,7 +115,9 @@ def test_a_plain_step_of_one_row_has_as_few_kernels_as_a_draft_step():
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_the_decode_loop_compiles_without_a_gpu(quantize, tmp_path):
     record = compiled(
-        "--gamma=2", f"--hlo={tmp_path / 'hlo'}", *([] if quantize is None else [f"--quantize={quantize}"])
+        "--gamma=2",
+        f"--hlo={tmp_path / 'hlo'}",
+        *([] if quantize is None else [f"--quantize={quantize}"]),
     )
     catch_up, draft, iteration = record["loops"]
     assert (catch_up["inner"], draft["inner"], iteration["inner"]) == (0, 0, 2)
@@ -122,11 +133,18 @@ def test_the_decode_loop_compiles_without_a_gpu(quantize, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags, calls", [(("--tree=widths:2,2,1",), 4), (("--gamma=2", "--num_beams=2"), 3)])
+@pytest.mark.parametrize(
+    "flags, calls", [(("--tree=widths:2,2,1",), 4), (("--gamma=2", "--num_beams=2"), 3)]
+)
 def test_trees_and_beams_copy_no_caches(flags, calls):
     record = compiled(*flags)
     iteration = record["loops"][-1]
     assert record["copied_in_loops"] == [] and iteration["trip_count"] is None
     # Every level of drafts is a call, and the target's is another; without kernels for attention.
-    assert 10 * calls < iteration["in_layers"] <= 30 * calls and iteration["in_layers"] < iteration["kernels"]
-    assert (record["tree"], record["num_beams"]) == (("widths:2,2,1", None) if calls == 4 else (None, 2))
+    assert (
+        10 * calls < iteration["in_layers"] <= 30 * calls
+        and iteration["in_layers"] < iteration["kernels"]
+    )
+    assert (record["tree"], record["num_beams"]) == (
+        ("widths:2,2,1", None) if calls == 4 else (None, 2)
+    )

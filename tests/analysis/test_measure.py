@@ -47,24 +47,32 @@ def slow_distributions(model, ids, fed, **adjustments):
     logits = model.logits([np.minimum(ids, last)], [np.minimum(fed, last)], [len(ids)])[0]
     logits = np.pad(logits, ((0, 0), (0, V - logits.shape[1])), constant_values=-np.inf)
     with np.errstate(invalid="ignore"):
-        return np.array([
-            toy_processors.dist(logits[t], fed[: t + 1], new=t, eos_ids=TARGET.eos_ids, **adjustments)
-            for t in range(len(fed))
-        ])  # fmt: skip
+        return np.array(
+            [
+                toy_processors.dist(
+                    logits[t], fed[: t + 1], new=t, eos_ids=TARGET.eos_ids, **adjustments
+                )
+                for t in range(len(fed))
+            ]
+        )
 
 
 ADJUSTED = {
     "argmax": dict(temperature=0.0),
     "temperature": dict(temperature=0.7),
     "filters": dict(temperature=1.3, top_k=7, top_p=0.9),
-    "processors": dict(temperature=1.0, repetition_penalty=2.0, min_new_tokens=3, forbidden_tokens=(5,)),
+    "processors": dict(
+        temperature=1.0, repetition_penalty=2.0, min_new_tokens=3, forbidden_tokens=(5,)
+    ),
 }
 
 
 @pytest.mark.parametrize("name", sorted(ADJUSTED))
 def test_agreement_is_that_of_the_distributions_computed_one_by_one(name):
     inputs, tokens, lengths = outputs(rows=4, longest=6)
-    found = acceptance.agreement(TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name]))
+    found = acceptance.agreement(
+        TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name])
+    )
     filters = dict(top_k=0, top_p=1.0, min_p=0.0) | ADJUSTED[name]
     for row, length in enumerate(lengths):
         fed = [TARGET.start_token, *tokens[row, : max(0, length - 1)].tolist()]
@@ -73,10 +81,16 @@ def test_agreement_is_that_of_the_distributions_computed_one_by_one(name):
         np.testing.assert_allclose(found.overlap[row, :length], overlap, atol=1e-5)
         if name == "argmax":
             assert set(overlap.tolist()) <= {0.0, 1.0}
-        here, there = (dists[np.arange(length), tokens[row, :length]] for dists in (p[:length], q[:length]))
+        here, there = (
+            dists[np.arange(length), tokens[row, :length]] for dists in (p[:length], q[:length])
+        )
         # An output that the target cannot give counts as agreed upon where the drafter gives it.
-        expected = np.where(there > 0, there / np.where(here > 0, here, np.where(there > 0, there, 1)), 0)
-        np.testing.assert_allclose(np.exp(found.log_ratio[row, :length]), expected, rtol=1e-4, atol=1e-6)
+        expected = np.where(
+            there > 0, there / np.where(here > 0, here, np.where(there > 0, there, 1)), 0
+        )
+        np.testing.assert_allclose(
+            np.exp(found.log_ratio[row, :length]), expected, rtol=1e-4, atol=1e-6
+        )
 
 
 def covered_by_drawing(p, q, ranked, k: int) -> float:
@@ -100,13 +114,17 @@ def covered_by_drawing(p, q, ranked, k: int) -> float:
 @pytest.mark.parametrize("name", sorted(ADJUSTED))
 def test_hit_rate_is_that_of_the_distributions_computed_one_by_one(name):
     inputs, tokens, lengths = outputs(rows=4, longest=6)
-    found = acceptance.agreement(TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name])).covered.mean
+    found = acceptance.agreement(
+        TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name])
+    ).covered.mean
     filters = dict(top_k=0, top_p=1.0, min_p=0.0) | ADJUSTED[name]
     assert set(found) == ({"top"} if name == "argmax" else {"top", "mixed"})
     for row, length in enumerate(lengths):
         fed = [TARGET.start_token, *tokens[row, : max(0, length - 1)].tolist()]
         p = slow_distributions(TARGET, inputs[row], fed, **filters)
-        q = slow_distributions(DRAFT, inputs[row], fed, **filters | ({"temperature": 1.0} if name == "argmax" else {}))
+        q = slow_distributions(
+            DRAFT, inputs[row], fed, **filters | ({"temperature": 1.0} if name == "argmax" else {})
+        )
         for t, k in itertools.product(range(length), (1, 2, 5, 8)):
             ranked = [token for token in np.argsort(-q[t], kind="stable") if q[t, token] > 0]
             assert found["top"][row, t, k - 1] == pytest.approx(p[t, ranked[:k]].sum(), abs=1e-5)
@@ -122,12 +140,16 @@ def test_hit_rate_of_a_sample():
         found = acceptance.score(TARGET, drafter, batches, ("block",), 2, how)
         mean, error = np.transpose(found.hit_rate[kind])
         assert list(found.hit_rate) == (["top"] if kind == "top" else ["top", "mixed"])
-        assert mean[0] == pytest.approx(found.alpha, abs=1e-6) and error[0] == pytest.approx(found.error, abs=1e-6)
+        assert mean[0] == pytest.approx(found.alpha, abs=1e-6) and error[0] == pytest.approx(
+            found.error, abs=1e-6
+        )
         assert np.all(np.diff(mean) >= -1e-6) and mean[0] < mean[1] and mean[-1] <= 1 + 1e-6
         record = found.record()
         np.testing.assert_allclose(np.cumsum(record["by_rank"][kind]), mean, atol=1e-6)
         assert [value["covered"] for value in record["hit_rate"][kind]] == mean.tolist()
-        assert Tree.best(record["by_rank"][kind], 8, 4).expected(record["by_rank"][kind]) > 1 + mean[0]
+        assert (
+            Tree.best(record["by_rank"][kind], 8, 4).expected(record["by_rank"][kind]) > 1 + mean[0]
+        )
 
 
 @pytest.mark.parametrize(("name", "verifier"), [("token", toy.TOKEN), ("block", toy.BLOCK)])
@@ -135,17 +157,26 @@ def test_hit_rate_of_a_sample():
 def test_survival_along_the_targets_outputs_is_that_over_drafts(name, verifier, zeros):
     """Exactly: the mean over all outputs of the target, Σ_i P(at least i are accepted), is E[τ]
     over all drafts."""
-    target, draft, gamma = toy.table_distribution(4, 1, zeros), toy.table_distribution(4, 2, zeros), 3
+    target, draft, gamma = (
+        toy.table_distribution(4, 1, zeros),
+        toy.table_distribution(4, 2, zeros),
+        3,
+    )
     total = 0.0
     for output, prob in toy.complete({(): 1.0}, target, gamma, set()).items():
-        p, q = (np.array([dist(output[:i])[y] for i, y in enumerate(output)]) for dist in (target, draft))
+        p, q = (
+            np.array([dist(output[:i])[y] for i, y in enumerate(output)])
+            for dist in (target, draft)
+        )
         with np.errstate(divide="ignore"):
             total += prob * acceptance.SURVIVAL[name](np.log(q) - np.log(p)).sum()
     assert total == pytest.approx(toy.expected_accepted(target, draft, gamma, verifier), abs=1e-12)
 
 
 def options(**values):
-    return measure.MeasureOptions(target="target", drafter="drafter", **{"max_new_tokens": 12, **values})
+    return measure.MeasureOptions(
+        target="target", drafter="drafter", **{"max_new_tokens": 12, **values}
+    )
 
 
 def batches_of(rows: int, size: int):
@@ -158,10 +189,14 @@ def greedy():
     """Eight rows, scored and counted with γ = 3, and decoded with every γ up to it."""
     drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), batches_of(8, 4)
     ways = {
-        how: getattr(acceptance, how)(TARGET, drafter, batches, ("block",), 3, options()) for how in ("score", "count")
+        how: getattr(acceptance, how)(TARGET, drafter, batches, ("block",), 3, options())
+        for how in ("score", "count")
     }
     results = {
-        gamma: [generate(TARGET, batch.ids, drafter=drafter, gamma=gamma, max_new_tokens=12) for batch in batches]
+        gamma: [
+            generate(TARGET, batch.ids, drafter=drafter, gamma=gamma, max_new_tokens=12)
+            for batch in batches
+        ]
         for gamma in (1, 3)
     }
     return ways, results
@@ -174,7 +209,10 @@ def test_calls_expected_with_argmax_are_those_made(greedy):
     for gamma, found in results.items():
         calls = [max(row.target_calls for row in result.stats.per_row) for result in found]
         assert [work.calls for work in ways["score"].work["block", gamma]] == pytest.approx(calls)
-    assert {reason for result in results[1] for reason in result.finish_reasons} == {"eos", "length"}
+    assert {reason for result in results[1] for reason in result.finish_reasons} == {
+        "eos",
+        "length",
+    }
 
 
 def test_counting_and_scoring_agree(greedy):
@@ -182,10 +220,17 @@ def test_counting_and_scoring_agree(greedy):
     scored, counted = ways["score"], ways["count"]
     assert 0 < scored.alpha < 1 and scored.error > 0
     lengths = [result.lengths.tolist() for result in results[3]]
-    assert [rows.tolist() for rows in scored.lengths] == [rows.tolist() for rows in counted.lengths] == lengths
+    assert (
+        [rows.tolist() for rows in scored.lengths]
+        == [rows.tolist() for rows in counted.lengths]
+        == lengths
+    )
     stats = [result.stats for result in results[3]]
     examined = sum(int(one.examined_by_position.sum()) for one in stats)
-    assert counted.alpha == sum(one.accepted for one in stats) / examined and counted.positions == examined
+    assert (
+        counted.alpha == sum(one.accepted for one in stats) / examined
+        and counted.positions == examined
+    )
     first = [work.calls for work in counted.work["block", 3]]
     assert first == pytest.approx([max(row.target_calls for row in one.per_row) for one in stats])
     by_one = sum(counted.survival["block"][0][:1])
@@ -193,8 +238,12 @@ def test_counting_and_scoring_agree(greedy):
     assert [work.calls for work in counted.work["block", 1]] == pytest.approx(
         [calls * per_call / (1 + by_one) for calls in first]
     )
-    by_position = sum(one.accepted_by_position for one in stats) / sum(one.target_calls for one in stats)
-    assert [accepted for accepted, _ in counted.survival["block"]] == pytest.approx(by_position.tolist())
+    by_position = sum(one.accepted_by_position for one in stats) / sum(
+        one.target_calls for one in stats
+    )
+    assert [accepted for accepted, _ in counted.survival["block"]] == pytest.approx(
+        by_position.tolist()
+    )
     reached = sum(one.examined_by_position for one in stats)
     rates = sum(one.accepted_by_position for one in stats) / reached
     assert [accepted for accepted, _ in counted.by_depth["block"]] == pytest.approx(rates.tolist())
@@ -208,12 +257,18 @@ def test_calls_expected_when_sampling_are_those_made_on_average(verifier):
     batch = variants.cut(inputs, inputs, 512, 0)[0]
     drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     plain = generate(TARGET, batch.ids, key=batch.keys, **how.decoding(plain=True))
-    agreed = acceptance.agreement(TARGET, drafter.model, batch.ids, plain.tokens, plain.lengths, how.sampling())
+    agreed = acceptance.agreement(
+        TARGET, drafter.model, batch.ids, plain.tokens, plain.lengths, how.sampling()
+    )
     expected = []
     for row, length in enumerate(plain.lengths):
-        accepted = acceptance.along(agreed.log_ratio[row, :length], 3, acceptance.SURVIVAL[verifier])
+        accepted = acceptance.along(
+            agreed.log_ratio[row, :length], 3, acceptance.SURVIVAL[verifier]
+        )
         expected.append(formulas.calls_along(accepted, 3, plain.finish_reasons[row] == "eos"))
-    result = generate(TARGET, batch.ids, drafter=drafter, gamma=3, key=jax.random.key(9), **how.decoding())
+    result = generate(
+        TARGET, batch.ids, drafter=drafter, gamma=3, key=jax.random.key(9), **how.decoding()
+    )
     made = [row.target_calls for row in result.stats.per_row]
     expected = [calls for calls, _ in expected]
     error = np.hypot(np.std(made), np.std(expected)) / np.sqrt(512)
@@ -224,20 +279,30 @@ def test_calls_expected_when_sampling_are_those_made_on_average(verifier):
 SAMPLED = {
     "temperature": dict(temperature=1.0),
     "filters": dict(temperature=0.9, top_k=7, top_p=0.9),
-    "processors": dict(temperature=1.0, repetition_penalty=2.0, min_new_tokens=3, forbidden_tokens=(5,)),
+    "processors": dict(
+        temperature=1.0, repetition_penalty=2.0, min_new_tokens=3, forbidden_tokens=(5,)
+    ),
 }
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLED))
 def test_counting_and_overlap_agree_on_the_same_positions(name):
     """Corollary 3.6, on the real random path: within three standard errors of 256 rows."""
-    how, drafter = options(seed=1, **SAMPLED[name]), ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
+    how, drafter = (
+        options(seed=1, **SAMPLED[name]),
+        ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)),
+    )
     inputs = [[2 + i % 8, 3 + i % 5] for i in range(256)]
     batches = variants.cut(inputs, inputs, 128, 0)
     found = acceptance.compare(TARGET, drafter, batches, 3, how)
     result = [
         generate(
-            TARGET, batch.inputs, drafter=drafter, gamma=3, key=batch.keys, **how.decoding() | {"verifier": "token"}
+            TARGET,
+            batch.inputs,
+            drafter=drafter,
+            gamma=3,
+            key=batch.keys,
+            **how.decoding() | {"verifier": "token"},
         )
         for batch in batches
     ]
@@ -260,7 +325,9 @@ def test_counting_and_overlap_agree_whatever_verifies_the_rest():
 
 def test_nothing_drafted_is_nothing_to_compare():
     drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
-    assert acceptance.compare(TARGET, drafter, batches_of(2, 2), 3, options(max_new_tokens=1)) is None
+    assert (
+        acceptance.compare(TARGET, drafter, batches_of(2, 2), 3, options(max_new_tokens=1)) is None
+    )
 
 
 def test_counting_and_overlap_are_one_with_argmax():
@@ -272,10 +339,15 @@ def test_counting_and_overlap_are_one_with_argmax():
 def test_another_drafters_distribution_does_not_agree(monkeypatch):
     """The comparison is sharp: it tells a drafter from a worse one, and positions from their
     neighbours."""
-    drafter, inputs = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), [[2 + i % 8, 3] for i in range(256)]
+    drafter, inputs = (
+        ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)),
+        [[2 + i % 8, 3] for i in range(256)],
+    )
     batches, agreement = variants.cut(inputs, inputs, 256, 0), acceptance.agreement
     other = HashModel(V, 1, likeness=0.5, spread=6.0)
-    monkeypatch.setattr(acceptance, "agreement", lambda target, _, *rest: agreement(target, other, *rest))
+    monkeypatch.setattr(
+        acceptance, "agreement", lambda target, _, *rest: agreement(target, other, *rest)
+    )
     found = acceptance.compare(TARGET, drafter, batches, 3, options(temperature=0.5, seed=1))
     assert abs(found.difference) > 3 * found.standard_error
 
@@ -303,28 +375,45 @@ def test_damaged_models_are_named_with_the_number_of_the_input():
     broken = HashModel(V, 0, spread=6.0)
     broken.network = Broken(broken.dist)
     odd = [
-        place for place, ids in enumerate(inputs)
+        place
+        for place, ids in enumerate(inputs)
         if int(TARGET.network.prefill(np.array([ids]), np.array([len(ids)]), 9).inputs[0]) % 2
-    ]  # fmt: skip
+    ]
     assert 0 < len(odd) < 3
     variant = variants.Variant(0, lambda batch: generate(broken, batch.ids, max_new_tokens=3))
-    with pytest.raises(NonFiniteLogitsError, match=f"input ({'|'.join(map(str, odd))}): got logits from the target"):
+    with pytest.raises(
+        NonFiniteLogitsError, match=f"input ({'|'.join(map(str, odd))}): got logits from the target"
+    ):
         variants.one_pass({"plain": variant}, batches, 0, "pass")
     nothing = HashModel(V, 1)
-    nothing.logits = lambda *arguments, **options: np.full((*np.shape(arguments[1]), V), np.nan, np.float32)
-    with pytest.raises(NonFiniteLogitsError, match="input [012]: got logits from the drafter hash .* at new token 0"):
-        acceptance.score(sound, ModelDrafter(nothing), batches, ("token",), 2, options(temperature=1.0))
+    nothing.logits = lambda *arguments, **options: np.full(
+        (*np.shape(arguments[1]), V), np.nan, np.float32
+    )
+    with pytest.raises(
+        NonFiniteLogitsError,
+        match="input [012]: got logits from the drafter hash .* at new token 0",
+    ):
+        acceptance.score(
+            sound, ModelDrafter(nothing), batches, ("token",), 2, options(temperature=1.0)
+        )
 
 
 def test_what_cannot_be_scored_is_counted():
     """No model; and a verifier whose outputs are not the target's."""
     batches, model = batches_of(2, 2), ModelDrafter(DRAFT)
-    random = acceptance.measure_acceptance(TARGET, RandomDrafter(V), batches, ("block",), 2, options())
+    random = acceptance.measure_acceptance(
+        TARGET, RandomDrafter(V), batches, ("block",), 2, options()
+    )
     assert random.how == "counted" and 0 <= random.alpha < 1 and set(random.survival) == {"block"}
     lossy = options(verifier="lenient", lenience=1e-9)
-    assert acceptance.measure_acceptance(TARGET, model, batches, ("lenient",), 2, lossy).how == "counted"
     assert (
-        acceptance.measure_acceptance(TARGET, model, batches, ("gumbel",), 2, options(verifier="gumbel")).how
+        acceptance.measure_acceptance(TARGET, model, batches, ("lenient",), 2, lossy).how
+        == "counted"
+    )
+    assert (
+        acceptance.measure_acceptance(
+            TARGET, model, batches, ("gumbel",), 2, options(verifier="gumbel")
+        ).how
         == "scored"
     )
 
@@ -332,11 +421,15 @@ def test_what_cannot_be_scored_is_counted():
 def test_iterations_are_the_engines():
     """Each from the same lengths, with what the one before left."""
     drafter = ModelDrafter(DRAFT)
-    state, request = timing.iteration_state(TARGET, drafter, 2, 5, 2, max_new_tokens=8, key=jax.random.key(1))
+    state, request = timing.iteration_state(
+        TARGET, drafter, 2, 5, 2, max_new_tokens=8, key=jax.random.key(1)
+    )
     assert state.lengths.tolist() == [3, 3] and not state.done.any()
     expected, step = state, jax.jit(iteration.iterate)
     for _ in range(3):
-        expected = step(request.network, request.drafter, expected).replace(lengths=state.lengths, done=state.done)
+        expected = step(request.network, request.drafter, expected).replace(
+            lengths=state.lengths, done=state.done
+        )
     found = autotune.iterated_steps(request.network, request.drafter, state, np.int32(3))
     for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         if not jax.numpy.issubdtype(ours.dtype, jax.dtypes.prng_key):
@@ -355,8 +448,15 @@ def test_the_table_is_the_formulas():
         assert row["theorem_3_8"] == formulas.improvement(0.8, gamma, 0.1)
         assert row["with_verify_cost"] == pytest.approx(formulas.improvement(0.8, gamma, 0.1, v))
         assert row["by_position"]["block"]["tokens"] == pytest.approx(accept_probs)
-        assert row["by_position"]["block"]["with_verify_cost"] == pytest.approx(accept_probs / (0.1 * gamma + v))
-    best = {"theorem_3_8": 3, "with_verify_cost": 3, "by_position": {"block": 2}, "with_lengths": None}
+        assert row["by_position"]["block"]["with_verify_cost"] == pytest.approx(
+            accept_probs / (0.1 * gamma + v)
+        )
+    best = {
+        "theorem_3_8": 3,
+        "with_verify_cost": 3,
+        "by_position": {"block": 2},
+        "with_lengths": None,
+    }
     assert found["best_gamma"] == best
 
 
@@ -365,10 +465,14 @@ def test_calls_without_a_draft_are_over_one_position():
     rare = dataclasses.replace(ACCEPTED, drafting=0.1)
     found = expectations.expectations(rare, 0.0, {1: 1.0, 4: 1.6}, 3, {"block": [1.1, 0.9, 1.2]})
     row = found["table"][2]
-    assert row["verify_cost"] == pytest.approx(1.6) and row["theorem_3_8"] == formulas.improvement(0.8, 3, 0.0)
+    assert row["verify_cost"] == pytest.approx(1.6) and row["theorem_3_8"] == formulas.improvement(
+        0.8, 3, 0.0
+    )
     assert row["with_verify_cost"] == pytest.approx(formulas.improvement(0.8, 3, 0.0, 1.06))
     assert row["by_position"]["block"]["with_verify_cost"] == pytest.approx(2.8 / 1.06)
-    assert row["by_position"]["block"]["with_lengths"] == 1.2 and found["best_gamma"]["with_lengths"] == {"block": 3}
+    assert row["by_position"]["block"]["with_lengths"] == 1.2 and found["best_gamma"][
+        "with_lengths"
+    ] == {"block": 3}
     none = expectations.expectations(rare, 0.0, {1: 1.0, 4: 1.6}, 3, {"block": [0.9, 1.0, 0.8]})
     assert none["best_gamma"]["with_lengths"] == {"block": 0}, "no more than plain decoding"
 
@@ -376,25 +480,45 @@ def test_calls_without_a_draft_are_over_one_position():
 def test_whole_decodes_count_encoders_and_lengths():
     """By hand: two batches, of 8 and 16 ids; the drafter's calls are 0.1 steps each, v is 1.5 at γ
     = 1 and 2 at 2."""
-    seconds = {"target step": 2.0, "target encoder 8": 3.0, "target encoder 16": 5.0, "drafter encoder 8": 1.0,
-               "drafter encoder 16": 1.5}  # fmt: skip
+    seconds = {
+        "target step": 2.0,
+        "target encoder 8": 3.0,
+        "target encoder 16": 5.0,
+        "drafter encoder 8": 1.0,
+        "drafter encoder 16": 1.5,
+    }
     times = {name: Spread(value, value, value) for name, value in seconds.items()}
-    work = {("block", 1): [Work(8, 4.0, 4.0), Work(16, 6.0, 5.0)], ("block", 2): [Work(8, 3.0, 6.0)] * 2}
+    work = {
+        ("block", 1): [Work(8, 4.0, 4.0), Work(16, 6.0, 5.0)],
+        ("block", 2): [Work(8, 3.0, 6.0)] * 2,
+    }
     accepted = dataclasses.replace(ACCEPTED, lengths=[np.array([7, 4]), np.array([11])], work=work)
     found = expectations.with_lengths(accepted, [8, 16], 0.1, [1.0, 1.5, 2.0], times)
     plain = 3 + 5 + 2 * (7 + 11)
-    assert found == {"block": [
-        pytest.approx(plain / (8 + 2.5 + 2 * (10 * 1.5 + 9 * 0.1))),
-        pytest.approx(plain / (8 + 2.5 + 2 * (6 * 2 + 12 * 0.1))),
-    ]}  # fmt: skip
+    assert found == {
+        "block": [
+            pytest.approx(plain / (8 + 2.5 + 2 * (10 * 1.5 + 9 * 0.1))),
+            pytest.approx(plain / (8 + 2.5 + 2 * (6 * 2 + 12 * 0.1))),
+        ]
+    }
     no_model = {name: spread for name, spread in times.items() if "drafter" not in name}
-    rare = {("block", g): [dataclasses.replace(one, drafting=0.5) for one in work["block", g]] for g in (1, 2)}
-    found = expectations.with_lengths(dataclasses.replace(accepted, work=rare), [8, 16], 0.0, [1.0, 1.5, 2.0], no_model)
-    assert found["block"] == [pytest.approx(plain / (8 + 2 * 10 * 1.25)), pytest.approx(plain / (8 + 2 * 6 * 1.5))]
+    rare = {
+        ("block", g): [dataclasses.replace(one, drafting=0.5) for one in work["block", g]]
+        for g in (1, 2)
+    }
+    found = expectations.with_lengths(
+        dataclasses.replace(accepted, work=rare), [8, 16], 0.0, [1.0, 1.5, 2.0], no_model
+    )
+    assert found["block"] == [
+        pytest.approx(plain / (8 + 2 * 10 * 1.25)),
+        pytest.approx(plain / (8 + 2 * 6 * 1.5)),
+    ]
 
 
 def test_cost_of_a_draft_step():
-    spread = lambda seconds: Spread(seconds, seconds, seconds)
+    def spread(seconds):
+        return Spread(seconds, seconds, seconds)
+
     times = {"target step": spread(2.0), "call 4": spread(3.0), "iteration 4": spread(3.4)}
     assert expectations.draft_cost(4, times) == pytest.approx(0.4 / 4 / 2)
     assert expectations.draft_cost(4, times | {"iteration 4": spread(2.9)}) == 0, "noise is no gain"

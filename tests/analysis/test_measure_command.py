@@ -16,7 +16,14 @@ pair, cache, specdec = command_line.pair, command_line.cache, command_line.specd
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-FLAGS = ["--target=TARGET", "--dtype=float32", "--max_new_tokens=6", "--gamma_max=2", "--limit=2", "--repeats=1"]
+FLAGS = [
+    "--target=TARGET",
+    "--dtype=float32",
+    "--max_new_tokens=6",
+    "--gamma_max=2",
+    "--limit=2",
+    "--repeats=1",
+]
 
 
 # The command.
@@ -34,7 +41,9 @@ def test_command(specdec, sentences, tmp_path, drafter):
     code, out, err = specdec("measure", *FLAGS, f"--drafter={drafter}", *files)
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert [row.gamma for row in report_rows.rows(record)] == [row["gamma"] for row in record["table"]]
+    assert [row.gamma for row in report_rows.rows(record)] == [
+        row["gamma"] for row in record["table"]
+    ]
     assert out == summaries.measure_summary(record) + "\n"
     assert record["sentences"] == 2 and [row["gamma"] for row in record["table"]] == [1, 2]
     assert set(record["verify_cost"]) == {"1", "2", "3"} and record["cost_ratio"] >= 0
@@ -48,23 +57,37 @@ def test_command(specdec, sentences, tmp_path, drafter):
 
 def test_command_compares(specdec, sentences, tmp_path):
     files = ["--input_file", sentences, "--output", tmp_path / "record.json"]
-    code, out, err = specdec("measure", *FLAGS, "--drafter=DRAFTER", "--compare_alpha", "--temperature=1", *files)
+    code, out, err = specdec(
+        "measure", *FLAGS, "--drafter=DRAFTER", "--compare_alpha", "--temperature=1", *files
+    )
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     line = summaries.same_positions(record["same_positions"])
-    assert record["same_positions"]["positions"] > 0 and line in out and out == summaries.measure_summary(record) + "\n"
+    assert (
+        record["same_positions"]["positions"] > 0
+        and line in out
+        and out == summaries.measure_summary(record) + "\n"
+    )
     assert f"<p>{line}.</p>" in page.report([(tmp_path / "record.json", record)])
     code, out, err = specdec("measure", *FLAGS, "--drafter=lookup", "--compare_alpha", *files)
-    assert code == 2 and not out and "compare_alpha: got True with drafter='lookup', shortlist=None" in err
+    assert (
+        code == 2
+        and not out
+        and "compare_alpha: got True with drafter='lookup', shortlist=None" in err
+    )
 
 
 def test_figure_shows_what_the_record_says(monkeypatch):
     """Curves as they are handed to matplotlib."""
     record = {
-        "target": {"name": "a"}, "drafter": {"name": "b"}, "options": {"temperature": 0.0, "batch_size": 1},
-        "cost_ratio": 0.1, "verify_cost": {"1": 1.0, "2": 1.2, "4": 1.6}, "acceptance": ACCEPTED.record(),
+        "target": {"name": "a"},
+        "drafter": {"name": "b"},
+        "options": {"temperature": 0.0, "batch_size": 1},
+        "cost_ratio": 0.1,
+        "verify_cost": {"1": 1.0, "2": 1.2, "4": 1.6},
+        "acceptance": ACCEPTED.record(),
         **expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3),
-    }  # fmt: skip
+    }
     drawn, saved = [], []
 
     class Axes:
@@ -96,20 +119,30 @@ def test_figure_shows_what_the_record_says(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
     plots.improvement(record).savefig("figure.svg")
     curves = {label: values for label, _, values in drawn}
-    assert saved == ["figure.svg"] and curves["block"] == [0.8, 0.7, 0.3] and curves[None] == [1.0, 1.2, 1.6]
+    assert (
+        saved == ["figure.svg"]
+        and curves["block"] == [0.8, 0.7, 0.3]
+        and curves[None] == [1.0, 1.2, 1.6]
+    )
     assert curves["from α, v = 1"] == [row["theorem_3_8"] for row in record["table"]]
     assert curves["k most probable ids"] == [0.8, 0.9]
     assert curves["chain, block"] == [0.8, 0.875]
     assert curves["tree, k = 2: k most probable ids"] == [0.9, 0.85]
-    assert "         0.900 0.850 (tree, k = 2: k most probable ids)" in summaries.depth_lines(record["acceptance"])
+    assert "         0.900 0.850 (tree, k = 2: k most probable ids)" in summaries.depth_lines(
+        record["acceptance"]
+    )
 
 
 def test_figure_is_a_picture(tmp_path):
     record = {
-        "target": {"name": "a"}, "drafter": {"name": "b"}, "options": {"temperature": 0.0, "batch_size": 1},
-        "cost_ratio": 0.1, "verify_cost": {"1": 1.0, "4": 1.6}, "acceptance": ACCEPTED.record(),
+        "target": {"name": "a"},
+        "drafter": {"name": "b"},
+        "options": {"temperature": 0.0, "batch_size": 1},
+        "cost_ratio": 0.1,
+        "verify_cost": {"1": 1.0, "4": 1.6},
+        "acceptance": ACCEPTED.record(),
         **expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 4: 1.6}, 3),
-    }  # fmt: skip
+    }
     plots.improvement(record).savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 

@@ -21,7 +21,8 @@ from specdec_jax.analysis.tpu_chips import CHIPS, chip_line
 from specdec_jax.models import t5
 
 pytestmark = pytest.mark.skipif(
-    not (pathlib.Path(__file__).parents[2] / "scripts").is_dir(), reason="no scripts beside the tests"
+    not (pathlib.Path(__file__).parents[2] / "scripts").is_dir(),
+    reason="no scripts beside the tests",
 )
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "tpu_aot.py"
 PROGRAM = """
@@ -41,7 +42,9 @@ TINY = ["--target=tiny", "--drafter=tiny", "--input_length=8", "--max_new_tokens
 
 
 def compiled(*flags: str) -> tuple[int, dict]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, SCRIPT, *TINY, *flags], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, SCRIPT, *TINY, *flags], capture_output=True, text=True
+    )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -60,14 +63,20 @@ def test_a_pair_is_compiled_and_sized():
     assert record["floor_ms"] == pytest.approx(floor, abs=1.1e-3)
     assert record["iteration_ms"] == 0  # a CPU's compiler estimates no cycles
     record_checks.check(record)
-    assert "An iteration: 0.25 ms, floor 0." in rows.memory_estimate(record | {"iteration_ms": 0.25})
+    assert "An iteration: 0.25 ms, floor 0." in rows.memory_estimate(
+        record | {"iteration_ms": 0.25}
+    )
     assert "copy: unknown." in rows.memory_estimate(record | {"copied_in_loops": None})
 
 
 def test_a_beam_search_is_compiled_and_sized():
     flags = ["--gamma=2", "--num_beams=2", "--batch_size=8", "--max_new_tokens=256", "--iteration"]
     (code, record), (_, wide) = compiled(*flags), compiled(*flags, "--beam_width=999")
-    assert code == 0 and record["fits"] and "tiny with tiny, 2 beams, γ = 2, batch 8" in rows.memory_estimate(record)
+    assert (
+        code == 0
+        and record["fits"]
+        and "tiny with tiny, 2 beams, γ = 2, batch 8" in rows.memory_estimate(record)
+    )
     assert wide["state_gb"] > record["state_gb"] > 0  # a slot of the cache for each node of a call
 
 
@@ -101,12 +110,17 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 def test_what_is_read_from_a_program():
-    assert loop_copies(HLO) == ["f32[512,1024]"] and loop_copies(HLO, least=1) == ["f32[512,1024]", "f32[8]"]
+    assert loop_copies(HLO) == ["f32[512,1024]"] and loop_copies(HLO, least=1) == [
+        "f32[512,1024]",
+        "f32[8]",
+    ]
     assert collectives(HLO) == {"all-reduce": 1}
     lines = computations(HLO)["ENTRY"]
     # 3150 cycles, and 2,456,000 bytes at 1,228 GB/s.
     assert tpu_estimates.estimated_seconds(lines, CHIPS["v4"]) == pytest.approx(5e-6)
-    assert tpu_estimates.estimated_seconds(lines, CHIPS["v4"]._replace(clock=2.1)) == pytest.approx(3.5e-6)
+    assert tpu_estimates.estimated_seconds(lines, CHIPS["v4"]._replace(clock=2.1)) == pytest.approx(
+        3.5e-6
+    )
 
 
 LOOP = """
@@ -133,7 +147,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 @pytest.mark.parametrize(
-    "gamma, pairs, microseconds", [(7, True, 10 + 7 * 2), (7, False, 10 + 3 + 6 * 2), (1, True, 10), (0, True, 10)]
+    "gamma, pairs, microseconds",
+    [(7, True, 10 + 7 * 2), (7, False, 10 + 3 + 6 * 2), (1, True, 10), (0, True, 10)],
 )
 def test_an_iteration_is_a_pass_of_the_loop_with_gamma_draft_steps(gamma, pairs, microseconds):
     """What comes before the loop does not count; catching up does where steps are over one
@@ -146,7 +161,9 @@ def test_an_iteration_is_a_pass_of_the_loop_with_gamma_draft_steps(gamma, pairs,
 @pytest.mark.parametrize("more", [dict(tree=sd.Tree((0, 1))), dict(beams=2)])
 def test_an_iteration_that_walks_is_a_pass_with_its_inner_loops_at_every_level(more):
     case = Case((), "t5_1_1/xxl", "t5_1_1/small", 2, **more)
-    assert tpu_estimates.iteration_ms(case, CHIPS["v4"], LOOP) == pytest.approx(1e-3 * (10 + 3 * (3 + 2)))
+    assert tpu_estimates.iteration_ms(case, CHIPS["v4"], LOOP) == pytest.approx(
+        1e-3 * (10 + 3 * (3 + 2))
+    )
     assert tpu_estimates.iteration_ms(case, CHIPS["v4"], None) is None
 
 
@@ -165,11 +182,15 @@ def test_without_the_loops_text_an_iteration_is_single_calls(monkeypatch, capsys
     assert "no text of a program: UNIMPLEMENTED" in capsys.readouterr().err
     calls = {("t5_1_1/xxl", 8): 10e-3, ("t5_1_1/xxl", 2): 9e-3, ("t5_1_1/small", 2): 1e-3}
     monkeypatch.setattr(
-        tpu_estimates, "call_seconds", lambda case, chip, preset, width, drafts=False: calls[preset, width]
+        tpu_estimates,
+        "call_seconds",
+        lambda case, chip, preset, width, drafts=False: calls[preset, width],
     )
     plain = dataclasses.replace(PAIR, gamma=0)
     assert tpu_estimates.iteration_ms(PAIR, CHIPS["tpu7x"], None) == 17
-    assert tpu_estimates.iteration_ms(plain, CHIPS["tpu7x"], None) == 9  # a step, as over two positions
+    assert (
+        tpu_estimates.iteration_ms(plain, CHIPS["tpu7x"], None) == 9
+    )  # a step, as over two positions
 
 
 def test_an_iteration_of_which_no_text_can_be_read_has_no_estimate(monkeypatch, capsys):
@@ -182,7 +203,10 @@ def test_estimates_of_table_2_are_what_the_page_reads(monkeypatch):
     """c, v and improvement by the estimated seconds of single calls; a plain step that is
     estimated too dear, both ways."""
     seconds = {1: 3.0, 2: 1.0, 4: 1.25, 6: 1.25, 8: 1.5}
-    of_call = lambda case, chip, preset, width, drafts=False: 0.1 if drafts else seconds[width]
+
+    def of_call(case, chip, preset, width, drafts=False):
+        return 0.1 if drafts else seconds[width]
+
     monkeypatch.setattr(tpu_estimates, "call_seconds", of_call)
     found = tpu_estimates.times(PAIR, CHIPS["v4"])
     lines = rows.time_estimates({"times": found})
@@ -190,7 +214,9 @@ def test_estimates_of_table_2_are_what_the_page_reads(monkeypatch):
     tokens = (1 - 0.75**8) / 0.25
     c, v, gain, c_two, v_two, gain_two = map(float, lines[0][5:11])
     assert (c, v) == (0.033, 0.5) and gain == pytest.approx(tokens / (7 * 0.1 / 3 + 0.5), abs=0.006)
-    assert (c_two, v_two) == (0.1, 1.5) and gain_two == pytest.approx(tokens / (0.7 + 1.5), abs=0.006)
+    assert (c_two, v_two) == (0.1, 1.5) and gain_two == pytest.approx(
+        tokens / (0.7 + 1.5), abs=0.006
+    )
     assert found["target_call_1_ms"] == 3000 and "not a measurement" in found["what"]
 
 
@@ -207,8 +233,13 @@ def test_networks_are_shapes_on_the_devices(case):
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(whole.params))
     assert whole.rules is None and meshed.rules is not None and size(meshed) == size(whole) > 0
     assert size(rounded.network("tiny")) < size(whole)
-    assert size(rounded.network("tiny", drafts=True)) == size(whole)  # only the target's kernels are rounded
-    assert case.model_drafter() is not None and dataclasses.replace(case, gamma=0).model_drafter() is None
+    assert size(rounded.network("tiny", drafts=True)) == size(
+        whole
+    )  # only the target's kernels are rounded
+    assert (
+        case.model_drafter() is not None
+        and dataclasses.replace(case, gamma=0).model_drafter() is None
+    )
 
 
 def test_a_mesh_of_more_devices_than_there_are_is_rejected(case):
@@ -225,7 +256,10 @@ FITS = {"needed_gb": 23.4, "memory_gb": 32, "fits": True, "floor_ms": 10.0, "ite
     [
         (FITS, "v4 23.4 of 32 yes 12.50 ms 10.00 ms 1.25"),
         (FITS | {"fits": False, "iteration_ms": None}, "v4 23.4 of 32 no - 10.00 ms -"),
-        ({"failed": "RESOURCE_EXHAUSTED: used 23G of 15G"}, "v4 does not fit: RESOURCE_EXHAUSTED: used 23G of 15G"),
+        (
+            {"failed": "RESOURCE_EXHAUSTED: used 23G of 15G"},
+            "v4 does not fit: RESOURCE_EXHAUSTED: used 23G of 15G",
+        ),
         ({"failed": "INTERNAL: no"}, "v4 failed: INTERNAL: no"),
     ],
 )
@@ -249,7 +283,10 @@ def test_every_chip_has_a_process_and_a_line(script, monkeypatch, capfd):
     assert asked == [["--gamma=3", f"--chip={chip}", "--iteration"] for chip in CHIPS]
     printed = capfd.readouterr()
     assert [line.split()[0] for line in printed.out.splitlines()[2:]] == list(CHIPS)
-    assert "v5e, in a process of its own" in printed.err and "nothing here is a measurement" in printed.out
+    assert (
+        "v5e, in a process of its own" in printed.err
+        and "nothing here is a measurement" in printed.out
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,7 +295,10 @@ def test_every_chip_has_a_process_and_a_line(script, monkeypatch, capfd):
         (["--chip=all", "--times"], "times: got True"),
         (["--chip=all", "--memory_gb=3"], "memory_gb: got 3"),
         (["--chip=all", "--tree=widths:2"], "tree: got widths:2"),
-        (["--quantize=int8", "--mesh=1x4"], "quantize: got int8 with --mesh=1x4, expected one device"),
+        (
+            ["--quantize=int8", "--mesh=1x4"],
+            "quantize: got int8 with --mesh=1x4, expected one device",
+        ),
         (["--topology=v5e:2x2"], "expected one of that chip"),
         (["--tree=widths:2", "--num_beams=2"], "tree: got widths:2 with --num_beams=2"),
         (["--tree=widths:2", "--gamma=3"], "gamma: got 3 with --tree=widths:2"),

@@ -13,19 +13,25 @@ from specdec_jax.analysis.report import plots, tree_plot
 from specdec_jax.decoding.trace import TraceStep, TreeNode, TreeStep
 
 TARGET = types.SimpleNamespace(
-    eos_ids=(1,), start_token=0,
+    eos_ids=(1,),
+    start_token=0,
     vocabulary=types.SimpleNamespace(piece=lambda token: "\n" if token == 9 else f" t{token}"),
-)  # fmt: skip
+)
 
 
 def step(parents, path, corrected=7, tokens=None) -> TraceStep:
     """A step with nodes of the tokens 10, 11, …; the ratio of node n is n."""
     tokens = tokens or [0, *range(11, 11 + len(parents))]
-    nodes = [TreeNode(tokens[node], parent, node / 64, 1 / 64) for node, parent in enumerate([-1, *parents])]
+    nodes = [
+        TreeNode(tokens[node], parent, node / 64, 1 / 64)
+        for node, parent in enumerate([-1, *parents])
+    ]
     tree = TreeStep(nodes, path)
     children = tree.children(path[-1])
     rejected = nodes[children[0]].token if children else None
-    return TraceStep([tokens[node] for node in path[1:]], rejected, corrected, len(parents), None, tree)
+    return TraceStep(
+        [tokens[node] for node in path[1:]], rejected, corrected, len(parents), None, tree
+    )
 
 
 # Numbered by breadth, so that lines come in another order than numbers.
@@ -59,9 +65,18 @@ def test_each_node_has_a_line_and_the_path_is_marked():
 def test_p_q_and_their_ratio():
     lines = plain(tree_drawing.tree_lines(STEP, TARGET, numbers=True))
     assert lines[0].split() == ["#", "sees", "p", "q", "p/q"]
-    assert [line.split()[2:5] for line in lines[2:4]] == [["0.0156", "0.0156", "1"], ["0.0469", "0.0156", "3"]]
-    lawless = STEP._replace(tree=TreeStep([node._replace(q=None) for node in STEP.tree.nodes], STEP.tree.path))
-    assert plain(tree_drawing.tree_lines(lawless, TARGET, numbers=True))[3].split()[2:5] == ["0.0469", "-", "-"]
+    assert [line.split()[2:5] for line in lines[2:4]] == [
+        ["0.0156", "0.0156", "1"],
+        ["0.0469", "0.0156", "3"],
+    ]
+    lawless = STEP._replace(
+        tree=TreeStep([node._replace(q=None) for node in STEP.tree.nodes], STEP.tree.path)
+    )
+    assert plain(tree_drawing.tree_lines(lawless, TARGET, numbers=True))[3].split()[2:5] == [
+        "0.0469",
+        "-",
+        "-",
+    ]
 
 
 @pytest.mark.parametrize("numbers", [False, True])
@@ -83,9 +98,16 @@ def test_eighty_columns(nodes, numbers):
 
 
 def test_the_step_that_is_drawn():
-    spine, longer, chain = step([0, 0], [0, 1]), step([0, 1, 0], [0, 1, 2]), TraceStep([5], None, 7, 2, None)
+    spine, longer, chain = (
+        step([0, 0], [0, 1]),
+        step([0, 1, 0], [0, 1, 2]),
+        TraceStep([5], None, 7, 2, None),
+    )
     aside = step([0, 0], [0, 2])
-    assert tree_drawing.instructive([chain]) is None and tree_drawing.instructive([step([], [0])]) is None
+    assert (
+        tree_drawing.instructive([chain]) is None
+        and tree_drawing.instructive([step([], [0])]) is None
+    )
     assert tree_drawing.instructive([chain, spine, longer, spine]) == 2
     assert tree_drawing.instructive([longer, spine, aside, aside]) == 2
 
@@ -100,9 +122,15 @@ def test_figure_of_a_tree():
     figure = tree_plot.token_tree(tree_drawing.Drawn.from_step(STEP, TARGET))
     left, right = figure.axes
     colours = {text.get_text(): text.get_bbox_patch().get_edgecolor() for text in left.texts}
-    assert list(sorted(colours)) == sorted(["[START]", "t11", "t13", "t14", "t16", "t7", "t12", "t15"])
+    assert list(sorted(colours)) == sorted(
+        ["[START]", "t11", "t13", "t14", "t16", "t7", "t12", "t15"]
+    )
     green = colours["[START]"]
-    assert {text for text, colour in colours.items() if colour == green} == {"[START]", "t11", "t14"}
+    assert {text for text, colour in colours.items() if colour == green} == {
+        "[START]",
+        "t11",
+        "t14",
+    }
     assert colours["t7"] not in (green, colours["t13"])
     assert mask_of(right, 7) == [
         [2, 0, 0, 0, 0, 0, 0],
@@ -129,10 +157,18 @@ def mask_of(axes, size: int) -> list[list[int]]:
 def test_a_tree_is_read_as_it_was_written():
     drawn = tree_drawing.Drawn.from_step(STEP, TARGET)
     record = json.loads(json.dumps(drawn.record()))
-    assert record["nodes"][4] == {"text": " t14", "token": 14, "parent": 1, "p": 4 / 64, "q": 1 / 64}
+    assert record["nodes"][4] == {
+        "text": " t14",
+        "token": 14,
+        "parent": 1,
+        "p": 4 / 64,
+        "q": 1 / 64,
+    }
     read = tree_drawing.Drawn.read(record)
     assert (read.texts, read.own) == (drawn.texts, " t7") and read.tree.path == [0, 1, 4]
-    assert [read.tree.line(node) for node in range(7)] == [STEP.tree.line(node) for node in range(7)]
+    assert [read.tree.line(node) for node in range(7)] == [
+        STEP.tree.line(node) for node in range(7)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -151,4 +187,6 @@ def test_a_tree_is_read_as_it_was_written():
 )
 def test_no_tree(parents, path, message):
     with pytest.raises(ValueError, match=message):
-        tree_drawing.Drawn.read({"nodes": [{"text": "", "parent": p} for p in parents], "path": path, "own": None})
+        tree_drawing.Drawn.read(
+            {"nodes": [{"text": "", "parent": p} for p in parents], "path": path, "own": None}
+        )

@@ -38,7 +38,9 @@ def load(folder, dtype="float32"):
 def add(folder, name, params):
     """Adds weights to a folder, as a second saving into it would."""
     if name in ("model.safetensors", "model.safetensors.index.json"):
-        make.write_hf(folder, make.to_tensors(params), shards=1 if name == "model.safetensors" else 3)
+        make.write_hf(
+            folder, make.to_tensors(params), shards=1 if name == "model.safetensors" else 3
+        )
     elif name == "flax_model.msgpack":
         make.write_hf_flax(folder, params)
     elif name == "checkpoint_7":
@@ -65,19 +67,24 @@ def test_of_several_files_transformers_choice_is_read(names, tmp_path):
     model, said = load(tmp_path / "model")
     assert_params(model)
     others = ", ".join(name for name in names if name != chosen)
-    assert said == [f"{tmp_path / 'model'}: several checkpoints are there: reading {chosen}, leaving {others}"]
+    assert said == [
+        f"{tmp_path / 'model'}: several checkpoints are there: reading {chosen}, leaving {others}"
+    ]
 
 
-@pytest.mark.parametrize("first, second", [
-    ("model.safetensors", "flax_model.msgpack"),
-    ("model.safetensors.index.json", "flax_model.msgpack"),
-    ("flax_model.msgpack", "pytorch_model.bin"),
-    ("model.safetensors", "checkpoint_7"),
-    ("flax_model.msgpack", "checkpoint_7"),
-    ("checkpoint_7", "pytorch_model.bin"),
-    ("params", "model.safetensors"),
-    ("params", "checkpoint_7"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ("model.safetensors", "flax_model.msgpack"),
+        ("model.safetensors.index.json", "flax_model.msgpack"),
+        ("flax_model.msgpack", "pytorch_model.bin"),
+        ("model.safetensors", "checkpoint_7"),
+        ("flax_model.msgpack", "checkpoint_7"),
+        ("checkpoint_7", "pytorch_model.bin"),
+        ("params", "model.safetensors"),
+        ("params", "checkpoint_7"),
+    ],
+)
 def test_formats_that_transformers_does_not_know(first, second, tmp_path):
     for name in (second, first):  # the later one writes config.json
         add(tmp_path / "model", name, PARAMS if name == first else OTHER)
@@ -119,10 +126,16 @@ CASES = [name.removeprefix("logits/") for name in EMBEDDINGS if name.startswith(
 
 
 def golden_folder(folder, names):
-    tensors = {name.removeprefix("tensor/"): x for name, x in EMBEDDINGS.items() if name.startswith("tensor/")}
+    tensors = {
+        name.removeprefix("tensor/"): x
+        for name, x in EMBEDDINGS.items()
+        if name.startswith("tensor/")
+    }
     tensors |= {name: EMBEDDINGS[f"embedding/{name}"] for name in names.split("+")}
     shape = dict(num_heads=2, d_kv=8, num_layers=1, num_decoder_layers=1, d_ff=24, vocab_size=40)
-    return make.write_hf(folder, tensors, **shape, tie_word_embeddings="lm_head.weight" not in names)
+    return make.write_hf(
+        folder, tensors, **shape, tie_word_embeddings="lm_head.weight" not in names
+    )
 
 
 @pytest.mark.parametrize("names", CASES)
@@ -135,7 +148,9 @@ def test_embeddings_that_differ_are_all_used(names, tmp_path):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """A model whose encoder has an embedding of its own, and whose head is the decoder's."""
-    folder = golden_folder(tmp_path_factory.mktemp("two"), "shared.weight+encoder.embed_tokens.weight")
+    folder = golden_folder(
+        tmp_path_factory.mktemp("two"), "shared.weight+encoder.embed_tokens.weight"
+    )
     return load(folder)[0]
 
 
@@ -144,7 +159,9 @@ def test_the_decode_loop_uses_both(two):
     inputs = EMBEDDINGS["inputs"]
     expected = greedy_tokens(two, inputs, [6, 6], 6, two.eos_ids)
     for drafter in ("plain", "speculative"):
-        np.testing.assert_array_equal(engine_tokens(two, inputs, [6, 6], 6, drafter=drafter), expected)
+        np.testing.assert_array_equal(
+            engine_tokens(two, inputs, [6, 6], 6, drafter=drafter), expected
+        )
 
 
 @pytest.mark.parametrize("form", ["specdec", "huggingface"])
@@ -157,7 +174,9 @@ def test_both_are_written(two, form, tmp_path):
 
 @pytest.mark.parametrize("form", ["t5x", "t5x_legacy"])
 def test_t5x_has_no_place_for_both(two, form, tmp_path):
-    with pytest.raises(ValueError, match=f"got '{form}' for a model whose encoder has an embedding of its own"):
+    with pytest.raises(
+        ValueError, match=f"got '{form}' for a model whose encoder has an embedding of its own"
+    ):
         converter.save(two, tmp_path / "out", format=form)
     assert "got separate_embeddings" in t5x.why_not(two.config)
 
@@ -176,8 +195,10 @@ def test_int8_and_a_network_of_its_own_shape(two, tmp_path):
 
 
 WRAPPED = {
-    "module.{}": ["module."], "_orig_mod.{}": ["_orig_mod."], "_orig_mod.module.{}": ["_orig_mod.", "module."],
-}  # fmt: skip
+    "module.{}": ["module."],
+    "_orig_mod.{}": ["_orig_mod."],
+    "_orig_mod.module.{}": ["_orig_mod.", "module."],
+}
 
 
 @pytest.mark.parametrize("form", ["safetensors", "shards", "flax"])
@@ -198,7 +219,9 @@ def test_prefixes_of_wrappers_are_left_out(wrapped, form, tmp_path):
 
 
 def test_a_wrapped_part_of_a_model(tmp_path):
-    inside = {name.replace("encoder.block", "encoder._orig_mod.block"): x for name, x in TENSORS.items()}
+    inside = {
+        name.replace("encoder.block", "encoder._orig_mod.block"): x for name, x in TENSORS.items()
+    }
     model, said = load(make.write_hf(tmp_path / "inside", inside))
     assert_params(model)
     assert len(said) == 1
@@ -225,35 +248,52 @@ def test_causal_masks_of_a_gpt2_may_have_any_dtype(dtype, prefix, tmp_path):
 
 def test_another_dtype_where_a_parameter_is_expected_is_rejected(tmp_path):
     wrong = TENSORS | {"shared.weight": np.ones((40, 16), np.uint8)}
-    with pytest.raises(ValueError, match="parameter token_embedder/embedding: got dtype U8, expected one of float32"):
+    with pytest.raises(
+        ValueError,
+        match="parameter token_embedder/embedding: got dtype U8, expected one of float32",
+    ):
         load(make.write_hf(tmp_path / "tensors", wrong))
     tree = {"shared": {"embedding": np.ones((40, 16), np.int32)}}
     (tmp_path / "flax").mkdir()
     (tmp_path / "flax" / "config.json").write_text(json.dumps(HF_CONFIG))
-    (tmp_path / "flax" / "flax_model.msgpack").write_bytes(flax.serialization.msgpack_serialize(tree))
+    (tmp_path / "flax" / "flax_model.msgpack").write_bytes(
+        flax.serialization.msgpack_serialize(tree)
+    )
     with pytest.raises(ValueError, match="parameter .*: got"):
         load(tmp_path / "flax")
 
 
-@pytest.mark.parametrize("wrong", [np.ones((40, 16), np.int32), np.array(3.0, np.float32)], ids=["int32", "scalar"])
+@pytest.mark.parametrize(
+    "wrong", [np.ones((40, 16), np.int32), np.array(3.0, np.float32)], ids=["int32", "scalar"]
+)
 def test_embeddings_that_are_no_matrices_of_numbers_are_rejected_by_name(wrong, tmp_path):
     names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-    with pytest.raises(ValueError, match="parameter token_embedder/embedding: got (dtype I32|shape)"):
+    with pytest.raises(
+        ValueError, match="parameter token_embedder/embedding: got (dtype I32|shape)"
+    ):
         load(make.write_hf(tmp_path, TENSORS | dict.fromkeys(names, wrong)))
 
 
 def test_of_tied_tensors_a_file_may_hold_the_head_alone(tmp_path):
     """As safetensors may keep either name of one tensor; transformers 5.24 reads both models."""
-    tied = TENSORS | {"shared.weight": TENSORS["lm_head.weight"]} if "lm_head.weight" in TENSORS else dict(TENSORS)
+    tied = (
+        TENSORS | {"shared.weight": TENSORS["lm_head.weight"]}
+        if "lm_head.weight" in TENSORS
+        else dict(TENSORS)
+    )
     tied.pop("lm_head.weight", None)
-    renamed = {("lm_head.weight" if name == "shared.weight" else name): x for name, x in tied.items()}
+    renamed = {
+        ("lm_head.weight" if name == "shared.weight" else name): x for name, x in tied.items()
+    }
     expected, _ = load(make.write_hf(tmp_path / "usual", tied, tie_word_embeddings=True))
     found, _ = load(make.write_hf(tmp_path / "t5", renamed, tie_word_embeddings=True))
     assert found.config == expected.config and found.config.logits_via_embedding
     assert_params(found, parameters.flatten(expected.params))
     with pytest.raises(ValueError, match="parameter token_embedder/embedding: got none"):
         load(make.write_hf(tmp_path / "separate", renamed, tie_word_embeddings=False))
-    config = sd.GPTConfig(vocab_size=24, emb_dim=8, num_heads=2, num_decoder_layers=1, mlp_dim=16, num_positions=8)
+    config = sd.GPTConfig(
+        vocab_size=24, emb_dim=8, num_heads=2, num_decoder_layers=1, mlp_dim=16, num_positions=8
+    )
     gpt = sd.LanguageModel.random(config, eos_ids=())
     flat = {name: np.asarray(x) for name, x in parameters.flatten(gpt.params).items()}
     tensors = {huggingface_gpt.tensor_name(name): x for name, x in flat.items()}
@@ -275,11 +315,16 @@ def test_of_tied_tensors_a_file_may_hold_the_head_alone(tmp_path):
     assert_params(load(tmp_path / "gpt")[0], flat)
     tensors["transformer.h.0.ln_1.weight"] = tensors["h.0.ln_1.weight"] + 1
     safetensors.numpy.save_file(tensors, tmp_path / "gpt" / "model.safetensors")
-    with pytest.raises(ValueError, match="gpt: got two tensors that are h.0.ln_1.weight, with and without transformer"):
+    with pytest.raises(
+        ValueError,
+        match="gpt: got two tensors that are h.0.ln_1.weight, with and without transformer",
+    ):
         load(tmp_path / "gpt")
 
 
 def test_an_adapter_without_its_model_says_how_to_merge_it(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    with pytest.raises(ValueError, match="got a PEFT adapter without its model, expected a whole model; merge them"):
+    with pytest.raises(
+        ValueError, match="got a PEFT adapter without its model, expected a whole model; merge them"
+    ):
         loader.load(tmp_path)

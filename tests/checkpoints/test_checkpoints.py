@@ -68,7 +68,9 @@ def test_other_stored_dtypes(stored, tmp_path):
 def test_t5x_in_bfloat16(tmp_path):
     params = {name: x.astype(ml_dtypes.bfloat16) for name, x in PARAMS.items()}
     make.write_t5x_legacy(tmp_path / "checkpoint_7", params)
-    assert_params(loader.load(tmp_path, "float32"), {name: x.astype(np.float32) for name, x in params.items()})
+    assert_params(
+        loader.load(tmp_path, "float32"), {name: x.astype(np.float32) for name, x in params.items()}
+    )
 
 
 def test_large_leaves_are_read_in_blocks(tmp_path, monkeypatch):
@@ -79,16 +81,22 @@ def test_large_leaves_are_read_in_blocks(tmp_path, monkeypatch):
         assert_params(loader.load(tmp_path / form, "float32"))
 
 
-@pytest.mark.parametrize("config", [TINY, TINY_1_0, dataclasses.replace(TINY, mlp_activations=("silu", "linear"))])
+@pytest.mark.parametrize(
+    "config", [TINY, TINY_1_0, dataclasses.replace(TINY, mlp_activations=("silu", "linear"))]
+)
 def test_expected_shapes_are_those_of_the_network(config):
     tokens = jnp.ones((1, 1), jnp.int32)
     tree = jax.eval_shape(T5(config).init, jax.random.key(0), tokens, tokens > 0, tokens)["params"]
-    assert parameters.parameter_shapes(config) == {name: leaf.shape for name, leaf in parameters.flatten(tree).items()}
+    assert parameters.parameter_shapes(config) == {
+        name: leaf.shape for name, leaf in parameters.flatten(tree).items()
+    }
 
 
 def test_parameter_counts():
     assert parameters.parameter_count(PRESETS["t5_1_1/small"]) == 76_961_152  # T5X's own count
-    assert parameters.parameter_count(PRESETS["t5_1_0/small"]) == 60_506_624  # Hugging Face's t5-small
+    assert (
+        parameters.parameter_count(PRESETS["t5_1_0/small"]) == 60_506_624
+    )  # Hugging Face's t5-small
 
 
 def test_tensor_names():
@@ -152,7 +160,11 @@ def test_the_head_and_its_scale(case, tmp_path):
 
 @pytest.mark.parametrize(
     "feed_forward, activations",
-    [("gated-silu", ("silu", "linear")), ("gated-gelu", ("gelu", "linear")), ("gated-relu", ("relu", "linear"))],
+    [
+        ("gated-silu", ("silu", "linear")),
+        ("gated-gelu", ("gelu", "linear")),
+        ("gated-relu", ("relu", "linear")),
+    ],
 )
 def test_feed_forward(feed_forward, activations, tmp_path):
     model = loader.load(make.write_hf(tmp_path, TENSORS, feed_forward_proj=feed_forward), "float32")
@@ -161,9 +173,12 @@ def test_feed_forward(feed_forward, activations, tmp_path):
 
 def test_duplicates_and_what_nothing_uses_are_ignored(tmp_path):
     extra = {
-        name: TENSORS["shared.weight"].copy() for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+        name: TENSORS["shared.weight"].copy()
+        for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     }
-    extra["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = np.zeros((32, 2), np.float32)
+    extra["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = np.zeros(
+        (32, 2), np.float32
+    )
     assert_params(loader.load(make.write_hf(tmp_path / "all", TENSORS | extra), "float32"))
     moved = {name: x for name, x in TENSORS.items() if name != "shared.weight"}
     moved["encoder.embed_tokens.weight"] = TENSORS["shared.weight"]
@@ -173,8 +188,16 @@ def test_duplicates_and_what_nothing_uses_are_ignored(tmp_path):
 SPECIAL_IDS = [
     (dict(), dict(), (0, (1,))),
     (dict(decoder_start_token_id=3, eos_token_id=5), dict(), (3, (5,))),
-    (dict(decoder_start_token_id=3, eos_token_id=5), dict(decoder_start_token_id=4, eos_token_id=[6, 7]), (4, (6, 7))),
-    (dict(decoder_start_token_id=3, eos_token_id=[5]), dict(decoder_start_token_id=None, eos_token_id=None), (3, (5,))),
+    (
+        dict(decoder_start_token_id=3, eos_token_id=5),
+        dict(decoder_start_token_id=4, eos_token_id=[6, 7]),
+        (4, (6, 7)),
+    ),
+    (
+        dict(decoder_start_token_id=3, eos_token_id=[5]),
+        dict(decoder_start_token_id=None, eos_token_id=None),
+        (3, (5,)),
+    ),
 ]
 
 
@@ -192,7 +215,9 @@ def test_the_newest_step_is_taken(tmp_path):
     (tmp_path / "checkpoint_11").mkdir()  # empty: a writer was killed
     shutil.copytree(tmp_path / "checkpoint_2", tmp_path / "checkpoint_12.orbax-checkpoint-tmp-3")
     assert_params(loader.load(tmp_path, "float32"), make.random_params(TINY, seed=10))
-    assert_params(loader.load(tmp_path / "checkpoint_9", "float32"), make.random_params(TINY, seed=9))
+    assert_params(
+        loader.load(tmp_path / "checkpoint_9", "float32"), make.random_params(TINY, seed=9)
+    )
 
 
 def test_t5x_takes_a_configuration(tmp_path):
@@ -217,7 +242,9 @@ def test_t5x_vocabularies(tmp_path):
     assert beside.fingerprint() == given.fingerprint()
     own = vocabularies.SentencePieceVocabulary.load(SPIECE)
     assert loader.load(tmp_path, "float32", vocabulary=own).vocabulary is own
-    tokenizer = loader.load(tmp_path, "float32", vocabulary=str(GOLDEN / "hf_tokenizer" / "tokenizer.json")).vocabulary
+    tokenizer = loader.load(
+        tmp_path, "float32", vocabulary=str(GOLDEN / "hf_tokenizer" / "tokenizer.json")
+    ).vocabulary
     assert tokenizer.size == 220
     with pytest.raises(ValueError, match="got no such file"):
         loader.load(tmp_path, "float32", vocabulary=tmp_path / "absent.model")
@@ -270,7 +297,9 @@ def test_links_as_in_hugging_faces_cache(tmp_path):
 VOCABULARIES = {
     "none": lambda: None,
     "sentencepiece": lambda: vocabularies.SentencePieceVocabulary.load(SPIECE, 20),
-    "tokenizer_json": lambda: vocabularies.TokenizerJsonVocabulary.load(GOLDEN / "hf_tokenizer" / "tokenizer.json"),
+    "tokenizer_json": lambda: vocabularies.TokenizerJsonVocabulary.load(
+        GOLDEN / "hf_tokenizer" / "tokenizer.json"
+    ),
     "bytes": lambda: vocabularies.ByteVocabulary(3),
 }
 
@@ -279,7 +308,10 @@ VOCABULARIES = {
 def test_save_and_load(kind, tmp_path):
     config = dataclasses.replace(TINY, vocab_size=264, dropout_rate=0.1, scale_decoder_outputs=True)
     params, vocabulary = make.random_params(config), VOCABULARIES[kind]()
-    converter.save(model_of(params, config, vocabulary, start_token=2, eos_ids=(1, 7)), tmp_path / "deep" / "model")
+    converter.save(
+        model_of(params, config, vocabulary, start_token=2, eos_ids=(1, 7)),
+        tmp_path / "deep" / "model",
+    )
     model = loader.load(tmp_path / "deep" / "model", "float32")
     assert_params(model, params)
     assert (model.config, model.start_token, model.eos_ids) == (config, 2, (1, 7))
@@ -290,7 +322,12 @@ def test_save_and_load(kind, tmp_path):
 @pytest.mark.parametrize("eos_ids", [(), (5, 1)])
 def test_saved_eos_ids_are_those_of_the_model_even_if_none(eos_ids, tmp_path):
     converter.save(
-        model_of(vocabulary=vocabularies.ByteVocabulary(3), config=WIDE, params=WIDE_PARAMS, eos_ids=eos_ids),
+        model_of(
+            vocabulary=vocabularies.ByteVocabulary(3),
+            config=WIDE,
+            params=WIDE_PARAMS,
+            eos_ids=eos_ids,
+        ),
         tmp_path / "model",
     )
     assert loader.load(tmp_path / "model", "float32").eos_ids == eos_ids
@@ -314,7 +351,10 @@ def test_a_pair_shares_the_vocabulary_above(tmp_path):
     for role in ("target", "drafter"):
         converter.save(model, tmp_path / role)
         assert not (tmp_path / role / "spiece.model").exists()
-        assert loader.load(tmp_path / role, "float32").vocabulary.fingerprint() == vocabulary.fingerprint()
+        assert (
+            loader.load(tmp_path / role, "float32").vocabulary.fingerprint()
+            == vocabulary.fingerprint()
+        )
     (tmp_path / "spiece.model").write_bytes(b"another")
     converter.save(model, tmp_path / "target")
     assert loader.load(tmp_path / "target", "float32").vocabulary.size == 200
@@ -334,7 +374,10 @@ def test_saving_replaces_a_model_and_nothing_else(tmp_path):
 
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     converter.save(model_of(), tmp_path / "model")
-    fail = lambda params, path: (_ for _ in ()).throw(OSError("disk full"))
+
+    def fail(params, path):
+        return (_ for _ in ()).throw(OSError("disk full"))
+
     monkeypatch.setattr(loader.native_format, "_write_params", fail)
     with pytest.raises(OSError):
         converter.save(model_of(make.random_params(TINY, seed=1)), tmp_path / "model")

@@ -62,30 +62,81 @@ ARRAY = "checkpoint_7/target.encoder.layers_1.mlp.wo.kernel"
 WO = "encoder.block.1.layer.1.DenseReluDense.wo.weight"
 BAD = {
     # what: (format or tensors, what is done to the folder, what the line says)
-    "no path": ("safetensors", lambda p: remove(p), "got no such path, expected a checkpoint folder"),
-    "a file": ("safetensors", lambda p: (remove(p), p.write_text("")), "got a file, expected a checkpoint folder"),
-    "empty folder": ("safetensors", lambda p: (remove(p), p.mkdir()), "got a folder of no known format, expected"),
-    "no config": ("safetensors", lambda p: remove(p / "config.json"), "got no config.json, expected"),
-    "broken config": ("safetensors", lambda p: truncate(p / "config.json"), "got no readable JSON .*, expected"),
-    "config is a list": ("safetensors", lambda p: (p / "config.json").write_text("[]"), "got list, expected an object"),
-    "no weights": ("safetensors", lambda p: remove(p / "model.safetensors"), "got no weights, expected "
-                                                                             "model.safetensors"),
+    "no path": (
+        "safetensors",
+        lambda p: remove(p),
+        "got no such path, expected a checkpoint folder",
+    ),
+    "a file": (
+        "safetensors",
+        lambda p: (remove(p), p.write_text("")),
+        "got a file, expected a checkpoint folder",
+    ),
+    "empty folder": (
+        "safetensors",
+        lambda p: (remove(p), p.mkdir()),
+        "got a folder of no known format, expected",
+    ),
+    "no config": (
+        "safetensors",
+        lambda p: remove(p / "config.json"),
+        "got no config.json, expected",
+    ),
+    "broken config": (
+        "safetensors",
+        lambda p: truncate(p / "config.json"),
+        "got no readable JSON .*, expected",
+    ),
+    "config is a list": (
+        "safetensors",
+        lambda p: (p / "config.json").write_text("[]"),
+        "got list, expected an object",
+    ),
+    "no weights": (
+        "safetensors",
+        lambda p: remove(p / "model.safetensors"),
+        "got no weights, expected model.safetensors",
+    ),
     "pytorch": (
         "safetensors",
         lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
         "got pytorch_model.bin only, expected model.safetensors; convert",
     ),
-    "umt5": ("safetensors", lambda p: edit_config(p, model_type="umt5"), "unknown architecture: got model_type 'umt5'"),
+    "umt5": (
+        "safetensors",
+        lambda p: edit_config(p, model_type="umt5"),
+        "unknown architecture: got model_type 'umt5'",
+    ),
     "bert": (
         "safetensors",
         lambda p: edit_config(p, model_type="bert", architectures=["BertModel"]),
         "expected t5 with T5ForConditionalGeneration or",
     ),
-    "encoder only": ("safetensors", lambda p: edit_config(p, architectures=["T5EncoderModel"]), "got .*T5EncoderModel"),
-    "no width": ("safetensors", lambda p: edit_config(p, d_model=None), "d_model: got None, expected an integer"),
-    "exact gelu": ("safetensors", lambda p: edit_config(p, feed_forward_proj="gelu"), "feed_forward_proj: got 'gelu'"),
-    "epsilon": ("safetensors", lambda p: edit_config(p, layer_norm_epsilon=1e-5), "layer_norm_epsilon: got 1e-05"),
-    "no heads": ("safetensors", lambda p: edit_config(p, num_heads=0), "num_heads: got 0, expected at least 1"),
+    "encoder only": (
+        "safetensors",
+        lambda p: edit_config(p, architectures=["T5EncoderModel"]),
+        "got .*T5EncoderModel",
+    ),
+    "no width": (
+        "safetensors",
+        lambda p: edit_config(p, d_model=None),
+        "d_model: got None, expected an integer",
+    ),
+    "exact gelu": (
+        "safetensors",
+        lambda p: edit_config(p, feed_forward_proj="gelu"),
+        "feed_forward_proj: got 'gelu'",
+    ),
+    "epsilon": (
+        "safetensors",
+        lambda p: edit_config(p, layer_norm_epsilon=1e-5),
+        "layer_norm_epsilon: got 1e-05",
+    ),
+    "no heads": (
+        "safetensors",
+        lambda p: edit_config(p, num_heads=0),
+        "num_heads: got 0, expected at least 1",
+    ),
     "other layers": (
         "safetensors",
         lambda p: edit_config(p, num_layers=3),
@@ -96,16 +147,41 @@ BAD = {
         lambda p: edit_config(p, num_layers=1),
         "got unexpected parameter encoder.block.1.layer.*, expected only",
     ),
-    "tensor missing": (without(WO), None, r"parameter encoder/layers_1/mlp/wo/kernel: got none, expected .*\(24, 16\)"),
-    "wrong shape": (reshaped(WO), None, r"encoder/layers_1/mlp/wo/kernel: got shape \(5, 3\), expected \(24, 16\)"),
-    "tensor too many": (TENSORS | {"adapter": np.zeros(2)}, None, "got unexpected parameter adapter, expected only"),
-    "integers": (TENSORS | {WO: np.zeros((16, 24), np.int32)}, None, "got dtype I32, expected one of"),
-    "truncated": ("safetensors", lambda p: truncate(p / "model.safetensors"), "got .*file not fully covered.*, "
-                                                                              "expected"),
-    "truncated header": ("safetensors", lambda p: truncate(p / "model.safetensors", 100), "got a header of .*, "
-                                                                                          "expected"),
-    "empty weights": ("safetensors", lambda p: truncate(p / "model.safetensors", 0), "got .*header too small.*, "
-                                                                                     "expected"),
+    "tensor missing": (
+        without(WO),
+        None,
+        r"parameter encoder/layers_1/mlp/wo/kernel: got none, expected .*\(24, 16\)",
+    ),
+    "wrong shape": (
+        reshaped(WO),
+        None,
+        r"encoder/layers_1/mlp/wo/kernel: got shape \(5, 3\), expected \(24, 16\)",
+    ),
+    "tensor too many": (
+        TENSORS | {"adapter": np.zeros(2)},
+        None,
+        "got unexpected parameter adapter, expected only",
+    ),
+    "integers": (
+        TENSORS | {WO: np.zeros((16, 24), np.int32)},
+        None,
+        "got dtype I32, expected one of",
+    ),
+    "truncated": (
+        "safetensors",
+        lambda p: truncate(p / "model.safetensors"),
+        "got .*file not fully covered.*, expected",
+    ),
+    "truncated header": (
+        "safetensors",
+        lambda p: truncate(p / "model.safetensors", 100),
+        "got a header of .*, expected",
+    ),
+    "empty weights": (
+        "safetensors",
+        lambda p: truncate(p / "model.safetensors", 0),
+        "got .*header too small.*, expected",
+    ),
     "damaged header": ("safetensors", damage_header, "got .*invalid JSON in header.*, expected"),
     "shard missing": (
         "shards",
@@ -114,48 +190,95 @@ BAD = {
     ),
     "shard swapped": (
         "shards",
-        lambda p: shutil.copy(p / "model-00001-of-00003.safetensors", p / "model-00002-of-00003.safetensors"),
+        lambda p: shutil.copy(
+            p / "model-00001-of-00003.safetensors", p / "model-00002-of-00003.safetensors"
+        ),
         "got no tensor .*, expected",
     ),
-    "broken index": ("shards", lambda p: truncate(p / "model.safetensors.index.json"), "index.json: got no readable "
-                                                                                       "JSON"),
-    "flax truncated": ("flax", lambda p: truncate(p / "flax_model.msgpack"), "got no readable msgpack"),
+    "broken index": (
+        "shards",
+        lambda p: truncate(p / "model.safetensors.index.json"),
+        "index.json: got no readable JSON",
+    ),
+    "flax truncated": (
+        "flax",
+        lambda p: truncate(p / "flax_model.msgpack"),
+        "got no readable msgpack",
+    ),
     "flax end cut": (
         "flax",
         lambda p: truncate(p / "flax_model.msgpack", (p / "flax_model.msgpack").stat().st_size - 3),
         "got no readable msgpack",
     ),
-    "flax empty": ("flax", lambda p: truncate(p / "flax_model.msgpack", 0), "got no readable msgpack"),
+    "flax empty": (
+        "flax",
+        lambda p: truncate(p / "flax_model.msgpack", 0),
+        "got no readable msgpack",
+    ),
     "legacy truncated": ("legacy", lambda p: truncate(p / LEGACY), "got no readable msgpack"),
     "legacy empty": ("legacy", lambda p: truncate(p / LEGACY, 0), "got no readable msgpack"),
-    "array missing": ("legacy", lambda p: remove(p / ARRAY), "parameter encoder/layers_1/mlp/wo/kernel: got "
-                                                             ".*NOT_FOUND"),
-    "chunk missing": ("legacy", lambda p: remove(p / ARRAY / "1.0"), r"mlp/wo/kernel: got .*missing, expected float32"),
-    "chunk truncated": ("legacy", lambda p: truncate(p / ARRAY / "1.0"), "mlp/wo/kernel: got .*, expected float32"),
+    "array missing": (
+        "legacy",
+        lambda p: remove(p / ARRAY),
+        "parameter encoder/layers_1/mlp/wo/kernel: got .*NOT_FOUND",
+    ),
+    "chunk missing": (
+        "legacy",
+        lambda p: remove(p / ARRAY / "1.0"),
+        r"mlp/wo/kernel: got .*missing, expected float32",
+    ),
+    "chunk truncated": (
+        "legacy",
+        lambda p: truncate(p / ARRAY / "1.0"),
+        "mlp/wo/kernel: got .*, expected float32",
+    ),
     "version": (
         "legacy",
-        lambda p: (p / LEGACY).write_bytes(flax.serialization.msgpack_serialize({"version": 1, "optimizer": {}})),
+        lambda p: (p / LEGACY).write_bytes(
+            flax.serialization.msgpack_serialize({"version": 1, "optimizer": {}})
+        ),
         "got checkpoint version 1, expected 3",
     ),
     "no target": (
         "legacy",
-        lambda p: (p / LEGACY).write_bytes(flax.serialization.msgpack_serialize({"version": 3, "optimizer": {}})),
+        lambda p: (p / LEGACY).write_bytes(
+            flax.serialization.msgpack_serialize({"version": 3, "optimizer": {}})
+        ),
         "got no 'target', expected",
     ),
-    "no structure": ("orbax", lambda p: remove(p / STATE / "_METADATA"), "got no _METADATA, expected"),
-    "broken structure": ("orbax", lambda p: truncate(p / STATE / "_METADATA"), "_METADATA: got no readable JSON"),
-    "no manifest": ("orbax", lambda p: remove(p / STATE / "manifest.ocdbt"), "parameter .*: got .*, expected"),
-    "database cut": ("orbax", lambda p: truncate_database(p / STATE), "parameter .*: got .*, expected"),
+    "no structure": (
+        "orbax",
+        lambda p: remove(p / STATE / "_METADATA"),
+        "got no _METADATA, expected",
+    ),
+    "broken structure": (
+        "orbax",
+        lambda p: truncate(p / STATE / "_METADATA"),
+        "_METADATA: got no readable JSON",
+    ),
+    "no manifest": (
+        "orbax",
+        lambda p: remove(p / STATE / "manifest.ocdbt"),
+        "parameter .*: got .*, expected",
+    ),
+    "database cut": (
+        "orbax",
+        lambda p: truncate_database(p / STATE),
+        "parameter .*: got .*, expected",
+    ),
     "own version": ("own", lambda p: edit_config(p, version=2), "got version 2, expected 1"),
-    "own fields": ("own", lambda p: edit_config(p, model={"layers": 3}), "got 'layers', expected a configuration of "
-                                                                         "vocab_size"),
+    "own fields": (
+        "own",
+        lambda p: edit_config(p, model={"layers": 3}),
+        "got 'layers', expected a configuration of vocab_size",
+    ),
     "own vocabulary": (
         "own",
         lambda p: edit_config(p, vocabulary={"kind": "sentencepiece", "file": "spiece.model"}),
         "got no vocabulary spiece.model, expected it there or in the folder above",
     ),
     "own params": ("own", lambda p: remove(p / "params"), "got no _METADATA, expected"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -166,10 +289,16 @@ def test_bad_input_is_rejected_in_one_line(case, tmp_path, monkeypatch):
     if damage:
         damage(path)
     compiled = []
-    monkeypatch.setattr(LanguageModel, "__init__", lambda self, *args, **kwargs: compiled.append(args))
+    monkeypatch.setattr(
+        LanguageModel, "__init__", lambda self, *args, **kwargs: compiled.append(args)
+    )
     with pytest.raises(ValueError, match=message) as error:
         loader.load(path, "float32")
-    assert "\n" not in str(error.value) and "got" in str(error.value) and "expected" in str(error.value)
+    assert (
+        "\n" not in str(error.value)
+        and "got" in str(error.value)
+        and "expected" in str(error.value)
+    )
     assert not compiled
 
 
@@ -182,22 +311,38 @@ def test_bad_input_is_rejected_in_one_line(case, tmp_path, monkeypatch):
 )
 def test_a_name_of_the_hub_says_how_to_download_it(name, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="got no such path, expected a checkpoint folder or a bundled name") as error:
+    with pytest.raises(
+        ValueError, match="got no such path, expected a checkpoint folder or a bundled name"
+    ) as error:
         loader.load(name, "float32")
-    assert said in str(error.value) and ("hf download" in str(error.value)) == (name == "google/flan-t5-small")
+    assert said in str(error.value) and ("hf download" in str(error.value)) == (
+        name == "google/flan-t5-small"
+    )
 
 
 def test_an_unknown_architecture_is_told_all_that_are_known(tmp_path):
     make.write_hf(tmp_path, TENSORS, model_type="llama", architectures=["LlamaForCausalLM"])
-    with pytest.raises(ValueError, match="config.json: unknown architecture: got model_type 'llama'") as error:
+    with pytest.raises(
+        ValueError, match="config.json: unknown architecture: got model_type 'llama'"
+    ) as error:
         loader.load(tmp_path, "float32")
-    for known in ("t5", "mt5", "gpt2", "T5ForConditionalGeneration", "MT5ForConditionalGeneration", "GPT2LMHeadModel"):
+    for known in (
+        "t5",
+        "mt5",
+        "gpt2",
+        "T5ForConditionalGeneration",
+        "MT5ForConditionalGeneration",
+        "GPT2LMHeadModel",
+    ):
         assert f" {known}" in str(error.value)
 
 
 def test_tables_that_differ_are_rejected_where_the_configuration_has_one(tmp_path):
     make.write_t5x_orbax(tmp_path / "checkpoint_7", make.stack_layers(PARAMS, tables="different"))
-    with pytest.raises(ValueError, match=r"relpos_bias.*: got a relative position table of its own .*, expected one"):
+    with pytest.raises(
+        ValueError,
+        match=r"relpos_bias.*: got a relative position table of its own .*, expected one",
+    ):
         loader.load(tmp_path, "float32", config=TINY)
 
 
@@ -212,7 +357,9 @@ def test_a_vocabulary_wider_than_the_logits_is_rejected(tmp_path, monkeypatch):
 def test_special_ids_that_the_model_lacks_are_rejected(ids, tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     make.write_hf(tmp_path, TENSORS, **ids)
-    with pytest.raises(ValueError, match=r"special id: got (40|-1), expected an id of the vocabulary of 40"):
+    with pytest.raises(
+        ValueError, match=r"special id: got (40|-1), expected an id of the vocabulary of 40"
+    ):
         loader.load(tmp_path, "float32")
 
 
@@ -221,7 +368,8 @@ def test_what_does_not_fit_is_rejected_before_anything_is_read(tmp_path, monkeyp
     monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     monkeypatch.setattr(memory, "available_bytes", lambda: 20_000)
     with pytest.raises(
-        ValueError, match=r"got 0.00 GB of free memory, expected at least .* for [\d,]+ parameters in float32"
+        ValueError,
+        match=r"got 0.00 GB of free memory, expected at least .* for [\d,]+ parameters in float32",
     ):
         loader.load(tmp_path, "float32")
 
@@ -240,28 +388,48 @@ GROUPS = {
     # /proc/self/cgroup -> (what lies in the cgroups' folder, what is free)
     "v2 in a container": ("0::/", {"memory.max": 8 * GB, "memory.current": 6 * GB}, 2 * GB),
     "v2 with cached pages": (
-        "0::/", {"memory.max": 8 * GB, "memory.current": 6 * GB, "memory.stat": STAT.format("")}, 3.5 * GB,
+        "0::/",
+        {"memory.max": 8 * GB, "memory.current": 6 * GB, "memory.stat": STAT.format("")},
+        3.5 * GB,
     ),
-    "v2 service": ("0::/a/b", {"a/memory.max": 5 * GB, "a/memory.current": GB, "a/b/memory.max": "max",
-                               "a/b/memory.current": GB}, 4 * GB),
+    "v2 service": (
+        "0::/a/b",
+        {
+            "a/memory.max": 5 * GB,
+            "a/memory.current": GB,
+            "a/b/memory.max": "max",
+            "a/b/memory.current": GB,
+        },
+        4 * GB,
+    ),
     "v2 no limit": ("0::/", {"memory.max": "max", "memory.current": GB}, 32 * GB),
     "v2 more than there is": ("0::/", {"memory.max": 99 * GB, "memory.current": GB}, 32 * GB),
     "v1": (
         "3:cpuset:/x\n4:cpu,memory:/host/path\n0::/",
-        {"memory/memory.limit_in_bytes": 4 * GB, "memory/memory.usage_in_bytes": 2 * GB,
-         "memory/memory.stat": STAT.format("total_")}, 3.5 * GB,
+        {
+            "memory/memory.limit_in_bytes": 4 * GB,
+            "memory/memory.usage_in_bytes": 2 * GB,
+            "memory/memory.stat": STAT.format("total_"),
+        },
+        3.5 * GB,
     ),
     "v1 no limit": (
-        "4:memory:/", {"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": GB}, 32 * GB,
+        "4:memory:/",
+        {"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": GB},
+        32 * GB,
     ),
     "none": (None, {}, 32 * GB),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", GROUPS)
 def test_memory_within_a_container(case, tmp_path, monkeypatch):
     groups, files, expected = GROUPS[case]
-    for name, path in (("CGROUPS", "cgroup"), ("CGROUPS_OF_PROCESS", "groups"), ("MEMORY", "meminfo")):
+    for name, path in (
+        ("CGROUPS", "cgroup"),
+        ("CGROUPS_OF_PROCESS", "groups"),
+        ("MEMORY", "meminfo"),
+    ):
         monkeypatch.setattr(memory, name, tmp_path / path)
     (tmp_path / "meminfo").write_text("MemTotal: 64000000 kB\nMemAvailable:   31250000 kB\n")
     if groups is not None:

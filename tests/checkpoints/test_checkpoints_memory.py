@@ -47,7 +47,9 @@ FORMATS = {
     ),
     "flax": lambda path, p, shape: make.write_hf_flax(path, p, **shape),
     "t5x legacy": lambda path, p, shape: make.write_t5x_legacy(path / "checkpoint_1", p),
-    "t5x orbax": lambda path, p, shape: make.write_t5x_orbax(path / "checkpoint_1", p, optimizer=False),
+    "t5x orbax": lambda path, p, shape: make.write_t5x_orbax(
+        path / "checkpoint_1", p, optimizer=False
+    ),
     "t5x orbax, scanned": lambda path, p, shape: make.write_t5x_orbax(
         path / "checkpoint_1", make.stack_layers(p), False
     ),
@@ -55,19 +57,32 @@ FORMATS = {
 
 
 CASES = [
-    pytest.param(form, dtype, marks=() if (form, dtype) == ("safetensors, bfloat16", "float32") else pytest.mark.slow)
+    pytest.param(
+        form,
+        dtype,
+        marks=() if (form, dtype) == ("safetensors, bfloat16", "float32") else pytest.mark.slow,
+    )
     for form in FORMATS
     for dtype in LAYERS
 ]
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc"
+)
 @pytest.mark.parametrize("form, dtype", CASES)
 def test_peak_memory_is_at_most_a_fifth_above_the_weights(form, dtype, tmp_path):
     for name, layers in (("large", LAYERS[dtype]), ("small", 1)):
         ours, theirs = shape(layers)
         FORMATS[form](tmp_path / name, make.random_params(ours), theirs)
-    command = [sys.executable, "-c", MEASURE, str(tmp_path / "large"), str(tmp_path / "small"), dtype]
+    command = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        str(tmp_path / "large"),
+        str(tmp_path / "small"),
+        dtype,
+    ]
     root = pathlib.Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     ratio = float(done.stdout)

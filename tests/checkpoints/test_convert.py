@@ -25,7 +25,11 @@ from specdec_jax.checkpoints import stored_tensor as checkpoints_leaves
 from specdec_jax.checkpoints.converter import FORMATS, convert
 from specdec_jax.commands import main
 from specdec_jax.models.parameters import flatten
-from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
+from specdec_jax.models.vocabularies import (
+    ByteVocabulary,
+    SentencePieceVocabulary,
+    TokenizerJsonVocabulary,
+)
 
 pytestmark = pytest.mark.usefixtures("quick")
 SPIECE = GOLDEN / "hf_tokenizer" / "spiece.model"
@@ -42,11 +46,15 @@ def contents(path, dtype="float32") -> dict[str, bytes]:
     return {name: leaf.load(dtype).tobytes() for name, leaf in leaves.items()}
 
 
-SMALL = dataclasses.replace(TINY, num_encoder_layers=1, num_decoder_layers=1)  # every parameter is a file or more
+SMALL = dataclasses.replace(
+    TINY, num_encoder_layers=1, num_decoder_layers=1
+)  # every parameter is a file or more
 SHAPES = {
     "1.1": SMALL,
     "1.0": dataclasses.replace(TINY_1_0, num_encoder_layers=1, num_decoder_layers=1),
-    "silu": dataclasses.replace(SMALL, mlp_activations=("silu", "linear"), num_buckets=16, max_distance=64),
+    "silu": dataclasses.replace(
+        SMALL, mlp_activations=("silu", "linear"), num_buckets=16, max_distance=64
+    ),
     "scaled": dataclasses.replace(SMALL, scale_decoder_outputs=True),
 }
 
@@ -76,7 +84,10 @@ def test_shape_and_special_ids_are_kept(shape, form, tmp_path):
     model = make.model_of(make.random_params(config), config, start_token=3, eos_ids=(5, 7))
     sd.save(model, tmp_path / "model", format=form)
     got = opened(tmp_path / "model")
-    plain = lambda config: dataclasses.replace(config, scale_decoder_outputs=None)
+
+    def plain(config):
+        return dataclasses.replace(config, scale_decoder_outputs=None)
+
     assert plain(got.config) == plain(config)
     scale = config.scale_decoder_outputs
     assert bool(got.config.scale_decoder_outputs) == bool(scale) or shape == "1.0"
@@ -86,7 +97,9 @@ def test_shape_and_special_ids_are_kept(shape, form, tmp_path):
 VOCABULARIES = {
     "sentencepiece": lambda: SentencePieceVocabulary.load(SPIECE, 100),
     "sentencepiece without sentinels": lambda: SentencePieceVocabulary.load(SPIECE),
-    "tokenizer_json": lambda: TokenizerJsonVocabulary.load(GOLDEN / "hf_tokenizer" / "tokenizer.json"),
+    "tokenizer_json": lambda: TokenizerJsonVocabulary.load(
+        GOLDEN / "hf_tokenizer" / "tokenizer.json"
+    ),
     "bytes": lambda: ByteVocabulary(69),
 }
 
@@ -107,16 +120,23 @@ def test_vocabulary_and_sentinels_are_kept(kind, tmp_path):
         assert got.encode(text) == vocabulary.encode(text)
     file = {"s": "spiece.model", "t": "tokenizer.json"}.get(kind[0])
     if file:
-        assert (tmp_path / "again" / file).read_bytes() == (GOLDEN / "hf_tokenizer" / file).read_bytes()
+        assert (tmp_path / "again" / file).read_bytes() == (
+            GOLDEN / "hf_tokenizer" / file
+        ).read_bytes()
 
 
 def test_what_hugging_face_cannot_say_is_rejected(tmp_path):
     config = dataclasses.replace(SMALL, vocab_size=264)
     model = make.model_of(make.random_params(config), config, ByteVocabulary(0))
-    with pytest.raises(ValueError, match="format: got vocabulary=.*, which huggingface would give back as"):
+    with pytest.raises(
+        ValueError, match="format: got vocabulary=.*, which huggingface would give back as"
+    ):
         sd.save(model, tmp_path / "model", format="huggingface")
     odd = dataclasses.replace(TINY, mlp_activations=("gelu", "gelu"))
-    with pytest.raises(ValueError, match=r"mlp_activations: got \('gelu', 'gelu'\), expected one of .* Hugging Face"):
+    with pytest.raises(
+        ValueError,
+        match=r"mlp_activations: got \('gelu', 'gelu'\), expected one of .* Hugging Face",
+    ):
         sd.save(make.model_of(PARAMS, odd), tmp_path / "model", format="huggingface")
     assert not list(tmp_path.iterdir())
 
@@ -133,9 +153,9 @@ def test_the_safetensors_library_reads_what_is_written(tmp_path, monkeypatch):
     shards = {}
     for file in files:
         tensors = safetensors.numpy.load_file(tmp_path / "shards" / file)
-        assert sum(x.nbytes for x in tensors.values()) <= 7000 and {index["weight_map"][name] for name in tensors} == {
-            file
-        }
+        assert sum(x.nbytes for x in tensors.values()) <= 7000 and {
+            index["weight_map"][name] for name in tensors
+        } == {file}
         shards |= tensors
     one = safetensors.numpy.load_file(tmp_path / "one" / "model.safetensors")
     assert one.keys() == shards.keys() == make.TENSORS.keys()
@@ -149,7 +169,9 @@ def test_the_safetensors_library_reads_what_is_written(tmp_path, monkeypatch):
 def test_orbax_reads_what_is_written(form, folder, tmp_path, monkeypatch):
     import orbax.checkpoint as ocp
 
-    monkeypatch.setattr(loader.native_format.tensorstore_arrays, "_COMMIT_BYTES", 3000)  # several commits
+    monkeypatch.setattr(
+        loader.native_format.tensorstore_arrays, "_COMMIT_BYTES", 3000
+    )  # several commits
     monkeypatch.setattr(loader.native_format.tensorstore_arrays, "_CHUNK_BYTES", 500)
     make.FORMATS["legacy"](tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "out", form)
@@ -165,13 +187,17 @@ def test_orbax_reads_what_is_written(form, folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "stored, expected", [(np.float16, "float32"), (np.float64, "float32"), (ml_dtypes.bfloat16, "bfloat16")]
+    "stored, expected",
+    [(np.float16, "float32"), (np.float64, "float32"), (ml_dtypes.bfloat16, "bfloat16")],
 )
 def test_the_default_dtype_is_the_stored_one(stored, expected, tmp_path):
     make.write_hf(tmp_path / "source", {name: x.astype(stored) for name, x in make.TENSORS.items()})
     written = convert(tmp_path / "source", tmp_path / "out", "t5x")
     assert written.dtype == expected and written.stored == (np.dtype(stored).name,)
-    mixed = {name: x.astype(np.float32 if i else stored) for i, (name, x) in enumerate(make.TENSORS.items())}
+    mixed = {
+        name: x.astype(np.float32 if i else stored)
+        for i, (name, x) in enumerate(make.TENSORS.items())
+    }
     make.write_hf(tmp_path / "mixed", mixed)
     assert convert(tmp_path / "mixed", tmp_path / "mixed_out", "t5x").dtype == "float32"
 
@@ -180,9 +206,14 @@ def test_the_default_dtype_is_the_stored_one(stored, expected, tmp_path):
 def test_the_step_of_a_t5x_checkpoint(form, tmp_path):
     make.FORMATS["legacy"](tmp_path / "source")
     make.FORMATS["own"](tmp_path / "own")
-    assert convert(tmp_path / "source", tmp_path / "a", form).folder == tmp_path / "a" / "checkpoint_7"
+    assert (
+        convert(tmp_path / "source", tmp_path / "a", form).folder == tmp_path / "a" / "checkpoint_7"
+    )
     assert convert(tmp_path / "own", tmp_path / "b", form).folder == tmp_path / "b" / "checkpoint_1"
-    assert convert(tmp_path / "own", tmp_path / "checkpoint_30", form).folder == tmp_path / "checkpoint_30"
+    assert (
+        convert(tmp_path / "own", tmp_path / "checkpoint_30", form).folder
+        == tmp_path / "checkpoint_30"
+    )
     assert t5x.find(tmp_path) == tmp_path / "checkpoint_30"
 
 
@@ -271,17 +302,29 @@ def specdec(capsys, *argv) -> tuple[int, str, str]:
 def test_command(tmp_path, capsys):
     make.FORMATS["legacy"](tmp_path / "source")
     code, out, err = specdec(
-        capsys, "--source", tmp_path / "source", "--output", tmp_path / "hf", "--format=huggingface",
-            "--dtype=bfloat16",
+        capsys,
+        "--source",
+        tmp_path / "source",
+        "--output",
+        tmp_path / "hf",
+        "--format=huggingface",
+        "--dtype=bfloat16",
         "--gated_activation=silu",
-    )  # fmt: skip
+    )
     count = sum(x.size for x in PARAMS.values())
     assert (code, out) == (0, "") and err.count("\n") == 1
-    assert f"{tmp_path / 'hf'}: huggingface, {count:,} parameters in bfloat16 (from float32, rounded)" in err
+    assert (
+        f"{tmp_path / 'hf'}: huggingface, {count:,} parameters in bfloat16 (from float32, rounded)"
+        in err
+    )
     assert opened(tmp_path / "hf").config.mlp_activations == ("silu", "linear")
     argv = ("--source", tmp_path / "hf", "--output", tmp_path / "deep" / "t5x", "--format=t5x")
     code, _, err = specdec(capsys, *argv)
-    assert code == 0 and f"{tmp_path / 'deep' / 't5x' / 'checkpoint_1'}: t5x" in err and "(from bfloat16)" in err
+    assert (
+        code == 0
+        and f"{tmp_path / 'deep' / 't5x' / 'checkpoint_1'}: t5x" in err
+        and "(from bfloat16)" in err
+    )
     assert opened(tmp_path / "deep" / "t5x").config.mlp_activations == ("silu", "linear")
 
 
@@ -289,29 +332,41 @@ BAD = {
     "no source": (["--output=OUT", "--format=t5x"], "source: got nothing, expected --source"),
     "no output": (["--source=SOURCE", "--format=t5x"], "output: got nothing, expected --output"),
     "no format": (["--source=SOURCE", "--output=OUT"], "format: got nothing, expected --format"),
-    "format": (["--source=SOURCE", "--output=OUT", "--format=onnx"],
-    "got 'onnx', expected one of specdec, huggingface"),
-    "dtype": (["--source=SOURCE", "--output=OUT", "--format=t5x", "--dtype=int8"], "got int8, expected float32 or "
-                                                                                   "bfloat16"),
-    "missing": (["--source=no/such/model", "--output=OUT", "--format=t5x"], "no/such/model: got no such path"),
-    "there already": (["--source=SOURCE", "--output=SOURCE", "--format=t5x"], "got a folder that is not empty"),
+    "format": (
+        ["--source=SOURCE", "--output=OUT", "--format=onnx"],
+        "got 'onnx', expected one of specdec, huggingface",
+    ),
+    "dtype": (
+        ["--source=SOURCE", "--output=OUT", "--format=t5x", "--dtype=int8"],
+        "got int8, expected float32 or bfloat16",
+    ),
+    "missing": (
+        ["--source=no/such/model", "--output=OUT", "--format=t5x"],
+        "no/such/model: got no such path",
+    ),
+    "there already": (
+        ["--source=SOURCE", "--output=SOURCE", "--format=t5x"],
+        "got a folder that is not empty",
+    ),
     "vocabulary": (
-        ["--source=SOURCE", "--output=OUT", "--format=t5x", "--vocabulary=no.model"], "no.model: got no such file",
+        ["--source=SOURCE", "--output=OUT", "--format=t5x", "--vocabulary=no.model"],
+        "no.model: got no such file",
     ),
     "too many pieces": (
-        ["--source=SOURCE", "--output=OUT", "--format=t5x", f"--vocabulary={SPIECE}"], "got 200 pieces, expected at "
-                                                                                       "most",
+        ["--source=SOURCE", "--output=OUT", "--format=t5x", f"--vocabulary={SPIECE}"],
+        "got 200 pieces, expected at most",
     ),
     "activation": (
         ["--source=SOURCE", "--output=OUT", "--format=t5x", "--gated_activation=silu"],
         "expected it for a T5X checkpoint only",
     ),
     "unknown activation": (
-        ["--source=LEGACY", "--output=OUT", "--format=t5x", "--gated_activation=tanh"], "gated_activation: got 'tanh'",
+        ["--source=LEGACY", "--output=OUT", "--format=t5x", "--gated_activation=tanh"],
+        "gated_activation: got 'tanh'",
     ),
     "damaged": (["--source=BROKEN", "--output=OUT", "--format=t5x"], "mlp/wo/kernel: got"),
     "argument": (["model"], "got 'model', expected flags only"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -336,19 +391,36 @@ def test_a_decoder_of_another_depth_is_exported_with_it(tmp_path):
     config = dataclasses.replace(TINY, num_encoder_layers=1, num_decoder_layers=3)
     sd.save(sd.LanguageModel.random(config), tmp_path / "hf", format="huggingface")
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert [written[name] for name in ("num_layers", "num_decoder_layers", "decoder_layers")] == [1, 3, 3]
+    assert [written[name] for name in ("num_layers", "num_decoder_layers", "decoder_layers")] == [
+        1,
+        3,
+        3,
+    ]
     assert loader.load_shape(tmp_path / "hf").num_decoder_layers == 3
 
 
 SENTENCES = [
-    "The dog sleeps under the table.", "We will meet again tomorrow morning.", "I have never seen such a big house.",
-    "Where did you buy that coat?", "She speaks three languages.", "It has been raining since Monday.",
-    "My brother works in a hospital.", "Please close the door.", "The train leaves at seven o'clock.",
-    "Nobody knew what had happened.", "He wanted to become a teacher.", "Can you help me with my homework?",
-    "The old bridge was built by the Romans.", "They laughed until they cried.", "There is no milk left in the fridge.",
-    "I would rather stay at home tonight.", "The children are playing in the garden.", "Why are you always late?",
-    "Most people here live from fishing.", "If you are tired, you should go to bed.",
-]  # fmt: skip
+    "The dog sleeps under the table.",
+    "We will meet again tomorrow morning.",
+    "I have never seen such a big house.",
+    "Where did you buy that coat?",
+    "She speaks three languages.",
+    "It has been raining since Monday.",
+    "My brother works in a hospital.",
+    "Please close the door.",
+    "The train leaves at seven o'clock.",
+    "Nobody knew what had happened.",
+    "He wanted to become a teacher.",
+    "Can you help me with my homework?",
+    "The old bridge was built by the Romans.",
+    "They laughed until they cried.",
+    "There is no milk left in the fridge.",
+    "I would rather stay at home tonight.",
+    "The children are playing in the garden.",
+    "Why are you always late?",
+    "Most people here live from fishing.",
+    "If you are tired, you should go to bed.",
+]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -364,5 +436,7 @@ def test_transformers_generates_the_same_from_the_exported_target(tmp_path):
     with torch.no_grad():
         for number, text in enumerate(SENTENCES):
             inputs = tokenizer([text], return_tensors="pt")
-            theirs = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=40)[0, 1:]
+            theirs = model.generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=40)[
+                0, 1:
+            ]
             assert theirs.tolist() == ours.tokens[number, : ours.lengths[number]].tolist(), text

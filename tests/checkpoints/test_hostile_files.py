@@ -15,22 +15,33 @@ import pytest
 from hostile_cases import CASES
 
 SECONDS, MEGABYTES = 5, 200
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pipes, sockets and limits as on Linux")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="pipes, sockets and limits as on Linux"
+)
 
 
 def run(names, folder) -> dict[str, dict]:
     """What came of the cases, by name, up to the first at which the process hangs or dies, which
     has nothing."""
     program = pathlib.Path(__file__).parents[1] / "support/hostile_files.py"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     found: dict[str, dict] = {}
     with subprocess.Popen(
-        [sys.executable, program, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env=environment, bufsize=0,  # what waits in a buffer, `select` does not see
-    ) as process:  # fmt: skip
+        [sys.executable, program, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        bufsize=0,  # what waits in a buffer, `select` does not see
+    ) as process:
         process.stdin.write("\n".join(names).encode())
         process.stdin.close()
-        while select.select([process.stdout], [], [], 60)[0] and (line := process.stdout.readline()):
+        while select.select([process.stdout], [], [], 60)[0] and (
+            line := process.stdout.readline()
+        ):
             outcome = json.loads(line)
             found[outcome["case"]] = outcome
         process.kill()
@@ -54,7 +65,9 @@ def test_one_line_that_names_the_file(name, outcomes):
     assert found is not None, "the process hung or died"
     assert found["error"] == "ValueError", found
     assert CASES[name].names in found["text"], found["text"]
-    assert len(found["text"].splitlines()) == 1 and len(found["text"]) < 2500 and not found["stderr"], found
+    assert (
+        len(found["text"].splitlines()) == 1 and len(found["text"]) < 2500 and not found["stderr"]
+    ), found
     assert found["seconds"] < SECONDS and found["bytes"] < MEGABYTES * 1e6
 
 

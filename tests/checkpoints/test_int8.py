@@ -39,7 +39,10 @@ def test_every_number_is_the_nearest_of_its_column_or_row(shape, tmp_path):
             continue
         unit = np.abs(array).max(axis=axis, keepdims=True) / 127
         assert np.all(np.abs(found[name] - array) <= unit * 0.501), name
-        assert np.all(np.abs(found[name]).max(axis=axis) == pytest.approx(np.abs(array).max(axis=axis), rel=1e-6))
+        assert np.all(
+            np.abs(found[name]).max(axis=axis)
+            == pytest.approx(np.abs(array).max(axis=axis), rel=1e-6)
+        )
         rounded += np.any(found[name] != array)
     assert rounded > 10 and not np.any(found[WO][:, 3])
     stored = native_format.open_folder(tmp_path / "model").leaves
@@ -58,10 +61,13 @@ def test_size_formats_and_a_second_time(tmp_path):
     for other in ("again", "huggingface"):
         for name, array in params_of(tmp_path / other).items():
             np.testing.assert_allclose(array, first[name], rtol=1e-6)
-    large = dataclasses.replace(TINY, vocab_size=2048, emb_dim=128)  # so that scales, norms and indices count little
+    large = dataclasses.replace(
+        TINY, vocab_size=2048, emb_dim=128
+    )  # so that scales, norms and indices count little
     sd.save(make.model_of(make.random_params(large), large), tmp_path / "large", dtype="bfloat16")
     sizes = [
-        convert(tmp_path / "large", tmp_path / f"as_{dtype}", "specdec", dtype).size for dtype in ("int8", "bfloat16")
+        convert(tmp_path / "large", tmp_path / f"as_{dtype}", "specdec", dtype).size
+        for dtype in ("int8", "bfloat16")
     ]
     assert sizes[0] < 0.7 * sizes[1], "zstd makes a little less of either"
     shape = json.loads((tmp_path / "int8" / "config.json").read_text())["model"]
@@ -76,13 +82,19 @@ def test_a_part_is_that_part(name, tmp_path):
     assert leaf.shape == whole.shape
     np.testing.assert_array_equal(leaf.load_part("float32", box), whole[box])
     np.testing.assert_array_equal(leaf.transposed().load("float32"), whole.T)
-    np.testing.assert_array_equal(leaf.transposed().load_part("float32", box[::-1]), whole.T[box[::-1]])
-    assert leaf.load("bfloat16").dtype.name == leaf.load_part("bfloat16", box).dtype.name == "bfloat16"
+    np.testing.assert_array_equal(
+        leaf.transposed().load_part("float32", box[::-1]), whole.T[box[::-1]]
+    )
+    assert (
+        leaf.load("bfloat16").dtype.name == leaf.load_part("bfloat16", box).dtype.name == "bfloat16"
+    )
 
 
 def test_tiny_and_infinite_numbers():
     tiny = np.full((3, 2), 1.9e-43, np.float32)
-    found = int8.join({name: Leaf.from_array(x) for name, x in int8.divided(WO, tiny).items()}, "here")[WO]
+    found = int8.join(
+        {name: Leaf.from_array(x) for name, x in int8.divided(WO, tiny).items()}, "here"
+    )[WO]
     assert np.all(found.load("float32") >= 0)
     for bad in (np.nan, np.inf):
         with pytest.raises(ValueError, match=f"parameter {WO}: got numbers that are not finite"):
@@ -90,7 +102,10 @@ def test_tiny_and_infinite_numbers():
 
 
 def test_what_does_not_fit_is_rejected(tmp_path):
-    stored = {name: Leaf.from_array(array) for name, array in int8.divided(WO, np.ones((4, 6), np.float32)).items()}
+    stored = {
+        name: Leaf.from_array(array)
+        for name, array in int8.divided(WO, np.ones((4, 6), np.float32)).items()
+    }
     assert set(stored) == {f"{WO}/values", f"{WO}/scales"}
     for part in ("values", "scales"):
         alone = {f"{WO}/{part}": stored[f"{WO}/{part}"]}
@@ -101,13 +116,18 @@ def test_what_does_not_fit_is_rejected(tmp_path):
         with pytest.raises(ValueError, match="got scales of shape .* for values of shape"):
             int8.join(wrong, "here")
     sd.save(make.model_of(make.random_params(TINY), TINY), tmp_path / "model")
-    arrays = {name: leaf.load("float32") for name, leaf in native_format.open_folder(tmp_path / "model").leaves.items()}
+    arrays = {
+        name: leaf.load("float32")
+        for name, leaf in native_format.open_folder(tmp_path / "model").leaves.items()
+    }
     arrays[WO] = np.ones_like(arrays[WO], np.int8)  # integers without scales
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
     paths = ((tuple(name.split("/")), array) for name, array in arrays.items())
     tensorstore_arrays.write_ocdbt(paths, tmp_path / "bad" / "params")
-    with pytest.raises(ValueError, match=f"parameter {WO}: got dtype int8, expected one of float32"):
+    with pytest.raises(
+        ValueError, match=f"parameter {WO}: got dtype int8, expected one of float32"
+    ):
         sd.load(tmp_path / "bad")
 
 

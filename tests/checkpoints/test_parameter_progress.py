@@ -57,7 +57,12 @@ def slowly(clock, monkeypatch):
 def test_lines_have_the_right_numbers(clock):
     said = []
     with ParameterProgress("reading flan-t5-xxl", 11_300_000_000, said.append) as shown:
-        for seconds, count in ((3.0, 400_000_000), (6.0, 600_000_000), (1.5, 113_000_000), (9.0, 1_987_000_000)):
+        for seconds, count in (
+            (3.0, 400_000_000),
+            (6.0, 600_000_000),
+            (1.5, 113_000_000),
+            (9.0, 1_987_000_000),
+        ):
             clock[0] += seconds
             shown.advance(count)
             assert len(said) == (clock[0] > 10)
@@ -65,11 +70,14 @@ def test_lines_have_the_right_numbers(clock):
         shown.advance(3_000_000_000)
         clock[0] += 1.0
         shown.advance(5_200_000_000)
-    assert said == [
-        "reading flan-t5-xxl: 1.1 of 11.3 billion parameters, 0:01:36 left",  # 10.5 s × 10.187 / 1.113
-        "reading flan-t5-xxl: 6.1 of 11.3 billion parameters, 0:00:33 left",  # 39 s × 5.2 / 6.1
-        "reading flan-t5-xxl: 11.3 of 11.3 billion parameters, laying them out",
-    ]
+    assert (
+        said
+        == [
+            "reading flan-t5-xxl: 1.1 of 11.3 billion parameters, 0:01:36 left",  # 10.5 s × 10.187 / 1.113
+            "reading flan-t5-xxl: 6.1 of 11.3 billion parameters, 0:00:33 left",  # 39 s × 5.2 / 6.1
+            "reading flan-t5-xxl: 11.3 of 11.3 billion parameters, laying them out",
+        ]
+    )
 
 
 def test_hours_and_millions(clock):
@@ -96,7 +104,10 @@ def test_time_left_is_by_size_not_by_count(slowly, folder):
     slowly(36.0)
     said = []
     sd.load(folder, "float32", say=said.append)
-    assert len(said) == 4 and [int(re.search(r":(\d\d) left", line)[1]) for line in said[:2]] < [13, 5]
+    assert len(said) == 4 and [int(re.search(r":(\d\d) left", line)[1]) for line in said[:2]] < [
+        13,
+        5,
+    ]
 
 
 @pytest.mark.parametrize("seconds, kind", [(2.9, "xterm"), (9.9, "dumb"), (9.9, None)])
@@ -179,7 +190,9 @@ def test_a_preset_says_that_it_is_made(clock, monkeypatch, capsys):
     monkeypatch.setitem(sd.PRESETS, "tiny", TINY)
     benchmark.load(benchmark.BenchmarkOptions(preset="tiny", dtype="float32"))
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 + 4 * (COUNT - 1) // 12 and all(line.startswith("making tiny: ") for line in lines)
+    assert len(lines) == 1 + 4 * (COUNT - 1) // 12 and all(
+        line.startswith("making tiny: ") for line in lines
+    )
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -199,11 +212,17 @@ def test_a_long_writing_says_how_far_it_is(slowly, folder, tmp_path, form, saved
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_an_error_while_converting_leaves_the_terminal_as_it_was(slowly, folder, monkeypatch, tmp_path, form):
+def test_an_error_while_converting_leaves_the_terminal_as_it_was(
+    slowly, folder, monkeypatch, tmp_path, form
+):
     slowly(36.0, COUNT // 2)
     with as_stderr(monkeypatch) as got:
         try:
-            convert.run(convert.ConvertOptions(source=str(folder), output=str(tmp_path / "out"), format=form))
+            convert.run(
+                convert.ConvertOptions(
+                    source=str(folder), output=str(tmp_path / "out"), format=form
+                )
+            )
         except ValueError as error:
             print(error, file=progress.sys.stderr)
     assert got[0].startswith(HIDDEN) and got[0].endswith(f"{CLEARED}a truncated file\r\n")

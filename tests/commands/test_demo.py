@@ -28,7 +28,12 @@ MODELS = command_line.MODELS[:-1]  # without γ
 
 def test_demo_says_what_it_does(specdec):
     code, out, err = specdec(
-        "demo", *command_line.MODELS, "--repeats=1", "Tom", "We", "We asked where she left the book."
+        "demo",
+        *command_line.MODELS,
+        "--repeats=1",
+        "Tom",
+        "We",
+        "We asked where she left the book.",
     )
     assert code == 0 and "\x1b" not in out + err
     assert err.splitlines()[0].startswith("loading ")
@@ -38,10 +43,15 @@ def test_demo_says_what_it_does(specdec):
         itertools.product(["plain decoding", "speculative decoding"], lengths)
     )
     first, second, _, legend, *_ = out.splitlines()
-    assert "proposes up to 2 tokens" in first and "the one that the target alone would have written" in second
+    assert (
+        "proposes up to 2 tokens" in first
+        and "the one that the target alone would have written" in second
+    )
     assert "{+correction+}" in legend and "{*bonus*}" in legend
     assert "\nTom\n" in out and "\nWe\n" in out and "{+" in out.partition("\nTom\n")[2]
-    assert "tokens per target call" in out and out.splitlines()[-3].startswith("next: specdec demo ")
+    assert "tokens per target call" in out and out.splitlines()[-3].startswith(
+        "next: specdec demo "
+    )
     assert out.splitlines()[-5].startswith("kernel: ")
 
 
@@ -49,7 +59,9 @@ def test_picture_of_the_demo(specdec, tmp_path):
     """In colour wherever the output goes, without marks, fonts from elsewhere or the path of the
     kernel."""
     picture = tmp_path / "demo.svg"
-    code, out, _ = specdec("demo", *command_line.MODELS, "--repeats=1", f"--picture={picture}", "Tom", "We")
+    code, out, _ = specdec(
+        "demo", *command_line.MODELS, "--repeats=1", f"--picture={picture}", "Tom", "We"
+    )
     root = xml.etree.ElementTree.parse(picture).getroot()
     text = "".join(root.itertext()).replace("\xa0", " ")
     assert (
@@ -59,7 +71,10 @@ def test_picture_of_the_demo(specdec, tmp_path):
         and "tokens per target call" in text
     )
     assert "{=" in out and "{=" not in text and "http" not in text and "kernel" not in text
-    assert "line-through" in text and specdec("demo", *command_line.MODELS, "--picture=demo.png", "Tom")[0] == 2
+    assert (
+        "line-through" in text
+        and specdec("demo", *command_line.MODELS, "--picture=demo.png", "Tom")[0] == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +85,10 @@ def test_picture_of_the_demo(specdec, tmp_path):
     ],
 )
 def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
-    assert promise in specdec("demo", *command_line.MODELS, "--repeats=1", *flags, "Tom")[1].splitlines()[1]
+    assert (
+        promise
+        in specdec("demo", *command_line.MODELS, "--repeats=1", *flags, "Tom")[1].splitlines()[1]
+    )
 
 
 def test_demo_of_a_tree(specdec, tmp_path):
@@ -78,11 +96,22 @@ def test_demo_of_a_tree(specdec, tmp_path):
     those of trees."""
     plot = tmp_path / "tree.svg"
     record = tmp_path / "demo.json"
-    argv = ["demo", *MODELS, "--repeats=1", "--tree=widths:2,1", f"--output={record}", f"--plot={plot}", "Tom", "We"]
+    argv = [
+        "demo",
+        *MODELS,
+        "--repeats=1",
+        "--tree=widths:2,1",
+        f"--output={record}",
+        f"--plot={plot}",
+        "Tom",
+        "We",
+    ]
     code, out, _ = specdec(*argv)
     assert code == 0 and "proposes a tree of up to 4 tokens" in out.splitlines()[0]
     number, sentence, drafted, accept_probs = re.search(
-        r"^Call (\d+) of “(\w+)” as a tree of (\d+) drafted tokens,\nof which (\d+) are accepted", out, re.MULTILINE
+        r"^Call (\d+) of “(\w+)” as a tree of (\d+) drafted tokens,\nof which (\d+) are accepted",
+        out,
+        re.MULTILINE,
     ).groups()
     drawn = out.partition("# sees\n")[2].partition("\n\n")[0].splitlines()
     assert [line[0] for line in drawn if line[0] != " "] == [*map(str, range(int(drafted) + 1))]
@@ -94,10 +123,16 @@ def test_demo_of_a_tree(specdec, tmp_path):
     (found,) = rows.read_records(str(record))
     assert [shown["input"] for shown in found["calls"]] == ["Tom", "We"]
     assert (found["tree"]["input"], found["tree"]["call"]) == (sentence, int(number))
-    assert (len(found["tree"]["nodes"]), len(found["tree"]["path"])) == (int(drafted) + 1, int(accept_probs) + 1)
+    assert (len(found["tree"]["nodes"]), len(found["tree"]["path"])) == (
+        int(drafted) + 1,
+        int(accept_probs) + 1,
+    )
     pieces = [text.strip() for line in found["calls"][0]["lines"] for _, text in line]
     assert pieces and all(piece in out for piece in pieces)
-    assert "tokens per target call" in out and specdec(*argv[:-3], f"--plot={tmp_path / 'no.bmp'}", "Tom")[0] == 2
+    assert (
+        "tokens per target call" in out
+        and specdec(*argv[:-3], f"--plot={tmp_path / 'no.bmp'}", "Tom")[0] == 2
+    )
 
 
 @pytest.mark.parametrize("verifier", demo._AS_TREE)
@@ -105,12 +140,21 @@ def test_a_traced_chain_is_the_chain(pair, verifier):
     """The tree with one branch in its place has the same tokens, accepted and added."""
     target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))
     drafter = sd.ModelDrafter(drafter)
-    options = demo.DemoOptions(gamma=3, verifier=verifier, temperature=1.0, max_new_tokens=12, trace=True)
+    options = demo.DemoOptions(
+        gamma=3, verifier=verifier, temperature=1.0, max_new_tokens=12, trace=True
+    )
     chain, drawn = (
-        trace(target, "Tom", key=jax.random.key(2), **{"drafter": drafter, **options.decoding(), **how})
+        trace(
+            target,
+            "Tom",
+            key=jax.random.key(2),
+            **{"drafter": drafter, **options.decoding(), **how},
+        )
         for how in ({"gamma": 3}, options.traced(drafter))
     )
-    assert [step._replace(tree=None) for step in drawn] == chain and all(step.tree for step in drawn)
+    assert [step._replace(tree=None) for step in drawn] == chain and all(
+        step.tree for step in drawn
+    )
 
 
 def test_every_call_is_traced(specdec):
@@ -122,27 +166,47 @@ def test_every_call_is_traced(specdec):
         assert float(ratio) == pytest.approx(float(p) / float(q), rel=0.02)
 
 
-@pytest.mark.parametrize(("flags", "said"), [
-    (["--trace", "--gamma=auto"], "trace: got True with gamma='auto'"),
-    (["--trace", "--gamma_policy=heuristic"], "trace: got True with gamma=4, gamma_policy='heuristic'"),
-    (["--trace", "--verifier=lenient", "--lenience=0.5"], "trace: got True with verifier='lenient'"),
-    (["--trace", "--drafter=random"], "trace: got True with random tokens"),
-    (["--tree=widths:2", "--gamma=3"], "gamma: got 3, expected an integer from 0 to 2"),
-    (["--tree=wide"], "tree: got 'wide', expected widths:"),
-    (["--plot=a.svg"], "plot: got 'a.svg' without a tree"),
-], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--trace", "--gamma=auto"], "trace: got True with gamma='auto'"),
+        (
+            ["--trace", "--gamma_policy=heuristic"],
+            "trace: got True with gamma=4, gamma_policy='heuristic'",
+        ),
+        (
+            ["--trace", "--verifier=lenient", "--lenience=0.5"],
+            "trace: got True with verifier='lenient'",
+        ),
+        (["--trace", "--drafter=random"], "trace: got True with random tokens"),
+        (["--tree=widths:2", "--gamma=3"], "gamma: got 3, expected an integer from 0 to 2"),
+        (["--tree=wide"], "tree: got 'wide', expected widths:"),
+        (["--plot=a.svg"], "plot: got 'a.svg' without a tree"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
 def test_trees_that_cannot_be_shown(specdec, flags, said):
-    code, _, err = specdec("demo", "--target=TARGET", "--drafter=DRAFTER", "--dtype=float32", *flags, "Tom")
+    code, _, err = specdec(
+        "demo", "--target=TARGET", "--drafter=DRAFTER", "--dtype=float32", *flags, "Tom"
+    )
     assert code == 2 and said in err
 
 
 @pytest.mark.parametrize("tree", ["widths:2", "widths:1,1:drawn", "dynamic:2,2,4"])
 @pytest.mark.parametrize("command", ["demo", "generate"])
-def test_a_chains_verifier_beside_a_tree_is_rejected_before_anything_loads(specdec, monkeypatch, command, tree):
+def test_a_chains_verifier_beside_a_tree_is_rejected_before_anything_loads(
+    specdec, monkeypatch, command, tree
+):
     monkeypatch.setattr(loader, "load", lambda *_, **__: pytest.fail("loaded"))
     models = ["--target=TARGET", "--drafter=DRAFTER"]
-    code, out, err = specdec(command, *models, f"--tree={tree}", "--verifier=token", "--gamma=auto", "Tom")
-    assert (code, out, err.count("\n")) == (2, "", 1) and "verifier: got 'token' beside a tree" in err
+    code, out, err = specdec(
+        command, *models, f"--tree={tree}", "--verifier=token", "--gamma=auto", "Tom"
+    )
+    assert (code, out, err.count("\n")) == (
+        2,
+        "",
+        1,
+    ) and "verifier: got 'token' beside a tree" in err
 
 
 def test_a_chains_verifier_judges_a_tree_with_one_branch():
@@ -152,7 +216,11 @@ def test_a_chains_verifier_judges_a_tree_with_one_branch():
 
 def test_demo_of_nothing(specdec):
     code, out, err = specdec("demo", *command_line.MODELS, "--repeats=1", "", " ")
-    assert code == 0 and out.endswith("nothing to time: no sentence has any text\n") and "plain" not in err
+    assert (
+        code == 0
+        and out.endswith("nothing to time: no sentence has any text\n")
+        and "plain" not in err
+    )
 
 
 def test_printed_times_give_the_printed_ratio(monkeypatch):
@@ -164,21 +232,35 @@ def test_printed_times_give_the_printed_ratio(monkeypatch):
     def variant(name):
         def decode(number):
             clock[0] += passes[name][next(turn[name])]
-            return types.SimpleNamespace(lengths=np.array([4]), stats=types.SimpleNamespace(target_calls=2))
+            return types.SimpleNamespace(
+                lengths=np.array([4]), stats=types.SimpleNamespace(target_calls=2)
+            )
 
         return decode
 
     monkeypatch.setattr(demo.time, "perf_counter", lambda: clock[0])
     text = demo.comparison({name: variant(name) for name in passes}, [0], 3)
-    plain, speculative = (float(re.search(f"^{name} +([0-9.]+) ms", text, re.MULTILINE)[1]) for name in passes)
-    ratio, least, most = re.search("^ratio +([0-9.]+), .*\\(([0-9.]+) to ([0-9.]+)\\)", text, re.MULTILINE).groups()
-    assert (ratio, least, most) == ("3.00", "1.00", "3.40") and plain / speculative == pytest.approx(
-        float(ratio), abs=0.005
+    plain, speculative = (
+        float(re.search(f"^{name} +([0-9.]+) ms", text, re.MULTILINE)[1]) for name in passes
     )
+    ratio, least, most = re.search(
+        "^ratio +([0-9.]+), .*\\(([0-9.]+) to ([0-9.]+)\\)", text, re.MULTILINE
+    ).groups()
+    assert (ratio, least, most) == (
+        "3.00",
+        "1.00",
+        "3.40",
+    ) and plain / speculative == pytest.approx(float(ratio), abs=0.005)
     assert "4 tokens in 6 s" in text and "2.00 tokens per target call" in text
 
 
-KINDS = [("committed", "Tom"), ("accepted", " lernt"), ("rejected", " sehr"), ("corrected", " Deutsch"), ("bonus", ".")]
+KINDS = [
+    ("committed", "Tom"),
+    ("accepted", " lernt"),
+    ("rejected", " sehr"),
+    ("corrected", " Deutsch"),
+    ("bonus", "."),
+]
 
 
 def test_marks_and_colours():
@@ -186,14 +268,28 @@ def test_marks_and_colours():
     line = demo.render(KINDS, colours=True)
     assert line.plain == "Tom lernt sehr Deutsch."
     styles = {line.plain[span.start : span.end]: span.style for span in line.spans}
-    assert styles == {"Tom": "dim", "lernt": "green", "sehr": "red strike", "Deutsch": "blue bold", ".": "cyan bold"}
+    assert styles == {
+        "Tom": "dim",
+        "lernt": "green",
+        "sehr": "red strike",
+        "Deutsch": "blue bold",
+        ".": "cyan bold",
+    }
     assert demo.render([("rejected", " ")], colours=False).plain == " [-␣-]"
 
 
 def test_a_bonus_is_no_correction():
-    target = types.SimpleNamespace(eos_ids=(1,), vocabulary=types.SimpleNamespace(piece=lambda token: f" {token}"))
-    steps = [TraceStep([5, 6], None, 7, 2, None), TraceStep([8], 9, 3, 2, None), TraceStep([], None, 4, 0, None)]
-    kinds = [[kind for kind, _ in line if kind != "committed"] for line in traces.lines(steps, target)]
+    target = types.SimpleNamespace(
+        eos_ids=(1,), vocabulary=types.SimpleNamespace(piece=lambda token: f" {token}")
+    )
+    steps = [
+        TraceStep([5, 6], None, 7, 2, None),
+        TraceStep([8], 9, 3, 2, None),
+        TraceStep([], None, 4, 0, None),
+    ]
+    kinds = [
+        [kind for kind, _ in line if kind != "committed"] for line in traces.lines(steps, target)
+    ]
     assert kinds == [["accepted", "bonus"], ["accepted", "rejected", "corrected"], ["bonus"]]
     assert {kind for kind, _ in traces.LEGEND} == set(demo._STYLES) == set(demo._MARKS)
 
@@ -202,7 +298,11 @@ def test_a_bar_moves_where_there_is_a_terminal(monkeypatch):
     make = rich.console.Console
     for terminal in (True, False):
         screen = io.StringIO()
-        monkeypatch.setattr(rich.console, "Console", lambda **_: make(file=screen, force_terminal=terminal, width=80))
+        monkeypatch.setattr(
+            rich.console,
+            "Console",
+            lambda **_: make(file=screen, force_terminal=terminal, width=80),
+        )
         with demo.compiling("speculative decoding [x]", 500):
             pass
         assert ("\x1b" in screen.getvalue()) == terminal == ("0:00:00" in screen.getvalue())

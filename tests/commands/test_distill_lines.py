@@ -29,15 +29,21 @@ def test_warm_up_and_decay_follow_the_steps(given, expected):
     `train_heads`."""
     config = TrainConfig(TINY, ("a",), ("b",), "c", vocabulary_size=64, **given)
     assert (config.warmup_steps, config.decay_steps) == expected
-    stage = distill.DistillConfig(target="x", output_dir="y", **given).training(TINY, 64, ["a"], ["b"])
+    stage = distill.DistillConfig(target="x", output_dir="y", **given).training(
+        TINY, 64, ["a"], ["b"]
+    )
     assert (stage.warmup_steps, stage.decay_steps) == expected
     made = heads.HeadsTrainConfig("x", ("a",), ("b",), "c", **given)
     assert made.warmup_steps + made.decay_steps <= made.steps and made.warmup_steps == expected[0]
-    assert "decay_steps" in given or made.decay_steps == min(made.steps // 2, made.steps - made.warmup_steps)
+    assert "decay_steps" in given or made.decay_steps == min(
+        made.steps // 2, made.steps - made.warmup_steps
+    )
 
 
 def test_given_parts_that_exceed_the_steps_are_rejected():
-    with pytest.raises(ValueError, match="steps: got 3, expected at least warmup_steps . decay_steps = 6"):
+    with pytest.raises(
+        ValueError, match="steps: got 3, expected at least warmup_steps . decay_steps = 6"
+    ):
         config_of(".", ".", steps=3)
 
 
@@ -45,18 +51,27 @@ def test_the_start_says_what_is_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(distill_lines, "_product_speed", lambda dtype: 1e6)
     sources = [[5, 6, 1], [7, 1]]
     jobs = [
-        Job(tmp_path / f"outputs-{part}-greedy.tsv", sources, ["a", "b"], 0, 0) for part in ("train", "validation-1")
+        Job(tmp_path / f"outputs-{part}-greedy.tsv", sources, ["a", "b"], 0, 0)
+        for part in ("train", "validation-1")
     ]
-    training = config_of(tmp_path, tmp_path, steps=30, warmup_steps=0, decay_steps=0, evaluate_every=10)
+    training = config_of(
+        tmp_path, tmp_path, steps=30, warmup_steps=0, decay_steps=0, evaluate_every=10
+    )
     config = distill.DistillConfig(target="x", output_dir=str(tmp_path), max_new_tokens=8)
     needs, takes = distill_lines.needs(config, training, TINY, jobs)
     size = distill_lines.parameter_count(TINY)
-    assert needs.startswith(f"needs 4 outputs of the target, {size:,} parameters, each of at most 8 tokens; then 30 ")
-    assert f"steps of 256 pieces for a drafter of {size:,} parameters" in needs and " MB in " in needs
+    assert needs.startswith(
+        f"needs 4 outputs of the target, {size:,} parameters, each of at most 8 tokens; then 30 "
+    )
+    assert (
+        f"steps of 256 pieces for a drafter of {size:,} parameters" in needs and " MB in " in needs
+    )
     decoding, learning = 2 * size * 10, 2 * (4 * size * 30 * 256 + 2 * size * 3 * 5)
     seconds = [decoding / 1e6 / 0.2, learning / 1e6 / 0.5]
     shown = [distill_lines._duration(part) for part in (sum(seconds), *seconds)]
-    assert takes.startswith(f"takes about {shown[0]} here (outputs {shown[1]}, training {shown[2]})")
+    assert takes.startswith(
+        f"takes about {shown[0]} here (outputs {shown[1]}, training {shown[2]})"
+    )
     # What an earlier run did is not needed again.
     jobs[0].path.touch()
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
@@ -66,7 +81,12 @@ def test_the_start_says_what_is_needed(tmp_path, monkeypatch):
 
 def test_the_speed_of_a_product_is_measured():
     assert 1e7 < distill_lines._product_speed("float32") < 1e16
-    assert [distill_lines._duration(seconds) for seconds in (0, 89, 600, 7200)] == ["1 s", "89 s", "10 min", "2.0 h"]
+    assert [distill_lines._duration(seconds) for seconds in (0, 89, 600, 7200)] == [
+        "1 s",
+        "89 s",
+        "10 min",
+        "2.0 h",
+    ]
 
 
 def record(step, loss, acceptance, agreement):
@@ -76,31 +96,66 @@ def record(step, loss, acceptance, agreement):
 @pytest.mark.parametrize(
     "validations, select, expected",
     [
-        ([(0, 2.0, 0.5, 0.6), (6, 1.0, 0.7, 0.8)], "loss",
-            ["kept: step 6 of 6, the best by loss: acceptance 0.5000 -> 0.7000, agreement 0.6000 -> 0.8000 (before -> "
-             "after)"]),
-        ([(0, 2.0, 0.5, 0.6), (6, 1.0, 0.7, 0.55), (9, 1.5, 0.6, 0.7)], "loss",
-            ["kept: step 6 of 9, the best by loss: acceptance 0.5000 -> 0.7000, agreement 0.6000 -> 0.5500 (before -> "
-             "after)", "worse than it began: agreement fell by 0.0500; --select=agreement keeps the step that is best "
-             "by it"]),
-        ([(0, 1.0, 0.5, 0.6), (6, 2.0, 0.4, 0.7)], "loss",
-            ["kept: the drafter as it was: by loss no step was better (acceptance 0.5000 -> 0.5000, agreement "
-             "0.6000 -> 0.6000)"]),
-        ([(6, 2.0, 0.4, 0.7)], "acceptance",
-            ["kept: step 6 of 6, the best by acceptance: acceptance 0.4000, agreement 0.7000 on the target's outputs "
-             "for other sources"]),
+        (
+            [(0, 2.0, 0.5, 0.6), (6, 1.0, 0.7, 0.8)],
+            "loss",
+            [
+                "kept: step 6 of 6, the best by loss: acceptance 0.5000 -> 0.7000, agreement 0.6000 -> 0.8000 (before -> "
+                "after)"
+            ],
+        ),
+        (
+            [(0, 2.0, 0.5, 0.6), (6, 1.0, 0.7, 0.55), (9, 1.5, 0.6, 0.7)],
+            "loss",
+            [
+                "kept: step 6 of 9, the best by loss: acceptance 0.5000 -> 0.7000, agreement 0.6000 -> 0.5500 (before -> "
+                "after)",
+                "worse than it began: agreement fell by 0.0500; --select=agreement keeps the step that is best "
+                "by it",
+            ],
+        ),
+        (
+            [(0, 1.0, 0.5, 0.6), (6, 2.0, 0.4, 0.7)],
+            "loss",
+            [
+                "kept: the drafter as it was: by loss no step was better (acceptance 0.5000 -> 0.5000, agreement "
+                "0.6000 -> 0.6000)"
+            ],
+        ),
+        (
+            [(6, 2.0, 0.4, 0.7)],
+            "acceptance",
+            [
+                "kept: step 6 of 6, the best by acceptance: acceptance 0.4000, agreement 0.7000 on the target's outputs "
+                "for other sources"
+            ],
+        ),
         ([], "loss", ["kept: the newest parameters, since no validation loss was finite"]),
     ],
-)  # fmt: skip
+)
 def test_the_end_says_what_came_of_it(validations, select, expected, tmp_path):
     saved = run_folder.Checkpoints(tmp_path, select=select)
     for step, loss, *figures in validations:
-        saved.keep_best(step, {"a": np.zeros(2, np.float32)}, loss, **dict(zip(("acceptance", "agreement"), figures)))
+        saved.keep_best(
+            step,
+            {"a": np.zeros(2, np.float32)},
+            loss,
+            **dict(zip(("acceptance", "agreement"), figures)),
+        )
     lines = [json.dumps(record(*values)) for values in validations]
-    (tmp_path / "log.jsonl").write_text("".join(f"{line}\n" for line in [json.dumps({"step": 1, "loss": 3}), *lines]))
-    config = distill.DistillConfig(target="a target", output_dir=str(tmp_path), select=select, greedy=False, samples=1)
+    (tmp_path / "log.jsonl").write_text(
+        "".join(f"{line}\n" for line in [json.dumps({"step": 1, "loss": 3}), *lines])
+    )
+    config = distill.DistillConfig(
+        target="a target", output_dir=str(tmp_path), select=select, greedy=False, samples=1
+    )
     *found, command = distill_lines.outcome(config)
     assert found == expected
     argv = shlex.split(command.removeprefix("next: "))
-    assert argv[:4] == ["specdec", "benchmark", "--target=a target", f"--drafter={tmp_path / 'model'}"]
+    assert argv[:4] == [
+        "specdec",
+        "benchmark",
+        "--target=a target",
+        f"--drafter={tmp_path / 'model'}",
+    ]
     assert "--temperature=1" in argv and f"--input_file={tmp_path / 'validation.txt'}" in argv

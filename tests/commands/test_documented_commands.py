@@ -28,7 +28,10 @@ CHEAP.append("specdec figures --output=report.html")
 # What a command needs that need not be here, and how the error begins that says so.
 NEEDS = {
     "data": (r"DATA_DIR=|--data_dir=data", r"(train|validation|source)_files: got '\S*data/\S+'"),
-    "a record of a device": (r"--records=(tpu|v4|gpu|accelerator)\.", r"\S+: .*no such|got '?(tpu|v4|gpu|accelerator)"),
+    "a record of a device": (
+        r"--records=(tpu|v4|gpu|accelerator)\.",
+        r"\S+: .*no such|got '?(tpu|v4|gpu|accelerator)",
+    ),
     "devices": (r"--mesh=", r"mesh: got .*devices"),
     "T5X": (r"--against=t5x", r"against: got 't5x', which is not installed"),
     "a task": (r"--task=|configs/tasks/", r"(task|gin|module_import|seqio): .*"),

@@ -51,7 +51,9 @@ def test_outputs_that_were_cut_are_counted(capsys, pair, cut, tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "add", dying)
-        assert generate(capsys, pair, "--max_new_tokens=6", f"--output_file={path}", *TEXTS)[0] == 130
+        assert (
+            generate(capsys, pair, "--max_new_tokens=6", f"--output_file={path}", *TEXTS)[0] == 130
+        )
     code, _, err = generate(capsys, pair, "--max_new_tokens=6", f"--output_file={path}", *TEXTS)
     assert code == 0 and "1 of 3 sentences are there" in err and err.endswith(line)
 
@@ -73,7 +75,10 @@ def test_inputs_that_are_too_long_are_counted_and_named(capsys, pair):
         f"specdec: error: sentences {named} (2 of 3): got up to {max(sizes)} tokens, expected at most "
         f"max_input_length = {most}; --max_input_length={max(sizes)} takes all"
     )
-    assert generate(capsys, pair, f"--max_input_length={max(sizes)}", "--max_new_tokens=2", *TEXTS)[0] == 0
+    assert (
+        generate(capsys, pair, f"--max_input_length={max(sizes)}", "--max_new_tokens=2", *TEXTS)[0]
+        == 0
+    )
 
 
 def test_the_library_names_them_from_zero():
@@ -84,13 +89,19 @@ def test_the_library_names_them_from_zero():
     )
     with pytest.raises(ValueError, match=message):
         sd.generate(target, inputs)
-    with pytest.raises(ValueError, match="^input 1: got 2 tokens, .*; max_input_length=2 takes all$"):
+    with pytest.raises(
+        ValueError, match="^input 1: got 2 tokens, .*; max_input_length=2 takes all$"
+    ):
         sd.generate(target, [[3], [4, 1]], max_input_length=1)
-    with pytest.raises(ValueError, match="^sentence 1: got 40 tokens, .* = 8; the model has 32 positions$"):
+    with pytest.raises(
+        ValueError, match="^sentence 1: got 40 tokens, .* = 8; the model has 32 positions$"
+    ):
         check_input_lengths("sentence", [40], 8, 32, 1, "--max_input_length")
     gpt = sd.load(FOLDER, say=lambda line: None)
     most = gpt.config.max_positions
-    with pytest.raises(ValueError, match=rf"^input 0: got {most} tokens, .*; the model has {most} positions$"):
+    with pytest.raises(
+        ValueError, match=rf"^input 0: got {most} tokens, .*; the model has {most} positions$"
+    ):
         sd.generate(gpt, [[3] * most], max_input_length=8)
 
 
@@ -105,9 +116,12 @@ def test_long_lists_of_numbers_are_cut():
 def test_many_inputs_without_output_are_few_lines():
     said = []
     endings = Endings("--max_new_tokens=64", said.append)
-    output = lambda number: sd.Output(
-        None, [], [], [], "error", None, None, NonFiniteLogitsError("the target t", number, 0)
-    )
+
+    def output(number):
+        return sd.Output(
+            None, [], [], [], "error", None, None, NonFiniteLogitsError("the target t", number, 0)
+        )
+
     notes = [endings.add(number, [output(number)]) for number in range(40)]
     assert notes == [{"lost": True}] * 40 and len(said) == 5
     assert endings.tell(40).startswith("sentences 1, 2, ") and len(said) == 5

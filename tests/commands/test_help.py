@@ -14,7 +14,9 @@ from devices import SPECDEC
 from specdec_jax.commands import help_page, main, sentences
 
 ROOT = shared_pages.ROOT
-TEXTS = {shared_pages.name_of(path): path.read_text(encoding="utf-8") for path in shared_pages.pages()}
+TEXTS = {
+    shared_pages.name_of(path): path.read_text(encoding="utf-8") for path in shared_pages.pages()
+}
 # Files and folders that are the reader's own, as the pages say of them: names that end in "/", and
 # these.
 OWN = (
@@ -76,12 +78,16 @@ def test_help_comes_in_groups_that_fit_the_terminal(capsys, monkeypatch):
         assert max(map(len, flags.splitlines())) < min(max(columns, 57), 100)
     titles = re.findall("^([a-z][^\n]*):$", pages[80], re.MULTILINE)
     assert titles[0] == "examples" and len(titles) >= 6
-    assert [re.sub(r"\s+", " ", page) for page in pages.values()] == [re.sub(r"\s+", " ", pages[80])] * 3
+    assert [re.sub(r"\s+", " ", page) for page in pages.values()] == [
+        re.sub(r"\s+", " ", pages[80])
+    ] * 3
 
 
 @pytest.mark.parametrize("argv", EXAMPLES, ids=shlex.join)
 def test_examples_of_the_help_parse(argv):
-    assert set(help_page.EXAMPLES) == set(main.COMMANDS) and len(help_page.EXAMPLES["generate"]) == 3
+    assert (
+        set(help_page.EXAMPLES) == set(main.COMMANDS) and len(help_page.EXAMPLES["generate"]) == 3
+    )
     values, arguments, _ = parsed(argv)
     assert not arguments or main.COMMANDS[argv[1]].arguments
     if values.gin_file:
@@ -94,14 +100,18 @@ def names(argv: list[str], flags: set[str]) -> list[str]:
     """What the flags of a command line name, one by one."""
     found = [word.partition("=") for word in argv if word.startswith("--")]
     values = [(name.removeprefix("--"), value) for name, _, value in found]
-    values += [("output_dir", value.strip('"')) for name, value in values if name == "gin.OUTPUT_DIR"]
+    values += [
+        ("output_dir", value.strip('"')) for name, value in values if name == "gin.OUTPUT_DIR"
+    ]
     return [one for name, value in values if name in flags for one in value.split(",")]
 
 
 def made_by(argv: list[str]) -> list[str]:
     """Files that the command writes; a training's folder has its model in a folder of a fixed name."""
     found = names(argv, WRITTEN)
-    return found + [f"{folder}/{part}" for folder in found for part in ("model", "heads") if "runs/" in folder]
+    return found + [
+        f"{folder}/{part}" for folder in found for part in ("model", "heads") if "runs/" in folder
+    ]
 
 
 def check_files_read(argvs: list[list[str]], made: set[str]) -> None:
@@ -118,7 +128,10 @@ def check_files_read(argvs: list[list[str]], made: set[str]) -> None:
     for argv in argvs:
         parsed(argv)
         for name in names(argv, READ) + ([argv[argv.index("<") + 1]] if "<" in argv else []):
-            known = name in (*loader.bundled(), sentences.BUILT_IN, *made, *OWN) or (ROOT / name).is_file()
+            known = (
+                name in (*loader.bundled(), sentences.BUILT_IN, *made, *OWN)
+                or (ROOT / name).is_file()
+            )
             drafts = without_model(name) and not name.endswith(".npz")
             assert known or drafts or name.endswith("/") or "…" in name, (shlex.join(argv), name)
         made |= set(made_by(argv))
@@ -134,7 +147,9 @@ def test_what_pages_read_is_there_or_made_by_an_example():
     """By one before it on the same page, or by any on another page."""
     shared_pages.require_checkout()
     commands = {page: shared_pages.commands(text) for page, text in TEXTS.items()}
-    made = {page: {file for argv in argvs for file in made_by(argv)} for page, argvs in commands.items()}
+    made = {
+        page: {file for argv in argvs for file in made_by(argv)} for page, argvs in commands.items()
+    }
     for page, argvs in commands.items():
         elsewhere = {file for other in made if other != page for file in made[other]}
         check_files_read(argvs, elsewhere | shared_pages.written_by_shell(TEXTS[page]))
@@ -142,9 +157,14 @@ def test_what_pages_read_is_there_or_made_by_an_example():
 
 def test_pairs_to_try_training_on_are_whole():
     shared_pages.require_checkout()
-    rows = [line.split("\t") for name in ("train", "validation") for line in
-            (ROOT / f"configs/examples/{name}.tsv").read_text(encoding="utf-8").splitlines()]  # fmt: skip
-    assert all(len(row) == 2 and all(part.strip() for part in row) for row in rows) and len(rows) > 30
+    rows = [
+        line.split("\t")
+        for name in ("train", "validation")
+        for line in (ROOT / f"configs/examples/{name}.tsv").read_text(encoding="utf-8").splitlines()
+    ]
+    assert (
+        all(len(row) == 2 and all(part.strip() for part in row) for row in rows) and len(rows) > 30
+    )
     assert [source for source, _ in rows][: len(sentences.built_in())] == sentences.built_in()
 
 
@@ -160,4 +180,6 @@ def test_examples_run_anywhere(tmp_path, quick_environment):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert len([json.loads(found)["text"] for found in done.stdout.splitlines()]) == len(sentences.built_in())
+    assert len([json.loads(found)["text"] for found in done.stdout.splitlines()]) == len(
+        sentences.built_in()
+    )

@@ -49,7 +49,10 @@ def test_help_of_a_command_names_every_setting(specdec, name):
     cls, _ = main.COMMANDS[name].load()
     prefix = "--" if main.COMMANDS[name].by_flags else ""
     out = out.replace("--[no]", "--")
-    assert all(f"{prefix}{field}" in out for field in [*cls.__dataclass_fields__, "gin_file", "gin_search_paths"])
+    assert all(
+        f"{prefix}{field}" in out
+        for field in [*cls.__dataclass_fields__, "gin_file", "gin_search_paths"]
+    )
 
 
 def test_no_command(specdec):
@@ -108,7 +111,9 @@ def test_a_tree(generate, pair, tmp_path, form):
     assert (code, err) == (0, "") and [record["text"] for record in records] == expected(pair)
     nodes = read_tree(form).size - 1
     drafting = [record["stats"] for record in records if record["stats"]["drafted"]]
-    assert drafting and all(nodes <= stats["drafted"] <= nodes * stats["target_calls"] for stats in drafting)
+    assert drafting and all(
+        nodes <= stats["drafted"] <= nodes * stats["target_calls"] for stats in drafting
+    )
     assert generate(*arguments, "--output_file", tmp_path / "out.txt")[0] == 0
     assert (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines() == expected(pair)
 
@@ -148,32 +153,47 @@ def test_trace_lines_add_up_to_the_output(pair):
     lines = traces.lines(sd.trace(target, SENTENCES[0], **options), target)
     tokens = sd.generate(target, [SENTENCES[0]], **options)
     whole = "".join(text for kind, text in lines[-1] if kind != "rejected")
-    assert whole == "".join(traces.surface(int(t), target) for t in tokens.tokens[0, : tokens.lengths[0]])
+    assert whole == "".join(
+        traces.surface(int(t), target) for t in tokens.tokens[0, : tokens.lengths[0]]
+    )
 
 
 def test_benchmark(specdec, tmp_path):
     (tmp_path / "sentences.txt").write_text("Tom\nWe\nShe\n", encoding="utf-8")
     files = ["--input_file", tmp_path / "sentences.txt", "--output", tmp_path / "record.json"]
-    code, out, err = specdec("benchmark", *MODELS, "--repeats=1", "--limit=2", "--tree=widths:2:top", "--json", *files)
+    code, out, err = specdec(
+        "benchmark", *MODELS, "--repeats=1", "--limit=2", "--tree=widths:2:top", "--json", *files
+    )
     assert (code, err) == (0, "")
     record = json.loads(out)
     record_checks.check(record)
     assert record == json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert record["sentences"] == 2 and [variant["gamma"] for variant in record["speculative"]] == [2]
+    assert record["sentences"] == 2 and [variant["gamma"] for variant in record["speculative"]] == [
+        2
+    ]
     plain, speculative = record["example"]["variants"]
     assert record["example"]["input"] == "Tom" and (plain["gamma"], speculative["gamma"]) == (0, 2)
-    calls = [[name for name, _ in variant["spans"]].count("target call") for variant in (plain, speculative)]
+    calls = [
+        [name for name, _ in variant["spans"]].count("target call")
+        for variant in (plain, speculative)
+    ]
     assert calls[1] == len(speculative["lines"]) <= calls[0]
     (tree,) = record["example"]["trees"]
     assert tree["tree"] == "widths:2:top" and tree["call"] >= 1 and tree["path"][0] == 0
-    assert [node["parent"] for node in tree["nodes"]] == [-1, 0, 0] and tree["nodes"][0]["text"] == "[START]"
+    assert [node["parent"] for node in tree["nodes"]] == [-1, 0, 0] and tree["nodes"][0][
+        "text"
+    ] == "[START]"
 
 
 def test_benchmark_that_fails_a_check(specdec, monkeypatch, tmp_path):
     """The record is written, the exit code is 1."""
-    monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"]))
+    monkeypatch.setattr(
+        benchmark_command, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"])
+    )
     code, out, err = specdec("benchmark", *MODELS, "--json", "--output", tmp_path / "record.json")
-    assert code == 1 and json.loads(out) == {"a": 1} == json.loads((tmp_path / "record.json").read_text())
+    assert code == 1 and json.loads(out) == {"a": 1} == json.loads(
+        (tmp_path / "record.json").read_text()
+    )
     assert err == "specdec: error: gamma 2: got other tokens\n"
 
 
@@ -195,7 +215,9 @@ def test_gin_binds_what_flags_do_not_give(specdec, pair, tmp_path):
     (folder / "more.gin").write_text("include 'base.gin'\nTOKENS = 3\n")
 
     def tokens(*argv):
-        code, out, err = specdec("generate", f"--gin_search_paths={tmp_path},{folder}", *argv, "Tom")
+        code, out, err = specdec(
+            "generate", f"--gin_search_paths={tmp_path},{folder}", *argv, "Tom"
+        )
         assert code == 0, err
         return len(json.loads(out)["tokens"])
 
@@ -208,7 +230,10 @@ def test_gin_binds_what_flags_do_not_give(specdec, pair, tmp_path):
 
 
 def test_gin_without_a_file(specdec):
-    settings = ["--gin.GenerateOptions.json=True", "--gin.generate.GenerateOptions.max_new_tokens=6"]
+    settings = [
+        "--gin.GenerateOptions.json=True",
+        "--gin.generate.GenerateOptions.max_new_tokens=6",
+    ]
     code, out, _ = specdec("generate", "--target=TARGET", "--dtype=float32", *settings, "")
     assert code == 0 and json.loads(out)["text"] == ""
 
@@ -218,12 +243,17 @@ def test_gin_without_a_file(specdec):
     [
         ("generate.GenerateOptions.gama = 3", "doesn't have a parameter named 'gama'"),
         ("generate.GenrateOptions.gamma = 3", "has no attribute GenrateOptions"),
-        ("from specdec_jax.commands import generat", "No module named 'specdec_jax.commands.generat'"),
+        (
+            "from specdec_jax.commands import generat",
+            "No module named 'specdec_jax.commands.generat'",
+        ),
     ],
 )
 def test_a_misspelt_name_is_told_with_file_and_line(specdec, tmp_path, line, said):
     file = tmp_path / "bad.gin"
-    file.write_text(f"from __gin__ import dynamic_registration\nfrom specdec_jax.commands import generate\n{line}\n")
+    file.write_text(
+        f"from __gin__ import dynamic_registration\nfrom specdec_jax.commands import generate\n{line}\n"
+    )
     code, out, err = specdec("generate", f"--gin_file={file}", "--gin_search_paths=/", "hello")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err and f'In file "{file}", line 3' in err
@@ -236,7 +266,9 @@ def test_configurations_of_the_bundled_pair(specdec, monkeypatch, command):
 
     seen = []
     monkeypatch.setattr(
-        {"generate": generate_command, "benchmark": suite}[command], "run", lambda options, *_: seen.append(options)
+        {"generate": generate_command, "benchmark": suite}[command],
+        "run",
+        lambda options, *_: seen.append(options),
     )
     config = pathlib.Path(__file__).parents[2] / f"configs/{command}/ende.gin"
     assert specdec(command, f"--gin_file={config}", "--gin_search_paths=/") == (0, "", "")
@@ -251,10 +283,18 @@ def test_train_settings_come_from_gin(specdec, monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(train, "fit", lambda options, begun: (seen.append(options), begun()))
     config = pathlib.Path(__file__).parents[2] / "configs/train/smoke.gin"
-    settings = [f"--gin.DATA_DIR='{tmp_path}'", f"--gin.OUTPUT_DIR='{tmp_path / 'run'}'", "--gin.TrainConfig.seed=5"]
-    assert specdec("train", f"--gin_file={config}", f"--gin_search_paths={config.parent},/", *settings) == (0, "", "")
+    settings = [
+        f"--gin.DATA_DIR='{tmp_path}'",
+        f"--gin.OUTPUT_DIR='{tmp_path / 'run'}'",
+        "--gin.TrainConfig.seed=5",
+    ]
+    assert specdec(
+        "train", f"--gin_file={config}", f"--gin_search_paths={config.parent},/", *settings
+    ) == (0, "", "")
     (options,) = seen
-    assert isinstance(options, training_config.TrainConfig) and isinstance(options.model, sd.T5Config)
+    assert isinstance(options, training_config.TrainConfig) and isinstance(
+        options.model, sd.T5Config
+    )
     assert options.seed == 5 and options.output_dir == str(tmp_path / "run")
     written = tmp_path / "run/operative.gin"
     assert specdec("train", f"--gin_file={written}", "--gin_search_paths=/") == (0, "", "")
@@ -275,7 +315,12 @@ def test_settings_are_written_beside_the_output(specdec, pair, tmp_path, way):
     argv = {"flags": flags, "gin": bindings, "both": [*bindings[:2], *overruled, *flags[3:]]}[way]
     assert specdec("generate", *argv, "Tom", "We")[0] == 0
     first, written = (tmp_path / "a").read_text(), tmp_path / "a.gin"
-    again = ["generate", f"--gin_file={written}", "--gin_search_paths=/", f"--output_file={tmp_path / 'b'}"]
+    again = [
+        "generate",
+        f"--gin_file={written}",
+        "--gin_search_paths=/",
+        f"--output_file={tmp_path / 'b'}",
+    ]
     for name in ("b", "c"):
         assert specdec(*again, "Tom", "We")[0] == 0
         assert (tmp_path / name).read_text() == first
@@ -293,6 +338,10 @@ def test_settings_of_a_folder_lie_beside_it(specdec, monkeypatch, tmp_path):
 
     monkeypatch.setattr(convert, "run", lambda options: None)
     for output in (f"{tmp_path}/made/", "/dev/stdout"):
-        assert specdec("convert", "--source=ende/target", f"--output={output}", "--format=t5x") == (0, "", "")
+        assert specdec("convert", "--source=ende/target", f"--output={output}", "--format=t5x") == (
+            0,
+            "",
+            "",
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["made.gin"]
     assert not pathlib.Path("/dev/stdout.gin").exists()

@@ -45,11 +45,16 @@ def expected(folder, **options):
 def test_flags_replace_single_defaults(decode, tmp_path):
     folder = folder_of(tmp_path / "model", RULES)
     found, err = decode(folder)
-    assert found == expected(folder) and "sets the defaults of decoding: max_length=14, min_length=8" in err
+    assert (
+        found == expected(folder)
+        and "sets the defaults of decoding: max_length=14, min_length=8" in err
+    )
     vocabulary = sd.load(folder, "float32", say=len).vocabulary
     assert all(len(row) + len(vocabulary.encode(prompt)) == 14 for row, prompt in zip(found, TEXTS))
     rules = sd.SamplingConfig(no_repeat_ngram=2, min_new_tokens=0)
-    shorter, _ = decode(folder, "--max_new_tokens=5", "--repetition_penalty=1", "--min_new_tokens=0")
+    shorter, _ = decode(
+        folder, "--max_new_tokens=5", "--repetition_penalty=1", "--min_new_tokens=0"
+    )
     assert shorter == expected(folder, max_new_tokens=5, sampling=rules)
     none, _ = decode(folder, "--generation_config=none", "--max_new_tokens=9")
     assert none == expected(folder, max_new_tokens=9, generation_config=None) != found
@@ -71,30 +76,40 @@ def test_beams_to_a_file_and_what_they_reject(decode, tmp_path):
 
 def test_commands_that_measure_say_that_they_do_without(capsys, tmp_path):
     folder = folder_of(tmp_path / "model", SEARCH)
-    options = DecodingOptions(target=str(folder), dtype="float32", max_new_tokens=9)  # of all commands but `generate`
+    options = DecodingOptions(
+        target=str(folder), dtype="float32", max_new_tokens=9
+    )  # of all commands but `generate`
     target, _ = options.load()
     line = f"{folder}: decoding by the flags alone, without the model's own defaults"
     assert line in capsys.readouterr().err.splitlines()
     result = sd.generate(target, TEXTS, **options.decoding())
-    assert result.texts == sd.generate(target, TEXTS, max_new_tokens=9, generation_config=None).texts
+    assert (
+        result.texts == sd.generate(target, TEXTS, max_new_tokens=9, generation_config=None).texts
+    )
 
 
 def test_flags_beside_the_models_own_beams(decode, tmp_path):
     folder = folder_of(tmp_path / "model", SEARCH | {"num_beams": 3})
     flags = ["--num_return_sequences=3", "--length_penalty=2", "--early_stopping=true"]
     found, _ = decode(folder, *flags)
-    assert found == expected(folder, num_return_sequences=3, length_penalty=2.0, early_stopping=True)
+    assert found == expected(
+        folder, num_return_sequences=3, length_penalty=2.0, early_stopping=True
+    )
     assert len(found) == 3 * len(TEXTS)
     _, err = decode(folder, *flags, "--stream", code=2)
     assert "length_penalty: got 2.0 without num_beams" in err
-    _, err = decode(folder_of(tmp_path / "plain", {}), "--length_penalty=2", "--max_new_tokens=4", code=2)
+    _, err = decode(
+        folder_of(tmp_path / "plain", {}), "--length_penalty=2", "--max_new_tokens=4", code=2
+    )
     assert "length_penalty: got 2.0 without num_beams, expected None" in err
 
 
 def test_a_verifier_for_sampling_with_a_model_that_samples(decode, tmp_path):
     folder = folder_of(tmp_path / "model", {"do_sample": True, "max_new_tokens": 4})
     decode(folder, "--verifier=typical", "--drafter=lookup", "--gamma=2")
-    _, err = decode(folder, "--verifier=typical", "--drafter=lookup", "--generation_config=none", code=2)
+    _, err = decode(
+        folder, "--verifier=typical", "--drafter=lookup", "--generation_config=none", code=2
+    )
     assert "temperature: got 0.0 with verifier='typical'" in err
 
 

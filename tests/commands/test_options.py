@@ -32,7 +32,9 @@ def decode(specdec):
     """Runs `specdec generate --json` on `TEXTS` with the tiny pair; the objects it prints."""
 
     def run(*argv):
-        code, out, err = specdec("generate", *command_line.MODELS, "--batch_size=2", "--json", *argv, *TEXTS)
+        code, out, err = specdec(
+            "generate", *command_line.MODELS, "--batch_size=2", "--json", *argv, *TEXTS
+        )
         assert (code, err) == (0, "")
         return [json.loads(line) for line in out.splitlines()]
 
@@ -58,10 +60,22 @@ ARGMAX = {
     "repetition_penalty": (["--repetition_penalty=50"], {"repetition_penalty": 50.0}, {}),
     "no_repeat_ngram": (["--no_repeat_ngram=1"], {"no_repeat_ngram": 1}, {}),
     "forbidden_tokens": (["--forbidden_tokens=FIRST,7"], {"forbidden_tokens": ("FIRST", 7)}, {}),
-    "logit_bias": (["--logit_bias=9:1e3", "--logit_bias=8:-5"], {"logit_bias": {9: 1e3, 8: -5}}, {}),
-    "forced_tokens": (["--forced_tokens=0:9", "--forced_tokens=2:4"], {"forced_tokens": {0: 9, 2: 4}}, {}),
+    "logit_bias": (
+        ["--logit_bias=9:1e3", "--logit_bias=8:-5"],
+        {"logit_bias": {9: 1e3, 8: -5}},
+        {},
+    ),
+    "forced_tokens": (
+        ["--forced_tokens=0:9", "--forced_tokens=2:4"],
+        {"forced_tokens": {0: 9, 2: 4}},
+        {},
+    ),
     "max_new_tokens": (["--max_new_tokens=3"], {}, {"max_new_tokens": 3}),
-    "lenience": (["--verifier=lenient", "--lenience=1e-6"], {}, {"verifier": "lenient", "lenience": 1e-6}),
+    "lenience": (
+        ["--verifier=lenient", "--lenience=1e-6"],
+        {},
+        {"verifier": "lenient", "lenience": 1e-6},
+    ),
 }
 TYPICAL = ["--verifier=typical", "--typical_epsilon=1"]
 DRAWN = {
@@ -73,9 +87,12 @@ DRAWN = {
     "token": (["--verifier=token"], {}, {"verifier": "token"}),
     "gumbel": (["--verifier=gumbel"], {}, {"verifier": "gumbel"}),
     "rejection": (["--verifier=rejection"], {}, {"verifier": "rejection"}),
-    "typical_delta": ([*TYPICAL, "--typical_delta=1"], {}, {"verifier": "typical", "typical_epsilon": 1,
-        "typical_delta": 1}),
-}  # fmt: skip
+    "typical_delta": (
+        [*TYPICAL, "--typical_delta=1"],
+        {},
+        {"verifier": "typical", "typical_epsilon": 1, "typical_delta": 1},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", sorted(ARGMAX))
@@ -95,7 +112,10 @@ def test_options_of_sampling(decode, library, name):
     flags, sampling, options = DRAWN[name]
     options = {"key": 3} | options
     options["key"] = jax.random.key(options["key"])
-    found = [(record["tokens"], record["text"]) for record in decode("--temperature=1", "--seed=3", *flags)]
+    found = [
+        (record["tokens"], record["text"])
+        for record in decode("--temperature=1", "--seed=3", *flags)
+    ]
     drawn = library({"temperature": 1.0}, key=jax.random.key(3))
     assert found == library({"temperature": 1.0} | sampling, **options) != drawn
 
@@ -109,9 +129,13 @@ def test_min_new_tokens(decode, library, pair):
 
 def test_typical_epsilon(decode):
     """A threshold that every drafted token passes, against one that few do."""
-    accepted = lambda *flags: sum(
-        record["stats"]["accepted"] for record in decode("--temperature=1", "--verifier=typical", *flags)
-    )
+
+    def accepted(*flags):
+        return sum(
+            record["stats"]["accepted"]
+            for record in decode("--temperature=1", "--verifier=typical", *flags)
+        )
+
     assert accepted("--typical_epsilon=1", "--typical_delta=1") < accepted(
         "--typical_epsilon=1e-9", "--typical_delta=1"
     )
@@ -124,8 +148,12 @@ def test_stop_is_repeatable(decode):
     for flags in (["--stop", stop], ["--stop", "no such text", "--stop", stop]):
         record = decode(*flags)[0]
         assert record["finish_reason"] == "stop" and stop not in record["text"]
-        assert record["text"] == text[: len(record["text"])] and len(record["tokens"]) < len(whole["tokens"])
-        assert len(record["tokens"]) == len(record["log_probs"]) == len(record["adjusted_log_probs"])
+        assert record["text"] == text[: len(record["text"])] and len(record["tokens"]) < len(
+            whole["tokens"]
+        )
+        assert (
+            len(record["tokens"]) == len(record["log_probs"]) == len(record["adjusted_log_probs"])
+        )
 
 
 def test_deadline(decode):
@@ -165,15 +193,24 @@ def test_streamed_pieces_make_up_the_output(specdec):
         mine = [piece for piece in pieces if piece["row"] == number]
         assert "".join(piece["text"] for piece in mine) == record["text"]
         assert sum((piece["tokens"] for piece in mine), []) == record["tokens"]
-        assert [piece["finish_reason"] for piece in mine] == [None] * (len(mine) - 1) + [record["finish_reason"]]
+        assert [piece["finish_reason"] for piece in mine] == [None] * (len(mine) - 1) + [
+            record["finish_reason"]
+        ]
 
 
-@pytest.mark.parametrize("pieces", [["a \n", "\n b", "c"], [" a", " ", "\nb", " c \n"], ["a\n"], [""], [" "]])
+@pytest.mark.parametrize(
+    "pieces", [["a \n", "\n b", "c"], [" a", " ", "\nb", " c \n"], ["a\n"], [""], [" "]]
+)
 def test_streamed_line_ends_become_spaces_as_in_a_whole_text(monkeypatch, capsys, pieces):
     """Also where a piece ends amid the white space around one."""
-    stream = lambda *_, **__: (Piece(0, text, [], None) for text in pieces)
+
+    def stream(*_, **__):
+        return (Piece(0, text, [], None) for text in pieces)
+
     monkeypatch.setattr(generate, "stream", stream)
-    generate._print_pieces(None, [[3]], generate.GenerateOptions(stream=True), {}, Endings("a limit", print))
+    generate._print_pieces(
+        None, [[3]], generate.GenerateOptions(stream=True), {}, Endings("a limit", print)
+    )
     assert capsys.readouterr().out == one_line("".join(pieces)) + "\n"
 
 
@@ -233,12 +270,24 @@ def test_demo_takes_the_verifier_and_the_seed(specdec):
 def test_benchmark_takes_the_options(specdec, monkeypatch):
     """What they then do to its variants is tested with it."""
     seen = []
-    monkeypatch.setattr(benchmark_command, "benchmark", lambda *arguments: seen.append(arguments[3]) or ({}, []))
-    flags = ["--verifier=lenient", "--lenience=0.5", "--temperature=0.7", "--min_p=0.1", "--seed=4", "--json"]
+    monkeypatch.setattr(
+        benchmark_command, "benchmark", lambda *arguments: seen.append(arguments[3]) or ({}, [])
+    )
+    flags = [
+        "--verifier=lenient",
+        "--lenience=0.5",
+        "--temperature=0.7",
+        "--min_p=0.1",
+        "--seed=4",
+        "--json",
+    ]
     assert specdec("benchmark", *command_line.MODELS, *flags)[0] == 0
     sampling = sd.SamplingConfig(temperature=0.7, min_p=0.1)
     speculative, plain = seen[0].decoding(), seen[0].decoding(plain=True)
-    assert speculative.items() >= {"verifier": "lenient", "lenience": 0.5, "sampling": sampling}.items()
+    assert (
+        speculative.items()
+        >= {"verifier": "lenient", "lenience": 0.5, "sampling": sampling}.items()
+    )
     assert plain["sampling"] == sampling and "verifier" not in plain and seen[0].seed == 4
 
 
@@ -246,48 +295,102 @@ def test_benchmark_takes_the_options(specdec, monkeypatch):
 
 EARLY = {
     "verifier": (["--verifier=best"], "verifier: got 'best', expected one of token, block"),
-    "lenience elsewhere": (["--lenience=0.5"], "lenience: got 0.5 with verifier='block', expected 'lenient'"),
+    "lenience elsewhere": (
+        ["--lenience=0.5"],
+        "lenience: got 0.5 with verifier='block', expected 'lenient'",
+    ),
     "no lenience": (["--verifier=lenient"], "lenience: got none with verifier='lenient'"),
-    "lenience": (["--verifier=lenient", "--lenience=0"], "lenience: got 0.0, expected a number in (0, 1]"),
-    "epsilon elsewhere": (["--typical_epsilon=0.1"], "typical_epsilon: got 0.1 with verifier='block'"),
-    "delta elsewhere": (["--verifier=block", "--typical_delta=0.1"], "typical_delta: got 0.1 with verifier='block'"),
-    "epsilon": (["--verifier=typical", "--temperature=1", "--typical_epsilon=2"], "typical_epsilon: got 2.0, expected"),
-    "delta": (["--verifier=typical", "--temperature=1", "--typical_delta=nan"], "typical_delta: got nan, expected"),
-    "typical at 0": (["--verifier=typical", "--temperature=0"], "temperature: got 0.0 with verifier='typical'"),
-    "nothing drafted": (["--gamma=0", "--verifier=lenient", "--lenience=0.5"], "got 'lenient' for plain decoding"),
-    "no drafter": (["--drafter=", "--verifier=typical", "--temperature=1"], "got 'typical' for plain decoding"),
+    "lenience": (
+        ["--verifier=lenient", "--lenience=0"],
+        "lenience: got 0.0, expected a number in (0, 1]",
+    ),
+    "epsilon elsewhere": (
+        ["--typical_epsilon=0.1"],
+        "typical_epsilon: got 0.1 with verifier='block'",
+    ),
+    "delta elsewhere": (
+        ["--verifier=block", "--typical_delta=0.1"],
+        "typical_delta: got 0.1 with verifier='block'",
+    ),
+    "epsilon": (
+        ["--verifier=typical", "--temperature=1", "--typical_epsilon=2"],
+        "typical_epsilon: got 2.0, expected",
+    ),
+    "delta": (
+        ["--verifier=typical", "--temperature=1", "--typical_delta=nan"],
+        "typical_delta: got nan, expected",
+    ),
+    "typical at 0": (
+        ["--verifier=typical", "--temperature=0"],
+        "temperature: got 0.0 with verifier='typical'",
+    ),
+    "nothing drafted": (
+        ["--gamma=0", "--verifier=lenient", "--lenience=0.5"],
+        "got 'lenient' for plain decoding",
+    ),
+    "no drafter": (
+        ["--drafter=", "--verifier=typical", "--temperature=1"],
+        "got 'typical' for plain decoding",
+    ),
     "min_p": (["--min_p=1.5"], "min_p: got 1.5, expected"),
     "repetition_penalty": (["--repetition_penalty=0"], "repetition_penalty: got 0.0, expected"),
     "no_repeat_ngram": (["--no_repeat_ngram=-1"], "no_repeat_ngram: got -1, expected"),
     "min_new_tokens": (["--min_new_tokens=-1"], "min_new_tokens: got -1, expected"),
-    "min over max": (["--min_new_tokens=7", "--max_new_tokens=6"], "min_new_tokens: got 7, expected at most"),
-    "forbidden_tokens": (["--forbidden_tokens=1,x"], "forbidden_tokens: got '1,x', expected comma-separated integers"),
+    "min over max": (
+        ["--min_new_tokens=7", "--max_new_tokens=6"],
+        "min_new_tokens: got 7, expected at most",
+    ),
+    "forbidden_tokens": (
+        ["--forbidden_tokens=1,x"],
+        "forbidden_tokens: got '1,x', expected comma-separated integers",
+    ),
     "logit_bias form": (["--logit_bias=5"], "logit_bias: got '5', expected integer:number"),
     "logit_bias number": (["--logit_bias=5:x"], "logit_bias: got '5:x', expected integer:number"),
-    "logit_bias NaN": (["--logit_bias=5:nan"], "logit_bias: got nan for id 5, expected a finite number"),
-    "logit_bias twice": (["--logit_bias=5:1", "--logit_bias=5:2"],
-    "logit_bias: got '5:1, 5:2', expected every integer"),
-    "forced_tokens": (["--forced_tokens=0:1.5"], "forced_tokens: got '0:1.5', expected integer:integer"),
+    "logit_bias NaN": (
+        ["--logit_bias=5:nan"],
+        "logit_bias: got nan for id 5, expected a finite number",
+    ),
+    "logit_bias twice": (
+        ["--logit_bias=5:1", "--logit_bias=5:2"],
+        "logit_bias: got '5:1, 5:2', expected every integer",
+    ),
+    "forced_tokens": (
+        ["--forced_tokens=0:1.5"],
+        "forced_tokens: got '0:1.5', expected integer:integer",
+    ),
     "forced too late": (
-        ["--forced_tokens=64:5", "--max_new_tokens=64"],  # else the model may say how many there are
+        [
+            "--forced_tokens=64:5",
+            "--max_new_tokens=64",
+        ],  # else the model may say how many there are
         "forced_tokens: got place 64, expected below max_new_tokens = 64",
     ),
     "num_samples": (["--num_samples=0"], "num_samples: got 0, expected at least 1"),
-    "samples of argmax": (["--num_samples=2", "--temperature=0"], "num_samples: got 2 at temperature 0"),
+    "samples of argmax": (
+        ["--num_samples=2", "--temperature=0"],
+        "num_samples: got 2 at temperature 0",
+    ),
     "stop": (["--stop="], "stop: got ('',), expected strings that are not empty"),
     "stop not UTF-8": (["--stop=sch\udcf6n"], r"stop 1: got 'sch\udcf6n', which is not UTF-8"),
     "deadline": (["--deadline=0"], "deadline: got 0.0, expected seconds, more than 0"),
     "deadline NaN": (["--deadline=nan"], "deadline: got nan, expected seconds, more than 0"),
-    "stream of a batch": (["--stream", "--batch_size=2"],
-    "stream: got batch_size=2, num_samples=1, expected 1 of each"),
-    "stream of samples": (["--stream", "--temperature=1", "--num_samples=2"],
-    "stream: got batch_size=1, num_samples=2"),
+    "stream of a batch": (
+        ["--stream", "--batch_size=2"],
+        "stream: got batch_size=2, num_samples=1, expected 1 of each",
+    ),
+    "stream of samples": (
+        ["--stream", "--temperature=1", "--num_samples=2"],
+        "stream: got batch_size=1, num_samples=2",
+    ),
     "seed": (["--seed=-1"], "seed: got -1, expected an integer from 0 to 4294967295"),
-    "great seed": (["--seed=99999999999999999999999"], "seed: got 99999999999999999999999, expected"),
+    "great seed": (
+        ["--seed=99999999999999999999999"],
+        "seed: got 99999999999999999999999, expected",
+    ),
     "not UTF-8": (["sch\udcf6n"], r"sentence 2: got 'sch\udcf6n', which is not UTF-8"),
     "gin tuple": (["--gin.GenerateOptions.stop='a'"], "stop: got 'a', expected tuple"),
     "gin bias": (["--gin.GenerateOptions.logit_bias=(5,)"], "logit_bias: got (5,), expected tuple"),
-}  # fmt: skip
+}
 
 
 def rejected(result, message, compilations):
@@ -299,31 +402,47 @@ def rejected(result, message, compilations):
 @pytest.mark.parametrize("case", sorted(EARLY))
 def test_rejected_before_anything_is_loaded(specdec, compilations, case):
     flags, message = EARLY[case]
-    rejected(specdec("generate", "--target=no/model", "--drafter=no/model", "hello", *flags), message, compilations)
+    rejected(
+        specdec("generate", "--target=no/model", "--drafter=no/model", "hello", *flags),
+        message,
+        compilations,
+    )
 
 
 @pytest.mark.parametrize("command", ["demo", "benchmark"])
-@pytest.mark.parametrize("case", ["verifier", "no lenience", "typical at 0", "logit_bias form", "great seed"])
+@pytest.mark.parametrize(
+    "case", ["verifier", "no lenience", "typical at 0", "logit_bias form", "great seed"]
+)
 def test_the_other_commands_reject_alike(specdec, compilations, command, case):
     flags, message = EARLY[case]
-    rejected(specdec(command, "--target=no/model", "--drafter=no/model", *flags), message, compilations)
+    rejected(
+        specdec(command, "--target=no/model", "--drafter=no/model", *flags), message, compilations
+    )
 
 
 def test_the_demo_rejects_what_is_not_utf8(specdec, compilations):
     rejected(specdec("demo", "sch\udcf6n"), "sentence 1: got", compilations)
 
 
-@pytest.mark.parametrize("flag", ["--forbidden_tokens=64", "--logit_bias=-1:5", "--forced_tokens=0:99"])
+@pytest.mark.parametrize(
+    "flag", ["--forbidden_tokens=64", "--logit_bias=-1:5", "--forced_tokens=0:99"]
+)
 def test_ids_outside_the_vocabulary(specdec, compilations, flag):
     """Known once the model is there, before anything compiles."""
     message = "got id " + flag.replace(":5", "").replace("0:", "").rpartition("=")[2]
-    rejected(specdec("generate", "--target=TARGET", "--dtype=float32", flag, "hello"), message, compilations)
+    rejected(
+        specdec("generate", "--target=TARGET", "--dtype=float32", flag, "hello"),
+        message,
+        compilations,
+    )
 
 
 # Many sentences.
 
 
-ANYTHING = types.SimpleNamespace(network=types.SimpleNamespace(rules=None))  # a target that nothing is decoded with
+ANYTHING = types.SimpleNamespace(
+    network=types.SimpleNamespace(rules=None)
+)  # a target that nothing is decoded with
 
 
 def test_no_inputs_give_no_outputs():
@@ -375,8 +494,21 @@ def test_a_killed_evaluation_keeps_its_finished_runs(evaluate, pair, tmp_path, m
         return whole(target, inputs, plain, outputs, gamma, batch)
 
     monkeypatch.setattr(evaluate, "compare", compare)
-    argv = [f"--target={pair / 'target'}", f"--drafter={pair / 'drafter'}", f"--files={tmp_path / 'pairs.tsv'}"]
-    FLAGS(["evaluate", *argv, "--gamma=1,2", "--batch_size=2", "--max_new_tokens=6", f"--output={output}"])
+    argv = [
+        f"--target={pair / 'target'}",
+        f"--drafter={pair / 'drafter'}",
+        f"--files={tmp_path / 'pairs.tsv'}",
+    ]
+    FLAGS(
+        [
+            "evaluate",
+            *argv,
+            "--gamma=1,2",
+            "--batch_size=2",
+            "--max_new_tokens=6",
+            f"--output={output}",
+        ]
+    )
     with pytest.raises(KeyboardInterrupt):
         evaluate.main(["evaluate"])
     (record,) = json.loads(output.read_text(encoding="utf-8")).values()

@@ -47,7 +47,9 @@ def arguments(pair, *more):
 FLAGS = [["--json", "--temperature=1", "--num_samples=2"], ["--deadline=1000"]]
 
 
-@pytest.mark.parametrize("flags", [[], *(pytest.param(flags, marks=slow) for flags in FLAGS)], ids=str)
+@pytest.mark.parametrize(
+    "flags", [[], *(pytest.param(flags, marks=slow) for flags in FLAGS)], ids=str
+)
 def test_the_output_file_has_what_is_printed(specdec, pair, tmp_path, flags):
     code, printed, err = specdec(*arguments(pair, *flags, *TEXTS))
     assert (code, err) == (0, "")
@@ -57,7 +59,12 @@ def test_the_output_file_has_what_is_printed(specdec, pair, tmp_path, flags):
     if "--json" not in flags:
         assert path.read_text() == printed
     else:
-        texts = lambda lines: [(json.loads(line)["text"], json.loads(line)["stats"]) for line in lines.splitlines()]
+
+        def texts(lines):
+            return [
+                (json.loads(line)["text"], json.loads(line)["stats"]) for line in lines.splitlines()
+            ]
+
         assert texts(path.read_text()) == texts(printed) and len(texts(printed)) == 24
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "out.gin"]
 
@@ -91,7 +98,9 @@ sys.exit(specdec_main.main())
 """
 
 
-def test_a_job_that_is_killed_and_interrupted_gives_the_same_file(specdec, pair, tmp_path, quick_environment):
+def test_a_job_that_is_killed_and_interrupted_gives_the_same_file(
+    specdec, pair, tmp_path, quick_environment
+):
     source, whole, path = (tmp_path / name for name in ("source", "whole", "out"))
     source.write_text("".join(text + "\n" for text in TEXTS))
     common = arguments(pair, "--json", "--temperature=1", "--drafter=", f"--input_file={source}")
@@ -101,8 +110,10 @@ def test_a_job_that_is_killed_and_interrupted_gives_the_same_file(specdec, pair,
     for how, finished, there in ends:  # the first line holds the settings
         done = subprocess.run(
             [sys.executable, "-c", DYING, how, str(finished), *common, f"--output_file={path}"],
-            capture_output=True, text=True, env=os.environ | quick_environment,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            env=os.environ | quick_environment,
+        )
         code, said = (143, "terminated") if how == "SIGTERM" else (-signal.SIGKILL, "")
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
         assert not said or done.stderr.endswith(f"specdec: {said}\n")
@@ -114,15 +125,37 @@ def test_a_job_that_is_killed_and_interrupted_gives_the_same_file(specdec, pair,
     code, out, err = specdec(*common, f"--output_file={path}")
     assert (code, out) == (0, "") and f"{partial}: 12 of 12 sentences are there\n" in err
     assert path.read_bytes() == whole.read_bytes()
-    assert len({json.loads(line)[0] for line in kept.splitlines()[1:]}) == 12  # nothing was decoded twice
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "out.gin", "source", "whole", "whole.gin"]
+    assert (
+        len({json.loads(line)[0] for line in kept.splitlines()[1:]}) == 12
+    )  # nothing was decoded twice
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "out",
+        "out.gin",
+        "source",
+        "whole",
+        "whole.gin",
+    ]
 
 
 # Of every kind: 1 to 20 words, so that rows end at different times and are refilled.
-PLACES = ["at home", "in the garden", "behind the old church", "on the long road to the sea", "here"]
-DOINGS = ["Tom sleeps", "the children are playing with their dog", "we met", "nobody has ever seen her brother"]
+PLACES = [
+    "at home",
+    "in the garden",
+    "behind the old church",
+    "on the long road to the sea",
+    "here",
+]
+DOINGS = [
+    "Tom sleeps",
+    "the children are playing with their dog",
+    "we met",
+    "nobody has ever seen her brother",
+]
 BUNDLED = [
-    f"{doing} {place}{end}" for doing in DOINGS for place in PLACES for end in (".", ", and it is raining again.")
+    f"{doing} {place}{end}"
+    for doing in DOINGS
+    for place in PLACES
+    for end in (".", ", and it is raining again.")
 ]
 
 
@@ -137,9 +170,14 @@ class Kills:
         self.folder, source = folder, folder / "source"
         source.write_text("".join(text + "\n" for text in BUNDLED))
         self.command = [
-            *SPECDEC, "generate", "--target=ende/target", "--drafter=ende/drafter",
-            "--batch_size=4", f"--input_file={source}", f"--compilation_cache_dir={folder / 'cache'}",
-        ]  # fmt: skip
+            *SPECDEC,
+            "generate",
+            "--target=ende/target",
+            "--drafter=ende/drafter",
+            "--batch_size=4",
+            f"--input_file={source}",
+            f"--compilation_cache_dir={folder / 'cache'}",
+        ]
 
     def finished(self, name):
         """Number of the results in the journal."""
@@ -153,7 +191,9 @@ class Kills:
         partial = self.folder / f"{name}.partial"
         size = partial.stat().st_size if partial.exists() else 0
         plan = subprocess.Popen(
-            [*self.command, f"--output_file={self.folder / name}"], stderr=subprocess.PIPE, text=True
+            [*self.command, f"--output_file={self.folder / name}"],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         try:
             while plan.poll() is None:
@@ -168,7 +208,9 @@ class Kills:
             plan.kill()
         said = plan.communicate()[1]
         assert plan.returncode in (0, -signal.SIGKILL), said
-        assert not begin or plan.returncode or f"{begin} of {len(BUNDLED)} sentences are there" in said
+        assert (
+            not begin or plan.returncode or f"{begin} of {len(BUNDLED)} sentences are there" in said
+        )
         now = time.monotonic()
         self.seconds = now - total, now - (decoded or now)
         return plan.returncode
@@ -182,7 +224,9 @@ def test_twenty_kills_of_the_bundled_pair_change_no_byte(tmp_path):
     assert whole == (tmp_path / "cold").read_bytes() and len(whole.splitlines()) == len(BUNDLED)
     finished = 0
     while len(where) < 20:
-        by_journal = len(where) % 2 == 1  # half of them while it decodes, which is a small part of the time
+        by_journal = (
+            len(where) % 2 == 1
+        )  # half of them while it decodes, which is a small part of the time
         if plan.run("out", rng.uniform(0, decoding if by_journal else total), by_journal) == 0:
             assert (tmp_path / "out").read_bytes() == whole
             (tmp_path / "out").unlink()
@@ -195,7 +239,9 @@ def test_twenty_kills_of_the_bundled_pair_change_no_byte(tmp_path):
         f"{total:.1f} s undisturbed, {decoding:.1f} s of them decoding; results kept at each kill: {where}; "
         f"ends: {finished}"
     )
-    assert len({*where} - {0, len(BUNDLED)}) >= 2, where  # a window of sentences is finished together
+    assert len({*where} - {0, len(BUNDLED)}) >= 2, (
+        where
+    )  # a window of sentences is finished together
 
 
 def settings(target="target", drafter="drafter", sentences=("a", "b"), models=None, **changes):
@@ -207,19 +253,30 @@ def test_what_decides_the_results_is_told_apart(pair):
     target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))
     one = functools.partial(settings, models=(target, sd.ModelDrafter(drafter)))
     base = one()
-    same = [one(target="elsewhere"), one(input_file="x", output_file="y"), one(dtype="float32", vocabulary="v")]
+    same = [
+        one(target="elsewhere"),
+        one(input_file="x", output_file="y"),
+        one(dtype="float32", vocabulary="v"),
+    ]
     assert all(other == base for other in same)
     copy = sd.load(pair / "target", dtype="float32")
     assert one(models=(copy, sd.ModelDrafter(drafter))) == base
     others = [
-        one(sentences=("ab", "")), one(gamma=2), one(json=True), one(seed=1), one(batch_size=3), one(stop=("x",)),
-        one(models=(drafter, sd.ModelDrafter(drafter))), one(models=(target, sd.ModelDrafter(target))),
+        one(sentences=("ab", "")),
+        one(gamma=2),
+        one(json=True),
+        one(seed=1),
+        one(batch_size=3),
+        one(stop=("x",)),
+        one(models=(drafter, sd.ModelDrafter(drafter))),
+        one(models=(target, sd.ModelDrafter(target))),
         one(models=(target, None)),
-        one(models=(target, sd.ModelDrafter(drafter, 5))), one(models=(target, sd.PromptLookupDrafter())),
+        one(models=(target, sd.ModelDrafter(drafter, 5))),
+        one(models=(target, sd.PromptLookupDrafter())),
         one(models=(target, sd.NGramDrafter.count([[3, 4]], 64, 2))),
         one(models=(target, sd.NGramDrafter.count([[3, 5]], 64, 2))),
         one(models=(sd.load(pair / "target", dtype="bfloat16"), sd.ModelDrafter(drafter))),
-    ]  # fmt: skip
+    ]
     assert len({json.dumps(other, sort_keys=True) for other in [base, *others]}) == 1 + len(others)
     pieces = SentencePieceVocabulary.train(command_line.TEXT, 35)
     renamed = sd.LanguageModel(target.config, target.params, pieces, eos_ids=target.eos_ids)
@@ -232,5 +289,8 @@ def test_a_journal_of_other_settings_is_one_clear_line(specdec, pair, tmp_path):
     before = (tmp_path / "out.partial").read_bytes()
     code, out, err = specdec(*arguments(pair, f"--output_file={path}", *TEXTS))
     assert (code, out) == (2, "") and err.count("\n") == 1
-    assert err.startswith(f"specdec: error: {tmp_path / 'out.partial'}: got results with ") and "remove the file" in err
+    assert (
+        err.startswith(f"specdec: error: {tmp_path / 'out.partial'}: got results with ")
+        and "remove the file" in err
+    )
     assert (tmp_path / "out.partial").read_bytes() == before

@@ -19,11 +19,34 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 # Options that hold strings and are no paths.
 OTHERS = {
-    "dtype", "quantize", "mesh", "logit_bias", "forced_tokens", "verifier", "gamma_policy", "gamma_settings", "gamma",
-    "tree", "beam_style", "early_stopping", "stop", "task", "split", "module_import", "preset", "drafter_preset",
-    "against", "suite", "format", "gated_activation", "divergence", "select", "matmul_dtype", "non_finite",
+    "dtype",
+    "quantize",
+    "mesh",
+    "logit_bias",
+    "forced_tokens",
+    "verifier",
+    "gamma_policy",
+    "gamma_settings",
+    "gamma",
+    "tree",
+    "beam_style",
+    "early_stopping",
+    "stop",
+    "task",
+    "split",
+    "module_import",
+    "preset",
+    "drafter_preset",
+    "against",
+    "suite",
+    "format",
+    "gated_activation",
+    "divergence",
+    "select",
+    "matmul_dtype",
+    "non_finite",
     "generation_config",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -43,7 +66,12 @@ def test_every_option_that_is_a_path_begins_at_home(name, home):
 
     for field in named:
         made = dataclasses.make_dataclass(field, [(field, typing.Any)], frozen=True)
-        for given, expected in [("~/a", f"{home}/a"), ("a~", "a~"), (None, None), (("~/a", "b"), (f"{home}/a", "b"))]:
+        for given, expected in [
+            ("~/a", f"{home}/a"),
+            ("a~", "a~"),
+            (None, None),
+            (("~/a", "b"), (f"{home}/a", "b")),
+        ]:
             assert getattr(paths.expanded(made(given)), field) == expected
     assert not {*paths.INPUTS, *paths.OUTPUTS} & OTHERS
 
@@ -58,10 +86,18 @@ def test_paths_of_a_command_begin_at_home(specdec, pair, home):
     (home / "target").symlink_to(pair / "target")
     write_file(home / "texts.txt", "We asked\n")
     write_file(home / "here.gin", 'GenerateOptions.target = "~/target"\n')
-    common = ["--dtype=float32", "--max_new_tokens=6", "--input_file=~/texts.txt", "--compilation_cache_dir=~/programs"]
+    common = [
+        "--dtype=float32",
+        "--max_new_tokens=6",
+        "--input_file=~/texts.txt",
+        "--compilation_cache_dir=~/programs",
+    ]
     code, printed, _ = specdec("generate", "--target=~/target", *common)
     assert code == 0 and len(printed.splitlines()) == 1
-    assert jax.config.jax_compilation_cache_dir == f"{home}/programs" and not pathlib.Path("~").exists()
+    assert (
+        jax.config.jax_compilation_cache_dir == f"{home}/programs"
+        and not pathlib.Path("~").exists()
+    )
     code, out, _ = specdec("generate", "--gin_file=~/here.gin", *common, "--output_file=~/out.txt")
     assert (code, out, (home / "out.txt").read_text()) == (0, "", printed)
 
@@ -72,7 +108,10 @@ DASHES = ["-5 degrees outside.", "- a list", "--no idea", "-x", "-5"]
 @pytest.mark.parametrize("text", DASHES)
 def test_a_sentence_that_begins_with_a_dash_needs_two(text):
     command = main.COMMANDS["generate"]
-    define = lambda: main._define_flags(GenerateOptions, dataclasses.fields(GenerateOptions))
+
+    def define():
+        return main._define_flags(GenerateOptions, dataclasses.fields(GenerateOptions))
+
     with pytest.raises(main.UsageError, match="write -- before sentences that begin with a dash"):
         main._parsed(define(), ["--gamma=2", text], command)
     assert main._parsed(define(), ["--gamma=2", "--", text, "b"], command) == [text, "b"]
@@ -84,7 +123,9 @@ def test_a_file_that_is_replaced_is_named_before_it_is(specdec, pair, tmp_path, 
     path, seen = tmp_path / "out.txt", []
     arguments = ["generate", *command_line.MODELS, f"--output_file={path}"]
     assert "replaced" not in specdec(*arguments, "We")[2]
-    monkeypatch.setattr(output_lines, "one_line", lambda text: seen.append(path.read_text()) or text)
+    monkeypatch.setattr(
+        output_lines, "one_line", lambda text: seen.append(path.read_text()) or text
+    )
     code, _, err = specdec(*arguments, "Tom")
     assert code == 0 and err.startswith(f"{path}: this file is there and will be replaced\n")
     assert len(seen) == 1 and path.read_text() != "" and seen[0].count("\n") == 1
@@ -96,7 +137,12 @@ def test_a_file_that_is_replaced_is_named_before_it_is(specdec, pair, tmp_path, 
 def test_other_commands_name_it_too(specdec, pair, tmp_path, kind):
     write_file(tmp_path / "text", "We asked\n")
     argv = {
-        "count": ["count", "--target=TARGET", f"--input_file={tmp_path / 'text'}", f"--output={tmp_path / 'a.npz'}"],
+        "count": [
+            "count",
+            "--target=TARGET",
+            f"--input_file={tmp_path / 'text'}",
+            f"--output={tmp_path / 'a.npz'}",
+        ],
         "figures": ["figures", f"--output={tmp_path / 'a.html'}"],
     }[kind]
     for there in (False, True):
@@ -107,7 +153,14 @@ def test_other_commands_name_it_too(specdec, pair, tmp_path, kind):
 def test_settings_lie_beside_what_a_kill_leaves(specdec, pair, tmp_path, monkeypatch):
     """Until the output file is there; those of an earlier output stay until then."""
     path = tmp_path / "out.txt"
-    arguments = ["generate", *command_line.MODELS, "--batch_size=1", f"--output_file={path}", "We", "Tom"]
+    arguments = [
+        "generate",
+        *command_line.MODELS,
+        "--batch_size=1",
+        f"--output_file={path}",
+        "We",
+        "Tom",
+    ]
     assert specdec(*arguments, "--seed=1")[0] == 0
     before = (tmp_path / "out.txt.gin").read_text()
 
@@ -129,4 +182,6 @@ def test_a_file_in_the_place_of_a_folder_is_not_said_to_be_replaced(tmp_path):
     options = dataclasses.make_dataclass("Options", ["output", "output_dir"], frozen=True)
     for name in ("output", "output_dir"):
         write_file(tmp_path / name, "a file")
-    assert [*paths.replaced(options(str(tmp_path / "output"), str(tmp_path / "output_dir")))] == [f"{tmp_path}/output"]
+    assert [*paths.replaced(options(str(tmp_path / "output"), str(tmp_path / "output_dir")))] == [
+        f"{tmp_path}/output"
+    ]

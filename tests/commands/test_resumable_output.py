@@ -58,14 +58,24 @@ def test_cut_anywhere_it_has_whole_results_only(tmp_path):
                     opened.add(number, [line])
             assert list(opened.lines()) == ["ü", "neu", "eine Zeile"]
         assert {tuple(json.loads(line)[1]) for line in path.read_text().splitlines()[1:]} == {
-            ("ü",), ("neu",), ("eine Zeile",),
-        }  # fmt: skip
+            ("ü",),
+            ("neu",),
+            ("eine Zeile",),
+        }
 
 
 OTHERS = {
-    "a setting": (dict(SETTINGS, gamma=5), 3, r"results with gamma 4, expected 5; remove the file to begin anew"),
+    "a setting": (
+        dict(SETTINGS, gamma=5),
+        3,
+        r"results with gamma 4, expected 5; remove the file to begin anew",
+    ),
     "more settings": (dict(SETTINGS, top_k=5), 3, "results with top_k None, expected 5"),
-    "fewer settings": ({"gamma": 4, "stop": ["a", "ü"]}, 3, "results with sentences '0123', expected None"),
+    "fewer settings": (
+        {"gamma": 4, "stop": ["a", "ü"]},
+        3,
+        "results with sentences '0123', expected None",
+    ),
     "the number of inputs": (SETTINGS, 4, "results with inputs 3, expected 4"),
 }
 
@@ -81,12 +91,25 @@ def test_a_journal_of_something_else_is_rejected_and_left_alone(tmp_path, case):
 
 @pytest.mark.parametrize(
     "line",
-    [b"x", b"\xff", b'[7, ["a"]]', b'[0.5, ["a"]]', b"[" * 20_000, b'[0, "a", 1]', b"[0, [1]]", b'{"0": 1}', b"3"],
+    [
+        b"x",
+        b"\xff",
+        b'[7, ["a"]]',
+        b'[0.5, ["a"]]',
+        b"[" * 20_000,
+        b'[0, "a", 1]',
+        b"[0, [1]]",
+        b'{"0": 1}',
+        b"3",
+    ],
 )
 def test_a_damaged_line_is_rejected(tmp_path, line):
     path = fill(tmp_path, _2=["c"])
     path.write_bytes(path.read_bytes() + line + b'\n[1, ["b"]]\n')
-    with pytest.raises(ValueError, match="partial, line 3: got .*, expected a result; remove the file to begin anew"):
+    with pytest.raises(
+        ValueError,
+        match="partial, line 3: got .*, expected a result; remove the file to begin anew",
+    ):
         journal(tmp_path)
 
 
@@ -97,7 +120,9 @@ def test_some_other_file_is_rejected_and_left_alone(tmp_path, line, link):
     (file if link else path).write_bytes(line)
     if link:
         path.symlink_to(file)
-    with pytest.raises(ValueError, match="partial.*: got .*, expected .*; remove the file to begin anew"):
+    with pytest.raises(
+        ValueError, match="partial.*: got .*, expected .*; remove the file to begin anew"
+    ):
         journal(tmp_path)
     assert path.read_bytes() == line
 

@@ -15,7 +15,9 @@ from devices import SPECDEC, fill, small_disk
 
 from specdec_jax.commands import main
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and closed streams are other things there")
+pytestmark = pytest.mark.skipif(
+    os.name == "nt", reason="signals and closed streams are other things there"
+)
 
 # The command with a command line of the test's own instead of the package, which would take a
 # second to import.
@@ -73,23 +75,35 @@ INTERRUPTED, TERMINATED = (130, "", "specdec: interrupted\n"), (143, "", "specde
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 ENDS = {
-    "while it imports": ("def importing(): os.kill(PID, SIGTERM); compute(10**4); print('on')", TERMINATED),
-    "while it imports, of the keyboard": ("def importing(): os.kill(PID, SIGINT); compute(10**4); print('on')",
-    INTERRUPTED),
+    "while it imports": (
+        "def importing(): os.kill(PID, SIGTERM); compute(10**4); print('on')",
+        TERMINATED,
+    ),
+    "while it imports, of the keyboard": (
+        "def importing(): os.kill(PID, SIGINT); compute(10**4); print('on')",
+        INTERRUPTED,
+    ),
     "while Python runs": ("def run(): os.kill(PID, SIGINT); time.sleep(9)", INTERRUPTED),
     "while it compiles": ("def run(): send(SIGTERM, 0.1); compute()", TERMINATED),
-    "twice while it compiles": ("specdec_main._PATIENCE = 99\ndef run(): send(SIGINT, 0.1); send(SIGTERM, 0.2); "
-                                "compute()", INTERRUPTED),
-    "that someone swallows": ("""
+    "twice while it compiles": (
+        "specdec_main._PATIENCE = 99\ndef run(): send(SIGINT, 0.1); send(SIGTERM, 0.2); compute()",
+        INTERRUPTED,
+    ),
+    "that someone swallows": (
+        """
 def run():
     send(SIGINT, 0.1)
     try:
         time.sleep(9)
     except KeyboardInterrupt:
-        compute()""", INTERRUPTED),
-    "when the interpreter would crash at its end": ("atexit.register(os.abort)\ndef run(): os.kill(PID, SIGTERM); "
-                                                    "time.sleep(9)", TERMINATED),
-}  # fmt: skip
+        compute()""",
+        INTERRUPTED,
+    ),
+    "when the interpreter would crash at its end": (
+        "atexit.register(os.abort)\ndef run(): os.kill(PID, SIGTERM); time.sleep(9)",
+        TERMINATED,
+    ),
+}
 
 
 @pytest.mark.parametrize("when", ENDS)
@@ -101,7 +115,8 @@ def test_a_signal_ends_it(when):
 
 
 def test_a_second_signal_kills():
-    code, out, err = stub("""
+    code, out, err = stub(
+        """
 def run():
     try:
         os.kill(PID, SIGTERM)
@@ -109,7 +124,9 @@ def run():
     finally:
         os.kill(PID, SIGTERM)
         time.sleep(9)
-""", patience=99)  # fmt: skip
+""",
+        patience=99,
+    )
     assert (code, out, err) == (-signal.SIGTERM, "", "")
 
 
@@ -137,7 +154,11 @@ def test_every_command_is_ended(name, monkeypatch, capsys):
     class Options:
         __dataclass_fields__: dict = {}
 
-    monkeypatch.setattr(main.Command, "load", lambda command: (Options, lambda *_: signal.raise_signal(signal.SIGTERM)))
+    monkeypatch.setattr(
+        main.Command,
+        "load",
+        lambda command: (Options, lambda *_: signal.raise_signal(signal.SIGTERM)),
+    )
     usual = {number: signal.getsignal(number) for number in specdec_main._SIGNALS}
     try:
         specdec_main._handle(specdec_main._interrupt)
@@ -176,12 +197,17 @@ def test_closed_streams_are_not_taken_by_files(closed):
 
 def process(*arguments, shell='exec "$0" "$@"', **options):
     command = started(shell, *SPECDEC[1:], *arguments)
-    return subprocess.run(command, encoding="utf-8", env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=120, **options)
+    return subprocess.run(
+        command, encoding="utf-8", env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=120, **options
+    )
 
 
 def test_closed_standard_output_is_one_line():
     done = process("--version", shell='exec "$0" "$@" >&-', stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (2, "specdec: error: [Errno 9] Bad file descriptor: 'standard output'\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "specdec: error: [Errno 9] Bad file descriptor: 'standard output'\n",
+    )
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -189,7 +215,10 @@ def test_a_reader_that_has_gone_is_no_traceback(stream):
     reader, writer = os.pipe()
     os.close(reader)
     other = "stderr" if stream == "stdout" else "stdout"
-    done = process("--version" if stream == "stdout" else "nonsense", **{stream: writer, other: subprocess.PIPE})
+    done = process(
+        "--version" if stream == "stdout" else "nonsense",
+        **{stream: writer, other: subprocess.PIPE},
+    )
     os.close(writer)
     assert done.returncode == (1 if stream == "stdout" else 2) and not getattr(done, other)
 
@@ -223,7 +252,9 @@ def test_output_comes_at_once_where_python_is_told_so(unbuffered):
 @pytest.mark.parametrize("module", ["specdec_jax", "specdec_jax.commands.main"])
 def test_modules_are_the_command_too(module, tmp_path):
     """As installed: not out of a checkout that happens to be the working directory."""
-    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0 and done.stdout.startswith("specdec ")
 
 

@@ -11,8 +11,17 @@ from specdec_jax.models.families import PRESETS
 from specdec_jax.models.t5 import T5Config
 
 pytestmark = pytest.mark.usefixtures("quick")
-FLAGS = ["--suite=paper", "--preset=tiny", "--drafter_preset=tiny", "--drafter=lookup", "--gamma=1,2",
-         "--synthetic_alpha=0.4,1", "--max_new_tokens=12", "--input_length=5", "--repeats=1"]  # fmt: skip
+FLAGS = [
+    "--suite=paper",
+    "--preset=tiny",
+    "--drafter_preset=tiny",
+    "--drafter=lookup",
+    "--gamma=1,2",
+    "--synthetic_alpha=0.4,1",
+    "--max_new_tokens=12",
+    "--input_length=5",
+    "--repeats=1",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +41,15 @@ def specdec(capsys):
 
 def test_rows_of_checkpoints():
     """Per drafter: tables 2 to 4 at both temperatures by algorithm 1, then table 5's leniences."""
-    options = BenchmarkOptions(suite="paper", target="t", drafter="d,lookup", gamma=(3, 5), output="records.jsonl")
+    options = BenchmarkOptions(
+        suite="paper", target="t", drafter="d,lookup", gamma=(3, 5), output="records.jsonl"
+    )
     made = suite.rows(options)
-    how = [(0.0, "token", None), (1.0, "token", None), *((1.0, "lenient", value) for value in (0.5, 0.3, 0.1))]
+    how = [
+        (0.0, "token", None),
+        (1.0, "token", None),
+        *((1.0, "lenient", value) for value in (0.5, 0.3, 0.1)),
+    ]
     assert [(row.temperature, row.verifier, row.lenience) for row in made] == how * 2
     assert [row.drafter for row in made] == ["d"] * 5 + ["lookup"] * 5
     assert all(row.suite is row.output is None and row.gamma == (3, 5) for row in made)
@@ -43,11 +58,18 @@ def test_rows_of_checkpoints():
 def test_rows_of_presets():
     """Per drafter and γ, since one process may not be able to hold the programs of all."""
     options = BenchmarkOptions(
-        suite="paper", preset="tiny", drafter_preset="tiny", drafter="lookup", gamma=(1, 2), synthetic_alpha=(0.4, 1.0),
-        output=
-            "r.jsonl"
-    )  # fmt: skip
-    found = [(row.drafter_preset, row.drafter, row.gamma, row.synthetic_alpha) for row in suite.rows(options)]
+        suite="paper",
+        preset="tiny",
+        drafter_preset="tiny",
+        drafter="lookup",
+        gamma=(1, 2),
+        synthetic_alpha=(0.4, 1.0),
+        output="r.jsonl",
+    )
+    found = [
+        (row.drafter_preset, row.drafter, row.gamma, row.synthetic_alpha)
+        for row in suite.rows(options)
+    ]
     drafters = [("tiny", None), (None, "lookup")]
     assert found == [(*drafter, (gamma,), (0.4, 1.0)) for drafter in drafters for gamma in (1, 2)]
 
@@ -65,12 +87,21 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     assert specdec(*FLAGS, "--output", output)[0] == 130 and not output.exists()
     code, out, err = specdec(*FLAGS, "--output", output)
     assert code == 0 and "1 of 4 rows are there" in err
-    rows = [(*drafter, (gamma,)) for drafter in (("tiny", None), (None, "lookup")) for gamma in (1, 2)]
+    rows = [
+        (*drafter, (gamma,)) for drafter in (("tiny", None), (None, "lookup")) for gamma in (1, 2)
+    ]
     assert begun == [*rows[:2], *rows[1:]]
     found = report_rows.read_records(output)
-    assert [record["drafter"]["name"] for record in found] == ["tiny", "tiny", "prompt lookup", "prompt lookup"]
+    assert [record["drafter"]["name"] for record in found] == [
+        "tiny",
+        "tiny",
+        "prompt lookup",
+        "prompt lookup",
+    ]
     for record, gamma in zip(found, (1, 2, 1, 2), strict=True):
-        assert [(variant["gamma"], variant["synthetic_alpha"]) for variant in record["speculative"]] == [
+        assert [
+            (variant["gamma"], variant["synthetic_alpha"]) for variant in record["speculative"]
+        ] == [
             (gamma, 0.4),
             (gamma, 1),
         ]
@@ -86,9 +117,13 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     assert looked_up["acceptance_rate"] == 1 and looked_up["tokens_per_target_call"] == 3
     assert "nothing was drafted" not in out and "drafted nothing" not in out
     assert (
-        out.count("tokens are accepted at random with a given probability: outputs mean nothing") == 3
+        out.count("tokens are accepted at random with a given probability: outputs mean nothing")
+        == 3
     )  # one row was there before
-    assert out.count("synthetic, α = 0.4") == 4 and len(output.read_text(encoding="utf-8").splitlines()) == 4
+    assert (
+        out.count("synthetic, α = 0.4") == 4
+        and len(output.read_text(encoding="utf-8").splitlines()) == 4
+    )
 
     report = tmp_path / "report.html"
     assert main.main(["figures", f"--records={output}", f"--output={report}"]) == 0
@@ -106,7 +141,9 @@ def test_one_command_makes_the_page(specdec, tmp_path):
 
 
 def test_a_row_that_fails_a_check_is_not_kept(specdec, monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"]))
+    monkeypatch.setattr(
+        benchmark, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"])
+    )
     monkeypatch.setattr(suite.summaries, "benchmark_summary", str)
     code, _, err = specdec(*FLAGS, "--output", tmp_path / "records.jsonl")
     assert code == 1 and "gamma 2: got other tokens" in err
@@ -117,10 +154,17 @@ def test_a_row_that_fails_a_check_is_not_kept(specdec, monkeypatch, tmp_path):
 def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, installed, expected):
     seen = []
     monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(benchmark, "benchmark", lambda *arguments: seen.append(arguments[3].against) or ({}, []))
+    monkeypatch.setattr(
+        benchmark, "benchmark", lambda *arguments: seen.append(arguments[3].against) or ({}, [])
+    )
     monkeypatch.setattr(suite, "others_of", lambda *_: {})
     options = dict(
-        preset="tiny", drafter="lookup", synthetic_alpha=(0.5,), gamma=(2,), input_length=5, max_new_tokens=4
+        preset="tiny",
+        drafter="lookup",
+        synthetic_alpha=(0.5,),
+        gamma=(2,),
+        input_length=5,
+        max_new_tokens=4,
     )
     target = None
     for temperature in (0.0, 1.0):
@@ -131,28 +175,70 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--suite=best", "--target=t", "--drafter=d", "--output=r.jsonl"], "suite: got 'best', expected paper"),
+        (
+            ["--suite=best", "--target=t", "--drafter=d", "--output=r.jsonl"],
+            "suite: got 'best', expected paper",
+        ),
         (["--suite=paper", "--target=t", "--drafter=d"], "output: got nothing with suite='paper'"),
-        (["--suite=paper", "--target=t", "--output=r.jsonl"], "drafter: got nothing with suite='paper'"),
-        (["--suite=paper", "--preset=tiny", "--drafter=lookup", "--output=r.jsonl"], "synthetic_alpha: got nothing"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--temperature=1", "--output=r.jsonl"], "temperature: got "
-                                                                                                "1.0 with"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--verifier=gumbel", "--output=r.jsonl"], "verifier: got "
-                                                                                                  "'gumbel'"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--json", "--output=r.jsonl"], "json: got True with"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--gamma=0", "--output=r.jsonl"], "gamma: got 0"),
-        (["--suite=paper", "--preset=tiny", "--drafter_preset=tiny,huge", "--synthetic_alpha=1", "--output=r.jsonl"],
-            "got 'huge'"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=r.pdf"], "report: got 'r.pdf', "
-                                                                                               "expected"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=nowhere/r.html"],
-            "report: got 'nowhere/r.html'"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--output=r.html", "--report=./r.html"], "expected another "
-                                                                                                 "file than output"),
+        (
+            ["--suite=paper", "--target=t", "--output=r.jsonl"],
+            "drafter: got nothing with suite='paper'",
+        ),
+        (
+            ["--suite=paper", "--preset=tiny", "--drafter=lookup", "--output=r.jsonl"],
+            "synthetic_alpha: got nothing",
+        ),
+        (
+            ["--suite=paper", "--target=t", "--drafter=d", "--temperature=1", "--output=r.jsonl"],
+            "temperature: got 1.0 with",
+        ),
+        (
+            ["--suite=paper", "--target=t", "--drafter=d", "--verifier=gumbel", "--output=r.jsonl"],
+            "verifier: got 'gumbel'",
+        ),
+        (
+            ["--suite=paper", "--target=t", "--drafter=d", "--json", "--output=r.jsonl"],
+            "json: got True with",
+        ),
+        (
+            ["--suite=paper", "--target=t", "--drafter=d", "--gamma=0", "--output=r.jsonl"],
+            "gamma: got 0",
+        ),
+        (
+            [
+                "--suite=paper",
+                "--preset=tiny",
+                "--drafter_preset=tiny,huge",
+                "--synthetic_alpha=1",
+                "--output=r.jsonl",
+            ],
+            "got 'huge'",
+        ),
+        (
+            ["--suite=paper", "--target=t", "--drafter=d", "--output=r.jsonl", "--report=r.pdf"],
+            "report: got 'r.pdf', expected",
+        ),
+        (
+            [
+                "--suite=paper",
+                "--target=t",
+                "--drafter=d",
+                "--output=r.jsonl",
+                "--report=nowhere/r.html",
+            ],
+            "report: got 'nowhere/r.html'",
+        ),
+        (
+            ["--suite=paper", "--target=t", "--drafter=d", "--output=r.html", "--report=./r.html"],
+            "expected another file than output",
+        ),
         (["--target=t", "--drafter=d", "--report=r.html"], "report: got 'r.html' without a suite"),
-        (["--suite=paper", "--target=t", "--drafter=d", "--output=nowhere/r.jsonl"], "output: got 'nowhere/r.jsonl'"),
+        (
+            ["--suite=paper", "--target=t", "--drafter=d", "--output=nowhere/r.jsonl"],
+            "output: got 'nowhere/r.jsonl'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_rejects(specdec, tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     code, _, err = specdec(*flags)

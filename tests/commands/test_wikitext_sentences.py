@@ -23,7 +23,14 @@ def test_sentences(module, tmp_path, capsys):
     source, held_out, output = (tmp_path / name for name in ("text.txt", "test.tsv", "out.txt.gz"))
     source.write_text(LINES, encoding="utf-8")
     held_out.write_text("this one is among those that are held out: AGAIN\tx\n", encoding="utf-8")
-    FLAGS(["wikitext_sentences", f"--input_file={source}", f"--output_file={output}", f"--exclude={held_out}"])
+    FLAGS(
+        [
+            "wikitext_sentences",
+            f"--input_file={source}",
+            f"--output_file={output}",
+            f"--exclude={held_out}",
+        ]
+    )
     module.main([])
     assert gzip.decompress(output.read_bytes()).decode().splitlines() == [
         "She said: \"It's a one-off, isn't it\".",
@@ -34,6 +41,11 @@ def test_sentences(module, tmp_path, capsys):
 
 
 def test_lengths_are_counted_in_words(module):
-    words = lambda count: " ".join(["Word"] * (count - 1)) + " ."
+    def words(count):
+        return " ".join(["Word"] * (count - 1)) + " ."
+
     lines = [words(count) for count in (3, 4, 45, 46)]
-    assert [len(sentence.split()) for sentence in module.sentences(lines, set())] == [3, 44]  # the full stop is one
+    assert [len(sentence.split()) for sentence in module.sentences(lines, set())] == [
+        3,
+        44,
+    ]  # the full stop is one

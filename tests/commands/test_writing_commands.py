@@ -31,7 +31,9 @@ pytestmark = pytest.mark.usefixtures("quick")
 def commands(pair, tmp_path, monkeypatch):
     """Arguments of commands that write a file, but for its name; what would be measured is made up."""
     monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: ({"a": 1}, []))
-    monkeypatch.setattr(measure_command, "measure", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
+    monkeypatch.setattr(
+        measure_command, "measure", lambda *_: {"a": 1, "acceptance": {"alpha": None}}
+    )
     monkeypatch.setattr(tune, "tune", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
     monkeypatch.setattr(tune, "gin_file", lambda *_: "# chosen\n")
     monkeypatch.setattr(summaries, "benchmark_summary", lambda *_: "")
@@ -43,7 +45,14 @@ def commands(pair, tmp_path, monkeypatch):
         "generate": ["generate", *command_line.MODELS, "Tom", "We", "--output_file"],
         "benchmark": ["benchmark", *models, "--output"],
         "measure": ["measure", *models[:4], "--json", "--gamma_max=2", "--output"],
-        "tune": ["tune", *models[:4], "--json", "--gamma=2", f"--config={inputs / 'gin'}", "--output"],
+        "tune": [
+            "tune",
+            *models[:4],
+            "--json",
+            "--gamma=2",
+            f"--config={inputs / 'gin'}",
+            "--output",
+        ],
         "tune's choice": ["tune", *models[:4], "--json", "--gamma=2", "--config"],
         "figures": ["figures", "--output"],
         "count": ["count", "--target=TARGET", f"--input_file={inputs / 'text'}", "--output"],
@@ -103,21 +112,42 @@ def test_standard_output_by_its_name(pair, tmp_path, quick_environment):
     ]
     with open(path, "w") as file:
         print("before", file=file, flush=True)
-        command = [*SPECDEC, "generate", *models, "--gamma=0", "--output_file=/dev/stdout", "Tom", "We"]
+        command = [
+            *SPECDEC,
+            "generate",
+            *models,
+            "--gamma=0",
+            "--output_file=/dev/stdout",
+            "Tom",
+            "We",
+        ]
         done = subprocess.run(
-            command, stdout=file, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+            command,
+            stdout=file,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
             env=os.environ | quick_environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
+        )
         print("after", file=file)
     assert done.returncode == 0, done.stderr
-    assert path.read_text().splitlines() == ["before", *command_line.expected(pair, ["Tom", "We"]), "after"]
+    assert path.read_text().splitlines() == [
+        "before",
+        *command_line.expected(pair, ["Tom", "We"]),
+        "after",
+    ]
     assert names(tmp_path) == ["printed"]
 
 
 def test_a_suite_needs_a_file_to_read_again(specdec, tmp_path):
     device = null_device(tmp_path / "null")
-    code, out, err = specdec("benchmark", *command_line.MODELS[:4], "--suite=paper", f"--output={device}")
-    assert (code, out) == (2, "") and "null', expected a regular file: its records are read again" in err
+    code, out, err = specdec(
+        "benchmark", *command_line.MODELS[:4], "--suite=paper", f"--output={device}"
+    )
+    assert (code, out) == (
+        2,
+        "",
+    ) and "null', expected a regular file: its records are read again" in err
 
 
 def test_a_plot_is_written_through(tmp_path):
@@ -130,7 +160,9 @@ def test_a_plot_is_written_through(tmp_path):
     assert link.is_symlink() and (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("place", ["folder that is missing", "loop", "link to a missing folder", "folder"])
+@pytest.mark.parametrize(
+    "place", ["folder that is missing", "loop", "link to a missing folder", "folder"]
+)
 def test_a_place_for_no_file_is_told_before_anything_is_loaded(specdec, tmp_path, place):
     output = tmp_path / "out"
     if place == "folder that is missing":
@@ -141,14 +173,18 @@ def test_a_place_for_no_file_is_told_before_anything_is_loaded(specdec, tmp_path
         output.symlink_to("out" if place == "loop" else "missing/out")
     code, out, err = specdec("generate", "--target=no/such", f"--output_file={output}", "Tom")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert str(output) in err and ("expected a file in a folder that exists" in err or "symbolic links" in err)
+    assert str(output) in err and (
+        "expected a file in a folder that exists" in err or "symbolic links" in err
+    )
 
 
 def test_a_read_only_folder_is_told_before_anything_is_loaded(specdec, disk):
     if subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode:
         pytest.skip("no disk can be made read-only here")
     code, out, err = specdec("generate", "--target=no/such", f"--output_file={disk / 'out'}", "Tom")
-    assert (code, out) == (2, "") and err.endswith(f"expected a file that may be written: {disk} may not\n")
+    assert (code, out) == (2, "") and err.endswith(
+        f"expected a file that may be written: {disk} may not\n"
+    )
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
@@ -157,14 +193,19 @@ def test_a_journal_that_is_no_file_is_rejected(tmp_path, kind):
     os.mkfifo(partial) if kind == "pipe" else partial.mkdir()
     with pytest.raises((OSError, ValueError), match="out.partial") as raised:
         resumable_output.Journal(tmp_path / "out", {}, 1)
-    assert "expected a journal or nothing there" in str(raised.value) or raised.value.errno == errno.EISDIR
+    assert (
+        "expected a journal or nothing there" in str(raised.value)
+        or raised.value.errno == errno.EISDIR
+    )
 
 
 def test_a_journal_that_cannot_be_removed_is_told(tmp_path):
     partial = tmp_path / "out.partial"
     with resumable_output.Journal(tmp_path / "out", {}, 1) as opened:
         opened.add(0, ["a"])
-        if subprocess.run(["mount", "--bind", str(partial), str(partial)], capture_output=True).returncode:
+        if subprocess.run(
+            ["mount", "--bind", str(partial), str(partial)], capture_output=True
+        ).returncode:
             pytest.skip("nothing can be mounted here")
         try:
             with pytest.raises(OSError, match="busy: .*out.partial"):
@@ -179,23 +220,39 @@ def test_a_second_training_into_a_folder_is_rejected(specdec, pair, language, tm
     pytest.importorskip("fcntl")
     gin = pathlib.Path(__file__).parents[2] / "configs/train/smoke.gin"
     arguments = {
-        "train": [f"--gin_file={gin}", "--gin_search_paths=/", f"--gin.DATA_DIR='{language}'",
-            f"--gin.OUTPUT_DIR='{tmp_path}'"],
-        "distill": ["--target=TARGET", "--drafter_shape=1,1,8,1,8,16", f"--source_files={language / 'train.tsv'}",
-                    f"--validation_files={language / 'validation.tsv'}", f"--output_dir={tmp_path}"],
-    }  # fmt: skip
+        "train": [
+            f"--gin_file={gin}",
+            "--gin_search_paths=/",
+            f"--gin.DATA_DIR='{language}'",
+            f"--gin.OUTPUT_DIR='{tmp_path}'",
+        ],
+        "distill": [
+            "--target=TARGET",
+            "--drafter_shape=1,1,8,1,8,16",
+            f"--source_files={language / 'train.tsv'}",
+            f"--validation_files={language / 'validation.tsv'}",
+            f"--output_dir={tmp_path}",
+        ],
+    }
     with writing.alone(tmp_path):
         code, out, err = specdec(command, *arguments[command])
     assert (code, out) == (2, "") and not names(tmp_path)
-    assert err.splitlines()[-1] == f"specdec: error: {tmp_path}: another process is writing it, expected one at a time"
+    assert (
+        err.splitlines()[-1]
+        == f"specdec: error: {tmp_path}: another process is writing it, expected one at a time"
+    )
 
 
 def test_a_checkpoint_goes_where_a_link_leads(specdec, pair, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
-    code, out, err = specdec("convert", "--source=TARGET", f"--output={tmp_path / 'link'}", "--format=specdec")
+    code, out, err = specdec(
+        "convert", "--source=TARGET", f"--output={tmp_path / 'link'}", "--format=specdec"
+    )
     assert (code, out) == (0, "") and (tmp_path / "link").is_symlink()
-    assert names(tmp_path) == ["empty", "link", "link.gin"] and "config.json" in names(tmp_path / "empty")
+    assert names(tmp_path) == ["empty", "link", "link.gin"] and "config.json" in names(
+        tmp_path / "empty"
+    )
     model = loader.load(tmp_path / "link", "float32")
     sd.save(model, tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and names(tmp_path) == ["empty", "link", "link.gin"]
@@ -224,7 +281,9 @@ def test_a_journal_on_a_full_disk_goes_on_when_there_is_room(disk):
         filler.unlink()
         subprocess.run(["mount", "-o", "remount,size=256k", str(disk)], check=True)
         opened.finish()
-    assert out.read_text() == "".join(f"{number} " * 500 + "\n" for number in range(30)) and names(disk) == ["out"]
+    assert out.read_text() == "".join(f"{number} " * 500 + "\n" for number in range(30)) and names(
+        disk
+    ) == ["out"]
 
 
 def test_a_journal_that_cannot_begin_leaves_nothing(disk):
@@ -243,13 +302,19 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(specdec, commands, di
     assert code == 2 and err.endswith(
         f"specdec: error: [Errno 28] No space left on device: '{output}{'.partial' * (command == 'generate')}'\n"
     )
-    assert "Traceback" not in err and output.read_text() == "old" and names(disk) == ["filler", output.name]
+    assert (
+        "Traceback" not in err
+        and output.read_text() == "old"
+        and names(disk) == ["filler", output.name]
+    )
 
 
 @pytest.mark.parametrize("form", ["specdec", "huggingface", "t5x", "t5x_legacy"])
 def test_a_checkpoint_on_a_full_disk_leaves_nothing(pair, specdec, disk, form):
     fill(disk, leave=24_576)  # enough for some of it
-    code, out, err = specdec("convert", "--source=TARGET", f"--output={disk / 'out'}", f"--format={form}")
+    code, out, err = specdec(
+        "convert", "--source=TARGET", f"--output={disk / 'out'}", f"--format={form}"
+    )
     assert (code, out, err.count("\n")) == (2, "", 1) and names(disk) == ["filler"]
     assert str(disk / ".out.specdec-new") in err and "space" in err.lower()
     with pytest.raises((OSError, ValueError)):

@@ -28,7 +28,10 @@ GENERATE = [
     (dict(target=None), "target: got NoneType, expected a LanguageModel"),
     (dict(target=DRAFTER), "target: got ModelDrafter, expected a LanguageModel"),
     (dict(target="ende/target"), "target: got 'ende/target', expected a LanguageModel, such as"),
-    (dict(sampling={"temperature": 1.0}), "sampling: got {'temperature': 1.0}, expected a SamplingConfig"),
+    (
+        dict(sampling={"temperature": 1.0}),
+        "sampling: got {'temperature': 1.0}, expected a SamplingConfig",
+    ),
     (dict(sampling={}, **TWO_BEAMS), "sampling: got {}, expected a SamplingConfig"),
     (dict(drafter=sd.PromptLookupDrafter), "drafter: got type, expected a Drafter"),
     (dict(gamma=True), "gamma: got True, expected an integer"),
@@ -44,30 +47,51 @@ GENERATE = [
     (dict(max_new_tokens=[True, 2]), r"max_new_tokens: got \[True, 2\], expected an integer"),
     (dict(num_samples=[2]), r"num_samples: got \[2\], expected an integer"),
     (dict(num_samples=True), "num_samples: got True, expected an integer"),
-    (dict(input_lengths=[1.5, 1], **ARRAY), r"input_lengths: got \[1.5, 1\], expected 2 integers from 0 to 2"),
-    (dict(input_lengths=[True, 1], **ARRAY), r"input_lengths: got \[True, 1\], expected 2 integers"),
+    (
+        dict(input_lengths=[1.5, 1], **ARRAY),
+        r"input_lengths: got \[1.5, 1\], expected 2 integers from 0 to 2",
+    ),
+    (
+        dict(input_lengths=[True, 1], **ARRAY),
+        r"input_lengths: got \[True, 1\], expected 2 integers",
+    ),
     (dict(max_input_length="a"), "max_input_length: got 'a', expected an integer"),
     (dict(max_input_length=True), "max_input_length: got True, expected an integer"),
     (dict(decoder_prefix=3), "decoder_prefix: got 3, expected a list"),
-    (dict(decoder_prefix=[[3], [99_999]]), r"decoder_prefix: got ids outside.*\(decoder_prefix 1: id 99999\)"),
+    (
+        dict(decoder_prefix=[[3], [99_999]]),
+        r"decoder_prefix: got ids outside.*\(decoder_prefix 1: id 99999\)",
+    ),
     (dict(decoder_prefix="w3"), "decoder_prefix: got the string 'w3', expected a list"),
     (dict(eos_ids=[True]), r"eos_ids: got \(True,\), expected ids from 0 to"),
     (dict(eos_ids=1.5), "eos_ids: got 1.5, expected ids"),
     (dict(eos_ids="a"), "eos_ids: got 'a', expected ids"),
     (dict(deadline=True), "deadline: got True"),
     (dict(length_penalty="1", **TWO_BEAMS), "length_penalty: got '1', expected a finite number"),
-    (dict(length_penalty=[1.0], **TWO_BEAMS), r"length_penalty: got \[1.0\], expected a finite number"),
+    (
+        dict(length_penalty=[1.0], **TWO_BEAMS),
+        r"length_penalty: got \[1.0\], expected a finite number",
+    ),
     (dict(beam_style=np.ones(2), **TWO_BEAMS), "beam_style: got array"),
-    (dict(beam_style="huggingface", early_stopping=1, **TWO_BEAMS), "early_stopping: got 1, expected False, True"),
+    (
+        dict(beam_style="huggingface", early_stopping=1, **TWO_BEAMS),
+        "early_stopping: got 1, expected False, True",
+    ),
     (dict(stop=5, **TWO_BEAMS), "stop: got 5 with num_beams"),
     (dict(lenience=np.ones(3), **TWO_BEAMS), "lenience: got array.* with num_beams"),
     (dict(beam_width=np.ones(3)), "beam_width: got array.* without num_beams"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change, message", GENERATE, ids=[message for _, message in GENERATE])
 def test_generate(change, message):
-    options = {"target": TARGET, "inputs": ["w3", "w4"], "drafter": DRAFTER, "max_new_tokens": 3, **change}
+    options = {
+        "target": TARGET,
+        "inputs": ["w3", "w4"],
+        "drafter": DRAFTER,
+        "max_new_tokens": 3,
+        **change,
+    }
     target, inputs = options.pop("target"), options.pop("inputs")
 
     def calls():
@@ -92,7 +116,7 @@ SAMPLING = [
     (dict(top_k=2.0), "top_k: got 2.0, expected an integer"),
     (dict(top_k=[1, True]), r"top_k: got \[1, True\], expected an integer"),
     (dict(no_repeat_ngram=[2]), r"no_repeat_ngram: got \[2\], expected an integer"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change, message", SAMPLING, ids=[message for _, message in SAMPLING])
@@ -114,54 +138,120 @@ def test_ids_and_masks_that_need_the_vocabulary():
 OTHERS = {
     "Tree of a string": (lambda: sd.Tree("ab"), "parents: got 'ab', expected a list"),
     "Tree of a number": (lambda: sd.Tree(3), "parents: got 3, expected a list"),
-    "Tree of fractions": (lambda: sd.Tree((0.5,)), "parents: got 0.5 for node 1, expected a number from 0 to 0"),
+    "Tree of fractions": (
+        lambda: sd.Tree((0.5,)),
+        "parents: got 0.5 for node 1, expected a number from 0 to 0",
+    ),
     "Tree of bools": (lambda: sd.Tree((False,)), "parents: got False for node 1"),
     "widths": (lambda: sd.Tree.uniform(3), "widths: got 3, expected integers"),
-    "widths of strings": (lambda: sd.Tree.uniform(("a",)), r"widths: got \('a',\), expected integers"),
+    "widths of strings": (
+        lambda: sd.Tree.uniform(("a",)),
+        r"widths: got \('a',\), expected integers",
+    ),
     "chain": (lambda: sd.Tree.chain("a"), "length: got 'a', expected an integer"),
-    "shares": (lambda: sd.Tree.best([True], 8, 2), r"acceptance_by_rank: got \[True\], expected a list of numbers"),
-    "costs": (lambda: sd.Tree.best([0.5], 8, 2, verify_costs=3), "verify_costs: got 3, expected positive numbers"),
-    "costs by names": (lambda: sd.Tree.best([0.5], 8, 2, verify_costs={"a": 1}), "verify_costs: got {'a': 1}"),
-    "cost ratio": (lambda: sd.Tree.best([0.5], 8, 2, cost_ratio="a"), "cost_ratio: got 'a', expected a number"),
+    "shares": (
+        lambda: sd.Tree.best([True], 8, 2),
+        r"acceptance_by_rank: got \[True\], expected a list of numbers",
+    ),
+    "costs": (
+        lambda: sd.Tree.best([0.5], 8, 2, verify_costs=3),
+        "verify_costs: got 3, expected positive numbers",
+    ),
+    "costs by names": (
+        lambda: sd.Tree.best([0.5], 8, 2, verify_costs={"a": 1}),
+        "verify_costs: got {'a': 1}",
+    ),
+    "cost ratio": (
+        lambda: sd.Tree.best([0.5], 8, 2, cost_ratio="a"),
+        "cost_ratio: got 'a', expected a number",
+    ),
     "DynamicTree": (lambda: sd.DynamicTree(2, True, 3), "width: got True, expected an integer"),
     "Chains": (lambda: sd.Chains("a", 2), "count: got 'a', expected an integer"),
     "policy": (lambda: sd.Heuristic(4, start=[True]), r"start: got \[True\], expected an integer"),
-    "ragged policy": (lambda: sd.Confidence(4, threshold=RAGGED), "threshold: got .* expected a number"),
+    "ragged policy": (
+        lambda: sd.Confidence(4, threshold=RAGGED),
+        "threshold: got .* expected a number",
+    ),
     "max_match": (lambda: sd.PromptLookupDrafter(True), "max_match: got True, expected an integer"),
     "vocab_size": (lambda: sd.RandomDrafter(None), "vocab_size: got None, expected an integer"),
     "order": (lambda: sd.AssistedNGramDrafter(order=True), "order: got True, expected an integer"),
     "ModelDrafter": (lambda: sd.ModelDrafter(3), "model: got int, expected a LanguageModel"),
-    "shortlist": (lambda: sd.ModelDrafter(MODEL, shortlist=True), "shortlist: got True, expected a number of ids"),
+    "shortlist": (
+        lambda: sd.ModelDrafter(MODEL, shortlist=True),
+        "shortlist: got True, expected a number of ids",
+    ),
     "int8": (lambda: sd.ModelDrafter(MODEL, int8="no"), "int8: got 'no', expected True or False"),
-    "EarlyExitDrafter": (lambda: sd.EarlyExitDrafter("x", 1), "model: got 'x', expected a LanguageModel, such as"),
+    "EarlyExitDrafter": (
+        lambda: sd.EarlyExitDrafter("x", 1),
+        "model: got 'x', expected a LanguageModel, such as",
+    ),
     "SelfDrafter": (lambda: sd.SelfDrafter(3), "model: got int, expected a LanguageModel"),
     "HeadsDrafter": (lambda: sd.HeadsDrafter.load(3, MODEL), "path: got 3, expected a path"),
     "NGramDrafter": (lambda: sd.NGramDrafter.load(3), "path: got 3, expected a path"),
     "sequences": (lambda: sd.NGramDrafter.count(3, 12, 2), "sequences: got 3, expected lists"),
-    "start token": (lambda: sd.NGramDrafter.count([[3]], 12, 2, start_token=""), "start_token: got '', expected an id"),
-    "table": (lambda: sd.generate(MODEL, [[3]], drafter=sd.NGramDrafter(3)), "table: got 3, expected an NGramTable"),
-    "switch": (lambda: sd.HorizontalCascade(DRAFTER, DRAFTER, True), "switch: got True, expected an integer"),
+    "start token": (
+        lambda: sd.NGramDrafter.count([[3]], 12, 2, start_token=""),
+        "start_token: got '', expected an id",
+    ),
+    "table": (
+        lambda: sd.generate(MODEL, [[3]], drafter=sd.NGramDrafter(3)),
+        "table: got 3, expected an NGramTable",
+    ),
+    "switch": (
+        lambda: sd.HorizontalCascade(DRAFTER, DRAFTER, True),
+        "switch: got True, expected an integer",
+    ),
     "counts": (lambda: sd.shortlist_from_counts("a", 2), "counts: got 'a', expected one number"),
     "load": (lambda: sd.load(3), "path: got 3, expected a path"),
-    "load's config": (lambda: sd.load("ende/target", config={}), "config: got {}, expected a T5Config"),
-    "load's vocabulary": (lambda: sd.load("ende/target", vocabulary=3), "vocabulary: got 3, expected a Vocabulary"),
+    "load's config": (
+        lambda: sd.load("ende/target", config={}),
+        "config: got {}, expected a T5Config",
+    ),
+    "load's vocabulary": (
+        lambda: sd.load("ende/target", vocabulary=3),
+        "vocabulary: got 3, expected a Vocabulary",
+    ),
     "load's mesh": (lambda: sd.load("ende/target", mesh=3), "mesh: got 3, expected a mesh"),
-    "replicate": (lambda: sd.load("ende/target", replicate="no"), "replicate: got 'no', expected True or False"),
+    "replicate": (
+        lambda: sd.load("ende/target", replicate="no"),
+        "replicate: got 'no', expected True or False",
+    ),
     "say": (lambda: sd.load("ende/target", say=3), "say: got 3, expected a function"),
     "save": (lambda: sd.save(3, "x"), "model: got int, expected a LanguageModel"),
     "convert": (lambda: sd.convert("ende/target", 3), "output: got 3, expected a path"),
     "make_mesh": (lambda: sd.make_mesh("a"), "data: got 'a', expected an integer"),
-    "every": (lambda: sd.stream(TARGET, ["w3"], every=True), "every: got True, expected an integer"),
-    "batch_size": (lambda: sd.decode_stream(TARGET, ["w3"], batch_size=True), "batch_size: got True, expected"),
-    "refill": (lambda: sd.decode_stream(TARGET, ["w3"], refill="no"), "refill: got 'no', expected True or False"),
-    "skip": (lambda: sd.decode_stream(TARGET, ["w3"], skip=["a"]), r"skip: got \('a',\), expected numbers of inputs"),
+    "every": (
+        lambda: sd.stream(TARGET, ["w3"], every=True),
+        "every: got True, expected an integer",
+    ),
+    "batch_size": (
+        lambda: sd.decode_stream(TARGET, ["w3"], batch_size=True),
+        "batch_size: got True, expected",
+    ),
+    "refill": (
+        lambda: sd.decode_stream(TARGET, ["w3"], refill="no"),
+        "refill: got 'no', expected True or False",
+    ),
+    "skip": (
+        lambda: sd.decode_stream(TARGET, ["w3"], skip=["a"]),
+        r"skip: got \('a',\), expected numbers of inputs",
+    ),
     "stream": (lambda: list(sd.stream("x", ["w3"])), "target: got 'x', expected a LanguageModel"),
     "trace": (lambda: sd.trace(TARGET, None), "text: got None, expected a string"),
-    "trace's samples": (lambda: sd.trace(TARGET, "w3", num_samples=np.ones(2)), "num_samples: got .* for a trace"),
-    "batch sizes": (lambda: sd.warm_up(TARGET, batch_sizes=4), "batch_sizes: got 4, expected a list"),
-    "warm_up": (lambda: sd.warm_up(TARGET, max_input_length="a"), "max_input_length: got 'a', expected an integer"),
+    "trace's samples": (
+        lambda: sd.trace(TARGET, "w3", num_samples=np.ones(2)),
+        "num_samples: got .* for a trace",
+    ),
+    "batch sizes": (
+        lambda: sd.warm_up(TARGET, batch_sizes=4),
+        "batch_sizes: got 4, expected a list",
+    ),
+    "warm_up": (
+        lambda: sd.warm_up(TARGET, max_input_length="a"),
+        "max_input_length: got 'a', expected an integer",
+    ),
     "warm_up's target": (lambda: sd.warm_up("x"), "target: got 'x', expected a LanguageModel"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("call, message", OTHERS.values(), ids=OTHERS)
@@ -171,26 +261,42 @@ def test_other_doors(call, message):
     assert "\n" not in str(caught.value)
 
 
-RETURNED = {"None": None, "a tuple": (1,), "bool": jnp.zeros((1, 2), bool), "int32": jnp.zeros((1, 2), jnp.int32)}
+RETURNED = {
+    "None": None,
+    "a tuple": (1,),
+    "bool": jnp.zeros((1, 2), bool),
+    "int32": jnp.zeros((1, 2), jnp.int32),
+}
 
 
 @pytest.mark.parametrize("name", RETURNED)
 def test_a_processor_that_returns_no_logits(name):
     sampling = SamplingConfig(processor=lambda prefixes, lengths, logits: RETURNED[name])
-    with pytest.raises(ValueError, match="processor: got .* from the function, expected logits, an array of floats"):
+    with pytest.raises(
+        ValueError, match="processor: got .* from the function, expected logits, an array of floats"
+    ):
         sd.generate(MODEL, [[3]], sampling=sampling, max_new_tokens=3)
 
 
-@pytest.mark.parametrize("of", [np.int64, np.array, jnp.int32, jnp.array], ids=["numpy", "array", "jax", "jax array"])
+@pytest.mark.parametrize(
+    "of", [np.int64, np.array, jnp.int32, jnp.array], ids=["numpy", "array", "jax", "jax array"]
+)
 def test_numbers_of_every_library_are_numbers(of):
     """The same output, and the same compiled program."""
 
     def decode(one, two, three, four):
         sampling = SamplingConfig(temperature=one, top_k=three)
         return sd.generate(
-            MODEL, [[3, 4, 1]], drafter=sd.ModelDrafter(MODEL), gamma=two, max_new_tokens=four, num_samples=two,
-            eos_ids=one, max_input_length=four, sampling=sampling,
-        ).tokens  # fmt: skip
+            MODEL,
+            [[3, 4, 1]],
+            drafter=sd.ModelDrafter(MODEL),
+            gamma=two,
+            max_new_tokens=four,
+            num_samples=two,
+            eos_ids=one,
+            max_input_length=four,
+            sampling=sampling,
+        ).tokens
 
     expected, numbers, found = decode(1, 2, 3, 4), [of(number) for number in (1, 2, 3, 4)], []
     assert compilations(lambda: found.append(decode(*numbers))) == 0
@@ -202,6 +308,17 @@ def test_what_is_a_number():
     numbers = 3, 0.5, np.int8(3), np.float16(1), jnp.bfloat16(1), np.array(3), jnp.float32(0.5)
     no_numbers = True, np.True_, jnp.array(True), "3", None, [3], np.array([3]), 1j, object()
     assert all(map(arguments.is_number, numbers)) and not any(map(arguments.is_number, no_numbers))
-    assert list(map(arguments.is_integer, numbers)) == [True, False, True, False, False, True, False]
+    assert list(map(arguments.is_integer, numbers)) == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
     assert not any(map(arguments.is_integer, no_numbers))
-    assert arguments.quoted("a\nb" * 100).count("\n") == 0 and len(arguments.quoted(list(range(1000)))) < 200
+    assert (
+        arguments.quoted("a\nb" * 100).count("\n") == 0
+        and len(arguments.quoted(list(range(1000)))) < 200
+    )

@@ -33,7 +33,9 @@ def models():
 
 def decode(models, inputs=INPUTS, **options):
     target, drafter = models
-    return sd.generate(target, inputs, **{"drafter": drafter, "max_new_tokens": 12, "eos_ids": ()} | options)
+    return sd.generate(
+        target, inputs, **{"drafter": drafter, "max_new_tokens": 12, "eos_ids": ()} | options
+    )
 
 
 def policy_of(models, **options):
@@ -48,7 +50,11 @@ def policy_of(models, **options):
 def test_measured_for_real(models, home, kind, monkeypatch):
     """Once: the second call, and another process, find the numbers."""
     target, drafter = models
-    drafter = {"model": drafter, "lookup": sd.PromptLookupDrafter(), "learns": sd.AssistedNGramDrafter()}[kind]
+    drafter = {
+        "model": drafter,
+        "lookup": sd.PromptLookupDrafter(),
+        "learns": sd.AssistedNGramDrafter(),
+    }[kind]
     before = sd.generate(target, INPUTS, max_new_tokens=12, eos_ids=())
     result = decode((target, drafter))
     np.testing.assert_array_equal(result.tokens, before.tokens)
@@ -79,23 +85,37 @@ def test_times_between_those_that_were_timed():
 def test_what_is_told_apart(models, measured):
     target, drafter = models
     kinds = [
-        {}, {"verifier": "token"}, {"num_samples": 2, "sampling": sd.SamplingConfig(temperature=1.0)},
-        {"sampling": sd.SamplingConfig(temperature=1.0)}, {"sampling": sd.SamplingConfig(repetition_penalty=2.0)},
-        {"max_new_tokens": 200}, {"batch_size": 4},
-    ]  # fmt: skip
+        {},
+        {"verifier": "token"},
+        {"num_samples": 2, "sampling": sd.SamplingConfig(temperature=1.0)},
+        {"sampling": sd.SamplingConfig(temperature=1.0)},
+        {"sampling": sd.SamplingConfig(repetition_penalty=2.0)},
+        {"max_new_tokens": 200},
+        {"batch_size": 4},
+    ]
     for number, options in enumerate(kinds, 1):
         policy_of(models, **options)
         policy_of(models, **options)
         assert measured.calls == number
-    same = [{"max_new_tokens": 13}, {"sampling": sd.SamplingConfig(temperature=0.5)}, {"key": jax.random.key(3)}]
+    same = [
+        {"max_new_tokens": 13},
+        {"sampling": sd.SamplingConfig(temperature=0.5)},
+        {"key": jax.random.key(3)},
+    ]
     for options in same:
         policy_of(models, **options)
     assert measured.calls == len(kinds)
-    others = [sd.ModelDrafter(drafter.model, 9), sd.ModelDrafter(drafter.model, int8=True), sd.PromptLookupDrafter(2)]
+    others = [
+        sd.ModelDrafter(drafter.model, 9),
+        sd.ModelDrafter(drafter.model, int8=True),
+        sd.PromptLookupDrafter(2),
+    ]
     for number, other in enumerate(others, 1):
         policy_of((target, other))
         assert measured.calls == len(kinds) + number
-    policy_of((target, sd.ModelDrafter(tiny_t5(7))))  # other weights of the same shape take the same time
+    policy_of(
+        (target, sd.ModelDrafter(tiny_t5(7)))
+    )  # other weights of the same shape take the same time
     assert measured.calls == len(kinds) + len(others)
 
 
@@ -178,15 +198,24 @@ def test_rows_begin_with_the_numbers(models, measured):
     np.testing.assert_array_equal(result.tokens, decode(models, drafter=None).tokens)
 
 
-@pytest.mark.parametrize("options", [{}, {"verifier": "lenient", "lenience": 0.5}], ids=["exact", "lossy"])
+@pytest.mark.parametrize(
+    "options", [{}, {"verifier": "lenient", "lenience": 0.5}], ids=["exact", "lossy"]
+)
 def test_where_drafting_never_pays_nothing_drafts(models, measured, options):
     measured.gives = DEAR
     target, drafter = models
     state, request = prepare(target, INPUTS, drafter=drafter, max_new_tokens=12, **options)
-    assert request.drafter is None and state.config.gamma == 0 and state.draft_state is None and state.policy is None
+    assert (
+        request.drafter is None
+        and state.config.gamma == 0
+        and state.draft_state is None
+        and state.policy is None
+    )
     plain_state, _ = prepare(target, INPUTS, max_new_tokens=12)
     assert jax.tree.structure(state) == jax.tree.structure(plain_state)
-    assert [leaf.shape for leaf in jax.tree.leaves(state)] == [leaf.shape for leaf in jax.tree.leaves(plain_state)]
+    assert [leaf.shape for leaf in jax.tree.leaves(state)] == [
+        leaf.shape for leaf in jax.tree.leaves(plain_state)
+    ]
     result = decode(models, **options)
     assert result.stats.draft_calls == 0
     np.testing.assert_array_equal(result.tokens, decode(models, drafter=None).tokens)
@@ -212,7 +241,8 @@ def test_rows_together_draft_no_more_than_pays_for_their_mean():
 @pytest.mark.parametrize("gamma", ["fast", "4", ""])
 def test_no_such_gamma(models, gamma):
     with pytest.raises(
-        ValueError, match=f"^gamma: got '{gamma}', expected 'auto', an integer from 0 to 64, or a policy"
+        ValueError,
+        match=f"^gamma: got '{gamma}', expected 'auto', an integer from 0 to 64, or a policy",
     ):
         decode(models, gamma=gamma)
 
@@ -229,9 +259,17 @@ def test_many_inputs(models, measured):
     inputs = [[3 + number, 7, 1] for number in range(9)]
     single = [decode(models, [one], drafter=None).tokens[0].tolist() for one in inputs]
     for refill in (True, False):
-        found = dict(sd.decode_stream(
-            target, inputs, drafter=drafter, batch_size=3, refill=refill, max_new_tokens=12, eos_ids=()
-        ))  # fmt: skip
+        found = dict(
+            sd.decode_stream(
+                target,
+                inputs,
+                drafter=drafter,
+                batch_size=3,
+                refill=refill,
+                max_new_tokens=12,
+                eos_ids=(),
+            )
+        )
         assert [found[number][0].tokens for number in range(9)] == single
         assert sum(output.stats.drafted for (output,) in found.values()) > 0
     assert measured.calls == 1
@@ -249,13 +287,17 @@ def test_rows_begin_where_others_have_ended(measured):
     for one, other in zip(drafted, plain):
         np.testing.assert_array_equal(one.tokens, other.tokens)
     counts = [result.stats.drafted for result in drafted]
-    assert counts[0] >= 4 and sum(counts[8:]) <= 12 and any(counts[8:]), "but looked at now and then"
+    assert counts[0] >= 4 and sum(counts[8:]) <= 12 and any(counts[8:]), (
+        "but looked at now and then"
+    )
     (key,) = autotune._learned
     assert autotune._learned[key].accepted <= 0.3 * autotune._learned[key].examined <= 18
     sampled = dict(options, sampling=sd.SamplingConfig(temperature=1.0), key=jax.random.key(0))
     for _ in range(2):
         result = sd.generate(target, inputs[:1], drafter=sd.RandomDrafter(24), **sampled)
-        assert len(autotune._learned) == 1 and result.stats.drafted >= 4, "draws must not depend on earlier requests"
+        assert len(autotune._learned) == 1 and result.stats.drafted >= 4, (
+            "draws must not depend on earlier requests"
+        )
 
 
 def test_the_latest_requests_count():
@@ -265,13 +307,21 @@ def test_the_latest_requests_count():
         seen = autotune.learned("a")
         assert seen.examined <= 60 and least <= seen.accepted / seen.examined <= most
     policy = CHEAP.policy(1, seen)
-    assert policy.weight == 12 and abs(policy.acceptance - seen.accepted / 60) < 0.05 and policy.look == 1.0
-    assert seen.requests == 32 and CHEAP.policy(1, seen._replace(accepted=50.0, requests=33)).look == 0
+    assert (
+        policy.weight == 12
+        and abs(policy.acceptance - seen.accepted / 60) < 0.05
+        and policy.look == 1.0
+    )
+    assert (
+        seen.requests == 32 and CHEAP.policy(1, seen._replace(accepted=50.0, requests=33)).look == 0
+    )
 
 
 def test_where_earlier_requests_failed_one_now_and_then_drafts():
     failed, fine = autotune.Learned(60, 0, 1), autotune.Learned(60, 50, 1)
-    drafting = [CHEAP.policy(1, failed._replace(requests=number)) is not None for number in range(48)]
+    drafting = [
+        CHEAP.policy(1, failed._replace(requests=number)) is not None for number in range(48)
+    ]
     assert [number for number, drafts in enumerate(drafting) if drafts] == [0, 16, 32]
     assert all(CHEAP.policy(1, fine._replace(requests=number)) is not None for number in range(48))
     assert CHEAP.policy(1) is not None and CHEAP.policy(1, autotune.Learned()) is not None
@@ -283,7 +333,9 @@ def test_rows_alone_may_lose_more_where_requests_tell():
     assert not CHEAP._replace(iterations=(3.0, *CHEAP.iterations[1:])).pays(1, learns=True)
 
 
-def test_a_request_that_decodes_plainly_counts_and_its_output_is_the_same(models, measured, monkeypatch):
+def test_a_request_that_decodes_plainly_counts_and_its_output_is_the_same(
+    models, measured, monkeypatch
+):
     expected = decode(models, INPUTS[:1])
     ((key, _),) = autotune._learned.items()
     monkeypatch.setitem(autotune._learned, key, autotune.Learned(60, 0, 1))

@@ -28,15 +28,30 @@ DRAFTED = dict(BEAMS, drafter=DRAFTER, gamma=2)
         (dict(num_beams=0), "num_beams: got 0, expected an integer from 1"),
         (dict(num_beams=True), "num_beams: got True, expected an integer from 1"),
         (dict(num_beams=V + 1), "num_beams: got 13 for 12 ids, of which 1 end a sequence"),
-        (dict(num_return_sequences=4), "num_return_sequences: got 4, expected an integer from 1 to 3 = num_beams"),
+        (
+            dict(num_return_sequences=4),
+            "num_return_sequences: got 4, expected an integer from 1 to 3 = num_beams",
+        ),
         (dict(beam_width=2, drafter=DRAFTER), "beam_width: got 2, expected an integer from 3"),
         (dict(beam_style="hf"), "beam_style: got 'hf', expected one of t5x, huggingface"),
-        (dict(length_penalty=-1.0), "length_penalty: got -1.0, expected a finite number of at least 0"),
+        (
+            dict(length_penalty=-1.0),
+            "length_penalty: got -1.0, expected a finite number of at least 0",
+        ),
         (dict(length_penalty=float("nan")), "length_penalty: got nan, expected a finite number"),
         (dict(early_stopping=True), "early_stopping: got True with beam_style 't5x'"),
-        (dict(early_stopping="later", beam_style="huggingface"), "early_stopping: got 'later', expected False, True"),
-        (dict(sampling=sd.SamplingConfig(temperature=1.0)), "temperature: got 1.0 with num_beams, expected 0"),
-        (dict(verifier="lenient", lenience=0.5, drafter=DRAFTER), "verifier: got 'lenient' with num_beams"),
+        (
+            dict(early_stopping="later", beam_style="huggingface"),
+            "early_stopping: got 'later', expected False, True",
+        ),
+        (
+            dict(sampling=sd.SamplingConfig(temperature=1.0)),
+            "temperature: got 1.0 with num_beams, expected 0",
+        ),
+        (
+            dict(verifier="lenient", lenience=0.5, drafter=DRAFTER),
+            "verifier: got 'lenient' with num_beams",
+        ),
         (dict(num_samples=2), "num_samples: got 2 with num_beams, expected 1"),
         (dict(stop=["w3"]), "stop: got .'w3'. with num_beams"),
         (dict(deadline=1.0), "deadline: got 1.0 with num_beams, expected None"),
@@ -48,10 +63,13 @@ DRAFTED = dict(BEAMS, drafter=DRAFTER, gamma=2)
             dict(gamma=[1] * len(INPUTS), drafter=DRAFTER),
             "gamma: got .* with num_beams, expected 'auto' or one integer",
         ),
-        (dict(drafter=sd.RandomDrafter(V)), "drafter: got RandomDrafter with num_beams, expected one that drafts for"),
+        (
+            dict(drafter=sd.RandomDrafter(V)),
+            "drafter: got RandomDrafter with num_beams, expected one that drafts for",
+        ),
         (dict(num_beams=None), "num_return_sequences: got 2 without num_beams, expected 1"),
     ],
-)  # fmt: skip
+)
 def test_bad_options_are_rejected_before_anything_compiles(options, message):
     def rejected():
         with pytest.raises(ValueError, match=message):
@@ -62,11 +80,16 @@ def test_bad_options_are_rejected_before_anything_compiles(options, message):
 
 @pytest.mark.parametrize(
     "entry",
-    [lambda **more: list(sd.stream(TARGET, INPUTS, **more)), lambda **more: sd.trace(TARGET, "w3 w4", **more)],
+    [
+        lambda **more: list(sd.stream(TARGET, INPUTS, **more)),
+        lambda **more: sd.trace(TARGET, "w3 w4", **more),
+    ],
     ids=["stream", "trace"],
 )
 def test_what_is_seen_while_it_is_decoded_has_no_beams(entry):
-    with pytest.raises(ValueError, match="num_beams: got 3 for what is seen while it is decoded, expected None"):
+    with pytest.raises(
+        ValueError, match="num_beams: got 3 for what is seen while it is decoded, expected None"
+    ):
         entry(num_beams=3)
 
 
@@ -74,7 +97,14 @@ def test_results_of_several_inputs():
     """Every field of a result has a row for each hypothesis; nothing comes of no input."""
     found = sd.generate(TARGET, [*INPUTS, None], **DRAFTED)
     rows = 2 * (len(INPUTS) + 1)
-    for values in (found.texts, found.tokens, found.lengths, found.log_probs, found.scores, found.finish_reasons):
+    for values in (
+        found.texts,
+        found.tokens,
+        found.lengths,
+        found.log_probs,
+        found.scores,
+        found.finish_reasons,
+    ):
         assert len(values) == rows
     assert len(found.stats.per_row) == len(INPUTS) + 1
     assert found.finish_reasons[-2:] == ["empty", "empty"] and found.lengths[-2:].tolist() == [0, 0]
@@ -125,14 +155,20 @@ def test_long_jobs_give_what_generate_gives(batch_size):
         for place, output in enumerate(outputs):
             row = 2 * number + place
             assert output.tokens == whole.tokens[row, : whole.lengths[row]].tolist()
-            assert output.text == whole.texts[row] and output.finish_reason == whole.finish_reasons[row]
+            assert (
+                output.text == whole.texts[row]
+                and output.finish_reason == whole.finish_reasons[row]
+            )
             np.testing.assert_allclose(output.score, whole.scores[row], rtol=1e-6)
 
 
 def test_nothing_compiles_after_a_warm_up():
     options = {name: value for name, value in DRAFTED.items()}
     sd.warm_up(TARGET, batch_sizes=(2,), max_input_length=8, **options)
-    run = lambda ids: sd.generate(TARGET, ids, **options)
+
+    def run(ids):
+        return sd.generate(TARGET, ids, **options)
+
     assert not compilations(lambda: (run(INPUTS[1:3]), run(INPUTS[3:5])))
     assert not compilations(lambda: sd.generate(TARGET, INPUTS[1:3], length_penalty=1.0, **options))
 
@@ -141,7 +177,10 @@ def test_the_command_line(pair, specdec):
     """Outputs of every sentence one after the other, the best first; the same from a file, drafted
     for or not."""
     flags = ["--num_beams=3", "--num_return_sequences=2", "--json"]
-    decode = lambda *argv: specdec("generate", *argv, *command_line.SENTENCES)[1].splitlines()
+
+    def decode(*argv):
+        return specdec("generate", *argv, *command_line.SENTENCES)[1].splitlines()
+
     records = [json.loads(line) for line in decode(*command_line.MODELS, *flags)]
     assert len(records) == 2 * len(command_line.SENTENCES)
     for best, other in zip(records[::2], records[1::2]):
@@ -165,7 +204,10 @@ def test_the_command_line(pair, specdec):
             ["--length_penalty=1", "--generation_config=none"],
             "length_penalty: got 1.0 without num_beams, expected None",
         ),
-        (["--num_beams=4", "--beam_style=huggingface", "--early_stopping=yes"], "early_stopping: got 'yes', expected"),
+        (
+            ["--num_beams=4", "--beam_style=huggingface", "--early_stopping=yes"],
+            "early_stopping: got 'yes', expected",
+        ),
     ],
 )
 def test_flags_that_mean_nothing_are_rejected(specdec, flags, message):

@@ -24,38 +24,66 @@ WARM = sd.SamplingConfig(temperature=1.0)
 
 slow = pytest.mark.slow
 CASES = {
-    "argmax, own limits, several widths": dict(inputs=LONGER, drafter=DRAFT, gamma=3, max_new_tokens=LIMITS),
+    "argmax, own limits, several widths": dict(
+        inputs=LONGER, drafter=DRAFT, gamma=3, max_new_tokens=LIMITS
+    ),
     "block, adaptive γ, own filters and prefixes": dict(
-        drafter=DRAFT, gamma=sd.CostAware(4, acceptance=[0.3 + n % 2 / 2 for n in range(N)]),
-        sampling=sd.SamplingConfig(temperature=[n % 3 / 2 for n in range(N)], forbidden_tokens=(4,)),
+        drafter=DRAFT,
+        gamma=sd.CostAware(4, acceptance=[0.3 + n % 2 / 2 for n in range(N)]),
+        sampling=sd.SamplingConfig(
+            temperature=[n % 3 / 2 for n in range(N)], forbidden_tokens=(4,)
+        ),
         decoder_prefix=[[3] * (n % 3) for n in range(N)],
     ),
     "token, copies, samples, stop strings, prefixes with them": dict(
-        drafter=sd.PromptLookupDrafter(), gamma=2, sampling=WARM, verifier="token", num_samples=2, stop=["w5", "w7 w2"],
-        decoder_prefix=[[5, 3][: n % 3] for n in range(N)], eos_ids=(1,),
+        drafter=sd.PromptLookupDrafter(),
+        gamma=2,
+        sampling=WARM,
+        verifier="token",
+        num_samples=2,
+        stop=["w5", "w7 w2"],
+        decoder_prefix=[[5, 3][: n % 3] for n in range(N)],
+        eos_ids=(1,),
         max_new_tokens=30,  # past the first look at texts
     ),
-    "gumbel, own γ": dict(drafter=DRAFT, gamma=[n % 4 for n in range(N)], sampling=WARM, verifier="gumbel"),
+    "gumbel, own γ": dict(
+        drafter=DRAFT, gamma=[n % 4 for n in range(N)], sampling=WARM, verifier="gumbel"
+    ),
     "lenient, a drafter that learns": dict(
-        drafter=sd.AssistedNGramDrafter(), gamma=2, sampling=WARM, verifier="lenient",
+        drafter=sd.AssistedNGramDrafter(),
+        gamma=2,
+        sampling=WARM,
+        verifier="lenient",
         lenience=[0.2 + n % 2 / 2 for n in range(N)],
     ),
     "plain": dict(sampling=WARM),
     "a tree, own budgets, samples, stop strings, prefixes": dict(
-        drafter=DRAFT, tree=sd.Tree.uniform((2, 2)), gamma=[1 + n % 6 for n in range(N)], sampling=WARM, num_samples=2,
-        stop=["w5", "w7 w2"], decoder_prefix=[[5, 3][: n % 3] for n in range(N)], max_new_tokens=30,
+        drafter=DRAFT,
+        tree=sd.Tree.uniform((2, 2)),
+        gamma=[1 + n % 6 for n in range(N)],
+        sampling=WARM,
+        num_samples=2,
+        stop=["w5", "w7 w2"],
+        decoder_prefix=[[5, 3][: n % 3] for n in range(N)],
+        max_new_tokens=30,
     ),
     "a tree by the drafter's distribution, own temperatures": dict(
-        drafter=DRAFT, tree=sd.DynamicTree(2, 3, 8),
-        sampling=sd.SamplingConfig(temperature=[n % 3 / 2 for n in range(N)], repetition_penalty=1.2),
+        drafter=DRAFT,
+        tree=sd.DynamicTree(2, 3, 8),
+        sampling=sd.SamplingConfig(
+            temperature=[n % 3 / 2 for n in range(N)], repetition_penalty=1.2
+        ),
     ),
-}  # fmt: skip
+}
 QUICK = [*list(CASES)[:3], list(CASES)[-2]]
 FIRST, _, STOPS, _ = QUICK
 
 
 def options_of(name: str) -> dict:
-    return dict(inputs=INPUTS, max_new_tokens=LIMIT, key=jax.random.key(3), eos_ids=(1, 8)) | CASES[name]
+    return (
+        dict(inputs=INPUTS, max_new_tokens=LIMIT, key=jax.random.key(3), eos_ids=(1, 8))
+        | CASES[name]
+    )
 
 
 def assert_same(found, expected):
@@ -82,7 +110,9 @@ def stream(name: str, **changes) -> list[continuous_batching.Output]:
     return [output for number in range(N) for output in found[number]]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=slow) for name in CASES if name not in QUICK)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=slow) for name in CASES if name not in QUICK)]
+)
 def test_refilled_rows_give_what_generate_gives(name):
     assert_same(stream(name, batch_size=3), expected(name))
     reasons = {output.finish_reason for output in expected(name)}
@@ -102,10 +132,14 @@ def test_batches_give_the_same(name):
 def test_what_is_skipped_is_missing_and_nothing_else_changes():
     for size, refill in ((3, True), (4, False)):
         skip = {0, 3, 4, 11, 18}
-        found = dict(sd.decode_stream(TARGET, batch_size=size, refill=refill, skip=skip, **options_of(FIRST)))
+        found = dict(
+            sd.decode_stream(TARGET, batch_size=size, refill=refill, skip=skip, **options_of(FIRST))
+        )
         assert set(found) == set(range(N)) - skip
-        assert_same([output for number in sorted(found) for output in found[number]],
-                    [output for number, output in enumerate(expected(FIRST)) if number not in skip])  # fmt: skip
+        assert_same(
+            [output for number in sorted(found) for output in found[number]],
+            [output for number, output in enumerate(expected(FIRST)) if number not in skip],
+        )
 
 
 def test_nothing_compiles_after_the_first_time():
@@ -128,7 +162,9 @@ def test_no_row_waits_for_the_slowest(monkeypatch):
         return after
 
     monkeypatch.setattr(continuous_batching, "advance", counting)
-    options = options_of("plain") | dict(max_new_tokens=[30 if n % 4 == 0 else 2 for n in range(N)], eos_ids=())
+    options = options_of("plain") | dict(
+        max_new_tokens=[30 if n % 4 == 0 else 2 for n in range(N)], eos_ids=()
+    )
     refilled = dict(sd.decode_stream(TARGET, batch_size=4, **options))
     calls = np.array([refilled[number][0].stats.target_calls for number in range(N)])
     assert sorted(set(calls)) == [0, 2, 30]
@@ -144,10 +180,14 @@ def test_queues_hold_every_input_once():
             lengths = rng.geometric(0.08, count).tolist()
             found = continuous_batching.queues(lengths, size)
             assert sorted(place for _, places in found for place in places) == list(range(count))
-            assert [width for width, _ in found] == sorted({width for width, _ in found}, reverse=True)
+            assert [width for width, _ in found] == sorted(
+                {width for width, _ in found}, reverse=True
+            )
             for width, places in found:
                 assert (
-                    max(lengths[place] for place in places) <= width == inputs.bucket(max(lengths[p] for p in places))
+                    max(lengths[place] for place in places)
+                    <= width
+                    == inputs.bucket(max(lengths[p] for p in places))
                 )
             assert all(len(places) >= 4 * size for _, places in found[:-1])
             assert len(found) == 1 or len(found[-1][1]) >= size
@@ -161,7 +201,7 @@ BAD = [
     (dict(inputs=[[3]] * 18 + [[4] * 9], max_input_length=8), "input 18: got 9 tokens"),
     (dict(max_new_tokens=[3, 4]), "max_new_tokens: got 2 values, expected one or 19"),
     (dict(sampling=sd.SamplingConfig(top_k=[3, 4])), "top_k: got 2 values, expected one or 19"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change, message", BAD, ids=[message for _, message in BAD])

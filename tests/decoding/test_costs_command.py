@@ -34,15 +34,24 @@ def arguments(*more):
 
 
 def test_auto_is_the_default(specdec, pair, measured):
-    texts = [specdec(*arguments(*more, "We asked")) for more in ([], ["--gamma=auto"], ["--gamma=2"])]
-    assert len({out for _, out, _ in texts}) == 1 and {code for code, *_ in texts} == {0} and measured.calls == 1
+    texts = [
+        specdec(*arguments(*more, "We asked")) for more in ([], ["--gamma=auto"], ["--gamma=2"])
+    ]
+    assert (
+        len({out for _, out, _ in texts}) == 1
+        and {code for code, *_ in texts} == {0}
+        and measured.calls == 1
+    )
     assert generate.GenerateOptions().gamma == "auto"
 
 
 @pytest.mark.parametrize("value", ["many", "-1", "1.5", "automatic"])
 def test_flags_that_make_no_sense(specdec, pair, value):
     code, out, err = specdec(*arguments(f"--gamma={value}", "We asked"))
-    assert (code, out) == (2, "") and f"gamma: got {value}, expected an integer from 0 to 64, or auto" in err
+    assert (code, out) == (
+        2,
+        "",
+    ) and f"gamma: got {value}, expected an integer from 0 to 64, or auto" in err
 
 
 class Stop(Exception):
@@ -76,7 +85,9 @@ def numbers_of(policy):
 
 
 @pytest.mark.parametrize("first, then", [(CHEAP, DEAR), (DEAR, CHEAP)], ids=["drafts", "plain"])
-def test_a_job_goes_on_with_the_numbers_that_it_began_with(specdec, pair, measured, tmp_path, monkeypatch, first, then):
+def test_a_job_goes_on_with_the_numbers_that_it_began_with(
+    specdec, pair, measured, tmp_path, monkeypatch, first, then
+):
     """Though its cache is lost and the machine is another: above temperature 0 its draws depend on
     γ."""
     measured.gives = first
@@ -94,30 +105,58 @@ def test_a_job_goes_on_with_the_numbers_that_it_began_with(specdec, pair, measur
     for file in (tmp_path / "cache/specdec_jax/costs").glob("*"):
         file.unlink()
     measured.gives = first
-    assert file_job(specdec, tmp_path, monkeypatch)[0] == 0 and (tmp_path / "out").read_text() == resumed
+    assert (
+        file_job(specdec, tmp_path, monkeypatch)[0] == 0
+        and (tmp_path / "out").read_text() == resumed
+    )
 
 
 def numbers(**changes):
     return {"costs": [1.0] * 9, "acceptance": 0.5, "weight": 2.0, "look": 1.0} | changes
 
 
-@pytest.mark.parametrize("record", [
-    None, 3, {}, {"gamma": "x"}, {"gamma": 65}, numbers(costs=[1, 2]), numbers(costs=["a"] * 9),
-    numbers(costs=[-1] * 9),
-    numbers(weight=-1.0), numbers(look=None), numbers(other=1),
-], ids=str)  # fmt: skip
-def test_a_journal_with_other_numbers_than_costs(specdec, pair, measured, tmp_path, monkeypatch, record):
+@pytest.mark.parametrize(
+    "record",
+    [
+        None,
+        3,
+        {},
+        {"gamma": "x"},
+        {"gamma": 65},
+        numbers(costs=[1, 2]),
+        numbers(costs=["a"] * 9),
+        numbers(costs=[-1] * 9),
+        numbers(weight=-1.0),
+        numbers(look=None),
+        numbers(other=1),
+    ],
+    ids=str,
+)
+def test_a_journal_with_other_numbers_than_costs(
+    specdec, pair, measured, tmp_path, monkeypatch, record
+):
     file_job(specdec, tmp_path, monkeypatch, after=1)
     partial = tmp_path / "out.partial"
     head, *rest = partial.read_text().splitlines()
     partial.write_text("\n".join([json.dumps(json.loads(head) | {"costs": record}), *rest]) + "\n")
     code, out, err = specdec(
-        *arguments(f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out'}", "--temperature=1")
+        *arguments(
+            f"--input_file={tmp_path / 'in.txt'}",
+            f"--output_file={tmp_path / 'out'}",
+            "--temperature=1",
+        )
     )
-    assert (code, out) == (2, "") and "expected" in err and partial.exists() and not (tmp_path / "out").exists()
+    assert (
+        (code, out) == (2, "")
+        and "expected" in err
+        and partial.exists()
+        and not (tmp_path / "out").exists()
+    )
 
 
-def test_a_first_line_that_was_cut_short_is_written_anew(specdec, pair, measured, tmp_path, monkeypatch):
+def test_a_first_line_that_was_cut_short_is_written_anew(
+    specdec, pair, measured, tmp_path, monkeypatch
+):
     file_job(specdec, tmp_path, monkeypatch, after=1)
     partial = tmp_path / "out.partial"
     partial.write_bytes(partial.read_bytes().split(b"\n")[0][:-20])
@@ -125,4 +164,7 @@ def test_a_first_line_that_was_cut_short_is_written_anew(specdec, pair, measured
     autotune._known.clear()
     for file in (tmp_path / "cache/specdec_jax/costs").glob("*"):
         file.unlink()
-    assert file_job(specdec, tmp_path, monkeypatch)[0] == 0 and len((tmp_path / "out").read_text().splitlines()) == 5
+    assert (
+        file_job(specdec, tmp_path, monkeypatch)[0] == 0
+        and len((tmp_path / "out").read_text().splitlines()) == 5
+    )

@@ -16,7 +16,9 @@ CONTENT = json.loads((GOLDEN / "hf_eos.json").read_text(encoding="utf-8"))
 EOS_IDS, OUTPUTS = tuple(CONTENT["eos_ids"]), CONTENT["outputs"]
 FORMS = {
     "spiece.model": lambda: SentencePieceVocabulary.load(FOLDER / "spiece.model", 20),
-    "tokenizer.json": lambda: TokenizerJsonVocabulary.load(FOLDER / "tokenizer.json", stop_ids=EOS_IDS),
+    "tokenizer.json": lambda: TokenizerJsonVocabulary.load(
+        FOLDER / "tokenizer.json", stop_ids=EOS_IDS
+    ),
 }
 
 
@@ -38,14 +40,18 @@ def limits() -> list[int]:
 def test_the_two_forms_have_the_same_ids():
     pieces, tokenizer = (make() for make in FORMS.values())
     assert pieces.fingerprint() == tokenizer.fingerprint()
-    assert [pieces.is_special(i) for i in range(pieces.size)] == [tokenizer.is_special(i) for i in range(pieces.size)]
+    assert [pieces.is_special(i) for i in range(pieces.size)] == [
+        tokenizer.is_special(i) for i in range(pieces.size)
+    ]
 
 
 def test_texts_are_those_of_transformers(model):
     result = sd.generate(model, inputs(), eos_ids=EOS_IDS, max_new_tokens=limits())
     assert result.texts == [output["text"] for output in OUTPUTS]
     assert {"eos", "length"} == set(result.finish_reasons)
-    outputs = dict(sd.decode_stream(model, inputs(), eos_ids=EOS_IDS, max_new_tokens=limits(), batch_size=8))
+    outputs = dict(
+        sd.decode_stream(model, inputs(), eos_ids=EOS_IDS, max_new_tokens=limits(), batch_size=8)
+    )
     assert [outputs[row][0].text for row in range(len(OUTPUTS))] == result.texts
 
 

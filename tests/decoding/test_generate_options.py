@@ -52,10 +52,16 @@ pytestmark = pytest.mark.usefixtures("quick")
 def test_the_drafter_is_judged_by_the_distribution_it_drew_from():
     """Drafter = target: under all processors and filters everything is accepted."""
     result = generate(
-        TARGET, INPUTS, drafter=ModelDrafter(TARGET), gamma=GAMMA, sampling=ALL, decoder_prefix=PREFIXES,
+        TARGET,
+        INPUTS,
+        drafter=ModelDrafter(TARGET),
+        gamma=GAMMA,
+        sampling=ALL,
+        decoder_prefix=PREFIXES,
         max_new_tokens=LIMIT,
-        eos_ids=EOS, verifier="token",
-    )  # fmt: skip
+        eos_ids=EOS,
+        verifier="token",
+    )
     assert result.stats.acceptance_rate == 1.0 and result.stats.accepted > 10
     assert_log_probs(result, PROCESSORS["all"])
 
@@ -73,13 +79,21 @@ def test_limits_of_the_filters_are_argmax_and_rows_are_their_own():
     order = np.array([4, 2, 0, 5, 1, 3])
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(3), order)
     turned = {
-        n: tuple(v[i] for i in order) for n, v in PROCESSORS["all"].items() if isinstance(v, tuple) and len(v) == B
+        n: tuple(v[i] for i in order)
+        for n, v in PROCESSORS["all"].items()
+        if isinstance(v, tuple) and len(v) == B
     }
     result = generate(
-        TARGET, [INPUTS[i] for i in order], drafter=ModelDrafter(DRAFT), gamma=[GAMMA[i] for i in order],
-        sampling=dataclasses.replace(ALL, **turned), decoder_prefix=[PREFIXES[i] for i in order], max_new_tokens=LIMIT,
-        eos_ids=EOS, key=keys,
-    )  # fmt: skip
+        TARGET,
+        [INPUTS[i] for i in order],
+        drafter=ModelDrafter(DRAFT),
+        gamma=[GAMMA[i] for i in order],
+        sampling=dataclasses.replace(ALL, **turned),
+        decoder_prefix=[PREFIXES[i] for i in order],
+        max_new_tokens=LIMIT,
+        eos_ids=EOS,
+        key=keys,
+    )
     assert ids_of(result) == [ids_of(sampled)[i] for i in order]
     np.testing.assert_array_equal(result.adjusted_log_probs, sampled.adjusted_log_probs[order])
 
@@ -87,19 +101,27 @@ def test_limits_of_the_filters_are_argmax_and_rows_are_their_own():
 def test_padding_changes_nothing():
     """A mate with a longer limit, input and prefix makes every buffer longer."""
     config = SamplingConfig(temperature=1.0, repetition_penalty=1.5, no_repeat_ngram=2)
-    options = dict(drafter=ModelDrafter(DRAFT), sampling=config, gamma=3, eos_ids=EOS, key=jax.random.key(1))
+    options = dict(
+        drafter=ModelDrafter(DRAFT), sampling=config, gamma=3, eos_ids=EOS, key=jax.random.key(1)
+    )
     short = generate(TARGET, INPUTS, decoder_prefix=PREFIXES, max_new_tokens=LIMIT, **options)
     inputs, prefixes = [*INPUTS[:5], [6] * 10], [*PREFIXES[:5], [2] * 9]
-    long = generate(TARGET, inputs, decoder_prefix=prefixes, max_new_tokens=[LIMIT] * 5 + [30], **options)
+    long = generate(
+        TARGET, inputs, decoder_prefix=prefixes, max_new_tokens=[LIMIT] * 5 + [30], **options
+    )
     assert ids_of(short)[:5] == ids_of(long)[:5]
 
 
 # --- Every option has its effect ---
 
 BASE = dict(
-    target=TARGET, inputs=INPUTS[:2], drafter=ModelDrafter(DRAFT), gamma=2, sampling=SamplingConfig(temperature=1.0),
+    target=TARGET,
+    inputs=INPUTS[:2],
+    drafter=ModelDrafter(DRAFT),
+    gamma=2,
+    sampling=SamplingConfig(temperature=1.0),
     max_new_tokens=7,
-)  # fmt: skip
+)
 ARRAY = dict(inputs=np.array([[3, 4, 1], [7, 1, 2]], np.int32))
 SYNTHETIC = dict(verifier="synthetic", synthetic_alpha=1.0)
 LENIENT, TYPICAL = dict(verifier="lenient", lenience=1.0), dict(verifier="typical")
@@ -121,7 +143,10 @@ CHANGES = {  # option: (changes to BASE, the option's other value)
     "decoder_prefix": ({}, [[4], [5, 6]]),
     "eos_ids": (dict(eos_ids=()), (2, 3, 4)),
     "stop": (dict(eos_ids=()), ["w5", "w6"]),
-    "generation_config": (dict(sampling=None), GenerationConfig(suppress_tokens=tuple(range(2, 9)))),
+    "generation_config": (
+        dict(sampling=None),
+        GenerationConfig(suppress_tokens=tuple(range(2, 9))),
+    ),
 }
 REFUSING = {
     "max_input_length": 2,
@@ -141,7 +166,9 @@ REFUSING = {
 def base(name: str):
     """The result with the unchanged options that `CHANGES[name]` starts from."""
     same = next(
-        other for other, (changes, _) in CHANGES.items() if changes is CHANGES[name][0] or changes == CHANGES[name][0]
+        other
+        for other, (changes, _) in CHANGES.items()
+        if changes is CHANGES[name][0] or changes == CHANGES[name][0]
     )
     return generate(**{**BASE, **CHANGES[name][0]}) if same == name else base(same)
 
@@ -169,16 +196,30 @@ def test_every_option_is_in_one_of_the_tables():
 
 def test_the_command_line_passes_every_option_on():
     values = dict(
-        temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.2, no_repeat_ngram=2, min_new_tokens=1,
-        forbidden_tokens=(3,), logit_bias=("5:1.5",), forced_tokens=("0:4",),
-    )  # fmt: skip
+        temperature=0.7,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        no_repeat_ngram=2,
+        min_new_tokens=1,
+        forbidden_tokens=(3,),
+        logit_bias=("5:1.5",),
+        forced_tokens=("0:4",),
+    )
     no_flag = {"vocabulary_mask", "processor", "forbidden_sequences"}
     assert {field.name for field in dataclasses.fields(SamplingConfig)} - no_flag == set(values)
     expected = SamplingConfig(**{**values, "logit_bias": {5: 1.5}, "forced_tokens": {0: 4}})
-    others = dict(verifier="lenient", lenience=0.5, typical_epsilon=0.1, typical_delta=0.2, max_new_tokens=9)
+    others = dict(
+        verifier="lenient", lenience=0.5, typical_epsilon=0.1, typical_delta=0.2, max_new_tokens=9
+    )
     found = GenerateOptions(**values, **others, max_input_length=11).decoding()
     fields = {name: getattr(expected, name) for name in values}
-    how = {"max_input_length": 11, "sampling": SamplingChanges(fields), "generation_config": "model"}
+    how = {
+        "max_input_length": 11,
+        "sampling": SamplingChanges(fields),
+        "generation_config": "model",
+    }
     assert found == others | how
 
 
@@ -192,7 +233,9 @@ def test_lenience_one_is_strict():
 
 
 def test_a_text_that_is_far_too_long_is_rejected_by_its_length():
-    with pytest.raises(ValueError, match="input 1: got a text of 1,200,000 characters, expected at most 1,000,000"):
+    with pytest.raises(
+        ValueError, match="input 1: got a text of 1,200,000 characters, expected at most 1,000,000"
+    ):
         generate(EchoModel(Words()), ["w2", "w2 " * 400_000])
 
 
@@ -200,35 +243,64 @@ COLD, WARM = SamplingConfig(), SamplingConfig(temperature=1.0)
 NO_WORDS = HashModel(V)
 COMBINATIONS = [
     (dict(lenience=0.5), "lenience: got 0.5 with verifier='block', expected 'lenient'"),
-    (dict(typical_epsilon=0.1), "typical_epsilon: got 0.1 with verifier='block', expected 'typical'"),
-    (dict(verifier="lenient", lenience=0.5, typical_delta=0.1), "typical_delta: got 0.1 with verifier='lenient'"),
+    (
+        dict(typical_epsilon=0.1),
+        "typical_epsilon: got 0.1 with verifier='block', expected 'typical'",
+    ),
+    (
+        dict(verifier="lenient", lenience=0.5, typical_delta=0.1),
+        "typical_delta: got 0.1 with verifier='lenient'",
+    ),
     (dict(verifier="lenient"), "lenience: got none with verifier='lenient', expected a number"),
-    (dict(verifier="lenient", lenience=0.5, drafter=None), "verifier: got 'lenient' for plain decoding, expected a "
-                                                           "drafter"),
+    (
+        dict(verifier="lenient", lenience=0.5, drafter=None),
+        "verifier: got 'lenient' for plain decoding, expected a drafter",
+    ),
     (dict(verifier="typical", gamma=0), "verifier: got 'typical' for plain decoding"),
-    (dict(verifier="typical", sampling=COLD), "temperature: got 0.0 with verifier='typical', expected more than 0"),
-    (dict(verifier="typical", sampling=SamplingConfig(temperature=[1.0, 0.0])), "with verifier='typical', expected "
-                                                                                "more"),
+    (
+        dict(verifier="typical", sampling=COLD),
+        "temperature: got 0.0 with verifier='typical', expected more than 0",
+    ),
+    (
+        dict(verifier="typical", sampling=SamplingConfig(temperature=[1.0, 0.0])),
+        "with verifier='typical', expected more",
+    ),
     (dict(num_samples=2, sampling=COLD), "num_samples: got 2 at temperature 0, expected 1"),
-    (dict(sampling=SamplingConfig(min_new_tokens=8)), "min_new_tokens: got 8, expected at most max_new_tokens = 7"),
-    (dict(max_new_tokens=[7, 2], sampling=SamplingConfig(min_new_tokens=[7, 3])), "min_new_tokens: got .7, 3., "
-                                                                                  "expected"),
-    (dict(sampling=SamplingConfig(forced_tokens={7: 3})), "forced_tokens: got place 7, expected below max_new_tokens "
-                                                          "= 7"),
-]  # fmt: skip
+    (
+        dict(sampling=SamplingConfig(min_new_tokens=8)),
+        "min_new_tokens: got 8, expected at most max_new_tokens = 7",
+    ),
+    (
+        dict(max_new_tokens=[7, 2], sampling=SamplingConfig(min_new_tokens=[7, 3])),
+        "min_new_tokens: got .7, 3., expected",
+    ),
+    (
+        dict(sampling=SamplingConfig(forced_tokens={7: 3})),
+        "forced_tokens: got place 7, expected below max_new_tokens = 7",
+    ),
+]
 BAD = [
     (dict(verifier="lenient", lenience=0.0), r"lenience: got 0.0, expected a number in \(0, 1\]"),
     (dict(verifier="lenient", lenience=1.5), "lenience: got 1.5"),
     (dict(verifier="lenient", lenience=float("nan")), "lenience: got nan"),
-    (dict(verifier="lenient", lenience=[0.5, 0.5, 0.5]), "lenience: got 3 values, expected one or 2"),
-    (dict(verifier="typical", typical_epsilon=-1.0), "typical_epsilon: got -1.0, expected a number in"),
+    (
+        dict(verifier="lenient", lenience=[0.5, 0.5, 0.5]),
+        "lenience: got 3 values, expected one or 2",
+    ),
+    (
+        dict(verifier="typical", typical_epsilon=-1.0),
+        "typical_epsilon: got -1.0, expected a number in",
+    ),
     (dict(verifier="typical", typical_delta=2.0), "typical_delta: got 2.0"),
     (dict(num_samples=0), "num_samples: got 0, expected an integer from 1"),
     (dict(num_samples=1.5), "num_samples: got 1.5"),
     (dict(stop=""), r"stop: got \('',\), expected strings that are not empty"),
     (dict(stop=["a", 3]), "stop: got .*3.*, expected strings"),
     (dict(stop=3), "stop: got 3, expected strings"),
-    (dict(stop="a", target=NO_WORDS), "stop: got strings for a model without a vocabulary, expected none"),
+    (
+        dict(stop="a", target=NO_WORDS),
+        "stop: got strings for a model without a vocabulary, expected none",
+    ),
     (dict(deadline=0), "deadline: got 0, expected seconds, more than 0"),
     (dict(deadline=-1.0), "deadline: got -1.0"),
     (dict(deadline=float("nan")), "deadline: got nan"),
@@ -236,13 +308,21 @@ BAD = [
     (dict(eos_ids=(1.5,)), r"eos_ids: got \(1.5,\), expected ids from 0 to 11"),
     (dict(eos_ids=V), r"eos_ids: got \(12,\), expected ids"),
     (dict(max_input_length=2), "input 0: got 3 tokens, expected at most max_input_length = 2"),
-    (dict(sampling=SamplingConfig(logit_bias={V: 1.0})), "logit_bias: got id 12, expected one from 0 to 11"),
+    (
+        dict(sampling=SamplingConfig(logit_bias={V: 1.0})),
+        "logit_bias: got id 12, expected one from 0 to 11",
+    ),
     (dict(sampling=SamplingConfig(forbidden_tokens=[V])), "forbidden_tokens: got id 12"),
     (dict(sampling=SamplingConfig(forced_tokens={0: V})), "forced_tokens: got id 12"),
-    (dict(sampling=SamplingConfig(vocabulary_mask=[True])), r"vocabulary_mask: got shape \(1,\) and type bool"),
-    (dict(sampling=SamplingConfig(repetition_penalty=[1.0, 2, 3])), "repetition_penalty: got 3 values, expected one "
-                                                                    "or 2"),
-]  # fmt: skip
+    (
+        dict(sampling=SamplingConfig(vocabulary_mask=[True])),
+        r"vocabulary_mask: got shape \(1,\) and type bool",
+    ),
+    (
+        dict(sampling=SamplingConfig(repetition_penalty=[1.0, 2, 3])),
+        "repetition_penalty: got 3 values, expected one or 2",
+    ),
+]
 
 
 @pytest.mark.parametrize("function", [generate, stream], ids=["generate", "stream"])
@@ -258,13 +338,17 @@ def test_what_makes_no_sense_is_rejected_before_anything_compiles(change, messag
     def call():
         with pytest.raises(ValueError, match=expected) as caught:
             function(**arguments)
-        assert isinstance(caught.value, UnsupportedCombination) == ((change, message) in COMBINATIONS)
+        assert isinstance(caught.value, UnsupportedCombination) == (
+            (change, message) in COMBINATIONS
+        )
         assert "\n" not in str(caught.value)
 
     assert compilations(call) == 0
 
 
-@pytest.mark.parametrize("change", [dict(stop="a"), dict(deadline=1.0), dict(num_samples=2)], ids=str)
+@pytest.mark.parametrize(
+    "change", [dict(stop="a"), dict(deadline=1.0), dict(num_samples=2)], ids=str
+)
 def test_a_trace_has_no_early_end(change):
     (name,) = change
     with pytest.raises(UnsupportedCombination, match=f"{name}: got .* for a trace, expected"):
@@ -277,24 +361,44 @@ def test_a_trace_has_no_early_end(change):
 def test_nothing_compiles_when_traced_options_change():
     keys = jax.random.split(jax.random.key(9), B)
     on = dict(
-        decoder_prefix=PREFIXES, max_new_tokens=LIMIT, eos_ids=EOS, drafter=ModelDrafter(DRAFT), key=jax.random.key(0)
+        decoder_prefix=PREFIXES,
+        max_new_tokens=LIMIT,
+        eos_ids=EOS,
+        drafter=ModelDrafter(DRAFT),
+        key=jax.random.key(0),
     )
     decode(ALL)
-    generate(TARGET, INPUTS, gamma=3, sampling=ALL, **on, stop="w9")  # with an end of its own: two programs, not one
+    generate(
+        TARGET, INPUTS, gamma=3, sampling=ALL, **on, stop="w9"
+    )  # with an end of its own: two programs, not one
     two = dict(sampling=WARM, max_new_tokens=7, drafter=ModelDrafter(DRAFT))
     for verifier in (LENIENT, TYPICAL):
         generate(TARGET, INPUTS[:2], gamma=2, **verifier, **two)
     sizes = advance._cache_size(), prefill._cache_size(), _decode._cache_size()
     changes = [
-        dict(temperature=2.0), dict(temperature=[0.0, 1, 0, 2, 0, 0]), dict(top_k=3), dict(top_k=list(range(6))),
-        dict(top_p=0.5), dict(min_p=0.3), dict(repetition_penalty=1.9), dict(min_new_tokens=1),
+        dict(temperature=2.0),
+        dict(temperature=[0.0, 1, 0, 2, 0, 0]),
+        dict(top_k=3),
+        dict(top_k=list(range(6))),
+        dict(top_p=0.5),
+        dict(min_p=0.3),
+        dict(repetition_penalty=1.9),
+        dict(min_new_tokens=1),
         dict(logit_bias={2: 3.0}),
-        dict(forbidden_tokens=(3, 4)), dict(vocabulary_mask=[True] * 11 + [False]), dict(forced_tokens={5: 5, 6: 6}),
-    ]  # fmt: skip
+        dict(forbidden_tokens=(3, 4)),
+        dict(vocabulary_mask=[True] * 11 + [False]),
+        dict(forced_tokens={5: 5, 6: 6}),
+    ]
 
     def varied():
         for change in changes:
-            generate(TARGET, INPUTS, gamma=[3, 3, 2, 1, 0, 2], sampling=dataclasses.replace(ALL, **change), **on)
+            generate(
+                TARGET,
+                INPUTS,
+                gamma=[3, 3, 2, 1, 0, 2],
+                sampling=dataclasses.replace(ALL, **change),
+                **on,
+            )
         for more in (
             dict(key=keys),
             dict(stop="w5"),
@@ -332,16 +436,26 @@ def test_permuted_ids_give_the_permuted_output():
     for model in (TARGET, DRAFT):
         models.append(HashModel(V, start_token=names[0]))
         models[-1].network = Permuted(model.dist, names)
-    renamed = lambda table: {names[token]: value for token, value in table.items()}
+
+    def renamed(table):
+        return {names[token]: value for token, value in table.items()}
+
     options = {name: value for name, value in PROCESSORS["all"].items() if name != "processor"}
     permuted = {
-        **options, "logit_bias": renamed(options["logit_bias"]), "forbidden_tokens": [names[7]],
+        **options,
+        "logit_bias": renamed(options["logit_bias"]),
+        "forbidden_tokens": [names[7]],
         "forced_tokens": {place: names[token] for place, token in options["forced_tokens"].items()},
-    }  # fmt: skip
+    }
     result = generate(
-        models[0], INPUTS, drafter=ModelDrafter(models[1]), gamma=GAMMA, sampling=SamplingConfig(**permuted),
-        decoder_prefix=[[names[token] for token in prefix] for prefix in PREFIXES], max_new_tokens=LIMIT,
+        models[0],
+        INPUTS,
+        drafter=ModelDrafter(models[1]),
+        gamma=GAMMA,
+        sampling=SamplingConfig(**permuted),
+        decoder_prefix=[[names[token] for token in prefix] for prefix in PREFIXES],
+        max_new_tokens=LIMIT,
         eos_ids=[names[token] for token in EOS],
-    )  # fmt: skip
+    )
     wanted = [slow_greedy(row, of_row(options, row)) for row in range(B)]
     assert ids_of(result) == [[names[token] for token in ids] for ids in wanted]

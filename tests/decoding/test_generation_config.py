@@ -54,7 +54,10 @@ def test_transformers_tokens(name, tmp_path):
     inputs = inputs_of(case)
     assert new_tokens(sd.generate(model, inputs)) == case["tokens"]
     if name in ("everything", "beams, processed", "prompts"):
-        assert new_tokens(sd.generate(model, inputs, drafter=sd.PromptLookupDrafter())) == case["tokens"]
+        assert (
+            new_tokens(sd.generate(model, inputs, drafter=sd.PromptLookupDrafter()))
+            == case["tokens"]
+        )
         found = dict(sd.decode_stream(model, inputs, batch_size=2))
         assert [found[number][0].tokens for number in range(4)] == case["tokens"]
     if name == "prompts":
@@ -76,8 +79,12 @@ def test_transformers_distribution(name, tmp_path):
     start, ones = np.full((4, 1), model.start_token, np.int32), np.ones(4, np.int32)
     logits = model.logits(padded, start, list(map(len, inputs)))
     rows = dataclasses.replace(plan.rows, **plan.shared)
-    dist = distributions.standardize(logits, Context(start, ones, ones, np.full((4, 4), -1)), rows, plan.config.mode)
-    expected = np.array([[-np.inf if score is None else score for score in row] for row in case["scores"]])
+    dist = distributions.standardize(
+        logits, Context(start, ones, ones, np.full((4, 4), -1)), rows, plan.config.mode
+    )
+    expected = np.array(
+        [[-np.inf if score is None else score for score in row] for row in case["scores"]]
+    )
     expected -= np.log(np.sum(np.exp(expected), axis=1, keepdims=True))
     found = np.asarray(dist.logits - dist.log_normalizer[..., None])[:, 0]
     np.testing.assert_array_equal(np.isneginf(found), np.isneginf(expected))
@@ -95,7 +102,9 @@ def plain():
 @pytest.fixture
 def ruled(plain, monkeypatch):
     """The model with defaults that change every output."""
-    monkeypatch.setattr(plain, "generation_config", GenerationConfig(max_length=7, forced_bos_token_id=7))
+    monkeypatch.setattr(
+        plain, "generation_config", GenerationConfig(max_length=7, forced_bos_token_id=7)
+    )
     return plain
 
 
@@ -104,14 +113,23 @@ INPUTS = inputs_of(CASES["none"])
 
 def test_a_call_goes_first_and_one_switch_turns_all_off(ruled):
     without = CASES["none"]["tokens"]
-    assert new_tokens(sd.generate(ruled, INPUTS, generation_config=None, max_new_tokens=16)) == without
-    assert new_tokens(sd.generate(ruled, INPUTS, sampling=sd.SamplingConfig(), max_new_tokens=16)) == without
+    assert (
+        new_tokens(sd.generate(ruled, INPUTS, generation_config=None, max_new_tokens=16)) == without
+    )
+    assert (
+        new_tokens(sd.generate(ruled, INPUTS, sampling=sd.SamplingConfig(), max_new_tokens=16))
+        == without
+    )
     shorter = sd.generate(ruled, INPUTS, max_new_tokens=3)
     assert shorter.tokens.shape[1] == 3 and set(shorter.tokens[:, 0]) == {7}
     assert sd.generate(ruled, INPUTS).tokens.shape[1] == 6
-    other = sd.generate(ruled, INPUTS, generation_config=ruled.generation_config.replace(forced_bos_token_id=9))
+    other = sd.generate(
+        ruled, INPUTS, generation_config=ruled.generation_config.replace(forced_bos_token_id=9)
+    )
     assert set(other.tokens[:, 0]) == {9} and other.tokens.shape[1] == 6
-    with pytest.raises(ValueError, match="generation_config: got 'none', expected a GenerationConfig, 'model'"):
+    with pytest.raises(
+        ValueError, match="generation_config: got 'none', expected a GenerationConfig, 'model'"
+    ):
         sd.generate(ruled, INPUTS, generation_config="none")
 
 
@@ -121,7 +139,9 @@ def test_a_model_may_be_assigned_none_but_nothing_of_another_kind(plain, monkeyp
     save(plain, tmp_path / "saved")
     for wrong in ({"num_beams": 2}, "model", "none"):
         monkeypatch.setattr(plain, "generation_config", wrong)
-        with pytest.raises(ValueError, match="generation_config: got .*, expected a GenerationConfig"):
+        with pytest.raises(
+            ValueError, match="generation_config: got .*, expected a GenerationConfig"
+        ):
             sd.generate(plain, INPUTS)
 
 
@@ -134,8 +154,15 @@ def test_beams_by_default_and_asked_for(plain, monkeypatch):
     t5x = sd.generate(plain, INPUTS, num_beams=3, beam_style="t5x")
     expected = sd.generate(plain, INPUTS, num_beams=3, max_new_tokens=11, generation_config=None)
     np.testing.assert_array_equal(t5x.scores, expected.scores)
-    for options in (dict(sampling=sd.SamplingConfig(temperature=1.0)), dict(num_samples=2), dict(deadline=9.0)):
-        with pytest.raises(UnsupportedCombination, match=r"num_beams.*\(num_beams = 3 is a default of .*decodes with"):
+    for options in (
+        dict(sampling=sd.SamplingConfig(temperature=1.0)),
+        dict(num_samples=2),
+        dict(deadline=9.0),
+    ):
+        with pytest.raises(
+            UnsupportedCombination,
+            match=r"num_beams.*\(num_beams = 3 is a default of .*decodes with",
+        ):
             sd.generate(plain, INPUTS, **options)
     with pytest.raises(UnsupportedCombination, match="num_beams: got 3, a default of"):
         prepare(plain, INPUTS)  # what `stream` and `trace` begin with
@@ -143,36 +170,68 @@ def test_beams_by_default_and_asked_for(plain, monkeypatch):
 
 def test_beams_of_a_model_that_samples_by_default(plain, monkeypatch):
     monkeypatch.setattr(plain, "generation_config", GenerationConfig(do_sample=True))
-    with pytest.raises(UnsupportedCombination, match="temperature: got 1.0 with num_beams.*samples by default"):
+    with pytest.raises(
+        UnsupportedCombination, match="temperature: got 1.0 with num_beams.*samples by default"
+    ):
         sd.generate(plain, INPUTS, num_beams=2)
 
 
 def test_other_defaults_that_depend_on_the_rows(ruled, plain, monkeypatch):
-    with pytest.raises(UnsupportedCombination, match="forced_bos_token_id: got a default for inputs of which some"):
+    with pytest.raises(
+        UnsupportedCombination, match="forced_bos_token_id: got a default for inputs of which some"
+    ):
         sd.generate(ruled, INPUTS, decoder_prefix=[[], [3], [], []])
     assert set(sd.generate(ruled, INPUTS, decoder_prefix=[[3]] * 4).tokens[:, 0]) != {7}
-    with pytest.raises(ValueError, match="input 0: got 7 tokens before the first new one, expected fewer than max_len"):
+    with pytest.raises(
+        ValueError,
+        match="input 0: got 7 tokens before the first new one, expected fewer than max_len",
+    ):
         sd.generate(ruled, INPUTS, decoder_prefix=[[3] * 6] * 4)
     monkeypatch.setattr(plain, "generation_config", GenerationConfig(forced_eos_token_id=1))
-    with pytest.raises(UnsupportedCombination, match="forced_eos_token_id: got a default for inputs with 2 different"):
+    with pytest.raises(
+        UnsupportedCombination,
+        match="forced_eos_token_id: got a default for inputs with 2 different",
+    ):
         sd.generate(plain, INPUTS, max_new_tokens=[5, 6, 5, 6])
 
 
 READ = [
-    ({"num_beams": 4, "length_penalty": 0.6, "early_stopping": True}, ["num_beams=4, length_penalty=0.6, early_stopp"]),
-    ({"num_beams": 1, "length_penalty": 1.0, "top_k": 50, "temperature": 1.0, "suppress_tokens": []}, []),
-    ({"typical_p": 0.9, "begin_suppress_tokens": [5]}, ["does without: begin_suppress_tokens=[5], typical_p=0.9"]),
+    (
+        {"num_beams": 4, "length_penalty": 0.6, "early_stopping": True},
+        ["num_beams=4, length_penalty=0.6, early_stopp"],
+    ),
+    (
+        {
+            "num_beams": 1,
+            "length_penalty": 1.0,
+            "top_k": 50,
+            "temperature": 1.0,
+            "suppress_tokens": [],
+        },
+        [],
+    ),
+    (
+        {"typical_p": 0.9, "begin_suppress_tokens": [5]},
+        ["does without: begin_suppress_tokens=[5], typical_p=0.9"],
+    ),
     ({"typical_p": 1.0, "diversity_penalty": 0.0, "output_scores": True, "use_cache": False}, []),
-    ({"do_sample": True, "num_beams": 4, "top_k": 0}, ["do_sample=True, top_k=0", "does without: num_beams=4"]),
+    (
+        {"do_sample": True, "num_beams": 4, "top_k": 0},
+        ["do_sample=True, top_k=0", "does without: num_beams=4"],
+    ),
     ({"forced_eos_token_id": [1, 95]}, ["does without: forced_eos_token_id=[1, 95]"]),
 ]
 
 
 @pytest.mark.parametrize("fields, expected", READ, ids=lambda value: str(value)[:40])
 def test_what_counts_is_said_and_kept(fields, expected, tmp_path):
-    folder = folder_of({"model": "hf_t5_1_0", "file": "generation", "fields": fields}, tmp_path / "model")
+    folder = folder_of(
+        {"model": "hf_t5_1_0", "file": "generation", "fields": fields}, tmp_path / "model"
+    )
     model, said = load(folder)
-    assert len(said) == len(expected) and all(part in line for part, line in zip(expected, said)), said
+    assert len(said) == len(expected) and all(part in line for part, line in zip(expected, said)), (
+        said
+    )
     for form in ("specdec", "huggingface", "t5x"):
         sd.save(model, tmp_path / form, format=form)
         again, lines = load(tmp_path / form)
@@ -192,25 +251,37 @@ def test_generation_config_json_alone_counts_where_it_is_there(tmp_path):
 
 
 WRONG = {
-    "num_beams": "four", "max_length": True, "temperature": [1], "do_sample": "yes", "bad_words_ids": [3],
-    "suppress_tokens": [-1], "early_stopping": "soon", "repetition_penalty": float("nan"),
-}  # fmt: skip
+    "num_beams": "four",
+    "max_length": True,
+    "temperature": [1],
+    "do_sample": "yes",
+    "bad_words_ids": [3],
+    "suppress_tokens": [-1],
+    "early_stopping": "soon",
+    "repetition_penalty": float("nan"),
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_values_of_the_wrong_kind_name_file_and_field(name, tmp_path):
     fields = {name: WRONG[name]}
-    folder = folder_of({"model": "hf_t5_1_0", "file": "generation", "fields": fields}, tmp_path / "model")
-    with pytest.raises(ValueError, match=f"generation_config.json.*{name}: got .*, expected|no readable JSON"):
+    folder = folder_of(
+        {"model": "hf_t5_1_0", "file": "generation", "fields": fields}, tmp_path / "model"
+    )
+    with pytest.raises(
+        ValueError, match=f"generation_config.json.*{name}: got .*, expected|no readable JSON"
+    ):
         load(folder)
     with pytest.raises(ValueError, match=f"{name}: got .*, expected"):
         GenerationConfig(**fields)
 
 
 OUT_OF_RANGE = {
-    "repetition_penalty": {"repetition_penalty": -1}, "num_beams": {"num_beams": 0},
-    "temperature": {"do_sample": True, "temperature": -2}, "top_p": {"do_sample": True, "top_p": 2.0},
-}  # fmt: skip
+    "repetition_penalty": {"repetition_penalty": -1},
+    "num_beams": {"num_beams": 0},
+    "temperature": {"do_sample": True, "temperature": -2},
+    "top_p": {"do_sample": True, "top_p": 2.0},
+}
 
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
@@ -218,11 +289,16 @@ def test_values_out_of_range_name_file_and_field(name):
     with pytest.raises(ValueError, match=f"^generation_config.json: {name}: got .*, expected"):
         GenerationConfig.read(OUT_OF_RANGE[name], "generation_config.json")
     if name in ("temperature", "top_p"):  # without sampling they do not count
-        assert GenerationConfig.read(OUT_OF_RANGE[name] | {"do_sample": False}, "") == GenerationConfig()
+        assert (
+            GenerationConfig.read(OUT_OF_RANGE[name] | {"do_sample": False}, "")
+            == GenerationConfig()
+        )
 
 
 def test_what_is_said_about_long_lists_is_short():
-    found = GenerationConfig.read({"suppress_tokens": [*range(10000)], "bad_words_ids": [[1, 2]] * 10000}, "")
+    found = GenerationConfig.read(
+        {"suppress_tokens": [*range(10000)], "bad_words_ids": [[1, 2]] * 10000}, ""
+    )
     assert [len(line) < 400 for line in found.lines("model", "generation_config.json")] == [True]
 
 
@@ -239,7 +315,10 @@ def test_forbidden_sequences_of_a_call(plain):
         [tokens] = new_tokens(sd.generate(plain, INPUTS[:1], sampling=sampling, max_new_tokens=16))
         assert tokens[: 2 + size] == greedy[: 2 + size] and tokens[2 + size] != greedy[2 + size]
         assert not any(tokens[place : place + size] == word for place in range(16))
-    for wrong, message in (([[]], "got an empty sequence"), ([[96]], "forbidden_sequences: got id 96")):
+    for wrong, message in (
+        ([[]], "got an empty sequence"),
+        ([[96]], "forbidden_sequences: got id 96"),
+    ):
         with pytest.raises(ValueError, match=message):
             sd.generate(plain, INPUTS, sampling=sd.SamplingConfig(forbidden_sequences=wrong))
 

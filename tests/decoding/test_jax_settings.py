@@ -49,9 +49,21 @@ def check_unmoved(call):
     return compiled
 
 
-@pytest.mark.parametrize("name", [*CALLS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize(
+    "name", [*CALLS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+)
 def test_outputs_do_not_depend_on_settings(name):
-    fresh = name in ("random", "dummy", "digests", "traced", "traced beams", "training", "int8", "shortlist", "self")
+    fresh = name in (
+        "random",
+        "dummy",
+        "digests",
+        "traced",
+        "traced beams",
+        "training",
+        "int8",
+        "shortlist",
+        "self",
+    )
     compiled = check_unmoved((CALLS | MORE)[name])
     assert fresh or not compiled  # the others make new jitted functions at every call
 
@@ -92,16 +104,27 @@ WITHOUT_JAX = {
     "shortlist_from_counts",
 }
 METHODS = [
-    sd.LanguageModel.__init__, sd.LanguageModel.random, sd.LanguageModel.dummy, sd.LanguageModel.logits,
-    sd.LanguageModel.params.fget, sd.LanguageModel.fingerprint.func, sd.LanguageModel.contents.func,
-    sd.ModelDrafter.__init__, sd.EarlyExitDrafter.__init__, sd.HeadsDrafter.for_target, sd.HeadsDrafter.load,
-    sd.NGramDrafter.count, sd.NGramDrafter.load,
-]  # fmt: skip
+    sd.LanguageModel.__init__,
+    sd.LanguageModel.random,
+    sd.LanguageModel.dummy,
+    sd.LanguageModel.logits,
+    sd.LanguageModel.params.fget,
+    sd.LanguageModel.fingerprint.func,
+    sd.LanguageModel.contents.func,
+    sd.ModelDrafter.__init__,
+    sd.EarlyExitDrafter.__init__,
+    sd.HeadsDrafter.for_target,
+    sd.HeadsDrafter.load,
+    sd.NGramDrafter.count,
+    sd.NGramDrafter.load,
+]
 
 
 def test_every_public_name_is_isolated_or_without_jax():
     assert [method for method in METHODS if not hasattr(method, "isolated")] == []
-    with_methods = {method.__qualname__.split(".")[0] for method in METHODS} | {"SelfDrafter"}  # a `ModelDrafter`
+    with_methods = {method.__qualname__.split(".")[0] for method in METHODS} | {
+        "SelfDrafter"
+    }  # a `ModelDrafter`
     others = {name for name in sd.__all__ if not hasattr(getattr(sd, name), "isolated")}
     assert others - with_methods == WITHOUT_JAX
 
@@ -124,7 +147,9 @@ def test_arrays_of_64_bits():
     """As arguments they are what they would be without `jax_enable_x64`."""
     expected = generate()
     with process({"jax_enable_x64": True}):
-        params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), target().params)
+        params = jax.tree.map(
+            lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), target().params
+        )
         assert jax.tree.leaves(params)[0].dtype == jnp.float64
         model = sd.LanguageModel(target().config, params)
         inputs, limits = jnp.array([[3, 4, 5, 1], [7, 1, 0, 0]]), jnp.array([8, 8])
@@ -136,7 +161,9 @@ def test_arrays_of_64_bits():
 def test_inside_a_traced_function():
     state, request = sd.prepare(target(), INPUTS, max_new_tokens=8)
     with process(SETTINGS):
-        state = jax.jit(lambda state: sd.advance(request.network, None, state, np.int32(100)))(state)
+        state = jax.jit(lambda state: sd.advance(request.network, None, state, np.int32(100)))(
+            state
+        )
     np.testing.assert_array_equal(sd.finish(target(), state, request).tokens, generate()[0])
     for call in (
         lambda x: sd.generate(target(), x).tokens,
@@ -175,7 +202,13 @@ def test_a_processor_sees_what_it_sees_without_the_settings():
 
 
 def test_a_command(capsys):
-    command = ["generate", "--target=ende/target", "--max_new_tokens=2", "--compilation_cache_dir=", "Good morning."]
+    command = [
+        "generate",
+        "--target=ende/target",
+        "--max_new_tokens=2",
+        "--compilation_cache_dir=",
+        "Good morning.",
+    ]
     assert main.main(command) == 0
     expected = capsys.readouterr().out
     with process(SETTINGS):

@@ -65,16 +65,23 @@ def test_prompts_are_padded_where_the_mask_says_so(side, padding):
 def test_streams_traces_and_logits_take_a_mask():
     model, io = t5()
     ids, mask = padded(io["inputs"], io["input_lengths"], "left", 14)
-    outputs = dict(sd.decode_stream(model, ids, attention_mask=mask, max_new_tokens=16, batch_size=2))
+    outputs = dict(
+        sd.decode_stream(model, ids, attention_mask=mask, max_new_tokens=16, batch_size=2)
+    )
     for row, expected in enumerate(io["greedy"]):
         (output,) = outputs[row]
-        assert output.tokens == expected[: len(output.tokens)].tolist() and not expected[len(output.tokens) :].any()
+        assert (
+            output.tokens == expected[: len(output.tokens)].tolist()
+            and not expected[len(output.tokens) :].any()
+        )
     for inputs, options in ((ids, {}), (ids, {"attention_mask": mask})):
         logits = model.logits(inputs, io["decoder_tokens"], **options)
         np.testing.assert_allclose(logits, io["logits"], rtol=0, atol=1e-4)
     beams = sd.generate(model, ids, attention_mask=mask, num_beams=2, max_new_tokens=4)
     text = [row[:length].tolist() for row, length in zip(io["inputs"], io["input_lengths"])]
-    np.testing.assert_array_equal(beams.tokens, sd.generate(model, text, num_beams=2, max_new_tokens=4).tokens)
+    np.testing.assert_array_equal(
+        beams.tokens, sd.generate(model, text, num_beams=2, max_new_tokens=4).tokens
+    )
 
 
 TARGET = HashModel(16, vocabulary=Words())
@@ -111,16 +118,43 @@ def test_a_padded_prefix_is_the_prefix():
         np.testing.assert_array_equal(run(decoder_prefix=prefix).tokens, expected)
 
 
-@pytest.mark.parametrize("inputs, options, message", [
-    ([[3, 1]], dict(attention_mask=[[1]]), r"attention_mask: .*expected 0 or 1 for each id"),
-    ([[3, 1]], dict(attention_mask=[[1, 1], [1, 1]]), r"attention_mask: .*expected 0 or 1 for each id"),
-    (np.ones((1, 2), int), dict(attention_mask=[[1, 2]]), r"attention_mask: got other values, expected 0 or 1"),
-    (np.ones((1, 2), int), dict(attention_mask=[["a", "b"]]), r"attention_mask: got other values, expected 0 or 1"),
-    (np.ones((2, 3), int), dict(attention_mask=[[1, 1, 0], [1, 0, 1]]), r"0 inside the text of input 1"),
-    (["w3"], dict(attention_mask=[[1]]), r"attention_mask: got one with strings"),
-    (np.ones((1, 2), int), dict(attention_mask=[[1, 1]], input_lengths=[2]), r"beside input_lengths, expected one"),
-    (np.array([[3, 1], [0, 3]]), dict(input_lengths=[2, 2]), r"input 1: got padding before the text with input_le"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "inputs, options, message",
+    [
+        ([[3, 1]], dict(attention_mask=[[1]]), r"attention_mask: .*expected 0 or 1 for each id"),
+        (
+            [[3, 1]],
+            dict(attention_mask=[[1, 1], [1, 1]]),
+            r"attention_mask: .*expected 0 or 1 for each id",
+        ),
+        (
+            np.ones((1, 2), int),
+            dict(attention_mask=[[1, 2]]),
+            r"attention_mask: got other values, expected 0 or 1",
+        ),
+        (
+            np.ones((1, 2), int),
+            dict(attention_mask=[["a", "b"]]),
+            r"attention_mask: got other values, expected 0 or 1",
+        ),
+        (
+            np.ones((2, 3), int),
+            dict(attention_mask=[[1, 1, 0], [1, 0, 1]]),
+            r"0 inside the text of input 1",
+        ),
+        (["w3"], dict(attention_mask=[[1]]), r"attention_mask: got one with strings"),
+        (
+            np.ones((1, 2), int),
+            dict(attention_mask=[[1, 1]], input_lengths=[2]),
+            r"beside input_lengths, expected one",
+        ),
+        (
+            np.array([[3, 1], [0, 3]]),
+            dict(input_lengths=[2, 2]),
+            r"input 1: got padding before the text with input_le",
+        ),
+    ],
+)
 def test_wrong_masks(inputs, options, message):
     with pytest.raises(ValueError, match=message):
         sd.generate(TARGET, inputs, **options)
@@ -149,8 +183,16 @@ CALLS = {
 @pytest.mark.parametrize("form", VOCABULARIES)
 def test_half_a_character_is_rejected_by_its_inputs_number(form, call):
     model = HashModel(400, vocabulary=VOCABULARIES[form]())
-    name = "input 0" if call == "trace" else "decoder_prefix 1" if call == "decoder_prefix" else "input 1"
-    with pytest.raises(ValueError, match=rf"^{name}: got 'x \\ud83d', which is not UTF-8 \(character 2 is half"):
+    name = (
+        "input 0"
+        if call == "trace"
+        else "decoder_prefix 1"
+        if call == "decoder_prefix"
+        else "input 1"
+    )
+    with pytest.raises(
+        ValueError, match=rf"^{name}: got 'x \\ud83d', which is not UTF-8 \(character 2 is half"
+    ):
         CALLS[call](model, ["fine", LONE])
 
 

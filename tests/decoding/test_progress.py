@@ -19,7 +19,12 @@ def test_a_line_comes_before_the_first_item_and_then_now_and_then(clock, capsys)
     for name in track("abcd", 4, "compiling", names=["plain [1]", "gamma 2", "gamma 3", "gamma 4"]):
         said.append((name, capsys.readouterr().err))
         clock[0] += 6
-    assert said == [("a", "compiling 1 of 4: plain [1]\n"), ("b", ""), ("c", "compiling 3 of 4: gamma 3\n"), ("d", "")]
+    assert said == [
+        ("a", "compiling 1 of 4: plain [1]\n"),
+        ("b", ""),
+        ("c", "compiling 3 of 4: gamma 3\n"),
+        ("d", ""),
+    ]
     assert list(track([5], 1, "scoring")) == [5] and capsys.readouterr().err == "scoring 1 of 1\n"
 
 
@@ -38,6 +43,9 @@ def test_a_job_says_at_once_that_it_compiles(capsys, quiet):
 
 def test_on_a_terminal_a_bar_has_the_name_of_what_comes_next(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
-    found = [(item, capsys.readouterr().err) for item in track("ab", 2, "compiling", names=["plain [x]", "gamma 2"])]
+    found = [
+        (item, capsys.readouterr().err)
+        for item in track("ab", 2, "compiling", names=["plain [x]", "gamma 2"])
+    ]
     assert [item for item, _ in found] == ["a", "b"]
     assert "compiling: plain [x]" in found[0][1] and "compiling: gamma 2" in found[1][1]

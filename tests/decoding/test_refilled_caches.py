@@ -32,11 +32,20 @@ def test_what_lies_past_a_row_reaches_nobody(options, kernel, monkeypatch):
         monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     target = tiny_t5(0, V)
     drafter = sd.ModelDrafter(noisy_copy(target, 0.3)) if options else None
-    how = dict(drafter=drafter, max_new_tokens=RNG.integers(1, 9, len(INPUTS)).tolist(), eos_ids=(1,), **options)
+    how = dict(
+        drafter=drafter,
+        max_new_tokens=RNG.integers(1, 9, len(INPUTS)).tolist(),
+        eos_ids=(1,),
+        **options,
+    )
     made = []
-    monkeypatch.setattr(continuous_batching, "_empty_layers", lambda *of: made.append(poisoned(*of)) or made[-1])
+    monkeypatch.setattr(
+        continuous_batching, "_empty_layers", lambda *of: made.append(poisoned(*of)) or made[-1]
+    )
     found = dict(decode_stream(target, INPUTS, batch_size=2, **how))
-    assert made and all(np.all(np.isnan(leaf)) for leaf in jax.tree.leaves(made)), "no cache was poisoned"
+    assert made and all(np.all(np.isnan(leaf)) for leaf in jax.tree.leaves(made)), (
+        "no cache was poisoned"
+    )
     expected = sd.generate(target, INPUTS, **how)
     for number, length in enumerate(expected.lengths):
         assert found[number][0].tokens == expected.tokens[number, :length].tolist(), number

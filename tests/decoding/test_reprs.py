@@ -18,17 +18,27 @@ def model():
 
 
 def is_short(text: str) -> bool:
-    return "array" not in text.lower() and " at 0x" not in text and max(map(len, text.splitlines())) < 350
+    return (
+        "array" not in text.lower()
+        and " at 0x" not in text
+        and max(map(len, text.splitlines())) < 350
+    )
 
 
 def test_a_result_is_a_line_for_each_of_its_first_rows(model):
     result = sd.generate(model, ["abc", ""] * 6, max_new_tokens=5, eos_ids=())
     head, *rows, more = str(result).splitlines()
-    assert head == f"GenerationResult(12 rows, 30 tokens, {result.stats.tokens_per_target_call:.2f} per target call)"
+    assert (
+        head
+        == f"GenerationResult(12 rows, 30 tokens, {result.stats.tokens_per_target_call:.2f} per target call)"
+    )
     assert rows[:2] == [f"  0: {result.texts[0]!r} (length, 5 tokens)", "  1: '' (empty, 0 tokens)"]
     assert (len(rows), more) == (10, "  … 2 more") and is_short(str(result))
     assert is_short(str(result.stats)) and "per_row=<12 rows>" in str(result.stats)
-    assert str(result._replace(finish_reasons=[])).splitlines()[1] == f"  0: {result.texts[0]!r} (5 tokens)"
+    assert (
+        str(result._replace(finish_reasons=[])).splitlines()[1]
+        == f"  0: {result.texts[0]!r} (5 tokens)"
+    )
     tokens = sd.generate(model, ["abc"], max_new_tokens=40, eos_ids=())._replace(texts=None)
     assert is_short(str(tokens)) and str(tokens.tokens[0, 0]) in str(tokens)
 
@@ -41,7 +51,10 @@ def test_what_a_search_or_a_stream_gives(model):
 
 
 def test_a_model_says_what_it_is(model):
-    assert str(model) == "LanguageModel('toy': T5Config of 19,616 parameters, float32, vocabulary: 259 ids)"
+    assert (
+        str(model)
+        == "LanguageModel('toy': T5Config of 19,616 parameters, float32, vocabulary: 259 ids)"
+    )
     assert str(model.vocabulary) == "ByteVocabulary(259 ids)"
     assert is_short(str(model.network))
 
@@ -49,11 +62,21 @@ def test_a_model_says_what_it_is(model):
 def test_a_drafter_says_what_it_is(model):
     table = sd.NGramDrafter.count([[3, 4]], 300, 2)
     drafters = [
-        sd.ModelDrafter(model), sd.PromptLookupDrafter(), table, sd.EarlyExitDrafter(model, 1), sd.RandomDrafter(300),
-        sd.AssistedNGramDrafter(), sd.SelfDrafter(model), sd.HorizontalCascade(table, sd.ModelDrafter(model), 1),
-    ]  # fmt: skip
+        sd.ModelDrafter(model),
+        sd.PromptLookupDrafter(),
+        table,
+        sd.EarlyExitDrafter(model, 1),
+        sd.RandomDrafter(300),
+        sd.AssistedNGramDrafter(),
+        sd.SelfDrafter(model),
+        sd.HorizontalCascade(table, sd.ModelDrafter(model), 1),
+    ]
     for drafter in drafters:
-        assert str(drafter).startswith(type(drafter).__name__) and is_short(str(drafter)), str(drafter)
+        assert str(drafter).startswith(type(drafter).__name__) and is_short(str(drafter)), str(
+            drafter
+        )
     assert str(drafters[0]) == "ModelDrafter(toy)" and is_short(str(table.table))
-    inside = jax.tree.unflatten(*reversed(jax.tree.flatten(drafters[0])))  # as inside jit, without the model
+    inside = jax.tree.unflatten(
+        *reversed(jax.tree.flatten(drafters[0]))
+    )  # as inside jit, without the model
     assert str(inside) == "ModelDrafter(under jit)"

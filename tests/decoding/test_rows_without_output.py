@@ -50,41 +50,70 @@ def whole(sound):
     return sd.generate(sound, TEXTS, **OPTIONS)
 
 
-DRAFTERS = {"plain": {}, "chain": {"gamma": 2}, "tree": {"tree": sd.Tree.uniform((2, 1))}, "beams": {"num_beams": 2}}
+DRAFTERS = {
+    "plain": {},
+    "chain": {"gamma": 2},
+    "tree": {"tree": sd.Tree.uniform((2, 1))},
+    "beams": {"num_beams": 2},
+}
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_bad_row_is_reported_and_the_others_are_what_they_are_alone(target, sound, name):
     drafter = None if name == "plain" else sd.ModelDrafter(sound)
     how = dict(drafter=drafter, **DRAFTERS[name], **OPTIONS)
-    with pytest.raises(NonFiniteLogitsError, match="^input 1: got logits from the target damaged .* at new token 0"):
+    with pytest.raises(
+        NonFiniteLogitsError, match="^input 1: got logits from the target damaged .* at new token 0"
+    ):
         sd.generate(target, TEXTS, **how)
-    found, expected = sd.generate(target, TEXTS, non_finite="report", **how), sd.generate(sound, TEXTS, **how)
+    found, expected = (
+        sd.generate(target, TEXTS, non_finite="report", **how),
+        sd.generate(sound, TEXTS, **how),
+    )
     for row, error in enumerate(found.errors):
         if row in WRONG:
             assert (error.input, error.token, error.by_drafter) == (row, 0, False)
-            assert found.texts[row] is None and found.finish_reasons[row] == "error" and found.lengths[row] == 0
+            assert (
+                found.texts[row] is None
+                and found.finish_reasons[row] == "error"
+                and found.lengths[row] == 0
+            )
             assert not found.tokens[row].any() and not found.log_probs[row].any()
         else:
             assert error is None and found.texts[row] == expected.texts[row]
             np.testing.assert_array_equal(found.log_probs[row], expected.log_probs[row])
     sound_rows = [row for row in range(len(TEXTS)) if row not in WRONG]
-    assert [found.finish_reasons[row] for row in sound_rows] == [expected.finish_reasons[row] for row in sound_rows]
+    assert [found.finish_reasons[row] for row in sound_rows] == [
+        expected.finish_reasons[row] for row in sound_rows
+    ]
 
 
 @pytest.mark.parametrize("refill", [True, False])
 def test_a_job_goes_on_with_its_other_inputs(target, whole, refill):
-    plan = dict(sd.decode_stream(target, TEXTS * 2, batch_size=2, refill=refill, non_finite="report", **OPTIONS))
+    plan = dict(
+        sd.decode_stream(
+            target, TEXTS * 2, batch_size=2, refill=refill, non_finite="report", **OPTIONS
+        )
+    )
     assert sorted(plan) == list(range(10))
     for number, (output,) in plan.items():
         wrong = number % 5 in WRONG
-        assert output.text == (None if wrong else whole.texts[number % 5]) and bool(output.error) == wrong
-        assert not wrong or (output.error.input, output.finish_reason, output.tokens) == (number, "error", [])
+        assert (
+            output.text == (None if wrong else whole.texts[number % 5])
+            and bool(output.error) == wrong
+        )
+        assert not wrong or (output.error.input, output.finish_reason, output.tokens) == (
+            number,
+            "error",
+            [],
+        )
 
 
 def test_numbers_of_inputs_are_those_of_the_whole_job(target):
     ids = [target.vocabulary.encode(text) + [1] for text in TEXTS[:2]]
-    outputs = list(decode_all(target, ids, batch_size=1, seed=0, first=40, non_finite="report", **OPTIONS))
+    outputs = list(
+        decode_all(target, ids, batch_size=1, seed=0, first=40, non_finite="report", **OPTIONS)
+    )
     assert [output.error and output.error.input for output in outputs] == [None, 41]
 
 
@@ -106,7 +135,9 @@ def test_stop_strings_and_streams(target, whole):
     pieces = list(sd.stream(target, TEXTS[:2], non_finite="report", **OPTIONS))
     assert "".join(piece.text for piece in pieces if piece.row == 0) == text
     (last,) = [piece for piece in pieces if piece.row == 1]
-    assert (last.text, last.finish_reason) == ("", "error") and isinstance(last.error, NonFiniteLogitsError)
+    assert (last.text, last.finish_reason) == ("", "error") and isinstance(
+        last.error, NonFiniteLogitsError
+    )
 
 
 @pytest.mark.parametrize("value", [None, True, "stop", 3])
@@ -122,12 +153,21 @@ def test_another_word_is_rejected(target, value):
 @pytest.fixture
 def run(specdec, target, tmp_path):
     save(target, tmp_path / "model")
-    flags = f"--target={tmp_path / 'model'}", "--max_new_tokens=5", f"--forbidden_tokens={BAD}", "--dtype=float32"
+    flags = (
+        f"--target={tmp_path / 'model'}",
+        "--max_new_tokens=5",
+        f"--forbidden_tokens={BAD}",
+        "--dtype=float32",
+    )
 
     def call(*more):
         size = "" if "--stream" in more else "--batch_size=2"
         code, out, err = specdec("generate", *flags, *filter(None, [size]), *map(str, more), *TEXTS)
-        return code, out.replace(str(tmp_path / "model"), "MODEL"), err.replace(str(tmp_path / "model"), "MODEL")
+        return (
+            code,
+            out.replace(str(tmp_path / "model"), "MODEL"),
+            err.replace(str(tmp_path / "model"), "MODEL"),
+        )
 
     return call
 
@@ -147,11 +187,17 @@ def check_messages(code: int, err: str) -> None:
 @pytest.mark.parametrize("flag", [None, "--stream", "--output_file"])
 def test_an_empty_line_a_message_and_the_exit_code(run, whole, tmp_path, flag):
     path = tmp_path / "out.txt"
-    code, out, err = run(*([] if flag is None else [f"{flag}={path}" if flag == "--output_file" else flag]))
+    code, out, err = run(
+        *([] if flag is None else [f"{flag}={path}" if flag == "--output_file" else flag])
+    )
     check_messages(code, err)
     out = path.read_text() if flag == "--output_file" else out
-    assert out == "".join(f"{' '.join((text or '').splitlines())}\n" for text in blanked(whole.texts))
-    assert not list(tmp_path.glob("*.partial*")) and (flag != "--output_file" or (tmp_path / "out.txt.gin").exists())
+    assert out == "".join(
+        f"{' '.join((text or '').splitlines())}\n" for text in blanked(whole.texts)
+    )
+    assert not list(tmp_path.glob("*.partial*")) and (
+        flag != "--output_file" or (tmp_path / "out.txt.gin").exists()
+    )
 
 
 def blanked(texts):
@@ -164,9 +210,17 @@ def test_json_has_null_and_the_reason(run, whole):
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["text"] for record in records] == blanked(whole.texts)
     for row, record in enumerate(records):
-        assert record.get("error", "").startswith(SAID) == (row in WRONG) == (record["finish_reason"] == "error")
+        assert (
+            record.get("error", "").startswith(SAID)
+            == (row in WRONG)
+            == (record["finish_reason"] == "error")
+        )
     streamed = run("--json", "--stream")[1]
-    errors = {record["row"]: record["error"] for record in map(json.loads, streamed.splitlines()) if "error" in record}
+    errors = {
+        record["row"]: record["error"]
+        for record in map(json.loads, streamed.splitlines())
+        if "error" in record
+    }
     assert sorted(errors) == WRONG
 
 
@@ -174,7 +228,9 @@ def test_a_switch_stops_the_job(run, tmp_path):
     for more in ([], [f"--output_file={tmp_path / 'out'}"], ["--stream"]):
         code, _, err = run("--non_finite=raise", *more)
         last = err.splitlines()[-1]
-        assert code == 2 and any(last.startswith(f"specdec: error: sentence {number}: {SAID}") for number in (2, 5))
+        assert code == 2 and any(
+            last.startswith(f"specdec: error: sentence {number}: {SAID}") for number in (2, 5)
+        )
     code, _, err = run("--non_finite=stop")
     assert code == 2 and "expected 'raise' or 'report'" in err
 
@@ -195,7 +251,10 @@ def test_what_an_earlier_run_met_is_told_again(run, tmp_path, monkeypatch):
         assert run(f"--output_file={path}")[0] == 130
     assert (tmp_path / "out.partial.gin").exists() and not path.exists()
     code, _, err = run("--non_finite=raise", f"--output_file={path}")
-    assert code == 2 and "got sentences 2, 5 (2 of 5) without output, expected --non_finite=report" in err
+    assert (
+        code == 2
+        and "got sentences 2, 5 (2 of 5) without output, expected --non_finite=report" in err
+    )
     code, _, err = run(f"--output_file={path}")
     assert code == 1 and "sentences 2, 5 (2 of 5): no output" in err
     assert len(path.read_text().splitlines()) == 5

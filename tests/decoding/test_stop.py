@@ -27,8 +27,15 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 LETTERS = "aab bü€𝄞c "
 STOPS = [
-    ("b",), ("ab", "b"), ("€", "ü€"), ("abc", "b", "c "), (" ",), ("𝄞a", "aa"), ("b𝄞a", "𝄞"), ("zz",)
-]  # fmt: skip
+    ("b",),
+    ("ab", "b"),
+    ("€", "ü€"),
+    ("abc", "b", "c "),
+    (" ",),
+    ("𝄞a", "aa"),
+    ("b𝄞a", "𝄞"),
+    ("zz",),
+]
 
 
 @functools.cache
@@ -37,9 +44,17 @@ def vocabulary(name: str):
         return ByteVocabulary(extra_ids=2)
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a ab abc b bc c ca aa ba"] * 30), model_writer=out, vocab_size=280, byte_fallback=True,
-        hard_vocab_limit=False, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=iter(["a ab abc b bc c ca aa ba"] * 30),
+        model_writer=out,
+        vocab_size=280,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
     return SentencePieceVocabulary(out.getvalue())
 
 
@@ -87,15 +102,21 @@ def test_cut_keeps_all_whole_tokens_before_the_first_stop_string(name):
         met["a token that reaches into it"] += len(part) < start
         met["bytes of a character that is cut"] += decode(ids[: kept + 1]) == part
         assert text[:start].startswith(part) and not any(stop in part for stop in stops)
-        assert not kept or decode(ids[: kept - 1]) != part, "an id that adds nothing to the text before the stop string"
+        assert not kept or decode(ids[: kept - 1]) != part, (
+            "an id that adds nothing to the text before the stop string"
+        )
         for more in range(kept + 1, len(ids) + 1):
             longer = decode(ids[:more])
             assert longer == part or len(longer) > start or not text.startswith(longer)
         # However far the decoding went beyond it.
-        complete = next(n for n in range(len(ids) + 1) if first_stop(decode(ids[:n]), stops) is not None)
+        complete = next(
+            n for n in range(len(ids) + 1) if first_stop(decode(ids[:n]), stops) is not None
+        )
         assert all(cut(vocabulary(name), ids[:n], stops) == kept for n in range(complete, len(ids)))
     impossible = {"bytes": {"a token that reaches into it"}, "pieces": set()}
-    assert len(met) == 5 and all(count > 5 for rule, count in met.items() if rule not in impossible[name]), met
+    assert len(met) == 5 and all(
+        count > 5 for rule, count in met.items() if rule not in impossible[name]
+    ), met
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])
@@ -122,14 +143,21 @@ def test_worked_examples():
     ids = bytes_.encode("a €")
     assert [shown(bytes_, ids[:n], ()) for n in range(6)] == [0, 1, 2, 2, 2, 5]
     assert [shown(bytes_, bytes_.encode("wx" + c), ("xy",)) for c in ("", "z", "x")] == [1, 3, 2]
-    assert cut(bytes_, bytes_.encode("wxyz"), ("xy",)) == 1 and cut(bytes_, bytes_.encode("wxz"), ("xy",)) is None
+    assert (
+        cut(bytes_, bytes_.encode("wxyz"), ("xy",)) == 1
+        and cut(bytes_, bytes_.encode("wxz"), ("xy",)) is None
+    )
     assert cut(bytes_, bytes_.encode("aü"), ("ü",)) == 1, "none of its bytes"
     assert cut(bytes_, bytes_.encode("abc"), ("abc", "b")) == 1, "b was complete first"
-    assert cut(bytes_, bytes_.encode("abc"), ("c", "bc")) == 1, "the longer of two that end together"
+    assert cut(bytes_, bytes_.encode("abc"), ("c", "bc")) == 1, (
+        "the longer of two that end together"
+    )
     pieces = vocabulary("pieces")
     ids = pieces.encode("ab abc")
     kept = cut(pieces, ids, ("bc",))
-    assert "ab a".startswith(pieces.decode(ids[:kept])) and len(pieces.decode(ids[: kept + 1])) > len("ab a")
+    assert "ab a".startswith(pieces.decode(ids[:kept])) and len(
+        pieces.decode(ids[: kept + 1])
+    ) > len("ab a")
     assert pieces.decode(ids[:kept]) == "ab", "the piece that reaches into it goes"
 
 
@@ -142,11 +170,15 @@ def echo(name: str, **options):
     """Arguments for `generate` and `stream`; the first text keeps the shapes the same from call to
     call."""
     models = EchoModel(vocabulary(name)), EchoModel(vocabulary(name), wrong=3)
-    return dict(target=models[0], drafter=ModelDrafter(models[1]), gamma=3, max_new_tokens=LIMIT, **options)
+    return dict(
+        target=models[0], drafter=ModelDrafter(models[1]), gamma=3, max_new_tokens=LIMIT, **options
+    )
 
 
 def some_texts(rng, name: str) -> list[str]:
-    fits = lambda text: len(vocabulary(name).encode(text)) < 31
+    def fits(text):
+        return len(vocabulary(name).encode(text)) < 31
+
     texts = (text for text in (some_text(rng, 22) for _ in itertools.count()) if fits(text))
     longest = next(text for text in ("a" * n + "ca" * 30 for n in range(9)))
     while not 25 <= len(vocabulary(name).encode(longest)) < 31:
@@ -158,11 +190,18 @@ def joined(pieces, rows: int):
     """Texts, ids and reasons of streamed pieces; each row has one last piece."""
     pieces = list(pieces)
     texts = ["".join(piece.text for piece in pieces if piece.row == row) for row in range(rows)]
-    ids = [[token for piece in pieces if piece.row == row for token in piece.tokens] for row in range(rows)]
+    ids = [
+        [token for piece in pieces if piece.row == row for token in piece.tokens]
+        for row in range(rows)
+    ]
     last = [piece for piece in pieces if piece.finish_reason is not None]
     assert sorted(piece.row for piece in last) == list(range(rows))
     assert all(piece.text and piece.tokens for piece in pieces if piece.finish_reason is None)
-    return texts, ids, [reason for _, reason in sorted((piece.row, piece.finish_reason) for piece in last)]
+    return (
+        texts,
+        ids,
+        [reason for _, reason in sorted((piece.row, piece.finish_reason) for piece in last)],
+    )
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])
@@ -202,7 +241,10 @@ def test_a_stop_string_at_the_limit_and_one_past_it():
     ]:
         result = generate(**{**arguments, "max_new_tokens": limit, "stop": stop})
         assert tuple(result.finish_reasons) == wanted
-        assert joined(stream(**{**arguments, "max_new_tokens": limit, "stop": stop}), 2)[0] == result.texts
+        assert (
+            joined(stream(**{**arguments, "max_new_tokens": limit, "stop": stop}), 2)[0]
+            == result.texts
+        )
     assert result.texts == ["abc", "bca"]
 
 
@@ -229,7 +271,9 @@ def test_log_probs_of_both_distributions_are_cut_alike():
     models = [HashModel(bytes_.size, seed, likeness=0.5, vocabulary=bytes_) for seed in (0, 1)]
     allowed = np.isin(np.arange(bytes_.size), bytes_.encode("ab€ü"))
     config = SamplingConfig(temperature=0.9, vocabulary_mask=allowed)
-    options = dict(drafter=ModelDrafter(models[1]), gamma=2, sampling=config, max_new_tokens=30, eos_ids=())
+    options = dict(
+        drafter=ModelDrafter(models[1]), gamma=2, sampling=config, max_new_tokens=30, eos_ids=()
+    )
     inputs = [[5, row] for row in range(8)]
     whole = generate(models[0], inputs, **options)
     assert np.all(whole.lengths == 30) and len(set(whole.texts)) == 8
@@ -237,11 +281,17 @@ def test_log_probs_of_both_distributions_are_cut_alike():
         result = generate(models[0], inputs, stop=stop, **options)
         valid = np.arange(30) < result.lengths[:, None]
         for name in ("tokens", "log_probs", "adjusted_log_probs"):
-            np.testing.assert_array_equal(getattr(result, name), np.where(valid, getattr(whole, name), 0))
+            np.testing.assert_array_equal(
+                getattr(result, name), np.where(valid, getattr(whole, name), 0)
+            )
         for row, text in enumerate(whole.texts):
             start = first_stop(text, [stop] if isinstance(stop, str) else stop)
             assert result.finish_reasons[row] == ("length" if start is None else "stop")
-            assert result.texts[row] == text[:start] == bytes_.decode(result.tokens[row, : result.lengths[row]])
+            assert (
+                result.texts[row]
+                == text[:start]
+                == bytes_.decode(result.tokens[row, : result.lengths[row]])
+            )
         assert "stop" in result.finish_reasons
         valid = [row[:length].tolist() for row, length in zip(result.tokens, result.lengths)]
         found = joined(stream(models[0], inputs, stop=stop, every=2, **options), 8)
@@ -271,7 +321,12 @@ def test_at_the_deadline_rows_are_returned_as_they_are(clock, deadline, calls):
     result = generate(**arguments)
     assert result.texts == [texts[0][: 4 * calls], "ab", "", "abab"]
     assert result.lengths.tolist() == [4 * calls, 3, 0, 4 if calls == 1 else 5]
-    assert result.finish_reasons == ["deadline", "eos", "empty", "deadline" if calls == 1 else "eos"]
+    assert result.finish_reasons == [
+        "deadline",
+        "eos",
+        "empty",
+        "deadline" if calls == 1 else "eos",
+    ]
     assert result.stats.per_row[0].target_calls == calls
     assert np.count_nonzero(result.log_probs[0]) == 4 * calls
     texts, ids, reasons = joined(stream(**arguments), 4)
@@ -280,17 +335,26 @@ def test_at_the_deadline_rows_are_returned_as_they_are(clock, deadline, calls):
 
 
 def test_a_stop_string_and_a_deadline(clock):
-    arguments = echo("bytes", inputs=["abcabcabcabcabcabcabcabcabca", "cbacbacba"], stop="ac", deadline=1.5)
+    arguments = echo(
+        "bytes", inputs=["abcabcabcabcabcabcabcabcabca", "cbacbacba"], stop="ac", deadline=1.5
+    )
     result = generate(**{**arguments, "drafter": None})
     assert result.texts == ["ab", "cb"] and result.finish_reasons == ["deadline", "deadline"]
     result = generate(**{**arguments, "drafter": None, "deadline": 9.0})
-    assert result.finish_reasons == ["deadline", "stop"] and result.texts[1] == "cb" and len(result.texts[0]) == 10
+    assert (
+        result.finish_reasons == ["deadline", "stop"]
+        and result.texts[1] == "cb"
+        and len(result.texts[0]) == 10
+    )
 
 
 def test_a_late_deadline_changes_nothing():
     arguments = echo("bytes", inputs=["abc", "ab ba"])
     result, never = generate(**arguments, deadline=1e6), generate(**arguments)
-    assert result.texts == never.texts == ["abc", "ab ba"] and result.finish_reasons == ["eos", "eos"]
+    assert result.texts == never.texts == ["abc", "ab ba"] and result.finish_reasons == [
+        "eos",
+        "eos",
+    ]
     assert jax.tree.all(jax.tree.map(np.array_equal, result.stats, never.stats))
 
 

@@ -31,8 +31,14 @@ MORE = [case for case in run.CASES if case not in CASES]
 
 
 def ran(cases: list[str], *more: str) -> dict:
-    path = os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": path}
+    path = os.pathsep.join(
+        [str(SUPPORT.parents[1]), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": path,
+    }
     command = [sys.executable, SUPPORT / "traced_mesh_run.py", *more, *cases]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -94,7 +100,11 @@ def test_networks_are_laid_out_for_the_programs_devices(few):
     assert networks["2x2, chain"] == [[False, "tpu", [2, 2]], [True, "tpu", [2, 1]]]
     assert networks["1x4, sampled"] == [[False, "tpu", [1, 4]], [True, "tpu", [1, 1]]]
     assert networks["1x4, six heads, chain"] == [[False, "cpu", None], [True, "tpu", [1, 1]]]
-    assert networks["slices, chain"] == networks["none, chain"] == [[False, "cpu", None], [True, "cpu", None]]
+    assert (
+        networks["slices, chain"]
+        == networks["none, chain"]
+        == [[False, "cpu", None], [True, "cpu", None]]
+    )
 
 
 def test_one_device_has_its_own_layout():
@@ -115,19 +125,31 @@ def test_a_tpus_compiler_takes_the_program(mesh, monkeypatch):
 
     monkeypatch.setenv("XLA_FLAGS", "")  # libtpu ends the process at flags of a CPU's compiler
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore")
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore"
+    )
     devices = Mesh(np.array(topology.devices[: mesh[0] * mesh[1]]).reshape(mesh), AXES)
     rules, rows = ShardingRules(devices), NamedSharding(devices, PartitionSpec("data"))
     shape = dict(num_heads=8, head_dim=64, emb_dim=512, mlp_dim=1024, dtype="bfloat16")
     target, drafter = tiny_t5(0, 256, **shape), tiny_t5(1, 256, **shape, decoder_layers=1)
-    of = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    params = {name: of(leaf, rules.of_parameter(name, leaf.shape)) for name, leaf in flatten(target.params).items()}
+
+    def of(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    params = {
+        name: of(leaf, rules.of_parameter(name, leaf.shape))
+        for name, leaf in flatten(target.params).items()
+    }
     decoder = Decoder(target.config, sd.ModelDrafter(drafter), gamma=7)
     ids = of(jnp.zeros((4, 128), jnp.int32), rows)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with devices:
-            call = jax.jit(lambda params, inputs, prompts: decoder.decode(params, inputs, prompts, 1, prompted=False))
+            call = jax.jit(
+                lambda params, inputs, prompts: decoder.decode(
+                    params, inputs, prompts, 1, prompted=False
+                )
+            )
             text = call.lower(unflatten(params), ids, ids).compile().as_text()
     assert "tpu_custom_call" in text and loop_copies(text) == []
     assert bool(collectives(text)) == (mesh != (1, 1))

@@ -23,7 +23,8 @@ PROMPTS = np.array([[0, 3, 4, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 9, 8, 7, 6
 @pytest.fixture(scope="module")
 def pair():
     target, drafter = (
-        sd.LanguageModel.random(dataclasses.replace(TINY, num_decoder_layers=1), seed) for seed in (0, 1)
+        sd.LanguageModel.random(dataclasses.replace(TINY, num_decoder_layers=1), seed)
+        for seed in (0, 1)
     )
     return target, sd.ModelDrafter(drafter)
 
@@ -35,9 +36,13 @@ def decode(decoder: Decoder, target, prompts=PROMPTS, eos=1, rng=None, traced=No
     @jax.jit
     def config(params, inputs, prompts, rng, traced):
         given = {**options.get("decoder_params", {}), **traced}
-        return decoder.decode(params, inputs, prompts, eos, rng, **(options | {"decoder_params": given}))
+        return decoder.decode(
+            params, inputs, prompts, eos, rng, **(options | {"decoder_params": given})
+        )
 
-    return jax.tree.map(np.asarray, config(flax.core.freeze(target.params), INPUTS, prompts, rng, traced or {}))
+    return jax.tree.map(
+        np.asarray, config(flax.core.freeze(target.params), INPUTS, prompts, rng, traced or {})
+    )
 
 
 def expected(target, drafter, prompts=PROMPTS, eos=1, **options):
@@ -45,7 +50,13 @@ def expected(target, drafter, prompts=PROMPTS, eos=1, **options):
     prefixes = [[int(token) for token in row if token] for row in prompts]
     limits = [LENGTH - len(prefix) for prefix in prefixes]
     result = sd.generate(
-        target, INPUTS, drafter=drafter, decoder_prefix=prefixes, max_new_tokens=limits, eos_ids=(eos,), **options
+        target,
+        INPUTS,
+        drafter=drafter,
+        decoder_prefix=prefixes,
+        max_new_tokens=limits,
+        eos_ids=(eos,),
+        **options,
     )
     tokens = np.zeros((len(prompts), LENGTH), np.int32)
     for row, prefix in enumerate(prefixes):
@@ -71,7 +82,12 @@ def test_tokens_scores_and_counts_are_those_of_generate(case, pair):
     eos = int(tokens[0, 4])  # one that comes up
     tokens, own, adjusted, stats = expected(target, drafter, key=key, eos=eos, **options)
     rescaled = case != "argmax"
-    got = decode(Decoder(target.config, drafter, rescale_log_probs=rescaled, **options), target, eos=eos, rng=key)
+    got = decode(
+        Decoder(target.config, drafter, rescale_log_probs=rescaled, **options),
+        target,
+        eos=eos,
+        rng=key,
+    )
     np.testing.assert_array_equal(got.tokens, tokens)
     np.testing.assert_allclose(got.scores, adjusted if rescaled else own, atol=1e-4)
     assert got.target_calls.sum() == stats.target_calls and got.drafted.sum() == stats.drafted > 0
@@ -89,7 +105,9 @@ def test_keys_of_every_kind_draw_what_generate_draws(impl, pair):
     np.testing.assert_array_equal(decode(decoder, target, rng=key).tokens, tokens)
     raw = jax.random.key_data(key)
     np.testing.assert_array_equal(decode(decoder, target, rng=raw).tokens, tokens)
-    np.testing.assert_array_equal(decode(decoder, target, traced={"decode_rng": raw}).tokens, tokens)
+    np.testing.assert_array_equal(
+        decode(decoder, target, traced={"decode_rng": raw}).tokens, tokens
+    )
 
 
 @pytest.mark.parametrize("rescaled", [True, False])
@@ -98,10 +116,14 @@ def test_weights_that_are_no_numbers_have_no_score(temperature, rescaled, pair):
     """Nothing can be raised here: the score says it, and every token is an id."""
     target, drafter = pair
     params = target.params
-    params["decoder"]["decoder_norm"]["scale"] = params["decoder"]["decoder_norm"]["scale"].at[0].set(np.nan)
+    params["decoder"]["decoder_norm"]["scale"] = (
+        params["decoder"]["decoder_norm"]["scale"].at[0].set(np.nan)
+    )
     broken = sd.LanguageModel(target.config, params)
     for drafts in (drafter, None):
-        options = dict(sampling=sd.SamplingConfig(temperature=temperature), rescale_log_probs=rescaled)
+        options = dict(
+            sampling=sd.SamplingConfig(temperature=temperature), rescale_log_probs=rescaled
+        )
         got = decode(Decoder(target.config, drafts, **options), broken)
         assert np.isnan(got.scores).all() and (got.tokens >= 0).all()
 
@@ -116,9 +138,14 @@ def test_without_a_drafter_or_a_prompt(pair):
 
 def test_what_one_call_says_may_be_traced(pair):
     target, drafter = pair
-    decoder, key = Decoder(target.config, drafter, gamma=2, rescale_log_probs=False), jax.random.PRNGKey(3)
+    decoder, key = (
+        Decoder(target.config, drafter, gamma=2, rescale_log_probs=False),
+        jax.random.PRNGKey(3),
+    )
     settings = sd.SamplingConfig(temperature=[0.9, 0.0, 0.7], top_p=0.8)
-    tokens, own, *_ = expected(target, drafter, gamma=2, sampling=settings, key=jax.random.wrap_key_data(key))
+    tokens, own, *_ = expected(
+        target, drafter, gamma=2, sampling=settings, key=jax.random.wrap_key_data(key)
+    )
     said = {"temperature": np.array([0.9, 5e-5, 0.7], np.float32), "topp": np.float32(0.8)}
     for traced, fixed in ((said, {}), ({}, said)):
         got = decode(decoder, target, rng=key, traced=traced, decoder_params=fixed)
@@ -149,12 +176,17 @@ def test_parameters_are_packed_on_a_cpu_only(pair, monkeypatch):
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     bare = network_of(flax.core.freeze(target.params), target.config, 3)
     assert not bare.module.fused
-    logits = [jax.jit(Network.teacher_forced)(network, inputs, lengths, PROMPTS) for network in (bare, packed)]
+    logits = [
+        jax.jit(Network.teacher_forced)(network, inputs, lengths, PROMPTS)
+        for network in (bare, packed)
+    ]
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
 
     @jax.jit
     def decoded(network):
-        return network.decode(PROMPTS, np.zeros(3, np.int32), network.prefill(inputs, lengths, 12))[0]
+        return network.decode(PROMPTS, np.zeros(3, np.int32), network.prefill(inputs, lengths, 12))[
+            0
+        ]
 
     np.testing.assert_allclose(decoded(bare), logits[0], atol=1e-4)
 
@@ -166,7 +198,10 @@ def test_bad_settings_are_rejected(pair):
         (dict(gamma=1.5), "gamma: got 1.5, expected an integer from 0"),
         (dict(verifier="coin"), "verifier: got 'coin', expected one of"),
         (dict(verifier="typical"), "temperature: got 0.0 with verifier='typical'"),
-        (dict(sampling=sd.SamplingConfig(forbidden_tokens=(99,))), "forbidden_tokens: got 99|got id 99"),
+        (
+            dict(sampling=sd.SamplingConfig(forbidden_tokens=(99,))),
+            "forbidden_tokens: got 99|got id 99",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             make(**options)

@@ -13,14 +13,19 @@ import specdec_jax as sd
 from specdec_jax.decoding.under_jit_beams import BeamDecoder
 
 pytestmark = pytest.mark.usefixtures("quick")
-LENGTH, BEAMS, INPUTS = 7, 3, np.array([[5, 6, 7, 8, 1], [9, 4, 1, 0, 0], [11, 1, 0, 0, 0]], np.int32)
+LENGTH, BEAMS, INPUTS = (
+    7,
+    3,
+    np.array([[5, 6, 7, 8, 1], [9, 4, 1, 0, 0], [11, 1, 0, 0, 0]], np.int32),
+)
 PROMPTS = np.array([[0, 3, 4, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 9, 8, 7, 6, 0, 0]], np.int32)
 
 
 @pytest.fixture(scope="module")
 def pair():
     target, drafter = (
-        sd.LanguageModel.random(dataclasses.replace(TINY, num_decoder_layers=1), seed) for seed in (0, 1)
+        sd.LanguageModel.random(dataclasses.replace(TINY, num_decoder_layers=1), seed)
+        for seed in (0, 1)
     )
     return target, sd.ModelDrafter(drafter)
 
@@ -31,7 +36,9 @@ def decode(decoder: BeamDecoder, params, eos=1, **traced):
 
     @jax.jit
     def config(params, inputs, prompts, traced):
-        return decoder.decode(params, inputs, prompts, eos, decoder_params=traced, num_decodes=BEAMS)
+        return decoder.decode(
+            params, inputs, prompts, eos, decoder_params=traced, num_decodes=BEAMS
+        )
 
     return jax.tree.map(np.asarray, config(flax.core.freeze(params), INPUTS, PROMPTS, traced))
 
@@ -41,12 +48,21 @@ def expected(target, drafter, limit=LENGTH, eos=1, **options):
     counts."""
     prefixes = [row[row > 0].tolist() for row in PROMPTS]
     found = sd.generate(
-        target, INPUTS, drafter=drafter, decoder_prefix=prefixes, eos_ids=(eos,), num_beams=BEAMS,
-        max_new_tokens=[limit - len(prefix) for prefix in prefixes], num_return_sequences=BEAMS, **options,
-    )  # fmt: skip
+        target,
+        INPUTS,
+        drafter=drafter,
+        decoder_prefix=prefixes,
+        eos_ids=(eos,),
+        num_beams=BEAMS,
+        max_new_tokens=[limit - len(prefix) for prefix in prefixes],
+        num_return_sequences=BEAMS,
+        **options,
+    )
     tokens = np.zeros((len(INPUTS), BEAMS, LENGTH), np.int32)
     for row, (new, many) in enumerate(zip(found.tokens, found.lengths)):
-        whole = [*prefixes[row // BEAMS], *new[:many]] if found.finish_reasons[row] != "none" else []
+        whole = (
+            [*prefixes[row // BEAMS], *new[:many]] if found.finish_reasons[row] != "none" else []
+        )
         tokens[row // BEAMS, BEAMS - 1 - row % BEAMS, : len(whole)] = whole
     return tokens, found.scores.reshape(-1, BEAMS)[:, ::-1], found.stats
 
@@ -57,7 +73,9 @@ def test_tokens_scores_and_counts_are_those_of_generate(drafts, pair):
     options = dict(gamma=2, beam_width=5) if drafts else {}
     eos = int(expected(target, None)[0][1, -1, 2])  # one that comes up
     tokens, scores, stats = expected(target, drafter, eos=eos, length_penalty=1.0, **options)
-    got = decode(BeamDecoder(target.config, drafter, **options), target.params, eos, alpha=np.float32(1.0))
+    got = decode(
+        BeamDecoder(target.config, drafter, **options), target.params, eos, alpha=np.float32(1.0)
+    )
     np.testing.assert_array_equal(got.tokens, tokens)
     np.testing.assert_allclose(got.scores, scores, rtol=1e-5)
     assert (tokens[:, -1, -1] == 0).any()
@@ -68,7 +86,9 @@ def test_tokens_scores_and_counts_are_those_of_generate(drafts, pair):
 def test_steps_may_be_traced(pair):
     target, drafter = pair
     tokens, scores, _ = expected(target, None, limit=5)
-    got = decode(BeamDecoder(target.config, drafter, gamma=1), target.params, max_decode_step=np.int32(5))
+    got = decode(
+        BeamDecoder(target.config, drafter, gamma=1), target.params, max_decode_step=np.int32(5)
+    )
     np.testing.assert_array_equal(got.tokens, tokens)
     np.testing.assert_allclose(got.scores, scores, rtol=1e-5)
 

@@ -29,8 +29,15 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 def greedy(drafter, order=range(B), **options):
-    at = lambda values: [values[row] for row in order]
-    options = dict(max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), gamma=at(GAMMAS), eos_ids=[EOS]) | options
+    def at(values):
+        return [values[row] for row in order]
+
+    options = (
+        dict(
+            max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), gamma=at(GAMMAS), eos_ids=[EOS]
+        )
+        | options
+    )
     return sd.generate(TARGET, at(INPUTS), drafter=drafter, **options)
 
 
@@ -57,7 +64,9 @@ def test_greedy_output_is_that_of_plain_decoding():
 
 def test_an_input_that_is_repeated_is_copied():
     target, ids = EchoModel(Words()), [5, 9, 3, 7, 2, 11, 4, 8, 6, 1]
-    result = sd.generate(target, [ids], drafter=sd.AssistedNGramDrafter(), gamma=4, max_new_tokens=20)
+    result = sd.generate(
+        target, [ids], drafter=sd.AssistedNGramDrafter(), gamma=4, max_new_tokens=20
+    )
     assert result.tokens[0, : result.lengths[0]].tolist() == ids
     assert result.stats.target_calls <= 4
 
@@ -70,12 +79,20 @@ def test_distribution_through_the_engine():
     counts, (examined, accepted) = sample(target, drafter, SPREAD, 2 * ROWS, verifier="token")
     assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM
     assert 0.02 < accepted.sum() / examined.sum() < 0.9
-    assert g_test(counts, joint_distribution(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD)) < FALSE_ALARM
+    assert (
+        g_test(counts, joint_distribution(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD))
+        < FALSE_ALARM
+    )
 
 
 @functools.cache
 def coupled(drafter):
-    return greedy(drafter, verifier="gumbel", sampling=sd.SamplingConfig(temperature=1.0), key=jax.random.key(3))
+    return greedy(
+        drafter,
+        verifier="gumbel",
+        sampling=sd.SamplingConfig(temperature=1.0),
+        key=jax.random.key(3),
+    )
 
 
 def test_with_gumbel_coupling_the_output_is_the_targets_own_sample():
@@ -115,21 +132,32 @@ def test_drafts_equal_a_slow_count(order):
     empty."""
     rows, rng = 300, np.random.default_rng(order)
     drafter = sd.AssistedNGramDrafter(order, top_k=2, memory=6)
-    state, _ = prepare(TARGET, [[3, 4, 5]] * rows, drafter=drafter, gamma=GAMMA, max_new_tokens=12, eos_ids=[EOS])
+    state, _ = prepare(
+        TARGET, [[3, 4, 5]] * rows, drafter=drafter, gamma=GAMMA, max_new_tokens=12, eos_ids=[EOS]
+    )
     alphabet = rng.choice([3, 5, 9], rows)
     tokens = rng.integers(0, alphabet[:, None], (rows, state.tokens.shape[1])).astype(np.int32)
-    lengths, wanted = rng.integers(1, 13, rows).astype(np.int32), rng.integers(0, GAMMA + 1, rows).astype(np.int32)
+    lengths, wanted = (
+        rng.integers(1, 13, rows).astype(np.int32),
+        rng.integers(0, GAMMA + 1, rows).astype(np.int32),
+    )
     inputs = rng.integers(0, alphabet[::2, None], (rows // 2, 8)).astype(np.int32)
     input_lengths = rng.integers(0, 9, rows // 2).astype(np.int32)
     written = rng.integers(0, 7, rows).astype(np.int32)
     empty = np.arange(6) >= written[:, None]
     missing = np.arange(order - 1) >= rng.integers(0, order, (rows, 6, 1))
-    contexts = np.where(missing | empty[..., None], -2, rng.integers(0, alphabet[:, None, None], (rows, 6, order - 1)))
+    contexts = np.where(
+        missing | empty[..., None],
+        -2,
+        rng.integers(0, alphabet[:, None, None], (rows, 6, order - 1)),
+    )
     first = rng.integers(0, alphabet[:, None], (rows, 6))
     following = np.stack([first, (first + 1) % alphabet[:, None]], axis=-1)
     # Eighths, so that sums are exact in any order.
     weights = np.where(
-        empty[..., None], 0, np.stack([rng.integers(4, 7, (rows, 6)), rng.integers(1, 4, (rows, 6))], -1) / 8
+        empty[..., None],
+        0,
+        np.stack([rng.integers(4, 7, (rows, 6)), rng.integers(1, 4, (rows, 6))], -1) / 8,
     )
 
     @jax.jit
@@ -137,17 +165,25 @@ def test_drafts_equal_a_slow_count(order):
         return drafter.draft(own, state.replace(tokens=tokens, lengths=lengths), wanted)[1]
 
     own = NGramMemory(
-        Inputs(np.repeat(inputs, 2, axis=0), np.repeat(input_lengths, 2)), contexts.astype(np.int32),
-        following.astype(np.int32), weights.astype(np.float32), written,
-    )  # fmt: skip
+        Inputs(np.repeat(inputs, 2, axis=0), np.repeat(input_lengths, 2)),
+        contexts.astype(np.int32),
+        following.astype(np.int32),
+        weights.astype(np.float32),
+        written,
+    )
     draft = jax.device_get(run(state, own, tokens, lengths, wanted))
     assert not draft.calls.any() and draft.dist is None
     by_memory = 0
     for row in range(rows):
         source = inputs[row // 2, : input_lengths[row // 2]].tolist()
         memory = [
-            (tuple(token for token in context[::-1].tolist() if token >= 0), dict(zip(ids.tolist(), shares.tolist())))
-            for context, ids, shares in list(zip(contexts[row], following[row], weights[row]))[: written[row]]
+            (
+                tuple(token for token in context[::-1].tolist() if token >= 0),
+                dict(zip(ids.tolist(), shares.tolist())),
+            )
+            for context, ids, shares in list(zip(contexts[row], following[row], weights[row]))[
+                : written[row]
+            ]
         ]
         prefix = tokens[row, : lengths[row]].tolist()
         expected = slow_draft((source, memory), order, prefix, wanted[row], EOS)
@@ -161,8 +197,13 @@ def test_what_is_remembered():
     against a Python list."""
     rows, memory, calls, order = 40, 6, 5, 3
     drafter = sd.AssistedNGramDrafter(order, top_k=2, memory=memory)
-    state, request = prepare(TARGET, [[3, 4, 5]] * rows, drafter=drafter, gamma=GAMMA, max_new_tokens=40, eos_ids=[EOS])
-    observe, rng = jax.jit(lambda own, state, scored: drafter.observe(own, state, scored)), np.random.default_rng(0)
+    state, request = prepare(
+        TARGET, [[3, 4, 5]] * rows, drafter=drafter, gamma=GAMMA, max_new_tokens=40, eos_ids=[EOS]
+    )
+    observe, rng = (
+        jax.jit(lambda own, state, scored: drafter.observe(own, state, scored)),
+        np.random.default_rng(0),
+    )
     own, texts, kept = state.draft_state, [[0] for _ in range(rows)], [[] for _ in range(rows)]
     assert own.contexts.shape == (rows, memory, order - 1)
     for _ in range(calls):
@@ -179,22 +220,30 @@ def test_what_is_remembered():
                 best = np.argsort(-logits[row, place])[:2]
                 kept[row].append((before, best.tolist(), probs[row, place, best]))
             texts[row] += [*fed[row, 1 : num_new[row]].tolist(), int(rng.integers(2, V))]
-        tokens = np.array([text + [7] * (state.tokens.shape[1] - len(text)) for text in texts], np.int32)
+        tokens = np.array(
+            [text + [7] * (state.tokens.shape[1] - len(text)) for text in texts], np.int32
+        )
         lengths = np.array([len(text) for text in texts], np.int32)
-        after = state.replace(tokens=tokens, lengths=lengths, last_drafted=np.where(done, 0, drafted).astype(np.int32))
+        after = state.replace(
+            tokens=tokens, lengths=lengths, last_drafted=np.where(done, 0, drafted).astype(np.int32)
+        )
         scored = Scored(fed.astype(np.int32), jnp.zeros(()), logits, num_new.astype(np.int32))
         own = jax.device_get(observe(own, after, scored))
         for row in range(rows):
             assert own.written[row] == len(kept[row])
             for number in range(max(0, len(kept[row]) - memory), len(kept[row])):
                 (before, best, shares), slot = kept[row][number], number % memory
-                assert [token for token in own.contexts[row, slot][::-1].tolist() if token != -2] == before
+                assert [
+                    token for token in own.contexts[row, slot][::-1].tolist() if token != -2
+                ] == before
                 assert own.tokens[row, slot].tolist() == best
                 np.testing.assert_allclose(own.weights[row, slot], shares, rtol=1e-5)
     assert max(map(len, kept)) > 2 * memory
 
 
-@pytest.mark.parametrize("name, value", [("order", 1), ("order", 17), ("top_k", 0), ("memory", 0), ("order", 2.0)])
+@pytest.mark.parametrize(
+    "name, value", [("order", 1), ("order", 17), ("top_k", 0), ("memory", 0), ("order", 2.0)]
+)
 def test_bad_numbers(name, value):
     with pytest.raises(ValueError, match=f"{name}: got {value}, expected an integer from"):
         sd.AssistedNGramDrafter(**{name: value})

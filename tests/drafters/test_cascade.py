@@ -28,7 +28,15 @@ from cascade_parts import (
     table,
     teacher_forced,
 )
-from distribution_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_distribution, sample, traced_anew
+from distribution_samples import (
+    FALSE_ALARM,
+    ROWS,
+    SPREAD,
+    g_test,
+    joint_distribution,
+    sample,
+    traced_anew,
+)
 from distribution_samples import INPUTS as ONE_INPUT
 from toy_models import HashModel, compilations
 
@@ -64,16 +72,30 @@ def test_greedy_drafts_are_those_of_the_model(name, width):
     assert counted(result) == counted(alone) and 0 < result.stats.accepted < result.stats.drafted
     if name == "other model":
         endless = run(drafter, eos_ids=())
-        for eos in range(2, V):  # on every place in what is proposed, what is accepted of it and what the model adds
+        for eos in range(
+            2, V
+        ):  # on every place in what is proposed, what is accepted of it and what the model adds
             valid = np.cumsum(np.cumsum(endless.tokens == eos, axis=1), axis=1) <= 1
-            np.testing.assert_array_equal(run(drafter, eos_ids=(eos,)).tokens, np.where(valid, endless.tokens, 0))
+            np.testing.assert_array_equal(
+                run(drafter, eos_ids=(eos,)).tokens, np.where(valid, endless.tokens, 0)
+            )
         order = np.random.default_rng(1).permutation(B)
-        at = lambda values: [values[row] for row in order]
+
+        def at(values):
+            return [values[row] for row in order]
+
         options = dict(
-            max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), gamma=at(GAMMAS), eos_ids=(EOS, 8), key=KEY
+            max_new_tokens=at(LIMITS),
+            decoder_prefix=at(PREFIXES),
+            gamma=at(GAMMAS),
+            eos_ids=(EOS, 8),
+            key=KEY,
         )
         turned = []
-        again = lambda: turned.append(sd.generate(TARGET, at(INPUTS), drafter=drafter, **options))
+
+        def again():
+            return turned.append(sd.generate(TARGET, at(INPUTS), drafter=drafter, **options))
+
         assert compilations(again) == 0
         np.testing.assert_array_equal(turned[0].tokens, result.tokens[order])
         assert counted(turned[0]) == at(counted(result))
@@ -94,7 +116,9 @@ class Uncounted(sd.ModelDrafter):
     silent = False
 
     def draft(self, draft_state, state, num_wanted):
-        draft_state, draft = super().draft(draft_state, state, 0 * num_wanted if self.silent else num_wanted)
+        draft_state, draft = super().draft(
+            draft_state, state, 0 * num_wanted if self.silent else num_wanted
+        )
         return draft_state, draft._replace(calls=draft.calls * 0)
 
 
@@ -111,7 +135,9 @@ def test_calls_are_the_models(width=2):
     without any one."""
     for inner, per_call in ((Uncounted(MODEL), width + 1), (Silent(MODEL), 1)):
         drafter = sd.VerticalCascade(model, inner, width)
-        state, request = prepare(TARGET, INPUTS, drafter=drafter, gamma=GAMMAS, max_new_tokens=LIMIT, eos_ids=())
+        state, request = prepare(
+            TARGET, INPUTS, drafter=drafter, gamma=GAMMAS, max_new_tokens=LIMIT, eos_ids=()
+        )
         counts = sd.advance(request.network, request.drafter, state, np.int32(1)).counts
         np.testing.assert_array_equal(counts.drafted, GAMMAS)
         np.testing.assert_array_equal(counts.draft_calls, -(-np.array(GAMMAS) // per_call))
@@ -121,7 +147,9 @@ def test_catching_up_needs_no_call_of_its_own(width=2):
     """The target's own model drafts, so that its cache lacks two tokens after each iteration;
     rows also rest in between."""
     drafter = sd.VerticalCascade(sd.ModelDrafter(TARGET), Uncounted(TARGET), width)
-    state, request = prepare(TARGET, INPUTS, drafter=drafter, gamma=4, max_new_tokens=25, eos_ids=())
+    state, request = prepare(
+        TARGET, INPUTS, drafter=drafter, gamma=4, max_new_tokens=25, eos_ids=()
+    )
     calls = []
     for wanted in (4, 4, 0, 0, 0, 4, 4, 4):
         state = state.replace(gamma=np.full(B, wanted, np.int32))
@@ -146,16 +174,27 @@ def drafts(drafter, draws: int, gamma: int = 3):
     counts = np.zeros(V**3)
     for start in range(0, draws, ROWS):
         state, request = prepare(
-            TARGET, np.tile(ONE_INPUT, (ROWS, 1)), input_lengths=np.full(ROWS, 3), drafter=drafter, gamma=gamma,
-            sampling=SPREAD, max_new_tokens=9, eos_ids=[5], key=jax.random.fold_in(KEY, start), verifier="token",
-        )  # fmt: skip
+            TARGET,
+            np.tile(ONE_INPUT, (ROWS, 1)),
+            input_lengths=np.full(ROWS, 3),
+            drafter=drafter,
+            gamma=gamma,
+            sampling=SPREAD,
+            max_new_tokens=9,
+            eos_ids=[5],
+            key=jax.random.fold_in(KEY, start),
+            verifier="token",
+        )
         draft = jax.device_get(drafted(request.drafter, state, np.full(ROWS, gamma, np.int32)))
         tokens = np.where(np.arange(3) < draft.num_drafted[:, None], draft.tokens, 0)
         counts += np.bincount(tokens @ np.array([V * V, V, 1]), minlength=V**3)
     return counts
 
 
-SPREAD_MODEL, SPREAD_OTHER = HashModel(V, 1, spread=3.0, likeness=0.3), HashModel(V, 2, spread=3.0, likeness=0.3)
+SPREAD_MODEL, SPREAD_OTHER = (
+    HashModel(V, 1, spread=3.0, likeness=0.3),
+    HashModel(V, 2, spread=3.0, likeness=0.3),
+)
 
 
 def vertical():
@@ -167,7 +206,9 @@ def test_the_draft_has_the_models_distribution():
     rejections and bonus tokens."""
     counts = drafts(vertical(), ROWS)
     assert g_test(counts, joint_distribution(SPREAD_MODEL, SPREAD)) > FALSE_ALARM
-    assert g_test(counts, joint_distribution(SPREAD_OTHER, SPREAD)) < FALSE_ALARM, "the test can fail"
+    assert g_test(counts, joint_distribution(SPREAD_OTHER, SPREAD)) < FALSE_ALARM, (
+        "the test can fail"
+    )
 
 
 def test_the_returned_distribution_is_the_models():
@@ -178,7 +219,9 @@ def test_the_returned_distribution_is_the_models():
     probs = np.exp(draft.dist.logits - draft.dist.log_normalizer[..., None])
     for row in range(1, B):
         ids = draft.tokens[row, : wanted[row]].tolist()
-        expected = toy.adjusted_probs(allowed(teacher_forced(MODEL, row, ids)), **FILTERS)[: len(ids)]
+        expected = toy.adjusted_probs(allowed(teacher_forced(MODEL, row, ids)), **FILTERS)[
+            : len(ids)
+        ]
         np.testing.assert_allclose(probs[row, : len(ids)], expected, atol=1e-5)
         assert np.all(expected[np.arange(len(ids)), ids] > 0)
 
@@ -194,12 +237,16 @@ def horizontal():
 SPREAD_TARGET = HashModel(V, 0, spread=3.0)
 
 
-@pytest.mark.parametrize("make, verifier", [(vertical, "block"), (horizontal, "token")], ids=["vertical", "horizontal"])
+@pytest.mark.parametrize(
+    "make, verifier", [(vertical, "block"), (horizontal, "token")], ids=["vertical", "horizontal"]
+)
 def test_distribution_through_the_engine(make, verifier):
     counts, (examined, accepted) = sample(SPREAD_TARGET, make(), SPREAD, ROWS, verifier=verifier)
     assert g_test(counts, joint_distribution(SPREAD_TARGET, SPREAD)) > FALSE_ALARM
     assert 0.1 < accepted.sum() / examined.sum() < 0.9
-    assert g_test(counts, joint_distribution(SPREAD_MODEL, SPREAD)) < FALSE_ALARM, "the test can fail"
+    assert g_test(counts, joint_distribution(SPREAD_MODEL, SPREAD)) < FALSE_ALARM, (
+        "the test can fail"
+    )
 
 
 def test_draws_that_are_shared_with_the_target_are_found(monkeypatch):

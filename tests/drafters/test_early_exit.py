@@ -78,7 +78,8 @@ RAGGED = dict(decoder_prefix=PREFIXES, gamma=[0, 1, 2, 3, 3, 3, 2, 3])
 def test_drafts_are_those_of_the_cut_off_model(layers, config):
     """Token for token and count for count: the same distribution and the same draws."""
     result, expected = (
-        run(drafter, sampling=config, **RAGGED) for drafter in (early(layers), sd.ModelDrafter(cut_off(layers)))
+        run(drafter, sampling=config, **RAGGED)
+        for drafter in (early(layers), sd.ModelDrafter(cut_off(layers)))
     )
     assert_same(result, expected)
     assert counted(result) == counted(expected) and 0 < result.stats.accepted < result.stats.drafted
@@ -105,7 +106,9 @@ def test_greedy_output_is_that_of_plain_decoding():
 def test_a_head_of_its_own():
     """The target's own kernel changes nothing; another one changes the drafts alone."""
     kernel = np.asarray(target().params["decoder"]["logits_dense"]["kernel"])
-    same, other = (run(sd.EarlyExitDrafter(target(), 3, head)) for head in (kernel, kernel[:, ::-1]))
+    same, other = (
+        run(sd.EarlyExitDrafter(target(), 3, head)) for head in (kernel, kernel[:, ::-1])
+    )
     for result in (same, other):
         assert_same(result, plain())
     assert counted(same) == counted(run(early())) != counted(other)
@@ -119,7 +122,9 @@ def poisoned(state):
     dead = (jnp.arange(state.tokens.shape[1]) >= state.lengths[:, None] - 1)[:, None, :, None]
     cache = state.target_cache
     return state.replace(
-        target_cache=cache.replace(layers=jax.tree.map(lambda x: jnp.where(dead, jnp.nan, x), cache.layers))
+        target_cache=cache.replace(
+            layers=jax.tree.map(lambda x: jnp.where(dead, jnp.nan, x), cache.layers)
+        )
     )
 
 
@@ -129,13 +134,21 @@ def test_poisoned_caches_and_streaming():
     expected = run(early(), sampling=SAMPLED, **RAGGED)
     options = dict(drafter=early(), sampling=SAMPLED, key=KEY, max_new_tokens=LIMIT, eos_ids=())
     state, request = prepare(target(), INPUTS, **options, **RAGGED)
-    fed_at_once = jax.jit(lambda network, tokens, cache: network.decode(tokens, jnp.zeros(8, jnp.int32), cache)[1])
+    fed_at_once = jax.jit(
+        lambda network, tokens, cache: network.decode(tokens, jnp.zeros(8, jnp.int32), cache)[1]
+    )
     while not np.all(state.done):
         state = advance(request.network, request.drafter, poisoned(state), np.int32(1))
-        valid = (np.arange(state.tokens.shape[1]) < np.asarray(state.lengths)[:, None] - 1)[:, None, :, None]
+        valid = (np.arange(state.tokens.shape[1]) < np.asarray(state.lengths)[:, None] - 1)[
+            :, None, :, None
+        ]
         fresh = fed_at_once(target().network, state.tokens, state.target_cache)
-        for got, wanted in zip(jax.tree.leaves(state.target_cache.layers), jax.tree.leaves(fresh.layers)):
-            np.testing.assert_allclose(np.where(valid, got, 0), np.where(valid, wanted, 0), atol=1e-5)
+        for got, wanted in zip(
+            jax.tree.leaves(state.target_cache.layers), jax.tree.leaves(fresh.layers)
+        ):
+            np.testing.assert_allclose(
+                np.where(valid, got, 0), np.where(valid, wanted, 0), atol=1e-5
+            )
     result = finish(target(), state, request)
     assert_same(result, expected)
     assert jax.tree.all(jax.tree.map(np.array_equal, result.stats, expected.stats))
@@ -153,18 +166,27 @@ def test_rows_that_do_not_draft_for_a_while():
             state = advance(request.network, request.drafter, state, np.int32(1))
         found.append(finish(target(), state, request))
     assert_same(*found)
-    assert counted(found[0]) == counted(found[1]) and 0 < found[0].stats.accepted < found[0].stats.drafted
+    assert (
+        counted(found[0]) == counted(found[1])
+        and 0 < found[0].stats.accepted < found[0].stats.drafted
+    )
 
 
 def test_no_copy_of_a_cache_in_the_loop(optimised):
     """The drafter and the target write to one cache in turn, in place."""
     model = tiny_t5(0, 53, decoder_layers=2, num_heads=5, head_dim=6, emb_dim=22, mlp_dim=34)
-    state, request = prepare(model, INPUTS[:1], drafter=sd.EarlyExitDrafter(model, 1), gamma=3, max_new_tokens=40)
+    state, request = prepare(
+        model, INPUTS[:1], drafter=sd.EarlyExitDrafter(model, 1), gamma=3, max_new_tokens=40
+    )
     bodies = loop_bodies(
-        advance.lower(request.network, request.drafter, state, np.int32(9)).compile(optimised).as_text()
+        advance.lower(request.network, request.drafter, state, np.int32(9))
+        .compile(optimised)
+        .as_text()
     )
     arrays = jax.tree.leaves((state.target_cache, model.network.params))
-    shapes = {",".join(map(str, leaf.shape)) for leaf in arrays if leaf.ndim > 1 and leaf.size > 200}
+    shapes = {
+        ",".join(map(str, leaf.shape)) for leaf in arrays if leaf.ndim > 1 and leaf.size > 200
+    }
     assert any(f"[{shape}]" in bodies for shape in shapes)
     copies = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", bodies)
     assert not shapes & set(copies), sorted(shapes & set(copies))
@@ -175,17 +197,24 @@ def test_no_copy_of_a_cache_in_the_loop(optimised):
 
 @pytest.mark.parametrize("layers", [0, -1, LAYERS, LAYERS + 1, 1.5])
 def test_a_number_of_layers_that_is_no_exit(layers):
-    with pytest.raises(ValueError, match=f"layers: got {layers}, expected an integer from 1 to {LAYERS - 1}"):
+    with pytest.raises(
+        ValueError, match=f"layers: got {layers}, expected an integer from 1 to {LAYERS - 1}"
+    ):
         sd.EarlyExitDrafter(target(), layers)
 
 
 def test_what_else_is_rejected():
-    with pytest.raises(ValueError, match="layers: got 1, expected a target with more than one decoder layer"):
+    with pytest.raises(
+        ValueError, match="layers: got 1, expected a target with more than one decoder layer"
+    ):
         sd.EarlyExitDrafter(tiny_t5(0, V, decoder_layers=1), 1)
     for head in (np.zeros((15, V)), np.zeros(16)):
         with pytest.raises(ValueError, match=r"head: got shape .*, expected \(16, number of ids\)"):
             sd.EarlyExitDrafter(target(), 1, head)
-    with pytest.raises(ValueError, match=r"got an early exit of another model \(random\), expected .* itself \(hash\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"got an early exit of another model \(random\), expected .* itself \(hash\)",
+    ):
         sd.generate(HashModel(V), INPUTS, drafter=early())
 
 
@@ -212,22 +241,38 @@ def test_a_timed_draft_step_runs_the_layers_that_draft(layers):
     """Alone and between target calls: those of the model that is cut off after them, no more."""
     ids, lengths = np.ones((1, 8), np.int32), np.full(1, 8, np.int32)
     caches = {
-        name: jax.eval_shape(lambda network=network: timing.prefill_cache(network, ids, lengths, slots=16))
+        name: jax.eval_shape(
+            lambda network=network: timing.prefill_cache(network, ids, lengths, slots=16)
+        )
         for name, network in (("whole", target().network), ("cut", cut_off(layers).network))
     }
 
     def alone(network, cache) -> int:
-        run = lambda tokens, cache: timing.draft_steps(network, tokens, jnp.zeros(1, int), cache, steps=2)
+        def run(tokens, cache):
+            return timing.draft_steps(network, tokens, jnp.zeros(1, int), cache, steps=2)
+
         return count_products(run, jnp.ones((1, 1), int), caches[cache])
 
     def between(network, cache) -> int:
-        run = lambda tokens, caches: timing.paired_steps(
-            target().network, network, tokens, jnp.zeros(1, int), caches, gamma=2, steps=2, width=1
-        )
+        def run(tokens, caches):
+            return timing.paired_steps(
+                target().network,
+                network,
+                tokens,
+                jnp.zeros(1, int),
+                caches,
+                gamma=2,
+                steps=2,
+                width=1,
+            )
+
         return count_products(run, jnp.ones((1, 3), int), (caches["whole"], caches[cache]))
 
     for count in (alone, between):
-        exit_step, expected = count(early(layers).network, "whole"), count(cut_off(layers).network, "cut")
+        exit_step, expected = (
+            count(early(layers).network, "whole"),
+            count(cut_off(layers).network, "cut"),
+        )
         assert 0 < exit_step == expected < count(target().network, "whole")
 
 
@@ -237,12 +282,19 @@ def test_benchmark_times_the_draft_steps(monkeypatch):
     )
     batches = variants.cut(INPUTS[:1], INPUTS[:1], 1, 0)
     steps = analysis_benchmark._step_variants(target(), early(), batches, options, {})
-    assert {"draft step", "draft 3 and verify"} <= set(steps) and not any("drafter encoder" in name for name in steps)
+    assert {"draft step", "draft 3 and verify"} <= set(steps) and not any(
+        "drafter encoder" in name for name in steps
+    )
     assert steps["draft step"]().shape == (1, 1)
-    monkeypatch.setattr(analysis_benchmark, "_step_variants", lambda *_: {name: lambda: None for name in steps})
+    monkeypatch.setattr(
+        analysis_benchmark, "_step_variants", lambda *_: {name: lambda: None for name in steps}
+    )
     record, problems = analysis_benchmark.benchmark(target(), early(), batches, options)
     assert problems == [] and record["drafter"] == {"name": "the first 3 of 4 decoder layers"}
     (variant,) = record["speculative"]
-    assert variant["stats"]["draft_calls"] == variant["stats"]["drafted"] > 0 and variant["predicted"]["cost_ratio"] > 0
+    assert (
+        variant["stats"]["draft_calls"] == variant["stats"]["drafted"] > 0
+        and variant["predicted"]["cost_ratio"] > 0
+    )
     assert variant["parts"]["draft steps"] > 0 and variant["parts"]["drafter encoder"] == 0
     assert "with the first 3 of 4 decoder layers" in summaries.benchmark_summary(record)

@@ -35,13 +35,17 @@ LIMITS = [1 if row == 5 else LIMIT for row in range(B)]
 @functools.cache
 def eos() -> int:
     """An id that some rows of the plain output meet and others do not."""
-    tokens = sd.generate(t5(), INPUTS, max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=()).tokens
+    tokens = sd.generate(
+        t5(), INPUTS, max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=()
+    ).tokens
     rows = [set(row[2:]) for row in tokens.tolist()]
     return next(x for x in range(1, 24) if 1 < sum(x in row for row in rows) < B - 2)
 
 
 def decode(drafter=None, order=range(B), function=sd.generate):
-    at = lambda values: [values[row] for row in order]
+    def at(values):
+        return [values[row] for row in order]
+
     options = dict(max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), eos_ids=[eos()])
     return function(t5(), at(INPUTS), drafter=drafter, gamma=at(GAMMAS), **options)
 
@@ -52,13 +56,20 @@ def test_greedy_output_is_that_of_plain_decoding(share):
     result, expected = decode(drafter(share)), decode()
     np.testing.assert_array_equal(result.tokens, expected.tokens)
     np.testing.assert_array_equal(result.lengths, expected.lengths)
-    assert 0 < result.stats.acceptance_rate < 1 and "eos" in result.finish_reasons and "length" in result.finish_reasons
+    assert (
+        0 < result.stats.acceptance_rate < 1
+        and "eos" in result.finish_reasons
+        and "length" in result.finish_reasons
+    )
     rows = result.stats.per_row
     assert len({row.accepted for row in rows}) > 2
     for row, stats in enumerate(rows):
         assert stats.draft_calls < stats.target_calls  # nothing is known before the first call
         assert stats.drafted <= min(GAMMAS[row], 3) * stats.draft_calls
-    assert rows[5].drafted == 0 and max(stats.drafted / max(stats.draft_calls, 1) for stats in rows) > 2
+    assert (
+        rows[5].drafted == 0
+        and max(stats.drafted / max(stats.draft_calls, 1) for stats in rows) > 2
+    )
     order = np.random.default_rng(1).permutation(B)
 
     def again():
@@ -80,7 +91,9 @@ def test_heads_see_the_state_that_gave_the_last_committed_token():
     valid = np.arange(8) < np.array([[len(ids)] for ids in INPUTS])
     network, rows = t5().network, np.arange(B)
     forced = jax.jit(
-        lambda tokens: network.module.apply({"params": network.params}, inputs, valid, tokens, method="states")
+        lambda tokens: network.module.apply(
+            {"params": network.params}, inputs, valid, tokens, method="states"
+        )
     )
     assert not np.any(state.draft_state.known)
     done_early = 0
@@ -88,7 +101,9 @@ def test_heads_see_the_state_that_gave_the_last_committed_token():
         before = np.asarray(state.done)
         kept = np.asarray(state.draft_state.states)
         state = sd.advance(request.network, request.drafter, state, np.int32(1))
-        tokens, lengths, states = map(np.asarray, (state.tokens, state.lengths, state.draft_state.states))
+        tokens, lengths, states = map(
+            np.asarray, (state.tokens, state.lengths, state.draft_state.states)
+        )
         assert np.all(state.draft_state.known)
         np.testing.assert_allclose(states, np.asarray(forced(tokens))[rows, lengths - 2], atol=1e-5)
         np.testing.assert_array_equal(states[before], kept[before])
@@ -100,11 +115,17 @@ def test_head_i_gives_token_1_plus_i_after_its_state():
     """A head with blocks of 0 that shares the target's says what the target said: the last
     committed token."""
     config = drafter(True).config
-    zeros = sd.HeadsDrafter.for_target(t5(), config, heads_module.init_params(config, jax.random.key(0)))
+    zeros = sd.HeadsDrafter.for_target(
+        t5(), config, heads_module.init_params(config, jax.random.key(0))
+    )
     state, request = decode(zeros, function=prepare)
     state = sd.advance(request.network, request.drafter, state, np.int32(1))
-    said = np.take_along_axis(np.asarray(state.tokens), np.asarray(state.lengths)[:, None] - 1, axis=1)
-    _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(B, 4, np.int32)))(request.drafter, state)
+    said = np.take_along_axis(
+        np.asarray(state.tokens), np.asarray(state.lengths)[:, None] - 1, axis=1
+    )
+    _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(B, 4, np.int32)))(
+        request.drafter, state
+    )
     np.testing.assert_array_equal(draft.num_drafted, np.where(said[:, 0] == eos(), 1, 3))
     valid = np.arange(4) < np.asarray(draft.num_drafted)[:, None]
     assert np.all((draft.tokens == said) | ~valid)
@@ -139,7 +160,9 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(verif
         for block in ("block_0", "block_1"):
             y = x @ np.asarray(head[block]["kernel"], np.float64)
             x = x + y / (1 + np.exp(-y))
-        logits.append(np.where(np.arange(V) == 3, -np.inf, x @ np.asarray(head["logits_dense"]["kernel"])))
+        logits.append(
+            np.where(np.arange(V) == 3, -np.inf, x @ np.asarray(head["logits_dense"]["kernel"]))
+        )
     expected = toy.adjusted_probs(np.stack(logits, axis=1), **FILTERS)
 
     @jax.jit
@@ -150,7 +173,9 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(verif
                 np.log(expected) + randomness.gumbel_noise(keys, lengths[:, None] + offsets, V)
             )
         random_bits = randomness.random_bits(keys, lengths, offsets, randomness.DRAFT)
-        return randomness.draw(expected.reshape(-1, V).astype(np.float32), random_bits.reshape(-1, 2)).reshape(rows, 3)
+        return randomness.draw(
+            expected.reshape(-1, V).astype(np.float32), random_bits.reshape(-1, 2)
+        ).reshape(rows, 3)
 
     with np.errstate(divide="ignore"):
         again = np.asarray(drawn(state.keys, state.lengths))
@@ -184,11 +209,19 @@ def test_distribution_through_the_engine():
     rows = 20_000
     own = random_heads(HASH, 0.4)
     state, request = prepare(
-        HASH, np.tile([3, 4, 1], (rows, 1)), drafter=own, gamma=3, sampling=SamplingConfig(temperature=1.0),
-        max_new_tokens=4, eos_ids=(), key=jax.random.key(7),
-    )  # fmt: skip
+        HASH,
+        np.tile([3, 4, 1], (rows, 1)),
+        drafter=own,
+        gamma=3,
+        sampling=SamplingConfig(temperature=1.0),
+        max_new_tokens=4,
+        eos_ids=(),
+        key=jax.random.key(7),
+    )
     state = sd.advance(HASH.network, request.drafter, state, np.int32(99))
-    counts = np.bincount(np.asarray(state.tokens)[:, 1:5] @ V ** np.arange(3, -1, -1), minlength=V**4)
+    counts = np.bincount(
+        np.asarray(state.tokens)[:, 1:5] @ V ** np.arange(3, -1, -1), minlength=V**4
+    )
     assert g_test(counts, joint_distribution(HASH)) > FALSE_ALARM
     assert 0.02 < state.counts.accepted.sum() / state.counts.drafted.sum() < 0.9
     wrong = joint_distribution(HashModel(V, 1, spread=3.0, likeness=0.8))
@@ -227,10 +260,18 @@ def test_saved_heads_draft_the_same(tmp_path):
     for share in (True, False):
         drafter(share).save(tmp_path / "heads")  # the second replaces the first
         loaded = sd.HeadsDrafter.load(tmp_path / "heads", t5())
-        assert jax.tree.structure(loaded) == jax.tree.structure(drafter(share)) and loaded.name == "3 heads"
-        for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(drafter(share)), strict=True):
+        assert (
+            jax.tree.structure(loaded) == jax.tree.structure(drafter(share))
+            and loaded.name == "3 heads"
+        )
+        for ours, theirs in zip(
+            jax.tree.leaves(loaded), jax.tree.leaves(drafter(share)), strict=True
+        ):
             np.testing.assert_array_equal(ours, theirs)
-    assert set(json.loads((tmp_path / "heads/config.json").read_text())["heads"]) >= {"num_heads", "share_head"}
+    assert set(json.loads((tmp_path / "heads/config.json").read_text())["heads"]) >= {
+        "num_heads",
+        "share_head",
+    }
 
 
 def test_heads_that_do_not_fit_are_rejected(tmp_path):
@@ -239,7 +280,8 @@ def test_heads_that_do_not_fit_are_rejected(tmp_path):
     sd.save(t5(), model)
     load = functools.partial(sd.HeadsDrafter.load, path)
     with pytest.raises(
-        ValueError, match="heads: heads: got heads of a target with other weights, expected heads trained"
+        ValueError,
+        match="heads: heads: got heads of a target with other weights, expected heads trained",
     ):
         load(tiny_t5(2))
     with pytest.raises(ValueError, match="got emb_dim 16, expected the target's 8"):
@@ -252,7 +294,9 @@ def test_heads_that_do_not_fit_are_rejected(tmp_path):
         sd.HeadsDrafter.load(model, t5())
     with pytest.raises(ValueError, match="none: got no heads"):
         sd.HeadsDrafter.load(tmp_path / "none", t5())
-    with pytest.raises(ValueError, match="heads: got heads, which only draft for their target, expected a model"):
+    with pytest.raises(
+        ValueError, match="heads: got heads, which only draft for their target, expected a model"
+    ):
         sd.load(path, "float32")
     with pytest.raises(ValueError, match="model: got something that is no heads folder"):
         drafter(True).save(model)
@@ -261,10 +305,22 @@ def test_heads_that_do_not_fit_are_rejected(tmp_path):
     record = json.loads((path / "config.json").read_text())
     wrong = [
         ({**record, "version": 2}, "config.json: got version 2, expected 1"),
-        ({**record, "heads": {"width": 3}}, "config.json: got 'width', expected a configuration of num_heads"),
-        ({**record, "heads": {**record["heads"], "num_heads": 4}}, "parameter head_3/block_0/kernel: got none"),
-        ({**record, "heads": {**record["heads"], "num_heads": 2}}, "got unexpected parameter head_2/block_0/kernel"),
-        ({**record, "heads": {**record["heads"], "emb_dim": 8}}, r"got shape \(16, 16\), expected \(8, 8\)"),
+        (
+            {**record, "heads": {"width": 3}},
+            "config.json: got 'width', expected a configuration of num_heads",
+        ),
+        (
+            {**record, "heads": {**record["heads"], "num_heads": 4}},
+            "parameter head_3/block_0/kernel: got none",
+        ),
+        (
+            {**record, "heads": {**record["heads"], "num_heads": 2}},
+            "got unexpected parameter head_2/block_0/kernel",
+        ),
+        (
+            {**record, "heads": {**record["heads"], "emb_dim": 8}},
+            r"got shape \(16, 16\), expected \(8, 8\)",
+        ),
     ]
     for content, message in wrong:
         (path / "config.json").write_text(json.dumps(content))

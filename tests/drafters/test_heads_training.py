@@ -25,14 +25,17 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- Training ---
 
 
-@pytest.mark.parametrize("smoothing, soft, backbone", [(0.0, 0.0, 0.0), (0.1, 0.4, 0.0), (0.0, 1.0, 0.7)])
+@pytest.mark.parametrize(
+    "smoothing, soft, backbone", [(0.0, 0.0, 0.0), (0.1, 0.4, 0.0), (0.0, 1.0, 0.7)]
+)
 def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
     rng = np.random.default_rng(0)
     inputs, targets = rng.integers(2, 64, (2, 3, 5)).astype(np.int32)
     inputs[0, 4:], targets[1, 3:], targets[2, 1:] = -1, -1, -1
     target, config = random_params(), HeadsConfig(6, 16, 64)  # more heads than there are pieces
     params = jax.tree.map(
-        lambda x: x + rng.normal(size=x.shape, scale=0.3), heads_module.init_params(config, jax.random.key(0))
+        lambda x: x + rng.normal(size=x.shape, scale=0.3),
+        heads_module.init_params(config, jax.random.key(0)),
     )
     objective = training_heads.HeadsObjective(T5(TINY), Heads(config), 2, smoothing, soft, backbone)
     given = ({"heads": params, "target": target}, None) if backbone else ({"heads": params}, target)
@@ -51,19 +54,30 @@ def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
 
     log_p, log_q = jax.device_get(dists(target, params))
     expected, nll, pieces = 0.0, 0.0, 0
-    smoothed = lambda dist, piece: -(1 - smoothing) * dist[piece] - smoothing * dist.mean()
+
+    def smoothed(dist, piece):
+        return -(1 - smoothing) * dist[piece] - smoothing * dist.mean()
+
     for row, size in enumerate((5, 3, 1)):
         for place in range(size):
             for ahead in range(1, size - place):
                 dist, own = log_q[row, place, ahead - 1], log_p[row, place + ahead]
                 piece = targets[row, place + ahead]
-                expected += (1 - soft) * smoothed(dist, piece) + soft * np.sum(np.exp(own) * (own - dist))
+                expected += (1 - soft) * smoothed(dist, piece) + soft * np.sum(
+                    np.exp(own) * (own - dist)
+                )
                 nll -= dist[piece]
                 pieces += 1
-    own = [smoothed(log_p[row, t], targets[row, t]) for row, size in enumerate((5, 3, 1)) for t in range(size)]
+    own = [
+        smoothed(log_p[row, t], targets[row, t])
+        for row, size in enumerate((5, 3, 1))
+        for t in range(size)
+    ]
     expected = expected / pieces + backbone * np.mean(own)
     assert metrics.pieces == pieces == 10 + 3
-    np.testing.assert_allclose([loss, metrics.loss, metrics.nll], [expected, expected * pieces, nll], rtol=1e-5)
+    np.testing.assert_allclose(
+        [loss, metrics.loss, metrics.nll], [expected, expected * pieces, nll], rtol=1e-5
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +87,34 @@ def settings(language, tmp_path_factory):
     vocabulary = vocabularies.SentencePieceVocabulary.train(
         (language / "train.tsv").read_text().replace("\t", "\n").splitlines(), 40
     )
-    save = lambda seed: sd.save(sd.LanguageModel(TINY, random_params(seed=seed), vocabulary), folder / f"target{seed}")
+
+    def save(seed):
+        return sd.save(
+            sd.LanguageModel(TINY, random_params(seed=seed), vocabulary), folder / f"target{seed}"
+        )
+
     save(0), save(1)
 
     def of(output, **changes):
         defaults = dict(
-            target=str(folder / "target0"), train_files="train.tsv", validation_files=["validation.tsv"],
+            target=str(folder / "target0"),
+            train_files="train.tsv",
+            validation_files=["validation.tsv"],
             output_dir=str(output),
-            data_dir=str(language), num_heads=2, share_head=False, steps=12, warmup_steps=0, decay_steps=0,
+            data_dir=str(language),
+            num_heads=2,
+            share_head=False,
+            steps=12,
+            warmup_steps=0,
+            decay_steps=0,
             learning_rate=1e-2,
-            batch_tokens=256, buckets=(16,), log_every=4, save_every=4, evaluate_every=6, dtype="float32",
-        )  # fmt: skip
+            batch_tokens=256,
+            buckets=(16,),
+            log_every=4,
+            save_every=4,
+            evaluate_every=6,
+            dtype="float32",
+        )
         return training_heads.HeadsTrainConfig(**{**defaults, **changes})
 
     of.folder = folder
@@ -104,10 +135,16 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(settings, finished
     output, params = finished
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     training = [record["loss"] for record in log if "pieces_per_second" in record]
-    assert training[-1] < training[0] - 0.1 and set(params) == {"heads"} and not (output / "target").exists()
+    assert (
+        training[-1] < training[0] - 0.1
+        and set(params) == {"heads"}
+        and not (output / "target").exists()
+    )
     target = sd.load(settings.folder / "target0", "float32")
     loaded = sd.HeadsDrafter.load(output / "heads", target)
-    for ours, theirs in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(params["heads"]), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(loaded.params), jax.tree.leaves(params["heads"]), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=0.01)  # stored in bfloat16
     before = files(settings.folder / "target0")
     run = training_heads.HeadsRun(settings(output), target, None)
@@ -129,7 +166,10 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(settings, finished, tmp_path, ca
     assert jax.tree.all(jax.tree.map(np.array_equal, resumed, params))
     for change, message in (
         (dict(num_heads=3), "num_heads: got 3, expected that of the run in .*: 2"),
-        (dict(target=str(settings.folder / "target1")), "target: got .*target1, expected the model with which the run"),
+        (
+            dict(target=str(settings.folder / "target1")),
+            "target: got .*target1, expected the model with which the run",
+        ),
         (
             dict(backbone_learning_rate=0.1, backbone_weight=1.0),
             "backbone_learning_rate: got 0.1, expected that of the run",
@@ -145,18 +185,30 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(settings, finished, tmp_path, ca
 
 def test_a_target_that_is_trained_too_is_written_beside_its_heads(settings, tmp_path):
     config = settings(
-        tmp_path, backbone_learning_rate=1e-2, backbone_weight=1.0, share_head=True, soft_weight=0.5, steps=6
+        tmp_path,
+        backbone_learning_rate=1e-2,
+        backbone_weight=1.0,
+        share_head=True,
+        soft_weight=0.5,
+        steps=6,
     )
     params = training_heads.fit(config)
-    tuned, original = (sd.load(path, "float32") for path in (tmp_path / "target", settings.folder / "target0"))
+    tuned, original = (
+        sd.load(path, "float32") for path in (tmp_path / "target", settings.folder / "target0")
+    )
     for name in ("encoder", "decoder", "token_embedder"):
-        assert not jax.tree.all(jax.tree.map(np.array_equal, params["target"][name], original.params[name]))
+        assert not jax.tree.all(
+            jax.tree.map(np.array_equal, params["target"][name], original.params[name])
+        )
     drafter = sd.HeadsDrafter.load(tmp_path / "heads", tuned)
     with pytest.raises(ValueError, match="other weights"):
         sd.HeadsDrafter.load(tmp_path / "heads", original)
     inputs = ["bara ceni", "dimu"]
     options = dict(max_new_tokens=6)
-    plain, fast = sd.generate(tuned, inputs, **options), sd.generate(tuned, inputs, drafter=drafter, gamma=2, **options)
+    plain, fast = (
+        sd.generate(tuned, inputs, **options),
+        sd.generate(tuned, inputs, drafter=drafter, gamma=2, **options),
+    )
     np.testing.assert_array_equal(plain.tokens, fast.tokens)
     assert fast.stats.drafted > 0
 
@@ -212,7 +264,14 @@ def test_the_configuration_of_the_bundled_target(tmp_path):
 
 def test_the_command_line(settings, finished, tmp_path, capsys):
     target, drafter = settings.folder / "target0", finished[0] / "heads"
-    options = ["--compilation_cache_dir=", "--dtype=float32", "--max_new_tokens=6", "--gamma=2", "--json", "bara ceni"]
+    options = [
+        "--compilation_cache_dir=",
+        "--dtype=float32",
+        "--max_new_tokens=6",
+        "--gamma=2",
+        "--json",
+        "bara ceni",
+    ]
     records = []
     for arguments in ([], [f"--drafter={drafter}"]):
         assert main.main(["generate", f"--target={target}", *arguments, *options]) == 0
@@ -226,5 +285,8 @@ def test_the_command_line(settings, finished, tmp_path, capsys):
         f"heads.HeadsTrainConfig:\n  target = '{target}'\n  train_files = ['none.tsv']\n"
         f"  validation_files = ['none.tsv']\n  output_dir = '{tmp_path}'\n"
     )
-    assert main.main(["train_heads", f"--gin_file={tmp_path / 'heads.gin'}", "--gin_search_paths=/"]) == 2
+    assert (
+        main.main(["train_heads", f"--gin_file={tmp_path / 'heads.gin'}", "--gin_search_paths=/"])
+        == 2
+    )
     assert "train_files: got 'none.tsv', expected a TSV file" in capsys.readouterr().err

@@ -49,7 +49,9 @@ PAIRS = {
     "model, model": lambda: sd.HorizontalCascade(model, sd.ModelDrafter(TARGET), 2),
     "lookup, model": lambda: sd.HorizontalCascade(sd.PromptLookupDrafter(1), model, 3),
     "lookup, table": lambda: sd.HorizontalCascade(sd.PromptLookupDrafter(2), table(False), 9),
-    "vertical, table": lambda: sd.HorizontalCascade(sd.VerticalCascade(model, table(True), 1), table(False), 3),
+    "vertical, table": lambda: sd.HorizontalCascade(
+        sd.VerticalCascade(model, table(True), 1), table(False), 3
+    ),
 }
 
 
@@ -63,7 +65,11 @@ def test_greedy_output_is_that_of_plain_decoding(name):
         assert result.stats.draft_calls < run(model).stats.draft_calls
     elif name == "model, model":  # the second is always right, also after what the first drafted
         accepted = result.stats.accepted_by_position / result.stats.examined_by_position
-        assert np.all(accepted[:2] < 1) and np.all(accepted[2:] == 1) and result.stats.examined_by_position[2] > 0
+        assert (
+            np.all(accepted[:2] < 1)
+            and np.all(accepted[2:] == 1)
+            and result.stats.examined_by_position[2] > 0
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "model, model"])
@@ -80,7 +86,9 @@ def test_every_position_has_the_distribution_of_its_drafter(name):
     dist = draft.dist.dist() if isinstance(draft.dist, PointMass) else draft.dist
     probs = np.exp(dist.logits - dist.log_normalizer[..., None])
     for row in range(B):
-        np.testing.assert_array_equal(draft.tokens[row, : counts[row]], alone.tokens[row, : counts[row]])
+        np.testing.assert_array_equal(
+            draft.tokens[row, : counts[row]], alone.tokens[row, : counts[row]]
+        )
         ids = draft.tokens[row, : draft.num_drafted[row]].tolist()
         assert len(ids) == 5
         for place, token in enumerate(ids):
@@ -113,10 +121,14 @@ def test_nothing_is_drafted_after_an_eos():
 def test_later_parts_draw_with_keys_of_their_own():
     """At one length and offset: the part of a draft that begins there, and an iteration that does;
     PITFALLS row 31."""
-    state, _ = prepare(TARGET, INPUTS, drafter=model, gamma=3, sampling=SPREAD, max_new_tokens=LIMIT, key=KEY)
+    state, _ = prepare(
+        TARGET, INPUTS, drafter=model, gamma=3, sampling=SPREAD, max_new_tokens=LIMIT, key=KEY
+    )
     offsets = np.tile(np.arange(200, dtype=np.int32), (B, 1))
     drawn = [
-        np.asarray(speculative_draws.uniforms(keys, lengths, offsets, speculative_draws.DRAFT)).ravel()
+        np.asarray(
+            speculative_draws.uniforms(keys, lengths, offsets, speculative_draws.DRAFT)
+        ).ravel()
         for lengths in (state.lengths, state.lengths + 1)
         for keys in (
             state.keys,
@@ -126,7 +138,9 @@ def test_later_parts_draw_with_keys_of_their_own():
     ]
     for i, ours in enumerate(drawn):
         for theirs in drawn[:i]:
-            assert scipy.stats.pearsonr(ours, theirs).pvalue > 1e-6 and not np.any(np.all(ours == theirs))
+            assert scipy.stats.pearsonr(ours, theirs).pvalue > 1e-6 and not np.any(
+                np.all(ours == theirs)
+            )
 
 
 # --- What both have in common ---
@@ -158,9 +172,13 @@ def test_a_part_that_learns_is_shown_every_call(kind):
         "horizontal": lambda: sd.HorizontalCascade(Observer(), model, 1),
         "vertical": lambda: sd.VerticalCascade(model, Observer(), 1),
     }[kind]()
-    state, request = prepare(TARGET, INPUTS, drafter=drafter, gamma=3, max_new_tokens=LIMIT, eos_ids=())
+    state, request = prepare(
+        TARGET, INPUTS, drafter=drafter, gamma=3, max_new_tokens=LIMIT, eos_ids=()
+    )
     state = sd.advance(request.network, request.drafter, state, np.int32(99))
-    np.testing.assert_array_equal(getattr(state.draft_state, "first" if kind == "horizontal" else "second"), LIMIT)
+    np.testing.assert_array_equal(
+        getattr(state.draft_state, "first" if kind == "horizontal" else "second"), LIMIT
+    )
 
 
 def test_an_early_exit_before_a_table():
@@ -168,7 +186,9 @@ def test_an_early_exit_before_a_table():
     target = tiny_t5(0, V, decoder_layers=3)
     drafter = sd.HorizontalCascade(sd.EarlyExitDrafter(target, 2), table(False), 2)
     options = dict(max_new_tokens=LIMIT, eos_ids=(EOS,), decoder_prefix=PREFIXES)
-    result, expected = (sd.generate(target, INPUTS, drafter=d, gamma=4, **options) for d in (drafter, None))
+    result, expected = (
+        sd.generate(target, INPUTS, drafter=d, gamma=4, **options) for d in (drafter, None)
+    )
     np.testing.assert_array_equal(result.tokens, expected.tokens)
     assert 0 < result.stats.accepted < result.stats.drafted
     with pytest.raises(ValueError, match="got an early exit of another model"):
@@ -178,25 +198,38 @@ def test_an_early_exit_before_a_table():
         lambda: sd.VerticalCascade(model, drafter, 1),
     ):
         with pytest.raises(
-            ValueError, match="(then|inner): got (EarlyExitDrafter|HorizontalCascade), expected a drafter that needs"
+            ValueError,
+            match="(then|inner): got (EarlyExitDrafter|HorizontalCascade), expected a drafter that needs",
         ):
             make()
 
 
 def test_bad_input():
     for switch in (0, 1.5, True, None):
-        with pytest.raises(ValueError, match=f"switch: got {switch}, expected an integer of at least 1"):
+        with pytest.raises(
+            ValueError, match=f"switch: got {switch}, expected an integer of at least 1"
+        ):
             sd.HorizontalCascade(model, table(True), switch)
-        with pytest.raises(ValueError, match=f"inner_gamma: got {switch}, expected an integer of at least 1"):
+        with pytest.raises(
+            ValueError, match=f"inner_gamma: got {switch}, expected an integer of at least 1"
+        ):
             sd.VerticalCascade(model, table(True), switch)
     with pytest.raises(ValueError, match="first: got None, expected a drafter"):
         sd.HorizontalCascade(None, model, 1)
     with pytest.raises(ValueError, match="inner: got 'lookup', expected a drafter"):
         sd.VerticalCascade(model, "lookup", 1)
-    with pytest.raises(ValueError, match="model_drafter: got RandomDrafter, expected a ModelDrafter"):
+    with pytest.raises(
+        ValueError, match="model_drafter: got RandomDrafter, expected a ModelDrafter"
+    ):
         sd.VerticalCascade(sd.RandomDrafter(V), model, 1)
-    random_bits, others = HashModel(V, 0, vocabulary=Words()), sd.ModelDrafter(HashModel(V, 1, vocabulary=Words(1)))
-    for drafter in (sd.HorizontalCascade(model, others, 1), sd.VerticalCascade(others, table(True), 1)):
+    random_bits, others = (
+        HashModel(V, 0, vocabulary=Words()),
+        sd.ModelDrafter(HashModel(V, 1, vocabulary=Words(1))),
+    )
+    for drafter in (
+        sd.HorizontalCascade(model, others, 1),
+        sd.VerticalCascade(others, table(True), 1),
+    ):
         with pytest.raises(ValueError, match="drafter: got a vocabulary of 16 pieces that differs"):
             sd.generate(random_bits, [[3]], drafter=drafter)
 
@@ -205,7 +238,9 @@ def test_benchmark_predicts_nothing_for_a_cascade(monkeypatch):
     target, small = tiny_t5(0, V), tiny_t5(1, V, decoder_layers=1)
     small.name = "small"
     drafter = sd.VerticalCascade(sd.ModelDrafter(small), sd.PromptLookupDrafter(2), 2)
-    steps = dict.fromkeys(["target step", "products", "verify 3", "bare verify 3", "target encoder 8"], lambda: None)
+    steps = dict.fromkeys(
+        ["target step", "products", "verify 3", "bare verify 3", "target encoder 8"], lambda: None
+    )
     monkeypatch.setattr(analysis_benchmark, "_step_variants", lambda *_: steps)
     options = benchmark_command.BenchmarkOptions(
         target="target", drafter="small", gamma=(3,), max_new_tokens=8, repeats=1
@@ -215,7 +250,11 @@ def test_benchmark_predicts_nothing_for_a_cascade(monkeypatch):
     )
     assert problems == [] and record["drafter"] == {"name": "small over prompt lookup (2)"}
     (variant,) = record["speculative"]
-    assert record["cost_ratio"] is None and variant["predicted"] is None and variant["stats"]["draft_calls"] > 0
+    assert (
+        record["cost_ratio"] is None
+        and variant["predicted"] is None
+        and variant["stats"]["draft_calls"] > 0
+    )
     text = summaries.benchmark_summary(record)
     assert "draft step     not timed" in text and "drafted for each; no prediction" in text
     combined = sd.HorizontalCascade(drafter, table(False), 2)

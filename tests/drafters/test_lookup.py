@@ -40,7 +40,9 @@ NAMES = ["1-gram", "2-gram", "3-gram", "2-gram, sampled", "lookup", "random"]
 
 
 def greedy(name: str, order=range(B)):
-    at = lambda values: [values[row] for row in order]
+    def at(values):
+        return [values[row] for row in order]
+
     options = dict(OPTIONS, max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES))
     return sd.generate(TARGET, at(INPUTS), drafter=drafter(name), gamma=at(GAMMAS), **options)
 
@@ -57,7 +59,11 @@ def test_greedy_output_is_that_of_plain_decoding(name):
     for row, stats in enumerate(rows):
         assert stats.accepted <= stats.drafted <= GAMMAS[row] * stats.target_calls
         if LIMITS[row] == 1:
-            assert stats.drafted == 0 and stats.acceptance_rate is None and stats.tokens_per_target_call == 1
+            assert (
+                stats.drafted == 0
+                and stats.acceptance_rate is None
+                and stats.tokens_per_target_call == 1
+            )
     if "gram" in name:
         assert 0 < result.stats.acceptance_rate < 1
     order = np.random.default_rng(1).permutation(B)
@@ -82,7 +88,9 @@ def table_for_distribution(sampled: bool):
     return sd.NGramDrafter.count(sequences, 13, 3, continuations=4, sampled=sampled)
 
 
-@pytest.mark.parametrize("how, verifier", [("sampled", "block"), ("point", "token"), ("point", "block")])
+@pytest.mark.parametrize(
+    "how, verifier", [("sampled", "block"), ("point", "token"), ("point", "block")]
+)
 def test_distribution_through_the_engine(how, verifier):
     """Rows 5 and 12 of PITFALLS: the joint distribution of three tokens, drawn with the engine's
     own keys."""
@@ -92,23 +100,35 @@ def test_distribution_through_the_engine(how, verifier):
     )
     assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM
     assert 0.02 < accepted.sum() / examined.sum() < 0.9
-    assert g_test(counts, joint_distribution(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD)) < FALSE_ALARM, (
-        "the test can fail"
-    )
+    assert (
+        g_test(counts, joint_distribution(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD))
+        < FALSE_ALARM
+    ), "the test can fail"
 
 
 FILTERS = dict(temperature=0.8, top_k=3)
 
 
 @pytest.mark.parametrize(
-    "name, verifier", [("2-gram, sampled", "token"), ("2-gram, sampled", "gumbel"), ("random", "block")]
+    "name, verifier",
+    [("2-gram, sampled", "token"), ("2-gram, sampled", "gumbel"), ("random", "block")],
 )
 def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name, verifier):
     """The draft repeated from its own distribution and uniforms, or noise; the distribution from
     the counts and a sort."""
-    config, forbidden = SamplingConfig(**FILTERS, forbidden_tokens=(3, EOS)), np.isin(np.arange(V), (3, EOS))
+    config, forbidden = (
+        SamplingConfig(**FILTERS, forbidden_tokens=(3, EOS)),
+        np.isin(np.arange(V), (3, EOS)),
+    )
     state, request = prepare(
-        TARGET, INPUTS, drafter=drafter(name), gamma=3, sampling=config, max_new_tokens=9, eos_ids=(), verifier=verifier
+        TARGET,
+        INPUTS,
+        drafter=drafter(name),
+        gamma=3,
+        sampling=config,
+        max_new_tokens=9,
+        eos_ids=(),
+        verifier=verifier,
     )
     wanted = np.arange(B, dtype=np.int32) % 4
     _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, wanted))(request.drafter, state)
@@ -119,11 +139,17 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name,
     if name != "random":
         before = np.pad(tokens, ((0, 0), (1, 0)))  # the start token is 0
         dist = jax.jit(lambda table, tokens, lengths: table.logits(table.rows(tokens, lengths)))
-        dists = [dist(drafter(name).table, before, np.full(B, length, np.int32)) for length in (1, 2, 3)]
+        dists = [
+            dist(drafter(name).table, before, np.full(B, length, np.int32)) for length in (1, 2, 3)
+        ]
         logits = np.stack(jax.device_get(dists), axis=1)
     allowed = np.where(forbidden, -np.inf, logits)
-    some = np.any(allowed > -np.inf, axis=-1, keepdims=True)  # where nothing is left, nothing is forbidden
-    expected = toy.adjusted_probs(np.where(some, allowed, logits), **({} if name == "random" else FILTERS))
+    some = np.any(
+        allowed > -np.inf, axis=-1, keepdims=True
+    )  # where nothing is left, nothing is forbidden
+    expected = toy.adjusted_probs(
+        np.where(some, allowed, logits), **({} if name == "random" else FILTERS)
+    )
 
     @jax.jit
     def drawn(keys, lengths, probs):
@@ -138,7 +164,9 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name,
         assert draft.dist is None
     else:
         np.testing.assert_allclose(
-            np.exp(draft.dist.logits - draft.dist.log_normalizer[..., None])[valid], expected[valid], atol=1e-6
+            np.exp(draft.dist.logits - draft.dist.log_normalizer[..., None])[valid],
+            expected[valid],
+            atol=1e-6,
         )
     again = np.asarray(drawn(state.keys, state.lengths, expected.astype(np.float32)))
     np.testing.assert_array_equal(again[valid], tokens[valid])
@@ -149,7 +177,9 @@ def test_random_tokens_are_uniform_at_temperature_0_too():
     state, request = prepare(
         TARGET, [[3]] * rows, drafter=sd.RandomDrafter(vocab), gamma=2, max_new_tokens=5, eos_ids=()
     )
-    _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(rows, 2, np.int32)))(request.drafter, state)
+    _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(rows, 2, np.int32)))(
+        request.drafter, state
+    )
     counts = np.bincount((np.asarray(draft.tokens) @ [vocab, 1]), minlength=vocab**2)
     assert g_test(counts, np.full(vocab**2, 1 / vocab**2)) > 1e-6
 
@@ -181,7 +211,9 @@ def slow_distribution(found: dict, prefix, order: int, start: int, most: int) ->
     return dist / dist.sum()
 
 
-@pytest.mark.parametrize("order, start, alphabet", [(1, 0, V), (2, 0, 4), (2, 3, V), (3, 2, 5), (4, 0, 3)])
+@pytest.mark.parametrize(
+    "order, start, alphabet", [(1, 0, V), (2, 0, 4), (2, 3, V), (3, 2, 5), (4, 0, 3)]
+)
 def test_tables_equal_counting_in_python(order, start, alphabet):
     """Distributions after every context that can be looked up, seen or not, with the most frequent
     id and its ties."""
@@ -192,8 +224,12 @@ def test_tables_equal_counting_in_python(order, start, alphabet):
     lengths = rng.integers(1, 7, 300)
     tokens = rng.integers(0, min(alphabet + 1, V), (300, 8))
     tokens[:, 0] = start  # a row begins with it
-    rows = jax.jit(lambda table, tokens, lengths: table.rows(tokens, lengths))(table, tokens, lengths)
-    dists = np.exp(np.asarray(jax.jit(lambda table, rows: table.logits(rows))(table, rows), np.float64))
+    rows = jax.jit(lambda table, tokens, lengths: table.rows(tokens, lengths))(
+        table, tokens, lengths
+    )
+    dists = np.exp(
+        np.asarray(jax.jit(lambda table, rows: table.logits(rows))(table, rows), np.float64)
+    )
     best = np.asarray(table.most_frequent(rows))
     for row, (ids, length) in enumerate(zip(tokens.tolist(), lengths)):
         # Its start token is one of the padding that counting puts before a sequence.
@@ -204,7 +240,10 @@ def test_tables_equal_counting_in_python(order, start, alphabet):
 
 WRONG = [
     (dict(sequences=[]), "sequences: got no id at all"),
-    (dict(sequences=[[], []]), "sequences: got no id at all, expected at least one sequence that is not empty"),
+    (
+        dict(sequences=[[], []]),
+        "sequences: got no id at all, expected at least one sequence that is not empty",
+    ),
     (dict(sequences=[[3, V]]), f"sequences: got id {V}, expected ids from 0 to {V - 1}"),
     (dict(sequences=[[3, -1]]), "sequences: got id -1"),
     (dict(sequences=[[0.5]]), "sequences: got something else than ids"),
@@ -249,10 +288,15 @@ def test_files_that_are_no_whole_table_are_rejected(tmp_path):
     whole = path.read_bytes()
     for broken in (whole[: len(whole) // 2], whole[:-30], whole[:10], b"", b"no table\n" * 9):
         path.write_bytes(broken)
-        with pytest.raises(ValueError, match="table.npz: got a file that cannot be read .*, expected an n-gram table"):
+        with pytest.raises(
+            ValueError,
+            match="table.npz: got a file that cannot be read .*, expected an n-gram table",
+        ):
             sd.NGramDrafter.load(path)
     np.savez(path, values=np.arange(3))
-    with pytest.raises(ValueError, match="table.npz: got something else, expected a specdec_jax n-gram table"):
+    with pytest.raises(
+        ValueError, match="table.npz: got something else, expected a specdec_jax n-gram table"
+    ):
         sd.NGramDrafter.load(path)
     np.save(tmp_path / "array.npy", np.arange(3))
     path.write_bytes((tmp_path / "array.npy").read_bytes())
@@ -263,7 +307,9 @@ def test_files_that_are_no_whole_table_are_rejected(tmp_path):
     for name in ("next_tokens", "parents", "starts"):
         np.savez(path, **{**values, name: values[name][::-1]})
         if name != "next_tokens":  # another order of these is a table too, though another one
-            with pytest.raises(ValueError, match="table.npz: got arrays that contradict each other"):
+            with pytest.raises(
+                ValueError, match="table.npz: got arrays that contradict each other"
+            ):
                 sd.NGramDrafter.load(path)
         np.savez(path, **{**values, name: values[name][:-1]})
         with pytest.raises(ValueError, match="table.npz: got arrays that contradict each other"):
@@ -274,12 +320,20 @@ def test_a_table_of_another_vocabulary_is_rejected(tmp_path):
     """PITFALLS row 28."""
     count = functools.partial(sd.NGramDrafter.count, [[3, 4, EOS]])
     count(V, 2, vocabulary=Words()).save(tmp_path / "table.npz")
-    assert sd.NGramDrafter.load(tmp_path / "table.npz", Words()).table.fingerprint == Words().fingerprint()
-    with pytest.raises(ValueError, match="table.npz: got a table of 16 ids of another vocabulary, expected that of"):
+    assert (
+        sd.NGramDrafter.load(tmp_path / "table.npz", Words()).table.fingerprint
+        == Words().fingerprint()
+    )
+    with pytest.raises(
+        ValueError, match="table.npz: got a table of 16 ids of another vocabulary, expected that of"
+    ):
         sd.NGramDrafter.load(tmp_path / "table.npz", Words(1))
     target = HashModel(V, 0, vocabulary=Words())
     for wrong, message in (
-        (count(V, 2, vocabulary=Words(1)), "drafter: got a table of 16 ids of another vocabulary, expected that of"),
+        (
+            count(V, 2, vocabulary=Words(1)),
+            "drafter: got a table of 16 ids of another vocabulary, expected that of",
+        ),
         (count(V + 1, 2), "drafter: got a table of 17 ids, expected at most the target's 16"),
         (count(V, 2, start_token=2), "drafter: got start token 2, expected the target's 0"),
     ):

@@ -44,7 +44,9 @@ def same(found, expected) -> None:
 @pytest.mark.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 def test_tokens_and_counts_are_those_of_single_steps(pairs, config):
     """Rows that draft nothing or less than others, prefixes of several lengths, ends by EOS."""
-    options = dict(drafter="noisy copy", sampling=config, key=KEY, gamma=[0, 1, 2, 3] * 2, eos_ids=(5, 9))
+    options = dict(
+        drafter="noisy copy", sampling=config, key=KEY, gamma=[0, 1, 2, 3] * 2, eos_ids=(5, 9)
+    )
     options["decoder_prefix"] = [[5], [], [9, 9], [1], [0, 0, 0], [2], [3], [8, 7, 6, 5]]
     one_by_one = functools.partial(run, **options)
     expected = one_by_one()
@@ -57,7 +59,9 @@ def test_iterations_may_stop_and_go_on(pairs):
     draft = drafter("self")
 
     def found():
-        state, request = prepare(target(), INPUTS, drafter=draft, **OPTIONS | {"sampling": SamplingConfig()})
+        state, request = prepare(
+            target(), INPUTS, drafter=draft, **OPTIONS | {"sampling": SamplingConfig()}
+        )
         while not np.all(state.done):
             state = advance(target().network, request.drafter, state, np.int32(1))
         return np.asarray(state.tokens)[:, 1 : LIMIT + 1], int(np.sum(state.counts.target_calls))
@@ -80,7 +84,10 @@ def cascades() -> dict[str, sd.Drafter]:
 def test_cascades_draft_to_the_last_slot(pairs, name):
     """A part of a draft begins past the committed tokens, and its steps may reach past the last
     slot: they write where nothing is committed."""
-    decode = lambda: sd.generate(target(), INPUTS, drafter=cascades()[name], **OPTIONS)
+
+    def decode():
+        return sd.generate(target(), INPUTS, drafter=cascades()[name], **OPTIONS)
+
     expected = decode()
     same(pairs(decode), expected)
 
@@ -91,9 +98,14 @@ def test_a_lag_of_one_costs_no_step_and_one_of_two_costs_one(pairs):
     draft_model, wanted = drafter("noisy copy"), np.full(8, GAMMA, np.int32)
     state, request = prepare(target(), INPUTS, drafter=draft_model, **OPTIONS)
     state = advance(target().network, request.drafter, state, np.int32(20))
-    lengths = np.arange(1, 9, dtype=np.int32)  # shorter than what was decoded: the caches hold that and more
+    lengths = np.arange(
+        1, 9, dtype=np.int32
+    )  # shorter than what was decoded: the caches hold that and more
     state, most = state.replace(lengths=lengths), lengths - 1
-    draft = lambda d, s, cached: d.draft(dataclasses.replace(s.draft_state, cached=cached), s, wanted)
+
+    def draft(d, s, cached):
+        return d.draft(dataclasses.replace(s.draft_state, cached=cached), s, wanted)
+
     expected = jax.jit(draft)(request.drafter, state, most)[1]
     made, feed = [], Network.decode_states
 
@@ -105,7 +117,14 @@ def test_a_lag_of_one_costs_no_step_and_one_of_two_costs_one(pairs):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Network, "decode_states", counted)
             once = jax.jit(lambda *arguments: draft(*arguments))
-            for lags in ([0] * 8, [0, 1] * 4, [0, 0, 2, 1, 0, 2, 0, 0], [0, 0, 0, 3, 1, 2, 0, 3], [4] * 8, [7] * 8):
+            for lags in (
+                [0] * 8,
+                [0, 1] * 4,
+                [0, 0, 2, 1, 0, 2, 0, 0],
+                [0, 0, 0, 3, 1, 2, 0, 3],
+                [4] * 8,
+                [7] * 8,
+            ):
                 lags = np.minimum(lags, most)
                 made.clear()
                 after, found = once(request.drafter, state, most - lags)

@@ -41,7 +41,9 @@ def test_copies_equal_a_slow_search(max_match):
     of every input."""
     rows, rng = 1200, np.random.default_rng(max_match)
     copier, eos = sd.PromptLookupDrafter(max_match), [1]
-    state, _ = prepare(TARGET, [[3, 4, 5]] * rows, drafter=copier, gamma=GAMMA, max_new_tokens=12, eos_ids=eos)
+    state, _ = prepare(
+        TARGET, [[3, 4, 5]] * rows, drafter=copier, gamma=GAMMA, max_new_tokens=12, eos_ids=eos
+    )
     alphabet = rng.choice([3, 5, 9], rows)[:, None]
     tokens = rng.integers(0, alphabet, (rows, state.tokens.shape[1])).astype(np.int32)
     lengths = rng.integers(1, 13, rows).astype(np.int32)
@@ -70,7 +72,9 @@ def test_copies_equal_a_slow_search(max_match):
 def test_copying_from_the_input_in_the_engine():
     """A target that repeats its input: after its first token all is copied."""
     target, ids = EchoModel(Words()), [5, 9, 3, 7, 2, 11, 4, 8, 6, 1]
-    result = sd.generate(target, [ids], drafter=sd.PromptLookupDrafter(), gamma=4, max_new_tokens=20)
+    result = sd.generate(
+        target, [ids], drafter=sd.PromptLookupDrafter(), gamma=4, max_new_tokens=20
+    )
     assert result.tokens[0, : result.lengths[0]].tolist() == ids
     assert result.stats.accepted == result.stats.drafted == 8 and result.stats.target_calls == 3
 
@@ -92,7 +96,9 @@ def folder(tmp_path_factory):
     target = tiny_t5(0, 64, 1)
     target = sd.LanguageModel(target.config, target.params, vocabulary, name="target")
     sd.save(target, path / "target")
-    (path / "pairs.tsv").write_text("".join(f"source {i}\t{line}\n" for i, line in enumerate(text)) + "empty\t\n")
+    (path / "pairs.tsv").write_text(
+        "".join(f"source {i}\t{line}\n" for i, line in enumerate(text)) + "empty\t\n"
+    )
     (path / "lines.txt").write_text("Tom was nice.\n")
     (path / "tom.txt").write_text("Tom\n")
     return path
@@ -104,7 +110,9 @@ def specdec(capsys, folder):
 
     def run(command, *argv):
         where = [f"--target={folder / 'target'}", "--compilation_cache_dir="]
-        code = main.main([command, *where, *(str(argument).replace("FOLDER", str(folder)) for argument in argv)])
+        code = main.main(
+            [command, *where, *(str(argument).replace("FOLDER", str(folder)) for argument in argv)]
+        )
         out, err = capsys.readouterr()
         return code, out, without_course(err)
 
@@ -112,7 +120,11 @@ def specdec(capsys, folder):
 
 
 def test_count_and_generate(specdec, folder):
-    table = ("--input_file=FOLDER/pairs.tsv", "--input_file=FOLDER/lines.txt", "--output=FOLDER/table.npz")
+    table = (
+        "--input_file=FOLDER/pairs.tsv",
+        "--input_file=FOLDER/lines.txt",
+        "--output=FOLDER/table.npz",
+    )
     code, out, err = specdec("count", *table, "--order=3", "--gin.CountOptions.sampled=True")
     assert code == 0 and not out and "13 outputs of" in err
     loaded = sd.NGramDrafter.load(folder / "table.npz")
@@ -126,7 +138,11 @@ def test_count_and_generate(specdec, folder):
     ] * 3
     lines.append("Tom was nice.")
     expected = sd.NGramDrafter.count(
-        [vocabulary.encode(line) + [1] for line in lines], vocabulary.size, 3, sampled=True, vocabulary=vocabulary
+        [vocabulary.encode(line) + [1] for line in lines],
+        vocabulary.size,
+        3,
+        sampled=True,
+        vocabulary=vocabulary,
     )
     assert all(map(np.array_equal, jax.tree.leaves(loaded), jax.tree.leaves(expected)))
 
@@ -143,17 +159,38 @@ def test_count_and_generate(specdec, folder):
 BAD = {
     "no target": (["count", "--target="], "target: got nothing"),
     "no input": (["count"], "input_file: got nothing, expected a UTF-8 text file"),
-    "no such input": (["count", "--input_file=none.tsv"], "input_file: got 'none.tsv', which is no file"),
+    "no such input": (
+        ["count", "--input_file=none.tsv"],
+        "input_file: got 'none.tsv', which is no file",
+    ),
     "no output": (
         ["count", "--input_file=FOLDER/lines.txt"],
         "output: got None, expected the name of a file that ends",
     ),
-    "order": (["count", "--input_file=FOLDER/lines.txt", "--output=a.npz", "--order=0"], "order: got 0, expected at"),
-    "columns": (["count", "--input_file=FOLDER/three.tsv", "--output=a.npz"], "three.tsv, line 1: got 3 columns"),
-    "nothing": (["count", "--input_file=FOLDER/empty.tsv", "--output=a.npz"], "sequences: got no id at all"),
-    "no table": (["generate", "--drafter=none.npz", "Tom"], "none.npz: got no such file, expected an n-gram table"),
-    "no drafter": (["generate", "--drafter=none", "Tom"], "drafter: none: got no such path, expected"),
-    "other table": (["generate", "--drafter=FOLDER/other.npz", "Tom"], "other.npz: got a table of 16 ids of another"),
+    "order": (
+        ["count", "--input_file=FOLDER/lines.txt", "--output=a.npz", "--order=0"],
+        "order: got 0, expected at",
+    ),
+    "columns": (
+        ["count", "--input_file=FOLDER/three.tsv", "--output=a.npz"],
+        "three.tsv, line 1: got 3 columns",
+    ),
+    "nothing": (
+        ["count", "--input_file=FOLDER/empty.tsv", "--output=a.npz"],
+        "sequences: got no id at all",
+    ),
+    "no table": (
+        ["generate", "--drafter=none.npz", "Tom"],
+        "none.npz: got no such file, expected an n-gram table",
+    ),
+    "no drafter": (
+        ["generate", "--drafter=none", "Tom"],
+        "drafter: none: got no such path, expected",
+    ),
+    "other table": (
+        ["generate", "--drafter=FOLDER/other.npz", "Tom"],
+        "other.npz: got a table of 16 ids of another",
+    ),
 }
 
 
@@ -171,7 +208,12 @@ def test_bad_input_gives_one_line(specdec, folder, name, tmp_path, monkeypatch):
 
 def test_benchmark_counts_no_draft_steps(specdec, folder):
     options = ("--dtype=float32", "--max_new_tokens=6", "--gamma=2", "--repeats=1")
-    argv = ("--drafter=lookup", *options, "--input_file=FOLDER/tom.txt", "--output=FOLDER/record.json")
+    argv = (
+        "--drafter=lookup",
+        *options,
+        "--input_file=FOLDER/tom.txt",
+        "--output=FOLDER/record.json",
+    )
     code, out, err = specdec("benchmark", *argv)
     assert code == 0 and "with prompt lookup" in out and "no model drafts; c is counted as 0" in out
     record = json.loads((folder / "record.json").read_text())
@@ -181,10 +223,16 @@ def test_benchmark_counts_no_draft_steps(specdec, folder):
     assert variant["predicted"]["cost_ratio"] == 0 and variant["parts"]["draft steps"] == 0
     stats = variant["stats"]
     everywhere = stats["accepted"] / (sum(stats["examined_by_position"]) + stats["undrafted"])
-    assert stats["acceptance_rate_per_position"] == everywhere < stats["acceptance_rate"] and stats["undrafted"] > 0
+    assert (
+        stats["acceptance_rate_per_position"] == everywhere < stats["acceptance_rate"]
+        and stats["undrafted"] > 0
+    )
     assert variant["oracle"]["tokens_per_target_call"] == formulas.oracle_tokens(everywhere)
     assert variant["predicted"]["theorem_3_8"] == formulas.expected_tokens(everywhere, 2)
-    assert f"alpha {everywhere:.3f} per position of the output, {stats['acceptance_rate']:.3f} where" in out
+    assert (
+        f"alpha {everywhere:.3f} per position of the output, {stats['acceptance_rate']:.3f} where"
+        in out
+    )
 
 
 @pytest.mark.parametrize("eos", [(), (1,)], ids=["to the limit", "to an accepted EOS"])

@@ -31,14 +31,23 @@ def gpt():
     return sd.LanguageModel.random(sd.GPTConfig(V, 32, 4, 2, 32, num_positions=40))
 
 
-SHAPES = {"chain": dict(gamma=GAMMA), "tree": dict(tree=sd.Tree.uniform((2, 1))), "beams": dict(num_beams=2, gamma=2)}
+SHAPES = {
+    "chain": dict(gamma=GAMMA),
+    "tree": dict(tree=sd.Tree.uniform((2, 1))),
+    "beams": dict(num_beams=2, gamma=2),
+}
 
 
-@pytest.mark.parametrize("shape", ["chain", *(pytest.param(name, marks=SLOW) for name in ("tree", "beams"))])
+@pytest.mark.parametrize(
+    "shape", ["chain", *(pytest.param(name, marks=SLOW) for name in ("tree", "beams"))]
+)
 @pytest.mark.parametrize("family", [t5, pytest.param(gpt, marks=SLOW)])
 def test_greedy_output_is_that_of_plain_decoding(family, shape):
     target, more = family(), dict(max_new_tokens=12, eos_ids=())
-    drafter, beams = sd.SelfDrafter(target), {name: n for name, n in SHAPES[shape].items() if name == "num_beams"}
+    drafter, beams = (
+        sd.SelfDrafter(target),
+        {name: n for name, n in SHAPES[shape].items() if name == "num_beams"},
+    )
     plain = sd.generate(target, INPUTS, **beams, **more)
     found = sd.generate(target, INPUTS, drafter=drafter, **SHAPES[shape], **more)
     np.testing.assert_array_equal(found.tokens, plain.tokens)
@@ -60,7 +69,10 @@ def test_the_targets_encoder_output_takes_the_place_of_its_own():
     drafter, inputs = sd.SelfDrafter(t5()), jnp.array([[3, 4, 5], [6, 7, 0]])
     arguments = inputs, jnp.array([3, 2]), jnp.zeros((2, 1), int), 8
     assert drafter.reads_encoder and not sd.SelfDrafter(gpt()).reads_encoder
-    own, given = (drafter.init(*arguments, encoded=x) for x in (None, drafter.model.network.encode(*arguments[:2])))
+    own, given = (
+        drafter.init(*arguments, encoded=x)
+        for x in (None, drafter.model.network.encode(*arguments[:2]))
+    )
     jax.tree.map(np.testing.assert_array_equal, own, given)
 
 
@@ -69,7 +81,9 @@ def test_the_targets_encoder_output_takes_the_place_of_its_own():
 def test_it_is_nearly_always_right_for_the_bundled_target(temperature, optimised):
     target = sd.load("ende/target", "float32", quantize="none")
     sampling = sd.SamplingConfig(temperature=temperature)
-    how = dict(gamma=GAMMA, max_new_tokens=24, verifier="token", sampling=sampling, key=jax.random.key(0))
+    how = dict(
+        gamma=GAMMA, max_new_tokens=24, verifier="token", sampling=sampling, key=jax.random.key(0)
+    )
     found = sd.generate(target, built_in()[:4], drafter=sd.SelfDrafter(target), **how)
     assert found.stats.drafted > 20 and found.stats.accepted > 0.9 * found.stats.drafted
 
@@ -81,10 +95,15 @@ def test_command_line(monkeypatch):
     target, drafter = options.load()
     assert isinstance(drafter, sd.SelfDrafter) and drafter.model is target is t5()
     assert drafter.name == f"{target.name} in int8"
-    with pytest.raises(ValueError, match="shortlist_size: got 5, expected a drafter that is a model"):
+    with pytest.raises(
+        ValueError, match="shortlist_size: got 5, expected a drafter that is a model"
+    ):
         dataclasses.replace(options, shortlist_size=5).load()
     for quantize in packed_weights.INPUT_BITS:
-        with pytest.raises(ValueError, match=f"drafter: got 'self:int8' with quantize='{quantize}', expected a target"):
+        with pytest.raises(
+            ValueError,
+            match=f"drafter: got 'self:int8' with quantize='{quantize}', expected a target",
+        ):
             dataclasses.replace(options, quantize=quantize).check()
 
 
@@ -95,5 +114,7 @@ def test_what_cannot_be_is_rejected():
     rounded = weight_layouts.round_params(
         t5().params, packed_weights.input_bits("int8") if packed_weights.usable("float32") else None
     )
-    with pytest.raises(ValueError, match=r"got the 8 bits of a target that is in int8 itself \(rounded\), expected"):
+    with pytest.raises(
+        ValueError, match=r"got the 8 bits of a target that is in int8 itself \(rounded\), expected"
+    ):
         sd.SelfDrafter(sd.LanguageModel(t5().config, rounded, name="rounded"))

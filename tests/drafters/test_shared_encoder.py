@@ -32,7 +32,9 @@ def decoder_of(noise: float) -> LanguageModel:
     """The target's decoder alone, or one like it."""
     model = noisy_copy(TARGET, noise) if noise else TARGET
     params = {name: node for name, node in model.params.items() if name != "encoder"}
-    config = T5Config(**{**vars(TARGET.config), "num_encoder_layers": 0, "encoder_dim": TARGET.config.emb_dim})
+    config = T5Config(
+        **{**vars(TARGET.config), "num_encoder_layers": 0, "encoder_dim": TARGET.config.emb_dim}
+    )
     return LanguageModel(config, params)
 
 
@@ -44,9 +46,13 @@ def decode(drafter, **options):
 def test_the_targets_own_decoder_is_always_right():
     drafter = sd.ModelDrafter(decoder_of(0.0))
     for sampling in (SamplingConfig(), SamplingConfig(temperature=1.0)):
-        result = decode(drafter, sampling=sampling, verifier="token", decoder_prefix=[[3, 4], [], [5], [2]])
+        result = decode(
+            drafter, sampling=sampling, verifier="token", decoder_prefix=[[3, 4], [], [5], [2]]
+        )
         assert result.stats.acceptance_rate == 1.0
-    several = decode(drafter, num_samples=2, sampling=SamplingConfig(temperature=0.8), verifier="token")
+    several = decode(
+        drafter, num_samples=2, sampling=SamplingConfig(temperature=0.8), verifier="token"
+    )
     assert several.stats.acceptance_rate == 1.0 and several.tokens.shape[0] == 2 * B
 
 
@@ -56,7 +62,9 @@ def test_greedy_output_is_that_of_plain_decoding(reduced):
     result = decode(drafter)
     np.testing.assert_array_equal(result.tokens, plain.tokens)
     assert 0 < result.stats.accepted < result.stats.drafted
-    alone = sd.generate(TARGET, INPUTS[2:3], drafter=drafter, gamma=GAMMA, max_new_tokens=12, eos_ids=[EOS])
+    alone = sd.generate(
+        TARGET, INPUTS[2:3], drafter=drafter, gamma=GAMMA, max_new_tokens=12, eos_ids=[EOS]
+    )
     np.testing.assert_array_equal(alone.tokens[0], plain.tokens[2])
     assert compilations(lambda: decode(drafter)) == 0
 
@@ -72,15 +80,21 @@ def test_in_a_cascade():
 def test_scores_with_the_targets_encoder():
     model, fed = decoder_of(0.0), np.array([[0, 3, 4, 5]])
     inputs = np.array(INPUTS[1:2])
-    np.testing.assert_allclose(model.logits(inputs, fed, encoder=TARGET), TARGET.logits(inputs, fed), atol=1e-5)
+    np.testing.assert_allclose(
+        model.logits(inputs, fed, encoder=TARGET), TARGET.logits(inputs, fed), atol=1e-5
+    )
     with pytest.raises(ValueError, match="encoder: got none, expected a model of width 16"):
         model.logits(inputs, fed)
     with pytest.raises(ValueError, match="encoder: got one of width 16, expected none"):
         TARGET.logits(inputs, fed, encoder=TARGET)
-    with pytest.raises(ValueError, match="encoder: got one of width 8, expected a model of width 16"):
+    with pytest.raises(
+        ValueError, match="encoder: got one of width 8, expected a model of width 16"
+    ):
         model.logits(inputs, fed, encoder=tiny_t5(0, V, emb_dim=8))
     tokens = decode(None)
-    agreed = acceptance.agreement(TARGET, model, INPUTS, tokens.tokens, tokens.lengths, SamplingConfig())
+    agreed = acceptance.agreement(
+        TARGET, model, INPUTS, tokens.tokens, tokens.lengths, SamplingConfig()
+    )
     valid = np.arange(agreed.overlap.shape[1]) < tokens.lengths[:, None]
     assert np.all(agreed.overlap[valid] == 1)
 
@@ -90,9 +104,14 @@ def test_what_does_not_fit_is_rejected():
     with pytest.raises(ValueError, match="target: got a model that reads another's encoder output"):
         sd.generate(model, INPUTS)
     other = tiny_t5(0, V, emb_dim=8)
-    with pytest.raises(ValueError, match="reads encoder outputs of width 16, expected the target's width, 8"):
+    with pytest.raises(
+        ValueError, match="reads encoder outputs of width 16, expected the target's width, 8"
+    ):
         sd.generate(other, INPUTS, drafter=sd.ModelDrafter(model))
-    for shape in (dict(num_encoder_layers=1, encoder_dim=16), dict(num_encoder_layers=0, encoder_dim=0)):
+    for shape in (
+        dict(num_encoder_layers=1, encoder_dim=16),
+        dict(num_encoder_layers=0, encoder_dim=0),
+    ):
         with pytest.raises(ValueError, match="T5Config"):
             tiny_t5(0, V, **shape)
     with pytest.raises(ValueError, match="num_encoder_layers: got 0, expected at least 1"):
@@ -117,20 +136,35 @@ def teacher(language, tmp_path_factory):
 
 
 def test_learns_from_the_model_whose_encoder_it_reads(language, teacher, tmp_path):
-    shape = T5Config(**{**vars(TINY), "num_encoder_layers": 0, "encoder_dim": TINY.emb_dim, "emb_dim": 8})
-    config = config_of(language, tmp_path, model=shape, teacher=teacher, distill_weight=1.0, select="agreement")
-    before = train.Run(config, run_folder.Checkpoints(tmp_path / "none", select="agreement")).initial_state().params
+    shape = T5Config(
+        **{**vars(TINY), "num_encoder_layers": 0, "encoder_dim": TINY.emb_dim, "emb_dim": 8}
+    )
+    config = config_of(
+        language, tmp_path, model=shape, teacher=teacher, distill_weight=1.0, select="agreement"
+    )
+    before = (
+        train.Run(config, run_folder.Checkpoints(tmp_path / "none", select="agreement"))
+        .initial_state()
+        .params
+    )
     params = train.fit(config)
-    kernel = lambda params: params["decoder"]["layers_0"]["encoder_decoder_attention"]["key"]["kernel"]
+
+    def kernel(params):
+        return params["decoder"]["layers_0"]["encoder_decoder_attention"]["key"]["kernel"]
+
     assert kernel(params).shape[0] == TINY.emb_dim and np.any(kernel(params) != kernel(before))
     drafter = sd.ModelDrafter(sd.load(tmp_path / "model", "float32"))
-    result = sd.generate(sd.load(teacher, "float32"), ["bara ceni"], drafter=drafter, gamma=2, max_new_tokens=8)
+    result = sd.generate(
+        sd.load(teacher, "float32"), ["bara ceni"], drafter=drafter, gamma=2, max_new_tokens=8
+    )
     plain = sd.generate(sd.load(teacher, "float32"), ["bara ceni"], max_new_tokens=8)
     np.testing.assert_array_equal(result.tokens, plain.tokens)
     stranger = LanguageModel.random(sd.load(teacher, "float32").config, 5, drafter.model.vocabulary)
     with pytest.raises(ValueError, match="trained on another target's encoder output"):
         sd.generate(stranger, ["bara ceni"], drafter=drafter)
-    with pytest.raises(ValueError, match="teacher: got .*, expected the model with which the run in"):
+    with pytest.raises(
+        ValueError, match="teacher: got .*, expected the model with which the run in"
+    ):
         converter.save(stranger, tmp_path / "stranger")
         train.fit(dataclasses.replace(config, teacher=str(tmp_path / "stranger"), steps=13))
 
@@ -144,11 +178,13 @@ def test_training_without_a_teacher_is_rejected(language, tmp_path):
 def test_is_no_teacher_and_no_other_format(language, tmp_path):
     model = decoder_of(0.0)
     with pytest.raises(
-        ValueError, match="format: got 'huggingface' for a model without an encoder of its own, expected 'specdec'"
+        ValueError,
+        match="format: got 'huggingface' for a model without an encoder of its own, expected 'specdec'",
     ):
         converter.save(model, tmp_path / "hf", format="huggingface")
     with pytest.raises(
-        ValueError, match="drafter: got encoder_dim 16, expected a T5 with an encoder, or encoder_dim 8"
+        ValueError,
+        match="drafter: got encoder_dim 16, expected a T5 with an encoder, or encoder_dim 8",
     ):
         Decoder(tiny_t5(0, V, emb_dim=8).config, sd.ModelDrafter(model))
 

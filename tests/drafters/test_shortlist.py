@@ -47,15 +47,21 @@ def test_greedy_output_is_that_of_plain_decoding():
 
 def test_the_whole_vocabulary_as_shortlist_drafts_the_same():
     found, whole = decode(sd.ModelDrafter(DRAFT, V)), decode(sd.ModelDrafter(DRAFT))
-    assert found.stats.accepted == whole.stats.accepted and found.stats.drafted == whole.stats.drafted
+    assert (
+        found.stats.accepted == whole.stats.accepted and found.stats.drafted == whole.stats.drafted
+    )
 
 
 def test_a_draft_holds_what_is_most_probable_on_the_list():
     """By teacher forcing; only listed ids, and of a wider drafter's only those that the target has."""
     for draft, listed in ((DRAFT, LISTED), (HashModel(V + 9, 2), [1, 2, 7, 17, 20, 24])):
         drafter = sd.ModelDrafter(draft, listed)
-        state, request = prepare(TARGET, INPUTS, drafter=drafter, gamma=3, max_new_tokens=9, eos_ids=())
-        _, found = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(B, 3, np.int32)))(request.drafter, state)
+        state, request = prepare(
+            TARGET, INPUTS, drafter=drafter, gamma=3, max_new_tokens=9, eos_ids=()
+        )
+        _, found = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(B, 3, np.int32)))(
+            request.drafter, state
+        )
         width = max(map(len, INPUTS))
         padded = np.array([[*row, *[0] * (width - len(row))] for row in INPUTS])
         decoder = np.pad(np.asarray(found.tokens), ((0, 0), (1, 0)))[:, :-1]
@@ -76,7 +82,9 @@ def test_ids_that_a_drafter_lacks_have_no_probability_at_any_temperature():
     assert np.all(np.isneginf(np.delete(widened, ids, axis=1)))
     np.testing.assert_array_equal(match_width(logits, 5), [[3.0, -2.0, 0.5, -np.inf, -np.inf]])
     drafter = sd.ModelDrafter(DRAFT, LISTED)
-    state, request = prepare(TARGET, INPUTS, drafter=drafter, gamma=GAMMA, sampling=SamplingConfig(temperature=1000.0))
+    state, request = prepare(
+        TARGET, INPUTS, drafter=drafter, gamma=GAMMA, sampling=SamplingConfig(temperature=1000.0)
+    )
     state = advance(TARGET.network, request.drafter, state, np.int32(1))
     drafted = np.asarray(state.last_draft)[np.arange(GAMMA) < state.last_drafted[:, None]]
     assert set(drafted.tolist()) <= set(LISTED) and len(set(drafted.tolist())) > 3
@@ -86,9 +94,14 @@ def test_distribution_through_the_engine():
     """The joint distribution of three tokens, drawn with the engine's own keys; ids off the list
     come from the residual alone."""
     target, draft = HashModel(V, 0, spread=3.0), HashModel(V, 1, spread=3.0, likeness=0.5)
-    counts, _ = sample(target, sd.ModelDrafter(draft, [1, 3, 5, 7, 11, 13]), SPREAD, 2 * ROWS, verifier="block")
+    counts, _ = sample(
+        target, sd.ModelDrafter(draft, [1, 3, 5, 7, 11, 13]), SPREAD, 2 * ROWS, verifier="block"
+    )
     assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM
-    assert g_test(counts, joint_distribution(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD)) < FALSE_ALARM
+    assert (
+        g_test(counts, joint_distribution(HashModel(V, 1, spread=3.0, likeness=0.8), SPREAD))
+        < FALSE_ALARM
+    )
 
 
 FILTERS = dict(temperature=0.8, top_k=3)
@@ -102,7 +115,14 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name)
     config = SamplingConfig(**FILTERS, forbidden_tokens=FORBIDDEN[name])
     drafter = sd.ModelDrafter(DRAFT, LISTED)
     state, request = prepare(
-        TARGET, INPUTS, drafter=drafter, gamma=3, sampling=config, max_new_tokens=9, eos_ids=(), verifier="token"
+        TARGET,
+        INPUTS,
+        drafter=drafter,
+        gamma=3,
+        sampling=config,
+        max_new_tokens=9,
+        eos_ids=(),
+        verifier="token",
     )
     wanted = np.arange(B, dtype=np.int32) % 4
     _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, wanted))(request.drafter, state)
@@ -110,10 +130,14 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name)
 
     width = max(map(len, INPUTS))
     padded = np.array([[*row, *[0] * (width - len(row))] for row in INPUTS])
-    logits = np.array(DRAFT.logits(padded, np.pad(tokens, ((0, 0), (1, 0)))[:, :-1], [len(row) for row in INPUTS]))
+    logits = np.array(
+        DRAFT.logits(padded, np.pad(tokens, ((0, 0), (1, 0)))[:, :-1], [len(row) for row in INPUTS])
+    )
     logits[..., OFF_LIST] = -np.inf
     allowed = np.where(np.isin(np.arange(V), FORBIDDEN[name]), -np.inf, logits)
-    some = np.any(allowed > -np.inf, axis=-1, keepdims=True)  # where nothing is left, nothing is forbidden
+    some = np.any(
+        allowed > -np.inf, axis=-1, keepdims=True
+    )  # where nothing is left, nothing is forbidden
     expected = toy.adjusted_probs(np.where(some, allowed, logits), **FILTERS)
     probs = np.exp(np.asarray(draft.dist.logits - draft.dist.log_normalizer[..., None]))
     np.testing.assert_allclose(probs[valid], expected[valid], atol=1e-6)
@@ -121,7 +145,9 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name)
 
     @jax.jit
     def drawn(keys, lengths, probs):
-        random_bits = randomness.random_bits(keys, lengths, np.broadcast_to(np.arange(3), (B, 3)), randomness.DRAFT)
+        random_bits = randomness.random_bits(
+            keys, lengths, np.broadcast_to(np.arange(3), (B, 3)), randomness.DRAFT
+        )
         return randomness.draw(probs.reshape(-1, V), random_bits.reshape(-1, 2)).reshape(B, 3)
 
     again = np.asarray(drawn(state.keys, state.lengths, expected.astype(np.float32)))
@@ -142,7 +168,9 @@ def test_processors(options):
     drafted, listed or not."""
     config = SamplingConfig(**options)
     result = decode(sd.ModelDrafter(DRAFT, LISTED), sampling=config, max_new_tokens=LIMIT)
-    np.testing.assert_array_equal(result.tokens, decode(None, sampling=config, max_new_tokens=LIMIT).tokens)
+    np.testing.assert_array_equal(
+        result.tokens, decode(None, sampling=config, max_new_tokens=LIMIT).tokens
+    )
     first = result.stats.accepted_by_position[0]
     if "forced_tokens" in options:
         assert first >= B
@@ -157,7 +185,11 @@ def step(network, cache):
     """Logits `[rows, V]` of a first step."""
     rows = len(cache.cross_mask)
     tokens, positions = np.full((rows, 1), 7), np.zeros(rows, np.int32)
-    return np.asarray(jax.jit(lambda network, cache: network.decode(tokens, positions, cache)[0][:, 0])(network, cache))
+    return np.asarray(
+        jax.jit(lambda network, cache: network.decode(tokens, positions, cache)[0][:, 0])(
+            network, cache
+        )
+    )
 
 
 @pytest.mark.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("bfloat16", 3)])
@@ -171,7 +203,10 @@ def test_reduced_networks_say_what_the_whole_says(how, rows):
     whole, before = step(model.network, cache), jax.tree.map(np.array, model.params)
     short = sd.ModelDrafter(model, [EOS, *IDS])
     head = short.network.params["decoder"]["logits_dense"]["kernel"]
-    assert short.network.module.config.vocab_size == WIDE and weight_layouts.shape_of(head) == (16, 128)
+    assert short.network.module.config.vocab_size == WIDE and weight_layouts.shape_of(head) == (
+        16,
+        128,
+    )
     assert isinstance(head, PackedWeights) == (how != "bfloat16" and native.available())
     found = step(short.network, cache)
     wide = np.asarray(jax.jit(Shortlist.widen)(short.shortlist, found))
@@ -187,7 +222,9 @@ def test_reduced_networks_say_what_the_whole_says(how, rows):
     jax.tree.map(np.testing.assert_array_equal, before, model.params)
 
 
-@pytest.mark.parametrize("tied, scale, expected", [(True, None, True), (True, False, False), (False, None, False)])
+@pytest.mark.parametrize(
+    "tied, scale, expected", [(True, None, True), (True, False, False), (False, None, False)]
+)
 def test_a_head_of_its_own_is_scaled_as_before(tied, scale, expected):
     model = tiny_t5(0, WIDE, 1, logits_via_embedding=tied, scale_decoder_outputs=scale)
     config = sd.ModelDrafter(model, 5).network.module.config
@@ -197,7 +234,10 @@ def test_a_head_of_its_own_is_scaled_as_before(tied, scale, expected):
 def test_int8_kernels():
     """Against rounding in numpy; columns and rows of zeros; one row and several."""
     rng = np.random.default_rng(0)
-    kernel, x = rng.normal(size=(12, 7)).astype(np.float32), rng.normal(size=(2, 3, 12)).astype(np.float32)
+    kernel, x = (
+        rng.normal(size=(12, 7)).astype(np.float32),
+        rng.normal(size=(2, 3, 12)).astype(np.float32),
+    )
     kernel[:, 2], x[1, 1] = 0, 0
     units = np.abs(kernel).max(axis=0) / 127
     packed = Int8Kernel.quantize(kernel)
@@ -207,7 +247,9 @@ def test_int8_kernels():
         found = np.asarray(apply_kernel(jax.numpy.asarray(rows), packed, np.float32))
         scales = np.abs(rows).max(axis=-1, keepdims=True) / 127
         integers = np.round(rows / np.where(scales > 0, scales, 1)).astype(np.int64)
-        np.testing.assert_allclose(found, integers @ np.asarray(packed.values, np.int64) * scales * units, rtol=1e-5)
+        np.testing.assert_allclose(
+            found, integers @ np.asarray(packed.values, np.int64) * scales * units, rtol=1e-5
+        )
         assert not found[..., 2].any()
 
 
@@ -231,7 +273,9 @@ def test_the_most_frequent_ids():
     assert sd.shortlist_from_counts(counts, 3, [1]).tolist() == [1, 2, 4]
     assert sd.shortlist_from_counts(counts, 7, [1]).tolist() == list(range(7))
     assert np.asarray(sd.ModelDrafter(DRAFT, 3).shortlist.ids)[:4].tolist() == [0, 1, 2, 2]
-    assert np.asarray(sd.ModelDrafter(HashModel(V, eos_ids=(9, 12)), 3).shortlist.ids)[:4].tolist() == [0, 9, 12, 12]
+    assert np.asarray(sd.ModelDrafter(HashModel(V, eos_ids=(9, 12)), 3).shortlist.ids)[
+        :4
+    ].tolist() == [0, 9, 12, 12]
 
 
 WRONG = [
@@ -248,7 +292,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("shortlist, message", WRONG, ids=[str(number) for number in range(len(WRONG))])
+@pytest.mark.parametrize(
+    "shortlist, message", WRONG, ids=[str(number) for number in range(len(WRONG))]
+)
 def test_bad_lists(shortlist, message):
     with pytest.raises(ValueError, match=message):
         sd.ModelDrafter(DRAFT, shortlist)
@@ -256,9 +302,11 @@ def test_bad_lists(shortlist, message):
 
 def test_other_bad_arguments():
     for counts, size, message in (
-        ([], 1, "counts: got an array of shape"), ([[1]], 1, "counts: got an array of shape"),
-        ([3, 4], 1, "shortlist: got a size of 1, expected an integer from 2 to 2"), ([3, 4], 2.0, "got a size of 2.0"),
-    ):  # fmt: skip
+        ([], 1, "counts: got an array of shape"),
+        ([[1]], 1, "counts: got an array of shape"),
+        ([3, 4], 1, "shortlist: got a size of 1, expected an integer from 2 to 2"),
+        ([3, 4], 2.0, "got a size of 2.0"),
+    ):
         with pytest.raises(ValueError, match=message):
             sd.shortlist_from_counts(counts, size, [0, 1])
     high = sd.ModelDrafter(HashModel(V + 4, eos_ids=()), [17, 18])

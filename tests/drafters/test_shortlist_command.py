@@ -44,7 +44,9 @@ def folder(tmp_path_factory):
 def specdec(capsys, folder):
     def run(command, *argv):
         where = [f"--target={folder / 'target'}", "--compilation_cache_dir=", "--dtype=float32"]
-        code = main.main([command, *where, *(str(argument).replace("FOLDER", str(folder)) for argument in argv)])
+        code = main.main(
+            [command, *where, *(str(argument).replace("FOLDER", str(folder)) for argument in argv)]
+        )
         out, err = capsys.readouterr()
         return code, out, without_course(err)
 
@@ -53,19 +55,27 @@ def specdec(capsys, folder):
 
 @pytest.mark.parametrize(
     "flags, expected",
-    [(["--shortlist=FOLDER/table.npz"], None), (["--shortlist=FOLDER/table.npz", "--shortlist_size=5"], 5),
-     (["--shortlist_size=7", "--drafter_int8"], 7)],
+    [
+        (["--shortlist=FOLDER/table.npz"], None),
+        (["--shortlist=FOLDER/table.npz", "--shortlist_size=5"], 5),
+        (["--shortlist_size=7", "--drafter_int8"], 7),
+    ],
     ids=["counted", "most frequent", "first"],
-)  # fmt: skip
+)
 def test_options_make_the_drafter(folder, flags, expected):
     from specdec_jax.commands.generate import GenerateOptions
 
-    given = dict(flag.replace("FOLDER", str(folder)).removeprefix("--").partition("=")[::2] for flag in flags)
+    given = dict(
+        flag.replace("FOLDER", str(folder)).removeprefix("--").partition("=")[::2] for flag in flags
+    )
     options = GenerateOptions(
-        target=str(folder / "target"), drafter=str(folder / "drafter"), dtype="float32", shortlist=given.get(
-            "shortlist"),
-        shortlist_size=int(given.get("shortlist_size", 0)), drafter_int8="drafter_int8" in given,
-    )  # fmt: skip
+        target=str(folder / "target"),
+        drafter=str(folder / "drafter"),
+        dtype="float32",
+        shortlist=given.get("shortlist"),
+        shortlist_size=int(given.get("shortlist_size", 0)),
+        drafter_int8="drafter_int8" in given,
+    )
     options.check()
     drafter = options.load()[1]
     counts = np.asarray(sd.NGramDrafter.load(folder / "table.npz").table.unigram)
@@ -73,11 +83,20 @@ def test_options_make_the_drafter(folder, flags, expected):
         ids = sd.shortlist_from_counts(counts, expected or np.count_nonzero(counts), [EOS])
     else:
         ids = np.arange(7)
-    assert np.unique(drafter.shortlist.ids).tolist() == ids.tolist() and drafter.int8 == options.drafter_int8
+    assert (
+        np.unique(drafter.shortlist.ids).tolist() == ids.tolist()
+        and drafter.int8 == options.drafter_int8
+    )
 
 
 def test_generate(specdec):
-    decoding = ("--drafter=FOLDER/drafter", "--max_new_tokens=6", "--gamma=2", "--shortlist_size=9", "--drafter_int8")
+    decoding = (
+        "--drafter=FOLDER/drafter",
+        "--max_new_tokens=6",
+        "--gamma=2",
+        "--shortlist_size=9",
+        "--drafter_int8",
+    )
     plain = json.loads(specdec("generate", "--max_new_tokens=6", "--json", "Tom")[1])
     code, out, err = specdec("generate", *decoding, "--json", "Tom")
     assert code == 0 and not err and json.loads(out)["tokens"] == plain["tokens"]
@@ -113,20 +132,34 @@ def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
     batches = [analysis_variants.Batch([[3]], [[3]], [0], jax.random.split(jax.random.key(0), 1))]
     found = {}
     for name, drafter in {
-        "none": sd.ModelDrafter(target), "list": sd.ModelDrafter(target, 5), "both": sd.ModelDrafter(target, 5, True),
-    }.items():  # fmt: skip
+        "none": sd.ModelDrafter(target),
+        "list": sd.ModelDrafter(target, 5),
+        "both": sd.ModelDrafter(target, 5, True),
+    }.items():
         variants = analysis_benchmark._step_variants(target, drafter, batches, options, {})
         found[name] = {variant for variant in variants if variant.startswith("draft step")}
         assert variants["draft step"] is drafter.network
-    assert found["none"] == {"draft step"} and found["list"] == {"draft step", "draft step, unreduced"}
-    assert found["both"] == found["list"] | {"draft step, shortlist alone", "draft step, int8 alone"}
+    assert found["none"] == {"draft step"} and found["list"] == {
+        "draft step",
+        "draft step, unreduced",
+    }
+    assert found["both"] == found["list"] | {
+        "draft step, shortlist alone",
+        "draft step, int8 alone",
+    }
     assert variants["draft step, unreduced"] is target.network
-    kernel = lambda name: variants[name].params["decoder"]["logits_dense"]["kernel"]
+
+    def kernel(name):
+        return variants[name].params["decoder"]["logits_dense"]["kernel"]
+
     assert weight_layouts.shape_of(kernel("draft step, shortlist alone")) == (16, 64)
     assert weight_layouts.shape_of(kernel("draft step, int8 alone")) == (16, WIDE)
     spread = dict(least=0.1, most=3.0)
     lines = summaries.reductions(
-        {"draft step": spread | dict(median=1.0), "draft step, unreduced": spread | dict(median=2.0)}
+        {
+            "draft step": spread | dict(median=1.0),
+            "draft step, unreduced": spread | dict(median=2.0),
+        }
     )
     assert lines == ["  unreduced 2.000 s (0.100 to 3.000), of which it takes 0.500"]
 
@@ -136,8 +169,14 @@ BAD = {
         ["--drafter=lookup", "--shortlist_size=5"],
         "shortlist_size: got 5, expected a drafter that is a model",
     ),
-    "no drafter": (["--drafter_int8"], "drafter_int8: got True, expected a drafter that is a model"),
-    "size": (["--drafter=FOLDER/drafter", "--shortlist_size=-1"], "shortlist_size: got -1, expected at least 0"),
+    "no drafter": (
+        ["--drafter_int8"],
+        "drafter_int8: got True, expected a drafter that is a model",
+    ),
+    "size": (
+        ["--drafter=FOLDER/drafter", "--shortlist_size=-1"],
+        "shortlist_size: got -1, expected at least 0",
+    ),
     "too many": (
         ["--drafter=FOLDER/drafter", "--shortlist_size=99"],
         "shortlist: got a size of 99, expected an integer",

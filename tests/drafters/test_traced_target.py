@@ -36,19 +36,31 @@ def names(target, tmp_path_factory):
     return {kind: str(folder / name) for kind, name in found.items()} | {"exit": "exit:1"}
 
 
-@pytest.mark.parametrize("kind", ["exit", "heads", "self:int8", "table", "lookup", "assisted", "random", "model"])
+@pytest.mark.parametrize(
+    "kind", ["exit", "heads", "self:int8", "table", "lookup", "assisted", "random", "model"]
+)
 def test_a_named_drafter_drafts_for_a_traced_target(kind, names, target):
     name, load = names.get(kind, kind), lambda path: sd.load(path, "float32")
     given = named_drafter(name, target, load, sd.ModelDrafter)
     drafter = traced_drafter(name, target.config, lambda path: sd.ModelDrafter(load(path)))
-    assert kind == "self:int8" or drafter.name == given.name or kind == "exit" and "first 1 of 2" in drafter.name
+    assert (
+        kind == "self:int8"
+        or drafter.name == given.name
+        or kind == "exit"
+        and "first 1 of 2" in drafter.name
+    )
     decoder = Decoder(target.config, drafter, gamma=2)
     prompts = np.zeros((2, LENGTH), np.int32)
     run = jax.jit(lambda params: decoder.decode(params, INPUTS, prompts, -1, prompted=False))
     found = jax.tree.map(np.asarray, run(target.params))
-    expected = sd.generate(target, INPUTS, drafter=given, gamma=2, max_new_tokens=LENGTH, eos_ids=())
+    expected = sd.generate(
+        target, INPUTS, drafter=given, gamma=2, max_new_tokens=LENGTH, eos_ids=()
+    )
     np.testing.assert_array_equal(found.tokens, expected.tokens)
-    assert found.drafted.sum() == expected.stats.drafted and found.target_calls.sum() == expected.stats.target_calls
+    assert (
+        found.drafted.sum() == expected.stats.drafted
+        and found.target_calls.sum() == expected.stats.target_calls
+    )
     if kind == "self:int8" and usable("float32"):
         assert found.accepted.sum() == expected.stats.accepted > 0
     assert expected.stats.drafted > 0
@@ -58,11 +70,18 @@ def test_the_8_bits_of_a_traced_target_search(target):
     from specdec_jax.decoding.under_jit_beams import BeamDecoder
 
     prompts = np.zeros((2, LENGTH), np.int32)
-    decoders = (BeamDecoder(target.config, traced_drafter(name, target.config, None), 2) for name in ("self:int8",))
+    decoders = (
+        BeamDecoder(target.config, traced_drafter(name, target.config, None), 2)
+        for name in ("self:int8",)
+    )
     for decoder in (*decoders, BeamDecoder(target.config)):
-        run = jax.jit(lambda params: decoder.decode(params, INPUTS, prompts, 1, prompted=False, num_decodes=2))
+        run = jax.jit(
+            lambda params: decoder.decode(params, INPUTS, prompts, 1, prompted=False, num_decodes=2)
+        )
         found = jax.tree.map(np.asarray, run(target.params))
-        expected = sd.generate(target, INPUTS, num_beams=2, max_new_tokens=LENGTH, beam_style="t5x", eos_ids=(1,))
+        expected = sd.generate(
+            target, INPUTS, num_beams=2, max_new_tokens=LENGTH, beam_style="t5x", eos_ids=(1,)
+        )
         np.testing.assert_array_equal(found.tokens[:, -1], expected.tokens)
 
 

@@ -21,7 +21,9 @@ from specdec_jax.speculative.trees import Chains, DynamicTree, Tree
 
 pytestmark = pytest.mark.usefixtures("quick")
 # Every third row is at temperature 0.
-MIXED = sd.SamplingConfig(temperature=[0.0, 1.0, 0.7] * 4, top_k=[0, 0, 6] * 4, top_p=[1.0, 0.9, 1.0] * 4)
+MIXED = sd.SamplingConfig(
+    temperature=[0.0, 1.0, 0.7] * 4, top_k=[0, 0, 6] * 4, top_p=[1.0, 0.9, 1.0] * 4
+)
 SAMPLED = sd.SamplingConfig(temperature=0.9, top_k=9)
 
 
@@ -42,16 +44,30 @@ DRAFTERS = {
     "bigrams": (TARGET, lambda: table(False)),
     "bigrams, drawn": (TARGET, lambda: table(True)),
     "lookup": (TARGET, lambda: sd.PromptLookupDrafter(1)),
-    "two models": (TARGET, lambda: sd.MergedDrafter(sd.ModelDrafter(MODEL), sd.ModelDrafter(OTHER))),
+    "two models": (
+        TARGET,
+        lambda: sd.MergedDrafter(sd.ModelDrafter(MODEL), sd.ModelDrafter(OTHER)),
+    ),
     "early exit and bigrams": (None, lambda: sd.MergedDrafter(table(True), early_exit())),
-    "a copy and a model": (TARGET, lambda: sd.MergedDrafter(sd.PromptLookupDrafter(2), sd.ModelDrafter(MODEL))),
+    "a copy and a model": (
+        TARGET,
+        lambda: sd.MergedDrafter(sd.PromptLookupDrafter(2), sd.ModelDrafter(MODEL)),
+    ),
 }
 
 
 def run(name, sampling=MIXED, speculative=True, **options):
     target, make = DRAFTERS[name]
-    options = dict(max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=(EOS, 8), key=KEY) | options
-    return sd.generate(target or t5(), INPUTS, drafter=make() if speculative else None, sampling=sampling, **options)
+    options = (
+        dict(max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=(EOS, 8), key=KEY) | options
+    )
+    return sd.generate(
+        target or t5(),
+        INPUTS,
+        drafter=make() if speculative else None,
+        sampling=sampling,
+        **options,
+    )
 
 
 @functools.cache
@@ -79,7 +95,8 @@ QUICK = ("early exit", "heads", "bigrams, drawn", "lookup", "two models")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS]
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS],
 )
 def test_coupled_trees_equal_plain_sampling(name):
     """In all rows, with ragged prefixes and limits, with EOS ids inside branches, and with parts of
@@ -124,12 +141,22 @@ def test_early_exits_write_nothing_that_is_read_later():
     for tree in (DynamicTree(2, 12, 3), Tree.uniform((3, 2, 2), children="top")):
         state, request = prepare(t5(), INPUTS, drafter=exit_, tree=tree, **options)
         while not np.all(state.done):
-            dead = np.arange(state.target_cache.layers[0].slots) >= np.asarray(state.lengths)[:, None] - 1
-            junk = lambda x, number: jnp.where(dead[:, None, :, None], number, x)
-            layers = [one.replace(key=junk(one.key, jnp.nan), value=junk(one.value, 1e30))
-                      for one in state.target_cache.layers]  # fmt: skip
+            dead = (
+                np.arange(state.target_cache.layers[0].slots)
+                >= np.asarray(state.lengths)[:, None] - 1
+            )
+
+            def junk(x, number):
+                return jnp.where(dead[:, None, :, None], number, x)
+
+            layers = [
+                one.replace(key=junk(one.key, jnp.nan), value=junk(one.value, 1e30))
+                for one in state.target_cache.layers
+            ]
             cache = state.target_cache.replace(layers=tuple(layers))
-            state = advance(request.network, request.drafter, state.replace(target_cache=cache), np.int32(1))
+            state = advance(
+                request.network, request.drafter, state.replace(target_cache=cache), np.int32(1)
+            )
         np.testing.assert_array_equal(state.tokens[:, 1:9], expected.tokens)
         assert np.sum(state.counts.accepted) > 0
 
@@ -147,17 +174,28 @@ def first_tree(target, drafter, inputs, prefixes, tree, sampling=SAMPLED, iterat
     up to its nodes."""
     prefix = {} if prefixes is None else dict(decoder_prefix=prefixes)
     state, request = prepare(
-        target, inputs, drafter=drafter, tree=tree, sampling=sampling, max_new_tokens=LIMIT, key=KEY,
+        target,
+        inputs,
+        drafter=drafter,
+        tree=tree,
+        sampling=sampling,
+        max_new_tokens=LIMIT,
+        key=KEY,
         **{"eos_ids": (), **prefix, **options},
-    )  # fmt: skip
+    )
     if iterations:
         state = advance(request.network, request.drafter, state, np.int32(iterations))
     rows = np.full(len(inputs), 99, np.int32)
     draft = jax.device_get(drafted(request.drafter, state, rows, rows))
     tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
-    way = lambda row, node: draft.tokens[row, tree.lines[node, 1 : 1 + tree.depths[node]]].tolist()
-    texts = [[[*tokens[row, : lengths[row]].tolist(), *way(row, n)] for n in range(tree.size)]
-             for row in range(len(inputs))]  # fmt: skip
+
+    def way(row, node):
+        return draft.tokens[row, tree.lines[node, 1 : 1 + tree.depths[node]]].tolist()
+
+    texts = [
+        [[*tokens[row, : lengths[row]].tolist(), *way(row, n)] for n in range(tree.size)]
+        for row in range(len(inputs))
+    ]
     return draft, state, texts
 
 
@@ -166,7 +204,12 @@ def test_a_copy_is_looked_up_after_every_node():
     stands there."""
     tree = Tree((0, 0, 0, 1, 1, 2, 4), children="top")
     draft, *_ = first_tree(
-        TARGET, sd.PromptLookupDrafter(2), [[5, 9, 1], [3, 1]], [[5, 6, 7, 5, 6, 8, 5], [4]], tree, sd.SamplingConfig()
+        TARGET,
+        sd.PromptLookupDrafter(2),
+        [[5, 9, 1], [3, 1]],
+        [[5, 6, 7, 5, 6, 8, 5], [4]],
+        tree,
+        sd.SamplingConfig(),
     )
     # After 5: 6 (twice in the output), then 9 (in the input). After "5 6": 8, then 7, then (from "5
     # 6 7") 5.
@@ -181,7 +224,9 @@ def test_a_table_is_looked_up_after_every_node(sampled):
     sequences = [[2, 3, 4], [2, 3, 4], [2, 3, 5], [2, 6, 4], [3, 7], [3, 7], [3, 7]]
     drafter = sd.NGramDrafter.count(sequences, V, 3, sampled=sampled)
     tree = Tree((0, 0, 0, 1, 1, 2, 2), children="top")
-    draft, *_ = first_tree(TARGET, drafter, [[5, 1]], [[2]], tree, sd.SamplingConfig(temperature=0.5))
+    draft, *_ = first_tree(
+        TARGET, drafter, [[5, 1]], [[2]], tree, sd.SamplingConfig(temperature=0.5)
+    )
     np.testing.assert_array_equal(draft.valid[0], [1, 1, 1, 0, 1, 1, 1, 0])
     np.testing.assert_array_equal(draft.tokens[0][draft.valid[0]], [2, 3, 6, 4, 5, 4])
 
@@ -229,7 +274,9 @@ def test_children_have_the_distribution_of_their_own_drafter(kind):
                 owner = tree.ranks[tree.lines[node, 1]] % 2
                 expected = shares(models[owner], row, texts[row][tree.parents[node - 1]])
                 origin = draft.origins[row, node]
-                dist = np.exp(draft.dist.logits[row, origin] - draft.dist.log_normalizer[row, origin])
+                dist = np.exp(
+                    draft.dist.logits[row, origin] - draft.dist.log_normalizer[row, origin]
+                )
                 np.testing.assert_allclose(dist, expected, atol=2e-4)
                 assert expected[draft.tokens[row, node]] > 0
 
@@ -245,7 +292,9 @@ def merged_distribution(verifier: str, run=advance) -> float:
     return g_test(counts, joint_distribution(target, SPREAD))
 
 
-@pytest.mark.parametrize("verifier", ["recursive", pytest.param("traversal", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "verifier", ["recursive", pytest.param("traversal", marks=pytest.mark.slow)]
+)
 def test_distribution_of_merged_trees(verifier):
     assert merged_distribution(verifier) > 1e-9
 
@@ -274,15 +323,39 @@ def test_what_makes_no_sense_is_rejected():
     tree, model, lookup = Tree.uniform((2, 1)), sd.ModelDrafter(MODEL), sd.PromptLookupDrafter()
     two = sd.MergedDrafter(model, table(True))
     for drafter, options, message in (
-        (lookup, dict(tree=Tree.uniform((2, 1), children="drawn")), "children: got 'drawn' with PromptLookupDrafter"),
-        (lookup, dict(tree=Chains(2, 2)), "children: got 'iid' with PromptLookupDrafter, expected 'top'"),
-        (table(False), dict(tree=Tree.uniform((2, 1), verifier="recursive")), "verifier: got 'recursive' with NGram"),
-        (table(False), dict(tree=DynamicTree(2, 2, 4)), "with NGramDrafter, expected a Tree, whose shape is fixed"),
+        (
+            lookup,
+            dict(tree=Tree.uniform((2, 1), children="drawn")),
+            "children: got 'drawn' with PromptLookupDrafter",
+        ),
+        (
+            lookup,
+            dict(tree=Chains(2, 2)),
+            "children: got 'iid' with PromptLookupDrafter, expected 'top'",
+        ),
+        (
+            table(False),
+            dict(tree=Tree.uniform((2, 1), verifier="recursive")),
+            "verifier: got 'recursive' with NGram",
+        ),
+        (
+            table(False),
+            dict(tree=DynamicTree(2, 2, 4)),
+            "with NGramDrafter, expected a Tree, whose shape is fixed",
+        ),
         (two, dict(tree=Chains(2, 2, verifier="kseq")), "verifier: got 'kseq' with MergedDrafter"),
-        (two, dict(tree=Tree.uniform((2, 1), children="mixed")), "children: got 'mixed' with MergedDrafter"),
+        (
+            two,
+            dict(tree=Tree.uniform((2, 1), children="mixed")),
+            "children: got 'mixed' with MergedDrafter",
+        ),
         (two, dict(tree=Tree.chain(3)), "at least two children of node 0"),
         (two, dict(gamma=3), "tree: got None with MergedDrafter"),
-        (sd.MergedDrafter(model, lookup), dict(tree=Tree.uniform((2,), children="drawn")), "expected 'top'"),
+        (
+            sd.MergedDrafter(model, lookup),
+            dict(tree=Tree.uniform((2,), children="drawn")),
+            "expected 'top'",
+        ),
         (sd.AssistedNGramDrafter(), dict(tree=tree), "which drafts chains"),
     ):
         with pytest.raises(ValueError, match=message):

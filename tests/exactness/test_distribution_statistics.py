@@ -71,22 +71,32 @@ def t5_pair():
 
 
 # The functions as they are: some tests put others in their place.
-verify_tokens, random_bits, draw = verifiers.verify_tokens, speculative_draws.random_bits, speculative_draws.draw
+verify_tokens, random_bits, draw = (
+    verifiers.verify_tokens,
+    speculative_draws.random_bits,
+    speculative_draws.draw,
+)
 
 
 FILTERED = SamplingConfig(temperature=1.3, top_k=9, top_p=0.9)
 
 
 @pytest.mark.parametrize(
-    "speculative_", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["speculative", "plain"]
+    "speculative_",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["speculative", "plain"],
 )
 def test_t5_distribution(speculative_):
     target, draft = t5_pair()
     config = SamplingConfig(temperature=1.0)
-    counts, (examined, accepted) = sample(target, ModelDrafter(draft) if speculative_ else None, config, DRAWS)
+    counts, (examined, accepted) = sample(
+        target, ModelDrafter(draft) if speculative_ else None, config, DRAWS
+    )
     assert g_test(counts, joint_distribution(target, config)) > FALSE_ALARM
     if speculative_:
-        assert 0.2 < accepted.sum() / examined.sum() < 0.9, "the test says little where all or nothing is accepted"
+        assert 0.2 < accepted.sum() / examined.sum() < 0.9, (
+            "the test says little where all or nothing is accepted"
+        )
         assert g_test(counts, joint_distribution(draft, config)) < FALSE_ALARM, (
             "and nothing if both distributions were the same"
         )
@@ -146,17 +156,24 @@ def test_acceptance_is_the_sum_of_minima():
     for model in (target, draft):
         decoder = np.concatenate([np.zeros((V, 1), int), np.arange(V)[:, None]], axis=1)
         logits = model.logits(np.tile(INPUTS, (V, 1)), decoder, np.full(V, 3))
-        shares.append(toy.adjusted_probs(logits, FILTERED.temperature, FILTERED.top_k, FILTERED.top_p))
+        shares.append(
+            toy.adjusted_probs(logits, FILTERED.temperature, FILTERED.top_k, FILTERED.top_p)
+        )
     p, q = shares
     both = np.minimum(p, q)
     first = both[0, 0]
     # The second is examined after a first that was accepted and was no EOS.
     reach = np.where(np.arange(V) == EOS, 0, first)
     expected = [first.sum(), reach @ both[:, 1].sum(axis=1) / reach.sum()]
-    once = lambda *args: advance(*args[:3], np.int32(1))
+
+    def once(*args):
+        return advance(*args[:3], np.int32(1))
+
     _, (examined, accepted) = sample(target, ModelDrafter(draft), FILTERED, ROWS * 4, run=once)
     assert examined[0] == ROWS * 4
-    assert abs(examined[1] - examined[0] * reach.sum()) < 6 * np.sqrt(examined[0] * reach.sum() * (1 - reach.sum()))
+    assert abs(examined[1] - examined[0] * reach.sum()) < 6 * np.sqrt(
+        examined[0] * reach.sum() * (1 - reach.sum())
+    )
     for seen, kept, rate in zip(examined, accepted, expected):
         assert 0.2 < rate < 0.9
         assert abs(kept - seen * rate) < 6 * np.sqrt(seen * rate * (1 - rate))
@@ -167,18 +184,27 @@ def test_acceptance_is_the_sum_of_minima():
 
 @pytest.mark.parametrize(
     "verifier, draws",
-    [("block", DRAWS), ("rejection", 4 * ROWS), ("gumbel", 4 * ROWS), (own_parts.MIRRORED, 4 * ROWS)],
+    [
+        ("block", DRAWS),
+        ("rejection", 4 * ROWS),
+        ("gumbel", 4 * ROWS),
+        (own_parts.MIRRORED, 4 * ROWS),
+    ],
 )
 def test_distribution_of_every_verifier(verifier, draws):
     target, draft = hash_pair()
-    counts, (examined, accepted) = sample(target, ModelDrafter(draft), SPREAD, draws, verifier=verifier)
+    counts, (examined, accepted) = sample(
+        target, ModelDrafter(draft), SPREAD, draws, verifier=verifier
+    )
     assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM
     assert 0.1 < accepted.sum() / examined.sum() < 0.9
     assert g_test(counts, joint_distribution(draft, SPREAD)) < FALSE_ALARM
 
 
 def keyed_by_absolute_position(monkeypatch):
-    patched = lambda keys, lengths, offsets, tag: random_bits(keys, lengths * 0, lengths[:, None] + offsets, tag)
+    def patched(keys, lengths, offsets, tag):
+        return random_bits(keys, lengths * 0, lengths[:, None] + offsets, tag)
+
     monkeypatch.setattr(speculative_draws, "random_bits", patched)
 
 
@@ -187,7 +213,9 @@ def test_block_verification_must_not_meet_discarded_draws_again(monkeypatch):
     draw a second time."""
     target, draft = HashModel(V, 0, spread=3.0), HashModel(V, 1, spread=3.0)
     keyed_by_absolute_position(monkeypatch)
-    counts, _ = sample(target, ModelDrafter(draft), SPREAD, 4 * ROWS, run=traced_anew(), verifier="block")
+    counts, _ = sample(
+        target, ModelDrafter(draft), SPREAD, 4 * ROWS, run=traced_anew(), verifier="block"
+    )
     assert g_test(counts, joint_distribution(target, SPREAD)) < FALSE_ALARM
 
 
@@ -195,16 +223,31 @@ OTHER, SAME = HashModel(V, 1, spread=3.0, likeness=0.3), HashModel(V, 0, spread=
 NARROWER, WIDER = HashModel(11, 1, spread=3.0, likeness=0.3), HashModel(23, 2, spread=3.0)
 
 
-@pytest.mark.parametrize("config, drafters", [(SPREAD, (OTHER, SAME)), (FILTERED, (NARROWER, WIDER))])
+@pytest.mark.parametrize(
+    "config, drafters", [(SPREAD, (OTHER, SAME)), (FILTERED, (NARROWER, WIDER))]
+)
 def test_coupled_output_is_that_of_plain_sampling(config, drafters):
     """Token for token, over rows of their own inputs, keys and γ (0 to 5), for every drafter."""
     target, rows, rng = SAME, 2000, np.random.default_rng(0)
     inputs = rng.integers(0, V, size=(rows, 3))
-    options = dict(input_lengths=np.full(rows, 3), sampling=config, verifier="gumbel", max_new_tokens=9, eos_ids=[EOS])
+    options = dict(
+        input_lengths=np.full(rows, 3),
+        sampling=config,
+        verifier="gumbel",
+        max_new_tokens=9,
+        eos_ids=[EOS],
+    )
     plain = generate(target, inputs, key=jax.random.key(3), **options)
     for model in drafters:
         gamma = rng.integers(6, size=rows)
-        found = generate(target, inputs, drafter=ModelDrafter(model), gamma=gamma, key=jax.random.key(3), **options)
+        found = generate(
+            target,
+            inputs,
+            drafter=ModelDrafter(model),
+            gamma=gamma,
+            key=jax.random.key(3),
+            **options,
+        )
         np.testing.assert_array_equal(found.tokens, plain.tokens)
         np.testing.assert_array_equal(found.lengths, plain.lengths)
         np.testing.assert_allclose(found.adjusted_log_probs, plain.adjusted_log_probs, atol=1e-6)
@@ -218,11 +261,20 @@ def test_coupled_acceptance_has_its_closed_form():
     """The first drafted token: the share of equal draws from shared noise, at least (1 − D) / (1 +
     D)."""
     target, draft = hash_pair()
-    p, q = (toy.adjusted_probs(model.logits([INPUTS], [[0]], [3])[0, 0]) for model in (target, draft))
-    once = lambda *args: advance(*args[:3], np.int32(1))
-    _, (examined, accepted) = sample(target, ModelDrafter(draft), SPREAD, ROWS, run=once, verifier="gumbel")
+    p, q = (
+        toy.adjusted_probs(model.logits([INPUTS], [[0]], [3])[0, 0]) for model in (target, draft)
+    )
+
+    def once(*args):
+        return advance(*args[:3], np.int32(1))
+
+    _, (examined, accepted) = sample(
+        target, ModelDrafter(draft), SPREAD, ROWS, run=once, verifier="gumbel"
+    )
     share, distance = toy.coupled_share(p, q), np.abs(p - q).sum() / 2
-    assert examined[0] == ROWS and abs(accepted[0] - ROWS * share) < 6 * np.sqrt(ROWS * share * (1 - share))
+    assert examined[0] == ROWS and abs(accepted[0] - ROWS * share) < 6 * np.sqrt(
+        ROWS * share * (1 - share)
+    )
     assert (1 - distance) / (1 + distance) <= share <= 1 - distance
 
 
@@ -254,27 +306,38 @@ def always_accept(monkeypatch):
 
 
 def tag_shared(a, b):
-    return lambda monkeypatch: monkeypatch.setattr(speculative_draws, a, getattr(speculative_draws, b))
+    return lambda monkeypatch: monkeypatch.setattr(
+        speculative_draws, a, getattr(speculative_draws, b)
+    )
 
 
 def same_at_every_offset(monkeypatch):
-    patched = lambda keys, lengths, offsets, tag: random_bits(keys, lengths, offsets * 0, tag)
+    def patched(keys, lengths, offsets, tag):
+        return random_bits(keys, lengths, offsets * 0, tag)
+
     monkeypatch.setattr(speculative_draws, "random_bits", patched)
 
 
 def same_at_every_iteration(monkeypatch):
-    patched = lambda keys, lengths, offsets, tag: random_bits(keys, lengths * 0, offsets, tag)
+    def patched(keys, lengths, offsets, tag):
+        return random_bits(keys, lengths * 0, offsets, tag)
+
     monkeypatch.setattr(speculative_draws, "random_bits", patched)
 
 
 def draft_by_argmax(monkeypatch):
     """The drafter returns its softmax distribution but drafts the most probable id."""
-    monkeypatch.setattr(speculative_draws, "draw", lambda weights, random: distributions.argmax(weights))
+    monkeypatch.setattr(
+        speculative_draws, "draw", lambda weights, random: distributions.argmax(weights)
+    )
 
 
 def draft_from_another_distribution(monkeypatch):
     """The distribution that is returned lacks the filters that the draft was drawn with."""
-    cut = lambda weights, random: draw(jax.numpy.where(weights < 0.1, 0, weights), random)
+
+    def cut(weights, random):
+        return draw(jax.numpy.where(weights < 0.1, 0, weights), random)
+
     monkeypatch.setattr(speculative_draws, "draw", cut)
 
 

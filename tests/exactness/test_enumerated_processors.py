@@ -18,7 +18,9 @@ SIZES = [(2, 3, 6), (3, 2, 5), (3, 3, 6), (4, 3, 5)]
 def even_only(prefix, logits):
     """A grammar: an id is followed by one of the other parity, as far as there is one."""
     found = logits.copy()
-    found[[token for token in range(len(found)) if len(prefix) > 1 and (token - prefix[-1]) % 2 == 0]] = -np.inf
+    found[
+        [token for token in range(len(found)) if len(prefix) > 1 and (token - prefix[-1]) % 2 == 0]
+    ] = -np.inf
     return found
 
 
@@ -36,10 +38,18 @@ PROCESSORS = {
     "synthetic": dict(forced_tokens={1: 0}),
     "own": dict(processor=even_only),
     "all": dict(
-        temperature=1.3, top_k=3, top_p=0.9, min_p=0.05, repetition_penalty=1.5, no_repeat_ngram=3, min_new_tokens=1,
-        logit_bias={0: 0.5}, forced_tokens={3: 0}, processor=even_only,
+        temperature=1.3,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.05,
+        repetition_penalty=1.5,
+        no_repeat_ngram=3,
+        min_new_tokens=1,
+        logit_bias={0: 0.5},
+        forced_tokens={3: 0},
+        processor=even_only,
     ),
-}  # fmt: skip
+}
 
 
 def under(options: dict, dist):
@@ -47,8 +57,14 @@ def under(options: dict, dist):
 
     def adjusted(prefix):
         probs = dist(prefix)
-        size = {"vocabulary_mask": options["vocabulary_mask"][: len(probs)]} if "vocabulary_mask" in options else {}
-        return toy_processors.dist(np.log(probs), [0, *prefix], new=len(prefix), eos_ids=EOS, **{**options, **size})
+        size = (
+            {"vocabulary_mask": options["vocabulary_mask"][: len(probs)]}
+            if "vocabulary_mask" in options
+            else {}
+        )
+        return toy_processors.dist(
+            np.log(probs), [0, *prefix], new=len(prefix), eos_ids=EOS, **{**options, **size}
+        )
 
     return functools.cache(adjusted)
 
@@ -89,5 +105,7 @@ def test_a_drafter_without_the_processors_is_judged_by_its_own_distribution(veri
     distribution is the one it drew from."""
     raw = [toy.table_distribution(3, seed) for seed in (21, 22)]
     target, draft = under(PROCESSORS["all"], raw[0]), raw[1]
-    found = toy.speculative_distribution(target, draft, 3, 4, EOS, Rule(verifier=ENUMERATED[verifier]))
+    found = toy.speculative_distribution(
+        target, draft, 3, 4, EOS, Rule(verifier=ENUMERATED[verifier])
+    )
     assert toy.total_variation(found, toy.complete({(): 1.0}, target, 4, EOS)) < 1e-12

@@ -20,7 +20,9 @@ import specdec_jax as sd
 V, LIMIT, GAMMA = 24, 10, 3
 INPUTS = [[3, 4, 5, 4, 1], [7, 1], [9, 2, 9, 2, 1], [6, 8, 11, 1]]
 PREFIXES = [[4, 2], [], [11, 9, 2, 9], [5]]  # 0 to 4 tokens: what a drafter has to go by
-SAMPLING = sd.SamplingConfig(temperature=[0.0, 1.0, 0.7, 0.0], top_k=[0, 0, 6, 0], top_p=[1.0, 1.0, 0.9, 1.0])
+SAMPLING = sd.SamplingConfig(
+    temperature=[0.0, 1.0, 0.7, 0.0], top_k=[0, 0, 6, 0], top_p=[1.0, 1.0, 0.9, 1.0]
+)
 ARGMAX = [0, 3]
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -54,15 +56,24 @@ DRAFTERS = {
     "random": lambda: sd.RandomDrafter(V),
     "from outside": own_parts.RepeatDrafter,
     "vertical cascade": lambda: sd.VerticalCascade(sd.ModelDrafter(similar()), table(2, False), 2),
-    "horizontal cascade": lambda: sd.HorizontalCascade(sd.ModelDrafter(similar()), table(2, True), 2),
+    "horizontal cascade": lambda: sd.HorizontalCascade(
+        sd.ModelDrafter(similar()), table(2, True), 2
+    ),
 }
 
 
 def run(drafter, verifier: str | sd.Verifier, sampling=SAMPLING):
     return sd.generate(
-        target(), INPUTS, drafter=drafter, gamma=GAMMA, verifier=verifier, sampling=sampling, decoder_prefix=PREFIXES,
-        max_new_tokens=LIMIT, key=jax.random.key(5),
-    )  # fmt: skip
+        target(),
+        INPUTS,
+        drafter=drafter,
+        gamma=GAMMA,
+        verifier=verifier,
+        sampling=sampling,
+        decoder_prefix=PREFIXES,
+        max_new_tokens=LIMIT,
+        key=jax.random.key(5),
+    )
 
 
 @functools.cache
@@ -94,4 +105,6 @@ def test_the_table_has_every_drafter():
     """Of those that draft chains; for trees there is `test_tree_drafters.py`."""
     exported = {name for name in sd.__all__ if name.endswith(("Drafter", "Cascade"))} - {"Drafter"}
     exported = {name for name in exported if getattr(sd, name).drafts_chains}
-    assert exported == {type(make()).__name__ for name, make in DRAFTERS.items() if name != "from outside"}
+    assert exported == {
+        type(make()).__name__ for name, make in DRAFTERS.items() if name != "from outside"
+    }

@@ -5,7 +5,9 @@ import pathlib
 import re
 
 HERE = pathlib.Path(__file__).parent
-ROWS = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \|$", (HERE / "PITFALLS.md").read_text(encoding="utf-8"), re.M)
+ROWS = re.findall(
+    r"^\| (\d+) \| ([^|]+) \| ([^|]+) \|$", (HERE / "PITFALLS.md").read_text(encoding="utf-8"), re.M
+)
 
 
 def test_every_row_is_covered():
@@ -17,7 +19,11 @@ def test_every_row_is_covered():
 def test_the_named_tests_exist():
     for number, _, tests in ROWS:
         for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", tests):
-            functions = {node.name for node in ast.walk(ast.parse(next(HERE.parent.rglob(file)).read_text(encoding=
-                "utf-8")))
-                         if isinstance(node, ast.FunctionDef)}  # fmt: skip
+            functions = {
+                node.name
+                for node in ast.walk(
+                    ast.parse(next(HERE.parent.rglob(file)).read_text(encoding="utf-8"))
+                )
+                if isinstance(node, ast.FunctionDef)
+            }
             assert name in functions, f"row {number}: no {name} in {file}"

@@ -5,13 +5,28 @@ import pytest
 import toy
 import tree_reference as ref
 from enumerations import dists
-from tree_policies import Slow, confidence, confidence_of, cost_aware, dist, entropy, entropy_bound, heuristic
+from tree_policies import (
+    Slow,
+    confidence,
+    confidence_of,
+    cost_aware,
+    dist,
+    entropy,
+    entropy_bound,
+    heuristic,
+)
 from tree_reference import Plan
 
 from specdec_jax.speculative.policies import POLICIES
 from specdec_jax.speculative.trees import CHILDREN
 
-PAIRS = [(kind, name) for kind in CHILDREN if kind != "gumbel" for name in CHILDREN[kind] if name != "gumbel"]
+PAIRS = [
+    (kind, name)
+    for kind in CHILDREN
+    if kind != "gumbel"
+    for name in CHILDREN[kind]
+    if name != "gumbel"
+]
 QUICK = {("drawn", "traversal"), ("mixed", "mixed")}
 # Parents of nodes 1, 2 … of two levels, and of three.
 WIDE, DEEP = (0, 0, 1, 1, 2, 2), (0, 1, 0, 2, 3)
@@ -20,7 +35,9 @@ CHOICES = {
     "entropy": lambda parents: entropy(len(parents)),
     "entropy_bound": lambda parents: entropy_bound(0.5, 0.35),
     "confidence": lambda parents: confidence(0.3),
-    "cost_aware": lambda parents: cost_aware(parents, len(parents), cost_ratio=0.2, verify_cost=2.5, weight=0.5),
+    "cost_aware": lambda parents: cost_aware(
+        parents, len(parents), cost_ratio=0.2, verify_cost=2.5, weight=0.5
+    ),
 }
 
 
@@ -38,13 +55,16 @@ def distance(kind, verifier, parents, policy, vocab, limit, iterations, zeros=0.
 
 @pytest.mark.parametrize("parents, vocab, limit, iterations", [(WIDE, 3, 4, 2), (DEEP, 2, 6, 3)])
 @pytest.mark.parametrize(
-    "kind, verifier", [pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
+    "kind, verifier",
+    [pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS],
 )
 @pytest.mark.parametrize("name", CHOICES)
 def test_distribution_is_the_targets(name, kind, verifier, parents, vocab, limit, iterations):
     policy = CHOICES[name](parents)
     for zeros, eos in ((0.0, set()), (0.5, {0})):
-        assert distance(kind, verifier, parents, policy, vocab, limit, iterations, zeros, eos) < 1e-12
+        assert (
+            distance(kind, verifier, parents, policy, vocab, limit, iterations, zeros, eos) < 1e-12
+        )
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -81,7 +101,11 @@ def by_siblings(tree, node, children):
 
 def by_the_target(tree, node, children):
     """Drafts what the target would accept."""
-    return [child for child in children if tree.p(node)[tree.tokens[child]] >= tree.q(child)[tree.tokens[child]]]
+    return [
+        child
+        for child in children
+        if tree.p(node)[tree.tokens[child]] >= tree.q(child)[tree.tokens[child]]
+    ]
 
 
 def by_what_follows(tree, node, children):
@@ -89,11 +113,18 @@ def by_what_follows(tree, node, children):
     return children if any(tree.tokens[child] == 0 for child in children) else []
 
 
-@pytest.mark.parametrize("kind, verifier, heed", [
-    ("drawn", "recursive", after_a_look), ("drawn", "traversal", after_a_look), ("mixed", "mixed", after_a_look),
-    pytest.param("iid", "kseq", after_a_look, marks=pytest.mark.slow), ("iid", "kseq", by_siblings),
-    ("drawn", "recursive", by_the_target),
-    ("iid", "traversal", by_the_target), ("drawn", "traversal", by_what_follows),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, verifier, heed",
+    [
+        ("drawn", "recursive", after_a_look),
+        ("drawn", "traversal", after_a_look),
+        ("mixed", "mixed", after_a_look),
+        pytest.param("iid", "kseq", after_a_look, marks=pytest.mark.slow),
+        ("iid", "kseq", by_siblings),
+        ("drawn", "recursive", by_the_target),
+        ("iid", "traversal", by_the_target),
+        ("drawn", "traversal", by_what_follows),
+    ],
+)
 def test_enumeration_catches(kind, verifier, heed):
     assert distance(kind, verifier, WIDE, Slow(heed=heed), 3, 4, 2) > 0.01

@@ -15,8 +15,15 @@ from tree_reference import Plan
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
 from specdec_jax.speculative.trees import CHILDREN, LOSSY_TREES
 
-PAIRS = [(kind, verifier) for kind, verifiers in CHILDREN.items() for verifier in verifiers if verifier != "gumbel"]
-every_pair = pytest.mark.parametrize("kind, verifier", [pair for pair in PAIRS if pair[0] != "gumbel"])
+PAIRS = [
+    (kind, verifier)
+    for kind, verifiers in CHILDREN.items()
+    for verifier in verifiers
+    if verifier != "gumbel"
+]
+every_pair = pytest.mark.parametrize(
+    "kind, verifier", [pair for pair in PAIRS if pair[0] != "gumbel"]
+)
 # Parents of nodes 1, 2 …
 SHAPES = {
     "2": (0, 0),
@@ -61,8 +68,12 @@ def distance(target, drafters, plan, limit, eos=frozenset(), **more):
 
 def test_every_verifier_is_here():
     assert {*ref.VERIFIERS, *LOSSY_TREES} == set(TREE_VERIFIERS)
-    assert {verifier for verifiers in CHILDREN.values() for verifier in verifiers} == set(ref.VERIFIERS)
-    assert {name for name, verifier in TREE_VERIFIERS.items() if not verifier.exact} == set(LOSSY_TREES)
+    assert {verifier for verifiers in CHILDREN.values() for verifier in verifiers} == set(
+        ref.VERIFIERS
+    )
+    assert {name for name, verifier in TREE_VERIFIERS.items() if not verifier.exact} == set(
+        LOSSY_TREES
+    )
 
 
 @pytest.mark.parametrize("vocab, shape, limit", SIZES)
@@ -71,7 +82,9 @@ def test_distribution_of_two_iterations_is_the_targets(kind, verifier, vocab, sh
     """With zeros p(x) = 0, q(x) = 0 and disjoint supports occur; EOS, limit and budget cut
     branches."""
     size = len(SHAPES[shape])
-    for zeros, (eos, budget) in itertools.product((0.0, 0.5), [(set(), size), ({0}, size), ({0, 1}, size - 1)]):
+    for zeros, (eos, budget) in itertools.product(
+        (0.0, 0.5), [(set(), size), ({0}, size), ({0, 1}, size - 1)]
+    ):
         target, draft = dists(vocab, zeros)
         plan = Plan(SHAPES[shape], kind, ref.VERIFIERS[verifier], budget=budget)
         others = (target, toy.one_hot(draft), away(target)) if (vocab, shape) == (3, "2, 1") else ()
@@ -109,7 +122,9 @@ def test_gumbel_coupling_gives_the_plain_sample(kind):
                 return np.eye(3)[np.argmax(np.log(target(prefix)) + noise[len(prefix)])]
 
         plan = Plan(SHAPES["2, 2"], kind, ref.VERIFIERS["gumbel"])
-        found = ref.speculative_distribution(target, [draft], plan, 4, {0}, iterations=4, noise=noise)
+        found = ref.speculative_distribution(
+            target, [draft], plan, 4, {0}, iterations=4, noise=noise
+        )
         assert toy.total_variation(found, toy.complete({(): 1.0}, plain, 4, {0})) < 1e-12
 
 
@@ -124,13 +139,19 @@ def test_children_by_noise_may_be_judged_as_points():
 
 
 @pytest.mark.parametrize(
-    "kind, verifier", [pair for pair in PAIRS if pair[0] in ("top", "drawn", "iid") and pair[1] != "kseq"]
+    "kind, verifier",
+    [pair for pair in PAIRS if pair[0] in ("top", "drawn", "iid") and pair[1] != "kseq"],
 )
 def test_distribution_with_children_of_two_drafters(kind, verifier):
     """Siblings may come from different distributions, each verified against its own; their tokens
     may be equal."""
     target, draft = dists(3)
-    for other in (toy.table_distribution(3, 13), toy.table_distribution(3, 14, 0.5), target, toy.one_hot(draft)):
+    for other in (
+        toy.table_distribution(3, 13),
+        toy.table_distribution(3, 14, 0.5),
+        target,
+        toy.one_hot(draft),
+    ):
         for origins in ((0, 1, 0, 1), (1, 0, 0, 0), (0, 1, 1, 0)):
             plan = Plan(SHAPES["2, 1"], kind, ref.VERIFIERS[verifier], origins)
             assert distance(target, [draft, other], plan, 4, {0}) < 1e-12
@@ -216,41 +237,77 @@ def noise_of_the_draft(key):
 
 
 TWO_TWO, CHAINS = SHAPES["2, 2"], SHAPES["2, 1"]
-RECURSIVE, TRAVERSAL, KSEQ, MIXED = (ref.VERIFIERS[name] for name in ("recursive", "traversal", "kseq", "mixed"))
+RECURSIVE, TRAVERSAL, KSEQ, MIXED = (
+    ref.VERIFIERS[name] for name in ("recursive", "traversal", "kseq", "mixed")
+)
 constant = functools.partial(ref.k_sequences, count=lambda children: 2)
 # name: (the right plan, what is wrong)
 MUTANTS = {
-    "recursive, s not renormalised": (Plan(TWO_TWO, "drawn", RECURSIVE), dict(node_outcomes=not_renormalised)),
-    "drawn children sorted by q": (Plan(TWO_TWO, "drawn", RECURSIVE), dict(heed=sorted_by_distribution)),
-    "drawn children sorted by q, traversal": (Plan(TWO_TWO, "drawn", TRAVERSAL), dict(heed=sorted_by_distribution)),
-    "drawn children pruned by q": (Plan(TWO_TWO, "drawn", RECURSIVE), dict(heed=pruned_by_distribution)),
-    "a drawn last child pruned by q": (Plan(TWO_TWO, "mixed", MIXED), dict(heed=pruned_by_distribution)),
+    "recursive, s not renormalised": (
+        Plan(TWO_TWO, "drawn", RECURSIVE),
+        dict(node_outcomes=not_renormalised),
+    ),
+    "drawn children sorted by q": (
+        Plan(TWO_TWO, "drawn", RECURSIVE),
+        dict(heed=sorted_by_distribution),
+    ),
+    "drawn children sorted by q, traversal": (
+        Plan(TWO_TWO, "drawn", TRAVERSAL),
+        dict(heed=sorted_by_distribution),
+    ),
+    "drawn children pruned by q": (
+        Plan(TWO_TWO, "drawn", RECURSIVE),
+        dict(heed=pruned_by_distribution),
+    ),
+    "a drawn last child pruned by q": (
+        Plan(TWO_TWO, "mixed", MIXED),
+        dict(heed=pruned_by_distribution),
+    ),
     "i.i.d. children pruned by q": (Plan(CHAINS, "iid", KSEQ), dict(heed=pruned_by_distribution)),
     "sampled children reranked": (Plan(TWO_TWO, "drawn", RECURSIVE), dict(heed=reranked)),
-    "sampled children reranked, traversal": (Plan(TWO_TWO, "drawn", TRAVERSAL), dict(heed=reranked)),
+    "sampled children reranked, traversal": (
+        Plan(TWO_TWO, "drawn", TRAVERSAL),
+        dict(heed=reranked),
+    ),
     "k-SEQ, duplicates skipped": (Plan(CHAINS, "iid", KSEQ), dict(heed=without_duplicates)),
     "k-SEQ, k constant": (Plan(CHAINS, "iid", KSEQ), dict(verify=ref.walk(constant))),
-    "i.i.d. recursion, duplicates skipped": (Plan(CHAINS, "iid", RECURSIVE), dict(heed=without_duplicates)),
+    "i.i.d. recursion, duplicates skipped": (
+        Plan(CHAINS, "iid", RECURSIVE),
+        dict(heed=without_duplicates),
+    ),
     "best of two chains by algorithm 1": (Plan(CHAINS, "iid", RECURSIVE), dict(verify=best_chain)),
     "traversal, α not updated": (
-        Plan(TWO_TWO, "drawn", TRAVERSAL), dict(verify=functools.partial(TRAVERSAL, updates=False)),
+        Plan(TWO_TWO, "drawn", TRAVERSAL),
+        dict(verify=functools.partial(TRAVERSAL, updates=False)),
     ),
-    "traversal, q not renormalised": (Plan(TWO_TWO, "drawn", TRAVERSAL), dict(node_outcomes=not_renormalised)),
+    "traversal, q not renormalised": (
+        Plan(TWO_TWO, "drawn", TRAVERSAL),
+        dict(node_outcomes=not_renormalised),
+    ),
     "traversal, what is left without α": (
-        Plan(TWO_TWO, "drawn", TRAVERSAL), dict(verify=functools.partial(TRAVERSAL, scaled=False)),
+        Plan(TWO_TWO, "drawn", TRAVERSAL),
+        dict(verify=functools.partial(TRAVERSAL, scaled=False)),
     ),
     "siblings share a uniform": (Plan(TWO_TWO, "drawn", RECURSIVE), dict(share=by_depth)),
     "i.i.d. siblings share a uniform": (Plan(CHAINS, "iid", KSEQ), dict(share=by_depth)),
-    "nodes of a depth share a uniform, traversal": (Plan(TWO_TWO, "drawn", TRAVERSAL), dict(share=by_depth)),
-    "draft and residual share randomness": (Plan((0, 1), "drawn", RECURSIVE), dict(share=noise_of_the_draft)),
+    "nodes of a depth share a uniform, traversal": (
+        Plan(TWO_TWO, "drawn", TRAVERSAL),
+        dict(share=by_depth),
+    ),
+    "draft and residual share randomness": (
+        Plan((0, 1), "drawn", RECURSIVE),
+        dict(share=noise_of_the_draft),
+    ),
     "one q for two drafters": (
-        Plan((0, 0, 1, 2), "drawn", RECURSIVE, origins=(0, 1, 1, 0)), dict(node_outcomes=by_the_first_drafter),
+        Plan((0, 0, 1, 2), "drawn", RECURSIVE, origins=(0, 1, 1, 0)),
+        dict(node_outcomes=by_the_first_drafter),
     ),
     "one q for two drafters, traversal": (
-        Plan((0, 0, 1, 2), "drawn", TRAVERSAL, origins=(0, 1, 1, 0)), dict(node_outcomes=by_the_first_drafter),
+        Plan((0, 0, 1, 2), "drawn", TRAVERSAL, origins=(0, 1, 1, 0)),
+        dict(node_outcomes=by_the_first_drafter),
     ),
     "children of an EOS": (Plan(TWO_TWO, "mixed", MIXED), dict(past_eos=True)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -283,7 +340,9 @@ def test_which_verifier_accepts_more(vocab, shape):
     assert np.all(np.max(gains, axis=0) > 0.02)
 
 
-@pytest.mark.parametrize("kind, verifier", [pair for pair in PAIRS if pair[1] != "point"] + [("top", "point")])
+@pytest.mark.parametrize(
+    "kind, verifier", [pair for pair in PAIRS if pair[1] != "point"] + [("top", "point")]
+)
 def test_acceptance_at_one_node(kind, verifier):
     """The closed forms, against enumeration."""
     for vocab, count, zeros, seed in itertools.product((2, 3, 5), (1, 2, 3), (0.0, 0.5), range(3)):
@@ -311,7 +370,9 @@ def test_typical_acceptance_favours_no_improbable_token():
     for kind, zeros in itertools.product(("top", "drawn", "iid"), (0.0, 0.5)):
         target, draft = dists(3, zeros)
         plan = Plan(SHAPES["2, 2"], kind, ref.typical(EPSILON, DELTA))
-        for prefix, following in toy.conditionals(ref.speculative_distribution(target, [draft], plan, 4, {0})):
+        for prefix, following in toy.conditionals(
+            ref.speculative_distribution(target, [draft], plan, 4, {0})
+        ):
             p = target(prefix)
             threshold = toy.typical_threshold(p, EPSILON, DELTA)
             assert all(prob <= p[x] + 1e-12 or p[x] > threshold for x, prob in following.items())

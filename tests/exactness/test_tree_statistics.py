@@ -5,7 +5,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distribution_samples import DRAWS, FALSE_ALARM, SPREAD, g_test, hash_pair, joint_distribution, sample, traced_anew
+from distribution_samples import (
+    DRAWS,
+    FALSE_ALARM,
+    SPREAD,
+    g_test,
+    hash_pair,
+    joint_distribution,
+    sample,
+    traced_anew,
+)
 
 import specdec_jax as sd
 from specdec_jax.drafters import tree_levels
@@ -30,12 +39,15 @@ def sampled(tree, draws, **options):
     target, draft = hash_pair()
     how = {"verifier": "block", "gamma": "auto", "tree": tree, **options}
     counts, (examined, accepted) = sample(target, ModelDrafter(draft), SPREAD, draws, **how)
-    assert 0.1 < accepted.sum() / examined.sum() < 0.98, "the test says little where all or nothing is accepted"
+    assert 0.1 < accepted.sum() / examined.sum() < 0.98, (
+        "the test says little where all or nothing is accepted"
+    )
     return g_test(counts, joint_distribution(target, SPREAD))
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TREES]
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TREES],
 )
 def test_distribution_of_every_verifier(name):
     assert sampled(TREES[name], DRAWS) > FALSE_ALARM
@@ -46,7 +58,12 @@ def test_distribution_of_every_verifier(name):
 
 def shared_noise(keys, lengths, offsets, tag):
     """The children and what corrects them are drawn with the same words."""
-    return random_bits(keys, lengths, offsets, speculative_draws.DRAFT if tag == speculative_draws.RESIDUAL else tag)
+    return random_bits(
+        keys,
+        lengths,
+        offsets,
+        speculative_draws.DRAFT if tag == speculative_draws.RESIDUAL else tag,
+    )
 
 
 def by_depth(keys, lengths, offsets, tag):
@@ -96,11 +113,18 @@ def two_tokens(**options):
     """The first two ids of so many samples."""
     found = [
         sd.generate(
-            sd.load("ende/target"), [TEXT], drafter=sd.ModelDrafter(sd.load("ende/drafter")), sampling=SPREAD,
-            num_samples=AT_ONCE, max_new_tokens=3, key=jax.random.key(seed), eos_ids=(), **options,
+            sd.load("ende/target"),
+            [TEXT],
+            drafter=sd.ModelDrafter(sd.load("ende/drafter")),
+            sampling=SPREAD,
+            num_samples=AT_ONCE,
+            max_new_tokens=3,
+            key=jax.random.key(seed),
+            eos_ids=(),
+            **options,
         ).tokens[:, :2]
         for seed in range(SAMPLES // AT_ONCE)
-    ]  # fmt: skip
+    ]
     return np.concatenate(found)
 
 
@@ -118,11 +142,15 @@ def test_distribution_of_the_bundled_pair(tree):
 
     def dist(*before):
         ids = np.array([target.vocabulary.encode(TEXT) + list(target.eos_ids[:1])])
-        logits = np.asarray(target.logits(ids, np.array([[target.start_token, *before]])))[0, -1].astype(np.float64)
+        logits = np.asarray(target.logits(ids, np.array([[target.start_token, *before]])))[
+            0, -1
+        ].astype(np.float64)
         weights = np.exp(logits - logits.max())
         return weights / weights.sum()
 
     assert g_test(first, dist()) > FALSE_ALARM and g_test(second, dist(top)) > FALSE_ALARM
-    forced = two_tokens(gamma=1, verifier="synthetic", synthetic_alpha=1.0)  # the drafter's own distribution
+    forced = two_tokens(
+        gamma=1, verifier="synthetic", synthetic_alpha=1.0
+    )  # the drafter's own distribution
     others = np.bincount(forced[:, 0], minlength=vocab) + 1e-3
     assert g_test(first, others / others.sum()) < FALSE_ALARM

@@ -32,7 +32,9 @@ WITH_UNIFORMS = ("mixed", "recursive", "kseq", "traversal")
 
 def verify(name, kind, draft, target, draws):
     asked = {"typical_epsilon": EPSILON, "typical_delta": DELTA}
-    asked = {key: jnp.full(len(draft.tokens), value, target.logits.dtype) for key, value in asked.items()}
+    asked = {
+        key: jnp.full(len(draft.tokens), value, target.logits.dtype) for key, value in asked.items()
+    }
     verify = jax.jit(TREE_VERIFIERS[name].verify, static_argnums=2)
     return jax.device_get(verify(target, draft, kind, draws, asked))
 
@@ -49,14 +51,18 @@ def test_jax_takes_the_enumerated_decisions(kind, dtype):
     batches = [cases(tree, 100, seed) for seed, tree in enumerate(TREES)]
     rows = [(tree, row) for tree, batch in zip(TREES, batches) for row in batch]
     with float64(dtype == "float64"):
-        draft, target = stacked(*(drafted(kind, tree, batch, EOS, dtype) for tree, batch in zip(TREES, batches)))
+        draft, target = stacked(
+            *(drafted(kind, tree, batch, EOS, dtype) for tree, batch in zip(TREES, batches))
+        )
         draws = randomness([row for _, row in rows], dtype)
         for name in (*CHILDREN[kind], *LOSSY_TREES):
             found = verify(name, kind, draft, target, draws)
             plans = {tree: ref.Plan(tree.parents, kind, REFERENCES[name]) for tree in TREES}
             expected = [row.decide(plans[tree], EOS) for tree, row in rows]
             assert committed(draft, found) == expected
-            assert {len(tokens) for tokens in expected} >= {1, 2, 3}, "nearly every number of accepted tokens occurs"
+            assert {len(tokens) for tokens in expected} >= {1, 2, 3}, (
+                "nearly every number of accepted tokens occurs"
+            )
             if name in WITH_UNIFORMS:
                 below = copy.deepcopy(rows)
                 for _, row in below:
@@ -65,7 +71,8 @@ def test_jax_takes_the_enumerated_decisions(kind, dtype):
 
 
 @pytest.mark.parametrize(
-    "kind, name", [("drawn", "recursive"), ("drawn", "traversal"), ("iid", "recursive"), ("top", "point")]
+    "kind, name",
+    [("drawn", "recursive"), ("drawn", "traversal"), ("iid", "recursive"), ("top", "point")],
 )
 def test_jax_judges_children_of_two_drafters_by_their_own_distributions(kind, name):
     tree, origins = Tree((0, 0, 0, 0, 1, 1, 2, 3, 5)), (0, 1, 0, 1, 0, 1, 1, 0, 0)
@@ -94,7 +101,9 @@ def chain(kind):
     """Random distributions with ties and zeros, equal ones among them, and drafts of every length,
     as chain and as tree."""
     rng = np.random.default_rng(0)
-    weights = rng.choice([0.0, 1.0, 1.0, 2.5, 1e-6], size=(2, BATCH, GAMMA + 1, SIZE)) * rng.random(SIZE)
+    weights = rng.choice([0.0, 1.0, 1.0, 2.5, 1e-6], size=(2, BATCH, GAMMA + 1, SIZE)) * rng.random(
+        SIZE
+    )
     weights[..., 3] += 1e-3
     p, q = weights / weights.sum(axis=-1, keepdims=True)
     q = np.where(rng.random((BATCH, 1, 1)) < 0.3, p, q)[:, :GAMMA]
@@ -104,33 +113,49 @@ def chain(kind):
     target = target._replace(log_normalizer=target.log_normalizer + np.float32(3e-7))
     noise = jnp.asarray(rng.gumbel(size=p.shape), jnp.float32)
     random_bits = rng.integers(0, 2**32, (BATCH, GAMMA, 1, 2), np.uint32)
-    tokens = jax.jit(choose_children, static_argnums=(0, 2))(kind, dist, (1,) * GAMMA, random_bits, noise[:, :-1])[
-        ..., 0
-    ]
+    tokens = jax.jit(choose_children, static_argnums=(0, 2))(
+        kind, dist, (1,) * GAMMA, random_bits, noise[:, :-1]
+    )[..., 0]
     wanted = rng.integers(GAMMA + 1, size=BATCH).astype(np.int32)
     accept = rng.choice([0, 0.3, 0.6, 1 - 2**-24], (BATCH, GAMMA))
     draws = Randomness(
-        jnp.asarray(accept, jnp.float32), rng.integers(0, 2**32, (BATCH, GAMMA + 1, 2), np.uint32), noise
+        jnp.asarray(accept, jnp.float32),
+        rng.integers(0, 2**32, (BATCH, GAMMA + 1, 2), np.uint32),
+        noise,
     )
     tree = Tree.chain(GAMMA, children=kind)
     draft = TreeDraft(
-        jnp.pad(tokens, ((0, 0), (1, 0))), tree.branches(BATCH), jnp.arange(GAMMA + 1) <= wanted[:, None], dist,
-        jnp.broadcast_to(jnp.maximum(jnp.arange(GAMMA + 1) - 1, 0), (BATCH, GAMMA + 1)), jnp.asarray(wanted),
-    )  # fmt: skip
+        jnp.pad(tokens, ((0, 0), (1, 0))),
+        tree.branches(BATCH),
+        jnp.arange(GAMMA + 1) <= wanted[:, None],
+        dist,
+        jnp.broadcast_to(jnp.maximum(jnp.arange(GAMMA + 1) - 1, 0), (BATCH, GAMMA + 1)),
+        jnp.asarray(wanted),
+    )
     return target, dist, tokens, wanted, draws, draft
 
 
 @pytest.mark.parametrize(
     "kind, name, same",
     [
-        ("mixed", "mixed", "token"), ("drawn", "recursive", "token"), ("iid", "recursive", "token"),
-        ("drawn", "traversal", "block"), ("iid", "traversal", "block"), ("gumbel", "gumbel", "gumbel"),
+        ("mixed", "mixed", "token"),
+        ("drawn", "recursive", "token"),
+        ("iid", "recursive", "token"),
+        ("drawn", "traversal", "block"),
+        ("iid", "traversal", "block"),
+        ("gumbel", "gumbel", "gumbel"),
         ("drawn", "typical", "typical"),
     ],
-)  # fmt: skip
+)
 def test_one_branch_is_judged_as_the_chain(kind, name, same):
     target, dist, tokens, wanted, draws, draft = chain(kind)
-    found = verify(name, kind, draft, target, TreeRandomness(jnp.pad(draws.accept, ((0, 0), (1, 0))), *draws[1:]))
+    found = verify(
+        name,
+        kind,
+        draft,
+        target,
+        TreeRandomness(jnp.pad(draws.accept, ((0, 0), (1, 0))), *draws[1:]),
+    )
     asked = {"typical_epsilon": EPSILON, "typical_delta": DELTA}
     asked = {key: jnp.full(BATCH, value, jnp.float32) for key, value in asked.items()}
     expected = jax.jit(VERIFIERS[same].verify)(target, dist, tokens, wanted, draws, asked)
@@ -138,7 +163,8 @@ def test_one_branch_is_judged_as_the_chain(kind, name, same):
     np.testing.assert_array_equal(found.next_token, expected.next_token)
     accepted_text = np.arange(GAMMA + 1) <= found.num_accepted[:, None]
     np.testing.assert_array_equal(
-        found.path[accepted_text], np.broadcast_to(np.arange(GAMMA + 1), accepted_text.shape)[accepted_text]
+        found.path[accepted_text],
+        np.broadcast_to(np.arange(GAMMA + 1), accepted_text.shape)[accepted_text],
     )
     assert len(np.unique(found.num_accepted)) == GAMMA + 1
 
@@ -155,13 +181,18 @@ def test_a_distribution_that_is_not_a_number_leaves_no_token(name):
     draft, target = drafted(kind, TREES[0], rows, EOS, "float32")
     draws = randomness(rows, "float32")
     before = verify(name, kind, draft, target, draws)
-    put = lambda reached: Categorical.from_logits(jnp.where(reached[..., None], jnp.nan, target.logits))
+
+    def put(reached):
+        return Categorical.from_logits(jnp.where(reached[..., None], jnp.nan, target.logits))
+
     nodes = np.arange(TREES[0].size)
     nothing = verify(name, kind, draft, put(jnp.broadcast_to(nodes == 0, draft.valid.shape)), draws)
     np.testing.assert_array_equal(nothing.num_accepted, 0)
     np.testing.assert_array_equal(nothing.next_token, -1)
     if name not in ("kseq", "traversal", "typical"):  # which look at other nodes too
-        reached = np.stack([np.isin(nodes, path[: n + 1]) for path, n in zip(before.path, before.num_accepted)])
+        reached = np.stack(
+            [np.isin(nodes, path[: n + 1]) for path, n in zip(before.path, before.num_accepted)]
+        )
         after = verify(name, kind, draft, put(~reached), draws)
         for a, b in zip(committed(draft, before), committed(draft, after)):
             assert a == b
@@ -176,7 +207,9 @@ def test_children_where_ids_are_few():
         np.array([[[0.0, 0, 5], [5, 0, 0], [0, 0, 0]]], np.float32),
     )
     found = {
-        kind: choose_children(kind, as_distribution(q, "float32"), (5, 2, 1), random_bits, noise)[0].tolist()
+        kind: choose_children(kind, as_distribution(q, "float32"), (5, 2, 1), random_bits, noise)[
+            0
+        ].tolist()
         for kind in CHILDREN
     }
     nothing = [-1] * 5
@@ -192,7 +225,10 @@ def test_children_where_ids_are_few():
 @pytest.mark.parametrize("kind", ["top", "gumbel", "mixed"])
 def test_children_are_selected_without_a_sort(kind, optimised):
     """On a CPU a sort of the vocabulary takes more than a hundred times as long."""
-    shape = lambda *sizes, dtype=np.float32: jax.ShapeDtypeStruct(sizes, dtype)
+
+    def shape(*sizes, dtype=np.float32):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
     dist = Categorical(shape(2, 3, 1000), shape(2, 3))
     lowered = jax.jit(choose_children, static_argnums=(0, 2)).lower(
         kind, dist, (4, 4, 2), shape(2, 3, 4, 2, dtype=np.uint32), shape(2, 3, 1000)

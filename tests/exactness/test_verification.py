@@ -10,7 +10,17 @@ import jax
 import numpy as np
 import pytest
 import toy
-from enumerations import ADJUSTMENTS, DRAFTS, GRID, SIZES, TARGETS, as_distribution, distribution_of, dists, float64
+from enumerations import (
+    ADJUSTMENTS,
+    DRAFTS,
+    GRID,
+    SIZES,
+    TARGETS,
+    as_distribution,
+    distribution_of,
+    dists,
+    float64,
+)
 from toy import Rule
 
 from specdec_jax.speculative import iteration
@@ -43,7 +53,9 @@ def test_a_draft_may_stop_after_a_drawn_token():
     """Rule 6 of the algorithm: stopping after an improbable id is exact as long as the id stays in
     the draft."""
     target, draft = dists(3)
-    found = toy.speculative_distribution(target, draft, 3, 5, {0}, Rule(last=lambda q, x: q[x] < 0.3))
+    found = toy.speculative_distribution(
+        target, draft, 3, 5, {0}, Rule(last=lambda q, x: q[x] < 0.3)
+    )
     assert toy.total_variation(found, toy.complete({(): 1.0}, target, 5, {0})) < 1e-12
 
 
@@ -51,7 +63,10 @@ def top2(dist):
     return toy.adjusted_probs(np.log(dist), top_k=2)
 
 
-argmax_of = lambda q: np.eye(len(q))[np.argmax(q)]
+def argmax_of(q):
+    return np.eye(len(q))[np.argmax(q)]
+
+
 RAW_TARGET, RAW_DRAFT = dists(3)
 
 # name: (target, drafter, rule). Each is an implementation that was really shipped somewhere, or a
@@ -59,31 +74,48 @@ RAW_TARGET, RAW_DRAFT = dists(3)
 MUTANTS = {
     "draft by argmax, softmax in the ratio": (RAW_TARGET, RAW_DRAFT, Rule(drawn=argmax_of)),
     "T = 0 accepted by probability": (
-        toy.one_hot(RAW_TARGET), toy.one_hot(RAW_DRAFT),
-        Rule(node_outcomes=lambda q: RAW_DRAFT(()), accept=lambda p, q, x: toy.ratio(RAW_TARGET(()), q, x)),
+        toy.one_hot(RAW_TARGET),
+        toy.one_hot(RAW_DRAFT),
+        Rule(
+            node_outcomes=lambda q: RAW_DRAFT(()),
+            accept=lambda p, q, x: toy.ratio(RAW_TARGET(()), q, x),
+        ),
     ),
     "ratio with q before top-k": (toy.processed(RAW_TARGET, top_k=2), RAW_DRAFT, Rule(drawn=top2)),
     "ratio with p before top-k": (
-        toy.processed(RAW_TARGET, top_k=2), toy.processed(RAW_DRAFT, top_k=2),
+        toy.processed(RAW_TARGET, top_k=2),
+        toy.processed(RAW_DRAFT, top_k=2),
         Rule(accept=lambda p, q, x: toy.ratio(RAW_TARGET(()), q, x)),
     ),
     "residual from p": (RAW_TARGET, RAW_DRAFT, Rule(residual=lambda p, q: p)),
     "residual from |p - q|": (
-        RAW_TARGET, RAW_DRAFT, Rule(residual=lambda p, q: np.abs(p - q) / np.abs(p - q).sum()),
+        RAW_TARGET,
+        RAW_DRAFT,
+        Rule(residual=lambda p, q: np.abs(p - q) / np.abs(p - q).sum()),
     ),
     "n-gram: sample, compare, sample again": (
-        RAW_TARGET, toy.one_hot(RAW_DRAFT), Rule(accept=lambda p, q, x: p[x], residual=lambda p, q: p),
+        RAW_TARGET,
+        toy.one_hot(RAW_DRAFT),
+        Rule(accept=lambda p, q, x: p[x], residual=lambda p, q: p),
     ),
     "always accept": (RAW_TARGET, RAW_DRAFT, Rule(accept=lambda p, q, x: 1.0)),
-    "acceptance uniform always 0.5": (RAW_TARGET, RAW_DRAFT, Rule(accept=lambda p, q, x: float(0.5 * q[x] < p[x]))),
+    "acceptance uniform always 0.5": (
+        RAW_TARGET,
+        RAW_DRAFT,
+        Rule(accept=lambda p, q, x: float(0.5 * q[x] < p[x])),
+    ),
     "same uniform at every position": (RAW_TARGET, RAW_DRAFT, Rule(same_uniform=True)),
     "rejection one position late": (RAW_TARGET, RAW_DRAFT, Rule(late=1)),
     "rejection one iteration late": (RAW_TARGET, RAW_DRAFT, Rule(next_iteration=True)),
     "improbable token dropped": (RAW_TARGET, RAW_DRAFT, Rule(keep=lambda q, x: q[x] >= 0.3)),
     "EOS dropped from the draft": (RAW_TARGET, RAW_DRAFT, Rule(keep=lambda q, x: x != 0)),
     "bonus from the position before": (RAW_TARGET, RAW_DRAFT, Rule(bonus_shift=1)),
-    "ratio upside down": (RAW_TARGET, RAW_DRAFT, Rule(accept=lambda p, q, x: min(1.0, q[x] / p[x]))),
-}  # fmt: skip
+    "ratio upside down": (
+        RAW_TARGET,
+        RAW_DRAFT,
+        Rule(accept=lambda p, q, x: min(1.0, q[x] / p[x])),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -107,11 +139,15 @@ def test_two_iterations_see_what_one_does_not():
     expected = toy.complete({(): 1.0}, target, 4, set())
     rule = Rule(accept=lambda p, q, x: toy.ratio(p, q, x) if p is target(()) else 1.0)
     assert (
-        toy.total_variation(toy.speculative_distribution(target, draft, 1, 4, set(), rule, iterations=1), expected)
+        toy.total_variation(
+            toy.speculative_distribution(target, draft, 1, 4, set(), rule, iterations=1), expected
+        )
         < 1e-12
     )
     assert (
-        toy.total_variation(toy.speculative_distribution(target, draft, 1, 4, set(), rule, iterations=2), expected)
+        toy.total_variation(
+            toy.speculative_distribution(target, draft, 1, 4, set(), rule, iterations=2), expected
+        )
         > 0.01
     )
 
@@ -138,7 +174,10 @@ def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
     probability 0 as well."""
     p, q = TARGETS[: gamma + 1], DRAFTS[name][:gamma]
     points = itertools.product(
-        itertools.product(range(4), repeat=gamma), range(gamma + 1), itertools.product(GRID, repeat=gamma), range(13)
+        itertools.product(range(4), repeat=gamma),
+        range(gamma + 1),
+        itertools.product(GRID, repeat=gamma),
+        range(13),
     )
     drafted, wanted, accept, final = zip(*points)
     # Another uniform at each position where the final token may be accepted.
@@ -154,7 +193,9 @@ def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
             toy.random_bits(final),
         )
         found = jax.device_get(found)
-    expected = [toy.TOKEN.decide(p, q, d[:n], u, f) for d, n, u, f in zip(drafted, wanted, accept, final)]
+    expected = [
+        toy.TOKEN.decide(p, q, d[:n], u, f) for d, n, u, f in zip(drafted, wanted, accept, final)
+    ]
     np.testing.assert_array_equal(np.stack(found, axis=1), expected)
 
 
@@ -224,9 +265,13 @@ def test_rows_of_minus_infinity_elsewhere_do_no_harm():
     q = np.log(np.full((2, 2, 4), 0.25))
     q[:, 1] = -np.inf
     found = verified(
-        distribution_of(np.float32(p)), distribution_of(np.float32(q)), np.zeros((2, 2), np.int32),
-        np.array([1, 0], np.int32), np.zeros((2, 2), np.float32), toy.random_bits([[0.9, 0.3, 0.9], [0.6, 0.9, 0.9]]),
-    )  # fmt: skip
+        distribution_of(np.float32(p)),
+        distribution_of(np.float32(q)),
+        np.zeros((2, 2), np.int32),
+        np.array([1, 0], np.int32),
+        np.zeros((2, 2), np.float32),
+        toy.random_bits([[0.9, 0.3, 0.9], [0.6, 0.9, 0.9]]),
+    )
     np.testing.assert_array_equal(found.num_accepted, [1, 0])
     np.testing.assert_array_equal(found.next_token, [1, 2])
 

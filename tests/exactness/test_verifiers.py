@@ -67,7 +67,10 @@ def test_lenience_keeps_every_token_below_its_bound(lenience):
                     assert all(prob <= p[x] / lenience + 1e-12 for x, prob in following.items())
                     excess = max(excess, *(prob / p[x] for x, prob in following.items()))
                 if lenience == 1:
-                    assert toy.total_variation(found, toy.complete({(): 1.0}, target, limit, eos)) < 1e-12
+                    assert (
+                        toy.total_variation(found, toy.complete({(): 1.0}, target, limit, eos))
+                        < 1e-12
+                    )
     assert excess == pytest.approx(1 / lenience), "the bound is reached"
 
 
@@ -83,7 +86,9 @@ def test_typical_acceptance_favours_no_improbable_token():
                 for prefix, following in toy.conditionals(found):
                     p = target(prefix)
                     threshold = toy.typical_threshold(p, EPSILON, DELTA)
-                    assert all(prob <= p[x] + 1e-12 or p[x] > threshold for x, prob in following.items())
+                    assert all(
+                        prob <= p[x] + 1e-12 or p[x] > threshold for x, prob in following.items()
+                    )
 
 
 # Total variation to the target's distribution over four tokens, V = 4, γ = 2, two iterations: how
@@ -96,7 +101,9 @@ def test_measured_loss(name):
     target, draft = dists(4)
     expected = toy.complete({(): 1.0}, target, 4, set())
     for drafter, measured in zip((draft, toy.one_hot(draft)), MEASURED[name]):
-        found = toy.speculative_distribution(target, drafter, 2, 4, set(), Rule(verifier=ENUMERATED[name]))
+        found = toy.speculative_distribution(
+            target, drafter, 2, 4, set(), Rule(verifier=ENUMERATED[name])
+        )
         assert toy.total_variation(found, expected) == pytest.approx(measured, abs=5e-4)
 
 
@@ -106,7 +113,10 @@ def test_measured_loss(name):
 def test_accepted_tokens_of_the_two_token_toy():
     """p = (1/3, 2/3), q = (2/3, 1/3), γ = 2: 10/9 by token, 11/9 by block."""
     target, draft = (lambda _: np.array([1, 2]) / 3), (lambda _: np.array([2, 1]) / 3)
-    accepted = lambda verifier: toy.expected_accepted(target, draft, 2, verifier)
+
+    def accepted(verifier):
+        return toy.expected_accepted(target, draft, 2, verifier)
+
     assert accepted(TOKEN) == pytest.approx(10 / 9, abs=1e-12)
     assert accepted(BLOCK) == pytest.approx(11 / 9, abs=1e-12)
     # M = 2: x is accepted with probability p / (2 q) = 1/4 or 1, that is 1/2 on average.
@@ -129,7 +139,9 @@ def test_block_accepts_no_fewer_than_token_and_token_than_rejection(vocab, gamma
                 toy.expected_accepted(target, drafter, gamma, verifier)
                 for verifier in (BLOCK, TOKEN, REJECTION, ENUMERATED["lenient"])
             )
-            assert block >= token - 1e-12 and token >= rejection - 1e-12 and lenient >= token - 1e-12
+            assert (
+                block >= token - 1e-12 and token >= rejection - 1e-12 and lenient >= token - 1e-12
+            )
             gains.append(block - token)
     assert max(gains) > 0.05 if gamma > 1 else max(gains) < 1e-12
 
@@ -150,14 +162,19 @@ def test_efficiency_formulas():
 def test_coupled_acceptance_has_its_bound():
     """The closed form of the share of equal draws, against noise, and at least (1 − D) / (1 + D)."""
     rng = np.random.default_rng(0)
-    for p, q in [(target(()), draft(())) for target, draft in (dists(2), dists(3), dists(4), dists(4, 0.5))]:
+    for p, q in [
+        (target(()), draft(())) for target, draft in (dists(2), dists(3), dists(4), dists(4, 0.5))
+    ]:
         distance = np.abs(p - q).sum() / 2
         share = toy.coupled_share(p, q)
         assert (1 - distance) / (1 + distance) - 1e-12 <= share <= 1 - distance + 1e-12
         noise = rng.gumbel(size=(20_000, len(p)))
         with np.errstate(divide="ignore"):
             drawn = [np.argmax(np.log(dist) + noise, axis=1) for dist in (p, q)]
-        assert abs(np.mean(drawn[0] == drawn[1]) - share) < 6 * np.sqrt(share * (1 - share) / 20_000) + 1e-12
+        assert (
+            abs(np.mean(drawn[0] == drawn[1]) - share)
+            < 6 * np.sqrt(share * (1 - share) / 20_000) + 1e-12
+        )
 
 
 # --- Mutants ---
@@ -170,7 +187,9 @@ def points(x, vocab) -> list[np.ndarray]:
 def judged_as_point_mass(verifier):
     """q := 1 at the drafted id and 0 elsewhere in the acceptance, whatever distribution the id was
     drawn from."""
-    return dataclasses.replace(verifier, accept_probs=lambda p, q, x: verifier.accept_probs(p, points(x, len(p[0])), x))
+    return dataclasses.replace(
+        verifier, accept_probs=lambda p, q, x: verifier.accept_probs(p, points(x, len(p[0])), x)
+    )
 
 
 def ones(q):
@@ -178,13 +197,22 @@ def ones(q):
 
 
 def unclipped(p, q, x) -> list[float]:
-    return [min(1.0, float(weight)) for weight in np.cumprod([p[i][token] / q[i][token] for i, token in enumerate(x)])]
+    return [
+        min(1.0, float(weight))
+        for weight in np.cumprod([p[i][token] / q[i][token] for i, token in enumerate(x)])
+    ]
 
 
 TARGET, DRAFT = dists(3)
 MUTANTS = {
-    "block with the token's residual": (DRAFT, Rule(verifier=dataclasses.replace(BLOCK, following=TOKEN.following))),
-    "block that stops at the first failure": (DRAFT, Rule(verifier=dataclasses.replace(BLOCK, largest=False))),
+    "block with the token's residual": (
+        DRAFT,
+        Rule(verifier=dataclasses.replace(BLOCK, following=TOKEN.following)),
+    ),
+    "block that stops at the first failure": (
+        DRAFT,
+        Rule(verifier=dataclasses.replace(BLOCK, largest=False)),
+    ),
     "block with p as residual": (
         DRAFT,
         Rule(verifier=dataclasses.replace(BLOCK, following=lambda p, q, x, tau: p[tau])),
@@ -193,16 +221,33 @@ MUTANTS = {
         DRAFT,
         Rule(verifier=dataclasses.replace(BLOCK, accept_probs=TOKEN.accept_probs)),
     ),
-    "block with π not clipped": (DRAFT, Rule(verifier=dataclasses.replace(BLOCK, accept_probs=unclipped))),
-    "block, q := 1 in the acceptance of a sampled draft": (DRAFT, Rule(verifier=judged_as_point_mass(BLOCK))),
-    "token, q := 1 in the acceptance of a sampled draft": (DRAFT, Rule(verifier=judged_as_point_mass(TOKEN))),
+    "block with π not clipped": (
+        DRAFT,
+        Rule(verifier=dataclasses.replace(BLOCK, accept_probs=unclipped)),
+    ),
+    "block, q := 1 in the acceptance of a sampled draft": (
+        DRAFT,
+        Rule(verifier=judged_as_point_mass(BLOCK)),
+    ),
+    "token, q := 1 in the acceptance of a sampled draft": (
+        DRAFT,
+        Rule(verifier=judged_as_point_mass(TOKEN)),
+    ),
     "block, q := 1 at every id for a point mass": (
         toy.one_hot(DRAFT),
-        Rule(verifier=dataclasses.replace(BLOCK, accept_probs=lambda p, q, x: BLOCK.accept_probs(p, ones(q), x))),
+        Rule(
+            verifier=dataclasses.replace(
+                BLOCK, accept_probs=lambda p, q, x: BLOCK.accept_probs(p, ones(q), x)
+            )
+        ),
     ),
     "block with a residual of q := 1 for a point mass": (
         toy.one_hot(DRAFT),
-        Rule(verifier=dataclasses.replace(BLOCK, following=lambda p, q, x, tau: BLOCK.following(p, ones(q), x, tau))),
+        Rule(
+            verifier=dataclasses.replace(
+                BLOCK, following=lambda p, q, x, tau: BLOCK.following(p, ones(q), x, tau)
+            )
+        ),
     ),
     "block, improbable token dropped": (DRAFT, Rule(verifier=BLOCK, keep=lambda q, x: q[x] >= 0.3)),
     "block, EOS dropped from the draft": (DRAFT, Rule(verifier=BLOCK, keep=lambda q, x: x != 0)),
@@ -238,5 +283,8 @@ def test_a_sampled_draft_may_be_judged_as_a_point_mass(name):
     )
     found = toy.speculative_distribution(TARGET, DRAFT, 2, 4, {0}, Rule(verifier=wasteful))
     assert toy.total_variation(found, toy.complete({(): 1.0}, TARGET, 4, {0})) < 1e-12
-    accepted = lambda verifier: toy.expected_accepted(TARGET, DRAFT, 2, verifier)
+
+    def accepted(verifier):
+        return toy.expected_accepted(TARGET, DRAFT, 2, verifier)
+
     assert accepted(wasteful) < accepted(verifier) - 0.05

@@ -9,7 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from enumerations import DELTA, DRAFTS, ENUMERATED, EPSILON, GRID, LENIENCE, TARGETS, as_distribution, dists, float64
+from enumerations import (
+    DELTA,
+    DRAFTS,
+    ENUMERATED,
+    EPSILON,
+    GRID,
+    LENIENCE,
+    TARGETS,
+    as_distribution,
+    dists,
+    float64,
+)
 from toy import Rule
 
 from specdec_jax.speculative.distributions import PointMass
@@ -38,7 +49,11 @@ def run(name, p, draft, drafted, wanted, accept, final, dtype="float32", noise=N
         # The size of the vocabulary stays out of what is traced.
         verify = jax.jit(lambda target, *rest: VERIFIERS[name].verify(target, draft, *rest))
         found = verify(
-            as_distribution(p, dtype), drafted, jnp.asarray(wanted, jnp.int32), draws, settings(len(p), dtype)
+            as_distribution(p, dtype),
+            drafted,
+            jnp.asarray(wanted, jnp.int32),
+            draws,
+            settings(len(p), dtype),
         )
         return np.stack(jax.device_get(found), axis=1)
 
@@ -75,18 +90,34 @@ def test_jax_decisions_integrate_to_the_kernel(name, point):
             # One uniform for all places of the next id: cut where any of their distributions cuts
             # it.
             cuts = np.concatenate([np.cumsum(dist) for _, dist in verifier.outcomes(p, q, drafted)])
-            axes = [edges([height]) for height in verifier.accept_probs(p, q, drafted)] + [middles(cuts)]
+            axes = [edges([height]) for height in verifier.accept_probs(p, q, drafted)] + [
+                middles(cuts)
+            ]
             for cell in itertools.product(*axes):
                 uniforms, widths = zip(*cell)
-                rows.append((p, q, drafted, uniforms[:-1], uniforms[-1:] * (gamma + 1), prob * np.prod(widths)))
+                rows.append(
+                    (
+                        p,
+                        q,
+                        drafted,
+                        uniforms[:-1],
+                        uniforms[-1:] * (gamma + 1),
+                        prob * np.prod(widths),
+                    )
+                )
         p, q, drafted, accept, final, weights = map(np.array, zip(*rows))
-        found = run(name, p, None if point else q, drafted, np.full(len(p), gamma), accept, final, "float64")
+        found = run(
+            name, p, None if point else q, drafted, np.full(len(p), gamma), accept, final, "float64"
+        )
         dist: dict = {}
         for x, (tau, y), weight in zip(drafted, found, weights):
             key = (*map(int, x[:tau]), int(y)), None
             dist[key] = dist.get(key, 0) + weight
         assert (
-            toy.total_variation(dist, toy.kernel((), None, target, draft, gamma, set(), Rule(verifier=verifier))) < 1e-7
+            toy.total_variation(
+                dist, toy.kernel((), None, target, draft, gamma, set(), Rule(verifier=verifier))
+            )
+            < 1e-7
         )
 
 
@@ -99,7 +130,9 @@ def grid(name, point, gamma=3, size=400):
     drafted = rng.integers(4, size=(3 * size, gamma))
     q = np.eye(4)[drafted] if point else q
     accept = np.where(rng.random(drafted.shape) < 0.2, 0, rng.choice(GRID, drafted.shape))
-    final = rng.choice(GRID, (3 * size, gamma + 1)) + 0.3 / 13  # residuals of a point mass are cut at thirteenths
+    final = (
+        rng.choice(GRID, (3 * size, gamma + 1)) + 0.3 / 13
+    )  # residuals of a point mass are cut at thirteenths
     return p, q, drafted, rng.integers(gamma + 1, size=3 * size), accept, final
 
 
@@ -111,9 +144,13 @@ def test_jax_takes_the_enumerated_decisions(name, point, dtype):
     0 would be accepted at u = 0."""
     p, q, drafted, wanted, accept, final = grid(name, point)
     found = run(name, p, None if point else q, drafted, wanted, accept, final, dtype)
-    decide = lambda accept: [
-        ENUMERATED[name].decide(a, b[:n], x[:n], u, f) for a, b, x, n, u, f in zip(p, q, drafted, wanted, accept, final)
-    ]
+
+    def decide(accept):
+        return [
+            ENUMERATED[name].decide(a, b[:n], x[:n], u, f)
+            for a, b, x, n, u, f in zip(p, q, drafted, wanted, accept, final)
+        ]
+
     np.testing.assert_array_equal(found, decide(accept))
     if name != "typical":  # which uses no uniform for this
         assert np.any(found != decide(np.where(accept == 0, -1e-9, accept)))
@@ -125,10 +162,18 @@ def test_without_a_draft_the_next_token_is_the_targets(name):
     p, nothing = np.broadcast_to(TARGETS[:1], (size, 1, 4)), np.zeros((size, 0))
     noise = np.random.default_rng(0).gumbel(size=(size, 1, 4))
     found = run(
-        name, p, np.zeros((size, 0, 4)), nothing, np.zeros(size), nothing, GRID[:, None], noise=noise,
-    )  # fmt: skip
+        name,
+        p,
+        np.zeros((size, 0, 4)),
+        nothing,
+        np.zeros(size),
+        nothing,
+        GRID[:, None],
+        noise=noise,
+    )
     expected = [
-        toy.coupled(p[0], (), g) if name == "gumbel" else (0, toy.invert(p[0, 0], u)) for g, u in zip(noise, GRID)
+        toy.coupled(p[0], (), g) if name == "gumbel" else (0, toy.invert(p[0, 0], u))
+        for g, u in zip(noise, GRID)
     ]
     np.testing.assert_array_equal(found, expected)
 
@@ -156,7 +201,9 @@ def test_jax_judges_argmax_leniently(lenience, dtype):
     with float64(dtype == "float64"), np.errstate(divide="ignore"):
         logits = jnp.asarray(np.log(p), dtype)
         verify = jax.jit(verify_greedy_leniently)
-        found = verify(logits, jnp.asarray(drafted), jnp.asarray(wanted), jnp.full(len(p), lenience, dtype))
+        found = verify(
+            logits, jnp.asarray(drafted), jnp.asarray(wanted), jnp.full(len(p), lenience, dtype)
+        )
     found = np.stack(found, axis=1)
     expected = [toy.lenient_argmax(a, x[:n], lenience) for a, x, n in zip(p, drafted, wanted)]
     np.testing.assert_array_equal(found, expected)
@@ -169,7 +216,10 @@ def everything(target, draft, drafted, wanted, draws):
     """All verifiers, with the draft as drawn and as a point mass."""
     asked = jax.tree.map(jnp.asarray, settings(len(wanted), np.float32))
     return [
-        [verifier.verify(target, dist, drafted, wanted, draws, asked) for verifier in VERIFIERS.values()]
+        [
+            verifier.verify(target, dist, drafted, wanted, draws, asked)
+            for verifier in VERIFIERS.values()
+        ]
         for dist in (draft, PointMass(drafted, target.logits.shape[-1]))
     ]
 
@@ -198,23 +248,33 @@ def test_properties_of_every_verifier(seed, gamma, valid):
     noise = rng.gumbel(size=p.shape).astype(np.float32)
     draws = Randomness(uniform[:, :gamma], toy.random_bits(uniform[:, ::-1]), noise)
     found = jax.device_get(
-        everything(as_distribution(p, "float32"), as_distribution(q, "float32"), drafted, wanted, draws)
+        everything(
+            as_distribution(p, "float32"), as_distribution(q, "float32"), drafted, wanted, draws
+        )
     )
     row = np.arange(batch)
     for of_distribution in found:
         for name, (accepted, token) in zip(VERIFIERS, of_distribution):
-            assert np.all((accepted >= 0) & (accepted <= wanted)) and np.all((token >= 0) & (token < vocab))
+            assert np.all((accepted >= 0) & (accepted <= wanted)) and np.all(
+                (token >= 0) & (token < vocab)
+            )
             assert np.all(p[row, accepted, token] > 0), name
             for b, i in ((b, i) for b in row for i in range(accepted[b])):
                 assert p[b, i, drafted[b, i]] > 0, name
                 if name == "typical":
-                    assert p[b, i, drafted[b, i]] > toy.typical_threshold(p[b, i], EPSILON, DELTA) - 1e-6
+                    assert (
+                        p[b, i, drafted[b, i]]
+                        > toy.typical_threshold(p[b, i], EPSILON, DELTA) - 1e-6
+                    )
 
 
 def test_lenience_of_one_is_token_verification():
     p, q, drafted, wanted, accept, final = grid("lenient", False)
     with jax.enable_x64(False):
-        asked, draws = settings(len(p), np.float32, 1.0), Randomness(np.float32(accept), toy.random_bits(final))
+        asked, draws = (
+            settings(len(p), np.float32, 1.0),
+            Randomness(np.float32(accept), toy.random_bits(final)),
+        )
         args = (
             as_distribution(p, "float32"),
             as_distribution(q, "float32"),

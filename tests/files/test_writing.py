@@ -18,15 +18,31 @@ disk = devices.disk
 
 # Nothing else writes.
 
-WRITERS = {"write_text", "write_bytes", "savefig", "savez", "savez_compressed", "tofile", "dump", "symlink_to", "touch"}
+WRITERS = {
+    "write_text",
+    "write_bytes",
+    "savefig",
+    "savez",
+    "savez_compressed",
+    "tofile",
+    "dump",
+    "symlink_to",
+    "touch",
+}
 SYSTEM = {"open", "replace", "rename", "link", "mknod", "truncate"}  # of `os`
 MAY_WRITE = {
     ("commands.resumable_output", "open"): "grows by a line for every result",
     ("training.run_folder", "open"): "the log of a training grows by a line for every record",
-    ("checkpoints.safetensors_files", "open"): "a shard grows by a tensor, in a folder that appears whole",
+    (
+        "checkpoints.safetensors_files",
+        "open",
+    ): "a shard grows by a tensor, in a folder that appears whole",
     ("analysis.report.plots", "savefig"): "into memory",
     ("drafters.ngram_table", "savez_compressed"): "into memory",
-    ("files.user_cache", "shutil.rmtree"): "temporary folders that processes which were killed have left",
+    (
+        "files.user_cache",
+        "shutil.rmtree",
+    ): "temporary folders that processes which were killed have left",
     ("commands.main", "os.open"): "the null device, in place of a stream that is lost",
     ("commands.entry", "os.open"): "the null device, in place of a stream that is closed",
 }
@@ -38,8 +54,15 @@ def writes(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        called, values = ast.unparse(node.func), [*node.args, *(keyword.value for keyword in node.keywords)]
-        modes = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+        called, values = (
+            ast.unparse(node.func),
+            [*node.args, *(keyword.value for keyword in node.keywords)],
+        )
+        modes = [
+            value.value
+            for value in values
+            if isinstance(value, ast.Constant) and isinstance(value.value, str)
+        ]
         name = called.rpartition(".")[2]
         if called.partition(".")[0] in ("os", "shutil"):
             if (
@@ -48,7 +71,9 @@ def writes(tree: ast.AST) -> set[str]:
                 and name not in ("disk_usage", "get_terminal_size", "which")
             ):
                 found.add(called)
-        elif name == "open" and any(set(mode) & set("wax+") and set(mode) <= set("rwaxbt+") for mode in modes):
+        elif name == "open" and any(
+            set(mode) & set("wax+") and set(mode) <= set("rwaxbt+") for mode in modes
+        ):
             found.add("open")
         elif name in WRITERS:
             found.add(name)
@@ -67,9 +92,16 @@ def test_what_may_write_does():
 
 @pytest.mark.parametrize(
     "text",
-    ["open(p, 'w')", "p.open(mode='ab')", "p.write_text('')", "os.replace(a, b)", "np.savez(p)", "shutil.copy(a, b)",
-        "open(p, 'r+b')"],
-)  # fmt: skip
+    [
+        "open(p, 'w')",
+        "p.open(mode='ab')",
+        "p.write_text('')",
+        "os.replace(a, b)",
+        "np.savez(p)",
+        "shutil.copy(a, b)",
+        "open(p, 'r+b')",
+    ],
+)
 def test_writing_is_seen(text):
     assert writes(ast.parse(text)) and not writes(
         ast.parse("open(p, 'rb'); open(p); p.read_text(); store.open(x, 'zarr')")
@@ -83,13 +115,20 @@ def test_a_file_is_replaced_whole_and_keeps_its_permissions(tmp_path):
     path, other = tmp_path / "out", tmp_path / "out.part"
     other.write_text("not ours")
     writing.write_file(path, "ä")
-    assert path.read_text(encoding="utf-8") == "ä" and stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask()
+    assert (
+        path.read_text(encoding="utf-8") == "ä"
+        and stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask()
+    )
     path.chmod(0o640)
     before = path.stat().st_ino
     with writing.new_file(path) as file:
         file.write(b"new")
         assert path.read_bytes() == "ä".encode()
-    assert path.read_bytes() == b"new" and stat.S_IMODE(path.stat().st_mode) == 0o640 and path.stat().st_ino != before
+    assert (
+        path.read_bytes() == b"new"
+        and stat.S_IMODE(path.stat().st_mode) == 0o640
+        and path.stat().st_ino != before
+    )
     with pytest.raises(KeyboardInterrupt), writing.new_file(path) as file:
         file.write(b"half")
         raise KeyboardInterrupt
@@ -114,7 +153,11 @@ def test_a_file_keeps_its_owner(tmp_path):
 def test_links_are_followed(tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
-    target, link, dangling = tmp_path / "there/file", tmp_path / "here/link", tmp_path / "here/dangling"
+    target, link, dangling = (
+        tmp_path / "there/file",
+        tmp_path / "here/link",
+        tmp_path / "here/dangling",
+    )
     target.write_text("old")
     (tmp_path / "here/first").symlink_to("../there/file")
     link.symlink_to("first")
@@ -122,7 +165,11 @@ def test_links_are_followed(tmp_path):
     for path, content in ((link, "by two links"), (dangling, "made")):
         writing.write_file(path, content)
         assert path.is_symlink() and path.read_text() == content
-    assert names(tmp_path / "there") == ["file", "new"] and names(tmp_path / "here") == ["dangling", "first", "link"]
+    assert names(tmp_path / "there") == ["file", "new"] and names(tmp_path / "here") == [
+        "dangling",
+        "first",
+        "link",
+    ]
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="Too many levels of symbolic links: .*loop"):
         writing.write_file(tmp_path / "loop", "x")
@@ -145,7 +192,11 @@ def test_a_device_stays_one(tmp_path):
     for path in (device, link):
         assert writing.passes_through(path)
         writing.write_file(path, "x")
-    assert stat.S_ISCHR(device.stat().st_mode) and link.is_symlink() and names(tmp_path) == ["link", "null"]
+    assert (
+        stat.S_ISCHR(device.stat().st_mode)
+        and link.is_symlink()
+        and names(tmp_path) == ["link", "null"]
+    )
 
 
 def test_a_pipe_gets_what_is_written(tmp_path):
@@ -195,7 +246,11 @@ def test_a_folder_appears_whole(tmp_path):
     assert link.is_symlink() and (folder / "file").read_text() == "made"
     folder.chmod(0o700)
     make(link)
-    assert link.is_symlink() and (folder / "file").read_text() == "new" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (
+        link.is_symlink()
+        and (folder / "file").read_text() == "new"
+        and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    )
     with pytest.raises(ValueError, match="folder: not ours"):
         make(link, "other", reject)
     with pytest.raises(KeyboardInterrupt), writing.new_folder(folder, lambda place: None):
@@ -220,7 +275,10 @@ def test_what_a_kill_left_is_taken_over(tmp_path):
     (new / "half").touch()
     old.mkdir()  # killed between the two renamings: `folder` is missing
     (old / "file").write_text("old")
-    with pytest.raises(KeyboardInterrupt), writing.new_folder(tmp_path / "folder", lambda place: None) as temporary:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        writing.new_folder(tmp_path / "folder", lambda place: None) as temporary,
+    ):
         assert not any(temporary.iterdir())
         raise KeyboardInterrupt
     assert names(tmp_path) == ["folder"] and (tmp_path / "folder/file").read_text() == "old"
@@ -238,7 +296,9 @@ def test_a_link_in_the_place_of_what_is_left_behind_is_not_followed(tmp_path, wh
     precious.mkdir()
     (precious / "file").write_text("mine")
     (tmp_path / f".folder.specdec-{which}").symlink_to(precious)
-    with pytest.raises(ValueError, match=f"specdec-{which}: got a symbolic link, expected nothing there"):
+    with pytest.raises(
+        ValueError, match=f"specdec-{which}: got a symbolic link, expected nothing there"
+    ):
         make(tmp_path / "folder")
     assert (precious / "file").read_text() == "mine" and not (tmp_path / "folder").exists()
 
@@ -250,7 +310,9 @@ def test_a_second_writer_of_a_folder_is_rejected(tmp_path):
     folder = tmp_path / "folder"
     with writing.new_folder(folder, reject) as temporary:
         (temporary / "file").write_text("first")
-        with pytest.raises(ValueError, match="another process is writing it, expected one at a time"):
+        with pytest.raises(
+            ValueError, match="another process is writing it, expected one at a time"
+        ):
             make(folder, "second")
     assert names(tmp_path) == ["folder"] and (folder / "file").read_text() == "first"
 
@@ -259,7 +321,9 @@ def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
     with writing.new_file(tmp_path / "out") as first, writing.new_file(tmp_path / "out") as second:
         first.write(b"first")
         second.write(b"second")
-    assert (tmp_path / "out").read_bytes() == b"first" and names(tmp_path) == ["out"]  # which was finished last
+    assert (tmp_path / "out").read_bytes() == b"first" and names(tmp_path) == [
+        "out"
+    ]  # which was finished last
 
 
 def test_a_journal_that_was_finished_in_the_meantime_is_rejected(tmp_path, monkeypatch):

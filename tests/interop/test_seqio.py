@@ -10,7 +10,18 @@ import jax
 import numpy as np
 import pytest
 import seqio_jobs_of
-from seqio_jobs_of import LENGTH, PAIRS, WIDTH, dataset, decoded, interop, needs_seqio, seqio, tasks, tf
+from seqio_jobs_of import (
+    LENGTH,
+    PAIRS,
+    WIDTH,
+    dataset,
+    decoded,
+    interop,
+    needs_seqio,
+    seqio,
+    tasks,
+    tf,
+)
 
 import specdec_jax as sd
 from specdec_jax.commands import resumable_output
@@ -40,8 +51,12 @@ def test_lines_have_what_generate_gives(generate, toys, target, tmp_path):
     code, out, err = generate("--task=toy_text", f"--output_file={path}")
     assert (code, out) == (0, "") and "toy_text (test): words " in err
     examples, lines = list(dataset("toy_text").as_numpy_iterator()), decoded(path.read_text())
-    assert len(lines) == len(PAIRS) and max(len(example["inputs"]) for example in examples) == LENGTH
-    found = sd.generate(target, [example["inputs"].tolist() for example in examples], max_new_tokens=WIDTH)
+    assert (
+        len(lines) == len(PAIRS) and max(len(example["inputs"]) for example in examples) == LENGTH
+    )
+    found = sd.generate(
+        target, [example["inputs"].tolist() for example in examples], max_new_tokens=WIDTH
+    )
     for row, (line, example) in enumerate(zip(lines, examples)):
         assert list(line) == ["inputs", "prediction", "prediction_tokens", "aux", "score"]
         assert line["inputs"] == {
@@ -55,7 +70,9 @@ def test_lines_have_what_generate_gives(generate, toys, target, tmp_path):
             continue
         ids = example["targets"]
         dists = jax.nn.log_softmax(target.logits([example["inputs"]], [[0, *ids[:-1]]])[0])
-        assert line["score"] == pytest.approx(float(np.sum(np.asarray(dists)[np.arange(len(ids)), ids])), abs=1e-4)
+        assert line["score"] == pytest.approx(
+            float(np.sum(np.asarray(dists)[np.arange(len(ids)), ids])), abs=1e-4
+        )
     assert [file.name for file in sorted(tmp_path.iterdir())] == [
         "out.jsonl",
         "out.jsonl.gin",
@@ -78,7 +95,12 @@ def test_lines_are_t5xs(generate, toys, tmp_path):
     data = dataset("toy_more", "validation")
     path = tmp_path / "theirs"
     infer.write_inferences_to_file(
-        str(path), (tokens, aux), data, mode="predict_with_aux", vocabulary=vocabulary, output_ids=True
+        str(path),
+        (tokens, aux),
+        data,
+        mode="predict_with_aux",
+        vocabulary=vocabulary,
+        output_ids=True,
     )
     assert decoded(path.read_text()) == lines
 
@@ -92,25 +114,40 @@ def test_a_beam_search_of_a_task(generate, toys, target, tmp_path):
     assert generate(*flags, f"--output_file={one}")[0] == 0
     assert generate(*flags, "--num_return_sequences=3", f"--output_file={all_of_them}")[0] == 0
     inputs = [example["inputs"].tolist() for example in dataset("toy_text").as_numpy_iterator()]
-    found = sd.generate(target, inputs, max_new_tokens=WIDTH, num_beams=3, length_penalty=1, num_return_sequences=3)
-    tokens, scores = found.tokens.reshape(-1, 3, WIDTH)[:, ::-1], found.scores.reshape(-1, 3)[:, ::-1]
+    found = sd.generate(
+        target, inputs, max_new_tokens=WIDTH, num_beams=3, length_penalty=1, num_return_sequences=3
+    )
+    tokens, scores = (
+        found.tokens.reshape(-1, 3, WIDTH)[:, ::-1],
+        found.scores.reshape(-1, 3)[:, ::-1],
+    )
     lines = decoded(all_of_them.read_text())
     assert len(lines) == len(PAIRS)
-    for best, line, ids, expected in zip(decoded(one.read_text()), lines, tokens, scores, strict=True):
+    for best, line, ids, expected in zip(
+        decoded(one.read_text()), lines, tokens, scores, strict=True
+    ):
         assert best["aux"]["scores"] == pytest.approx(float(expected[-1]), abs=1e-5)
         assert line["aux"]["scores"] == pytest.approx(expected.tolist(), abs=1e-5)
         last = dict(line, aux={"scores": line["aux"]["scores"][-1]})
         last |= {name: line[name][-1] for name in ("prediction", "prediction_tokens")}
         assert best == last
-        line["prediction_tokens"] = [row + [0] * (WIDTH - len(row)) for row in line["prediction_tokens"]]
+        line["prediction_tokens"] = [
+            row + [0] * (WIDTH - len(row)) for row in line["prediction_tokens"]
+        ]
         assert line["prediction_tokens"] == ids.tolist()
     metrics = json.loads((tmp_path / "all.metrics.json").read_text())
     assert metrics == json.loads((tmp_path / "one.metrics.json").read_text())
 
     infer = pytest.importorskip("t5x.infer", reason="t5x is not installed", exc_type=ImportError)
     vocabulary = seqio.get_mixture_or_task("toy_text").output_features["targets"].vocabulary
-    aux, path = {"scores": np.array([line["aux"]["scores"] for line in lines])}, str(tmp_path / "theirs")
-    data, how = dataset("toy_text"), dict(mode="predict_with_aux", vocabulary=vocabulary, output_ids=True)
+    aux, path = (
+        {"scores": np.array([line["aux"]["scores"] for line in lines])},
+        str(tmp_path / "theirs"),
+    )
+    data, how = (
+        dataset("toy_text"),
+        dict(mode="predict_with_aux", vocabulary=vocabulary, output_ids=True),
+    )
     infer.write_inferences_to_file(path, (tokens, aux), data, **how)
     for line in lines:
         del line["score"]  # which T5X writes in another mode
@@ -126,20 +163,31 @@ def test_metrics_are_what_seqios_evaluator_finds(name, generate, toys, tmp_path)
     assert written["not computed"] == ["not written: curve of toy_text, which is a Histogram"]
     for task in [task.name for task in seqio.get_subtasks(seqio.get_mixture_or_task(name))]:
         lines = [line for line in decoded(path.read_text()) if line.get("task", task) == task]
-        assert len(lines) == len(PAIRS) and all(("task" in line) == (name == "toy_both") for line in lines)
-        rows = [line["prediction_tokens"] + [0] * (WIDTH - len(line["prediction_tokens"])) for line in lines]
-        numbered = lambda values: list(enumerate(values))
+        assert len(lines) == len(PAIRS) and all(
+            ("task" in line) == (name == "toy_both") for line in lines
+        )
+        rows = [
+            line["prediction_tokens"] + [0] * (WIDTH - len(line["prediction_tokens"]))
+            for line in lines
+        ]
+
+        def numbered(values):
+            return list(enumerate(values))
+
         evaluator = seqio.Evaluator(
-            task, seqio.EncDecFeatureConverter(pack=False), "test", sequence_length={"inputs": LENGTH,
-            "targets": WIDTH},
+            task,
+            seqio.EncDecFeatureConverter(pack=False),
+            "test",
+            sequence_length={"inputs": LENGTH, "targets": WIDTH},
             async_compute_metrics=False,
-        )  # fmt: skip
+        )
         scores = {"scores": [line["aux"]["scores"] for line in lines]}
         found, _ = evaluator.evaluate(
-            compute_metrics=True, predict_fn=lambda _: numbered(rows), predict_with_aux_fn=lambda _: (numbered(rows),
-            scores),
+            compute_metrics=True,
+            predict_fn=lambda _: numbered(rows),
+            predict_with_aux_fn=lambda _: (numbered(rows), scores),
             score_fn=lambda _: numbered([line["score"] for line in lines]),
-        )  # fmt: skip
+        )
         plain = {
             key: getattr(value, "value", getattr(value, "textdata", value))
             for key, value in found.result()[task].items()
@@ -147,7 +195,9 @@ def test_metrics_are_what_seqios_evaluator_finds(name, generate, toys, tmp_path)
         plain.pop("curve", None)
         assert written["metrics"][task] == pytest.approx(plain, abs=1e-5)
         assert plain.keys() == (
-            {"words", "kinds", "likelihood", "certainty"} if task == "toy_text" else {"words", "kinds"}
+            {"words", "kinds", "likelihood", "certainty"}
+            if task == "toy_text"
+            else {"words", "kinds"}
         )
 
 
@@ -167,12 +217,17 @@ def test_a_job_that_was_interrupted_goes_on(how, generate, toys, tmp_path, monke
 
     monkeypatch.setattr(resumable_output.Journal, "add", interrupted)
     assert generate(*flags, f"--output_file={path}")[0] == 130 and not path.exists()
-    monkeypatch.setattr(resumable_output.Journal, "add", lambda *args: (numbers.append(args[1]), add(*args)))
+    monkeypatch.setattr(
+        resumable_output.Journal, "add", lambda *args: (numbers.append(args[1]), add(*args))
+    )
     code, _, err = generate(*flags, f"--output_file={path}")
     assert code == 0 and "out.partial: 9 of 14 sentences are there" in err
     assert sorted(numbers) == list(range(14))
     for suffix in ("", ".metrics.json"):
-        assert pathlib.Path(f"{path}{suffix}").read_text() == pathlib.Path(f"{whole}{suffix}").read_text()
+        assert (
+            pathlib.Path(f"{path}{suffix}").read_text()
+            == pathlib.Path(f"{whole}{suffix}").read_text()
+        )
 
 
 @needs_seqio
@@ -180,10 +235,15 @@ def test_metrics_that_fail_leave_the_predictions(generate, toys, pair, tmp_path)
     def failing(targets, predictions):
         raise KeyError("no such word")
 
-    tasks.tsv({"test": toys["validation"]}, str(pair / "target"), metric_fns=[failing], name="toy_failing")
+    tasks.tsv(
+        {"test": toys["validation"]}, str(pair / "target"), metric_fns=[failing], name="toy_failing"
+    )
     path = tmp_path / "out"
     code, _, err = generate("--task=toy_failing", f"--output_file={path}")
-    assert code == 2 and "task: got 'toy_failing', whose metrics fail ('no such word')" in err.splitlines()[-1]
+    assert (
+        code == 2
+        and "task: got 'toy_failing', whose metrics fail ('no such word')" in err.splitlines()[-1]
+    )
     assert len(decoded(path.read_text())) == 2 and not (tmp_path / "out.partial").exists()
 
 
@@ -199,16 +259,24 @@ def test_metrics_of_other_kinds_are_named(toys, target):
 
         def from_model_output(self, inputs, model_output, features):
             found = types.SimpleNamespace()
-            found.compute = lambda: {"longest": np.int32((model_output > 0).sum(axis=1).max()), "rows": len(inputs)}
+            found.compute = lambda: {
+                "longest": np.int32((model_output > 0).sum(axis=1).max()),
+                "rows": len(inputs),
+            }
             return found
 
     inside = Inside(model_output_type=seqio.metrics.ModelOutputType.SCORE_WITH_INTERMEDIATES)
     objects = [inside, Longest(model_output_type=seqio.metrics.ModelOutputType.PREDICTION)]
     task = seqio.TaskRegistry.get("toy_more").replace(metric_fns=[], metric_objs=objects)
-    job = interop.Job([task], "test", target, input_length=LENGTH, output_length=WIDTH, batch_size=2)
+    job = interop.Job(
+        [task], "test", target, input_length=LENGTH, output_length=WIDTH, batch_size=2
+    )
     output = continuous_batching.Output("", [5, 6, 1], [-1.0, -2.0, -float("inf")], [], "eos", None)
     lines = [line for number in range(len(PAIRS)) for line in job.lines(number, [output])]
-    assert json.loads(lines[0])["aux"] == {"scores": None} and "score" not in lines[0].partition("aux")[0]
+    assert (
+        json.loads(lines[0])["aux"] == {"scores": None}
+        and "score" not in lines[0].partition("aux")[0]
+    )
     found, notes = job.evaluate(lines)
     assert found == {"toy_more": {"longest": 3, "rows": len(PAIRS)}}
     assert notes == ["not computed: a metric of toy_more that needs score_with_intermediates"]
@@ -217,31 +285,57 @@ def test_metrics_of_other_kinds_are_named(toys, target):
 @needs_seqio
 def test_ids_that_stand_for_themselves_are_padded_as_t5xs(target):
     feature = seqio.Feature(seqio.PassThroughVocabulary(64, eos_id=1), add_eos=False)
-    data = lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensors({"inputs": [5, 6], "targets": [7, 1]})
+
+    def data(split, shuffle_files, seed=None):
+        return tf.data.Dataset.from_tensors({"inputs": [5, 6], "targets": [7, 1]})
+
     source = seqio.FunctionDataSource(data, splits=["test"])
     task = seqio.Task("toy_ids", source, {"inputs": feature, "targets": feature})
     job = interop.Job([task], "test", target, input_length=LENGTH, output_length=4, batch_size=2)
     assert job.inputs == [[5, 6]] and job.examples[0].targets == [7, 1]
-    (line,) = job.lines(0, [continuous_batching.Output(None, [9, 1], [-1.0, -0.5], [], "eos", None)])
-    expected = {"inputs": {}, "prediction": [9, 1, 0, 0], "prediction_tokens": [9, 1], "aux": {"scores": -1.5}}
+    (line,) = job.lines(
+        0, [continuous_batching.Output(None, [9, 1], [-1.0, -0.5], [], "eos", None)]
+    )
+    expected = {
+        "inputs": {},
+        "prediction": [9, 1, 0, 0],
+        "prediction_tokens": [9, 1],
+        "aux": {"scores": -1.5},
+    }
     assert json.loads(line) == expected
 
 
 @needs_seqio
 def test_an_example_without_output_is_null_and_to_metrics_empty(toys, target):
     """The decoding of one example met logits that are not finite numbers."""
-    task = seqio.TaskRegistry.get("toy_more").replace(metric_fns=[seqio_jobs_of.words], metric_objs=[])
-    job = interop.Job([task], "test", target, input_length=LENGTH, output_length=WIDTH, batch_size=2)
+    task = seqio.TaskRegistry.get("toy_more").replace(
+        metric_fns=[seqio_jobs_of.words], metric_objs=[]
+    )
+    job = interop.Job(
+        [task], "test", target, input_length=LENGTH, output_length=WIDTH, batch_size=2
+    )
     found = continuous_batching.Output("", [5, 6, 1], [-1.0, -2.0, -1.0], [], "eos", None)
     lost = continuous_batching.Output(
         None, [], [], [], "error", None, None, sd.NonFiniteLogitsError("the target toy", 1, 0)
     )
-    lines = [line for number in range(len(PAIRS)) for line in job.lines(number, [lost if number == 1 else found])]
+    lines = [
+        line
+        for number in range(len(PAIRS))
+        for line in job.lines(number, [lost if number == 1 else found])
+    ]
     record = json.loads(lines[1])
-    assert (record["prediction"], record["prediction_tokens"], record["aux"]) == (None, [], {"scores": None})
-    assert record["error"].startswith("got logits from the target toy") and "error" not in json.loads(lines[0])
+    assert (record["prediction"], record["prediction_tokens"], record["aux"]) == (
+        None,
+        [],
+        {"scores": None},
+    )
+    assert record["error"].startswith(
+        "got logits from the target toy"
+    ) and "error" not in json.loads(lines[0])
     (several,) = job.lines(1, [found, lost])
-    assert json.loads(several)["prediction"][0] is None and json.loads(several)["aux"]["scores"] == [None, -4.0]
+    assert json.loads(several)["prediction"][0] is None and json.loads(several)["aux"][
+        "scores"
+    ] == [None, -4.0]
     values, notes = job.evaluate(lines)
     assert set(values["toy_more"]) == {"words", "kinds"}
     assert notes == ["no output, which metrics take for an empty one: 1 examples"]

@@ -16,7 +16,17 @@ import make_checkpoints as make
 import numpy as np
 import own_parts
 import pytest
-from distribution_samples import EOS, FALSE_ALARM, INPUTS, POSITIONS, ROWS, SPREAD, V, g_test, joint_distribution
+from distribution_samples import (
+    EOS,
+    FALSE_ALARM,
+    INPUTS,
+    POSITIONS,
+    ROWS,
+    SPREAD,
+    V,
+    g_test,
+    joint_distribution,
+)
 from golden_models import unpack_t5x
 from toy_models import tiny_t5
 
@@ -65,26 +75,50 @@ def network_of(config: sd.T5Config):
     """T5X's network of this shape: `scalable_t5`'s, where every layer has a position table."""
     if not config.relative_bias_per_layer:
         return interop.transformer(config)
-    names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
-    shape = {name: getattr(config, name) for name in (*names, "mlp_activations", "logits_via_embedding")}
-    return scalable_t5.Transformer(scalable_t5.T5Config(**shape, dtype=jnp.dtype(config.dtype), dropout_rate=0.0))
+    names = (
+        "vocab_size",
+        "emb_dim",
+        "num_heads",
+        "head_dim",
+        "num_encoder_layers",
+        "num_decoder_layers",
+        "mlp_dim",
+    )
+    shape = {
+        name: getattr(config, name) for name in (*names, "mlp_activations", "logits_via_embedding")
+    }
+    return scalable_t5.Transformer(
+        scalable_t5.T5Config(**shape, dtype=jnp.dtype(config.dtype), dropout_rate=0.0)
+    )
 
 
-@pytest.mark.parametrize("form, use_orbax", [("t5x", True), ("t5x_legacy", True), ("t5x_legacy", False)])
-@pytest.mark.parametrize("shape, dtype", [("1.1", "float32"), ("1.0", "bfloat16"), ("umT5", "float32")])
+@pytest.mark.parametrize(
+    "form, use_orbax", [("t5x", True), ("t5x_legacy", True), ("t5x_legacy", False)]
+)
+@pytest.mark.parametrize(
+    "shape, dtype", [("1.1", "float32"), ("1.0", "bfloat16"), ("umT5", "float32")]
+)
 def test_t5x_restores_what_is_exported(shape, form, dtype, use_orbax, tmp_path):
     params = {name: x.astype(dtype) for name, x in make.random_params(SHAPES[shape]).items()}
     sd.save(make.model_of(params, SHAPES[shape]), tmp_path / "model", format=form)
     leaves = {name: Leaf.from_array(x) for name, x in params.items()}
-    params = {name: leaf.load(dtype) for name, leaf in t5x.leaves_by_their_names(leaves, SHAPES[shape]).items()}
+    params = {
+        name: leaf.load(dtype)
+        for name, leaf in t5x.leaves_by_their_names(leaves, SHAPES[shape]).items()
+    }
     model = models.EncoderDecoderModel(network_of(SHAPES[shape]), None, None, None)
     partitioner = partitioning.PjitPartitioner(num_partitions=1)
     shapes = dict(encoder_input_tokens=(2, 8), decoder_input_tokens=(2, 8))
     initializer = utils.TrainStateInitializer(
-        optimizer_def=None, init_fn=model.get_initial_variables, input_shapes=shapes,
-        input_types=dict.fromkeys(shapes, jnp.int32), partitioner=partitioner,
-    )  # fmt: skip
-    config = utils.RestoreCheckpointConfig(str(tmp_path / "model" / "checkpoint_1"), "specific", strict=False)
+        optimizer_def=None,
+        init_fn=model.get_initial_variables,
+        input_shapes=shapes,
+        input_types=dict.fromkeys(shapes, jnp.int32),
+        partitioner=partitioner,
+    )
+    config = utils.RestoreCheckpointConfig(
+        str(tmp_path / "model" / "checkpoint_1"), "specific", strict=False
+    )
     state, _ = utils.create_checkpoint_manager_and_restore(
         initializer, partitioner, config, config.path, None, use_orbax=use_orbax
     )
@@ -118,7 +152,8 @@ def test_argmax_tokens_and_scores_are_t5xs(decode, drafter, golden, tmp_path):
         small = dataclasses.replace(target.config, num_encoder_layers=1, num_decoder_layers=1)
         sd.save(sd.LanguageModel.random(small, seed=3), tmp_path / "small")
         options |= dict(
-            drafter=str(tmp_path / "small"), **({"gamma": 2} if drafter == "another" else {"tree": "widths:2,2"})
+            drafter=str(tmp_path / "small"),
+            **({"gamma": 2} if drafter == "another" else {"tree": "widths:2,2"}),
         )
     elif drafter == "a cascade":
         parts = sd.RandomDrafter(target.config.vocab_size), sd.PromptLookupDrafter(1)
@@ -129,9 +164,13 @@ def test_argmax_tokens_and_scores_are_t5xs(decode, drafter, golden, tmp_path):
     prompted = decode == "greedy_prompt3"
     prompts = io["prompt_decoder_input_tokens"] if prompted else None
     tokens, aux = predict(
-        speculative(target, **options), target.params, io["encoder_input_tokens"], prompts,
-        prompt_with_targets=prompted, decoder_params={"eos_id": eos},
-    )  # fmt: skip
+        speculative(target, **options),
+        target.params,
+        io["encoder_input_tokens"],
+        prompts,
+        prompt_with_targets=prompted,
+        decoder_params={"eos_id": eos},
+    )
     np.testing.assert_array_equal(tokens, io[decode])
     if f"{decode}_logprob" in io:
         np.testing.assert_allclose(aux["scores"], io[f"{decode}_logprob"], rtol=1e-5, atol=1e-4)
@@ -145,7 +184,11 @@ OPTIONS = {
     "steps": (dict(max_decode_steps=5, rescale_log_probs=False), True, True),
     "hard limit": (dict(max_decode_steps=9, max_decode_steps_hard_limit=4), False, False),
     "the best": (dict(temperature=1.0, topk=1, rescale_log_probs=False), True, False),
-    "cold rows": (dict(temperature=np.array([0, 5e-5, 0, 0], np.float32), rescale_log_probs=False), False, True),
+    "cold rows": (
+        dict(temperature=np.array([0, 5e-5, 0, 0], np.float32), rescale_log_probs=False),
+        False,
+        True,
+    ),
 }
 
 
@@ -158,13 +201,19 @@ def test_options_of_one_call_are_t5xs(case, golden):
     given = {"temperature": 0.0} | said
     prompts = np.array(io["prompt_decoder_input_tokens"])
     prompts[0, 3:] = 0  # prompts of different lengths
-    options = dict(decoder_params=given, return_all_decodes=everything, prompt_with_targets=prompted)
+    options = dict(
+        decoder_params=given, return_all_decodes=everything, prompt_with_targets=prompted
+    )
     theirs = models.EncoderDecoderModel(
         interop.transformer(target.config), Ids, Ids, None, decode_fn=decoding.temperature_sample
     )
-    ours = speculative(target, drafter=str(folder), gamma=3, sampling=sd.SamplingConfig(temperature=0.7, top_k=5))
+    ours = speculative(
+        target, drafter=str(folder), gamma=3, sampling=sd.SamplingConfig(temperature=0.7, top_k=5)
+    )
     inputs = io["encoder_input_tokens"]
-    expected = predict(theirs, target.params, inputs, prompts, **{**options, "decoder_params": dict(given)})
+    expected = predict(
+        theirs, target.params, inputs, prompts, **{**options, "decoder_params": dict(given)}
+    )
     tokens, aux = predict(ours, target.params, inputs, prompts, **options)
     np.testing.assert_array_equal(tokens, expected[0])
     np.testing.assert_allclose(aux["scores"], expected[1]["scores"], rtol=1e-5, atol=1e-4)
@@ -186,29 +235,40 @@ def test_a_decode_function_says_how_to_sample(golden):
         np.testing.assert_array_equal(tokens, expected)
         np.testing.assert_allclose(aux["scores"], scores["scores"], rtol=1e-5)
     tokens, _ = predict(
-        speculative(target, decode_fn=decoding.temperature_sample), target.params, io["encoder_input_tokens"]
+        speculative(target, decode_fn=decoding.temperature_sample),
+        target.params,
+        io["encoder_input_tokens"],
     )
     np.testing.assert_array_equal(tokens, io["greedy_eos1"])  # T5X's own default is the best token
 
 
 def test_scores_of_given_targets_are_t5xs(golden):
     _, io, target = golden
-    batch = {name: io[name] for name in ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")}
+    batch = {
+        name: io[name]
+        for name in ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+    }
     batch["decoder_loss_weights"] = (batch["decoder_target_tokens"] > 0).astype(np.float32)
     theirs = models.EncoderDecoderModel(interop.transformer(target.config), Ids, Ids, None)
-    scores = [jax.jit(model.score_batch)(target.params, batch) for model in (theirs, speculative(target))]
+    scores = [
+        jax.jit(model.score_batch)(target.params, batch) for model in (theirs, speculative(target))
+    ]
     np.testing.assert_array_equal(*scores)
 
 
 @pytest.mark.slow
 def test_samples_depend_on_the_key(golden):
     folder, io, target = golden
-    model = speculative(target, drafter=str(folder), gamma=2, sampling=sd.SamplingConfig(temperature=1.0))
+    model = speculative(
+        target, drafter=str(folder), gamma=2, sampling=sd.SamplingConfig(temperature=1.0)
+    )
     decode = functools.partial(predict, model, target.params, io["encoder_input_tokens"])
     first, aux = decode()  # T5X's default key is that of seed 0
     other, _ = decode(rng=jax.random.PRNGKey(1))
     assert (first != other).any() and (aux["scores"] < 0).all()
-    np.testing.assert_array_equal(decode(decoder_params={"decode_rng": jax.random.PRNGKey(1)})[0], other)
+    np.testing.assert_array_equal(
+        decode(decoder_params={"decode_rng": jax.random.PRNGKey(1)})[0], other
+    )
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
@@ -218,10 +278,19 @@ def test_distribution_with_keys_of_every_kind(impl, drafts):
     target, drafter = tiny_t5(0, V, decoder_layers=1), tiny_t5(1, V, decoder_layers=1)
     vocabulary = type("Letters", (), dict(eos_id=EOS, vocab_size=V))
     model = interop.SpeculativeEncoderDecoderModel(
-        interop.transformer(target.config), vocabulary, vocabulary, None, gamma=1, verifier="token", sampling=SPREAD,
+        interop.transformer(target.config),
+        vocabulary,
+        vocabulary,
+        None,
+        gamma=1,
+        verifier="token",
+        sampling=SPREAD,
         drafter=sd.ModelDrafter(drafter) if drafts else None,
-    )  # fmt: skip
-    inputs, prompts = np.tile(INPUTS, (ROWS, 1)).astype(np.int32), np.zeros((ROWS, POSITIONS), np.int32)
+    )
+    inputs, prompts = (
+        np.tile(INPUTS, (ROWS, 1)).astype(np.int32),
+        np.zeros((ROWS, POSITIONS), np.int32),
+    )
     counts = np.zeros(V**POSITIONS)
     for seed in range(4):
         rng = jax.random.key_data(jax.random.key(seed, impl=impl))  # raw, as T5X makes them
@@ -234,13 +303,19 @@ def test_distribution_with_keys_of_every_kind(impl, drafts):
 BAD = {
     "decodes": (dict(num_decodes=4), "num_decodes: got 4, expected 1"),
     "alpha": (dict(decoder_params={"alpha": 0.6}), "decoder_params: got alpha, expected only"),
-    "filters": (dict(decoder_params={"topk": 3, "topp": 0.5}), "got topk and topp, expected at most one"),
+    "filters": (
+        dict(decoder_params={"topk": 3, "topp": 0.5}),
+        "got topk and topp, expected at most one",
+    ),
     "two keys": (
         dict(decoder_params={"decode_rng": jax.random.PRNGKey(1)}, rng=jax.random.PRNGKey(0)),
         "got decode_rng beside the argument rng",
     ),
     "temperature": (dict(decoder_params={"temperature": np.inf}), "temperature: got inf, expected"),
-    "steps": (dict(decoder_params={"max_decode_steps": 0}), "max_decode_steps: got 0, expected at least 1"),
+    "steps": (
+        dict(decoder_params={"max_decode_steps": 0}),
+        "max_decode_steps: got 0, expected at least 1",
+    ),
 }
 
 
@@ -258,14 +333,17 @@ def max_decode(inputs, cache, tokens_to_logits, eos_id, num_decodes):
 
 def test_bad_configurations_are_rejected(golden, tmp_path):
     folder, _, target = golden
-    with pytest.raises(ValueError, match="decode_fn: got .*max_decode.*, expected t5x.decoding.beam_search or"):
+    with pytest.raises(
+        ValueError, match="decode_fn: got .*max_decode.*, expected t5x.decoding.beam_search or"
+    ):
         speculative(target, decode_fn=max_decode)
     with pytest.raises(ValueError, match="sampling: got .* with decode_fn, expected None"):
         speculative(target, decode_fn=decoding.temperature_sample, sampling=sd.SamplingConfig())
     with pytest.raises(ValueError, match="beam_width: got 4 with sampling, expected None"):
         speculative(target, beam_width=4)
     with pytest.raises(
-        ValueError, match="drafter: got EarlyExitDrafter, expected a model's folder, or a drafter that needs nothing"
+        ValueError,
+        match="drafter: got EarlyExitDrafter, expected a model's folder, or a drafter that needs nothing",
     ):
         speculative(target, drafter=sd.EarlyExitDrafter(target, 1))
     with pytest.raises(ValueError, match="gamma: got -1, expected"):
@@ -274,7 +352,9 @@ def test_bad_configurations_are_rejected(golden, tmp_path):
         speculative(target, drafter=str(folder), verifier="lenient")
     with pytest.raises(ValueError, match="no/such: got no such path"):
         speculative(target, drafter="no/such")
-    with pytest.raises(ValueError, match="module: got object, expected t5x.examples.t5.network.Transformer"):
+    with pytest.raises(
+        ValueError, match="module: got object, expected t5x.examples.t5.network.Transformer"
+    ):
         interop.SpeculativeEncoderDecoderModel(object(), Ids, Ids, None)
     wide = dataclasses.replace(target.config, vocab_size=400)
     sd.save(sd.LanguageModel.random(wide, vocabulary=ByteVocabulary(3)), tmp_path / "bytes")
@@ -282,7 +362,9 @@ def test_bad_configurations_are_rejected(golden, tmp_path):
         speculative(target, drafter=str(tmp_path / "bytes"))
     other = dataclasses.replace(target.config, num_decoder_layers=3)
     model = interop.SpeculativeEncoderDecoderModel(interop.transformer(other), Ids, Ids, None)
-    with pytest.raises(ValueError, match="params: parameter decoder/layers_2/.*: got none, expected"):
+    with pytest.raises(
+        ValueError, match="params: parameter decoder/layers_2/.*: got none, expected"
+    ):
         predict(model, target.params, np.ones((1, 4), np.int32))
 
 
@@ -295,18 +377,28 @@ def test_benchmark_against_t5x(golden):
     _, io, target = golden
     rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]][:3]
     options = benchmark_command.BenchmarkOptions(
-        target="target", drafter="drafter", gamma=(2,), max_new_tokens=STEPS, repeats=1, batch_size=2, against="t5x"
+        target="target",
+        drafter="drafter",
+        gamma=(2,),
+        max_new_tokens=STEPS,
+        repeats=1,
+        batch_size=2,
+        against="t5x",
     )
     batches = variants.cut(rows, rows, options.batch_size, options.seed)
     others = benchmark_command.others_of(options, target)
-    record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, options, others)
+    record, problems = analysis_benchmark.benchmark(
+        target, sd.ModelDrafter(target), batches, options, others
+    )
     against = record["against"]
     assert (against["name"], against["differences"], problems) == ("t5x", [], [])
     assert against["tokens"] == record["plain"]["tokens"] == record["speculative"][0]["tokens"]
-    assert against["improvement"].keys() == {"plain", "gamma 2"} and against["seconds"]["median"] > 0
-    assert "\nt5x            " in summaries.benchmark_summary(record) and "  gamma 2: " in summaries.benchmark_summary(
-        record
+    assert (
+        against["improvement"].keys() == {"plain", "gamma 2"} and against["seconds"]["median"] > 0
     )
+    assert "\nt5x            " in summaries.benchmark_summary(
+        record
+    ) and "  gamma 2: " in summaries.benchmark_summary(record)
     json.dumps(record)
 
 
@@ -316,24 +408,38 @@ def test_benchmark_of_beams_against_t5x(golden):
     _, io, target = golden
     rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]][:3]
     options = benchmark_command.BenchmarkOptions(
-        target="target", drafter="drafter", gamma=(2,), max_new_tokens=STEPS, repeats=1, batch_size=2, against="t5x",
-        num_beams=3, length_penalty=1.5,
-    )  # fmt: skip
+        target="target",
+        drafter="drafter",
+        gamma=(2,),
+        max_new_tokens=STEPS,
+        repeats=1,
+        batch_size=2,
+        against="t5x",
+        num_beams=3,
+        length_penalty=1.5,
+    )
     options.check()
     batches = variants.cut(rows, rows, options.batch_size, options.seed)
     others = benchmark_command.others_of(options, target)
-    record, problems = beams.benchmark_beams(target, sd.ModelDrafter(target), batches, options, others)
+    record, problems = beams.benchmark_beams(
+        target, sd.ModelDrafter(target), batches, options, others
+    )
     against = record["against"]
     assert (against["name"], against["differences"], problems) == ("t5x", [], [])
     assert against["tokens"] == record["plain"]["tokens"] == record["searches"][0]["tokens"]
-    ours = sd.generate(target, batches[0].inputs, num_beams=3, length_penalty=1.5, max_new_tokens=STEPS)
+    ours = sd.generate(
+        target, batches[0].inputs, num_beams=3, length_penalty=1.5, max_new_tokens=STEPS
+    )
     np.testing.assert_allclose(others["t5x"].results[0].scores, ours.scores, rtol=1e-5)
     assert "\nt5x " in beam_summaries.benchmark_summary(record)
 
 
 def test_t5x_cannot_decode_every_model(golden):
     _, _, target = golden
-    for change, message in ((dict(eos_ids=(1, 2)), "EOS ids"), (dict(start_token=3), "start token 3")):
+    for change, message in (
+        (dict(eos_ids=(1, 2)), "EOS ids"),
+        (dict(start_token=3), "start token 3"),
+    ):
         model = sd.LanguageModel(target.config, target.params, **change)
         with pytest.raises(ValueError, match=f"t5x: got .*{message}.*, expected one EOS id"):
             interop.greedy(model)

@@ -39,7 +39,12 @@ def golden(tmp_path_factory):
 def prompts(io) -> np.ndarray:
     """Of every length: all places, one token, none, all places but one."""
     found = np.array(io["prompt_decoder_input_tokens"])
-    found[0, 1:], found[1, 2:], found[2], found[3, 1:-1] = np.arange(20, 35), 0, 0, np.arange(40, 54)
+    found[0, 1:], found[1, 2:], found[2], found[3, 1:-1] = (
+        np.arange(20, 35),
+        0,
+        0,
+        np.arange(40, 54),
+    )
     return found
 
 
@@ -57,7 +62,11 @@ CASES = {  # T5X's name of each option; "early" is an id that comes up
 @pytest.mark.parametrize(
     "case, drafting",
     [(case, "itself") for case in CASES]
-    + [pytest.param(case, who, marks=pytest.mark.slow) for case in CASES for who in ("nothing", "another")],
+    + [
+        pytest.param(case, who, marks=pytest.mark.slow)
+        for case in CASES
+        for who in ("nothing", "another")
+    ],
 )
 def test_predictions_and_scores_are_t5xs(case, drafting, golden):
     io, target, another = golden
@@ -66,13 +75,24 @@ def test_predictions_and_scores_are_t5xs(case, drafting, golden):
     given["eos_id"] = int(io["eos_early_id"]) if given["eos_id"] == "early" else given["eos_id"]
     drafter = {"nothing": None, "itself": target, "another": another}[drafting]
     ours = speculative(
-        target, decode_fn=decoding.beam_search, drafter=drafter and sd.ModelDrafter(drafter), counts=True
+        target,
+        decode_fn=decoding.beam_search,
+        drafter=drafter and sd.ModelDrafter(drafter),
+        counts=True,
     )
     theirs = models.EncoderDecoderModel(interop.transformer(target.config), Ids, Ids, None)
     options = dict(num_decodes=beams, prompt_with_targets=prompted, return_all_decodes=True)
-    decode = lambda model: predict(
-        model, target.params, io["encoder_input_tokens"], prompts(io), decoder_params=dict(given), **options
-    )
+
+    def decode(model):
+        return predict(
+            model,
+            target.params,
+            io["encoder_input_tokens"],
+            prompts(io),
+            decoder_params=dict(given),
+            **options,
+        )
+
     (expected, scores), (tokens, aux) = decode(theirs), decode(ours)
     np.testing.assert_array_equal(tokens, expected)
     np.testing.assert_allclose(aux["scores"], scores["scores"], rtol=1e-5, atol=1e-4)
@@ -85,11 +105,19 @@ def test_predictions_and_scores_are_t5xs(case, drafting, golden):
 def test_the_best_alone_and_defaults(golden):
     """Settings of the model, of the function and of a call, as T5X ranks them; a key means nothing."""
     io, target, _ = golden
-    function = functools.partial(decoding.beam_search, alpha=1.5, decode_rng=jax.random.PRNGKey(1), num_decodes=3)
+    function = functools.partial(
+        decoding.beam_search, alpha=1.5, decode_rng=jax.random.PRNGKey(1), num_decodes=3
+    )
     defaults = models.DecoderParams(num_decodes=2)
-    module, options = interop.transformer(target.config), dict(decode_fn=function, default_decoder_params=defaults)
+    module, options = (
+        interop.transformer(target.config),
+        dict(decode_fn=function, default_decoder_params=defaults),
+    )
     theirs = models.EncoderDecoderModel(module, Ids, Ids, None, **options)
-    decode = lambda model: predict(model, target.params, io["encoder_input_tokens"], rng=jax.random.PRNGKey(2))
+
+    def decode(model):
+        return predict(model, target.params, io["encoder_input_tokens"], rng=jax.random.PRNGKey(2))
+
     (expected, scores), (tokens, aux) = decode(theirs), decode(speculative(target, **options))
     np.testing.assert_array_equal(tokens, expected)
     np.testing.assert_allclose(aux["scores"], scores["scores"], rtol=1e-5, atol=1e-4)
@@ -124,10 +152,22 @@ models.BaseTransformerModel.decode_fn = @narrow/decoding.beam_search
 
 
 BAD = {
-    "temperature": (dict(decoder_params={"temperature": 0.5}), "decoder_params: got temperature, expected only alpha"),
-    "threshold": (dict(decoder_params={"min_log_prob": -5.0}), "min_log_prob: got -5.0, expected none"),
-    "alpha": (dict(decoder_params={"alpha": -1.0}), "alpha: got -1.0, expected a finite number of at least 0"),
-    "length": (dict(decoder_params={"max_decode_len": 17}), "max_decode_len: got 17, expected an integer from 1 to 16"),
+    "temperature": (
+        dict(decoder_params={"temperature": 0.5}),
+        "decoder_params: got temperature, expected only alpha",
+    ),
+    "threshold": (
+        dict(decoder_params={"min_log_prob": -5.0}),
+        "min_log_prob: got -5.0, expected none",
+    ),
+    "alpha": (
+        dict(decoder_params={"alpha": -1.0}),
+        "alpha: got -1.0, expected a finite number of at least 0",
+    ),
+    "length": (
+        dict(decoder_params={"max_decode_len": 17}),
+        "max_decode_len: got 17, expected an integer from 1 to 16",
+    ),
     "ends": (dict(decoder_params={"eos_id": (1, 2)}), "eos_id: got 2 ids, expected one"),
     "no beams": (dict(num_decodes=0), "num_beams: got 0, expected an integer from 1"),
     "two keys": (
@@ -143,15 +183,27 @@ def test_what_t5xs_search_does_not_take_is_rejected(case, golden):
     options, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         predict(
-            speculative(target, decode_fn=decoding.beam_search), target.params, io["encoder_input_tokens"], **options
+            speculative(target, decode_fn=decoding.beam_search),
+            target.params,
+            io["encoder_input_tokens"],
+            **options,
         )
 
 
 MODELS = {
-    "verifier": (dict(verifier="token"), "verifier: got 'token' with beam search, expected 'block'"),
+    "verifier": (
+        dict(verifier="token"),
+        "verifier: got 'token' with beam search, expected 'block'",
+    ),
     "lenience": (dict(lenience=0.5), "lenience: got 0.5 with beam search, expected None"),
-    "scores": (dict(rescale_log_probs=False), "rescale_log_probs: got False with decode_fn, expected True"),
-    "policy": (dict(gamma=sd.Heuristic(3)), "gamma: got Heuristic.*, expected 'auto' or one integer"),
+    "scores": (
+        dict(rescale_log_probs=False),
+        "rescale_log_probs: got False with decode_fn, expected True",
+    ),
+    "policy": (
+        dict(gamma=sd.Heuristic(3)),
+        "gamma: got Heuristic.*, expected 'auto' or one integer",
+    ),
     "gamma": (dict(gamma=-1), "gamma: got -1, expected an integer from 0"),
     "drafter": (
         dict(drafter=sd.RandomDrafter(128)),

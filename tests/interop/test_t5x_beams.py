@@ -36,21 +36,35 @@ def t5x_beams(model, inputs, beams, penalty, eos_id, prefix=()):
 
 
 @pytest.mark.parametrize("prefix", [(), (3, 2)])
-@pytest.mark.parametrize("beams, penalty, spread", [(1, 0.6, 4.0), (2, 0.0, 4.0), (4, 0.6, 1.0), (8, 1.5, 4.0)])
+@pytest.mark.parametrize(
+    "beams, penalty, spread", [(1, 0.6, 4.0), (2, 0.0, 4.0), (4, 0.6, 1.0), (8, 1.5, 4.0)]
+)
 def test_search_is_t5xs(beams, penalty, spread, prefix):
     inputs = np.random.default_rng(beams).integers(1, 14, (60, 3))
     model = HashModel(14, 0, eos_ids=(5,), spread=spread)
     drafter = HashModel(14, 7, eos_ids=(5,), likeness=0.9, spread=spread)
     tokens, scores = t5x_beams(model, inputs, beams, penalty, 5, prefix)
     ours = sd.generate(
-        model, inputs, drafter=sd.ModelDrafter(drafter), gamma=3, num_beams=beams, num_return_sequences=beams,
+        model,
+        inputs,
+        drafter=sd.ModelDrafter(drafter),
+        gamma=3,
+        num_beams=beams,
+        num_return_sequences=beams,
         length_penalty=penalty,
-        max_new_tokens=LENGTH - len(prefix), decoder_prefix=[list(prefix)] * len(inputs) if prefix else None,
-    )  # fmt: skip
-    np.testing.assert_allclose(ours.scores.reshape(-1, beams)[:, ::-1], scores, rtol=1e-5, atol=1e-5)
+        max_new_tokens=LENGTH - len(prefix),
+        decoder_prefix=[list(prefix)] * len(inputs) if prefix else None,
+    )
+    np.testing.assert_allclose(
+        ours.scores.reshape(-1, beams)[:, ::-1], scores, rtol=1e-5, atol=1e-5
+    )
     for row in range(len(inputs)):
         for place in range(beams):
             at = row * beams + beams - 1 - place
             length = ours.lengths[at]
-            expected = [*prefix, *ours.tokens[at, :length]] if ours.finish_reasons[at] != "none" else []
-            np.testing.assert_array_equal(tokens[row, place], np.pad(expected, (0, LENGTH - len(expected))))
+            expected = (
+                [*prefix, *ours.tokens[at, :length]] if ours.finish_reasons[at] != "none" else []
+            )
+            np.testing.assert_array_equal(
+                tokens[row, place], np.pad(expected, (0, LENGTH - len(expected)))
+            )

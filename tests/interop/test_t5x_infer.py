@@ -70,16 +70,28 @@ network.T5Config:
 
 def config(folder: pathlib.Path, output: pathlib.Path, *argv) -> subprocess.CompletedProcess:
     """Runs `python -m t5x.infer`."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
+    )
     return subprocess.run(
         [
-            sys.executable, "-m", "t5x.infer", f"--gin_search_paths={folder},{ROOT / 'configs'}",
-            "--gin_file=settings.gin", *argv, f"--gin.INFER_OUTPUT_DIR='{output}'",
+            sys.executable,
+            "-m",
+            "t5x.infer",
+            f"--gin_search_paths={folder},{ROOT / 'configs'}",
+            "--gin_file=settings.gin",
+            *argv,
+            f"--gin.INFER_OUTPUT_DIR='{output}'",
         ],
         env=os.environ
-        | {"T5X_TASK_FILE": str(folder / "task.tsv"), "PYTHONPATH": paths, "JAX_NUMPY_DTYPE_PROMOTION": "standard"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        | {
+            "T5X_TASK_FILE": str(folder / "task.tsv"),
+            "PYTHONPATH": paths,
+            "JAX_NUMPY_DTYPE_PROMOTION": "standard",
+        },
+        capture_output=True,
+        text=True,
+    )
 
 
 def infer(folder: pathlib.Path, output: pathlib.Path, *argv, says: tuple[str, ...] = ()) -> list:
@@ -99,20 +111,37 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
     plain = infer(tmp_path, tmp_path / "plain", checkpoint)
     sd.save(target, tmp_path / "drafter")
     ours = infer(
-        tmp_path, tmp_path / "ours", checkpoint, "--gin_file=t5x/speculative.gin",
+        tmp_path,
+        tmp_path / "ours",
+        checkpoint,
+        "--gin_file=t5x/speculative.gin",
         f"--gin.DRAFTER='{tmp_path / 'drafter'}'",
-        says=(f"specdec_jax: drafter {tmp_path / 'drafter'}, gamma 4; verifier block; decodes the argmax, where",
-            "of no effect here: models.EncoderDecoderModel.decode_fn", "specdec_jax: 2 batches", "(100.0% of them)"),
-    )  # fmt: skip
+        says=(
+            f"specdec_jax: drafter {tmp_path / 'drafter'}, gamma 4; verifier block; decodes the argmax, where",
+            "of no effect here: models.EncoderDecoderModel.decode_fn",
+            "specdec_jax: 2 batches",
+            "(100.0% of them)",
+        ),
+    )
     assert [line["prediction"] for line in ours] == io["greedy_eos1"].tolist() and ours == plain
     for name in ("lookup", "exit:1", "self:int8"):
         drafting = "--gin_file=t5x/speculative.gin", f"--gin.DRAFTER='{name}'"
         says = (", gamma 4; verifier block; decodes the argmax", "specdec_jax: 2 batches")
         assert infer(tmp_path, tmp_path / name, checkpoint, *drafting, says=says) == plain
     monkeypatch.setenv("T5X_TASK_FILE", str(tmp_path / "task.tsv"))
-    flags = ["--task=specdec_ids", "--module_import=t5x_task", "--max_input_length=12", "--max_new_tokens=16"]
+    flags = [
+        "--task=specdec_ids",
+        "--module_import=t5x_task",
+        "--max_input_length=12",
+        "--max_new_tokens=16",
+    ]
     path = tmp_path / "lines"
-    assert main.main(["generate", f"--target={folder}", *flags, "--dtype=float32", f"--output_file={path}"]) == 0
+    assert (
+        main.main(
+            ["generate", f"--target={folder}", *flags, "--dtype=float32", f"--output_file={path}"]
+        )
+        == 0
+    )
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [{name: line[name] for name in ("inputs", "prediction")} for line in lines] == [
         {name: line[name] for name in ("inputs", "prediction")} for line in plain
@@ -125,12 +154,19 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
 def test_a_file_before_the_models_is_rejected(golden, tmp_path):
     """`MODEL` would be T5X's own again."""
     folder, _, _ = golden
-    (tmp_path / "first.gin").write_text("from __gin__ import dynamic_registration\ninclude 't5x/speculative.gin'\n")
+    (tmp_path / "first.gin").write_text(
+        "from __gin__ import dynamic_registration\ninclude 't5x/speculative.gin'\n"
+    )
     settings = (tmp_path / "settings.gin").read_text()
-    (tmp_path / "settings.gin").write_text(settings.replace('include "t5x/ex', 'include "first.gin"\ninclude "t5x/ex'))
+    (tmp_path / "settings.gin").write_text(
+        settings.replace('include "t5x/ex', 'include "first.gin"\ninclude "t5x/ex')
+    )
     checkpoint = f"--gin.CHECKPOINT_PATH='{folder / 'checkpoint_7'}'"
     done = config(tmp_path, tmp_path / "plain", checkpoint, "--gin.DRAFTER='lookup'")
-    assert done.returncode and "but no MODEL that is one, so that T5X would decode without it" in done.stderr
+    assert (
+        done.returncode
+        and "but no MODEL that is one, so that T5X would decode without it" in done.stderr
+    )
 
 
 BEAMS = """
@@ -153,10 +189,15 @@ def test_the_infer_command_with_beams(golden, tmp_path):
     search = [f"--gin.CHECKPOINT_PATH='{folder / 'checkpoint_7'}'", "--gin_file=beams.gin"]
     plain = infer(tmp_path, tmp_path / "plain", *search)
     ours = infer(
-        tmp_path, tmp_path / "ours", *search, "--gin_file=t5x/speculative_beams.gin",
+        tmp_path,
+        tmp_path / "ours",
+        *search,
+        "--gin_file=t5x/speculative_beams.gin",
         f"--gin.DRAFTER='{tmp_path / 'drafter'}'",
-    )  # fmt: skip
+    )
     names = ("inputs", "prediction")
-    assert [[line[name] for name in names] for line in ours] == [[line[name] for name in names] for line in plain]
+    assert [[line[name] for name in names] for line in ours] == [
+        [line[name] for name in names] for line in plain
+    ]
     scores = [[line["aux"]["scores"] for line in lines] for lines in (ours, plain)]
     assert scores[0] == pytest.approx(scores[1], abs=1e-4)

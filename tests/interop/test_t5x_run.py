@@ -10,7 +10,9 @@ from specdec_jax.decoding.under_jit import Decoded
 from specdec_jax.interop import t5x_run
 
 HEAD = "from __gin__ import dynamic_registration\nimport gin_models\n"
-MODEL = HEAD + "MODEL = @gin_models.EncoderDecoderModel()\ngin_models.EncoderDecoderModel.module = 3\n"
+MODEL = (
+    HEAD + "MODEL = @gin_models.EncoderDecoderModel()\ngin_models.EncoderDecoderModel.module = 3\n"
+)
 OURS = HEAD + (
     "DRAFTER = %gin.REQUIRED\nMODEL = @gin_models.SpeculativeEncoderDecoderModel()\n"
     "gin_models.SpeculativeEncoderDecoderModel:\n  drafter = %DRAFTER\n  module = 3\n"
@@ -35,7 +37,9 @@ def parse(folder, *texts):
     for path, text in zip(paths, texts):
         path.write_text(text)
     given = any(text == OURS for text in texts)
-    gin.parse_config_files_and_bindings([str(path) for path in paths], ["DRAFTER='lookup'"] if given else [])
+    gin.parse_config_files_and_bindings(
+        [str(path) for path in paths], ["DRAFTER='lookup'"] if given else []
+    )
 
 
 @pytest.mark.parametrize("texts", [(MODEL, OURS, RUN), (MODEL, RUN, OURS), (RUN, MODEL, OURS)])
@@ -47,7 +51,10 @@ def test_after_the_models_file_it_is_used(texts, tmp_path):
 @pytest.mark.parametrize("texts", [(OURS, MODEL, RUN), (OURS, RUN, MODEL), (RUN, OURS, MODEL)])
 def test_before_the_models_file_it_is_rejected(texts, tmp_path):
     """`MODEL` would be T5X's own, which decodes without a word and without a drafter."""
-    with pytest.raises(ValueError, match="got values for drafter, module, but no MODEL that is one.*after the model's"):
+    with pytest.raises(
+        ValueError,
+        match="got values for drafter, module, but no MODEL that is one.*after the model's",
+    ):
         parse(tmp_path, *texts)
 
 
@@ -65,9 +72,16 @@ def test_what_has_no_effect_is_named(tmp_path):
 def test_the_line_at_the_start():
     how = dict(sampling=sd.SamplingConfig(), decode_fn=None, bound={})
     line = t5x_run.describe(sd.RandomDrafter(24), 4, "block", **how)
-    for part in ("drafter ", "gamma 4", "verifier block", "the argmax, where T5X's default is a beam search"):
+    for part in (
+        "drafter ",
+        "gamma 4",
+        "verifier block",
+        "the argmax, where T5X's default is a beam search",
+    ):
         assert part in line
-    assert t5x_run.describe(None, 4, "block", **how).startswith("nothing drafts; decodes the argmax")
+    assert t5x_run.describe(None, 4, "block", **how).startswith(
+        "nothing drafts; decodes the argmax"
+    )
     line = t5x_run.describe(None, 3, "block", "beam_search", {"alpha": 0.6}, sd.SamplingConfig())
     assert line == "nothing drafts; decodes as T5X's beam_search(alpha=0.6)"
     for given in (0.7, [0.7]):

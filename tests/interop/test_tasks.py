@@ -50,16 +50,26 @@ def test_a_gin_file_for_tsv_files(generate, pair, tmp_path):
 
     pairs = [pair for pair in PAIRS if pair[0]]
     data, path = write(tmp_path / "test.tsv", pairs), tmp_path / "out"
-    gin = [f"--gin_file={CONFIGS / 'tsv.gin'}", f'--gin.FILE="{data}"', f'--gin.VOCABULARY="{pair / "target"}"']
+    gin = [
+        f"--gin_file={CONFIGS / 'tsv.gin'}",
+        f'--gin.FILE="{data}"',
+        f'--gin.VOCABULARY="{pair / "target"}"',
+    ]
     gin.append("--max_input_length=40")  # of sentences none is cut
     code, out, err = generate(*gin, f"--output_file={path}")
     assert (code, out) == (0, ""), err
     code, out, _ = generate("--json", "--max_input_length=40", *(source for source, _ in pairs))
     lines = decoded(path.read_text())
-    assert [line["prediction_tokens"] for line in lines] == [line["tokens"] for line in decoded(out)]
+    assert [line["prediction_tokens"] for line in lines] == [
+        line["tokens"] for line in decoded(out)
+    ]
     predictions = [line["prediction"] for line in lines]
-    bleu = sacrebleu.corpus_bleu(predictions, [[target for _, target in pairs]], tokenize="intl").score
-    assert json.loads((tmp_path / "out.metrics.json").read_text())["metrics"] == {"tsv": {"bleu": pytest.approx(bleu)}}
+    bleu = sacrebleu.corpus_bleu(
+        predictions, [[target for _, target in pairs]], tokenize="intl"
+    ).score
+    assert json.loads((tmp_path / "out.metrics.json").read_text())["metrics"] == {
+        "tsv": {"bleu": pytest.approx(bleu)}
+    }
 
 
 @needs_seqio
@@ -69,8 +79,10 @@ def test_the_papers_tasks(name, pair):
     T5's do."""
     import tensorflow_datasets as tfds
 
-    names = {"wmt_t2t_ende": ("wmt_t2t_translate/de-en:1.0.0", "en", "de"), "cnn_dailymail": ("cnn_dailymail:3.4.0",
-        "article", "highlights")}  # fmt: skip
+    names = {
+        "wmt_t2t_ende": ("wmt_t2t_translate/de-en:1.0.0", "en", "de"),
+        "cnn_dailymail": ("cnn_dailymail:3.4.0", "article", "highlights"),
+    }
     dataset, source, side = names[name]
     assert name in seqio.TaskRegistry.names()
     assert getattr(tasks, name)(vocabulary=str(pair / "target")) == name, "registered anew"
@@ -78,27 +90,48 @@ def test_the_papers_tasks(name, pair):
     assert task.source.tfds_dataset.name == dataset
     data, _, version = dataset.partition(":")
     builder = tfds.builder_cls(data.partition("/")[0])
-    versions = {f"{builder.name}/{config.name}": config.version for config in builder.BUILDER_CONFIGS}
+    versions = {
+        f"{builder.name}/{config.name}": config.version for config in builder.BUILDER_CONFIGS
+    }
     assert str(versions[data] if versions else builder.VERSION) == version
-    rows = lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensors({source: "Tom is", side: "the book"})
+
+    def rows(split, shuffle_files, seed=None):
+        return tf.data.Dataset.from_tensors({source: "Tom is", side: "the book"})
+
     local = task.replace(source=seqio.FunctionDataSource(rows, splits=["test"]))
-    (found,) = local.get_dataset({"inputs": 30, "targets": 3}, split="test", shuffle=False).as_numpy_iterator()
+    (found,) = local.get_dataset(
+        {"inputs": 30, "targets": 3}, split="test", shuffle=False
+    ).as_numpy_iterator()
     prefix = {"wmt_t2t_ende": "translate English to German: ", "cnn_dailymail": "summarize: "}[name]
-    assert found["inputs_pretokenized"].decode() == prefix + "Tom is" and found["targets_pretokenized"] == b"the book"
+    assert (
+        found["inputs_pretokenized"].decode() == prefix + "Tom is"
+        and found["targets_pretokenized"] == b"the book"
+    )
     ours, _ = sd.checkpoints.load_vocabulary(pair / "target")
-    assert found["inputs"].tolist() == (ours.encode(prefix + "Tom is") + [1])[:29] + [1] * (len(found["inputs"]) == 30)
+    assert found["inputs"].tolist() == (ours.encode(prefix + "Tom is") + [1])[:29] + [1] * (
+        len(found["inputs"]) == 30
+    )
     assert len(found["targets"]) == 3 and found["targets"][-1] == 1
     getattr(tasks, name)()
 
 
 @needs_seqio
 def test_metrics_of_texts():
-    texts, others = ["the book was nice . Tom asked", "She left"], ["the book was nice . Tom left", "She left"]
-    assert tasks.bleu(texts, texts) == {"bleu": pytest.approx(100)} and 0 < tasks.bleu(texts, others)["bleu"] < 100
+    texts, others = (
+        ["the book was nice . Tom asked", "She left"],
+        ["the book was nice . Tom left", "She left"],
+    )
+    assert (
+        tasks.bleu(texts, texts) == {"bleu": pytest.approx(100)}
+        and 0 < tasks.bleu(texts, others)["bleu"] < 100
+    )
     assert tasks.exact_match(texts, others) == {"exact_match": 50.0}
     pytest.importorskip("rouge_score")
     found = tasks.rouge(texts, others)
-    assert found["rouge1"] == pytest.approx(100 * (5 / 6 + 1) / 2) and found["rougeLsum"] == found["rouge1"]
+    assert (
+        found["rouge1"] == pytest.approx(100 * (5 / 6 + 1) / 2)
+        and found["rougeLsum"] == found["rouge1"]
+    )
     assert found["rouge2"] == pytest.approx(100 * (4 / 5 + 1) / 2)
 
 
@@ -111,9 +144,14 @@ def test_the_vocabulary_of_a_model(tmp_path):
     sd.save(sd.LanguageModel.random(config, vocabulary=ours), tmp_path / "hf", format="huggingface")
     found = tasks._vocabulary(str(tmp_path / "hf"), 0)
     assert found.vocab_size == 136 and vocabularies.difference(ours, found) is None
-    assert tasks._vocabulary("ende/target", 0).vocab_size == sd.checkpoints.load_vocabulary("ende/target")[0].size
+    assert (
+        tasks._vocabulary("ende/target", 0).vocab_size
+        == sd.checkpoints.load_vocabulary("ende/target")[0].size
+    )
     sd.save(
-        sd.LanguageModel.random(dataclasses.replace(config, vocab_size=400), vocabulary=ByteVocabulary(125)),
+        sd.LanguageModel.random(
+            dataclasses.replace(config, vocab_size=400), vocabulary=ByteVocabulary(125)
+        ),
         tmp_path / "bytes",
     )
     assert isinstance(tasks._vocabulary(str(tmp_path / "bytes"), 0), seqio.ByteVocabulary)
@@ -126,23 +164,39 @@ def test_the_vocabulary_of_a_model(tmp_path):
 
 BAD_TASKS = {
     "near names": (["--task=toy_txet"], "registered (the nearest: toy_text, "),
-    "module": (["--task=toy_text", "--module_import=no.such.module"], "module_import: got 'no.such.module', which "
-                                                                      "fails (No module"),
-    "module fails": (["--task=toy_text", "--module_import=toy_broken"], "module_import: got 'toy_broken', which "
-                                                                        "fails (broken here)"),
-    "split": (["--task=toy_text", "--split=train"], "split: got 'train', expected one of test, validation of task "
-                                                    "toy_text"),
-    "vocabulary": (["--task=toy_text", "--target=STRANGER", "--drafter="], "task: got 'toy_text', whose inputs have "
-                                                                           "another vocabulary than the target: piece"),
-    "a file that is not there": (["--task=toy_lost"], "task: got 'toy_lost', whose data cannot be read ("),
+    "module": (
+        ["--task=toy_text", "--module_import=no.such.module"],
+        "module_import: got 'no.such.module', which fails (No module",
+    ),
+    "module fails": (
+        ["--task=toy_text", "--module_import=toy_broken"],
+        "module_import: got 'toy_broken', which fails (broken here)",
+    ),
+    "split": (
+        ["--task=toy_text", "--split=train"],
+        "split: got 'train', expected one of test, validation of task toy_text",
+    ),
+    "vocabulary": (
+        ["--task=toy_text", "--target=STRANGER", "--drafter="],
+        "task: got 'toy_text', whose inputs have another vocabulary than the target: piece",
+    ),
+    "a file that is not there": (
+        ["--task=toy_lost"],
+        "task: got 'toy_lost', whose data cannot be read (",
+    ),
     "two columns": (["--task=toy_columns"], "columns.tsv, line 1: got 3 columns, expected 2"),
-    "sentences": (["--task=toy_text", "Tom"], "got sentences and --task=toy_text, expected one of the two"),
-}  # fmt: skip
+    "sentences": (
+        ["--task=toy_text", "Tom"],
+        "got sentences and --task=toy_text, expected one of the two",
+    ),
+}
 
 
 @needs_seqio
 @pytest.mark.parametrize("case", BAD_TASKS)
-def test_bad_tasks_are_one_line_before_anything_compiles(case, generate, toys, pair, tmp_path, monkeypatch):
+def test_bad_tasks_are_one_line_before_anything_compiles(
+    case, generate, toys, pair, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "toy_broken.py").write_text("raise RuntimeError('broken here')")
@@ -165,11 +219,17 @@ def test_bad_tasks_are_one_line_before_anything_compiles(case, generate, toys, p
 def test_what_is_no_task_of_ids_is_rejected(target):
     feature = seqio.Feature(seqio.PassThroughVocabulary(64), add_eos=False)
     source = seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: None, splits=["test"])
-    make = lambda **features: seqio.Task("toy_other", source, features)
+
+    def make(**features):
+        return seqio.Task("toy_other", source, features)
+
     wide = seqio.Feature(seqio.PassThroughVocabulary(65), add_eos=False)
     sounds = seqio.ContinuousFeature(vocabulary=feature.vocabulary, add_eos=False, dtype=tf.float32)
     for task, message in (
-        (make(targets=feature), "got 'toy_other' with targets, expected sequences of ids called inputs and targets"),
+        (
+            make(targets=feature),
+            "got 'toy_other' with targets, expected sequences of ids called inputs and targets",
+        ),
         (
             make(inputs=sounds, targets=feature),
             "got 'toy_other' with inputs of rank 1 and float32, expected sequences of ids",
@@ -177,14 +237,19 @@ def test_what_is_no_task_of_ids_is_rejected(target):
     ):
         with pytest.raises(ValueError, match=message):
             interop._check(task, "test")
-    with pytest.raises(ValueError, match="another vocabulary than the target: it has 65 pieces, expected at most 64"):
+    with pytest.raises(
+        ValueError,
+        match="another vocabulary than the target: it has 65 pieces, expected at most 64",
+    ):
         interop.check_vocabularies([make(inputs=wide, targets=feature)], target)
     ends = seqio.Feature(seqio.PassThroughVocabulary(64, eos_id=3), add_eos=False)
     with pytest.raises(ValueError, match="whose targets have .*: its EOS id is 3, not one of"):
         interop.check_vocabularies([make(inputs=feature, targets=ends)], target)
     with pytest.raises(ValueError, match="task: got a decoder-only target"):
         interop.check_vocabularies([], types.SimpleNamespace(config=GPTConfig(64, 8, 2, 1, 16)))
-    with pytest.raises(ValueError, match="name: got 'toy_other', which another module has registered"):
+    with pytest.raises(
+        ValueError, match="name: got 'toy_other', which another module has registered"
+    ):
         seqio.TaskRegistry.add_provider("toy_other", make(inputs=feature, targets=feature))
         try:
             tasks.tsv({}, "ende/target", name="toy_other")
@@ -203,9 +268,13 @@ import seqio
 seqio.MixtureRegistry.add("toy_imported", ["toy_more"], default_rate=1.0)
 """
     (tmp_path / "toy_module.py").write_text(module)
-    code, out, err = generate("--task=toy_imported", "--module_import=toy_module", "--split=validation[:1]")
+    code, out, err = generate(
+        "--task=toy_imported", "--module_import=toy_module", "--split=validation[:1]"
+    )
     assert code == 2 and "data cannot be read" in err and not out  # parts are TensorFlow Datasets'
-    code, out, err = generate("--task=toy_imported", "--module_import=toy_module", "--split=validation", "--gamma=0")
+    code, out, err = generate(
+        "--task=toy_imported", "--module_import=toy_module", "--split=validation", "--gamma=0"
+    )
     assert code == 0 and len(decoded(out)) == 2 and "toy_more (validation): words" in err
 
 
@@ -217,11 +286,16 @@ COMBINATIONS = [
     (["--task=a", "--json"], "json: got True with task='a', expected none"),
     (["--task=a", "--stream"], "stream: got True with task='a', expected none"),
     (["--task=a", "--input_file=-"], "input_file: got '-' with task='a', expected none"),
-    (["--task=a", "--num_samples=2", "--temperature=1"], "num_samples: got 2 with task='a', expected 1"),
+    (
+        ["--task=a", "--num_samples=2", "--temperature=1"],
+        "num_samples: got 2 with task='a', expected 1",
+    ),
 ]
 
 
-@pytest.mark.parametrize("argv, message", COMBINATIONS, ids=[message for _, message in COMBINATIONS])
+@pytest.mark.parametrize(
+    "argv, message", COMBINATIONS, ids=[message for _, message in COMBINATIONS]
+)
 def test_options_that_make_no_sense_together(argv, message, capsys):
     assert main.main(["generate", "--target=ende/target", *argv]) == 2
     err = capsys.readouterr().err
@@ -235,8 +309,16 @@ def test_without_seqio_the_extra_is_named(capsys, monkeypatch):
         monkeypatch.delattr(sys.modules["specdec_jax.interop"], name, raising=False)
     assert main.main(["generate", "--target=ende/target", "--task=a"]) == 2
     err = capsys.readouterr().err
-    assert "task: got 'a' without seqio (" in err and "expected the extra: pip install '.[seqio]'" in err
-    assert main.main(["generate", "--target=ende/target", f"--gin_file={CONFIGS / 'cnn_dailymail.gin'}"]) == 2
+    assert (
+        "task: got 'a' without seqio (" in err
+        and "expected the extra: pip install '.[seqio]'" in err
+    )
+    assert (
+        main.main(
+            ["generate", "--target=ende/target", f"--gin_file={CONFIGS / 'cnn_dailymail.gin'}"]
+        )
+        == 2
+    )
     assert "seqio: not installed (" in capsys.readouterr().err
 
 
@@ -248,17 +330,25 @@ def theirs(model: bytes, sentinels: int = 0):
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     pieces += [f"▁<extra_id_{i}>" for i in reversed(range(sentinels))]
-    tokenizer = types.SimpleNamespace(id_to_piece=pieces.__getitem__, get_piece_size=lambda: len(pieces))
+    tokenizer = types.SimpleNamespace(
+        id_to_piece=pieces.__getitem__, get_piece_size=lambda: len(pieces)
+    )
     return types.SimpleNamespace(tokenizer=tokenizer, vocab_size=len(pieces))
 
 
 def test_vocabularies_are_compared_piece_by_piece():
     model = SentencePieceVocabulary.train(command_line.TEXT, 36).model
-    other = SentencePieceVocabulary.train(command_line.TEXT[::-1] + ["eight eight eight eight"], 36).model
+    other = SentencePieceVocabulary.train(
+        command_line.TEXT[::-1] + ["eight eight eight eight"], 36
+    ).model
     for mine, sentinels in itertools.product((0, 3), (0, 3, 5)):
-        found = vocabularies.difference(SentencePieceVocabulary(model, mine), theirs(model, sentinels))
+        found = vocabularies.difference(
+            SentencePieceVocabulary(model, mine), theirs(model, sentinels)
+        )
         assert (found is None) == (0 in (mine, sentinels) or mine == sentinels), found
-    assert vocabularies.difference(SentencePieceVocabulary(model), theirs(other)).startswith("piece ")
+    assert vocabularies.difference(SentencePieceVocabulary(model), theirs(other)).startswith(
+        "piece "
+    )
     fewer = SentencePieceVocabulary.train(command_line.TEXT, 35)
     assert vocabularies.difference(fewer, theirs(model)) is not None
     assert vocabularies.difference(ByteVocabulary(), theirs(model)) == "it has 36 pieces, not 384"
@@ -270,19 +360,29 @@ def test_vocabularies_are_compared_piece_by_piece():
 def test_split_and_module_do_not_decide_alone(pair):
     """A journal of another split is rejected; where a module lies makes no difference."""
     target = sd.load(pair / "target", dtype="float32")
-    settings = lambda **options: generate_command._deciding(
-        generate_command.GenerateOptions(task="a", **options), target, None, ["x"]
+
+    def settings(**options):
+        return generate_command._deciding(
+            generate_command.GenerateOptions(task="a", **options), target, None, ["x"]
+        )
+
+    assert (
+        settings() == settings(module_import=("b",), tfds_data_dir="c") != settings(split="train")
     )
-    assert settings() == settings(module_import=("b",), tfds_data_dir="c") != settings(split="train")
     without = sd.LanguageModel(target.config, target.params)
-    assert generate_command._deciding(generate_command.GenerateOptions(task="a"), without, None, ["x"]) != settings()
+    assert (
+        generate_command._deciding(generate_command.GenerateOptions(task="a"), without, None, ["x"])
+        != settings()
+    )
 
 
 @needs_seqio
 def test_the_oldest_protobuf_that_tensorflow_takes_is_enough():
     """seqio imports SentencePiece's generated code, which may reject a protobuf older than the
     one that it was made with."""
-    (bound,) = (line for line in importlib.metadata.requires("tensorflow") if line.startswith("protobuf"))
+    (bound,) = (
+        line for line in importlib.metadata.requires("tensorflow") if line.startswith("protobuf")
+    )
     oldest = re.search(r">=(\d+)\.(\d+)\.(\d+)", bound).groups()
     config = (
         "from google.protobuf import descriptor_pool, symbol_database, runtime_version as runtime\n"

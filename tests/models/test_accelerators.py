@@ -56,7 +56,8 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("family", "rows"), [(t5, 1), (gpt, 3), pytest.param(t5, 3, marks=SLOW), pytest.param(gpt, 1, marks=SLOW)]
+    ("family", "rows"),
+    [(t5, 1), (gpt, 3), pytest.param(t5, 3, marks=SLOW), pytest.param(gpt, 1, marks=SLOW)],
 )
 def test_logits_do_not_depend_on_the_layout_of_caches(family, rows):
     """In calls over one and several positions, and over nodes of a tree."""
@@ -65,7 +66,9 @@ def test_logits_do_not_depend_on_the_layout_of_caches(family, rows):
         network = laid_out(family(), platform).network
         found.append(calls(network, INPUTS[:rows, :0] if family is gpt else INPUTS[:rows]))
     for other in found[1:]:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), other, found[0])
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), other, found[0]
+        )
 
 
 @jax.jit
@@ -87,20 +90,33 @@ def wide_calls(network, inputs):
     """Calls over more tokens than a tile has rows, and one over a single token that sees them."""
     rows = len(inputs)
     begun = network.prefill(inputs, jnp.full(rows, inputs.shape[1]), 40)
-    tokens, zeros, found = jnp.arange(16 * rows).reshape(rows, 16) % (V - 2) + 2, jnp.zeros(rows, int), []
+    tokens, zeros, found = (
+        jnp.arange(16 * rows).reshape(rows, 16) % (V - 2) + 2,
+        jnp.zeros(rows, int),
+        [],
+    )
     for count in (9, 15, 16):
         several, cache = network.decode(tokens[:, :count], zeros, begun)
         one, cache = network.decode(tokens[:, :1], zeros + count, cache)
-        found += [several, one, jnp.reshape(cache.layers[0].value[..., :count, :], (rows, -1)).sum(axis=1)]
+        found += [
+            several,
+            one,
+            jnp.reshape(cache.layers[0].value[..., :count, :], (rows, -1)).sum(axis=1),
+        ]
     lines = jnp.tile(jnp.arange(15)[:, None] * jnp.array([0, 1]), (rows, 1, 1))
-    nodes = WindowNodes(zeros + 17, zeros + 17, jnp.minimum(jnp.arange(15), 1)[None] + zeros[:, None], lines, 40)
+    nodes = WindowNodes(
+        zeros + 17, zeros + 17, jnp.minimum(jnp.arange(15), 1)[None] + zeros[:, None], lines, 40
+    )
     states, _ = network.decode_nodes(tokens[:, :15], nodes, network.node_cache(cache, 40, 40))
     return found, network.head(states)
 
 
 @pytest.mark.parametrize(("family", "rows"), [(t5, 1), (t5, 3), (wide, 1)])
 def test_tokens_that_fill_tiles_change_nothing(family, rows):
-    plain, filled = (wide_calls(laid_out(family(), platform).network, INPUTS[:rows]) for platform in ("cpu", "tpu"))
+    plain, filled = (
+        wide_calls(laid_out(family(), platform).network, INPUTS[:rows])
+        for platform in ("cpu", "tpu")
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), filled, plain)
 
 
@@ -111,7 +127,10 @@ def test_nine_tokens_are_computed_as_whole_tiles(family):
     def widest(platform, rows, count):
         network = laid_out(family(emb_dim=40, mlp_dim=36), platform).network
         cache = network.prefill(INPUTS[:rows], jnp.full(rows, 4), 40)
-        call = lambda tokens: network.decode_states(tokens, jnp.zeros(rows, int), cache)[0]
+
+        def call(tokens):
+            return network.decode_states(tokens, jnp.zeros(rows, int), cache)[0]
+
         text = str(jax.make_jaxpr(call)(jnp.zeros((rows, count), int)))
         hidden = 2 * network.config.mlp_dim  # both parts of the gate; the kernel is [40, hidden]
         (number,) = {int(found) for found in re.findall(rf"\[(\d+),{hidden}\]", text)} - {40}
@@ -123,8 +142,14 @@ def test_nine_tokens_are_computed_as_whole_tiles(family):
 
 
 def test_how_many_tokens_fill_tiles():
-    tile_queries = lambda rows: KVCache.empty(rows, 4, 5, 2, jnp.float32, 2).replace(tile_queries=True)
-    one, several, apart = tile_queries(1), tile_queries(4), KVCache.empty(1, 4, 5, 2, jnp.float32, 1)
+    def tile_queries(rows):
+        return KVCache.empty(rows, 4, 5, 2, jnp.float32, 2).replace(tile_queries=True)
+
+    one, several, apart = (
+        tile_queries(1),
+        tile_queries(4),
+        KVCache.empty(1, 4, 5, 2, jnp.float32, 1),
+    )
     assert [one.filling(count) for count in (1, 5, 8, 9, 16, 28, 65)] == [0, 0, 0, 7, 0, 4, 7]
     assert [several.filling(count) for count in (8, 9, 13, 15, 28, 65)] == [0, 0, 0, 1, 4, 7]
     assert apart.filling(9) == 0 == KVCache.empty(1, 4, 5, 2, jnp.float32).filling(9)
@@ -147,7 +172,9 @@ def test_tokens_do_not_depend_on_the_layout_of_caches(family, mode, rows):
     for platform in ("cpu", "gpu", "tpu"):
         target = laid_out(family(), platform)
         drafter = sd.ModelDrafter(laid_out(noisy_copy(family(), 0.1), platform))
-        found.append(sd.generate(target, INPUTS[:rows], drafter=drafter, max_new_tokens=9, **MODES[mode]))
+        found.append(
+            sd.generate(target, INPUTS[:rows], drafter=drafter, max_new_tokens=9, **MODES[mode])
+        )
     for other in found[1:]:
         np.testing.assert_array_equal(other.tokens, found[0].tokens)
 
@@ -157,7 +184,9 @@ def test_a_token_of_nan_that_is_rejected_reaches_nothing(platform):
     """The target reads every drafted token, and one of them has NaN for an embedding, keys and
     values."""
     plain = sd.generate(t5(), INPUTS, max_new_tokens=12)
-    never = next(token for token in range(2, V) if token not in plain.tokens and token not in INPUTS)
+    never = next(
+        token for token in range(2, V) if token not in plain.tokens and token not in INPUTS
+    )
     target = laid_out(t5(), platform)
     embedding = target.network.params["token_embedder"]["embedding"]
     embedding = embedding.at[never].set(jnp.nan)
@@ -170,16 +199,28 @@ def test_a_token_of_nan_that_is_rejected_reaches_nothing(platform):
 def test_who_sees_a_value_that_is_not_finite_gets_nan_from_its_key(batch):
     new = jnp.ones((batch, 1, 2, 4))
     bad = new.at[:, :, 1, 2].set(jnp.inf)
-    cache = KVCache.empty(batch, 2, 5, 2, jnp.float32, heads_per_tile=2).append(new, bad, jnp.full(batch, 3))
+    cache = KVCache.empty(batch, 2, 5, 2, jnp.float32, heads_per_tile=2).append(
+        new, bad, jnp.full(batch, 3)
+    )
     key, value = (np.asarray(x).reshape(batch, 16, 4) for x in (cache.key, cache.value))
-    assert np.all(np.isfinite(value)) and np.all(value[:, 3] == 1) and np.all(value[:, 4] == [1, 1, 0, 1])
-    assert np.all(np.isnan(key[:, 4]) == [False, False, True, False]) and np.all(np.isfinite(key[:, :4]))
+    assert (
+        np.all(np.isfinite(value))
+        and np.all(value[:, 3] == 1)
+        and np.all(value[:, 4] == [1, 1, 0, 1])
+    )
+    assert np.all(np.isnan(key[:, 4]) == [False, False, True, False]) and np.all(
+        np.isfinite(key[:, :4])
+    )
     assert cache.slots == 16 and np.all(value[:, 5:] == 0)
 
 
 def test_as_many_heads_lie_side_by_side_as_fill_a_tile_and_a_mesh_can_divide():
     small, wide = (sd.T5Config(V, 16, 6, features, 1, 1, 32).module() for features in (32, 128))
-    assert [heads_per_tile_of(platform, small, None) for platform in ("cpu", "gpu", "tpu")] == [None, 1, 3]
+    assert [heads_per_tile_of(platform, small, None) for platform in ("cpu", "gpu", "tpu")] == [
+        None,
+        1,
+        3,
+    ]
     assert heads_per_tile_of("tpu", wide, None) == 1
     three_parts = type("Rules", (), {"parts": 3})
     assert heads_per_tile_of("tpu", small, three_parts) == 2
@@ -188,10 +229,20 @@ def test_as_many_heads_lie_side_by_side_as_fill_a_tile_and_a_mesh_can_divide():
 def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(monkeypatch):
     def free(platform, rows):
         network = laid_out(t5(), platform).network
-        return network.pairs_are_free(network.prefill(jnp.ones((rows, 4), int), jnp.full(rows, 4), 7))
+        return network.pairs_are_free(
+            network.prefill(jnp.ones((rows, 4), int), jnp.full(rows, 4), 7)
+        )
 
-    assert not free("cpu", 1) and free("gpu", 1) and free("gpu", 9) and free("tpu", 1) and not free("tpu", 2)
-    monkeypatch.setattr(fused_step, "fits", lambda module, params, shape, cache, layers: shape == (2, 2))
+    assert (
+        not free("cpu", 1)
+        and free("gpu", 1)
+        and free("gpu", 9)
+        and free("tpu", 1)
+        and not free("tpu", 2)
+    )
+    monkeypatch.setattr(
+        fused_step, "fits", lambda module, params, shape, cache, layers: shape == (2, 2)
+    )
     assert free("tpu", 2) and not free("tpu", 3)
 
 
@@ -205,7 +256,10 @@ def test_few_positions_of_a_row_are_fed_as_more(family, platform, min_query_len)
     for layout in ("cpu", platform):
         network = laid_out(family(), layout).network
         step = type(network.module).decode_states
-        noted = lambda self, x, *rest, step=step: widths.append(x.shape) or step(self, x, *rest)
+
+        def noted(self, x, *rest, step=step):
+            return widths.append(x.shape) or step(self, x, *rest)
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(network.module), "decode_states", noted)
             cache = network.prefill(inputs, jnp.full(1, inputs.shape[1]), 16)
@@ -215,7 +269,9 @@ def test_few_positions_of_a_row_are_fed_as_more(family, platform, min_query_len)
             again, _ = network.decode(jnp.array([tokens[-3:]]), jnp.array([13]), cache)
             assert again.shape == (1, 3, V)
             found.append(again[:, -1:])
-    assert widths == [(1, 1)] * 16 + [(1, 3)] + [(1, min_query_len)] * 16 + [(1, max(3, min_query_len))]
+    assert widths == [(1, 1)] * 16 + [(1, 3)] + [(1, min_query_len)] * 16 + [
+        (1, max(3, min_query_len))
+    ]
     np.testing.assert_allclose(found[17:], found[:17], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(found[-1], found[-2], rtol=1e-4, atol=1e-5)
 
@@ -241,7 +297,9 @@ def test_a_tree_of_one_row_decodes_whatever_slots_it_has(platform, most):
     plain = sd.generate(t5(), INPUTS[:1], max_new_tokens=most)
     target = laid_out(t5(), platform)
     drafter = sd.ModelDrafter(laid_out(noisy_copy(t5(), 0.1), platform))
-    found = sd.generate(target, INPUTS[:1], drafter=drafter, tree=sd.Tree.uniform((2, 1)), max_new_tokens=most)
+    found = sd.generate(
+        target, INPUTS[:1], drafter=drafter, tree=sd.Tree.uniform((2, 1)), max_new_tokens=most
+    )
     np.testing.assert_array_equal(found.tokens, plain.tokens)
 
 
@@ -253,17 +311,23 @@ def test_inputs_without_any_id():
 def test_several_rows_are_fed_as_they_are():
     network = laid_out(t5(), "tpu").network
     cache = network.prefill(INPUTS, jnp.full(3, 4), 16)
-    call = jax.make_jaxpr(lambda *given: network.decode(*given)[0])(INPUTS[:, :1], jnp.zeros(3, int), cache)
+    call = jax.make_jaxpr(lambda *given: network.decode(*given)[0])(
+        INPUTS[:, :1], jnp.zeros(3, int), cache
+    )
     assert "[3,1,16]" in str(call) and "[3,8,16]" not in str(call)
 
 
 def test_distances_of_nodes_in_eights_are_the_same(monkeypatch):
     rng = np.random.default_rng(0)
     nodes = Nodes(
-        jnp.zeros(2, int), jnp.asarray(rng.integers(0, 7, (2, 11))), jnp.asarray(rng.integers(0, 30, (2, 11, 8)))
+        jnp.zeros(2, int),
+        jnp.asarray(rng.integers(0, 7, (2, 11))),
+        jnp.asarray(rng.integers(0, 30, (2, 11, 8))),
     )
     expected = nodes.distances(30)
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arguments, cpu, default: default(*arguments))
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *arguments, cpu, default: default(*arguments)
+    )
     np.testing.assert_array_equal(nodes.distances(30), expected)
     assert expected.max() > 2
 
@@ -281,15 +345,22 @@ def program(rows, int8, optimised, monkeypatch) -> str:
     from jax.experimental import topologies
 
     monkeypatch.setenv("XLA_FLAGS", "")  # libtpu ends the process at flags of a CPU's compiler
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore")
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore"
+    )
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+
+    def place(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+
     shape = dict(num_heads=6, head_dim=64, emb_dim=512, mlp_dim=1024, dtype="bfloat16")
     monkeypatch.setattr(packed_weights, "accelerated", lambda: True)
     target = laid_out(tiny_t5(0, 256, **shape), "tpu")
     if int8:
         target = laid_out(sd.LanguageModel.random(target.config, quantize="int8"), "tpu")
-    drafter = sd.ModelDrafter(laid_out(tiny_t5(1, 256, **shape, decoder_layers=1), "tpu"), int8=int8)
+    drafter = sd.ModelDrafter(
+        laid_out(tiny_t5(1, 256, **shape, decoder_layers=1), "tpu"), int8=int8
+    )
 
     inputs = np.full((rows, 128), 3, np.int32)
     state, request = sd.prepare(target, inputs, drafter=drafter, gamma=7, max_new_tokens=128)
@@ -323,7 +394,9 @@ def test_what_a_tpu_does_not_waste(program, rows):
     assert not [line for line in products if " reduce(" in line]
     assert re.search(rf"bf16\[{8 * rows},1152\]\S* convolution\(", program)
     assert not re.search(rf"bf16\[{rows},8,\d+\]\S* convolution\(", program)
-    assert len(re.findall(r"%fused_step\S* = .* custom-call\(", program)) == 2 and not loop_copies(program)
+    assert len(re.findall(r"%fused_step\S* = .* custom-call\(", program)) == 2 and not loop_copies(
+        program
+    )
 
 
 @pytest.mark.slow

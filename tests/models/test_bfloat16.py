@@ -35,7 +35,12 @@ def test_only_near_ties_differ():
         assert 0.1 < found.stats.acceptance_rate < 1
         for row in np.flatnonzero(np.any(found.tokens != plain.tokens, axis=1)):
             position = int(np.argmax(found.tokens[row] != plain.tokens[row]))
-            assert margins[row, position] < TOLERANCE, (gamma, row, position, margins[row, position])
+            assert margins[row, position] < TOLERANCE, (
+                gamma,
+                row,
+                position,
+                margins[row, position],
+            )
             differing += 1
     assert differing < 0.2 * 3 * len(INPUTS), "most rows stay the same"
 

@@ -30,10 +30,14 @@ def test_numbers_have_the_shapes_and_the_spread_of_an_initialisation(config):
         if values.size >= 2048:
             assert abs(values.mean()) < 0.1 * expected and abs(values.std() / expected - 1) < 0.05
     kernels = [
-        np.asarray(leaf, np.float32) for name, leaf in found.items() if name.endswith("wi/kernel") or "wi_0" in name
+        np.asarray(leaf, np.float32)
+        for name, leaf in found.items()
+        if name.endswith("wi/kernel") or "wi_0" in name
     ]
     first, second = kernels[-2:]
-    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.1  # each layer has numbers of its own
+    assert (
+        abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.1
+    )  # each layer has numbers of its own
     assert abs(np.corrcoef(first[:-1].ravel(), first[1:].ravel())[0, 1]) < 0.1  # and each row
 
 
@@ -51,7 +55,9 @@ def test_a_filled_model_decodes_and_lies_on_a_mesh():
     whole = jax.tree.leaves(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), model.params))
     parts = jax.tree.leaves(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), placed.params))
     assert all(np.array_equal(one, other) for one, other in zip(whole, parts, strict=True))
-    assert all(isinstance(leaf.sharding, NamedSharding) for leaf in jax.tree.leaves(placed.network.params))
+    assert all(
+        isinstance(leaf.sharding, NamedSharding) for leaf in jax.tree.leaves(placed.network.params)
+    )
 
 
 def test_8_bits_are_rejected_where_they_are_not_supported():

@@ -26,7 +26,13 @@ PACKAGE = pathlib.Path(sd.__file__).parent
 CLASSES = {"T5", "T5Config", "GPT", "GPTConfig"}
 # The families' own files; what reads other people's files of one family, or knows another library
 # that has only one.
-MAY_ASK = ("models/t5.py", "models/gpt.py", "models/families.py", "checkpoints/huggingface", "interop/")
+MAY_ASK = (
+    "models/t5.py",
+    "models/gpt.py",
+    "models/families.py",
+    "checkpoints/huggingface",
+    "interop/",
+)
 
 # A family of its own: attention without positions, whose first token weighs as much as the last.
 
@@ -62,14 +68,20 @@ class BagConfig(ModelConfig):
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         width, square = self.emb_dim, (self.emb_dim, self.emb_dim)
-        kernels = {f"self_attention/{name}/kernel": square for name in ("query", "key", "value", "out")}
+        kernels = {
+            f"self_attention/{name}/kernel": square for name in ("query", "key", "value", "out")
+        }
         layers = range(self.num_decoder_layers)
         return {
-            "token_embedder/embedding": (self.vocab_size, width), "decoder/logits_dense/kernel": (width,
-            self.vocab_size),
-            **{f"decoder/layers_{i}/{name}": shape for i in layers for name, shape in kernels.items()},
+            "token_embedder/embedding": (self.vocab_size, width),
+            "decoder/logits_dense/kernel": (width, self.vocab_size),
+            **{
+                f"decoder/layers_{i}/{name}": shape
+                for i in layers
+                for name, shape in kernels.items()
+            },
             **{f"decoder/layers_{i}/norm/scale": (width,) for i in layers},
-        }  # fmt: skip
+        }
 
 
 @flax.struct.dataclass
@@ -98,7 +110,9 @@ class BagLayer(FamilyModule):
     def setup(self):
         config = self.config
         self.norm = RMSNorm()
-        self.self_attention = Attention(config.num_heads, config.head_dim, config.emb_dim, fused=self.fused)
+        self.self_attention = Attention(
+            config.num_heads, config.head_dim, config.emb_dim, fused=self.fused
+        )
 
     def __call__(self, x, cache, positions, mask):
         return self.self_attention.to_cache(x, self.norm, cache, positions, mask)
@@ -109,7 +123,9 @@ class BagDecoder(FamilyModule):
     fused: bool = False
 
     def setup(self):
-        self.layers = [BagLayer(self.config, self.fused) for _ in range(self.config.num_decoder_layers)]
+        self.layers = [
+            BagLayer(self.config, self.fused) for _ in range(self.config.num_decoder_layers)
+        ]
         self.logits_dense = Dense(self.config.vocab_size, output_dtype=jnp.float32)
 
     def step(self, x, positions, cache: BagCache, layers: int | None = None, valid=None):
@@ -135,7 +151,10 @@ class Bag(FamilyModule):
     native: ClassVar[bool] = False
 
     def setup(self):
-        self.token_embedder, self.decoder = BagEmbedder(self.config), BagDecoder(self.config, self.fused)
+        self.token_embedder, self.decoder = (
+            BagEmbedder(self.config),
+            BagDecoder(self.config, self.fused),
+        )
 
     def dummy_inputs(self) -> tuple:
         return (jnp.ones((1, 2), jnp.int32),)
@@ -143,11 +162,15 @@ class Bag(FamilyModule):
     def prefill(self, inputs, mask, slots: int, copies: int = 1, encoded=None) -> BagCache:
         config = self.config
         shape = (len(inputs) * copies, config.num_heads, slots, config.head_dim)
-        return BagCache(tuple(KVCache.empty(*shape, jnp.float32) for _ in range(config.num_decoder_layers)))
+        return BagCache(
+            tuple(KVCache.empty(*shape, jnp.float32) for _ in range(config.num_decoder_layers))
+        )
 
     def __call__(self, tokens, places=None):
         states = self.decoder(self.token_embedder(tokens))
-        return self.head(states if places is None else jnp.take_along_axis(states, places[..., None], axis=1))
+        return self.head(
+            states if places is None else jnp.take_along_axis(states, places[..., None], axis=1)
+        )
 
 
 TINY = BagConfig(24, 16, 2, 2)
@@ -203,7 +226,9 @@ def test_it_is_stored_and_loaded(tmp_path, registered, dtype):
     sd.convert(tmp_path / "bag", tmp_path / "again", "specdec")
     assert sd.load(tmp_path / "again", "float32", quantize="none").fingerprint == loaded.fingerprint
     for form in ("huggingface", "t5x", "t5x_legacy"):
-        with pytest.raises(ValueError, match=f"format: got '{form}' for a decoder-only model, expected 'specdec'"):
+        with pytest.raises(
+            ValueError, match=f"format: got '{form}' for a decoder-only model, expected 'specdec'"
+        ):
             sd.convert(tmp_path / "bag", tmp_path / "rejected", form)
 
 
@@ -233,7 +258,11 @@ def test_a_bag_is_no_t5():
 def test_every_row_answers(name, registered):
     shape = families.FAMILIES[name]
     assert shape.family == name and isinstance(shape.decoder_only, bool)
-    tiny = {"t5": T5Config(24, 16, 2, 8, 1, 1, 24), "gpt": sd.GPTConfig(24, 16, 2, 1, 24), "bag": TINY}[name]
+    tiny = {
+        "t5": T5Config(24, 16, 2, 8, 1, 1, 24),
+        "gpt": sd.GPTConfig(24, 16, 2, 1, 24),
+        "bag": TINY,
+    }[name]
     made = jax.eval_shape(lambda key: initial_params(tiny.module(), key), jax.random.key(0))
     shapes = {path: leaf.shape for path, leaf in parameters.flatten(made).items()}
     assert shapes == tiny.parameter_shapes() == parameters.parameter_shapes(tiny)
@@ -256,26 +285,40 @@ def test_no_file_asks_for_a_family_by_its_class():
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
         if not name.startswith(MAY_ASK):
-            found += [f"{name}:{line}" for line in asked(ast.parse(path.read_text(encoding="utf-8")))]
+            found += [
+                f"{name}:{line}" for line in asked(ast.parse(path.read_text(encoding="utf-8")))
+            ]
     assert not found
 
 
 def asked(tree: ast.AST) -> list[int]:
     """Lines of a file that ask for a family's class."""
-    named = lambda node: any(
-        isinstance(part, ast.Name) and part.id in CLASSES or isinstance(part, ast.Attribute) and part.attr in CLASSES
-        for part in ast.walk(node)
-    )
+
+    def named(node):
+        return any(
+            isinstance(part, ast.Name)
+            and part.id in CLASSES
+            or isinstance(part, ast.Attribute)
+            and part.attr in CLASSES
+            for part in ast.walk(node)
+        )
+
     lines = []
     for node in ast.walk(tree):
         calls = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        if calls and node.func.id in ("isinstance", "issubclass") and any(named(each) for each in node.args[1:]):
+        if (
+            calls
+            and node.func.id in ("isinstance", "issubclass")
+            and any(named(each) for each in node.args[1:])
+        ):
             lines.append(node.lineno)
         if isinstance(node, ast.Compare) and any(
-            isinstance(each, ast.Name | ast.Attribute) and named(each) and not isinstance(each.ctx, ast.Store)
+            isinstance(each, ast.Name | ast.Attribute)
+            and named(each)
+            and not isinstance(each.ctx, ast.Store)
             and (each.id if isinstance(each, ast.Name) else each.attr) in CLASSES
             for each in [node.left, *node.comparators]
-        ):  # fmt: skip
+        ):
             lines.append(node.lineno)
         if isinstance(node, ast.MatchClass) and named(node.cls):
             lines.append(node.lineno)

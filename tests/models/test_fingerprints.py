@@ -20,7 +20,11 @@ from specdec_jax.commands import resumable_output as journal_command
 from specdec_jax.models import native, packed_weights
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import flatten, unflatten
-from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
+from specdec_jax.models.vocabularies import (
+    ByteVocabulary,
+    SentencePieceVocabulary,
+    TokenizerJsonVocabulary,
+)
 
 cache = command_line.cache
 pytestmark = pytest.mark.usefixtures("quick")
@@ -38,7 +42,9 @@ def changed(model: sd.LanguageModel, name: str, factor: float = 1.5) -> sd.Langu
     flat = flatten(model.params)
     array = np.array(flat[name])
     array.flat[array.size - 2] = array.flat[array.size - 2] * np.asarray(factor, array.dtype) or 1
-    return sd.LanguageModel(model.config, unflatten({**flat, name: array}), model.vocabulary, eos_ids=model.eos_ids)
+    return sd.LanguageModel(
+        model.config, unflatten({**flat, name: array}), model.vocabulary, eos_ids=model.eos_ids
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,19 +54,25 @@ def test_every_weight_counts(shape):
     others = [model, *(changed(model, name) for name in names)]
     assert len(names) > 20 and len({other.fingerprint for other in others}) == len(others)
     assert len({other.contents for other in others}) == len(others)
-    assert model.has(model.fingerprint) and not any(model.has(other.fingerprint) for other in others[1:])
+    assert model.has(model.fingerprint) and not any(
+        model.has(other.fingerprint) for other in others[1:]
+    )
 
 
 def test_the_last_bit_counts_for_a_job_but_not_for_a_pair():
     model = tiny_t5(1)
-    other = changed(model, "encoder/layers_0/mlp/wo/kernel", np.nextafter(np.float32(1), np.float32(2)))
+    other = changed(
+        model, "encoder/layers_0/mlp/wo/kernel", np.nextafter(np.float32(1), np.float32(2))
+    )
     assert other.fingerprint == model.fingerprint and other.contents != model.contents
     other = sd.LanguageModel(dataclasses.replace(model.config, max_distance=64), model.params)
     assert other.fingerprint == model.fingerprint and other.contents != model.contents
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout(dtype, tmp_path, monkeypatch):
+def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout(
+    dtype, tmp_path, monkeypatch
+):
     model = tiny_t5(1, 64, emb_dim=64, head_dim=32, mlp_dim=192)
     sd.save(model, tmp_path / "model", dtype=dtype)
     first = sd.load(tmp_path / "model", "float32")
@@ -93,7 +105,9 @@ def test_the_bundled_pair_and_folders_that_say_the_older_fingerprint(tmp_path):
 
 
 def head(seed: int = 0) -> dict:
-    kernel = lambda *shape: {"kernel": np.random.default_rng(seed).normal(size=shape).astype("f")}
+    def kernel(*shape):
+        return {"kernel": np.random.default_rng(seed).normal(size=shape).astype("f")}
+
     return {"block_0": kernel(16, 16), "logits_dense": kernel(16, 24)}
 
 
@@ -108,18 +122,43 @@ def test_heads_of_a_target_with_another_encoder_are_rejected():
 def drafters() -> list:
     model, other = tiny_t5(1), changed(tiny_t5(1), "encoder/layers_0/mlp/wi_0/kernel")
     small, heads = sd.ModelDrafter(tiny_t5(3)), sd.HeadsConfig(1, 16, 24)
-    table = lambda last, **options: sd.NGramDrafter.count([[3, 4, last]], 24, 2, **options)
-    kernel = lambda seed: np.random.default_rng(seed).normal(size=(16, 24)).astype("f")
+
+    def table(last, **options):
+        return sd.NGramDrafter.count([[3, 4, last]], 24, 2, **options)
+
+    def kernel(seed):
+        return np.random.default_rng(seed).normal(size=(16, 24)).astype("f")
+
     return [
         *(sd.ModelDrafter(model), sd.ModelDrafter(other), sd.ModelDrafter(model, int8=True)),
-        *(sd.ModelDrafter(model, 5), sd.ModelDrafter(model, 6), sd.ModelDrafter(model, 5, int8=True)),
+        *(
+            sd.ModelDrafter(model, 5),
+            sd.ModelDrafter(model, 6),
+            sd.ModelDrafter(model, 5, int8=True),
+        ),
         *(sd.EarlyExitDrafter(model, 1), sd.EarlyExitDrafter(other, 1)),
         *(sd.EarlyExitDrafter(model, 1, kernel(seed)) for seed in (0, 1)),
         *(sd.HeadsDrafter.for_target(model, heads, {"head_0": head(seed)}) for seed in (0, 1)),
-        *(sd.HeadsDrafter.for_target(other, heads, {"head_0": head()}), table(5), table(6), table(5, sampled=True)),
-        *(sd.PromptLookupDrafter(2), sd.PromptLookupDrafter(3), sd.AssistedNGramDrafter(), sd.RandomDrafter(24)),
-        *(sd.AssistedNGramDrafter(memory=8), sd.HorizontalCascade(sd.PromptLookupDrafter(), small, 1)),
-        *(sd.HorizontalCascade(sd.PromptLookupDrafter(), small, 2), sd.VerticalCascade(small, table(5), 1)),
+        *(
+            sd.HeadsDrafter.for_target(other, heads, {"head_0": head()}),
+            table(5),
+            table(6),
+            table(5, sampled=True),
+        ),
+        *(
+            sd.PromptLookupDrafter(2),
+            sd.PromptLookupDrafter(3),
+            sd.AssistedNGramDrafter(),
+            sd.RandomDrafter(24),
+        ),
+        *(
+            sd.AssistedNGramDrafter(memory=8),
+            sd.HorizontalCascade(sd.PromptLookupDrafter(), small, 1),
+        ),
+        *(
+            sd.HorizontalCascade(sd.PromptLookupDrafter(), small, 2),
+            sd.VerticalCascade(small, table(5), 1),
+        ),
         sd.HorizontalCascade(sd.PromptLookupDrafter(), sd.ModelDrafter(tiny_t5(4)), 1),
         sd.VerticalCascade(small, table(6), 1),
     ]
@@ -157,23 +196,34 @@ def test_vocabularies_of_the_same_pieces_that_make_other_ids_are_told_apart():
     for one, other, text in pairs:
         assert one.fingerprint() == other.fingerprint() and one.encode(text) != other.encode(text)
         assert native_format.vocabulary_contents(one) != native_format.vocabulary_contents(other)
-    assert native_format.vocabulary_contents(sentencepiece()) == native_format.vocabulary_contents(sentencepiece())
-    assert native_format.vocabulary_contents(ByteVocabulary(0)) != native_format.vocabulary_contents(ByteVocabulary(1))
+    assert native_format.vocabulary_contents(sentencepiece()) == native_format.vocabulary_contents(
+        sentencepiece()
+    )
+    assert native_format.vocabulary_contents(
+        ByteVocabulary(0)
+    ) != native_format.vocabulary_contents(ByteVocabulary(1))
 
 
 # Jobs that resume.
 
 
-def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_rejected(capsys, tmp_path, monkeypatch):
+def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_rejected(
+    capsys, tmp_path, monkeypatch
+):
     """One line for each: a weight of the target's encoder, of the drafter, a table, the vocabulary,
     the package."""
     monkeypatch.setattr(generate, "decode_stream", lambda *_, **__: iter(()))
-    kill = lambda journal: (_ for _ in ()).throw(KeyboardInterrupt)
+
+    def kill(journal):
+        return (_ for _ in ()).throw(KeyboardInterrupt)
+
     monkeypatch.setattr(journal_command.Journal, "finish", kill)
     vocabulary = sentencepiece()
     config = dataclasses.replace(command_line.CONFIG, vocab_size=40)
     target, drafter = (sd.LanguageModel.random(config, seed, vocabulary) for seed in (0, 1))
-    tables = [sd.NGramDrafter.count([[3, 4, last]], 40, 2, vocabulary=vocabulary) for last in (5, 6)]
+    tables = [
+        sd.NGramDrafter.count([[3, 4, last]], 40, 2, vocabulary=vocabulary) for last in (5, 6)
+    ]
     models = {"target": target, "drafter": drafter}
 
     def save(**others):
@@ -181,21 +231,32 @@ def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_rejected(ca
             sd.save(model, tmp_path / name)
 
     def run(drafting):
-        flags = ["--dtype=float32", f"--output_file={tmp_path / 'out'}", f"--drafter={tmp_path / drafting}"]
+        flags = [
+            "--dtype=float32",
+            f"--output_file={tmp_path / 'out'}",
+            f"--drafter={tmp_path / drafting}",
+        ]
         code = main.main(["generate", f"--target={tmp_path / 'target'}", *flags, "Tom"])
         return code, *capsys.readouterr()
 
     save()
     tables[0].save(tmp_path / "table.npz")
     pieces = sentencepiece(normalization_rule_name="nmt_nfkc_cf")
-    other = lambda model: sd.LanguageModel(config, model.params, pieces, eos_ids=model.eos_ids)
+
+    def other(model):
+        return sd.LanguageModel(config, model.params, pieces, eos_ids=model.eos_ids)
+
     weight = "encoder/layers_0/mlp/wo/kernel"
     cases = [
         ("drafter", "target", lambda: save(target=changed(target, weight))),
         ("drafter", "drafter", lambda: save(drafter=changed(drafter, weight))),
         ("drafter", "target", lambda: save(target=other(target), drafter=other(drafter))),
         ("table.npz", "drafter", lambda: tables[1].save(tmp_path / "table.npz")),
-        ("drafter", "versions", lambda: monkeypatch.setattr(generate.importlib.metadata, "version", lambda _: "0.0")),
+        (
+            "drafter",
+            "versions",
+            lambda: monkeypatch.setattr(generate.importlib.metadata, "version", lambda _: "0.0"),
+        ),
     ]
     for drafting, said, change in cases:
         (tmp_path / "out.partial").unlink(missing_ok=True)
@@ -203,7 +264,10 @@ def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_rejected(ca
         change()
         code, out, err = run(drafting)
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert f"out.partial: got results with {said} " in err and "remove the file to begin anew" in err
+        assert (
+            f"out.partial: got results with {said} " in err
+            and "remove the file to begin anew" in err
+        )
         save()
 
 
@@ -212,6 +276,10 @@ def test_a_suite_is_of_its_models(monkeypatch):
     monkeypatch.setattr(suite.variants, "check_prompts", lambda *_: None)
     found = []
     for model in (tiny_t5(1), tiny_t5(1), changed(tiny_t5(1), "encoder/layers_0/mlp/wo/kernel")):
-        monkeypatch.setattr(benchmark_command, "load", lambda row, target, model=model: (model, drafter, batches))
-        found.append(json.dumps(suite._opened([benchmark_command.BenchmarkOptions(drafter="lookup")])[1]))
+        monkeypatch.setattr(
+            benchmark_command, "load", lambda row, target, model=model: (model, drafter, batches)
+        )
+        found.append(
+            json.dumps(suite._opened([benchmark_command.BenchmarkOptions(drafter="lookup")])[1])
+        )
     assert found[0] == found[1] != found[2]

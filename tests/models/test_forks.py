@@ -52,7 +52,9 @@ CALLS = {
 def test_a_forked_child_is_told(name):
     model = tiny_t5(0)
     said = in_child(lambda: CALLS[name](model))
-    assert said.startswith("RuntimeError: process ") and 'multiprocessing.get_context("spawn")' in said
+    assert (
+        said.startswith("RuntimeError: process ") and 'multiprocessing.get_context("spawn")' in said
+    )
     assert f"a fork of process {os.getpid()}" in said
     forks.check_process()  # the parent is as it was
 

@@ -23,16 +23,27 @@ SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 
 @pytest.fixture(scope="module")
 def runs() -> dict:
-    path = os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": path}
+    path = os.pathsep.join(
+        [str(SUPPORT.parents[1]), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": path,
+    }
     done = subprocess.run(
-        [sys.executable, SUPPORT / "fused_mesh_run.py"], capture_output=True, text=True, env=os.environ | settings
+        [sys.executable, SUPPORT / "fused_mesh_run.py"],
+        capture_output=True,
+        text=True,
+        env=os.environ | settings,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("mesh", "rows"), [("1x4, 1", 1), ("1x4, 3", 3), ("2x2, 4", 2), ("4x1, 4", 1), ("2x2, 2", 1)])
+@pytest.mark.parametrize(
+    ("mesh", "rows"), [("1x4, 1", 1), ("1x4, 3", 3), ("2x2, 4", 2), ("4x1, 4", 1), ("2x2, 2", 1)]
+)
 def test_every_device_runs_the_kernel_for_its_own_rows(runs, mesh, rows):
     assert [rows, 2, 128] in runs[mesh]["calls"]
     assert runs[mesh]["difference"] < 2e-5
@@ -48,11 +59,15 @@ def test_which_models_it_takes(rows, replicate, taken):
     found = []
 
     def ask():
-        network = tiny_t5(0, 24, dtype="bfloat16", emb_dim=128, num_heads=4, head_dim=64, mlp_dim=128).network
+        network = tiny_t5(
+            0, 24, dtype="bfloat16", emb_dim=128, num_heads=4, head_dim=64, mlp_dim=128
+        ).network
         network = network.replace(platform="tpu", module=network.config.module(fused=True))
         cache = network.prefill(jnp.ones((rows, 4), int), jnp.full(rows, 4), 34)
         layers = tuple(layer.replace(rules=rules) for layer in cache.layers)
-        cache = cache.replace(layers=layers, cross=tuple(layer.replace(rules=rules) for layer in cache.cross))
+        cache = cache.replace(
+            layers=layers, cross=tuple(layer.replace(rules=rules) for layer in cache.cross)
+        )
         found.append(fused_mesh.fits(network.module, network.params, (rows, 1), cache, None))
 
     with pytest.MonkeyPatch.context() as patch:

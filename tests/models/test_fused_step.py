@@ -11,7 +11,13 @@ from jax.experimental.pallas import tpu as pltpu
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models import fused_step, fused_step_selftest, native, packed_weights, weight_layouts
+from specdec_jax.models import (
+    fused_step,
+    fused_step_selftest,
+    native,
+    packed_weights,
+    weight_layouts,
+)
 from specdec_jax.models.network import Network, random_params
 from specdec_jax.models.t5 import PRESETS
 
@@ -46,7 +52,9 @@ def forced(monkeypatch, interpret) -> list[tuple[int, ...]]:
 
 def t5(**shape) -> sd.LanguageModel:
     """Returns a tiny T5 with the caches of a TPU."""
-    return laid_out(tiny_t5(0, V, **{**dict(emb_dim=128, num_heads=4, head_dim=64, mlp_dim=128), **shape}))
+    return laid_out(
+        tiny_t5(0, V, **{**dict(emb_dim=128, num_heads=4, head_dim=64, mlp_dim=128), **shape})
+    )
 
 
 def laid_out(model: sd.LanguageModel) -> sd.LanguageModel:
@@ -72,7 +80,9 @@ T5_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
     ("rows", "length", "shape"),
     [
         (3, 1, dict(dtype="float32", mlp_dim=256)),
-        pytest.param(1, 2, dict(dtype="bfloat16", relative_bias_per_layer=True, mlp_dim=256), marks=SLOW),
+        pytest.param(
+            1, 2, dict(dtype="bfloat16", relative_bias_per_layer=True, mlp_dim=256), marks=SLOW
+        ),
         pytest.param(3, 2, dict(dtype="float32", **T5_1_0), marks=SLOW),
         pytest.param(3, 2, dict(dtype="bfloat16", num_heads=6), marks=SLOW),
         pytest.param(1, 1, dict(dtype="bfloat16", **T5_1_0), marks=SLOW),
@@ -108,13 +118,25 @@ def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
 
     (found, written), expected, cache, positions = both(network, tokens)
     assert np.all(np.isnan(np.asarray(found)), axis=(1, 2)).tolist() == [True, False, False][-rows:]
-    close = dict(rtol=1e-5, atol=1e-5) if shape["dtype"] == "float32" else dict(rtol=0.03, atol=0.06)
-    as_float = lambda x: np.asarray(x, np.float32)
-    compare = lambda a, b: np.testing.assert_allclose(as_float(a), as_float(b), **close)
+    close = (
+        dict(rtol=1e-5, atol=1e-5) if shape["dtype"] == "float32" else dict(rtol=0.03, atol=0.06)
+    )
+
+    def as_float(x):
+        return np.asarray(x, np.float32)
+
+    def compare(a, b):
+        return np.testing.assert_allclose(as_float(a), as_float(b), **close)
+
     # XLA's layers are fed more positions of a single row, whose slots are stale afterwards.
     seen = slice(None, int(positions[0]) + length if rows == 1 else None)
-    known = lambda layer: layer.replace(key=layer.key[..., seen, :], value=layer.value[..., seen, :])
-    alike = lambda cache: cache.replace(layers=tuple(map(known, cache.layers)))
+
+    def known(layer):
+        return layer.replace(key=layer.key[..., seen, :], value=layer.value[..., seen, :])
+
+    def alike(cache):
+        return cache.replace(layers=tuple(map(known, cache.layers)))
+
     jax.tree.map(compare, (found, alike(written)), (expected[0], alike(expected[1])))
     keys = [as_float(x.layers[1].key) for x in (cache, written)]
     old, new = (x.reshape(rows, -1, *x.shape[-2:])[-1, :, :17] for x in keys)  # of the last row
@@ -138,7 +160,9 @@ def test_numbers_at_the_first_and_the_last_slots(monkeypatch):
 
     found, expected = both(network)
     assert len(calls) == 1
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected
+    )
 
 
 def test_tokens_are_those_of_the_layers(monkeypatch):
@@ -149,7 +173,9 @@ def test_tokens_are_those_of_the_layers(monkeypatch):
     for gamma, setting in ((3, ""), (2, "off")):  # with one γ the first program would be used again
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(native.SETTING, setting)
-            found.append(sd.generate(target, INPUTS[:2], drafter=drafter, gamma=gamma, max_new_tokens=9))
+            found.append(
+                sd.generate(target, INPUTS[:2], drafter=drafter, gamma=gamma, max_new_tokens=9)
+            )
         assert bool(calls) == (not setting)
         if calls:
             assert (2, 2, 128) in calls and (2, 1, 128) not in calls
@@ -164,7 +190,9 @@ def test_calls_that_the_kernel_takes():
         def ask(inputs, lengths):
             network = t5(**shape).network  # shapes only
             cache = network.prefill(inputs, lengths, SLOTS)
-            found.append(fused_step.fits(network.module, network.params, (rows, length), cache, layers))
+            found.append(
+                fused_step.fits(network.module, network.params, (rows, length), cache, layers)
+            )
 
         jax.eval_shape(ask, INPUTS[:rows], LENGTHS[:rows])
         return found[0]
@@ -177,7 +205,11 @@ def test_calls_that_the_kernel_takes():
 
 @pytest.mark.parametrize(
     ("preset", "rows", "most"),
-    [("t5_1_1/small", 8, 688), ("t5_1_1/base", 4, 240), pytest.param("t5_1_1/small", 1, 4096, marks=SLOW)],
+    [
+        ("t5_1_1/small", 8, 688),
+        ("t5_1_1/base", 4, 240),
+        pytest.param("t5_1_1/small", 1, 4096, marks=SLOW),
+    ],
 )
 def test_as_many_slots_as_the_page_says_fit(preset, rows, most):
     config = PRESETS[preset].replace(dtype="bfloat16")
@@ -185,7 +217,9 @@ def test_as_many_slots_as_the_page_says_fit(preset, rows, most):
 
     def begin(slots):
         params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
-        network = Network(weight_layouts.pack(params, use_packed=False, fused=True), module, platform="tpu")
+        network = Network(
+            weight_layouts.pack(params, use_packed=False, fused=True), module, platform="tpu"
+        )
         cache = network.prefill(jnp.ones((rows, 128), jnp.int32), jnp.full(rows, 128), slots)
         found[slots] = fused_step.fits(module, network.params, (rows, 2), cache, None)
 
@@ -200,7 +234,10 @@ class TestTrial:
     @pytest.fixture(autouse=True)
     def on_tpu(self, monkeypatch):
         interpreted = functools.partial(fused_step.decode_states, interpret=pltpu.InterpretParams())
-        step = lambda *arguments, interpret: interpreted(*arguments)
+
+        def step(*arguments, interpret):
+            return interpreted(*arguments)
+
         monkeypatch.setattr(fused_step, "decode_states", step)
         fused_step_selftest.SELF_TEST.forget()
         yield step
@@ -216,7 +253,10 @@ class TestTrial:
 
         monkeypatch.setattr(fused_step, "decode_states", wrong)
         assert fused_step_selftest.SELF_TEST.result() == "a self-test gave other numbers"
-        assert "on TPUs is not used, XLA's layers are: a self-test gave other numbers" in capsys.readouterr().err
+        assert (
+            "on TPUs is not used, XLA's layers are: a self-test gave other numbers"
+            in capsys.readouterr().err
+        )
         monkeypatch.setattr(fused_step_selftest.SELF_TEST, "passed", lambda: False)
         monkeypatch.setattr(fused_step, "decode_states", None)  # which no call reaches
         network = t5().network

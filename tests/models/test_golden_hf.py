@@ -36,7 +36,9 @@ def test_greedy_tokens_of_the_decode_loop(golden, drafter):
     model, io = golden
     early = (int(io["early_eos_id"]),)
     for eos_ids, expected in ((None, io["greedy"]), (early, io["greedy_early"])):
-        tokens = engine_tokens(model, io["inputs"], io["input_lengths"], 16, eos_ids, drafter=drafter)
+        tokens = engine_tokens(
+            model, io["inputs"], io["input_lengths"], 16, eos_ids, drafter=drafter
+        )
         np.testing.assert_array_equal(tokens, expected)
 
 
@@ -68,7 +70,9 @@ def test_special_ids_come_from_the_generation_config():
 
 def test_they_cover_tied_scaled_separate_and_sharded():
     configs = {name: load(folder, "float32").config for name, (folder, _) in MODELS.items()}
-    assert {name: (c.logits_via_embedding, c.scale_decoder_outputs) for name, c in configs.items()} == {
+    assert {
+        name: (c.logits_via_embedding, c.scale_decoder_outputs) for name, c in configs.items()
+    } == {
         "hf_t5_1_0": (True, True),
         "hf_t5_1_1": (False, False),
         "hf_mt5": (False, False),
@@ -81,7 +85,10 @@ def test_they_cover_tied_scaled_separate_and_sharded():
 def test_every_layer_of_umt5_has_a_table_that_counts():
     model = load(MODELS["hf_umt5"][0], "float32")
     io, config = MODELS["hf_umt5"][1], model.config
-    assert config.relative_bias_per_layer and (config.num_encoder_layers, config.num_decoder_layers) == (2, 3)
+    assert config.relative_bias_per_layer and (
+        config.num_encoder_layers,
+        config.num_decoder_layers,
+    ) == (2, 3)
     expected = model.logits(io["inputs"], io["decoder_tokens"], io["input_lengths"])
     for stack, layers in (("encoder", 2), ("decoder", 3)):
         for layer in range(layers):
@@ -89,5 +96,9 @@ def test_every_layer_of_umt5_has_a_table_that_counts():
             table = params[stack][f"layers_{layer}"]["relpos_bias"]["rel_embedding"]
             assert table.shape == (config.num_heads, config.num_buckets)
             params[stack][f"layers_{layer}"]["relpos_bias"]["rel_embedding"] = 0 * table
-            changed = LanguageModel(config, params).logits(io["inputs"], io["decoder_tokens"], io["input_lengths"])
-            assert np.abs(changed - expected).max() > 1e-2  # far above what the golden logits may differ by
+            changed = LanguageModel(config, params).logits(
+                io["inputs"], io["decoder_tokens"], io["input_lengths"]
+            )
+            assert (
+                np.abs(changed - expected).max() > 1e-2
+            )  # far above what the golden logits may differ by

@@ -44,9 +44,13 @@ def test_logits_of_whole_sequences_and_of_their_ends():
     np.testing.assert_allclose(rest, IO["logits"][:, 5:], rtol=0, atol=1e-4)
     # Prompts of several lengths: the ids after each are those of `decoder_tokens` again.
     lengths = np.array([3, 1, 6, 2])
-    tail = np.stack([row[length : length + 4] for row, length in zip(IO["decoder_tokens"], lengths)])
+    tail = np.stack(
+        [row[length : length + 4] for row, length in zip(IO["decoder_tokens"], lengths)]
+    )
     expected = np.stack([row[length : length + 4] for row, length in zip(IO["logits"], lengths)])
-    rest = golden().logits(np.where(np.arange(7) < lengths[:, None], IO["decoder_tokens"][:, :7], 999), tail, lengths)
+    rest = golden().logits(
+        np.where(np.arange(7) < lengths[:, None], IO["decoder_tokens"][:, :7], 999), tail, lengths
+    )
     np.testing.assert_allclose(rest, expected, rtol=0, atol=1e-4)
 
 
@@ -55,13 +59,17 @@ def test_greedy_tokens_of_prompts_of_different_lengths(name):
     """In one batch, padded on the right; Hugging Face padded on the left, and decoded each alone."""
     assert IO["greedy_margin"] > 0.01 and len(set(IO["input_lengths"].tolist())) == 4
     np.testing.assert_array_equal(IO["greedy"], IO["greedy_alone"])
-    run = functools.partial(decode, golden(), IO["inputs"], DRAFTERS[name](golden()), max_new_tokens=16)
+    run = functools.partial(
+        decode, golden(), IO["inputs"], DRAFTERS[name](golden()), max_new_tokens=16
+    )
     result = run(input_lengths=IO["input_lengths"], eos_ids=None)
     np.testing.assert_array_equal(result.tokens, GREEDY)
     if name != "plain":
         assert 0 < result.stats.accepted < result.stats.drafted
     early = run(input_lengths=IO["input_lengths"], eos_ids=int(IO["early_eos_id"]))
-    np.testing.assert_array_equal(early.tokens, np.where(IO["greedy_early"] < 0, 0, IO["greedy_early"]))
+    np.testing.assert_array_equal(
+        early.tokens, np.where(IO["greedy_early"] < 0, 0, IO["greedy_early"])
+    )
     np.testing.assert_array_equal(early.lengths, (IO["greedy_early"] >= 0).sum(axis=1))
 
 
@@ -69,9 +77,13 @@ def test_log_probs_are_those_of_the_whole_sequence():
     result = decode(golden(), PROMPTS, max_new_tokens=16)
     for row, prompt in enumerate(PROMPTS):
         whole = np.array([[*prompt, *result.tokens[row]]])
-        dist = jax.nn.log_softmax(golden().logits(None, np.pad(whole, ((0, 0), (0, 40 - whole.shape[1])))))[0]
+        dist = jax.nn.log_softmax(
+            golden().logits(None, np.pad(whole, ((0, 0), (0, 40 - whole.shape[1]))))
+        )[0]
         places = np.arange(len(prompt) - 1, whole.shape[1] - 1)
-        np.testing.assert_allclose(result.log_probs[row], dist[places, whole[0, places + 1]], atol=1e-4)
+        np.testing.assert_allclose(
+            result.log_probs[row], dist[places, whole[0, places + 1]], atol=1e-4
+        )
 
 
 def test_an_empty_prompt_is_the_start_token_and_none_is_nothing():
@@ -79,7 +91,10 @@ def test_an_empty_prompt_is_the_start_token_and_none_is_nothing():
     np.testing.assert_array_equal(result.tokens[0], IO["unconditional"])
     assert result.finish_reasons == ["length", "empty", "length", "empty"]
     assert result.lengths.tolist() == [16, 0, 16, 0] and result.texts[1] == ""
-    assert prepare(HashModel(16), [[5, 1], None], max_new_tokens=2)[1].empty.tolist() == [False, True]
+    assert prepare(HashModel(16), [[5, 1], None], max_new_tokens=2)[1].empty.tolist() == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("form", ["tokenizer.json", "vocab.json"])
@@ -118,7 +133,9 @@ def test_id_0_is_an_id():
     expected = decode(model, rows)
     np.testing.assert_array_equal(decode(model, np.array(rows)).tokens, expected.tokens)
     assert not np.array_equal(expected.tokens[0], decode(model, [[5, 7]]).tokens[0])
-    zeros = decode(model, rows, sd.ModelDrafter(model), sampling=SamplingConfig(logit_bias={0: 1e3}))
+    zeros = decode(
+        model, rows, sd.ModelDrafter(model), sampling=SamplingConfig(logit_bias={0: 1e3})
+    )
     assert not zeros.tokens.any() and zeros.lengths.tolist() == [12] * 4
     assert np.all(zeros.log_probs < 0) and zeros.finish_reasons == ["length"] * 4
     assert zeros.stats.acceptance_rate == 1
@@ -130,7 +147,12 @@ def test_what_lies_past_a_prompt_does_not_matter():
     inputs, junk = rng.integers(0, 24, (2, 4, 7))
     drafter = sd.ModelDrafter(tiny(1), shortlist=range(3, 24), int8=True)
     clean, dirty = (
-        decode(tiny(), np.where(np.arange(7) < lengths[:, None], inputs, rest), drafter, input_lengths=lengths)
+        decode(
+            tiny(),
+            np.where(np.arange(7) < lengths[:, None], inputs, rest),
+            drafter,
+            input_lengths=lengths,
+        )
         for rest in (0, junk)
     )
     assert clean.stats.drafted
@@ -145,17 +167,28 @@ def test_samples_share_their_prompt():
     """Four rows each time: of four prompts, and of two, whose cache is repeated."""
     prompts, key = [[3, 4, 5], [7], [0, 0], [9, 3]], jax.random.key(3)
     spread, narrow = SamplingConfig(temperature=1.0), SamplingConfig(temperature=1e-4)
-    run = lambda number, config: (
-        sd.generate(
-            tiny(), prompts[: 4 // number], num_samples=number, sampling=config, max_new_tokens=12, eos_ids=(), key=key
+
+    def run(number, config):
+        return sd.generate(
+            tiny(),
+            prompts[: 4 // number],
+            num_samples=number,
+            sampling=config,
+            max_new_tokens=12,
+            eos_ids=(),
+            key=key,
         ).tokens
-    )
+
     one, several = run(1, spread), run(2, spread)
     np.testing.assert_array_equal(several[::2], one[:2])
     assert len({tuple(row) for row in several.tolist()}) == 4
-    np.testing.assert_array_equal(run(2, narrow), np.repeat(decode(tiny(), prompts).tokens[:2], 2, axis=0))
+    np.testing.assert_array_equal(
+        run(2, narrow), np.repeat(decode(tiny(), prompts).tokens[:2], 2, axis=0)
+    )
     one_row = jnp.arange(6.0).reshape(1, 3, 2)  # without batch axis
-    np.testing.assert_array_equal(KVCache(one_row, one_row).repeated(2).key, np.stack([one_row, one_row]))
+    np.testing.assert_array_equal(
+        KVCache(one_row, one_row).repeated(2).key, np.stack([one_row, one_row])
+    )
 
 
 def test_processors_see_the_prompt():
@@ -175,7 +208,9 @@ def test_processors_see_the_prompt():
 
 def test_heads_draft_from_the_states():
     config = sd.HeadsConfig(2, 16, 24, share_head=True)
-    drafter = sd.HeadsDrafter.for_target(tiny(), config, heads.init_params(config, jax.random.key(0)))
+    drafter = sd.HeadsDrafter.for_target(
+        tiny(), config, heads.init_params(config, jax.random.key(0))
+    )
     result = decode(tiny(), [[3, 4, 5, 3, 4], [7]], drafter)
     np.testing.assert_array_equal(result.tokens, decode(tiny(), [[3, 4, 5, 3, 4], [7]]).tokens)
     assert result.stats.drafted
@@ -184,8 +219,13 @@ def test_heads_draft_from_the_states():
 @pytest.mark.parametrize("drafter", [sd.PromptLookupDrafter(), sd.AssistedNGramDrafter()])
 def test_copies_come_from_the_prompt(drafter):
     """The first draft, of which nothing has been decoded yet."""
-    state, request = prepare(tiny(), [[0, 5, 6, 7, 8, 0, 5], [9]], drafter=drafter, gamma=3, max_new_tokens=12)
-    draft = lambda state, wanted: request.drafter.draft(state.draft_state, state, wanted)[1]
+    state, request = prepare(
+        tiny(), [[0, 5, 6, 7, 8, 0, 5], [9]], drafter=drafter, gamma=3, max_new_tokens=12
+    )
+
+    def draft(state, wanted):
+        return request.drafter.draft(state.draft_state, state, wanted)[1]
+
     found = jax.jit(draft)(state, np.array([3, 0], np.int32))
     assert found.tokens[0].tolist() == [6, 7, 8] and found.num_drafted.tolist() == [3, 0]
 
@@ -206,15 +246,20 @@ def test_prompts_of_long_jobs_are_padded_to_their_own_length(monkeypatch, refill
     """Every prompt gives what it gives in one batch of all; states of short ones have fewer slots."""
     rng, widths = np.random.default_rng(2), []
     prompts = [
-        rng.integers(0, 24, length).tolist() for length in [12, 3, 0, 9, 5, 11, 1, 10, 8, 12, 2, 11, 10, 4, 9, 6, 8]
+        rng.integers(0, 24, length).tolist()
+        for length in [12, 3, 0, 9, 5, 11, 1, 10, 8, 12, 2, 11, 10, 4, 9, 6, 8]
     ]
     options = dict(max_new_tokens=6, eos_ids=(23,))
     expected = sd.generate(tiny(), prompts, **options)
     arguments = Plan.arguments
     monkeypatch.setattr(
-        Plan, "arguments",
-        lambda plan, *given: (found := arguments(plan, *given), widths.append((found[6].shape[1], found[3])))[0],
-    )  # fmt: skip
+        Plan,
+        "arguments",
+        lambda plan, *given: (
+            found := arguments(plan, *given),
+            widths.append((found[6].shape[1], found[3])),
+        )[0],
+    )
     found = dict(sd.decode_stream(tiny(), prompts, batch_size=2, refill=refill, **options))
     for row, length in enumerate(expected.lengths):
         assert found[row][0].tokens == expected.tokens[row, :length].tolist()
@@ -222,9 +267,14 @@ def test_prompts_of_long_jobs_are_padded_to_their_own_length(monkeypatch, refill
 
 
 def test_streamed_text_is_the_text():
-    drafter, prompts = DRAFTERS["model"](golden()), [golden().vocabulary.encode("The ferry"), None, None, PROMPTS[0]]
+    drafter, prompts = (
+        DRAFTERS["model"](golden()),
+        [golden().vocabulary.encode("The ferry"), None, None, PROMPTS[0]],
+    )
     expected = decode(golden(), prompts, drafter, max_new_tokens=16)
-    pieces = list(sd.stream(golden(), prompts, drafter=drafter, gamma=3, max_new_tokens=16, eos_ids=()))
+    pieces = list(
+        sd.stream(golden(), prompts, drafter=drafter, gamma=3, max_new_tokens=16, eos_ids=())
+    )
     for row in range(4):
         assert "".join(piece.text for piece in pieces if piece.row == row) == expected.texts[row]
         ids = sum((piece.tokens for piece in pieces if piece.row == row), [])

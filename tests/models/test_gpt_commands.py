@@ -47,29 +47,47 @@ def test_more_tokens_than_positions():
     assert prepare(model, [[3] * 28], max_new_tokens=12)[1].limits == [12]
     short = sd.ModelDrafter(tiny(1, num_positions=20))
     for drafter in (short, sd.VerticalCascade(short, sd.PromptLookupDrafter(), 2)):
-        rejected(lambda drafter=drafter: decode(model, [[3] * 9], drafter), "drafter: got sequences of up to 21")
+        rejected(
+            lambda drafter=drafter: decode(model, [[3] * 9], drafter),
+            "drafter: got sequences of up to 21",
+        )
     rejected(lambda: model.logits(None, np.zeros((1, 41), int)), "got sequences of up to 41")
 
 
 def test_other_kinds_of_model():
     t5, gpt = tiny_t5(0), tiny()
-    expected = "drafter: got a model with an encoder, expected a decoder-only model, like the target"
+    expected = (
+        "drafter: got a model with an encoder, expected a decoder-only model, like the target"
+    )
     rejected(lambda: decode(gpt, [[3]], sd.ModelDrafter(t5)), expected)
-    expected = "drafter: got a decoder-only model, expected a model with an encoder, like the target"
+    expected = (
+        "drafter: got a decoder-only model, expected a model with an encoder, like the target"
+    )
     rejected(lambda: decode(t5, [[3]], sd.ModelDrafter(gpt)), expected)
     rejected(
-        lambda: decode(gpt, [[3]], decoder_prefix=[[4]]), "decoder_prefix: got a prefix", sd.UnsupportedCombination
+        lambda: decode(gpt, [[3]], decoder_prefix=[[4]]),
+        "decoder_prefix: got a prefix",
+        sd.UnsupportedCombination,
     )
-    rejected(lambda: t5.logits(None, np.zeros((1, 2), int)), "inputs: got None for a model with an encoder")
-    rejected(lambda: gpt.logits(np.array([[24]]), np.array([[3]])), "inputs: got id 24, expected 0 to 23")
+    rejected(
+        lambda: t5.logits(None, np.zeros((1, 2), int)),
+        "inputs: got None for a model with an encoder",
+    )
+    rejected(
+        lambda: gpt.logits(np.array([[24]]), np.array([[3]])), "inputs: got id 24, expected 0 to 23"
+    )
 
 
 def test_only_t5s_are_distilled_by_command(tmp_path):
     (tmp_path / "text.tsv").write_text("a\tb\n")
     config = distill.DistillConfig(
-        target=str(FOLDER), data_dir=str(tmp_path), source_files=("text.tsv",), validation_files=("text.tsv",),
-        output_dir=str(tmp_path / "run"), drafter=str(FOLDER),
-    )  # fmt: skip
+        target=str(FOLDER),
+        data_dir=str(tmp_path),
+        source_files=("text.tsv",),
+        validation_files=("text.tsv",),
+        output_dir=str(tmp_path / "run"),
+        drafter=str(FOLDER),
+    )
     rejected(lambda: distill.run(config), "target: got a decoder-only model, expected a T5")
     rejected(lambda: t5.t5_only("target", TINY), "target: got a decoder-only model, expected a T5")
 
@@ -94,7 +112,10 @@ def assert_golden(model):
 def test_names_without_prefix_masks_and_a_copy_of_the_head(tmp_path):
     assert all(name.startswith("transformer.") for name in tensors())
     plain = {name.removeprefix("transformer."): x for name, x in tensors().items()}
-    masks = {"h.0.attn.bias": np.ones((1, 1, 4, 4), "f"), "h.1.attn.masked_bias": np.float32([-1e4])}
+    masks = {
+        "h.0.attn.bias": np.ones((1, 1, 4, 4), "f"),
+        "h.1.attn.masked_bias": np.float32([-1e4]),
+    }
     assert_golden(loader.load(write_hf(tmp_path / "old", plain | masks), "float32"))
     copied = tensors() | {"lm_head.weight": plain["wte.weight"].copy()}
     assert_golden(loader.load(write_hf(tmp_path / "copy", copied), "float32"))
@@ -105,7 +126,13 @@ def test_flax_file(tmp_path):
     for name, x in tensors().items():
         *parents, last = name.split(".")
         if last == "weight":
-            last = "embedding" if parents[-1] in ("wte", "wpe") else "scale" if "ln_" in parents[-1] else "kernel"
+            last = (
+                "embedding"
+                if parents[-1] in ("wte", "wpe")
+                else "scale"
+                if "ln_" in parents[-1]
+                else "kernel"
+            )
         tree["/".join([*parents, last])] = np.ascontiguousarray(x.T) if last == "kernel" else x
     folder = write_hf(tmp_path / "flax")
     (folder / "flax_model.msgpack").write_bytes(serialization.to_bytes(parameters.unflatten(tree)))
@@ -114,30 +141,48 @@ def test_flax_file(tmp_path):
 
 def test_a_head_of_its_own(tmp_path):
     head = np.random.default_rng(0).normal(size=(288, 24)).astype("f")
-    folder = write_hf(tmp_path / "hf", tensors() | {"lm_head.weight": head}, tie_word_embeddings=False)
+    folder = write_hf(
+        tmp_path / "hf", tensors() | {"lm_head.weight": head}, tie_word_embeddings=False
+    )
     model = loader.load(folder, "float32")
     np.testing.assert_array_equal(model.params["decoder"]["logits_dense"]["kernel"], head.T)
     tokens = IO["decoder_tokens"]
-    apply = functools.partial(model.network.module.apply, method=lambda m, t: m.decoder(m.token_embedder(t)))
+    apply = functools.partial(
+        model.network.module.apply, method=lambda m, t: m.decoder(m.token_embedder(t))
+    )
     states = jax.jit(apply)({"params": model.network.params}, tokens)
     np.testing.assert_allclose(model.logits(None, tokens), np.asarray(states) @ head.T, atol=1e-3)
 
 
-@pytest.mark.parametrize("option, value", [
-    ("layer_norm_epsilon", 1e-6), ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True),
-    ("reorder_and_upcast_attn", True), ("add_cross_attention", True), ("activation_function", "gelu"), ("n_embd", "24"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("layer_norm_epsilon", 1e-6),
+        ("scale_attn_weights", False),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("reorder_and_upcast_attn", True),
+        ("add_cross_attention", True),
+        ("activation_function", "gelu"),
+        ("n_embd", "24"),
+    ],
+)
 def test_options_that_are_not_here(option, value, tmp_path):
     folder = write_hf(tmp_path / "hf", tensors(), **{option: value})
-    rejected(lambda: loader.load(folder), f"{folder / 'config.json'}: {option}: got {value!r}, expected")
+    rejected(
+        lambda: loader.load(folder), f"{folder / 'config.json'}: {option}: got {value!r}, expected"
+    )
 
 
 def test_damaged_folders(tmp_path):
     some = {name: x for name, x in tensors().items() if "c_attn" not in name}
     folder = write_hf(tmp_path / "some", some)
-    rejected(lambda: loader.load(folder), "causal_attention/qkv/kernel: got none, expected one of shape (24, 72)")
+    rejected(
+        lambda: loader.load(folder),
+        "causal_attention/qkv/kernel: got none, expected one of shape (24, 72)",
+    )
     more = write_hf(
-        tmp_path / "more", tensors() | {"transformer.h.0.crossattention.c_attn.weight": np.ones((2, 2), "f")}
+        tmp_path / "more",
+        tensors() | {"transformer.h.0.crossattention.c_attn.weight": np.ones((2, 2), "f")},
     )
     rejected(lambda: loader.load(more), "expected only those of a GPT of this configuration")
     folder = write_hf(tmp_path / "kind", tensors(), architectures=["GPT2DoubleHeadsModel"])
@@ -145,9 +190,13 @@ def test_damaged_folders(tmp_path):
 
 
 def test_special_ids(tmp_path):
-    ids = lambda **options: dataclasses.astuple(
-        huggingface.open_folder(write_hf(tmp_path / str(len(list(tmp_path.iterdir()))), tensors(), **options))
-    )[3:5]
+    def ids(**options):
+        return dataclasses.astuple(
+            huggingface.open_folder(
+                write_hf(tmp_path / str(len(list(tmp_path.iterdir()))), tensors(), **options)
+            )
+        )[3:5]
+
     assert ids(bos_token_id=5, eos_token_id=[3, 4]) == (5, (3, 4))
     assert ids(eos_token_id=None) == (287, ())  # nothing ends a sequence
 
@@ -165,15 +214,19 @@ def test_own_folder(tmp_path):
 def test_shapes_are_those_of_the_network(tied):
     config, tokens = dataclasses.replace(TINY, logits_via_embedding=tied), jnp.ones((1, 2), int)
     params = jax.eval_shape(GPT(config).init, jax.random.key(0), tokens)["params"]
-    assert {name: leaf.shape for name, leaf in parameters.flatten(params).items()} == parameters.parameter_shapes(
-        config
-    )
+    assert {
+        name: leaf.shape for name, leaf in parameters.flatten(params).items()
+    } == parameters.parameter_shapes(config)
 
 
 def test_sizes_of_the_presets():
     counts = {name: parameters.parameter_count(config) for name, config in GPT_PRESETS.items()}
-    assert counts["gpt2/small"] == 124_439_808 and counts["gpt2/xl"] == 1_557_611_200  # Hugging Face's counts
-    assert counts["gpt/97m"] // 10**6 == 97 and round(counts["gpt/6m"] / 1e6) == 6  # the paper's, section 4.2
+    assert (
+        counts["gpt2/small"] == 124_439_808 and counts["gpt2/xl"] == 1_557_611_200
+    )  # Hugging Face's counts
+    assert (
+        counts["gpt/97m"] // 10**6 == 97 and round(counts["gpt/6m"] / 1e6) == 6
+    )  # the paper's, section 4.2
 
 
 # Commands.
@@ -186,7 +239,14 @@ def test_specdec_generate(capsys):
     ids = [golden().vocabulary.encode(text) for text in texts]
     assert 8 < max(map(len, ids)) <= 12, "the shapes of the golden batch"
     expected = [one_line(text) for text in decode_golden(ids, eos_ids=None).texts[:3]]
-    argv = ["generate", f"--target={FOLDER}", "--drafter=exit:1", "--dtype=float32", "--batch_size=4", "--gamma=3"]
+    argv = [
+        "generate",
+        f"--target={FOLDER}",
+        "--drafter=exit:1",
+        "--dtype=float32",
+        "--batch_size=4",
+        "--gamma=3",
+    ]
     argv += ["--compilation_cache_dir="]
     assert main.main([*argv, "--max_new_tokens=16", *texts, texts[1]]) == 0
     out, err = capsys.readouterr()
@@ -202,10 +262,15 @@ PAIR_PROMPTS = [[3, 4, 5, 3], [7, 8, 9]]
 @pytest.mark.slow
 def test_benchmark():
     options = benchmark_command.BenchmarkOptions(gamma=(2,), repeats=1, max_new_tokens=8)
-    drafter, batches = sd.ModelDrafter(noisy_copy(tiny(), 0.3)), variants.cut(PAIR_PROMPTS, PAIR_PROMPTS, 1, 0)
+    drafter, batches = (
+        sd.ModelDrafter(noisy_copy(tiny(), 0.3)),
+        variants.cut(PAIR_PROMPTS, PAIR_PROMPTS, 1, 0),
+    )
     record, problems = analysis_benchmark.benchmark(tiny(), drafter, batches, options)
     assert not problems and record["speculative"][0]["differences"] == []
-    assert {"target encoder 8", "drafter encoder 8", "draft step", "verify 2"} <= set(record["steps"])
+    assert {"target encoder 8", "drafter encoder 8", "draft step", "verify 2"} <= set(
+        record["steps"]
+    )
 
 
 def test_what_is_measured_of_a_prompt():
@@ -221,7 +286,9 @@ def test_what_is_measured_of_a_prompt():
     assert np.all(np.any(np.asarray(cache.layers[1].key) != 0, axis=(0, 2))[:3])
     assert (
         timing.total_slots(target, 8, 12, 3)
-        == prepare(target, [[3]], max_new_tokens=12, gamma=3, drafter=sd.PromptLookupDrafter())[0].tokens.shape[1]
+        == prepare(target, [[3]], max_new_tokens=12, gamma=3, drafter=sd.PromptLookupDrafter())[
+            0
+        ].tokens.shape[1]
     )
 
     config, tokens = SamplingConfig(temperature=1.0, repetition_penalty=1.5), plain.tokens[:2, :8]
@@ -229,7 +296,9 @@ def test_what_is_measured_of_a_prompt():
     for row, prompt in enumerate(PAIR_PROMPTS):
         whole, dists = np.array([[*prompt, *tokens[row]]]), []
         for model in (target, draft):
-            logits = np.array(model.logits(None, np.pad(whole, ((0, 0), (0, 12 - whole.shape[1]))))[0], np.float64)
+            logits = np.array(
+                model.logits(None, np.pad(whole, ((0, 0), (0, 12 - whole.shape[1]))))[0], np.float64
+            )
             for place in range(whole.shape[1]):
                 seen = list(set(whole[0, : place + 1].tolist()))
                 values = logits[place, seen]
@@ -248,8 +317,15 @@ def test_counting_and_overlap_are_one_after_prompts_of_different_lengths():
 
 
 def test_presets_of_one_kind():
-    check = lambda **options: benchmark_command.BenchmarkOptions(preset="gpt/97m", **options).check
+    def check(**options):
+        return benchmark_command.BenchmarkOptions(preset="gpt/97m", **options).check
+
     check(drafter_preset="gpt/6m")()
-    expected = "drafter_preset: got 't5_1_1/small', expected a shape of the same family as 'gpt/97m'"
+    expected = (
+        "drafter_preset: got 't5_1_1/small', expected a shape of the same family as 'gpt/97m'"
+    )
     rejected(check(drafter_preset="t5_1_1/small"), expected)
-    rejected(check(drafter_preset="gpt/6m", max_new_tokens=449), "preset: got sequences of up to 513 tokens")
+    rejected(
+        check(drafter_preset="gpt/6m", max_new_tokens=449),
+        "preset: got sequences of up to 513 tokens",
+    )

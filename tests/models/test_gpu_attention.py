@@ -36,7 +36,10 @@ def interpreted(monkeypatch):
             return kernel(*arguments)
 
         monkeypatch.setattr(gpu_attention, name, noted)
-    chosen = lambda *arguments, cuda=None, cpu=None, tpu=None, default: (cuda or cpu or default)(*arguments)
+
+    def chosen(*arguments, cuda=None, cpu=None, tpu=None, default):
+        return (cuda or cpu or default)(*arguments)
+
     monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
     return found
 
@@ -61,9 +64,13 @@ def split(x, heads: int):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=SLOW)])
 @pytest.mark.parametrize(
     ("batch", "length", "slots", "divisor", "biased"),
-    [(1, 2, 144, 1.0, True), (3, 5, 200, 4.0, False), pytest.param(2, 1, 65, 1.0, True, marks=SLOW),
-     pytest.param(2, 33, 130, 2.0, True, marks=SLOW)],
-)  # fmt: skip
+    [
+        (1, 2, 144, 1.0, True),
+        (3, 5, 200, 4.0, False),
+        pytest.param(2, 1, 65, 1.0, True, marks=SLOW),
+        pytest.param(2, 33, 130, 2.0, True, marks=SLOW),
+    ],
+)
 def test_self_attention_is_that_of_the_mathematics(dtype, batch, length, slots, divisor, biased):
     """At the first slot, at the last ones, and at both sides of the edge of a block; stale slots
     are NaN; one bias for all rows or one for each."""
@@ -88,9 +95,13 @@ def test_self_attention_is_that_of_the_mathematics(dtype, batch, length, slots, 
     np.testing.assert_allclose(np.asarray(found, np.float64), right, **close)
     for buffer, cache, given in zip(after, expected, caches):
         assert buffer.shape == given.shape and buffer.dtype == given.dtype
-        for row, start in enumerate(starts):  # live slots hold what was written, all others what was there
+        for row, start in enumerate(
+            starts
+        ):  # live slots hold what was written, all others what was there
             rows = np.asarray(buffer, np.float64).reshape(batch, *buffer.shape[-3:])[row]
-            np.testing.assert_array_equal(rows[:, : start + length], cache[row][:, : start + length])
+            np.testing.assert_array_equal(
+                rows[:, : start + length], cache[row][:, : start + length]
+            )
             assert np.all(np.isnan(rows[:, start + length :]))
 
 
@@ -101,12 +112,16 @@ def test_cross_attention_reads_the_tokens_of_each_row(length):
     query = drawn(0, "float32", 3, length, 2 * 16)
     key, value = (drawn(seed, "float32", 3, heads, keys, 16) for seed in (1, 2))
     lengths = np.array([70, 3, 0])
-    padding = (np.arange(keys)[None, :, None] >= lengths[:, None, None, None]) & (lengths > 0)[:, None, None, None]
+    padding = (np.arange(keys)[None, :, None] >= lengths[:, None, None, None]) & (lengths > 0)[
+        :, None, None, None
+    ]
     found = gpu_attention.attend_to_encoded(
         query, *(jnp.where(padding, jnp.nan, x) for x in (key, value)), jnp.asarray(lengths)
     )
     seen = np.arange(keys) < lengths[:, None, None, None]
-    np.testing.assert_allclose(found, by_hand(split(query, heads), key, value, seen), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        found, by_hand(split(query, heads), key, value, seen), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_token_of_nan_reaches_only_those_that_see_it():
@@ -115,7 +130,9 @@ def test_a_token_of_nan_reaches_only_those_that_see_it():
     qkv = np.array(drawn(0, "float32", 1, 3, 3 * 16))
     qkv[0, 1, 2 * 16 + 5] = np.inf
     cache = KVCache.empty(1, 1, 32, 16, jnp.float32, heads_per_tile=1)
-    found, key, value = gpu_attention.attend_to_cache(jnp.asarray(qkv), cache.key, cache.value, None, jnp.array([4]))
+    found, key, value = gpu_attention.attend_to_cache(
+        jnp.asarray(qkv), cache.key, cache.value, None, jnp.array([4])
+    )
     assert np.all(np.isfinite(found[0, 0])) and np.all(np.isnan(found[0, 1:]))
     parts = (jnp.asarray(part)[:, None] for part in np.split(qkv, 3, axis=-1)[1:])
     expected = cache.append(*parts, jnp.array([4]))
@@ -138,11 +155,18 @@ def gpt() -> sd.LanguageModel:
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [(t5, dict(gamma=3)), (gpt, dict(gamma=3)),
-     pytest.param(t5, dict(sampling=sd.SamplingConfig(temperature=0.8), gamma=4), marks=SLOW),
-     pytest.param(gpt, dict(verifier="gumbel", sampling=sd.SamplingConfig(temperature=1.0), gamma=2), marks=SLOW),
-     pytest.param(t5, dict(tree=sd.Tree.uniform((2, 1))), marks=SLOW)],
-)  # fmt: skip
+    [
+        (t5, dict(gamma=3)),
+        (gpt, dict(gamma=3)),
+        pytest.param(t5, dict(sampling=sd.SamplingConfig(temperature=0.8), gamma=4), marks=SLOW),
+        pytest.param(
+            gpt,
+            dict(verifier="gumbel", sampling=sd.SamplingConfig(temperature=1.0), gamma=2),
+            marks=SLOW,
+        ),
+        pytest.param(t5, dict(tree=sd.Tree.uniform((2, 1))), marks=SLOW),
+    ],
+)
 def test_tokens_are_those_of_xla(interpreted, family, options):
     """Of plain and of speculative decoding; self-attention over the nodes of a tree is XLA's own."""
     jax.clear_caches()  # other tests may have compiled the same programs without the kernels
@@ -154,20 +178,28 @@ def test_tokens_are_those_of_xla(interpreted, family, options):
         drafter = sd.ModelDrafter(draft)
         assert not interpreted
         speculative = sd.generate(target, INPUTS, drafter=drafter, max_new_tokens=9, **options)
-        plain = sd.generate(target, INPUTS, max_new_tokens=9, sampling=options.get("sampling", sd.SamplingConfig()))
+        plain = sd.generate(
+            target, INPUTS, max_new_tokens=9, sampling=options.get("sampling", sd.SamplingConfig())
+        )
         found.append((speculative, plain))
-    assert set(interpreted) == ({"attend_to_cache"} | ({"attend_to_encoded"} if family is t5 else set()))
+    assert set(interpreted) == (
+        {"attend_to_cache"} | ({"attend_to_encoded"} if family is t5 else set())
+    )
     for other, own in zip(found[1], found[0]):
         np.testing.assert_array_equal(other.tokens, own.tokens)
         np.testing.assert_allclose(other.log_probs, own.log_probs, rtol=1e-4, atol=1e-5)
 
 
 def test_which_calls_are_kernels(monkeypatch):
-    cache = lambda features=64, heads_per_tile=1: KVCache.empty(1, 2, 16, features, jnp.bfloat16, heads_per_tile)
+    def cache(features=64, heads_per_tile=1):
+        return KVCache.empty(1, 2, 16, features, jnp.bfloat16, heads_per_tile)
+
     fits = gpu_attention.fits
     assert fits(cache(), 1) and fits(cache(), 64) and fits(cache(128), 8)
     assert not fits(cache(), 65) and not fits(cache(24), 8)  # too many queries; no power of two
-    assert not fits(cache(heads_per_tile=2), 8) and not fits(cache(heads_per_tile=None), 8)  # a TPU's and a CPU's
+    assert not fits(cache(heads_per_tile=2), 8) and not fits(
+        cache(heads_per_tile=None), 8
+    )  # a TPU's and a CPU's
     assert not fits(cache().replace(rules=object()), 8)  # on a mesh
     monkeypatch.setenv(native.SETTING, "off")
     assert not fits(cache(), 8)
@@ -190,32 +222,50 @@ class TestTrial:
         assert gpu_attention.why_not() is None
         assert gpu_attention.SELF_TEST.passed() and capsys.readouterr().err == ""
 
-    @pytest.mark.parametrize("case", [("bfloat16", 64, 1), ("bfloat16", 16, 64), ("float32", 128, 20)])
+    @pytest.mark.parametrize(
+        "case", [("bfloat16", 64, 1), ("bfloat16", 16, 64), ("float32", 128, 20)]
+    )
     def test_what_is_compiled_anew_is_tried(self, case, monkeypatch):
         dtype, features, queries = case
         tried = []
         kernel = gpu_attention.attend_to_cache
-        noted = lambda qkv, key, *rest, **how: tried.append((qkv, key)) or kernel(qkv, key, *rest, **how)
+
+        def noted(qkv, key, *rest, **how):
+            return tried.append((qkv, key)) or kernel(qkv, key, *rest, **how)
+
         monkeypatch.setattr(gpu_attention, "attend_to_cache", noted)
         cache = KVCache.empty(1, 2, 16, features, dtype, heads_per_tile=1)
         assert gpu_attention.fits(cache, queries) and gpu_attention.fits(cache, max(queries - 1, 1))
         ((qkv, key),) = tried
         padded = max(16, 1 << (queries - 1).bit_length())
-        assert (key.dtype, key.shape[-1]) == (dtype, features) and padded // 2 < max(qkv.shape[1], 9) <= padded
+        assert (key.dtype, key.shape[-1]) == (dtype, features) and padded // 2 < max(
+            qkv.shape[1], 9
+        ) <= padded
 
     def test_a_case_that_fails_is_named_and_the_others_are_used(self, monkeypatch, capsys):
         kernel = gpu_attention.attend_to_cache
-        off = lambda found: found + 1 if found.dtype == jnp.float32 else found
-        wrong = lambda *arguments, **how: [off(found) for found in kernel(*arguments, **how)]
+
+        def off(found):
+            return found + 1 if found.dtype == jnp.float32 else found
+
+        def wrong(*arguments, **how):
+            return [off(found) for found in kernel(*arguments, **how)]
+
         monkeypatch.setattr(gpu_attention, "attend_to_cache", wrong)
-        fits = lambda dtype: gpu_attention.fits(KVCache.empty(1, 2, 16, 16, dtype, heads_per_tile=1), 3)
+
+        def fits(dtype):
+            return gpu_attention.fits(KVCache.empty(1, 2, 16, 16, dtype, heads_per_tile=1), 3)
+
         assert fits("bfloat16") and not fits("float32")
         told = "XLA's attention is (dtype float32, features 16, queries 16): a self-test gave other numbers\n"
         assert capsys.readouterr().err.endswith(told)
 
     def test_wrong_numbers_are_told(self, monkeypatch, capsys):
         kernel = gpu_attention.attend_to_cache
-        off = lambda *arguments, interpret=False: [found + 1 for found in kernel(*arguments)]
+
+        def off(*arguments, interpret=False):
+            return [found + 1 for found in kernel(*arguments)]
+
         monkeypatch.setattr(gpu_attention, "attend_to_cache", off)
         assert not gpu_attention.SELF_TEST.passed()
         assert "XLA's attention is: a self-test gave other numbers" in capsys.readouterr().err
@@ -230,10 +280,14 @@ class TestTrial:
 
     def test_programs_traced_side_by_side_try_once(self, monkeypatch):
         tried = []
-        trial = kernel_selftest.KernelSelfTest("gpu", "", lambda: tried.append(1) or time.sleep(0.1))
+        trial = kernel_selftest.KernelSelfTest(
+            "gpu", "", lambda: tried.append(1) or time.sleep(0.1)
+        )
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             assert all(pool.map(lambda _: trial.passed(), range(4))) and tried == [1]
 
     def test_without_triton(self, monkeypatch):
         monkeypatch.setattr(gpu_attention, "triton", None)
-        assert not gpu_attention.fits(KVCache.empty(1, 2, 16, 64, jnp.bfloat16, heads_per_tile=1), 1)
+        assert not gpu_attention.fits(
+            KVCache.empty(1, 2, 16, 64, jnp.bfloat16, heads_per_tile=1), 1
+        )

@@ -27,12 +27,16 @@ WIDTH, INNER, HIDDEN, V, H = 16, 16, 32, 64, 4
 
 
 def start(*arguments) -> subprocess.Popen:
-    path = os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(SUPPORT.parents[1]), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     return subprocess.Popen(
-        [sys.executable, str(SUPPORT / "mesh_run.py"), *map(str, arguments)], stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        text=True, env=os.environ | {"PYTHONPATH": path},
-    )  # fmt: skip
+        [sys.executable, str(SUPPORT / "mesh_run.py"), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
 
 
 def result(process: subprocess.Popen) -> dict:
@@ -48,7 +52,9 @@ def result(process: subprocess.Popen) -> dict:
 def folder(tmp_path_factory):
     """A target of four heads, and one like it that drafts."""
     place = tmp_path_factory.mktemp("mesh")
-    target = noisy_copy(tiny_t5(0, V, 1, num_heads=H, head_dim=INNER // H), 2.0)  # else it repeats itself
+    target = noisy_copy(
+        tiny_t5(0, V, 1, num_heads=H, head_dim=INNER // H), 2.0
+    )  # else it repeats itself
     sd.save(target, place / "target")
     sd.save(noisy_copy(target, 0.1, 1), place / "drafter")
     return place
@@ -82,7 +88,10 @@ def test_the_rest_of_the_table(folder):
     rows = [row[:limit] for row, limit in zip(found["none"]["tokens"], (8, 5, 8, 6), strict=True)]
     assert found["2x2, refilled"] == [rows[row] for row in (0, 1, 2, 3, 1, 2)]
     assert found["command"][0] == found["command"][1] and len(found["command"][0].splitlines()) == 5
-    assert found["benchmark"]["options"]["mesh"] == "1x2" and found["benchmark"]["speculative"][0]["tokens"] > 4
+    assert (
+        found["benchmark"]["options"]["mesh"] == "1x2"
+        and found["benchmark"]["speculative"][0]["tokens"] > 4
+    )
     assert found["gpt"] < 1e-5 and found["gpt tokens"][0] == found["gpt tokens"][1]
 
 
@@ -165,21 +174,41 @@ def test_two_processes(folder, runs):
 
 def rules(parts: int, replicate: bool = False) -> ShardingRules:
     """Of a mesh that one device stands in for; nothing can be put on it."""
-    return ShardingRules(Mesh(np.array(jax.devices()[:1] * 2 * parts).reshape(2, parts), AXES), replicate)
+    return ShardingRules(
+        Mesh(np.array(jax.devices()[:1] * 2 * parts).reshape(2, parts), AXES), replicate
+    )
 
 
 def test_parameters_follow_the_rules_of_their_logical_axes():
-    of = lambda name, *shape: tuple(rules(4).of_parameter(name, shape).spec)
+    def of(name, *shape):
+        return tuple(rules(4).of_parameter(name, shape).spec)
+
     assert of("decoder/layers_0/self_attention/query/kernel", 16, 16) == (None, "model")
     assert of("decoder/layers_0/self_attention/out/kernel", 16, 16) == ("model", None)
-    assert of("decoder/layers_0/causal_attention/qkv/kernel", 16, 48) == ("model", None), "by inputs: it is a joint one"
-    assert of("decoder/layers_0/mlp/wi/bias", 32) == ("model",) and of("decoder/layers_0/mlp/wo/bias", 16) == ()
+    assert of("decoder/layers_0/causal_attention/qkv/kernel", 16, 48) == ("model", None), (
+        "by inputs: it is a joint one"
+    )
+    assert (
+        of("decoder/layers_0/mlp/wi/bias", 32) == ("model",)
+        and of("decoder/layers_0/mlp/wo/bias", 16) == ()
+    )
     assert of("token_embedder/embedding", 64, 16) == ("model", None)
-    assert of("token_embedder/embedding", 50257, 16) == (None, None), "whole where it is no whole number of parts"
+    assert of("token_embedder/embedding", 50257, 16) == (None, None), (
+        "whole where it is no whole number of parts"
+    )
     assert set(rules(4, replicate=True).of_parameter("mlp/wo/kernel", (32, 16)).spec) == {None}
-    names = [name for name in parameters.parameter_shapes(GPTConfig(64, 16, 4, 1, 32, logits_via_embedding=False))]
+    names = [
+        name
+        for name in parameters.parameter_shapes(
+            GPTConfig(64, 16, 4, 1, 32, logits_via_embedding=False)
+        )
+    ]
     names += parameters.parameter_shapes(TINY)
-    unknown = {name.split("/")[-1] for name in names if not sharding._PARAMETERS.get("/".join(name.split("/")[-2:]))}
+    unknown = {
+        name.split("/")[-1]
+        for name in names
+        if not sharding._PARAMETERS.get("/".join(name.split("/")[-2:]))
+    }
     assert unknown == {"scale", "bias"}
 
 
@@ -209,7 +238,9 @@ def test_parts_of_stored_parameters(tmp_path, turned):
     for folder in ("own", "hf"):
         leaf = loader.open_checkpoint(tmp_path / folder, None).leaves[name]
         assert (leaf.read_part is None) == (folder == "hf")
-        leaf, expected, part = (leaf.transposed(), params[name].T, box[::-1]) if turned else (leaf, params[name], box)
+        leaf, expected, part = (
+            (leaf.transposed(), params[name].T, box[::-1]) if turned else (leaf, params[name], box)
+        )
         np.testing.assert_array_equal(leaf.load_part("float32", part), expected[part])
 
 
@@ -226,7 +257,10 @@ def test_memory_is_asked_for_by_device(monkeypatch):
         (["--mesh=4"], "mesh: got '4', expected DATAxMODEL, two numbers of devices, such as 1x4"),
         (["--mesh=0x2"], "mesh: got '0x2', expected DATAxMODEL"),
         (["--mesh=1x64"], "mesh: got 1x64 devices, expected 1 to"),
-        (["--shard_drafter"], "shard_drafter: got True without a mesh, expected --mesh=DATAxMODEL too"),
+        (
+            ["--shard_drafter"],
+            "shard_drafter: got True without a mesh, expected --mesh=DATAxMODEL too",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "benchmark"])

@@ -40,27 +40,41 @@ def kernels(tmp_path) -> list[str]:
 def test_two_processes_at_once(tmp_path, compiler, libraries):
     """The whole of it, in processes of their own: both compile, slowly, and both use what came out."""
     compiler(f"sleep 1; {WORKS}")
-    start = lambda: subprocess.Popen(
-        [sys.executable, "-c", TRY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+
+    def start():
+        return subprocess.Popen(
+            [sys.executable, "-c", TRY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
     both = [start() for _ in range(2)]
     ended = [process.communicate(timeout=100) for process in both]
     for out, err in ended:
-        assert re.fullmatch(r"True True\nkernel: \S+\.so, built with fake 1\.2 for znver9 \(avx2\)\n", out), err
+        assert re.fullmatch(
+            r"True True\nkernel: \S+\.so, built with fake 1\.2 for znver9 \(avx2\)\n", out
+        ), err
         assert err == "specdec_jax: compiling its CPU kernel (once, a few seconds) ...\n"
     assert ended[0][0] == ended[1][0] and calls(tmp_path) == 2
     library, record = sorted(kernels(tmp_path), key=len, reverse=True)
     folder = tmp_path / "cache/specdec_jax/kernel"
-    assert library.startswith(pathlib.Path(record).stem) and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (
+        library.startswith(pathlib.Path(record).stem)
+        and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    )
     assert (folder / library).read_bytes() == (libraries / "works.so").read_bytes()
 
 
 @needs_compiler
 def test_compiled_once(tmp_path, compiler, capsys, settings):
     compiler(WORKS)
-    assert native.available() and native.available() and native.origin() == "built with fake 1.2 for znver9 (avx2)"
+    assert (
+        native.available()
+        and native.available()
+        and native.origin() == "built with fake 1.2 for znver9 (avx2)"
+    )
     first = native.state()
-    assert again() == first and calls(tmp_path) == 1 and len(set(settings)) == 1 and len(settings) == 2
+    assert (
+        again() == first and calls(tmp_path) == 1 and len(set(settings)) == 1 and len(settings) == 2
+    )
     assert capsys.readouterr().err.count("\n") == 1 and settings[0] in first
     done = subprocess.run([sys.executable, "-c", f"import ctypes; ctypes.CDLL({settings[0]!r})"])
     assert done.returncode == 0
@@ -82,21 +96,29 @@ def test_threads_share_one(tmp_path, compiler, settings):
 def test_records_tell_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
     compiler(WORKS)
     machine = analysis_machine.machine()
-    assert machine["kernel"] == "built with fake 1.2 for znver9 (avx2)" and str(tmp_path) not in repr(machine)
-    assert analysis_machine.hardware(machine).endswith(", kernel: built with fake 1.2 for znver9 (avx2)")
+    assert machine["kernel"] == "built with fake 1.2 for znver9 (avx2)" and str(
+        tmp_path
+    ) not in repr(machine)
+    assert analysis_machine.hardware(machine).endswith(
+        ", kernel: built with fake 1.2 for znver9 (avx2)"
+    )
     monkeypatch.setenv(native.SETTING, "off")
     again()
     assert analysis_machine.machine()["kernel"] == "none"
     del machine["kernel"]  # an older record
     assert analysis_machine.hardware(machine).endswith(" cores")
-    assert analysis_machine.hardware(machine | {"device": "gpu: A, 2"}).endswith(" cores, gpu: A, 2")
+    assert analysis_machine.hardware(machine | {"device": "gpu: A, 2"}).endswith(
+        " cores, gpu: A, 2"
+    )
 
 
 def test_the_source_is_installed():
     described = pathlib.Path(__file__).parents[2] / "pyproject.toml"
     if not described.is_file():
         pytest.skip("no checkout here")
-    patterns = tomllib.loads(described.read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["specdec_jax"]
+    patterns = tomllib.loads(described.read_text(encoding="utf-8"))["tool"]["setuptools"][
+        "package-data"
+    ]["specdec_jax"]
     assert str(native._SOURCE.relative_to(pathlib.Path(native.__file__).parent.parent)) in patterns
 
 
@@ -105,13 +127,18 @@ def test_rebuild_and_off(tmp_path, compiler, monkeypatch, capsys):
     compiler(WORKS)
     monkeypatch.setenv(native.SETTING, "off")
     assert again() == "kernel: not used: SPECDEC_KERNEL=off" and not native.available()
-    assert calls(tmp_path) == 0 and not (tmp_path / "cache").exists() and capsys.readouterr().err == ""
+    assert (
+        calls(tmp_path) == 0 and not (tmp_path / "cache").exists() and capsys.readouterr().err == ""
+    )
     monkeypatch.setenv(native.SETTING, "of")
     assert again() == "kernel: not used: SPECDEC_KERNEL=of: expected off or rebuild"
     assert capsys.readouterr().err == f"specdec_jax: {native.state()}\n" and calls(tmp_path) == 0
     for setting, expected in (("", 1), ("rebuild", 2), ("", 2)):
         monkeypatch.setenv(native.SETTING, setting)
-        assert again().endswith(".so, built with fake 1.2 for znver9 (avx2)") and calls(tmp_path) == expected
+        assert (
+            again().endswith(".so, built with fake 1.2 for znver9 (avx2)")
+            and calls(tmp_path) == expected
+        )
 
 
 @needs_compiler
@@ -151,7 +178,9 @@ def test_a_library_of_another_kind_is_left_alone(tmp_path, compiler, monkeypatch
         "compiler's flags": lambda patch: patch.setenv("CXX", f"{script} -g"),
         "flags": lambda patch: patch.setattr(native, "_FLAGS", (*native._FLAGS, "-g")),
         "processor": lambda patch: patch.setattr(native, "_features", lambda: "flags: none"),
-        "targets": lambda patch: patch.setattr(native, "TARGETS", dict(reversed(native.TARGETS.items()))),
+        "targets": lambda patch: patch.setattr(
+            native, "TARGETS", dict(reversed(native.TARGETS.items()))
+        ),
     }
     for number, (what, change) in enumerate(changes.items(), 2):
         with monkeypatch.context() as patch:
@@ -186,8 +215,10 @@ def test_compilers_that_know_no_native(tmp_path, compiler):
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ('echo "a note" >&2; echo "x.cc:5: error: no such thing" >&2; exit 1', "fake failed: x.cc:5: error: no such "
-                                                                               "thing"),
+        (
+            'echo "a note" >&2; echo "x.cc:5: error: no such thing" >&2; exit 1',
+            "fake failed: x.cc:5: error: no such thing",
+        ),
         ("exit 3", "fake failed: exit status 3"),
         ("kill -9 $$", "fake died with signal 9"),
         ("exit 0", "fake failed: exit status 0"),
@@ -195,15 +226,22 @@ def test_compilers_that_know_no_native(tmp_path, compiler):
         ('echo none > "$output"', r"the self-test failed: OSError: kernel\.so: .*"),
         ('cp "$libraries/wrong.so" "$output"', "the self-test failed: .*"),
     ],
-)  # fmt: skip
-def test_failures_are_said_and_remembered(tmp_path, compiler, capsys, monkeypatch, settings, what, reason):
+)
+def test_failures_are_said_and_remembered(
+    tmp_path, compiler, capsys, monkeypatch, settings, what, reason
+):
     compiler(what)
     assert not native.available() and native.origin() is None and settings == []
     assert re.fullmatch(f"kernel: not used: {reason}", native.state())
     assert capsys.readouterr().err.splitlines()[1:] == [f"specdec_jax: {native.state()}"]
     said = native.state()
-    assert again() == f"{said} (remembered for a day; SPECDEC_KERNEL=rebuild tries again)" and calls(tmp_path) == 1
-    assert names(tmp_path) == ["cache", "calls", "fake"] and [name[-5:] for name in kernels(tmp_path)] == [".json"]
+    assert (
+        again() == f"{said} (remembered for a day; SPECDEC_KERNEL=rebuild tries again)"
+        and calls(tmp_path) == 1
+    )
+    assert names(tmp_path) == ["cache", "calls", "fake"] and [
+        name[-5:] for name in kernels(tmp_path)
+    ] == [".json"]
     monkeypatch.setenv(native.SETTING, "rebuild")
     assert again() == said and calls(tmp_path) == 2
     monkeypatch.delenv(native.SETTING)
@@ -218,7 +256,9 @@ def test_numbers_that_are_off(libraries):
     swapped = dict(zip(native.TARGETS, reversed(native.TARGETS.values()), strict=True))
     asked = native.json.dumps([str(libraries / "works.so"), swapped, sys.path])
     ended = native._run(
-        [sys.executable, "-I", cpu_kernels_selftest.__file__, asked], 60, environment={"JAX_PLATFORMS": "cpu"}
+        [sys.executable, "-I", cpu_kernels_selftest.__file__, asked],
+        60,
+        environment={"JAX_PLATFORMS": "cpu"},
     )
     assert ended.code == 1 and ended.output == "" and ended.error.count("\n") == 1, ended.error
     code = (
@@ -235,7 +275,10 @@ def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path, compile
     compiler(f"(sleep 3; echo late > {tmp_path}/late) & wait")
     monkeypatch.setattr(native, "_COMPILE_SECONDS", 0.3)
     start = time.monotonic()
-    assert again() == "kernel: not used: fake took more than 0.3 seconds" and time.monotonic() - start < 2.5
+    assert (
+        again() == "kernel: not used: fake took more than 0.3 seconds"
+        and time.monotonic() - start < 2.5
+    )
     time.sleep(3.2 - (time.monotonic() - start))
     assert not (tmp_path / "late").exists()
 
@@ -248,7 +291,9 @@ def test_an_interruption_ends_what_was_started(monkeypatch):
     monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
     whole = subprocess.Popen.__init__
     monkeypatch.setattr(
-        subprocess.Popen, "__init__", lambda self, *a, **k: (whole(self, *a, **k), started.append(self))[0]
+        subprocess.Popen,
+        "__init__",
+        lambda self, *a, **k: (whole(self, *a, **k), started.append(self))[0],
     )
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -284,4 +329,7 @@ def test_a_library_that_does_not_load_here(compiler, monkeypatch):
 
     compiler(WORKS)
     monkeypatch.setattr(native.cpu_kernels_selftest, "register", reject)
-    assert again() == "kernel: not used: cannot be loaded: version not found; SPECDEC_KERNEL=rebuild compiles it anew"
+    assert (
+        again()
+        == "kernel: not used: cannot be loaded: version not found; SPECDEC_KERNEL=rebuild compiles it anew"
+    )

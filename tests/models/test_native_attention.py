@@ -45,7 +45,12 @@ class Cached:
         bias = None if self.bias is None else jnp.asarray(self.bias)
         arrays = (jnp.array(x) for x in (qkv, self.keys[rows], self.values[rows]))
         return tuple(
-            map(np.asarray, packed_weights.attend_to_cache(*arrays, bias, jnp.asarray(positions), self.divisor, valid))
+            map(
+                np.asarray,
+                packed_weights.attend_to_cache(
+                    *arrays, bias, jnp.asarray(positions), self.divisor, valid
+                ),
+            )
         )
 
     def expected(self):
@@ -72,7 +77,9 @@ def test_self_attention(K, biased):
     for positions, scale in (([0, 5, 34], 1.0), ([31, 99, -4], 30.0)):
         case = Cached(3, 3, 2, 37, K, positions, biased, scale)
         (out, *caches), (expected, *written) = case.run(), case.expected()
-        (close if scale == 1 else functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=0))(out, expected)
+        (close if scale == 1 else functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=0))(
+            out, expected
+        )
         for got, cache in zip(caches, written):
             same(got, cache)
 
@@ -81,9 +88,17 @@ def test_small_weights_are_as_exact_as_large_ones():
     """Two slots, x apart in score: the weights 1 / (1 + e^-x) and 1 / (1 + e^x), to a few units in
     the last place."""
     apart = np.linspace(-86.9, 0, 4001, dtype=np.float32)
-    bias, cache = np.zeros((2, len(apart), 2), np.float32), np.zeros((1, len(apart), 2, 1), np.float32)
+    bias, cache = (
+        np.zeros((2, len(apart), 2), np.float32),
+        np.zeros((1, len(apart), 2, 1), np.float32),
+    )
     bias[1, :, 0], cache[..., 0, 0] = apart, 1
-    arrays = (jnp.zeros((1, 1, 3 * len(apart))), *[jnp.asarray(cache)] * 2, jnp.asarray(bias), jnp.ones(1, jnp.int32))
+    arrays = (
+        jnp.zeros((1, 1, 3 * len(apart))),
+        *[jnp.asarray(cache)] * 2,
+        jnp.asarray(bias),
+        jnp.ones(1, jnp.int32),
+    )
     out, _, _ = packed_weights.attend_to_cache(*arrays, 1.0)
     exact = 1 / (1 + np.exp(-apart.astype(np.float64)))
     np.testing.assert_allclose(np.asarray(out).ravel(), exact, rtol=6 * UNIT)
@@ -103,7 +118,11 @@ def test_bits_of_self_attention():
             same(out[0, 0], whole[b, t])
     same(one.keys[2], keys[2])
     larger = Cached(3, 5, 2, 64, 24, [0, 9, 35])
-    larger.keys[:, :, :40], larger.values[:, :, :40], larger.bias[:40, :, :40] = case.keys, case.values, case.bias
+    larger.keys[:, :, :40], larger.values[:, :, :40], larger.bias[:40, :, :40] = (
+        case.keys,
+        case.values,
+        case.bias,
+    )
     for b, position in enumerate(case.positions):
         larger.keys[b, :, position + 5 :] = larger.values[b, :, position + 5 :] = np.nan
     same(larger.run()[0], whole)
@@ -138,19 +157,34 @@ def test_a_slot_that_is_not_a_number():
 @pytest.mark.parametrize("K", [3, 24, 72])
 def test_cross_attention(K):
     B, T, H, L = 4, 3, 2, 37
-    query, keys, values = normal(B, T, H * K, seed=7), normal(B, H, L, K, seed=8), normal(B, H, L, K, seed=9)
+    query, keys, values = (
+        normal(B, T, H * K, seed=7),
+        normal(B, H, L, K, seed=8),
+        normal(B, H, L, K, seed=9),
+    )
     query /= np.float32(np.sqrt(K))
     lengths = np.array([0, 1, 19, L], np.int32)
-    run = lambda *arrays: np.asarray(packed_weights.attend_to_encoded(*map(jnp.asarray, arrays)))
+
+    def run(*arrays):
+        return np.asarray(packed_weights.attend_to_encoded(*map(jnp.asarray, arrays)))
+
     whole = run(query, keys, values, lengths)
     expected = [
-        [attended(query[b, t, h * K : (h + 1) * K], keys[b, h, :n], values[b, h, :n]) for h in range(H)]
+        [
+            attended(query[b, t, h * K : (h + 1) * K], keys[b, h, :n], values[b, h, :n])
+            for h in range(H)
+        ]
         for b, n in enumerate(lengths)
         for t in range(T)
     ]
     close(whole, np.reshape(expected, whole.shape))
     for b, n in enumerate(lengths):  # alone, one query at a time, in another padding
-        same(run(query[[b], 1:2], keys[[b], :, : n + 2], values[[b], :, : n + 2], lengths[[b]])[0, 0], whole[b, 1])
+        same(
+            run(query[[b], 1:2], keys[[b], :, : n + 2], values[[b], :, : n + 2], lengths[[b]])[
+                0, 0
+            ],
+            whole[b, 1],
+        )
         keys[b, :, n:] = values[b, :, n:] = np.nan
     same(run(query, keys, values, lengths), whole)
     valid = np.arange(T) < np.array([[1], [3], [0], [2]])
@@ -161,17 +195,28 @@ def test_cross_attention(K):
 @pytest.mark.parametrize("K", [8, 20, 64])
 def test_encoder_attention(K):
     B, H, L = 4, 2, 21
-    qkv, bias, lengths = normal(B, L, 3, H, K, seed=10), normal(L, H, L, seed=11), np.array([0, 1, 13, L], np.int32)
-    qkv[:, :, 0] /= np.float32(np.sqrt(K))
-    run = lambda qkv, bias, lengths: np.asarray(
-        packed_weights.attend_to_inputs(
-            jnp.asarray(qkv.reshape(*qkv.shape[:2], -1)), jnp.asarray(bias), jnp.asarray(lengths)
-        )
+    qkv, bias, lengths = (
+        normal(B, L, 3, H, K, seed=10),
+        normal(L, H, L, seed=11),
+        np.array([0, 1, 13, L], np.int32),
     )
+    qkv[:, :, 0] /= np.float32(np.sqrt(K))
+
+    def run(qkv, bias, lengths):
+        return np.asarray(
+            packed_weights.attend_to_inputs(
+                jnp.asarray(qkv.reshape(*qkv.shape[:2], -1)),
+                jnp.asarray(bias),
+                jnp.asarray(lengths),
+            )
+        )
+
     whole, expected = run(qkv, bias, lengths), np.zeros((B, L, H, K))
     for b, t, h in np.ndindex(B, L, H):
         if t < (n := lengths[b]):
-            expected[b, t, h] = attended(qkv[b, t, 0, h], qkv[b, :n, 1, h], qkv[b, :n, 2, h], bias[t, h, :n])
+            expected[b, t, h] = attended(
+                qkv[b, t, 0, h], qkv[b, :n, 1, h], qkv[b, :n, 2, h], bias[t, h, :n]
+            )
     close(whole, expected.reshape(whole.shape))
     for b, n in enumerate(lengths):
         alone = run(qkv[[b], : n + 1], bias[: n + 1, :, : n + 1], lengths[[b]])
@@ -183,23 +228,42 @@ def test_encoder_attention(K):
 def test_lengths_and_positions_out_of_range_are_cut():
     qkv, keys = jnp.asarray(normal(2, 6, 48)), jnp.asarray(normal(2, 2, 6, 8))
     bias, query = jnp.asarray(normal(6, 2, 6)), qkv[..., :16]
-    for far, most in ((np.array([99, -5]), np.array([6, 0])), (np.array([-(2**31), 2**31 - 1]), np.array([0, 6]))):
+    for far, most in (
+        (np.array([99, -5]), np.array([6, 0])),
+        (np.array([-(2**31), 2**31 - 1]), np.array([0, 6])),
+    ):
         far, most = jnp.asarray(far, jnp.int32), jnp.asarray(most, jnp.int32)
         same(*(np.asarray(packed_weights.attend_to_inputs(qkv, bias, n)) for n in (far, most)))
-        same(*(np.asarray(packed_weights.attend_to_encoded(query, keys, keys, n)) for n in (far, most)))
-        same(*(np.asarray(packed_weights.attend_to_cache(qkv[:, :2], keys, keys, bias, n, 1)[0]) for n in (far, most)))
+        same(
+            *(
+                np.asarray(packed_weights.attend_to_encoded(query, keys, keys, n))
+                for n in (far, most)
+            )
+        )
+        same(
+            *(
+                np.asarray(packed_weights.attend_to_cache(qkv[:, :2], keys, keys, bias, n, 1)[0])
+                for n in (far, most)
+            )
+        )
 
 
 def test_no_rows():
     none = jnp.zeros(0, jnp.int32)
-    out, keys, _ = packed_weights.attend_to_cache(jnp.zeros((0, 2, 48)), *[jnp.zeros((0, 2, 6, 8))] * 2, None, none, 1)
+    out, keys, _ = packed_weights.attend_to_cache(
+        jnp.zeros((0, 2, 48)), *[jnp.zeros((0, 2, 6, 8))] * 2, None, none, 1
+    )
     assert out.shape == (0, 2, 16) and keys.shape == (0, 2, 6, 8)
-    assert packed_weights.attend_to_encoded(jnp.zeros((0, 2, 16)), *[jnp.zeros((0, 2, 6, 8))] * 2, none).shape == (
+    assert packed_weights.attend_to_encoded(
+        jnp.zeros((0, 2, 16)), *[jnp.zeros((0, 2, 6, 8))] * 2, none
+    ).shape == (
         0,
         2,
         16,
     )
-    assert packed_weights.attend_to_inputs(jnp.zeros((0, 6, 48)), jnp.zeros((6, 2, 6)), none).shape == (0, 6, 16)
+    assert packed_weights.attend_to_inputs(
+        jnp.zeros((0, 6, 48)), jnp.zeros((6, 2, 6)), none
+    ).shape == (0, 6, 16)
 
 
 # Nodes of trees.
@@ -216,17 +280,31 @@ class Tree:
         self.bias = normal(H, P, seed=6) if biased else None
         self.starts = rng.integers(P, S - T + 1, B).astype(np.int32)
         self.positions = rng.integers(0, P, (B, T)).astype(np.int32)
-        self.paths = np.stack([[rng.permutation(P) for _ in range(T)] for _ in range(B)]).astype(np.int32)
+        self.paths = np.stack([[rng.permutation(P) for _ in range(T)] for _ in range(B)]).astype(
+            np.int32
+        )
         own = self.starts[:, None] + np.arange(T)
-        np.put_along_axis(self.paths, self.positions[..., None], own[..., None].astype(np.int32), axis=2)
+        np.put_along_axis(
+            self.paths, self.positions[..., None], own[..., None].astype(np.int32), axis=2
+        )
         self.divisor = np.float32(np.sqrt(K))
 
     def run(self, queries=slice(None), valid=None, keys=None):
         qkv = self.qkv[:, queries].reshape(len(self.qkv), -1, 3 * self.H * self.K)
-        nodes = Nodes(*(jnp.asarray(x) for x in (self.starts, self.positions[:, queries], self.paths[:, queries])))
+        nodes = Nodes(
+            *(
+                jnp.asarray(x)
+                for x in (self.starts, self.positions[:, queries], self.paths[:, queries])
+            )
+        )
         bias = None if self.bias is None else jnp.asarray(self.bias)
         arrays = (jnp.array(x) for x in (qkv, self.keys if keys is None else keys, self.values))
-        return tuple(map(np.asarray, packed_weights.attend_to_nodes(*arrays, bias, nodes, self.divisor, valid)))
+        return tuple(
+            map(
+                np.asarray,
+                packed_weights.attend_to_nodes(*arrays, bias, nodes, self.divisor, valid),
+            )
+        )
 
     def expected(self):
         B, T, _, H, K = self.qkv.shape

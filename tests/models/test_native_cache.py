@@ -32,7 +32,9 @@ def test_the_cache_is_the_user_s(tmp_path, monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(pathlib.Path, "home", nowhere)
-    with pytest.raises(ValueError, match="got no home folder, expected HOME or XDG_CACHE_HOME to be set"):
+    with pytest.raises(
+        ValueError, match="got no home folder, expected HOME or XDG_CACHE_HOME to be set"
+    ):
         user_cache.folder()
 
 
@@ -41,7 +43,9 @@ def test_no_write_access(tmp_path, compiler):
     """Seen before anything is compiled."""
     compiler(WORKS)
     (tmp_path / "cache").write_text("a file in the folder's place")
-    assert re.fullmatch(rf"kernel: not used: cannot use the cache: \[Errno \d+\] .*'{tmp_path}/cache.*'", again())
+    assert re.fullmatch(
+        rf"kernel: not used: cannot use the cache: \[Errno \d+\] .*'{tmp_path}/cache.*'", again()
+    )
     assert calls(tmp_path) == 0
 
 
@@ -64,17 +68,26 @@ def test_a_disk_that_can_only_be_read(tmp_path, compiler, monkeypatch):
 
     with devices.small_disk(tmp_path / "disk", "4m") as disk:
         monkeypatch.setenv("XDG_CACHE_HOME", str(disk / "cache"))
-        remount = lambda how: subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+
+        def remount(how):
+            return subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+
         compiler(WORKS)
         remount("ro")
-        assert "cannot use the cache: [Errno 30] Read-only file system: " in again() and calls(tmp_path) == 0
+        assert (
+            "cannot use the cache: [Errno 30] Read-only file system: " in again()
+            and calls(tmp_path) == 0
+        )
         remount("rw")
         built = again()
         assert ".so, built with" in built and calls(tmp_path) == 1
         remount("ro")
         assert again() == built
         monkeypatch.setenv(native.SETTING, "rebuild")
-        assert "cannot use the cache: [Errno 30] Read-only file system: " in again() and calls(tmp_path) == 1
+        assert (
+            "cannot use the cache: [Errno 30] Read-only file system: " in again()
+            and calls(tmp_path) == 1
+        )
 
 
 @needs_compiler

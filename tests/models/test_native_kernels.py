@@ -22,9 +22,20 @@ pytestmark = [
 
 width = kernel_inputs.width
 KINDS = ["float32", "int8", "w8a8"]
-MOST = {"int8": 32767, "w8a8": 127}  # to which the greatest of the inputs that are rounded together becomes
+MOST = {
+    "int8": 32767,
+    "w8a8": 127,
+}  # to which the greatest of the inputs that are rounded together becomes
 ROWS = [*range(1, 65), 96, 97, 200]
-SHAPES = [(1, 1), (7, 33), (17, 16), (33, 257), (257, 7), (600, 100), (1025, 20)]  # lines and columns
+SHAPES = [
+    (1, 1),
+    (7, 33),
+    (17, 16),
+    (33, 257),
+    (257, 7),
+    (600, 100),
+    (1025, 20),
+]  # lines and columns
 CHUNK = 512  # inputs that are rounded together, for weights in int8
 
 
@@ -34,7 +45,10 @@ def kernel(kind, K, F):
         values = normal(K, F, seed=1)
         return PackedWeights.pack(jnp.asarray(values)), values.astype(np.float64), np.ones(F)
     rng = np.random.default_rng(2)
-    values, scales = rng.integers(-127, 128, (K, F), dtype=np.int8), rng.random(F, dtype=np.float32) + 0.5
+    values, scales = (
+        rng.integers(-127, 128, (K, F), dtype=np.int8),
+        rng.random(F, dtype=np.float32) + 0.5,
+    )
     stored = Int8Kernel(jnp.asarray(values), jnp.asarray(scales), packed_weights.INPUT_BITS[kind])
     return PackedWeights.pack(stored), values.astype(np.float64), scales
 
@@ -50,8 +64,14 @@ def times(stored, x, valid=None):
 @pytest.mark.parametrize("D", [1, 7, 640, 4096])
 def test_norms(kind, D):
     """Against float64, and: a row's bits are those it has alone, also before a product."""
-    x, scale, bias = normal(200, D), normal(D, seed=1), normal(D, seed=2) if kind == "layer" else None
-    norm = packed_weights.Before(kind, jnp.asarray(scale), None if bias is None else jnp.asarray(bias))
+    x, scale, bias = (
+        normal(200, D),
+        normal(D, seed=1),
+        normal(D, seed=2) if kind == "layer" else None,
+    )
+    norm = packed_weights.Before(
+        kind, jnp.asarray(scale), None if bias is None else jnp.asarray(bias)
+    )
     run = jax.jit(lambda x, valid=None: packed_weights.normalize(x, norm, valid))
     whole, valid = np.asarray(run(x)), np.arange(200) % 3 > 0
     wide = x.astype(np.float64)
@@ -61,9 +81,15 @@ def test_norms(kind, D):
     np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5)
     for count in (1, 2, 7, 64):
         same(np.asarray(run(x[:count])), whole[:count])
-    same(np.asarray(run(x.reshape(8, 25, D), valid.reshape(8, 25))).reshape(200, D), np.where(valid[:, None], whole, 0))
+    same(
+        np.asarray(run(x.reshape(8, 25, D), valid.reshape(8, 25))).reshape(200, D),
+        np.where(valid[:, None], whole, 0),
+    )
     once = PackedWeights.pack(jnp.eye(D, 16, dtype=jnp.float32))
-    same(np.asarray(once.product(jnp.asarray(x), jnp.float32, before=norm))[:, : min(D, 16)], whole[:, :16])
+    same(
+        np.asarray(once.product(jnp.asarray(x), jnp.float32, before=norm))[:, : min(D, 16)],
+        whole[:, :16],
+    )
 
 
 @pytest.mark.parametrize("V", [1, 16, 33, 384, 5000])
@@ -71,11 +97,15 @@ def test_log_sums(V):
     """Against float64, and: bit for bit what `greedy_token_and_logprob` finds, whatever the number
     of rows."""
     x = 3 * normal(64, V)
-    run = jax.jit(lambda x: packed_weights.log_sums(x))  # a function of its own, traced for this build
+    run = jax.jit(
+        lambda x: packed_weights.log_sums(x)
+    )  # a function of its own, traced for this build
     greatest, sums = (np.asarray(part) for part in run(x))
     same(greatest, x.max(axis=1))
     wide = x.astype(np.float64)
-    np.testing.assert_allclose(sums, np.log(np.exp(wide - greatest[:, None]).sum(axis=1)), atol=3e-7)
+    np.testing.assert_allclose(
+        sums, np.log(np.exp(wide - greatest[:, None]).sum(axis=1)), atol=3e-7
+    )
     for count in (1, 2, 7):
         same(np.asarray(run(x[:count])[1]), sums[:count])
     same(np.asarray(run(x.reshape(4, 16, V))[1]).reshape(-1), sums)
@@ -108,8 +138,14 @@ def test_products(K, F, kind):
 
     @jax.jit
     def run(stored, x):
-        product = lambda rows: stored.product(rows, jnp.float32)
-        return [product(x[:M]) for M in ROWS], [product(x[i : i + 1]) for i in some], product(x[order])
+        def product(rows):
+            return stored.product(rows, jnp.float32)
+
+        return (
+            [product(x[:M]) for M in ROWS],
+            [product(x[i : i + 1]) for i in some],
+            product(x[order]),
+        )
 
     widths, alone, shuffled = jax.tree.map(np.asarray, run(stored, jnp.asarray(x)))
     whole = widths[-1]
@@ -117,7 +153,11 @@ def test_products(K, F, kind):
     for first in range(0, K if kind in MOST else 0, CHUNK):
         part = slice(first, first + CHUNK)
         bound += (
-            0.5001 / MOST[kind] * np.abs(x[:, part]).max(axis=1)[:, None] * np.abs(values[part]).sum(axis=0) * scales
+            0.5001
+            / MOST[kind]
+            * np.abs(x[:, part]).max(axis=1)[:, None]
+            * np.abs(values[part]).sum(axis=0)
+            * scales
         )
     assert (np.abs(whole - (x.astype(np.float64) @ values) * scales) <= bound).all()
     for M, got in zip(ROWS, widths):
@@ -225,8 +265,12 @@ def test_what_is_not_cleared_changes_nothing_that_counts(kind):
         out, *written = packed_weights.attend_to_cache(
             qkv, *caches, None, jnp.array([1, 2], jnp.int32), 3, valid, clear=clear
         )
-        out = packed_weights.attend_to_encoded(out, *caches, jnp.array([9, 4], jnp.int32), valid, clear=clear)
-        wide = stored.replace(values=stored.values[:, : {"float32": 16, "int8": 8, "w8a8": 4}[kind]], lines=16)
+        out = packed_weights.attend_to_encoded(
+            out, *caches, jnp.array([9, 4], jnp.int32), valid, clear=clear
+        )
+        wide = stored.replace(
+            values=stored.values[:, : {"float32": 16, "int8": 8, "w8a8": 4}[kind]], lines=16
+        )
         return wide.product(out, jnp.float32, valid), *written
 
     for got, expected in zip(block(False), block(True)):
@@ -271,7 +315,11 @@ def prepared(before, x):
         return activation(before.activations[0], x)
     centred = x - x.mean(axis=-1, keepdims=True) if before.kind == "layer" else x
     epsilon = 1e-5 if before.kind == "layer" else 1e-6
-    normed = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon) * np.asarray(before.scale)
+    normed = (
+        centred
+        / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon)
+        * np.asarray(before.scale)
+    )
     return normed + (0 if before.bias is None else np.asarray(before.bias))
 
 
@@ -283,7 +331,9 @@ def test_what_comes_before_and_after_a_product(how, K):
     name, *activations = BEFORE[how]
     norm = normal(2, K, seed=20) if name in ("rms", "layer") else (None, None)
     scale, bias = (None if part is None else jnp.asarray(part) for part in norm)
-    before = packed_weights.Before(name, scale, bias if name == "layer" else None, tuple(activations))
+    before = packed_weights.Before(
+        name, scale, bias if name == "layer" else None, tuple(activations)
+    )
     M, F = 40, 35
     x = normal(M, 2 * K if name == "gate" else K, seed=21) * 4
     x[1] *= 30  # activations of large numbers
@@ -291,11 +341,20 @@ def test_what_comes_before_and_after_a_product(how, K):
     added, residual = normal(F, seed=22), normal(M, F, seed=23)
 
     def run(x, residual=residual, valid=None, stored=stored):
-        arrays = [None if array is None else jnp.asarray(array) for array in (valid, added, residual)]
-        return np.asarray(stored.product(jnp.asarray(x), jnp.float32, arrays[0], before, *arrays[1:]))
+        arrays = [
+            None if array is None else jnp.asarray(array) for array in (valid, added, residual)
+        ]
+        return np.asarray(
+            stored.product(jnp.asarray(x), jnp.float32, arrays[0], before, *arrays[1:])
+        )
 
     whole, exact = run(x), prepared(before, x)
-    bound = 1e-6 * (np.abs(exact) @ np.abs(values) + np.abs(exact).max(axis=1, keepdims=True)) * (8 + K / 8) + 1e-5
+    bound = (
+        1e-6
+        * (np.abs(exact) @ np.abs(values) + np.abs(exact).max(axis=1, keepdims=True))
+        * (8 + K / 8)
+        + 1e-5
+    )
     assert (np.abs(whole - (exact @ values + added + residual)) <= bound).all()
     for i in (0, 1, M - 1):
         same(run(x[[i]], residual[[i]])[0], whole[i])
@@ -310,9 +369,14 @@ def test_what_comes_before_and_after_a_product(how, K):
         exact_8 = exact @ np.asarray(rounded.matrix(), np.float64) + added + residual
         # Each input is off by half a step.
         off = 0.51 * np.abs(exact).max(axis=1, keepdims=True) / MOST[kind] + 1e-5 * np.abs(exact)
-        assert (np.abs(in_8 - exact_8) <= off @ np.abs(np.asarray(rounded.matrix(), np.float64)) + 1e-4).all()
+        assert (
+            np.abs(in_8 - exact_8) <= off @ np.abs(np.asarray(rounded.matrix(), np.float64)) + 1e-4
+        ).all()
         same(run(x[[3]], residual[[3]], stored=rounded)[0], in_8[3])
-        same(run(np.where(valid[:, None], x, np.nan), valid=valid, stored=rounded), np.where(valid[:, None], in_8, 0))
+        same(
+            run(np.where(valid[:, None], x, np.nan), valid=valid, stored=rounded),
+            np.where(valid[:, None], in_8, 0),
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -324,7 +388,9 @@ def test_peaks(K, F, kind):
     stored = stored.replace(scales=stored.scales / 100) if kind in MOST else stored
     x = normal(200, K, seed=30)
     logits = times(stored, x).astype(np.float64)
-    expected = logits.max(axis=1) - np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1))
+    expected = logits.max(axis=1) - np.log(
+        np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
+    )
     expected -= logits.max(axis=1)
 
     def run(x, valid=None):
@@ -340,7 +406,9 @@ def test_peaks(K, F, kind):
     some = run(np.where(valid[:, None], x, np.nan), jnp.asarray(valid))
     np.testing.assert_array_equal(some[0], np.where(valid, tokens, 0))
     same(some[1], np.where(valid, log_probs, np.float32(0)))
-    np.testing.assert_array_equal(stored.greedy_token_and_logprob(jnp.asarray(x), None, normalize=False)[0], tokens)
+    np.testing.assert_array_equal(
+        stored.greedy_token_and_logprob(jnp.asarray(x), None, normalize=False)[0], tokens
+    )
     assert run(x[:0])[0].shape == (0,)
 
 
@@ -358,10 +426,16 @@ def test_peaks_of_equal_columns_and_of_what_is_not_finite():
     tokens, log_probs = map(np.asarray, finite.greedy_token_and_logprob(jnp.asarray(x), None))
     np.testing.assert_array_equal(tokens, [40, 0, 60, 0])
     np.testing.assert_allclose(
-        log_probs, [-np.log(3 + 97 * np.exp(-3)), -np.log(100), -np.log(1 + 99 * np.exp(-5)), -np.log(100)], rtol=1e-6
+        log_probs,
+        [-np.log(3 + 97 * np.exp(-3)), -np.log(100), -np.log(1 + 99 * np.exp(-5)), -np.log(100)],
+        rtol=1e-6,
     )
-    lone = PackedWeights.pack(jnp.asarray(np.r_[[np.where(np.arange(40) == 20, np.inf, 1.0)]], jnp.float32))
-    tokens, log_probs = map(np.asarray, lone.greedy_token_and_logprob(jnp.array([[1.0], [-1.0], [np.nan]]), None))
+    lone = PackedWeights.pack(
+        jnp.asarray(np.r_[[np.where(np.arange(40) == 20, np.inf, 1.0)]], jnp.float32)
+    )
+    tokens, log_probs = map(
+        np.asarray, lone.greedy_token_and_logprob(jnp.array([[1.0], [-1.0], [np.nan]]), None)
+    )
     np.testing.assert_array_equal(tokens, [20, 0, -1])
     same(log_probs[[0, 2]], np.full(2, np.nan, np.float32))
     np.testing.assert_allclose(log_probs[1], -np.log(39), rtol=1e-6)
@@ -373,8 +447,13 @@ def test_denormals_count_as_zero_on_every_thread():
     run = jax.jit(lambda cells, x: cells.product(x, jnp.float32))
     for _ in range(50):
         assert (np.asarray(run(cells, jnp.full((5, 640), 1e-20))) == 0).all()
-    assert (times(PackedWeights.pack(jnp.full((640, 2048), 1e9)), np.full((2, 640), 1e-40, np.float32)) == 0).all()
+    assert (
+        times(PackedWeights.pack(jnp.full((640, 2048), 1e9)), np.full((2, 640), 1e-40, np.float32))
+        == 0
+    ).all()
     assert (np.full(8, 1e-40, np.float32) * np.float32(2) > 0).all()
     qkv, tiny = jnp.full((1, 1, 48), 1e-25), jnp.full((1, 1, 4, 16), 1e-25)
-    out, _, _ = packed_weights.attend_to_cache(qkv, tiny, tiny, None, jnp.zeros(1, jnp.int32), 1e-30)
+    out, _, _ = packed_weights.attend_to_cache(
+        qkv, tiny, tiny, None, jnp.zeros(1, jnp.int32), 1e-30
+    )
     np.testing.assert_array_equal(np.asarray(out), np.float32(1e-25))

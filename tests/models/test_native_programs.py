@@ -63,8 +63,12 @@ def test_threads():
     for threads in ("1", "2", "5"):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": threads}
         command = [sys.executable, "-c", CHILD]
-        said.append(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120))
-    assert [(child.returncode, child.stdout.split()[1:]) for child in said] == [(0, ["same"])] * 3, said
+        said.append(
+            subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        )
+    assert [(child.returncode, child.stdout.split()[1:]) for child in said] == [
+        (0, ["same"])
+    ] * 3, said
     assert len({child.stdout for child in said}) == 1
 
 
@@ -78,7 +82,9 @@ def loop(steps, x, keys, values, bias, weights, encoded):
     def body(state):
         i, x, keys, values = state
         y = weights[0].product(x, jnp.float32)
-        out, keys, values = packed_weights.attend_to_cache(y, keys, values, bias, jnp.full(2, i, jnp.int32), 1.0)
+        out, keys, values = packed_weights.attend_to_cache(
+            y, keys, values, bias, jnp.full(2, i, jnp.int32), 1.0
+        )
         out = out + packed_weights.attend_to_encoded(out, *encoded, jnp.array([5, 3], jnp.int32))
         return i + 1, jnp.clip(weights[1].product(out, jnp.float32), -2, 2), keys, values
 
@@ -88,9 +94,19 @@ def loop(steps, x, keys, values, bias, weights, encoded):
 def loop_arguments():
     bias, weights = (
         normal(40, 2, 40),
-        (PackedWeights.pack(normal(32, 96) / 5), PackedWeights.pack(Int8Kernel.quantize(normal(32, 32)))),
+        (
+            PackedWeights.pack(normal(32, 96) / 5),
+            PackedWeights.pack(Int8Kernel.quantize(normal(32, 32))),
+        ),
     )
-    return normal(2, 1, 32), normal(2, 2, 40, 16), normal(2, 2, 40, 16), bias, weights, (normal(2, 2, 9, 16),) * 2
+    return (
+        normal(2, 1, 32),
+        normal(2, 2, 40, 16),
+        normal(2, 2, 40, 16),
+        bias,
+        weights,
+        (normal(2, 2, 9, 16),) * 2,
+    )
 
 
 def test_a_loop_copies_neither_weights_nor_caches(optimised):
@@ -120,7 +136,9 @@ def test_a_loop_writes_to_its_own_caches():
     np.testing.assert_array_equal(np.asarray(keys), before)
     for i in range(3):
         y = weights[0].product(x, jnp.float32)
-        out, keys, values = packed_weights.attend_to_cache(y, keys, values, bias, jnp.full(2, i, jnp.int32), 1.0)
+        out, keys, values = packed_weights.attend_to_cache(
+            y, keys, values, bias, jnp.full(2, i, jnp.int32), 1.0
+        )
         out = out + packed_weights.attend_to_encoded(out, *encoded, jnp.array([5, 3], jnp.int32))
         x = jnp.clip(weights[1].product(out, jnp.float32), -2, 2)
     for of_loop, one_by_one in zip(got, (x, keys, values)):
@@ -131,9 +149,17 @@ def test_vmap():
     x, stored = normal(3, 2, 20), PackedWeights.pack(normal(20, 33))
     got = jax.vmap(lambda x: stored.product(x, jnp.float32))(x)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(stored.product(x, jnp.float32)))
-    qkv, keys, values, bias = normal(3, 1, 2, 48), normal(3, 1, 2, 6, 8), normal(3, 1, 2, 6, 8), normal(6, 2, 6)
+    qkv, keys, values, bias = (
+        normal(3, 1, 2, 48),
+        normal(3, 1, 2, 6, 8),
+        normal(3, 1, 2, 6, 8),
+        normal(6, 2, 6),
+    )
     positions = jnp.array([[0], [2], [4]], jnp.int32)
-    run = lambda *arrays: packed_weights.attend_to_cache(*arrays[:3], bias, arrays[3], 2.0)
+
+    def run(*arrays):
+        return packed_weights.attend_to_cache(*arrays[:3], bias, arrays[3], 2.0)
+
     mapped = jax.vmap(run)(qkv, keys, values, positions)
     for got, expected in zip(mapped, run(qkv[:, 0], keys[:, 0], values[:, 0], positions[:, 0])):
         np.testing.assert_array_equal(np.asarray(got)[:, 0], np.asarray(expected))
@@ -164,7 +190,12 @@ NONE = ((0,), bool)
 PLAIN = {"before": np.int64(0), "first": np.int64(0), "second": np.int64(0), "clear": True}
 # Of every kind of weights: arguments that fit [20, 33], number of scales, misfits.
 KINDS = [
-    ("f32", (3, 20, 16), 0, [(1, (2, 20, 16)), (1, (3, 20, 8)), (1, (60, 16)), (1, ((3, 20, 16), jnp.int8))]),
+    (
+        "f32",
+        (3, 20, 16),
+        0,
+        [(1, (2, 20, 16)), (1, (3, 20, 8)), (1, (60, 16)), (1, ((3, 20, 16), jnp.int8))],
+    ),
     (
         "s8",
         ((3, 10, 16, 2), jnp.int8),
@@ -183,64 +214,180 @@ KINDS = [
 CALLS = {
     **{
         f"specdec_product_{kind}": (
-            [(4, 20), weights, (scales,), NONE, *[(0,)] * 4], [(4, 33)], PLAIN,
-            [(0, (4, 22)), (0, ()), *misfits, (2, (32,)), (2, (48,)), (3, ((3,), bool)), (4, (20,)), (5, (20,)), (6,
-                (32,)), (7, (4, 32)),
-             (8, (5, 33)), (8, (4, 49)), (8, ())],
+            [(4, 20), weights, (scales,), NONE, *[(0,)] * 4],
+            [(4, 33)],
+            PLAIN,
+            [
+                (0, (4, 22)),
+                (0, ()),
+                *misfits,
+                (2, (32,)),
+                (2, (48,)),
+                (3, ((3,), bool)),
+                (4, (20,)),
+                (5, (20,)),
+                (6, (32,)),
+                (7, (4, 32)),
+                (8, (5, 33)),
+                (8, (4, 49)),
+                (8, ()),
+            ],
         )
         for kind, weights, scales, misfits in KINDS
     },
     **{
         f"specdec_head_{kind}": (
-            [(4, 20), weights, (scales,), NONE], [((4,), INTEGER), (4,)], {"columns": np.int64(33), "summed": True},
-            [(0, (4, 22)), (0, ()), *misfits, (2, (32,)), (2, (49,)), (3, ((3,), bool)), (4, ((3,), INTEGER)), (5, (5,
-                )), (5, ((4,), INTEGER))],
+            [(4, 20), weights, (scales,), NONE],
+            [((4,), INTEGER), (4,)],
+            {"columns": np.int64(33), "summed": True},
+            [
+                (0, (4, 22)),
+                (0, ()),
+                *misfits,
+                (2, (32,)),
+                (2, (49,)),
+                (3, ((3,), bool)),
+                (4, ((3,), INTEGER)),
+                (5, (5,)),
+                (5, ((4,), INTEGER)),
+            ],
         )
         for kind, weights, scales, misfits in KINDS
     },
     "specdec_rows": (
-        [(5, 8), ((2, 3), INTEGER), NONE], [(2, 3, 8)], {},
-        [(0, (0, 8)), (0, (40,)), (0, (5, 7)), (1, (2, 3)), (1, ((7,), INTEGER)), (2, ((5,), bool)), (3, (2, 3, 7))],
+        [(5, 8), ((2, 3), INTEGER), NONE],
+        [(2, 3, 8)],
+        {},
+        [
+            (0, (0, 8)),
+            (0, (40,)),
+            (0, (5, 7)),
+            (1, (2, 3)),
+            (1, ((7,), INTEGER)),
+            (2, ((5,), bool)),
+            (3, (2, 3, 7)),
+        ],
     ),
     "specdec_norm": (
-        [(2, 3, 8), (8,), (8,), ((2, 3), bool)], [(2, 3, 8)], {"before": np.int64(2)},
-        [(0, (2, 3, 7)), (0, (2, 2, 8)), (1, (7,)), (2, (0,)), (2, (7,)), (3, ((5,), bool)), (4, (2, 2, 8)), (4, ())],
+        [(2, 3, 8), (8,), (8,), ((2, 3), bool)],
+        [(2, 3, 8)],
+        {"before": np.int64(2)},
+        [
+            (0, (2, 3, 7)),
+            (0, (2, 2, 8)),
+            (1, (7,)),
+            (2, (0,)),
+            (2, (7,)),
+            (3, ((5,), bool)),
+            (4, (2, 2, 8)),
+            (4, ()),
+        ],
     ),
     "specdec_log_sums": (
-        [(2, 3, 17)], [(2, 3), (2, 3)], {}, [(0, (2, 3, 0)), (0, (2, 2, 17)), (0, ()), (1, (5,)), (2, (2, 2))],
+        [(2, 3, 17)],
+        [(2, 3), (2, 3)],
+        {},
+        [(0, (2, 3, 0)), (0, (2, 2, 17)), (0, ()), (1, (5,)), (2, (2, 2))],
     ),
     "specdec_self_attention": (
         [(2, 3, 48), (2, 2, 6, 8), (2, 2, 6, 8), (6, 2, 6), ((2,), INTEGER), NONE],
-        [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8)], {"divisor": np.float32(1), "clear": True},
-        [(0, (2, 3, 40)), (0, (2, 7, 48)), (0, (2, 7, 48), 6, (2, 7, 16)), (0, (6, 48)), (1, (2, 2, 5, 8)), (1, (6,
-            8)), (2, (2, 2, 5, 8)), (3, (5, 2, 5)),
-         (4, ((1,), INTEGER)), (4, (2,)), (5, ((5,), bool)), (6, (2, 2, 16)), (7, (2, 2, 5, 8)), (8, (1, 2, 6, 8))],
+        [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8)],
+        {"divisor": np.float32(1), "clear": True},
+        [
+            (0, (2, 3, 40)),
+            (0, (2, 7, 48)),
+            (0, (2, 7, 48), 6, (2, 7, 16)),
+            (0, (6, 48)),
+            (1, (2, 2, 5, 8)),
+            (1, (6, 8)),
+            (2, (2, 2, 5, 8)),
+            (3, (5, 2, 5)),
+            (4, ((1,), INTEGER)),
+            (4, (2,)),
+            (5, ((5,), bool)),
+            (6, (2, 2, 16)),
+            (7, (2, 2, 5, 8)),
+            (8, (1, 2, 6, 8)),
+        ],
     ),
     "specdec_node_attention": (
-        [(2, 3, 48), (2, 2, 6, 8), (2, 2, 6, 8), (2, 5), ((2,), INTEGER), ((2, 3), INTEGER), ((2, 3, 5), INTEGER),
-         NONE],
-        [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8)], {"divisor": np.float32(1), "clear": True},
-        [(0, (2, 3, 40)), (0, (2, 7, 48)), (0, (6, 48)), (1, (2, 2, 5, 8)), (1, (6, 8)), (2, (2, 2, 5, 8)), (3, (2, 4)),
-         (4, ((1,), INTEGER)), (4, (2,)), (5, ((2, 2), INTEGER)), (6, ((2, 2, 5), INTEGER)), (6, ((2, 15), INTEGER)),
-         (7, ((5,), bool)), (8, (2, 2, 16)), (9, (2, 2, 5, 8)), (10, (1, 2, 6, 8))],
+        [
+            (2, 3, 48),
+            (2, 2, 6, 8),
+            (2, 2, 6, 8),
+            (2, 5),
+            ((2,), INTEGER),
+            ((2, 3), INTEGER),
+            ((2, 3, 5), INTEGER),
+            NONE,
+        ],
+        [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8)],
+        {"divisor": np.float32(1), "clear": True},
+        [
+            (0, (2, 3, 40)),
+            (0, (2, 7, 48)),
+            (0, (6, 48)),
+            (1, (2, 2, 5, 8)),
+            (1, (6, 8)),
+            (2, (2, 2, 5, 8)),
+            (3, (2, 4)),
+            (4, ((1,), INTEGER)),
+            (4, (2,)),
+            (5, ((2, 2), INTEGER)),
+            (6, ((2, 2, 5), INTEGER)),
+            (6, ((2, 15), INTEGER)),
+            (7, ((5,), bool)),
+            (8, (2, 2, 16)),
+            (9, (2, 2, 5, 8)),
+            (10, (1, 2, 6, 8)),
+        ],
     ),
     "specdec_move": (
-        [(2, 2, 6, 8), (2, 2, 6, 8), ((2, 3), INTEGER), ((2,), INTEGER)], [(2, 2, 6, 8), (2, 2, 6, 8)], {},
-        [(0, (2, 2, 5, 8)), (0, (6, 8)), (1, (2, 2, 5, 8)), (2, ((2, 7), INTEGER)), (2, ((6,), INTEGER)), (2, (2, 3)),
-         (3, ((1,), INTEGER)), (4, (2, 2, 5, 8)), (5, (1, 2, 6, 8))],
+        [(2, 2, 6, 8), (2, 2, 6, 8), ((2, 3), INTEGER), ((2,), INTEGER)],
+        [(2, 2, 6, 8), (2, 2, 6, 8)],
+        {},
+        [
+            (0, (2, 2, 5, 8)),
+            (0, (6, 8)),
+            (1, (2, 2, 5, 8)),
+            (2, ((2, 7), INTEGER)),
+            (2, ((6,), INTEGER)),
+            (2, (2, 3)),
+            (3, ((1,), INTEGER)),
+            (4, (2, 2, 5, 8)),
+            (5, (1, 2, 6, 8)),
+        ],
     ),
     "specdec_cross_attention": (
-        [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8), ((2,), INTEGER), NONE], [(2, 3, 16)], {"clear": True},
-        [(0, (2, 3, 20)), (0, (3, 16)), (1, (2, 2, 5, 8)), (1, (6, 8)), (2, (2, 2, 5, 8)), (3, ((1,), INTEGER)), (4,
-            ((5,), bool)),
-         (5, (2, 2, 16))],
+        [(2, 3, 16), (2, 2, 6, 8), (2, 2, 6, 8), ((2,), INTEGER), NONE],
+        [(2, 3, 16)],
+        {"clear": True},
+        [
+            (0, (2, 3, 20)),
+            (0, (3, 16)),
+            (1, (2, 2, 5, 8)),
+            (1, (6, 8)),
+            (2, (2, 2, 5, 8)),
+            (3, ((1,), INTEGER)),
+            (4, ((5,), bool)),
+            (5, (2, 2, 16)),
+        ],
     ),
     "specdec_encoder_attention": (
-        [(2, 6, 48), (6, 2, 6), ((2,), INTEGER)], [(2, 6, 16)], {},
-        [(0, (2, 6, 50)), (0, (2, 5, 48)), (0, (12, 48)), (1, (6, 2, 5)), (1, (6, 12)), (2, ((3,), INTEGER)), (3, (2,
-            5, 16))],
+        [(2, 6, 48), (6, 2, 6), ((2,), INTEGER)],
+        [(2, 6, 16)],
+        {},
+        [
+            (0, (2, 6, 50)),
+            (0, (2, 5, 48)),
+            (0, (12, 48)),
+            (1, (6, 2, 5)),
+            (1, (6, 12)),
+            (2, ((3,), INTEGER)),
+            (3, (2, 5, 16)),
+        ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("target", CALLS)
@@ -248,10 +395,14 @@ def test_shapes_that_do_not_fit(target):
     arguments, results, attributes, misfits = CALLS[target]
 
     def call(shapes):
-        shapes = [shape if shape and isinstance(shape[0], tuple) else (shape, FLOAT) for shape in shapes]
+        shapes = [
+            shape if shape and isinstance(shape[0], tuple) else (shape, FLOAT) for shape in shapes
+        ]
         outputs = [jax.ShapeDtypeStruct(*shape) for shape in shapes[len(arguments) :]]
         return jax.block_until_ready(
-            jax.ffi.ffi_call(target, outputs)(*[jnp.zeros(*shape) for shape in shapes[: len(arguments)]], **attributes)
+            jax.ffi.ffi_call(target, outputs)(
+                *[jnp.zeros(*shape) for shape in shapes[: len(arguments)]], **attributes
+            )
         )
 
     assert len(call([*arguments, *results])) == len(results)
@@ -263,14 +414,19 @@ def test_shapes_that_do_not_fit(target):
             call(shapes)
 
 
-@pytest.mark.parametrize("name, value", [("before", 5), ("before", -1), ("first", 4), ("second", -1)])
+@pytest.mark.parametrize(
+    "name, value", [("before", 5), ("before", -1), ("first", 4), ("second", -1)]
+)
 def test_norms_and_activations_that_are_unknown(name, value):
     arguments = [
         jnp.zeros(*(shape if isinstance(shape[0], tuple) else (shape, FLOAT)))
         for shape in CALLS["specdec_product_f32"][0]
     ]
     call = jax.ffi.ffi_call("specdec_product_f32", jax.ShapeDtypeStruct((4, 33), FLOAT))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="specdec_jax: product: expected a kind of norm or activation"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError,
+        match="specdec_jax: product: expected a kind of norm or activation",
+    ):
         jax.block_until_ready(call(*arguments, **{**PLAIN, name: np.int64(value)}))
 
 

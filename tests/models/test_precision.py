@@ -45,7 +45,10 @@ def kernel(dtype: str) -> np.ndarray:
 DECODING = {
     "plain, the embedding as head": lambda dtype: (t5(dtype, True), None),
     "model": lambda dtype: (t5(dtype), sd.ModelDrafter(t5(dtype), shortlist=12)),
-    "early exit with a head": lambda dtype: (t5(dtype), sd.EarlyExitDrafter(t5(dtype), 1, kernel(dtype))),
+    "early exit with a head": lambda dtype: (
+        t5(dtype),
+        sd.EarlyExitDrafter(t5(dtype), 1, kernel(dtype)),
+    ),
     "heads": lambda dtype: (t5(dtype), random_heads(t5(dtype))),
     "GPT": lambda dtype: (gpt(dtype), sd.ModelDrafter(gpt(dtype))),
 }
@@ -60,14 +63,20 @@ def loop(name: str, dtype: str):
 
 def gradients(network: Network):
     """Those of the sum of a T5's teacher-forced logits, as training computes them."""
-    loss = lambda params: jnp.sum(network.replace(params=params).teacher_forced(INPUTS, np.array([3]), TOKENS))
+
+    def loss(params):
+        return jnp.sum(network.replace(params=params).teacher_forced(INPUTS, np.array([3]), TOKENS))
+
     return jax.grad(loss)(network.params)
 
 
 OTHERS = {
     "prefill": (lambda network: network.prefill(INPUTS, np.array([3]), slots=16), t5),
     "teacher-forced": (lambda network: network.teacher_forced(INPUTS, np.array([3]), TOKENS), t5),
-    "teacher-forced GPT": (lambda network: network.module.apply({"params": network.params}, TOKENS), gpt),
+    "teacher-forced GPT": (
+        lambda network: network.module.apply({"params": network.params}, TOKENS),
+        gpt,
+    ),
     "gradients": (gradients, t5),
 }
 
@@ -84,7 +93,9 @@ def products(text: str) -> list[tuple[str, str]]:
     ]
 
 
-CASES = [(name, "float32") for name in (*DECODING, *OTHERS)] + [(name, "bfloat16") for name in ("model", "GPT")]
+CASES = [(name, "float32") for name in (*DECODING, *OTHERS)] + [
+    (name, "bfloat16") for name in ("model", "GPT")
+]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -109,10 +120,15 @@ def test_compiled_for_a_tpu(dtype, optimised, monkeypatch):
     from jax.experimental import topologies
 
     monkeypatch.setenv("XLA_FLAGS", "")  # libtpu ends the process at flags of a CPU's compiler
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore")
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore"
+    )
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
     function, arguments = loop("model", dtype)
-    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+
+    def place(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+
     text = function.lower(*jax.tree.map(place, arguments)).compile().as_text()
     lines = [line for line in text.splitlines() if re.search(r" (?:dot|convolution)\(", line)]
     precise = ["operand_precision={highest,highest}" in line for line in lines]

@@ -54,12 +54,18 @@ def test_the_bundled_target_computes_with_the_very_integers_that_are_stored():
         assert_kernel(kernel, values.load(np.int8), scales.load(np.float32)[0])
     assert_params(model, flatten(widened.params))
     assert model.fingerprint == widened.fingerprint and model.contents != widened.contents
-    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(one.network.params)) for one in (model, widened)]
+    sizes = [
+        sum(leaf.nbytes for leaf in jax.tree.leaves(one.network.params)) for one in (model, widened)
+    ]
     assert sizes[0] < 0.35 * sizes[1]
 
 
 def test_the_bundled_target_decodes_what_it_does_widened():
-    model, widened, drafter = bundled(), bundled("none"), sd.ModelDrafter(sd.load("ende/drafter", "float32"))
+    model, widened, drafter = (
+        bundled(),
+        bundled("none"),
+        sd.ModelDrafter(sd.load("ende/drafter", "float32")),
+    )
     plain, expected, speculative = (
         sd.generate(target, built_in(), max_new_tokens=32, **how)
         for target, how in ((model, {}), (widened, {}), (model, dict(drafter=drafter, gamma=4)))
@@ -91,19 +97,30 @@ def test_a_folder_with_other_scales_is_widened_unless_it_is_to_be_rounded(tmp_pa
     params = make.random_params(TINY)
     make.write_own(tmp_path / "written")
     wo = "decoder/layers_0/mlp/wo/kernel"
-    ones = {f"{wo}/values": np.ones(params[wo].shape, np.int8), f"{wo}/scales": np.full((len(params[wo]), 1), 0.5, "f")}
+    ones = {
+        f"{wo}/values": np.ones(params[wo].shape, np.int8),
+        f"{wo}/scales": np.full((len(params[wo]), 1), 0.5, "f"),
+    }
     rest = {name: array for name, array in params.items() if name != wo}
-    stored = {f"{name}{end}": array for name, x in rest.items() for end, array in _divided(name, x).items()}
+    stored = {
+        f"{name}{end}": array
+        for name, x in rest.items()
+        for end, array in _divided(name, x).items()
+    }
     for name, arrays in (("rows", stored | ones), ("mixed", stored | {wo: params[wo]})):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text((tmp_path / "written" / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(
+            (tmp_path / "written" / "config.json").read_text()
+        )
         write_stored(tmp_path / name, arrays)
         model = sd.load(tmp_path / name, "float32")
         assert not model.quantized
         rounded = sd.load(tmp_path / name, "float32", quantize="int8")
         kernel = Int8Kernel.quantize(flatten(model.params)[wo])
         assert_kernel(stored_in(rounded)[wo], kernel.values, kernel.scales)
-        assert_kernel(stored_in(rounded)[HEAD], stored[f"{HEAD}/values"], stored[f"{HEAD}/scales"][0])
+        assert_kernel(
+            stored_in(rounded)[HEAD], stored[f"{HEAD}/values"], stored[f"{HEAD}/scales"][0]
+        )
 
 
 def _divided(name, array):
@@ -115,13 +132,20 @@ def test_a_drafter_stored_in_8_bits_drafts_as_it_is_stored(encoder, tmp_path):
     target = tiny_t5(0)
     model = noisy_copy(target, 0.3)
     if not encoder:
-        config = dataclasses.replace(model.config, num_encoder_layers=0, encoder_dim=model.config.emb_dim)
+        config = dataclasses.replace(
+            model.config, num_encoder_layers=0, encoder_dim=model.config.emb_dim
+        )
         params = {name: node for name, node in model.params.items() if name != "encoder"}
         model = sd.LanguageModel(config, params)
     sd.save(model, tmp_path / "drafter", dtype="int8")
     model = sd.load(tmp_path / "drafter", "float32")
     drafter, again = sd.ModelDrafter(model), sd.ModelDrafter(model, int8=True)
-    assert model.quantized and not drafter.reduced and again.network is model.network and not again.variants()
+    assert (
+        model.quantized
+        and not drafter.reduced
+        and again.network is model.network
+        and not again.variants()
+    )
     plain = sd.generate(target, INPUTS, max_new_tokens=12, eos_ids=())
     found = sd.generate(target, INPUTS, drafter=drafter, gamma=3, max_new_tokens=12, eos_ids=())
     np.testing.assert_array_equal(found.tokens, plain.tokens)
@@ -158,14 +182,20 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored
     if stored:
         sd.convert(tmp_path / "model", tmp_path / "stored", "specdec", "int8")
     folder = tmp_path / ("stored" if stored else "model")
-    plain, model = sd.load(folder, "float32", quantize="none"), sd.load(folder, "float32", quantize="int8")
+    plain, model = (
+        sd.load(folder, "float32", quantize="none"),
+        sd.load(folder, "float32", quantize="int8"),
+    )
     head = model.network.params["decoder"]["logits_dense"]["kernel"]
     embedding = flatten(plain.params)[EMBEDDING]
     np.testing.assert_array_equal(flatten(model.params)[EMBEDDING], embedding)
     if stored:
         values, scales = native_format.open_folder(folder).leaves[EMBEDDING].parts
         assert_kernel(head.kernel(), values.load(np.int8).T, scales.load(np.float32)[:, 0])
-        assert sd.load(folder, "float32").contents == model.contents and model.fingerprint == plain.fingerprint
+        assert (
+            sd.load(folder, "float32").contents == model.contents
+            and model.fingerprint == plain.fingerprint
+        )
     else:
         kernel = Int8Kernel.quantize(embedding.T)
         assert_kernel(head.kernel(), kernel.values, kernel.scales)
@@ -177,13 +207,17 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored
     other = sd.LanguageModel(config, params, eos_ids=())
     tokens = RNG.integers(2, 24, (3, 7))
     inputs = None if isinstance(config, GPTConfig) else RNG.integers(2, 24, (3, 5))
-    np.testing.assert_allclose(model.logits(inputs, tokens), other.logits(inputs, tokens), atol=2e-2, rtol=1e-4)
+    np.testing.assert_allclose(
+        model.logits(inputs, tokens), other.logits(inputs, tokens), atol=2e-2, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("quantize", packed_weights.INPUT_BITS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_speculative_decoding_gives_what_plain_decoding_gives(tied, quantize):
-    target = sd.LanguageModel.random(tiny_t5(0, logits_via_embedding=tied).config, quantize=quantize)
+    target = sd.LanguageModel.random(
+        tiny_t5(0, logits_via_embedding=tied).config, quantize=quantize
+    )
     plain = tiny_t5(0, logits_via_embedding=tied)
     assert (
         target.quantized
@@ -213,9 +247,15 @@ def test_inputs_in_8_bits_give_another_distribution_for_the_same_weights(tmp_pat
     folder = save_tiny(tmp_path / "model")
     models = [sd.load(folder, "float32", quantize=how) for how in ("none", "int8", "w8a8")]
     assert [model.input_bits for model in models] == [None, 16, 8]
-    assert len({model.contents for model in models}) == 3 and len({model.fingerprint for model in models}) == 1
+    assert (
+        len({model.contents for model in models}) == 3
+        and len({model.fingerprint for model in models}) == 1
+    )
     for kernel in jax.tree.leaves(models[2].network.params, is_leaf=weight_layouts.is_kernel):
-        assert not weight_layouts.is_kernel(kernel) or kernel.values.shape[2:] == (16, 4)  # the head's too
+        assert not weight_layouts.is_kernel(kernel) or kernel.values.shape[2:] == (
+            16,
+            4,
+        )  # the head's too
     assert_params(models[2], flatten(models[0].params))
     tokens, inputs = RNG.integers(2, 24, (3, 7)), RNG.integers(2, 24, (3, 5))
     exact, fine, coarse = (np.asarray(model.logits(inputs, tokens)) for model in models)
@@ -228,9 +268,13 @@ def test_inputs_in_8_bits_give_another_distribution_for_the_same_weights(tmp_pat
 def test_the_bundled_pair_with_inputs_in_8_bits_decodes_alike_with_and_without_drafts():
     """Bit for bit, although a call over several positions has blocks of other shapes; both models'
     inputs are rounded."""
-    model, drafter = bundled("w8a8"), sd.ModelDrafter(sd.load("ende/drafter", "float32", quantize="w8a8"))
+    model, drafter = (
+        bundled("w8a8"),
+        sd.ModelDrafter(sd.load("ende/drafter", "float32", quantize="w8a8")),
+    )
     plain, found = (
-        sd.generate(model, built_in(), max_new_tokens=24, **how) for how in ({}, dict(drafter=drafter, gamma=4))
+        sd.generate(model, built_in(), max_new_tokens=24, **how)
+        for how in ({}, dict(drafter=drafter, gamma=4))
     )
     np.testing.assert_array_equal(found.tokens, plain.tokens)
     np.testing.assert_array_equal(found.log_probs, plain.log_probs)
@@ -256,15 +300,21 @@ def test_what_is_stored_in_8_bits_is_written_as_it_is(form, tmp_path):
             if leaf.parts is None:
                 np.testing.assert_array_equal(again[name].load(np.float32), leaf.load(np.float32))
                 continue
-            np.testing.assert_array_equal(again[name].parts[0].load(np.int8), leaf.parts[0].load(np.int8))
+            np.testing.assert_array_equal(
+                again[name].parts[0].load(np.int8), leaf.parts[0].load(np.int8)
+            )
             scales = [one.parts[1].load(np.float32) for one in (again[name], leaf)]
             # An embedding is float32 in a loaded model.
-            np.testing.assert_allclose(*scales, rtol=2e-7 if (other, name[-9:]) == ("saved", "embedding") else 0)
+            np.testing.assert_allclose(
+                *scales, rtol=2e-7 if (other, name[-9:]) == ("saved", "embedding") else 0
+            )
 
 
 def test_other_formats_get_the_widened_numbers(tmp_path):
     model = sd.load(save_tiny(tmp_path / "model"), "float32")
-    for number, (form, dtype) in enumerate([("huggingface", None), ("t5x", "float32"), ("specdec", None)]):
+    for number, (form, dtype) in enumerate(
+        [("huggingface", None), ("t5x", "float32"), ("specdec", None)]
+    ):
         sd.save(model, tmp_path / f"{number}", dtype=dtype, format=form)
         other = sd.load(tmp_path / f"{number}", "float32")
         assert not other.quantized and other.fingerprint == model.fingerprint

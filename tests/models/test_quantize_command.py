@@ -40,25 +40,36 @@ def test_what_cannot_be_had_is_rejected_before_anything_is_read(tmp_path, monkey
         sd.load(folder, "float32", quantize="int4")
     for how in packed_weights.INPUT_BITS:
         got = f"quantize: got '{how}'"
-        with pytest.raises(ValueError, match=f"{got} with a mesh, expected 8 bits only for float32 on a CPU .*mesh"):
+        with pytest.raises(
+            ValueError, match=f"{got} with a mesh, expected 8 bits only for float32 on a CPU .*mesh"
+        ):
             sd.load(folder, "float32", quantize=how, mesh=sd.make_mesh(1, 1))
-        with pytest.raises(ValueError, match=f"{got}, expected 8 bits .*here: bfloat16 on the backend cpu"):
+        with pytest.raises(
+            ValueError, match=f"{got}, expected 8 bits .*here: bfloat16 on the backend cpu"
+        ):
             sd.load(folder, "bfloat16", quantize=how)
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     monkeypatch.setattr(native, "state", lambda: "CPU kernel: none, no compiler")
     for how in packed_weights.INPUT_BITS:
-        with pytest.raises(ValueError, match=f"quantize: got '{how}', expected .*CPU kernel: none, no compiler"):
+        with pytest.raises(
+            ValueError, match=f"quantize: got '{how}', expected .*CPU kernel: none, no compiler"
+        ):
             sd.load(folder, "float32", quantize=how)
         with pytest.raises(ValueError, match=f"quantize: got '{how}', expected .*CPU kernel: none"):
             sd.LanguageModel.random(TINY, quantize=how)
-    with pytest.raises(ValueError, match="params: got kernels in int8, expected 8 bits only for float32.*no compiler"):
+    with pytest.raises(
+        ValueError,
+        match="params: got kernels in int8, expected 8 bits only for float32.*no compiler",
+    ):
         sd.LanguageModel(TINY, weight_layouts.round_params(make.model_of().params))
 
 
 def test_memory_estimates():
     large, tied = PRESETS["t5_1_1/large"], PRESETS["t5_1_0/large"]
     for config in (large, tied):
-        model = dataclasses.replace(config, num_encoder_layers=1, num_decoder_layers=1, vocab_size=2000)
+        model = dataclasses.replace(
+            config, num_encoder_layers=1, num_decoder_layers=1, vocab_size=2000
+        )
         random = sd.LanguageModel.random(model, quantize="int8")
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(random.network.params))
         required = checkpoints_weights.required_bytes(model, "float32", None, "rounded")
@@ -87,16 +98,29 @@ print((status("VmHWM") - before) / weights)
 """
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc"
+)
 @pytest.mark.parametrize("quantize", ["int8", ""])
 def test_peak_memory_is_near_the_size_of_8_bits(quantize, tmp_path):
     for name, layers in (("large", 16), ("small", 1)):
-        shape = dataclasses.replace(PRESETS["t5_1_1/small"], vocab_size=1000, num_encoder_layers=layers)
+        shape = dataclasses.replace(
+            PRESETS["t5_1_1/small"], vocab_size=1000, num_encoder_layers=layers
+        )
         shape = dataclasses.replace(shape, num_decoder_layers=layers, mlp_dim=1408, num_heads=8)
         sd.save(
-            make.model_of(make.random_params(shape), shape), tmp_path / name, dtype="float32" if quantize else "int8"
+            make.model_of(make.random_params(shape), shape),
+            tmp_path / name,
+            dtype="float32" if quantize else "int8",
         )
-    command = [sys.executable, "-c", MEASURE, str(tmp_path / "large"), str(tmp_path / "small"), quantize]
+    command = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        str(tmp_path / "large"),
+        str(tmp_path / "small"),
+        quantize,
+    ]
     root = pathlib.Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     ratio = float(done.stdout)
@@ -114,7 +138,10 @@ def test_what_was_chosen_is_said(tmp_path):
     sd.save(tiny_t5(1), tmp_path / "float32")
     sd.load(tmp_path / "float32", quantize="int8", say=said.append)
     sd.load(folder, quantize="w8a8", say=said.append)
-    default, end = "in float32, the default on a CPU", " (dtype=, or --dtype on the command line, chooses another)"
+    default, end = (
+        "in float32, the default on a CPU",
+        " (dtype=, or --dtype on the command line, chooses another)",
+    )
     assert said == [
         f"loading {folder} {default}, with the 8-bit weights it is stored with{end}",
         f"loading {folder} {default}{end}",
@@ -123,7 +150,9 @@ def test_what_was_chosen_is_said(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("quantize, more", [("int8", ""), ("w8a8", ", inputs of products in int8 too")])
+@pytest.mark.parametrize(
+    "quantize, more", [("int8", ""), ("w8a8", ", inputs of products in int8 too")]
+)
 def test_generate_decodes_with_the_rounded_model(quantize, more, specdec, pair):
     target = sd.load(pair / "target", "float32", quantize=quantize)
     sentences = command_line.SENTENCES
@@ -145,9 +174,13 @@ def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch)
     (tmp_path / "in.txt").write_text("\n".join(command_line.SENTENCES))
     place = f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out.txt'}"
     with monkeypatch.context() as patch:
-        patch.setattr("specdec_jax.commands.resumable_output.Journal.finish", lambda self: None)  # as after a kill
+        patch.setattr(
+            "specdec_jax.commands.resumable_output.Journal.finish", lambda self: None
+        )  # as after a kill
         assert specdec("generate", "--target=TARGET", "--max_new_tokens=3", *place)[0] == 0
-    code, _, err = specdec("generate", "--target=TARGET", "--max_new_tokens=3", "--quantize=int8", *place)
+    code, _, err = specdec(
+        "generate", "--target=TARGET", "--max_new_tokens=3", "--quantize=int8", *place
+    )
     assert code == 2 and "got results with target in int8 False, expected True" in err
 
 
@@ -156,7 +189,9 @@ def test_a_job_does_not_go_on_with_inputs_of_other_bits(specdec, tmp_path, monke
     place = f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out.txt'}"
     how = "generate", "--target=TARGET", "--max_new_tokens=3", *place
     with monkeypatch.context() as patch:
-        patch.setattr("specdec_jax.commands.resumable_output.Journal.finish", lambda self: None)  # as after a kill
+        patch.setattr(
+            "specdec_jax.commands.resumable_output.Journal.finish", lambda self: None
+        )  # as after a kill
         assert specdec(*how, "--quantize=w8a8")[0] == 0
     code, _, err = specdec(*how, "--quantize=int8")
     assert code == 2 and "got results with bits of the target's inputs 8, expected 16" in err
@@ -166,7 +201,13 @@ def test_a_job_does_not_go_on_with_inputs_of_other_bits(specdec, tmp_path, monke
 def test_a_preset_in_8_bits(monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", tiny_t5(0).config)
     options = benchmark_command.BenchmarkOptions(
-        preset="tiny", drafter_preset="tiny", gamma=(2,), max_new_tokens=4, repeats=1, input_length=5, quantize="int8"
+        preset="tiny",
+        drafter_preset="tiny",
+        gamma=(2,),
+        max_new_tokens=4,
+        repeats=1,
+        input_length=5,
+        quantize="int8",
     )
     options.check()
     target, drafter, batches = benchmark_command.load(options)

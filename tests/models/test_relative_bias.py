@@ -44,7 +44,9 @@ def unrolled() -> dict[str, np.ndarray]:
     for name, x in PARAMS.items():
         stack, *path = name.split("/")
         if path[0] == stack:
-            found |= {"/".join([stack, f"layers_{i}", *path[1:]]): x[:, i] for i in range(x.shape[1])}
+            found |= {
+                "/".join([stack, f"layers_{i}", *path[1:]]): x[:, i] for i in range(x.shape[1])
+            }
         else:
             found[name] = x
     return found
@@ -76,7 +78,9 @@ def test_logits_are_t5xs(model):
 def test_greedy_tokens_are_t5xs(model, drafter):
     assert IO["greedy_margin"].min() > 0.01  # far above what logits may differ by
     steps = IO["greedy"].shape[1]
-    np.testing.assert_array_equal(greedy_tokens(model, IO["inputs"], IO["input_lengths"], steps), IO["greedy"])
+    np.testing.assert_array_equal(
+        greedy_tokens(model, IO["inputs"], IO["input_lengths"], steps), IO["greedy"]
+    )
     tokens = engine_tokens(model, IO["inputs"], IO["input_lengths"], steps, (), drafter=drafter)
     np.testing.assert_array_equal(tokens, IO["greedy"])
 
@@ -85,7 +89,9 @@ def test_without_the_cpus_own_kernels(model, folder, monkeypatch):
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     plain = sd.load(folder, "float32")
     assert not plain.network.module.native
-    tokens = engine_tokens(plain, IO["inputs"], IO["input_lengths"], IO["greedy"].shape[1], (), drafter="speculative")
+    tokens = engine_tokens(
+        plain, IO["inputs"], IO["input_lengths"], IO["greedy"].shape[1], (), drafter="speculative"
+    )
     np.testing.assert_array_equal(tokens, IO["greedy"])
 
 
@@ -105,12 +111,26 @@ def test_t5x_itself_computes_the_same(scanned, tmp_path):
     network = pytest.importorskip("t5x.examples.scalable_t5.network")
     from specdec_jax.interop import t5x as interop
 
-    names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
+    names = (
+        "vocab_size",
+        "emb_dim",
+        "num_heads",
+        "head_dim",
+        "num_encoder_layers",
+        "num_decoder_layers",
+        "mlp_dim",
+    )
     shape = {name: getattr(SHAPE, name) for name in (*names, "mlp_activations")}
     module = network.Transformer(network.T5Config(**shape, dropout_rate=0.0, scan_layers=scanned))
     inputs, tokens = IO["inputs"], IO["decoder_tokens"]
-    init = lambda: module.init(jax.random.key(0), inputs, tokens, tokens, enable_dropout=False)
-    shapes = {name: leaf.shape for name, leaf in parameters.flatten(jax.eval_shape(init)["params"]).items()}
+
+    def init():
+        return module.init(jax.random.key(0), inputs, tokens, tokens, enable_dropout=False)
+
+    shapes = {
+        name: leaf.shape
+        for name, leaf in parameters.flatten(jax.eval_shape(init)["params"]).items()
+    }
     flat = PARAMS if scanned else unrolled()
     assert shapes == {name: x.shape for name, x in flat.items()}
     make.write_t5x_orbax(tmp_path / "checkpoint_1", flat)
@@ -118,8 +138,12 @@ def test_t5x_itself_computes_the_same(scanned, tmp_path):
     expected = module.apply(params, inputs, tokens, np.ones_like(tokens), enable_dropout=False)
     ours = sd.load(tmp_path, "float32")
     assert ours.config.relative_bias_per_layer
-    np.testing.assert_allclose(ours.logits(inputs, tokens, IO["input_lengths"]), expected, rtol=0, atol=1e-4)
-    with pytest.raises(ValueError, match="expected t5x.examples.t5.network.Transformer, not scanned"):
+    np.testing.assert_allclose(
+        ours.logits(inputs, tokens, IO["input_lengths"]), expected, rtol=0, atol=1e-4
+    )
+    with pytest.raises(
+        ValueError, match="expected t5x.examples.t5.network.Transformer, not scanned"
+    ):
         interop.config_of(module)
 
 
@@ -197,17 +221,30 @@ def test_umt5s_tensors(model, tmp_path):
     assert sd.load(tmp_path / "t5x", "float32").fingerprint == there.fingerprint
     sd.convert(tmp_path / "t5x", tmp_path / "back", "huggingface")
     assert sd.load(tmp_path / "back", "float32").fingerprint == there.fingerprint
-    said = [json.loads((place / "config.json").read_text()) for place in (GOLDEN / "hf_umt5", tmp_path / "back")]
-    kept = ("model_type", "architectures", "tie_word_embeddings", "num_decoder_layers", "feed_forward_proj")
+    said = [
+        json.loads((place / "config.json").read_text())
+        for place in (GOLDEN / "hf_umt5", tmp_path / "back")
+    ]
+    kept = (
+        "model_type",
+        "architectures",
+        "tie_word_embeddings",
+        "num_decoder_layers",
+        "feed_forward_proj",
+    )
     assert [said[0][name] for name in kept] == [said[1][name] for name in kept]
 
 
-@pytest.mark.parametrize("tied, separate, expected", [(None, True, True), (True, True, True), (False, True, False)])
+@pytest.mark.parametrize(
+    "tied, separate, expected", [(None, True, True), (True, True, True), (False, True, False)]
+)
 def test_umt5s_scale(tied, separate, expected, tmp_path):
     """As transformers: where config.json says or implies that the head is tied."""
     tensors = make.to_tensors(make.random_params(TINY))
     options = {} if tied is None else dict(tie_word_embeddings=tied)
-    make.write_hf(tmp_path, tensors, model_type="umt5", architectures=["UMT5ForConditionalGeneration"])
+    make.write_hf(
+        tmp_path, tensors, model_type="umt5", architectures=["UMT5ForConditionalGeneration"]
+    )
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("tie_word_embeddings")
     (tmp_path / "config.json").write_text(json.dumps(config | options))
@@ -218,10 +255,14 @@ def test_a_umt5_without_a_table_is_rejected(tmp_path):
     tensors = make.to_tensors(make.random_params(TINY))
     lost = "decoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"
     make.write_hf(
-        tmp_path, {name: x for name, x in tensors.items() if name != lost}, model_type="umt5",
+        tmp_path,
+        {name: x for name, x in tensors.items() if name != lost},
+        model_type="umt5",
         architectures=["UMT5ForConditionalGeneration"],
-    )  # fmt: skip
-    expected = "parameter decoder/layers_1/relpos_bias/rel_embedding: got none, expected one of shape"
+    )
+    expected = (
+        "parameter decoder/layers_1/relpos_bias/rel_embedding: got none, expected one of shape"
+    )
     with pytest.raises(ValueError, match=expected):
         sd.load(tmp_path, "float32")
 
@@ -233,8 +274,12 @@ def test_equal_tables_are_one_unless_a_configuration_says_otherwise(tmp_path):
     own = sd.load(tmp_path, "float32", config=TINY)
     assert not shared.config.relative_bias_per_layer and own.config.relative_bias_per_layer
     arguments = np.array([[3, 4, 5]]), np.array([[0, 6, 7, 8]])
-    np.testing.assert_allclose(own.logits(*arguments), shared.logits(*arguments), rtol=1e-6, atol=1e-6)
-    sd.save(own, tmp_path / "again", format="t5x")  # what stands beside it says that they are the layers' own
+    np.testing.assert_allclose(
+        own.logits(*arguments), shared.logits(*arguments), rtol=1e-6, atol=1e-6
+    )
+    sd.save(
+        own, tmp_path / "again", format="t5x"
+    )  # what stands beside it says that they are the layers' own
     again = sd.load(tmp_path / "again", "float32")
     assert again.config == own.config and again.fingerprint == own.fingerprint
 
@@ -252,28 +297,38 @@ def test_one_stack_with_tables_of_its_own_gives_them_to_both(tmp_path):
 
 def test_parameter_shapes_are_those_that_it_is_made_with():
     made = jax.eval_shape(lambda key: initial_params(TINY.module(), key), jax.random.key(0))
-    assert parameters.parameter_shapes(TINY) == {name: leaf.shape for name, leaf in parameters.flatten(made).items()}
+    assert parameters.parameter_shapes(TINY) == {
+        name: leaf.shape for name, leaf in parameters.flatten(made).items()
+    }
     tables = [name for name in parameters.parameter_shapes(TINY) if "relpos_bias" in name]
     assert len(tables) == TINY.num_encoder_layers + TINY.num_decoder_layers
     assert build_config(describe(TINY)) == TINY
 
 
 DRAFTED = {
-    "model": lambda target: sd.ModelDrafter(sd.LanguageModel.random(dataclasses.replace(TINY, vocab_size=48), 3)),
-    "shared tables": lambda target: sd.ModelDrafter(sd.LanguageModel.random(dataclasses.replace(make.TINY,
-    vocab_size=48), 3)),
+    "model": lambda target: sd.ModelDrafter(
+        sd.LanguageModel.random(dataclasses.replace(TINY, vocab_size=48), 3)
+    ),
+    "shared tables": lambda target: sd.ModelDrafter(
+        sd.LanguageModel.random(dataclasses.replace(make.TINY, vocab_size=48), 3)
+    ),
     "exit": lambda target: sd.EarlyExitDrafter(target, 1),
     "8 bits": lambda target: sd.ModelDrafter(target, int8=True),
     "shortlist": lambda target: sd.ModelDrafter(target, shortlist=np.arange(1, 40)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("drafter", DRAFTED)
 def test_every_kind_of_draft_leaves_the_tokens(drafter, model):
     result = sd.generate(
-        model, IO["inputs"], input_lengths=IO["input_lengths"], eos_ids=(), drafter=DRAFTED[drafter](model), gamma=3,
+        model,
+        IO["inputs"],
+        input_lengths=IO["input_lengths"],
+        eos_ids=(),
+        drafter=DRAFTED[drafter](model),
+        gamma=3,
         max_new_tokens=IO["greedy"].shape[1],
-    )  # fmt: skip
+    )
     np.testing.assert_array_equal(result.tokens, IO["greedy"])
     assert result.stats.drafted > 0
 
@@ -281,7 +336,11 @@ def test_every_kind_of_draft_leaves_the_tokens(drafter, model):
 def test_refilled_rows_and_samples(model):
     """The tables belong to all rows: rows that are placed one by one decode as in a batch."""
     rows = [IO["inputs"][i, :length].tolist() for i, length in enumerate(IO["input_lengths"])] * 2
-    outputs = dict(sd.decode_stream(model, rows, batch_size=2, eos_ids=(), max_new_tokens=IO["greedy"].shape[1]))
+    outputs = dict(
+        sd.decode_stream(
+            model, rows, batch_size=2, eos_ids=(), max_new_tokens=IO["greedy"].shape[1]
+        )
+    )
     for place in range(len(rows)):
         np.testing.assert_array_equal(outputs[place][0].tokens, IO["greedy"][place % 3])
 
@@ -304,7 +363,10 @@ def test_in_8_bits(folder, model, tmp_path):
     assert all(error[name] < 0.05 for name in error) and len(tables) == 5
     if not packed_weights.usable("float32"):
         pytest.skip("no kernels of the CPU's own")
-    for quantized in (sd.load(tmp_path / "int8", "float32"), sd.load(folder, "float32", quantize="int8")):
+    for quantized in (
+        sd.load(tmp_path / "int8", "float32"),
+        sd.load(folder, "float32", quantize="int8"),
+    ):
         assert quantized.quantized
         arguments = (IO["inputs"], IO["input_lengths"], 12, ())
         plain, drafted = (engine_tokens(quantized, *arguments, drafter=name) for name in DRAFTERS)
@@ -325,7 +387,9 @@ def test_copies_of_layers_have_copies_of_tables():
     params = initial_params(TINY.module(), jax.random.key(0))
     deeper = deepen(params, "decoder", 5)
     config = dataclasses.replace(TINY, num_decoder_layers=5)
-    assert parameters.parameter_shapes(config) == {n: leaf.shape for n, leaf in parameters.flatten(deeper).items()}
+    assert parameters.parameter_shapes(config) == {
+        n: leaf.shape for n, leaf in parameters.flatten(deeper).items()
+    }
     first, copy = (deeper["decoder"][f"layers_{i}"]["relpos_bias"]["rel_embedding"] for i in (0, 1))
     np.testing.assert_array_equal(first, copy)
 

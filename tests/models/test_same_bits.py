@@ -77,7 +77,9 @@ def check_calls(network, widths, rows):
     token by token."""
     expected, cache = [], cache_of(network, 1)
     for place in range(max(widths)):
-        found, cache = call(network, TOKENS[:1, place : place + 1], np.full(1, place, np.int32), cache)
+        found, cache = call(
+            network, TOKENS[:1, place : place + 1], np.full(1, place, np.int32), cache
+        )
         assert equal(found[4:5], found[3:4]), "log-probabilities of the argmax"
         expected.append(jax.tree.map(np.asarray, found))
     heads_per_tile = [np.concatenate(part, axis=1) for part in zip(*expected)]
@@ -88,7 +90,8 @@ def check_calls(network, widths, rows):
         fed = np.broadcast_to(TOKENS[:1, :3], (count, 3))
         found, _ = call(network, fed, np.zeros(count, np.int32), cache_of(network, count))
         assert all(
-            equal([part[row] for part in found], [part[0, :3] for part in heads_per_tile]) for row in range(count)
+            equal([part[row] for part in found], [part[0, :3] for part in heads_per_tile])
+            for row in range(count)
         )
 
 
@@ -123,7 +126,10 @@ def test_encoders(rows, length):
 def plainly(family: str, width: int, quantize: str | None, dist: str = "argmax", verifier="block"):
     """What each input gives alone: tokens and log-probabilities under both distributions."""
     options = dict(max_new_tokens=NEW, sampling=SAMPLING[dist], verifier=verifier)
-    found = [decoded(model(family, width, quantize), [one], key=key(row), **options) for row, one in enumerate(INPUTS)]
+    found = [
+        decoded(model(family, width, quantize), [one], key=key(row), **options)
+        for row, one in enumerate(INPUTS)
+    ]
     return [np.concatenate(parts) for parts in zip(*found)]
 
 
@@ -149,7 +155,9 @@ def check_decoding(family, width, quantize, batch=len(INPUTS), dist="argmax", **
         rows = slice(start, start + batch)
         found = decoded(target, INPUTS[rows], key=keys[rows], **limit, **options)
         for got, wanted in zip(found, expected):
-            np.testing.assert_array_equal(*(x if x.dtype == np.int32 else bits(x) for x in (got, wanted[rows])))
+            np.testing.assert_array_equal(
+                *(x if x.dtype == np.int32 else bits(x) for x in (got, wanted[rows]))
+            )
 
 
 def drafter(family, width, quantize=None, kind="model"):
@@ -159,7 +167,9 @@ def drafter(family, width, quantize=None, kind="model"):
     return sd.ModelDrafter(noisy_copy(model(family, width), 0.01))
 
 
-@pytest.mark.parametrize("options", [dict(gamma=6), dict(tree=sd.Tree.uniform((3, 2, 1)))], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "options", [dict(gamma=6), dict(tree=sd.Tree.uniform((3, 2, 1)))], ids=["chain", "tree"]
+)
 def test_decoding(options):
     check_decoding("t5", 512, None, drafter=drafter("t5", 512), **options)
 
@@ -171,14 +181,24 @@ DRAFTS = {
     "other lengths": dict(gamma=[1, 2, 8, 4, 7, 3]),
     "tree": dict(tree=sd.Tree.uniform((3, 2, 1))),
     "dynamic tree": dict(tree=sd.DynamicTree(3, 3, 9)),
-    **{name: dict(gamma=getattr(sd, name)(8)) for name in ("Confidence", "Heuristic", "CostAware", "Entropy")},
+    **{
+        name: dict(gamma=getattr(sd, name)(8))
+        for name in ("Confidence", "Heuristic", "CostAware", "Entropy")
+    },
 }
 
 
 @slow
-@pytest.mark.parametrize("family, width, quantize", [
-    ("t5", 512, None), ("t5", 1024, "int8"), ("t5 1.0", 1024, "w8a8"), ("gpt", 1024, None), ("t5", 4096, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "family, width, quantize",
+    [
+        ("t5", 512, None),
+        ("t5", 1024, "int8"),
+        ("t5 1.0", 1024, "w8a8"),
+        ("gpt", 1024, None),
+        ("t5", 4096, None),
+    ],
+)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_every_way_of_drafting(name, family, width, quantize):
     options = {} if name == "plain" else dict(drafter=drafter(family, width), **DRAFTS[name])
@@ -188,7 +208,9 @@ def test_every_way_of_drafting(name, family, width, quantize):
 
 
 @slow
-@pytest.mark.parametrize("options", [dict(gamma=8), dict(tree=sd.Tree.uniform((3, 2, 1)))], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "options", [dict(gamma=8), dict(tree=sd.Tree.uniform((3, 2, 1)))], ids=["chain", "tree"]
+)
 @pytest.mark.parametrize("family", ["t5", "gpt"])
 def test_drafters_that_read_states(family, options):
     """Then the target's logits are stored, and log-probabilities come from them."""
@@ -200,11 +222,17 @@ def test_distributions_of_calls(name):
     """Sums over the vocabulary in a call over many positions, against those of each position alone."""
     sampling, logits = SAMPLING[name], 3 * RNG.standard_normal((1, 24, V), dtype=np.float32)
     mode, rows = sampling.mode.of(native=True), sampling.rows(1, V)
-    tokens, starts, eos_ids = np.full((1, 32), 3, np.int32), np.ones(1, np.int32), np.full((1, 1), 5, np.int32)
+    tokens, starts, eos_ids = (
+        np.full((1, 32), 3, np.int32),
+        np.ones(1, np.int32),
+        np.full((1, 1), 5, np.int32),
+    )
 
     @jax.jit
     def dist(logits, length):
-        return distributions.standardize(logits, Context(tokens, length, starts, eos_ids), rows, mode)
+        return distributions.standardize(
+            logits, Context(tokens, length, starts, eos_ids), rows, mode
+        )
 
     whole = dist(logits, np.full(1, 4, np.int32))
     for place in range(24):
@@ -213,10 +241,15 @@ def test_distributions_of_calls(name):
 
 
 @slow
-@pytest.mark.parametrize("dist, shape", [
-    ("processors", dict(gamma=8)), ("processors", dict(tree=sd.Tree.uniform((3, 2, 1)))),
-    ("temperature", dict(gamma=8, verifier="gumbel")), ("filters", dict(gamma=8, verifier="gumbel")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dist, shape",
+    [
+        ("processors", dict(gamma=8)),
+        ("processors", dict(tree=sd.Tree.uniform((3, 2, 1)))),
+        ("temperature", dict(gamma=8, verifier="gumbel")),
+        ("filters", dict(gamma=8, verifier="gumbel")),
+    ],
+)
 def test_distributions(dist, shape):
     """Log-probabilities after processors, temperature and filters too; with Gumbel coupling tokens
     are plain ones."""
@@ -224,12 +257,16 @@ def test_distributions(dist, shape):
 
 
 @slow
-@pytest.mark.parametrize("options", [{}, dict(gamma=8), dict(tree=sd.Tree.uniform((3, 2, 1)))], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(gamma=8), dict(tree=sd.Tree.uniform((3, 2, 1)))], ids=str
+)
 def test_continuous_batching(options):
     target, expected = model("t5", 512), plainly("t5", 512, None)
     more = {} if not options else dict(drafter=drafter("t5", 512), **options)
     inputs = INPUTS * 4
-    for number, (output,) in sd.decode_stream(target, inputs, batch_size=5, max_new_tokens=NEW, **more):
+    for number, (output,) in sd.decode_stream(
+        target, inputs, batch_size=5, max_new_tokens=NEW, **more
+    ):
         row = number % len(INPUTS)
         assert output.tokens == expected[0][row].tolist()
         np.testing.assert_array_equal(bits(output.log_probs), bits(expected[1][row]))
@@ -255,7 +292,10 @@ def test_decoder_prefixes(family):
 @slow
 @pytest.mark.parametrize("style", ["t5x", "huggingface"])
 def test_beams(style):
-    target, options = model("t5", 512), dict(num_beams=4, num_return_sequences=4, beam_style=style, max_new_tokens=NEW)
+    target, options = (
+        model("t5", 512),
+        dict(num_beams=4, num_return_sequences=4, beam_style=style, max_new_tokens=NEW),
+    )
     plain = [sd.generate(target, [one], eos_ids=[5], **options) for one in INPUTS]
     found = sd.generate(target, INPUTS, eos_ids=[5], drafter=drafter("t5", 512), gamma=3, **options)
     for row, one in enumerate(plain):

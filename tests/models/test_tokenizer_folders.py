@@ -31,7 +31,10 @@ def build(name: str, folder: pathlib.Path, **changes) -> pathlib.Path:
     folder.mkdir(parents=True, exist_ok=True)
     for file in case["files"]:
         shutil.copy(GOLDEN / case["base"] / file, folder)
-    for file, fields in [*case["changes"].items(), *((f"{file}.json", fields) for file, fields in changes.items())]:
+    for file, fields in [
+        *case["changes"].items(),
+        *((f"{file}.json", fields) for file, fields in changes.items()),
+    ]:
         path = folder / file
         content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         path.write_text(json.dumps(content | fields, ensure_ascii=False), encoding="utf-8")
@@ -45,11 +48,17 @@ def opened(name: str, folder: pathlib.Path, **changes) -> vocabularies.Vocabular
     return vocabulary
 
 
-def model_of(vocabulary: vocabularies.Vocabulary, logits: int | None = None, **ids) -> sd.LanguageModel:
+def model_of(
+    vocabulary: vocabularies.Vocabulary, logits: int | None = None, **ids
+) -> sd.LanguageModel:
     """A tiny T5 with this vocabulary, and as many logits unless another number is given."""
     size = vocabulary.size if logits is None else logits
-    config = dataclasses.replace(make.TINY, vocab_size=size, num_encoder_layers=1, num_decoder_layers=1)
-    return sd.LanguageModel(config, make.model_of(make.random_params(config), config).params, vocabulary, **ids)
+    config = dataclasses.replace(
+        make.TINY, vocab_size=size, num_encoder_layers=1, num_decoder_layers=1
+    )
+    return sd.LanguageModel(
+        config, make.model_of(make.random_params(config), config).params, vocabulary, **ids
+    )
 
 
 def gpt_of(vocabulary: vocabularies.Vocabulary) -> sd.LanguageModel:
@@ -68,7 +77,11 @@ def test_ids_are_those_of_transformers(name, tmp_path):
     vocabulary = opened(name, tmp_path)
     gpt = CASES[name]["changes"]["config.json"]["model_type"] == "gpt2"
     for record in CASES[name]["records"]:
-        ids = vocabulary.encode_prompt(record["text"]) if gpt else vocabulary.encode_input(record["text"])
+        ids = (
+            vocabulary.encode_prompt(record["text"])
+            if gpt
+            else vocabulary.encode_input(record["text"])
+        )
         assert ids == record["ids"], record["text"]
 
 
@@ -82,7 +95,9 @@ def test_a_text_is_without_the_tokens_around_it(name, tmp_path):
     assert opened("two before", tmp_path / "two").decode([1, 4, 1, 56]) == "<s>T"
 
 
-@pytest.mark.parametrize("name", ["codet5", "codet5 fast", "two before", "t5's class decides", "no processor"])
+@pytest.mark.parametrize(
+    "name", ["codet5", "codet5 fast", "two before", "t5's class decides", "no processor"]
+)
 @pytest.mark.parametrize("form", ["specdec", "huggingface", "t5x"])
 def test_what_stands_around_a_text_survives_every_format(form, name, tmp_path):
     model = model_of(opened(name, tmp_path / "tokenizer"))
@@ -100,7 +115,10 @@ def test_every_way_in_puts_both_tokens_around_an_input(record, tmp_path):
     target = model_of(opened("codet5", tmp_path))
     assert doors(target, record["text"]) == [record["ids"]] * 2
     prefix, lengths = inputs.decoder_tokens(target, [record["text"]], 1)
-    assert prefix[0, : lengths[0]].tolist() == [0, *record["ids"][1:-1]]  # goes on, and so stands alone
+    assert prefix[0, : lengths[0]].tolist() == [
+        0,
+        *record["ids"][1:-1],
+    ]  # goes on, and so stands alone
 
 
 def test_every_way_in_puts_a_token_before_a_prompt(tmp_path):
@@ -112,11 +130,14 @@ def test_every_way_in_puts_a_token_before_a_prompt(tmp_path):
 def test_decoding_a_text_is_decoding_its_ids(tmp_path):
     target = model_of(opened("codet5", tmp_path))
     found, expected = (
-        sd.generate(target, [[record[form] for record in CODET5[:1]][0]], max_new_tokens=4) for form in ("text", "ids")
+        sd.generate(target, [[record[form] for record in CODET5[:1]][0]], max_new_tokens=4)
+        for form in ("text", "ids")
     )
     assert found.tokens.tolist() == expected.tokens.tolist()
     streamed = list(sd.stream(target, [CODET5[0]["text"]], max_new_tokens=4))
-    assert [token for piece in streamed for token in piece.tokens] == found.tokens[0, : found.lengths[0]].tolist()
+    assert [token for piece in streamed for token in piece.tokens] == found.tokens[
+        0, : found.lengths[0]
+    ].tolist()
 
 
 COUNTED = {
@@ -130,28 +151,44 @@ COUNTED = {
 @pytest.mark.parametrize("name", COUNTED)
 def test_counted_outputs_begin_and_end_as_the_model_writes_them(name, tmp_path, monkeypatch):
     vocabulary, counted, count = opened(name, tmp_path / "tokenizer"), [], NGramDrafter.count
-    model = gpt_of(vocabulary) if name.startswith("gpt2") else model_of(vocabulary, logits=vocabulary.size - 1)
+    model = (
+        gpt_of(vocabulary)
+        if name.startswith("gpt2")
+        else model_of(vocabulary, logits=vocabulary.size - 1)
+    )
     sd.save(model, tmp_path / "model")
     (tmp_path / "lines.txt").write_text("The ferry stayed.\nThe river\tThe bread\n")
     monkeypatch.setattr(
-        NGramDrafter, "count", lambda rows, *args, **options: counted.extend(rows) or count(rows, *args, **options)
+        NGramDrafter,
+        "count",
+        lambda rows, *args, **options: counted.extend(rows) or count(rows, *args, **options),
     )
-    flags = dict(target=tmp_path / "model", input_file=tmp_path / "lines.txt", output=tmp_path / "table.npz")
+    flags = dict(
+        target=tmp_path / "model", input_file=tmp_path / "lines.txt", output=tmp_path / "table.npz"
+    )
     main.main(["count", *(f"--{flag}={value}" for flag, value in flags.items())])
     begin, end = COUNTED[name]
-    assert counted == [[*begin, *vocabulary.encode(text), *end] for text in ("The ferry stayed.", "The bread")]
+    assert counted == [
+        [*begin, *vocabulary.encode(text), *end] for text in ("The ferry stayed.", "The bread")
+    ]
     NGramDrafter.load(tmp_path / "table.npz").check(model)  # its ids are those that have a logit
 
 
 def test_training_and_distilling_put_both_tokens_around_a_text(tmp_path):
     vocabulary = opened("codet5", tmp_path)
     (tmp_path / "pairs.tsv").write_text("The ferry stayed.\tThe ferry stayed.\n")
-    batches = corpus.Pairs((16,), ()).batches(vocabulary, [tmp_path / "pairs.tsv"], vocabulary.size, 16, 0)
+    batches = corpus.Pairs((16,), ()).batches(
+        vocabulary, [tmp_path / "pairs.tsv"], vocabulary.size, 16, 0
+    )
     batch, ids = batches[0], CODET5[0]["ids"]
     for side in (batch.inputs, batch.targets):
         assert side[0, : len(ids)].tolist() == ids
-    settings = types.SimpleNamespace(output_dir=str(tmp_path), greedy=True, samples=0, buckets=(16,))
-    (plan,) = sequence_distillation.plan_jobs(settings, vocabulary, vocabulary.size, {"train": ["The ferry stayed."]})
+    settings = types.SimpleNamespace(
+        output_dir=str(tmp_path), greedy=True, samples=0, buckets=(16,)
+    )
+    (plan,) = sequence_distillation.plan_jobs(
+        settings, vocabulary, vocabulary.size, {"train": ["The ferry stayed."]}
+    )
     assert plan.sources == [ids]
 
 
@@ -164,7 +201,12 @@ MARK = {"SpecialToken": {"id": "</s>", "type_id": 0}}
 
 
 def template(*single, tokens=SPECIAL) -> dict:
-    return {"type": "TemplateProcessing", "single": list(single), "pair": [A, B], "special_tokens": tokens}
+    return {
+        "type": "TemplateProcessing",
+        "single": list(single),
+        "pair": [A, B],
+        "special_tokens": tokens,
+    }
 
 
 NO_FRAMES = {
@@ -183,13 +225,18 @@ for _ in range(2000):
 
 @pytest.mark.parametrize("processor", NO_FRAMES.values(), ids=NO_FRAMES)
 def test_what_is_no_frame_is_rejected_by_name(processor):
-    with pytest.raises(ValueError, match="post_processor: got .* that is no frame, expected tokens before and after"):
+    with pytest.raises(
+        ValueError,
+        match="post_processor: got .* that is no frame, expected tokens before and after",
+    ):
         special_tokens.read_frame(processor, 10)
 
 
 def test_a_short_file_cannot_put_millions_of_ids_around_a_text():
     tokens = {"</s>": {"id": "</s>", "ids": [1] * 1000, "tokens": ["</s>"] * 1000}}
-    with pytest.raises(ValueError, match="post_processor: got 'TemplateProcessing' that is no frame"):
+    with pytest.raises(
+        ValueError, match="post_processor: got 'TemplateProcessing' that is no frame"
+    ):
         special_tokens.read_frame(template(A, *[MARK] * 10**5, tokens=tokens), 10)
 
 
@@ -213,19 +260,31 @@ def test_special_tokens_beside_sentinels_are_few():
 @pytest.mark.parametrize("token", [220, -1, "1", True])
 def test_ids_around_a_text_must_be_ids(token):
     tokens = {"</s>": {"id": "</s>", "ids": [token], "tokens": ["</s>"]}}
-    with pytest.raises(ValueError, match=r"post_processor: got id .*, expected ids of the vocabulary, below 220"):
+    with pytest.raises(
+        ValueError, match=r"post_processor: got id .*, expected ids of the vocabulary, below 220"
+    ):
         special_tokens.read_frame(template(A, MARK, tokens=tokens), 220)
 
 
 CLASSES = {
-    "merges of another class": ("codet5", "WhisperTokenizer", "vocab.json: got the files of a WhisperTokenizer"),
-    "pieces of another class": ("spiece", "PegasusTokenizerFast", "spiece.model: got the files of a PegasusTokenizer"),
+    "merges of another class": (
+        "codet5",
+        "WhisperTokenizer",
+        "vocab.json: got the files of a WhisperTokenizer",
+    ),
+    "pieces of another class": (
+        "spiece",
+        "PegasusTokenizerFast",
+        "spiece.model: got the files of a PegasusTokenizer",
+    ),
     "no class": ("spiece", 5, "tokenizer_class: got 5, expected a string"),
 }
 
 
 @pytest.mark.parametrize("name, kind, message", CLASSES.values(), ids=CLASSES)
-def test_a_class_that_reads_the_files_in_another_way_is_rejected_by_name(name, kind, message, tmp_path):
+def test_a_class_that_reads_the_files_in_another_way_is_rejected_by_name(
+    name, kind, message, tmp_path
+):
     with pytest.raises(ValueError, match=message):
         opened(name, tmp_path, tokenizer_config={"tokenizer_class": kind})
 
@@ -234,15 +293,21 @@ HALF = "\ud83d"  # of a surrogate pair
 
 
 @pytest.mark.parametrize("name", ["codet5", "spiece"])
-@pytest.mark.parametrize("file, fields", [
-    ("tokenizer_config", {"additional_special_tokens": [HALF], "cls_token": HALF}), ("added_tokens", {HALF: 5}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "file, fields",
+    [
+        ("tokenizer_config", {"additional_special_tokens": [HALF], "cls_token": HALF}),
+        ("added_tokens", {HALF: 5}),
+    ],
+)
 def test_tokens_that_are_no_text_name_their_file(name, file, fields, tmp_path):
     folder = build(name, tmp_path)
     path = folder / f"{file}.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     path.write_text(json.dumps(content | fields))  # as an escape: the file itself is UTF-8
-    with pytest.raises(ValueError, match=rf"{file}.json: got the token '\\ud83d', expected UTF-8 text"):
+    with pytest.raises(
+        ValueError, match=rf"{file}.json: got the token '\\ud83d', expected UTF-8 text"
+    ):
         huggingface_tokenizers.open_folder(folder, ())
 
 
@@ -250,7 +315,9 @@ def test_a_token_of_a_wrong_kind_names_the_file_that_gives_it(tmp_path):
     folder = build("codet5", tmp_path)
     (folder / "tokenizer_config.json").unlink(missing_ok=True)
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": 5}))
-    with pytest.raises(ValueError, match="special_tokens_map.json: eos_token: got 5, expected a string"):
+    with pytest.raises(
+        ValueError, match="special_tokens_map.json: eos_token: got 5, expected a string"
+    ):
         huggingface_tokenizers.open_folder(folder, ())
 
 
@@ -260,7 +327,9 @@ def test_a_step_of_a_strange_type_is_rejected_in_one_line(tmp_path):
 
 
 def test_a_token_around_a_text_must_be_in_the_vocabulary(tmp_path):
-    with pytest.raises(ValueError, match="got '<cls>' around a text, expected a token of the vocabulary"):
+    with pytest.raises(
+        ValueError, match="got '<cls>' around a text, expected a token of the vocabulary"
+    ):
         opened("codet5 fast", tmp_path, tokenizer_config={"cls_token": "<cls>"})
 
 
@@ -272,28 +341,47 @@ def test_sentinels_are_assumed_only_where_there_is_room(room, sentinels, tmp_pat
     model = (GOLDEN / "hf_madlad" / "spiece.model").read_bytes()
     pieces = vocabularies.SentencePieceVocabulary(model).size
     config = dataclasses.replace(make.TINY, vocab_size=pieces + room)
-    make.write_hf(tmp_path, make.to_tensors(make.random_params(config)), vocab_size=config.vocab_size, eos_token_id=2)
+    make.write_hf(
+        tmp_path,
+        make.to_tensors(make.random_params(config)),
+        vocab_size=config.vocab_size,
+        eos_token_id=2,
+    )
     (tmp_path / "spiece.model").write_bytes(model)
     found = sd.load(tmp_path, "float32").vocabulary
     assert (found.size, found.extra_ids) == (pieces + sentinels, sentinels)
-    assert len(found.encode("<extra_id_0>")) == 1 if sentinels else len(found.encode("<extra_id_0>")) > 1
+    assert (
+        len(found.encode("<extra_id_0>")) == 1
+        if sentinels
+        else len(found.encode("<extra_id_0>")) > 1
+    )
 
 
 @pytest.mark.parametrize("name", ["spiece", "t5 fast"])
 def test_ids_past_the_logits_are_rejected_where_they_occur(name, tmp_path):
     """The last two of 220 ids, two sentinels, have no logit."""
     target = model_of(opened(name, tmp_path), logits=218)
-    assert doors(target, "The ferry <extra_id_2>") == [target.vocabulary.encode_input("The ferry <extra_id_2>")] * 2
-    with pytest.raises(ValueError, match=r"sentence 2: got the token '<extra_id_1>' with id 218, expected ids below"):
+    assert (
+        doors(target, "The ferry <extra_id_2>")
+        == [target.vocabulary.encode_input("The ferry <extra_id_2>")] * 2
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"sentence 2: got the token '<extra_id_1>' with id 218, expected ids below",
+    ):
         inputs.encode(target, ["The ferry", "The <extra_id_1>"], 64)
-    with pytest.raises(ValueError, match=r"inputs: got ids outside the vocabulary.*\(input 1: id 218\)"):
+    with pytest.raises(
+        ValueError, match=r"inputs: got ids outside the vocabulary.*\(input 1: id 218\)"
+    ):
         inputs.as_ids(target, ["The ferry", "The <extra_id_1>"], None, framed=True)
 
 
 def test_a_vocabulary_of_many_more_ids_than_logits_is_rejected(tmp_path):
     vocabulary = opened("spiece", tmp_path)
     assert model_of(vocabulary, logits=220 - 128)
-    with pytest.raises(ValueError, match="got 220 pieces, expected at most the 91 logits of the model and 128 more"):
+    with pytest.raises(
+        ValueError, match="got 220 pieces, expected at most the 91 logits of the model and 128 more"
+    ):
         model_of(vocabulary, logits=91)
 
 
@@ -326,13 +414,20 @@ def test_what_is_written_is_what_transformers_has_read(name, tmp_path):
 def test_the_ends_that_no_tokenizer_json_names_are_written_into_it(name, tmp_path):
     """For transformers puts nothing around a text that this file does not name."""
     sd.save(model_of(opened(name, tmp_path / "tokenizer")), tmp_path / "hf", format="huggingface")
-    processor = json.loads((tmp_path / "hf" / "tokenizer.json").read_text(encoding="utf-8"))["post_processor"]
-    (before, after), ids = special_tokens.read_frame(processor, 10_000), CASES[name]["records"][1]["ids"]
+    processor = json.loads((tmp_path / "hf" / "tokenizer.json").read_text(encoding="utf-8"))[
+        "post_processor"
+    ]
+    (before, after), ids = (
+        special_tokens.read_frame(processor, 10_000),
+        CASES[name]["records"][1]["ids"],
+    )
     assert [*before, *after] == ids  # those of an empty text
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["codet5", "codet5 fast", "no processor", "control pieces", *WRITTEN])
+@pytest.mark.parametrize(
+    "name", ["codet5", "codet5 fast", "no processor", "control pieces", *WRITTEN]
+)
 def test_transformers_loads_what_is_written(name, tmp_path):
     """Its own tokenizer and its own model, on a padded batch: as many ids as the embedding has
     rows, and our tokens."""

@@ -22,7 +22,9 @@ TEXTS = pathlib.Path(__file__).parents[3] / "shared" / "data"
 
 def both():
     return {
-        "spiece.model": vocabularies.SentencePieceVocabulary.load(FOLDER / "spiece.model", IDS["extra_ids"]),
+        "spiece.model": vocabularies.SentencePieceVocabulary.load(
+            FOLDER / "spiece.model", IDS["extra_ids"]
+        ),
         "tokenizer.json": vocabularies.TokenizerJsonVocabulary.load(FOLDER / "tokenizer.json"),
     }
 
@@ -39,21 +41,28 @@ def test_ids_equal_hugging_faces(kind, record):
 
 @pytest.mark.parametrize("record", IDS["records"], ids=lambda record: record["text"][:20])
 def test_byte_ids_equal_hugging_faces(record):
-    assert vocabularies.ByteVocabulary().encode(record["text"]) + [vocabularies.EOS_ID] == record["byt5_ids"]
+    assert (
+        vocabularies.ByteVocabulary().encode(record["text"]) + [vocabularies.EOS_ID]
+        == record["byt5_ids"]
+    )
 
 
 def test_both_files_make_the_same_vocabulary():
     spiece, tokenizer = VOCABULARIES.values()
     assert spiece.size == tokenizer.size == IDS["size"]
     assert spiece.fingerprint() == tokenizer.fingerprint()
-    assert spiece.fingerprint() != vocabularies.SentencePieceVocabulary(spiece.model, 19).fingerprint()
+    assert (
+        spiece.fingerprint() != vocabularies.SentencePieceVocabulary(spiece.model, 19).fingerprint()
+    )
 
 
 def test_a_fingerprint_is_made_once(monkeypatch):
     """`generate` compares the two of a pair in every call."""
     vocabulary = vocabularies.ByteVocabulary(0)
     first = vocabulary.fingerprint()
-    monkeypatch.setattr(vocabularies.ByteVocabulary, "piece", lambda self, token: pytest.fail("made again"))
+    monkeypatch.setattr(
+        vocabularies.ByteVocabulary, "piece", lambda self, token: pytest.fail("made again")
+    )
     assert vocabulary.fingerprint() == first
 
 
@@ -91,7 +100,9 @@ def test_seqio_would_give_the_same_ids_where_a_sentinel_starts_a_word():
     plain = vocabularies.SentencePieceVocabulary(VOCABULARIES["spiece.model"].model)
     size = IDS["size"]
     expected = [*plain.encode("The river"), size - 1, *plain.encode("froze"), size - 2]
-    assert VOCABULARIES["spiece.model"].encode("The river <extra_id_0> froze <extra_id_1>") == expected
+    assert (
+        VOCABULARIES["spiece.model"].encode("The river <extra_id_0> froze <extra_id_1>") == expected
+    )
 
 
 def test_without_extra_ids_a_sentinel_is_text():
@@ -128,7 +139,12 @@ def test_sentencepiece_with_other_special_ids():
     assert vocabulary.decode([3, *ids, 2, 3]) == "The river"
     assert vocabulary.decode([*ids, 0]) != "The river"  # a piece like others, not padding
     assert VOCABULARIES["spiece.model"].eos_ids == (1,)
-    assert VOCABULARIES["spiece.model"].decode([0, *VOCABULARIES["spiece.model"].encode("The river"), 1]) == "The river"
+    assert (
+        VOCABULARIES["spiece.model"].decode(
+            [0, *VOCABULARIES["spiece.model"].encode("The river"), 1]
+        )
+        == "The river"
+    )
 
 
 def token(i: int) -> str:
@@ -144,7 +160,12 @@ ENDS = {
     "a stop id only": ({}, {}, (95,), (1, 95)),
     "no processor": (NO_PROCESSOR, {}, (95, 1), (1, 95)),
     "named": (NO_PROCESSOR, {"tokenizer_config.json": token(2)}, (95,), (2, 95)),
-    "named as an object": (NO_PROCESSOR, {"special_tokens_map.json": {"content": token(2)}}, None, (2,)),
+    "named as an object": (
+        NO_PROCESSOR,
+        {"special_tokens_map.json": {"content": token(2)}},
+        None,
+        (2,),
+    ),
     "named, but not there": (NO_PROCESSOR, {"tokenizer_config.json": "<end>"}, (95,), (1, 95)),
     "the processor knows best": ({}, {"tokenizer_config.json": token(2)}, (95,), (1, 95)),
     "none but the model's": (dict(**NO_PROCESSOR, renamed=True), {}, (95, 1), (95, 1)),
@@ -155,7 +176,9 @@ ENDS = {
 def test_inputs_end_with_the_tokenizers_own_eos(case, tmp_path):
     changes, files, stop_ids, expected = ENDS[case]
     text = tokenizer_json(**{name: value for name, value in changes.items() if name != "renamed"})
-    (tmp_path / "tokenizer.json").write_text(text.replace("</s>", "<other>") if "renamed" in changes else text)
+    (tmp_path / "tokenizer.json").write_text(
+        text.replace("</s>", "<other>") if "renamed" in changes else text
+    )
     for name, eos_token in files.items():
         (tmp_path / name).write_text(json.dumps({"eos_token": eos_token}))
     vocabulary = huggingface_tokenizers.open_folder(tmp_path, stop_ids or ())
@@ -179,25 +202,40 @@ def test_the_ids_of_the_configuration_stop_and_the_tokenizers_ends_inputs(tmp_pa
 
 def test_a_tokenizers_truncation_and_padding_are_ignored():
     content = json.loads(VOCABULARIES["tokenizer.json"].text)
-    content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     content["padding"] = {
-        "strategy": {"Fixed": 30}, "direction": "Right", "pad_to_multiple_of": None,
-        "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>",
-    }  # fmt: skip
+        "strategy": {"Fixed": 30},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<pad>",
+    }
     text = "The river froze early that year."
     assert vocabularies.TokenizerJsonVocabulary(json.dumps(content)).encode(text) == VOCABULARIES[
         "tokenizer.json"
     ].encode(text)
 
 
-@pytest.mark.parametrize("make", [
-    lambda: vocabularies.SentencePieceVocabulary(b"no model"),
-    lambda: vocabularies.SentencePieceVocabulary(b""),
-    lambda: vocabularies.TokenizerJsonVocabulary("{}"),
-    lambda: vocabularies.TokenizerJsonVocabulary(tokenizer_json(post_processor=None).replace("</s>", "<end>")),
-    lambda: vocabularies.SentencePieceVocabulary(make_checkpoints.sentencepiece_model(TRAINING, 90,
-    hard_vocab_limit=False, eos_id=-1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: vocabularies.SentencePieceVocabulary(b"no model"),
+        lambda: vocabularies.SentencePieceVocabulary(b""),
+        lambda: vocabularies.TokenizerJsonVocabulary("{}"),
+        lambda: vocabularies.TokenizerJsonVocabulary(
+            tokenizer_json(post_processor=None).replace("</s>", "<end>")
+        ),
+        lambda: vocabularies.SentencePieceVocabulary(
+            make_checkpoints.sentencepiece_model(TRAINING, 90, hard_vocab_limit=False, eos_id=-1)
+        ),
+    ],
+)
 def test_what_is_no_vocabulary_is_rejected(make):
     with pytest.raises(ValueError, match=r"^got .*, expected "):
         make()
@@ -208,12 +246,26 @@ FOLDERS = {
     "default": ({}, 100),
     "extra_ids": ({"tokenizer_config.json": {"extra_ids": 7}}, 7),
     "none": ({"tokenizer_config.json": {"extra_ids": 0, "additional_special_tokens": None}}, 0),
-    "listed": ({"tokenizer_config.json": {"additional_special_tokens": ["<extra_id_0>", "<extra_id_1>"]}}, 2),
-    "map": ({"special_tokens_map.json": {"additional_special_tokens": ["<extra_id_0>"], "eos_token": "</s>"}}, 1),
+    "listed": (
+        {"tokenizer_config.json": {"additional_special_tokens": ["<extra_id_0>", "<extra_id_1>"]}},
+        2,
+    ),
+    "map": (
+        {
+            "special_tokens_map.json": {
+                "additional_special_tokens": ["<extra_id_0>"],
+                "eos_token": "</s>",
+            }
+        },
+        1,
+    ),
     "decoder": (
         {
             "tokenizer_config.json": {
-                "added_tokens_decoder": {"200": {"content": "<extra_id_1>"}, "201": {"content": "<extra_id_0>"}}
+                "added_tokens_decoder": {
+                    "200": {"content": "<extra_id_1>"},
+                    "201": {"content": "<extra_id_0>"},
+                }
             }
         },
         2,
@@ -228,15 +280,23 @@ def test_sentinels_of_a_hugging_face_folder(case, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     vocabulary = huggingface_tokenizers.open_folder(tmp_path, ())
-    assert (type(vocabulary), vocabulary.extra_ids) == (vocabularies.SentencePieceVocabulary, extra_ids)
+    assert (type(vocabulary), vocabulary.extra_ids) == (
+        vocabularies.SentencePieceVocabulary,
+        extra_ids,
+    )
 
 
 def test_which_tokenizer_a_folder_has(tmp_path):
     assert huggingface_tokenizers.open_folder(tmp_path, ()) is None
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0})
+    )
     vocabulary = huggingface_tokenizers.open_folder(tmp_path, ())
     assert (type(vocabulary), vocabulary.size) == (vocabularies.ByteVocabulary, 384)
-    assert type(huggingface_tokenizers.open_folder(FOLDER, (1,))) is vocabularies.TokenizerJsonVocabulary
+    assert (
+        type(huggingface_tokenizers.open_folder(FOLDER, (1,)))
+        is vocabularies.TokenizerJsonVocabulary
+    )
 
 
 @pytest.mark.parametrize("added", [{"<sep>": 200}, {"<extra_id_0>": 150}])
@@ -262,19 +322,35 @@ def test_the_two_files_agree_on_real_text(name):
 def test_a_text_that_is_too_long_is_rejected_by_its_length():
     texts = ["short", None, "a" * 1_000_001]
     vocabularies.check_texts("input", texts[:2])
-    with pytest.raises(ValueError, match="input 3: got a text of 1,000,001 characters, expected at most 1,000,000"):
+    with pytest.raises(
+        ValueError, match="input 3: got a text of 1,000,001 characters, expected at most 1,000,000"
+    ):
         vocabularies.check_texts("input", texts)
 
 
 def regex_tokenizer(pattern: str) -> str:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     return tokenizer_json(normalizer=None, pre_tokenizer=split)
 
 
 @pytest.mark.parametrize(
     "pattern",
     [
-        *(" {2,}", r"\s+", r" ?\p{L}+|\d{1,3}|[^\s\p{L}]+", r"(\s+)", r"(?:\r\n|\r|\n)", "[[:punct:]]", r"\b", "[^a]+"),
+        *(
+            " {2,}",
+            r"\s+",
+            r" ?\p{L}+|\d{1,3}|[^\s\p{L}]+",
+            r"(\s+)",
+            r"(?:\r\n|\r|\n)",
+            "[[:punct:]]",
+            r"\b",
+            "[^a]+",
+        ),
         *sorted(tokenizer_checks.PUBLISHED),
     ],
 )
@@ -287,15 +363,20 @@ def test_expressions_of_published_tokenizers_take_time_in_proportion_to_the_text
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(a+)+", "a*a*", r"\s+$", "(?:a|a)*", "a?a?", r"\s*x", "a{3}{3}", "(?=a)", "[a&&b]+", "a+?b"]
+    "pattern",
+    ["(a+)+", "a*a*", r"\s+$", "(?:a|a)*", "a?a?", r"\s*x", "a{3}{3}", "(?=a)", "[a&&b]+", "a+?b"],
 )
 def test_expressions_that_could_take_longer_are_rejected(pattern):
-    with pytest.raises(ValueError, match="got the regular expression .*, which might take for ever; expected one of"):
+    with pytest.raises(
+        ValueError,
+        match="got the regular expression .*, which might take for ever; expected one of",
+    ):
         vocabularies.TokenizerJsonVocabulary(regex_tokenizer(pattern))
 
 
 @pytest.mark.parametrize(
-    "pattern", ["[^a]" * 49 + "(", "a{1,2}|" * 28 + "(", "a?" * 99 + "(", "a" * 199 + "(", "(" * 200]
+    "pattern",
+    ["[^a]" * 49 + "(", "a{1,2}|" * 28 + "(", "a?" * 99 + "(", "a" * 199 + "(", "(" * 200],
 )
 def test_the_check_of_an_expression_takes_no_time_itself(pattern):
     start = time.perf_counter()
@@ -305,7 +386,9 @@ def test_the_check_of_an_expression_takes_no_time_itself(pattern):
 
 
 def replacing(*pairs) -> dict:
-    step = lambda old, new: {"type": "Replace", "pattern": {"String": old}, "content": new}
+    def step(old, new):
+        return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
     return {"type": "Sequence", "normalizers": [step(*pair) for pair in pairs]}
 
 
@@ -313,13 +396,21 @@ def test_steps_that_make_a_text_longer_allow_shorter_texts():
     """Letters of the same length cost nothing; what could fill the memory is rejected before it is
     encoded."""
     same = replacing(*[(letter, "ی") for letter in "يىئےېۍێۑؽؾ"])
-    assert vocabularies.TokenizerJsonVocabulary(tokenizer_json(normalizer=same)).encode("Tom " * 10_000)
+    assert vocabularies.TokenizerJsonVocabulary(tokenizer_json(normalizer=same)).encode(
+        "Tom " * 10_000
+    )
     wider = replacing(*[(mark, chr(ord(mark) + 0xFEE0)) for mark in "!?,.:;()"])  # 1 byte becomes 3
-    assert vocabularies.TokenizerJsonVocabulary(tokenizer_json(normalizer=wider)).encode("Tom " * 1000)
-    decomposed = {"type": "Sequence", "normalizers": [{"type": "NFKD"}, *replacing((" ", "x" * 900))["normalizers"]]}
+    assert vocabularies.TokenizerJsonVocabulary(tokenizer_json(normalizer=wider)).encode(
+        "Tom " * 1000
+    )
+    decomposed = {
+        "type": "Sequence",
+        "normalizers": [{"type": "NFKD"}, *replacing((" ", "x" * 900))["normalizers"]],
+    }
     vocabulary = vocabularies.TokenizerJsonVocabulary(tokenizer_json(normalizer=decomposed))
     with pytest.raises(
-        ValueError, match="got a text of 100,000 characters, which this tokenizer may make 16,200 times as"
+        ValueError,
+        match="got a text of 100,000 characters, which this tokenizer may make 16,200 times as",
     ):
         vocabulary.encode("\ufdfa" * 100_000)
 

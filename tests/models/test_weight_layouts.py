@@ -61,12 +61,18 @@ def test_kernels_in_8_bits_are_stored_as_they_are():
     np.testing.assert_array_equal(stored.matrix(), kernel.matrix())
     # Inputs are rounded to 16 bits.
     np.testing.assert_allclose(apply_kernel(x, stored, np.float32), x @ kernel.matrix(), atol=2e-3)
-    joint = weight_layouts.pack({"mlp": {name: {"kernel": kernel} for name in ("wi_0", "wi_1")}}, use_packed=True)
+    joint = weight_layouts.pack(
+        {"mlp": {name: {"kernel": kernel} for name in ("wi_0", "wi_1")}}, use_packed=True
+    )
     assert weight_layouts.shape_of(joint["mlp"]["wi_fused"]["kernel"]) == (64, 130)
 
 
 def test_every_kernel_of_a_float32_model_is_in_panels():
-    for made, fused in ((model(), True), (model(logits_via_embedding=True), True), (tiny_gpt(), False)):
+    for made, fused in (
+        (model(), True),
+        (model(logits_via_embedding=True), True),
+        (tiny_gpt(), False),
+    ):
         network = made.network
         kernels = jax.tree.leaves(network.params, is_leaf=weight_layouts.is_kernel)
         kernels = [leaf for leaf in kernels if weight_layouts.is_kernel(leaf)]
@@ -96,15 +102,25 @@ def test_output_does_not_depend_on_the_layout(make, monkeypatch):
             np.testing.assert_array_equal(found.tokens, expected.tokens)
             np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
     tokens = RNG.integers(2, 64, (5, 7))
-    np.testing.assert_allclose(target.logits(INPUTS, tokens), other.logits(INPUTS, tokens), atol=1e-4)
+    np.testing.assert_allclose(
+        target.logits(INPUTS, tokens), other.logits(INPUTS, tokens), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("make", MODELS)
 def test_calls_over_several_positions_compute_the_same_bits(make):
     """Of the logits, whatever the number of positions in a call, and of rows."""
     target = make()
-    assert near_ties.measure_difference(target, INPUTS[0], [0, *INPUTS[1], *INPUTS[2]], width=4).noise == 0
-    assert near_ties.measure_difference(target, INPUTS[0], [0, *INPUTS[1], *INPUTS[2]], width=9, batch=3).noise == 0
+    assert (
+        near_ties.measure_difference(target, INPUTS[0], [0, *INPUTS[1], *INPUTS[2]], width=4).noise
+        == 0
+    )
+    assert (
+        near_ties.measure_difference(
+            target, INPUTS[0], [0, *INPUTS[1], *INPUTS[2]], width=9, batch=3
+        ).noise
+        == 0
+    )
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -118,7 +134,8 @@ def test_heads_for_some_ids_do_not_depend_on_the_layout(monkeypatch):
     for make in (model, lambda: model(logits_via_embedding=True)):
         target, other, ids = make(), without_kernels(make, monkeypatch), np.arange(0, 64, 2)
         heads = [
-            found.network.shortlisted(ids).params["decoder"]["logits_dense"]["kernel"] for found in (target, other)
+            found.network.shortlisted(ids).params["decoder"]["logits_dense"]["kernel"]
+            for found in (target, other)
         ]
         np.testing.assert_array_equal(*map(weight_layouts.matrix, heads))
 
@@ -126,7 +143,9 @@ def test_heads_for_some_ids_do_not_depend_on_the_layout(monkeypatch):
 def test_8_bits_are_the_same_in_both_layouts(monkeypatch):
     target, other = model(), without_kernels(model, monkeypatch)
     kernels = [
-        list(map(weight_layouts.matrix, weight_layouts.step_kernels(found.network.in_int8().params)))
+        list(
+            map(weight_layouts.matrix, weight_layouts.step_kernels(found.network.in_int8().params))
+        )
         for found in (target, other)
     ]
     jax.tree.map(np.testing.assert_array_equal, *kernels)

@@ -33,7 +33,9 @@ def as_on_an_accelerator(monkeypatch):
     """XLA multiplies, with the operands that an accelerator would get."""
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     monkeypatch.setattr(packed_weights, "accelerated", lambda: True)
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arguments, cpu, default: default(*arguments))
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *arguments, cpu, default: default(*arguments)
+    )
 
 
 # Numbers.
@@ -47,7 +49,9 @@ def test_a_product_is_exact_but_for_the_sums_in_float32(dtype, rows):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((*rows, 300)), dtype)
     kernel = Int8Kernel.quantize(jnp.asarray(rng.standard_normal((300, 40)), jnp.float32), None)
-    inputs, integers, scales = (np.asarray(a).astype(np.float64) for a in (x, kernel.values, kernel.scales))
+    inputs, integers, scales = (
+        np.asarray(a).astype(np.float64) for a in (x, kernel.values, kernel.scales)
+    )
     exact, most = inputs @ integers * scales, np.abs(inputs) @ np.abs(integers) * scales
     found = jax.jit(lambda x, kernel: kernel.product(x, jnp.float32))(x, kernel)
     assert found.shape == (*rows, 40) and found.dtype == jnp.float32
@@ -62,12 +66,16 @@ def logits(model, rng):
     return model.logits(None if model.config.decoder_only else rng.integers(2, 24, (3, 5)), tokens)
 
 
-@pytest.mark.parametrize("name", ["T5 1.0", pytest.param("T5", marks=SLOW), pytest.param("GPT", marks=SLOW)])
+@pytest.mark.parametrize(
+    "name", ["T5 1.0", pytest.param("T5", marks=SLOW), pytest.param("GPT", marks=SLOW)]
+)
 def test_a_model_computes_what_its_widened_numbers_do(name):
     model = sd.LanguageModel.random(SHAPES[name], quantize="int8")
     assert model.quantized and model.input_bits is None and not model.network.module.native
     assert " in int8 with inputs as they are" in model.contents
-    assert flatten(model.params).keys() == flatten(sd.LanguageModel.random(SHAPES[name]).params).keys()
+    assert (
+        flatten(model.params).keys() == flatten(sd.LanguageModel.random(SHAPES[name]).params).keys()
+    )
     kernels = weight_layouts.step_kernels(model.network.params)
     assert all(isinstance(kernel, Int8Kernel) and kernel.input_bits is None for kernel in kernels)
     config, params = SHAPES[name].with_own_head(), model.params
@@ -90,13 +98,19 @@ def test_speculative_decoding_gives_what_plain_decoding_gives(tied, drafting):
     how = dict(max_new_tokens=12, eos_ids=())
     expected = sd.generate(target, INPUTS, **how)
     exits = drafting == "exit"
-    drafter = sd.EarlyExitDrafter(target, 1) if exits else sd.ModelDrafter(noisy_copy(plain, 0.3), int8=True)
+    drafter = (
+        sd.EarlyExitDrafter(target, 1)
+        if exits
+        else sd.ModelDrafter(noisy_copy(plain, 0.3), int8=True)
+    )
     shape = dict(tree=sd.Tree.uniform((2, 1))) if drafting == "tree" else dict(gamma=3)
     found = sd.generate(target, INPUTS, drafter=drafter, **shape, **how)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
     assert 0 < found.stats.accepted < found.stats.drafted
-    assert exits or all(kernel.input_bits is None for kernel in weight_layouts.step_kernels(drafter.network.params))
+    assert exits or all(
+        kernel.input_bits is None for kernel in weight_layouts.step_kernels(drafter.network.params)
+    )
 
 
 @pytest.mark.slow
@@ -104,11 +118,16 @@ def test_speculative_decoding_gives_what_plain_decoding_gives(tied, drafting):
 def test_the_bundled_pair_decodes_what_it_does_widened(dtype, optimised):
     models = [sd.load("ende/target", dtype, quantize=how) for how in ("int8", None)]
     assert [model.quantized for model in models] == [True, False]
-    assert models[0].fingerprint == models[1].fingerprint and models[0].contents != models[1].contents
+    assert (
+        models[0].fingerprint == models[1].fingerprint and models[0].contents != models[1].contents
+    )
     texts = [sd.generate(model, built_in()[:3], max_new_tokens=32).texts for model in models]
     assert texts[0] == texts[1]
     drafter = sd.ModelDrafter(sd.load("ende/drafter", dtype, quantize="int8"))
-    assert sd.generate(models[0], built_in()[:3], max_new_tokens=32, drafter=drafter, gamma=3).texts == texts[0]
+    assert (
+        sd.generate(models[0], built_in()[:3], max_new_tokens=32, drafter=drafter, gamma=3).texts
+        == texts[0]
+    )
 
 
 # Files, and memory.
@@ -141,12 +160,16 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, tmp_pa
     model = sd.load(tmp_path / "model", "bfloat16", quantize="int8")
     embedding = flatten(sd.load(tmp_path / "model", "float32").params)[EMBEDDING]
     kernel = Int8Kernel.quantize(embedding.T)
-    assert_kernel(model.network.params["decoder"]["logits_dense"]["kernel"], kernel.values, kernel.scales)
+    assert_kernel(
+        model.network.params["decoder"]["logits_dense"]["kernel"], kernel.values, kernel.scales
+    )
     assert HEAD not in flatten(model.params)
 
 
 def test_memory_is_that_of_8_bits():
-    large = sd.PRESETS["t5_1_0/large"].replace(num_encoder_layers=1, num_decoder_layers=1, vocab_size=2000)
+    large = sd.PRESETS["t5_1_0/large"].replace(
+        num_encoder_layers=1, num_decoder_layers=1, vocab_size=2000
+    )
     model = sd.LanguageModel.dummy(large.replace(dtype="bfloat16"), quantize="int8")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
     required = checkpoints_weights.required_bytes(large, "bfloat16", None, "rounded")
@@ -172,9 +195,13 @@ def test_kernels_of_no_meaning_are_rounded_one_by_one(monkeypatch):
 # Figures, and what is rejected.
 
 
-@pytest.mark.parametrize("kind, alphas", [("int8", ()), pytest.param("int8", (0.5,), marks=SLOW), ("self:int8", ())])
+@pytest.mark.parametrize(
+    "kind, alphas", [("int8", ()), pytest.param("int8", (0.5,), marks=SLOW), ("self:int8", ())]
+)
 def test_the_report_of_accelerators_times_8_bits(kind, alphas):
-    setup = Setup(tiny=True, input_length=4, max_new_tokens=4, gamma=2, widths=(1, 3), alphas=alphas)
+    setup = Setup(
+        tiny=True, input_length=4, max_new_tokens=4, gamma=2, widths=(1, 3), alphas=alphas
+    )
     stage = next(stage for stage in stages(setup, {}) if stage.kind == kind)
     pair = stage.load()
     assert pair.target.quantized == (kind == "int8") and pair.target.config.dtype == "bfloat16"
@@ -188,9 +215,13 @@ def test_inputs_in_8_bits_and_meshes_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     folder = save_tiny(tmp_path / "model")
     for dtype in ("float32", "bfloat16"):
-        with pytest.raises(ValueError, match="quantize: got 'w8a8', expected 8 bits only for float32 on a CPU"):
+        with pytest.raises(
+            ValueError, match="quantize: got 'w8a8', expected 8 bits only for float32 on a CPU"
+        ):
             sd.load(folder, dtype, quantize="w8a8")
-        with pytest.raises(ValueError, match="got 'int8' with a mesh, expected 8 bits only .* without a mesh"):
+        with pytest.raises(
+            ValueError, match="got 'int8' with a mesh, expected 8 bits only .* without a mesh"
+        ):
             sd.load(folder, dtype, quantize="int8", mesh=sd.make_mesh(1, 1))
     with pytest.raises(ValueError, match="params: got kernels in int8, expected 8 bits only"):
         sd.LanguageModel(TINY, weight_layouts.round_params(sd.LanguageModel.random(TINY).params))
@@ -198,5 +229,7 @@ def test_inputs_in_8_bits_and_meshes_are_rejected(tmp_path, monkeypatch):
     options = dict(target="absent", dtype="bfloat16")
     DecodingOptions(**options, quantize="int8").check()
     for more in (dict(quantize="w8a8"), dict(quantize="int8", mesh="1x1")):
-        with pytest.raises(ValueError, match="quantize: got '.*', expected one device: a CPU in float32"):
+        with pytest.raises(
+            ValueError, match="quantize: got '.*', expected one device: a CPU in float32"
+        ):
             DecodingOptions(**options, **more).check()

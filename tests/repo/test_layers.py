@@ -66,8 +66,12 @@ def test_every_package_is_installed():
         pytest.skip("no checkout here")
     settings = tomllib.loads(described.read_text(encoding="utf-8"))["tool"]["setuptools"]
     outside = {folder: name for name, folder in settings["package-dir"].items()}
-    found = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "specdec_jax").rglob("__init__.py")}
-    assert {outside.get(name, name.replace("/", ".")) for name in found} == set(settings["packages"])
+    found = {
+        str(path.parent.relative_to(ROOT)) for path in (ROOT / "specdec_jax").rglob("__init__.py")
+    }
+    assert {outside.get(name, name.replace("/", ".")) for name in found} == set(
+        settings["packages"]
+    )
 
 
 def package_of(module: str) -> str:
@@ -76,7 +80,10 @@ def package_of(module: str) -> str:
 
 def test_every_module_is_in_a_room():
     assert {package_of(module) for module in MODULES} - {FACADE, "__main__"} == set(LAYER_OF)
-    assert {module for module in MODULES if "." not in module} - set(LAYER_OF) == {FACADE, "__main__"}
+    assert {module for module in MODULES if "." not in module} - set(LAYER_OF) == {
+        FACADE,
+        "__main__",
+    }
 
 
 @pytest.mark.parametrize("package", sorted(LAYER_OF))
@@ -99,14 +106,23 @@ def test_no_function_is_long(module):
     """Counted in statements, which do not depend on how the code is formatted."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = [node for node in ast.walk(MODULES[module]) if isinstance(node, functions)]
-    assert not {node.name for node in found if sum(isinstance(part, ast.stmt) for part in ast.walk(node)) > 60}
+    assert not {
+        node.name
+        for node in found
+        if sum(isinstance(part, ast.stmt) for part in ast.walk(node)) > 60
+    }
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_what_is_declared_is_not_asked_for_by_name(path):
     """Which drafter or verifier it is, only its own file and its table know; others read what it
     declares."""
-    text, package = path.read_text(encoding="utf-8"), package_of(str(path.relative_to(PACKAGE)).replace("/", "."))
+    text, package = (
+        path.read_text(encoding="utf-8"),
+        package_of(str(path.relative_to(PACKAGE)).replace("/", ".")),
+    )
     if package != "drafters":
         assert not re.findall(r"isinstance\([^()]*\w(?:Drafter|Cascade)\b", text)
     if path.name != "verifiers.py":
@@ -133,41 +149,66 @@ def test_frameworks_stay_where_they_belong(module):
     if package_of(module) != "models":
         assert not {name for name in names if name.startswith("flax.linen")}
     if package_of(module) != "commands":
-        assert not {name.split(".")[0] for name in names} & {"gin", "absl"} - MAY_IMPORT.get(module, set())
+        assert not {name.split(".")[0] for name in names} & {"gin", "absl"} - MAY_IMPORT.get(
+            module, set()
+        )
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_heavy_packages_only_inside_functions(module):
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     inside = {
-        id(node) for outer in ast.walk(MODULES[module]) if isinstance(outer, functions) for node in ast.walk(outer)
+        id(node)
+        for outer in ast.walk(MODULES[module])
+        if isinstance(outer, functions)
+        for node in ast.walk(outer)
     }
     for node in ast.walk(MODULES[module]):
         if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in inside:
-            assert not {name.split(".")[0] for name in imports(node)} & (HEAVY - MAY_IMPORT.get(module, set()))
+            assert not {name.split(".")[0] for name in imports(node)} & (
+                HEAVY - MAY_IMPORT.get(module, set())
+            )
 
 
 def test_top_level():
     listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     if listing.returncode:
         pytest.skip("no git checkout here")
     top = {line.split("/")[0] for line in listing.stdout.splitlines()}
     assert {name for name in top if not name.startswith(".")} == {
-        "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "specdec_jax", "configs", "scripts", "tests",
-    }  # fmt: skip
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "specdec_jax",
+        "configs",
+        "scripts",
+        "tests",
+    }
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.stem)
 def test_no_test_imports_a_test(path):
     """What several share is in `tests/support/`."""
-    parts = {part for name in imports(ast.parse(path.read_text(encoding="utf-8"))) for part in name.split(".")[:1]}
+    parts = {
+        part
+        for name in imports(ast.parse(path.read_text(encoding="utf-8")))
+        for part in name.split(".")[:1]
+    }
     assert not {part for part in parts if part.startswith("test_")}
 
 
 def test_tests_mirror_the_rooms():
     """A folder for each package; beside them `exactness`, of all packages together, and `repo`, of
     the repository."""
-    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
+    folders = {
+        path.name
+        for path in (ROOT / "tests").iterdir()
+        if path.is_dir() and any(path.glob("test_*.py"))
+    }
     assert folders == set(LAYER_OF) | {"exactness", "repo"}

@@ -14,12 +14,19 @@ TEXTS = {pages.name_of(path): path.read_text(encoding="utf-8") for path in pages
 README = TEXTS["README.md"]
 every_page = pytest.mark.parametrize("name", TEXTS)
 with_python = pytest.mark.parametrize(
-    "name", [name for name, text in TEXTS.items() if any(block[0] == "python" for block in pages.blocks(text))]
+    "name",
+    [
+        name
+        for name, text in TEXTS.items()
+        if any(block[0] == "python" for block in pages.blocks(text))
+    ],
 )
 
 
 def python(name: str) -> list[tuple[int, str]]:
-    return [(line, body) for language, line, body in pages.blocks(TEXTS[name]) if language == "python"]
+    return [
+        (line, body) for language, line, body in pages.blocks(TEXTS[name]) if language == "python"
+    ]
 
 
 @with_python
@@ -32,8 +39,13 @@ def test_python_examples(name, tmp_path, monkeypatch, capsys):
         exec(compile("\n" * (line - 1) + body, pages.ROOT / name, "exec"), names)
     for result in names.values():
         if isinstance(result, sd.GenerationResult) and result.stats.drafted:
-            assert 0 < result.stats.tokens_per_target_call and 0 <= result.stats.accepted_per_target_call
-    assert name != "README.md" or capsys.readouterr().out.strip(), "the README's example shows something"
+            assert (
+                0 < result.stats.tokens_per_target_call
+                and 0 <= result.stats.accepted_per_target_call
+            )
+    assert name != "README.md" or capsys.readouterr().out.strip(), (
+        "the README's example shows something"
+    )
 
 
 def test_readme_has_an_example():
@@ -53,7 +65,11 @@ def test_prose_is_narrow(name):
     shown = re.sub(r"\]\([^)]*\)", "]()", pages.prose(TEXTS[name]))
     lines = enumerate(shown.splitlines(), 1)
     assert not [number for number, line in lines if len(line) > 120 and not line.startswith("|")]
-    code = [(first + number, line) for first, body in python(name) for number, line in enumerate(body.splitlines())]
+    code = [
+        (first + number, line)
+        for first, body in python(name)
+        for number, line in enumerate(body.splitlines())
+    ]
     assert not [number for number, line in code if len(line) > 120]
 
 
@@ -64,11 +80,15 @@ def test_links_lead_somewhere(name):
         if re.match(r"[a-z][a-z0-9+.-]*:", link):
             continue  # elsewhere
         path, _, anchor = link.partition("#")
-        found = pages.ROOT / path[1:] if path.startswith("/") else page.parent / path if path else page
+        found = (
+            pages.ROOT / path[1:] if path.startswith("/") else page.parent / path if path else page
+        )
         inside = found.resolve().is_relative_to(pages.ROOT.resolve())
         if not (inside and found.exists()):
             broken.append(link)
-        elif anchor and (found.suffix != ".md" or anchor not in pages.anchors(found.read_text(encoding="utf-8"))):
+        elif anchor and (
+            found.suffix != ".md" or anchor not in pages.anchors(found.read_text(encoding="utf-8"))
+        ):
             broken.append(link)
     assert not broken
 
@@ -76,7 +96,11 @@ def test_links_lead_somewhere(name):
 @every_page
 def test_files_of_the_repository_exist(name):
     """Those that a page names by their path from the root."""
-    named = set(re.findall(r"(?<![\w/.~*-])(?:specdec_jax|configs|scripts|tests)/[\w*./-]*\.\w+", TEXTS[name]))
+    named = set(
+        re.findall(
+            r"(?<![\w/.~*-])(?:specdec_jax|configs|scripts|tests)/[\w*./-]*\.\w+", TEXTS[name]
+        )
+    )
     assert not [path for path in named if not list(pages.ROOT.glob(path))]
 
 
@@ -100,9 +124,17 @@ def test_every_file_of_a_room_is_listed(package):
     name."""
     page = package / "README.md"
     assert page.is_file(), f"{package.name} has no page"
-    there = {str(path.relative_to(package)) for path in package.rglob("*.py") if path.name != "__init__.py"}
+    there = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if path.name != "__init__.py"
+    }
     folders = {path.parent for path in package.rglob("*/__init__.py")}
-    there |= {f"{folder.relative_to(package)}/" for folder in folders if len(list(folder.rglob("*.py"))) == 1}
+    there |= {
+        f"{folder.relative_to(package)}/"
+        for folder in folders
+        if len(list(folder.rglob("*.py"))) == 1
+    }
     listed = pages.files_table(page.read_text(encoding="utf-8"))
     assert len(listed) == len(set(listed))
     assert {name for name in listed if name.endswith((".py", "/"))} == there

@@ -18,10 +18,22 @@ ids, logits = jnp.zeros((B, G), jnp.int32), jnp.zeros((B, G, V))
 cache, update = KVCache.empty(B, 1, 4, 8, jnp.float32), jnp.zeros((B, 1, 1, 8))
 context = processors.Context(ids, ids[:, 0], ids[:, 0], ids)
 WRONG = {
-    "as many tokens of the target as drafted": ("draft_tokens", lambda: verifiers.verify_greedy(ids, ids, ids[:, 0])),
-    "positions of another batch": ("positions", lambda: cache.append(update, update, jnp.zeros(B + 1, jnp.int32))),
-    "a live mark for each row": ("valid", lambda: apply_kernel(logits, logits[0].T, jnp.float32, ids[:, 0] > 0)),
-    "one row's own logits": ("logits", lambda: processors.forbid_repeated_ngrams(logits[0], context, 2)),
+    "as many tokens of the target as drafted": (
+        "draft_tokens",
+        lambda: verifiers.verify_greedy(ids, ids, ids[:, 0]),
+    ),
+    "positions of another batch": (
+        "positions",
+        lambda: cache.append(update, update, jnp.zeros(B + 1, jnp.int32)),
+    ),
+    "a live mark for each row": (
+        "valid",
+        lambda: apply_kernel(logits, logits[0].T, jnp.float32, ids[:, 0] > 0),
+    ),
+    "one row's own logits": (
+        "logits",
+        lambda: processors.forbid_repeated_ngrams(logits[0], context, 2),
+    ),
     "tokens that are floats": (
         "tokens",
         lambda: distributions.Categorical.from_logits(logits).log_prob(ids.astype(jnp.float32)),
@@ -29,7 +41,9 @@ WRONG = {
     "words that are signed": ("random", lambda: randomness.draw(logits[:, 0], ids[:, :2])),
     "raw keys": (
         "keys",
-        lambda: randomness.random_bits(jnp.zeros((B, 2), jnp.uint32), ids[:, 0], ids, randomness.DRAFT),
+        lambda: randomness.random_bits(
+            jnp.zeros((B, 2), jnp.uint32), ids[:, 0], ids, randomness.DRAFT
+        ),
     ),
     "under jit": ("draft_tokens", lambda: jax.jit(verifiers.verify_greedy)(ids, ids, ids[:, 0])),
 }
@@ -42,14 +56,20 @@ def test_what_does_not_fit_is_told(name, call):
 
 
 def test_fields_that_do_not_fit_each_other_are_told():
-    with pytest.raises(jaxtyping.AnnotationError, match=r"Categorical.log_normalizer: got float32\(2, 3, 5\)"):
+    with pytest.raises(
+        jaxtyping.AnnotationError, match=r"Categorical.log_normalizer: got float32\(2, 3, 5\)"
+    ):
         distributions.Categorical(logits, logits).entropy()
 
 
 def test_a_result_that_does_not_fit_is_told(monkeypatch):
-    monkeypatch.setattr(randomness, "random_bits", lambda *arguments: jnp.zeros((B, G + 1, 2), jnp.uint32))
+    monkeypatch.setattr(
+        randomness, "random_bits", lambda *arguments: jnp.zeros((B, G + 1, 2), jnp.uint32)
+    )
     with pytest.raises(jaxtyping.TypeCheckError, match="return value"):
-        randomness.uniforms(jax.random.split(randomness.seeded(0), B), ids[:, 0], ids, randomness.ACCEPT)
+        randomness.uniforms(
+            jax.random.split(randomness.seeded(0), B), ids[:, 0], ids, randomness.ACCEPT
+        )
 
 
 def test_nothing_is_checked_outside_tests():

@@ -10,13 +10,31 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Words that once meant a distribution, a variant of a benchmark, to reject, to verify, a top-k hit
 # rate, int8, synthetic acceptance, a package, dummy weights and the ambient mesh.
 WORDS = (
-    "law", "laws", "arm", "arms", "refuse", "refused", "refuses", "judge", "judged", "judges", "coverage",
-    "in 8 bits", "by coin", "door sign", "numbers of no meaning", "surroundings", "NotNumbers", "Renewal",
-)  # fmt: skip
+    "law",
+    "laws",
+    "arm",
+    "arms",
+    "refuse",
+    "refused",
+    "refuses",
+    "judge",
+    "judged",
+    "judges",
+    "coverage",
+    "in 8 bits",
+    "by coin",
+    "door sign",
+    "numbers of no meaning",
+    "surroundings",
+    "NotNumbers",
+    "Renewal",
+)
 
 
 def test_no_other_word_for_a_term_of_the_field():
-    listing = subprocess.run(["git", "ls-files", "*.py", "*.md", "*.gin"], cwd=ROOT, capture_output=True, text=True)
+    listing = subprocess.run(
+        ["git", "ls-files", "*.py", "*.md", "*.gin"], cwd=ROOT, capture_output=True, text=True
+    )
     if listing.returncode:
         pytest.skip("no git checkout here")
     pattern = re.compile(rf"\b({'|'.join(WORDS)})\b|_laws?\b|\blaws?_")

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from distribution_samples import FALSE_ALARM, ROWS, SPREAD, g_test, hash_pair, joint_distribution, sample
+from distribution_samples import (
+    FALSE_ALARM,
+    ROWS,
+    SPREAD,
+    g_test,
+    hash_pair,
+    joint_distribution,
+    sample,
+)
 from policies import DRAFT, INPUTS, LIMITS, OPTIONS, TARGET, B, enumerated, plain
 
 import specdec_jax as sd
@@ -29,10 +37,23 @@ STEEP = (1.0, *(1.6 + 0.4 * gamma for gamma in range(1, 9)))
 class Slow:
     """What `Auto` decides for one row, in pure Python; hashable, and `after` gives the next."""
 
-    def __init__(self, costs, acceptance=0.68, weight=1.7, memory=0.99, examined=0.0, kept=0.0, idle=None, wait=None):
+    def __init__(
+        self,
+        costs,
+        acceptance=0.68,
+        weight=1.7,
+        memory=0.99,
+        examined=0.0,
+        kept=0.0,
+        idle=None,
+        wait=None,
+    ):
         self.costs, self.numbers = tuple(costs), (acceptance, weight, memory)
         first = max(100 * (costs[min(PROBE, len(costs) - 1)] / costs[0] - 1), 2 * PROBE)
-        self.first, self.state = first, (examined, kept, first if idle is None else idle, wait or first)
+        self.first, self.state = (
+            first,
+            (examined, kept, first if idle is None else idle, wait or first),
+        )
 
     def __eq__(self, other):
         return self.state == other.state
@@ -44,7 +65,9 @@ class Slow:
         acceptance, weight, _ = self.numbers
         examined, kept, _, _ = self.state
         alpha = (kept + weight * acceptance) / (examined + weight)
-        rates = [sum(alpha**i for i in range(gamma + 1)) / cost for gamma, cost in enumerate(self.costs)]
+        rates = [
+            sum(alpha**i for i in range(gamma + 1)) / cost for gamma, cost in enumerate(self.costs)
+        ]
         return rates.index(max(rates))
 
     def wanted(self):
@@ -67,10 +90,15 @@ def test_policy_equals_slow_version():
     propose."""
     rows, rng, alphas = 6, np.random.default_rng(0), np.array([0.95, 0.6, 0.2, 0.0, 0.8, 0.0])
     numbers = dict(
-        acceptance=[0.7, 0.6, 0.7, 0.7, 0.3, 0.05], weight=[2, 3, 1, 2, 4, 2], memory=[0.98, 1, 0.9, 1, 0.5, 1]
+        acceptance=[0.7, 0.6, 0.7, 0.7, 0.3, 0.05],
+        weight=[2, 3, 1, 2, 4, 2],
+        memory=[0.98, 1, 0.9, 1, 0.5, 1],
     )
     policy = Auto(costs=CHEAP, **numbers).rows(rows)
-    slow = [Slow(CHEAP, *(float(np.float32(values[row])) for values in numbers.values())) for row in range(rows)]
+    slow = [
+        Slow(CHEAP, *(float(np.float32(values[row])) for values in numbers.values()))
+        for row in range(rows)
+    ]
     wanted, update = jax.jit(Auto.wanted), jax.jit(Auto.update)
     state, seen = jax.jit(Auto.init)(policy), []
     for _ in range(300):
@@ -83,9 +111,9 @@ def test_policy_equals_slow_version():
         state = update(policy, state, Outcome(drafted, accepted, None))
         slow = [row.after(int(d), int(a)) for row, d, a in zip(slow, drafted, accepted)]
     seen = np.array(seen)
-    assert {0, 2, 8} <= {*seen.flatten()} and (seen[:, 5] == 0).mean() > 0.9 and (seen[:, 5] > 0).any(), (
-        "or little is seen"
-    )
+    assert (
+        {0, 2, 8} <= {*seen.flatten()} and (seen[:, 5] == 0).mean() > 0.9 and (seen[:, 5] > 0).any()
+    ), "or little is seen"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +128,9 @@ def test_costs_that_are_none(costs):
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
-@pytest.mark.parametrize("costs", [(1, 1.4, 1.7, 1.9), (1, 1.9, 2.4, 3), (1, 1.1, 1.2, 1.3)], ids=str)
+@pytest.mark.parametrize(
+    "costs", [(1, 1.4, 1.7, 1.9), (1, 1.9, 2.4, 3), (1, 1.1, 1.2, 1.3)], ids=str
+)
 def test_distribution_by_enumeration(costs, verifier):
     """Drafts of several lengths, of none, and looks whether they would pay."""
     verify, lengths = {"token": toy.TOKEN, "block": toy.BLOCK}[verifier], set()
@@ -111,19 +141,34 @@ def test_distribution_by_enumeration(costs, verifier):
 
     for vocab, limit in ((2, 6), (3, 5)):
         for seed in range(2):
-            target, draft = toy.table_distribution(vocab, seed, 0.3), toy.table_distribution(vocab, 50 + seed)
-            update = lambda state, drafted, accepted: state.after(drafted, accepted)
+            target, draft = (
+                toy.table_distribution(vocab, seed, 0.3),
+                toy.table_distribution(vocab, 50 + seed),
+            )
+
+            def update(state, drafted, accepted):
+                return state.after(drafted, accepted)
+
             found = enumerated(target, draft, limit, verify, Slow(costs), wanted, update)
             assert toy.total_variation(found, toy.complete({(): 1.0}, target, limit, set())) < 1e-12
-    assert len({wanted for wanted, _ in lengths}) >= 2 and (costs[1] < 1.9 or {(PROBE, 0), (0, 0)} <= lengths)
+    assert len({wanted for wanted, _ in lengths}) >= 2 and (
+        costs[1] < 1.9 or {(PROBE, 0), (0, 0)} <= lengths
+    )
 
 
-@pytest.mark.parametrize("costs", [(1.0, 1.5, 1.7), (1.0, 1.9, 2.4)], ids=["pays at first", "looks at first"])
+@pytest.mark.parametrize(
+    "costs", [(1.0, 1.5, 1.7), (1.0, 1.9, 2.4)], ids=["pays at first", "looks at first"]
+)
 def test_distribution_through_the_engine(costs):
     """Joint distribution of three tokens, drawn with the engine's own keys."""
     target, draft = hash_pair()
     counts, (examined, accepted) = sample(
-        target, sd.ModelDrafter(draft), SPREAD, 2 * ROWS, verifier="block", gamma=Auto(2, costs=costs, weight=0.5)
+        target,
+        sd.ModelDrafter(draft),
+        SPREAD,
+        2 * ROWS,
+        verifier="block",
+        gamma=Auto(2, costs=costs, weight=0.5),
     )
     assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM
     assert 0.1 < accepted.sum() / examined.sum() < 0.9 and examined[1] > 1000
@@ -134,9 +179,17 @@ def test_distribution_through_the_engine(costs):
 
 
 def adapted(costs, order=range(B), **options):
-    at = lambda values: [values[row] for row in order]
-    options = OPTIONS | dict(max_new_tokens=at(LIMITS), decoder_prefix=at(OPTIONS["decoder_prefix"])) | options
-    return sd.generate(TARGET, at(INPUTS), drafter=sd.ModelDrafter(DRAFT), gamma=Auto(costs=costs), **options)
+    def at(values):
+        return [values[row] for row in order]
+
+    options = (
+        OPTIONS
+        | dict(max_new_tokens=at(LIMITS), decoder_prefix=at(OPTIONS["decoder_prefix"]))
+        | options
+    )
+    return sd.generate(
+        TARGET, at(INPUTS), drafter=sd.ModelDrafter(DRAFT), gamma=Auto(costs=costs), **options
+    )
 
 
 @pytest.mark.parametrize("costs", [CHEAP, STEEP], ids=["cheap", "steep"])
@@ -145,7 +198,10 @@ def test_greedy_output_is_that_of_plain_decoding(costs):
     np.testing.assert_array_equal(result.tokens, plain().tokens)
     np.testing.assert_allclose(result.log_probs, plain().log_probs, atol=1e-5)
     stats = result.stats
-    assert stats.accepted_by_position.shape == (MAXIMUM,) and stats.accepted == stats.accepted_by_position.sum()
+    assert (
+        stats.accepted_by_position.shape == (MAXIMUM,)
+        and stats.accepted == stats.accepted_by_position.sum()
+    )
     assert stats.drafted > 0 and (costs is CHEAP or stats.drafted < stats.target_calls)
 
 
@@ -192,7 +248,12 @@ def seconds(policy, alphas, key, tokens: int):
         accepted = jnp.minimum(jnp.cumprod(kept, axis=1).sum(axis=1), drafted)
         cost = jnp.take_along_axis(policy.costs, drafted[:, None], axis=1)[:, 0]
         state = policy.update(state, Outcome(drafted, accepted, None))
-        return left - jnp.where(left > 0, accepted + 1, 0), time + jnp.where(left > 0, cost, 0), state, key
+        return (
+            left - jnp.where(left > 0, accepted + 1, 0),
+            time + jnp.where(left > 0, cost, 0),
+            state,
+            key,
+        )
 
     start = jnp.full(len(alphas), tokens), jnp.zeros(len(alphas)), policy.init(), key
     return jax.lax.while_loop(lambda carry: jnp.any(carry[0] > 0), body, start)[1]
@@ -215,7 +276,11 @@ def over(v, c, tokens: int):
     """Time over plain decoding's, and over that of the best fixed γ, for each of `ALPHAS`."""
     costs, alphas = costs_of(v, c), np.repeat(ALPHAS, ROWS_OF_ONE).astype(np.float32)
     policy = Auto(costs=costs).rows(len(alphas))
-    found = np.asarray(seconds(policy, alphas, jax.random.key(0), tokens)).reshape(len(ALPHAS), -1).mean(axis=1)
+    found = (
+        np.asarray(seconds(policy, alphas, jax.random.key(0), tokens))
+        .reshape(len(ALPHAS), -1)
+        .mean(axis=1)
+    )
     return found / tokens, found / [fixed(costs, alpha, tokens) for alpha in ALPHAS]
 
 
@@ -244,7 +309,11 @@ def test_looks_cost_less_than_one_percent():
         if drafted[0]:
             looks.append(iteration)
         state = update(policy, state, Outcome(drafted, jnp.zeros(1, jnp.int32), None))
-    assert looks[0] == 0 and 2 <= len(looks) <= 6 and np.all(np.diff(looks)[1:] >= 1.9 * np.diff(looks)[:-1])
+    assert (
+        looks[0] == 0
+        and 2 <= len(looks) <= 6
+        and np.all(np.diff(looks)[1:] >= 1.9 * np.diff(looks)[:-1])
+    )
     assert (len(looks) - 1) * (STEEP[PROBE] - 1) < 0.01 * most
 
 
@@ -255,5 +324,9 @@ def test_a_row_that_begins_to_pay_is_found():
     for iteration in range(400):
         drafted = wanted(policy, state)
         lengths.append(int(drafted[0]))
-        state = update(policy, state, Outcome(drafted, drafted if iteration >= 100 else 0 * drafted, None))
-    assert 0 in lengths[50:100] and max(lengths[50:100]) <= PROBE and set(lengths[-50:]) == {MAXIMUM}
+        state = update(
+            policy, state, Outcome(drafted, drafted if iteration >= 100 else 0 * drafted, None)
+        )
+    assert (
+        0 in lengths[50:100] and max(lengths[50:100]) <= PROBE and set(lengths[-50:]) == {MAXIMUM}
+    )

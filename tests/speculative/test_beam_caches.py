@@ -46,11 +46,17 @@ def pair(request, monkeypatch):
     """Makes a target and a drafter, in the CPU's kernels or without."""
 
     def make(name):
-        whole = MODELS[name] if request.param == "kernel" else lambda: without_kernel(MODELS[name], monkeypatch)
+        whole = (
+            MODELS[name]
+            if request.param == "kernel"
+            else lambda: without_kernel(MODELS[name], monkeypatch)
+        )
         target = whole()
-        drafter = noisy_copy(target, 0.3) if request.param == "kernel" else without_kernel(
-            lambda: noisy_copy(target, 0.3), monkeypatch
-        )  # fmt: skip
+        drafter = (
+            noisy_copy(target, 0.3)
+            if request.param == "kernel"
+            else without_kernel(lambda: noisy_copy(target, 0.3), monkeypatch)
+        )
         return target, sd.ModelDrafter(drafter)
 
     return make
@@ -60,7 +66,13 @@ def started(target, drafter, **options):
     """The state of a search over `INPUTS`, with prefixes of different lengths, and its drafter."""
     prefix = None if target.config.decoder_only else PREFIXES
     plan = beams.plan_decoding(
-        target, INPUTS, drafter=drafter, num_beams=3, max_new_tokens=LIMIT, decoder_prefix=prefix, **options
+        target,
+        INPUTS,
+        drafter=drafter,
+        num_beams=3,
+        max_new_tokens=LIMIT,
+        decoder_prefix=prefix,
+        **options,
     )
     return beams.start(plan), plan
 
@@ -106,14 +118,23 @@ def poisoned(state):
     as value, since a value that is not finite is never written."""
     slots = state.target_cache.layers[0].slots
     before = jnp.arange(state.paths.shape[2]) < state.positions[:, None, None]
-    on_path = jnp.any((state.paths[..., None] == jnp.arange(slots)) & before[..., None], axis=(1, 2))
+    on_path = jnp.any(
+        (state.paths[..., None] == jnp.arange(slots)) & before[..., None], axis=(1, 2)
+    )
 
     def poison(cache):
-        put = lambda x, junk: jnp.where(on_path[:, None, :, None], x, junk)
-        layers = tuple(one.replace(key=put(one.key, jnp.nan), value=put(one.value, 1e30)) for one in cache.layers)
+        def put(x, junk):
+            return jnp.where(on_path[:, None, :, None], x, junk)
+
+        layers = tuple(
+            one.replace(key=put(one.key, jnp.nan), value=put(one.value, 1e30))
+            for one in cache.layers
+        )
         return cache.replace(layers=layers)
 
-    return state.replace(target_cache=poison(state.target_cache), draft_state=poison(state.draft_state))
+    return state.replace(
+        target_cache=poison(state.target_cache), draft_state=poison(state.draft_state)
+    )
 
 
 class Reckless(sd.ModelDrafter):
@@ -133,7 +154,10 @@ def test_a_draft_that_is_no_number_reaches_nothing(pair):
     target, drafter = pair("t5")
     params = jax.tree.map(np.array, target.params)
     params["token_embedder"]["embedding"][BAD] = np.nan
-    usable, packed_weights.usable = packed_weights.usable, lambda dtype: target.network.skips_padding
+    usable, packed_weights.usable = (
+        packed_weights.usable,
+        lambda dtype: target.network.skips_padding,
+    )
     try:
         damaged = LanguageModel(target.config, params, eos_ids=(1,))
     finally:
@@ -152,7 +176,9 @@ def test_logits_that_are_no_numbers_are_rejected():
     params = jax.tree.map(np.array, t5().params)
     params["decoder"]["decoder_norm"]["scale"][:] = np.nan
     damaged = LanguageModel(t5().config, params, eos_ids=(1,), name="damaged")
-    with pytest.raises(ValueError, match="input 0: got logits from the target damaged that are not finite numbers"):
+    with pytest.raises(
+        ValueError, match="input 0: got logits from the target damaged that are not finite numbers"
+    ):
         sd.generate(damaged, INPUTS, num_beams=3, max_new_tokens=LIMIT)
 
 
@@ -167,7 +193,9 @@ def test_speculative_search_is_plain_search(pair, name):
     found = sd.generate(target, INPUTS, drafter=drafter, gamma=2, beam_width=5, **options)
     np.testing.assert_array_equal(found.tokens, plain.tokens)
     np.testing.assert_allclose(found.scores, plain.scores, rtol=1e-5)
-    alone = dict(options, max_new_tokens=LIMIT, **({} if not more else dict(decoder_prefix=PREFIXES[:1])))
+    alone = dict(
+        options, max_new_tokens=LIMIT, **({} if not more else dict(decoder_prefix=PREFIXES[:1]))
+    )
     single = sd.generate(target, INPUTS[:1], drafter=drafter, gamma=2, beam_width=5, **alone)
     np.testing.assert_array_equal(single.tokens, plain.tokens[:2])
 
@@ -196,7 +224,9 @@ def test_a_row_alone_finds_cross_keys_of_another(pair, cross_keys_of_the_row_bef
     options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=LIMIT)
     ways = [{}, dict(drafter=drafter, gamma=2, beam_width=5)]
     rows = range(len(INPUTS))
-    alone = np.concatenate([sd.generate(target, INPUTS[row : row + 1], **options).tokens for row in rows])
+    alone = np.concatenate(
+        [sd.generate(target, INPUTS[row : row + 1], **options).tokens for row in rows]
+    )
     for how in ways:
         np.testing.assert_array_equal(sd.generate(target, INPUTS, **how, **options).tokens, alone)
     cross_keys_of_the_row_before()
@@ -208,7 +238,9 @@ def test_a_row_alone_finds_cross_keys_of_another(pair, cross_keys_of_the_row_bef
 def test_search_in_bfloat16():
     """Runs, ends, and comes to scores near those of float32."""
     target = tiny_t5(0, V)
-    half = LanguageModel(dataclasses.replace(target.config, dtype="bfloat16"), target.params, eos_ids=(1,))
+    half = LanguageModel(
+        dataclasses.replace(target.config, dtype="bfloat16"), target.params, eos_ids=(1,)
+    )
     options = dict(num_beams=3, max_new_tokens=LIMIT)
     exact = sd.generate(target, INPUTS, **options)
     for drafting in ({}, dict(drafter=sd.ModelDrafter(half), gamma=2)):
@@ -228,5 +260,8 @@ def test_chains_of_each_beam(name):
     found = sd.generate(target, INPUTS, drafter=drafter, gamma=3, **options)
     np.testing.assert_array_equal(found.tokens, plain.tokens)
     assert found.stats.accepted > 0
-    with pytest.raises(ValueError, match="beam_width: got 4 with .*Drafter, expected 2: it drafts one chain for each"):
+    with pytest.raises(
+        ValueError,
+        match="beam_width: got 4 with .*Drafter, expected 2: it drafts one chain for each",
+    ):
         sd.generate(target, INPUTS, drafter=drafter, gamma=3, beam_width=4, **options)

@@ -38,12 +38,16 @@ def cases(seed: int, count: int):
     """Random searches: a model, inputs, limits and options."""
     rng = np.random.default_rng(seed)
     vocab = int(rng.integers(5, 14))
-    eos_ids = tuple(int(i) for i in rng.choice(np.arange(1, vocab), int(rng.integers(1, 4)), replace=False))
+    eos_ids = tuple(
+        int(i) for i in rng.choice(np.arange(1, vocab), int(rng.integers(1, 4)), replace=False)
+    )
     style = ("t5x", "huggingface")[seed % 2]
     if style == "t5x":
         eos_ids = eos_ids[:1]
     beams = int(rng.integers(1, min(8, vocab) + 1))
-    options = dict(num_beams=beams, beam_style=style, num_return_sequences=beams, max_new_tokens=None)
+    options = dict(
+        num_beams=beams, beam_style=style, num_return_sequences=beams, max_new_tokens=None
+    )
     options["length_penalty"] = float(rng.choice([0.0, 0.6, 1.0, 2.0]))
     if style == "huggingface":
         options["early_stopping"] = (False, True, "never")[int(rng.integers(3))]
@@ -59,11 +63,15 @@ def cases(seed: int, count: int):
 
 def reference(target, inputs, options):
     search = Search(
-        options["num_beams"], target.eos_ids, options["length_penalty"], options["beam_style"],
+        options["num_beams"],
+        target.eos_ids,
+        options["length_penalty"],
+        options["beam_style"],
         options.get("early_stopping", False),
-    )  # fmt: skip
+    )
     return [
-        search.run(distribution_of(target, row), int(limit)) for row, limit in zip(inputs, options["max_new_tokens"])
+        search.run(distribution_of(target, row), int(limit))
+        for row, limit in zip(inputs, options["max_new_tokens"])
     ]
 
 
@@ -92,9 +100,18 @@ def check_search(seed):
     target, drafter, inputs, options, drafting = cases(seed, 16)
     beams = options["num_beams"]
     plain = sd.generate(target, inputs, **options)
-    speculative = sd.generate(target, inputs, drafter=sd.ModelDrafter(drafter), **drafting, **options)
-    np.testing.assert_allclose(speculative.scores, plain.scores, rtol=1e-6, atol=1e-7)  # sums of a logsumexp
-    steps = lambda result: [round(row.tokens_per_target_call * row.target_calls) for row in result.stats.per_row]
+    speculative = sd.generate(
+        target, inputs, drafter=sd.ModelDrafter(drafter), **drafting, **options
+    )
+    np.testing.assert_allclose(
+        speculative.scores, plain.scores, rtol=1e-6, atol=1e-7
+    )  # sums of a logsumexp
+
+    def steps(result):
+        return [
+            round(row.tokens_per_target_call * row.target_calls) for row in result.stats.per_row
+        ]
+
     node_outcomes = 0
     for row, expected in enumerate(reference(target, inputs, options)):
         # The last bit of a logsumexp depends on how many rows it is of, and may decide where two
@@ -106,7 +123,9 @@ def check_search(seed):
             continue
         node_outcomes += 1
         assert rows_of(plain, row, beams) == expected.tokens
-        np.testing.assert_allclose(plain.scores[row * beams : (row + 1) * beams], expected.scores, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            plain.scores[row * beams : (row + 1) * beams], expected.scores, rtol=1e-5, atol=1e-5
+        )
         assert steps(plain)[row] == expected.steps
     assert node_outcomes > len(inputs) / 2
     assert speculative.stats.target_calls <= plain.stats.target_calls
@@ -126,8 +145,14 @@ def test_the_reference_finds(mutant):
     inputs = np.random.default_rng(3).integers(1, 7, (40, 3))
     search = Search(3, (4,), 0.6)
     wrong = dataclasses.replace(search, **MUTANTS[mutant])
-    both = [[one.run(distribution_of(model, row), LIMIT) for one in (search, wrong)] for row in inputs]
-    assert any((a.tokens, a.scores, a.steps) != (b.tokens, b.scores, b.steps) for a, b in both if a.margin > MARGIN)
+    both = [
+        [one.run(distribution_of(model, row), LIMIT) for one in (search, wrong)] for row in inputs
+    ]
+    assert any(
+        (a.tokens, a.scores, a.steps) != (b.tokens, b.scores, b.steps)
+        for a, b in both
+        if a.margin > MARGIN
+    )
 
 
 @pytest.fixture
@@ -152,7 +177,9 @@ def broken(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("mistake", ["unscored beam", "siblings seen", "nothing moved", "moved off by one"])
+@pytest.mark.parametrize(
+    "mistake", ["unscored beam", "siblings seen", "nothing moved", "moved off by one"]
+)
 def test_identity_finds(pair, mistake, broken):
     """Speculative search with this mistake is not plain search: mistakes of trees that others have
     made."""
@@ -162,13 +189,17 @@ def test_identity_finds(pair, mistake, broken):
     if mistake == "unscored beam":  # a step goes on although a live beam is no node
         broken("_all_scored", lambda same: jnp.any(same, axis=(1, 2)))
     elif mistake == "siblings seen":  # the node before in the call, instead of the parent
-        broken("node_paths", lambda paths, positions, slots: node_paths(paths, positions, slots - 1))
+        broken(
+            "node_paths", lambda paths, positions, slots: node_paths(paths, positions, slots - 1)
+        )
     else:
 
         def wrong(state, tree, found):
             after, levels = walk(state, tree, found)
             own = jnp.arange(levels.shape[1], dtype=jnp.int32) + state.config.beams
-            return after, jnp.broadcast_to(own, levels.shape) if mistake == "nothing moved" else levels + 1
+            return after, jnp.broadcast_to(
+                own, levels.shape
+            ) if mistake == "nothing moved" else levels + 1
 
         broken("_walk", wrong)
     found = sd.generate(target, inputs, **drafting, **options)

@@ -28,7 +28,9 @@ def teacher_forced_log_probs(result, inputs=INPUTS, prefixes=None):
     for row, prefix in enumerate(prefixes):
         whole = [0, *prefix, *result.tokens[row, : result.lengths[row]]]
         decoder[row, : len(whole)] = whole
-    logits = np.asarray(target().logits(padded, decoder[:, :16], [len(ids) for ids in inputs]), np.float64)
+    logits = np.asarray(
+        target().logits(padded, decoder[:, :16], [len(ids) for ids in inputs]), np.float64
+    )
     log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     found = np.zeros_like(result.log_probs)
     for row, prefix in enumerate(prefixes):
@@ -66,7 +68,9 @@ def test_greedy_speculative_equals_greedy_plain(gamma, batch):
             assert result.stats.target_calls == len(inputs) * -(-LIMIT // (gamma + 1))
     assert rates["self"] == 1.0
     if batch == 8:
-        assert rates["unrelated"] < 0.9 and rates["noisy copy"] < 1.0, "or rejections are not tested"
+        assert rates["unrelated"] < 0.9 and rates["noisy copy"] < 1.0, (
+            "or rejections are not tested"
+        )
         assert rates["noisy copy"] > rates["unrelated"]
 
 
@@ -84,7 +88,9 @@ def test_greedy_identity_as_users_programs_are_compiled():
     """In a process of its own, with the optimisations whose kernels differ between one row and
     several."""
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", AS_USERS], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", AS_USERS], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -108,11 +114,15 @@ def test_rows_do_not_depend_on_their_mates(config):
     turned = run([INPUTS[i] for i in order], drafter="noisy copy", sampling=config, key=keys[order])
     np.testing.assert_array_equal(turned.tokens, together.tokens[order])
     for row in (0, 2, 6):
-        alone = run(INPUTS[row : row + 1], drafter="noisy copy", sampling=config, key=keys[row : row + 1])
+        alone = run(
+            INPUTS[row : row + 1], drafter="noisy copy", sampling=config, key=keys[row : row + 1]
+        )
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
         np.testing.assert_allclose(alone.log_probs[0], together.log_probs[row], atol=1e-4)
         assert alone.stats.per_row[0].accepted == together.stats.per_row[row].accepted
-    again = run(drafter="noisy copy", sampling=config, key=keys)  # one key, or the keys made from it: the same
+    again = run(
+        drafter="noisy copy", sampling=config, key=keys
+    )  # one key, or the keys made from it: the same
     np.testing.assert_array_equal(again.tokens, together.tokens)
     assert not keys.is_deleted()
 
@@ -130,7 +140,9 @@ def test_rows_do_not_depend_on_padding():
 
 
 def test_other_keys_give_other_samples():
-    first, second = (run(drafter="noisy copy", sampling=SAMPLED, key=jax.random.key(seed)) for seed in (0, 1))
+    first, second = (
+        run(drafter="noisy copy", sampling=SAMPLED, key=jax.random.key(seed)) for seed in (0, 1)
+    )
     assert np.any(first.tokens != second.tokens)
     unset = run(drafter="noisy copy", sampling=SAMPLED)
     np.testing.assert_array_equal(unset.tokens, first.tokens)
@@ -161,7 +173,11 @@ def test_limits_of_every_length():
 def test_one_new_token_examines_nothing():
     result = run(drafter="self", max_new_tokens=1)
     assert result.tokens.shape == (8, 1)
-    assert result.stats.acceptance_rate is None and result.stats.drafted == 0 and result.stats.target_calls == 8
+    assert (
+        result.stats.acceptance_rate is None
+        and result.stats.drafted == 0
+        and result.stats.target_calls == 8
+    )
 
 
 @pytest.mark.parametrize("name", ["none", "self", "noisy copy"])
@@ -191,7 +207,9 @@ def test_eos_in_a_sampled_draft():
     endless = run(drafter="noisy copy", sampling=SAMPLED, key=KEY, verifier="token")
     for eos in range(0, V, 3):
         expected, lengths = cut(endless.tokens, (eos,))
-        result = run(drafter="noisy copy", sampling=SAMPLED, key=KEY, eos_ids=(eos,), verifier="token")
+        result = run(
+            drafter="noisy copy", sampling=SAMPLED, key=KEY, eos_ids=(eos,), verifier="token"
+        )
         np.testing.assert_array_equal(result.tokens, expected)
         for stats, length in zip(result.stats.per_row, lengths):
             assert stats.accepted <= length <= stats.accepted + stats.target_calls
@@ -210,10 +228,14 @@ def test_decoder_prefix_continues(name):
     for row in range(8):
         np.testing.assert_array_equal(result.tokens[row], tokens[row, row : row + 5])
         np.testing.assert_allclose(result.log_probs[row], log_probs[row, row : row + 5], atol=1e-4)
-    np.testing.assert_allclose(result.log_probs, teacher_forced_log_probs(result, prefixes=prefixes), atol=1e-4)
+    np.testing.assert_allclose(
+        result.log_probs, teacher_forced_log_probs(result, prefixes=prefixes), atol=1e-4
+    )
     array = np.zeros((8, 2), np.int32)
     array[:, 0] = 7
-    as_lists, as_array = (run(drafter=name, decoder_prefix=p, max_new_tokens=5) for p in ([[7]] * 8, array))
+    as_lists, as_array = (
+        run(drafter=name, decoder_prefix=p, max_new_tokens=5) for p in ([[7]] * 8, array)
+    )
     np.testing.assert_array_equal(as_lists.tokens, as_array.tokens)
 
 
@@ -234,6 +256,15 @@ def test_prefixes_and_limits_of_very_different_lengths():
 
 def test_sampled_with_prefix():
     prefixes = [[5], [], [9, 9], [1], [4, 0, 9], [2], [3], [8, 7, 6, 5]]
-    result = run(drafter="self", decoder_prefix=prefixes, max_new_tokens=8, sampling=SAMPLED, key=KEY, verifier="token")
-    np.testing.assert_allclose(result.log_probs, teacher_forced_log_probs(result, prefixes=prefixes), atol=1e-4)
+    result = run(
+        drafter="self",
+        decoder_prefix=prefixes,
+        max_new_tokens=8,
+        sampling=SAMPLED,
+        key=KEY,
+        verifier="token",
+    )
+    np.testing.assert_allclose(
+        result.log_probs, teacher_forced_log_probs(result, prefixes=prefixes), atol=1e-4
+    )
     assert result.stats.acceptance_rate == 1.0

@@ -29,14 +29,18 @@ def poisoned(state):
 
     def poison(cache, valid):
         dead = (jnp.arange(cache.layers[0].slots) >= valid[:, None])[:, None, :, None]
-        return cache.replace(layers=jax.tree.map(lambda x: jnp.where(dead, jnp.nan, x), cache.layers))
+        return cache.replace(
+            layers=jax.tree.map(lambda x: jnp.where(dead, jnp.nan, x), cache.layers)
+        )
 
     drafted = state.draft_state
     cached = jnp.minimum(drafted.cached, last)
     return state.replace(
         target_cache=poison(state.target_cache, last),
         draft_state=dataclasses.replace(drafted, cache=poison(drafted.cache, cached)),
-        tokens=jnp.where(jnp.arange(state.tokens.shape[1]) < state.lengths[:, None], state.tokens, 19),
+        tokens=jnp.where(
+            jnp.arange(state.tokens.shape[1]) < state.lengths[:, None], state.tokens, 19
+        ),
     )
 
 
@@ -46,7 +50,14 @@ def test_poisoned_caches_and_streaming(name, config):
     """One `advance` after another gives what one call gives, also when all that is stale is
     poisoned in between."""
     expected = run(drafter=name, sampling=config, key=KEY)
-    options = dict(drafter=drafter(name), gamma=GAMMA, sampling=config, key=KEY, max_new_tokens=LIMIT, eos_ids=())
+    options = dict(
+        drafter=drafter(name),
+        gamma=GAMMA,
+        sampling=config,
+        key=KEY,
+        max_new_tokens=LIMIT,
+        eos_ids=(),
+    )
     for change in (lambda state: state, poisoned):
         state, request = prepare(target(), INPUTS, **options)
         calls = 0
@@ -84,7 +95,9 @@ def assert_caches_are_complete(state, draft_model, target_too=True) -> int:
 
 def test_caches_equal_a_recomputation():
     draft = drafter("noisy copy")
-    options = dict(drafter=draft, gamma=GAMMA, sampling=SAMPLED, key=KEY, max_new_tokens=LIMIT, eos_ids=())
+    options = dict(
+        drafter=draft, gamma=GAMMA, sampling=SAMPLED, key=KEY, max_new_tokens=LIMIT, eos_ids=()
+    )
     state, request = prepare(target(), INPUTS, **options)
     lagging = 0
     while not np.all(state.done):
@@ -109,7 +122,13 @@ def test_drafter_catches_up_by_several_tokens():
     hole is left."""
     prefixes = [[5], [], [9, 9], [1], [0, 0, 0], [2], [3], [8, 7, 6, 5]]
     state, request = prepare(
-        target(), INPUTS, drafter=drafter("self"), gamma=GAMMA, max_new_tokens=8, decoder_prefix=prefixes, eos_ids=()
+        target(),
+        INPUTS,
+        drafter=drafter("self"),
+        gamma=GAMMA,
+        max_new_tokens=8,
+        decoder_prefix=prefixes,
+        eos_ids=(),
     )
     expected = run(decoder_prefix=prefixes, max_new_tokens=8)
     for wanted in ([0] * 8, [0, 3] * 4, [0] * 8, *[[3] * 8] * 5):
@@ -137,21 +156,42 @@ def test_catching_up_takes_two_tokens_a_call(monkeypatch):
         return name, call
 
     draft_model, wanted = drafter("noisy copy"), np.full(8, GAMMA, np.int32)
-    how = dict(drafter=draft_model, gamma=GAMMA, sampling=SAMPLED, key=KEY, max_new_tokens=LIMIT, eos_ids=())
+    how = dict(
+        drafter=draft_model,
+        gamma=GAMMA,
+        sampling=SAMPLED,
+        key=KEY,
+        max_new_tokens=LIMIT,
+        eos_ids=(),
+    )
     state, request = prepare(target(), INPUTS, **how)
     state = advance(target().network, request.drafter, state, np.int32(20))
-    lengths = np.arange(1, 9, dtype=np.int32)  # shorter than what was decoded: the caches hold that and more
+    lengths = np.arange(
+        1, 9, dtype=np.int32
+    )  # shorter than what was decoded: the caches hold that and more
     state = state.replace(lengths=lengths)
-    once = jax.jit(lambda d, s, cached: d.draft(dataclasses.replace(s.draft_state, cached=cached), s, wanted))
+    once = jax.jit(
+        lambda d, s, cached: d.draft(dataclasses.replace(s.draft_state, cached=cached), s, wanted)
+    )
     with monkeypatch.context() as patch:
         for name in ("decode_states",):  # which `decode` calls
             patch.setattr(Network, *counted(name))
         expected, most = once(request.drafter, state, lengths - 1)[1], lengths - 1
     jax.effects_barrier()
     assert made == [1, 1, 1] and expected.calls.tolist() == [GAMMA] * 8
-    for lags in ([0, 1, 0, 1, 0, 1, 0, 1], [0, 0, 2, 1, 0, 2, 0, 0], [0, 0, 0, 3, 1, 2, 0, 3], [4] * 8, [7] * 8):
+    for lags in (
+        [0, 1, 0, 1, 0, 1, 0, 1],
+        [0, 0, 2, 1, 0, 2, 0, 0],
+        [0, 0, 0, 3, 1, 2, 0, 3],
+        [4] * 8,
+        [7] * 8,
+    ):
         lags = np.minimum(lags, most)
-        behind = poisoned(state.replace(draft_state=dataclasses.replace(state.draft_state, cached=lengths - 1 - lags)))
+        behind = poisoned(
+            state.replace(
+                draft_state=dataclasses.replace(state.draft_state, cached=lengths - 1 - lags)
+            )
+        )
         made.clear()
         after, draft = once(request.drafter, behind, behind.draft_state.cached)
         jax.effects_barrier()
@@ -161,7 +201,9 @@ def test_catching_up_takes_two_tokens_a_call(monkeypatch):
         np.testing.assert_array_equal(draft.calls, GAMMA + lags // 2)
         np.testing.assert_allclose(draft.dist.probs(), expected.dist.probs(), atol=1e-5)
         np.testing.assert_array_equal(after.cached, lengths - 1 + GAMMA)
-        drafted = jax.vmap(jax.lax.dynamic_update_slice)(behind.tokens, draft.tokens, lengths[:, None])
+        drafted = jax.vmap(jax.lax.dynamic_update_slice)(
+            behind.tokens, draft.tokens, lengths[:, None]
+        )
         grown = behind.replace(tokens=drafted, lengths=lengths + GAMMA, draft_state=after)
         assert_caches_are_complete(grown, draft_model.model, target_too=False)
 
@@ -173,16 +215,28 @@ def resized(model: LanguageModel, vocab: int) -> LanguageModel:
     """`model` with logits and embeddings for `vocab` ids, cut or filled with an improbable id's."""
     params = jax.tree.map(np.asarray, model.params)
     grow = max(0, vocab - V)
-    embedding, kernel = params["token_embedder"]["embedding"], params["decoder"]["logits_dense"]["kernel"]
+    embedding, kernel = (
+        params["token_embedder"]["embedding"],
+        params["decoder"]["logits_dense"]["kernel"],
+    )
     params["token_embedder"]["embedding"] = np.pad(embedding, ((0, grow), (0, 0)))[:vocab]
-    params["decoder"]["logits_dense"]["kernel"] = np.pad(kernel, ((0, 0), (0, grow)), constant_values=9)[:, :vocab]
-    return LanguageModel(dataclasses.replace(model.config, vocab_size=vocab), jax.tree.map(jnp.asarray, params))
+    params["decoder"]["logits_dense"]["kernel"] = np.pad(
+        kernel, ((0, 0), (0, grow)), constant_values=9
+    )[:, :vocab]
+    return LanguageModel(
+        dataclasses.replace(model.config, vocab_size=vocab), jax.tree.map(jnp.asarray, params)
+    )
 
 
 @pytest.mark.parametrize("vocab", [9, 40], ids=["narrower", "wider"])
 def test_a_drafter_of_another_width(vocab):
     """The output is the target's; an id that the drafter lacks does not spoil what it drafts later."""
-    options = dict(drafter=ModelDrafter(resized(target(), vocab)), gamma=GAMMA, max_new_tokens=LIMIT, eos_ids=())
+    options = dict(
+        drafter=ModelDrafter(resized(target(), vocab)),
+        gamma=GAMMA,
+        max_new_tokens=LIMIT,
+        eos_ids=(),
+    )
     state, request = prepare(target(), INPUTS, **options)
     state = advance(target().network, request.drafter, state, np.int32(99))
     for leaf in jax.tree.leaves(state.draft_state.cache.layers):
@@ -192,7 +246,9 @@ def test_a_drafter_of_another_width(vocab):
     drafted_only = np.asarray(state.last_draft)
     assert np.all((drafted_only >= 0) & (drafted_only < min(vocab, V)))
     if vocab > V:
-        assert result.stats.acceptance_rate == 1.0  # ids that the target lacks are cut before the argmax
+        assert (
+            result.stats.acceptance_rate == 1.0
+        )  # ids that the target lacks are cut before the argmax
     else:
         assert np.any(result.tokens >= vocab) and result.stats.accepted > 0
 

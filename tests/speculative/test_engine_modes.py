@@ -41,10 +41,17 @@ V = 16
 @functools.partial(jax.jit, static_argnames="mode")
 def one_iteration(target_logits, draft_logits, rows, drafted_at, wanted, accept, final, *, mode):
     """standardize → draw → verify, as the engine composes them."""
-    target, draft = (distributions.standardize(logits, None, rows, mode) for logits in (target_logits, draft_logits))
+    target, draft = (
+        distributions.standardize(logits, None, rows, mode)
+        for logits in (target_logits, draft_logits)
+    )
     gamma = draft_logits.shape[1]
     drafted = [randomness.draw(draft.probs()[:, i], drafted_at[:, i]) for i in range(gamma)]
-    drafted = jax.numpy.stack(drafted, axis=1) if gamma else jax.numpy.zeros((len(wanted), 0), jax.numpy.int32)
+    drafted = (
+        jax.numpy.stack(drafted, axis=1)
+        if gamma
+        else jax.numpy.zeros((len(wanted), 0), jax.numpy.int32)
+    )
     return drafted, *verify_tokens(target, draft, drafted, wanted, Randomness(accept, final))
 
 
@@ -54,25 +61,36 @@ def test_full_product_of_modes(vocab, gamma):
     """Modes × γ × num_drafted × V, in float64: each row takes the decisions that the sort and the
     enumeration take."""
     repeats = 20
-    cases = [(name, wanted) for name in MODES for wanted in range(gamma + 1) for _ in range(repeats)]
+    cases = [
+        (name, wanted) for name in MODES for wanted in range(gamma + 1) for _ in range(repeats)
+    ]
     rng, size = np.random.default_rng([vocab, gamma]), len(cases)
     p_logits, q_logits = 3 * rng.normal(size=(2, size, gamma + 1, vocab))
-    q_logits = np.where(rng.random((size, 1, 1)) < 0.5, p_logits + 0.5 * q_logits, q_logits)[:, :gamma]
+    q_logits = np.where(rng.random((size, 1, 1)) < 0.5, p_logits + 0.5 * q_logits, q_logits)[
+        :, :gamma
+    ]
     p_logits[..., 1:][rng.random(p_logits[..., 1:].shape) < 0.1] = -np.inf
-    config = {name: [MODES[mode].get(name, neutral) for mode, _ in cases] for name, neutral in
-              (("temperature", 0.0), ("top_k", 0), ("top_p", 1.0))}  # fmt: skip
+    config = {
+        name: [MODES[mode].get(name, neutral) for mode, _ in cases]
+        for name, neutral in (("temperature", 0.0), ("top_k", 0), ("top_p", 1.0))
+    }
     config = SamplingConfig(**config)
     wanted = np.array([n for _, n in cases], np.int32)
     drafted_at, accept = rng.random((2, size, gamma))
     final = rng.random((size, gamma + 1))
     with float64():
-        rows = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, config.rows(size, vocab))
+        rows = jax.tree.map(
+            lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, config.rows(size, vocab)
+        )
         at = toy.random_bits(drafted_at), wanted, accept, toy.random_bits(final)
         found = one_iteration(p_logits, q_logits, rows, *at, mode=config.mode)
         drafted, accepted, token = jax.device_get(found)
     for row, (mode, count) in enumerate(cases):
         # The parameters travel as float32.
-        exact = {name: float(np.float32(value)) if name != "top_k" else value for name, value in MODES[mode].items()}
+        exact = {
+            name: float(np.float32(value)) if name != "top_k" else value
+            for name, value in MODES[mode].items()
+        }
         p, q = (toy.adjusted_probs(logits[row], **exact) for logits in (p_logits, q_logits))
         assert drafted[row].tolist() == [toy.invert(dist, u) for dist, u in zip(q, drafted_at[row])]
         expected = toy.TOKEN.decide(p, q, drafted[row, :count], accept[row], final[row])
@@ -124,15 +142,21 @@ def check_stats(result, gamma: int):
     for stats in (total, *total.per_row):
         examined, accepted = stats.examined_by_position, stats.accepted_by_position
         assert len(examined) == len(accepted) == gamma
-        assert stats.accepted == accepted.sum() <= examined.sum() <= stats.drafted == stats.draft_calls
+        assert (
+            stats.accepted == accepted.sum() <= examined.sum() <= stats.drafted == stats.draft_calls
+        )
         assert np.all(accepted <= examined) and np.all(examined[1:] <= accepted[:-1])
-        assert stats.acceptance_rate == (stats.accepted / examined.sum() if examined.sum() else None)
+        assert stats.acceptance_rate == (
+            stats.accepted / examined.sum() if examined.sum() else None
+        )
         # A model drafts whatever is wanted.
         assert stats.undrafted == 0 and stats.acceptance_rate_per_position == stats.acceptance_rate
     for stats, length in zip(total.per_row, result.lengths):
         # Each call adds one token of the target's own, but for one that an accepted EOS makes
         # superfluous.
-        assert stats.accepted + stats.target_calls - 1 <= length <= stats.accepted + stats.target_calls
+        assert (
+            stats.accepted + stats.target_calls - 1 <= length <= stats.accepted + stats.target_calls
+        )
         assert stats.tokens_per_target_call == length / stats.target_calls
     for name in ("target_calls", "draft_calls", "drafted", "accepted"):
         assert getattr(total, name) == sum(getattr(stats, name) for stats in total.per_row)
@@ -145,10 +169,17 @@ def test_pairwise_cover(case):
     target, batch, limit = MODELS["target"], case["batch"], 7
     prefixes = PREFIXES[:batch] if case["prefix"] else None
     result = generate(
-        target, INPUTS[:batch], drafter=ModelDrafter(MODELS[case["drafter"]]), gamma=case["gamma"],
-        sampling=SamplingConfig(**MODES[case["mode"]]), max_new_tokens=limit, eos_ids=case["eos"],
-        decoder_prefix=prefixes, key=jax.random.key(5), verifier="token",
-    )  # fmt: skip
+        target,
+        INPUTS[:batch],
+        drafter=ModelDrafter(MODELS[case["drafter"]]),
+        gamma=case["gamma"],
+        sampling=SamplingConfig(**MODES[case["mode"]]),
+        max_new_tokens=limit,
+        eos_ids=case["eos"],
+        decoder_prefix=prefixes,
+        key=jax.random.key(5),
+        verifier="token",
+    )
     check_stats(result, case["gamma"])
     assert result.tokens.shape == (batch, limit) and result.tokens.dtype == np.int32
     for row in range(batch):
@@ -157,7 +188,9 @@ def test_pairwise_cover(case):
         assert not after.any() and not result.log_probs[row, length:].any()
         assert not any(token in case["eos"] for token in new[:-1])
         assert length == limit or new[-1] in case["eos"]
-        logits = target.logits([INPUTS[row]], [[0, *prefix, *new[:-1]]], [len(INPUTS[row])])[0, len(prefix) :]
+        logits = target.logits([INPUTS[row]], [[0, *prefix, *new[:-1]]], [len(INPUTS[row])])[
+            0, len(prefix) :
+        ]
         own = np.log(toy.adjusted_probs(logits))[np.arange(length), new]
         np.testing.assert_allclose(result.log_probs[row, :length], own, atol=1e-5)
         dist = toy.adjusted_probs(logits, **MODES[case["mode"]])[np.arange(length), new]
@@ -180,14 +213,19 @@ def test_greedy_identity_over_a_thousand_models():
     inputs = np.unique(rng.integers(0, V, (1200, 5)), axis=0)[:1000]
     options = dict(input_lengths=np.full(1000, 5), max_new_tokens=20, eos_ids=(3,))
     plain = generate(MODELS["target"], inputs, **options)
-    result = generate(MODELS["target"], inputs, drafter=ModelDrafter(MODELS["other"]), gamma=3, **options)
+    result = generate(
+        MODELS["target"], inputs, drafter=ModelDrafter(MODELS["other"]), gamma=3, **options
+    )
     np.testing.assert_array_equal(result.tokens, plain.tokens)
     np.testing.assert_array_equal(result.lengths, plain.lengths)
     np.testing.assert_allclose(result.log_probs, plain.log_probs, atol=1e-5)
     assert 0.1 < result.stats.acceptance_rate < 0.9 and len(np.unique(plain.lengths)) > 10
     assert np.all(
         plain.tokens[:, 0]
-        == np.argmax(MODELS["target"].logits(inputs, np.zeros((1000, 1)), options["input_lengths"])[:, 0], axis=-1)
+        == np.argmax(
+            MODELS["target"].logits(inputs, np.zeros((1000, 1)), options["input_lengths"])[:, 0],
+            axis=-1,
+        )
     )
 
 
@@ -216,16 +254,26 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from():
     )
     for row in range(3):
         n, tokens = wanted[row], np.asarray(draft.tokens[row])
-        logits = MODELS["other"].logits([INPUTS[row]], [[0, *tokens[: n - 1]]], [len(INPUTS[row])])[0]
-        np.testing.assert_allclose(probs[row, :n], toy.adjusted_probs(logits, **MODES["top-k and top-p"]), atol=1e-5)
-        np.testing.assert_array_equal(randomness.draw(probs[row, :n], random_bits[row, :n]), tokens[:n])
+        logits = MODELS["other"].logits([INPUTS[row]], [[0, *tokens[: n - 1]]], [len(INPUTS[row])])[
+            0
+        ]
+        np.testing.assert_allclose(
+            probs[row, :n], toy.adjusted_probs(logits, **MODES["top-k and top-p"]), atol=1e-5
+        )
+        np.testing.assert_array_equal(
+            randomness.draw(probs[row, :n], random_bits[row, :n]), tokens[:n]
+        )
 
 
 def test_nothing_compiles_after_warm_up():
     target, drafter = HashModel(V, 0), ModelDrafter(HashModel(V, 1))
     options = dict(drafter=drafter, gamma=2, max_new_tokens=20)
     sizes = warm_up(
-        target, sampling=SamplingConfig(temperature=0.5, top_k=3), batch_sizes=(1, 2), max_input_length=16, **options
+        target,
+        sampling=SamplingConfig(temperature=0.5, top_k=3),
+        batch_sizes=(1, 2),
+        max_input_length=16,
+        **options,
     )
     assert sizes == 2 * len({bucket(length) for length in range(1, 17)})
     limits = [limit for limit in range(1, 64) if bucket(limit) == bucket(20)]
@@ -240,29 +288,48 @@ def test_nothing_compiles_after_warm_up():
         ]:
             for batch in (1, 2):
                 generate(
-                    target, [[5] * length] * batch, sampling=config, eos_ids=eos, key=jax.random.key(seed),
+                    target,
+                    [[5] * length] * batch,
+                    sampling=config,
+                    eos_ids=eos,
+                    key=jax.random.key(seed),
                     **{**options, "max_new_tokens": limit, "gamma": [2, 1][:batch]},
-                )  # fmt: skip
+                )
 
     assert compilations(varied) == 0
     assert (advance._cache_size(), prefill._cache_size()) == caches
-    assert compilations(lambda: generate(target, [[5]], **{**options, "max_new_tokens": 40})) > 0, "the counter counts"
+    assert compilations(lambda: generate(target, [[5]], **{**options, "max_new_tokens": 40})) > 0, (
+        "the counter counts"
+    )
 
 
-@pytest.mark.parametrize("batch, temperature", [(1, 0.0), pytest.param(2, 0.0, marks=pytest.mark.slow), (1, 1.0)])
+@pytest.mark.parametrize(
+    "batch, temperature", [(1, 0.0), pytest.param(2, 0.0, marks=pytest.mark.slow), (1, 1.0)]
+)
 def test_no_copy_of_a_cache_or_a_weight_in_the_loop(batch, temperature, optimised):
     """Compiled, the loop updates its caches in place: no `copy` in a body has a cache's or a
     kernel's dimensions."""
-    target, draft = (tiny_t5(seed, 53, 1, num_heads=5, head_dim=6, emb_dim=22, mlp_dim=34) for seed in (0, 1))
+    target, draft = (
+        tiny_t5(seed, 53, 1, num_heads=5, head_dim=6, emb_dim=22, mlp_dim=34) for seed in (0, 1)
+    )
     config = SamplingConfig(temperature=temperature)
     state, request = prepare(
-        target, INPUTS[:batch], drafter=ModelDrafter(draft), gamma=3, sampling=config, max_new_tokens=40
+        target,
+        INPUTS[:batch],
+        drafter=ModelDrafter(draft),
+        gamma=3,
+        sampling=config,
+        max_new_tokens=40,
     )
     bodies = loop_bodies(
-        advance.lower(target.network, request.drafter, state, np.int32(9)).compile(optimised).as_text()
+        advance.lower(target.network, request.drafter, state, np.int32(9))
+        .compile(optimised)
+        .as_text()
     )
     arrays = jax.tree.leaves((state.target_cache, state.draft_state.cache, target.network.params))
-    shapes = {",".join(map(str, leaf.shape)) for leaf in arrays if leaf.ndim > 1 and leaf.size > 200}
+    shapes = {
+        ",".join(map(str, leaf.shape)) for leaf in arrays if leaf.ndim > 1 and leaf.size > 200
+    }
     assert any(f"[{shape}]" in bodies for shape in shapes)
     copies = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", bodies)
     assert not shapes & set(copies), sorted(shapes & set(copies))
@@ -275,7 +342,9 @@ def test_strings_in_and_out():
     """An EOS is appended, empty sentences give empty outputs in their place, texts are those of the
     ids."""
     target = HashModel(V, 0, vocabulary=Words())
-    options = dict(drafter=ModelDrafter(HashModel(V, 1, vocabulary=Words())), gamma=2, max_new_tokens=6)
+    options = dict(
+        drafter=ModelDrafter(HashModel(V, 1, vocabulary=Words())), gamma=2, max_new_tokens=6
+    )
     result = generate(target, ["w3 w4", "", "w7", "  "], **options)
     ids = generate(target, [[3, 4, 1], [5], [7, 1], [5]], **options)
     np.testing.assert_array_equal(result.tokens[[0, 2]], ids.tokens[[0, 2]])
@@ -283,7 +352,9 @@ def test_strings_in_and_out():
     assert result.texts[0] == Words().decode(ids.tokens[0, : ids.lengths[0]]) != ""
     assert generate(HashModel(V), [[3]], max_new_tokens=2).texts is None
     steps = trace(target, "w3 w4", **options)
-    committed = [token for step in steps for token in (*step.accepted, step.corrected) if token is not None]
+    committed = [
+        token for step in steps for token in (*step.accepted, step.corrected) if token is not None
+    ]
     assert committed == ids.tokens[0, : ids.lengths[0]].tolist()
     assert any(step.rejected is not None for step in steps)
     again = generate(target, (text for text in ["w3 w4", "", "w7", "  "]), **options)
@@ -291,7 +362,9 @@ def test_strings_in_and_out():
 
 
 OTHER = types.SimpleNamespace(
-    random_bits=HashModel(V, 1, vocabulary=Words(1)), start=HashModel(V, 1, start_token=2), same=HashModel(V, 1)
+    random_bits=HashModel(V, 1, vocabulary=Words(1)),
+    start=HashModel(V, 1, start_token=2),
+    same=HashModel(V, 1),
 )
 
 ERRORS = [
@@ -305,30 +378,51 @@ ERRORS = [
     (dict(verifier="no such"), "verifier: got 'no such', expected one of"),
     (dict(inputs="text"), "inputs: got the string 'text', expected a list"),
     (dict(inputs=[]), "inputs: got 0 inputs, expected at least 1"),
-    (dict(inputs=["w3", "w4"], target=HashModel(V)), "inputs: got strings for a model without a vocabulary"),
+    (
+        dict(inputs=["w3", "w4"], target=HashModel(V)),
+        "inputs: got strings for a model without a vocabulary",
+    ),
     (dict(inputs=[[3, V]]), "inputs: got ids outside the vocabulary, expected 0 to 15"),
     (dict(inputs=[[3, -1]]), "inputs: got ids outside the vocabulary"),
     (dict(inputs=np.zeros(3, np.int32)), r"inputs: got an array of shape \(3,\) and type int32"),
     (dict(inputs=np.zeros((2, 3))), "type float64, expected integers"),
     (dict(input_lengths=[1, 1]), "input_lengths: got lengths with a list"),
-    (dict(inputs=np.ones((2, 3), np.int32), input_lengths=[1]), r"input_lengths: got \[1\], expected 2 integers"),
-    (dict(inputs=np.ones((2, 3), np.int32), input_lengths=[1, 4]), "expected 2 integers from 0 to 3"),
+    (
+        dict(inputs=np.ones((2, 3), np.int32), input_lengths=[1]),
+        r"input_lengths: got \[1\], expected 2 integers",
+    ),
+    (
+        dict(inputs=np.ones((2, 3), np.int32), input_lengths=[1, 4]),
+        "expected 2 integers from 0 to 3",
+    ),
     (dict(max_input_length=2), "input 0: got 3 tokens, expected at most max_input_length = 2"),
     (dict(decoder_prefix=[[3]]), "decoder_prefix: got 1 prefixes, expected 2"),
     (dict(decoder_prefix=[[3], [V]]), "got ids outside the vocabulary"),
     (dict(eos_ids=(V,)), r"eos_ids: got \(16,\), expected ids from 0 to 15"),
-    (dict(sampling=SamplingConfig(temperature=[1.0, 1, 1])), "temperature: got 3 values, expected one or 2"),
+    (
+        dict(sampling=SamplingConfig(temperature=[1.0, 1, 1])),
+        "temperature: got 3 values, expected one or 2",
+    ),
     (dict(key=7), r"key: got 7, expected jax.random.key\(seed\)"),
     (dict(key=jax.random.split(jax.random.key(0), 3)), "key: got 3 keys, expected one or 2"),
-    (dict(drafter=ModelDrafter(OTHER.random_bits)), "drafter: got a vocabulary of 16 pieces that differs"),
-    (dict(drafter=ModelDrafter(OTHER.start)), "drafter: got start token 2, expected the target's 0"),
+    (
+        dict(drafter=ModelDrafter(OTHER.random_bits)),
+        "drafter: got a vocabulary of 16 pieces that differs",
+    ),
+    (
+        dict(drafter=ModelDrafter(OTHER.start)),
+        "drafter: got start token 2, expected the target's 0",
+    ),
 ]
 
 
 @pytest.mark.parametrize("change, message", ERRORS, ids=[message for _, message in ERRORS])
 def test_bad_arguments_are_rejected_before_anything_compiles(change, message):
     options = dict(
-        target=HashModel(V, 0, vocabulary=Words()), inputs=[[3, 4, 1], [7]], drafter=ModelDrafter(OTHER.same), gamma=2
+        target=HashModel(V, 0, vocabulary=Words()),
+        inputs=[[3, 4, 1], [7]],
+        drafter=ModelDrafter(OTHER.same),
+        gamma=2,
     )
     options.update(change)
 

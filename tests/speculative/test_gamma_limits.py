@@ -27,11 +27,22 @@ pytestmark = pytest.mark.usefixtures("quick")
 def test_numbers_never_recompile():
     """Nor do one number for all rows and one for each."""
     target, drafter = HashModel(V, 0), sd.ModelDrafter(DRAFT)
-    run = lambda gamma: sd.generate(target, [[3, 4], [7]], drafter=drafter, gamma=gamma, max_new_tokens=9, eos_ids=())
+
+    def run(gamma):
+        return sd.generate(
+            target, [[3, 4], [7]], drafter=drafter, gamma=gamma, max_new_tokens=9, eos_ids=()
+        )
+
     run(sd.Heuristic(G))
     caches = advance._cache_size()
-    changed = [sd.Heuristic(G, minimum=2, start=3, up=[1, 4], down=2), sd.Heuristic(np.int64(G), up=0)]
-    assert compilations(lambda: [run(gamma) for gamma in changed]) == 0 and advance._cache_size() == caches
+    changed = [
+        sd.Heuristic(G, minimum=2, start=3, up=[1, 4], down=2),
+        sd.Heuristic(np.int64(G), up=0),
+    ]
+    assert (
+        compilations(lambda: [run(gamma) for gamma in changed]) == 0
+        and advance._cache_size() == caches
+    )
     assert compilations(lambda: run(sd.Heuristic(G + 1))) > 0, "the counter counts"
 
 
@@ -45,18 +56,35 @@ WRONG = [
     (lambda: sd.Heuristic(4, start=[3, 0]), r"start: got \[3, 0\], expected an integer from 1"),
     (lambda: sd.Entropy(4, smoothing=1), "smoothing: got 1, expected a number from 0 to below 1"),
     (lambda: sd.EntropyBound(4, scale=-0.1), "scale: got -0.1, expected a number from 0"),
-    (lambda: sd.EntropyBound(4, threshold=math.nan), "threshold: got nan, expected a number from 0 to 1"),
-    (lambda: sd.Confidence(4, threshold="high"), "threshold: got 'high', expected a number from 0 to 1"),
+    (
+        lambda: sd.EntropyBound(4, threshold=math.nan),
+        "threshold: got nan, expected a number from 0 to 1",
+    ),
+    (
+        lambda: sd.Confidence(4, threshold="high"),
+        "threshold: got 'high', expected a number from 0 to 1",
+    ),
     (lambda: sd.CostAware(4, cost_ratio=-1), "cost_ratio: got -1, expected a number from 0"),
     (lambda: sd.CostAware(4, weight=0), "weight: got 0, expected a number from 1e-06"),
-    (lambda: rejected_by_generate(gamma=sd.Confidence(4, threshold=[0.1] * 3)), "threshold: got 3 values, expected "
-                                                                               "one or 2"),
-    (lambda: rejected_by_generate(gamma=sd.Entropy(4), drafter=sd.PromptLookupDrafter()),
-     "gamma: got Entropy, which needs draft probabilities, with PromptLookupDrafter, which provides none"),
-    (lambda: rejected_by_generate(gamma=sd.Confidence(4), drafter=sd.NGramDrafter.count([[3, 4]], V, 2)),
-        "with NGramDrafter"),
-    (lambda: rejected_by_generate(gamma=sd.EntropyBound(4), drafter=sd.RandomDrafter(V)), "with RandomDrafter"),
-]  # fmt: skip
+    (
+        lambda: rejected_by_generate(gamma=sd.Confidence(4, threshold=[0.1] * 3)),
+        "threshold: got 3 values, expected one or 2",
+    ),
+    (
+        lambda: rejected_by_generate(gamma=sd.Entropy(4), drafter=sd.PromptLookupDrafter()),
+        "gamma: got Entropy, which needs draft probabilities, with PromptLookupDrafter, which provides none",
+    ),
+    (
+        lambda: rejected_by_generate(
+            gamma=sd.Confidence(4), drafter=sd.NGramDrafter.count([[3, 4]], V, 2)
+        ),
+        "with NGramDrafter",
+    ),
+    (
+        lambda: rejected_by_generate(gamma=sd.EntropyBound(4), drafter=sd.RandomDrafter(V)),
+        "with RandomDrafter",
+    ),
+]
 
 
 def rejected_by_generate(drafter=sd.ModelDrafter(DRAFT), **options):
@@ -78,8 +106,14 @@ FLAGS = dict(target="t", drafter="d", gamma=6)
 NAMED = [
     (dict(gamma_policy="fixed"), 6),
     (dict(gamma_policy="heuristic"), sd.Heuristic(6)),
-    (dict(gamma_policy="confidence", gamma_settings=("threshold:0.25",)), sd.Confidence(6, threshold=0.25)),
-    (dict(gamma_policy="cost_aware", gamma_settings=("cost_ratio:0.3", "minimum:2")), sd.CostAware(6, 2, 0.3)),
+    (
+        dict(gamma_policy="confidence", gamma_settings=("threshold:0.25",)),
+        sd.Confidence(6, threshold=0.25),
+    ),
+    (
+        dict(gamma_policy="cost_aware", gamma_settings=("cost_ratio:0.3", "minimum:2")),
+        sd.CostAware(6, 2, 0.3),
+    ),
 ]
 
 
@@ -91,19 +125,40 @@ def test_flags_name_a_policy(flags, policy):
 
 
 MISNAMED = [
-    (dict(gamma_policy="best"), "gamma_policy: got 'best', expected one of fixed, heuristic, entropy, entropy_bound"),
-    (dict(gamma_settings=("threshold:1",)), "gamma_settings: got 'threshold:1' with gamma_policy='fixed', expected "
-                                            "none"),
-    (dict(gamma_policy="entropy", gamma_settings=("up:1",)), "got 'up' with gamma_policy='entropy', expected one of "
-                                                             "minimum"),
-    (dict(gamma_policy="entropy", gamma_settings=("smoothing",)), "gamma_settings: got 'smoothing', expected "
-                                                                  "name:number"),
+    (
+        dict(gamma_policy="best"),
+        "gamma_policy: got 'best', expected one of fixed, heuristic, entropy, entropy_bound",
+    ),
+    (
+        dict(gamma_settings=("threshold:1",)),
+        "gamma_settings: got 'threshold:1' with gamma_policy='fixed', expected none",
+    ),
+    (
+        dict(gamma_policy="entropy", gamma_settings=("up:1",)),
+        "got 'up' with gamma_policy='entropy', expected one of minimum",
+    ),
+    (
+        dict(gamma_policy="entropy", gamma_settings=("smoothing",)),
+        "gamma_settings: got 'smoothing', expected name:number",
+    ),
     (dict(gamma_policy="heuristic", gamma_settings=("up:1", "up:2")), "expected every name once"),
-    (dict(gamma_policy="heuristic", gamma_settings=("up:1.5",)), "up: got 1.5, expected an integer"),
-    (dict(gamma_policy="heuristic", gamma=0), "gamma_policy: got 'heuristic' for plain decoding, expected a drafter"),
-    (dict(gamma_policy="heuristic", drafter=None), "gamma_policy: got 'heuristic' for plain decoding"),
-    (dict(gamma_policy="heuristic", gamma_settings=("minimum:7",)), "minimum: got 7, expected an integer from 1 to 6"),
-]  # fmt: skip
+    (
+        dict(gamma_policy="heuristic", gamma_settings=("up:1.5",)),
+        "up: got 1.5, expected an integer",
+    ),
+    (
+        dict(gamma_policy="heuristic", gamma=0),
+        "gamma_policy: got 'heuristic' for plain decoding, expected a drafter",
+    ),
+    (
+        dict(gamma_policy="heuristic", drafter=None),
+        "gamma_policy: got 'heuristic' for plain decoding",
+    ),
+    (
+        dict(gamma_policy="heuristic", gamma_settings=("minimum:7",)),
+        "minimum: got 7, expected an integer from 1 to 6",
+    ),
+]
 
 
 @pytest.mark.parametrize("flags, message", MISNAMED, ids=[message for _, message in MISNAMED])
@@ -118,21 +173,34 @@ def test_generate_with_a_policy(specdec, pair):
     assert (code, err) == (0, "")
     target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))
     policy = sd.Confidence(2, threshold=1)
-    result = sd.generate(target, ["We asked"], drafter=sd.ModelDrafter(drafter), gamma=policy, max_new_tokens=6)
+    result = sd.generate(
+        target, ["We asked"], drafter=sd.ModelDrafter(drafter), gamma=policy, max_new_tokens=6
+    )
     record = json.loads(out)
     assert record["text"] == result.texts[0] and record["stats"]["drafted"] == result.stats.drafted
     fixed = json.loads(specdec("generate", *command_line.MODELS, "--json", "We asked")[1])
-    assert record["stats"]["drafted"] < fixed["stats"]["drafted"] and record["text"] == fixed["text"]
+    assert (
+        record["stats"]["drafted"] < fixed["stats"]["drafted"] and record["text"] == fixed["text"]
+    )
 
 
 def test_benchmark_with_a_policy(specdec):
-    flags = ["--gamma_policy=heuristic", "--gamma_settings=start:1", "--limit=1", "--repeats=1", "--json"]
+    flags = [
+        "--gamma_policy=heuristic",
+        "--gamma_settings=start:1",
+        "--limit=1",
+        "--repeats=1",
+        "--json",
+    ]
     code, out, err = specdec("benchmark", *command_line.MODELS, *flags)
     assert (code, err) == (0, "")
     record = json.loads(out)
     (variant,) = record["speculative"]
     alpha = variant["stats"]["acceptance_rate"]
-    assert 0 < variant["mean_gamma"] < variant["gamma"] == 2 and variant["predicted"] is variant["shares"] is None
+    assert (
+        0 < variant["mean_gamma"] < variant["gamma"] == 2
+        and variant["predicted"] is variant["shares"] is None
+    )
     assert variant["oracle"]["tokens_per_target_call"] == pytest.approx(1 / (1 - alpha))
     assert "drafted for each; no prediction" in summaries.benchmark_summary(
         record

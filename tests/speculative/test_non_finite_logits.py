@@ -60,12 +60,19 @@ def whole(seed):
 
 VERIFIERS = ["token", "block", "gumbel", "rejection", "lenient", "synthetic", "plain"]
 CASES = [(name, temperature, np.nan) for name in VERIFIERS for temperature in (0.0, 1.0)]
-CASES += [("typical", 1.0, np.nan), ("token", 0.0, np.inf), ("block", 1.0, np.inf), ("plain", 1.0, np.inf)]
+CASES += [
+    ("typical", 1.0, np.nan),
+    ("token", 0.0, np.inf),
+    ("block", 1.0, np.inf),
+    ("plain", 1.0, np.inf),
+]
 
 
 @pytest.mark.parametrize("verifier, temperature, value", CASES)
 def test_a_broken_target_is_told(verifier, temperature, value):
-    options = {"lenient": dict(lenience=0.5), "synthetic": dict(synthetic_alpha=0.7)}.get(verifier, {})
+    options = {"lenient": dict(lenience=0.5), "synthetic": dict(synthetic_alpha=0.7)}.get(
+        verifier, {}
+    )
     if verifier != "plain":
         options |= dict(verifier=verifier, drafter=ModelDrafter(whole(1)), gamma=4)
     sampling = SamplingConfig(temperature=temperature)
@@ -93,22 +100,31 @@ def shortlisted(model):
 @pytest.mark.parametrize(
     "make, verifier, temperature",
     [
-        (ModelDrafter, "token", 0.0), (ModelDrafter, "block", 1.0), (cascade, "token", 1.0), (cascade, "gumbel", 1.0),
-        (behind, "token", 0.0), (behind, "block", 1.0), (shortlisted, "token", 0.0), (shortlisted, "token", 1.0),
+        (ModelDrafter, "token", 0.0),
+        (ModelDrafter, "block", 1.0),
+        (cascade, "token", 1.0),
+        (cascade, "gumbel", 1.0),
+        (behind, "token", 0.0),
+        (behind, "block", 1.0),
+        (shortlisted, "token", 0.0),
+        (shortlisted, "token", 1.0),
     ],
-)  # fmt: skip
+)
 def test_a_broken_drafter_is_told_and_changes_no_token(make, verifier, temperature):
     target, sampling = whole(0), SamplingConfig(temperature=temperature)
     options = dict(verifier=verifier, sampling=sampling, max_new_tokens=6)
     state, request = prepare(target, INPUTS, drafter=make(BrokenModel(1)), gamma=3, **options)
     state = advance(request.network, request.drafter, state, np.int32(99))
     np.testing.assert_array_equal(state.draft_failed > 0, True)
-    assert np.all(np.asarray(state.tokens)[:, 1:7] >= 0) and np.all(np.isfinite(np.asarray(state.log_probs)[:, 1:7]))
+    assert np.all(np.asarray(state.tokens)[:, 1:7] >= 0) and np.all(
+        np.isfinite(np.asarray(state.log_probs)[:, 1:7])
+    )
     plain = generate(target, INPUTS, **options)
     if temperature == 0 or verifier == "gumbel":  # the same tokens by construction
         np.testing.assert_array_equal(np.asarray(state.tokens)[:, 1:7], plain.tokens)
     with pytest.raises(
-        NonFiniteLogitsError, match="input 0: got logits from the drafter .* at new token [345], expected"
+        NonFiniteLogitsError,
+        match="input 0: got logits from the drafter .* at new token [345], expected",
     ):
         generate(target, INPUTS, drafter=make(BrokenModel(1)), gamma=3, **options)
 
@@ -152,10 +168,15 @@ def test_infinity_from_a_processor_forces_at_every_temperature(temperature):
     def two(tokens, lengths, logits):
         return one(tokens, lengths, logits).at[:, 9].set(jnp.inf)
 
-    sample = lambda processor, **options: generate(
-        whole(0), [[3, 1]] * 40, sampling=SamplingConfig(temperature=temperature, processor=processor),
-        max_new_tokens=5, **options,
-    )  # fmt: skip
+    def sample(processor, **options):
+        return generate(
+            whole(0),
+            [[3, 1]] * 40,
+            sampling=SamplingConfig(temperature=temperature, processor=processor),
+            max_new_tokens=5,
+            **options,
+        )
+
     for options in ({}, dict(drafter=ModelDrafter(whole(1)), gamma=3)):
         assert set(sample(one, **options).tokens.ravel().tolist()) == {5}
         found = sample(two, **options)
@@ -190,7 +211,9 @@ def test_nan_from_a_processor_is_no_maximum_in_a_wide_vocabulary(ids):
     sampling = SamplingConfig(processor=broken)
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, wide)), jnp.float32)
     context = Context(jnp.array([[0, 7, 0], [0, 8, 0]]), two, two, jnp.full((2, 1), -1))
-    chosen = jax.jit(lambda *given: distributions.argmax(distributions.process(*given, sampling.mode)))
+    chosen = jax.jit(
+        lambda *given: distributions.argmax(distributions.process(*given, sampling.mode))
+    )
     found = chosen(logits, context, sampling.rows(2, wide))
     assert found.ravel().tolist() == [-1, int(np.argmax(logits[1]))]
 
@@ -199,16 +222,21 @@ def damaged(model: LanguageModel) -> LanguageModel:
     params = model.params
     kernels = params["decoder"]["layers_0"]["mlp"]["wo"]
     kernels["kernel"] = kernels["kernel"].at[0, 0].set(jnp.nan)
-    return LanguageModel(model.config, params, model.vocabulary, eos_ids=model.eos_ids, name="damaged")
+    return LanguageModel(
+        model.config, params, model.vocabulary, eos_ids=model.eos_ids, name="damaged"
+    )
 
 
 def test_damaged_weights():
     sound = tiny_t5(0, V)
     with pytest.raises(
-        NonFiniteLogitsError, match="input 0: got logits from the target damaged .* at new token 0, .* damaged"
+        NonFiniteLogitsError,
+        match="input 0: got logits from the target damaged .* at new token 0, .* damaged",
     ):
         generate(damaged(sound), INPUTS, max_new_tokens=4)
-    with pytest.raises(NonFiniteLogitsError, match="input 0: got logits from the drafter damaged .* at new token 0"):
+    with pytest.raises(
+        NonFiniteLogitsError, match="input 0: got logits from the drafter damaged .* at new token 0"
+    ):
         generate(sound, INPUTS, drafter=ModelDrafter(damaged(sound)), max_new_tokens=4)
 
 
@@ -232,7 +260,13 @@ def test_what_could_be_counted_is_told_under_block_verification():
     """A sampled block-verified decode has no α, but says how many tokens are accepted per call, and
     where in a draft."""
     found = generate(
-        whole(0), INPUTS, drafter=ModelDrafter(whole(1)), gamma=3, sampling=SPREAD, verifier="block", max_new_tokens=24
+        whole(0),
+        INPUTS,
+        drafter=ModelDrafter(whole(1)),
+        gamma=3,
+        sampling=SPREAD,
+        verifier="block",
+        max_new_tokens=24,
     )
     stats = found.stats
     assert stats.acceptance_rate is None

@@ -16,7 +16,12 @@ from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.drafters.drafting import point_mass
 from specdec_jax.speculative.policies import number
 from specdec_jax.speculative.state import Draft
-from specdec_jax.speculative.verifiers import VERIFIERS, correct, count_leading, leading_distribution
+from specdec_jax.speculative.verifiers import (
+    VERIFIERS,
+    correct,
+    count_leading,
+    leading_distribution,
+)
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -36,7 +41,9 @@ def decode(**options):
 def verify(target, draft, draft_tokens, num_drafted, randomness, settings):
     """Lets tokens are accepted that have at least `least` of probability."""
     accepted = leading_distribution(target).prob(draft_tokens) >= settings["least"][:, None]
-    return correct(target, draft, count_leading(accepted, num_drafted), num_drafted, randomness.final)
+    return correct(
+        target, draft, count_leading(accepted, num_drafted), num_drafted, randomness.final
+    )
 
 
 OWN = sd.Verifier("probable", verify, exact=False, parameters=(("least", None),))
@@ -61,30 +68,70 @@ def test_a_verifier_of_ones_own_is_given_its_parameters():
 def test_the_package_takes_its_own_parameters_either_way():
     lenient = VERIFIERS["lenient"]
     by_argument = decode(verifier="lenient", lenience=0.3).tokens
-    np.testing.assert_array_equal(decode(verifier=lenient.with_parameters(lenience=0.3)).tokens, by_argument)
+    np.testing.assert_array_equal(
+        decode(verifier=lenient.with_parameters(lenience=0.3)).tokens, by_argument
+    )
     assert lenient.with_parameters(lenience=0.3) == lenient, "one program for all values"
 
 
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: decode(verifier=OWN), "least: got none with verifier='probable', expected a number, by Verifier"),
-        (lambda: OWN.with_parameters(most=1), "most: got one for verifier 'probable', expected least"),
-        (lambda: MIRRORED.with_parameters(most=1), "most: got one for verifier 'mirrored', expected none"),
-        (lambda: OWN.with_parameters(least="a"), "least: got 'a', expected a number, or one per input"),
-        (lambda: decode(verifier=OWN.with_parameters(least=[1, 2, 3])), "least: got 3 values, expected one or 2"),
-        (lambda: decode(verifier=OWN.with_parameters(least=np.inf)), "least: got inf, expected a finite number"),
-        (lambda: decode(verifier=OWN.with_parameters(least=1), drafter=None), "verifier: got 'probable' for plain"),
-        (lambda: decode(verifier=VERIFIERS["lenient"].with_parameters(lenience=2)), "lenience: got 2, expected a num"),
         (
-            lambda: decode(verifier=VERIFIERS["lenient"].with_parameters(lenience=0.5), lenience=0.4),
+            lambda: decode(verifier=OWN),
+            "least: got none with verifier='probable', expected a number, by Verifier",
+        ),
+        (
+            lambda: OWN.with_parameters(most=1),
+            "most: got one for verifier 'probable', expected least",
+        ),
+        (
+            lambda: MIRRORED.with_parameters(most=1),
+            "most: got one for verifier 'mirrored', expected none",
+        ),
+        (
+            lambda: OWN.with_parameters(least="a"),
+            "least: got 'a', expected a number, or one per input",
+        ),
+        (
+            lambda: decode(verifier=OWN.with_parameters(least=[1, 2, 3])),
+            "least: got 3 values, expected one or 2",
+        ),
+        (
+            lambda: decode(verifier=OWN.with_parameters(least=np.inf)),
+            "least: got inf, expected a finite number",
+        ),
+        (
+            lambda: decode(verifier=OWN.with_parameters(least=1), drafter=None),
+            "verifier: got 'probable' for plain",
+        ),
+        (
+            lambda: decode(verifier=VERIFIERS["lenient"].with_parameters(lenience=2)),
+            "lenience: got 2, expected a num",
+        ),
+        (
+            lambda: decode(
+                verifier=VERIFIERS["lenient"].with_parameters(lenience=0.5), lenience=0.4
+            ),
             "lenience: got 0.4 and 0.5 of the verifier, expected one of them",
         ),
         (lambda: sd.Verifier("a", 3), "Verifier: got 'a', 3, expected a name and a function"),
-        (lambda: sd.Verifier("a", verify, parameters=("least",)), "parameters: got 'least', expected a list of names"),
-        (lambda: sd.Verifier("a", verify, parameters="least"), "parameters: got 'least', expected a list of names"),
-        (lambda: sd.Verifier("a", verify, parameters=(("b", "c"),)), r"parameters: got \('b', 'c'\), expected a list"),
-        (lambda: decode(verifier=sd.Verifier("a", lambda *_: None)), "verifier a: got NoneType from its rule"),
+        (
+            lambda: sd.Verifier("a", verify, parameters=("least",)),
+            "parameters: got 'least', expected a list of names",
+        ),
+        (
+            lambda: sd.Verifier("a", verify, parameters="least"),
+            "parameters: got 'least', expected a list of names",
+        ),
+        (
+            lambda: sd.Verifier("a", verify, parameters=(("b", "c"),)),
+            r"parameters: got \('b', 'c'\), expected a list",
+        ),
+        (
+            lambda: decode(verifier=sd.Verifier("a", lambda *_: None)),
+            "verifier a: got NoneType from its rule",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_verifier_is_said(call, message):
@@ -105,7 +152,12 @@ def repeating(**changes):
 
     def draft(self, draft_state, state, num_wanted):
         tokens = jnp.full((len(num_wanted), state.config.gamma), 3, jnp.int32)
-        fields = dict(tokens=tokens, num_drafted=num_wanted, dist=point_mass(state, tokens), calls=num_wanted * 0)
+        fields = dict(
+            tokens=tokens,
+            num_drafted=num_wanted,
+            dist=point_mass(state, tokens),
+            calls=num_wanted * 0,
+        )
         return draft_state, Draft(
             **{**fields, **{name: of(num_wanted) for name, of in changes.items() if name in fields}}
         )
@@ -121,18 +173,38 @@ def test_no_row_drafts_more_than_is_wanted():
     fixed = repeating(num_drafted=lambda wanted: wanted + 3)
     result = sd.generate(TARGET, INPUTS, drafter=fixed, gamma=4, max_new_tokens=12, eos_ids=())
     np.testing.assert_array_equal(result.tokens, greedy.tokens)
-    assert result.stats.drafted == decode(drafter=repeating(), gamma=4, sampling=sd.SamplingConfig()).stats.drafted
+    assert (
+        result.stats.drafted
+        == decode(drafter=repeating(), gamma=4, sampling=sd.SamplingConfig()).stats.drafted
+    )
 
 
 @pytest.mark.parametrize(
     "drafter, message",
     [
-        (repeating(dist=lambda wanted: None), "drafter Own: draft gave NoneType as the distribution of its tokens"),
-        (repeating(num_drafted=lambda wanted: 3), r"Own: draft gave num_drafted int32\[\], expected int32\[2\]"),
-        (repeating(calls=lambda wanted: 0), r"Own: draft gave calls int32\[\], expected int32\[2\]"),
-        (repeating(draft=lambda self, *_: None), r"Own: draft returned NoneType, expected \(draft_state, Draft\)"),
         (
-            repeating(draft=lambda self, before, state, wanted: (1, repeating().draft(before, state, wanted)[1])),
+            repeating(dist=lambda wanted: None),
+            "drafter Own: draft gave NoneType as the distribution of its tokens",
+        ),
+        (
+            repeating(num_drafted=lambda wanted: 3),
+            r"Own: draft gave num_drafted int32\[\], expected int32\[2\]",
+        ),
+        (
+            repeating(calls=lambda wanted: 0),
+            r"Own: draft gave calls int32\[\], expected int32\[2\]",
+        ),
+        (
+            repeating(draft=lambda self, *_: None),
+            r"Own: draft returned NoneType, expected \(draft_state, Draft\)",
+        ),
+        (
+            repeating(
+                draft=lambda self, before, state, wanted: (
+                    1,
+                    repeating().draft(before, state, wanted)[1],
+                )
+            ),
             r"Own: draft returned the state int32\[\], expected what init makes, \(\)",
         ),
         (repeating(draft=sd.Drafter.draft), "got Own, which does not define draft"),
@@ -145,7 +217,10 @@ def test_what_is_wrong_with_a_drafter_is_said(drafter, message):
 
 
 def test_a_policy_that_reads_distributions_gets_them():
-    with pytest.raises(ValueError, match="Own: draft gave no Draft.seen, expected it of a drafter that provides_probs"):
+    with pytest.raises(
+        ValueError,
+        match="Own: draft gave no Draft.seen, expected it of a drafter that provides_probs",
+    ):
         decode(drafter=repeating(provides_probs=True), gamma=sd.Confidence(3))
 
 
@@ -189,7 +264,9 @@ def test_a_policy_of_ones_own_works_without_being_registered():
     for policy in (AfterLast(4), Two(4), sd.Policy(3)):
         result = decode(gamma=policy, sampling=sd.SamplingConfig())
         np.testing.assert_array_equal(result.tokens, plain)
-    assert drafted(gamma=Two(4)) == drafted(gamma=2) and drafted(gamma=sd.Policy(3)) == drafted(gamma=3)
+    assert drafted(gamma=Two(4)) == drafted(gamma=2) and drafted(gamma=sd.Policy(3)) == drafted(
+        gamma=3
+    )
     one = drafted(gamma=AfterLast(4))
     found = []
     assert compilations(lambda: found.append(drafted(gamma=AfterLast(4, more=[1, 3])))) == 0
@@ -215,14 +292,26 @@ class Traced(sd.Policy):
 @pytest.mark.parametrize(
     "policy, message",
     [
-        (variant(wanted=lambda self, state: 2.5), r"gamma: got float32\[\] from Own.wanted, expected an integer"),
-        (variant(wanted=lambda self, state: None), "gamma: got None from Own.wanted, expected an integer"),
-        (variant(init=lambda self: jnp.zeros(3)), r"gamma: got shape \(3,\) from Own.init, expected one value"),
+        (
+            variant(wanted=lambda self, state: 2.5),
+            r"gamma: got float32\[\] from Own.wanted, expected an integer",
+        ),
+        (
+            variant(wanted=lambda self, state: None),
+            "gamma: got None from Own.wanted, expected an integer",
+        ),
+        (
+            variant(init=lambda self: jnp.zeros(3)),
+            r"gamma: got shape \(3,\) from Own.init, expected one value",
+        ),
         (
             variant(update=lambda self, state, outcome: state * 0.5),
             r"gamma: got float32\[2\] from Own.update, expected what init makes, int32\[2\]",
         ),
-        (variant(update=lambda self, state, outcome: None), "gamma: got None from Own.update, expected what init"),
+        (
+            variant(update=lambda self, state, outcome: None),
+            "gamma: got None from Own.update, expected what init",
+        ),
         (AfterLast(4, first=[1]), r"first: got \[1\], expected a hashable value"),
         (Traced(4), "gamma: got Traced, a flax.struct.dataclass, expected a dataclasses.dataclass"),
         (AfterLast(4, more=[1, 2, 3]), "more: got 3 values, expected one or 2"),

@@ -12,9 +12,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from distribution_samples import FALSE_ALARM, ROWS, SPREAD, V, g_test, hash_pair, joint_distribution, sample
+from distribution_samples import (
+    FALSE_ALARM,
+    ROWS,
+    SPREAD,
+    V,
+    g_test,
+    hash_pair,
+    joint_distribution,
+    sample,
+)
 from engine_inputs import loop_bodies
-from policies import DRAFT, INPUTS, LIMIT, LIMITS, OPTIONS, PREFIXES, TARGET, B, G, enumerated, plain
+from policies import (
+    DRAFT,
+    INPUTS,
+    LIMIT,
+    LIMITS,
+    OPTIONS,
+    PREFIXES,
+    TARGET,
+    B,
+    G,
+    enumerated,
+    plain,
+)
 from toy_models import HashModel, HashNetwork, Headless, Words, compilations, tiny_t5
 
 import specdec_jax as sd
@@ -40,7 +61,9 @@ CHOICES = {
 
 
 def test_every_policy_is_here():
-    assert set(CHOICES) == set(POLICIES) and all(type(CHOICES[name]) is cls for name, cls in POLICIES.items())
+    assert set(CHOICES) == set(POLICIES) and all(
+        type(CHOICES[name]) is cls for name, cls in POLICIES.items()
+    )
 
 
 # --- Against slow versions of one row ---
@@ -64,7 +87,10 @@ class Slow:
         total = p["weight"] * max(t / (1 + g * step) for g, t in enumerate(tokens))
         time, seen, kept = p["weight"], [0.0] * self.maximum, [0.0] * self.maximum
         for drafted, accepted in self.past:
-            total, time = total * p["memory"] + accepted + 1, time * p["memory"] + 1 + drafted * step
+            total, time = (
+                total * p["memory"] + accepted + 1,
+                time * p["memory"] + 1 + drafted * step,
+            )
             for i in range(self.maximum):
                 seen[i] = seen[i] * p["memory"] + (i < drafted and i <= accepted)
                 kept[i] = kept[i] * p["memory"] + (i < accepted)
@@ -81,7 +107,16 @@ class Slow:
         """How many of the `wanted` tokens, whose q(x) and H(q) these are, are drafted."""
         p, n = self.p, wanted
         if "smoothing" in p:
-            n = min(n, max(1, round(self.maximum - (self.maximum - p["minimum"]) * self.smoothed(entropies, vocab))))
+            n = min(
+                n,
+                max(
+                    1,
+                    round(
+                        self.maximum
+                        - (self.maximum - p["minimum"]) * self.smoothed(entropies, vocab)
+                    ),
+                ),
+            )
         for i in range(n):
             if "scale" in p and 1 - math.sqrt(p["scale"] * entropies[i]) < p["threshold"]:
                 return i + 1
@@ -91,7 +126,10 @@ class Slow:
 
     def smoothed(self, entropies, vocab):
         """Σ β^age · h over Σ β^age."""
-        values = [entropies[0] / math.log(vocab), *reversed(self.past if "smoothing" in self.p else [])]
+        values = [
+            entropies[0] / math.log(vocab),
+            *reversed(self.past if "smoothing" in self.p else []),
+        ]
         weights = [self.p["smoothing"] ** age for age in range(len(values))]
         return np.dot(weights, values) / sum(weights)
 
@@ -106,13 +144,21 @@ class Slow:
 
 
 VARIED = {
-    "heuristic": dict(minimum=[1, 2, 3, 1], start=[4, 1, 5, 64], up=[2, 1, 3, 2], down=[1, 1, 2, 0]),
+    "heuristic": dict(
+        minimum=[1, 2, 3, 1], start=[4, 1, 5, 64], up=[2, 1, 3, 2], down=[1, 1, 2, 0]
+    ),
     "entropy": dict(minimum=[1, 2, 1, 3], smoothing=[0.0, 0.5, 0.9, 0.3]),
     "entropy_bound": dict(scale=[0.2, 0.5, 0.1, 0.2], threshold=[0.4, 0.4, 0.7, 0.0]),
     "confidence": dict(threshold=[0.1, 0.5, 0.9, 0.0]),
-    "cost_aware": dict(minimum=[1, 1, 2, 1], cost_ratio=[0.05, 0.3, 0.9, 0.0], verify_cost=[1.0, 1.5, 1.2, 0.9],
-                    acceptance=[0.7, 0.5, 0.9, 0.2], weight=[4.0, 1.0, 0.5, 9.0], memory=[0.9, 1.0, 0.5, 0.8]),
-}  # fmt: skip
+    "cost_aware": dict(
+        minimum=[1, 1, 2, 1],
+        cost_ratio=[0.05, 0.3, 0.9, 0.0],
+        verify_cost=[1.0, 1.5, 1.2, 0.9],
+        acceptance=[0.7, 0.5, 0.9, 0.2],
+        weight=[4.0, 1.0, 0.5, 9.0],
+        memory=[0.9, 1.0, 0.5, 0.8],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -121,13 +167,18 @@ def test_policies_equal_slow_versions(name):
     drafted than wanted, or none."""
     maximum, rows, vocab, rng = 6, 4, 50, np.random.default_rng(1)
     policy = POLICIES[name](maximum, **VARIED[name]).rows(rows)
-    slow = [Slow({key: values[row] for key, values in VARIED[name].items()}, maximum) for row in range(rows)]
+    slow = [
+        Slow({key: values[row] for key, values in VARIED[name].items()}, maximum)
+        for row in range(rows)
+    ]
 
     @jax.jit
     def lengths(policy, state, seen):
         wanted = drafted = jnp.broadcast_to(policy.wanted(state), (rows,))
         for step in range(maximum):
-            most = jnp.minimum(drafted, jnp.maximum(policy.limit(state, jnp.int32(step), seen), step + 1))
+            most = jnp.minimum(
+                drafted, jnp.maximum(policy.limit(state, jnp.int32(step), seen), step + 1)
+            )
             drafted = jnp.where(step < drafted, most, drafted)
         return wanted, drafted
 
@@ -156,7 +207,9 @@ def test_cost_aware_finds_the_best_fixed_gamma():
     """Where acceptance is what it expects, it begins with the γ that the paper's formula makes
     best."""
     alphas, costs = [0.3, 0.6, 0.8, 0.9, 0.95], [0.02, 0.05, 0.1, 0.2, 0.3]
-    policy = sd.CostAware(16, acceptance=np.repeat(alphas, 5), cost_ratio=np.tile(costs, 5)).rows(25)
+    policy = sd.CostAware(16, acceptance=np.repeat(alphas, 5), cost_ratio=np.tile(costs, 5)).rows(
+        25
+    )
     wanted = jax.jit(lambda policy: policy.wanted(policy.init()))(policy)
     for gamma, (alpha, c) in zip(wanted, itertools.product(alphas, costs)):
         best = max(improvement(alpha, g, c) for g in range(1, 17))
@@ -175,11 +228,15 @@ HEURISTIC = (
 STATELESS = (None, lambda state, q: 3, lambda *_: None)
 ENUMERATED = {
     "heuristic": (*HEURISTIC, lambda q, x: False),
-    "entropy": (None, lambda state, q: round(3 - 2 * entropy_of(q) / math.log(len(q))), lambda *_: None, lambda q,
-    x: False),
+    "entropy": (
+        None,
+        lambda state, q: round(3 - 2 * entropy_of(q) / math.log(len(q))),
+        lambda *_: None,
+        lambda q, x: False,
+    ),
     "entropy_bound": (*STATELESS, lambda q, x: 1 - math.sqrt(0.5 * entropy_of(q)) < 0.4),
     "confidence": (*STATELESS, lambda q, x: q[x] < 0.4),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
@@ -188,7 +245,10 @@ def test_distribution_by_enumeration(name, verifier):
     verify = {"token": toy.TOKEN, "block": toy.BLOCK}[verifier]
     for vocab, limit in ((2, 6), (3, 5)):
         for seed in range(3):
-            target, draft = toy.table_distribution(vocab, seed, 0.3), toy.table_distribution(vocab, 50 + seed)
+            target, draft = (
+                toy.table_distribution(vocab, seed, 0.3),
+                toy.table_distribution(vocab, 50 + seed),
+            )
             found = enumerated(target, draft, limit, verify, *ENUMERATED[name])
             assert toy.total_variation(found, toy.complete({(): 1.0}, target, limit, set())) < 1e-12
 
@@ -202,12 +262,22 @@ def test_enumeration_catches_a_token_dropped_after_a_look():
 
 
 def adapted(name: str, order=range(B), **options):
-    at = lambda values: [values[row] for row in order]
+    def at(values):
+        return [values[row] for row in order]
+
     options = dict(OPTIONS, max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES)) | options
     policy = CHOICES[name]
     numbers = {key: getattr(policy, key) for key in policy.numbers()}
-    numbers = {key: at(value) if isinstance(value, list) else value for key, value in numbers.items()}
-    return sd.generate(TARGET, at(INPUTS), drafter=sd.ModelDrafter(DRAFT), gamma=type(policy)(G, **numbers), **options)
+    numbers = {
+        key: at(value) if isinstance(value, list) else value for key, value in numbers.items()
+    }
+    return sd.generate(
+        TARGET,
+        at(INPUTS),
+        drafter=sd.ModelDrafter(DRAFT),
+        gamma=type(policy)(G, **numbers),
+        **options,
+    )
 
 
 @pytest.mark.parametrize("name", sorted(CHOICES))
@@ -258,29 +328,55 @@ def test_what_policies_see(temperature):
     """q(x) and H(q) of the distribution drawn from, after top-k; where it is one-hot, of that at
     temperature 1."""
     config = SamplingConfig(temperature=temperature, top_k=5)
-    policy = sd.Confidence(G, threshold=[0.0, 0.0, 1.0])  # q(x) < 1: the last row always ends at once
+    policy = sd.Confidence(
+        G, threshold=[0.0, 0.0, 1.0]
+    )  # q(x) < 1: the last row always ends at once
     state, request = prepare(
-        TARGET, INPUTS[:3], drafter=sd.ModelDrafter(DRAFT), gamma=policy, sampling=config, max_new_tokens=9, eos_ids=()
+        TARGET,
+        INPUTS[:3],
+        drafter=sd.ModelDrafter(DRAFT),
+        gamma=policy,
+        sampling=config,
+        max_new_tokens=9,
+        eos_ids=(),
     )
-    _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(3, G, np.int32)))(request.drafter, state)
+    _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(3, G, np.int32)))(
+        request.drafter, state
+    )
     np.testing.assert_array_equal(draft.num_drafted, [G, G, 1])
     for row, (t, n) in enumerate(zip(temperature, draft.num_drafted)):
         tokens = np.asarray(draft.tokens)[row]
         logits = DRAFT.logits([INPUTS[row]], [[0, *tokens[:-1]]], [len(INPUTS[row])])[0]
         probs = toy.adjusted_probs(logits, t or 1.0, 5)
-        entropy = -np.sum(np.where(probs > 0, probs * np.log(np.where(probs > 0, probs, 1)), 0), axis=1)
-        np.testing.assert_allclose(draft.seen.prob[row, :n], probs[np.arange(G), tokens][:n], rtol=1e-4)
+        entropy = -np.sum(
+            np.where(probs > 0, probs * np.log(np.where(probs > 0, probs, 1)), 0), axis=1
+        )
+        np.testing.assert_allclose(
+            draft.seen.prob[row, :n], probs[np.arange(G), tokens][:n], rtol=1e-4
+        )
         np.testing.assert_allclose(draft.seen.entropy[row, :n], entropy[:n], atol=1e-5)
-        np.testing.assert_allclose(draft.seen.evenness[row, :n], entropy[:n] / math.log(V), atol=1e-5)
+        np.testing.assert_allclose(
+            draft.seen.evenness[row, :n], entropy[:n] / math.log(V), atol=1e-5
+        )
 
 
 def test_a_trace_shows_gamma_and_entropies():
     target, drafter = HashModel(V, 0, vocabulary=Words()), sd.ModelDrafter(DRAFT)
-    steps = sd.trace(target, "w3 w4", drafter=drafter, gamma=sd.Confidence(G, threshold=0.6), max_new_tokens=LIMIT)
+    steps = sd.trace(
+        target,
+        "w3 w4",
+        drafter=drafter,
+        gamma=sd.Confidence(G, threshold=0.6),
+        max_new_tokens=LIMIT,
+    )
     assert all(len(step.accepted) <= step.gamma == len(step.entropies) for step in steps)
-    assert len({step.gamma for step in steps}) > 1 and all(0 <= h <= math.log(V) for s in steps for h in s.entropies)
+    assert len({step.gamma for step in steps}) > 1 and all(
+        0 <= h <= math.log(V) for s in steps for h in s.entropies
+    )
     fixed = sd.trace(target, "w3 w4", drafter=drafter, gamma=2, max_new_tokens=LIMIT)
-    assert {step.gamma for step in fixed[:-1]} == {2} and all(step.entropies is None for step in fixed)
+    assert {step.gamma for step in fixed[:-1]} == {2} and all(
+        step.entropies is None for step in fixed
+    )
 
 
 @pytest.mark.parametrize("name", ["heuristic", "cost_aware", "confidence"])
@@ -292,16 +388,27 @@ def test_drafters_without_a_model(name):
     gamma = sd.Confidence(G, threshold=0.2) if name == "confidence" else POLICIES[name](G)
     result = sd.generate(TARGET, INPUTS, drafter=drafter, gamma=gamma, **OPTIONS)
     np.testing.assert_array_equal(result.tokens, plain().tokens)
-    lengths = [row.drafted / row.target_calls for row, limit in zip(result.stats.per_row, LIMITS) if limit > 1]
+    lengths = [
+        row.drafted / row.target_calls
+        for row, limit in zip(result.stats.per_row, LIMITS)
+        if limit > 1
+    ]
     assert max(lengths) - min(lengths) > 0.5
 
 
 # --- Widths ---
 
 
-@pytest.mark.parametrize("gamma, none, widths", [
-    (1, False, (2,)), (1, True, (1, 2)), (4, False, (2, 3, 5)), (5, True, (1, 2, 3, 5, 6)), (8, False, (2, 3, 5, 9)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "gamma, none, widths",
+    [
+        (1, False, (2,)),
+        (1, True, (1, 2)),
+        (4, False, (2, 3, 5)),
+        (5, True, (1, 2, 3, 5, 6)),
+        (8, False, (2, 3, 5, 9)),
+    ],
+)
 def test_call_widths(gamma, none, widths):
     assert call_widths(gamma, none) == widths
 
@@ -334,7 +441,9 @@ def test_the_narrowest_call_that_covers_the_drafts_is_made(name):
     inputs, limits = [INPUTS[0], INPUTS[1]], [40, 30]
     if name == "lookup":
         inputs = [plain_of(row, limit)[: limit // 2] for row, limit in zip(inputs, limits)]
-    state, request = prepare(target, inputs, drafter=drafter, gamma=gamma, max_new_tokens=limits, eos_ids=())
+    state, request = prepare(
+        target, inputs, drafter=drafter, gamma=gamma, max_new_tokens=limits, eos_ids=()
+    )
     widths, wanted = state.config.widths, np.zeros(20, int)
     assert widths == ((1, 2, 3, 5, 9) if name == "lookup" else (2, 3, 5, 9))
     while not np.all(state.done):
@@ -342,7 +451,9 @@ def test_the_narrowest_call_that_covers_the_drafts_is_made(name):
         wanted[min(width for width in widths if width > max(state.last_drafted))] += 1
     np.testing.assert_array_equal(state.target_cache[1], wanted)
     assert np.sum(wanted > 0) >= 3
-    fixed, _ = prepare(target, inputs, drafter=sd.ModelDrafter(DRAFT), gamma=8, max_new_tokens=limits, eos_ids=())
+    fixed, _ = prepare(
+        target, inputs, drafter=sd.ModelDrafter(DRAFT), gamma=8, max_new_tokens=limits, eos_ids=()
+    )
     assert fixed.config.widths == () and fixed.policy is None and fixed.last_seen is None
 
 
@@ -356,16 +467,26 @@ def test_no_copy_of_a_cache_where_the_width_varies(optimised, native, monkeypatc
     if native and not packed_weights.usable("float32"):
         pytest.skip("no kernels here")
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: native)
-    target, draft = (tiny_t5(seed, 53, 1, num_heads=5, head_dim=6, emb_dim=22, mlp_dim=34) for seed in (0, 1))
+    target, draft = (
+        tiny_t5(seed, 53, 1, num_heads=5, head_dim=6, emb_dim=22, mlp_dim=34) for seed in (0, 1)
+    )
     state, request = prepare(
-        target, [[5, 9, 1]], drafter=sd.ModelDrafter(draft), gamma=sd.Heuristic(2), max_new_tokens=40
+        target,
+        [[5, 9, 1]],
+        drafter=sd.ModelDrafter(draft),
+        gamma=sd.Heuristic(2),
+        max_new_tokens=40,
     )
     assert state.config.widths == (() if native else (2, 3))
     bodies = loop_bodies(
-        advance.lower(target.network, request.drafter, state, np.int32(9)).compile(optimised).as_text()
+        advance.lower(target.network, request.drafter, state, np.int32(9))
+        .compile(optimised)
+        .as_text()
     )
     arrays = jax.tree.leaves((state.target_cache, state.draft_state.cache, target.network.params))
-    shapes = {",".join(map(str, leaf.shape)) for leaf in arrays if leaf.ndim > 1 and leaf.size > 200}
+    shapes = {
+        ",".join(map(str, leaf.shape)) for leaf in arrays if leaf.ndim > 1 and leaf.size > 200
+    }
     assert any(f"[{shape}]" in bodies for shape in shapes)
     copies = set(re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", bodies))
     assert not shapes & copies, sorted(shapes & copies)

@@ -51,9 +51,12 @@ def expected(logits, context, options):
         own = {name: value[row] if name in PER_ROW else value for name, value in options.items()}
         length = int(context.lengths[row]) + position
         found[row, position] = toy_processors.processed(
-            logits[row, position], context.tokens[row, :length].tolist(), new=length - int(context.starts[row]),
-            eos_ids=EOS, **own,
-        )  # fmt: skip
+            logits[row, position],
+            context.tokens[row, :length].tolist(),
+            new=length - int(context.starts[row]),
+            eos_ids=EOS,
+            **own,
+        )
     return found
 
 
@@ -66,7 +69,9 @@ def own_processor(prefixes, lengths, logits):
 
 
 def own_in_numpy(prefix, logits):
-    allowed = [prefix.count(token) % 2 == 0 or token == prefix[-1] + 1 for token in range(len(logits))]
+    allowed = [
+        prefix.count(token) % 2 == 0 or token == prefix[-1] + 1 for token in range(len(logits))
+    ]
     return np.where(allowed, logits, -np.inf)
 
 
@@ -86,10 +91,14 @@ CASES = {
     "synthetic": dict(forced_tokens={0: 3, 2: 1, 9: 0}),
     "own": dict(processor=own_processor),
     "all": dict(
-        **PER_ROW, no_repeat_ngram=2, logit_bias={0: 5.0, 3: -2.5}, forbidden_tokens=(0, 5),
-        forced_tokens={0: 3, 2: 1, 9: 0}, processor=own_processor,
+        **PER_ROW,
+        no_repeat_ngram=2,
+        logit_bias={0: 5.0, 3: -2.5},
+        forbidden_tokens=(0, 5),
+        forced_tokens={0: 3, 2: 1, 9: 0},
+        processor=own_processor,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
@@ -104,7 +113,9 @@ def test_every_processor_equals_its_slow_version(options):
         # What lies past a prefix plays no part: neither junk nor the tokens of later positions.
         for first in range(T):
             valid = np.arange(S) < context.lengths[:, None] + first
-            junk = np.where(valid, context.tokens, RNG(seed).integers(0, V, (B, S)).astype(np.int32))
+            junk = np.where(
+                valid, context.tokens, RNG(seed).integers(0, V, (B, S)).astype(np.int32)
+            )
             again = np.asarray(process(logits, context._replace(tokens=junk), rows, config.mode))
             np.testing.assert_array_equal(again[:, : first + 1], found[:, : first + 1])
         changed += np.any(found != logits)
@@ -118,14 +129,18 @@ def alone(function, logits, prefix, start: int = 1, **options):
     eos = np.array([[*EOS, -1, -1]], np.int32)
     context = Context(tokens, np.array([len(prefix)], np.int32), np.array([start], np.int32), eos)
     logits = np.array(logits, np.float32)[None, None]
-    return np.asarray(function(logits, context, config.rows(1, logits.shape[-1]), config.mode))[0, 0]
+    return np.asarray(function(logits, context, config.rows(1, logits.shape[-1]), config.mode))[
+        0, 0
+    ]
 
 
 def test_numbers_of_hugging_face():
     """Written by transformers 5.23.0, from its own processors for each of the options."""
     prefix, logits, inf = [0, 2, 3, 2, 5, 3, 2], [1.5, -2, 3, -0.5, 0.25, 2], np.inf
     found = functools.partial(alone, process, logits, prefix)
-    np.testing.assert_allclose(found(repetition_penalty=1.25), [1.2, -2, 2.4, -0.625, 0.25, 1.6], atol=1e-6)
+    np.testing.assert_allclose(
+        found(repetition_penalty=1.25), [1.2, -2, 2.4, -0.625, 0.25, 1.6], atol=1e-6
+    )
     np.testing.assert_array_equal(found(no_repeat_ngram=3), [1.5, -2, 3, -0.5, 0.25, -inf])
     np.testing.assert_array_equal(found(no_repeat_ngram=2), [1.5, -2, 3, -inf, 0.25, -inf])
     probs = alone(
@@ -145,19 +160,26 @@ def test_numbers_of_hugging_face():
 
 
 def test_the_start_token_is_part_of_the_prefix():
-    np.testing.assert_allclose(alone(process, [3.0, 2, 1], [0], repetition_penalty=2.0), [1.5, 2, 1])
+    np.testing.assert_allclose(
+        alone(process, [3.0, 2, 1], [0], repetition_penalty=2.0), [1.5, 2, 1]
+    )
     assert np.isneginf(alone(process, [3.0, 2, 1], [0, 0], no_repeat_ngram=2)[0])
     assert np.isfinite(alone(process, [3.0, 2, 1], [0], no_repeat_ngram=2)).all()
 
 
 def test_an_ngram_longer_than_the_buffer_changes_nothing():
-    np.testing.assert_array_equal(alone(process, [3.0, 2, 1], [0, 0, 0, 0], no_repeat_ngram=S + 1), [3, 2, 1])
+    np.testing.assert_array_equal(
+        alone(process, [3.0, 2, 1], [0, 0, 0, 0], no_repeat_ngram=S + 1), [3, 2, 1]
+    )
 
 
 def test_nan_of_a_processor_stays():
     """It must be noticed, not taken for a processor that leaves nothing."""
     for other in (0.0, jnp.inf):
-        processor = lambda prefixes, lengths, logits: logits.at[:, 1].set(jnp.nan).at[:, 2].set(other)  # noqa: B023
+
+        def processor(prefixes, lengths, logits):
+            return logits.at[:, 1].set(jnp.nan).at[:, 2].set(other)  # noqa: B023
+
         assert np.isnan(alone(process, np.zeros(5, np.float32), [0, 1], processor=processor)[1])
 
 
@@ -171,7 +193,9 @@ NOTHING_LEFT = {
 @pytest.mark.parametrize("options", NOTHING_LEFT.values(), ids=NOTHING_LEFT)
 def test_where_no_id_is_left_none_of_them_applies(options):
     logits = np.array([0.5, -1, 2, 0.25, 1.0], np.float32)
-    np.testing.assert_array_equal(alone(process, logits, [0, 1, 2, 3, 4], logit_bias={0: 9.0}, **options), logits)
+    np.testing.assert_array_equal(
+        alone(process, logits, [0, 1, 2, 3, 4], logit_bias={0: 9.0}, **options), logits
+    )
     if options is NOTHING_LEFT["1-grams"]:
         probs = alone(distribution_of, logits, [0, 1, 2, 3, 4], logit_bias={0: 9.0}, **options)
         np.testing.assert_allclose(probs, np.exp(logits) / np.exp(logits).sum(), atol=1e-6)
@@ -180,13 +204,19 @@ def test_where_no_id_is_left_none_of_them_applies(options):
 def test_forced_wins_over_forbidden_and_minimum_length():
     options = dict(forced_tokens={2: 4}, forbidden_tokens=(4,), min_new_tokens=9, no_repeat_ngram=1)
     np.testing.assert_array_equal(
-        alone(process, [5.0, 1, 1, 1, 1], [0, 2, 2], **options), [-np.inf, -np.inf, -np.inf, -np.inf, 0]
+        alone(process, [5.0, 1, 1, 1, 1], [0, 2, 2], **options),
+        [-np.inf, -np.inf, -np.inf, -np.inf, 0],
     )
 
 
 def test_min_p_comes_after_top_p_and_the_temperature():
     """Of (0.4, 0.3, 0.2, 0.1) p = 0.65 leaves two; 0.3 is 3/4 of the greatest, whatever the others."""
-    kept = lambda **options: np.count_nonzero(alone(distribution_of, np.log([0.4, 0.3, 0.2, 0.1]), [0], **options))
+
+    def kept(**options):
+        return np.count_nonzero(
+            alone(distribution_of, np.log([0.4, 0.3, 0.2, 0.1]), [0], **options)
+        )
+
     assert [kept(min_p=m) for m in (0.2, 0.3, 0.6, 0.74, 0.76, 1.0)] == [4, 3, 2, 2, 1, 1]
     assert kept(min_p=0.3, top_p=0.65) == 2 and kept(min_p=0.76, top_p=0.65) == 1
     assert kept(min_p=0.6, temperature=0.5) == 1 and kept(min_p=0.6, temperature=3.0) == 4
@@ -194,7 +224,14 @@ def test_min_p_comes_after_top_p_and_the_temperature():
 
 def test_processors_come_before_the_temperature():
     """Added after it, the bias would count half as much."""
-    probs = alone(distribution_of, [2.0, 1.5, 0], [0], repetition_penalty=2.0, logit_bias={1: 1.0}, temperature=0.5)
+    probs = alone(
+        distribution_of,
+        [2.0, 1.5, 0],
+        [0],
+        repetition_penalty=2.0,
+        logit_bias={1: 1.0},
+        temperature=0.5,
+    )
     wanted = np.exp(np.array([1.0, 2.5, 0]) / 0.5)
     np.testing.assert_allclose(probs, wanted / wanted.sum(), atol=1e-6)
 
@@ -213,18 +250,28 @@ def test_bfloat16_logits_are_cast_before_the_processors():
     rows, logits = config.rows(B, V), jnp.asarray(logits, jnp.bfloat16)
     found = process(logits, context, rows, config.mode)
     assert found.dtype == jnp.float32
-    np.testing.assert_array_equal(found, process(logits.astype(jnp.float32), context, rows, config.mode))
-    assert process(logits, context, rows, SamplingConfig().mode).dtype == jnp.bfloat16, "nothing is on"
+    np.testing.assert_array_equal(
+        found, process(logits.astype(jnp.float32), context, rows, config.mode)
+    )
+    assert process(logits, context, rows, SamplingConfig().mode).dtype == jnp.bfloat16, (
+        "nothing is on"
+    )
 
 
 def test_a_context_counts_from_its_rows_lengths():
-    as_ids = lambda *values: np.array(values, np.int32)
-    context = Context(np.zeros((2, 9), np.int32), as_ids(2, 5), as_ids(1, 3), np.full((2, 1), -1, np.int32))
+    def as_ids(*values):
+        return np.array(values, np.int32)
+
+    context = Context(
+        np.zeros((2, 9), np.int32), as_ids(2, 5), as_ids(1, 3), np.full((2, 1), -1, np.int32)
+    )
     np.testing.assert_array_equal(context.prefix_lengths(3), [[2, 3, 4], [5, 6, 7]])
     forced = processors.force(jnp.zeros((2, 3, 4)), context, jnp.array([-1, 2, -1, 3]))
     np.testing.assert_array_equal(jnp.sum(jnp.isneginf(forced), axis=-1), [[3, 0, 3], [0, 3, 0]])
 
 
 def test_a_processor_of_the_wrong_shape_is_rejected():
-    with pytest.raises(ValueError, match=r"processor: got logits of shape \(1, 2\), expected \(1, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"processor: got logits of shape \(1, 2\), expected \(1, 3\)"
+    ):
         alone(process, [3.0, 2, 1], [0], processor=lambda prefixes, lengths, logits: logits[:, :2])

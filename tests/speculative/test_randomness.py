@@ -24,7 +24,10 @@ def dist(weights: np.ndarray, choose=choose) -> np.ndarray:
     is found by bisection."""
     size = len(weights)
     rows, places = np.broadcast_to(weights, (size, size)), np.arange(size)
-    low, high = np.zeros(size, np.int64), np.full(size, 2**32, np.int64)  # the first word whose place is above j
+    low, high = (
+        np.zeros(size, np.int64),
+        np.full(size, 2**32, np.int64),
+    )  # the first word whose place is above j
     while np.any(low < high):
         middle = (low + high) // 2
         above = np.asarray(choose(rows, np.minimum(middle, 2**32 - 1).astype(np.uint32))) > places
@@ -34,7 +37,10 @@ def dist(weights: np.ndarray, choose=choose) -> np.ndarray:
 
 def deviation(weights: np.ndarray, choose=choose) -> float:
     """Total variation between the distribution of `choose` and the weights."""
-    found, expected = dist(weights, choose), weights.astype(np.float64) / weights.astype(np.float64).sum()
+    found, expected = (
+        dist(weights, choose),
+        weights.astype(np.float64) / weights.astype(np.float64).sum(),
+    )
     np.testing.assert_array_equal(found > 0, expected > 0)
     return 0.5 * np.abs(found - expected).sum()
 
@@ -46,7 +52,9 @@ DISTRIBUTIONS = {
     "Zipf's": 1 / np.arange(1, V + 1),
     "logits": np.exp(4 * RNG.normal(size=V)),
     "one id and a tail": np.where(np.arange(V) == 77_777, 1.0, 1e-7),
-    "one id and next to nothing": np.where(np.arange(V) == 77_777, 1.0, 1e-20),  # what is rounded up most
+    "one id and next to nothing": np.where(
+        np.arange(V) == 77_777, 1.0, 1e-20
+    ),  # what is rounded up most
 }
 
 
@@ -59,14 +67,19 @@ def test_the_grid_hardly_shows_at_256000_ids(name):
     sums = np.asarray(jax.jit(lambda x: jnp.sum(x, axis=-1))(blocks))
     exact = blocks.astype(np.float64).sum(axis=1)
     heaviest = np.argsort(sums)[-6:]
-    inside = max(deviation(blocks[block]) for block in [*heaviest, *RNG.integers(len(blocks), size=6)])
+    inside = max(
+        deviation(blocks[block]) for block in [*heaviest, *RNG.integers(len(blocks), size=6)]
+    )
     rounded = 0.5 * np.abs(sums / sums.sum(dtype=np.float64) - exact / exact.sum()).sum()
     assert deviation(sums) + rounded + inside < 1e-6
 
 
 def test_fewer_bits_would_show():
     """With the 23 bits of a float32 uniform the same test fails."""
-    few = lambda weights, bits: choose(weights, bits & np.uint32(0xFFFFFE00))
+
+    def few(weights, bits):
+        return choose(weights, bits & np.uint32(0xFFFFFE00))
+
     blocks = DISTRIBUTIONS["logits"].astype(np.float32).reshape(-1, 128).sum(axis=1)
     assert deviation(blocks, few) > 1e-5
 
@@ -75,7 +88,9 @@ def test_fewer_bits_would_show():
 def test_draw_inverts_the_distribution_function(vocab):
     """A block by the first word, an id of it by the second, in order; weights need not sum to 1."""
     rng = np.random.default_rng(vocab)
-    weights = (rng.dirichlet(np.full(vocab, 0.3)) * 0.25 * (rng.random(vocab) < 0.7)).astype(np.float32)
+    weights = (rng.dirichlet(np.full(vocab, 0.3)) * 0.25 * (rng.random(vocab) < 0.7)).astype(
+        np.float32
+    )
     weights[-1] = 0.01
     random = rng.integers(2**32, size=(4096, 2), dtype=np.uint32)
     padded = np.pad(weights.astype(np.float64), (0, -vocab % 128)).reshape(-1, 128)
@@ -87,8 +102,13 @@ def test_draw_inverts_the_distribution_function(vocab):
         return np.minimum(np.sum(ends <= points[:, None], axis=1), weights.shape[-1] - 1), near
 
     block, near = at(np.broadcast_to(padded.sum(axis=1), (4096, len(padded))), random[:, 0])
-    inside, near_too = at(np.where(padded[block].sum(axis=1, keepdims=True) > 0, padded[block], 1), random[:, 1])
-    ids, clear = np.asarray(draw(np.broadcast_to(weights, (4096, vocab)), random)), ~(near | near_too)
+    inside, near_too = at(
+        np.where(padded[block].sum(axis=1, keepdims=True) > 0, padded[block], 1), random[:, 1]
+    )
+    ids, clear = (
+        np.asarray(draw(np.broadcast_to(weights, (4096, vocab)), random)),
+        ~(near | near_too),
+    )
     assert np.mean(clear) > 0.9
     np.testing.assert_array_equal(ids[clear], (block * 128 + inside)[clear])
     assert np.all(weights[ids] > 0)
@@ -136,7 +156,11 @@ def test_words_are_apart():
 def test_uniforms_reach_both_ends(monkeypatch):
     keys, offsets = randomness.seeded(0)[None], jnp.zeros((1, 1), jnp.int32)
     for bits, expected in ((0, 0.0), (2**32 - 1, 1 - 2**-24)):
-        monkeypatch.setattr(randomness, "random_bits", lambda *args, bits=bits: jnp.full((1, 1, 2), bits, jnp.uint32))
+        monkeypatch.setattr(
+            randomness,
+            "random_bits",
+            lambda *args, bits=bits: jnp.full((1, 1, 2), bits, jnp.uint32),
+        )
         assert float(randomness.uniforms(keys, offsets[0], offsets, 0)[0, 0]) == expected
 
 
@@ -170,33 +194,53 @@ def test_every_word_of_other_keys_counts(impl):
 
 @pytest.mark.parametrize(
     "key",
-    [jnp.zeros(2), jnp.zeros((), jnp.uint32), jnp.zeros(1, jnp.uint32), jnp.zeros(3, jnp.uint32), jnp.zeros(2,
-        jnp.int32)],
-)  # fmt: skip
+    [
+        jnp.zeros(2),
+        jnp.zeros((), jnp.uint32),
+        jnp.zeros(1, jnp.uint32),
+        jnp.zeros(3, jnp.uint32),
+        jnp.zeros(2, jnp.int32),
+    ],
+)
 def test_what_is_no_key_is_rejected(key):
-    with pytest.raises(ValueError, match=r"key: got an array of shape .* expected jax.random.key\(seed\)"):
+    with pytest.raises(
+        ValueError, match=r"key: got an array of shape .* expected jax.random.key\(seed\)"
+    ):
         generate(HashModel(8, 0), [[3, 1]], key=key)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_rows_do_not_depend_on_their_mates_whatever_the_key(impl):
     target = HashModel(16, 0, spread=3.0)
-    sample = lambda inputs, key: generate(target, inputs, key=key, sampling=SPREAD, max_new_tokens=6, eos_ids=())
+
+    def sample(inputs, key):
+        return generate(target, inputs, key=key, sampling=SPREAD, max_new_tokens=6, eos_ids=())
+
     together = sample([[3, 1], [4, 1], [3, 1]], jax.random.key(5, impl=impl))
     assert together.tokens[0].tolist() != together.tokens[2].tolist()
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(randomness.threefry(jax.random.key(5, impl=impl)), jnp.arange(3))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(
+        randomness.threefry(jax.random.key(5, impl=impl)), jnp.arange(3)
+    )
     for row, inputs in enumerate([[3, 1], [4, 1], [3, 1]]):
-        assert sample([inputs], keys[row : row + 1]).tokens[0].tolist() == together.tokens[row].tolist()
+        assert (
+            sample([inputs], keys[row : row + 1]).tokens[0].tolist()
+            == together.tokens[row].tolist()
+        )
     mine = jnp.stack([jax.random.key(seed, impl=impl) for seed in (1, 2)])
     both = sample([[3, 1], [3, 1]], mine).tokens.tolist()
     assert both[0] != both[1] and sample([[3, 1]], mine[1:]).tokens.tolist() == both[1:]
 
 
 def test_no_key_is_the_same_whatever_jax_makes_by_default():
-    target, options = HashModel(16, 0, spread=3.0), dict(sampling=SPREAD, max_new_tokens=6, eos_ids=())
+    target, options = (
+        HashModel(16, 0, spread=3.0),
+        dict(sampling=SPREAD, max_new_tokens=6, eos_ids=()),
+    )
     expected = generate(target, [[3, 1]] * 5, **options).tokens
     with jax.default_prng_impl("rbg"):
         found = generate(target, [[3, 1]] * 5, **options).tokens
         np.testing.assert_array_equal(jax.random.key_data(randomness.seeded(9)), [0, 9])
     np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(generate(target, [[3, 1]] * 5, key=randomness.seeded(0), **options).tokens, expected)
+    np.testing.assert_array_equal(
+        generate(target, [[3, 1]] * 5, key=randomness.seeded(0), **options).tokens, expected
+    )

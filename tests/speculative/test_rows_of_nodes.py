@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("quick")
 V, LIMIT, FOREVER = 12, 8, np.int32(99)
 TARGET, DRAFT = HashModel(V, 0, eos_ids=()), HashModel(V, 7, likeness=0.8)
 INPUTS, PREFIXES = [[3, 4, 5], [7], [9, 2, 9, 2]], [[4], [8, 2, 5], []]
-EOS_IDS = np.array([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 0]], np.int32)  # so many that rows end soon, if they may
+EOS_IDS = np.array(
+    [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 0]], np.int32
+)  # so many that rows end soon, if they may
 EARLY = sd.SamplingConfig(min_new_tokens=[2, 7, 5], repetition_penalty=[1.0, 1.5, 1.2])
 SAMPLED = sd.SamplingConfig(temperature=1.0)
 
@@ -27,10 +29,21 @@ SAMPLED = sd.SamplingConfig(temperature=1.0)
 def test_processors_of_a_trees_nodes():
     """Every row has EOS ids, a start and a minimum length of its own."""
     found = []
-    for drafting in ({}, dict(drafter=sd.ModelDrafter(DRAFT), tree=Tree.uniform((3, 2), children="top"))):
-        options = dict(decoder_prefix=PREFIXES, sampling=EARLY, eos_ids=(1, 2), max_new_tokens=LIMIT, **drafting)
+    for drafting in (
+        {},
+        dict(drafter=sd.ModelDrafter(DRAFT), tree=Tree.uniform((3, 2), children="top")),
+    ):
+        options = dict(
+            decoder_prefix=PREFIXES,
+            sampling=EARLY,
+            eos_ids=(1, 2),
+            max_new_tokens=LIMIT,
+            **drafting,
+        )
         state, request = prepare(TARGET, INPUTS, **options)
-        state = sd.advance(request.network, request.drafter, state.replace(eos_ids=jnp.array(EOS_IDS)), FOREVER)
+        state = sd.advance(
+            request.network, request.drafter, state.replace(eos_ids=jnp.array(EOS_IDS)), FOREVER
+        )
         rows = zip(np.asarray(state.tokens), np.asarray(state.lengths), request.prefix_lengths)
         found.append([tokens[start:length].tolist() for tokens, length, start in rows])
     plain, trees = found
@@ -44,15 +57,28 @@ def test_processors_of_beams():
     config = BeamConfig(beams, EOS_IDS.shape[1], mode, V)
     tokens = np.array([[0, *prefix, *[0] * (3 - len(prefix))] for prefix in PREFIXES], np.int32)
     inputs = np.array([[*row, *[0] * (4 - len(row))] for row in INPUTS], np.int32)
-    lengths, starts = (np.array([len(row) for row in rows], np.int32) for rows in (INPUTS, PREFIXES))
+    lengths, starts = (
+        np.array([len(row) for row in rows], np.int32) for rows in (INPUTS, PREFIXES)
+    )
 
     def searched(rows):
-        early = sd.SamplingConfig(min_new_tokens=np.take(EARLY.min_new_tokens, rows).tolist(), repetition_penalty=1.2)
-        given = inputs[rows], lengths[rows], tokens[rows], starts[rows] + 1, np.full(len(rows), LIMIT, np.int32)
+        early = sd.SamplingConfig(
+            min_new_tokens=np.take(EARLY.min_new_tokens, rows).tolist(), repetition_penalty=1.2
+        )
+        given = (
+            inputs[rows],
+            lengths[rows],
+            tokens[rows],
+            starts[rows] + 1,
+            np.full(len(rows), LIMIT, np.int32),
+        )
         traced = EOS_IDS[rows], np.float32(0.6), early.rows(len(rows), V), np.zeros(len(rows), bool)
         state = begin(TARGET.network, None, config, LIMIT, 4 + LIMIT, *given, *traced)
         state = jax.jit(search)(TARGET.network, None, state)
-        return [np.asarray(part) for part in (state.finished.lengths, state.finished.scores, state.live.tokens)]
+        return [
+            np.asarray(part)
+            for part in (state.finished.lengths, state.finished.scores, state.live.tokens)
+        ]
 
     together = searched(np.arange(3))
     for row in range(3):
@@ -66,10 +92,14 @@ def test_candidates_of_a_step():
     ends, beams, bias = (1, 3, 5, 7, 8), 2, np.zeros(9, np.float32)
     target = HashModel(9, 0, eos_ids=ends)
     bias[list(ends)] = 3
-    options = dict(num_beams=beams, beam_style="huggingface", early_stopping="never", length_penalty=3.0)
+    options = dict(
+        num_beams=beams, beam_style="huggingface", early_stopping="never", length_penalty=3.0
+    )
     sampling = sd.SamplingConfig(logit_bias={token: 3.0 for token in ends})
     inputs = np.arange(1, 9)[:, None]
-    found = sd.generate(target, inputs, max_new_tokens=5, num_return_sequences=beams, sampling=sampling, **options)
+    found = sd.generate(
+        target, inputs, max_new_tokens=5, num_return_sequences=beams, sampling=sampling, **options
+    )
 
     def dist(row):
         def log_probs(tokens):
@@ -82,20 +112,34 @@ def test_candidates_of_a_step():
         expected = Search(beams, ends, 3.0, "huggingface", "never").run(dist(one), 5)
         assert expected.margin > 1e-6
         rows = range(row * beams, (row + 1) * beams)
-        assert [found.tokens[place, : found.lengths[place]].tolist() for place in rows] == expected.tokens
+        assert [
+            found.tokens[place, : found.lengths[place]].tolist() for place in rows
+        ] == expected.tokens
 
 
-@pytest.mark.parametrize("drafting", [
-    dict(gamma=3), dict(tree=Tree.uniform((2, 1, 1), children="gumbel")), dict(tree=DynamicTree(3, 2, 8, "gumbel")),
-], ids=["chain", "tree", "dynamic tree"])  # fmt: skip
+@pytest.mark.parametrize(
+    "drafting",
+    [
+        dict(gamma=3),
+        dict(tree=Tree.uniform((2, 1, 1), children="gumbel")),
+        dict(tree=DynamicTree(3, 2, 8, "gumbel")),
+    ],
+    ids=["chain", "tree", "dynamic tree"],
+)
 def test_noise_of_the_drafts_positions(drafting):
     """A drafter that is the target proposes, by the noise of each position, just what the target
     takes there."""
-    options = dict(sampling=SAMPLED, key=jax.random.key(3), max_new_tokens=LIMIT, decoder_prefix=PREFIXES)
+    options = dict(
+        sampling=SAMPLED, key=jax.random.key(3), max_new_tokens=LIMIT, decoder_prefix=PREFIXES
+    )
     verifier = {} if "tree" in drafting else dict(verifier="gumbel")
-    found = sd.generate(TARGET, INPUTS, drafter=sd.ModelDrafter(TARGET), **options, **verifier, **drafting)
+    found = sd.generate(
+        TARGET, INPUTS, drafter=sd.ModelDrafter(TARGET), **options, **verifier, **drafting
+    )
     plain = sd.generate(TARGET, INPUTS, verifier="gumbel", **options)
     np.testing.assert_array_equal(found.tokens, plain.tokens)
-    np.testing.assert_array_equal(found.stats.accepted_by_position, found.stats.examined_by_position)
+    np.testing.assert_array_equal(
+        found.stats.accepted_by_position, found.stats.examined_by_position
+    )
     if not isinstance(drafting.get("tree"), DynamicTree):  # which may keep no child of a node
         assert found.stats.target_calls == 3 * LIMIT // 4

@@ -33,7 +33,9 @@ def standardized(logits, rows, mode):
 def probs_of(logits, **config):
     """`[B, T, V]` from the package."""
     config = SamplingConfig(**config)
-    return np.asarray(standardized(np.asarray(logits), config.rows(*np.shape(logits)[::2]), config.mode)[0])
+    return np.asarray(
+        standardized(np.asarray(logits), config.rows(*np.shape(logits)[::2]), config.mode)[0]
+    )
 
 
 def some_logits(rng, batch, vocab):
@@ -54,13 +56,19 @@ def test_every_filter_equals_a_sort(vocab, most):
     rng, batch = np.random.default_rng(vocab), 48
     logits = some_logits(rng, batch, vocab)
     temperature = rng.choice([0.0, 0.3, 1.0, 2.5], batch).astype(np.float32)
-    some = [0, 1, 2, 3, min(63, vocab), min(64, vocab)] if most else [0, 1, 2, 3, 63, vocab - 1, vocab, vocab + 7]
+    some = (
+        [0, 1, 2, 3, min(63, vocab), min(64, vocab)]
+        if most
+        else [0, 1, 2, 3, 63, vocab - 1, vocab, vocab + 7]
+    )
     top_k = rng.choice(some, batch)
     # Thresholds that no mass of float32 sums meets by rounding.
     top_p = rng.choice([1.0, 0.05123, 0.51237, 0.90171, 0.99903], batch).astype(np.float32)
     for use_k, use_p in ((False, False), (True, False), (False, True), (True, True)):
         k, p = (top_k if use_k else np.zeros_like(top_k)), (top_p if use_p else np.ones_like(top_p))
-        found = probs_of(logits, temperature=temperature.tolist(), top_k=k.tolist(), top_p=p.tolist())
+        found = probs_of(
+            logits, temperature=temperature.tolist(), top_k=k.tolist(), top_p=p.tolist()
+        )
         expected = np.stack([toy.adjusted_probs(*row) for row in zip(logits, temperature, k, p)])
         np.testing.assert_array_equal(found > 0, expected > 0)
         np.testing.assert_allclose(found, expected, atol=2e-6)
@@ -79,7 +87,9 @@ def test_top_p_comes_after_top_k():
     """Of (0.4, 0.3, 0.2, 0.1), k = 2 leaves (4/7, 3/7): p = 0.55 then keeps one id, before top-k it
     would keep two."""
     logits = np.log(np.array([[[0.4, 0.3, 0.2, 0.1]]], np.float32))
-    np.testing.assert_allclose(probs_of(logits, temperature=1.0, top_k=2, top_p=0.55)[0, 0], [1, 0, 0, 0])
+    np.testing.assert_allclose(
+        probs_of(logits, temperature=1.0, top_k=2, top_p=0.55)[0, 0], [1, 0, 0, 0]
+    )
     assert np.count_nonzero(probs_of(logits, temperature=1.0, top_p=0.55)) == 2
 
 
@@ -106,7 +116,9 @@ def test_temperature_zero_is_one_hot_in_a_sampled_batch():
 def test_bfloat16_logits_are_cast_before_the_temperature():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 50)) * 4, jnp.bfloat16)
     config = dict(temperature=0.7, top_p=0.9)
-    np.testing.assert_array_equal(probs_of(logits, **config), probs_of(logits.astype(jnp.float32), **config))
+    np.testing.assert_array_equal(
+        probs_of(logits, **config), probs_of(logits.astype(jnp.float32), **config)
+    )
     assert probs_of(logits, **config).dtype == np.float32
 
 
@@ -124,7 +136,9 @@ def test_argmax_takes_the_first_of_equals():
 
 
 def test_argmax_of_what_is_no_number():
-    logits = np.array([[0, np.nan, 2], [np.nan] * 3, [np.inf, np.nan, 0], [0, np.inf, 1]], np.float32)
+    logits = np.array(
+        [[0, np.nan, 2], [np.nan] * 3, [np.inf, np.nan, 0], [0, np.inf, 1]], np.float32
+    )
     np.testing.assert_array_equal(distributions.argmax(jnp.asarray(logits)), [-1, -1, -1, 1])
 
 
@@ -155,9 +169,13 @@ def test_the_greatest_and_the_least_temperatures(filters):
     0 is NaN."""
     logits = np.array([[[1.0, 2.0, 3.0, -np.inf]]], np.float32)
     for temperature in (8e37, 9e37, 1e38, np.finfo(np.float32).max):
-        np.testing.assert_allclose(probs_of(logits, temperature=temperature, **filters), [[[1 / 3] * 3 + [0]]])
+        np.testing.assert_allclose(
+            probs_of(logits, temperature=temperature, **filters), [[[1 / 3] * 3 + [0]]]
+        )
     for temperature in (1.2e-38, 1e-40, 1e-45, 1e-300):
-        np.testing.assert_array_equal(probs_of(logits, temperature=temperature, **filters), [[[0, 0, 1, 0]]])
+        np.testing.assert_array_equal(
+            probs_of(logits, temperature=temperature, **filters), [[[0, 0, 1, 0]]]
+        )
 
 
 @pytest.mark.parametrize("verifier", ["block", "gumbel"])
@@ -165,9 +183,15 @@ def test_a_token_is_forced_at_the_greatest_temperature(verifier):
     sampling = SamplingConfig(temperature=3.4e38, forced_tokens={0: 6}, forbidden_tokens=(2, 3))
     target, drafter = HashModel(12), ModelDrafter(HashModel(12, 1))
     for own in (drafter, None):
-        result = generate(target, [[3, 1]], drafter=own, gamma=2, verifier=verifier, sampling=sampling)
-        assert result.tokens[0, 0] == 6 and not {2, 3} & set(result.tokens[0, : result.lengths[0]].tolist())
-        np.testing.assert_allclose(result.adjusted_log_probs[0, 1 : result.lengths[0]], -np.log(10), atol=1e-5)
+        result = generate(
+            target, [[3, 1]], drafter=own, gamma=2, verifier=verifier, sampling=sampling
+        )
+        assert result.tokens[0, 0] == 6 and not {2, 3} & set(
+            result.tokens[0, : result.lengths[0]].tolist()
+        )
+        np.testing.assert_allclose(
+            result.adjusted_log_probs[0, 1 : result.lengths[0]], -np.log(10), atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -188,12 +212,18 @@ def test_a_token_is_forced_at_the_greatest_temperature(verifier):
         (dict(temperature=None), "temperature: got None"),
         (dict(min_p=-0.1), r"min_p: got -0.1, expected a number in \[0, 1\]"),
         (dict(min_p=1.5), "min_p: got 1.5"),
-        (dict(repetition_penalty=0.0), "repetition_penalty: got 0.0, expected a finite number above 0"),
+        (
+            dict(repetition_penalty=0.0),
+            "repetition_penalty: got 0.0, expected a finite number above 0",
+        ),
         (dict(repetition_penalty=float("inf")), "repetition_penalty: got inf"),
         (dict(no_repeat_ngram=-1), "no_repeat_ngram: got -1, expected an integer of at least 0"),
         (dict(no_repeat_ngram=1.5), "no_repeat_ngram: got 1.5"),
         (dict(min_new_tokens=-1), "min_new_tokens: got -1, expected an integer of at least 0"),
-        (dict(logit_bias={3: float("nan")}), "logit_bias: got nan for id 3, expected a finite number"),
+        (
+            dict(logit_bias={3: float("nan")}),
+            "logit_bias: got nan for id 3, expected a finite number",
+        ),
         (dict(logit_bias={3: float("-inf")}), "logit_bias: got -inf for id 3"),
         (dict(logit_bias={3: "much"}), "logit_bias: got 'much' for id 3"),
         (dict(forced_tokens={-1: 3}), "forced_tokens: got place -1, expected an integer from 0"),
@@ -220,14 +250,30 @@ def test_mode_is_what_is_on():
     assert SamplingConfig().mode == SamplingMode()
     mixed = SamplingConfig(temperature=[0, 1], top_k=[0, 3], top_p=[1, 0.5], min_p=[0, 0.1])
     assert mixed.mode == SamplingMode(greedy=False, top_k=True, top_p=True, min_p=True)
-    neutral = dict(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=[1, 1.0], no_repeat_ngram=0, min_new_tokens=0)
-    empty = dict(logit_bias={}, forbidden_tokens=(), vocabulary_mask=None, forced_tokens={}, processor=None)
+    neutral = dict(
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=[1, 1.0],
+        no_repeat_ngram=0,
+        min_new_tokens=0,
+    )
+    empty = dict(
+        logit_bias={}, forbidden_tokens=(), vocabulary_mask=None, forced_tokens={}, processor=None
+    )
     assert SamplingConfig(temperature=1.0, **neutral, **empty).mode == SamplingMode(greedy=False)
-    one = lambda **option: SamplingConfig(**option).mode
+
+    def one(**option):
+        return SamplingConfig(**option).mode
+
     assert one(repetition_penalty=[1, 1.1]) == SamplingMode(repetition=True)
     assert one(no_repeat_ngram=3) == SamplingMode(ngram=3)
     assert one(min_new_tokens=[0, 2]) == SamplingMode(min_length=True)
-    for table in (dict(logit_bias={0: 0.0}), dict(forbidden_tokens=[0]), dict(vocabulary_mask=[True])):
+    for table in (
+        dict(logit_bias={0: 0.0}),
+        dict(forbidden_tokens=[0]),
+        dict(vocabulary_mask=[True]),
+    ):
         assert one(**table) == SamplingMode(bias=True), "an id 0 counts"
     assert one(forced_tokens={0: 0}) == SamplingMode(forced=True)
     assert one(processor=max) == SamplingMode(processor=max)
@@ -235,7 +281,9 @@ def test_mode_is_what_is_on():
 
 def test_tables_over_the_vocabulary():
     config = SamplingConfig(
-        logit_bias={0: 1.5, 3: -2}, forbidden_tokens=(1, 3), vocabulary_mask=[True, True, True, True, False]
+        logit_bias={0: 1.5, 3: -2},
+        forbidden_tokens=(1, 3),
+        vocabulary_mask=[True, True, True, True, False],
     )
     np.testing.assert_array_equal(config.rows(2, 5).bias, [1.5, -np.inf, 0, -np.inf, -np.inf])
     forced = SamplingConfig(forced_tokens={0: 4, 8: 0}).rows(1, 5).forced

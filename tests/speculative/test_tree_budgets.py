@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from distribution_samples import DRAWS, FALSE_ALARM, SPREAD, V, g_test, hash_pair, joint_distribution, sample
+from distribution_samples import (
+    DRAWS,
+    FALSE_ALARM,
+    SPREAD,
+    V,
+    g_test,
+    hash_pair,
+    joint_distribution,
+    sample,
+)
 from policies import DRAFT, INPUTS, OPTIONS, TARGET, plain
 from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 from tree_policies import SlowCostAware
@@ -44,7 +53,12 @@ def test_nodes_that_were_judged():
     tree = Tree((0, 0, 0, 2, 2, 1))
     valid = np.array([[True, True, True, True, True, True, False]])
     draft = TreeDraft(
-        jnp.zeros((1, 7), jnp.int32), tree.branches(1), valid, None, jnp.zeros((1, 7), jnp.int32), np.zeros(1, np.int32)
+        jnp.zeros((1, 7), jnp.int32),
+        tree.branches(1),
+        valid,
+        None,
+        jnp.zeros((1, 7), jnp.int32),
+        np.zeros(1, np.int32),
     )
     path = np.array([[0, 2, 6]], np.int32)  # anything after the nodes that are accepted
     found = node_outcomes(draft, TreeVerification(*np.array([[1], [0]], np.int32), path))
@@ -53,19 +67,32 @@ def test_nodes_that_were_judged():
     np.testing.assert_array_equal(found.accepted, [[0, 0, 1, 0, 0, 0, 0]])
 
 
-VARIED = dict(minimum=[1, 1, 2, 1], cost_ratio=[0.1, 0.3, 0.4, 0.0], verify_cost=[2.0, 1.9, 2.5, 1.8],
-              acceptance=[0.7, 0.5, 0.9, 0.4], weight=[4.0, 1.0, 0.5, 9.0], memory=[0.9, 1.0, 0.5, 0.8])  # fmt: skip
+VARIED = dict(
+    minimum=[1, 1, 2, 1],
+    cost_ratio=[0.1, 0.3, 0.4, 0.0],
+    verify_cost=[2.0, 1.9, 2.5, 1.8],
+    acceptance=[0.7, 0.5, 0.9, 0.4],
+    weight=[4.0, 1.0, 0.5, 9.0],
+    memory=[0.9, 1.0, 0.5, 0.8],
+)
 
 
-@pytest.mark.parametrize("tree", [STATIC, Tree((0, 1, 0, 2, 3, 0, 0, 1, 7, 8))], ids=["uniform", "irregular"])
+@pytest.mark.parametrize(
+    "tree", [STATIC, Tree((0, 1, 0, 2, 3, 0, 0, 1, 7, 8))], ids=["uniform", "irregular"]
+)
 def test_cost_aware_of_a_tree_equals_the_slow_version(tree):
     """30 iterations of four rows with numbers of their own."""
     rng, rows, size = np.random.default_rng(0), 4, tree.size
     policy = of_tree(sd.CostAware(G, **VARIED), tree).rows(rows)
     slow = [
-        SlowCostAware(tree.parents, G, **{key: values[row] for key, values in VARIED.items()}) for row in range(rows)
+        SlowCostAware(tree.parents, G, **{key: values[row] for key, values in VARIED.items()})
+        for row in range(rows)
     ]
-    state, pasts, all_budgets = jax.jit(lambda policy: policy.init())(policy), [[] for _ in range(rows)], []
+    state, pasts, all_budgets = (
+        jax.jit(lambda policy: policy.init())(policy),
+        [[] for _ in range(rows)],
+        [],
+    )
     wanted = jax.jit(lambda policy, state: policy.wanted(state))
     step = jax.jit(lambda policy, state, outcome: policy.update(state, outcome))
     for _ in range(30):
@@ -74,7 +101,11 @@ def test_cost_aware_of_a_tree_equals_the_slow_version(tree):
         all_budgets.append(budgets)
         valid = np.arange(size) <= budgets[:, None]
         depths = np.where(valid, tree.depths, 0)
-        examined, kept, accepted = np.zeros((rows, size), bool), np.zeros((rows, size), bool), np.zeros(rows, np.int32)
+        examined, kept, accepted = (
+            np.zeros((rows, size), bool),
+            np.zeros((rows, size), bool),
+            np.zeros(rows, np.int32),
+        )
         for row, past in enumerate(pasts):
             node, seen = 0, []
             while node is not None:
@@ -88,7 +119,11 @@ def test_cost_aware_of_a_tree_equals_the_slow_version(tree):
                 accepted[row] += node is not None
             past.append((seen, accepted[row], int(valid[row, 1:].sum()), depths[row].max()))
         ranks = np.broadcast_to(tree.ranks, valid.shape)
-        state = step(policy, state, Outcome(accepted, accepted, None, NodeOutcomes(depths, ranks, examined, kept)))
+        state = step(
+            policy,
+            state,
+            Outcome(accepted, accepted, None, NodeOutcomes(depths, ranks, examined, kept)),
+        )
     assert sum(len(set(row)) > 1 for row in np.transpose(all_budgets)) >= 2, "or nothing adapts"
 
 
@@ -97,11 +132,16 @@ def test_cost_aware_begins_with_the_best_number_of_nodes():
     greatest."""
     tree = Tree.uniform((3, 2, 2, 1))
     cost, verify = np.repeat([0.02, 0.1, 0.3], 3), np.tile([1.1, 2.0, 4.0], 3)
-    policy = of_tree(sd.CostAware(30, acceptance=0.863, cost_ratio=cost, verify_cost=verify), tree).rows(9)
+    policy = of_tree(
+        sd.CostAware(30, acceptance=0.863, cost_ratio=cost, verify_cost=verify), tree
+    ).rows(9)
     found = np.asarray(jax.jit(lambda policy: policy.wanted(policy.init()))(policy))
     parts = [Tree(tree.parents[:n]) for n in range(1, 31)]
     for n, c, v in zip(found, cost, verify):
-        speeds = [part.expected(RANK_SHARES) / (1 + c * part.depth + (v - 1) / 30 * (part.size - 1)) for part in parts]
+        speeds = [
+            part.expected(RANK_SHARES) / (1 + c * part.depth + (v - 1) / 30 * (part.size - 1))
+            for part in parts
+        ]
         assert speeds[n - 1] == pytest.approx(max(speeds), rel=1e-5)
     assert len(set(found.tolist())) > 3
 
@@ -110,15 +150,36 @@ def test_cost_aware_begins_with_the_best_number_of_nodes():
 
 
 def adapted(policy, tree, **options):
-    return sd.generate(TARGET, INPUTS, drafter=sd.ModelDrafter(DRAFT), gamma=policy, tree=tree, **OPTIONS, **options)
+    return sd.generate(
+        TARGET,
+        INPUTS,
+        drafter=sd.ModelDrafter(DRAFT),
+        gamma=policy,
+        tree=tree,
+        **OPTIONS,
+        **options,
+    )
 
 
-@pytest.mark.parametrize("name, tree", [
-    ("cost_aware", STATIC), ("confidence", DynamicTree(3, 3, 12)),
-    *(pytest.param(name, tree, marks=slow) for name in CHOICES for tree in (
-        STATIC, Tree.uniform((3, 2, 2), children="mixed"), Chains(3, 4),
-        DynamicTree(3, 3, 12, "top"), DynamicTree(3, 3, 12))),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "name, tree",
+    [
+        ("cost_aware", STATIC),
+        ("confidence", DynamicTree(3, 3, 12)),
+        *(
+            pytest.param(name, tree, marks=slow)
+            for name in CHOICES
+            for tree in (
+                STATIC,
+                Tree.uniform((3, 2, 2), children="mixed"),
+                Chains(3, 4),
+                DynamicTree(3, 3, 12, "top"),
+                DynamicTree(3, 3, 12),
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_greedy_output_is_that_of_plain_decoding(name, tree):
     """Rows draft by numbers of their own, within the budget, and other numbers compile nothing."""
     policy = CHOICES[name]
@@ -134,28 +195,44 @@ def test_greedy_output_is_that_of_plain_decoding(name, tree):
 @pytest.mark.parametrize("name", ["heuristic", "entropy", "entropy_bound"])
 def test_a_tree_with_one_branch_is_a_chain(name):
     """The same drafts of the same lengths, and the same tokens, above temperature 0."""
-    policy = type(CHOICES[name])(4, **{key: getattr(CHOICES[name], key) for key in CHOICES[name].numbers()})
-    how = dict(sampling=sd.SamplingConfig(temperature=[1.0, 0.0, 0.7] * 4, top_k=20), key=jax.random.key(3))
+    policy = type(CHOICES[name])(
+        4, **{key: getattr(CHOICES[name], key) for key in CHOICES[name].numbers()}
+    )
+    how = dict(
+        sampling=sd.SamplingConfig(temperature=[1.0, 0.0, 0.7] * 4, top_k=20), key=jax.random.key(3)
+    )
     chain = adapted(policy, None, verifier="token", **how)
     tree = adapted(policy, Tree.chain(4, children="drawn", verifier="recursive"), **how)
     np.testing.assert_array_equal(tree.tokens, chain.tokens)
-    counts = lambda result: [(row.target_calls, row.drafted, row.accepted) for row in result.stats.per_row]
+
+    def counts(result):
+        return [(row.target_calls, row.drafted, row.accepted) for row in result.stats.per_row]
+
     assert counts(tree) == counts(chain)
 
 
 @pytest.mark.parametrize("tree", [STATIC, pytest.param(DynamicTree(3, 3, 12), marks=slow)], ids=str)
-@pytest.mark.parametrize("temperature", [(0.0,) * 3, pytest.param((0.0, 0.7, 1.6), marks=slow)], ids=str)
+@pytest.mark.parametrize(
+    "temperature", [(0.0,) * 3, pytest.param((0.0, 0.7, 1.6), marks=slow)], ids=str
+)
 def test_what_policies_see_of_a_tree(tree, temperature):
     """Π q(x) and H(q) of the distribution drawn from, after top-k; where it is one-hot, of that at
     temperature 1. A path goes on as long as its product is not below the threshold."""
-    config, policy = sd.SamplingConfig(temperature=temperature, top_k=5), sd.Confidence(G, threshold=[0.0, 0.2, 1.0])
+    config, policy = (
+        sd.SamplingConfig(temperature=temperature, top_k=5),
+        sd.Confidence(G, threshold=[0.0, 0.2, 1.0]),
+    )
     options = dict(gamma=policy, tree=tree, sampling=config, max_new_tokens=9, eos_ids=())
     state, request = prepare(TARGET, INPUTS[:3], drafter=sd.ModelDrafter(DRAFT), **options)
     room = np.full(3, 8, np.int32)
     _, draft = jax.jit(lambda d, s: d.draft_tree(s.draft_state, s, np.full(3, G, np.int32), room))(
         request.drafter, state
     )
-    parents, valid, products = np.asarray(draft.branches.parents), np.asarray(draft.valid), np.ones((3, tree.size))
+    parents, valid, products = (
+        np.asarray(draft.branches.parents),
+        np.asarray(draft.valid),
+        np.ones((3, tree.size)),
+    )
     for row, node in np.argwhere(valid[:, 1:]):
         node, way = node + 1, []
         above = parents[row, node]
@@ -169,9 +246,14 @@ def test_what_policies_see_of_a_tree(tree, temperature):
         np.testing.assert_allclose(draft.seen.prob[row, node - 1], products[row, node], rtol=1e-4)
         entropy = -np.sum(probs[probs > 0] * np.log(probs[probs > 0]))
         np.testing.assert_allclose(draft.seen.entropy[row, node - 1], entropy, atol=1e-5)
-    assert valid[0].sum() == G + 1 and np.max(parents[2, valid[2]]) == 0 < np.max(parents[1, valid[1]])
+    assert valid[0].sum() == G + 1 and np.max(parents[2, valid[2]]) == 0 < np.max(
+        parents[1, valid[1]]
+    )
     stopped = valid[:, 1:] & (products[:, 1:] < np.array(policy.threshold)[:, None])
-    assert not np.any(stopped & np.any(valid[:, 1:, None] & (parents[:, 1:, None] == np.arange(1, tree.size)), axis=1))
+    assert not np.any(
+        stopped
+        & np.any(valid[:, 1:, None] & (parents[:, 1:, None] == np.arange(1, tree.size)), axis=1)
+    )
 
 
 @slow
@@ -180,7 +262,9 @@ def test_a_path_that_ends_early_leaves_the_drafters_cache_whole():
     before."""
     target, options = noisy_copy(tiny_t5(0, 24), 2.0), dict(max_new_tokens=14, eos_ids=())
     policy = sd.Confidence(G, threshold=0.3)
-    found = sd.generate(target, INPUTS, drafter=sd.ModelDrafter(target), tree=STATIC, gamma=policy, **options)
+    found = sd.generate(
+        target, INPUTS, drafter=sd.ModelDrafter(target), tree=STATIC, gamma=policy, **options
+    )
     assert found.stats.acceptance_rate == 1
     assert len({row.draft_calls / row.target_calls for row in found.stats.per_row}) > 1
 
@@ -189,7 +273,10 @@ def test_a_path_that_ends_early_leaves_the_drafters_cache_whole():
 def test_a_trace_shows_the_entropies_of_all_nodes():
     """Children of one node are drawn from one distribution; those of different nodes mostly are
     not."""
-    target, options = HashModel(V, 0, vocabulary=Words()), dict(gamma=sd.Confidence(G, threshold=0.1), max_new_tokens=9)
+    target, options = (
+        HashModel(V, 0, vocabulary=Words()),
+        dict(gamma=sd.Confidence(G, threshold=0.1), max_new_tokens=9),
+    )
     steps = sd.trace(target, "w3 w4", drafter=sd.ModelDrafter(DRAFT), tree=STATIC, **options)
     for step in steps:
         by_parent = {}
@@ -200,14 +287,31 @@ def test_a_trace_shows_the_entropies_of_all_nodes():
 
 
 @slow
-@pytest.mark.parametrize("tree", [
-    Tree((0, 0, 1, 1, 2), "drawn", "recursive"), Tree((0, 0, 1, 1, 2), "drawn", "traversal"), Chains(3, 2),
-    Tree((0, 0, 1, 1, 2), "mixed"), DynamicTree(2, 2, 5), DynamicTree(2, 3, 7, "top"),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("policy", [
-    sd.Confidence(4, threshold=0.12), sd.EntropyBound(4, scale=0.1), sd.Entropy(4), sd.CostAware(4, verify_cost=2.0),
-], ids=lambda policy: type(policy).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "tree",
+    [
+        Tree((0, 0, 1, 1, 2), "drawn", "recursive"),
+        Tree((0, 0, 1, 1, 2), "drawn", "traversal"),
+        Chains(3, 2),
+        Tree((0, 0, 1, 1, 2), "mixed"),
+        DynamicTree(2, 2, 5),
+        DynamicTree(2, 3, 7, "top"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        sd.Confidence(4, threshold=0.12),
+        sd.EntropyBound(4, scale=0.1),
+        sd.Entropy(4),
+        sd.CostAware(4, verify_cost=2.0),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
 def test_distribution_through_the_engine(policy, tree):
     target, draft = hash_pair()
-    counts, _ = sample(target, sd.ModelDrafter(draft), SPREAD, DRAWS, verifier="block", gamma=policy, tree=tree)
+    counts, _ = sample(
+        target, sd.ModelDrafter(draft), SPREAD, DRAWS, verifier="block", gamma=policy, tree=tree
+    )
     assert g_test(counts, joint_distribution(target, SPREAD)) > FALSE_ALARM

@@ -27,7 +27,9 @@ PREFIXES = [[4, 2], [], [11, 9, 2, 9], [5]]
 KEY = jax.random.key(5)
 SAMPLED = sd.SamplingConfig(temperature=1.0)
 # The second and the last row are at temperature 0.
-MIXED = sd.SamplingConfig(temperature=[1.0, 0.0, 0.7, 0.0], top_k=[0, 0, 6, 0], top_p=[1.0, 1.0, 0.9, 1.0])
+MIXED = sd.SamplingConfig(
+    temperature=[1.0, 0.0, 0.7, 0.0], top_k=[0, 0, 6, 0], top_p=[1.0, 1.0, 0.9, 1.0]
+)
 
 
 def gpt(seed=0):
@@ -97,7 +99,8 @@ QUICK += [("late branch", "t5, a bias a layer", False)]
 
 
 @pytest.mark.parametrize(
-    "shape, name, kernel", [*QUICK, *(pytest.param(*one, marks=slow) for one in GREEDY if one not in QUICK)]
+    "shape, name, kernel",
+    [*QUICK, *(pytest.param(*one, marks=slow) for one in GREEDY if one not in QUICK)],
 )
 def test_greedy_trees_equal_plain_decoding(shape, name, kernel):
     """Also with several EOS ids, which end branches, and with ragged prefixes."""
@@ -122,7 +125,11 @@ PROCESSORS = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("repetition", "own") else pytest.param(name, marks=slow) for name in PROCESSORS]
+    "name",
+    [
+        name if name in ("repetition", "own") else pytest.param(name, marks=slow)
+        for name in PROCESSORS
+    ],
 )
 def test_processors_see_the_path_of_each_node(name):
     sampling = sd.SamplingConfig(**PROCESSORS[name])
@@ -134,13 +141,22 @@ def test_processors_see_the_path_of_each_node(name):
     assert_same(found, run(speculative=False, sampling=sampling, verifier="gumbel"))
 
 
-@pytest.mark.parametrize("children, verify, verifier", [
-    ("mixed", "mixed", "token"), ("drawn", "traversal", "block"),
-    *(pytest.param(*one, marks=slow) for one in (
-        ("drawn", "recursive", "token"), ("iid", "recursive", "token"), ("iid", "kseq", "token"),
-        ("gumbel", "gumbel", "gumbel"),
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "children, verify, verifier",
+    [
+        ("mixed", "mixed", "token"),
+        ("drawn", "traversal", "block"),
+        *(
+            pytest.param(*one, marks=slow)
+            for one in (
+                ("drawn", "recursive", "token"),
+                ("iid", "recursive", "token"),
+                ("iid", "kseq", "token"),
+                ("gumbel", "gumbel", "gumbel"),
+            )
+        ),
+    ],
+)
 def test_one_branch_draws_what_a_chain_draws(children, verify, verifier):
     tree = Tree.chain(3, children=children, verifier=verify)
     for sampling in (SAMPLED, MIXED):
@@ -149,7 +165,9 @@ def test_one_branch_draws_what_a_chain_draws(children, verify, verifier):
         assert_same(found, chain)
         for name in ("target_calls", "drafted", "accepted"):
             assert getattr(found.stats, name) == getattr(chain.stats, name)
-        np.testing.assert_array_equal(found.stats.accepted_by_position, chain.stats.accepted_by_position)
+        np.testing.assert_array_equal(
+            found.stats.accepted_by_position, chain.stats.accepted_by_position
+        )
 
 
 def test_a_chain_is_a_chain():
@@ -180,10 +198,14 @@ def test_gumbel_trees_equal_plain_sampling(children, seed):
         assert_same(run(tree=tree, gamma=gamma, sampling=MIXED, eos_ids=(1, 5)), expected)
 
 
-@pytest.mark.parametrize("tree", [
-    DynamicTree(3, 2, 8), pytest.param(DynamicTree(4, 3, 12, "top", "gumbel"), marks=slow),
-    pytest.param(DynamicTree(1, 4, 5), marks=slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tree",
+    [
+        DynamicTree(3, 2, 8),
+        pytest.param(DynamicTree(4, 3, 12, "top", "gumbel"), marks=slow),
+        pytest.param(DynamicTree(1, 4, 5), marks=slow),
+    ],
+)
 def test_gumbel_trees_of_any_shape_equal_plain_sampling(tree):
     expected = run(speculative=False, sampling=MIXED, verifier="gumbel", eos_ids=(1, 5))
     for gamma in ("auto", [1, 4, 3, 2]):
@@ -195,7 +217,11 @@ def test_gumbel_trees_of_any_shape_equal_plain_sampling(tree):
 @pytest.mark.parametrize(
     "children, verifier",
     [
-        pytest.param(kind, rule, marks=[] if (kind, rule) in (("drawn", "traversal"), ("gumbel", "gumbel")) else slow)
+        pytest.param(
+            kind,
+            rule,
+            marks=[] if (kind, rule) in (("drawn", "traversal"), ("gumbel", "gumbel")) else slow,
+        )
         for kind in CHILDREN
         for rule in CHILDREN[kind]
     ],
@@ -220,7 +246,9 @@ def test_a_row_does_not_depend_on_its_batch():
 # --- Limits and budgets ---
 
 
-@pytest.mark.parametrize("limit", [[1, 7, 3, 10], *(pytest.param(limit, marks=slow) for limit in (1, 2, 3, 4, 5))])
+@pytest.mark.parametrize(
+    "limit", [[1, 7, 3, 10], *(pytest.param(limit, marks=slow) for limit in (1, 2, 3, 4, 5))]
+)
 def test_no_row_passes_its_limit(limit):
     found = run(tree=Tree.uniform((2, 2, 2, 1)), max_new_tokens=limit, eos_ids=())
     assert_same(found, run(speculative=False, max_new_tokens=limit, eos_ids=()))
@@ -233,8 +261,12 @@ def test_a_budget_drafts_the_first_nodes():
     target, _ = pair()
     tree = Tree.uniform((3, 2, 2))
     found = run(tree=tree, gamma=[1, 2, 3, 17], eos_ids=(), max_new_tokens=9)
-    assert [row.drafted <= calls for row, calls in zip(found.stats.per_row, (9, 18, 27, 999))] == [True] * 4
-    itself = sd.generate(target, INPUTS, drafter=sd.ModelDrafter(target), tree=tree, max_new_tokens=9, eos_ids=())
+    assert [row.drafted <= calls for row, calls in zip(found.stats.per_row, (9, 18, 27, 999))] == [
+        True
+    ] * 4
+    itself = sd.generate(
+        target, INPUTS, drafter=sd.ModelDrafter(target), tree=tree, max_new_tokens=9, eos_ids=()
+    )
     assert itself.stats.acceptance_rate == 1.0 and itself.stats.target_calls == 4 * 3
     assert itself.stats.per_row[0].draft_calls <= 9
 
@@ -243,7 +275,9 @@ def test_a_policy_adapts_the_number_of_nodes():
     """Two nodes more after a path that ended at a leaf, one fewer after another."""
     target, drafter = pair()
     policy = sd.Heuristic(9, start=2, minimum=2)
-    options = dict(decoder_prefix=PREFIXES, max_new_tokens=LIMIT, eos_ids=(), drafter=drafter, gamma=policy)
+    options = dict(
+        decoder_prefix=PREFIXES, max_new_tokens=LIMIT, eos_ids=(), drafter=drafter, gamma=policy
+    )
     state, request = prepare(target, INPUTS, tree=Tree.uniform((3, 2)), **options)
     wanted, sizes = np.full(4, 2), set()
     while not np.all(state.done):
@@ -268,13 +302,22 @@ def poisoned(state):
 
     def poison(cache, valid):
         dead = (jnp.arange(cache.layers[0].slots) >= valid[:, None])[:, None, :, None]
-        put = lambda x, junk: jnp.where(dead, junk, x)
+
+        def put(x, junk):
+            return jnp.where(dead, junk, x)
+
         return cache.replace(
-            layers=tuple(one.replace(key=put(one.key, jnp.nan), value=put(one.value, 1e30)) for one in cache.layers)
+            layers=tuple(
+                one.replace(key=put(one.key, jnp.nan), value=put(one.value, 1e30))
+                for one in cache.layers
+            )
         )
 
     # The drafter may lack the token before the last, a leaf that was never fed.
-    return state.replace(target_cache=poison(state.target_cache, last), draft_state=poison(state.draft_state, last - 1))
+    return state.replace(
+        target_cache=poison(state.target_cache, last),
+        draft_state=poison(state.draft_state, last - 1),
+    )
 
 
 @pytest.mark.parametrize(
@@ -293,18 +336,24 @@ def test_caches_hold_what_was_committed(name, kernel):
     options = dict(max_new_tokens=LIMIT, eos_ids=(), **prefix)
     plain, _ = prepare(target, INPUTS, **options)
     plain = advance(target.network, None, plain, np.int32(99))
-    state, request = prepare(target, INPUTS, drafter=drafter, tree=random_tree(4, 16, children="top"), **options)
+    state, request = prepare(
+        target, INPUTS, drafter=drafter, tree=random_tree(4, 16, children="top"), **options
+    )
     accepted = set()
     while not np.all(state.done):
         state = advance(request.network, request.drafter, poisoned(state), np.int32(1))
         accepted |= set(np.asarray(state.last_accepted).tolist())
-        valid = (np.arange(state.tokens.shape[1]) < np.asarray(state.lengths)[:, None] - 1)[:, None, :, None]
+        valid = (np.arange(state.tokens.shape[1]) < np.asarray(state.lengths)[:, None] - 1)[
+            :, None, :, None
+        ]
         for got, wanted in zip(state.target_cache.layers, plain.target_cache.layers):
             for mine, other in ((got.key, wanted.key), (got.value, wanted.value)):
                 slots = min(mine.shape[2], other.shape[2])
                 mask = valid[:, :, :slots]
                 np.testing.assert_allclose(
-                    np.where(mask, mine[:, :, :slots], 0), np.where(mask, other[:, :, :slots], 0), atol=1e-4
+                    np.where(mask, mine[:, :, :slots], 0),
+                    np.where(mask, other[:, :, :slots], 0),
+                    atol=1e-4,
                 )
     assert len(accepted) > 2
     np.testing.assert_array_equal(
@@ -314,7 +363,9 @@ def test_caches_hold_what_was_committed(name, kernel):
 
 
 def test_nothing_compiles_twice():
-    again = lambda **options: run(tree=Tree.uniform((2, 1)), **options)
+    def again(**options):
+        return run(tree=Tree.uniform((2, 1)), **options)
+
     again(sampling=SAMPLED)
     assert not compilations(lambda: again(gamma=2, sampling=sd.SamplingConfig(temperature=0.6)))
 
@@ -329,8 +380,14 @@ def test_what_makes_no_sense_is_rejected():
         (dict(tree=Tree.uniform((2,)), drafter=None), "without a drafter"),
         (dict(tree=Tree.uniform((2,)), verifier="token"), "a verifier of its own"),
         (dict(tree=Tree.uniform((2,)), gamma=9), "gamma: got 9"),
-        (dict(tree=Tree.chain(3), gamma=sd.CostAware(4)), "gamma: got 4, expected an integer from 0 to 3"),
-        (dict(tree=Tree.uniform((2,)), gamma=Auto(2, (1.0, 1.1, 1.2))), "expected 'auto', an integer"),
+        (
+            dict(tree=Tree.chain(3), gamma=sd.CostAware(4)),
+            "gamma: got 4, expected an integer from 0 to 3",
+        ),
+        (
+            dict(tree=Tree.uniform((2,)), gamma=Auto(2, (1.0, 1.1, 1.2))),
+            "expected 'auto', an integer",
+        ),
         (
             dict(tree=Tree.uniform((2,)), gamma=sd.Entropy(2), drafter=sd.PromptLookupDrafter()),
             "needs draft probabilities",
@@ -346,14 +403,25 @@ def test_what_makes_no_sense_is_rejected():
 # --- In parts ---
 
 
-@pytest.mark.parametrize("tree, sampling", [
-    (Tree.uniform((2, 2)), MIXED), (DynamicTree(3, 2, 7), sd.SamplingConfig()),
-    pytest.param(DynamicTree(3, 2, 7), MIXED, marks=slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tree, sampling",
+    [
+        (Tree.uniform((2, 2)), MIXED),
+        (DynamicTree(3, 2, 7), sd.SamplingConfig()),
+        pytest.param(DynamicTree(3, 2, 7), MIXED, marks=slow),
+    ],
+)
 def test_iterations_one_by_one_give_what_one_call_gives(tree, sampling):
     """Also if every slot that holds no committed token is poisoned in between."""
     target, drafter = pair()
-    options = dict(decoder_prefix=PREFIXES, max_new_tokens=LIMIT, key=KEY, sampling=sampling, eos_ids=(1, 5), tree=tree)
+    options = dict(
+        decoder_prefix=PREFIXES,
+        max_new_tokens=LIMIT,
+        key=KEY,
+        sampling=sampling,
+        eos_ids=(1, 5),
+        tree=tree,
+    )
     whole = sd.generate(target, INPUTS, drafter=drafter, **options)
     state, request = prepare(target, INPUTS, drafter=drafter, **options)
     while not np.all(state.done):
@@ -368,7 +436,9 @@ def test_streams_and_stop_strings():
     a path."""
     target = HashModel(12, 0, vocabulary=Words())
     drafter = sd.ModelDrafter(HashModel(12, 1, likeness=0.7, vocabulary=Words()))
-    options = dict(drafter=drafter, tree=Tree.uniform((2, 2, 1)), sampling=SAMPLED, key=KEY, max_new_tokens=24)
+    options = dict(
+        drafter=drafter, tree=Tree.uniform((2, 2, 1)), sampling=SAMPLED, key=KEY, max_new_tokens=24
+    )
     for stop in ((), ("w5", "w7 w2")):
         whole = sd.generate(target, INPUTS_WORDS, stop=stop, **options)
         pieces = list(sd.stream(target, INPUTS_WORDS, stop=stop, **options))

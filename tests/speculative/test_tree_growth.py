@@ -22,7 +22,11 @@ def log_probs_of(tree: sd.DynamicTree, ties: bool, dead: float):
     found = []
     for level in range(tree.depth):
         shape = (ROWS, tree.width if level else 1, tree.width)
-        values = -rng.integers(0, 4, shape) if ties else np.log(rng.dirichlet(np.ones(tree.width + 2), shape[:2]))
+        values = (
+            -rng.integers(0, 4, shape)
+            if ties
+            else np.log(rng.dirichlet(np.ones(tree.width + 2), shape[:2]))
+        )
         values = values[..., : tree.width].astype(np.float32)
         found.append(np.where(rng.uniform(size=shape) < dead, -np.inf, values))
     return found
@@ -72,13 +76,18 @@ def test_growth(shape, dead, ties):
         np.testing.assert_array_equal(scores[row], slow_scores)
         np.testing.assert_array_equal(parents[row], slow_parents)
         assert kept[row].tolist() == slow_kept
-        assert {slow_parents[node] for node in slow_kept[1:]} <= {*slow_kept}, "or it would be no tree"
+        assert {slow_parents[node] for node in slow_kept[1:]} <= {*slow_kept}, (
+            "or it would be no tree"
+        )
         places = [slow_kept.index(slow_parents[node]) for node in slow_kept[1:]]
         same = sd.Tree(places)  # which checks that parents come first
         assert branches.parents[row].tolist() == [-1, *places]
         np.testing.assert_array_equal(branches.depths[row], same.depths)
         np.testing.assert_array_equal(branches.lines[row, :, : same.depth + 1], same.lines)
-        assert not branches.lines[row, :, same.depth + 1 :].any() and branches.lines.shape[2] == tree.depth + 1
+        assert (
+            not branches.lines[row, :, same.depth + 1 :].any()
+            and branches.lines.shape[2] == tree.depth + 1
+        )
         assert branches.ranks[row].tolist() == [ranks[node] for node in slow_kept]
 
 
@@ -86,19 +95,26 @@ def test_a_likely_line_gets_the_nodes():
     """The first token is sure, the others are not: all nodes but one child of node 0 follow it."""
     tree = sd.DynamicTree(3, 2, 6)
     sure, even = jnp.log(jnp.asarray([0.99, 0.01])), jnp.log(jnp.asarray([0.5, 0.5]))
-    level_of = lambda parents, first: jnp.broadcast_to(jnp.stack([first, even][:parents]), (ROWS, parents, 2))
+
+    def level_of(parents, first):
+        return jnp.broadcast_to(jnp.stack([first, even][:parents]), (ROWS, parents, 2))
+
     _, _, _, branches = grown(tree, [level_of(1, sure), level_of(2, even), level_of(2, even)])
     assert np.asarray(branches.parents)[0].tolist() == [-1, 0, 1, 1, 2, 2]
 
 
 def test_rounding_above_one_makes_no_child_score_more_than_its_parent():
-    scores = tree_growth.expand(jnp.asarray([[-1.0]]), jnp.zeros((1, 1), jnp.int32), jnp.asarray([[[1e-6, -1e-6]]]))
+    scores = tree_growth.expand(
+        jnp.asarray([[-1.0]]), jnp.zeros((1, 1), jnp.int32), jnp.asarray([[[1e-6, -1e-6]]])
+    )
     assert scores[0, 0] == -1.0 and scores[0, 1] < -1.0
 
 
 def test_what_is_not_a_number_is_not_there():
     tree = sd.DynamicTree(2, 2, 5)
-    values = [jnp.broadcast_to(jnp.asarray([jnp.nan, -1.0]), (ROWS, parents, 2)) for parents in (1, 2)]
+    values = [
+        jnp.broadcast_to(jnp.asarray([jnp.nan, -1.0]), (ROWS, parents, 2)) for parents in (1, 2)
+    ]
     scores, _, kept, _ = grown(tree, values)
     assert scores[0].tolist() == [0, -jnp.inf, -1, -jnp.inf, -2, -jnp.inf, -jnp.inf]
     assert kept[0].tolist() == [0, 2, 4, 1, 3]

@@ -52,9 +52,13 @@ class Search:
 
     def divisor(self, length: float) -> np.float32:
         length = np.float32(length)
-        return (length if self.style == "huggingface" else (5 + length) / np.float32(6)) ** np.float32(self.penalty)
+        return (
+            length if self.style == "huggingface" else (5 + length) / np.float32(6)
+        ) ** np.float32(self.penalty)
 
-    def run(self, log_probs: Callable[[list[int]], np.ndarray], limit: int, prefix: int = 0) -> Found:
+    def run(
+        self, log_probs: Callable[[list[int]], np.ndarray], limit: int, prefix: int = 0
+    ) -> Found:
         """Searches.
 
         Args:
@@ -71,16 +75,24 @@ class Search:
             flat = np.concatenate(rows)
             order = np.argsort(-flat, kind="stable")[: count + 1]
             margins += _gaps(flat[order])
-            candidates = [(flat[i], live[i // len(rows[0])][1] + [int(i % len(rows[0]))]) for i in order[:count]]
+            candidates = [
+                (flat[i], live[i // len(rows[0])][1] + [int(i % len(rows[0]))])
+                for i in order[:count]
+            ]
             ends = [tokens[-1] in self.eos_ids for _, tokens in candidates]
             huggingface = self.style == "huggingface"
             ending = [end or (huggingface and length == limit) for end in ends]
-            lowered = [(score - far if end else score, tokens) for (score, tokens), end in zip(candidates, ending)]
+            lowered = [
+                (score - far if end else score, tokens)
+                for (score, tokens), end in zip(candidates, ending)
+            ]
             live = _best(lowered, self.beams, margins)
             full = all(tokens is not None for _, tokens in finished)
             counted = length + (0 if huggingface else prefix) + self.brevity_offset
             for place, ((score, tokens), end) in enumerate(zip(candidates, ending)):
-                blocked = huggingface and (place >= self.beams or (self.early_stopping is True and full))
+                blocked = huggingface and (
+                    place >= self.beams or (self.early_stopping is True and full)
+                )
                 if end and not blocked:
                     finished.append((np.float32(score / self.divisor(counted)), tokens))
             finished = _best(finished, self.beams, margins)
@@ -90,10 +102,15 @@ class Search:
                 break
         if all(tokens is None for _, tokens in finished):
             finished = live if self.style == "huggingface" else live[::-1]
-        return Found([t for _, t in finished], [s for s, _ in finished], length, float(min(margins)))
+        return Found(
+            [t for _, t in finished], [s for s, _ in finished], length, float(min(margins))
+        )
 
     def _over(self, live, finished, length, limit, prefix, margins) -> bool:
-        best, full = max(score for score, _ in live), all(tokens is not None for _, tokens in finished)
+        best, full = (
+            max(score for score, _ in live),
+            all(tokens is not None for _, tokens in finished),
+        )
         worst = self.worst(score for score, _ in finished)
         if self.style == "t5x":
             possible = best / self.divisor(prefix + limit + 1)

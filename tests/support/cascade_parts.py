@@ -30,7 +30,12 @@ def table(sampled: bool):
 
 
 def run(drafter, config=SamplingConfig(), **options):
-    options = dict(max_new_tokens=LIMITS, decoder_prefix=PREFIXES, gamma=GAMMAS, eos_ids=(EOS, 8), key=KEY) | options
+    options = (
+        dict(
+            max_new_tokens=LIMITS, decoder_prefix=PREFIXES, gamma=GAMMAS, eos_ids=(EOS, 8), key=KEY
+        )
+        | options
+    )
     return sd.generate(TARGET, INPUTS, drafter=drafter, sampling=config, **options)
 
 
@@ -42,7 +47,9 @@ def plain():
 def teacher_forced(model, row: int, ids) -> np.ndarray:
     """Returns logits `[T, V]` for the T ids that follow a row's prefix."""
     prefix = PREFIXES[row]
-    return model.logits([INPUTS[row]], [[0, *prefix, *ids[:-1]]], [len(INPUTS[row])])[0, len(prefix) :]
+    return model.logits([INPUTS[row]], [[0, *prefix, *ids[:-1]]], [len(INPUTS[row])])[
+        0, len(prefix) :
+    ]
 
 
 FILTERS = dict(temperature=0.9, top_k=9)
@@ -53,11 +60,20 @@ def drafted(drafter, state, wanted):
     return drafter.draft(state.draft_state, state, wanted)[1]
 
 
-def first_draft(drafter, wanted, config=SamplingConfig(**FILTERS, forbidden_tokens=(3,)), **options):
+def first_draft(
+    drafter, wanted, config=SamplingConfig(**FILTERS, forbidden_tokens=(3,)), **options
+):
     state, request = prepare(
-        TARGET, INPUTS, drafter=drafter, gamma=5, sampling=config, max_new_tokens=LIMIT, decoder_prefix=PREFIXES,
-        key=KEY, **{"eos_ids": ()} | options,
-    )  # fmt: skip
+        TARGET,
+        INPUTS,
+        drafter=drafter,
+        gamma=5,
+        sampling=config,
+        max_new_tokens=LIMIT,
+        decoder_prefix=PREFIXES,
+        key=KEY,
+        **{"eos_ids": ()} | options,
+    )
     return jax.device_get(drafted(request.drafter, state, wanted))
 
 

@@ -15,8 +15,20 @@ TEXT = [
     "She asked where the book was.",
     "We leave before eight.",
 ] * 3
-SENTENCES = ["We asked", "Tom", "", "She was", "We"]  # all of one padded length: few shapes to compile
-MODELS = ("--target=TARGET", "--drafter=DRAFTER", "--dtype=float32", "--max_new_tokens=6", "--gamma=2")
+SENTENCES = [
+    "We asked",
+    "Tom",
+    "",
+    "She was",
+    "We",
+]  # all of one padded length: few shapes to compile
+MODELS = (
+    "--target=TARGET",
+    "--drafter=DRAFTER",
+    "--dtype=float32",
+    "--max_new_tokens=6",
+    "--gamma=2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +38,12 @@ def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     vocabulary = SentencePieceVocabulary.train(TEXT, 36)
     other = SentencePieceVocabulary.train(TEXT, 35)
-    for seed, (name, pieces) in enumerate([("target", vocabulary), ("drafter", vocabulary), ("stranger", other)]):
-        sd.save(sd.LanguageModel.random(CONFIG, seed=seed, vocabulary=pieces, name=name), folder / name)
+    for seed, (name, pieces) in enumerate(
+        [("target", vocabulary), ("drafter", vocabulary), ("stranger", other)]
+    ):
+        sd.save(
+            sd.LanguageModel.random(CONFIG, seed=seed, vocabulary=pieces, name=name), folder / name
+        )
     return folder
 
 

@@ -36,7 +36,9 @@ class Pipe:
             pytest.skip("the system has no named pipes")
         os.mkfifo(path)
         self._content: list[bytes] = []
-        self._thread = threading.Thread(target=lambda: self._content.append(path.read_bytes()), daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self._content.append(path.read_bytes()), daemon=True
+        )
         self._thread.start()
 
     def read(self) -> bytes:

@@ -25,7 +25,9 @@ def models(language, tmp_path_factory):
     vocabulary."""
     folder = tmp_path_factory.mktemp("models")
     texts = (language / "train.tsv").read_text().split("\n")
-    vocabulary, other = (vocabularies.SentencePieceVocabulary.train(texts, size) for size in (40, 39))
+    vocabulary, other = (
+        vocabularies.SentencePieceVocabulary.train(texts, size) for size in (40, 39)
+    )
     for seed, (name, shape, pieces) in enumerate(
         [("target", TINY, vocabulary), ("drafter", SMALL, vocabulary), ("stranger", SMALL, other)]
     ):
@@ -53,4 +55,6 @@ def _optimizer(config):
 
 
 def same(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )

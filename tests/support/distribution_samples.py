@@ -22,9 +22,13 @@ def joint_distribution(model, config: SamplingConfig) -> np.ndarray:
     """Returns `[V³]` float64, the probabilities of the first three ids (0 after an EOS),
     teacher-forced over all prefixes."""
     pairs = np.stack(np.meshgrid(np.arange(V), np.arange(V), indexing="ij"), axis=-1).reshape(-1, 2)
-    inputs, first = (INPUTS[:-1], INPUTS[-1]) if decoder_only(model) else (INPUTS, model.start_token)
+    inputs, first = (
+        (INPUTS[:-1], INPUTS[-1]) if decoder_only(model) else (INPUTS, model.start_token)
+    )
     decoder = np.concatenate([np.full((len(pairs), 1), first), pairs], axis=1)
-    logits = np.asarray(model.logits(np.tile(inputs, (len(pairs), 1)), decoder, np.full(len(pairs), len(inputs))))
+    logits = np.asarray(
+        model.logits(np.tile(inputs, (len(pairs), 1)), decoder, np.full(len(pairs), len(inputs)))
+    )
     probs = toy.adjusted_probs(logits, config.temperature, config.top_k, config.top_p)
     first, second, third = probs[0, 0], probs[::V, 1], probs[:, 2].reshape(V, V, V)
     joint = first[:, None, None] * second[:, :, None] * third
@@ -53,26 +57,41 @@ def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
     return float(scipy.stats.chi2.sf(statistic / correction, freedom))
 
 
-def sample(target, drafter, config, draws: int, run=advance, impl="threefry2x32", empty=0, **options):
+def sample(
+    target, drafter, config, draws: int, run=advance, impl="threefry2x32", empty=0, **options
+):
     """Returns joint counts `[V³]` over `draws` rows in batches, and statistics.
 
     Each row has its own key. The first `empty` rows of each batch have no input, are done from the
     beginning, and do not count.
     """
-    counts, stats, options = np.zeros(V**POSITIONS), [], {"verifier": "token", "gamma": GAMMA} | options
+    counts, stats, options = (
+        np.zeros(V**POSITIONS),
+        [],
+        {"verifier": "token", "gamma": GAMMA} | options,
+    )
     for start in range(0, draws, ROWS):
         key = jax.random.fold_in(jax.random.key(0, impl=impl), start)
         state, request = prepare(
-            target, np.tile(INPUTS, (ROWS, 1)), input_lengths=np.where(np.arange(ROWS) < empty, 0, 3), drafter=drafter,
-            sampling=config, max_new_tokens=POSITIONS, eos_ids=[EOS], key=key, **options,
-        )  # fmt: skip
+            target,
+            np.tile(INPUTS, (ROWS, 1)),
+            input_lengths=np.where(np.arange(ROWS) < empty, 0, 3),
+            drafter=drafter,
+            sampling=config,
+            max_new_tokens=POSITIONS,
+            eos_ids=[EOS],
+            key=key,
+            **options,
+        )
         state = run(target.network, request.drafter, state, np.int32(99))
         first = int(request.prefix_lengths[0])
         tokens, counted = jax.device_get((state.tokens[:, first : first + POSITIONS], state.counts))
         valid = np.arange(POSITIONS) < np.asarray(state.lengths)[:, None] - first
         tokens = np.where(valid, tokens, 0)[empty:]
         counts += np.bincount(tokens @ np.array([V * V, V, 1]), minlength=V**POSITIONS)
-        stats.append([counted.examined_by_position.sum(axis=0), counted.accepted_by_position.sum(axis=0)])
+        stats.append(
+            [counted.examined_by_position.sum(axis=0), counted.accepted_by_position.sum(axis=0)]
+        )
     return counts, np.sum(stats, axis=0)
 
 

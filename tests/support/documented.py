@@ -17,7 +17,14 @@ GPT = gpt.GPTConfig(6144, 16, 2, 2, 32, num_positions=600)
 # Models of the reader's own, whose folders end in "/" or that another documented command trains.
 OWN_T5 = ("flan_t5_xxl", "flan_t5_small", "runs/summaries/model", "ul2-t5x/")
 OWN_GPT = ("gpt2-xl/", "gpt2/", "runs/wikitext/target/model", "runs/wikitext/drafter/model")
-TEXTS = ("test.txt", "ende_test.txt", "prompts.txt", "abstracts.txt", "ende/train.tsv.gz", "ende/test.tsv.gz")
+TEXTS = (
+    "test.txt",
+    "ende_test.txt",
+    "prompts.txt",
+    "abstracts.txt",
+    "ende/train.tsv.gz",
+    "ende/test.tsv.gz",
+)
 SENTENCES = ["Tom is learning German.", "We leave before eight."]
 # What a command adds so that it takes seconds; a flag that comes later counts.
 SMALLER = {
@@ -29,7 +36,9 @@ SMALLER = {
     "distill": ["--buckets=64"],
     "train_heads": [
         f"--gin.HeadsTrainConfig.{name}={value}"
-        for name, value in dict(steps=2, warmup_steps=0, decay_steps=1, batch_tokens=64, buckets=[64]).items()
+        for name, value in dict(
+            steps=2, warmup_steps=0, decay_steps=1, batch_tokens=64, buckets=[64]
+        ).items()
     ],
 }
 
@@ -39,7 +48,10 @@ def build(folder: pathlib.Path) -> None:
     for name in ("configs", "specdec_jax"):
         (folder / name).symlink_to(pages.ROOT / name)
     vocabulary = SentencePieceVocabulary.load(loader.BUNDLED / "ende/spiece.model")
-    models = {path: T5 for path in ("bundled/ende/target", "bundled/ende/drafter", *OWN_T5[:3], *_folders(T5))}
+    models = {
+        path: T5
+        for path in ("bundled/ende/target", "bundled/ende/drafter", *OWN_T5[:3], *_folders(T5))
+    }
     models |= dict.fromkeys(OWN_GPT, GPT)
     for number, (path, shape) in enumerate(models.items()):
         start = 1 if shape is GPT else 0
@@ -60,13 +72,19 @@ def _folders(shape) -> set[str]:
     reader's own."""
     words = [word.partition("=") for argv in all_commands() for word in argv]
     found = {value for flag, _, value in words if flag in ("--target", "--drafter", "--source")}
-    return {name.rstrip("/") for name in found if name.endswith("/") and name not in (*OWN_T5, *OWN_GPT)}
+    return {
+        name.rstrip("/") for name in found if name.endswith("/") and name not in (*OWN_T5, *OWN_GPT)
+    }
 
 
 def all_commands() -> list[list[str]]:
     """Returns the commands on all pages, each once, in their order."""
-    found = [argv for path in pages.pages() for argv in pages.commands(path.read_text(encoding="utf-8"))]
-    return [shlex.split(line.replace("/dev/shm/", "")) for line in dict.fromkeys(map(shlex.join, found))]
+    found = [
+        argv for path in pages.pages() for argv in pages.commands(path.read_text(encoding="utf-8"))
+    ]
+    return [
+        shlex.split(line.replace("/dev/shm/", "")) for line in dict.fromkeys(map(shlex.join, found))
+    ]
 
 
 def shrink(monkeypatch, folder: pathlib.Path) -> None:

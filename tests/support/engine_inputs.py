@@ -26,8 +26,15 @@ def cut(tokens, eos_ids):
 
 def loop_bodies(hlo: str) -> str:
     """Returns the text of all computations that the body of a while loop reaches."""
-    computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S))
-    called = lambda text: re.findall(r"(?:body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-]+)", text)
+    computations = dict(
+        re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S)
+    )
+
+    def called(text):
+        return re.findall(
+            r"(?:body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-]+)", text
+        )
+
     open_, reached = re.findall(r"body=%?([\w.\-]+)", hlo), set()
     assert open_, "no loop found: the text is not what this test reads"
     while open_:

@@ -23,7 +23,11 @@ def target() -> LanguageModel:
 
 @functools.cache
 def drafter(name: str):
-    models = {"self": target, "noisy copy": lambda: noisy_copy(target(), 0.2), "unrelated": lambda: tiny_t5(1, V)}
+    models = {
+        "self": target,
+        "noisy copy": lambda: noisy_copy(target(), 0.2),
+        "unrelated": lambda: tiny_t5(1, V),
+    }
     return ModelDrafter(models[name]()) if name != "none" else None
 
 
@@ -37,4 +41,6 @@ def run(inputs=INPUTS, **options):
 def plain(batch: int = len(INPUTS)):
     """Returns the greedy plain outputs of every input, decoded in batches of `batch`."""
     results = [run(INPUTS[start : start + batch]) for start in range(0, len(INPUTS), batch)]
-    return np.concatenate([r.tokens for r in results]), np.concatenate([r.log_probs for r in results])
+    return np.concatenate([r.tokens for r in results]), np.concatenate(
+        [r.log_probs for r in results]
+    )

@@ -10,14 +10,27 @@ from toy import BLOCK, REJECTION, TOKEN
 from specdec_jax.speculative.distributions import Categorical
 
 # V, γ, length limit. Two iterations: the second starts from every prefix that the first can commit.
-SIZES = [(2, 1, 4), (2, 2, 5), (2, 3, 7), (3, 1, 4), (3, 2, 5), (3, 3, 6), (4, 1, 4), (4, 2, 5), (4, 3, 5)]
+SIZES = [
+    (2, 1, 4),
+    (2, 2, 5),
+    (2, 3, 7),
+    (3, 1, 4),
+    (3, 2, 5),
+    (3, 3, 6),
+    (4, 1, 4),
+    (4, 2, 5),
+    (4, 3, 5),
+]
 
 
 # Temperature and filters under which the distributions of iterations are enumerated.
 ADJUSTMENTS = [
-    {"temperature": 0}, {"temperature": 0.5}, {"top_k": 2}, {"top_p": 0.7},
+    {"temperature": 0},
+    {"temperature": 0.5},
+    {"top_k": 2},
+    {"top_p": 0.7},
     {"temperature": 1.5, "top_k": 3, "top_p": 0.8},
-]  # fmt: skip
+]
 
 
 def dists(vocab, zeros=0.0):

@@ -31,7 +31,9 @@ def difference(mesh: tuple[int, int], rows: int, calls: list) -> float:
     model = LanguageModel(alone.config, alone.params, rules=rules)
     network = model.network.replace(platform="tpu")
     lengths = rules.put(jnp.asarray((INPUTS > 0).sum(1)[:rows]))
-    cache = jax.jit(lambda network, *given: network.prefill(*given, 34))(network, rules.put(INPUTS[:rows]), lengths)
+    cache = jax.jit(lambda network, *given: network.prefill(*given, 34))(
+        network, rules.put(INPUTS[:rows]), lengths
+    )
 
     @jax.jit
     def both(network, cache):
@@ -46,9 +48,14 @@ def difference(mesh: tuple[int, int], rows: int, calls: list) -> float:
     del calls[:]
     found, expected = both(network, cache)
     if rows == 1:  # XLA's layers are fed more positions, whose slots are stale afterwards
-        known = lambda x: x[..., :17, :] if x.ndim == 3 and x.shape[-2] > 17 else x
+
+        def known(x):
+            return x[..., :17, :] if x.ndim == 3 and x.shape[-2] > 17 else x
+
         found, expected = jax.tree.map(known, (found, expected))
-    gaps = jax.tree.map(lambda a, b: float(np.abs(np.float32(a) - np.float32(b)).max()), found, expected)
+    gaps = jax.tree.map(
+        lambda a, b: float(np.abs(np.float32(a) - np.float32(b)).max()), found, expected
+    )
     assert not np.any(np.isnan(jax.tree.leaves(gaps)))
     return max(jax.tree.leaves(gaps))
 
@@ -63,7 +70,9 @@ def main() -> dict:
         return step(module, params, x, *rest, **named)
 
     fused_step.decode_states = noted
-    jax.lax.platform_dependent = lambda *given, tpu=None, cpu=None, default: (tpu or cpu or default)(*given)
+    jax.lax.platform_dependent = lambda *given, tpu=None, cpu=None, default: (
+        tpu or cpu or default
+    )(*given)
     found = {}
     for mesh, rows in (((1, 4), 1), ((1, 4), 3), ((2, 2), 4), ((4, 1), 4), ((2, 2), 2)):
         gap = difference(mesh, rows, calls)

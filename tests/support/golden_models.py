@@ -56,15 +56,24 @@ def greedy_tokens(model, inputs, input_lengths, steps: int, eos_ids=(), prefix=N
 DRAFTERS = ("plain", "speculative")
 
 
-def engine_tokens(model, inputs, input_lengths, steps: int, eos_ids=None, prefix=None, drafter="plain") -> np.ndarray:
+def engine_tokens(
+    model, inputs, input_lengths, steps: int, eos_ids=None, prefix=None, drafter="plain"
+) -> np.ndarray:
     """Returns the same `[B, steps]` from the package's own decode loop; with "speculative" the
     model drafts three tokens for itself."""
     forced = 0 if prefix is None else prefix.shape[1]
     options = dict(drafter=sd.ModelDrafter(model), gamma=3) if drafter == "speculative" else {}
     result = sd.generate(
-        model, inputs, input_lengths=np.asarray(input_lengths), decoder_prefix=prefix, eos_ids=eos_ids,
-        max_new_tokens=steps - forced, **options,
-    )  # fmt: skip
+        model,
+        inputs,
+        input_lengths=np.asarray(input_lengths),
+        decoder_prefix=prefix,
+        eos_ids=eos_ids,
+        max_new_tokens=steps - forced,
+        **options,
+    )
     if options:
-        assert result.stats.accepted == result.stats.examined_by_position.sum() > 0  # it agrees with itself
+        assert (
+            result.stats.accepted == result.stats.examined_by_position.sum() > 0
+        )  # it agrees with itself
     return result.tokens if prefix is None else np.concatenate([prefix, result.tokens], axis=1)

@@ -28,7 +28,12 @@ def decode(model, prompts, drafter=None, **options):
     """Decodes prompts; lists are filled up to four rows, so that few shapes compile."""
     if isinstance(prompts, list):
         prompts = prompts + [None] * (4 - len(prompts))
-    return sd.generate(model, prompts, drafter=drafter, **{"gamma": 3, "max_new_tokens": 12, "eos_ids": ()} | options)
+    return sd.generate(
+        model,
+        prompts,
+        drafter=drafter,
+        **{"gamma": 3, "max_new_tokens": 12, "eos_ids": ()} | options,
+    )
 
 
 def decode_golden(prompts, drafter=None, **options):

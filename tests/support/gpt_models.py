@@ -17,7 +17,9 @@ def write_hf(folder, tensors=None, **options):
     content = json.loads((FOLDER / "config.json").read_text()) | options
     (folder / "config.json").write_text(json.dumps(content))
     if tensors is not None:
-        safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        safetensors.numpy.save_file(
+            tensors, folder / "model.safetensors", metadata={"format": "pt"}
+        )
     return folder
 
 

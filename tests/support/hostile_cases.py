@@ -31,12 +31,19 @@ CASES: dict[str, Case] = {}
 
 
 def case(
-    name: str, base: str, file: str, damage: Callable[[pathlib.Path], object], read: str = "load", names=None
+    name: str,
+    base: str,
+    file: str,
+    damage: Callable[[pathlib.Path], object],
+    read: str = "load",
+    names=None,
 ) -> None:
     """Adds a case; `damage` is given the path of `file`, which the message must name unless `names`
     gives something else."""
     assert name not in CASES, name
-    CASES[name] = Case(base, lambda folder: damage(folder / file), names or pathlib.Path(file).name, read)
+    CASES[name] = Case(
+        base, lambda folder: damage(folder / file), names or pathlib.Path(file).name, read
+    )
 
 
 # What can lie in the place of any file.
@@ -52,7 +59,10 @@ def replaced(make_other) -> Callable[[pathlib.Path], None]:
 
 
 def make_socket(path):
-    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as other:  # a socket's path must be short
+    with (
+        contextlib.chdir(path.parent),
+        socket.socket(socket.AF_UNIX) as other,
+    ):  # a socket's path must be short
         other.bind(path.name)
 
 
@@ -88,8 +98,12 @@ FILES = {
 }
 for file, (base, without) in FILES.items():
     for kind, damage in OTHERS.items():
-        if kind.split()[-1] not in without.split():  # what is not there may be missing; what is no link's target too
-            named = "params" if "ocdbt" in file and kind not in ("pipe", "folder", "socket") else None
+        if (
+            kind.split()[-1] not in without.split()
+        ):  # what is not there may be missing; what is no link's target too
+            named = (
+                "params" if "ocdbt" in file and kind not in ("pipe", "folder", "socket") else None
+            )
             case(f"{pathlib.Path(file).name}: {kind}", base, file, damage, names=named)
 for kind in ("pipe", "folder", "socket", "circle of links"):
     case(f"checkpoint: {kind}", "legacy", LEGACY, OTHERS[kind], names="model")
@@ -98,7 +112,12 @@ for kind in ("empty", "gigabyte of nothing", "NUL bytes", "nested", "half"):
 for kind in ("folder", "gigabyte of nothing", "circle of links", "nested"):
     case(f".zarray: {kind}", "legacy", f"{ARRAY}/.zarray", OTHERS[kind], names="checkpoint_7")
 for place, base in ((f"{ARRAY}/x", "legacy"), ("params/d/x", "own"), (f"{STATE}/x", "orbax")):
-    case(f"a link to the folder that it is in: {base}", base, place, lambda path: path.symlink_to(path.parent))
+    case(
+        f"a link to the folder that it is in: {base}",
+        base,
+        place,
+        lambda path: path.symlink_to(path.parent),
+    )
     case(f"a pipe among the data: {base}", base, place, os.mkfifo)
 for kind in ("pipe", "socket", "empty", "half"):
     case(f"zarr chunk: {kind}", "legacy", f"{ARRAY}/0.0", OTHERS[kind], names="checkpoint_7")
@@ -114,9 +133,18 @@ def beside_merges(damage):
     )
 
 
-for kind in list(OTHERS)[:3] + list(OTHERS)[4:-1]:  # without merges' vocab.json, or half of it, another is read
+for kind in (
+    list(OTHERS)[:3] + list(OTHERS)[4:-1]
+):  # without merges' vocab.json, or half of it, another is read
     case(f"vocab.json: {kind}", "text", "vocab.json", beside_merges(OTHERS[kind]))
-for text in ('{"a": -1}', '{"a": "x"}', '{"a": 99999999999}', "[]", '{"a": 0, "b": 1, "ab": 4000000000}', '{"a": 0}'):
+for text in (
+    '{"a": -1}',
+    '{"a": "x"}',
+    '{"a": 99999999999}',
+    "[]",
+    '{"a": 0, "b": 1, "ab": 4000000000}',
+    '{"a": 0}',
+):
     damage = beside_merges(lambda path, text=text: path.write_text(text))
     case(f"vocab.json: {text}", "text", "vocab.json", damage)
 
@@ -128,7 +156,9 @@ def edited(**options) -> Callable[[pathlib.Path], None]:
     return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | options))
 
 
-def settings(base: str, file: str, values: dict[str, tuple], names=None, read="load", inner=None) -> None:
+def settings(
+    base: str, file: str, values: dict[str, tuple], names=None, read="load", inner=None
+) -> None:
     for name, wrong in values.items():
         for value in wrong:
             shown = f"{name} = {json.dumps(value)[:60]}"
@@ -146,51 +176,123 @@ def edit_inner(inner: str, name: str, value):
 
 
 NUMBERS = (10**10, -1, "x", 1.5, True)
-COUNTS = ("vocab_size", "d_model", "num_heads", "d_kv", "num_layers", "num_decoder_layers", "d_ff",
-          "relative_attention_num_buckets", "relative_attention_max_distance")  # fmt: skip
+COUNTS = (
+    "vocab_size",
+    "d_model",
+    "num_heads",
+    "d_kv",
+    "num_layers",
+    "num_decoder_layers",
+    "d_ff",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+)
 settings("safetensors", "config.json", dict.fromkeys(COUNTS, NUMBERS))
-settings("safetensors", "config.json", {
-    "num_layers": (10**9, [2]), "feed_forward_proj": ([], {}, 5), "architectures": (5, "x", [[]], {"a": 1},
-    [DEEP[:500]]),
-    "model_type": ([], None, "llama", 7), "eos_token_id": ("x", 1.5, True, [1, "x"], {"a": 1}, [[1]]),
-    "decoder_start_token_id": ("x", [1, 2], True, 1.5), "layer_norm_epsilon": ("x", []), "tie_word_embeddings": ("x",
-    5),
-})  # fmt: skip
-settings("safetensors", "config.json", {"eos_token_id": (-1, 10**20), "decoder_start_token_id": (40,)}, names="model")
+settings(
+    "safetensors",
+    "config.json",
+    {
+        "num_layers": (10**9, [2]),
+        "feed_forward_proj": ([], {}, 5),
+        "architectures": (5, "x", [[]], {"a": 1}, [DEEP[:500]]),
+        "model_type": ([], None, "llama", 7),
+        "eos_token_id": ("x", 1.5, True, [1, "x"], {"a": 1}, [[1]]),
+        "decoder_start_token_id": ("x", [1, 2], True, 1.5),
+        "layer_norm_epsilon": ("x", []),
+        "tie_word_embeddings": ("x", 5),
+    },
+)
+settings(
+    "safetensors",
+    "config.json",
+    {"eos_token_id": (-1, 10**20), "decoder_start_token_id": (40,)},
+    names="model",
+)
 for name in ("n_embd", "n_head", "n_layer", "n_inner", "n_positions", "vocab_size"):
     for value in NUMBERS:
-        changes = {"model_type": "gpt2", "architectures": [], "layer_norm_epsilon": 1e-5, name: value}
+        changes = {
+            "model_type": "gpt2",
+            "architectures": [],
+            "layer_norm_epsilon": 1e-5,
+            name: value,
+        }
         case(f"gpt2: {name} = {value}", "safetensors", "config.json", edited(**changes))
-for name, value in {"activation_function": [], "scale_attn_weights": 5, "tie_word_embeddings": "x"}.items():
+for name, value in {
+    "activation_function": [],
+    "scale_attn_weights": 5,
+    "tie_word_embeddings": "x",
+}.items():
     case(
         f"gpt2: {name} = {value}",
         "safetensors",
         "config.json",
         edited(model_type="gpt2", architectures=[], layer_norm_epsilon=1e-5, **{name: value}),
     )
-settings("text", "generation_config.json", {"eos_token_id": ("x", True), "decoder_start_token_id": ("x",)})
-settings("text", "tokenizer_config.json", {
-    "extra_ids": (10**10, -1, "x", 1.5, True), "added_tokens_decoder": (5, {"x": {"content": "a"}}, {"9": 5},
-    {"9": {}}),
-    "extra_special_tokens": (5, [5], [{}], [[]], {"a": 1}),
-})  # fmt: skip
-settings("own", "config.json", dict.fromkeys(
-    ("vocab_size", "emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim"),
-        NUMBERS[:3]
-) | {
-    "mlp_activations": (5, "gelu", ["x"], [["gelu"]], ["gelu"] * 3), "dtype": (5, "x", "object"),
-    "dropout_rate": ("x", -1, 2),
-    "logits_via_embedding": (5, "x"), "encoder_dim": (-1, "x"), "max_distance": (1,), "unheard_of": (1,),
-}, inner="model")  # fmt: skip
-settings("own", "config.json", {
-    "model": (5, [], None), "architecture": (5, "bert", []), "eos_ids": (5, "ab"), "version": (2, "x", [1]),
-    "vocabulary": (5, [], {"kind": "x"}, {"kind": []}, {"kind": "bytes", "extra_ids": 10**10},
-                   {"kind": "sentencepiece", "file": "../../spiece.model"}, {"kind": "tokenizer_json", "file":
-                       "/etc/passwd"},
-                   {"kind": "sentencepiece", "file": 5}, {"kind": "sentencepiece", "file": "a\0b"}),
-    "encoder_fingerprint": (5,),
-})  # fmt: skip
-settings("own", "config.json", {"eos_ids": (["x"], [True]), "start_token": ("x", 1.5)}, names="model")
+settings(
+    "text",
+    "generation_config.json",
+    {"eos_token_id": ("x", True), "decoder_start_token_id": ("x",)},
+)
+settings(
+    "text",
+    "tokenizer_config.json",
+    {
+        "extra_ids": (10**10, -1, "x", 1.5, True),
+        "added_tokens_decoder": (5, {"x": {"content": "a"}}, {"9": 5}, {"9": {}}),
+        "extra_special_tokens": (5, [5], [{}], [[]], {"a": 1}),
+    },
+)
+settings(
+    "own",
+    "config.json",
+    dict.fromkeys(
+        (
+            "vocab_size",
+            "emb_dim",
+            "num_heads",
+            "head_dim",
+            "num_encoder_layers",
+            "num_decoder_layers",
+            "mlp_dim",
+        ),
+        NUMBERS[:3],
+    )
+    | {
+        "mlp_activations": (5, "gelu", ["x"], [["gelu"]], ["gelu"] * 3),
+        "dtype": (5, "x", "object"),
+        "dropout_rate": ("x", -1, 2),
+        "logits_via_embedding": (5, "x"),
+        "encoder_dim": (-1, "x"),
+        "max_distance": (1,),
+        "unheard_of": (1,),
+    },
+    inner="model",
+)
+settings(
+    "own",
+    "config.json",
+    {
+        "model": (5, [], None),
+        "architecture": (5, "bert", []),
+        "eos_ids": (5, "ab"),
+        "version": (2, "x", [1]),
+        "vocabulary": (
+            5,
+            [],
+            {"kind": "x"},
+            {"kind": []},
+            {"kind": "bytes", "extra_ids": 10**10},
+            {"kind": "sentencepiece", "file": "../../spiece.model"},
+            {"kind": "tokenizer_json", "file": "/etc/passwd"},
+            {"kind": "sentencepiece", "file": 5},
+            {"kind": "sentencepiece", "file": "a\0b"},
+        ),
+        "encoder_fingerprint": (5,),
+    },
+)
+settings(
+    "own", "config.json", {"eos_ids": (["x"], [True]), "start_token": ("x", 1.5)}, names="model"
+)
 GPT = {"vocab_size": 9, "emb_dim": 4, "num_heads": 1, "num_decoder_layers": 1, "mlp_dim": 4}
 SAID = {
     "format": "specdec_jax",
@@ -201,10 +303,25 @@ SAID = {
     "eos_ids": [1],
     "vocabulary": None,
 }
-case("T5X: said to be a GPT", "legacy", "checkpoint_7/config.json", lambda path: path.write_text(json.dumps(SAID)))
-settings("heads", "config.json", {
-    "num_heads": (10**9, "x", 0), "num_blocks": (10**9, -1), "vocab_size": ("x",), "share_head": (5,), "dtype": (7,),
-}, inner="heads", read="heads")  # fmt: skip
+case(
+    "T5X: said to be a GPT",
+    "legacy",
+    "checkpoint_7/config.json",
+    lambda path: path.write_text(json.dumps(SAID)),
+)
+settings(
+    "heads",
+    "config.json",
+    {
+        "num_heads": (10**9, "x", 0),
+        "num_blocks": (10**9, -1),
+        "vocab_size": ("x",),
+        "share_head": (5,),
+        "dtype": (7,),
+    },
+    inner="heads",
+    read="heads",
+)
 settings("heads", "config.json", {"heads": (5, {}), "target_fingerprint": (5, None)}, read="heads")
 case(
     "config.json: a key twice",

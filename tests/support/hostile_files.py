@@ -33,7 +33,10 @@ def write_bases(folder: pathlib.Path) -> None:
     make.write_t5x_legacy(folder / "legacy" / "checkpoint_7", make.PARAMS, inline=inline)
     wide = dataclasses.replace(make.TINY, vocab_size=328)
     tensors = make.to_tensors(make.random_params(wide))
-    for name, files in (("text", ("spiece.model", "tokenizer_config.json")), ("json", ("tokenizer.json",))):
+    for name, files in (
+        ("text", ("spiece.model", "tokenizer_config.json")),
+        ("json", ("tokenizer.json",)),
+    ):
         make.write_hf(folder / name, tensors, vocab_size=328)
         (folder / name / "generation_config.json").write_text("{}")
         for file in files:
@@ -66,7 +69,11 @@ def read(how: str, folder: pathlib.Path) -> None:
         argv = {
             "figures": ["--records=record.json", "--output=out.html"],
             "train": ["--gin_file=a.gin"],
-            "generate": ["--target=.", "--dtype=float32", *(f"--input_file={p.name}" for p in folder.glob("*.txt*"))],
+            "generate": [
+                "--target=.",
+                "--dtype=float32",
+                *(f"--input_file={p.name}" for p in folder.glob("*.txt*")),
+            ],
         }[how]
         error = io.StringIO()
         with contextlib.chdir(folder), contextlib.redirect_stderr(error):
@@ -80,7 +87,10 @@ def high_water() -> int:
     Linux does not tell."""
     try:
         status = pathlib.Path("/proc/self/status").read_text()
-        most = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+        most = (
+            int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+            * 1024
+        )
         pathlib.Path("/proc/self/clear_refs").write_text("5")
         return most
     except OSError:
@@ -108,7 +118,11 @@ def attempt(name: str, folder: pathlib.Path) -> dict:
             os.dup2(kept, 2)
             os.close(kept)
     seconds, grown = time.perf_counter() - start, high_water() - before
-    return found | {"seconds": seconds, "bytes": grown, "stderr": (folder / "stderr").read_text(errors="replace")}
+    return found | {
+        "seconds": seconds,
+        "bytes": grown,
+        "stderr": (folder / "stderr").read_text(errors="replace"),
+    }
 
 
 def main(folder: pathlib.Path) -> None:

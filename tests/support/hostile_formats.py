@@ -24,7 +24,9 @@ def entry(begin, end, shape=(1,), dtype="F32") -> dict:
 
 def header(content, data=b"", length=None) -> Callable[[pathlib.Path], object]:
     text = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return lambda path: path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return lambda path: path.write_bytes(
+        struct.pack("<Q", len(text) if length is None else length) + text + data
+    )
 
 
 HEADERS = {
@@ -53,15 +55,33 @@ HEADERS = {
     "other tensors": header({"a": entry(0, 4)}, bytes(4)),
 }
 for name, damage in HEADERS.items():
-    case(f"safetensors: {name}", "safetensors", WEIGHTS, damage, names="model" if name == "other tensors" else None)
+    case(
+        f"safetensors: {name}",
+        "safetensors",
+        WEIGHTS,
+        damage,
+        names="model" if name == "other tensors" else None,
+    )
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00003.safetensors"
 for shown, value in {
-    "5": 5, "null": None, "list": [], "no files": {"a": 5}, "relative": {"a": "../x.safetensors"},
-    "hidden relative": {"a": f"b/../../{SHARD}"}, "absolute": {"a": "/etc/passwd"}, "home": {"a": "\\\\host\\x"},
-    "drive": {"a": "C:x"}, "folder": {"a": "."}, "empty": {"a": ""}, "NUL": {"a": "a\0"}, "long": {"a": "a" * 9999},
-    "no such": {"a": "x"}, "line's end": {"a\nb": SHARD}, "not in it": {"a": SHARD},
-}.items():  # fmt: skip
+    "5": 5,
+    "null": None,
+    "list": [],
+    "no files": {"a": 5},
+    "relative": {"a": "../x.safetensors"},
+    "hidden relative": {"a": f"b/../../{SHARD}"},
+    "absolute": {"a": "/etc/passwd"},
+    "home": {"a": "\\\\host\\x"},
+    "drive": {"a": "C:x"},
+    "folder": {"a": "."},
+    "empty": {"a": ""},
+    "NUL": {"a": "a\0"},
+    "long": {"a": "a" * 9999},
+    "no such": {"a": "x"},
+    "line's end": {"a\nb": SHARD},
+    "not in it": {"a": SHARD},
+}.items():
     case(
         f"index: weight_map {shown}",
         "shards",
@@ -78,32 +98,50 @@ def array(shape, dtype="float32", data=b"", kind=1) -> msgpack.ExtType:
 
 
 def packed(content) -> Callable[[pathlib.Path], object]:
-    return lambda path: path.write_bytes(content if isinstance(content, bytes) else msgpack.packb(content))
+    return lambda path: path.write_bytes(
+        content if isinstance(content, bytes) else msgpack.packb(content)
+    )
 
 
 MESSAGES = {
-    "a map of 2**32 entries": b"\xdf\xff\xff\xff\xff", "a list of 2**32": b"\x81\xa1a\xdd\xff\xff\xff\xff",
-    "a million nothings": b"\x81\xa1a\xdd\x00\x2d\xc6\xc0" + b"\xc0" * 3_000_000, "bytes past the end":
-        b"\x81\xa1a\xc6\xff\xff\xff\xff",
-    "a string of 4 GB": b"\xdb\xff\xff\xff\xff", "nested": b"\x81\xa1a" * 100_000, "nested lists": b"\x91" * 100_000,
-    "number for a key": {5: array((1,), data=bytes(4))}, "list for a key": b"\x81\x91\x01\x01",
-    "key with a line's end": {
-        "a\nb": 5},
-    "a key twice": b"\x82\xa1a\x01\xa1a\x01", "object": {"a": array((1,), "object", bytes(8))},
-    "void": {"a": array((1,),
-        "V4", bytes(4))},
-    "negative shape": {"a": array((-1, -1), data=bytes(4))}, "huge shape": {"a": array((2**62,), data=bytes(4))},
-    "shape of text": {"a": array("x", data=bytes(4))}, "dtype of numbers": {"a": array((1,), 5, bytes(4))},
-    "no array": {
-        "a": 5},
-    "integers": {"a": array((1,), "int32", bytes(4))}, "unknown extension": {"a": msgpack.ExtType(9, b"x")},
+    "a map of 2**32 entries": b"\xdf\xff\xff\xff\xff",
+    "a list of 2**32": b"\x81\xa1a\xdd\xff\xff\xff\xff",
+    "a million nothings": b"\x81\xa1a\xdd\x00\x2d\xc6\xc0" + b"\xc0" * 3_000_000,
+    "bytes past the end": b"\x81\xa1a\xc6\xff\xff\xff\xff",
+    "a string of 4 GB": b"\xdb\xff\xff\xff\xff",
+    "nested": b"\x81\xa1a" * 100_000,
+    "nested lists": b"\x91" * 100_000,
+    "number for a key": {5: array((1,), data=bytes(4))},
+    "list for a key": b"\x81\x91\x01\x01",
+    "key with a line's end": {"a\nb": 5},
+    "a key twice": b"\x82\xa1a\x01\xa1a\x01",
+    "object": {"a": array((1,), "object", bytes(8))},
+    "void": {"a": array((1,), "V4", bytes(4))},
+    "negative shape": {"a": array((-1, -1), data=bytes(4))},
+    "huge shape": {"a": array((2**62,), data=bytes(4))},
+    "shape of text": {"a": array("x", data=bytes(4))},
+    "dtype of numbers": {"a": array((1,), 5, bytes(4))},
+    "no array": {"a": 5},
+    "integers": {"a": array((1,), "int32", bytes(4))},
+    "unknown extension": {"a": msgpack.ExtType(9, b"x")},
     "chunks of nothing": {"a": {"__msgpack_chunked_array__": True}},
-    "chunks that do not fit": {"a": {"__msgpack_chunked_array__": True, "shape": {"0": 9}, "chunks": {"0": array((1,),
-    data=bytes(4))}}},
-    "chunks of 2**60": {"a": {"__msgpack_chunked_array__": True, "shape": {"0": 2**60}, "chunks": {"0": array((1,),
-    data=bytes(4))}}},
-    "not msgpack": b"\xc1", "more after it": b"\x80\x00",
-}  # fmt: skip
+    "chunks that do not fit": {
+        "a": {
+            "__msgpack_chunked_array__": True,
+            "shape": {"0": 9},
+            "chunks": {"0": array((1,), data=bytes(4))},
+        }
+    },
+    "chunks of 2**60": {
+        "a": {
+            "__msgpack_chunked_array__": True,
+            "shape": {"0": 2**60},
+            "chunks": {"0": array((1,), data=bytes(4))},
+        }
+    },
+    "not msgpack": b"\xc1",
+    "more after it": b"\x80\x00",
+}
 for name, content in MESSAGES.items():
     case(f"flax: {name}", "flax", "flax_model.msgpack", packed(content))
     if not name.startswith("integers"):
@@ -111,30 +149,46 @@ for name, content in MESSAGES.items():
 
 
 def spec(**changes) -> Callable[[pathlib.Path], object]:
-    store = {"driver": "file", "path": "target.encoder.layers_1.mlp.wo.kernel/"} | changes.pop("kvstore", {})
-    return packed({"version": 3, "optimizer": {"target": {"a": {"driver": "zarr", "kvstore": store} | changes}}})
+    store = {"driver": "file", "path": "target.encoder.layers_1.mlp.wo.kernel/"} | changes.pop(
+        "kvstore", {}
+    )
+    return packed(
+        {
+            "version": 3,
+            "optimizer": {"target": {"a": {"driver": "zarr", "kvstore": store} | changes}},
+        }
+    )
 
 
 for name, damage in {
-    "relative": spec(kvstore={"path": "../x"}), "absolute": spec(kvstore={"path": "/etc"}), "no path": spec(kvstore={
-        "path": 5}),
-    "other driver": spec(driver="json"), "driver of numbers": spec(driver=5), "store of text": packed(
-        {"version": 3, "target": {"a": {"driver": "zarr", "kvstore": "file:///etc"}}}),
-    "version": packed({"version": [DEEP[:50]], "optimizer": {}}), "optimizer": packed({"version": 3, "optimizer": 5}),
-    "target": packed({"version": 3, "optimizer": {"target": []}}), "a list": packed([1, 2]),
-}.items():  # fmt: skip
+    "relative": spec(kvstore={"path": "../x"}),
+    "absolute": spec(kvstore={"path": "/etc"}),
+    "no path": spec(kvstore={"path": 5}),
+    "other driver": spec(driver="json"),
+    "driver of numbers": spec(driver=5),
+    "store of text": packed(
+        {"version": 3, "target": {"a": {"driver": "zarr", "kvstore": "file:///etc"}}}
+    ),
+    "version": packed({"version": [DEEP[:50]], "optimizer": {}}),
+    "optimizer": packed({"version": 3, "optimizer": 5}),
+    "target": packed({"version": 3, "optimizer": {"target": []}}),
+    "a list": packed([1, 2]),
+}.items():
     case(f"legacy spec: {name}", "legacy", LEGACY, damage)
 
 # zarr and Orbax.
 for name, changes in {
-    "huge chunk": dict(chunks=[2**40, 16]), "huge shape": dict(shape=[2**40, 16]), "object": dict(dtype="|O"),
-    "negative": dict(shape=[-1, 16]), "no numbers": dict(shape="x"), "no chunks": dict(chunks=None),
-    "filters": dict(filters=[{
-        "id": "x"}]),
-    "compressor": dict(compressor={"id": "pickle"}), "a megabyte": dict(attributes=[[]] * 300_000),
-    "structured": dict(dtype=[[
-        "a", "<f4"], ["b", "<f4"]]),
-}.items():  # fmt: skip
+    "huge chunk": dict(chunks=[2**40, 16]),
+    "huge shape": dict(shape=[2**40, 16]),
+    "object": dict(dtype="|O"),
+    "negative": dict(shape=[-1, 16]),
+    "no numbers": dict(shape="x"),
+    "no chunks": dict(chunks=None),
+    "filters": dict(filters=[{"id": "x"}]),
+    "compressor": dict(compressor={"id": "pickle"}),
+    "a megabyte": dict(attributes=[[]] * 300_000),
+    "structured": dict(dtype=[["a", "<f4"], ["b", "<f4"]]),
+}.items():
     case(f"zarr: {name}", "legacy", f"{ARRAY}/.zarray", edited(**changes), names="model")
 case(
     "zarr: bomb",
@@ -143,14 +197,25 @@ case(
     lambda p: p.write_bytes(gzip.compress(bytes(3 * 10**8), 1)),
     names="checkpoint_7",
 )
-TREE = lambda *keys: {"tree_metadata": {"a": {"key_metadata": [{"key": key} for key in keys]}}}
+
+
+def TREE(*keys):
+    return {"tree_metadata": {"a": {"key_metadata": [{"key": key} for key in keys]}}}
+
+
 for name, content in {
-    "no tree": {}, "list": {"tree_metadata": []}, "numbers": TREE("target", 5), "lists": TREE("target", []),
-        "out of it": TREE("target", "../../x"),
-    "absolute": TREE("target", "/etc/passwd"), "no such": TREE("target", "x"), "line's end": TREE("target", "a\nb"),
-        "nothing": TREE(),
-    "keys of text": {"tree_metadata": {"a": {"key_metadata": "x"}}}, "zarr3": TREE("target", "x") | {"use_zarr3": True},
-}.items():  # fmt: skip
+    "no tree": {},
+    "list": {"tree_metadata": []},
+    "numbers": TREE("target", 5),
+    "lists": TREE("target", []),
+    "out of it": TREE("target", "../../x"),
+    "absolute": TREE("target", "/etc/passwd"),
+    "no such": TREE("target", "x"),
+    "line's end": TREE("target", "a\nb"),
+    "nothing": TREE(),
+    "keys of text": {"tree_metadata": {"a": {"key_metadata": "x"}}},
+    "zarr3": TREE("target", "x") | {"use_zarr3": True},
+}.items():
     case(
         f"orbax: {name}",
         "orbax",
@@ -191,33 +256,71 @@ TEMPLATE = {
 }
 VOCABULARY = {"type": "WordLevel", "vocab": {}, "unk_token": "a"}
 for name, damage in {
-    **{f"regex {p[:20]}": part("pre_tokenizer", regex(p)) for p in (
-        "(a+)+$", "(a|a)*$", "(?:a*)*b", "a*a*a*a*b", r"\s+$", "a?" * 40 + "a" * 40, "(?:(?:a{1000}){1000}){1000}",
-        "x" * 100_000, r"(\w+\s?)+:")},
-    "regex in a decoder": part("decoder", {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}),
-    "regex in a normalizer": part("normalizer", {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}),
-    "ten to the ninth": part("normalizer", growing(9)), "a thousand bytes for ten": part("pre_tokenizer", {
-        "type": "Sequence", "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": False,
-        "use_regex": False}] * 40}),
-    "steps without a type": part("normalizer", {"type": "Sequence", "normalizers": [{k: v for k, v in growing(1)[
-        "normalizers"][0].items()
-                                                                                    if k != "type"}] * 9}),
+    **{
+        f"regex {p[:20]}": part("pre_tokenizer", regex(p))
+        for p in (
+            "(a+)+$",
+            "(a|a)*$",
+            "(?:a*)*b",
+            "a*a*a*a*b",
+            r"\s+$",
+            "a?" * 40 + "a" * 40,
+            "(?:(?:a{1000}){1000}){1000}",
+            "x" * 100_000,
+            r"(\w+\s?)+:",
+        )
+    },
+    "regex in a decoder": part(
+        "decoder", {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+    ),
+    "regex in a normalizer": part(
+        "normalizer", {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+    ),
+    "ten to the ninth": part("normalizer", growing(9)),
+    "a thousand bytes for ten": part(
+        "pre_tokenizer",
+        {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
+            * 40,
+        },
+    ),
+    "steps without a type": part(
+        "normalizer",
+        {
+            "type": "Sequence",
+            "normalizers": [{k: v for k, v in growing(1)["normalizers"][0].items() if k != "type"}]
+            * 9,
+        },
+    ),
     "table without a type": part("normalizer", {"precompiled_charsmap": "AAAA"}),
     "templates": part("post_processor", {"type": "Sequence", "processors": [TEMPLATE] * 40}),
     "charsmap of text": part("normalizer", {"type": "Precompiled", "precompiled_charsmap": "x"}),
-    "charsmap of nothing": part("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-    "charsmap past its end": part("normalizer", {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////9hYmM="}),
+    "charsmap of nothing": part(
+        "normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    ),
+    "charsmap past its end": part(
+        "normalizer", {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////9hYmM="}
+    ),
     "charsmap of numbers": part("normalizer", {"type": "Precompiled", "precompiled_charsmap": 5}),
-    "no vocabulary": part("model", VOCABULARY), "an id of 2**32 - 1": part("model",
-    VOCABULARY | {"vocab": {"a": 2**32 - 1,
-        "</s>": 1}}),
-    "a word of any length": part("model", {"type": "WordPiece", "unk_token": "a", "vocab": {"a": 0},
-        "max_input_chars_per_word": 10**9}),
-    "model of numbers": part("model", 5), "added tokens of numbers": part("added_tokens", 5), "a million lists": part(
-        "model", [[]] * 2_500_000),
+    "no vocabulary": part("model", VOCABULARY),
+    "an id of 2**32 - 1": part("model", VOCABULARY | {"vocab": {"a": 2**32 - 1, "</s>": 1}}),
+    "a word of any length": part(
+        "model",
+        {
+            "type": "WordPiece",
+            "unk_token": "a",
+            "vocab": {"a": 0},
+            "max_input_chars_per_word": 10**9,
+        },
+    ),
+    "model of numbers": part("model", 5),
+    "added tokens of numbers": part("added_tokens", 5),
+    "a million lists": part("model", [[]] * 2_500_000),
     "nested normalizers": lambda p: p.write_text('{"normalizer":' * 5000 + "1" + "}" * 5000),
-    "a list": lambda p: p.write_text("[]"), "not UTF-8": lambda p: p.write_bytes(b'{"a": "\xff"}'),
-}.items():  # fmt: skip
+    "a list": lambda p: p.write_text("[]"),
+    "not UTF-8": lambda p: p.write_bytes(b'{"a": "\xff"}'),
+}.items():
     case(f"tokenizer.json: {name}", "json", "tokenizer.json", damage)
 for name, content in {
     "text": b"not a model",
@@ -225,7 +328,12 @@ for name, content in {
     "fields": b"\x0a\xff\xff\xff\xff\x7f",
     "one piece": b"\x0a\x05\x0a\x01a\x18\x01",
 }.items():
-    case(f"spiece.model: {name}", "text", "spiece.model", lambda p, content=content: p.write_bytes(content))
+    case(
+        f"spiece.model: {name}",
+        "text",
+        "spiece.model",
+        lambda p, content=content: p.write_bytes(content),
+    )
 
 
 def table_of_characters(change) -> bytes:
@@ -249,8 +357,9 @@ def field(number: int, content: bytes) -> bytes:
 for name, table in {
     "longer": table_of_characters(lambda texts: texts.replace(b"\0", b"a")),
     "cut": table_of_characters(lambda texts: texts[:9]),
-    "of text": b"x" * 99, "of nothing": bytes(8),
-}.items():  # fmt: skip
+    "of text": b"x" * 99,
+    "of nothing": bytes(8),
+}.items():
     text = base64.b64encode(table).decode()
     case(
         f"tokenizer.json: table {name}",
@@ -260,9 +369,11 @@ for name, table in {
     )
     for number in (3, 5):
         case(
-            f"spiece.model: table {name} in {number}", "text", "spiece.model",
+            f"spiece.model: table {name} in {number}",
+            "text",
+            "spiece.model",
             lambda p, more=field(number, field(2, table)): p.write_bytes(p.read_bytes() + more),
-        )  # fmt: skip
+        )
 
 # Tables.
 
@@ -275,7 +386,9 @@ def table(**changes) -> Callable[[pathlib.Path], None]:
     return damage
 
 
-def zipped(members: dict[str, bytes], compression=zipfile.ZIP_DEFLATED) -> Callable[[pathlib.Path], None]:
+def zipped(
+    members: dict[str, bytes], compression=zipfile.ZIP_DEFLATED
+) -> Callable[[pathlib.Path], None]:
     def damage(path):
         with zipfile.ZipFile(path, "w", compression) as archive:
             for name, content in members.items():
@@ -309,26 +422,56 @@ def bomb(path):
 
 SPARE = np.zeros(3, np.int32)
 for name, damage in {
-    "bomb": zipped({"starts.npy": npy("{'descr': '<i4', 'fortran_order': False, 'shape': (75000000,)}",
-    bytes(3 * 10**8))}),
-    "bomb in disguise": bomb, "pickle": zipped({"starts.npy": npy(
-        "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", b"cos\nsystem\n(S'true'\ntR.")}),
-    "huge shape": zipped({"starts.npy": npy(f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({2**62},)}}")}),
-    "negative shape": zipped({"starts.npy": npy("{'descr': '<i4', 'fortran_order': False, 'shape': (-1,)}", bytes(4))}),
+    "bomb": zipped(
+        {
+            "starts.npy": npy(
+                "{'descr': '<i4', 'fortran_order': False, 'shape': (75000000,)}", bytes(3 * 10**8)
+            )
+        }
+    ),
+    "bomb in disguise": bomb,
+    "pickle": zipped(
+        {
+            "starts.npy": npy(
+                "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
+                b"cos\nsystem\n(S'true'\ntR.",
+            )
+        }
+    ),
+    "huge shape": zipped(
+        {"starts.npy": npy(f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({2**62},)}}")}
+    ),
+    "negative shape": zipped(
+        {"starts.npy": npy("{'descr': '<i4', 'fortran_order': False, 'shape': (-1,)}", bytes(4))}
+    ),
     "code for a header": zipped({"starts.npy": npy("__import__('os').abort()")}),
-    "deep header": zipped({"starts.npy": npy(
-        "(" * 3000)}),
+    "deep header": zipped({"starts.npy": npy("(" * 3000)}),
     "bzip2": zipped({"starts.npy": bytes(10**7)}, zipfile.ZIP_BZIP2),
     "many members": zipped({f"{i}.npy": b"" for i in range(5000)}),
-    "order 10**9": table(order=10**9), "order of numbers": table(order=SPARE), "order of text": table(order="x"),
-        "order 1.5": table(order=1.5),
-    "vocabulary": table(vocab_size=10**9), "starts": table(starts=SPARE), "huge starts": table(starts=np.array([0,
-    2**31 - 1])),
-    "floats": table(counts=SPARE + 0.5), "matrix": table(extras=SPARE[None]), "negative": table(next_tokens=SPARE - 1),
-        "format": table(format=5),
-    **{kind: OTHERS[kind] for kind in ("pipe", "folder", "socket", "empty", "NUL bytes", "half",
-    "gigabyte of nothing")},
-}.items():  # fmt: skip
+    "order 10**9": table(order=10**9),
+    "order of numbers": table(order=SPARE),
+    "order of text": table(order="x"),
+    "order 1.5": table(order=1.5),
+    "vocabulary": table(vocab_size=10**9),
+    "starts": table(starts=SPARE),
+    "huge starts": table(starts=np.array([0, 2**31 - 1])),
+    "floats": table(counts=SPARE + 0.5),
+    "matrix": table(extras=SPARE[None]),
+    "negative": table(next_tokens=SPARE - 1),
+    "format": table(format=5),
+    **{
+        kind: OTHERS[kind]
+        for kind in (
+            "pipe",
+            "folder",
+            "socket",
+            "empty",
+            "NUL bytes",
+            "half",
+            "gigabyte of nothing",
+        )
+    },
+}.items():
     case(f"table: {name}", "table", "table.npz", damage, read="table")
 
 # Records, settings in gin, and lines of text, as the command line reads them.
@@ -351,16 +494,26 @@ for name, damage in {
 }.items():
     case(f"record: {name}", "safetensors", "record.json", damage, read="figures")
 for name, content in {
-    "nested": f"TrainConfig.seed = {DEEP[:5000]}", "brackets": "TrainConfig.seed = " + "(" * 99_999, "itself":
-        "include 'a.gin'",
-    "macros": "A = %B\nB = %A\nTrainConfig.seed = %A", "open text": "TrainConfig.seed = '''x", "digits":
-        "TrainConfig.seed = " + "9" * 9999,
-    "NUL": "TrainConfig.seed = 1\0", "not UTF-8": b"TrainConfig.seed = '\xe4'", "UTF-16": "a = 1".encode("utf-16"),
-        "empty": "",
-}.items():  # fmt: skip
+    "nested": f"TrainConfig.seed = {DEEP[:5000]}",
+    "brackets": "TrainConfig.seed = " + "(" * 99_999,
+    "itself": "include 'a.gin'",
+    "macros": "A = %B\nB = %A\nTrainConfig.seed = %A",
+    "open text": "TrainConfig.seed = '''x",
+    "digits": "TrainConfig.seed = " + "9" * 9999,
+    "NUL": "TrainConfig.seed = 1\0",
+    "not UTF-8": b"TrainConfig.seed = '\xe4'",
+    "UTF-16": "a = 1".encode("utf-16"),
+    "empty": "",
+}.items():
     content = content if isinstance(content, bytes) else content.encode()
-    case(f"gin: {name}", "safetensors", "a.gin", lambda p, content=content: p.write_bytes(content), read="train",
-         names="TrainConfig" if name == "empty" else None)  # fmt: skip
+    case(
+        f"gin: {name}",
+        "safetensors",
+        "a.gin",
+        lambda p, content=content: p.write_bytes(content),
+        read="train",
+        names="TrainConfig" if name == "empty" else None,
+    )
 for kind in ("pipe", "folder", "socket", "circle of links"):
     case(f"gin: {kind}", "safetensors", "a.gin", OTHERS[kind], read="train")
 LINE = b"one\n" + b"a " * 15_000_000 + b"\ntwo\n"

@@ -24,7 +24,10 @@ def save_tiny(folder, **shape):
 
 def stored_in(model) -> dict:
     """What a model holds by its parameters' names: arrays and `Int8Kernel`s."""
-    return {"/".join(path): value for path, value in weight_layouts.stored_parameters(model.network.params)}
+    return {
+        "/".join(path): value
+        for path, value in weight_layouts.stored_parameters(model.network.params)
+    }
 
 
 def assert_kernel(found, values, scales):
@@ -34,15 +37,21 @@ def assert_kernel(found, values, scales):
 
 
 def tied_gpt(folder):
-    sd.save(sd.LanguageModel.random(GPTConfig(24, 16, 2, 2, 32, num_positions=16), 1, eos_ids=()), folder)
+    sd.save(
+        sd.LanguageModel.random(GPTConfig(24, 16, 2, 2, 32, num_positions=16), 1, eos_ids=()),
+        folder,
+    )
     return folder
 
 
 TIED = {
     "T5 1.0": lambda path: make.write_hf(
-        path, make.to_tensors(make.random_params(TINY_1_0)), num_decoder_layers=2, feed_forward_proj="relu",
-        tie_word_embeddings=True
+        path,
+        make.to_tensors(make.random_params(TINY_1_0)),
+        num_decoder_layers=2,
+        feed_forward_proj="relu",
+        tie_word_embeddings=True,
     ),
     "GPT": tied_gpt,
     "GPT-2, Hugging Face": lambda path: gpt_models.write_hf(path, gpt_models.tensors()),
-}  # fmt: skip
+}

@@ -14,7 +14,9 @@ from specdec_jax.models import cpu_kernels_selftest, native
 # others that this processor can run, by name: "haswell sandybridge".
 NARROW = ["x86-64"] if platform.machine() == "x86_64" else []
 WIDTHS = ["native", *NARROW, *os.environ.get("SPECDEC_TEST_MARCH", "").split()]
-_suffixes: dict[str, str] = {}  # suffix of FFI targets by processor, since a process can register a name only once
+_suffixes: dict[
+    str, str
+] = {}  # suffix of FFI targets by processor, since a process can register a name only once
 
 
 @contextlib.contextmanager
@@ -33,5 +35,9 @@ def compiled_for(march: str, folder):
         _suffixes[march] = f"_{march}"
     whole = jax.ffi.ffi_call
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.ffi, "ffi_call", lambda name, *rest, **more: whole(name + _suffixes[march], *rest, **more))
+        patch.setattr(
+            jax.ffi,
+            "ffi_call",
+            lambda name, *rest, **more: whole(name + _suffixes[march], *rest, **more),
+        )
         yield

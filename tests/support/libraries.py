@@ -21,7 +21,9 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.delenv(native.SETTING, raising=False)
     monkeypatch.delenv("CXX", raising=False)
     loaded = []
-    monkeypatch.setattr(native.cpu_kernels_selftest, "register", lambda library, targets: loaded.append(library))
+    monkeypatch.setattr(
+        native.cpu_kernels_selftest, "register", lambda library, targets: loaded.append(library)
+    )
     monkeypatch.setattr(native, "_settle", functools.cache(native._settle.__wrapped__))
     return loaded
 
@@ -40,7 +42,9 @@ def libraries(tmp_path_factory):
     crash = b"#include <cstdlib>\n__attribute__((constructor)) static void die() { abort(); }\n"
     subprocess.run([*compile_, folder / "crashes.so"], input=crash, check=True)
     # A product that writes nothing, so that its output is whatever was in memory.
-    handlers = "".join(f'extern "C" void* {symbol}(void*) {{ return 0; }}\n' for symbol in native.TARGETS.values())
+    handlers = "".join(
+        f'extern "C" void* {symbol}(void*) {{ return 0; }}\n' for symbol in native.TARGETS.values()
+    )
     subprocess.run([*compile_, folder / "wrong.so"], input=handlers.encode(), check=True)
     return folder
 

@@ -22,21 +22,39 @@ from specdec_jax.models.t5 import T5Config
 TINY = T5Config(40, 16, 2, 4, 2, 3, 24)
 TINY_1_0 = T5Config(40, 16, 2, 4, 2, 2, 24, mlp_activations=("relu",), logits_via_embedding=True)
 HF_CONFIG = {
-    "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 40, "d_model": 16,
-    "num_heads": 2, "d_kv": 4, "num_layers": 2, "num_decoder_layers": 3, "d_ff": 24,
-    "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "layer_norm_epsilon": 1e-6,
-}  # fmt: skip
+    "model_type": "t5",
+    "architectures": ["T5ForConditionalGeneration"],
+    "vocab_size": 40,
+    "d_model": 16,
+    "num_heads": 2,
+    "d_kv": 4,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "d_ff": 24,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+    "layer_norm_epsilon": 1e-6,
+}
 
 
 def random_params(config: T5Config, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in parameter_shapes(config).items()}
+    return {
+        name: rng.normal(size=shape).astype(np.float32)
+        for name, shape in parameter_shapes(config).items()
+    }
 
 
 def to_tensors(params: dict[str, np.ndarray], dtype=np.float32) -> dict[str, np.ndarray]:
     """Returns tensors under Hugging Face's names, `[out, in]`."""
-    turned = lambda name, x: x.T if name.endswith(("/kernel", "/rel_embedding")) else x
-    return {tensor_name(name): np.ascontiguousarray(turned(name, x)).astype(dtype) for name, x in params.items()}
+
+    def turned(name, x):
+        return x.T if name.endswith(("/kernel", "/rel_embedding")) else x
+
+    return {
+        tensor_name(name): np.ascontiguousarray(turned(name, x)).astype(dtype)
+        for name, x in params.items()
+    }
 
 
 def write_hf(folder: pathlib.Path, tensors: dict, shards: int = 1, **config) -> pathlib.Path:
@@ -44,7 +62,9 @@ def write_hf(folder: pathlib.Path, tensors: dict, shards: int = 1, **config) -> 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(HF_CONFIG | config))
     if shards == 1:
-        safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        safetensors.numpy.save_file(
+            tensors, folder / "model.safetensors", metadata={"format": "pt"}
+        )
         return folder
     weight_map = {}
     for shard in range(shards):
@@ -52,7 +72,9 @@ def write_hf(folder: pathlib.Path, tensors: dict, shards: int = 1, **config) -> 
         part = dict(list(tensors.items())[shard::shards])
         safetensors.numpy.save_file(part, folder / name)
         weight_map |= dict.fromkeys(part, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -65,13 +87,20 @@ def write_hf_flax(folder: pathlib.Path, params: dict, **config) -> pathlib.Path:
         *parents, _ = tensor_name(name).split(".")
         embedding = name.endswith(("/embedding", "/rel_embedding"))
         last = "embedding" if embedding else "kernel" if name.endswith("/kernel") else "weight"
-        tree["/".join([*parents, last])] = np.ascontiguousarray(x.T) if name.endswith("/rel_embedding") else x
+        tree["/".join([*parents, last])] = (
+            np.ascontiguousarray(x.T) if name.endswith("/rel_embedding") else x
+        )
     (folder / "flax_model.msgpack").write_bytes(serialization.to_bytes(unflatten(tree)))
     return folder
 
 
 def write_t5x_legacy(
-    folder: pathlib.Path, params: dict, driver="file", top_level_path=False, inline=(), optimizer=True
+    folder: pathlib.Path,
+    params: dict,
+    driver="file",
+    top_level_path=False,
+    inline=(),
+    optimizer=True,
 ):
     """Writes `checkpoint` in msgpack with zarr arrays beside it, as T5X did before Orbax."""
     folder.mkdir(parents=True)
@@ -82,16 +111,27 @@ def write_t5x_legacy(
         path = "target." + name.replace("/", ".")
         dtype = "bfloat16" if x.dtype == ml_dtypes.bfloat16 else "<f4"
         chunks = [max(1, -(-size // 2)) for size in x.shape]
-        metadata = {"shape": list(x.shape), "chunks": chunks, "compressor": {"id": "gzip", "level": 1}}
+        metadata = {
+            "shape": list(x.shape),
+            "chunks": chunks,
+            "compressor": {"id": "gzip", "level": 1},
+        }
         kvstore = {"driver": "file", "path": str(folder / path)}
         spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata | {"dtype": dtype}}
         tensorstore.open(spec, create=True).result().write(x).result()
-        spec = {"driver": "zarr", "dtype": x.dtype.name, "kvstore": {"driver": driver}, "metadata": metadata}
+        spec = {
+            "driver": "zarr",
+            "dtype": x.dtype.name,
+            "kvstore": {"driver": driver},
+            "metadata": metadata,
+        }
         (spec if top_level_path else spec["kvstore"])["path"] = path + "/"
         return spec
 
     target = unflatten({name: stored(name, x) for name, x in params.items()})
-    state = {"state": {"step": np.int32(7), "param_states": {"v": np.zeros(3)}}} if optimizer else {}
+    state = (
+        {"state": {"step": np.int32(7), "param_states": {"v": np.zeros(3)}}} if optimizer else {}
+    )
     tree = {"version": 3, "optimizer": {"target": target, **state}}
     (folder / "checkpoint").write_bytes(serialization.msgpack_serialize(tree))
     return folder
@@ -108,7 +148,9 @@ def write_t5x_orbax(folder: pathlib.Path, params: dict, optimizer: bool = True) 
     return folder
 
 
-def stack_layers(params: dict, heads: int | None = None, tables: str = "equal") -> dict[str, np.ndarray]:
+def stack_layers(
+    params: dict, heads: int | None = None, tables: str = "equal"
+) -> dict[str, np.ndarray]:
     """Returns parameters in `scalable_t5`'s form: layers stacked on axis 1 under `decoder/decoder`.
 
     With `heads`, kernels are `[D, H, K]`. `tables` says whether all layers hold an "equal" position
@@ -123,7 +165,11 @@ def stack_layers(params: dict, heads: int | None = None, tables: str = "equal") 
         stack, *path = name.split("/")
         if path[0].startswith("layers_"):
             if heads and "attention" in path[1] and path[-1] == "kernel":
-                x = x.reshape(heads, -1, x.shape[1]) if path[2] == "out" else x.reshape(x.shape[0], heads, -1)
+                x = (
+                    x.reshape(heads, -1, x.shape[1])
+                    if path[2] == "out"
+                    else x.reshape(x.shape[0], heads, -1)
+                )
             groups.setdefault("/".join([stack, stack, *path[1:]]), []).append(x)
         elif path[0] == "relpos_bias" and tables != "one":
             copies = [x + (i if tables == "different" else 0) for i in range(layers[stack])]
@@ -166,14 +212,26 @@ FORMATS = {
     "shards": lambda path: write_hf(path, TENSORS, shards=3),
     "flax": lambda path: write_hf_flax(path, PARAMS),
     "legacy": lambda path: write_t5x_legacy(path / "checkpoint_7", PARAMS),
-    "legacy without optimizer": lambda path: write_t5x_legacy(path / "checkpoint_7", PARAMS, optimizer=False),
+    "legacy without optimizer": lambda path: write_t5x_legacy(
+        path / "checkpoint_7", PARAMS, optimizer=False
+    ),
     "legacy gfile": lambda path: write_t5x_legacy(path / "checkpoint_7", PARAMS, driver="gfile"),
-    "legacy gcs": lambda path: write_t5x_legacy(path / "checkpoint_7", PARAMS, driver="gcs", top_level_path=True),
-    "legacy inline": lambda path: write_t5x_legacy(path / "checkpoint_7", PARAMS, inline=sorted(PARAMS)[:9]),
+    "legacy gcs": lambda path: write_t5x_legacy(
+        path / "checkpoint_7", PARAMS, driver="gcs", top_level_path=True
+    ),
+    "legacy inline": lambda path: write_t5x_legacy(
+        path / "checkpoint_7", PARAMS, inline=sorted(PARAMS)[:9]
+    ),
     "legacy scan": lambda path: write_t5x_legacy(path / "checkpoint_7", stack_layers(PARAMS)),
     "orbax": lambda path: write_t5x_orbax(path / "checkpoint_7", PARAMS),
-    "orbax without optimizer": lambda path: write_t5x_orbax(path / "checkpoint_7", PARAMS, optimizer=False),
-    "orbax scan": lambda path: write_t5x_orbax(path / "checkpoint_7", stack_layers(PARAMS, heads=2)),
-    "scan, one table": lambda path: write_t5x_orbax(path / "checkpoint_7", stack_layers(PARAMS, heads=2, tables="one")),
+    "orbax without optimizer": lambda path: write_t5x_orbax(
+        path / "checkpoint_7", PARAMS, optimizer=False
+    ),
+    "orbax scan": lambda path: write_t5x_orbax(
+        path / "checkpoint_7", stack_layers(PARAMS, heads=2)
+    ),
+    "scan, one table": lambda path: write_t5x_orbax(
+        path / "checkpoint_7", stack_layers(PARAMS, heads=2, tables="one")
+    ),
     "own": write_own,
 }

@@ -38,7 +38,9 @@ MIXED, ARGMAX, LIMITS = (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0), (8, 5, 8, 6)
 
 def load(folder: pathlib.Path, mesh, shard_drafter: bool = False):
     """Loads target and drafter; the drafter is whole on every device, unless it is to be divided."""
-    drafter = sd.load(folder / "drafter", "float32", mesh=mesh, replicate=mesh is not None and not shard_drafter)
+    drafter = sd.load(
+        folder / "drafter", "float32", mesh=mesh, replicate=mesh is not None and not shard_drafter
+    )
     return sd.load(folder / "target", "float32", mesh=mesh), sd.ModelDrafter(drafter)
 
 
@@ -46,20 +48,29 @@ def options(rows, temperatures=MIXED) -> dict:
     """Returns options with argmax for half of the rows and draws for the others, and with a limit
     and a key for each."""
     return dict(
-        sampling=sd.SamplingConfig(temperature=[temperatures[row] for row in rows]), eos_ids=(), gamma=2,
-        max_new_tokens=[LIMITS[row] for row in rows], key=jax.vmap(jax.random.key)(np.array(rows)),
-    )  # fmt: skip
+        sampling=sd.SamplingConfig(temperature=[temperatures[row] for row in rows]),
+        eos_ids=(),
+        gamma=2,
+        max_new_tokens=[LIMITS[row] for row in rows],
+        key=jax.vmap(jax.random.key)(np.array(rows)),
+    )
 
 
 def decode(target, drafter, temperatures=MIXED) -> dict:
     result = sd.generate(target, INPUTS, drafter=drafter, **options(range(4), temperatures))
-    return {"tokens": result.tokens.tolist(), "accepted": result.stats.accepted, "drafted": result.stats.drafted}
+    return {
+        "tokens": result.tokens.tolist(),
+        "accepted": result.stats.accepted,
+        "drafted": result.stats.drafted,
+    }
 
 
 def refilled(target, drafter) -> list:
     """Returns the tokens of six inputs that go through four rows, which are refilled."""
     rows = [0, 1, 2, 3, 1, 2]
-    outputs = sd.decode_stream(target, [INPUTS[row] for row in rows], batch_size=4, drafter=drafter, **options(rows))
+    outputs = sd.decode_stream(
+        target, [INPUTS[row] for row in rows], batch_size=4, drafter=drafter, **options(rows)
+    )
     found = dict(outputs)
     return [found[place][0].tokens for place in range(len(rows))]
 
@@ -77,18 +88,27 @@ def described(target, drafter, stored: dict) -> dict:
     """Returns what a device holds of the parameters of both models, and whether they are the stored
     ones."""
     restored = flatten(target.params)
-    part = lambda params: {name: array.addressable_shards[0].data.shape for name, array in params.items()}
+
+    def part(params):
+        return {name: array.addressable_shards[0].data.shape for name, array in params.items()}
+
     return {
         "same weights": all(np.array_equal(restored[name], stored[name]) for name in stored),
-        "parts": part(restored), "drafter parts": part(flatten(drafter.model.params)),
-    }  # fmt: skip
+        "parts": part(restored),
+        "drafter parts": part(flatten(drafter.model.params)),
+    }
 
 
 def printed(command: str, *arguments: str) -> str:
     """Returns what a command prints with the bundled pair."""
     out, flags = (
         io.StringIO(),
-        ["--target=ende/target", "--drafter=ende/drafter", "--dtype=float32", "--max_new_tokens=16"],
+        [
+            "--target=ende/target",
+            "--drafter=ende/drafter",
+            "--dtype=float32",
+            "--max_new_tokens=16",
+        ],
     )
     with contextlib.redirect_stdout(out):
         assert main.main([command, *flags, "--compilation_cache_dir=", *arguments]) == 0
@@ -103,19 +123,34 @@ def tables() -> dict:
     """Decodes with a position table for every layer, on one device and on two times two; returns
     tokens, and a device's part of a table."""
     config = sd.T5Config(64, 16, 4, 4, 1, 2, 24, relative_bias_per_layer=True)
-    models = [sd.LanguageModel.random(config, rules=rules) for rules in (None, ShardingRules(sd.make_mesh(2, 2)))]
+    models = [
+        sd.LanguageModel.random(config, rules=rules)
+        for rules in (None, ShardingRules(sd.make_mesh(2, 2)))
+    ]
     tokens = [
-        sd.generate(model, INPUTS, drafter=sd.ModelDrafter(model), **options(range(4))).tokens for model in models
+        sd.generate(model, INPUTS, drafter=sd.ModelDrafter(model), **options(range(4))).tokens
+        for model in models
     ]
     table = flatten(models[1].params)["decoder/layers_1/relpos_bias/rel_embedding"]
-    return {"tokens": [found.tolist() for found in tokens], "part": table.addressable_shards[0].data.shape}
+    return {
+        "tokens": [found.tolist() for found in tokens],
+        "part": table.addressable_shards[0].data.shape,
+    }
 
 
 def meshes(folder: pathlib.Path) -> dict:
     """Returns tokens on several meshes, and where arrays lie on one of two times two."""
-    alone, first, four = load(folder, None), load(folder, sd.make_mesh(1, 1)), load(folder, sd.make_mesh(1, 4), True)
+    alone, first, four = (
+        load(folder, None),
+        load(folder, sd.make_mesh(1, 1)),
+        load(folder, sd.make_mesh(1, 4), True),
+    )
     target, drafter = load(folder, sd.make_mesh(2, 2))
-    found: dict = {"none": decode(*alone), "2x2": decode(target, drafter), "1x4, argmax": decode(*four, ARGMAX)}
+    found: dict = {
+        "none": decode(*alone),
+        "2x2": decode(target, drafter),
+        "1x4, argmax": decode(*four, ARGMAX),
+    }
     found["1x1, plain, argmax"] = decode(first[0], None, ARGMAX)
     found["compiled again"] = compilations(lambda: decode(target, drafter))
     stored = flatten(alone[0].params)
@@ -126,9 +161,13 @@ def meshes(folder: pathlib.Path) -> dict:
     state, request = sd.prepare(target, INPUTS, drafter=drafter, **options(range(4)))
     state = advance(request.network, request.drafter, state, np.int32(2**31 - 1))
     found["on every device"] = all(
-        array.is_fully_replicated for array in (state.tokens, state.done, state.log_probs, state.counts.drafted)
+        array.is_fully_replicated
+        for array in (state.tokens, state.done, state.log_probs, state.counts.drafted)
     )
-    for name, cache in (("cache", state.target_cache), ("drafter's cache", state.draft_state.cache)):
+    for name, cache in (
+        ("cache", state.target_cache),
+        ("drafter's cache", state.draft_state.cache),
+    ):
         key = cache.layers[0].key
         found[name] = [key.shape, key.addressable_shards[0].data.shape]
     command = functools.partial(GenerateOptions, target=str(folder / "target"))
@@ -158,16 +197,29 @@ def more(folder: pathlib.Path) -> dict:
         found[name + ", plain"] = decode(models[0], None)
     # The bundled drafter reads the target's encoder output; five sentences are no whole number of
     # batches.
-    sentences = ["Tom is here.", "I am tired.", "Where is the key?", "We met her in the park.", "Thank you."]
-    found["command"] = [printed("generate", *flags, *sentences) for flags in ([], ["--mesh=2x2", "--batch_size=4"])]
+    sentences = [
+        "Tom is here.",
+        "I am tired.",
+        "Where is the key?",
+        "We met her in the park.",
+        "Thank you.",
+    ]
+    found["command"] = [
+        printed("generate", *flags, *sentences) for flags in ([], ["--mesh=2x2", "--batch_size=4"])
+    ]
     timing = ["--gamma=2", "--limit=2", "--repeats=1", "--json", "--mesh=1x2"]
     found["benchmark"] = json.loads(printed("benchmark", *timing))
     config = sd.GPTConfig(65, 16, 4, 1, 32)  # 65: a vocabulary that no mesh divides
     tokens = np.array(INPUTS)
-    gpts = [sd.LanguageModel.random(config, rules=rules) for rules in (None, ShardingRules(sd.make_mesh(2, 2)))]
+    gpts = [
+        sd.LanguageModel.random(config, rules=rules)
+        for rules in (None, ShardingRules(sd.make_mesh(2, 2)))
+    ]
     one, divided = (np.asarray(model.logits(None, tokens)) for model in gpts)
     found["gpt"] = float(np.max(np.abs(one - divided)))
-    found["gpt tokens"] = [sd.generate(model, tokens, max_new_tokens=5, eos_ids=()).tokens.tolist() for model in gpts]
+    found["gpt tokens"] = [
+        sd.generate(model, tokens, max_new_tokens=5, eos_ids=()).tokens.tolist() for model in gpts
+    ]
     return found
 
 
@@ -179,13 +231,18 @@ def process(folder: pathlib.Path, number: str, port: str) -> dict:
     target, drafter = load(folder, sd.make_mesh(1, 2))
     kernel = target.network.params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
     return decode(target, drafter) | {
-        "processes": jax.process_count(), "largest read": max(part.size for part in reads[len(reads) // 2 :]),
+        "processes": jax.process_count(),
+        "largest read": max(part.size for part in reads[len(reads) // 2 :]),
         "kernel": [kernel.shape, [shard.data.shape for shard in kernel.addressable_shards]],
-        "rejected": rejected(lambda: sd.generate(target, INPUTS, deadline=1.0)), "identity": identity(target),
-    }  # fmt: skip
+        "rejected": rejected(lambda: sd.generate(target, INPUTS, deadline=1.0)),
+        "identity": identity(target),
+    }
 
 
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
-    where, what = pathlib.Path(sys.argv[1]), {"meshes": meshes, "more": more, "process": process}[sys.argv[2]]
+    where, what = (
+        pathlib.Path(sys.argv[1]),
+        {"meshes": meshes, "more": more, "process": process}[sys.argv[2]],
+    )
     print(json.dumps(what(where, *sys.argv[3:])))

@@ -23,7 +23,9 @@ class RepeatDrafter(sd.Drafter):
 
 def judge_mirrored(target, draft, draft_tokens, num_drafted, randomness, settings):
     """Judges by Algorithm 1 with 1 − u in place of u: as exact, with other tokens for the same key."""
-    accepted = (1 - randomness.accept) * draft.prob(draft_tokens) <= leading_distribution(target).prob(draft_tokens)
+    accepted = (1 - randomness.accept) * draft.prob(draft_tokens) <= leading_distribution(
+        target
+    ).prob(draft_tokens)
     num_accepted = count_leading(accepted, num_drafted)
     return correct(target, draft, num_accepted, num_drafted, randomness.final)
 

@@ -16,7 +16,10 @@ README = ROOT / "README.md"
 def require_checkout() -> None:
     """Skips the test, or the test file, that calls it if the tests are not in a checkout."""
     if not README.is_file() or not PACKAGE.is_dir():
-        pytest.skip("no checkout here: an installed package has no pages and no configs", allow_module_level=True)
+        pytest.skip(
+            "no checkout here: an installed package has no pages and no configs",
+            allow_module_level=True,
+        )
 
 
 def pages() -> list[pathlib.Path]:
@@ -40,7 +43,12 @@ def blocks(text: str) -> list[tuple[str, int, str]]:
 
 def prose(text: str) -> str:
     """Returns the text with every line of a fenced block empty."""
-    return re.sub(r"^```.*?^```[^\n]*", lambda match: "\n" * match[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(
+        r"^```.*?^```[^\n]*",
+        lambda match: "\n" * match[0].count("\n"),
+        text,
+        flags=re.MULTILINE | re.DOTALL,
+    )
 
 
 def shell(text: str) -> str:
@@ -71,7 +79,11 @@ def written_by_shell(text: str) -> set[str]:
 def links(text: str) -> list[str]:
     """Returns the targets of links, pictures and HTML's `href` and `src`, outside code."""
     plain = re.sub(r"`[^`\n]*`", "", prose(text))
-    patterns = (r"\]\(\s*<?([^\s)>]+)", r"^\[[^\]]+\]:\s*(\S+)", r"""(?:href|src|srcset)=["']([^"']+)["']""")
+    patterns = (
+        r"\]\(\s*<?([^\s)>]+)",
+        r"^\[[^\]]+\]:\s*(\S+)",
+        r"""(?:href|src|srcset)=["']([^"']+)["']""",
+    )
     return [target for pattern in patterns for target in re.findall(pattern, plain, re.MULTILINE)]
 
 
@@ -80,7 +92,9 @@ def anchors(text: str) -> set[str]:
     found: dict[str, int] = {}
     for heading in re.findall(r"^#{1,6} +(.*?)[ #]*$", prose(text), re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
-        anchor = "".join(char for char in shown if char in "- " or _is_of_a_word(char)).replace(" ", "-")
+        anchor = "".join(char for char in shown if char in "- " or _is_of_a_word(char)).replace(
+            " ", "-"
+        )
         found[anchor] = number = found.get(anchor, -1) + 1
         if number:
             found[f"{anchor}-{number}"] = 0

@@ -22,7 +22,9 @@ OPTIONS = dict(max_new_tokens=LIMITS, decoder_prefix=PREFIXES, eos_ids=[EOS])
 # --- The distribution, by enumeration ---
 
 
-def enumerated(target, draft, limit: int, verifier, start, gamma_of, update, last=lambda q, x: False):
+def enumerated(
+    target, draft, limit: int, verifier, start, gamma_of, update, last=lambda q, x: False
+):
     """Returns the distribution of `limit` ids after three iterations of a policy.
 
     γ follows from the policy's state and the draft's first distribution; each iteration then

@@ -21,9 +21,17 @@ from specdec_jax.training import train
 V, KEY = 24, jax.random.key(3)
 INPUTS = [[3, 4, 5, 1], [7, 1]]
 SAMPLED = sd.SamplingConfig(
-    temperature=0.9, top_k=12, top_p=0.95, min_p=0.01, repetition_penalty=1.2, no_repeat_ngram=3,
-    min_new_tokens=2, logit_bias={4: 0.5}, forbidden_tokens=(7,), forced_tokens={0: 5},
-)  # fmt: skip
+    temperature=0.9,
+    top_k=12,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    no_repeat_ngram=3,
+    min_new_tokens=2,
+    logit_bias={4: 0.5},
+    forbidden_tokens=(7,),
+    forced_tokens={0: 5},
+)
 
 
 @functools.cache
@@ -44,7 +52,14 @@ def gpt() -> sd.LanguageModel:
 
 def decoded(result) -> tuple:
     scores = () if result.scores is None else result.scores
-    return result.tokens, result.lengths, result.log_probs, result.adjusted_log_probs, result.stats.accepted, scores
+    return (
+        result.tokens,
+        result.lengths,
+        result.log_probs,
+        result.adjusted_log_probs,
+        result.stats.accepted,
+        scores,
+    )
 
 
 @functools.cache
@@ -65,7 +80,9 @@ def heads() -> sd.HeadsDrafter:
 
 
 def generate(**options) -> tuple:
-    return decoded(sd.generate(target(), INPUTS, **{"gamma": 3, "max_new_tokens": 8, "key": KEY, **options}))
+    return decoded(
+        sd.generate(target(), INPUTS, **{"gamma": 3, "max_new_tokens": 8, "key": KEY, **options})
+    )
 
 
 def drafted(**options) -> tuple:
@@ -84,13 +101,19 @@ def table(order: int) -> sd.NGramDrafter:
 
 
 def streamed(**options) -> list:
-    return [(piece.row, piece.tokens) for piece in sd.stream(speaking(), INPUTS, max_new_tokens=6, **options)]
+    return [
+        (piece.row, piece.tokens)
+        for piece in sd.stream(speaking(), INPUTS, max_new_tokens=6, **options)
+    ]
 
 
 def many(**options) -> list:
     inputs = np.random.default_rng(0).integers(2, V, (9, 5))
     found = sd.decode_stream(target(), inputs, batch_size=2, max_new_tokens=6, **options)
-    return [(place, outputs[0].tokens, outputs[0].log_probs) for place, outputs in sorted(found, key=lambda o: o[0])]
+    return [
+        (place, outputs[0].tokens, outputs[0].log_probs)
+        for place, outputs in sorted(found, key=lambda o: o[0])
+    ]
 
 
 def under_jit(decoder) -> tuple:
@@ -102,7 +125,9 @@ def under_jit(decoder) -> tuple:
 def trained() -> dict:
     with tempfile.TemporaryDirectory() as folder:
         write_language(pathlib.Path(folder))
-        config = config_of(folder, pathlib.Path(folder, "run"), steps=6, save_every=6, evaluate_every=6)
+        config = config_of(
+            folder, pathlib.Path(folder, "run"), steps=6, save_every=6, evaluate_every=6
+        )
         return jax.tree.map(np.asarray, train.fit(config))
 
 
@@ -115,19 +140,29 @@ def reloaded() -> dict:
 
 CALLS: dict[str, Callable[[], object]] = {
     "plain": generate,
-    "sampled": lambda: generate(drafter=drafter(), sampling=SAMPLED, num_samples=2, decoder_prefix=[[3], []]),
+    "sampled": lambda: generate(
+        drafter=drafter(), sampling=SAMPLED, num_samples=2, decoder_prefix=[[3], []]
+    ),
     "policy": lambda: generate(drafter=drafter(), gamma=sd.Heuristic(3)),
-    "ngrams": lambda: generate(drafter=sd.NGramDrafter.count([[3, 4, 5, 6, 3, 4]] * 3, V, 2, sampled=True)),
+    "ngrams": lambda: generate(
+        drafter=sd.NGramDrafter.count([[3, 4, 5, 6, 3, 4]] * 3, V, 2, sampled=True)
+    ),
     "heads": lambda: generate(drafter=heads()),
     "exit": lambda: generate(drafter=sd.EarlyExitDrafter(target(), 1)),
-    "tree": lambda: generate(drafter=drafter(), tree=sd.Tree.uniform((2, 2)), gamma="auto", sampling=SAMPLED),
+    "tree": lambda: generate(
+        drafter=drafter(), tree=sd.Tree.uniform((2, 2)), gamma="auto", sampling=SAMPLED
+    ),
     "beams": lambda: generate(num_beams=3, gamma="auto"),
-    "gpt": lambda: decoded(sd.generate(gpt(), INPUTS, drafter=sd.PromptLookupDrafter(1), max_new_tokens=6)),
+    "gpt": lambda: decoded(
+        sd.generate(gpt(), INPUTS, drafter=sd.PromptLookupDrafter(1), max_new_tokens=6)
+    ),
     "prepare, advance, finish": stepped,
     "stream": lambda: streamed(drafter=drafter(), gamma=2, stop=["w9"]),
     "decode_stream": lambda: many(drafter=drafter(), gamma=2, sampling=SAMPLED),
     "trace": lambda: sd.trace(target(), INPUTS[0], drafter=drafter(), gamma=2, max_new_tokens=6),
-    "warm_up": lambda: sd.warm_up(target(), drafter=drafter(), gamma=2, max_new_tokens=6, max_input_length=8),
+    "warm_up": lambda: sd.warm_up(
+        target(), drafter=drafter(), gamma=2, max_new_tokens=6, max_input_length=8
+    ),
     "logits": lambda: (
         np.asarray(target().logits([[3, 4, 0]], [[0, 5, 6]])),
         np.asarray(gpt().logits([[3, 4, 0]], [[0, 5, 6]])),
@@ -135,8 +170,12 @@ CALLS: dict[str, Callable[[], object]] = {
     "random": lambda: jax.tree.map(np.asarray, sd.LanguageModel.random(TINY, 4).params),
     "dummy": lambda: jax.tree.map(np.asarray, sd.LanguageModel.dummy(TINY).params),
     "save, convert, load": reloaded,
-    "digests": lambda: tuple(map(ord, sd.LanguageModel.random(TINY, 4).fingerprint + noisy_copy(gpt(), 0.0).contents)),
-    "traced": lambda: under_jit(Decoder(target().config, drafter(), 2, sampling=sd.SamplingConfig(temperature=1.0))),
+    "digests": lambda: tuple(
+        map(ord, sd.LanguageModel.random(TINY, 4).fingerprint + noisy_copy(gpt(), 0.0).contents)
+    ),
+    "traced": lambda: under_jit(
+        Decoder(target().config, drafter(), 2, sampling=sd.SamplingConfig(temperature=1.0))
+    ),
 }
 # Others with the same ways in.
 MORE: dict[str, Callable[[], object]] = {
@@ -166,14 +205,20 @@ MORE: dict[str, Callable[[], object]] = {
     "vertical": lambda: generate(drafter=sd.VerticalCascade(drafter(), table(2), 2)),
     "horizontal": lambda: generate(drafter=sd.HorizontalCascade(drafter(), table(2), 2)),
     "dynamic tree": lambda: generate(drafter=drafter(), tree=sd.DynamicTree(2, 2, 4), gamma="auto"),
-    "chains": lambda: generate(drafter=drafter(), tree=sd.Chains(2, 2), gamma="auto", sampling=SAMPLED),
-    "beams drafted": lambda: generate(num_beams=3, gamma="auto", drafter=drafter(), beam_style="huggingface"),
+    "chains": lambda: generate(
+        drafter=drafter(), tree=sd.Chains(2, 2), gamma="auto", sampling=SAMPLED
+    ),
+    "beams drafted": lambda: generate(
+        num_beams=3, gamma="auto", drafter=drafter(), beam_style="huggingface"
+    ),
     "deadline": lambda: generate(deadline=1e6),
     "decode_stream in batches": lambda: many(refill=False),
     "trace of trees": lambda: sd.trace(
         target(), INPUTS[0], drafter=drafter(), tree=sd.Tree.uniform((2, 2)), max_new_tokens=6
     ),
-    "int8": lambda: decoded(sd.generate(sd.LanguageModel.random(TINY, 4, quantize="int8"), INPUTS, max_new_tokens=4)),
+    "int8": lambda: decoded(
+        sd.generate(sd.LanguageModel.random(TINY, 4, quantize="int8"), INPUTS, max_new_tokens=4)
+    ),
     "traced beams": lambda: under_jit(BeamDecoder(target().config, drafter())),
     "training": trained,
 }

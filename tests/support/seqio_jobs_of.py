@@ -25,7 +25,9 @@ else:
 
 
 def needs_seqio(test):
-    return pytest.mark.seqio(pytest.mark.skipif(not INSTALLED, reason="needs the extra seqio")(test))
+    return pytest.mark.seqio(
+        pytest.mark.skipif(not INSTALLED, reason="needs the extra seqio")(test)
+    )
 
 
 PAIRS = [
@@ -50,7 +52,10 @@ def write(path: pathlib.Path, pairs=PAIRS) -> str:
 
 def words(targets, predictions):
     assert len(targets) == len(predictions)
-    return {"words": sum(text.count(" ") for text in predictions), "kinds": seqio.metrics.Text(f"{len(set(targets))}")}
+    return {
+        "words": sum(text.count(" ") for text in predictions),
+        "kinds": seqio.metrics.Text(f"{len(set(targets))}"),
+    }
 
 
 def likelihood(targets, scores):
@@ -59,7 +64,10 @@ def likelihood(targets, scores):
 
 def certainty(targets, predictions, aux_values):
     longest = np.argmax([len(text) for text in predictions])
-    return {"certainty": float(aux_values["scores"][longest]), "curve": seqio.metrics.Histogram(np.zeros(3))}
+    return {
+        "certainty": float(aux_values["scores"][longest]),
+        "curve": seqio.metrics.Histogram(np.zeros(3)),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +75,20 @@ def toys(pair, tmp_path_factory):
     """Registers the tasks `toy_text`, `toy_more` with its own postprocessor, and both as
     `toy_both`, with the tiny target's ids."""
     folder = tmp_path_factory.mktemp("tsv")
-    files = {"test": write(folder / "test.tsv"), "validation": write(folder / "validation.tsv", PAIRS[3:5])}
+    files = {
+        "test": write(folder / "test.tsv"),
+        "validation": write(folder / "validation.tsv", PAIRS[3:5]),
+    }
     functions = [words, likelihood, certainty]
     tasks.tsv(files, str(pair / "target"), prefix="Tom ", metric_fns=functions, name="toy_text")
     task = seqio.TaskRegistry.get("toy_text")
     seqio.TaskRegistry.add_provider(
         "toy_more",
-        task.replace(name="toy_more", metric_fns=[words], postprocess_fn=lambda text, example, is_target: text + " !"),
+        task.replace(
+            name="toy_more",
+            metric_fns=[words],
+            postprocess_fn=lambda text, example, is_target: text + " !",
+        ),
     )
     seqio.MixtureRegistry.add("toy_both", ["toy_more", "toy_text"], default_rate=1.0)
     yield files

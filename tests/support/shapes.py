@@ -18,7 +18,9 @@ def arrays(function):
     A record is not checked when it is made: JAX makes them of shapes, of places on a mesh and of
     None as well.
     """
-    if function.__name__ in ("__init__", "__post_init__") or function.__qualname__.startswith("isolated."):
+    if function.__name__ in ("__init__", "__post_init__") or function.__qualname__.startswith(
+        "isolated."
+    ):
         return function  # `isolated` passes on anything, to a function that is checked by itself
     # jaxtyping asks twice: before the call, and after it with what is returned as the last
     # argument.
@@ -32,14 +34,18 @@ def arrays(function):
         values = (*arguments, *named.values())
         for value in values[-1:] if after else values:
             _check_record(value)
-        return checked(*map(taken, arguments), **{name: taken(value) for name, value in named.items()})
+        return checked(
+            *map(taken, arguments), **{name: taken(value) for name, value in named.items()}
+        )
 
     return check
 
 
 def _as_jax(value):
     """NumPy's arrays are as good as JAX's for what JAX computes."""
-    return jax.device_put(value) if isinstance(value, np.ndarray) else value  # unlike jnp.asarray it compiles nothing
+    return (
+        jax.device_put(value) if isinstance(value, np.ndarray) else value
+    )  # unlike jnp.asarray it compiles nothing
 
 
 def _of_arrays(annotations: dict) -> dict:
@@ -62,7 +68,9 @@ def _check_record(value) -> None:
                     _check_record(field)
                 elif not is_bearable(_as_jax(field), kind):
                     got = f"{getattr(field, 'dtype', type(field).__name__)}{getattr(field, 'shape', '')}"
-                    raise AnnotationError(f"{type(value).__name__}.{name}: got {got}, expected {kind}")
+                    raise AnnotationError(
+                        f"{type(value).__name__}.{name}: got {got}, expected {kind}"
+                    )
 
 
 @functools.cache

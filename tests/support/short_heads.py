@@ -17,9 +17,17 @@ LIMITS = [1 if row % 6 == 5 else LIMIT for row in range(B)]
 
 
 def decode(drafter, order=range(B), target=TARGET, **options):
-    at = lambda values: [values[row] for row in order]
+    def at(values):
+        return [values[row] for row in order]
+
     options = (
-        dict(gamma=at(GAMMAS), max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), eos_ids=[EOS], drafter=drafter)
+        dict(
+            gamma=at(GAMMAS),
+            max_new_tokens=at(LIMITS),
+            decoder_prefix=at(PREFIXES),
+            eos_ids=[EOS],
+            drafter=drafter,
+        )
         | options
     )
     return sd.generate(target, at(INPUTS), **options)

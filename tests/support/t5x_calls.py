@@ -25,14 +25,20 @@ class Ids:
 
 
 def speculative(target, **options) -> interop.SpeculativeEncoderDecoderModel:
-    return interop.SpeculativeEncoderDecoderModel(interop.transformer(target.config), Ids, Ids, None, **options)
+    return interop.SpeculativeEncoderDecoderModel(
+        interop.transformer(target.config), Ids, Ids, None, **options
+    )
 
 
 def predict(model, params, inputs, prompts=None, rng=None, **options):
     """`predict_batch_with_aux` as T5X calls it: traced."""
     batch = dict(
         encoder_input_tokens=inputs,
-        decoder_input_tokens=np.zeros((len(inputs), STEPS), np.int32) if prompts is None else prompts,
+        decoder_input_tokens=np.zeros((len(inputs), STEPS), np.int32)
+        if prompts is None
+        else prompts,
     )
     call = functools.partial(model.predict_batch_with_aux, **options)
-    return jax.tree.map(np.asarray, jax.jit(lambda params, batch, rng: call(params, batch, rng))(params, batch, rng))
+    return jax.tree.map(
+        np.asarray, jax.jit(lambda params, batch, rng: call(params, batch, rng))(params, batch, rng)
+    )

@@ -15,7 +15,8 @@ def vocabulary() -> seqio.Vocabulary:
 
 
 def _dataset(split, shuffle_files, seed=None):
-    numbers = lambda text: tf.strings.to_number(tf.strings.split(text), tf.int32)
+    def numbers(text):
+        return tf.strings.to_number(tf.strings.split(text), tf.int32)
 
     def example(line):
         columns = tf.strings.split(line, "\t")

@@ -13,7 +13,9 @@ class Terminal:
         self._ours, theirs = os.openpty()
         self.stream = open(theirs, "w", encoding="utf-8", buffering=1)
         self._got = b""
-        self._reader = threading.Thread(target=self._read, daemon=True)  # a full terminal would stop who writes
+        self._reader = threading.Thread(
+            target=self._read, daemon=True
+        )  # a full terminal would stop who writes
         self._reader.start()
 
     def _read(self) -> None:

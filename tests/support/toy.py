@@ -18,7 +18,9 @@ Prefix = tuple[int, ...]
 DistributionOf = Callable[[Prefix], np.ndarray]
 
 
-def adjusted_probs(logits, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
+def adjusted_probs(
+    logits, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> np.ndarray:
     """Returns probabilities `[..., V]` by sorting: temperature, then top-k, then top-p; ties with
     the last id kept stay."""
     logits = np.asarray(logits, np.float64)
@@ -27,7 +29,9 @@ def adjusted_probs(logits, temperature: float = 1.0, top_k: int = 0, top_p: floa
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     descending = -np.sort(-scaled, axis=-1)
     if top_k:
-        scaled = np.where(scaled >= descending[..., [min(top_k, logits.shape[-1]) - 1]], scaled, -np.inf)
+        scaled = np.where(
+            scaled >= descending[..., [min(top_k, logits.shape[-1]) - 1]], scaled, -np.inf
+        )
         descending = -np.sort(-scaled, axis=-1)
     if top_p < 1:
         mass = np.cumsum(np.exp(descending), axis=-1)
@@ -202,7 +206,10 @@ def lenient(lenience: float) -> Verifier:
 def typical(epsilon: float, delta: float) -> Verifier:
     """Returns a verifier under which x is accepted if and only if p(x) > min(ε, δ · exp(−H(p))),
     whatever the uniforms."""
-    accept_probs = lambda p, q, x: [float(a[y] > typical_threshold(a, epsilon, delta)) for a, y in zip(p, x)]
+
+    def accept_probs(p, q, x):
+        return [float(a[y] > typical_threshold(a, epsilon, delta)) for a, y in zip(p, x)]
+
     return Verifier(accept_probs=accept_probs, following=lambda p, q, x, tau: p[tau])
 
 
@@ -226,7 +233,10 @@ def lenient_argmax(p, x, lenience: float) -> tuple[int, int]:
     """Returns (τ, next id) at T = 0: a drafted id is accepted if p(x) ≥ l · max p; for l = 1 if it
     is the first of the maxima."""
     best = [int(np.argmax(here)) for here in p]
-    near = lambda i: lenience < 1 and p[i][x[i]] >= lenience * p[i].max()
+
+    def near(i):
+        return lenience < 1 and p[i][x[i]] >= lenience * p[i].max()
+
     tau = next((i for i, token in enumerate(x) if token != best[i] and not near(i)), len(x))
     return tau, best[tau]
 
@@ -288,16 +298,26 @@ def drafts(prefix: Prefix, draft: DistributionOf, gamma: int, eos: set[int], rul
 
 
 def along(
-    prefix: Prefix, drafted: Prefix, target: DistributionOf, draft: DistributionOf, rule: Rule = Rule()
+    prefix: Prefix,
+    drafted: Prefix,
+    target: DistributionOf,
+    draft: DistributionOf,
+    rule: Rule = Rule(),
 ) -> tuple[list, list]:
     """Returns the target's distributions at the n + 1 positions after `prefix`, and the drafter's
     distributions that a verifier is told."""
     befores = [(*prefix, *drafted[:i]) for i in range(len(drafted) + 1)]
-    return [target(before) for before in befores], [rule.node_outcomes(draft(before)) for before in befores[:-1]]
+    return [target(before) for before in befores], [
+        rule.node_outcomes(draft(before)) for before in befores[:-1]
+    ]
 
 
 def expected_accepted(
-    target: DistributionOf, draft: DistributionOf, gamma: int, verifier: Verifier, eos: set[int] = frozenset()
+    target: DistributionOf,
+    draft: DistributionOf,
+    gamma: int,
+    verifier: Verifier,
+    eos: set[int] = frozenset(),
 ) -> float:
     """Returns E[τ] of the first iteration."""
     total = 0.0
@@ -308,7 +328,13 @@ def expected_accepted(
 
 
 def kernel(
-    prefix: Prefix, pending, target: DistributionOf, draft: DistributionOf, gamma: int, eos: set[int], rule: Rule
+    prefix: Prefix,
+    pending,
+    target: DistributionOf,
+    draft: DistributionOf,
+    gamma: int,
+    eos: set[int],
+    rule: Rule,
 ) -> dict:
     """Returns one iteration: the probability of each (new prefix, pending correction).
 
@@ -345,7 +371,10 @@ def kernel(
                 commit(drafted, prob * (accepted - still), tuple(correction))
             else:
                 for y in np.flatnonzero(correction):
-                    commit((*drafted[: i + rule.late], int(y)), prob * (accepted - still) * correction[y])
+                    commit(
+                        (*drafted[: i + rule.late], int(y)),
+                        prob * (accepted - still) * correction[y],
+                    )
             accepted = still
         p = target((*prefix, *drafted[: len(drafted) - rule.bonus_shift]))
         for y in np.flatnonzero(p):
@@ -353,7 +382,9 @@ def kernel(
     return outcomes
 
 
-def complete(start: dict[Prefix, float], target: DistributionOf, limit: int, eos: set[int]) -> dict[Prefix, float]:
+def complete(
+    start: dict[Prefix, float], target: DistributionOf, limit: int, eos: set[int]
+) -> dict[Prefix, float]:
     """Returns the distribution of whole sequences (up to an EOS or `limit` ids) if `target`
     continues every prefix of `start`."""
     finished: dict[Prefix, float] = defaultdict(float)

@@ -18,15 +18,22 @@ from specdec_jax.models.vocabularies import Vocabulary
 def tiny_t5(seed: int, vocab: int = 24, decoder_layers: int = 2, **overrides) -> LanguageModel:
     """Returns a random T5 1.1 of width 16."""
     shape = dict(emb_dim=16, num_heads=2, head_dim=8, num_encoder_layers=1, mlp_dim=32)
-    return LanguageModel.random(T5Config(vocab, num_decoder_layers=decoder_layers, **{**shape, **overrides}), seed)
+    return LanguageModel.random(
+        T5Config(vocab, num_decoder_layers=decoder_layers, **{**shape, **overrides}), seed
+    )
 
 
 def noisy_copy(model: LanguageModel, scale: float, seed: int = 0) -> LanguageModel:
     """Returns `model` with noise of `scale` times each parameter's spread added: a drafter that is
     right most of the time."""
     rng = np.random.default_rng(seed)
-    noisy = lambda x: x + scale * jnp.std(x) * rng.normal(size=x.shape).astype(np.float32)
-    params = jax.tree.map(lambda x: noisy(jnp.asarray(x, jnp.float32)).astype(x.dtype), model.params)
+
+    def noisy(x):
+        return x + scale * jnp.std(x) * rng.normal(size=x.shape).astype(np.float32)
+
+    params = jax.tree.map(
+        lambda x: noisy(jnp.asarray(x, jnp.float32)).astype(x.dtype), model.params
+    )
     return LanguageModel(model.config, params, start_token=model.start_token, eos_ids=model.eos_ids)
 
 
@@ -74,7 +81,9 @@ class Hash:
         ids = np.arange(self.vocab_size, dtype=np.uint32)
 
         def one(seed):
-            h = _mix(_mix(_mix(np.uint32(seed * 7919 + 17) ^ (inputs * 0), inputs), previous), current)[..., None]
+            h = _mix(
+                _mix(_mix(np.uint32(seed * 7919 + 17) ^ (inputs * 0), inputs), previous), current
+            )[..., None]
             h = _mix(_mix(h, ids), ids ^ np.uint32(0x9E3779B9))
             return (h >> np.uint32(8)).astype(np.float32) * np.float32(2**-24 * self.spread)
 
@@ -142,8 +151,12 @@ class HashNetwork(Headless):
         valid = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         number = input_lengths.astype(jnp.uint32)
         for column in range(inputs.shape[1]):
-            number = jnp.where(valid[:, column], _mix(number, inputs[:, column].astype(jnp.uint32)), number)
-        return HashCache(jnp.full((inputs.shape[0] * copies, slots), -1, jnp.int32), jnp.repeat(number, copies))
+            number = jnp.where(
+                valid[:, column], _mix(number, inputs[:, column].astype(jnp.uint32)), number
+            )
+        return HashCache(
+            jnp.full((inputs.shape[0] * copies, slots), -1, jnp.int32), jnp.repeat(number, copies)
+        )
 
     def decode(self, tokens, positions, cache, valid=None):
         row, queries = jnp.arange(tokens.shape[0])[:, None], tokens.shape[1]
@@ -159,7 +172,10 @@ class HashNetwork(Headless):
         return cache.replace(tokens=jnp.pad(cache.tokens, room, constant_values=-1))
 
     def decode_nodes(self, tokens, nodes, cache, valid=None):
-        row, slots = jnp.arange(len(tokens))[:, None], nodes.starts[:, None] + jnp.arange(tokens.shape[1])
+        row, slots = (
+            jnp.arange(len(tokens))[:, None],
+            nodes.starts[:, None] + jnp.arange(tokens.shape[1]),
+        )
         stored = cache.tokens.at[row, slots].set(tokens)
         before = jnp.maximum(nodes.positions - 1, 0)[..., None]
         parents = jnp.take_along_axis(nodes.paths, before, axis=2)[..., 0]
@@ -169,15 +185,29 @@ class HashNetwork(Headless):
         return logits, cache.replace(tokens=stored)
 
     def move_nodes(self, cache, sources, starts):
-        row, slots = jnp.arange(len(starts))[:, None], starts[:, None] + jnp.arange(sources.shape[1])
-        moved = cache.tokens.at[row, slots].set(jnp.take_along_axis(cache.tokens, sources, axis=1), mode="drop")
+        row, slots = (
+            jnp.arange(len(starts))[:, None],
+            starts[:, None] + jnp.arange(sources.shape[1]),
+        )
+        moved = cache.tokens.at[row, slots].set(
+            jnp.take_along_axis(cache.tokens, sources, axis=1), mode="drop"
+        )
         return cache.replace(tokens=moved)
 
 
 class HashModel:
     """The `LanguageModel` of a `Hash`: rows with different inputs have different distributions."""
 
-    def __init__(self, vocab_size: int, seed: int = 0, *, eos_ids=(1,), start_token=0, vocabulary=None, **dist):
+    def __init__(
+        self,
+        vocab_size: int,
+        seed: int = 0,
+        *,
+        eos_ids=(1,),
+        start_token=0,
+        vocabulary=None,
+        **dist,
+    ):
         self.dist = Hash(vocab_size, seed, **dist)
         self.network, self.fingerprint = HashNetwork(self.dist), str(self.dist)
         self.config = types.SimpleNamespace(
@@ -188,7 +218,12 @@ class HashModel:
             decoder_only=False,
             max_positions=None,
         )
-        self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, start_token, tuple(eos_ids), "hash"
+        self.vocabulary, self.start_token, self.eos_ids, self.name = (
+            vocabulary,
+            start_token,
+            tuple(eos_ids),
+            "hash",
+        )
 
     def has(self, fingerprint):
         return fingerprint == self.fingerprint
@@ -199,7 +234,9 @@ class HashModel:
         lengths = padded_lengths(inputs) if input_lengths is None else np.asarray(input_lengths)
         number = lengths.astype(np.uint32)
         for column in range(inputs.shape[1]):
-            number = np.where(column < lengths, _mix(number, inputs[:, column].astype(np.uint32)), number)
+            number = np.where(
+                column < lengths, _mix(number, inputs[:, column].astype(np.uint32)), number
+            )
         previous = np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
         return self.dist.logits(np.broadcast_to(number[:, None], tokens.shape), previous, tokens)
 
@@ -224,7 +261,9 @@ class EchoNetwork(Headless):
         slots = positions[:, None] + jnp.arange(tokens.shape[1])
         said = jnp.take_along_axis(cache, jnp.minimum(slots, cache.shape[1] - 1), axis=1)
         if self.wrong:
-            said = jnp.where(slots % self.wrong == self.wrong - 1, (said + 1) % self.vocab_size, said)
+            said = jnp.where(
+                slots % self.wrong == self.wrong - 1, (said + 1) % self.vocab_size, said
+            )
         return 8 * jax.nn.one_hot(said, self.vocab_size), cache
 
 
@@ -234,7 +273,9 @@ class EchoModel:
     def __init__(self, vocabulary, wrong: int = 0):
         self.network, self.config = (
             EchoNetwork(vocabulary.size, wrong),
-            types.SimpleNamespace(vocab_size=vocabulary.size, encoder_dim=None, decoder_only=False, max_positions=None),
+            types.SimpleNamespace(
+                vocab_size=vocabulary.size, encoder_dim=None, decoder_only=False, max_positions=None
+            ),
         )
         self.vocabulary, self.start_token, self.eos_ids, self.name = vocabulary, 0, (1,), "echo"
 
@@ -264,25 +305,35 @@ def compilations(function):
     """Returns how many programs XLA compiled during a call."""
     events, active = [], [True]
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: events.append(event) if active[0] and "backend_compile" in event else None
+        lambda event, *_, **__: (
+            events.append(event) if active[0] and "backend_compile" in event else None
+        )
     )
     function()
     active[0] = False
     return len(events)
 
 
-def teacher_forced_greedy(model, row, limit: int, eos_ids=(), prefix=()) -> tuple[list[int], list[float]]:
+def teacher_forced_greedy(
+    model, row, limit: int, eos_ids=(), prefix=()
+) -> tuple[list[int], list[float]]:
     """Returns the new ids of one row and their log-probabilities: the slow reference.
 
     It takes the argmax of the whole teacher-forced sequence, one token at a time.
     """
     tokens, log_probs = [model.start_token, *prefix], []
-    inputs = np.array([[*row, *[0] * (8 - len(row))]], np.int32)  # one shape for all rows: one compilation
+    inputs = np.array(
+        [[*row, *[0] * (8 - len(row))]], np.int32
+    )  # one shape for all rows: one compilation
     while len(log_probs) < limit:
         padded = np.array([tokens + [0] * (16 - len(tokens))], np.int32)
-        logits = np.asarray(model.logits(inputs, padded, [len(row)]), np.float64)[0, len(tokens) - 1]
+        logits = np.asarray(model.logits(inputs, padded, [len(row)]), np.float64)[
+            0, len(tokens) - 1
+        ]
         token = int(np.argmax(logits))
-        log_probs.append(logits[token] - np.log(np.sum(np.exp(logits - logits.max()))) - logits.max())
+        log_probs.append(
+            logits[token] - np.log(np.sum(np.exp(logits - logits.max()))) - logits.max()
+        )
         tokens.append(token)
         if token in eos_ids:
             break

@@ -16,7 +16,10 @@ INPUTS = [[3, 4, 1], [7, 1], [9, 2, 9, 1], [1], [5, 5, 1], [11, 10, 2, 1]]
 PREFIXES = [[4, 2], [], [7], [4, 4, 4], [], [9]]
 GAMMA = [3, 1, 2, 3, 0, 3]
 B = len(INPUTS)
-TARGET, DRAFT = HashModel(V, 0, vocabulary=Words()), HashModel(V, 1, likeness=0.4, vocabulary=Words())
+TARGET, DRAFT = (
+    HashModel(V, 0, vocabulary=Words()),
+    HashModel(V, 1, likeness=0.4, vocabulary=Words()),
+)
 
 
 def brackets(prefixes, lengths, logits):
@@ -24,7 +27,9 @@ def brackets(prefixes, lengths, logits):
     open."""
     valid = jnp.arange(prefixes.shape[1]) < lengths[:, None]
     depth = jnp.sum(
-        jnp.where(valid, jnp.where(prefixes == 2, 1, 0) - jnp.where(prefixes == 3, 1, 0), 0), axis=1, keepdims=True
+        jnp.where(valid, jnp.where(prefixes == 2, 1, 0) - jnp.where(prefixes == 3, 1, 0), 0),
+        axis=1,
+        keepdims=True,
     )
     ids = jnp.arange(logits.shape[1])
     wrong = (ids == 3) & (depth <= 0) | jnp.isin(ids, jnp.array(EOS)) & (depth > 0)
@@ -55,10 +60,15 @@ PROCESSORS = {
     "synthetic": dict(forced_tokens={0: 6, 3: 3, 4: 4}),
     "own": dict(processor=brackets),
     "all": dict(
-        repetition_penalty=(1.3, 2.0, 1.0, 4.0, 0.5, 1.7), no_repeat_ngram=2, min_new_tokens=(0, 4, 10, 7, 6, 2),
-        logit_bias={4: 1.5, 8: 1.0}, forbidden_tokens=(7,), forced_tokens={0: 6, 3: 3}, processor=brackets,
+        repetition_penalty=(1.3, 2.0, 1.0, 4.0, 0.5, 1.7),
+        no_repeat_ngram=2,
+        min_new_tokens=(0, 4, 10, 7, 6, 2),
+        logit_bias={4: 1.5, 8: 1.0},
+        forbidden_tokens=(7,),
+        forced_tokens={0: 6, 3: 3},
+        processor=brackets,
     ),
-}  # fmt: skip
+}
 FILTERS = dict(temperature=1.1, top_k=9, top_p=0.97, min_p=0.01)
 
 
@@ -80,13 +90,29 @@ def slow_greedy(row: int, options, model=TARGET) -> list[int]:
     prefix, new = [model.start_token, *PREFIXES[row]], []
     while len(new) < LIMIT and not (new and new[-1] in EOS):
         logits = raw_logits(model, row, prefix + new)[-1]
-        new.append(int(np.argmax(toy_processors.processed(logits, prefix + new, new=len(new), eos_ids=EOS, **options))))
+        new.append(
+            int(
+                np.argmax(
+                    toy_processors.processed(
+                        logits, prefix + new, new=len(new), eos_ids=EOS, **options
+                    )
+                )
+            )
+        )
     return new
 
 
 def decode(sampling: SamplingConfig, speculative: bool = True, **options):
-    options = dict(decoder_prefix=PREFIXES, max_new_tokens=LIMIT, eos_ids=EOS, gamma=GAMMA) | options
-    return generate(TARGET, INPUTS, drafter=ModelDrafter(DRAFT) if speculative else None, sampling=sampling, **options)
+    options = (
+        dict(decoder_prefix=PREFIXES, max_new_tokens=LIMIT, eos_ids=EOS, gamma=GAMMA) | options
+    )
+    return generate(
+        TARGET,
+        INPUTS,
+        drafter=ModelDrafter(DRAFT) if speculative else None,
+        sampling=sampling,
+        **options,
+    )
 
 
 def ids_of(result) -> list[list[int]]:
@@ -100,9 +126,15 @@ def assert_log_probs(result, options, filters=FILTERS):
         for i, token in enumerate(ids):
             prefix = tokens[: len(tokens) - len(ids) + i]
             logits = raw_logits(TARGET, row, prefix)[-1]
-            dist = toy_processors.dist(logits, prefix, new=i, eos_ids=EOS, **filters, **of_row(options, row))
-            np.testing.assert_allclose(result.adjusted_log_probs[row, i], np.log(dist[token]), atol=1e-4)
-            np.testing.assert_allclose(result.log_probs[row, i], np.log(toy.adjusted_probs(logits)[token]), atol=1e-4)
+            dist = toy_processors.dist(
+                logits, prefix, new=i, eos_ids=EOS, **filters, **of_row(options, row)
+            )
+            np.testing.assert_allclose(
+                result.adjusted_log_probs[row, i], np.log(dist[token]), atol=1e-4
+            )
+            np.testing.assert_allclose(
+                result.log_probs[row, i], np.log(toy.adjusted_probs(logits)[token]), atol=1e-4
+            )
         assert not result.adjusted_log_probs[row, len(ids) :].any()
 
 

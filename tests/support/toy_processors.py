@@ -10,7 +10,11 @@ def penalized(logits, prefix, penalty: float) -> np.ndarray:
     once, whatever its count."""
     found = np.array(logits)
     for token in set(prefix):
-        found[token] = found[token] / np.float32(penalty) if found[token] > 0 else found[token] * np.float32(penalty)
+        found[token] = (
+            found[token] / np.float32(penalty)
+            if found[token] > 0
+            else found[token] * np.float32(penalty)
+        )
     return found
 
 
@@ -25,10 +29,21 @@ def without_repeated_ngrams(logits, prefix, size: int) -> np.ndarray:
 
 
 def processed(
-    logits, prefix, *, new: int, eos_ids=(), repetition_penalty=1.0, no_repeat_ngram=0, min_new_tokens=0,
+    logits,
+    prefix,
+    *,
+    new: int,
+    eos_ids=(),
+    repetition_penalty=1.0,
+    no_repeat_ngram=0,
+    min_new_tokens=0,
     logit_bias=None,
-    forbidden_tokens=(), vocabulary_mask=None, forced_tokens=None, processor=None, forbidden_sequences=(),
-) -> np.ndarray:  # fmt: skip
+    forbidden_tokens=(),
+    vocabulary_mask=None,
+    forced_tokens=None,
+    processor=None,
+    forbidden_sequences=(),
+) -> np.ndarray:
     """Returns logits `[V]` float32 after all processors.
 
     `prefix` starts with the start token and holds `new` new tokens. Here `processor` is a function
@@ -52,13 +67,19 @@ def processed(
     if new < min_new_tokens:
         found[list(eos_ids)] = -np.inf
     if new in (forced_tokens or {}):
-        found = np.where(np.arange(len(found)) == forced_tokens[new], np.float32(0), np.float32(-np.inf))
+        found = np.where(
+            np.arange(len(found)) == forced_tokens[new], np.float32(0), np.float32(-np.inf)
+        )
     return found if np.max(found) > -np.inf else original
 
 
-def dist(logits, prefix, *, new: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, **options) -> np.ndarray:
+def dist(
+    logits, prefix, *, new: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, **options
+) -> np.ndarray:
     """Returns probabilities `[V]` in float64: the processors, then temperature, top-k, top-p and
     min-p."""
-    probs = toy.adjusted_probs(processed(logits, prefix, new=new, **options), temperature, top_k, top_p)
+    probs = toy.adjusted_probs(
+        processed(logits, prefix, new=new, **options), temperature, top_k, top_p
+    )
     probs = np.where(probs >= min_p * probs.max(), probs, 0)
     return probs / probs.sum()

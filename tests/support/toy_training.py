@@ -20,7 +20,9 @@ def write_tsv(path, count, seed):
     """Writes sentences of one to three of 40 words, with their words in reverse order as targets."""
     words = [a + b for a in "ba ce di fo gu hal jem kin".split() for b in "ra te ni so mu".split()]
     rng = np.random.default_rng(seed)
-    rows = [[words[i] for i in rng.integers(len(words), size=rng.integers(1, 4))] for _ in range(count)]
+    rows = [
+        [words[i] for i in rng.integers(len(words), size=rng.integers(1, 4))] for _ in range(count)
+    ]
     path.write_text("".join(f"{' '.join(row)}\t{' '.join(reversed(row))}\n" for row in rows))
 
 
@@ -43,19 +45,44 @@ def write_text(folder):
 
 def text_config(folder, output, **settings):
     defaults = dict(
-        model=TINY_GPT, train_files="train.txt", validation_files="validation.txt", output_dir=str(output),
-        data_dir=str(folder), vocabulary_size=20, steps=120, warmup_steps=5, decay_steps=60, learning_rate=3e-2,
-        label_smoothing=0.0, batch_tokens=256, sequence_length=32, log_every=20, save_every=50, evaluate_every=60,
-    )  # fmt: skip
+        model=TINY_GPT,
+        train_files="train.txt",
+        validation_files="validation.txt",
+        output_dir=str(output),
+        data_dir=str(folder),
+        vocabulary_size=20,
+        steps=120,
+        warmup_steps=5,
+        decay_steps=60,
+        learning_rate=3e-2,
+        label_smoothing=0.0,
+        batch_tokens=256,
+        sequence_length=32,
+        log_every=20,
+        save_every=50,
+        evaluate_every=60,
+    )
     return training_config.TrainConfig(**{**defaults, **settings})
 
 
 def config_of(folder, output, **settings):
     defaults = dict(
-        model=TINY, train_files=("train.tsv",), validation_files=("validation.tsv", "more.tsv"), output_dir=str(output),
-        data_dir=str(folder), vocabulary_size=40, steps=12, warmup_steps=2, decay_steps=4, learning_rate=1e-2,
-        batch_tokens=256, buckets=(16, 32), log_every=4, save_every=4, evaluate_every=6,
-    )  # fmt: skip
+        model=TINY,
+        train_files=("train.tsv",),
+        validation_files=("validation.tsv", "more.tsv"),
+        output_dir=str(output),
+        data_dir=str(folder),
+        vocabulary_size=40,
+        steps=12,
+        warmup_steps=2,
+        decay_steps=4,
+        learning_rate=1e-2,
+        batch_tokens=256,
+        buckets=(16, 32),
+        log_every=4,
+        save_every=4,
+        evaluate_every=6,
+    )
     return training_config.TrainConfig(**{**defaults, **settings})
 
 

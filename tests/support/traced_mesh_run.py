@@ -64,7 +64,10 @@ def decode(decoder, params: dict, mesh: Mesh | None) -> list:
         rows = NamedSharding(mesh, PartitionSpec("data"))
         inputs, prompts = jax.device_put((inputs, prompts), rows)
     more = {"num_decodes": 2} if isinstance(decoder, BeamDecoder) else {}
-    run = lambda params, inputs, prompts: decoder.decode(params, inputs, prompts, 1, jax.random.key(3), **more)
+
+    def run(params, inputs, prompts):
+        return decoder.decode(params, inputs, prompts, 1, jax.random.key(3), **more)
+
     if mesh is None:
         return np.asarray(jax.jit(run)(params, inputs, prompts).tokens).tolist()
     with warnings.catch_warnings():
@@ -75,7 +78,9 @@ def decode(decoder, params: dict, mesh: Mesh | None) -> list:
 
 MESHES = ("1x4", "2x2", "4x1", "slices", "none")
 KINDS = ("plain", "chain", "sampled", "tree", "n-grams", "beams")
-CASES = [f"{mesh}, {kind}" for mesh in MESHES for kind in KINDS] + [f"1x4, six heads, {kind}" for kind in KINDS]
+CASES = [f"{mesh}, {kind}" for mesh in MESHES for kind in KINDS] + [
+    f"1x4, six heads, {kind}" for kind in KINDS
+]
 
 
 def main(cases: list[str]) -> dict:
@@ -86,17 +91,25 @@ def main(cases: list[str]) -> dict:
 
     def noted(network, rows, replicate=False):
         found = lay_out(network, rows, replicate)
-        seen.append([replicate, found.platform, None if found.rules is None else [found.rules.rows, found.rules.parts]])
+        seen.append(
+            [
+                replicate,
+                found.platform,
+                None if found.rules is None else [found.rules.rows, found.rules.parts],
+            ]
+        )
         return found
 
     ambient_mesh.laid_out = under_jit.laid_out = noted
     ambient_mesh._platform = lambda mesh: "tpu"  # so that caches have a TPU's layout
     devices, found = np.array(jax.devices()), {}
     meshes = {
-        "1x4": Mesh(devices.reshape(1, 4), AXES), "2x2": Mesh(devices.reshape(2, 2), AXES),
-        "4x1": Mesh(devices.reshape(4, 1), AXES), "slices": Mesh(devices.reshape(1, 2, 2), ("replica", *AXES)),
+        "1x4": Mesh(devices.reshape(1, 4), AXES),
+        "2x2": Mesh(devices.reshape(2, 2), AXES),
+        "4x1": Mesh(devices.reshape(4, 1), AXES),
+        "slices": Mesh(devices.reshape(1, 2, 2), ("replica", *AXES)),
         "none": None,
-    }  # fmt: skip
+    }
     for case in cases:
         if case == "native":
             continue

@@ -48,17 +48,28 @@ def cases(tree: Tree, size: int, seed: int = 0) -> list[Case]:
     """Rows for each pair of distributions, with uniforms of the grid, 0 often among them, and two
     drafters."""
     rng, found = np.random.default_rng(seed), []
+
     # What is left of a distribution is cut at any fractions, thirteenths among them.
-    grid = lambda *shape: (rng.integers(13, size=shape) + 0.3183) / 13
-    zeros = {"draft": 0.1, "accept": 0.2, "final": 0}  # after k-SEQ some weights are dust, which a 0 would draw
+    def grid(*shape):
+        return (rng.integers(13, size=shape) + 0.3183) / 13
+
+    zeros = {
+        "draft": 0.1,
+        "accept": 0.2,
+        "final": 0,
+    }  # after k-SEQ some weights are dust, which a 0 would draw
     for name in DRAFTS:
         for _ in range(size):
             drafters = [distribution_of(DRAFTS[name]), distribution_of(SECOND)]
             uniforms = {
-                key: np.where(rng.random(tree.size) < share, 0, grid(tree.size)) for key, share in zeros.items()
+                key: np.where(rng.random(tree.size) < share, 0, grid(tree.size))
+                for key, share in zeros.items()
             }
             noise = rng.gumbel(size=(tree.depth + 1, V)).astype(np.float32)
-            cuts = rng.integers(tree.size // 2, tree.size), rng.integers(tree.depth // 2, tree.depth + 1)
+            cuts = (
+                rng.integers(tree.size // 2, tree.size),
+                rng.integers(tree.depth // 2, tree.depth + 1),
+            )
             found.append(Case(distribution_of(TARGETS), drafters, uniforms, noise, *map(int, cuts)))
     return found
 
@@ -66,7 +77,9 @@ def cases(tree: Tree, size: int, seed: int = 0) -> list[Case]:
 choose = jax.jit(choose_children, static_argnums=(0, 2))
 
 
-def drafted(kind: str, tree: Tree, rows: list[Case], eos: int, dtype, origins=()) -> tuple[TreeDraft, Categorical]:
+def drafted(
+    kind: str, tree: Tree, rows: list[Case], eos: int, dtype, origins=()
+) -> tuple[TreeDraft, Categorical]:
     """Returns the draft that the package's children make, level by level, and the target's
     distribution after each node; both distributions are NaN after nodes that are not there."""
     size, batch = tree.size, len(rows)
@@ -77,20 +90,32 @@ def drafted(kind: str, tree: Tree, rows: list[Case], eos: int, dtype, origins=()
     for depth in range(tree.depth):
         noise = np.stack([row.noise[depth] for row in rows])
         for origin in sorted({*origins, 0}):
-            its = {node: [n for n, parent in enumerate(tree.parents, 1)
-                          if parent == node and (not origins or origins[n - 1] == origin)]
-                   for node in tree.inner(depth)}  # fmt: skip
+            its = {
+                node: [
+                    n
+                    for n, parent in enumerate(tree.parents, 1)
+                    if parent == node and (not origins or origins[n - 1] == origin)
+                ]
+                for node in tree.inner(depth)
+            }
             its = {int(node): children for node, children in its.items() if children}
             if not its:
                 continue
-            q = np.stack([[row.drafters[origin](way.get(node, ())) for node in its] for row, way in zip(rows, ways)])
+            q = np.stack(
+                [
+                    [row.drafters[origin](way.get(node, ())) for node in its]
+                    for row, way in zip(rows, ways)
+                ]
+            )
             counts = tuple(map(len, its.values()))
             uniforms = np.zeros((batch, len(its), max(counts)))
             for b, row in enumerate(rows):
                 for j, children in enumerate(its.values()):
                     uniforms[b, j, : len(children)] = row.uniforms["draft"][children]
             shared = np.broadcast_to(noise[:, None], q.shape).astype(dtype)
-            found = np.asarray(choose(kind, as_distribution(q, dtype), counts, toy.random_bits(uniforms), shared))
+            found = np.asarray(
+                choose(kind, as_distribution(q, dtype), counts, toy.random_bits(uniforms), shared)
+            )
             for j, (node, children) in enumerate(its.items()):
                 own[:, children] = len(dists)
                 dists.append(np.where(valid[:, [node]], q[:, j], np.nan))
@@ -99,18 +124,27 @@ def drafted(kind: str, tree: Tree, rows: list[Case], eos: int, dtype, origins=()
                     for child in children:
                         ways[b][child] = (*ways[b].get(node, ()), int(tokens[b, child]))
                         valid[b, child] = (
-                            valid[b, node] and tokens[b, child] >= 0 and depth < row.room and child <= row.budget
+                            valid[b, node]
+                            and tokens[b, child] >= 0
+                            and depth < row.room
+                            and child <= row.budget
                             and not (node and tokens[b, node] == eos)
-                        )  # fmt: skip
+                        )
     p = np.stack([[row.target(way[node]) for node in range(size)] for row, way in zip(rows, ways)])
     p[~valid] = np.nan
     branches = tree.branches(batch)
     past = jnp.arange(tree.depth + 1) > branches.depths[..., None]
-    branches = branches._replace(lines=jnp.where(past, size - 1, branches.lines))  # anything may be there
+    branches = branches._replace(
+        lines=jnp.where(past, size - 1, branches.lines)
+    )  # anything may be there
     draft = TreeDraft(
-        jnp.asarray(tokens), branches, jnp.asarray(valid), as_distribution(np.stack(dists, axis=1), dtype),
-        jnp.asarray(own), jnp.zeros(batch, jnp.int32),
-    )  # fmt: skip
+        jnp.asarray(tokens),
+        branches,
+        jnp.asarray(valid),
+        as_distribution(np.stack(dists, axis=1), dtype),
+        jnp.asarray(own),
+        jnp.zeros(batch, jnp.int32),
+    )
     return draft, as_distribution(p, dtype)
 
 
@@ -118,7 +152,9 @@ def randomness(rows: list[Case], dtype) -> TreeRandomness:
     uniforms = {key: np.stack([row.uniforms[key] for row in rows]) for key in ("accept", "final")}
     noise = jnp.asarray(np.stack([row.noise for row in rows]), dtype)
     return TreeRandomness(
-        jnp.asarray(uniforms["accept"], dtype), jnp.asarray(toy.random_bits(uniforms["final"])), noise
+        jnp.asarray(uniforms["accept"], dtype),
+        jnp.asarray(toy.random_bits(uniforms["final"])),
+        noise,
     )
 
 

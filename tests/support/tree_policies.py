@@ -31,7 +31,9 @@ class Slow:
     update: Callable = lambda state, tree, committed, budget: state
 
 
-def dist(target, draft, plan: ref.Plan, limit: int, policy: Slow, eos=frozenset(), iterations: int = 2) -> dict:
+def dist(
+    target, draft, plan: ref.Plan, limit: int, policy: Slow, eos=frozenset(), iterations: int = 2
+) -> dict:
     """Returns the distribution of whole sequences after some iterations, the rest continued by
     `target`."""
     states: dict = {((), policy.start): 1.0}
@@ -44,7 +46,9 @@ def dist(target, draft, plan: ref.Plan, limit: int, policy: Slow, eos=frozenset(
                 continue
             budget = min(policy.budget(state, draft(prefix)), len(plan.parents))
             here = dataclasses.replace(plan, budget=budget, heed=policy.heed)
-            config = functools.partial(_iteration, here, policy, state, prefix, target, draft, room, eos)
+            config = functools.partial(
+                _iteration, here, policy, state, prefix, target, draft, room, eos
+            )
             for (committed, after), share in ref.outcomes(config):
                 following[(*prefix, *committed), after] += prob * share
         states = following
@@ -66,7 +70,9 @@ def path(tree: ref.Tree, committed) -> list[int]:
     """Returns the nodes that are accepted, node 0 first."""
     nodes = [0]
     for token in committed[:-1]:
-        nodes.append(next(child for child in tree.children(nodes[-1]) if tree.tokens[child] == token))
+        nodes.append(
+            next(child for child in tree.children(nodes[-1]) if tree.tokens[child] == token)
+        )
     return nodes
 
 
@@ -90,16 +96,22 @@ def heuristic(maximum: int) -> Slow:
 
 
 def entropy(maximum: int) -> Slow:
-    return Slow(budget=lambda state, q: round(maximum - (maximum - 1) * toy_entropy(q) / math.log(len(q))))
+    return Slow(
+        budget=lambda state, q: round(maximum - (maximum - 1) * toy_entropy(q) / math.log(len(q)))
+    )
 
 
 def entropy_bound(scale: float, threshold: float) -> Slow:
-    unsure = lambda tree, node: 1 - math.sqrt(scale * toy_entropy(tree.q(node))) < threshold
+    def unsure(tree, node):
+        return 1 - math.sqrt(scale * toy_entropy(tree.q(node))) < threshold
+
     return Slow(heed=lambda tree, node, children: [] if node and unsure(tree, node) else children)
 
 
 def confidence(threshold: float) -> Slow:
-    return Slow(heed=lambda tree, node, children: [] if confidence_of(tree, node) < threshold else children)
+    return Slow(
+        heed=lambda tree, node, children: [] if confidence_of(tree, node) < threshold else children
+    )
 
 
 def cost_aware(parents, maximum: int, **numbers) -> Slow:
@@ -135,8 +147,17 @@ class SlowCostAware:
     was accepted, of each child that was examined; tokens accepted; nodes drafted; the deepest of
     them)."""
 
-    def __init__(self, parents, maximum, cost_ratio=0.1, verify_cost=1.0, acceptance=0.7, weight=4.0, memory=0.9,
-                 minimum=1):  # fmt: skip
+    def __init__(
+        self,
+        parents,
+        maximum,
+        cost_ratio=0.1,
+        verify_cost=1.0,
+        acceptance=0.7,
+        weight=4.0,
+        memory=0.9,
+        minimum=1,
+    ):
         self.ways, self.maximum, self.minimum = ways(parents), maximum, minimum
         self.cost, self.node = cost_ratio, (verify_cost - 1) / maximum
         self.acceptance, self.weight, self.memory = acceptance, weight, memory
@@ -148,15 +169,22 @@ class SlowCostAware:
 
     def tokens(self, nodes, rate):
         """What the first `nodes` nodes are expected to add, `rate` being that of a rank."""
-        share = lambda rank: rate(rank) * math.prod(1 - rate(other) for other in range(rank))
+
+        def share(rank):
+            return rate(rank) * math.prod(1 - rate(other) for other in range(rank))
+
         return sum(math.prod(map(share, self.ways[node])) for node in range(1, nodes + 1))
 
     def time(self, nodes):
-        return self.cost * max(len(self.ways[node]) for node in range(nodes + 1)) + self.node * nodes
+        return (
+            self.cost * max(len(self.ways[node]) for node in range(nodes + 1)) + self.node * nodes
+        )
 
     def wanted(self, past) -> int:
         every = range(self.maximum + 1)
-        tokens = self.weight * max((1 + self.tokens(n, self.begun)) / (1 + self.time(n)) for n in every)
+        tokens = self.weight * max(
+            (1 + self.tokens(n, self.begun)) / (1 + self.time(n)) for n in every
+        )
         time, seen, kept = self.weight, defaultdict(float), defaultdict(float)
         for examined, accepted, nodes, deepest in past:
             tokens, time = tokens * self.memory + accepted + 1, time * self.memory + 1
@@ -167,6 +195,9 @@ class SlowCostAware:
             for rank, was_accepted in examined:
                 seen[rank] += 1
                 kept[rank] += was_accepted
-        rate = lambda rank: (kept[rank] + self.weight * self.begun(rank)) / (seen[rank] + self.weight)
+
+        def rate(rank):
+            return (kept[rank] + self.weight * self.begun(rank)) / (seen[rank] + self.weight)
+
         worth = [self.tokens(n, rate) - tokens / time * self.time(n) for n in every]
         return max(self.minimum, worth.index(max(worth)))

@@ -116,8 +116,16 @@ class Tree:
       sources: the distribution that each node's token was drawn from; None where it was not drawn.
     """
 
-    def __init__(self, plan: Plan, chance, prefix, target, drafters, room: int, eos=frozenset(), noise=None):
-        self.plan, self.chance, self.prefix, self.target, self.drafters = plan, chance, prefix, target, drafters
+    def __init__(
+        self, plan: Plan, chance, prefix, target, drafters, room: int, eos=frozenset(), noise=None
+    ):
+        self.plan, self.chance, self.prefix, self.target, self.drafters = (
+            plan,
+            chance,
+            prefix,
+            target,
+            drafters,
+        )
         self.room, self.eos, self.noise = room, eos, noise
         self.tokens: dict[int, int] = {}
         self.sources: dict[int, list | None] = {}
@@ -137,7 +145,9 @@ class Tree:
         return list(self.drafters[origin]((*self.prefix, *self.way(self.plan.parents[node - 1]))))
 
     def flip(self, prob: float, node: int) -> bool:
-        return self.chance.flip(min(1.0, prob), self.plan.share(("accept", node, len(self.way(node)))))
+        return self.chance.flip(
+            min(1.0, prob), self.plan.share(("accept", node, len(self.way(node))))
+        )
 
     def following(self, dist, node: int) -> int:
         return self.chance.choose(dist, self.plan.share(("final", node, len(self.way(node)))))
@@ -151,7 +161,9 @@ class Tree:
         if node not in self.found:
             plan, way = self.plan, self.way(node)
             ended = way and way[-1] in self.eos and not plan.past_eos
-            numbers = [n for n, parent in enumerate(plan.parents, 1) if parent == node and not ended]
+            numbers = [
+                n for n, parent in enumerate(plan.parents, 1) if parent == node and not ended
+            ]
             origins = [plan.origins[n - 1] if plan.origins else 0 for n in numbers]
             for origin in set(origins) if len(way) < self.room else ():
                 self._choose([n for n, its in zip(numbers, origins) if its == origin], len(way))
@@ -161,13 +173,19 @@ class Tree:
 
     def _choose(self, numbers: list[int], depth: int) -> None:
         q, kind = self.q(numbers[0]), self.plan.kind
-        score = [math.log(x) + self.noise[depth][i] if x else -math.inf for i, x in enumerate(q)] \
-            if kind == "gumbel" else q  # fmt: skip
+        score = (
+            [math.log(x) + self.noise[depth][i] if x else -math.inf for i, x in enumerate(q)]
+            if kind == "gumbel"
+            else q
+        )
         ranked = sorted((x for x in range(len(q)) if q[x]), key=lambda x: (-score[x], x))
         drawn = {"top": 0, "gumbel": 0, "mixed": 1}.get(kind, len(numbers))
         for number, token in zip(numbers[: len(numbers) - drawn], ranked):
             self.tokens[number], self.sources[number] = token, None
-        left = [0.0 if kind == "mixed" and x in ranked[: len(numbers) - 1] else q[x] for x in range(len(q))]
+        left = [
+            0.0 if kind == "mixed" and x in ranked[: len(numbers) - 1] else q[x]
+            for x in range(len(q))
+        ]
         for number in numbers[len(numbers) - drawn :]:
             if sum(left) == 0:
                 break
@@ -215,7 +233,10 @@ def point(tree, node, children):
 
 
 def gumbel(tree, node, children):
-    scores = [math.log(x) + g if x else -math.inf for x, g in zip(tree.p(node), tree.noise[len(tree.way(node))])]
+    scores = [
+        math.log(x) + g if x else -math.inf
+        for x, g in zip(tree.p(node), tree.noise[len(tree.way(node))])
+    ]
     return int(np.argmax(scores))
 
 
@@ -295,7 +316,9 @@ def typical(epsilon: float, delta: float) -> Callable:
         for node in accepted:  # which grows
             dist = np.array(tree.p(node))
             threshold = toy.typical_threshold(dist, epsilon, delta)
-            accepted += [child for child in tree.children(node) if dist[tree.tokens[child]] > threshold]
+            accepted += [
+                child for child in tree.children(node) if dist[tree.tokens[child]] > threshold
+            ]
         last = min(accepted, key=lambda node: (-len(tree.way(node)), node))
         return (*tree.way(last), tree.following(tree.p(last), last))
 
@@ -322,7 +345,9 @@ def kernel(prefix, target, drafters, plan: Plan, room: int, eos=frozenset(), noi
     def config(chance):
         tree = Tree(plan, chance, prefix, target, drafters, room, eos, noise)
         committed = plan.verify(tree, chance)
-        ends = [place for place, token in enumerate(committed, 1) if token in eos and not plan.past_eos]
+        ends = [
+            place for place, token in enumerate(committed, 1) if token in eos and not plan.past_eos
+        ]
         return committed[: ends[0]] if ends else committed
 
     for committed, prob in outcomes(config):
@@ -355,7 +380,9 @@ def speculative_distribution(
 
 def accepted(target, drafters, plan: Plan, room: int) -> float:
     """Returns E[τ], the drafted tokens that are accepted in the first iteration."""
-    return sum(prob * (len(after) - 1) for after, prob in kernel((), target, drafters, plan, room).items())
+    return sum(
+        prob * (len(after) - 1) for after, prob in kernel((), target, drafters, plan, room).items()
+    )
 
 
 def acceptance(kind: str, verifier: str, p, q, count: int) -> float:
@@ -376,21 +403,33 @@ def acceptance(kind: str, verifier: str, p, q, count: int) -> float:
         # `fallen`.
         fallen = [(b - a) / (1 - beta) for a, b in zip(overlap, q)]
         following, _ = less(p, [a * some / beta for a in overlap])
-        return some + (1 - some) * sum(y * (1 - (1 - x) ** count) for x, y in zip(fallen, following))
+        return some + (1 - some) * sum(
+            y * (1 - (1 - x) ** count) for x, y in zip(fallen, following)
+        )
     if count == 0 or sum(q) < DUST:
         return 0.0
     overlap, (r, _) = [min(a, b) for a, b in zip(p, q)], less(p, q)
     if kind == "iid":
         return sum(overlap) + (1 - sum(overlap)) * acceptance(kind, verifier, r, q, count - 1)
-    without = lambda x: [0.0 if y == x else b for y, b in enumerate(q)]
-    left = lambda x: norm(without(x)) if sum(without(x)) else without(x)
+
+    def without(x):
+        return [0.0 if y == x else b for y, b in enumerate(q)]
+
+    def left(x):
+        return norm(without(x)) if sum(without(x)) else without(x)
+
     rejected_ = [(x, b - a) for x, (a, b) in enumerate(zip(overlap, q)) if b - a > DUST]
-    return sum(overlap) + sum(share * acceptance(kind, verifier, r, left(x), count - 1) for x, share in rejected_)
+    return sum(overlap) + sum(
+        share * acceptance(kind, verifier, r, left(x), count - 1) for x, share in rejected_
+    )
 
 
 def coupled_acceptance(p, q, count: int, noise: np.ndarray) -> float:
     """Returns the share of `noise [samples, V]` at which the target's token is one of the drafter's
     `count` best."""
     with np.errstate(divide="ignore"):
-        own, best = np.argmax(np.log(p) + noise, axis=1), np.argsort(-(np.log(q) + noise), axis=1)[:, :count]
+        own, best = (
+            np.argmax(np.log(p) + noise, axis=1),
+            np.argsort(-(np.log(q) + noise), axis=1)[:, :count],
+        )
     return float(np.mean(np.any((best == own[:, None]) & (q[best] > 0), axis=1)))

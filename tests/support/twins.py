@@ -20,7 +20,9 @@ def gpt(width: int, vocab: int = V, **shape) -> GPTConfig:
     return GPTConfig(vocab, width, 2, 1, 32, num_positions=128, logits_via_embedding=False, **shape)
 
 
-def twins(config: T5Config | GPTConfig, seed: int = 0, quantize: str | None = None) -> LanguageModel:
+def twins(
+    config: T5Config | GPTConfig, seed: int = 0, quantize: str | None = None
+) -> LanguageModel:
     """Returns a random model the odd columns of whose head equal the even ones up to last bits, so
     that the greatest two logits all but tie."""
     params, rng = LanguageModel.random(config, seed).params, np.random.default_rng(seed)

@@ -12,7 +12,8 @@ from specdec_jax.training import text_files
 def pairs_of(lengths):
     """Pairs whose first source id is their number, so that they can be told apart."""
     return [
-        ([10 + i] + [3] * (source - 2) + [1], [4] * (target - 1) + [1]) for i, (source, target) in enumerate(lengths)
+        ([10 + i] + [3] * (source - 2) + [1], [4] * (target - 1) + [1])
+        for i, (source, target) in enumerate(lengths)
     ]
 
 
@@ -43,14 +44,24 @@ def test_a_batch_holds_whole_pairs_in_the_shortest_bucket_that_fits():
     shapes = set()
     for step in range(every.per_epoch):
         batch = every[step]
-        assert batch.inputs.shape == batch.targets.shape == (30 // batch.inputs.shape[1], batch.inputs.shape[1])
+        assert (
+            batch.inputs.shape
+            == batch.targets.shape
+            == (30 // batch.inputs.shape[1], batch.inputs.shape[1])
+        )
         assert batch.inputs.dtype == batch.targets.dtype == np.int32
         shapes.add(batch.inputs.shape)
         for row, number in enumerate(numbers(batch)):
             source, target = pairs[number]
-            assert list(batch.inputs[row]) == source + [PADDING] * (batch.inputs.shape[1] - len(source))
-            assert list(batch.targets[row]) == target + [PADDING] * (batch.inputs.shape[1] - len(target))
-            assert batch.inputs.shape[1] == next(b for b in BUCKETS if b >= max(len(source), len(target)))
+            assert list(batch.inputs[row]) == source + [PADDING] * (
+                batch.inputs.shape[1] - len(source)
+            )
+            assert list(batch.targets[row]) == target + [PADDING] * (
+                batch.inputs.shape[1] - len(target)
+            )
+            assert batch.inputs.shape[1] == next(
+                b for b in BUCKETS if b >= max(len(source), len(target))
+            )
     assert shapes == {(7, 4), (4, 7), (3, 10)}
 
 
@@ -66,15 +77,29 @@ def test_each_side_is_padded_to_buckets_of_its_own():
         shapes.add((length, width))
         for row, number in enumerate(numbers(batch)):
             source, target = pairs[number]
-            assert (len(source) > 8, len(target) > 3, len(target) > 5) == (length == 20, width > 3, width == 8)
-            assert list(batch.inputs[row, : len(source)]) == source and (batch.inputs[row, len(source) :] < 0).all()
-            assert list(batch.targets[row, : len(target)]) == target and (batch.targets[row, len(target) :] < 0).all()
+            assert (len(source) > 8, len(target) > 3, len(target) > 5) == (
+                length == 20,
+                width > 3,
+                width == 8,
+            )
+            assert (
+                list(batch.inputs[row, : len(source)]) == source
+                and (batch.inputs[row, len(source) :] < 0).all()
+            )
+            assert (
+                list(batch.targets[row, : len(target)]) == target
+                and (batch.targets[row, len(target) :] < 0).all()
+            )
             seen.append(number)
-    assert sorted(seen) == list(range(60)) and shapes == {(a, b) for a in (8, 20) for b in (3, 5, 8)}
+    assert sorted(seen) == list(range(60)) and shapes == {
+        (a, b) for a in (8, 20) for b in (3, 5, 8)
+    }
 
 
 def test_targets_may_be_longer_than_inputs():
-    every = training_batches.BucketedBatches(pairs_of([(3, 9), (4, 12)]), (4,), 24, target_buckets=(12,))
+    every = training_batches.BucketedBatches(
+        pairs_of([(3, 9), (4, 12)]), (4,), 24, target_buckets=(12,)
+    )
     assert [array.shape for array in (every[0].inputs, every[0].targets)] == [(2, 4), (2, 12)]
 
 
@@ -90,7 +115,10 @@ def test_a_batch_depends_on_seed_and_step_alone():
 
 def test_seed_and_epoch_change_the_order():
     one, other = batches(), batches(seed=1)
-    order = lambda every, epoch: [numbers(every[epoch * every.per_epoch + i]) for i in range(every.per_epoch)]
+
+    def order(every, epoch):
+        return [numbers(every[epoch * every.per_epoch + i]) for i in range(every.per_epoch)]
+
     assert order(one, 0) != order(one, 1)
     assert order(one, 0) != order(other, 0)
 
@@ -123,7 +151,9 @@ def test_bad_batches(buckets, batch_tokens, lengths, message):
 )
 def test_bad_buckets_of_targets(target_buckets, batch_tokens, message):
     with pytest.raises(ValueError, match=message):
-        training_batches.BucketedBatches(pairs_of([(3, 3)]), (8,), batch_tokens, target_buckets=target_buckets)
+        training_batches.BucketedBatches(
+            pairs_of([(3, 3)]), (8,), batch_tokens, target_buckets=target_buckets
+        )
 
 
 def test_read_pairs_takes_plain_and_compressed_files(tmp_path):
@@ -145,7 +175,11 @@ def test_read_pairs_takes_plain_and_compressed_files(tmp_path):
             "a.tsv, line 2: got 5,000,001 bytes, expected fewer than 4,000,000",
         ),
         ("a.tsv.gz", b"a\tb\n", "a.tsv.gz, after line 0: got a damaged gzip file"),
-        ("a.tsv.gz", gzip.compress(b"a\tb\n" * 999, mtime=0)[:-9], "a.tsv.gz, after line .*: got a damaged gzip file"),
+        (
+            "a.tsv.gz",
+            gzip.compress(b"a\tb\n" * 999, mtime=0)[:-9],
+            "a.tsv.gz, after line .*: got a damaged gzip file",
+        ),
     ],
 )
 def test_bad_files(tmp_path, name, content, message):

@@ -34,7 +34,10 @@ def test_it_begins_as_nearly_what_the_model_is(monkeypatch, shape):
         return LanguageModel(deep, params).logits(None if len(stacks) == 1 else ids, ids)
 
     wanted = shallow.logits(None if len(stacks) == 1 else ids, ids)
-    away = lambda share: float(np.sqrt(np.mean((logits(share) - wanted) ** 2)))
+
+    def away(share):
+        return float(np.sqrt(np.mean((logits(share) - wanted) ** 2)))
+
     assert 0 < away(0.1) < 0.3 * np.std(wanted) and away(1.0) > 3 * away(0.1)
     np.testing.assert_allclose(logits(0.0), wanted, atol=1e-5)
 
@@ -45,8 +48,14 @@ def test_copies_follow_their_layers():
     for layer, source in enumerate([0, 0, 0, 1, 1]):
         own, given = found[f"layers_{layer}"], params["decoder"][f"layers_{source}"]
         share = 1.0 if layer in (0, 3) else 0.1
-        for node, name in (("self_attention", "out"), ("encoder_decoder_attention", "out"), ("mlp", "wo")):
-            np.testing.assert_allclose(own[node][name]["kernel"], share * given[node][name]["kernel"], rtol=1e-6)
+        for node, name in (
+            ("self_attention", "out"),
+            ("encoder_decoder_attention", "out"),
+            ("mlp", "wo"),
+        ):
+            np.testing.assert_allclose(
+                own[node][name]["kernel"], share * given[node][name]["kernel"], rtol=1e-6
+            )
         np.testing.assert_array_equal(own["mlp"]["wi_0"]["kernel"], given["mlp"]["wi_0"]["kernel"])
     assert found["decoder_norm"] is params["decoder"]["decoder_norm"]
     for layers in (1, 0):
@@ -55,19 +64,36 @@ def test_copies_follow_their_layers():
 
 
 def test_a_run_goes_on_from_a_shallower_model(language, tmp_path):
-    vocabulary = vocabularies.SentencePieceVocabulary.train((language / "train.tsv").read_text().split("\n"), 40)
+    vocabulary = vocabularies.SentencePieceVocabulary.train(
+        (language / "train.tsv").read_text().split("\n"), 40
+    )
     converter.save(LanguageModel.random(TINY, 0, vocabulary), tmp_path / "start")
-    start = loader.load(tmp_path / "start", "float32").params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+    start = loader.load(tmp_path / "start", "float32").params["decoder"]["layers_0"]["mlp"]["wo"][
+        "kernel"
+    ]
     shape = dataclasses.replace(TINY, num_decoder_layers=TINY.num_decoder_layers + 1)
     config = config_of(
-        language, tmp_path / "run", model=shape, initialise_from=str(tmp_path / "start"), steps=2, warmup_steps=0,
-        decay_steps=0, evaluate_every=2,
-    )  # fmt: skip
-    begun = train.Run(config, run_folder.Checkpoints(tmp_path / "run")).initial_state().params["decoder"]
+        language,
+        tmp_path / "run",
+        model=shape,
+        initialise_from=str(tmp_path / "start"),
+        steps=2,
+        warmup_steps=0,
+        decay_steps=0,
+        evaluate_every=2,
+    )
+    begun = (
+        train.Run(config, run_folder.Checkpoints(tmp_path / "run"))
+        .initial_state()
+        .params["decoder"]
+    )
     np.testing.assert_array_equal(begun["layers_0"]["mlp"]["wo"]["kernel"], start)
     copy = np.asarray(begun["layers_1"]["mlp"]["wo"]["kernel"])
     np.testing.assert_allclose(copy, 0.1 * start, rtol=1e-6)
     params = train.fit(config)
     moved = np.abs(params["decoder"]["layers_1"]["mlp"]["wo"]["kernel"] - copy).max()
     assert moved > 1e-3 * np.abs(copy).max()
-    assert loader.load(tmp_path / "run" / "model").config.num_decoder_layers == shape.num_decoder_layers
+    assert (
+        loader.load(tmp_path / "run" / "model").config.num_decoder_layers
+        == shape.num_decoder_layers
+    )

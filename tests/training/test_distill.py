@@ -37,7 +37,9 @@ def test_ids_of_a_third_column_are_taken_as_they_are(models, tmp_path, monkeypat
     vocabulary = loader.load_vocabulary(models / "target")[0]
     (tmp_path / "a.tsv").write_text("bara\tceni\nbara\tceni\t63 5 7\n")
     seen, make = [], corpus.BucketedBatches
-    monkeypatch.setattr(corpus, "BucketedBatches", lambda pairs, *rest: (seen.extend(pairs), make(pairs, *rest))[1])
+    monkeypatch.setattr(
+        corpus, "BucketedBatches", lambda pairs, *rest: (seen.extend(pairs), make(pairs, *rest))[1]
+    )
     config = config_of(tmp_path, tmp_path / "run", train_files="a.tsv")
     ids = run_vocabulary.of_checkpoint(models / "target", "target")
     train._batches(config, ids, config.paths("train_files"))
@@ -60,12 +62,31 @@ def test_ids_of_a_third_column_are_taken_as_they_are(models, tmp_path, monkeypat
 
 def distill_config(models, language, output, **settings):
     defaults = dict(
-        target=str(models / "target"), drafter=str(models / "drafter"), source_files=("train.tsv",),
-        validation_files=("validation.tsv", "more.tsv"), data_dir=str(language), output_dir=str(output),
-        max_sources=12, samples=2, max_new_tokens=8, batch_size=4, shard_size=8, distill_weight=1.0,
-        divergence="total_variation", distill_temperature=0.5, select="agreement", steps=12, warmup_steps=2,
-        decay_steps=4, learning_rate=1e-2, batch_tokens=256, buckets=(32,), log_every=4, save_every=4, evaluate_every=6,
-    )  # fmt: skip
+        target=str(models / "target"),
+        drafter=str(models / "drafter"),
+        source_files=("train.tsv",),
+        validation_files=("validation.tsv", "more.tsv"),
+        data_dir=str(language),
+        output_dir=str(output),
+        max_sources=12,
+        samples=2,
+        max_new_tokens=8,
+        batch_size=4,
+        shard_size=8,
+        distill_weight=1.0,
+        divergence="total_variation",
+        distill_temperature=0.5,
+        select="agreement",
+        steps=12,
+        warmup_steps=2,
+        decay_steps=4,
+        learning_rate=1e-2,
+        batch_tokens=256,
+        buckets=(32,),
+        log_every=4,
+        save_every=4,
+        evaluate_every=6,
+    )
     return distill.DistillConfig(**{**defaults, **settings})
 
 
@@ -112,9 +133,16 @@ def test_settings_are_there_before_the_outputs(models, language, tmp_path, monke
 def test_the_outputs_are_the_targets_own(undisturbed, models, language):
     files = outputs(undisturbed)
     parts = ("train", "validation-1", "validation-2")
-    assert set(files) == {f"outputs-{part}-{kind}.tsv" for part in parts for kind in ("greedy", "sampled")}
-    rows = lambda name: [line.split("\t") for line in files[f"outputs-{name}.tsv"].decode().splitlines()]
-    sources = lambda name: [line.split("\t")[0] for line in (language / name).read_text().splitlines()]
+    assert set(files) == {
+        f"outputs-{part}-{kind}.tsv" for part in parts for kind in ("greedy", "sampled")
+    }
+
+    def rows(name):
+        return [line.split("\t") for line in files[f"outputs-{name}.tsv"].decode().splitlines()]
+
+    def sources(name):
+        return [line.split("\t")[0] for line in (language / name).read_text().splitlines()]
+
     target, chosen = (
         loader.load(models / "target", "float32"),
         [sources("more.tsv")[i * 20 // 12] for i in range(12)],
@@ -122,24 +150,44 @@ def test_the_outputs_are_the_targets_own(undisturbed, models, language):
     ids = [target.vocabulary.encode(text) + [1] for text in chosen]
     decoded = continuous_batching.decode_all(target, ids, batch_size=4, seed=0, max_new_tokens=8)
     kept = [(text, output.tokens) for text, output in zip(chosen, decoded)]
-    assert [(text, list(map(int, ids.split()))) for text, _, ids in rows("validation-2-greedy")] == kept
+    assert [
+        (text, list(map(int, ids.split()))) for text, _, ids in rows("validation-2-greedy")
+    ] == kept
     sampled = rows("train-sampled")
     assert len({ids for _, _, ids in sampled}) == len(sampled) == 24
-    assert {text for text, _, _ in sampled} <= {sources("train.tsv")[i * 400 // 12] for i in range(12)}
-    everything = [ids.split() for name in ("train", "validation-1") for _, _, ids in rows(f"{name}-sampled")]
-    assert {len(ids) for ids in everything if ids[-1] != "1"} == {8}  # cut, and without an EOS that nobody wrote
+    assert {text for text, _, _ in sampled} <= {
+        sources("train.tsv")[i * 400 // 12] for i in range(12)
+    }
+    everything = [
+        ids.split() for name in ("train", "validation-1") for _, _, ids in rows(f"{name}-sampled")
+    ]
+    assert {len(ids) for ids in everything if ids[-1] != "1"} == {
+        8
+    }  # cut, and without an EOS that nobody wrote
 
 
 def test_a_sample_depends_on_the_number_of_its_input_alone(models):
     target = loader.load(models / "target", "float32")
-    ids = [target.vocabulary.encode(text) + [1] for text in ("bara", "ceni mu", "gute", "hal bara ni", "kinso")]
-    draw = lambda inputs, first: [
-        output.tokens
-        for output in continuous_batching.decode_all(
-            target, inputs, batch_size=4, seed=3, first=first, num_samples=2, max_new_tokens=8,
-            sampling=SamplingConfig(temperature=1.0),
-        )
-    ]  # fmt: skip
+    ids = [
+        target.vocabulary.encode(text) + [1]
+        for text in ("bara", "ceni mu", "gute", "hal bara ni", "kinso")
+    ]
+
+    def draw(inputs, first):
+        return [
+            output.tokens
+            for output in continuous_batching.decode_all(
+                target,
+                inputs,
+                batch_size=4,
+                seed=3,
+                first=first,
+                num_samples=2,
+                max_new_tokens=8,
+                sampling=SamplingConfig(temperature=1.0),
+            )
+        ]
+
     whole = draw(ids * 2, 0)
     assert draw((ids * 2)[4:8], 4) == whole[8:16] and whole[8:16] != draw((ids * 2)[4:8], 0)
 
@@ -192,15 +240,23 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
     def kill():
         raise Killed
 
-    interfere(12 + 16 + 3, kill)  # one output of every source, then two of each, 8 sources in the first shard
+    interfere(
+        12 + 16 + 3, kill
+    )  # one output of every source, then two of each, 8 sources in the first shard
     with pytest.raises(Killed):
         distill.run(config)
-    assert set(outputs(config.output_dir)) == {"outputs-train-greedy.tsv", "outputs-train-sampled.000000000.tsv"}
+    assert set(outputs(config.output_dir)) == {
+        "outputs-train-greedy.tsv",
+        "outputs-train-sampled.000000000.tsv",
+    }
     interfere(8 + 2, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         distill.run(config)
     assert "interrupted: files of outputs are kept" in capsys.readouterr().err
-    assert set(outputs(config.output_dir)) == {"outputs-train-greedy.tsv", "outputs-train-sampled.tsv"}
+    assert set(outputs(config.output_dir)) == {
+        "outputs-train-greedy.tsv",
+        "outputs-train-sampled.tsv",
+    }
     interfere(0, kill)
 
     def interrupted(state, *arguments, **more):
@@ -218,7 +274,12 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
     distill.run(config)
     said = capsys.readouterr().err
     assert not calls and re.search(r"resumed at step \d of 12", said)
-    for line in ("needs 0 outputs of the target", "takes about ", "kept: step ", "next: specdec benchmark --target="):
+    for line in (
+        "needs 0 outputs of the target",
+        "takes about ",
+        "kept: step ",
+        "next: specdec benchmark --target=",
+    ):
         assert line in said
     held_out = (pathlib.Path(config.output_dir) / "validation.txt").read_text().splitlines()
     assert len(held_out) == 24 and "\t" not in "".join(held_out)
@@ -232,9 +293,18 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
         (dict(samples=1), "samples: got 1, expected 2, as for the outputs in"),
         (dict(seed=1), "seed: got 1, expected 0"),
         (dict(buckets=(16,)), "longest bucket: got 16, expected 32"),
-        (dict(source_files=("validation.tsv",)), "train sources: got 12 lines, .*, expected 12 lines"),
-        (dict(validation_files=("more.tsv",)), "validation-1 sources: got|validation-2 sources: got None"),
-        (dict(steps=4, warmup_steps=0, decay_steps=0), "steps: got 4, expected at least the 12 steps"),
+        (
+            dict(source_files=("validation.tsv",)),
+            "train sources: got 12 lines, .*, expected 12 lines",
+        ),
+        (
+            dict(validation_files=("more.tsv",)),
+            "validation-1 sources: got|validation-2 sources: got None",
+        ),
+        (
+            dict(steps=4, warmup_steps=0, decay_steps=0),
+            "steps: got 4, expected at least the 12 steps",
+        ),
         (
             dict(drafter=None, drafter_shape=(8, 2, 4, 1, 1, 16)),
             "initialise_from: got None, expected that of the run in .*drafter",
@@ -248,7 +318,9 @@ def test_settings_that_contradict_what_is_there(undisturbed, models, language, s
     assert outputs(undisturbed) == before
 
 
-def test_other_files_under_the_same_paths_are_rejected(undisturbed, models, language, tmp_path, monkeypatch):
+def test_other_files_under_the_same_paths_are_rejected(
+    undisturbed, models, language, tmp_path, monkeypatch
+):
     """A target of which one array of the encoder differs, before outputs are written and before
     training; a vocabulary."""
     shutil.copytree(undisturbed, tmp_path / "run")
@@ -268,43 +340,65 @@ def test_other_files_under_the_same_paths_are_rejected(undisturbed, models, lang
             if gone:
                 path = tmp_path / "run" / gone
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            with pytest.raises(ValueError, match="target's contents: got .*, as for the outputs in .*run"):
+            with pytest.raises(
+                ValueError, match="target's contents: got .*, as for the outputs in .*run"
+            ):
                 distill.run(config)
     path = tmp_path / "run/distill.json"
     stored = json.loads(path.read_text())
     path.write_text(json.dumps({**stored, "vocabulary's contents": "x"}))
-    with pytest.raises(ValueError, match="vocabulary's contents: got .*, expected x, as for the outputs"):
+    with pytest.raises(
+        ValueError, match="vocabulary's contents: got .*, expected x, as for the outputs"
+    ):
         distill.run(config)
-    path.write_text(json.dumps({name: value for name, value in stored.items() if "contents" not in name}))
+    path.write_text(
+        json.dumps({name: value for name, value in stored.items() if "contents" not in name})
+    )
     distill.run(config)
-    assert json.loads(path.read_text()) == stored and outputs(config.output_dir) == outputs(undisturbed)
+    assert json.loads(path.read_text()) == stored and outputs(config.output_dir) == outputs(
+        undisturbed
+    )
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(target=None), "target: got nothing, expected a checkpoint's folder or ende/drafter or ende/target"),
+        (
+            dict(target=None),
+            "target: got nothing, expected a checkpoint's folder or ende/drafter or ende/target",
+        ),
         (dict(output_dir=None), "output_dir: got nothing"),
         (dict(source_files=()), "source_files: got nothing"),
         (dict(validation_files=("gone",)), "validation_files: got '.*gone', which is no file"),
         (dict(drafter=None), "drafter, drafter_shape: got nothing, expected one of them"),
         (dict(drafter_shape=(8, 2, 4, 1, 1, 16)), "drafter, drafter_shape: got both"),
-        (dict(drafter=None, drafter_shape=(8, 2)), r"drafter_shape: got \(8, 2\), expected emb_dim, num_heads"),
+        (
+            dict(drafter=None, drafter_shape=(8, 2)),
+            r"drafter_shape: got \(8, 2\), expected emb_dim, num_heads",
+        ),
         (dict(drafter=None, drafter_shape=(8, 2, 4, 1, 0, 16)), "num_decoder_layers: got 0"),
         (dict(greedy=False, samples=0), "samples: got 0 without greedy outputs"),
         (dict(temperature=0.0), "temperature: got 0.0"),
         (dict(shard_size=0), "shard_size: got 0"),
         (dict(buckets=(16, 8)), "buckets: got"),
         (dict(batch_tokens=8), "batch_tokens: got 8, expected at least the longest bucket, 32"),
-        (dict(max_new_tokens=33), "max_new_tokens: got 33, expected at most the longest bucket, 32"),
+        (
+            dict(max_new_tokens=33),
+            "max_new_tokens: got 33, expected at most the longest bucket, 32",
+        ),
         (dict(select="best"), "select: got 'best', expected one of loss, acceptance, agreement"),
         (dict(divergence="tv"), "divergence: got 'tv'"),
         (dict(drafter="STRANGER"), "drafter: got another vocabulary, expected the target's pieces"),
-        (dict(buckets=(2,), max_new_tokens=2), "got no source of at most 2 pieces, expected at least one"),
+        (
+            dict(buckets=(2,), max_new_tokens=2),
+            "got no source of at most 2 pieces, expected at least one",
+        ),
         (dict(steps=3), "steps: got 3, expected at least warmup_steps"),
     ],
 )
-def test_bad_settings_are_told_before_anything_is_decoded(models, language, tmp_path, monkeypatch, settings, message):
+def test_bad_settings_are_told_before_anything_is_decoded(
+    models, language, tmp_path, monkeypatch, settings, message
+):
     monkeypatch.setattr(training_outputs, "decode_all", None)
     if settings.get("drafter"):
         settings = dict(drafter=str(models / "stranger"))
@@ -314,8 +408,12 @@ def test_bad_settings_are_told_before_anything_is_decoded(models, language, tmp_
 
 
 def test_a_new_drafter_is_shaped_like_its_target_for_the_rest(models, language, tmp_path):
-    config = distill_config(models, language, tmp_path, drafter=None, drafter_shape=(8, 2, 4, 1, 1, 16))
-    target = dataclasses.replace(TINY, mlp_activations=("relu",), logits_via_embedding=True, dtype="bfloat16")
+    config = distill_config(
+        models, language, tmp_path, drafter=None, drafter_shape=(8, 2, 4, 1, 1, 16)
+    )
+    target = dataclasses.replace(
+        TINY, mlp_activations=("relu",), logits_via_embedding=True, dtype="bfloat16"
+    )
     expected = dataclasses.replace(SMALL, mlp_activations=("relu",), logits_via_embedding=True)
     assert config.shape(target) == expected
     given = dataclasses.replace(config, matmul_dtype="bfloat16").shape(target)
@@ -331,17 +429,25 @@ def test_configuration():
         "data/ende/train.tsv.gz",
         "data/wiki_pe/train.tsv.gz",
     ]
-    assert all("test" not in str(path) for name in ("source_files", "validation_files") for path in config.paths(name))
+    assert all(
+        "test" not in str(path)
+        for name in ("source_files", "validation_files")
+        for path in config.paths(name)
+    )
     model = config.shape(loader.load_shape(config.target))
     training = config.training(model, 6144, ["a"], ["b"])
     assert (training.teacher, training.initialise_from) == ("ende/target", "ende/drafter")
-    assert model == dataclasses.replace(loader.load_shape("ende/drafter"), dtype="float32", matmul_dtype="bfloat16")
+    assert model == dataclasses.replace(
+        loader.load_shape("ende/drafter"), dtype="float32", matmul_dtype="bfloat16"
+    )
 
 
 def test_configuration_of_the_bundled_drafter(tmp_path):
     gin.clear_config()
     gin.parse_config_file(str(CONFIGS.parent / "distill" / "ende_drafter.gin"))
-    config = gin.get_configurable(distill.DistillConfig)(target="ende/target", data_dir=tmp_path, output_dir="run")
+    config = gin.get_configurable(distill.DistillConfig)(
+        target="ende/target", data_dir=tmp_path, output_dir="run"
+    )
     gin.clear_config()
     sources = [str(path.relative_to(tmp_path)) for path in config.paths("source_files")]
     assert sources == ["ende/train.tsv.gz", "wiki_pe/train.tsv.gz", "wikitext.txt.gz"]
@@ -352,6 +458,9 @@ def test_configuration_of_the_bundled_drafter(tmp_path):
     config.check()
     target, bundled = (loader.load_shape(f"ende/{name}") for name in ("target", "drafter"))
     assert dataclasses.replace(config.shape(target), dtype=bundled.dtype) == bundled
-    count = lambda shape: train.parameter_count(jax.eval_shape(lambda: random_params(shape)))
+
+    def count(shape):
+        return train.parameter_count(jax.eval_shape(lambda: random_params(shape)))
+
     assert count(bundled) == 2_491_392 and 8 * count(bundled) <= count(target)
     assert config.training(config.shape(target), 6144, ["a"], ["b"]).select == "agreement"

@@ -50,11 +50,17 @@ def test_every_divergence_has_a_slow_version():
 @pytest.mark.parametrize("name", sorted(SLOW))
 def test_divergence_and_its_gradient_against_finite_differences(name):
     rng = np.random.default_rng(0)
-    divergence = lambda teacher, student: losses.DIVERGENCES[name](*map(jax.nn.log_softmax, (teacher, student)))
+
+    def divergence(teacher, student):
+        return losses.DIVERGENCES[name](*map(jax.nn.log_softmax, (teacher, student)))
+
     fast = jax.jit(jax.value_and_grad(divergence, argnums=1))
     for scale in (0.1, 1.0, 5.0):
         teacher, student = rng.normal(0, scale, (2, 9))
-        slow = lambda logits: SLOW[name](dist(teacher), dist(logits))
+
+        def slow(logits):
+            return SLOW[name](dist(teacher), dist(logits))
+
         value, grad = fast(np.float32(teacher), np.float32(student))
         bumps = 1e-6 * np.eye(9)
         expected = [(slow(student + bump) - slow(student - bump)) / 2e-6 for bump in bumps]
@@ -65,18 +71,31 @@ def test_divergence_and_its_gradient_against_finite_differences(name):
 @pytest.mark.parametrize("name", sorted(SLOW))
 def test_divergence_of_equal_and_of_disjoint_distributions(name):
     far = np.log(np.array([[1.0, 1e-30], [1e-30, 1.0]], np.float32))
-    limit = {"forward_kl": 30 * np.log(10), "reverse_kl": 30 * np.log(10), "jensen_shannon": np.log(2)}.get(name, 1.0)
+    limit = {
+        "forward_kl": 30 * np.log(10),
+        "reverse_kl": 30 * np.log(10),
+        "jensen_shannon": np.log(2),
+    }.get(name, 1.0)
     value, grad = jax.jit(jax.value_and_grad(losses.DIVERGENCES[name], argnums=1))(far[0], far[1])
     assert value == pytest.approx(limit, rel=1e-5) and np.all(np.isfinite(grad))
-    through = lambda same, logits: losses.DIVERGENCES[name](jax.nn.log_softmax(same), jax.nn.log_softmax(logits))
+
+    def through(same, logits):
+        return losses.DIVERGENCES[name](jax.nn.log_softmax(same), jax.nn.log_softmax(logits))
+
     value, grad = jax.jit(jax.value_and_grad(through, argnums=1))(np.arange(6.0), np.arange(6.0))
     assert abs(value) < 1e-6 and np.max(np.abs(grad)) < 1e-6
 
 
 def test_total_variation_is_one_minus_the_acceptance_probability():
     p, q = np.array([0.5, 0.2, 0.3]), np.array([0.1, 0.6, 0.3])
-    accepted = sum(q[x] * min(1, p[x] / q[x]) for x in range(3))  # a draft x ~ q is accepted with min(1, p/q)
-    assert losses.total_variation(jnp.log(p), jnp.log(q)) == pytest.approx(1 - accepted) == pytest.approx(0.4)
+    accepted = sum(
+        q[x] * min(1, p[x] / q[x]) for x in range(3)
+    )  # a draft x ~ q is accepted with min(1, p/q)
+    assert (
+        losses.total_variation(jnp.log(p), jnp.log(q))
+        == pytest.approx(1 - accepted)
+        == pytest.approx(0.4)
+    )
 
 
 def random_batch():
@@ -89,14 +108,18 @@ def random_batch():
 @functools.partial(jax.jit, static_argnames="shape")
 def forward(params, inputs, targets, shape):
     before = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
-    return T5(shape).apply({"params": params}, jnp.maximum(inputs, 0), inputs >= 0, jnp.maximum(before, 0))
+    return T5(shape).apply(
+        {"params": params}, jnp.maximum(inputs, 0), inputs >= 0, jnp.maximum(before, 0)
+    )
 
 
 def logits_of(params, batch, shape=TINY):
     return np.asarray(forward(params, *batch, shape), np.float64)
 
 
-@pytest.mark.parametrize("name, weight, temperature", [("total_variation", 1.0, 0.5), ("reverse_kl", 0.3, 2.0)])
+@pytest.mark.parametrize(
+    "name, weight, temperature", [("total_variation", 1.0, 0.5), ("reverse_kl", 0.3, 2.0)]
+)
 def test_loss_is_the_sum_over_target_pieces(name, weight, temperature):
     params, teacher, batch = random_params(), random_params(seed=1), random_batch()
     objective = losses.Objective(T5(TINY), 0.0, T5(TINY), weight, name, temperature)
@@ -108,14 +131,18 @@ def test_loss_is_the_sum_over_target_pieces(name, weight, temperature):
     )
     assert metrics.pieces == 14
     np.testing.assert_allclose([metrics.loss, loss], [expected, expected / 14], rtol=1e-5)
-    grads = jax.jit(jax.grad(lambda teacher: losses.loss_fn(params, batch, objective, teacher)[0]))(teacher)
+    grads = jax.jit(jax.grad(lambda teacher: losses.loss_fn(params, batch, objective, teacher)[0]))(
+        teacher
+    )
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
 
 
 def test_acceptance_and_agreement_are_those_of_the_pair():
     student, teacher = random_params(SMALL), random_params(seed=1)
     rng = np.random.default_rng(3)
-    pairs = [(rng.integers(2, 64, 5).tolist(), rng.integers(2, 64, n).tolist()) for n in (2, 7, 4, 6, 3)]
+    pairs = [
+        (rng.integers(2, 64, 5).tolist(), rng.integers(2, 64, n).tolist()) for n in (2, 7, 4, 6, 3)
+    ]
     batches = training_batches.BucketedBatches(pairs, (8,), 16)
     objective = losses.Objective(T5(SMALL), 0.1, T5(TINY), 0.5, distill_temperature=0.3)
     metrics, likeness = losses.evaluate(student, batches, objective, teacher)
@@ -131,7 +158,9 @@ def test_acceptance_and_agreement_are_those_of_the_pair():
     assert metrics.pieces == 22
     np.testing.assert_allclose(likeness.acceptance, accepted, rtol=1e-5)
     assert likeness.agreement == agreeing
-    assert losses.evaluate(teacher, batches, dataclasses.replace(objective, model=T5(TINY)), teacher)[1] == (
+    assert losses.evaluate(
+        teacher, batches, dataclasses.replace(objective, model=T5(TINY)), teacher
+    )[1] == (
         pytest.approx(22, rel=1e-5),
         22,
     )
@@ -140,8 +169,14 @@ def test_acceptance_and_agreement_are_those_of_the_pair():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(divergence="reverse_kl"), "divergence: got 'reverse_kl', expected 'forward_kl' without a teacher"),
-        (dict(distill_temperature=0.5), "distill_temperature: got 0.5, expected 1.0 without a teacher"),
+        (
+            dict(divergence="reverse_kl"),
+            "divergence: got 'reverse_kl', expected 'forward_kl' without a teacher",
+        ),
+        (
+            dict(distill_temperature=0.5),
+            "distill_temperature: got 0.5, expected 1.0 without a teacher",
+        ),
         (dict(select="agreement"), "select: got 'agreement', expected 'loss' without a teacher"),
         (
             dict(teacher="x", distill_weight=1.0, divergence="tv"),
@@ -165,7 +200,10 @@ def test_bad_training_settings(settings, message):
 def test_a_run_begins_with_the_parameters_of_a_model(models, language, tmp_path):
     start = str(models / "drafter")
     config = config_of(language, tmp_path, model=SMALL, initialise_from=start)
-    state, expected = train.Run(config, run_folder.Checkpoints(tmp_path)).initial_state(), loader.load(start, "float32")
+    state, expected = (
+        train.Run(config, run_folder.Checkpoints(tmp_path)).initial_state(),
+        loader.load(start, "float32"),
+    )
     assert same(state.params, expected.params) and int(state.step) == 0
     assert same(state.opt_state, _optimizer(config).init(state.params))
     written = vocabularies.SentencePieceVocabulary.load(tmp_path / "vocabulary.model")
@@ -175,9 +213,15 @@ def test_a_run_begins_with_the_parameters_of_a_model(models, language, tmp_path)
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(model=TINY), "initialise_from: got T5Config.*emb_dim=8, .* expected the shape T5Config.*emb_dim=16"),
+        (
+            dict(model=TINY),
+            "initialise_from: got T5Config.*emb_dim=8, .* expected the shape T5Config.*emb_dim=16",
+        ),
         (dict(initialise_from="nowhere"), "nowhere: got no such path"),
-        (dict(initialise_from="STRANGER", teacher="TARGET", distill_weight=1.0), "expected the teacher's pieces"),
+        (
+            dict(initialise_from="STRANGER", teacher="TARGET", distill_weight=1.0),
+            "expected the teacher's pieces",
+        ),
     ],
 )
 def test_a_start_that_does_not_fit(models, language, tmp_path, monkeypatch, settings, message):
@@ -202,7 +246,9 @@ def test_the_best_is_what_is_selected(tmp_path, select, step):
 
 def test_the_best_by_another_measure_gives_way(tmp_path):
     params = {"a": np.zeros(2, np.float32)}
-    assert run_folder.Checkpoints(tmp_path).keep_best(5, params, 1.0)  # without a teacher: no acceptance
+    assert run_folder.Checkpoints(tmp_path).keep_best(
+        5, params, 1.0
+    )  # without a teacher: no acceptance
     assert run_folder.Checkpoints(tmp_path, select="acceptance").keep_best(
         6, params, 2.0, acceptance=0.1, agreement=0.1
     )

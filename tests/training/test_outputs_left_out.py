@@ -15,7 +15,14 @@ from specdec_jax.training import sequence_distillation
 pytestmark = pytest.mark.usefixtures("quick")
 BAD = 3 + ord("#")
 SETTINGS = types.SimpleNamespace(
-    batch_size=2, seed=0, temperature=1.0, max_new_tokens=3, buckets=(16,), shard_size=10, greedy=True, samples=0
+    batch_size=2,
+    seed=0,
+    temperature=1.0,
+    max_new_tokens=3,
+    buckets=(16,),
+    shard_size=10,
+    greedy=True,
+    samples=0,
 )
 
 
@@ -23,7 +30,9 @@ SETTINGS = types.SimpleNamespace(
 def target():
     model = tiny_t5(0, 300)
     params = model.params
-    params["token_embedder"]["embedding"] = params["token_embedder"]["embedding"].at[BAD].set(jnp.nan)
+    params["token_embedder"]["embedding"] = (
+        params["token_embedder"]["embedding"].at[BAD].set(jnp.nan)
+    )
     head = params["decoder"]["logits_dense"]
     head["kernel"] = head["kernel"].at[:, jnp.array([0, BAD])].set(0.0)  # never the most probable
     return sd.LanguageModel(model.config, params, ByteVocabulary(0), name="damaged", eos_ids=())
@@ -40,9 +49,13 @@ def test_one_source_is_left_out_and_told(target):
     first, second, third = lines(target, ["one", "t#o", "three"], said)
     assert first.startswith("one\t") and second == "" and third.startswith("three\t")
     (line,) = said
-    assert line.startswith("1 of 3 outputs are left out: got logits from the target damaged that are not finite")
+    assert line.startswith(
+        "1 of 3 outputs are left out: got logits from the target damaged that are not finite"
+    )
 
 
 def test_a_target_without_any_output_is_an_error(target):
-    with pytest.raises(sd.NonFiniteLogitsError, match="^input 0: got logits from the target damaged"):
+    with pytest.raises(
+        sd.NonFiniteLogitsError, match="^input 0: got logits from the target damaged"
+    ):
         lines(target, ["#", "t#o"], [])

@@ -14,7 +14,11 @@ from toy_training import TINY, TINY_GPT, config_of, text_config
 
 import specdec_jax as sd
 from specdec_jax.commands import distill, main
-from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary, TokenizerJsonVocabulary
+from specdec_jax.models.vocabularies import (
+    ByteVocabulary,
+    SentencePieceVocabulary,
+    TokenizerJsonVocabulary,
+)
 from specdec_jax.training import config as training_config
 from specdec_jax.training import heads, run_vocabulary, train
 
@@ -26,8 +30,13 @@ def tokenizer_json(texts, special=()) -> TokenizerJsonVocabulary:
     """Returns a `tokenizer.json` of 50 pieces; without `special`, id 0 is a letter and EOS the
     last."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>" if special else None))
-    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=50 - (not special), special_tokens=list(special))
+    made.pre_tokenizer, made.decoder = (
+        tokenizers.pre_tokenizers.Metaspace(),
+        tokenizers.decoders.Metaspace(),
+    )
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=50 - (not special), special_tokens=list(special)
+    )
     made.train_from_iterator(texts, trainer)
     made.add_special_tokens(["</s>"])
     return TokenizerJsonVocabulary(made.to_str())
@@ -49,7 +58,9 @@ def saved(vocabulary, folder, **ids) -> str:
     """Writes a random target; returns its folder."""
     shape = dataclasses.replace(TINY, vocab_size=-(-vocabulary.size // 8) * 8)
     drawn = sd.LanguageModel.random(shape, vocabulary=vocabulary, eos_ids=vocabulary.eos_ids)
-    sd.save(sd.LanguageModel(shape, drawn.params, vocabulary, eos_ids=vocabulary.eos_ids, **ids), folder)
+    sd.save(
+        sd.LanguageModel(shape, drawn.params, vocabulary, eos_ids=vocabulary.eos_ids, **ids), folder
+    )
     return str(folder)
 
 
@@ -66,10 +77,20 @@ def check_drafts(folder, target: str, name: str = "model") -> sd.LanguageModel:
 def distilled(target: str, language, output, **settings) -> str:
     """Distils for three steps; returns the folder of the run."""
     given = dict(
-        target=target, drafter_shape=(8, 2, 4, 1, 1, 16), source_files=("more.tsv",), validation_files=("more.tsv",),
-        data_dir=str(language), output_dir=str(output), max_new_tokens=8, batch_size=4, steps=3, warmup_steps=0,
-        decay_steps=0, batch_tokens=128, buckets=(32,),
-    )  # fmt: skip
+        target=target,
+        drafter_shape=(8, 2, 4, 1, 1, 16),
+        source_files=("more.tsv",),
+        validation_files=("more.tsv",),
+        data_dir=str(language),
+        output_dir=str(output),
+        max_new_tokens=8,
+        batch_size=4,
+        steps=3,
+        warmup_steps=0,
+        decay_steps=0,
+        batch_tokens=128,
+        buckets=(32,),
+    )
     distill.run(distill.DistillConfig(**given | settings))
     return str(output)
 
@@ -110,7 +131,12 @@ def test_a_run_keeps_the_vocabulary_of_its_model(kind, vocabularies, language, t
     for path, size, more, message in (
         ("", 7, {}, f"vocabulary: got {vocabulary.size} pieces of x, expected vocabulary_size = 7"),
         ("", vocabulary.size, other, "y: got start token 2, expected x's, 3"),
-        (str(tmp_path / "a.model"), vocabulary.size, {}, "got '.*a.model' for x's vocabulary, expected (none|a name)"),
+        (
+            str(tmp_path / "a.model"),
+            vocabulary.size,
+            {},
+            "got '.*a.model' for x's vocabulary, expected (none|a name)",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             run_vocabulary.choose(path, tmp_path, size, given | more, corpus, pytest.fail)
@@ -120,8 +146,12 @@ def test_a_damaged_record_names_its_file(vocabularies, tmp_path):
     run_vocabulary.RunVocabulary(vocabularies["bytes"], 3, (5, 7)).write(tmp_path)
     path = tmp_path / "vocabulary.json"
     for change in ({"start_token": "x"}, {"start_token": 1.5}, {"eos_ids": ["x"]}, {"eos_ids": 1}):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_ids": [1], "start_token": 0} | change))
-        with pytest.raises(ValueError, match="vocabulary.json: got .*, expected the vocabulary and special ids"):
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | {"eos_ids": [1], "start_token": 0} | change)
+        )
+        with pytest.raises(
+            ValueError, match="vocabulary.json: got .*, expected the vocabulary and special ids"
+        ):
             run_vocabulary.RunVocabulary.read(tmp_path)
 
 
@@ -139,7 +169,9 @@ def test_a_run_of_an_earlier_version_is_exported(vocabularies, language, tmp_pat
 def test_a_text_without_pieces_is_rejected_by_its_number(language, vocabularies, tmp_path):
     bare = TokenizerJsonVocabulary(vocabularies["tokenizer.json"].text, around=([], []))
     (tmp_path / "pairs.tsv").write_text("a\tb\n\tb\n")
-    with pytest.raises(ValueError, match="pairs.tsv, example 2: got a text without pieces, expected at least one"):
+    with pytest.raises(
+        ValueError, match="pairs.tsv, example 2: got a text without pieces, expected at least one"
+    ):
         config_of(language, tmp_path).corpus.batches(bare, [tmp_path / "pairs.tsv"], 50, 100, 0)
 
 
@@ -179,9 +211,16 @@ def test_a_decoder_only_model_goes_on_with_its_tokenizer(vocabularies, tmp_path)
     sd.save(model, tmp_path / "start")
     (tmp_path / "train.txt").write_text(f"bara ceni\n{vocabulary.piece(0)}\n")
     settings = dict(
-        model=shape, vocabulary_size=50, validation_files="train.txt", steps=2, warmup_steps=0, decay_steps=0
+        model=shape,
+        vocabulary_size=50,
+        validation_files="train.txt",
+        steps=2,
+        warmup_steps=0,
+        decay_steps=0,
     )
-    train.fit(text_config(tmp_path, tmp_path / "run", initialise_from=str(tmp_path / "start"), **settings))
+    train.fit(
+        text_config(tmp_path, tmp_path / "run", initialise_from=str(tmp_path / "start"), **settings)
+    )
     trained = sd.load(tmp_path / "run/model", "float32")
     assert (trained.start_token, trained.eos_ids, trained.vocabulary.size) == (49, (49,), 50)
     assert not np.array_equal(trained.params["decoder"]["decoder_norm"]["scale"], 1.0)
@@ -191,10 +230,19 @@ def test_heads_and_tables_of_any_vocabulary(vocabularies, language, tmp_path):
     vocabulary = vocabularies["no padding"]
     target = saved(vocabulary, tmp_path / "target")
     settings = heads.HeadsTrainConfig(
-        target=target, train_files="more.tsv", validation_files="more.tsv", output_dir=str(tmp_path / "run"),
-        data_dir=str(language), num_heads=2, share_head=False, steps=2, warmup_steps=0, decay_steps=0,
-        batch_tokens=128, buckets=(32,),
-    )  # fmt: skip
+        target=target,
+        train_files="more.tsv",
+        validation_files="more.tsv",
+        output_dir=str(tmp_path / "run"),
+        data_dir=str(language),
+        num_heads=2,
+        share_head=False,
+        steps=2,
+        warmup_steps=0,
+        decay_steps=0,
+        batch_tokens=128,
+        buckets=(32,),
+    )
     heads.fit(settings)
     model = sd.load(target, "float32")
     for drafter in (
@@ -216,5 +264,7 @@ def test_a_text_has_one_eos_where_a_model_stops_at_several(vocabularies, languag
     """The first ends a text; the others are ordinary pieces at which the model stops too."""
     several = TokenizerJsonVocabulary(vocabularies["tokenizer.json"].text, (1, 7))
     ids = run_vocabulary.RunVocabulary(several, 0, (1, 7))
-    pair = train._batches(config_of(language, tmp_path, buckets=(32,)), ids, [language / "more.tsv"])._pairs[0]
+    pair = train._batches(
+        config_of(language, tmp_path, buckets=(32,)), ids, [language / "more.tsv"]
+    )._pairs[0]
     assert all(side[-1] == 1 and 1 not in side[:-1] and side[-2] != 7 for side in pair)

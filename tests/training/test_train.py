@@ -35,17 +35,23 @@ def forward(params, inputs, tokens):
 
 def dists(params, batch):
     inputs, targets = batch
-    return np.asarray(forward(params, inputs, np.pad(targets[:, :-1], ((0, 0), (1, 0)))), np.float64)
+    return np.asarray(
+        forward(params, inputs, np.pad(targets[:, :-1], ((0, 0), (1, 0)))), np.float64
+    )
 
 
 # Losses.
 
 
-@pytest.mark.parametrize("smoothing, weight", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.3), (0.2, 0.6), (0.1, 1.0)])
+@pytest.mark.parametrize(
+    "smoothing, weight", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.3), (0.2, 0.6), (0.1, 1.0)]
+)
 def test_loss_is_the_sum_over_target_pieces(smoothing, weight):
     params, teacher, batch = random_params(), random_params(seed=1), random_batch()
     objective = losses.Objective(T5(TINY), smoothing, T5(TINY) if weight else None, weight)
-    loss, metrics = jax.jit(losses.loss_fn, static_argnums=2)(params, batch, objective, teacher if weight else None)
+    loss, metrics = jax.jit(losses.loss_fn, static_argnums=2)(
+        params, batch, objective, teacher if weight else None
+    )
     log_q, log_p = dists(params, batch), dists(teacher, batch)
     expected, nll, pieces = 0.0, 0.0, 0
     for b, t in zip(*np.nonzero(batch[1] >= 0)):
@@ -57,13 +63,17 @@ def test_loss_is_the_sum_over_target_pieces(smoothing, weight):
         nll -= log_q[b, t, batch[1][b, t]]
         pieces += 1
     assert metrics.pieces == pieces == 14
-    np.testing.assert_allclose([metrics.loss, metrics.nll, loss], [expected, nll, expected / pieces], rtol=1e-5)
+    np.testing.assert_allclose(
+        [metrics.loss, metrics.nll, loss], [expected, nll, expected / pieces], rtol=1e-5
+    )
 
 
 def test_divergence_from_itself_is_zero_with_a_zero_gradient():
     params, batch = random_params(), random_batch()
     objective = losses.Objective(T5(TINY), teacher=T5(TINY), distill_weight=1.0)
-    loss, grads = jax.jit(jax.value_and_grad(lambda p: losses.loss_fn(p, batch, objective, params)[0]))(params)
+    loss, grads = jax.jit(
+        jax.value_and_grad(lambda p: losses.loss_fn(p, batch, objective, params)[0])
+    )(params)
     assert abs(loss) < 1e-6
     assert max(np.max(np.abs(g)) for g in jax.tree.leaves(grads)) < 1e-5
 
@@ -71,7 +81,10 @@ def test_divergence_from_itself_is_zero_with_a_zero_gradient():
 def test_gradients_flow_to_the_student_only():
     params, teacher, batch = random_params(), random_params(seed=1), random_batch()
     objective = losses.Objective(T5(TINY), teacher=T5(TINY), distill_weight=0.5)
-    loss = lambda student, teacher: losses.loss_fn(student, batch, objective, teacher)[0]
+
+    def loss(student, teacher):
+        return losses.loss_fn(student, batch, objective, teacher)[0]
+
     student_grads, teacher_grads = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, teacher)
     assert all(np.any(g) for g in jax.tree.leaves(student_grads["decoder"]))
     assert not any(np.any(g) for g in jax.tree.leaves(teacher_grads))
@@ -84,10 +97,15 @@ def test_learning_rate_rises_stays_and_falls():
     config = training_config.TrainConfig(
         TINY, ("a",), ("b",), "c", vocabulary_size=64, steps=10, warmup_steps=2, decay_steps=4
     )
-    got = [float(training_optimizer.learning_rate(config, step)) / config.learning_rate for step in range(11)]
+    got = [
+        float(training_optimizer.learning_rate(config, step)) / config.learning_rate
+        for step in range(11)
+    ]
     np.testing.assert_allclose(got, [0, 0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0], rtol=1e-6)
     constant = dataclasses.replace(config, warmup_steps=0, decay_steps=0)
-    assert [float(training_optimizer.learning_rate(constant, step)) for step in (0, 9)] == pytest.approx([0.01, 0.01])
+    assert [
+        float(training_optimizer.learning_rate(constant, step)) for step in (0, 9)
+    ] == pytest.approx([0.01, 0.01])
 
 
 optimizer_of = functools.cache(
@@ -124,21 +142,33 @@ def test_dropout_depends_on_seed_and_step():
 
 
 @pytest.mark.parametrize(
-    "given", [dict(dtype="bfloat16"), dict(model=dataclasses.replace(TINY, matmul_dtype="bfloat16"))]
+    "given",
+    [dict(dtype="bfloat16"), dict(model=dataclasses.replace(TINY, matmul_dtype="bfloat16"))],
 )
 def test_rounded_training_keeps_float32_parameters(given):
     config = config_of(".", ".", warmup_steps=0, decay_steps=0, steps=20, **given)
     computing = train.computing(config, config.model)
-    assert (computing.dtype, computing.matmul_dtype) == (config.dtype or "float32", config.model.matmul_dtype)
+    assert (computing.dtype, computing.matmul_dtype) == (
+        config.dtype or "float32",
+        config.model.matmul_dtype,
+    )
     state, history = steps(config, computing, 20)
     assert history[-1] < history[0] - 0.5
-    kinds = {leaf.dtype for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    kinds = {
+        leaf.dtype for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
     assert kinds == {jnp.dtype("float32")}
 
 
 def test_dtype_follows_the_backend(monkeypatch):
     config = config_of(".", ".", model=dataclasses.replace(TINY, matmul_dtype="bfloat16"))
-    shape = lambda: (train.computing(config, config.model).dtype, train.computing(config, config.model).matmul_dtype)
+
+    def shape():
+        return (
+            train.computing(config, config.model).dtype,
+            train.computing(config, config.model).matmul_dtype,
+        )
+
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert shape() == ("float32", "bfloat16")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -148,10 +178,21 @@ def test_dtype_follows_the_backend(monkeypatch):
 def test_a_checkpoint_has_the_known_names():
     """Runs are resumed by later versions: the tree of a state must not change."""
     state = jax.eval_shape(lambda: steps_state())
-    names = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(state)}
+    names = {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree.leaves_with_path(state)
+    }
     kernel, embedding = "encoder/layers_0/mlp/wi_0/kernel", "token_embedder/embedding"
-    muon, adam = "opt_state/1/inner_states/muon/inner_state", "opt_state/1/inner_states/adam/inner_state"
-    assert {f"params/{kernel}", f"{muon}/0/mu/{kernel}", f"{adam}/0/mu/{embedding}", "step"} <= names
+    muon, adam = (
+        "opt_state/1/inner_states/muon/inner_state",
+        "opt_state/1/inner_states/adam/inner_state",
+    )
+    assert {
+        f"params/{kernel}",
+        f"{muon}/0/mu/{kernel}",
+        f"{adam}/0/mu/{embedding}",
+        "step",
+    } <= names
     assert {f"{adam}/0/nu/{embedding}", f"{muon}/0/count", f"{adam}/0/count"} <= names
     assert len(names) == 74
 
@@ -159,7 +200,9 @@ def test_a_checkpoint_has_the_known_names():
 def steps_state():
     params = random_params()
     return losses.TrainState(
-        params, training_optimizer.make_optimizer(config_of(".", ".")).init(params), jnp.zeros((), jnp.int32)
+        params,
+        training_optimizer.make_optimizer(config_of(".", ".")).init(params),
+        jnp.zeros((), jnp.int32),
     )
 
 
@@ -176,8 +219,14 @@ def steps_state():
         (dict(label_smoothing=1.0), "label_smoothing: got 1.0"),
         (dict(save_every=0), "save_every: got 0"),
         (dict(warmup_steps=-1), "warmup_steps: got -1"),
-        (dict(vocabulary_size=65), "vocabulary_size: got 65, expected at most model.vocab_size = 64"),
-        (dict(distill_weight=0.5), "distill_weight: got 0.5, expected a number in .* with a teacher, 0 without"),
+        (
+            dict(vocabulary_size=65),
+            "vocabulary_size: got 65, expected at most model.vocab_size = 64",
+        ),
+        (
+            dict(distill_weight=0.5),
+            "distill_weight: got 0.5, expected a number in .* with a teacher, 0 without",
+        ),
         (dict(teacher="x"), "distill_weight: got 0.0"),
         (dict(dtype="float16"), "dtype: got 'float16'"),
         (dict(model=dataclasses.replace(TINY, dtype="bfloat16")), "model.dtype: got 'bfloat16'"),
@@ -200,7 +249,9 @@ def test_bad_settings(language, tmp_path, settings, message):
         (dict(teacher="nowhere", distill_weight=1.0), "nowhere"),
     ],
 )
-def test_bad_files_are_told_before_anything_compiles(language, tmp_path, settings, message, monkeypatch):
+def test_bad_files_are_told_before_anything_compiles(
+    language, tmp_path, settings, message, monkeypatch
+):
     monkeypatch.setattr(jax, "jit", None)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train.fit(config_of(language, tmp_path, **settings))
@@ -209,9 +260,13 @@ def test_bad_files_are_told_before_anything_compiles(language, tmp_path, setting
 def test_a_piece_with_id_0_is_learnt(language, tmp_path):
     """It is none that pads a batch."""
     texts = (language / "train.tsv").read_text().split("\n")
-    (tmp_path / "vocabulary.model").write_bytes(make_checkpoints.sentencepiece_model(texts, 40))  # unknown is 0
+    (tmp_path / "vocabulary.model").write_bytes(
+        make_checkpoints.sentencepiece_model(texts, 40)
+    )  # unknown is 0
     (tmp_path / "more.tsv").write_text("bara\tQ\n")
-    settings = dict(vocabulary=str(tmp_path / "vocabulary.model"), validation_files=str(tmp_path / "more.tsv"))
+    settings = dict(
+        vocabulary=str(tmp_path / "vocabulary.model"), validation_files=str(tmp_path / "more.tsv")
+    )
     config = config_of(language, tmp_path / "run", **settings)
     run = train.Run(config, train.Checkpoints(tmp_path / "run"))
     (batches,) = run.validation.values()
@@ -237,7 +292,9 @@ def test_configurations(name, parameters, tmp_path):
     gin.parse_config_files_and_bindings([str(CONFIGS / f"{name}.gin")], bindings)
     config = gin.get_configurable(training_config.TrainConfig)()
     gin.clear_config()
-    assert isinstance(config, training_config.TrainConfig) and config.data_dir == config.output_dir == str(tmp_path)
+    assert isinstance(
+        config, training_config.TrainConfig
+    ) and config.data_dir == config.output_dir == str(tmp_path)
     assert config.paths("train_files")[0].parent in (tmp_path / "ende", tmp_path)
     shapes = jax.eval_shape(lambda: random_params(config.model))
     if parameters is not None:

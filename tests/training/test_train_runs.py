@@ -42,25 +42,43 @@ def finished(language, tmp_path_factory):
 
 
 def records(output):
-    return [json.loads(line) for line in (pathlib.Path(output) / "log.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (pathlib.Path(output) / "log.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_run_logs_and_writes_a_model(finished, language):
     config, compiled, params = finished
     output, log = pathlib.Path(config.output_dir), records(config.output_dir)
     assert compiled == 2  # once for each bucket
-    training, validation = ([r for r in log if name in r] for name in ("pieces_per_second", "validation_loss"))
-    assert [r["step"] for r in training] == [4, 8, 12] and [r["step"] for r in validation] == [6, 12]
-    assert training[-1]["loss"] < training[0]["loss"] and all(r["pieces_per_second"] > 0 for r in training)
+    training, validation = (
+        [r for r in log if name in r] for name in ("pieces_per_second", "validation_loss")
+    )
+    assert [r["step"] for r in training] == [4, 8, 12] and [r["step"] for r in validation] == [
+        6,
+        12,
+    ]
+    assert training[-1]["loss"] < training[0]["loss"] and all(
+        r["pieces_per_second"] > 0 for r in training
+    )
     assert set(validation[0]["validation_losses"]) == {"validation.tsv", "more.tsv"}
     assert sorted(os.listdir(output / "checkpoints")) == ["12", "8"]
     model = loader.load(output / "model")
-    assert model.vocabulary.size == 40 and (model.config.matmul_dtype, model.config.dropout_rate) == (None, 0)
+    assert model.vocabulary.size == 40 and (
+        model.config.matmul_dtype,
+        model.config.dropout_rate,
+    ) == (None, 0)
     text = model.vocabulary.encode("bara ceni") + [1]
     got, tokens = model.logits([text], [[0] + text]), np.array([text], np.int32)
-    apply = jax.jit(lambda params: T5(TINY).apply({"params": params}, tokens, tokens > 0, np.array([[0] + text])))
+    apply = jax.jit(
+        lambda params: T5(TINY).apply(
+            {"params": params}, tokens, tokens > 0, np.array([[0] + text])
+        )
+    )
     assert model.logits([text], [[0] + text]).dtype == np.float32
-    np.testing.assert_allclose(got, apply(params), atol=0.05)  # the parameters are stored in bfloat16
+    np.testing.assert_allclose(
+        got, apply(params), atol=0.05
+    )  # the parameters are stored in bfloat16
 
 
 def test_export_takes_the_best_or_the_newest(finished, tmp_path):
@@ -75,15 +93,25 @@ def test_export_takes_the_best_or_the_newest(finished, tmp_path):
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", output, copy], check=True)
     saved = run_folder.Checkpoints(copy)
-    assert saved.keep_best(3, better, lowest) and saved.best.all_steps() == [3]  # before the former best
+    assert saved.keep_best(3, better, lowest) and saved.best.all_steps() == [
+        3
+    ]  # before the former best
     assert saved.keep_best(3, worse, lowest - 1) and saved.best.all_steps() == [3]
     assert not saved.keep_best(14, params, math.nan) and saved.best.all_steps() == [3]
     assert not run_folder.Checkpoints(tmp_path / "empty").keep_best(1, params, math.nan)
-    gone = dataclasses.replace(config, output_dir=str(tmp_path / "gone"))  # the copy of a run that is no more
+    gone = dataclasses.replace(
+        config, output_dir=str(tmp_path / "gone")
+    )  # the copy of a run that is no more
     (copy / "config.json").write_text(json.dumps(dataclasses.asdict(gone)))
     train.export(copy, tmp_path / "best", dtype=None)
     train.export(copy, tmp_path / "newest", "newest", dtype=None)
-    same = lambda a, b: all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+    def same(a, b):
+        return all(
+            np.array_equal(x, y)
+            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        )
+
     assert same(loader.load(tmp_path / "best").params, worse)
     assert same(loader.load(tmp_path / "newest").params, params)
     with pytest.raises(ValueError, match="which: got 'last'"):
@@ -92,7 +120,9 @@ def test_export_takes_the_best_or_the_newest(finished, tmp_path):
         train.export(tmp_path, tmp_path / "x")
 
 
-def test_a_run_goes_on_with_another_schedule_but_no_other_model(finished, language, tmp_path, capsys):
+def test_a_run_goes_on_with_another_schedule_but_no_other_model(
+    finished, language, tmp_path, capsys
+):
     output = tmp_path / "run"
     subprocess.run(["cp", "-r", finished[0].output_dir, output], check=True)
     config = config_of(language, output, steps=20, decay_steps=8)
@@ -112,55 +142,89 @@ def test_a_run_goes_on_with_another_schedule_but_no_other_model(finished, langua
     assert json.loads((output / "contents.json").read_text()) == digests
     (output / "contents.json").write_text(json.dumps({**digests, "vocabulary": "of others"}))
     with pytest.raises(
-        ValueError, match="vocabulary: got another one, expected the vocabulary with which the run in .* began"
+        ValueError,
+        match="vocabulary: got another one, expected the vocabulary with which the run in .* began",
     ):
         train.fit(config)
     with pytest.raises(ValueError, match="steps: got 12, expected at least the 20 steps"):
         train.fit(dataclasses.replace(config, steps=12))
     with pytest.raises(ValueError, match="model: got .*, expected that of the run"):
         train.fit(dataclasses.replace(config, model=dataclasses.replace(TINY, mlp_dim=48)))
-    with pytest.raises(ValueError, match="vocabulary: got 40 pieces of .*, expected vocabulary_size = 39"):
+    with pytest.raises(
+        ValueError, match="vocabulary: got 40 pieces of .*, expected vocabulary_size = 39"
+    ):
         train.fit(dataclasses.replace(config, vocabulary_size=39))
 
 
 def test_distillation_brings_the_student_nearer_to_its_teacher(finished, language, tmp_path):
     teacher = str(pathlib.Path(finished[0].output_dir) / "model")
     student = T5Config(64, 16, 2, 8, 1, 1, 16)
-    config = config_of(language, tmp_path / "run", model=student, teacher=teacher, distill_weight=1.0, steps=24)
+    config = config_of(
+        language, tmp_path / "run", model=student, teacher=teacher, distill_weight=1.0, steps=24
+    )
     train.fit(config)
     log = [r["validation_loss"] for r in records(tmp_path / "run") if "validation_loss" in r]
     assert 0 < log[-1] < 0.5 * log[0]
-    assert loader.load(tmp_path / "run/model").vocabulary.fingerprint() == loader.load(teacher).vocabulary.fingerprint()
+    assert (
+        loader.load(tmp_path / "run/model").vocabulary.fingerprint()
+        == loader.load(teacher).vocabulary.fingerprint()
+    )
     other = str(tmp_path / "other.model")
     texts = (language / "train.tsv").read_text().split("\n")
     pathlib.Path(other).write_bytes(vocabularies.SentencePieceVocabulary.train(texts, 38).model)
     with pytest.raises(ValueError, match="expected the teacher's pieces"):
-        train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "c"), vocabulary=other, vocabulary_size=38))
-    with pytest.raises(ValueError, match="teacher: got '64 logits', expected model.vocab_size = 72"):
+        train.fit(
+            dataclasses.replace(
+                config, output_dir=str(tmp_path / "c"), vocabulary=other, vocabulary_size=38
+            )
+        )
+    with pytest.raises(
+        ValueError, match="teacher: got '64 logits', expected model.vocab_size = 72"
+    ):
         wide = dataclasses.replace(student, vocab_size=72)
         train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "d"), model=wide))
 
 
 def test_a_teachers_sentinels_and_special_ids_stay(finished, language, tmp_path, monkeypatch):
     texts = (language / "train.tsv").read_text().split("\n")
-    vocabulary = vocabularies.SentencePieceVocabulary(make_checkpoints.sentencepiece_model(texts, 40), 5)
+    vocabulary = vocabularies.SentencePieceVocabulary(
+        make_checkpoints.sentencepiece_model(texts, 40), 5
+    )
     converter.save(LanguageModel(TINY, finished[2], vocabulary, eos_ids=(2,)), tmp_path / "teacher")
     seen, make = [], corpus.BucketedBatches
     monkeypatch.setattr(
-        corpus, "BucketedBatches", lambda pairs, *arguments: (seen.extend(pairs), make(pairs, *arguments))[1]
+        corpus,
+        "BucketedBatches",
+        lambda pairs, *arguments: (seen.extend(pairs), make(pairs, *arguments))[1],
     )
     config = config_of(
-        language, tmp_path / "run", teacher=str(tmp_path / "teacher"), distill_weight=1.0, vocabulary_size=45,
-        steps=1, warmup_steps=0, decay_steps=0, buckets=(32,),
-    )  # fmt: skip
+        language,
+        tmp_path / "run",
+        teacher=str(tmp_path / "teacher"),
+        distill_weight=1.0,
+        vocabulary_size=45,
+        steps=1,
+        warmup_steps=0,
+        decay_steps=0,
+        buckets=(32,),
+    )
     train.fit(config)
     assert seen and all(ids[-1] == 2 and 2 not in ids[:-1] for pair in seen for ids in pair)
     student = loader.load(tmp_path / "run/model")
-    assert student.vocabulary.fingerprint() == vocabulary.fingerprint() and student.vocabulary.extra_ids == 5
+    assert (
+        student.vocabulary.fingerprint() == vocabulary.fingerprint()
+        and student.vocabulary.extra_ids == 5
+    )
     assert student.eos_ids == student.vocabulary.eos_ids == (2,)
-    with pytest.raises(ValueError, match="got 40 pieces of the teacher and 5 sentinels, expected vocabulary_size"):
-        train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "other"), vocabulary_size=40))
-    converter.save(LanguageModel(TINY, finished[2], vocabulary, start_token=3), tmp_path / "teacher")
+    with pytest.raises(
+        ValueError, match="got 40 pieces of the teacher and 5 sentinels, expected vocabulary_size"
+    ):
+        train.fit(
+            dataclasses.replace(config, output_dir=str(tmp_path / "other"), vocabulary_size=40)
+        )
+    converter.save(
+        LanguageModel(TINY, finished[2], vocabulary, start_token=3), tmp_path / "teacher"
+    )
     train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "another")))
     assert loader.load(tmp_path / "another/model").start_token == 3
 
@@ -169,10 +233,14 @@ def test_a_teachers_sentinels_and_special_ids_stay(finished, language, tmp_path,
 def test_a_run_that_is_not_finite_stops(language, tmp_path, monkeypatch, loss, scale, step):
     def diverge(state, *arguments, **more):
         params = jax.tree.map(lambda leaf: leaf * scale, state.params)
-        return state.replace(params=params), losses.Metrics(np.float32(loss), np.float32(1), np.float32(1))
+        return state.replace(params=params), losses.Metrics(
+            np.float32(loss), np.float32(1), np.float32(1)
+        )
 
     monkeypatch.setattr(train, "train_step", diverge)
-    with pytest.raises(ValueError, match=f"step {step}: got .* not finite|step {step}: got a loss of nan.* lower"):
+    with pytest.raises(
+        ValueError, match=f"step {step}: got .* not finite|step {step}: got a loss of nan.* lower"
+    ):
         train.fit(config_of(language, tmp_path, save_every=3))
     assert sorted(os.listdir(tmp_path / "checkpoints")) == (["3"] if step == 4 else [])
 
@@ -189,7 +257,9 @@ def test_the_log_loses_what_a_kill_left_behind(tmp_path):
     assert log.read_text() == '{"step": 2, "loss": 1}\n{"step": 3, "validation_loss": 1}\n'
 
 
-@pytest.mark.parametrize("text", ["[1]", '"x"', "null", "{", "[" * 20_000, "{} {}"], ids=str.__len__)
+@pytest.mark.parametrize(
+    "text", ["[1]", '"x"', "null", "{", "[" * 20_000, "{} {}"], ids=str.__len__
+)
 def test_damaged_files_of_a_run_are_named(language, tmp_path, text):
     config = config_of(language, tmp_path)
     (tmp_path / "config.json").write_text(text)
@@ -207,10 +277,15 @@ def test_a_training_file_may_be_called_vocabulary(tmp_path):
     (tmp_path / "vocabulary").write_text("a\tb\n")
     files = {"vocabulary": tmp_path / "vocabulary"}
     assert run_folder.record_contents(tmp_path, None, "first", files) == []
-    with pytest.raises(ValueError, match="vocabulary: got another one, expected the vocabulary with which the run in"):
+    with pytest.raises(
+        ValueError,
+        match="vocabulary: got another one, expected the vocabulary with which the run in",
+    ):
         run_folder.record_contents(tmp_path, 1, "second", files)
     (tmp_path / "vocabulary").write_text("c\td\n")
-    assert run_folder.record_contents(tmp_path, 1, "first", files) == ["changed since step 1: contents of vocabulary"]
+    assert run_folder.record_contents(tmp_path, 1, "first", files) == [
+        "changed since step 1: contents of vocabulary"
+    ]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -221,32 +296,49 @@ def test_progress_shows_step_loss_speed_and_time_left(tmp_path, terminal):
         reporter.training(15, 3.25, 1234.5)
         reporter.validation(15, 3.5, {"a": 3.0, "b": 4.0}, best=True)
     said = console.file.getvalue()
-    assert "loss 3.250, 1,234 pieces/s" in said and "validation loss 3.5000 (a 3.0000, b 4.0000) (best)" in said
-    assert ("15/20" in said) and (("━" in said) == terminal) and re.search(r"[\d-]:[\d-]{2}:[\d-]{2}", said)
+    assert (
+        "loss 3.250, 1,234 pieces/s" in said
+        and "validation loss 3.5000 (a 3.0000, b 4.0000) (best)" in said
+    )
+    assert (
+        ("15/20" in said)
+        and (("━" in said) == terminal)
+        and re.search(r"[\d-]:[\d-]{2}:[\d-]{2}", said)
+    )
     assert [r["step"] for r in records(tmp_path)] == [15, 15]
 
 
 # Being killed.
 
 
-@pytest.mark.parametrize("busy, step", [("report", 4), ("validate", 6), ("save", 8), ("save at the end", 12)])
+@pytest.mark.parametrize(
+    "busy, step", [("report", 4), ("validate", 6), ("save", 8), ("save at the end", 12)]
+)
 def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
     language, tmp_path, monkeypatch, capsys, busy, step
 ):
     config = config_of(language, tmp_path, save_every=8 if busy == "save" else 100)
     metrics = losses.Metrics(np.float32(1), np.float32(1), np.float32(1))
-    monkeypatch.setattr(train, "train_step", lambda state, *_, **__: (state.replace(step=state.step + 1), metrics))
+    monkeypatch.setattr(
+        train, "train_step", lambda state, *_, **__: (state.replace(step=state.step + 1), metrics)
+    )
 
     def interrupt(number, *_):
         if number == step:
             signal.raise_signal(signal.SIGTERM)
 
     save = train.Run.save
-    monkeypatch.setattr(train.Run, "validate", lambda run, state, *at: busy == "validate" and interrupt(*at))
+    monkeypatch.setattr(
+        train.Run, "validate", lambda run, state, *at: busy == "validate" and interrupt(*at)
+    )
     if busy == "report":
-        monkeypatch.setattr(run_folder.Reporter, "training", lambda reporter, *at, **more: interrupt(*at))
+        monkeypatch.setattr(
+            run_folder.Reporter, "training", lambda reporter, *at, **more: interrupt(*at)
+        )
     if busy.startswith("save"):
-        monkeypatch.setattr(train.Run, "save", lambda run, state, at: (save(run, state, at), interrupt(at)))
+        monkeypatch.setattr(
+            train.Run, "save", lambda run, state, at: (save(run, state, at), interrupt(at))
+        )
     with pytest.raises(KeyboardInterrupt) as raised:
         train.fit(config)
     assert raised.value.args == (signal.SIGTERM,), "by which the command says 143"
@@ -255,14 +347,19 @@ def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
     assert int(run_folder.Checkpoints(tmp_path).restore(train._abstract_state(config)).step) == step
 
 
-def test_a_full_disk_ends_a_run_in_one_line_and_it_goes_on_when_there_is_room(language, tmp_path, monkeypatch):
+def test_a_full_disk_ends_a_run_in_one_line_and_it_goes_on_when_there_is_room(
+    language, tmp_path, monkeypatch
+):
     metrics = losses.Metrics(np.float32(1), np.float32(1), np.float32(1))
-    monkeypatch.setattr(train, "train_step", lambda state, *_, **__: (state.replace(step=state.step + 1), metrics))
+    monkeypatch.setattr(
+        train, "train_step", lambda state, *_, **__: (state.replace(step=state.step + 1), metrics)
+    )
     monkeypatch.setattr(train.Run, "validate", lambda *_: None)
     with small_disk(tmp_path / "disk", "4m") as disk:
         config = config_of(language, disk / "run", save_every=2)
         with pytest.raises(
-            OSError, match=r"No space left on device \(0.0 MB free, 1.1 MB needed\): '.*/run/checkpoints'"
+            OSError,
+            match=r"No space left on device \(0.0 MB free, 1.1 MB needed\): '.*/run/checkpoints'",
         ):
             saves = []
             keep = run_folder.Checkpoints.keep_newest
@@ -279,7 +376,10 @@ def test_a_full_disk_ends_a_run_in_one_line_and_it_goes_on_when_there_is_room(la
         (disk / "filler").unlink()
         monkeypatch.setattr(run_folder.Checkpoints, "keep_newest", keep)
         train.fit(config)
-        assert int(run_folder.Checkpoints(disk / "run").restore(train._abstract_state(config)).step) == config.steps
+        assert (
+            int(run_folder.Checkpoints(disk / "run").restore(train._abstract_state(config)).step)
+            == config.steps
+        )
 
 
 @pytest.fixture
@@ -301,7 +401,7 @@ def command(language, quick_environment):
                 text=True,
                 cwd=CONFIGS.parent.parent,
                 env={**os.environ, **settings},
-            )  # fmt: skip
+            )
         )
         return processes[-1]
 
@@ -340,8 +440,14 @@ def test_settings_are_there_once_a_run_has_begun(finished, language, tmp_path, m
     those that are there."""
 
     def command(output, *settings):
-        names = [f"--gin.DATA_DIR={str(language)!r}", f"--gin.OUTPUT_DIR={str(output)!r}", *settings]
-        return main.main(["train", "--compilation_cache_dir=", f"--gin_file={CONFIGS / 'smoke.gin'}", *names])
+        names = [
+            f"--gin.DATA_DIR={str(language)!r}",
+            f"--gin.OUTPUT_DIR={str(output)!r}",
+            *settings,
+        ]
+        return main.main(
+            ["train", "--compilation_cache_dir=", f"--gin_file={CONFIGS / 'smoke.gin'}", *names]
+        )
 
     def stops(*_):
         raise KeyboardInterrupt
@@ -351,7 +457,12 @@ def test_settings_are_there_once_a_run_has_begun(finished, language, tmp_path, m
     written, config = (tmp_path / "run" / name for name in ("operative.gin", "config.json"))
     before = config.read_text()
     config.unlink()
-    assert main.main(["train", "--compilation_cache_dir=", f"--gin_file={written}", "--gin_search_paths=/"]) == 130
+    assert (
+        main.main(
+            ["train", "--compilation_cache_dir=", f"--gin_file={written}", "--gin_search_paths=/"]
+        )
+        == 130
+    )
     assert config.read_text() == before, "what was written gives the same settings"
     assert command(tmp_path / "rejected", "--gin.TrainConfig.train_files=['none.tsv']") == 2
     assert not (tmp_path / "rejected" / "operative.gin").exists()
@@ -374,17 +485,25 @@ def test_a_killed_and_an_interrupted_run_end_as_an_uninterrupted_one(command, tm
     assert process.communicate() and process.returncode == -signal.SIGKILL
     assert (broken / "operative.gin").is_file()
     process = command(broken)
-    finished = lambda: {int(p.name) for p in (broken / "checkpoints").glob("*[0-9]")}
+
+    def finished():
+        return {int(p.name) for p in (broken / "checkpoints").glob("*[0-9]")}
+
     first = max(finished(), default=0)
     wait_for(process, lambda: max(finished(), default=0) > first + 4)
     process.terminate()
     said = process.communicate()[1]
-    assert process.returncode == 143 and "is saved; the same command resumes from there" in said, said
+    assert process.returncode == 143 and "is saved; the same command resumes from there" in said, (
+        said
+    )
     process = command(broken)
     said = process.communicate()[1]
     assert process.returncode == 0 and "resumed at step" in said, said
     said = reference.communicate()[1]
     assert reference.returncode == 0, said
     assert jax.tree.all(jax.tree.map(np.array_equal, final_params(straight), final_params(broken)))
-    validation = lambda output: [r["validation_losses"] for r in records(output) if "validation_losses" in r]
+
+    def validation(output):
+        return [r["validation_losses"] for r in records(output) if "validation_losses" in r]
+
     assert validation(straight) == validation(broken) and len(validation(straight)) == 2

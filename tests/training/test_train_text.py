@@ -16,7 +16,16 @@ import optax
 import pytest
 from announcements import without_course
 from toy_models import compilations
-from toy_training import CONFIGS, ORDER, TINY, TINY_GPT, config_of, random_params, text_config, write_text
+from toy_training import (
+    CONFIGS,
+    ORDER,
+    TINY,
+    TINY_GPT,
+    config_of,
+    random_params,
+    text_config,
+    write_text,
+)
 
 import specdec_jax as sd
 from specdec_jax.analysis import expectations, tuning, variants
@@ -55,9 +64,13 @@ def distilled(text, finished, one_optimizer):
     """A run that learns the distributions of that run's model."""
     folder = pathlib.Path(finished[0].output_dir)
     config = text_config(
-        text, folder.parent / "drafter", model=dataclasses.replace(TINY_GPT, emb_dim=16, mlp_dim=32),
-        teacher=str(folder / "model"), distill_weight=1.0, select="acceptance",
-    )  # fmt: skip
+        text,
+        folder.parent / "drafter",
+        model=dataclasses.replace(TINY_GPT, emb_dim=16, mlp_dim=32),
+        teacher=str(folder / "model"),
+        distill_weight=1.0,
+        select="acceptance",
+    )
     train.fit(config)
     return config
 
@@ -78,27 +91,42 @@ def test_blocks_are_the_stream_of_documents_each_followed_by_eos(tmp_path):
     (tmp_path / "a.txt").write_text("abc\n\n  de fg \n")
     (tmp_path / "b.txt").write_text("hijklmnop")
     vocabulary = vocabularies.ByteVocabulary(0)
-    stream = [1] + [i for text in ("abc", "de fg", "hijklmnop") for i in [*vocabulary.encode(text), 1]]
-    batches = corpus.Text(6).batches(vocabulary, [tmp_path / "a.txt", tmp_path / "b.txt"], 300, 13, 0)
+    stream = [1] + [
+        i for text in ("abc", "de fg", "hijklmnop") for i in [*vocabulary.encode(text), 1]
+    ]
+    batches = corpus.Text(6).batches(
+        vocabulary, [tmp_path / "a.txt", tmp_path / "b.txt"], 300, 13, 0
+    )
     assert batches.per_epoch == 2 and batches.pairs == 4 and batches.dropped == 0
     for epoch in range(2):
         found = [batches[2 * epoch + step] for step in range(2)]
         assert all(batch.inputs.shape == batch.targets.shape == (2, 6) for batch in found)
-        rows = [row for batch in found for row in zip(batch.inputs.tolist(), batch.targets.tolist())]
+        rows = [
+            row for batch in found for row in zip(batch.inputs.tolist(), batch.targets.tolist())
+        ]
         for i in range(0, len(stream) - 1, 6):
             block = tuple(
-                (part + [-1] * 6)[:6] for part in (stream[i : i + 6][: len(stream) - 1 - i], stream[i + 1 : i + 7])
+                (part + [-1] * 6)[:6]
+                for part in (stream[i : i + 6][: len(stream) - 1 - i], stream[i + 1 : i + 7])
             )
             rows.remove(block)
         assert not rows
-    assert corpus.Text(6).start_token(vocabulary) == 1 and corpus.Text(6).summary(batches) == "4 blocks of 6 pieces"
+    assert (
+        corpus.Text(6).start_token(vocabulary) == 1
+        and corpus.Text(6).summary(batches) == "4 blocks of 6 pieces"
+    )
 
 
 def test_a_vocabulary_learns_from_all_of_a_long_document(tmp_path):
     lines = ["word " * 450, "字" * 2100, "short"]
     (tmp_path / "a.txt").write_text("\n".join(lines))
     parts = list(corpus.Text(6).texts([tmp_path / "a.txt"]))
-    assert max(map(len, parts)) == 1000 and [len(part) for part in parts[-4:]] == [1000, 1000, 100, 5]
+    assert max(map(len, parts)) == 1000 and [len(part) for part in parts[-4:]] == [
+        1000,
+        1000,
+        100,
+        5,
+    ]
     assert "".join(parts) == "".join(lines).replace("word " * 450, ("word " * 450).strip())
     assert all(part.strip().startswith("word") and part.endswith("word") for part in parts[:-4])
 
@@ -109,7 +137,9 @@ def test_loss_is_that_of_the_next_piece():
     stream = rng.integers(1, 40, (2, 9)).astype(np.int32)
     inputs, targets = stream[:, :-1], stream[:, 1:].copy()
     targets[1, 5:] = -1
-    dist = jax.jit(lambda params: jax.nn.log_softmax(GPT(TINY_GPT).apply({"params": params}, inputs)))
+    dist = jax.jit(
+        lambda params: jax.nn.log_softmax(GPT(TINY_GPT).apply({"params": params}, inputs))
+    )
     dists = [np.asarray(dist(p), np.float64) for p in (params, teacher)]
     expected, nll, overlap = 0.0, 0.0, 0.0
     for b, t in zip(*np.nonzero(targets >= 0)):
@@ -120,10 +150,17 @@ def test_loss_is_that_of_the_next_piece():
         nll -= log_q[targets[b, t]]
         overlap += np.minimum(np.exp(log_p), np.exp(log_q)).sum()
     objective = losses.Objective(GPT(TINY_GPT), 0.1, GPT(TINY_GPT), 0.6)
-    both = lambda *given: (losses.loss_fn(*given), losses.assess(*given)[1])
-    (loss, metrics), likeness = jax.jit(both, static_argnums=2)(params, (inputs, targets), objective, teacher)
+
+    def both(*given):
+        return (losses.loss_fn(*given), losses.assess(*given)[1])
+
+    (loss, metrics), likeness = jax.jit(both, static_argnums=2)(
+        params, (inputs, targets), objective, teacher
+    )
     assert metrics.pieces == 13
-    np.testing.assert_allclose([metrics.loss, metrics.nll, loss], [expected, nll, expected / 13], rtol=1e-5)
+    np.testing.assert_allclose(
+        [metrics.loss, metrics.nll, loss], [expected, nll, expected / 13], rtol=1e-5
+    )
     np.testing.assert_allclose(likeness.acceptance, overlap, rtol=1e-5)
 
 
@@ -157,7 +194,13 @@ def test_what_it_writes(finished, distilled):
     prompts = ["fo", "ba ce di", "jem", *[""] * 12]
     sampling = sd.SamplingConfig(temperature=0.7, top_k=40)
     result = sd.generate(
-        target, prompts, drafter=drafter, gamma=3, max_new_tokens=30, sampling=sampling, verifier="token"
+        target,
+        prompts,
+        drafter=drafter,
+        gamma=3,
+        max_new_tokens=30,
+        sampling=sampling,
+        verifier="token",
     )
     assert result.finish_reasons == ["eos"] * 15 and result.stats.acceptance_rate > 0.8
     ends = [" ".join(ORDER[start:]) for start in range(len(ORDER))]
@@ -167,7 +210,9 @@ def test_what_it_writes(finished, distilled):
 
 
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
-def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(finished, tmp_path, monkeypatch, capsys, how):
+def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(
+    finished, tmp_path, monkeypatch, capsys, how
+):
     reference, params = finished
     config = dataclasses.replace(reference, output_dir=str(tmp_path))
     with monkeypatch.context() as patch:
@@ -181,21 +226,34 @@ def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(finished, tmp_path, m
         else:
             training = run_folder.Reporter.training
             patch.setattr(
-                run_folder.Reporter, "training",
+                run_folder.Reporter,
+                "training",
                 lambda reporter, step, *rest, **more: (
-                    training(reporter, step, *rest, **more), step == 80 and signal.raise_signal(signal.SIGTERM)
+                    training(reporter, step, *rest, **more),
+                    step == 80 and signal.raise_signal(signal.SIGTERM),
                 ),
-            )  # fmt: skip
+            )
         with pytest.raises(SystemExit if how == "killed" else KeyboardInterrupt):
             train.fit(config)
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == (["50"] if how == "killed" else ["50", "80"])
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == (
+        ["50"] if how == "killed" else ["50", "80"]
+    )
     again = train.fit(config)
     said = capsys.readouterr().err
-    assert f"resumed at step {50 if how == 'killed' else 80} of 120" in said and " blocks of 32 pieces" in said
+    assert (
+        f"resumed at step {50 if how == 'killed' else 80} of 120" in said
+        and " blocks of 32 pieces" in said
+    )
     jax.tree.map(np.testing.assert_array_equal, again, params)
-    losses_of = lambda config: [(r["step"], r["loss"]) for r in records(config) if "pieces_per_second" in r]
+
+    def losses_of(config):
+        return [(r["step"], r["loss"]) for r in records(config) if "pieces_per_second" in r]
+
     assert losses_of(config)[-2:] == losses_of(reference)[-2:]
-    values = lambda config: [r["validation_loss"] for r in records(config) if "validation_loss" in r]
+
+    def values(config):
+        return [r["validation_loss"] for r in records(config) if "validation_loss" in r]
+
     assert values(config) == values(reference)
 
 
@@ -211,7 +269,11 @@ def test_a_drafter_learns_the_targets_distributions(finished, distilled):
 
 def specdec(capsys, *argv):
     code = main.main(
-        [*map(str, argv), *([] if argv[0] == "train" else ["--dtype=float32"]), "--compilation_cache_dir="]
+        [
+            *map(str, argv),
+            *([] if argv[0] == "train" else ["--dtype=float32"]),
+            "--compilation_cache_dir=",
+        ]
     )
     out, err = capsys.readouterr()
     return code, out, without_course(err)
@@ -228,17 +290,35 @@ def test_train_and_generate(finished, text, tmp_path, capsys):
         "data_dir",
     }
     flags = [f"--gin.TrainConfig.{name}={getattr(config, name)!r}" for name in names]
-    flags += [f"--gin.GPTConfig.{name}={value!r}" for name, value in dataclasses.asdict(TINY_GPT).items()]
+    flags += [
+        f"--gin.GPTConfig.{name}={value!r}" for name, value in dataclasses.asdict(TINY_GPT).items()
+    ]
     gin_file = f"--gin_file={CONFIGS / 'wikitext_target.gin'}"
     code, out, err = specdec(
-        capsys, "train", gin_file, f"--gin.DATA_DIR='{text}'", f"--gin.OUTPUT_DIR='{output}'", *flags
+        capsys,
+        "train",
+        gin_file,
+        f"--gin.DATA_DIR='{text}'",
+        f"--gin.OUTPUT_DIR='{output}'",
+        *flags,
     )
     assert (code, out) == (0, "") and "resumed at step 120 of 120" in err and "wrote " in err
     code, out, err = specdec(
-        capsys, "generate", f"--target={output / 'model'}", "--max_new_tokens=30", "fo", "", "ba ce di", "ce"
+        capsys,
+        "generate",
+        f"--target={output / 'model'}",
+        "--max_new_tokens=30",
+        "fo",
+        "",
+        "ba ce di",
+        "ce",
     )
     lines = out.splitlines()
-    assert (code, err) == (0, "") and lines[0] == lines[3][6:] == "gu hal jem kin" and lines[2] == lines[3][3:]
+    assert (
+        (code, err) == (0, "")
+        and lines[0] == lines[3][6:] == "gu hal jem kin"
+        and lines[2] == lines[3][3:]
+    )
     assert lines[1].endswith("jem kin")
 
 
@@ -250,27 +330,43 @@ PROMPTS = "fo\n\nba ce di\nce\n"
 def test_a_pair_is_measured_with_the_top_40(finished, distilled, tmp_path, capsys, command):
     (tmp_path / "prompts.txt").write_text(PROMPTS)
     models = [
-        f"--{n}={pathlib.Path(c.output_dir) / 'model'}" for n, c in (("target", finished[0]), ("drafter", distilled))
+        f"--{n}={pathlib.Path(c.output_dir) / 'model'}"
+        for n, c in (("target", finished[0]), ("drafter", distilled))
     ]
     flags = ["--gamma_max=2"] if command == "measure" else ["--gamma=2"]
     code, out, err = specdec(
-        capsys, command, *models, *flags, "--temperature=1", "--top_k=40", f"--input_file={tmp_path / 'prompts.txt'}",
-        "--max_new_tokens=20", "--batch_size=4", "--repeats=1", "--json",
-    )  # fmt: skip
+        capsys,
+        command,
+        *models,
+        *flags,
+        "--temperature=1",
+        "--top_k=40",
+        f"--input_file={tmp_path / 'prompts.txt'}",
+        "--max_new_tokens=20",
+        "--batch_size=4",
+        "--repeats=1",
+        "--json",
+    )
     record = json.loads(out)
     assert (code, err) == (0, "") and record["sentences"] == 4 and record["options"]["top_k"] == 40
     if command == "measure":
         assert record["acceptance"]["how"] == "scored" and record["acceptance"]["alpha"] > 0.5
 
 
-def test_prompts_that_are_too_long_are_rejected_before_anything_compiles(finished, distilled, tmp_path, capsys):
+def test_prompts_that_are_too_long_are_rejected_before_anything_compiles(
+    finished, distilled, tmp_path, capsys
+):
     target, drafter = model_of(finished[0]), sd.ModelDrafter(model_of(distilled))
     lines = ["fo"] * 200 + ["ba ce di fo gu"]  # in the last window of continuous batching
     (tmp_path / "prompts.txt").write_text("\n".join(lines) + "\n")
     expected = r"inputs: got sequences of up to 45 tokens, new ones included, expected at most num_positions = 40"
     for module, options, work in (
         (expectations, measure.MeasureOptions(max_new_tokens=30), expectations.measure),
-        (tuning, tune.TuneOptions(max_new_tokens=30), lambda *given: tuning.tune(*given[:3], [], given[3])),
+        (
+            tuning,
+            tune.TuneOptions(max_new_tokens=30),
+            lambda *given: tuning.tune(*given[:3], [], given[3]),
+        ),
     ):
         batches = variants.batches_of(target, lines, options)
 
@@ -280,7 +376,12 @@ def test_prompts_that_are_too_long_are_rejected_before_anything_compiles(finishe
 
         assert compilations(call) == 0
     folder = pathlib.Path(finished[0].output_dir) / "model"
-    argv = ["generate", f"--target={folder}", f"--input_file={tmp_path / 'prompts.txt'}", "--batch_size=2"]
+    argv = [
+        "generate",
+        f"--target={folder}",
+        f"--input_file={tmp_path / 'prompts.txt'}",
+        "--batch_size=2",
+    ]
     code, out, err = specdec(capsys, *argv, "--max_new_tokens=30")
     assert (code, out) == (2, "") and re.search(expected, err) and err.count("\n") == 1
 
@@ -291,14 +392,23 @@ def test_prompts_that_are_too_long_are_rejected_before_anything_compiles(finishe
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(sequence_length=None), "sequence_length: got None, expected a number from 1 to the smaller of"),
-        (dict(sequence_length=41), "sequence_length: got 41, expected .*num_positions = 40 and batch_tokens = 256"),
+        (
+            dict(sequence_length=None),
+            "sequence_length: got None, expected a number from 1 to the smaller of",
+        ),
+        (
+            dict(sequence_length=41),
+            "sequence_length: got 41, expected .*num_positions = 40 and batch_tokens = 256",
+        ),
         (dict(sequence_length=0), "sequence_length: got 0"),
         (dict(batch_tokens=31), "sequence_length: got 32, expected .* batch_tokens = 31"),
         (dict(buckets=(8, 32)), r"buckets: got \(8, 32\), expected none beside sequence_length"),
         (dict(target_buckets=(8,)), "target_buckets: got"),
         (dict(model=TINY), "sequence_length: got 32, expected None: the model is a T5"),
-        (dict(vocabulary_size=41), "vocabulary_size: got 41, expected at most model.vocab_size = 40"),
+        (
+            dict(vocabulary_size=41),
+            "vocabulary_size: got 41, expected at most model.vocab_size = 40",
+        ),
     ],
 )
 def test_bad_settings(settings, message):
@@ -313,13 +423,23 @@ def test_bad_settings(settings, message):
         (b"ba\n\xff\n", {}, "train.txt, line 2: got bytes that are not UTF-8"),
         (None, {}, "train_files: got '.*train.txt', expected a text file"),
         (b"ba ce\n", {}, "vocabulary_size: got 20, expected a number that fits"),
-        (b"ba\n", dict(teacher="T5", distill_weight=1.0),
-            "teacher: got 'T5Config', expected GPTConfig, like the model"),
-        (b"ba\n", dict(teacher="SHORT", distill_weight=1.0), "teacher: got '8 positions', expected at least "
-                                                             "sequence_length = 32"),
-        (b"ba\n", dict(initialise_from="SHORT"), "initialise_from: got GPTConfig.*, expected the shape"),
+        (
+            b"ba\n",
+            dict(teacher="T5", distill_weight=1.0),
+            "teacher: got 'T5Config', expected GPTConfig, like the model",
+        ),
+        (
+            b"ba\n",
+            dict(teacher="SHORT", distill_weight=1.0),
+            "teacher: got '8 positions', expected at least sequence_length = 32",
+        ),
+        (
+            b"ba\n",
+            dict(initialise_from="SHORT"),
+            "initialise_from: got GPTConfig.*, expected the shape",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_files_and_models_are_told_before_anything_compiles(
     text, finished, tmp_path, monkeypatch, contents, settings, message
 ):
@@ -332,12 +452,20 @@ def test_bad_files_and_models_are_told_before_anything_compiles(
     wrong = {"T5": TINY, "SHORT": dataclasses.replace(TINY_GPT, num_positions=8)}
     for name in wrong.keys() & set(settings.values()):
         params = parameters.unflatten(
-            {n: np.zeros(shape, "f") for n, shape in parameters.parameter_shapes(wrong[name]).items()}
+            {
+                n: np.zeros(shape, "f")
+                for n, shape in parameters.parameter_shapes(wrong[name]).items()
+            }
         )
         sd.save(
-            sd.LanguageModel(wrong[name], params, good.vocabulary, start_token=int(name == "SHORT")), tmp_path / name
+            sd.LanguageModel(
+                wrong[name], params, good.vocabulary, start_token=int(name == "SHORT")
+            ),
+            tmp_path / name,
         )
-    settings = {name: str(tmp_path / value) if value in wrong else value for name, value in settings.items()}
+    settings = {
+        name: str(tmp_path / value) if value in wrong else value for name, value in settings.items()
+    }
     with pytest.raises(ValueError, match=message):
         monkeypatch.setattr(train, "train_step", None)
         monkeypatch.setattr(train, "_init", None)
@@ -346,11 +474,15 @@ def test_bad_files_and_models_are_told_before_anything_compiles(
 
 def test_a_t5_has_no_decoder_only_teacher(language, finished, tmp_path):
     teacher = str(pathlib.Path(finished[0].output_dir) / "model")
-    with pytest.raises(ValueError, match="teacher: got 'GPTConfig', expected T5Config, like the model"):
+    with pytest.raises(
+        ValueError, match="teacher: got 'GPTConfig', expected T5Config, like the model"
+    ):
         train.fit(config_of(language, tmp_path / "run", teacher=teacher, distill_weight=1.0))
 
 
-@pytest.mark.parametrize("pair, preset", [(("target", "drafter"), None), (("97m", "6m"), ("gpt/97m", "gpt/6m"))])
+@pytest.mark.parametrize(
+    "pair, preset", [(("target", "drafter"), None), (("97m", "6m"), ("gpt/97m", "gpt/6m"))]
+)
 def test_configurations(pair, preset, tmp_path):
     counts = []
     for number, name in enumerate(pair):
@@ -360,11 +492,14 @@ def test_configurations(pair, preset, tmp_path):
         config = gin.get_configurable(training_config.TrainConfig)()
         gin.clear_config()
         assert (
-            isinstance(config.corpus, corpus.Text) and config.paths("train_files")[0].parent == tmp_path / "wikitext2"
+            isinstance(config.corpus, corpus.Text)
+            and config.paths("train_files")[0].parent == tmp_path / "wikitext2"
         )
         assert (config.teacher is None) == (number == 0)
         if preset:
-            assert dataclasses.replace(config.model, dropout_rate=0.0) == GPT_PRESETS[preset[number]]
+            assert (
+                dataclasses.replace(config.model, dropout_rate=0.0) == GPT_PRESETS[preset[number]]
+            )
         counts.append(parameters.parameter_count(config.model))
     assert preset or counts[0] in range(8_000_000, 12_000_000)
     assert 8 * counts[1] <= counts[0]
@@ -372,16 +507,28 @@ def test_configurations(pair, preset, tmp_path):
 
 def test_a_checkpoint_has_the_known_names():
     """Runs are resumed by later versions: the tree of a state must not change."""
-    init = lambda: (
-        lambda params: losses.TrainState(
-            params, optimizer.make_optimizer(text_config(".", ".")).init(params), jnp.zeros((), jnp.int32)
-        )
-    )(random_params(TINY_GPT))
+
+    def init():
+        return (
+            lambda params: losses.TrainState(
+                params,
+                optimizer.make_optimizer(text_config(".", ".")).init(params),
+                jnp.zeros((), jnp.int32),
+            )
+        )(random_params(TINY_GPT))
+
     names = {
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree.leaves_with_path(jax.eval_shape(init))
     }
-    muon, adam = "opt_state/1/inner_states/muon/inner_state", "opt_state/1/inner_states/adam/inner_state"
+    muon, adam = (
+        "opt_state/1/inner_states/muon/inner_state",
+        "opt_state/1/inner_states/adam/inner_state",
+    )
     kernel = "decoder/layers_0/causal_attention/qkv/kernel"
-    assert {f"params/{kernel}", f"{muon}/0/mu/{kernel}", f"{adam}/0/mu/decoder/position_embedder/embedding"} <= names
+    assert {
+        f"params/{kernel}",
+        f"{muon}/0/mu/{kernel}",
+        f"{adam}/0/mu/decoder/position_embedder/embedding",
+    } <= names
     assert f"{adam}/0/mu/decoder/logits_dense/kernel" in names

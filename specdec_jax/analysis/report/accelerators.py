@@ -11,8 +11,16 @@ from specdec_jax.analysis.report.plots import panels, shortened
 from specdec_jax.analysis.report.rows import measured_at
 
 HEAD = (
-    "figure", "batch", "milliseconds", "(least to most)", "floor", "ratio", "ms an iteration", "tokens a second", ""
-)  # fmt: skip
+    "figure",
+    "batch",
+    "milliseconds",
+    "(least to most)",
+    "floor",
+    "ratio",
+    "ms an iteration",
+    "tokens a second",
+    "",
+)
 NOTE = (
     "Milliseconds: of a call or step; of whole decodes for one token of a row, encoder of one layer "
     "included. Floor: milliseconds in which the weights of a step are read at the bandwidth of the copy. "
@@ -34,23 +42,40 @@ def _line(name: str, figure: Mapping[str, Any] | None) -> tuple:
         return name, *("-" * 7), "not run"
     batch = figure.get("batch", "-")
     if "milliseconds" not in figure:
-        why = f"failed: {figure['failed']}" if "failed" in figure else f"not supported here: {figure['unsupported']}"
+        why = (
+            f"failed: {figure['failed']}"
+            if "failed" in figure
+            else f"not supported here: {figure['unsupported']}"
+        )
         return name, batch, *("-" * 6), why
     times = figure["milliseconds"]
-    number = lambda key, digits: f"{figure[key]:.{digits}f}" if key in figure else "-"
+
+    def number(key, digits):
+        return f"{figure[key]:.{digits}f}" if key in figure else "-"
+
     floor = f"{figure['floor_ms']:.3g}" if "floor_ms" in figure else "-"
     what = f"{figure['gb_per_second']:.0f} GB a second" if "gb_per_second" in figure else ""
     return (
-        name, batch, f"{times['median']:.3g}", f"{times['least']:.3g} to {times['most']:.3g}", floor, _ratio(figure),
-        number("iteration_ms", 3), number("tokens_per_second", 0),
+        name,
+        batch,
+        f"{times['median']:.3g}",
+        f"{times['least']:.3g} to {times['most']:.3g}",
+        floor,
+        _ratio(figure),
+        number("iteration_ms", 3),
+        number("tokens_per_second", 0),
         f"acceptance {figure['acceptance']}" if "acceptance" in figure else what,
-    )  # fmt: skip
+    )
 
 
 def _ratio(figure: Mapping[str, Any]) -> str:
     found = [f"{key} = {figure[key]:.3g}" for key in ("v", "c") if key in figure]
     found += [f"{figure[key]:.2f}" for key in ("improvement", "over_full") if key in figure]
-    full = f"{figure['over_full_plain']:.2f} times the full target's plain" if "over_full_plain" in figure else ""
+    full = (
+        f"{figure['over_full_plain']:.2f} times the full target's plain"
+        if "over_full_plain" in figure
+        else ""
+    )
     return "; ".join([*found[:1], *([full] if full else [])]) or "-"
 
 
@@ -59,7 +84,11 @@ def plot(record: Mapping[str, Any]):
     acceptance with plain decoding's beside it, a line for each target and number of rows; None if
     neither was measured."""
     there = [figure for figure in record["figures"] if "milliseconds" in figure]
-    calls = [figure for figure in there if figure["kind"] == "call" and "v" in figure and "width" in figure]
+    calls = [
+        figure
+        for figure in there
+        if figure["kind"] == "call" and "v" in figure and "width" in figure
+    ]
     coins = [figure for figure in there if figure["kind"] == "speculative" and "alpha" in figure]
     if not calls and not coins:
         return None
@@ -74,7 +103,9 @@ def plot(record: Mapping[str, Any]):
     if calls:
         cost.set(ylim=(0, None))
     plain = {
-        (one.get("target"), one.get("batch")): one["milliseconds"]["median"] for one in there if one["kind"] == "plain"
+        (one.get("target"), one.get("batch")): one["milliseconds"]["median"]
+        for one in there
+        if one["kind"] == "plain"
     }
     for (target, batch), those in _groups(coins, "target", "batch").items():
         points = sorted((one["alpha"], one["milliseconds"]["median"]) for one in those)
@@ -90,7 +121,9 @@ def plot(record: Mapping[str, Any]):
     return figure
 
 
-def _groups(figures: Sequence[Mapping[str, Any]], *names: str) -> dict[Any, list[Mapping[str, Any]]]:
+def _groups(
+    figures: Sequence[Mapping[str, Any]], *names: str
+) -> dict[Any, list[Mapping[str, Any]]]:
     """Returns the figures by the values of `names`: of one name the value itself, of several a
     tuple."""
     found: dict[Any, list[Mapping[str, Any]]] = {}
@@ -109,7 +142,10 @@ def section(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
         f"{options['max_new_tokens']} new tokens."
     )
     return [
-        element("h3", path.name), element("p", about), tables.note(measured_at(record)),
-        tables.table("An accelerator's figures", HEAD, lines(record)), tables.note(NOTE),
+        element("h3", path.name),
+        element("p", about),
+        tables.note(measured_at(record)),
+        tables.table("An accelerator's figures", HEAD, lines(record)),
+        tables.note(NOTE),
         *([] if figure is None else [plots.svg(figure)]),
-    ]  # fmt: skip
+    ]

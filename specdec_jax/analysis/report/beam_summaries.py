@@ -21,7 +21,9 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
     variants += [(str(choice_of(variant)), variant) for variant in record["searches"]]
     against = record.get("against")
     if against:
-        variants.append((against["name"], against | {"improvement": _inverse(against["improvement"]["plain"])}))
+        variants.append(
+            (against["name"], against | {"improvement": _inverse(against["improvement"]["plain"])})
+        )
     for name, variant in variants:
         line = f"{name:<20}{1e3 * variant['seconds']['median'] / max(inputs, 1):>12.2f}"
         line += f"{_spread(variant['improvement']) if 'improvement' in variant else '':>26}"
@@ -31,7 +33,10 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
             line = f"{line:<80}{inputs - len(variant['differences']):>6} of {inputs}"
         lines.append(line.rstrip())
     seconds = sum(variant["compile_seconds"] for _, variant in variants)
-    lines += ["", f"plain beam search makes {calls} calls of the target; compilation of all variants {seconds:.1f} s"]
+    lines += [
+        "",
+        f"plain beam search makes {calls} calls of the target; compilation of all variants {seconds:.1f} s",
+    ]
     for name, variant in variants:
         for item in variant.get("differences", ()):
             kind = "near-tie" if item["near_tie"] else "not a near-tie"
@@ -45,21 +50,38 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
 def tune_summary(record: Mapping[str, Any]) -> str:
     """A record of `tune_beams` as text for reading."""
     plain, gain, options = record["choices"][0], record["improvement"], record["options"]
-    lines = [*verdicts.search_verdict(record), *_head(record), "", f"{'':<20}{'over plain beams':>26}"]
-    lines += [f"{choice_of(item)!s:<20}{_spread(item['improvement']):>26}" for item in record["choices"]]
+    lines = [
+        *verdicts.search_verdict(record),
+        *_head(record),
+        "",
+        f"{'':<20}{'over plain beams':>26}",
+    ]
+    lines += [
+        f"{choice_of(item)!s:<20}{_spread(item['improvement']):>26}" for item in record["choices"]
+    ]
     chosen, passes = choice_of(record["chosen"]), plain["seconds_per_token"]
     shift = (passes["most"] - passes["least"]) / passes["median"]
-    lines += ["", f"noise: plain beam search's own passes lie up to {shift:.1%} apart ({options['repeats']} passes)"]
+    lines += [
+        "",
+        f"noise: plain beam search's own passes lie up to {shift:.1%} apart ({options['repeats']} passes)",
+    ]
     if chosen.gamma:
         lines.append(f"chosen: {chosen}: {_spread(gain)} times plain beam search")
         if gain["least"] <= 1:
             lines.append("  within the noise: in some pass plain beam search was as fast")
     else:
-        lines.append(f"chosen: plain beam search, which is faster than drafting with {options['drafter']}")
+        lines.append(
+            f"chosen: plain beam search, which is faster than drafting with {options['drafter']}"
+        )
     if record["sweep"]:
         swept = record["sweep"]
-        lines += ["", f"sweep over {swept['sentences']} other inputs, improvement over plain beam search:"]
-        lines += [f"{name:<20}{_spread(spread):>26}" for name, spread in swept["improvement"].items()]
+        lines += [
+            "",
+            f"sweep over {swept['sentences']} other inputs, improvement over plain beam search:",
+        ]
+        lines += [
+            f"{name:<20}{_spread(spread):>26}" for name, spread in swept["improvement"].items()
+        ]
         best, over = choice_of(swept["best"]), _spread(swept["chosen_over_best"])
         lines.append(f"best: {best}; time of the chosen over the best {over}")
     return "\n".join([*lines, "", f"written to {options['config']}"])
@@ -68,7 +90,9 @@ def tune_summary(record: Mapping[str, Any]) -> str:
 def _head(record: Mapping[str, Any]) -> list[str]:
     options, drafter = record["options"], record["drafter"]
     return [
-        record["target"]["name"] + (f" with {drafter['name']}" if drafter else "") + f", {options['num_beams']} beams "
+        record["target"]["name"]
+        + (f" with {drafter['name']}" if drafter else "")
+        + f", {options['num_beams']} beams "
         f"in the form of {options['beam_style']}, length penalty {record['length_penalty']:g}",
         f"{record['sentences']} inputs, batch {options['batch_size']}, {options['repeats']} passes; "
         f"{hardware(record['machine'])}",
@@ -80,4 +104,8 @@ def _spread(spread: Mapping[str, float]) -> str:
 
 
 def _inverse(spread: Mapping[str, float]) -> dict[str, float]:
-    return {"median": 1 / spread["median"], "least": 1 / spread["most"], "most": 1 / spread["least"]}
+    return {
+        "median": 1 / spread["median"],
+        "least": 1 / spread["most"],
+        "most": 1 / spread["least"],
+    }

@@ -22,17 +22,25 @@ def example_parts(example: Mapping[str, Any] | None) -> list[Markup]:
     for variant in example["variants"]:
         if variant["lines"]:
             parts += [element("p", f"γ = {variant['gamma']}"), _lines(variant["lines"])]
-    timeline = plots.timeline([(_variant_name(variant["gamma"]), variant["spans"]) for variant in example["variants"]])
-    parts += [element("h4", "As in figure 5: its calls, by the medians of single steps"), plots.svg(timeline)]
+    timeline = plots.timeline(
+        [(_variant_name(variant["gamma"]), variant["spans"]) for variant in example["variants"]]
+    )
+    parts += [
+        element("h4", "As in figure 5: its calls, by the medians of single steps"),
+        plots.svg(timeline),
+    ]
     return parts + _trees(example)
 
 
 def shown(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
     """Returns what `specdec demo` showed."""
-    about = (
-        f"{record['target']['name']} with {record['drafter']['name']}, temperature {record['options']['temperature']:g}"
-    )
-    parts = [element("h3", path.name), element("p", about), tables.note(measured_at(record)), _legend()]
+    about = f"{record['target']['name']} with {record['drafter']['name']}, temperature {record['options']['temperature']:g}"
+    parts = [
+        element("h3", path.name),
+        element("p", about),
+        tables.note(measured_at(record)),
+        _legend(),
+    ]
     for shown in record["calls"]:
         parts += [element("p", shown["input"]), _lines(shown["lines"])]
     return parts + (_tree(record["tree"], f"“{record['tree']['input']}”") if record["tree"] else [])
@@ -47,7 +55,10 @@ def _trees(example: Mapping[str, Any] | None) -> list[Markup]:
 def _tree(drawn: Mapping[str, Any], input: str) -> list[Markup]:
     """Returns a picture of a call's tree and attention mask."""
     figure = tree_plot.token_tree(tree_drawing.Drawn.read(drawn))
-    return [element("h4", f"Tree {drawn['tree']}: call {drawn['call']} of {input}"), plots.svg(figure)]
+    return [
+        element("h4", f"Tree {drawn['tree']}: call {drawn['call']} of {input}"),
+        plots.svg(figure),
+    ]
 
 
 def _legend() -> Markup:
@@ -56,7 +67,10 @@ def _legend() -> Markup:
 
 def _lines(lines: Sequence[Sequence[tuple[str, str]]]) -> Markup:
     """Returns a line for each call of the target."""
-    return element("pre", Markup("\n".join(join(*(_piece(kind, text) for kind, text in line)) for line in lines)))
+    return element(
+        "pre",
+        Markup("\n".join(join(*(_piece(kind, text) for kind, text in line)) for line in lines)),
+    )
 
 
 def _piece(kind: str, text: str) -> Markup:

@@ -17,13 +17,17 @@ def element(tag: str, *children: object, **attributes: object) -> Markup:
 
     An underscore at the end of an attribute's name keeps it from being a keyword (`class_`).
     """
-    given = "".join(f' {name.rstrip("_")}="{_escaped(value)}"' for name, value in attributes.items())
+    given = "".join(
+        f' {name.rstrip("_")}="{_escaped(value)}"' for name, value in attributes.items()
+    )
     return Markup(f"<{tag}{given}>{join(*children)}</{tag}>")
 
 
 def join(*children: object) -> Markup:
     """Returns the children one after the other, escaped unless they are `Markup`."""
-    return Markup("".join(child if isinstance(child, Markup) else _escaped(child) for child in children))
+    return Markup(
+        "".join(child if isinstance(child, Markup) else _escaped(child) for child in children)
+    )
 
 
 def printable(text: str) -> str:

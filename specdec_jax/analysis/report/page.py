@@ -7,7 +7,14 @@ from typing import Any
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.report import accelerators, calls, paper, plots, summaries, tables
 from specdec_jax.analysis.report.markup import Markup, element
-from specdec_jax.analysis.report.record_types import Accelerator, Benchmark, Measured, Searched, Shown, kind_of
+from specdec_jax.analysis.report.record_types import (
+    Accelerator,
+    Benchmark,
+    Measured,
+    Searched,
+    Shown,
+    kind_of,
+)
 from specdec_jax.analysis.report.rows import (
     Row,
     estimated,
@@ -25,7 +32,9 @@ from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC
 
 # Rows whose printed factor needs more digits of α and c than were printed.
 BLURRED = tuple(
-    row for row in paper.TABLE_4 if round(formulas.improvement(row.alpha, row.gamma, row.cost_ratio), 1) != row.expected
+    row
+    for row in paper.TABLE_4
+    if round(formulas.improvement(row.alpha, row.gamma, row.cost_ratio), 1) != row.expected
 )
 _STYLE = """:root { color-scheme: light dark; --ink: #222; --faint: #666; --line: #ccc; --head: #f3f3f3; --paper: #fff;
   --accepted: #188038; --own: #1a56c4; --rejected: #c5221f }
@@ -60,7 +69,8 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
     parts = [
         element("h1", _TITLE),
         tables.note(
-            "Leviathan, Kalman and Matias, ", element("i", "Fast Inference from Transformers via Speculative Decoding"),
+            "Leviathan, Kalman and Matias, ",
+            element("i", "Fast Inference from Transformers via Speculative Decoding"),
             ", 2023: “printed” is what the paper says, “computed” what this package's formulas give.",
         ),
         tables.note(
@@ -71,13 +81,17 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
             "positions over that of a single position; the paper takes 1."
         ),
         element("h2", "Measured"),
-    ]  # fmt: skip
+    ]
     if not read:
-        parts.append(element("p", "Nothing: no records were given (", element("code", "--records"), ")."))
+        parts.append(
+            element("p", "Nothing: no records were given (", element("code", "--records"), ").")
+        )
     found = [record for _, record in read]
     for path, record in read:
         if not estimated(record):
-            sections = {Accelerator: accelerators.section, Shown: calls.shown}.get(kind_of(record), _measured)
+            sections = {Accelerator: accelerators.section, Shown: calls.shown}.get(
+                kind_of(record), _measured
+            )
             parts += sections(path, record)
     parts += [*_rates([row for record in found for row in rows(record)]), *_leniences(found)]
     for record in filter(estimated, found):
@@ -88,34 +102,72 @@ def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
 
 def _theory() -> list[Markup]:
     table_1 = [
-        (f"{row.alpha:.1f}", row.gamma, f"{row.operations:.2f}", f"{formulas.operations(row.alpha, row.gamma):.2f}",
-         f"{row.speed:.2f}", f"{formulas.improvement(row.alpha, row.gamma, 0.0):.2f}")
+        (
+            f"{row.alpha:.1f}",
+            row.gamma,
+            f"{row.operations:.2f}",
+            f"{formulas.operations(row.alpha, row.gamma):.2f}",
+            f"{row.speed:.2f}",
+            f"{formulas.improvement(row.alpha, row.gamma, 0.0):.2f}",
+        )
         for row in paper.TABLE_1
-    ]  # fmt: skip
+    ]
     table_4 = [
-        (f"{row.task}, {row.drafter}", row.temperature, row.gamma, f"{row.alpha:.2f}", f"{row.cost_ratio:.2f}",
-         f"{row.expected:.1f}", f"{formulas.improvement(row.alpha, row.gamma, row.cost_ratio):.2f}",
-         f"{row.measured:.1f}", formulas.optimal_gamma(row.alpha, row.cost_ratio),
-         f"{formulas.oracle_improvement(row.alpha, row.cost_ratio):.2f}")
+        (
+            f"{row.task}, {row.drafter}",
+            row.temperature,
+            row.gamma,
+            f"{row.alpha:.2f}",
+            f"{row.cost_ratio:.2f}",
+            f"{row.expected:.1f}",
+            f"{formulas.improvement(row.alpha, row.gamma, row.cost_ratio):.2f}",
+            f"{row.measured:.1f}",
+            formulas.optimal_gamma(row.alpha, row.cost_ratio),
+            f"{formulas.oracle_improvement(row.alpha, row.cost_ratio):.2f}",
+        )
         for row in paper.TABLE_4
-    ]  # fmt: skip
+    ]
     return [
         element("h2", "Theory"),
         tables.drawing("Figure 2. Expected tokens per target call", plots.expected_tokens()),
         tables.drawing("Figure 3. The best γ", plots.optimal_gammas()),
-        tables.table("Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
-               ("α", "γ", "operations, printed", "computed", "speed, printed", "computed"), table_1),
-        tables.drawing("Figure 4, right. Arithmetic operations, ĉ = 0", plots.arithmetic_operations()),
+        tables.table(
+            "Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
+            ("α", "γ", "operations, printed", "computed", "speed, printed", "computed"),
+            table_1,
+        ),
+        tables.drawing(
+            "Figure 4, right. Arithmetic operations, ĉ = 0", plots.arithmetic_operations()
+        ),
         tables.note("Its left, the factor in speed with c = 0, is figure 2 again."),
-        tables.table("Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
-               ("drafter", "T", "γ", "α", "c", "expected, printed", "computed", "measured (paper)", "best γ",
-                "oracle of γ"),
-               table_4),
-        tables.note(f"Computed from the digits of α and c that were printed. They are not enough for {_blurred()}."),
-        tables.table("Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
-               ("drafter", *(f"l = {value:g}" for value in paper.LENIENCES)),
-               [(name, *(f"{alpha:.2f}" for alpha in alphas)) for name, alphas in paper.TABLE_5.items()]),
-    ]  # fmt: skip
+        tables.table(
+            "Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
+            (
+                "drafter",
+                "T",
+                "γ",
+                "α",
+                "c",
+                "expected, printed",
+                "computed",
+                "measured (paper)",
+                "best γ",
+                "oracle of γ",
+            ),
+            table_4,
+        ),
+        tables.note(
+            f"Computed from the digits of α and c that were printed. They are not enough for {_blurred()}."
+        ),
+        tables.table(
+            "Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
+            ("drafter", *(f"l = {value:g}" for value in paper.LENIENCES)),
+            [
+                (name, *(f"{alpha:.2f}" for alpha in alphas))
+                for name, alphas in paper.TABLE_5.items()
+            ],
+        ),
+    ]
 
 
 def _blurred() -> str:
@@ -131,14 +183,21 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
     first = found[0] if found else None
     about = f"{first.target}, {first.sentences}, temperature {first.temperature:g}" if first else ""
     lines = [
-        (row.drafter, row.verifier, tables.decimal(row.gamma, 0), tables.rate(row.alpha, row.drafted_alpha),
-         tables.with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
-         tables.with_bare(row.verify_cost, row.bare_verify_cost, 2),
-         tables.decimal(row.tokens_per_call, 2), tables.decimal(row.predicted, 3),
-         tables.spread_text(row.improvement), tables.spread_text(_reached(row)),
-         tables.decimal(row.differ, 0))
+        (
+            row.drafter,
+            row.verifier,
+            tables.decimal(row.gamma, 0),
+            tables.rate(row.alpha, row.drafted_alpha),
+            tables.with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
+            tables.with_bare(row.verify_cost, row.bare_verify_cost, 2),
+            tables.decimal(row.tokens_per_call, 2),
+            tables.decimal(row.predicted, 3),
+            tables.spread_text(row.improvement),
+            tables.spread_text(_reached(row)),
+            tables.decimal(row.differ, 0),
+        )
         for row in found
-    ]  # fmt: skip
+    ]
     head = (
         "drafter",
         "verification",
@@ -153,13 +212,22 @@ def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
         "outputs that differ",
     )
     parts = [element("h3", path.name), element("p", about), tables.note(measured_at(record))]
-    searched = kind is Searched  # a call gives steps, of which the output has as many tokens or fewer
-    parts.append(tables.table(f"Improvement over plain {'beam search' if searched else 'decoding'}", head, lines))
+    searched = (
+        kind is Searched
+    )  # a call gives steps, of which the output has as many tokens or fewer
+    parts.append(
+        tables.table(
+            f"Improvement over plain {'beam search' if searched else 'decoding'}", head, lines
+        )
+    )
     if kind is Measured:
         parts.append(plots.svg(plots.improvement(record)))
         if record.get("same_positions"):
             parts.append(element("p", f"{summaries.same_positions(record['same_positions'])}."))
-    name = lambda row: f"{_name(row)}, {row.verifier}" if searched else _name(row)
+
+    def name(row):
+        return f"{_name(row)}, {row.verifier}" if searched else _name(row)
+
     bars = [(name(row), row.improvement, row.predicted) for row in found if row.improvement]
     if bars:
         parts.append(plots.svg(plots.measured(bars)))
@@ -182,12 +250,20 @@ def _against(against: Mapping[str, Any] | None) -> list[Markup]:
     """Returns how many times as fast as another implementation ours is."""
     if not against:
         return []
-    lines = [(ours, tables.spread_text(spread_of(times))) for ours, times in against["improvement"].items()]
+    lines = [
+        (ours, tables.spread_text(spread_of(times)))
+        for ours, times in against["improvement"].items()
+    ]
     return [
-        tables.table(f"Time of {against['name']}'s own decoding over ours, on the same weights and inputs", ("ours",
-        "factor"), lines),
-        tables.note(f"Inputs with other tokens than plain decoding: {len(against['differences'])}."),
-    ]  # fmt: skip
+        tables.table(
+            f"Time of {against['name']}'s own decoding over ours, on the same weights and inputs",
+            ("ours", "factor"),
+            lines,
+        ),
+        tables.note(
+            f"Inputs with other tokens than plain decoding: {len(against['differences'])}."
+        ),
+    ]
 
 
 def _tree_tokens(trees: Sequence[Mapping[str, Any]]) -> list[Markup]:
@@ -195,12 +271,21 @@ def _tree_tokens(trees: Sequence[Mapping[str, Any]]) -> list[Markup]:
     if not trees:
         return []
     lines = [
-        (f"tree {variant['tree']}", variant["nodes"], variant["depth"], tables.decimal(variant.get("predicted"), 2),
-         tables.decimal(variant["stats"]["tokens_per_target_call"], 2))
+        (
+            f"tree {variant['tree']}",
+            variant["nodes"],
+            variant["depth"],
+            tables.decimal(variant.get("predicted"), 2),
+            tables.decimal(variant["stats"]["tokens_per_target_call"], 2),
+        )
         for variant in trees
-    ]  # fmt: skip
+    ]
     return [
-        tables.table("Tokens per target call of trees", ("tree", "positions", "depth", "predicted", "measured"), lines),
+        tables.table(
+            "Tokens per target call of trees",
+            ("tree", "positions", "depth", "predicted", "measured"),
+            lines,
+        ),
         tables.note(
             "Predicted: by the top-k hit rate in the same run, as if every node was accepted independently of "
             "the others and no output "
@@ -210,7 +295,11 @@ def _tree_tokens(trees: Sequence[Mapping[str, Any]]) -> list[Markup]:
 
 
 def _name(row: Row) -> str:
-    parts = [row.drafter] + [f"γ = {row.gamma}"] * (row.gamma is not None) + [row.verifier] * _tells_variant(row)
+    parts = (
+        [row.drafter]
+        + [f"γ = {row.gamma}"] * (row.gamma is not None)
+        + [row.verifier] * _tells_variant(row)
+    )
     return ", ".join(parts)
 
 
@@ -221,7 +310,10 @@ def _tells_variant(row: Row) -> bool:
 
 def _rates(found: Sequence[Row]) -> list[Markup]:
     """Returns table 3: the paper's α, then the records'."""
-    lines = [(row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}") for row in paper.TABLE_3]
+    lines = [
+        (row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}")
+        for row in paper.TABLE_3
+    ]
     ours: dict[tuple[str, str, str], dict[bool, str]] = {}
     for row in found:
         if (
@@ -230,7 +322,9 @@ def _rates(found: Sequence[Row]) -> list[Markup]:
             and row.verifier.partition(",")[0] not in (SYNTHETIC.name, *LOSSY)
         ):
             rate = tables.rate(row.alpha, row.drafted_alpha)
-            ours.setdefault((row.target, row.drafter, row.sentences), {}).setdefault(row.temperature == 0, rate)
+            ours.setdefault((row.target, row.drafter, row.sentences), {}).setdefault(
+                row.temperature == 0, rate
+            )
     lines += [
         (target, drafter, sentences, by.get(True, "-"), by.get(False, "-"))
         for (target, drafter, sentences), by in ours.items()
@@ -251,10 +345,22 @@ def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
     if not by_pair:
         return []
     values = sorted({value for by in by_pair.values() for value in by}, reverse=True)
-    rate = lambda row: tables.rate(row.alpha, row.drafted_alpha)
-    cell = lambda row: "-" if row is None else f"{rate(row)}, {tables.spread_text(row.improvement)}"
+
+    def rate(row):
+        return tables.rate(row.alpha, row.drafted_alpha)
+
+    def cell(row):
+        return "-" if row is None else f"{rate(row)}, {tables.spread_text(row.improvement)}"
+
     lines = [
-        (target, drafter, where, f"{temperature:g}", gamma, *(cell(by.get(value)) for value in values))
+        (
+            target,
+            drafter,
+            where,
+            f"{temperature:g}",
+            gamma,
+            *(cell(by.get(value)) for value in values),
+        )
         for (target, drafter, where, temperature, gamma), by in by_pair.items()
     ]
     head = ("target", "drafter", "where", "T", "γ", *(f"l = {value:g}" for value in values))
@@ -262,17 +368,31 @@ def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
 
 
 def _estimate(record: Mapping[str, Any]) -> list[Markup]:
-    head = ("drafter", "T", "γ", "α (paper)", "c (paper)", "c", "v", "improvement", "c, plain step of two positions",
+    head = (
+        "drafter",
+        "T",
+        "γ",
+        "α (paper)",
+        "c (paper)",
+        "c",
         "v",
-            "improvement", "expected (paper)", "measured (paper)")  # fmt: skip
+        "improvement",
+        "c, plain step of two positions",
+        "v",
+        "improvement",
+        "expected (paper)",
+        "measured (paper)",
+    )
     parts = [element("h2", "Estimated, not measured"), element("p", memory_estimate(record))]
     if lines := time_estimates(record):
         caption = f"Table 2 by the compiler's estimates: T5-XXL on {placed(record)}, batch {record['batch_size']}"
         parts.append(tables.table(caption, head, lines))
-        parts.append(tables.note(
-            "The compiler's own estimates of single calls; the improvement is what they and the paper's α let expect: "
-            "with the plain step as it is compiled, and as if it took what a call over two positions takes."
-        ))  # fmt: skip
+        parts.append(
+            tables.note(
+                "The compiler's own estimates of single calls; the improvement is what they and the paper's α let expect: "
+                "with the plain step as it is compiled, and as if it took what a call over two positions takes."
+            )
+        )
     return parts
 
 
@@ -298,7 +418,10 @@ _EXPECTED = (
 
 def _of_xxl(record: Mapping[str, Any]) -> bool:
     if kind_of(record) is Accelerator:
-        return any(figure.get("target") == "t5_1_1/xxl" and "improvement" in figure for figure in record["figures"])
+        return any(
+            figure.get("target") == "t5_1_1/xxl" and "improvement" in figure
+            for figure in record["figures"]
+        )
     return kind_of(record) is Benchmark and record["target"]["name"] == "t5_1_1/xxl"
 
 
@@ -307,5 +430,13 @@ def _on_cpu(record: Mapping[str, Any]) -> bool:
 
 
 def _missing(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
-    lines = [(what, "not measured", command) for what, there, command in _EXPECTED if not any(map(there, found))]
-    return [tables.table("Not measured: no such record was given", ("what", "", "command"), lines)] if lines else []
+    lines = [
+        (what, "not measured", command)
+        for what, there, command in _EXPECTED
+        if not any(map(there, found))
+    ]
+    return (
+        [tables.table("Not measured: no such record was given", ("what", "", "command"), lines)]
+        if lines
+        else []
+    )

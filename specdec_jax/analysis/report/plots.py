@@ -36,8 +36,13 @@ def svg(figure) -> Markup:
     """Returns the figure as an element of an HTML page; the same figure gives the same text."""
     import matplotlib
 
-    with matplotlib.rc_context({"svg.hashsalt": "specdec_jax", "svg.fonttype": "none"}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it measures text that the browser draws
+    with (
+        matplotlib.rc_context({"svg.hashsalt": "specdec_jax", "svg.fonttype": "none"}),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings(
+            "ignore", "Glyph .* missing from font"
+        )  # it measures text that the browser draws
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue()
@@ -66,7 +71,12 @@ def optimal_gammas():
     figure, (axes,) = panels(("α", "best γ"))
     alphas = np.linspace(0.0, 0.95, 96)
     for cost in _COSTS:
-        axes.step(alphas, [formulas.optimal_gamma(alpha, cost) for alpha in alphas], where="mid", label=f"c = {cost:g}")
+        axes.step(
+            alphas,
+            [formulas.optimal_gamma(alpha, cost) for alpha in alphas],
+            where="mid",
+            label=f"c = {cost:g}",
+        )
     axes.legend()
     return figure
 
@@ -115,9 +125,17 @@ def measured(rows: Sequence[tuple[str, Spread, float | None]]):
         alpha=0.7,
         label="measured (median and spread)",
     )
-    predicted = [(value, place) for (_, _, value), place in zip(rows, places, strict=True) if value is not None]
+    predicted = [
+        (value, place)
+        for (_, _, value), place in zip(rows, places, strict=True)
+        if value is not None
+    ]
     if predicted:
-        axes.plot(*zip(*predicted, strict=True), "kd", label="predicted: α or counted calls, c, v, encoders")
+        axes.plot(
+            *zip(*predicted, strict=True),
+            "kd",
+            label="predicted: α or counted calls, c, v, encoders",
+        )
     axes.axvline(1, color="grey", linewidth=1)
     axes.set_yticks(places, [shortened(name) for name, _, _ in rows], parse_math=False)
     figure.legend(loc="outside lower center", ncols=2)
@@ -131,13 +149,26 @@ def wall_time(record: Mapping[str, Any]):
     `record` is one of the benchmark, with or without another implementation's variant.
     """
     plain, against, searches = record["plain"], record.get("against"), record.get("searches")
-    units = lambda variant: variant["tokens"] if searches is None else record["sentences"]
-    milliseconds = lambda variant: (
-        1e3 * np.array([variant["seconds"][name] for name in Spread._fields]) / max(units(variant), 1)
-    )
+
+    def units(variant):
+        return variant["tokens"] if searches is None else record["sentences"]
+
+    def milliseconds(variant):
+        return (
+            1e3
+            * np.array([variant["seconds"][name] for name in Spread._fields])
+            / max(units(variant), 1)
+        )
+
     named = {"t5x": "T5X"}
-    bars = [(named.get(against["name"], against["name"]), milliseconds(against), "tab:gray")] if against else []
-    bars.append(("plain" if searches is None else "plain beam search", milliseconds(plain), "tab:blue"))
+    bars = (
+        [(named.get(against["name"], against["name"]), milliseconds(against), "tab:gray")]
+        if against
+        else []
+    )
+    bars.append(
+        ("plain" if searches is None else "plain beam search", milliseconds(plain), "tab:blue")
+    )
     if searches is not None:
         bars.append(("greedy", milliseconds(record["greedy"]), "tab:cyan"))
         bars += [
@@ -145,17 +176,38 @@ def wall_time(record: Mapping[str, Any]):
             for variant in searches
         ]
     for variant in record.get("speculative", ()):
-        forced = "" if variant["synthetic_alpha"] is None else f", α forced to {variant['synthetic_alpha']:g}"
-        bars.append((f"speculative, γ = {variant['gamma']}{forced}", milliseconds(variant), "tab:orange"))
-    bars += [(f"tree {variant['tree']}", milliseconds(variant), "tab:green") for variant in record.get("trees", ())]
+        forced = (
+            ""
+            if variant["synthetic_alpha"] is None
+            else f", α forced to {variant['synthetic_alpha']:g}"
+        )
+        bars.append(
+            (f"speculative, γ = {variant['gamma']}{forced}", milliseconds(variant), "tab:orange")
+        )
+    bars += [
+        (f"tree {variant['tree']}", milliseconds(variant), "tab:green")
+        for variant in record.get("trees", ())
+    ]
     unit = "token" if searches is None else "input"
     figure, (axes,) = panels((f"milliseconds per {unit}, with the spread of the passes", ""))
     figure.set_size_inches(8, 1.2 + 0.45 * len(bars))
     axes.grid(False, axis="y")
     slowest = max(most for _, (_, _, most), _ in bars)
     for place, (_, (median, least, most), colour) in enumerate(bars):
-        axes.barh(place, median, xerr=[[median - least], [most - median]], capsize=2, color=colour, height=0.65)
-        axes.text(most + 0.02 * slowest, place, f"{median:.2f} ms, {bars[0][1][0] / median:.2f}×", va="center")
+        axes.barh(
+            place,
+            median,
+            xerr=[[median - least], [most - median]],
+            capsize=2,
+            color=colour,
+            height=0.65,
+        )
+        axes.text(
+            most + 0.02 * slowest,
+            place,
+            f"{median:.2f} ms, {bars[0][1][0] / median:.2f}×",
+            va="center",
+        )
     axes.set(xlim=(0, 1.35 * slowest))
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.invert_yaxis()
@@ -163,15 +215,18 @@ def wall_time(record: Mapping[str, Any]):
     axes.set_title(
         f"{shortened(record['target']['name'])}, {record['target']['parameter_dtype'].partition(',')[0]}, "
         f"{record['sentences']} inputs, batch {record['options']['batch_size']}, {host['cores']} cores",
-        fontsize="medium", parse_math=False,
-    )  # fmt: skip
+        fontsize="medium",
+        parse_math=False,
+    )
     return figure
 
 
 _COLOURS = {
-    "target encoder": "tab:purple", "drafter encoder": "tab:pink", "draft step": "tab:orange", "target call":
-        "tab:blue",
-}  # fmt: skip
+    "target encoder": "tab:purple",
+    "drafter encoder": "tab:pink",
+    "draft step": "tab:orange",
+    "target call": "tab:blue",
+}
 
 
 def timeline(variants: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
@@ -191,7 +246,14 @@ def timeline(variants: Sequence[tuple[str, Sequence[tuple[str, float]]]]):
                 if what == kind
             ]
             label = kind if bars and kind not in axes.get_legend_handles_labels()[1] else None
-            axes.broken_barh(bars, (place - 0.35, 0.7), facecolor=colour, edgecolor="white", linewidth=0.4, label=label)
+            axes.broken_barh(
+                bars,
+                (place - 0.35, 0.7),
+                facecolor=colour,
+                edgecolor="white",
+                linewidth=0.4,
+                label=label,
+            )
     axes.set_yticks(range(len(variants)), [name for name, _ in variants])
     axes.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=4)
@@ -212,35 +274,69 @@ def improvement(record: Mapping[str, Any]):
     gain, surviving, cost, *others = figure.subplots(1, panels)
     if accepted["alpha"] is not None:
         gain.plot(gammas, [row["theorem_3_8"] for row in table], "o--", label="from α, v = 1")
-        gain.plot(gammas, [row["with_verify_cost"] for row in table], "o-", label="from α, v measured")
-        surviving.plot(gammas, [accepted["alpha"] ** gamma for gamma in gammas], "k:", label="α to the power of i")
+        gain.plot(
+            gammas, [row["with_verify_cost"] for row in table], "o-", label="from α, v measured"
+        )
+        surviving.plot(
+            gammas,
+            [accepted["alpha"] ** gamma for gamma in gammas],
+            "k:",
+            label="α to the power of i",
+        )
     for name, values in accepted["by_position"].items():
         gain.plot(
-            gammas, [row["by_position"][name]["with_verify_cost"] for row in table], "s-", label=f"by position, {name}"
+            gammas,
+            [row["by_position"][name]["with_verify_cost"] for row in table],
+            "s-",
+            label=f"by position, {name}",
         )
         whole = [row["by_position"][name].get("with_lengths") for row in table]
         if None not in whole:
             gain.plot(gammas, whole, "^-", label=f"whole decodes, {name}")
         errors = [value["standard_error"] or 0.0 for value in values]
-        surviving.errorbar(gammas, [value["accepted"] for value in values], errors, fmt="s-", capsize=3, label=name)
+        surviving.errorbar(
+            gammas, [value["accepted"] for value in values], errors, fmt="s-", capsize=3, label=name
+        )
     gain.axhline(1, color="grey", linewidth=1)
-    gain.set(xlabel="γ, drafted tokens", ylabel="expected improvement over plain decoding", xticks=gammas)
-    surviving.set(xlabel="i", ylabel="P(first i drafted tokens are accepted)", xticks=gammas, ylim=(0, 1))
-    cost.plot([int(width) for width in record["verify_cost"]], list(record["verify_cost"].values()), "o-")
+    gain.set(
+        xlabel="γ, drafted tokens", ylabel="expected improvement over plain decoding", xticks=gammas
+    )
+    surviving.set(
+        xlabel="i", ylabel="P(first i drafted tokens are accepted)", xticks=gammas, ylim=(0, 1)
+    )
+    cost.plot(
+        [int(width) for width in record["verify_cost"]], list(record["verify_cost"].values()), "o-"
+    )
     cost.set(xlabel="positions", ylabel="v: cost of a target call, in single steps", ylim=(0, None))
     cost.axhline(1, color="grey", linewidth=1)
     if hit_rate:
         for kind, values in hit_rate.items():
-            ks, errors = range(1, len(values) + 1), [value["standard_error"] or 0.0 for value in values]
-            others[0].errorbar(
-                ks, [value["covered"] for value in values], errors, fmt="o-", capsize=3, label=KINDS[kind]
+            ks, errors = (
+                range(1, len(values) + 1),
+                [value["standard_error"] or 0.0 for value in values],
             )
-        others[0].set(xlabel="k, children of a node", ylabel="P(the target's token is among them)", ylim=(None, 1))
+            others[0].errorbar(
+                ks,
+                [value["covered"] for value in values],
+                errors,
+                fmt="o-",
+                capsize=3,
+                label=KINDS[kind],
+            )
+        others[0].set(
+            xlabel="k, children of a node",
+            ylabel="P(the target's token is among them)",
+            ylim=(None, 1),
+        )
     if by_depth:
         for name, rates in by_depth.items():
             means, errors = [mean for mean, _ in rates], [error or 0.0 for _, error in rates]
-            others[-1].errorbar(range(1, len(rates) + 1), means, errors, fmt="o-", capsize=3, label=name)
-        others[-1].set(xlabel="depth", ylabel="P(a token is accepted where those above it are)", ylim=(0, 1.05))
+            others[-1].errorbar(
+                range(1, len(rates) + 1), means, errors, fmt="o-", capsize=3, label=name
+            )
+        others[-1].set(
+            xlabel="depth", ylabel="P(a token is accepted where those above it are)", ylim=(0, 1.05)
+        )
     for axes in (gain, surviving, *others):
         axes.legend()
     options = record["options"]

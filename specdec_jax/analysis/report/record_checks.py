@@ -31,7 +31,9 @@ def check(record: Any) -> None:
         by_position, table = record["acceptance"]["by_position"], record["table"]
         for name, values in by_position.items():
             if len(values) != len(table) or any(name not in row["by_position"] for row in table):
-                raise ValueError(f"acceptance.by_position: got {_shown(name)}, expected it in every row of the table")
+                raise ValueError(
+                    f"acceptance.by_position: got {_shown(name)}, expected it in every row of the table"
+                )
 
 
 def _check(value: Any, kind: Any, name: str) -> None:
@@ -55,7 +57,10 @@ def _check(value: Any, kind: Any, name: str) -> None:
             if key in value:
                 _check(value[key], part, f"{name}{key}.")
         if kind is SpreadRecord:
-            expect(value["least"] <= value["median"] <= value["most"], "a median between least and most")
+            expect(
+                value["least"] <= value["median"] <= value["most"],
+                "a median between least and most",
+            )
         if kind in (DrawnTree, ShownTree):
             try:
                 Drawn.read(value)
@@ -75,18 +80,25 @@ def _check(value: Any, kind: Any, name: str) -> None:
         expect(isinstance(value, dict) and len(value) <= most, f"an object of at most {most}")
         for key, item in value.items():
             if parts[0] is int:
-                _expect(f"{name} key", key, re.fullmatch("[0-9]{1,6}", key) is not None, "an integer")
+                _expect(
+                    f"{name} key", key, re.fullmatch("[0-9]{1,6}", key) is not None, "an integer"
+                )
             else:
                 _check(key, parts[0], f"{name} key")
             _check(item, parts[1], f"{name}{_shown(key)}.")
     elif kind is str:
         expect(
-            isinstance(value, str) and len(value) <= MOST_CHARACTERS, f"text of at most {MOST_CHARACTERS} characters"
+            isinstance(value, str) and len(value) <= MOST_CHARACTERS,
+            f"text of at most {MOST_CHARACTERS} characters",
         )
     elif kind in (int, float):
-        whole = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        whole = isinstance(value, int if kind is int else int | float) and not isinstance(
+            value, bool
+        )
         what = "an integer" if kind is int else "a number"
-        expect(whole and least <= value <= most, f"{what} from {least:g} to {most:g}")  # NaN is in no range
+        expect(
+            whole and least <= value <= most, f"{what} from {least:g} to {most:g}"
+        )  # NaN is in no range
     else:
         expect(isinstance(value, kind), {bool: "true or false", list: "a list"}[kind])
 

@@ -277,10 +277,21 @@ class Costs(TypedDict):
     improvement: Number
 
 
-EstimateRow = TypedDict("EstimateRow", {
-    "task": str, "drafter": str, "temperature": Positive, "gamma": Gamma, "alpha_paper": Share, "c_paper": Number,
-    "expected_paper": Number, "measured_paper": Number, "as compiled": Costs, "as for two positions": Costs,
-})  # fmt: skip
+EstimateRow = TypedDict(
+    "EstimateRow",
+    {
+        "task": str,
+        "drafter": str,
+        "temperature": Positive,
+        "gamma": Gamma,
+        "alpha_paper": Share,
+        "c_paper": Number,
+        "expected_paper": Number,
+        "measured_paper": Number,
+        "as compiled": Costs,
+        "as for two positions": Costs,
+    },
+)
 
 
 class Times(TypedDict):

@@ -75,7 +75,9 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
     options = record["options"]
     preset = options.get("preset")
     count = record["sentences"]
-    files = f"{count} " + (f"row{'s' * (count != 1)} of random ids" if preset else _short(options["input_file"]))
+    files = f"{count} " + (
+        f"row{'s' * (count != 1)} of random ids" if preset else _short(options["input_file"])
+    )
     named = record["target"]["name"], (record["drafter"] or {"name": "none"})["name"], files
     if kind is record_types.Benchmark:
         bare = record.get("bare") or {"cost_ratio": None, "verify_cost": {}}
@@ -133,12 +135,21 @@ def rows(record: Mapping[str, Any]) -> list[Row]:
     accepted, table = record["acceptance"], record["table"]
     return [
         Row(
-            *named, options["temperature"], _named(options), row["gamma"], accepted["alpha"], record["cost_ratio"],
-            row["verify_cost"], row["tokens"], row["with_verify_cost"], None, None,
+            *named,
+            options["temperature"],
+            _named(options),
+            row["gamma"],
+            accepted["alpha"],
+            record["cost_ratio"],
+            row["verify_cost"],
+            row["tokens"],
+            row["with_verify_cost"],
+            None,
+            None,
             drafted_alpha=accepted.get("alpha_where_drafted"),
         )
         for row in table
-    ]  # fmt: skip
+    ]
 
 
 def spread_of(found: Mapping[str, float]) -> Spread:
@@ -196,7 +207,9 @@ def estimated(record: Mapping[str, Any]) -> bool:
 def measured_at(record: Mapping[str, Any]) -> str:
     """Returns the machine and the versions of a record."""
     machine = record["machine"]
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("python", *PACKAGES) if name in machine)
+    versions = ", ".join(
+        f"{name} {machine[name]}" for name in ("python", *PACKAGES) if name in machine
+    )
     return f"{hardware(machine)}; {versions}"
 
 
@@ -227,11 +240,21 @@ def time_estimates(record: Mapping[str, Any]) -> list[tuple]:
     A line has the paper's numbers, then c, v and improvement by the compiler's estimates, in both
     ways of scripts/tpu_aot.py.
     """
-    cells = lambda found: (f"{found['c']:.3f}", f"{found['v']:.2f}", f"{found['improvement']:.2f}")
+
+    def cells(found):
+        return (f"{found['c']:.3f}", f"{found['v']:.2f}", f"{found['improvement']:.2f}")
+
     return [
-        (f"{row['task']}, {row['drafter']}", row["temperature"], row["gamma"], f"{row['alpha_paper']:.2f}",
+        (
+            f"{row['task']}, {row['drafter']}",
+            row["temperature"],
+            row["gamma"],
+            f"{row['alpha_paper']:.2f}",
             f"{row['c_paper']:.2f}",
-         *cells(row["as compiled"]), *cells(row["as for two positions"]), f"{row['expected_paper']:.1f}",
-             f"{row['measured_paper']:.1f}")
+            *cells(row["as compiled"]),
+            *cells(row["as for two positions"]),
+            f"{row['expected_paper']:.1f}",
+            f"{row['measured_paper']:.1f}",
+        )
         for row in record.get("times", {"rows": ()})["rows"]
-    ]  # fmt: skip
+    ]

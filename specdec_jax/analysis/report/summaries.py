@@ -30,13 +30,18 @@ def measure_summary(record: Mapping[str, Any]) -> str:
         f"alpha    {with_error(accepted['alpha'], accepted['standard_error'])} over {accepted['positions']} positions "
         f"of the output ({_HOW[accepted['how']]})",
         *where_drafted(accepted),
-        *([f"         {same_positions(record['same_positions'])}"] if record["same_positions"] else []),
+        *(
+            [f"         {same_positions(record['same_positions'])}"]
+            if record["same_positions"]
+            else []
+        ),
         *hit_rate_lines(accepted["hit_rate"]),
         *depth_lines(accepted),
         f"c        {record['cost_ratio']:.3f} between target calls"
         + (f", {alone:.3f} alone" if alone is not None else ", what drafting adds to an iteration"),
         f"target   {1e3 * steps['target step']['median']:.3f} ms a step",
-        "v        " + ", ".join(f"v({width}) = {value:.3f}" for width, value in record["verify_cost"].items()),
+        "v        "
+        + ", ".join(f"v({width}) = {value:.3f}" for width, value in record["verify_cost"].items()),
         "",
         *table_lines(record),
     ]
@@ -44,7 +49,11 @@ def measure_summary(record: Mapping[str, Any]) -> str:
     named = {"v = 1": best["theorem_3_8"], "v measured": best["with_verify_cost"]}
     named |= {f"by position, {name}": gamma for name, gamma in best["by_position"].items()}
     named |= {f"whole decodes, {name}": gamma for name, gamma in best["with_lengths"].items()}
-    shown = "; ".join(f"{gamma or 'plain decoding'} ({name})" for name, gamma in named.items() if gamma is not None)
+    shown = "; ".join(
+        f"{gamma or 'plain decoding'} ({name})"
+        for name, gamma in named.items()
+        if gamma is not None
+    )
     return "\n".join([*lines, "", f"best gamma: {shown}"])
 
 
@@ -62,7 +71,10 @@ def hit_rate_lines(hit_rate: Mapping[str, Any]) -> list[str]:
     """Returns lines with the top-k hit rate of 1, 2 … children, by how they are chosen."""
     if not hit_rate:
         return []
-    cells = lambda values: " ".join(f"{value['covered']:.3f}" for value in values)
+
+    def cells(values):
+        return " ".join(f"{value['covered']:.3f}" for value in values)
+
     return [
         "top-k hit rate by 1, 2 … children of a node, the share of tokens that are among them:",
         *(f"         {cells(values)} ({KINDS[kind]})" for kind, values in hit_rate.items()),
@@ -76,7 +88,10 @@ def depth_lines(accepted: Mapping[str, Any]) -> list[str]:
         return []
     return [
         "acceptance by depth 1, 2 …, the share of tokens that are accepted where those above them do:",
-        *(f"         {' '.join(f'{mean:.3f}' for mean, _ in values)} ({name})" for name, values in found.items()),
+        *(
+            f"         {' '.join(f'{mean:.3f}' for mean, _ in values)} ({name})"
+            for name, values in found.items()
+        ),
     ]
 
 
@@ -106,7 +121,10 @@ def table_lines(record: Mapping[str, Any]) -> list[str]:
     for row in record["table"]:
         values = [row["tokens"], row["theorem_3_8"], row["verify_cost"], row["with_verify_cost"]]
         for name in verifiers:
-            values += [row["by_position"][name][part] for part in ("tokens", "with_verify_cost", "with_lengths")]
+            values += [
+                row["by_position"][name][part]
+                for part in ("tokens", "with_verify_cost", "with_lengths")
+            ]
         cells = ["-" if value is None else f"{value:.3f}" for value in values]
         cells[2] += " " if row["timed"] else "~"
         lines.append("".join(f"{cell:>12}" for cell in [row["gamma"], *cells]))
@@ -142,7 +160,9 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
         f"plain          {_seconds(plain['seconds'])}, {plain['tokens']} tokens, "
         f"{1e3 * plain['seconds_per_token']:.2f} ms each; compilation {plain['compile_seconds']:.1f} s",
         f"target step    {_seconds(steps['target step'])}; "
-        + ", ".join(f"bare {name} {_seconds(steps[name])}" for name in steps if name.startswith("products")),
+        + ", ".join(
+            f"bare {name} {_seconds(steps[name])}" for name in steps if name.startswith("products")
+        ),
         f"  step over products (the faster) {record['step_over_products']:.3f}, "
         f"plain decoding over products {record['plain_over_products']:.3f} (encoder apart)",
     ]
@@ -154,14 +174,18 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
         )
         if "draft pair" in steps:
             pair = steps["draft pair"]["median"] / steps["draft step"]["median"]
-            lines.append(f"  {pair:.2f} times that over two positions, the first call after a full acceptance")
+            lines.append(
+                f"  {pair:.2f} times that over two positions, the first call after a full acceptance"
+            )
         lines += reductions(steps)
     elif any(variant["stats"]["draft_calls"] for variant in record["speculative"]):
         lines.append("draft step     not timed alone (`specdec measure` times whole iterations)")
     elif record["drafter"]:
         lines.append("draft step     none, since no model drafts; c is counted as 0")
     for gamma, v in record["verify_cost"].items():
-        lines.append(f"v({int(gamma) + 1}) = {v:.3f} ({record['bare']['verify_cost'][gamma]:.3f} of bare products)")
+        lines.append(
+            f"v({int(gamma) + 1}) = {v:.3f} ({record['bare']['verify_cost'][gamma]:.3f} of bare products)"
+        )
     for gamma, added in record.get("sampling_cost", {}).items():
         lines.append(
             f"added to a target call over {int(gamma) + 1} positions by: "
@@ -189,7 +213,9 @@ def _against_lines(against: Mapping[str, Any]) -> list[str]:
         f"{1e3 * against['seconds_per_token']:.2f} ms each; compilation {against['compile_seconds']:.1f} s"
     ]
     for ours, times in against["improvement"].items():
-        lines.append(f"  {ours}: {times['median']:.2f} times as fast ({times['least']:.2f} to {times['most']:.2f})")
+        lines.append(
+            f"  {ours}: {times['median']:.2f} times as fast ({times['least']:.2f} to {times['most']:.2f})"
+        )
     if rounding := against.get("rounding"):
         lines.append(
             f"  of this int8 contributes {rounding['median']:.2f} times ({rounding['least']:.2f} to "
@@ -210,7 +236,9 @@ def reductions(steps: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def _drafter(record: Mapping[str, Any]) -> str:
-    return f"{record['name']} ({record['parameters']:,})" if "parameters" in record else record["name"]
+    return (
+        f"{record['name']} ({record['parameters']:,})" if "parameters" in record else record["name"]
+    )
 
 
 def _variant_lines(variant: Mapping[str, Any]) -> list[str]:
@@ -228,7 +256,9 @@ def _variant_lines(variant: Mapping[str, Any]) -> list[str]:
     alpha, calls = variant["stats"]["acceptance_rate"], variant["stats"]["tokens_per_target_call"]
     rate = alpha_text(variant["stats"])
     if alpha is None:
-        lines.append(f"  {calls or 0:.2f} tokens per target call; {_without_alpha(variant['stats'])}; no prediction")
+        lines.append(
+            f"  {calls or 0:.2f} tokens per target call; {_without_alpha(variant['stats'])}; no prediction"
+        )
     elif predicted is None:
         drafted = f"{variant['mean_gamma']:.2f} drafted for each"
         lines.append(f"  {rate}, {calls:.2f} tokens per target call, {drafted}; no prediction")
@@ -245,8 +275,12 @@ def _variant_lines(variant: Mapping[str, Any]) -> list[str]:
     if alpha is not None:
         lines.append(_depth_line(variant["stats"]))
     if variant["oracle"]:
-        calls, factor = ("no bound" if value is None else f"{value:.3f}" for value in variant["oracle"].values())
-        lines.append(f"  an oracle of gamma: tokens per target call {calls}, improvement {factor} (v = 1)")
+        calls, factor = (
+            "no bound" if value is None else f"{value:.3f}" for value in variant["oracle"].values()
+        )
+        lines.append(
+            f"  an oracle of gamma: tokens per target call {calls}, improvement {factor} (v = 1)"
+        )
     return lines + _difference_lines(variant["differences"])
 
 
@@ -361,19 +395,31 @@ def tune_summary(record: Mapping[str, Any]) -> str:
         name, gain = choice_of(item), item["improvement"]
         lines.append(
             f"{name!s:<20}{item['expected_improvement']:>12.3f}"
-            + (f"{gain['median']:>12.3f}   ({gain['least']:.3f} to {gain['most']:.3f})" if gain else "")
+            + (
+                f"{gain['median']:>12.3f}   ({gain['least']:.3f} to {gain['most']:.3f})"
+                if gain
+                else ""
+            )
         )
     chosen, gain = Choice(**record["chosen"]), record["improvement"]
-    lines += ["", *(f"{choice_of(item)}: {item['tree']}" for item in record["choices"] if item["tree"])]
+    lines += [
+        "",
+        *(f"{choice_of(item)}: {item['tree']}" for item in record["choices"] if item["tree"]),
+    ]
     if chosen.gamma:
         lines.append(
             f"chosen: {chosen}: {gain['median']:.3f} times plain decoding ({gain['least']:.3f} to {gain['most']:.3f})"
         )
     else:
-        lines.append(f"chosen: plain decoding, which is faster than drafting with {options['drafter']}")
+        lines.append(
+            f"chosen: plain decoding, which is faster than drafting with {options['drafter']}"
+        )
     if record["sweep"]:
         swept = record["sweep"]
-        lines += ["", f"sweep over {swept['sentences']} other inputs, improvement over plain decoding:"]
+        lines += [
+            "",
+            f"sweep over {swept['sentences']} other inputs, improvement over plain decoding:",
+        ]
         lines += [
             f"{name:<20}{spread['median']:>12.3f}   ({spread['least']:.3f} to {spread['most']:.3f})"
             for name, spread in swept["improvement"].items()

@@ -12,9 +12,19 @@ from specdec_jax.analysis.timing import Spread
 def table(caption: str, head: Sequence[str], lines: Sequence[Sequence[Any]]) -> Markup:
     """Returns a table; columns of words are aligned to the left, columns of numbers to the right."""
     words = [any(_is_text(values[column]) for values in lines) for column in range(len(head))]
-    cell = lambda tag, value, text: element(tag, value, class_="text") if text else element(tag, value)
-    line = lambda values, tag: element("tr", *(cell(tag, *pair) for pair in zip(values, words, strict=True)))
-    return element("table", element("caption", caption), line(head, "th"), *(line(values, "td") for values in lines))
+
+    def cell(tag, value, text):
+        return element(tag, value, class_="text") if text else element(tag, value)
+
+    def line(values, tag):
+        return element("tr", *(cell(tag, *pair) for pair in zip(values, words, strict=True)))
+
+    return element(
+        "table",
+        element("caption", caption),
+        line(head, "th"),
+        *(line(values, "td") for values in lines),
+    )
 
 
 def _is_text(value: object) -> bool:
@@ -46,4 +56,6 @@ def rate(alpha: float | None, drafted: float | None) -> str:
 
 
 def spread_text(spread: Spread | None) -> str:
-    return "-" if spread is None else f"{spread.median:.3f} ({spread.least:.3f} to {spread.most:.3f})"
+    return (
+        "-" if spread is None else f"{spread.median:.3f} ({spread.least:.3f} to {spread.most:.3f})"
+    )

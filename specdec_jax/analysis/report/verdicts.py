@@ -14,7 +14,9 @@ def promise(record: Mapping[str, Any]) -> str:
         for name, found in row["by_position"].items()
     }
     (gamma, verifier), gain = max(whole.items(), key=lambda item: item[1])
-    left_out = "encoders and output lengths are counted; the loop, the host and the tokenizer are not"
+    left_out = (
+        "encoders and output lengths are counted; the loop, the host and the tokenizer are not"
+    )
     pays = f"drafting should pay here: {gain:.3g} times the speed of plain decoding, with gamma {gamma}, {verifier}"
     if gain <= 1:
         pays = f"drafting should not pay here: at best {gain:.3g} times the speed of plain decoding"
@@ -26,18 +28,27 @@ def promise(record: Mapping[str, Any]) -> str:
 def benchmark_verdict(record: Mapping[str, Any]) -> list[str]:
     """Returns lines on whether drafting pays, what to try else, and whether tokens are plain
     decoding's."""
-    options, variants = record["options"], {_variant_name(variant): variant for variant in record["speculative"]}
+    options, variants = (
+        record["options"],
+        {_variant_name(variant): variant for variant in record["speculative"]},
+    )
     if not record["verdicts"]:
         alone = (
-            "plain decoding alone was timed" if record["drafter"] is None else "--synthetic_alpha times whole decodes"
+            "plain decoding alone was timed"
+            if record["drafter"] is None
+            else "--synthetic_alpha times whole decodes"
         )
-        return [f"no verdict: {'of random weights only steps are timed; ' * bool(options['preset'])}{alone}"]
+        return [
+            f"no verdict: {'of random weights only steps are timed; ' * bool(options['preset'])}{alone}"
+        ]
     lines = []
     widths = {int(gamma) + 1: v for gamma, v in record["verify_cost"].items()}
     for found in record["verdicts"]:
         variant = variants.get(found["best"], record["speculative"][0])
         if not variant["stats"]["drafted"] and found["best"] in variants:
-            lines.append(f"no verdict: {record['drafter']['name']} drafted nothing; try a model as the drafter")
+            lines.append(
+                f"no verdict: {record['drafter']['name']} drafted nothing; try a model as the drafter"
+            )
             continue
         c = variant["predicted"]["cost_ratio"] if variant["predicted"] else record["cost_ratio"]
         timed = {other["gamma"] for other in variants.values()}
@@ -78,7 +89,9 @@ def search_verdict(record: Mapping[str, Any]) -> list[str]:
     options, near_ties = record["options"], None
     if "searches" in record:
         differing = [len(variant["differences"]) for variant in record["searches"]]
-        near_ties = all(item["near_tie"] for variant in record["searches"] for item in variant["differences"])
+        near_ties = all(
+            item["near_tie"] for variant in record["searches"] for item in variant["differences"]
+        )
     else:
         differing = [item["differing"] for item in record["choices"]]
     advice = "a drafter that costs less, or fewer levels (--gamma)"

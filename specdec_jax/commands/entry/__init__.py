@@ -41,11 +41,15 @@ def main() -> int:
         _watch()
     try:
         code = main_command.main()
-    except KeyboardInterrupt as error:  # from a signal that came while the command line was about to return
+    except (
+        KeyboardInterrupt
+    ) as error:  # from a signal that came while the command line was about to return
         _exit(error.args[0])
     _returned.set()
     if code > 1:
-        os._exit(code)  # after an interrupted call of XLA, Python's own exit may crash or print more
+        os._exit(
+            code
+        )  # after an interrupted call of XLA, Python's own exit may crash or print more
     _handle(signal.SIG_DFL)
     return code
 
@@ -57,21 +61,30 @@ def _open_standard_streams() -> None:
     Reading then finds no input; writing to standard output fails, as it should; what goes to
     standard error is lost.
     """
-    for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_RDONLY), (2, "stderr", os.O_WRONLY)):
+    for number, name, flags in (
+        (0, "stdin", os.O_RDONLY),
+        (1, "stdout", os.O_RDONLY),
+        (2, "stderr", os.O_WRONLY),
+    ):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, flags)  # gets the lowest free number, which is this stream's
-            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))
+            setattr(
+                sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False)
+            )
     if os.name != "nt":  # Windows consoles have streams of their own
         bare, unbuffered = (
             _StandardOutput(1, "w", closefd=False),
             getattr(sys.stdout, "write_through", False),
         )  # as by python -u
         sys.stdout = io.TextIOWrapper(
-            bare if unbuffered else io.BufferedWriter(bare), sys.stdout.encoding, sys.stdout.errors,
-            line_buffering=bool(sys.stdout.line_buffering), write_through=unbuffered,
-        )  # fmt: skip
+            bare if unbuffered else io.BufferedWriter(bare),
+            sys.stdout.encoding,
+            sys.stdout.errors,
+            line_buffering=bool(sys.stdout.line_buffering),
+            write_through=unbuffered,
+        )
 
 
 class _StandardOutput(io.FileIO):
