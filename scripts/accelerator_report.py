@@ -33,13 +33,13 @@ import jax
 from absl import app, flags
 
 from specdec_jax.analysis import machine, timing
-from specdec_jax.analysis.accelerator_figures import Figure, NotHere, Setup
-from specdec_jax.analysis.accelerators import Stage, stages
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.files.writing import check_output, lock
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
+from tools.accelerator_figures import Figure, NotHere, Setup
+from tools.accelerator_stages import Stage, stages
 
 _DEFAULT = Setup()
 _OUTPUT = flags.DEFINE_string(

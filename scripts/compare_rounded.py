@@ -21,8 +21,7 @@ import json
 import numpy as np
 from absl import app, flags
 
-from specdec_jax.analysis import machine, rounding
-from specdec_jax.analysis.quality import quality
+from specdec_jax.analysis import machine
 from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.continuous_batching import decode_all
@@ -35,6 +34,8 @@ from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.training import text_files
+from tools import rounding
+from tools.quality import quality
 
 _TARGET = flags.DEFINE_string("target", None, "Folder or bundled name of the model.")
 _PRESET = flags.DEFINE_enum(

@@ -23,12 +23,12 @@ import jax
 from absl import app, flags
 from jax.experimental import topologies
 
-from specdec_jax.analysis.compiled_text import loop_copies, loops, widened
-from specdec_jax.analysis.lowering import Case
 from specdec_jax.decoding.progress import waiting
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
+from tools.compiled_text import loop_copies, loops, widened
+from tools.lowering import Case
 
 _TARGET = flags.DEFINE_enum("target", "t5_1_1/large", sorted(PRESETS), "Shape of the target.")
 _DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")

@@ -33,10 +33,16 @@ import jax
 from absl import app, flags
 from jax.experimental import topologies
 
-from specdec_jax.analysis.compiled_text import collectives, loop_copies
-from specdec_jax.analysis.lowering import Case, size
-from specdec_jax.analysis.tpu_chips import CHIPS, Chip, chip_line
-from specdec_jax.analysis.tpu_estimates import (
+from specdec_jax.decoding.beams import BeamOptions
+from specdec_jax.decoding.progress import waiting
+from specdec_jax.files.writing import write_file
+from specdec_jax.models.t5 import PRESETS
+from specdec_jax.speculative.tree_text import read_tree
+from specdec_jax.speculative.trees import DynamicTree
+from tools.compiled_text import collectives, loop_copies
+from tools.lowering import Case, size
+from tools.tpu_chips import CHIPS, Chip, chip_line
+from tools.tpu_estimates import (
     GB,
     call_seconds,
     floor_ms,
@@ -45,12 +51,6 @@ from specdec_jax.analysis.tpu_estimates import (
     times,
     tree_call_seconds,
 )
-from specdec_jax.decoding.beams import BeamOptions
-from specdec_jax.decoding.progress import waiting
-from specdec_jax.files.writing import write_file
-from specdec_jax.models.t5 import PRESETS
-from specdec_jax.speculative.tree_text import read_tree
-from specdec_jax.speculative.trees import DynamicTree
 
 FLAGS = flags.FLAGS
 _CHIP = flags.DEFINE_enum(

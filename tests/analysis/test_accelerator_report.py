@@ -15,10 +15,7 @@ from absl import app
 from absl.flags import FLAGS
 from sample_records import ACCELERATOR
 
-from specdec_jax.analysis import accelerator_figures, accelerators, machine
-from specdec_jax.analysis.accelerator_figures import Figure, NotHere, Pair, Setup
-from specdec_jax.analysis.accelerators import Stage
-from specdec_jax.analysis.compiled_text import bodies, computations
+from specdec_jax.analysis import machine
 from specdec_jax.analysis.matmul_roofline import Products
 from specdec_jax.analysis.report import accelerators as laid_out
 from specdec_jax.analysis.report import page, rows
@@ -32,6 +29,10 @@ from specdec_jax.models import (
     weight_layouts,
 )
 from specdec_jax.models.network import Network, random_params
+from tools import accelerator_figures, accelerator_stages
+from tools.accelerator_figures import Figure, NotHere, Pair, Setup
+from tools.accelerator_stages import Stage
+from tools.compiled_text import bodies, computations
 
 TINY = Setup(
     targets=("t5_1_1/large",),
@@ -270,7 +271,7 @@ def test_flags_are_what_is_measured(script):
         (2,),
         (0.5, 1.0),
     )
-    planned = accelerators.stages(setup, {"T5X": None})
+    planned = accelerator_stages.stages(setup, {"T5X": None})
     assert [stage.name for stage in planned[:3]] == [
         "copies",
         *(f"t5_1_1/{x}: calls and batch 2" for x in ("base", "xl")),
@@ -473,7 +474,9 @@ def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
 
 def test_the_figures_of_calls_can_be_measured(script, tmp_path):
     """The rest, which takes a minute to compile, is in the slow test."""
-    stages = [stage for stage in accelerators.stages(TINY, {}) if stage.kind in ("copies", "calls")]
+    stages = [
+        stage for stage in accelerator_stages.stages(TINY, {}) if stage.kind in ("copies", "calls")
+    ]
     chosen = [
         stage._replace(figures=[one for one in stage.figures if one.about["kind"] != "speculative"])
         for stage in stages

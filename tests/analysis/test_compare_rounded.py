@@ -1,4 +1,4 @@
-"""`analysis/rounding.py` and `scripts/compare_rounded.py`: figures beside numpy's, moved weights,
+"""`tools/rounding.py` and `scripts/compare_rounded.py`: figures beside numpy's, moved weights,
 usage."""
 
 import json
@@ -12,8 +12,8 @@ from int8_models import stored_in
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.analysis import rounding
 from specdec_jax.models import native
+from tools import rounding
 
 pytestmark = pytest.mark.usefixtures("quick")
 V = 24

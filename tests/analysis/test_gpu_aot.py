@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from specdec_jax.analysis.compiled_text import loops, widened
+from tools.compiled_text import loops, widened
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "gpu_aot.py"
 HLO = """

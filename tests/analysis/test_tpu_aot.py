@@ -13,37 +13,32 @@ from absl import app
 from absl.flags import FLAGS
 
 import specdec_jax as sd
-from specdec_jax.analysis import tpu_estimates
-from specdec_jax.analysis.compiled_text import collectives, computations, loop_copies
-from specdec_jax.analysis.lowering import Case, size
 from specdec_jax.analysis.report import record_checks, rows
-from specdec_jax.analysis.tpu_chips import CHIPS, chip_line
 from specdec_jax.models import t5
+from tools import tpu_estimates
+from tools.compiled_text import collectives, computations, loop_copies
+from tools.lowering import Case, size
+from tools.tpu_chips import CHIPS, chip_line
 
-pytestmark = pytest.mark.skipif(
-    not (pathlib.Path(__file__).parents[2] / "scripts").is_dir(),
-    reason="no scripts beside the tests",
-)
-SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "tpu_aot.py"
+SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
 PROGRAM = """
-import importlib.util, sys
+import sys
 import jax
 from absl import app
 from specdec_jax.models import t5
 
 t5.PRESETS["tiny"] = t5.T5Config(32000, 64, 2, 8, 1, 1, 24)
-spec = importlib.util.spec_from_file_location("tpu_aot", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module._devices = jax.devices
-app.run(module.main, argv=["tpu_aot.py", *sys.argv[2:]])
+sys.path.insert(0, sys.argv[1])
+import tpu_aot
+tpu_aot._devices = jax.devices
+app.run(tpu_aot.main, argv=["tpu_aot.py", *sys.argv[2:]])
 """
 TINY = ["--target=tiny", "--drafter=tiny", "--input_length=8", "--max_new_tokens=8"]
 
 
 def compiled(*flags: str) -> tuple[int, dict]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, SCRIPT, *TINY, *flags], capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM, SCRIPTS, *TINY, *flags], capture_output=True, text=True
     )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)

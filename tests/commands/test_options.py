@@ -478,7 +478,7 @@ def test_rows_are_refilled_where_there_are_rows_to_refill():
 
 @pytest.fixture
 def evaluate(pair, load_script):
-    return load_script("evaluate")
+    return load_script("evaluate_pair")
 
 
 def test_a_killed_evaluation_keeps_its_finished_runs(evaluate, pair, tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ def require_checkout() -> None:
 
 def pages() -> list[pathlib.Path]:
     found = [README, *sorted(PACKAGE.glob("*/README.md")), PACKAGE / "bundled/ende/README.md"]
+    found.append(ROOT / "scripts/README.md")
     return [path for path in found if path.is_file()]
 
 

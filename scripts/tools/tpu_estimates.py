@@ -7,14 +7,14 @@ import sys
 import jax
 
 from specdec_jax.analysis import formulas
-from specdec_jax.analysis.compiled_text import bodies, computations, estimated_cycles, kernel_bytes
-from specdec_jax.analysis.lowering import Case, size
 from specdec_jax.analysis.matmul_roofline import Products
 from specdec_jax.analysis.report import paper
-from specdec_jax.analysis.tpu_chips import Chip
 from specdec_jax.decoding.progress import waiting
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.trees import Tree
+from tools.compiled_text import bodies, computations, estimated_cycles, kernel_bytes
+from tools.lowering import Case, size
+from tools.tpu_chips import Chip
 
 GB = 1e9
 

@@ -1,6 +1,6 @@
 """Measures a target's quality and a pair's α, and compares greedy speculative output with greedy plain output.
 
-    python scripts/evaluate.py --target=ende/target --drafter=ende/drafter \
+    python scripts/evaluate_pair.py --target=ende/target --drafter=ende/drafter \
         --files=ende/test.tsv.gz,wiki_pe/test.tsv.gz \
         --gamma=1,3,5,8 --batch_size=1,8 --output=evaluation.json
 
@@ -18,7 +18,6 @@ import numpy as np
 from absl import app, flags
 
 from specdec_jax.analysis import near_ties
-from specdec_jax.analysis.quality import quality
 from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.inputs import encode
@@ -26,6 +25,7 @@ from specdec_jax.decoding.progress import track
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.training import text_files
+from tools.quality import quality
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string("drafter", "ende/drafter", "Folder or bundled name of the drafter.")

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from specdec_jax.analysis import accelerator_figures as figures
 from specdec_jax.analysis import timing
-from specdec_jax.analysis.accelerator_figures import Against, Figure, NotHere, Pair, Setup
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.self_drafting import SelfDrafter
 from specdec_jax.models import packed_weights
@@ -16,6 +14,8 @@ from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.models.parameters import parameter_count
+from tools import accelerator_figures as figures
+from tools.accelerator_figures import Against, Figure, NotHere, Pair, Setup
 
 
 class Stage(NamedTuple):

@@ -1,0 +1,1 @@
+"""What the scripts beside this folder share: figures of an accelerator, compiled programs, int8."""
