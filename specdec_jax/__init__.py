@@ -27,7 +27,7 @@ from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.sharding import make_mesh
+from specdec_jax.models.meshes import make_mesh
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import (

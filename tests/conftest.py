@@ -56,7 +56,7 @@ def few_programs():
 def kernel():
     """Compiles the CPU's kernels before any test reads what a command prints, since compiling them
     prints a line."""
-    from specdec_jax.models import native
+    from specdec_jax.backends.cpu import native
 
     native.available()
 

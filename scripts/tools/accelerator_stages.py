@@ -7,9 +7,9 @@ from typing import NamedTuple
 import jax
 
 from specdec_jax.analysis import timing
+from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.self_drafting import SelfDrafter
-from specdec_jax.models import packed_weights
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network

@@ -11,16 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from specdec_jax.backends.sharding import AXES, ShardingRules
+from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.decoding.beams import BeamOptions, begin
 from specdec_jax.decoding.inputs import bucket, slots
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prefill
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import weight_layouts
+from specdec_jax.models.meshes import parse_mesh
 from specdec_jax.models.network import Network, fuses, random_params
-from specdec_jax.models.sharding import AXES, ShardingRules, parse_mesh
 from specdec_jax.models.t5 import PRESETS
-from specdec_jax.models.tree_positions import WindowNodes
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.sampling import SamplingConfig

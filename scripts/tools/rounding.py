@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.drafters.drafting import match_width
-from specdec_jax.models import packed_weights, weight_layouts
-from specdec_jax.models.jax_settings import isolated
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 

@@ -14,9 +14,9 @@ from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.setup import BeamSetup, BenchmarkSetup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.variants import Batch, Variant
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.beams import BeamOptions, plan_decoding
 from specdec_jax.decoding.generate import generate
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 
+from specdec_jax.backends.cpu import native
+from specdec_jax.backends.gpu import attention as gpu_attention
 from specdec_jax.decoding import autotune
-from specdec_jax.models import fused_step_selftest, gpu_attention, native
+from specdec_jax.models import fused_step_selftest
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.models.parameters import parameter_count

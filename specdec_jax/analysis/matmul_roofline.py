@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.analysis.timing import STEPS
+from specdec_jax.backends.matmul import product
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
-from specdec_jax.models.matmul import product
 from specdec_jax.models.network import Network
 from specdec_jax.models.weight_layouts import Kernel, matrix, shape_of, step_kernels
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.analysis.timing import prefill_cache
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.beams import start as start_search
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_iteration import (

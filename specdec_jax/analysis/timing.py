@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.decoding.autotune import iterated_steps
 from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.request import Request, prepare
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
-from specdec_jax.models.tree_positions import WindowNodes
 from specdec_jax.speculative import distributions, iteration, prefill
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.randomness import seeded

@@ -5,6 +5,8 @@ import pathlib
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import huggingface, int8, native_format, t5x
 from specdec_jax.checkpoints.allocator import returning_freed_memory
 from specdec_jax.checkpoints.loader import check_stored, open_checkpoint, open_complete, resolve
@@ -13,8 +15,6 @@ from specdec_jax.checkpoints.stored_tensor import Checkpoint, Leaf, check
 from specdec_jax.files.writing import new_folder
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.generation_config import GenerationConfig
-from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.t5 import T5Config, t5_only

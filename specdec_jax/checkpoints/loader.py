@@ -13,19 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.jax_settings import check_not_traced, isolated
+from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.checkpoints import huggingface, huggingface_weights, native_format, t5x
 from specdec_jax.checkpoints.allocator import returning_freed_memory
 from specdec_jax.checkpoints.memory import check_memory
 from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, check
 from specdec_jax.checkpoints.weights import kernels_of, read_params
-from specdec_jax.models import arguments, packed_weights
+from specdec_jax.models import arguments
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.forks import check_process
-from specdec_jax.models.jax_settings import check_not_traced, isolated
 from specdec_jax.models.language_model import LanguageModel, check_ids
 from specdec_jax.models.parameters import parameter_count
-from specdec_jax.models.sharding import ShardingRules
 from specdec_jax.models.t5 import T5Config, t5_only
 from specdec_jax.models.vocabularies import (
     SentencePieceVocabulary,

@@ -4,10 +4,10 @@ import pathlib
 
 import jax
 
+from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.checkpoints.weights import required_bytes
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.parameters import parameter_count
-from specdec_jax.models.sharding import ShardingRules
 
 CGROUPS, CGROUPS_OF_PROCESS = pathlib.Path("/sys/fs/cgroup"), pathlib.Path("/proc/self/cgroup")
 MEMORY = pathlib.Path("/proc/meminfo")

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.sharding import ShardingRules
+from specdec_jax.backends.sharding import read as read_shards
 from specdec_jax.checkpoints import int8
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Leaf
-from specdec_jax.models import packed_weights
 from specdec_jax.models.family import ModelConfig
-from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.parameters import parameter_shapes, unflatten
-from specdec_jax.models.sharding import ShardingRules
-from specdec_jax.models.sharding import read as read_shards
 
 _EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 

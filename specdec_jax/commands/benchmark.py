@@ -12,6 +12,7 @@ from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
 from specdec_jax.analysis.report import beam_summaries, plots, summaries
 from specdec_jax.analysis.variants import Batch, Variant
+from specdec_jax.backends.cpu.packed_weights import INPUT_BITS
 from specdec_jax.checkpoints import loader
 from specdec_jax.checkpoints.progress import ParameterProgress
 from specdec_jax.commands.beam_options import SearchFlags, width_option
@@ -25,7 +26,6 @@ from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
-from specdec_jax.models.packed_weights import INPUT_BITS
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.full_drafter import FullDrafter

@@ -4,9 +4,9 @@ import dataclasses
 import pathlib
 import sys
 
+from specdec_jax.backends.xla import ACTIVATIONS
 from specdec_jax.checkpoints import converter, loader, t5x
 from specdec_jax.commands.options import option
-from specdec_jax.models.layers import ACTIVATIONS
 from specdec_jax.models.t5 import t5_only
 
 

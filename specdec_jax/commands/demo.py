@@ -18,6 +18,7 @@ from rich.text import Text
 
 from specdec_jax.analysis import machine, timing, traces, tree_drawing
 from specdec_jax.analysis.report import plots, tree_plot
+from specdec_jax.backends.cpu import native
 from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import built_in
 from specdec_jax.decoding import autotune
@@ -30,7 +31,6 @@ from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.writing import check_output, write_file
-from specdec_jax.models import native
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.vocabularies import check_texts
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from specdec_jax.models import packed_weights
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.models.network import Network
-from specdec_jax.models.sharding import ShardingRules
 
 
 def ambient_mesh() -> Mesh | None:

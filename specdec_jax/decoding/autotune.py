@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.cpu import native
 from specdec_jax.files import user_cache, writing
 from specdec_jax.files.reading import read_json
-from specdec_jax.models import native
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import iteration
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto

@@ -22,6 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.jax_settings import isolated
+from specdec_jax.backends.kv_cache import KVCache
+from specdec_jax.backends.sharding import constrain_sharding, row_parts
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import UnsupportedCombination, check_non_finite
 from specdec_jax.decoding.inputs import bucket
@@ -37,10 +40,7 @@ from specdec_jax.decoding.results import (
     in_words,
 )
 from specdec_jax.models import arguments
-from specdec_jax.models.cache import KVCache
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.sharding import constrain_sharding, row_parts
 from specdec_jax.models.t5 import DecoderCache
 from specdec_jax.speculative import prefill as speculative_prefill
 from specdec_jax.speculative.randomness import seeded

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import check_non_finite
 from specdec_jax.decoding.inputs import bucket
@@ -14,7 +15,6 @@ from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import GenerationResult, finish
 from specdec_jax.models import arguments
 from specdec_jax.models.generation_config import GenerationConfig
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import Policy

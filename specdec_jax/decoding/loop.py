@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.jax_settings import isolated
+from specdec_jax.backends.sharding import constrain_sharding
 from specdec_jax.decoding.beams import run_search
 from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.results import Committed, GenerationResult, collect
 from specdec_jax.decoding.stop import cut
-from specdec_jax.models.jax_settings import isolated
-from specdec_jax.models.sharding import constrain_sharding
 from specdec_jax.speculative import prefill
 from specdec_jax.speculative.iteration import iterate
 from specdec_jax.speculative.state import DecodeState

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.stop import cut, without_end
 from specdec_jax.files.reading import shown
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 

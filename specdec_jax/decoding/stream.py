@@ -7,13 +7,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.checks import check_non_finite
 from specdec_jax.decoding.loop import FOREVER, advance_by
 from specdec_jax.decoding.request import Request, prepare
 from specdec_jax.decoding.results import NonFiniteLogitsError, collect
 from specdec_jax.decoding.stop import shown
 from specdec_jax.models import arguments
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.state import DecodeState
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints.stored_tensor import check_shapes
 from specdec_jax.decoding.ambient_mesh import laid_out, laid_out_drafter, native
 from specdec_jax.decoding.checks import check_policy, check_sampling, verifier_settings
@@ -22,7 +23,6 @@ from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prefill
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models import arguments, weight_layouts
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.models.parameters import flatten, parameter_shapes
 from specdec_jax.models.t5 import T5Config

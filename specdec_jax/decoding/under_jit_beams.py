@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.beams import LEVELS, BeamOptions, begin, check_tree
 from specdec_jax.decoding.under_jit import (
     Decoded,
@@ -21,7 +22,6 @@ from specdec_jax.decoding.under_jit import (
     traced,
 )
 from specdec_jax.models import arguments
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.beams import BeamState, best_first

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.backends.tree_positions import Nodes
 from specdec_jax.models.network import Network
-from specdec_jax.models.tree_positions import Nodes
 from specdec_jax.speculative.beam_iteration import BeamTree, scored
 from specdec_jax.speculative.beams import BeamState, pick
 

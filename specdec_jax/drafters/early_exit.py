@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.drafters.drafting import (
     draft_tokens,
     draw_adjusted,
@@ -16,7 +17,6 @@ from specdec_jax.drafters.drafting import (
 )
 from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models import arguments, weight_layouts
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.models.network import Network

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.drafters.beam_levels import draft_levels
 from specdec_jax.drafters.drafting import (
     draft_in_pairs,
@@ -20,7 +21,6 @@ from specdec_jax.drafters.drafting import (
 from specdec_jax.drafters.shortlist import Shortlist, check_shortlist
 from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models import arguments
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.drafter import Drafter

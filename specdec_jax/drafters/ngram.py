@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import flax.struct
 import numpy as np
 
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.drafters.beam_chains import ChainDrafter
 from specdec_jax.drafters.drafting import (
     draft_tokens,
@@ -19,7 +20,6 @@ from specdec_jax.drafters.drafting import (
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.tree_levels import Children, draft_children, draft_tree
 from specdec_jax.models import arguments
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.vocabularies import Vocabulary
 from specdec_jax.speculative.drafter import Drafter

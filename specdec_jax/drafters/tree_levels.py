@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from specdec_jax.backends.axes import TokenAndLogprob
+from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.drafters import tree_signals
-from specdec_jax.models.axes import TokenAndLogprob
 from specdec_jax.models.network import Network
-from specdec_jax.models.tree_positions import WindowNodes
 from specdec_jax.speculative import distributions, randomness, tree_growth
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.policy_inputs import DraftSignals

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from specdec_jax.backends.xla import ACTIVATIONS
 from specdec_jax.files.reading import shown
-from specdec_jax.models.layers import ACTIVATIONS
 
 Shape = TypeVar("Shape")
 

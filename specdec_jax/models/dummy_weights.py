@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.parameters import parameter_shapes, unflatten
-from specdec_jax.models.sharding import ShardingRules
 
 
 def dummy_params(

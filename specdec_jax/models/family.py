@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import flax.linen as nn
 
-from specdec_jax.models.axes import (
+from specdec_jax.backends.axes import (
     Encoded,
     Inputs,
     Logits,
@@ -21,7 +21,7 @@ from specdec_jax.models.axes import (
     Tokens,
     Valid,
 )
-from specdec_jax.models.tree_positions import AnyNodes
+from specdec_jax.backends.tree_positions import AnyNodes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.sharding import ShardingRules, constrain_sharding
 from specdec_jax.models import weight_layouts
-from specdec_jax.models.sharding import ShardingRules, constrain_sharding
 
 # The prefix of digests by `rounded`; those by `of_corners` have none.
 ROUNDED = "bfloat16:"

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.models import fused_step, weight_layouts
-from specdec_jax.models.kernel_selftest import KernelSelfTest, run_self_test
+from specdec_jax.backends.kernel_selftest import KernelSelfTest, run_self_test
+from specdec_jax.backends.tpu import fused_step
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.t5 import T5Config
 
 CONFIG = T5Config(64, 128, 2, 64, 1, 2, 128, dtype="bfloat16")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from specdec_jax.models.axes import (
+from specdec_jax.backends.axes import (
     Inputs,
     Logits,
     Mask,
@@ -21,13 +21,13 @@ from specdec_jax.models.axes import (
     Tokens,
     Valid,
 )
-from specdec_jax.models.cache import KVCache
+from specdec_jax.backends.kv_cache import KVCache
+from specdec_jax.backends.matmul import product
+from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP
-from specdec_jax.models.matmul import product
 from specdec_jax.models.norms import LayerNorm
-from specdec_jax.models.tree_positions import AnyNodes
 
 
 @dataclasses.dataclass(frozen=True)

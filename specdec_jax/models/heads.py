@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Key
 
-from specdec_jax.models import packed_weights, weight_layouts
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.layers import Dense
 from specdec_jax.models.network import Network

@@ -8,15 +8,17 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from specdec_jax.backends.axes import Logits
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.jax_settings import check_not_traced, isolated
+from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.files.reading import shown
-from specdec_jax.models import fingerprints, packed_weights, weight_layouts
-from specdec_jax.models.axes import Logits
+from specdec_jax.models import fingerprints, weight_layouts
 from specdec_jax.models.dummy_weights import dummy_params
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.generation_config import GenerationConfig
-from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.jax_settings import check_not_traced, isolated
 from specdec_jax.models.network import (
     Network,
     check_positions,
@@ -29,7 +31,6 @@ from specdec_jax.models.network import (
     teacher_forced_logits,
 )
 from specdec_jax.models.padding import without_padding
-from specdec_jax.models.sharding import ShardingRules
 
 
 class LanguageModel:

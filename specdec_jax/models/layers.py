@@ -14,23 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from specdec_jax.models import gpu_attention, packed_weights
-from specdec_jax.models.axes import Bias, Encoded, Mask, PerRow, Seen, States, Valid
-from specdec_jax.models.cache import ROWS, KVCache, gather, spread
-from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.matmul import precision_of, product, rounded_product
-from specdec_jax.models.packed_weights import Before, PackedWeights
-from specdec_jax.models.tree_positions import AnyNodes
-
-MASKED = -1e10  # T5X's additive mask; finite, so that a fully masked row gives no NaN
-
-ACTIVATION_FUNCTIONS = {
-    "linear": lambda x: x,
-    "relu": jax.nn.relu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
-    "silu": jax.nn.silu,
-}
-ACTIVATIONS = tuple(ACTIVATION_FUNCTIONS)
+from specdec_jax.backends.axes import Bias, Encoded, Mask, PerRow, Seen, States, Valid
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.cpu.packed_weights import Before, PackedWeights
+from specdec_jax.backends.gpu import attention as gpu_attention
+from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.kv_cache import ROWS, KVCache, gather, spread
+from specdec_jax.backends.matmul import precision_of, product, rounded_product
+from specdec_jax.backends.tree_positions import AnyNodes
+from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS, MASKED
 
 _fan_in_normal = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 _fan_in_truncated = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, Shaped
 
-from specdec_jax.models import fused_mesh, fused_step_selftest, weight_layouts
-from specdec_jax.models.axes import (
+from specdec_jax.backends.axes import (
     Encoded,
     Inputs,
     Logits,
@@ -20,12 +19,14 @@ from specdec_jax.models.axes import (
     Tokens,
     Valid,
 )
-from specdec_jax.models.cache import ROWS, TILE, KVCache
+from specdec_jax.backends.cpu.packed_weights import input_bits
+from specdec_jax.backends.kv_cache import ROWS, TILE, KVCache
+from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, read
+from specdec_jax.backends.tpu import fused_mesh
+from specdec_jax.backends.tree_positions import AnyNodes
+from specdec_jax.models import fused_step_selftest, weight_layouts
 from specdec_jax.models.family import FamilyModule, ModelConfig
-from specdec_jax.models.packed_weights import input_bits
 from specdec_jax.models.parameters import parameter_count
-from specdec_jax.models.sharding import ShardingRules, constrain_sharding, read
-from specdec_jax.models.tree_positions import AnyNodes
 
 
 @flax.struct.dataclass

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from specdec_jax.models.packed_weights import Before, normalize
+from specdec_jax.backends.cpu.packed_weights import Before, normalize
 
 
 class RMSNorm(nn.Module):

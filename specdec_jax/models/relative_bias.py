@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from specdec_jax.models.axes import PerRow
-from specdec_jax.models.cache import MAX_UNROLLED_ROWS, TILE, padded
-from specdec_jax.models.tree_positions import AnyNodes
+from specdec_jax.backends.axes import PerRow
+from specdec_jax.backends.kv_cache import MAX_UNROLLED_ROWS, TILE, padded
+from specdec_jax.backends.tree_positions import AnyNodes
 
 SHIFTS = 8  # query positions whose bias one slice of shifted rows gives
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from specdec_jax.models.axes import (
+from specdec_jax.backends.axes import (
     Bias,
     Encoded,
     Inputs,
@@ -25,15 +25,15 @@ from specdec_jax.models.axes import (
     Tokens,
     Valid,
 )
-from specdec_jax.models.cache import KVCache, padded
+from specdec_jax.backends.kv_cache import KVCache, padded
+from specdec_jax.backends.matmul import product
+from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP
-from specdec_jax.models.matmul import product
 from specdec_jax.models.norms import RMSNorm
 from specdec_jax.models.relative_bias import RelativePositionBias, seen_and_biases
 from specdec_jax.models.t5_shapes import t5_shapes
-from specdec_jax.models.tree_positions import AnyNodes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.packed_weights import PackedWeights
+from specdec_jax.backends.cpu.packed_weights import PackedWeights, is_kernel
+from specdec_jax.backends.int8 import Int8Kernel
 
 # By the name of the node: the name of the joint kernel, and the names of the kernels joined, along
 # the output axis.
@@ -65,11 +65,6 @@ def lay(kernel, use_packed: bool) -> Kernel:
         return PackedWeights.pack(kernel)
     # A NumPy array would be copied to the device at every call.
     return kernel if isinstance(kernel, Int8Kernel) else jnp.asarray(kernel)
-
-
-def is_kernel(node) -> bool:
-    """Returns whether `node` is a kernel that is not stored as an array."""
-    return isinstance(node, PackedWeights | Int8Kernel)
 
 
 def matrix(kernel: Kernel) -> Float[Array, "..."]:

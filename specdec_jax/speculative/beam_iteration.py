@@ -22,9 +22,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.backends.sharding import constrain_sharding
+from specdec_jax.backends.tree_positions import Nodes, node_paths
 from specdec_jax.models.network import Network
-from specdec_jax.models.sharding import constrain_sharding
-from specdec_jax.models.tree_positions import Nodes, node_paths
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.beams import BeamConfig, BeamState, Candidates, pick, step
 from specdec_jax.speculative.processors import Context

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from specdec_jax.models import packed_weights
+from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.speculative import processors
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows

@@ -40,10 +40,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
+from specdec_jax.backends.axes import PerRow, States, TokenAndLogprob, Tokens, Valid
+from specdec_jax.backends.sharding import constrain_sharding
 from specdec_jax.models import arguments
-from specdec_jax.models.axes import PerRow, States, TokenAndLogprob, Tokens, Valid
 from specdec_jax.models.network import Network
-from specdec_jax.models.sharding import constrain_sharding
 from specdec_jax.speculative import distributions, randomness, verifiers
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.drafter import Drafter

@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from specdec_jax.backends.sharding import constrain_sharding
 from specdec_jax.models.network import Network
-from specdec_jax.models.sharding import constrain_sharding
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import Policy
 from specdec_jax.speculative.policy_calls import begin

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from specdec_jax.models.axes import PerRow
+from specdec_jax.backends.axes import PerRow
 
 # Every key is turned into this kind, since JAX batches the others (rbg, unsafe_rbg) by drawing for
 # all rows from the first row's key.

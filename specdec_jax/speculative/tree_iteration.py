@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from specdec_jax.models.axes import PerRow, Tokens
+from specdec_jax.backends.axes import PerRow, Tokens
+from specdec_jax.backends.sharding import constrain_sharding
+from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.models.network import Network
-from specdec_jax.models.sharding import constrain_sharding
-from specdec_jax.models.tree_positions import WindowNodes
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import Drafter

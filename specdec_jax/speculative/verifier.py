@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from specdec_jax.backends.axes import PerRow
 from specdec_jax.models import arguments
-from specdec_jax.models.axes import PerRow
 from specdec_jax.speculative.distributions import Categorical
 
 # Values of a verifier's parameters, one per row, by the parameter's name.

@@ -9,8 +9,8 @@ row of the table `VERIFIERS`. Sections are those of Leviathan et al. 2023.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
+from specdec_jax.backends.axes import PerRow
 from specdec_jax.models import arguments
-from specdec_jax.models.axes import PerRow
 from specdec_jax.speculative.distributions import Categorical, PointMass, argmax
 from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.verifier import Drafted, Randomness, Settings, Verification, Verifier

@@ -13,13 +13,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import rich.console
 
+from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader, native_format
 from specdec_jax.files import reading
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import alone
 from specdec_jax.models.families import build_config
 from specdec_jax.models.family import ModelConfig
-from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import initial_params
 from specdec_jax.training import corpus, losses, run_vocabulary

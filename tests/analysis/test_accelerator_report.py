@@ -20,14 +20,11 @@ from specdec_jax.analysis.matmul_roofline import Products
 from specdec_jax.analysis.report import accelerators as laid_out
 from specdec_jax.analysis.report import page, rows
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.backends.cpu import native
+from specdec_jax.backends.gpu import attention as gpu_attention
+from specdec_jax.backends.tpu import fused_step
 from specdec_jax.commands import main as specdec
-from specdec_jax.models import (
-    fused_step,
-    fused_step_selftest,
-    gpu_attention,
-    native,
-    weight_layouts,
-)
+from specdec_jax.models import fused_step_selftest, weight_layouts
 from specdec_jax.models.network import Network, random_params
 from tools import accelerator_figures, accelerator_stages
 from tools.accelerator_figures import Figure, NotHere, Pair, Setup

@@ -14,11 +14,12 @@ from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import matmul_roofline, near_ties, predictions, timing, traces
 from specdec_jax.analysis.report import rows, summaries
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding import generate as decoding_generate
 from specdec_jax.decoding.trace import TraceStep
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.models import families, native, packed_weights, weight_layouts
+from specdec_jax.models import families, weight_layouts
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative import iteration
 from specdec_jax.speculative.distributions import Categorical

@@ -12,9 +12,9 @@ import specdec_jax as sd
 from specdec_jax.analysis import comparison
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import plots, summaries
+from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding.results import GenerationResult
-from specdec_jax.models import packed_weights
 
 pytestmark = pytest.mark.usefixtures("quick")
 

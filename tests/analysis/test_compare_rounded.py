@@ -12,7 +12,7 @@ from int8_models import stored_in
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models import native
+from specdec_jax.backends.cpu import native
 from tools import rounding
 
 pytestmark = pytest.mark.usefixtures("quick")

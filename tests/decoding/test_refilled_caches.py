@@ -8,9 +8,9 @@ import pytest
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.decoding import continuous_batching
 from specdec_jax.decoding.continuous_batching import decode_stream
-from specdec_jax.models import packed_weights
 
 V = 16
 RNG = np.random.default_rng(0)

@@ -17,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from toy_models import tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.sharding import AXES, ShardingRules
 from specdec_jax.decoding import ambient_mesh
 from specdec_jax.decoding.under_jit import Decoder
-from specdec_jax.models import packed_weights
 from specdec_jax.models.parameters import flatten, unflatten
-from specdec_jax.models.sharding import AXES, ShardingRules
 from tools.compiled_text import collectives, loop_copies
 
 SUPPORT = pathlib.Path(run.__file__).parent

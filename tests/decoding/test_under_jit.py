@@ -11,8 +11,8 @@ import pytest
 from make_checkpoints import TINY
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.decoding.under_jit import Decoder, network_of
-from specdec_jax.models import native, packed_weights
 from specdec_jax.models.network import Network
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -11,10 +11,11 @@ from engine_inputs import INPUTS, V
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import generate
 from specdec_jax.commands.sentences import built_in
-from specdec_jax.models import packed_weights, weight_layouts
+from specdec_jax.models import weight_layouts
 
 pytestmark = pytest.mark.usefixtures("quick")
 SLOW = pytest.mark.slow

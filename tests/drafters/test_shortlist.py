@@ -9,14 +9,15 @@ from short_heads import DRAFT, EOS, GAMMA, INPUTS, LIMIT, RNG, TARGET, WIDE, B, 
 from toy_models import HashModel, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu import native
+from specdec_jax.backends.cpu.packed_weights import PackedWeights
+from specdec_jax.backends.int8 import Int8Kernel
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prepare
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.drafters.shortlist import Shortlist
-from specdec_jax.models import native, weight_layouts
-from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.layers import apply_kernel
-from specdec_jax.models.packed_weights import PackedWeights
 from specdec_jax.speculative import randomness
 from specdec_jax.speculative.sampling import SamplingConfig
 

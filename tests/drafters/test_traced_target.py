@@ -7,10 +7,10 @@ import pytest
 from toy_models import tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu.packed_weights import usable
 from specdec_jax.decoding.under_jit import Decoder
 from specdec_jax.drafters.named import named_drafter, traced_drafter
 from specdec_jax.models.heads import HeadsConfig, init_params
-from specdec_jax.models.packed_weights import usable
 
 pytestmark = pytest.mark.usefixtures("quick")
 INPUTS = np.array([[5, 6, 7, 8, 1], [9, 4, 1, 0, 0]], np.int32)

@@ -9,11 +9,12 @@ import pytest
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.kv_cache import KVCache, _taken, _taken_one_by_one
+from specdec_jax.backends.tpu import fused_step
+from specdec_jax.backends.tree_positions import Nodes, WindowNodes
 from specdec_jax.decoding.loop import advance
-from specdec_jax.models import fused_step, packed_weights
-from specdec_jax.models.cache import KVCache, _taken, _taken_one_by_one
 from specdec_jax.models.network import heads_per_tile_of
-from specdec_jax.models.tree_positions import Nodes, WindowNodes
 from tools.compiled_text import loop_copies
 
 pytestmark = pytest.mark.usefixtures("quick", "as_on_an_accelerator")

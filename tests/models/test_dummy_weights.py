@@ -8,9 +8,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 import specdec_jax as sd
+from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.models import dummy_weights
+from specdec_jax.models.meshes import make_mesh
 from specdec_jax.models.parameters import flatten, parameter_shapes
-from specdec_jax.models.sharding import ShardingRules, make_mesh
 
 T5 = sd.T5Config(96, 64, 2, 32, 2, 2, 128, dtype="bfloat16")
 GPT = sd.GPTConfig(96, 64, 2, 2, 128, num_positions=32)

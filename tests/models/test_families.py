@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import specdec_jax as sd
+from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.models import families, parameters
-from specdec_jax.models.cache import KVCache
 from specdec_jax.models.config_validation import check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.layers import Attention, Dense

@@ -13,11 +13,11 @@ from toy_models import tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.analysis.variants import Batch
+from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.checkpoints import native_format
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate, main, suite
 from specdec_jax.commands import resumable_output as journal_command
-from specdec_jax.models import native, packed_weights
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import flatten, unflatten
 from specdec_jax.models.vocabularies import (

@@ -14,11 +14,11 @@ from gpt_models import FOLDER
 from toy_models import HashModel, compilations, noisy_copy
 
 import specdec_jax as sd
+from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.checkpoints import huggingface_tokenizers
 from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.request import Plan, prepare
 from specdec_jax.models import heads
-from specdec_jax.models.cache import KVCache
 from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")

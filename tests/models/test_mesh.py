@@ -16,11 +16,12 @@ from make_checkpoints import TINY, random_params, to_tensors, write_hf
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends import sharding
+from specdec_jax.backends.sharding import AXES, RULES, ShardingRules
 from specdec_jax.checkpoints import loader, weights
 from specdec_jax.commands import main
-from specdec_jax.models import parameters, sharding
+from specdec_jax.models import parameters
 from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.sharding import AXES, RULES, ShardingRules
 
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 WIDTH, INNER, HIDDEN, V, H = 16, 16, 32, 64, 4

@@ -12,8 +12,8 @@ from random_heads_of import random_heads
 from toy_models import tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.decoding.loop import advance
-from specdec_jax.models import packed_weights
 from specdec_jax.models.network import Network
 
 pytestmark = pytest.mark.usefixtures("quick", "as_on_an_accelerator")

@@ -13,11 +13,12 @@ from make_checkpoints import TINY
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu import native, packed_weights
+from specdec_jax.backends.int8 import Int8Kernel
 from specdec_jax.checkpoints import int8, loader, native_format, tensorstore_arrays
 from specdec_jax.commands.sentences import built_in
-from specdec_jax.models import native, packed_weights, weight_layouts
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.parameters import flatten
 
 pytestmark = [

@@ -16,10 +16,11 @@ from toy_models import tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.checkpoints import loader
 from specdec_jax.checkpoints import weights as checkpoints_weights
 from specdec_jax.commands import benchmark as benchmark_command
-from specdec_jax.models import native, packed_weights, weight_layouts
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.families import PRESETS
 
 pytestmark = [

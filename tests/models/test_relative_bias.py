@@ -12,8 +12,9 @@ import pytest
 from golden_models import DRAFTERS, GOLDEN, engine_tokens, greedy_tokens
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.checkpoints import t5x
-from specdec_jax.models import packed_weights, parameters
+from specdec_jax.models import parameters
 from specdec_jax.models.families import build_config, describe
 from specdec_jax.models.network import initial_params
 from specdec_jax.models.relative_bias import RelativePositionBias, biases_from

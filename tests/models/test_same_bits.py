@@ -16,7 +16,7 @@ from toy_models import noisy_copy
 from twins import V, gpt, t5, twins
 
 import specdec_jax as sd
-from specdec_jax.models import native
+from specdec_jax.backends.cpu import native
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.processors import Context
 

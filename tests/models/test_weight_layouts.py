@@ -7,14 +7,15 @@ import pytest
 from toy_models import noisy_copy, tiny_t5
 
 from specdec_jax.analysis import near_ties
+from specdec_jax.backends.cpu import native, packed_weights
+from specdec_jax.backends.cpu.packed_weights import PackedWeights
+from specdec_jax.backends.int8 import Int8Kernel
 from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.models import native, packed_weights, weight_layouts
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.int8 import Int8Kernel
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
-from specdec_jax.models.packed_weights import PackedWeights
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.integers(2, 64, (5, 6))

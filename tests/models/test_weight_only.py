@@ -12,12 +12,13 @@ from make_checkpoints import TINY, TINY_1_0
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.int8 import Int8Kernel
 from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.checkpoints import weights as checkpoints_weights
 from specdec_jax.commands.options import DecodingOptions
 from specdec_jax.commands.sentences import built_in
-from specdec_jax.models import packed_weights, weight_layouts
-from specdec_jax.models.int8 import Int8Kernel
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.parameters import flatten
 from tools.accelerator_figures import Setup
 from tools.accelerator_stages import stages

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from specdec_jax.models.cache import KVCache
+from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.speculative import distributions, processors, randomness, verifiers
 

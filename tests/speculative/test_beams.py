@@ -11,7 +11,7 @@ from beam_reference import Search
 from toy_models import HashModel
 
 import specdec_jax as sd
-from specdec_jax.models.tree_positions import node_paths
+from specdec_jax.backends.tree_positions import node_paths
 from specdec_jax.speculative import beam_iteration
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -15,9 +15,10 @@ import numpy as np
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models import fused_step, packed_weights
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.sharding import ShardingRules
+from specdec_jax.backends.tpu import fused_step
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.sharding import ShardingRules
 
 INPUTS = np.array([[3, 4, 5, 6], [7, 8, 9, 0], [10, 0, 0, 0], [3, 5, 7, 0]], np.int32)
 

@@ -7,9 +7,9 @@ from make_checkpoints import TINY_1_0
 from toy_models import tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.int8 import Int8Kernel
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.int8 import Int8Kernel
 
 RNG = np.random.default_rng(0)
 INPUTS = [[*RNG.integers(2, 24, n), 1] for n in (1, 5, 3, 6)]

@@ -8,7 +8,8 @@ import subprocess
 import jax
 import pytest
 
-from specdec_jax.models import cpu_kernels_selftest, native
+from specdec_jax.backends.cpu import native
+from specdec_jax.backends.cpu import selftest as cpu_kernels_selftest
 
 # Kernels for this processor's own vectors, and for vectors of 4 numbers. SPECDEC_TEST_MARCH adds
 # others that this processor can run, by name: "haswell sandybridge".

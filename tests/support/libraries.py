@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from specdec_jax.models import native
+from specdec_jax.backends.cpu import native
 
 REAL = next((path for path in map(shutil.which, ("g++", "clang++", "c++")) if path), None)
 
@@ -22,7 +22,7 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     loaded = []
     monkeypatch.setattr(
-        native.cpu_kernels_selftest, "register", lambda library, targets: loaded.append(library)
+        native.selftest, "register", lambda library, targets: loaded.append(library)
     )
     monkeypatch.setattr(native, "_settle", functools.cache(native._settle.__wrapped__))
     return loaded

@@ -20,12 +20,12 @@ import numpy as np
 from toy_models import compilations
 
 import specdec_jax as sd
+from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.checkpoints.stored_tensor import Leaf
 from specdec_jax.commands import main
 from specdec_jax.commands.generate import GenerateOptions
 from specdec_jax.decoding.loop import advance
 from specdec_jax.models.parameters import flatten
-from specdec_jax.models.sharding import ShardingRules
 
 if __name__ == "__main__":
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}

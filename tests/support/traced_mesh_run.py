@@ -15,12 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.sharding import AXES, ShardingRules
 from specdec_jax.decoding import ambient_mesh, under_jit
 from specdec_jax.decoding.under_jit import Decoder
 from specdec_jax.decoding.under_jit_beams import BeamDecoder
-from specdec_jax.models import packed_weights
 from specdec_jax.models.parameters import flatten, unflatten
-from specdec_jax.models.sharding import AXES, ShardingRules
 
 V, LENGTH = 24, 12
 INPUTS = np.array([[3, 4, 5, 6], [7, 8, 9, 0], [10, 0, 0, 0], [3, 5, 7, 0]], np.int32)

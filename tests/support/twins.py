@@ -3,7 +3,8 @@ bit."""
 
 import numpy as np
 
-from specdec_jax.models import packed_weights, weight_layouts
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config

@@ -12,9 +12,11 @@ import pytest
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models import gpu_attention, kernel_selftest, native, packed_weights
-from specdec_jax.models.cache import KVCache
-from specdec_jax.models.layers import MASKED
+from specdec_jax.backends import kernel_selftest
+from specdec_jax.backends.cpu import native, packed_weights
+from specdec_jax.backends.gpu import attention as gpu_attention
+from specdec_jax.backends.kv_cache import KVCache
+from specdec_jax.backends.xla import MASKED
 
 pytestmark = pytest.mark.usefixtures("quick")
 V = 24

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
+from specdec_jax.backends.axes import Valid
+from specdec_jax.backends.cpu import native
+from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.files.reading import shown
-from specdec_jax.models import native
-from specdec_jax.models.axes import Valid
-from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.tree_positions import AnyNodes
 
 # Bits of a product's inputs by the ways of quantising weights to 8 bits; see `checkpoints.load`.
 INPUT_BITS = {"int8": 16, "w8a8": 8}
@@ -192,6 +192,11 @@ class PackedWeights:
     @property
     def _kind(self) -> str:
         return "f32" if self.scales is None else "s8" if self.values.shape[-1] == 2 else "w8a8"
+
+
+def is_kernel(node) -> bool:
+    """Returns whether `node` is a kernel that is not stored as an array."""
+    return isinstance(node, PackedWeights | Int8Kernel)
 
 
 @jax.jit

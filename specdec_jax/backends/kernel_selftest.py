@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 
-from specdec_jax.models.jax_settings import isolated
+from specdec_jax.backends.jax_settings import isolated
 
 
 def run_self_test(numbers_are_right: Callable[[], bool]) -> str | None:

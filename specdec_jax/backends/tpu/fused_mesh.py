@@ -6,16 +6,13 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from specdec_jax.models import fused_step
-from specdec_jax.models.axes import PerRow, States
-from specdec_jax.models.cache import KVCache
-from specdec_jax.models.family import FamilyModule
-from specdec_jax.models.sharding import ShardingRules
+from specdec_jax.backends.axes import PerRow, States
+from specdec_jax.backends.kv_cache import KVCache
+from specdec_jax.backends.sharding import ShardingRules
+from specdec_jax.backends.tpu import fused_step
 
 
-def fits(
-    module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None
-) -> bool:
+def fits(module: Any, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> bool:
     """Does what `fused_step.fits` does, also for a model that every device of a mesh holds whole."""
     if not fused_step.knows(module):
         return False
@@ -26,7 +23,7 @@ def fits(
 
 
 def decode_states(
-    module: FamilyModule,
+    module: Any,
     params: dict,
     x: States,
     positions: PerRow,

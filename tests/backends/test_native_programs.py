@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax.models import native, packed_weights
-from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.packed_weights import PackedWeights
+from specdec_jax.backends.cpu import native, packed_weights
+from specdec_jax.backends.cpu.packed_weights import PackedWeights
+from specdec_jax.backends.int8 import Int8Kernel
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
@@ -24,9 +24,10 @@ pytestmark = [
 CHILD = """
 import hashlib, threading
 import jax, jax.numpy as jnp, numpy as np
-from specdec_jax.models import native, packed_weights
-from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.packed_weights import PackedWeights
+from specdec_jax.backends.cpu import native
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.cpu.packed_weights import PackedWeights
 
 assert native.available(), native.state()
 rng = np.random.default_rng(0)

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Int32
 
-from specdec_jax.models import native, weight_layouts
-from specdec_jax.models.axes import PerRow, States
-from specdec_jax.models.cache import TILE, KVCache
-from specdec_jax.models.family import FamilyModule, ModelConfig
-from specdec_jax.models.layers import ACTIVATION_FUNCTIONS, MASKED
-from specdec_jax.models.matmul import precision_of
+from specdec_jax.backends.axes import PerRow, States
+from specdec_jax.backends.cpu import native
+from specdec_jax.backends.cpu.packed_weights import is_kernel
+from specdec_jax.backends.kv_cache import TILE, KVCache
+from specdec_jax.backends.matmul import precision_of
+from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS, MASKED
 
 try:
     from jax.experimental.pallas import tpu as pltpu
@@ -56,7 +56,7 @@ class _Call(NamedTuple):
     parts: list[dict[str, list]]
     caches: list[list]
     biases: list
-    config: ModelConfig
+    config: Any
     batch: int
     positions: int
     pieces: int = 1
@@ -64,7 +64,7 @@ class _Call(NamedTuple):
     @classmethod
     def of(
         cls,
-        module: FamilyModule,
+        module: Any,
         params: dict,
         shape: tuple[int, ...],
         cache: Any,
@@ -164,7 +164,7 @@ def _without_rows(cache: KVCache) -> list[Float[Array, "BH S K"]]:
     return [x.reshape(-1, *x.shape[-2:]) for x in (cache.key, cache.value)]
 
 
-def knows(module: FamilyModule) -> bool:
+def knows(module: Any) -> bool:
     """Returns whether there is a kernel for such a module."""
     off = pltpu is None or os.environ.get(native.SETTING) == "off"
     return (
@@ -172,9 +172,7 @@ def knows(module: FamilyModule) -> bool:
     )
 
 
-def fits(
-    module: FamilyModule, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None
-) -> bool:
+def fits(module: Any, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> bool:
     """Returns whether on a TPU a call over B × T tokens runs as this kernel: of a T5 in the layout
     for one accelerator, of few rows, if VMEM has room for a layer. Arguments as for
     `decode_states`."""
@@ -190,15 +188,15 @@ def fits(
         return False
     stored = any(
         map(
-            weight_layouts.is_kernel,
-            jax.tree.leaves(params["decoder"], is_leaf=weight_layouts.is_kernel),
+            is_kernel,
+            jax.tree.leaves(params["decoder"], is_leaf=is_kernel),
         )
     )
     return not stored and _Call.of(module, params, shape, cache, layers).fits()
 
 
 def decode_states(
-    module: FamilyModule,
+    module: Any,
     params: dict,
     x: States,
     positions: PerRow,

@@ -1,4 +1,4 @@
-"""Tries a library of kernels in a process of its own: `python -I cpu_kernels_selftest.py JSON`.
+"""Tries a library of kernels in a process of its own: `python -I selftest.py JSON`.
 
 A faulty library may end the process that loads it. This file imports nothing of the package, so
 that the process starts quickly.

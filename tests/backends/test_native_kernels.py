@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from kernel_inputs import UNIT, normal, same
 
-from specdec_jax.models import native, packed_weights
-from specdec_jax.models.int8 import Int8Kernel
-from specdec_jax.models.packed_weights import PackedWeights
+from specdec_jax.backends.cpu import native, packed_weights
+from specdec_jax.backends.cpu.packed_weights import PackedWeights
+from specdec_jax.backends.int8 import Int8Kernel
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from kernel_inputs import UNIT, normal, same
 
-from specdec_jax.models import native, packed_weights
-from specdec_jax.models.tree_positions import Nodes
+from specdec_jax.backends.cpu import native, packed_weights
+from specdec_jax.backends.tree_positions import Nodes
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),

@@ -21,11 +21,11 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from specdec_jax.models import native
-from specdec_jax.models.axes import PerRow, States
-from specdec_jax.models.cache import KVCache
-from specdec_jax.models.kernel_selftest import KernelSelfTest, run_self_test
-from specdec_jax.models.matmul import precision_of
+from specdec_jax.backends.axes import PerRow, States
+from specdec_jax.backends.cpu import native
+from specdec_jax.backends.kernel_selftest import KernelSelfTest, run_self_test
+from specdec_jax.backends.kv_cache import KVCache
+from specdec_jax.backends.matmul import precision_of
 
 try:
     from jax.experimental.pallas import triton
@@ -107,7 +107,7 @@ def attend_to_encoded(
       query: `[B, T, H·K]`.
       key, value: as in `KVCache`, with one head side by side.
       lengths: number of keys of each row; a row without any attends to all alike, as with
-        `layers.MASKED`.
+        `xla.MASKED`.
       interpret: as for `attend_to_cache`.
     """
     batch, length, _ = query.shape

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models import fused_mesh
-from specdec_jax.models.sharding import AXES, ShardingRules
+from specdec_jax.backends.sharding import AXES, ShardingRules
+from specdec_jax.backends.tpu import fused_mesh
 
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 
@@ -71,7 +71,7 @@ def test_which_models_it_takes(rows, replicate, taken):
         found.append(fused_mesh.fits(network.module, network.params, (rows, 1), cache, None))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec_jax.models.packed_weights.usable", lambda dtype: False)
+        patch.setattr("specdec_jax.backends.cpu.packed_weights.usable", lambda dtype: False)
         jax.eval_shape(ask)
     assert found == [taken]
 

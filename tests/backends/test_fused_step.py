@@ -11,13 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models import (
-    fused_step,
-    fused_step_selftest,
-    native,
-    packed_weights,
-    weight_layouts,
-)
+from specdec_jax.backends.cpu import native, packed_weights
+from specdec_jax.backends.tpu import fused_step
+from specdec_jax.models import fused_step_selftest, weight_layouts
 from specdec_jax.models.network import Network, random_params
 from specdec_jax.models.t5 import PRESETS
 

@@ -11,8 +11,8 @@ import pytest
 from devices import names
 from libraries import REAL, WORKS, again, calls
 
+from specdec_jax.backends.cpu import native
 from specdec_jax.files import user_cache
-from specdec_jax.models import native
 
 needs_compiler = pytest.mark.skipif(REAL is None or os.name != "posix", reason="no C++ compiler")
 

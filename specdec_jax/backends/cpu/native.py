@@ -3,7 +3,7 @@ tries and loads it.
 
 The library lies in the user's cache under a name made of all that it depends on, processor
 included, so that one made for another machine, jaxlib or compiler is never loaded. A process of its
-own tries it first (`cpu_kernels_selftest.py`), since a faulty library may end the process that
+own tries it first (`selftest.py`), since a faulty library may end the process that
 loads it. The result, a failure too, is recorded in a file beside it.
 """
 
@@ -28,12 +28,12 @@ from typing import NamedTuple
 import jax
 import jaxlib
 
+from specdec_jax.backends.cpu import selftest as selftest
 from specdec_jax.files import user_cache
 from specdec_jax.files.writing import write_file
-from specdec_jax.models import cpu_kernels_selftest
 
 # FFI target -> symbol of its handler in the library. Each needs a case in
-# `cpu_kernels_selftest.check`.
+# `selftest.check`.
 TARGETS = {
     "specdec_product_f32": "SpecdecProductF32",
     "specdec_product_s8": "SpecdecProductS8",
@@ -53,7 +53,7 @@ TARGETS = {
 
 SETTING = "SPECDEC_KERNEL"  # environment variable: "off" or "rebuild"
 _SOURCE = pathlib.Path(__file__).with_name("native.cc")
-_PROBE = pathlib.Path(cpu_kernels_selftest.__file__)
+_PROBE = pathlib.Path(selftest.__file__)
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O2", "-std=c++17", "-fPIC", "-shared", "-w")
 # Flags for this processor, of which the first that the compiler accepts are used: some compilers
@@ -166,7 +166,7 @@ def _settle() -> _State:
 
 def _register(library: str) -> None:
     try:
-        cpu_kernels_selftest.register(library, TARGETS)
+        selftest.register(library, TARGETS)
     except OSError as error:
         raise _Unusable(f"cannot be loaded: {error}; {SETTING}=rebuild compiles it anew") from error
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8
 
-from specdec_jax.models import matmul
+from specdec_jax.backends import matmul
 
 _MOST = 127
 

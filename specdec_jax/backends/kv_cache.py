@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from specdec_jax.models import packed_weights
-from specdec_jax.models.axes import PerRow
-from specdec_jax.models.sharding import ShardingRules
+from specdec_jax.backends.axes import PerRow
+from specdec_jax.backends.cpu import packed_weights
+from specdec_jax.backends.sharding import ShardingRules
 
 # On a TPU one dynamic_update_slice per row is the fastest write, since a batched one becomes a
 # scatter; above this many rows it takes longer to compile than it saves. On a CPU every such write

@@ -21,12 +21,13 @@ from devices import names
 from libraries import REAL, WORKS, again, calls
 
 from specdec_jax.analysis import machine as analysis_machine
-from specdec_jax.models import cpu_kernels_selftest, native
+from specdec_jax.backends.cpu import native
+from specdec_jax.backends.cpu import selftest as cpu_kernels_selftest
 
 needs_compiler = pytest.mark.skipif(REAL is None or os.name != "posix", reason="no C++ compiler")
 
 settings, libraries, compiler = libraries.settings, libraries.libraries, libraries.compiler
-TRY = "from specdec_jax.models import native; print(native.available(), native.available()); print(native.state())"
+TRY = "from specdec_jax.backends.cpu import native; print(native.available(), native.available()); print(native.state())"
 
 
 def kernels(tmp_path) -> list[str]:
@@ -262,7 +263,7 @@ def test_numbers_that_are_off(libraries):
     )
     assert ended.code == 1 and ended.output == "" and ended.error.count("\n") == 1, ended.error
     code = (
-        "import numpy as np; from specdec_jax.models import cpu_kernels_selftest as selftest; selftest.register(*{}); "
+        "import numpy as np; from specdec_jax.backends.cpu import selftest; selftest.register(*{}); "
         "selftest._TOLERANCE = 1e-12; selftest.check()"
     )
     arguments = (str(libraries / "works.so"), native.TARGETS)
@@ -328,7 +329,7 @@ def test_a_library_that_does_not_load_here(compiler, monkeypatch):
         raise OSError("version not found")
 
     compiler(WORKS)
-    monkeypatch.setattr(native.cpu_kernels_selftest, "register", reject)
+    monkeypatch.setattr(native.selftest, "register", reject)
     assert (
         again()
         == "kernel: not used: cannot be loaded: version not found; SPECDEC_KERNEL=rebuild compiles it anew"
