@@ -8,15 +8,15 @@ from typing import Any
 from specdec_jax.checkpoints import (
     huggingface_gpt,
     huggingface_t5,
-    huggingface_tokenizers,
     huggingface_weights,
     safetensors_files,
 )
-from specdec_jax.checkpoints.huggingface_tokenizers import first, optional
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.generation_config import GenerationConfig
+from specdec_jax.tokenizers import huggingface_folders
+from specdec_jax.tokenizers.huggingface_folders import first, optional
 
 _READERS: tuple[Any, ...] = (huggingface_t5, huggingface_gpt)
 _READER_OF = {
@@ -53,7 +53,7 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
             f"{folder / 'config.json'}: got the start tokens {reading.shown(start)}, expected one"
         )
     eos_ids = first(_ids(folder, generation, options, "eos_token_id"), reader.NO_EOS)
-    vocabulary = huggingface_tokenizers.open_folder(folder, eos_ids or (), config.vocab_size)
+    vocabulary = huggingface_folders.open_folder(folder, eos_ids or (), config.vocab_size)
     defaults, more = _decoding_defaults(folder, generation, options)
     return Checkpoint(
         config,
@@ -127,9 +127,9 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
     ids = {
         "decoder_start_token_id": checkpoint.start_token,
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids,
-        "pad_token_id": huggingface_tokenizers.pad_id_of(checkpoint.vocabulary),
+        "pad_token_id": huggingface_folders.pad_id_of(checkpoint.vocabulary),
     }
-    files = huggingface_tokenizers.files_of(checkpoint.vocabulary)
+    files = huggingface_folders.files_of(checkpoint.vocabulary)
     files["config.json"] = writer.options_of(checkpoint.config, dtype) | ids
     files["generation_config.json"] = ids | checkpoint.generation_config.written()
     for name, content in files.items():

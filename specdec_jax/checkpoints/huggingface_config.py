@@ -3,8 +3,8 @@
 import pathlib
 from typing import Any
 
-from specdec_jax.checkpoints.huggingface_tokenizers import first
 from specdec_jax.files import reading
+from specdec_jax.tokenizers.huggingface_folders import first
 
 
 def read_fields(options: dict, names: dict[str, str], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,11 @@ import pathlib
 import re
 
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose, read_fields
-from specdec_jax.checkpoints.huggingface_tokenizers import first
 from specdec_jax.checkpoints.stored_tensor import Leaf
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import parameter_shapes
+from specdec_jax.tokenizers.huggingface_folders import first
 
 ARCHITECTURES = {"gpt2": ("GPT2LMHeadModel", "GPT2Model")}
 START = "bos_token_id"

@@ -27,7 +27,7 @@ from specdec_jax.models.language_model import LanguageModel, check_ids
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.sharding import ShardingRules
 from specdec_jax.models.t5 import T5Config, t5_only
-from specdec_jax.models.vocabularies import (
+from specdec_jax.tokenizers.vocabularies import (
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,
     Vocabulary,

@@ -21,7 +21,7 @@ from specdec_jax.models.families import describe, family_of
 from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.parameters import flatten
-from specdec_jax.models.vocabularies import (
+from specdec_jax.tokenizers.vocabularies import (
     ByteVocabulary,
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,

@@ -10,7 +10,7 @@ import numpy as np
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.parameters import parameter_shapes
-from specdec_jax.models.vocabularies import Vocabulary
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # what a parameter may be stored as
 # What writers call with the size of each parameter that is written.

@@ -21,7 +21,7 @@ from specdec_jax.files import reading
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import alone, write_file
 from specdec_jax.models.t5 import T5Config, t5_only
-from specdec_jax.models.vocabularies import Vocabulary
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training import batches, text_files, train
 from specdec_jax.training.config import TrainConfig
 from specdec_jax.training.losses import DIVERGENCES

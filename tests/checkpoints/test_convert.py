@@ -25,7 +25,7 @@ from specdec_jax.checkpoints import stored_tensor as checkpoints_leaves
 from specdec_jax.checkpoints.converter import FORMATS, convert
 from specdec_jax.commands import main
 from specdec_jax.models.parameters import flatten
-from specdec_jax.models.vocabularies import (
+from specdec_jax.tokenizers.vocabularies import (
     ByteVocabulary,
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,

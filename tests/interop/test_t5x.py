@@ -38,7 +38,7 @@ from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.stored_tensor import Leaf
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.models.parameters import flatten
-from specdec_jax.models.vocabularies import ByteVocabulary
+from specdec_jax.tokenizers.vocabularies import ByteVocabulary
 
 if importlib.util.find_spec("t5x") is None:
     pytest.skip("t5x is not installed", allow_module_level=True)

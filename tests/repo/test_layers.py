@@ -15,6 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Packages of one layer know nothing of each other.
 LAYERS = [
     {"files"},
+    {"tokenizers"},
     {"models"},
     {"speculative", "checkpoints"},
     {"drafters", "decoding"},

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specdec_jax.files import reading
-from specdec_jax.models import tokenizer_checks
-from specdec_jax.models.special_tokens import (
+from specdec_jax.tokenizers import checks
+from specdec_jax.tokenizers.special_tokens import (
     Frame,
     SpecialTokens,
     read_frame,
@@ -163,7 +163,7 @@ class SentencePieceVocabulary(Vocabulary):
         """
         import sentencepiece
 
-        tokenizer_checks.check_model(model)
+        checks.check_model(model)
         self.model = model
         self.extra_ids = extra_ids
         try:
@@ -357,7 +357,7 @@ class TokenizerJsonVocabulary(Vocabulary):
 
         self.text = text
         content = reading.parse_json(text)
-        self._growth = tokenizer_checks.check(content)
+        self._growth = checks.check(content)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
@@ -437,7 +437,7 @@ class TokenizerJsonVocabulary(Vocabulary):
             )
 
     def encode(self, text: str) -> list[int]:
-        tokenizer_checks.check_length(text, self._growth)
+        checks.check_length(text, self._growth)
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:

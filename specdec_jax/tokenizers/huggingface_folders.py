@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from specdec_jax.files import reading
-from specdec_jax.models import tokenizer_checks
-from specdec_jax.models.vocabularies import (
+from specdec_jax.tokenizers import checks
+from specdec_jax.tokenizers.vocabularies import (
     TOKENIZER_BYTES,
     ByteVocabulary,
     SentencePieceVocabulary,
@@ -246,7 +246,7 @@ def _merged_pieces(
     pieces = reading.read_json(vocab_file, TOKENIZER_BYTES)
     reading.check_file(merges_file, TOKENIZER_BYTES)
     try:
-        tokenizer_checks.check_ids(pieces.items())
+        checks.check_ids(pieces.items())
         bpe = tokenizers.models.BPE.from_file(str(vocab_file), str(merges_file))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(
