@@ -35,7 +35,7 @@ from absl import app, flags
 from specdec_jax.analysis import machine, timing
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.decoding.program_cache import keep_programs
-from specdec_jax.files.writing import check_output, lock
+from specdec_jax.files.writing import check_output, lock_file
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
 from tools.accelerator_figures import Figure, NotHere, Setup
@@ -99,7 +99,7 @@ class Lines:
         """
         self._file = open(path, "a+b", buffering=0)
         try:
-            lock(self._file.fileno(), path)
+            lock_file(self._file.fileno(), path)
             self._file.seek(0)
             self._read(path, self._file.read(), head)
         except BaseException:

@@ -1,5 +1,4 @@
-"""Writes tests/golden/hf_beams.npz: what transformers' beam search makes of the golden models
-beside it.
+"""Writes tests/golden/hf_beams.npz: transformers' beam searches with the golden models beside it.
 
 Needs torch and transformers (5 or newer). Run from the repository root: `python
 scripts/write_golden_beams.py`.
@@ -12,6 +11,8 @@ their options, by name.
 
 import json
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -37,18 +38,19 @@ SEARCHES = {
 }
 
 
-def search(model, io, options: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens `[B, K, STEPS]`, −1 past the end, and scores `[B, K]`; each row by itself, without
-    padding."""
+def search(
+    model: Any, io: Mapping[str, np.ndarray], options: dict
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens `[B, K, STEPS]`, −1 past the end, and scores `[B, K]`.
+
+    Each row is decoded by itself, without padding.
+    """
     import torch
 
     options, tokens, scores = dict(options), [], []
-    ends = options.pop("ends", None)
-    ends = (
-        [int(io["early_eos_id"])]
-        if ends
-        else np.ravel(model.generation_config.eos_token_id).tolist()
-    )
+    early = options.pop("ends", None)
+    ends = io["early_eos_id"] if early else model.generation_config.eos_token_id
+    ends = np.ravel(ends).tolist()
     for row, length in zip(io["inputs"], io["input_lengths"]):
         given = torch.tensor(row[None, :length].astype(np.int64))
         out = model.generate(
@@ -79,20 +81,14 @@ def main() -> None:
 
     arrays = {"searches": np.array(json.dumps(SEARCHES))}
     for name, kind in MODELS.items():
-        io = np.load(GOLDEN / name / "io.npz")
-        models = [
-            getattr(transformers, kind).from_pretrained(GOLDEN / name).eval() for _ in range(2)
-        ]
-        models[1] = models[1].double()
+        io, load = np.load(GOLDEN / name / "io.npz"), getattr(transformers, kind).from_pretrained
+        models = load(GOLDEN / name).eval(), load(GOLDEN / name).eval().double()
         with torch.no_grad():
             for label, options in SEARCHES.items():
                 (tokens, scores), (exact, _) = (search(model, io, options) for model in models)
                 sound = (tokens == exact).all(axis=(1, 2))
-                arrays |= {
-                    f"{name}/{label}/tokens": tokens,
-                    f"{name}/{label}/scores": scores,
-                    f"{name}/{label}/sound": sound,
-                }
+                saved = {"tokens": tokens, "scores": scores, "sound": sound}
+                arrays |= {f"{name}/{label}/{key}": array for key, array in saved.items()}
                 ended = float((tokens == -1).any(axis=2).mean())
                 print(name, label, "sound", sound.tolist(), "ended early", round(ended, 2))
     np.savez_compressed(GOLDEN / "hf_beams.npz", **arrays)

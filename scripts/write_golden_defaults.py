@@ -1,5 +1,4 @@
-"""Writes tests/golden/hf_defaults.json: what transformers generates where only a folder says how to
-decode.
+"""Writes tests/golden/hf_defaults.json: what transformers generates with a folder's own defaults.
 
 Needs torch and transformers (5 or newer); the package itself needs neither. Run from the repository
 root: `python scripts/write_golden_defaults.py [tests/golden]`, after `write_golden_hf.py`, whose
@@ -21,12 +20,12 @@ import tempfile
 import numpy as np
 
 
-def cases(greedy: dict[str, np.ndarray]) -> dict[str, tuple[str, str, dict]]:
+def make_cases(greedy: dict[str, np.ndarray]) -> dict[str, tuple[str, str, dict]]:
     """Returns the cases, given the tokens that each model decodes by itself."""
     seen = {name: [int(token) for token in tokens[0]] for name, tokens in greedy.items()}
     t5, gpt = seen["hf_t5_1_1"], seen["hf_gpt2"]
     words = [[t5[1]], [1], t5[3:5], t5[4:7]]
-    of_t5 = {
+    t5_cases = {
         "none": {"max_new_tokens": 16},
         "max_length": {"max_length": 7},
         "both maxima": {"max_length": 7, "max_new_tokens": 9},
@@ -95,44 +94,35 @@ def cases(greedy: dict[str, np.ndarray]) -> dict[str, tuple[str, str, dict]]:
             "suppress_tokens": t5[:1],
         },
     }
-    found = {name: ("hf_t5_1_1", "generation", fields) for name, fields in of_t5.items()}
-    old = {"no_repeat_ngram_size": 2, "min_length": 6, "max_length": 10}
-    tasks = {
-        "task_specific_params": {
-            "summarization": {"num_beams": 4, "max_length": 3, "forced_bos_token_id": 5}
-        }
+    gpt_cases = {
+        "prompts": {
+            "min_length": 16,
+            "max_length": 20,
+            "bad_words_ids": [gpt[1:3]],
+            "repetition_penalty": 1.3,
+        },
+        "prompts, last": {"max_new_tokens": 6, "forced_eos_token_id": gpt[2]},
+        "prompts, beams": {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 0.0},
     }
-    found["old config.json"] = ("hf_t5_1_1", "config", old | tasks)
-    lengths = {"min_length": 16, "max_length": 20}
-    found["prompts"] = (
-        "hf_gpt2",
-        "generation",
-        lengths | {"bad_words_ids": [gpt[1:3]], "repetition_penalty": 1.3},
-    )
-    found["prompts, last"] = (
-        "hf_gpt2",
-        "generation",
-        {"max_new_tokens": 6, "forced_eos_token_id": gpt[2]},
-    )
-    found["prompts, beams"] = (
-        "hf_gpt2",
-        "generation",
-        {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 0.0},
-    )
-    return found
+    task = {"num_beams": 4, "max_length": 3, "forced_bos_token_id": 5}
+    old = {"no_repeat_ngram_size": 2, "min_length": 6, "max_length": 10}
+    old["task_specific_params"] = {"summarization": task}
+    made = {name: ("hf_t5_1_1", "generation", fields) for name, fields in t5_cases.items()}
+    made["old config.json"] = ("hf_t5_1_1", "config", old)
+    return made | {name: ("hf_gpt2", "generation", fields) for name, fields in gpt_cases.items()}
 
 
-def folder_of(
+def write_model(
     root: pathlib.Path, case: tuple[str, str, dict], folder: pathlib.Path
 ) -> pathlib.Path:
-    """Copies the model of a case to `folder`, with its fields."""
+    """Copies the model of a case to `folder`, with its fields; returns `folder`."""
     name, file, fields = case
     shutil.copytree(root / name, folder)
-    kept, path = {"generation": "generation_config.json", "config": "config.json"}[file], folder
+    path = folder / "generation_config.json"
     if file == "config":
-        (path / "generation_config.json").unlink()
-    options = json.loads((path / kept).read_text())
-    (path / kept).write_text(json.dumps(options | fields))
+        path.unlink()
+        path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     return folder
 
 
@@ -143,17 +133,21 @@ def generate(root: pathlib.Path, case: tuple[str, str, dict]) -> dict:
 
     kind = "T5ForConditionalGeneration" if case[0] != "hf_gpt2" else "GPT2LMHeadModel"
     with tempfile.TemporaryDirectory() as temporary:
-        folder = folder_of(root, case, pathlib.Path(temporary) / "model")
+        folder = write_model(root, case, pathlib.Path(temporary) / "model")
         model = getattr(transformers, kind).from_pretrained(folder).eval()
     io = np.load(root / case[0] / "io.npz")
     ends, tokens = np.atleast_1d(model.generation_config.eos_token_id), []
     torch.manual_seed(0)
     for row, length in zip(io["inputs"], io["input_lengths"]):
         inputs = torch.tensor(row[None, :length]).long()
-        how = dict(
-            output_scores=True, return_dict_in_generate=True, pad_token_id=0, use_cache=False
+        out = model.generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            output_scores=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+            use_cache=False,
         )
-        out = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **how)
         if case[2].get("do_sample"):
             scores = out.scores[0][0].tolist()
             tokens.append([score if np.isfinite(score) else None for score in scores])
@@ -167,11 +161,9 @@ def generate(root: pathlib.Path, case: tuple[str, str, dict]) -> dict:
 if __name__ == "__main__":
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "tests/golden")
     plain = {name: np.load(root / name / "io.npz")["greedy"] for name in ("hf_t5_1_1", "hf_gpt2")}
-    found = {}
-    for name, case in cases(plain).items():
-        found[name] = {"model": case[0], "file": case[1], "fields": case[2]} | generate(root, case)
-        print(name, found[name].get("tokens"))
-    lines = ",\n".join(
-        f"{json.dumps(name)}: {json.dumps(record)}" for name, record in found.items()
-    )
-    (root / "hf_defaults.json").write_text(f"{{\n{lines}\n}}\n")
+    lines = []
+    for name, case in make_cases(plain).items():
+        record = dict(zip(("model", "file", "fields"), case)) | generate(root, case)
+        print(name, record.get("tokens"))
+        lines.append(f"{json.dumps(name)}: {json.dumps(record)}")
+    (root / "hf_defaults.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,5 +1,4 @@
-"""Writes tests/golden/hf_*: tiny T5-family models, a GPT-2 and tokenizers, as transformers computes
-and saves them.
+"""Writes tests/golden/hf_*: tiny T5-family models, a GPT-2 and tokenizers, from transformers.
 
 Needs torch, transformers (5 or newer), sentencepiece, protobuf, safetensors; the package itself
 needs neither torch nor transformers. Run from the repository root:
@@ -7,16 +6,18 @@ needs neither torch nor transformers. Run from the repository root:
 Every model is randomly initialised from a seed, so that nothing here derives from anybody's weights
 or texts.
 
-Each model's `io.npz` holds, for B = 4 rows of which two are padded: inputs [B, L], input_lengths
-  [B]: encoder ids, 0 after the length. decoder_tokens [B, T], logits [B, T, V]: teacher-forced
-  decoder inputs, start token first, and their logits. greedy [B, T], greedy_margin [B, T]: new
-  tokens of a batched greedy decode, 0 after the EOS, and the difference
-    between the two largest logits at each (infinite after the EOS).
-  greedy_alone [B, T]: the same, with each row decoded alone without padding. early_eos_id [],
-  greedy_early [B, T]: the same batch with another EOS id, one that occurs in the decodes above.
+Each model's `io.npz` holds, for B = 4 rows of which two are padded:
+  inputs [B, L], input_lengths [B]: encoder ids, 0 after the length.
+  decoder_tokens [B, T], logits [B, T, V]: teacher-forced decoder inputs, start token first, and
+    their logits.
+  greedy [B, T], greedy_margin [B, T]: new tokens of a batched greedy decode, 0 after the EOS, and
+    the difference between the two largest logits at each (infinite after the EOS).
+  greedy_alone [B, T]: the same, with each row decoded alone without padding.
+  early_eos_id [], greedy_early [B, T]: the same batch with another EOS id, one that occurs in the
+    decodes above.
 
 For the GPT-2, `inputs` are prompts of 1 to L ids, among them 0; `decoder_tokens` are whole
-sequences that begin with the prompts; `greedy` is a left-padded batch, as transformers wants it;
+sequences that begin with the prompts; `greedy` is a left-padded batch, as in transformers;
 `unconditional [T]` continues <|endoftext|> alone. After an EOS comes −1.
 """
 
@@ -26,6 +27,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+from typing import Any
 
 import numpy as np
 
@@ -103,29 +105,26 @@ TEXTS = [
 ]
 
 
-def build(name: str, seed: int):
+def build_model(name: str, seed: int) -> Any:
     """Returns the model `name` with random weights drawn from `seed`, ready to be saved."""
     import torch
     import transformers
 
     kind, extra, separate_head, _, ids, _ = MODELS[name]
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(
-        **{**SHAPE, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0, **extra}
-    )
+    options = SHAPE | dict(pad_token_id=0, eos_token_id=1, decoder_start_token_id=0) | extra
+    config = getattr(transformers, f"{kind}Config")(**options)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         if separate_head:
-            model.lm_head.weight = torch.nn.Parameter(
-                0.3 * torch.randn(config.vocab_size, config.d_model)
-            )
+            weight = 0.3 * torch.randn(config.vocab_size, config.d_model)
+            model.lm_head.weight = torch.nn.Parameter(weight)
         else:  # with a tied head, a large embedding repeats its own token for ever
             model.shared.weight.mul_(0.05)
             model.decoder.final_layer_norm.weight.mul_(100.0)
         for parameter_name, parameter in model.named_parameters():
-            if (
-                "layer_norm" in parameter_name
-            ):  # ones at initialisation, which would hide a forgotten scale
+            # Scales are ones at initialisation, which would hide a forgotten one.
+            if "layer_norm" in parameter_name:
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
             elif parameter_name.startswith("decoder.block"):
                 parameter.mul_(2.0)  # so that the decodes depend on the position and the source
@@ -133,10 +132,10 @@ def build(name: str, seed: int):
                 parameter.mul_(5.0)  # so that a mix-up of two layers' tables shows
     for key, value in ids.items():
         setattr(model.generation_config, key, value)
-    return _untied(model)
+    return _untie(model)
 
 
-def _untied(model):
+def _untie(model: Any) -> Any:
     """Returns the model as its kind is published.
 
     transformers 5 calls every T5 tied, and scales the inputs of umT5's head, for which transformers
@@ -147,7 +146,9 @@ def _untied(model):
     return model
 
 
-def greedy(model, inputs, mask, eos_ids) -> np.ndarray:
+def decode_greedily(
+    model: Any, inputs: np.ndarray, mask: np.ndarray, eos_ids: int | list[int]
+) -> np.ndarray:
     """Returns new tokens `[B, TARGET]`, 0 after the EOS."""
     import torch
 
@@ -164,7 +165,7 @@ def greedy(model, inputs, mask, eos_ids) -> np.ndarray:
     return np.pad(out, ((0, 0), (0, TARGET - out.shape[1]))).astype(np.int32)
 
 
-def compute(model, seed: int) -> dict[str, np.ndarray]:
+def compute(model: Any, seed: int) -> dict[str, np.ndarray]:
     """Returns the arrays of io.npz."""
     import torch
 
@@ -175,48 +176,46 @@ def compute(model, seed: int) -> dict[str, np.ndarray]:
     mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
     inputs = rng.integers(2, vocab, (4, LENGTH)) * mask
 
-    def logits_of(tokens):
-        return model(
-            input_ids=torch.tensor(inputs),
-            attention_mask=torch.tensor(mask),
-            decoder_input_ids=torch.tensor(tokens),
-        ).logits.numpy()
-
     decoder_tokens = rng.integers(2, vocab, (4, TARGET))
     decoder_tokens[:, 0] = start
+    fed = dict(input_ids=torch.tensor(inputs), attention_mask=torch.tensor(mask))
     with torch.no_grad():
-        tokens = greedy(model, inputs, mask, eos_ids)
+        tokens = decode_greedily(model, inputs, mask, eos_ids)
         alone = [
-            greedy(model, inputs[i : i + 1, :n], mask[i : i + 1, :n], eos_ids)
+            decode_greedily(model, inputs[i : i + 1, :n], mask[i : i + 1, :n], eos_ids)
             for i, n in enumerate(lengths)
         ]
         forced = np.concatenate([np.full((4, 1), start), tokens[:, :-1]], axis=1)
-        top = np.sort(logits_of(forced), axis=-1)
+        first, second = (
+            model(**fed, decoder_input_ids=torch.tensor(given)).logits.numpy()
+            for given in (forced, decoder_tokens)
+        )
+        top = np.sort(first, axis=-1)
+        margins = np.where(tokens > 0, top[..., -1] - top[..., -2], np.inf)
         early = int(tokens[0, 6])
-        result = {
+        return {
             "inputs": inputs.astype(np.int32),
             "input_lengths": lengths,
             "decoder_tokens": decoder_tokens.astype(np.int32),
-            "logits": logits_of(decoder_tokens),
+            "logits": second,
             "greedy": tokens,
             "greedy_alone": np.concatenate(alone),
             "early_eos_id": np.int32(early),
-            "greedy_early": greedy(model, inputs, mask, early),
-            "greedy_margin": np.where(tokens > 0, top[..., -1] - top[..., -2], np.inf).astype(
-                np.float32
-            ),
+            "greedy_early": decode_greedily(model, inputs, mask, early),
+            "greedy_margin": margins.astype(np.float32),
         }
-    return result
 
 
 def write_model(name: str, folder: pathlib.Path) -> None:
-    """Saves the model of the first seed, from the table's on, whose decodes have clear margins and
-    more than one token."""
+    """Saves a model whose decodes have clear margins and more than one token.
+
+    Its seed is the first such one, from the table's on.
+    """
     import transformers
 
     kind, _, _, shard_size, _, first_seed = MODELS[name]
     for seed in range(first_seed, first_seed + 100):
-        model = build(name, seed)
+        model = build_model(name, seed)
         io = compute(model, seed)
         ended = (io["greedy"] == 0).any(axis=1).sum()
         varied = min(len(set(row.tolist())) for row in io["greedy"])
@@ -226,28 +225,16 @@ def write_model(name: str, folder: pathlib.Path) -> None:
         raise RuntimeError(f"{name}: no seed gave decodes with clear margins")
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, max_shard_size=shard_size)
-    saved = _untied(
-        getattr(transformers, f"{kind}ForConditionalGeneration").from_pretrained(folder).eval()
-    )
-    assert np.array_equal(compute(saved, seed)["logits"], io["logits"]), (
-        f"{name}: the saved model gives other logits"
-    )
+    network = getattr(transformers, f"{kind}ForConditionalGeneration")
+    saved = compute(_untie(network.from_pretrained(folder).eval()), seed)
+    assert np.array_equal(saved["logits"], io["logits"]), f"{name}: the saved model differs"
     np.savez_compressed(folder / "io.npz", **io)
-    print(
-        name,
-        "seed",
-        seed,
-        "margin",
-        io["greedy_margin"].min(),
-        "ended",
-        ended,
-        sorted(p.name for p in folder.iterdir()),
-    )
+    margin, files = io["greedy_margin"].min(), sorted(path.name for path in folder.iterdir())
+    print(name, "seed", seed, "margin", margin, "ended", ended, files)
 
 
 def write_tokenizer(folder: pathlib.Path, extra_ids: int = 20) -> None:
-    """Writes a SentencePiece model, the tokenizer.json that transformers makes of it, and the ids
-    both must give, with EOS."""
+    """Writes a SentencePiece model, transformers' tokenizer.json of it, and ids with EOS."""
     import io
 
     import sentencepiece
@@ -279,13 +266,14 @@ def write_tokenizer(folder: pathlib.Path, extra_ids: int = 20) -> None:
     ]
     for record in records:
         record["decoded"] = tokenizer.decode([i for i in record["ids"] if i > 1])
-    text = json.dumps(
-        {"extra_ids": extra_ids, "size": len(tokenizer), "records": records},
-        ensure_ascii=False,
-        indent=1,
-    )
-    (folder / "ids.json").write_text(text + "\n", encoding="utf-8")
+    content = {"extra_ids": extra_ids, "size": len(tokenizer), "records": records}
+    _write_json(folder / "ids.json", content)
     print(folder.name, len(tokenizer), sorted((p.name, p.stat().st_size) for p in folder.iterdir()))
+
+
+def _write_json(path: pathlib.Path, content: Any) -> None:
+    text = json.dumps(content, ensure_ascii=False, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 GPT_TEXTS = [
@@ -298,7 +286,7 @@ GPT_TEXTS = [
 ]
 
 
-def gpt_tokenizer():
+def make_gpt_tokenizer() -> Any:
     """Returns a byte-level BPE with a few merges, whose last id is <|endoftext|>, as in GPT-2's."""
     import tokenizers
     import transformers
@@ -312,7 +300,7 @@ def gpt_tokenizer():
     return transformers.GPT2Tokenizer(vocab=vocab, merges=[tuple(pair) for pair in model["merges"]])
 
 
-def build_gpt(seed: int, size: int):
+def build_gpt(seed: int, size: int) -> Any:
     """Returns a GPT-2 with random weights drawn from `seed`."""
     import torch
     import transformers
@@ -330,9 +318,8 @@ def build_gpt(seed: int, size: int):
     model = transformers.GPT2LMHeadModel(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if (
-                name.endswith("bias") or "ln_" in name
-            ):  # zeros and ones at initialisation, which would hide forgotten parameters
+            # Zeros and ones at initialisation would hide forgotten parameters.
+            if name.endswith("bias") or "ln_" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif "wte" not in name:  # so that the decodes depend on positions and prompt
                 parameter.mul_(12.0)
@@ -340,7 +327,7 @@ def build_gpt(seed: int, size: int):
     return model
 
 
-def compute_gpt(model, seed: int) -> dict[str, np.ndarray]:
+def compute_gpt(model: Any, seed: int) -> dict[str, np.ndarray]:
     """Returns the arrays of io.npz."""
     import torch
 
@@ -352,7 +339,7 @@ def compute_gpt(model, seed: int) -> dict[str, np.ndarray]:
     inside = np.arange(LENGTH) < lengths[:, None]
     inputs = np.where(inside, decoder_tokens, 0)
 
-    def decode(tokens, mask, eos) -> np.ndarray:
+    def decode(tokens: np.ndarray, mask: np.ndarray, eos: int) -> np.ndarray:
         out = model.generate(
             input_ids=torch.tensor(tokens),
             attention_mask=torch.tensor(mask),
@@ -367,16 +354,18 @@ def compute_gpt(model, seed: int) -> dict[str, np.ndarray]:
         before = np.cumsum(new == eos, axis=1) - (new == eos)
         top = np.sort(np.stack([score.numpy() for score in out.scores], axis=1), axis=-1)
         margins.append((top[..., -1] - top[..., -2])[before == 0].min())
-        new = np.where(before == 0, new, -1)
-        return np.pad(new, ((0, 0), (0, TARGET - new.shape[1])), constant_values=-1).astype(
-            np.int32
-        )
+        new = np.where(before == 0, new, -1).astype(np.int32)
+        return np.pad(new, ((0, 0), (0, TARGET - new.shape[1])), constant_values=-1)
 
     margins: list[float] = []
     left = np.stack([np.roll(row, LENGTH - length) for row, length in zip(inputs, lengths)])
     mask = inside[:, ::-1].astype(np.int64)
     with torch.no_grad():
         tokens = decode(left, mask, size - 1)
+        alone = [
+            decode(inputs[i : i + 1, :n], mask[i : i + 1, LENGTH - n :], size - 1)
+            for i, n in enumerate(lengths)
+        ]
         early = int(max(tokens[0, 6], 0))
         return {
             "inputs": inputs.astype(np.int32),
@@ -384,12 +373,7 @@ def compute_gpt(model, seed: int) -> dict[str, np.ndarray]:
             "decoder_tokens": decoder_tokens.astype(np.int32),
             "logits": model(input_ids=torch.tensor(decoder_tokens)).logits.numpy(),
             "greedy": tokens,
-            "greedy_alone": np.concatenate(
-                [
-                    decode(inputs[i : i + 1, :n], mask[i : i + 1, LENGTH - n :], size - 1)
-                    for i, n in enumerate(lengths)
-                ]
-            ),
+            "greedy_alone": np.concatenate(alone),
             "early_eos_id": np.int32(early),
             "greedy_early": decode(left, mask, early),
             "unconditional": decode(np.array([[size - 1]]), np.ones((1, 1), np.int64), size - 1)[0],
@@ -404,39 +388,29 @@ def write_gpt(folder: pathlib.Path) -> None:
     """
     import transformers
 
-    tokenizer = gpt_tokenizer()
+    tokenizer = make_gpt_tokenizer()
     for seed in range(100):
         model = build_gpt(seed, len(tokenizer))
         io = compute_gpt(model, seed)
         varied = min(len(set(row.tolist())) for row in io["greedy"])
-        ended = (io["greedy_early"] < 0).any()
-        if (
-            io["greedy_margin"] > 0.01
-            and ended
-            and varied >= 5
-            and np.array_equal(io["greedy"], io["greedy_alone"])
-        ):
+        clear = io["greedy_margin"] > 0.01 and (io["greedy_early"] < 0).any() and varied >= 5
+        if clear and np.array_equal(io["greedy"], io["greedy_alone"]):
             break
     else:
         raise RuntimeError("hf_gpt2: no seed gave decodes with clear margins")
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
-    saved = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
-    assert np.array_equal(compute_gpt(saved, seed)["logits"], io["logits"]), (
-        "hf_gpt2: the saved model gives other logits"
-    )
+    saved = compute_gpt(transformers.GPT2LMHeadModel.from_pretrained(folder).eval(), seed)
+    assert np.array_equal(saved["logits"], io["logits"]), "hf_gpt2: the saved model differs"
     np.savez_compressed(folder / "io.npz", **io)
     tokenizer.save_pretrained(folder)
     files = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    (folder / "vocab.json").write_text(
-        json.dumps(files["vocab"], ensure_ascii=False), encoding="utf-8"
-    )
+    vocab = json.dumps(files["vocab"], ensure_ascii=False)
+    (folder / "vocab.json").write_text(vocab, encoding="utf-8")
     merges = "\n".join(["#version: 0.2", *map(" ".join, files["merges"])])
     (folder / "merges.txt").write_text(merges + "\n", encoding="utf-8")
     records = [{"text": text, "ids": tokenizer(text)["input_ids"]} for text in GPT_TEXTS]
-    (folder / "ids.json").write_text(
-        json.dumps(records, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
-    )
+    _write_json(folder / "ids.json", records)
     print("hf_gpt2", "seed", seed, "margin", io["greedy_margin"], io["greedy"].tolist())
 
 

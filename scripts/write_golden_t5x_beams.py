@@ -1,4 +1,4 @@
-"""Writes tests/golden/t5x_beams.npz: what T5X's beam search makes of the golden T5X checkpoint.
+"""Writes tests/golden/t5x_beams.npz: T5X's beam searches with the golden T5X checkpoint.
 
 Needs T5X. Run from the repository root: `PYTHONPATH=.:tests/support python
 scripts/write_golden_t5x_beams.py`.
@@ -12,6 +12,8 @@ import functools
 import json
 import pathlib
 import tempfile
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,8 +35,10 @@ SEARCHES = {
 }
 
 
-def search(model, params, io, prompts, given: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and scores of one search."""
+def search(
+    model: Any, params: dict, io: Mapping[str, np.ndarray], prompts: np.ndarray, given: dict
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens and scores of one search."""
     options = {name: given[name] for name in ("alpha", "eos_id")}
     predict = functools.partial(
         model.predict_batch_with_aux,

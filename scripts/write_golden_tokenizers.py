@@ -1,5 +1,4 @@
-"""Writes tests/golden/hf_tokenizers.json: what transformers makes of small folders with a
-tokenizer.
+"""Writes tests/golden/hf_tokenizers.json: how transformers reads small folders with a tokenizer.
 
 Needs transformers 5.24, sentencepiece, protobuf; the package needs no transformers. Run from the
 repository root, after `write_golden_hf.py`: `python scripts/write_golden_tokenizers.py`. It also
@@ -22,6 +21,7 @@ import json
 import pathlib
 import shutil
 import tempfile
+from typing import Any
 
 import sentencepiece
 import transformers
@@ -39,42 +39,37 @@ SPECIAL = (
     "</sx> <pad",
     "a <mask> b",
 )
-ADDED = {
-    "lstrip": False,
-    "normalized": False,
-    "rstrip": False,
-    "single_word": False,
-    "special": True,
-}
-BYTE_LEVEL = {
-    "type": "ByteLevel",
-    "add_prefix_space": True,
-    "trim_offsets": False,
-    "use_regex": True,
-}
+MORE_TEXTS = (*TEXTS, *SPECIAL)
+ADDED = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
+BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=False, use_regex=True)
 
 
-def template(*parts: str | tuple[str, int]) -> dict:
+def make_template(*parts: str | tuple[str, int]) -> dict:
     """Returns a TemplateProcessing of texts ("A") and tokens with their ids."""
-    special = {part[0]: part[1] for part in parts if isinstance(part, tuple)}
     single = [
         {"Sequence": {"id": part, "type_id": 0}}
         if isinstance(part, str)
         else {"SpecialToken": {"id": part[0], "type_id": 0}}
         for part in parts
     ]
+    pair = [{"Sequence": {"id": text, "type_id": i}} for i, text in enumerate("AB")]
+    tokens = [part for part in parts if isinstance(part, tuple)]
+    special = {token: {"id": token, "ids": [i], "tokens": [token]} for token, i in tokens}
     return {
         "type": "TemplateProcessing",
         "single": single,
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {
-            token: {"id": token, "ids": [i], "tokens": [token]} for token, i in special.items()
-        },
+        "pair": pair,
+        "special_tokens": special,
     }
 
 
-def case(
-    base: str, files: str, texts=TEXTS, kind: str = "t5", processor: dict | None = None, **options
+def make_case(
+    base: str,
+    files: str,
+    texts: tuple[str, ...] = TEXTS,
+    kind: str = "t5",
+    processor: dict | None = None,
+    **options: Any,
 ) -> dict:
     """Returns a case without its records; `options` are those of tokenizer_config.json."""
     changes: dict = {"config.json": {"model_type": kind}, "tokenizer_config.json": options}
@@ -90,172 +85,76 @@ def case(
 
 FAST, END = "PreTrainedTokenizerFast", ("<|endoftext|>", 287)
 BEGIN, SEP = ("<s>", 1), ("</s>", 2)
-MERGES = "vocab.json merges.txt"
-CODET5 = dict(tokenizer_class="RobertaTokenizer")
+MERGES, JSON, SPIECE = "vocab.json merges.txt", "tokenizer.json", "spiece.model"
 SENTINELS = [f"<extra_id_{i}>" for i in range(20)]
+# Options of tokenizer_config.json.
+CODET5 = {"tokenizer_class": "RobertaTokenizer"}
+T5 = {"tokenizer_class": "T5Tokenizer", "extra_ids": 20}
+GPT2 = {"tokenizer_class": "GPT2Tokenizer"}
+ANY = {"tokenizer_class": FAST}
+NAMES = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+WRITTEN = NAMES | {"extra_ids": 20, "additional_special_tokens": SENTINELS}
+CONTROL = {
+    "tokenizer_class": "T5Tokenizer",
+    "extra_ids": 2,
+    "added_tokens_decoder": {
+        str(i): {"content": token} | ADDED
+        for i, token in enumerate(["<pad>", "</s>", "<unk>", "<s>"])
+    },
+}
+MADLAD = NAMES | {"pad_token": "</s>", "extra_ids": 0, "additional_special_tokens": []}
+BERT = {"type": "BertProcessing", "sep": SEP, "cls": BEGIN}
+SEQUENCE = {"type": "Sequence", "processors": [BYTE_LEVEL, make_template(BEGIN, "A", SEP)]}
+TWO_BEFORE = make_template(BEGIN, ("<mask>", 4), "A", SEP)
+UNK_BEFORE = make_template(("<unk>", 2), "A", ("</s>", 1))
+BOS, EOS = {"add_bos_token": True}, {"add_eos_token": True}
+
+
+def make_gpt2_case(files: str, processor: dict | None = None, **options: Any) -> dict:
+    """Returns a case with the files of the GPT-2."""
+    return make_case("hf_gpt2", files, kind="gpt2", processor=processor, **options)
+
+
 CASES = {
-    "codet5": case(
-        "hf_codet5",
-        f"{MERGES} special_tokens_map.json added_tokens.json",
-        (*TEXTS, *SPECIAL),
-        **CODET5,
+    "codet5": make_case(
+        "hf_codet5", f"{MERGES} special_tokens_map.json added_tokens.json", MORE_TEXTS, **CODET5
     ),
-    "codet5 fast": case("hf_codet5", "tokenizer.json", (*TEXTS, *SPECIAL), **CODET5),
-    "roberta processing": case("hf_codet5", "tokenizer.json", tokenizer_class=FAST),
-    "bert processing": case(
-        "hf_codet5",
-        "tokenizer.json",
-        processor={"type": "BertProcessing", "sep": SEP, "cls": BEGIN},
-        tokenizer_class=FAST,
+    "codet5 fast": make_case("hf_codet5", JSON, MORE_TEXTS, **CODET5),
+    "roberta processing": make_case("hf_codet5", JSON, **ANY),
+    "bert processing": make_case("hf_codet5", JSON, processor=BERT, **ANY),
+    "two before": make_case("hf_codet5", JSON, processor=TWO_BEFORE, **ANY),
+    "sequence": make_case("hf_codet5", JSON, processor=SEQUENCE, **ANY),
+    "gpt2 template": make_gpt2_case(JSON, make_template(END, "A"), **GPT2),
+    "gpt2 merges": make_gpt2_case(MERGES, **GPT2),
+    "gpt2 merges with bos": make_gpt2_case(MERGES, **GPT2, **BOS),
+    "gpt2 fast with bos": make_gpt2_case(JSON, BYTE_LEVEL, **GPT2, **BOS),
+    "gpt2 without class with bos": make_gpt2_case(JSON, **BOS),
+    "gpt2 both": make_gpt2_case(JSON, **GPT2, **BOS, **EOS),
+    "gpt2 no bos": make_gpt2_case(JSON, make_template(END, "A"), **GPT2, add_bos_token=False),
+    "t5 as gpt2": make_case("hf_gpt2", MERGES, **GPT2),
+    "t5's class decides": make_case(
+        "hf_tokenizer", JSON, processor=UNK_BEFORE, tokenizer_class="T5TokenizerFast", extra_ids=20
     ),
-    "two before": case(
-        "hf_codet5",
-        "tokenizer.json",
-        processor=template(BEGIN, ("<mask>", 4), "A", SEP),
-        tokenizer_class=FAST,
-    ),
-    "sequence": case(
-        "hf_codet5",
-        "tokenizer.json",
-        processor={"type": "Sequence", "processors": [BYTE_LEVEL, template(BEGIN, "A", SEP)]},
-        tokenizer_class=FAST,
-    ),
-    "gpt2 template": case(
-        "hf_gpt2",
-        "tokenizer.json",
-        kind="gpt2",
-        processor=template(END, "A"),
-        tokenizer_class="GPT2Tokenizer",
-    ),
-    "gpt2 merges": case("hf_gpt2", MERGES, kind="gpt2", tokenizer_class="GPT2Tokenizer"),
-    "gpt2 merges with bos": case(
-        "hf_gpt2", MERGES, kind="gpt2", tokenizer_class="GPT2Tokenizer", add_bos_token=True
-    ),
-    "gpt2 fast with bos": case(
-        "hf_gpt2",
-        "tokenizer.json",
-        kind="gpt2",
-        processor=BYTE_LEVEL,
-        tokenizer_class="GPT2Tokenizer",
-        add_bos_token=True,
-    ),
-    "gpt2 without class with bos": case(
-        "hf_gpt2", "tokenizer.json", kind="gpt2", add_bos_token=True
-    ),
-    "gpt2 both": case(
-        "hf_gpt2",
-        "tokenizer.json",
-        kind="gpt2",
-        tokenizer_class="GPT2Tokenizer",
-        add_bos_token=True,
-        add_eos_token=True,
-    ),
-    "gpt2 no bos": case(
-        "hf_gpt2",
-        "tokenizer.json",
-        kind="gpt2",
-        processor=template(END, "A"),
-        tokenizer_class="GPT2Tokenizer",
-        add_bos_token=False,
-    ),
-    "t5 as gpt2": case("hf_gpt2", MERGES, tokenizer_class="GPT2Tokenizer"),
-    "t5's class decides": case(
-        "hf_tokenizer",
-        "tokenizer.json",
-        processor=template(("<unk>", 2), "A", ("</s>", 1)),
-        tokenizer_class="T5TokenizerFast",
-        extra_ids=20,
-    ),
-    "no processor": case(
-        "hf_tokenizer", "tokenizer.json", processor={}, tokenizer_class=FAST, eos_token="</s>"
-    ),
-    "no processor of a t5": case(
-        "hf_tokenizer", "tokenizer.json", processor={}, tokenizer_class="T5Tokenizer", extra_ids=20
-    ),
-    "spiece": case(
-        "hf_tokenizer",
-        "spiece.model",
-        (*TEXTS, *SPECIAL),
-        tokenizer_class="T5Tokenizer",
-        extra_ids=20,
-    ),
-    "spiece with bos": case(
-        "hf_tokenizer",
-        "spiece.model",
-        tokenizer_class="T5Tokenizer",
-        extra_ids=20,
-        add_bos_token=True,
-    ),
-    "t5 fast": case(
-        "hf_tokenizer",
-        "tokenizer.json",
-        (*TEXTS, *SPECIAL),
-        tokenizer_class="T5Tokenizer",
-        extra_ids=20,
-    ),
-    "byt5": case("hf_tokenizer", "", (*TEXTS, *SPECIAL), tokenizer_class="ByT5Tokenizer"),
-    "control pieces": case(
-        "hf_control",
-        "spiece.model",
-        (*TEXTS, *SPECIAL),
-        tokenizer_class="T5Tokenizer",
-        extra_ids=2,
-        added_tokens_decoder={
-            str(i): {"content": token} | ADDED
-            for i, token in enumerate(["<pad>", "</s>", "<unk>", "<s>"])
-        },
-    ),
-    "written spiece": case(
-        "hf_tokenizer",
-        "spiece.model",
-        eos_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        extra_ids=20,
-        additional_special_tokens=SENTINELS,
-        tokenizer_class="T5Tokenizer",
-    ),
-    "written madlad": case(
-        "hf_madlad",
-        "spiece.model",
-        eos_token="</s>",
-        pad_token="</s>",
-        unk_token="<unk>",
-        extra_ids=0,
-        additional_special_tokens=[],
-        tokenizer_class="T5Tokenizer",
-    ),
-    "written tokenizer.json": case(
-        "hf_tokenizer",
-        "tokenizer.json",
-        eos_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        tokenizer_class=FAST,
-    ),
-    "written gpt2": case(
-        "hf_gpt2",
-        "tokenizer.json",
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-        tokenizer_class=FAST,
-    ),
-    "written byt5": case(
-        "hf_tokenizer",
-        "",
-        eos_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        extra_ids=20,
-        additional_special_tokens=SENTINELS,
-        tokenizer_class="ByT5Tokenizer",
-    ),
+    "no processor": make_case("hf_tokenizer", JSON, processor={}, **ANY, eos_token="</s>"),
+    "no processor of a t5": make_case("hf_tokenizer", JSON, processor={}, **T5),
+    "spiece": make_case("hf_tokenizer", SPIECE, MORE_TEXTS, **T5),
+    "spiece with bos": make_case("hf_tokenizer", SPIECE, **T5, **BOS),
+    "t5 fast": make_case("hf_tokenizer", JSON, MORE_TEXTS, **T5),
+    "byt5": make_case("hf_tokenizer", "", MORE_TEXTS, tokenizer_class="ByT5Tokenizer"),
+    "control pieces": make_case("hf_control", SPIECE, MORE_TEXTS, **CONTROL),
+    "written spiece": make_case("hf_tokenizer", SPIECE, **WRITTEN, tokenizer_class="T5Tokenizer"),
+    "written madlad": make_case("hf_madlad", SPIECE, **MADLAD, tokenizer_class="T5Tokenizer"),
+    "written tokenizer.json": make_case("hf_tokenizer", JSON, **NAMES, **ANY),
+    "written gpt2": make_case("hf_gpt2", JSON, eos_token=END[0], pad_token=END[0], **ANY),
+    "written byt5": make_case("hf_tokenizer", "", **WRITTEN, tokenizer_class="ByT5Tokenizer"),
 }
 
 
 def write_codet5(folder: pathlib.Path) -> None:
-    """Writes a byte-level BPE in the layout of CodeT5: RoBERTa's special tokens first, sentinels
-    behind, `<extra_id_0>` the last."""
+    """Writes a byte-level BPE in the layout of CodeT5.
+
+    RoBERTa's special tokens come first, sentinels last, and `<extra_id_0>` is the last of them.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     plain = json.loads((GOLDEN / "hf_gpt2" / "vocab.json").read_text(encoding="utf-8"))
@@ -275,14 +174,12 @@ def write_codet5(folder: pathlib.Path) -> None:
         (folder / name).write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
     shutil.copy(GOLDEN / "hf_gpt2" / "merges.txt", folder)
     fast = transformers.RobertaTokenizer.from_pretrained(folder)
-    assert [fast.convert_tokens_to_ids(f"<extra_id_{i}>") for i in (0, 3)] == [
-        len(vocab) + 3,
-        len(vocab),
-    ]
+    first, last = (fast.convert_tokens_to_ids(f"<extra_id_{i}>") for i in (0, 3))
+    assert (first, last) == (len(vocab) + 3, len(vocab))
     fast.backend_tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def write_spiece(folder: pathlib.Path, **ids) -> None:
+def write_spiece(folder: pathlib.Path, **ids: int) -> None:
     """Writes a small SentencePiece model with these special ids."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -299,7 +196,7 @@ def write_spiece(folder: pathlib.Path, **ids) -> None:
     (folder / "spiece.model").write_bytes(out.getvalue())
 
 
-def build(described: dict, folder: pathlib.Path) -> None:
+def write_case(described: dict, folder: pathlib.Path) -> None:
     """Writes the folder of a case."""
     base = GOLDEN / described["base"]
     for name in described["files"]:
@@ -318,7 +215,7 @@ def main() -> None:
     write_spiece(GOLDEN / "hf_madlad")
     for name, described in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            build(described, pathlib.Path(folder))
+            write_case(described, pathlib.Path(folder))
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         for record in described["records"]:
             record["ids"] = tokenizer(record["text"])["input_ids"]
@@ -326,19 +223,16 @@ def main() -> None:
                 record["decoded"] = tokenizer.decode(record["ids"], skip_special_tokens=True)
         if name.startswith("written"):
             described["pad"] = tokenizer.pad_token_id
-            described["padded"] = tokenizer(
-                [record["text"] for record in described["records"][:2]], padding=True
-            )["input_ids"]
-        print(
-            name, type(tokenizer).__name__, [record["ids"] for record in described["records"]][:3]
-        )
-    lines = [
+            texts = [record["text"] for record in described["records"][:2]]
+            described["padded"] = tokenizer(texts, padding=True)["input_ids"]
+        first = [record["ids"] for record in described["records"][:3]]
+        print(name, type(tokenizer).__name__, first)
+    lines = ",\n".join(
         f" {json.dumps(name)}: {json.dumps(described, ensure_ascii=False)}"
         for name, described in CASES.items()
-    ]
-    (GOLDEN / "hf_tokenizers.json").write_text(
-        "{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8"
     )
+    path = GOLDEN / "hf_tokenizers.json"
+    path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,21 +3,31 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
 
 from specdec_jax.backends.int8 import Int8Kernel
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import huggingface, int8, native_format, t5x
-from specdec_jax.checkpoints.allocator import returning_freed_memory
-from specdec_jax.checkpoints.loader import check_stored, open_checkpoint, open_complete, resolve
+from specdec_jax.checkpoints.loader import (
+    check_written_dtype,
+    open_checkpoint,
+    open_complete,
+    resolve,
+)
+from specdec_jax.checkpoints.memory import returning_freed_memory
 from specdec_jax.checkpoints.progress import ParameterProgress, print_line
-from specdec_jax.checkpoints.stored_tensor import Checkpoint, Leaf, check
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, StoredTensor, check
+from specdec_jax.files.reading import PathLike
 from specdec_jax.files.writing import new_folder
 from specdec_jax.models import arguments, weight_layouts
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.t5 import T5Config, t5_only
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 FORMATS = ("specdec", "huggingface", "t5x", "t5x_legacy")
 # The model families that each format of others has names for.
@@ -31,8 +41,8 @@ _HOLDS: dict[str, Collection[str]] = {
 @isolated
 def save(
     model: LanguageModel,
-    path,
-    dtype=None,
+    path: PathLike,
+    dtype: npt.DTypeLike | None = None,
     format: str = "specdec",
     say: Callable[[str], None] = print_line,
 ) -> None:
@@ -43,7 +53,7 @@ def save(
     folder of this package there is replaced.
 
     Args:
-      model: the model; its kernels in int8 are widened unless `dtype` is "int8".
+      model: the model; its weights in int8 are widened unless `dtype` is "int8".
       path: the folder.
       dtype, format, say: as for `convert`.
 
@@ -56,13 +66,10 @@ def save(
     folder = pathlib.Path(path).absolute()
     check = native_format.check_free if _check_format(format) == "specdec" else _check_empty
     check(folder)
-    leaves = {
-        "/".join(names): _leaf(value)
-        for names, value in weight_layouts.stored_parameters(model.network.params)
-    }
+    stored = weight_layouts.stored_parameters(model.network.params)
     checkpoint = Checkpoint(
         model.config,
-        leaves,
+        {"/".join(names): _wrap_parameter(value) for names, value in stored},
         model.vocabulary,
         model.start_token,
         model.eos_ids,
@@ -72,10 +79,11 @@ def save(
     _write(checkpoint, folder, check, format, dtype, say)
 
 
-def _leaf(value: weight_layouts.Plain) -> Leaf:
+def _wrap_parameter(value: weight_layouts.Plain) -> StoredTensor:
     if isinstance(value, Int8Kernel):
-        return int8.product(Leaf.from_array(value.values), Leaf.from_array(value.scales[None]))
-    return Leaf.from_array(value)
+        parts = map(StoredTensor.from_array, (value.values, value.scales[None]))
+        return int8.multiply_parts(*parts)
+    return StoredTensor.from_array(value)
 
 
 class Written(NamedTuple):
@@ -98,13 +106,13 @@ class Written(NamedTuple):
 
 @isolated
 def convert(
-    source,
-    output,
+    source: PathLike,
+    output: PathLike,
     format: str = "huggingface",
-    dtype=None,
+    dtype: npt.DTypeLike | None = None,
     *,
     config: T5Config | None = None,
-    vocabulary=None,
+    vocabulary: Vocabulary | PathLike | None = None,
     say: Callable[[str], None] = print_line,
 ) -> Written:
     """Writes a checkpoint in another format; parameters pass through memory one at a time.
@@ -120,7 +128,7 @@ def convert(
         `checkpoint_<step>` inside, with the step of a T5X source, else 1.
       format: "huggingface" (config.json, safetensors, tokenizer), "t5x" (Orbax, what T5X writes
         today), "t5x_legacy", or "specdec", this package's own.
-      dtype: "float32" or "bfloat16"; for "specdec" also "int8", which writes kernels and embeddings
+      dtype: "float32" or "bfloat16"; for "specdec" also "int8", which writes weights and embeddings
         in int8 and the rest in float32. Matrices that are stored in int8 already keep their
         integers. Drafters and heads that were trained on a target's states do not fit the rounded
         target. None: bfloat16 if all parameters are stored so, else float32.
@@ -133,14 +141,14 @@ def convert(
     """
     _check_format(format)
     if dtype is not None:
-        check_stored(dtype, format)
+        check_written_dtype(dtype, format)
     arguments.check_path("output", output)
     target = pathlib.Path(output).absolute()
     _check_empty(target)
     folder = resolve(source)
     checkpoint = open_complete(folder, config, vocabulary, say)
-    found = t5x.find(folder)
-    step = t5x.step_of(found) if found else None
+    step_folder = t5x.find_step(folder)
+    step = t5x.parse_step(step_folder) if step_folder else None
     with returning_freed_memory():
         return _write(checkpoint, target, _check_empty, format, dtype, say, step)
 
@@ -162,44 +170,24 @@ def _write(
     target: pathlib.Path,
     check_free: Callable[[pathlib.Path], None],
     format: str,
-    dtype,
+    dtype: npt.DTypeLike | None,
     say: Callable[[str], None],
     step: int | None = None,
 ) -> Written:
-    """Writes a checkpoint whose special ids are known, reads it back and checks that nothing was
-    lost."""
-    config = checkpoint.config
-    if format != "specdec" and (
-        config.encoder_dim is not None or config.family not in _HOLDS[format]
-    ):
-        kind = (
-            "a decoder-only model"
-            if config.decoder_only
-            else "a model without an encoder of its own"
-        )
-        kind = (
-            kind
-            if config.decoder_only or config.encoder_dim is not None
-            else f"a {type(config).__name__}"
-        )
-        raise ValueError(f"format: got {format!r} for {kind}, expected 'specdec'")
-    if format.startswith("t5x") and t5_only("format", config).separate_embeddings:
-        raise ValueError(
-            f"format: got {format!r} for a model whose encoder has an embedding of its own, expected 'specdec' or "
-            "'huggingface': T5X's networks share one"
-        )
-    stored = tuple(sorted({leaf.dtype for leaf in checkpoint.leaves.values()}))
+    """Writes a checkpoint whose special ids are known, and checks that nothing is lost."""
+    _check_format_holds(format, checkpoint.config)
+    stored = tuple(sorted({tensor.dtype for tensor in checkpoint.parameters.values()}))
     default = "bfloat16" if stored == ("bfloat16",) else "float32"
-    dtype = default if dtype is None else check_stored(dtype, format)
+    dtype = default if dtype is None else check_written_dtype(dtype, format)
     computing = "float32" if dtype == "int8" else dtype
-    checkpoint = dataclasses.replace(checkpoint, config=checkpoint.config.replace(dtype=computing))
-    inner = pathlib.PurePath()
-    if format.startswith("t5x") and t5x.step_of(target) is None:
-        inner = pathlib.PurePath(
-            f"checkpoint_{step or 1}"
-        )  # T5X takes step 0 to mean that there is no step
-    shown = ParameterProgress(f"writing {target}", parameter_count(checkpoint.config), say, then="")
-    with shown as progress, new_folder(target, check_free) as temporary:
+    config = checkpoint.config.replace(dtype=computing)
+    checkpoint, count = dataclasses.replace(checkpoint, config=config), parameter_count(config)
+    inner, number = pathlib.PurePath(), t5x.parse_step(target)
+    if format.startswith("t5x") and number is None:
+        number = step or 1  # T5X takes step 0 to mean that there is no step
+        inner = pathlib.PurePath(f"checkpoint_{number}")
+    bar = ParameterProgress(f"writing {target}", count, say, then="")
+    with bar as progress, new_folder(target, check_free) as temporary:
         folder = temporary / inner
         folder.mkdir(exist_ok=True)
         if format == "specdec":
@@ -207,49 +195,61 @@ def _write(
         elif format == "huggingface":
             huggingface.write_folder(checkpoint, dtype, folder, progress.advance)
         else:
-            number = t5x.step_of(target) if inner == pathlib.PurePath() else t5x.step_of(folder)
             assert number is not None
             write = t5x.write_orbax if format == "t5x" else t5x.write_legacy
             native_format.write_description(checkpoint, folder, "t5x")
-            leaves = t5x.leaves_by_their_names(
-                checkpoint.leaves, t5_only("format", checkpoint.config)
-            )
-            write(leaves, dtype, folder, number, progress.advance)
+            parameters = t5x.stack_layers(checkpoint.parameters, t5_only("format", config))
+            write(parameters, dtype, folder, number, progress.advance)
         _check_written(open_checkpoint(folder, None), checkpoint, format)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Written(target / inner, dtype, stored, parameter_count(checkpoint.config), size)
+    return Written(target / inner, dtype, stored, count, size)
+
+
+def _check_format_holds(format: str, config: ModelConfig) -> None:
+    """Raises ValueError if a format has no names for the parameters of a model."""
+    if format == "specdec":
+        return
+    if config.encoder_dim is not None or config.family not in _HOLDS[format]:
+        kind = f"a {type(config).__name__}"
+        if config.encoder_dim is not None:
+            kind = "a model without an encoder of its own"
+        if config.decoder_only:
+            kind = "a decoder-only model"
+        raise ValueError(f"format: got {format!r} for {kind}, expected 'specdec'")
+    if format.startswith("t5x") and t5_only("format", config).separate_embeddings:
+        raise ValueError(
+            f"format: got {format!r} for a model whose encoder has an embedding of its own, "
+            "expected 'specdec' or 'huggingface': T5X's networks share one"
+        )
 
 
 def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> None:
-    """Raises ValueError if a format cannot express something about a model; Hugging Face's ByT5,
-    for instance, cannot say that there are no sentinels."""
+    """Raises ValueError if a format cannot express something about a model.
 
-    def said(checkpoint: Checkpoint) -> dict:
-        config, vocabulary = checkpoint.config.explicit(), checkpoint.vocabulary
-        shape = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        for name in (
-            "dropout_rate",
-            "dtype",
-            "matmul_dtype",
-        ):  # settings of training, and of how parameters are held
-            shape.pop(name, None)
-        ids = dict(
-            start_token=checkpoint.start_token,
-            eos_ids=checkpoint.eos_ids,
-            encoder=checkpoint.encoder_fingerprint,
-            generation_config=checkpoint.generation_config,
-        )
-        if vocabulary is None:
-            return shape | ids | dict(vocabulary=None)
-        around = (
-            vocabulary.encode_prompt("") if config.decoder_only else vocabulary.encode_input("")
-        )
-        return shape | ids | dict(around_a_text=around, vocabulary=vocabulary.fingerprint())
-
+    Hugging Face's ByT5, for instance, cannot express that there are no sentinels.
+    """
     check(written, "what was written")
-    ours, theirs = said(checkpoint), said(written)
-    for name, value in ours.items():
-        if theirs.get(name) != value:
-            raise ValueError(
-                f"format: got {name}={value!r}, which {format} would give back as {theirs.get(name)!r}"
-            )
+    expressed = _list_properties(written)
+    for name, value in _list_properties(checkpoint).items():
+        if (got := expressed.get(name)) != value:
+            back = f"which {format} would give back as {got!r}"
+            raise ValueError(f"format: got {name}={value!r}, {back}")
+
+
+def _list_properties(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns everything about a model that is to survive a format, but for its parameters."""
+    config, vocabulary = checkpoint.config.explicit(), checkpoint.vocabulary
+    properties = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    # Settings of training, and of how parameters are held.
+    for name in ("dropout_rate", "dtype", "matmul_dtype"):
+        properties.pop(name, None)
+    properties |= {
+        "start_token": checkpoint.start_token,
+        "eos_ids": checkpoint.eos_ids,
+        "encoder": checkpoint.encoder_fingerprint,
+        "generation_config": checkpoint.generation_config,
+    }
+    if vocabulary is None:
+        return properties | {"vocabulary": None}
+    encode = vocabulary.encode_prompt if config.decoder_only else vocabulary.encode_input
+    return properties | {"around_a_text": encode(""), "vocabulary": vocabulary.fingerprint()}

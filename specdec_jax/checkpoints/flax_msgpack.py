@@ -1,9 +1,11 @@
-"""Reads Flax's msgpack files one array at a time: first all headers, then each array from its
-place.
+"""Reads Flax's msgpack files one array at a time: first all headers, then each array's bytes.
 
-The usual reader holds the whole file in memory, and every array once more. Layout: nested maps from
-strings to arrays. An array is an extension of code 1 whose data is the msgpack of (shape, dtype
-name, bytes); an array above 1 GiB is a map of such arrays, each flat (see `flax.serialization`).
+`flax.serialization.msgpack_restore` and the package `msgpack` read every array whole and do not
+give its place in the file, so this module walks the headers itself.
+
+A file holds nested maps from strings to arrays. An array is an extension of code 1 whose data is
+the msgpack of (shape, dtype name, bytes); an array above 1 GiB is a map of such arrays, each flat
+(see `flax.serialization`).
 """
 
 import math
@@ -14,27 +16,19 @@ from typing import Any, BinaryIO, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checkpoints.stored_tensor import FLOATS, Leaf, fill_rows, unreadable
+from specdec_jax.checkpoints.stored_tensor import FLOATS, StoredTensor, fill_rows
 from specdec_jax.files.reading import check_file, shown
 from specdec_jax.models.parameters import flatten
 
 _CHUNKED = "__msgpack_chunked_array__"
-
-
 # Limits of what a file may hold: values, levels of nesting, bytes of a string.
 _VALUES = 1_000_000  # T5X's checkpoint of 24 + 24 layers has some 20,000
 _DEPTH = 100
 _STRING = 4096
 # The dtypes that an array may have: those of parameters, and of what a training state holds beside
 # them.
-_DTYPES = {
-    name: np.dtype(jnp.bfloat16 if name == "bfloat16" else name)
-    for name in (
-        *FLOATS,
-        "bool",
-        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-    )
-}
+_INTS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+_DTYPES = {name: jnp.dtype(name) for name in (*FLOATS, "bool", *_INTS)}
 
 
 class Array(NamedTuple):
@@ -51,7 +45,7 @@ class Array(NamedTuple):
     parts: tuple[tuple[int, int], ...]
 
 
-def open_file(path: pathlib.Path) -> dict[str, Leaf]:
+def open_file(path: pathlib.Path) -> dict[str, StoredTensor]:
     """Returns every array of the file by its `/`-joined name; none is read yet.
 
     Raises:
@@ -60,7 +54,7 @@ def open_file(path: pathlib.Path) -> dict[str, Leaf]:
     tree = read_tree(path)
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: got {shown(tree)}, expected Flax parameters")
-    return {name: leaf(path, name, array) for name, array in flatten(tree).items()}
+    return {name: open_array(path, name, array) for name, array in flatten(tree).items()}
 
 
 def read_tree(path: pathlib.Path) -> Any:
@@ -77,9 +71,8 @@ def read_tree(path: pathlib.Path) -> Any:
             if file.tell() != walk.size:
                 raise ValueError(f"{walk.size} bytes where the headers say {file.tell()}")
     except ValueError as error:
-        raise ValueError(
-            f"{path}: got no readable msgpack ({error}), expected Flax's (truncated?)"
-        ) from None
+        got = f"no readable msgpack ({error})"
+        raise ValueError(f"{path}: got {got}, expected Flax's (truncated?)") from None
     return tree
 
 
@@ -95,8 +88,7 @@ _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 
 
 class _Walk:
-    """A file that is read once from start to end; every method raises ValueError for unsound
-    contents."""
+    """Reads a file once from start to end; every method raises ValueError for unsound contents."""
 
     def __init__(self, file: BinaryIO, size: int):
         self._file, self.size, self._left = file, size, _VALUES
@@ -107,11 +99,11 @@ class _Walk:
             raise ValueError("the file ends in the middle of a value")
         return found
 
-    def _number(self, form: str):
+    def _number(self, form: str) -> Any:
         return struct.unpack(f">{form}", self._read(struct.calcsize(f">{form}")))[0]
 
     def value(self, depth: int) -> Any:
-        """Returns the value at the current position; byte strings as (offset, length), never read."""
+        """Returns the next value; byte strings as (offset, length), never read."""
         self._left -= 1
         if self._left < 0 or depth > _DEPTH:
             raise ValueError(f"more than {_VALUES:,} values, or {_DEPTH} in each other")
@@ -148,48 +140,43 @@ class _Walk:
         self._file.seek(length, 1)
         return offset, length
 
-    def _map(self, count: int, depth: int):
+    def _map(self, count: int, depth: int) -> dict | Array:
         tree: dict[str, Any] = {}
         for _ in range(count):
             key = self.value(depth + 1)
             if not isinstance(key, str) or not key.isprintable() or key in tree:
                 raise ValueError(f"the key {shown(key)}, expected printable strings, each once")
             tree[key] = self.value(depth + 1)
-        return _joined(tree) if _CHUNKED in tree else tree
+        return _join_chunks(tree) if _CHUNKED in tree else tree
 
     def _extension(self, end: int, depth: int) -> Array:
         kind = self._number("b")
-        found = self.value(depth + 1) if kind in (1, 3) else None  # array, scalar
-        if not (
-            isinstance(found, list)
-            and len(found) == 3
-            and _is_shape(found[0])
-            and isinstance(found[2], tuple)
-        ):
+        entry = self.value(depth + 1) if kind in (1, 3) else None  # array, scalar
+        entry = entry if isinstance(entry, list) and len(entry) == 3 else [None] * 3
+        shape, name, place = entry
+        if not _is_shape(shape) or not isinstance(place, tuple):
             raise ValueError(f"an extension of kind {kind} that is no array")
-        shape, dtype, (offset, length) = tuple(found[0]), _DTYPES.get(str(found[1])), found[2]
-        if dtype is None or self._file.tell() != end or length != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{length:,} bytes for {shown(found[1])} of shape {shown(shape)}")
-        return Array(shape, dtype, ((offset, math.prod(shape)),))
+        count, dtype, (offset, length) = math.prod(shape), _DTYPES.get(str(name)), place
+        if dtype is None or self._file.tell() != end or length != count * dtype.itemsize:
+            raise ValueError(f"{length:,} bytes for {shown(name)} of shape {shown(tuple(shape))}")
+        return Array(tuple(shape), dtype, ((offset, count),))
 
 
-def _is_shape(value) -> bool:
+def _is_shape(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _listed(tree) -> list:
-    """Returns the list that Flax writes as a map from "0", "1", …; an empty one for any other map."""
+def _read_list(tree: Any) -> list:
+    """Returns the list that Flax writes as a map from "0", "1", …; empty for other values."""
     keys = [str(i) for i in range(len(tree))] if isinstance(tree, dict) else []
     return [tree[key] for key in keys] if tree and set(keys) == set(tree) else []
 
 
-def _joined(tree: dict[str, Any]) -> Array:
+def _join_chunks(tree: dict[str, Any]) -> Array:
     """Returns the array that a map of its parts stands for."""
-    shape, chunks = _listed(tree.get("shape")), _listed(tree.get("chunks"))
-    if not (
-        chunks
-        and all(isinstance(chunk, Array) and chunk.dtype == chunks[0].dtype for chunk in chunks)
-    ):
+    shape, chunks = _read_list(tree.get("shape")), _read_list(tree.get("chunks"))
+    dtypes = {chunk.dtype if isinstance(chunk, Array) else None for chunk in chunks}
+    if len(dtypes) != 1 or None in dtypes:
         raise ValueError("an array in parts that are not arrays")
     parts = tuple(part for chunk in chunks for part in chunk.parts)
     if not _is_shape(shape) or math.prod(shape) != sum(count for _, count in parts):
@@ -197,30 +184,26 @@ def _joined(tree: dict[str, Any]) -> Array:
     return Array(tuple(shape), chunks[0].dtype, parts)
 
 
-def leaf(path: pathlib.Path, name: str, array) -> Leaf:
+def open_array(path: pathlib.Path, name: str, array: Any) -> StoredTensor:
     """Returns the parameter `name`, given what `read_tree` returned for it."""
     if not isinstance(array, Array):
-        raise ValueError(
-            f"{path}: parameter {name}: got {shown(array)}, expected an array of {' or '.join(FLOATS)}"
-        )
+        expected = f"an array of {' or '.join(FLOATS)}"
+        raise ValueError(f"{path}: parameter {name}: got {shown(array)}, expected {expected}")
     if array.dtype.name not in FLOATS:
-        return unreadable(path, name, array.shape, array.dtype.name)
-    width = math.prod(array.shape[1:])
+        return StoredTensor.unreadable(path, name, array.shape, array.dtype.name)
+    width, itemsize = math.prod(array.shape[1:]), array.dtype.itemsize
 
     def read_rows(start: int, stop: int) -> np.ndarray:
-        pieces, position, (start, stop) = [], 0, (start * width, stop * width)
+        blocks, position, (start, stop) = [], 0, (start * width, stop * width)
         for offset, count in array.parts:
             begin, end = max(start - position, 0), min(stop - position, count)
             if begin < end:
-                pieces.append(
-                    np.fromfile(
-                        path, array.dtype, end - begin, offset=offset + begin * array.dtype.itemsize
-                    )
-                )
+                place = offset + begin * itemsize
+                blocks.append(np.fromfile(path, array.dtype, end - begin, offset=place))
             position += count
-        return np.concatenate(pieces).reshape(-1, *array.shape[1:])
+        return np.concatenate(blocks).reshape(-1, *array.shape[1:])
 
-    def read(dtype, transpose):
+    def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
         return fill_rows(array.shape, dtype, read_rows, transpose)
 
-    return Leaf(array.shape, read, array.dtype.name)
+    return StoredTensor(array.shape, read, array.dtype.name)

@@ -1,34 +1,46 @@
-"""Reads and writes Hugging Face folders; what differs between families is in
-`huggingface_FAMILY.py`."""
+"""Reads and writes Hugging Face folders; each family has a module `huggingface_FAMILY.py`."""
 
 import json
 import pathlib
 from typing import Any
 
 from specdec_jax.checkpoints import (
+    flax_msgpack,
     huggingface_gpt,
     huggingface_t5,
-    huggingface_tokenizers,
-    huggingface_weights,
     safetensors_files,
 )
-from specdec_jax.checkpoints.huggingface_tokenizers import first, optional
-from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTensor
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.generation_config import GenerationConfig
+from specdec_jax.tokenizers import huggingface_folders
 
 _READERS: tuple[Any, ...] = (huggingface_t5, huggingface_gpt)
-_READER_OF = {
-    kind: reader for reader in _READERS for kind in reader.ARCHITECTURES
-}  # by config.json's model_type
+# By config.json's model_type.
+_READER_OF = {kind: reader for reader in _READERS for kind in reader.ARCHITECTURES}
 WRITERS = {"t5": huggingface_t5}  # by the name of our family
+
+FLAX, PYTORCH = "flax_model.msgpack", ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# The files of weights that are read, in transformers' order; it no longer reads Flax's file.
+READABLE = (safetensors_files.WHOLE, safetensors_files.INDEX, FLAX)
+# Parts of tensors' names that wrappers of a module add: data parallelism, torch.compile, FSDP, and
+# checkpointing of activations. No model has a module of such a name.
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_CONVERT = (
+    "convert with transformers: AutoModelForSeq2SeqLM (GPT-2: AutoModelForCausalLM)"
+    ".from_pretrained(folder).save_pretrained(new_folder)"
+)
 
 
 def is_folder(folder: pathlib.Path) -> bool:
-    """Returns whether `folder` looks like a Hugging Face model: it has a config.json, or weights
-    under a name that Hugging Face uses."""
-    return (folder / "config.json").exists() or bool(huggingface_weights.present(folder))
+    """Returns whether `folder` has a config.json, or weights under a name of Hugging Face's."""
+    return (folder / "config.json").exists() or bool(list_weights(folder))
+
+
+def list_weights(folder: pathlib.Path, names: tuple[str, ...] = (*READABLE, *PYTORCH)) -> list[str]:
+    """Returns the files of weights that `folder` has; the first one counts."""
+    return [name for name in names if (folder / name).exists()]
 
 
 def open_folder(folder: pathlib.Path) -> Checkpoint:
@@ -37,87 +49,124 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     Raises:
       ValueError: no weights in a readable format, an unknown architecture, or damaged files.
     """
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{folder}: got no config.json, expected one beside the weights")
-    options, generation = (
-        reading.read_json(folder / "config.json"),
-        optional(folder / "generation_config.json"),
-    )
-    reader = _reader(folder, options)
-    options = reader.SPECIAL_IDS | options
-    tensors, notes = huggingface_weights.open_tensors(folder)
-    config, leaves = reader.open_model(folder, options, tensors)
-    start = _ids(folder, generation, options, reader.START) or (0,)
-    if len(start) > 1:
-        raise ValueError(
-            f"{folder / 'config.json'}: got the start tokens {reading.shown(start)}, expected one"
-        )
-    eos_ids = first(_ids(folder, generation, options, "eos_token_id"), reader.NO_EOS)
-    vocabulary = huggingface_tokenizers.open_folder(folder, eos_ids or (), config.vocab_size)
-    defaults, more = _decoding_defaults(folder, generation, options)
-    return Checkpoint(
-        config,
-        leaves,
-        vocabulary,
-        start[0],
-        eos_ids,
-        generation_config=defaults,
-        notes=(*notes, *more),
-    )
-
-
-def _decoding_defaults(
-    folder: pathlib.Path, generation: dict, options: dict
-) -> tuple[GenerationConfig, tuple[str, ...]]:
-    """Returns how the model decodes by default, and lines about it.
-
-    As in transformers, that is what generation_config.json says, or, only where there is none, what
-    config.json says; `task_specific_params` say nothing unless a caller asks for them.
-    """
-    path = folder / "generation_config.json"
+    path = folder / "config.json"
     if not path.exists():
-        path, generation = folder / "config.json", options
-    return (found := GenerationConfig.read(generation, path)), found.lines(folder, path.name)
+        raise ValueError(f"{folder}: got no config.json, expected one beside the weights")
+    options = reading.read_json(path)
+    generation = reading.read_optional_json(folder / "generation_config.json")
+    reader = _choose_reader(folder, options)
+    options = reader.SPECIAL_IDS | options
+    tensors, notes = _open_tensors(folder)
+    config, parameters = reader.open_model(folder, options, tensors)
+    start = _read_ids(folder, generation, options, reader.START) or (0,)
+    if len(start) > 1:
+        raise ValueError(f"{path}: got the start tokens {reading.shown(start)}, expected one")
+    eos_ids = _read_ids(folder, generation, options, "eos_token_id")
+    eos_ids = reader.NO_EOS if eos_ids is None else eos_ids
+    vocabulary = huggingface_folders.open_folder(folder, eos_ids or (), config.vocab_size)
+    defaults, more = _read_decoding_defaults(folder, generation, options)
+    notes = (*notes, *more)
+    return Checkpoint(config, parameters, vocabulary, start[0], eos_ids, None, defaults, notes)
 
 
-def _ids(
-    folder: pathlib.Path, generation: dict, options: dict, name: str
-) -> tuple[int, ...] | None:
-    """Returns the id or ids that generation_config.json gives under `name`, or else config.json."""
-    file = "config.json" if generation.get(name) is None else "generation_config.json"
-    found = first(generation.get(name), options.get(name))
-    ids = found if found is None or isinstance(found, list) else [found]
-    if ids is not None and not all(type(i) is int for i in ids):
-        raise ValueError(
-            f"{folder / file}: {name}: got {reading.shown(found)}, expected an integer"
-        )
-    return None if ids is None else tuple(ids)
-
-
-def _reader(folder: pathlib.Path, options: dict) -> Any:
+def _choose_reader(folder: pathlib.Path, options: dict) -> Any:
     """Returns the module of the family that config.json names."""
     kind, architectures = options.get("model_type"), options.get("architectures") or []
     reader = _READER_OF.get(kind) if isinstance(kind, str) else None
     known = reader.ARCHITECTURES[kind] if reader else ()
-    if (
-        not known
-        or not isinstance(architectures, list)
-        or any(name not in known for name in architectures)
-    ):
+    listed = architectures if isinstance(architectures, list) else [None]
+    if not known or any(name not in known for name in listed):
         got = f"model_type {reading.shown(kind)} with architectures {reading.shown(architectures)}"
-        pairs = [
-            (kind, names) for reader in _READERS for kind, names in reader.ARCHITECTURES.items()
-        ]
+        pairs = [pair for reader in _READERS for pair in reader.ARCHITECTURES.items()]
         expected = "; ".join(f"{kind} with {' or '.join(names)}" for kind, names in pairs)
-        raise ValueError(
-            f"{folder / 'config.json'}: unknown architecture: got {got}, expected {expected}"
-        )
+        path = folder / "config.json"
+        raise ValueError(f"{path}: unknown architecture: got {got}, expected {expected}")
     return reader
 
 
+def _open_tensors(folder: pathlib.Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """Returns every tensor by PyTorch's name, and lines about what was left out of the names.
+
+    Raises:
+      ValueError: no weights in a readable format, damaged files, or two tensors of one name.
+    """
+    name = next(iter(list_weights(folder)), None)
+    if name in PYTORCH:
+        got = "pytorch_model.bin only"
+        raise ValueError(f"{folder}: got {got}, expected model.safetensors; {_CONVERT}")
+    if name is None:
+        expected = "model.safetensors, its shards, or flax_model.msgpack"
+        raise ValueError(f"{folder}: got no weights, expected {expected}")
+    if name == FLAX:
+        return _unwrap_names(folder, _rename_flax(flax_msgpack.open_file(folder / FLAX)))
+    return _unwrap_names(folder, safetensors_files.open_folder(folder))
+
+
+def _rename_flax(parameters: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns Flax's parameters as PyTorch's tensors: their names, and weights `[out, in]`."""
+    tensors = {}
+    for name, tensor in parameters.items():
+        *parents, last = name.split("/")
+        tensor = tensor.transposed() if last == "kernel" else tensor
+        tensors[".".join([*parents, "bias" if last == "bias" else "weight"])] = tensor
+    return tensors
+
+
+def _unwrap_names(
+    folder: pathlib.Path, tensors: dict[str, StoredTensor]
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """Returns the tensors without wrappers' parts in their names, and a line if there were any."""
+    unwrapped: dict[str, StoredTensor] = {}
+    wrappers: dict[str, None] = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        short = ".".join(part for part in parts if part not in _WRAPPERS)
+        if short in unwrapped:
+            got = f"two tensors that are {short} without a wrapper's prefix"
+            raise ValueError(f"{folder}: got {got}, expected one")
+        unwrapped[short] = tensor
+        wrappers |= dict.fromkeys(part for part in parts if part in _WRAPPERS)
+    if not wrappers:
+        return unwrapped, ()
+    left = f"left {' and '.join(f'{part}.' for part in wrappers)} out of the tensors' names"
+    return unwrapped, (f"{folder}: {left}, which a wrapper of the saved module added",)
+
+
+def _read_decoding_defaults(
+    folder: pathlib.Path, generation: dict, options: dict
+) -> tuple[GenerationConfig, tuple[str, ...]]:
+    """Returns how the model decodes by default, and lines about it.
+
+    As in transformers, generation_config.json decides, or, only where there is none, config.json;
+    `task_specific_params` count only where a caller asks for them.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        path, generation = folder / "config.json", options
+    defaults = GenerationConfig.read(generation, path)
+    return defaults, defaults.lines(folder, path.name)
+
+
+def _read_ids(
+    folder: pathlib.Path, generation: dict, options: dict, name: str
+) -> tuple[int, ...] | None:
+    """Returns the id or ids that generation_config.json gives under `name`, or else config.json."""
+    file, given = "generation_config.json", generation.get(name)
+    if given is None:
+        file, given = "config.json", options.get(name)
+    if given is None:
+        return None
+    ids = given if isinstance(given, list) else [given]
+    if not all(type(i) is int for i in ids):
+        got = reading.shown(given)
+        raise ValueError(f"{folder / file}: {name}: got {got}, expected an integer")
+    return tuple(ids)
+
+
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, report: Report) -> None:
-    """Writes config.json, generation_config.json, safetensors and the tokenizer's files into an
-    empty folder.
+    """Writes a Hugging Face model into an empty folder.
+
+    Its files are config.json, generation_config.json, safetensors and those of the tokenizer.
 
     Raises:
       ValueError: Hugging Face's model has no name for the feed-forward block or the vocabulary.
@@ -127,16 +176,13 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
     ids = {
         "decoder_start_token_id": checkpoint.start_token,
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids,
-        "pad_token_id": huggingface_tokenizers.pad_id_of(checkpoint.vocabulary),
+        "pad_token_id": huggingface_folders.choose_pad_id(checkpoint.vocabulary),
     }
-    files = huggingface_tokenizers.files_of(checkpoint.vocabulary)
-    files["config.json"] = writer.options_of(checkpoint.config, dtype) | ids
+    files = huggingface_folders.make_files(checkpoint.vocabulary)
+    files["config.json"] = writer.make_options(checkpoint.config, dtype) | ids
     files["generation_config.json"] = ids | checkpoint.generation_config.written()
     for name, content in files.items():
-        content = (
-            content
-            if isinstance(content, bytes)
-            else (json.dumps(content, indent=1) + "\n").encode()
-        )
-        write_file(folder / name, content)
-    safetensors_files.write_folder(writer.by_their_names(checkpoint.leaves), dtype, folder, report)
+        is_text = not isinstance(content, bytes)
+        write_file(folder / name, json.dumps(content, indent=1) + "\n" if is_text else content)
+    tensors = writer.rename_parameters(checkpoint.parameters)
+    safetensors_files.write_folder(tensors, dtype, folder, report)

@@ -3,40 +3,35 @@
 import pathlib
 from typing import Any
 
-from specdec_jax.checkpoints.huggingface_tokenizers import first
 from specdec_jax.files import reading
 
 
 def read_fields(options: dict, names: dict[str, str], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of our configuration's fields: from config.json, else the default, else
-    None.
+    """Returns the fields of our configuration: as config.json gives them, else the default or None.
 
     Args:
       options: contents of config.json.
       names: config.json's name of each of our fields.
       defaults: values by our names.
     """
-    return {ours: first(options.get(theirs), defaults.get(ours)) for ours, theirs in names.items()}
+    given = {name: value for name, value in options.items() if value is not None}
+    return {ours: given.get(theirs, defaults.get(ours)) for ours, theirs in names.items()}
 
 
-def choose(
+def choose_value(
     path: pathlib.Path, options: dict, name: str, default: str, known: dict[str, Any]
 ) -> Any:
-    """Returns `known[value]` for the value of `name` in config.json, or for the default; raises
-    ValueError for an unknown value."""
+    """Returns the meaning of an option of config.json; raises ValueError for unknown values."""
     value = options.get(name, default)
     if not isinstance(value, str) or value not in known:
-        raise ValueError(
-            f"{path}: {name}: got {reading.shown(value)}, expected one of {', '.join(known)}"
-        )
+        expected = f"one of {', '.join(known)}"
+        raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected {expected}")
     return known[value]
 
 
 def check_fixed(path: pathlib.Path, options: dict, fixed: dict[str, Any]) -> None:
-    """Raises ValueError if config.json sets an option to another value than the only one supported
-    here."""
+    """Raises ValueError if an option of config.json has another value than the one supported."""
     for name, expected in fixed.items():
         if options.get(name, expected) != expected:
-            raise ValueError(
-                f"{path}: {name}: got {reading.shown(options[name])}, expected {expected!r}"
-            )
+            got = reading.shown(options[name])
+            raise ValueError(f"{path}: {name}: got {got}, expected {expected!r}")

@@ -3,9 +3,8 @@
 import pathlib
 import re
 
-from specdec_jax.checkpoints.huggingface_config import check_fixed, choose, read_fields
-from specdec_jax.checkpoints.huggingface_tokenizers import first
-from specdec_jax.checkpoints.stored_tensor import Leaf
+from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
+from specdec_jax.checkpoints.stored_tensor import StoredTensor
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import parameter_shapes
@@ -36,15 +35,16 @@ _FIELDS = {
 
 
 def open_model(
-    folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]
-) -> tuple[GPTConfig, dict[str, Leaf]]:
-    """Returns the configuration that config.json gives, and the tensors as our leaves."""
-    config = _config(folder, options)
-    return config, _by_our_names(tensors, config, folder)
+    folder: pathlib.Path, options: dict, tensors: dict[str, StoredTensor]
+) -> tuple[GPTConfig, dict[str, StoredTensor]]:
+    """Returns the configuration that config.json gives, and the tensors by our names."""
+    config = _read_config(folder, options)
+    return config, _rename_tensors(tensors, config, folder)
 
 
-def _config(folder: pathlib.Path, options: dict) -> GPTConfig:
-    path, width = folder / "config.json", first(options.get("n_embd"), 768)
+def _read_config(folder: pathlib.Path, options: dict) -> GPTConfig:
+    path, width = folder / "config.json", options.get("n_embd")
+    width = 768 if width is None else width
     check_fixed(path, options, _FIXED)
     defaults = {
         "vocab_size": 50257,
@@ -56,12 +56,12 @@ def _config(folder: pathlib.Path, options: dict) -> GPTConfig:
         "logits_via_embedding": True,
     }
     fields = read_fields(options, _FIELDS, defaults)
-    fields["mlp_activation"] = choose(
-        path, options, "activation_function", "gelu_new", _ACTIVATIONS
-    )
+    name = "activation_function"
+    fields["mlp_activation"] = choose_value(path, options, name, "gelu_new", _ACTIVATIONS)
     return build(GPTConfig, fields, path, _FIELDS)
 
 
+_HEAD = "decoder/logits_dense/kernel"
 _PLACES = {
     "token_embedder": "wte",
     "decoder/position_embedder": "wpe",
@@ -82,7 +82,7 @@ def tensor_name(name: str) -> str:
 
     Example: `decoder/layers_3/mlp/wo/kernel` -> `h.3.mlp.c_proj.weight`.
     """
-    if name == "decoder/logits_dense/kernel":
+    if name == _HEAD:
         return "lm_head.weight"
     place, last = name.rsplit("/", 1)
     last = "bias" if last == "bias" else "weight"
@@ -92,31 +92,26 @@ def tensor_name(name: str) -> str:
     return f"h.{layer.removeprefix('layers_')}.{_PLACES[place]}.{last}"
 
 
-def _by_our_names(
-    tensors: dict[str, Leaf], config: GPTConfig, folder: pathlib.Path
-) -> dict[str, Leaf]:
-    """Returns the tensors as our leaves; unknown ones keep their names.
+def _rename_tensors(
+    given: dict[str, StoredTensor], config: GPTConfig, folder: pathlib.Path
+) -> dict[str, StoredTensor]:
+    """Returns the tensors by our names; unknown ones keep their names.
 
-    Kernels other than the head's are `[in, out]` already.
+    Weights other than the head's are `[in, out]` already.
     """
-    given, tensors = (
-        tensors,
-        {name.removeprefix("transformer."): leaf for name, leaf in tensors.items()},
-    )
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in given.items()}
     if len(tensors) < len(given):
         twice = next(name for name in tensors if name in given and f"transformer.{name}" in given)
-        raise ValueError(
-            f"{folder}: got two tensors that are {twice}, with and without transformer., expected one"
-        )
-    leaves = {}
+        got = f"two tensors that are {twice}, with and without transformer."
+        raise ValueError(f"{folder}: got {got}, expected one")
+    renamed = {}
     for name in parameter_shapes(config):
-        leaf = tensors.pop(tensor_name(name), None)
-        if leaf is not None:
-            leaves[name] = leaf.transposed() if name == "decoder/logits_dense/kernel" else leaf
+        tensor = tensors.pop(tensor_name(name), None)
+        if tensor is not None:
+            renamed[name] = tensor.transposed() if name == _HEAD else tensor
     if config.logits_via_embedding and (head := tensors.pop("lm_head.weight", None)) is not None:
-        leaves.setdefault(
-            "token_embedder/embedding", head
-        )  # its copy, or all that the file holds of the two
+        # The embedding's copy, or all that the file holds of the two.
+        renamed.setdefault("token_embedder/embedding", head)
     # Old files also hold the causal mask of every layer as a tensor.
     masks = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
-    return leaves | {name: leaf for name, leaf in tensors.items() if not masks.fullmatch(name)}
+    return renamed | {name: tensors[name] for name in tensors if not masks.fullmatch(name)}

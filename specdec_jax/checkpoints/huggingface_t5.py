@@ -1,13 +1,12 @@
-"""Maps Hugging Face's T5 1.0, 1.1, Flan-T5, mT5, umT5, UL2 and ByT5 (config.json, tensor names) to
-ours and back."""
+"""Hugging Face's T5, Flan-T5, mT5, umT5, UL2 and ByT5: config.json and names of tensors."""
 
 import pathlib
 from typing import Any
 
 import numpy as np
 
-from specdec_jax.checkpoints.huggingface_config import check_fixed, choose, read_fields
-from specdec_jax.checkpoints.stored_tensor import FLOATS, Leaf
+from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
+from specdec_jax.checkpoints.stored_tensor import FLOATS, StoredTensor
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.t5 import T5Config
@@ -31,12 +30,8 @@ _ACTIVATIONS = {
 }
 # The tensors that may hold the embedding of the encoder, that of the decoder, and a head that is
 # tied: as in transformers, the first that is there.
-_SHARED, _ENCODERS, _DECODERS = (
-    "shared.weight",
-    "encoder.embed_tokens.weight",
-    "decoder.embed_tokens.weight",
-)
-_HEAD = "lm_head.weight"
+_SHARED, _HEAD = "shared.weight", "lm_head.weight"
+_ENCODERS, _DECODERS = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
 _EMBEDDINGS = {
     "encoder": (_ENCODERS, _SHARED, _DECODERS),
     "decoder": (_DECODERS, _SHARED, _ENCODERS),
@@ -61,31 +56,24 @@ _FIELDS = {
 
 
 def open_model(
-    folder: pathlib.Path, options: dict, tensors: dict[str, Leaf]
-) -> tuple[T5Config, dict[str, Leaf]]:
-    """Returns the configuration that config.json and the tensors give, and the tensors as our
-    leaves."""
-    places = {part: _first_there(names, tensors) for part, names in _EMBEDDINGS.items()}
-    if (
-        places["decoder"] not in tensors
-        and _HEAD in tensors
-        and options.get("tie_word_embeddings", True)
-    ):
+    folder: pathlib.Path, options: dict, tensors: dict[str, StoredTensor]
+) -> tuple[T5Config, dict[str, StoredTensor]]:
+    """Returns the configuration that config.json and tensors give, and the tensors by our names."""
+    places = {
+        part: next((name for name in names if name in tensors), _SHARED)
+        for part, names in _EMBEDDINGS.items()
+    }
+    tied = options.get("tie_word_embeddings", True)
+    if places["decoder"] not in tensors and _HEAD in tensors and tied:
         places = dict.fromkeys(places, _HEAD)  # of the tied tensors, the file holds the head alone
-
-    def differs(part):
-        return not _same_tensor(tensors, places[part], places["decoder"])
-
-    separate_head = places["head"] == _HEAD != places["decoder"] or differs("head")
-    config = _config(folder, options, separate_head, differs("encoder"))
-    return config, _by_our_names(tensors, config, places)
+    encoder, decoder, head = (places[part] for part in ("encoder", "decoder", "head"))
+    separate_head = head == _HEAD != decoder or not _same_tensor(tensors, head, decoder)
+    separate_embeddings = not _same_tensor(tensors, encoder, decoder)
+    config = _read_config(folder, options, separate_head, separate_embeddings)
+    return config, _rename_tensors(tensors, config, places)
 
 
-def _first_there(names: tuple[str, ...], tensors: dict[str, Leaf]) -> str:
-    return next((name for name in names if name in tensors), _SHARED)
-
-
-def _same_tensor(tensors: dict[str, Leaf], name: str, other: str) -> bool:
+def _same_tensor(tensors: dict[str, StoredTensor], name: str, other: str) -> bool:
     """Returns whether two tensors are one, or have the same bits; a file may hold copies.
 
     What is no matrix of floating-point numbers is never the same: it is rejected by its own name.
@@ -94,11 +82,11 @@ def _same_tensor(tensors: dict[str, Leaf], name: str, other: str) -> bool:
         return name == other
     if first.dtype != second.dtype or first.dtype not in FLOATS or len(first.shape) != 2:
         return False
-    one, two = (leaf.load(leaf.dtype).reshape(-1).view(np.uint8) for leaf in (first, second))
+    one, two = (part.load(part.dtype).reshape(-1).view(np.uint8) for part in (first, second))
     return np.array_equal(one, two)
 
 
-def _config(
+def _read_config(
     folder: pathlib.Path, options: dict, separate_head: bool, separate_embeddings: bool
 ) -> T5Config:
     """Returns config.json as our configuration.
@@ -106,28 +94,24 @@ def _config(
     What is separate is decided by the tensors: transformers 5 calls every T5 tied.
     """
     path, kind = folder / "config.json", options["model_type"]
-    is_mt5 = kind == "mt5"
-    activations = choose(
-        path, options, "feed_forward_proj", "relu" if kind == "t5" else "gated-gelu", _ACTIVATIONS
-    )
+    activation = "relu" if kind == "t5" else "gated-gelu"
+    activations = choose_value(path, options, "feed_forward_proj", activation, _ACTIVATIONS)
     check_fixed(path, options, {"layer_norm_epsilon": 1e-6})
-    # mT5's reference never scales the decoder's outputs, whatever tie_word_embeddings says
-    # (transformers 5 always writes true). umT5's does if it says true, as T5's; the published
-    # checkpoints say false.
+    # mT5's reference never scales the decoder's outputs, whatever tie_word_embeddings is
+    # (transformers 5 always writes true). umT5's does if it is true, as T5's; in the published
+    # checkpoints it is false.
     defaults = {
         "num_decoder_layers": options.get("num_layers"),
         "num_buckets": 32,
         "max_distance": 128,
-        "scale_decoder_outputs": not is_mt5 and options.get("tie_word_embeddings", True),
+        "scale_decoder_outputs": kind != "mt5" and options.get("tie_word_embeddings", True),
     }
-    names = _FIELDS | (
-        {}
-        if "scale_decoder_outputs" in options
-        else {"scale_decoder_outputs": "tie_word_embeddings"}
-    )
-    fields = read_fields(options, _FIELDS, defaults)
-    fields |= {"mlp_activations": activations, "logits_via_embedding": not separate_head}
-    fields |= {
+    names = dict(_FIELDS)
+    if "scale_decoder_outputs" not in options:
+        names["scale_decoder_outputs"] = "tie_word_embeddings"
+    fields = read_fields(options, _FIELDS, defaults) | {
+        "mlp_activations": activations,
+        "logits_via_embedding": not separate_head,
         "relative_bias_per_layer": kind == "umt5",
         "separate_embeddings": separate_embeddings,
     }
@@ -171,19 +155,21 @@ def tensor_name(name: str) -> str:
     return f"{block}.{sublayer}.{_ATTENTION[path[2]]}.weight"
 
 
-def _turned(name: str, leaf: Leaf) -> Leaf:
-    """Returns the leaf of our parameter `name`, transposed if Hugging Face keeps it `[out, in]` and
-    we `[in, out]`; works both ways."""
-    return leaf.transposed() if name.endswith(("/kernel", "/rel_embedding")) else leaf
+def _transpose_weight(name: str, tensor: StoredTensor) -> StoredTensor:
+    """Returns our parameter `name`, transposed if Hugging Face keeps it `[out, in]`; or back."""
+    return tensor.transposed() if name.endswith(("/kernel", "/rel_embedding")) else tensor
 
 
-def _by_our_names(
-    tensors: dict[str, Leaf], config: T5Config, places: dict[str, str]
-) -> dict[str, Leaf]:
-    """Returns Hugging Face's tensors as our leaves; tensors that no T5 of this configuration has
-    keep their names.
+def _rename_tensors(
+    tensors: dict[str, StoredTensor], config: T5Config, places: dict[str, str]
+) -> dict[str, StoredTensor]:
+    """Returns Hugging Face's tensors by our names.
+
+    Tensors that no T5 of this configuration has keep their names.
 
     Args:
+      tensors: by Hugging Face's names.
+      config: shape of the network.
       places: the tensors that are the "encoder"'s and the "decoder"'s embedding, and the "head".
     """
     special = {
@@ -191,34 +177,33 @@ def _by_our_names(
         "encoder_embedder/embedding": places["encoder"],
         "decoder/logits_dense/kernel": places["head"],
     }
-    leaves, used = {}, {_SHARED, _ENCODERS, _DECODERS, _UNUSED}
+    renamed, used = {}, {_SHARED, _ENCODERS, _DECODERS, _UNUSED}
     for name in parameter_shapes(config):
         theirs = special.get(name) or tensor_name(name)
         used.add(theirs)
         if theirs in tensors:
-            leaves[name] = _turned(name, tensors[theirs])
-    return leaves | {name: leaf for name, leaf in tensors.items() if name not in used}
+            renamed[name] = _transpose_weight(name, tensors[theirs])
+    return renamed | {name: tensor for name, tensor in tensors.items() if name not in used}
 
 
-def by_their_names(leaves: dict[str, Leaf]) -> dict[str, Leaf]:
-    """Returns our leaves as Hugging Face's tensors, by their names."""
-    return {tensor_name(name): _turned(name, leaf) for name, leaf in leaves.items()}
+def rename_parameters(parameters: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns our parameters as Hugging Face's tensors, by their names."""
+    return {
+        tensor_name(name): _transpose_weight(name, tensor) for name, tensor in parameters.items()
+    }
 
 
-def options_of(config: T5Config, dtype: str) -> dict[str, Any]:
-    """Returns the contents of a config.json for `config`: the inverse of `_config`.
+def make_options(config: T5Config, dtype: str) -> dict[str, Any]:
+    """Returns the contents of a config.json for `config`: the inverse of `_read_config`.
 
     Raises:
       ValueError: Hugging Face's T5 has no name for the feed-forward block.
     """
-    names = [
-        name for name, activations in _ACTIVATIONS.items() if activations == config.mlp_activations
-    ]
+    names = [name for name, known in _ACTIVATIONS.items() if known == config.mlp_activations]
     if not names:
-        known = ", ".join(map(str, dict.fromkeys(_ACTIVATIONS.values())))
-        raise ValueError(
-            f"mlp_activations: got {config.mlp_activations}, expected one of {known} for Hugging Face"
-        )
+        blocks = ", ".join(map(str, dict.fromkeys(_ACTIVATIONS.values())))
+        got = f"mlp_activations: got {config.mlp_activations}"
+        raise ValueError(f"{got}, expected one of {blocks} for Hugging Face")
     kind = "umt5" if config.relative_bias_per_layer else "t5"
     # transformers builds the network by `num_decoder_layers`, but its caches by `decoder_layers`,
     # or by `num_layers` if that is missing.

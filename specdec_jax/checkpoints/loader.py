@@ -1,63 +1,66 @@
-"""Loads models: Hugging Face folders, T5X checkpoints, this package's own folders, the bundled
-models."""
+"""Loads models: Hugging Face folders, T5X checkpoints, our own folders, the bundled models."""
 
 import dataclasses
-import os
 import pathlib
 import re
 import shlex
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy.typing as npt
 from jax.sharding import Mesh
 
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.jax_settings import check_not_traced, isolated
 from specdec_jax.backends.sharding import ShardingRules
-from specdec_jax.checkpoints import huggingface, huggingface_weights, native_format, t5x
-from specdec_jax.checkpoints.allocator import returning_freed_memory
-from specdec_jax.checkpoints.memory import check_memory
+from specdec_jax.checkpoints import huggingface, native_format, t5x
+from specdec_jax.checkpoints.memory import check_memory, returning_freed_memory
 from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, check
-from specdec_jax.checkpoints.weights import kernels_of, read_params
+from specdec_jax.checkpoints.weights import choose_int8_weights, read_params
+from specdec_jax.files.reading import PathLike
 from specdec_jax.models import arguments
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.language_model import LanguageModel, check_ids
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.t5 import T5Config, t5_only
-from specdec_jax.models.vocabularies import (
+from specdec_jax.tokenizers.vocabularies import (
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,
     Vocabulary,
-    sentinels_for,
+    count_sentinels,
 )
 
 BUNDLED = pathlib.Path(__file__).parent.parent / "bundled"
 DTYPES = ("float32", "bfloat16")
-
-
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # owner/name
 _VOCABULARY_FILES = ("spiece.model", "sentencepiece.model", "tokenizer.json")
+_KNOWN_FORMATS = (
+    "a Hugging Face folder (config.json), a T5X checkpoint (checkpoint_<step>) or one that save "
+    "wrote"
+)
+_ADAPTER = (
+    "a PEFT adapter without its model, expected a whole model; merge them with peft: "
+    "AutoPeftModelForSeq2SeqLM.from_pretrained(folder).merge_and_unload()"
+    ".save_pretrained(new_folder)"
+)
 
 
 def bundled() -> tuple[str, ...]:
-    """Returns the names of the models that come with the package, for `load`: "ende/target",
-    "ende/drafter"."""
-    return tuple(
-        sorted(str(path.parent.relative_to(BUNDLED)) for path in BUNDLED.glob("*/*/config.json"))
-    )
+    """Returns the names of the bundled models, for `load`: "ende/target", "ende/drafter"."""
+    folders = (path.parent for path in BUNDLED.glob("*/*/config.json"))
+    return tuple(sorted(str(folder.relative_to(BUNDLED)) for folder in folders))
 
 
 @isolated
 def load(
-    path,
-    dtype=None,
+    path: PathLike,
+    dtype: npt.DTypeLike | None = None,
     *,
     config: T5Config | None = None,
-    vocabulary: Vocabulary | str | pathlib.Path | None = None,
+    vocabulary: Vocabulary | PathLike | None = None,
     mesh: Mesh | None = None,
     replicate: bool = False,
     quantize: str | None = None,
@@ -77,16 +80,16 @@ def load(
       config: configuration of a T5X checkpoint, which does not hold one. None infers it from the
         parameters and takes a gated feed-forward block for gelu; UL2's silu must be given.
       vocabulary: takes the place of the checkpoint's: a `Vocabulary`, or the path of a
-        tokenizer.json or of a SentencePiece model (T5's 100 sentinels are added if the embedding
-        has room for them). A T5X checkpoint has none, but a `spiece.model`, `sentencepiece.model`
-        or `tokenizer.json` beside it; without one only ids work.
+        tokenizer.json or of a SentencePiece model (T5's 100 sentinels are added if the embedding is
+        large enough for them). A T5X checkpoint has none, but a `spiece.model`,
+        `sentencepiece.model` or `tokenizer.json` beside it; without one only ids work.
       mesh: devices that share the model, from `make_mesh` or with the axes "data" and "model". A
         process reads only what its own devices hold, if the format allows it. None: one device.
       replicate: with a mesh, every device holds the whole model; rows are divided. For drafters.
       quantize: whether weights are multiplied in int8: on one accelerator, with inputs as they are,
         or on a CPU in float32, with inputs rounded to 16 bits and by the package's own kernels
-        (`specdec demo` says whether they are there). None: weights that are stored in int8 stay so
-        on such a CPU; all others are in `dtype`. "int8": kernels, the head's too, are rounded while
+        (`specdec demo` shows whether they are there). None: weights that are stored in int8 stay so
+        on such a CPU; all others are in `dtype`. "int8": weights, the head's too, are rounded while
         they are read, unless they are stored so; the distribution is then the rounded model's.
         "w8a8", on a CPU: also rounds inputs to 8 bits: faster for many rows, a distribution further
         away. "none": all weights are in `dtype`.
@@ -109,48 +112,46 @@ def load(
     rules = None if mesh is None else ShardingRules(mesh, replicate)
     folder = resolve(path)
     checkpoint = open_complete(folder, config, vocabulary, say)
-    kernels = kernels_of(checkpoint, quantize, _known_dtype(dtype), rules)
-    dtype = choose_dtype(
-        dtype, path, say, kernels, input_bits := packed_weights.input_bits(quantize)
-    )
+    int8_weights = choose_int8_weights(checkpoint, quantize, _name_dtype(dtype), rules)
+    input_bits = packed_weights.input_bits(quantize)
+    dtype = choose_dtype(dtype, path, say, int8_weights, input_bits)
     if rules is not None:
         rules.check(checkpoint.config)
-    check_memory(checkpoint.config, dtype, folder, rules, kernels)
-    count, network = (
-        parameter_count(checkpoint.config),
-        checkpoint.config.replace(dtype=dtype, matmul_dtype=None),
-    )
+    check_memory(checkpoint.config, dtype, folder, rules, int8_weights)
+    count = parameter_count(checkpoint.config)
     with returning_freed_memory(), ParameterProgress(f"reading {path}", count, say) as progress:
-        params = read_params(checkpoint, dtype, rules, kernels, input_bits, progress.advance)
+        params = read_params(checkpoint, dtype, rules, int8_weights, input_bits, progress.advance)
         return LanguageModel(
-            network,
+            checkpoint.config.replace(dtype=dtype, matmul_dtype=None),
             params,
+            vocabulary=checkpoint.vocabulary,
+            start_token=checkpoint.start_token,
+            eos_ids=checkpoint.eos_ids,
+            encoder_fingerprint=checkpoint.encoder_fingerprint,
+            generation_config=checkpoint.generation_config,
             name=str(path),
             donate_params=True,
             rules=rules,
-            **_beside_parameters(checkpoint),
         )
 
 
-def _beside_parameters(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the arguments of `LanguageModel` that a checkpoint has under the same names."""
-    names = ("vocabulary", "start_token", "eos_ids", "encoder_fingerprint", "generation_config")
-    return {name: getattr(checkpoint, name) for name in names}
-
-
 def open_complete(
-    folder: pathlib.Path, config: T5Config | None, vocabulary, say: Callable[[str], None]
+    folder: pathlib.Path,
+    config: T5Config | None,
+    vocabulary: Vocabulary | PathLike | None,
+    say: Callable[[str], None],
 ) -> Checkpoint:
-    """Returns what `complete` makes of the checkpoint in a folder, and says its notes."""
+    """Opens the checkpoint in a folder as `complete` returns it, and passes its notes to `say`."""
     checkpoint = complete(open_checkpoint(folder, config), vocabulary, folder)
     for note in checkpoint.notes:
         say(note)
     return checkpoint
 
 
-def complete(checkpoint: Checkpoint, vocabulary, folder: pathlib.Path) -> Checkpoint:
-    """Returns the checkpoint with the chosen vocabulary and special ids, all checked; no parameter
-    is read."""
+def complete(
+    checkpoint: Checkpoint, vocabulary: Vocabulary | PathLike | None, folder: pathlib.Path
+) -> Checkpoint:
+    """Returns the checkpoint with the chosen vocabulary and special ids; reads no parameter."""
     check(checkpoint, folder)
     vocabulary = _choose_vocabulary(vocabulary, checkpoint)
     start = 0 if checkpoint.start_token is None else checkpoint.start_token
@@ -166,25 +167,25 @@ def complete(checkpoint: Checkpoint, vocabulary, folder: pathlib.Path) -> Checkp
     )
 
 
-def load_vocabulary(path, vocabulary=None) -> tuple[Vocabulary | None, int]:
-    """Returns a checkpoint's vocabulary, or `vocabulary` if given, and its start token; reads no
-    parameter."""
+def load_vocabulary(
+    path: PathLike, vocabulary: Vocabulary | PathLike | None = None
+) -> tuple[Vocabulary | None, int]:
+    """Returns a checkpoint's vocabulary, or the one given, and its start token."""
     checkpoint = open_checkpoint(resolve(path), None)
     return _choose_vocabulary(vocabulary, checkpoint), checkpoint.start_token or 0
 
 
-def load_shape(path) -> ModelConfig:
+def load_shape(path: PathLike) -> ModelConfig:
     """Returns a checkpoint's configuration; reads no parameter."""
     return open_checkpoint(resolve(path), None).config
 
 
-def check_stored(dtype, format: str) -> str:
-    """Returns the name of a dtype that parameters can be written in in this format; raises
-    ValueError for others."""
+def check_written_dtype(dtype: npt.DTypeLike, format: str) -> str:
+    """Returns the name of a dtype that a format can hold; raises ValueError for others."""
     return _check_dtype(dtype, (*DTYPES, "int8") if format == "specdec" else DTYPES)
 
 
-def _check_dtype(dtype, known: tuple[str, ...] = DTYPES) -> str:
+def _check_dtype(dtype: npt.DTypeLike, known: tuple[str, ...] = DTYPES) -> str:
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
@@ -194,38 +195,42 @@ def _check_dtype(dtype, known: tuple[str, ...] = DTYPES) -> str:
     return name
 
 
-def _known_dtype(dtype) -> str:
+def _name_dtype(dtype: npt.DTypeLike | None) -> str:
     """Returns the name of `dtype`, or of the machine's default for None."""
     if dtype is not None:
         return _check_dtype(dtype)
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-_IN_8_BITS = {
+_INT8_NOTES = {
+    None: "",
     "stored": ", with the 8-bit weights it is stored with",
     "rounded": ", with weights rounded to 8 bits",
 }
 
 
 def choose_dtype(
-    dtype,
-    path,
+    dtype: npt.DTypeLike | None,
+    path: PathLike,
     say: Callable[[str], None] = print_line,
-    kernels: str | None = None,
+    int8_weights: str | None = None,
     input_bits: int | None = 16,
 ) -> str:
     """Returns the name of `dtype`, or of the machine's default for None.
 
-    A default is told to `say`, together with `path`, with how weights are held (`kernels`, from
-    `kernels_of`), and whether `input_bits`, of such kernels, is 8.
+    Args:
+      dtype: dtype of the parameters.
+      path: the model's, for the line about a default.
+      say: called with that line.
+      int8_weights: from `choose_int8_weights`.
+      input_bits: of products with such weights.
     """
-    chosen = _known_dtype(dtype)
+    chosen = _name_dtype(dtype)
     if dtype is None:
         platform = jax.default_backend()
         kind = {"cpu": "a CPU", "gpu": "a GPU", "tpu": "a TPU"}.get(platform, platform)
-        held = _IN_8_BITS.get(kernels or "", "") + (
-            ", inputs of products in int8 too" if input_bits == 8 else ""
-        )
+        held = _INT8_NOTES[int8_weights]
+        held += ", inputs of products in int8 too" if input_bits == 8 else ""
         say(
             f"loading {path} in {chosen}, the default on {kind}{held} "
             "(dtype=, or --dtype on the command line, chooses another)"
@@ -233,9 +238,8 @@ def choose_dtype(
     return chosen
 
 
-def resolve(path) -> pathlib.Path:
-    """Returns the folder that a path or bundled name given to `load` means; raises ValueError if
-    there is none."""
+def resolve(path: PathLike) -> pathlib.Path:
+    """Returns the folder of a path or bundled name; raises ValueError if there is none."""
     arguments.check_path("path", path)
     folder = pathlib.Path(path)
     if folder.is_dir():
@@ -248,8 +252,9 @@ def resolve(path) -> pathlib.Path:
     if kind != "a file" and _HUB_NAME.fullmatch(str(path)):
         local = shlex.quote(folder.name)
         expected += (
-            ". If a model on the Hugging Face Hub is meant, download it into a folder and give that: "
-            f"`pip install huggingface_hub; hf download {path} --local-dir {local}`, then {local}"
+            ". If a model on the Hugging Face Hub is meant, download it into a folder and give "
+            f"that: `pip install huggingface_hub; hf download {path} --local-dir {local}`, then "
+            f"{local}"
         )
     raise ValueError(f"{path}: got {kind}, expected {expected}")
 
@@ -257,39 +262,29 @@ def resolve(path) -> pathlib.Path:
 def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
     """Opens a checkpoint in the format that its folder's contents show; reads no parameter.
 
-    Where the folder holds several, a note says which one is read: this package's own, where
+    Where the folder holds several, a note names the one that is read: this package's own, where
     config.json is; else transformers' choice among Hugging Face's; else T5X's.
     """
     arguments.check_kind("config", config, T5Config | None, "a T5Config")
-    step = t5x.find(folder)
-    mine, theirs = (
-        native_format.is_folder(folder),
-        huggingface_weights.present(folder, huggingface_weights.READABLE),
-    )
-    theirs = theirs if _is_theirs(folder) else []
-    if step is not None and (config is not None or not (mine or theirs)):
-        checkpoint, read = _open_step(step, config), _parts_of(step, folder)[0]
+    step, ours = t5x.find_step(folder), native_format.is_folder(folder)
+    theirs = huggingface.list_weights(folder, huggingface.READABLE) if _is_theirs(folder) else []
+    if step is not None and (config is not None or not (ours or theirs)):
+        checkpoint, read = _open_step(step, config), _list_parts(step, folder)[0]
     elif config is not None:
-        raise ValueError(
-            f"{folder}: got config=, expected it for a T5X checkpoint only (here is a config.json)"
-        )
-    elif mine:
+        expected = "it for a T5X checkpoint only (here is a config.json)"
+        raise ValueError(f"{folder}: got config=, expected {expected}")
+    elif ours:
         checkpoint, read = native_format.open_folder(folder), "params"
     elif native_format.is_folder(folder, "heads"):
-        raise ValueError(
-            f"{folder}: got heads, which only draft for their target, expected a model"
-        )
+        got = "heads, which only draft for their target"
+        raise ValueError(f"{folder}: got {got}, expected a model")
     elif huggingface.is_folder(folder):
         checkpoint, read = huggingface.open_folder(folder), next(iter(theirs), "")
     elif (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{folder}: got a PEFT adapter without its model, expected a whole model; merge them with peft: "
-            "AutoPeftModelForSeq2SeqLM.from_pretrained(folder).merge_and_unload().save_pretrained(new_folder)"
-        )
+        raise ValueError(f"{folder}: got {_ADAPTER}")
     else:
-        expected = "a Hugging Face folder (config.json), a T5X checkpoint (checkpoint_<step>) or one that save wrote"
-        raise ValueError(f"{folder}: got a folder of no known format, expected {expected}")
-    there = ["params"] * mine + huggingface_weights.present(folder) + _parts_of(step, folder)
+        raise ValueError(f"{folder}: got a folder of no known format, expected {_KNOWN_FORMATS}")
+    there = ["params"] * ours + huggingface.list_weights(folder) + _list_parts(step, folder)
     others = [name for name in there if name != read]
     if not others:
         return checkpoint
@@ -298,57 +293,54 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
 
 
 def _is_theirs(folder: pathlib.Path) -> bool:
-    """Returns whether the folder's config.json is Hugging Face's, and not one that `save` wrote for
-    T5X's format."""
-    kinds = ("model", "heads", "t5x")
-    return (folder / "config.json").exists() and not any(
-        native_format.is_folder(folder, kind) for kind in kinds
-    )
+    """Returns whether the folder's config.json is Hugging Face's, and none that `save` wrote."""
+    kinds, there = ("model", "heads", "t5x"), (folder / "config.json").exists()
+    return there and not any(native_format.is_folder(folder, kind) for kind in kinds)
 
 
-def _parts_of(step: pathlib.Path | None, folder: pathlib.Path) -> list[str]:
-    """Returns the names, from `folder` on, of what holds the parameters of a T5X checkpoint; the
-    first one counts."""
-    names = (
-        [step / name for name in ("checkpoint", "state") if (step / name).exists()] if step else []
-    )
-    return [str(path.relative_to(folder)) for path in names]
+def _list_parts(step: pathlib.Path | None, folder: pathlib.Path) -> list[str]:
+    """Returns the names, from `folder` on, of a T5X checkpoint's parameters; the first counts."""
+    paths = [step / name for name in ("checkpoint", "state")] if step else []
+    return [str(path.relative_to(folder)) for path in paths if path.exists()]
 
 
 def _open_step(step: pathlib.Path, config: T5Config | None) -> Checkpoint:
-    if native_format.is_folder(step, "t5x"):  # `save` wrote it
-        described = native_format.open_description(step)
-        checkpoint = t5x.open_step(
-            step, config or t5_only(str(step / "config.json"), described.config)
-        )
-        return dataclasses.replace(described, config=checkpoint.config, leaves=checkpoint.leaves)
-    checkpoint = t5x.open_step(step, config)
-    return dataclasses.replace(checkpoint, vocabulary=_beside(step, checkpoint.config))
+    if not native_format.is_folder(step, "t5x"):
+        checkpoint = t5x.open_step(step, config)
+        vocabulary = _find_vocabulary(step, checkpoint.config)
+        return dataclasses.replace(checkpoint, vocabulary=vocabulary)
+    described = native_format.open_description(step)  # `save` wrote it
+    config = config or t5_only(str(step / "config.json"), described.config)
+    parameters = t5x.open_step(step, config).parameters
+    return dataclasses.replace(described, config=config, parameters=parameters)
 
 
-def _beside(step: pathlib.Path, config: ModelConfig) -> Vocabulary | None:
-    places = [
-        place / name for place in (step, step.absolute().parent) for name in _VOCABULARY_FILES
-    ]
+def _find_vocabulary(step: pathlib.Path, config: ModelConfig) -> Vocabulary | None:
+    """Returns the vocabulary in the folder of a T5X checkpoint or beside it, None without one."""
+    folders = (step, step.absolute().parent)
+    places = [folder / name for folder in folders for name in _VOCABULARY_FILES]
     path = next((place for place in places if place.is_file()), None)
     return _read_vocabulary(path, config) if path else None
 
 
-def _read_vocabulary(path, config: ModelConfig, stop_ids: tuple[int, ...] = ()) -> Vocabulary:
-    arguments.check_kind("vocabulary", path, str | os.PathLike, "a Vocabulary, or a path")
+def _read_vocabulary(
+    path: PathLike, config: ModelConfig, stop_ids: tuple[int, ...] = ()
+) -> Vocabulary:
+    arguments.check_kind("vocabulary", path, PathLike, "a Vocabulary, or a path")
     path = pathlib.Path(path)
     if not path.exists():
-        raise ValueError(
-            f"{path}: got no such file, expected a SentencePiece model or a tokenizer.json"
-        )
+        expected = "a SentencePiece model or a tokenizer.json"
+        raise ValueError(f"{path}: got no such file, expected {expected}")
     if path.suffix == ".json":
         return TokenizerJsonVocabulary.load(path, stop_ids=stop_ids)
     pieces = SentencePieceVocabulary.load(path)
     # T5's 32,000 pieces lie below 32,128 logits, of which 100 are sentinels.
-    return SentencePieceVocabulary(pieces.model, sentinels_for(pieces.size, config.vocab_size))
+    return SentencePieceVocabulary(pieces.model, count_sentinels(pieces.size, config.vocab_size))
 
 
-def _choose_vocabulary(given, checkpoint: Checkpoint) -> Vocabulary | None:
+def _choose_vocabulary(
+    given: Vocabulary | PathLike | None, checkpoint: Checkpoint
+) -> Vocabulary | None:
     if given is None or isinstance(given, Vocabulary):
         return given or checkpoint.vocabulary
     return _read_vocabulary(given, checkpoint.config, checkpoint.eos_ids or ())

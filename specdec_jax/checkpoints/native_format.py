@@ -1,19 +1,20 @@
-"""Reads and writes this package's own folders: config.json, a vocabulary file here or in the folder
-above, and Orbax arrays in params/.
+"""Reads and writes this package's own folders.
 
-They hold a model, or heads, which have no vocabulary. Beside a T5X checkpoint a config.json without
-params/ holds what that format has no place for.
+A folder has a config.json, a vocabulary's file here or in the folder above, and Orbax arrays in
+params/. It holds a model, or heads, which have no vocabulary. Beside a T5X checkpoint a config.json
+without params/ holds what that format has no place for.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from specdec_jax.checkpoints import int8, tensorstore_arrays
-from specdec_jax.checkpoints.stored_tensor import Checkpoint, Leaf, Report, reporting
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTensor, iterate_names
 from specdec_jax.files import reading
 from specdec_jax.files.writing import new_folder, write_file
 from specdec_jax.models.config_validation import build
@@ -21,7 +22,7 @@ from specdec_jax.models.families import describe, family_of
 from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.parameters import flatten
-from specdec_jax.models.vocabularies import (
+from specdec_jax.tokenizers.vocabularies import (
     ByteVocabulary,
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,
@@ -30,11 +31,14 @@ from specdec_jax.models.vocabularies import (
 )
 
 FORMAT, VERSION = "specdec_jax", 1
+_TARGET = "target_fingerprint"  # a field of a config.json of heads
 
 
 def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
-    """Returns whether `folder` is of this package and this kind: "model", "heads", or "t5x" for a
-    T5X checkpoint with our config.json."""
+    """Returns whether `folder` is of this package and this kind.
+
+    Kinds are "model", "heads", and "t5x", a T5X checkpoint with our config.json.
+    """
     try:
         content = reading.read_json(folder / "config.json")
     except ValueError:
@@ -44,37 +48,35 @@ def is_folder(folder: pathlib.Path, kind: str = "model") -> bool:
 
 def open_folder(folder: pathlib.Path) -> Checkpoint:
     """Opens a folder that `write_folder` wrote, without reading its parameters."""
-    stored = tensorstore_arrays.open_ocdbt(folder / "params", dtypes_of=int8.dtypes_of)
-    return dataclasses.replace(open_description(folder), leaves=int8.join(stored, folder))
+    stored = tensorstore_arrays.open_ocdbt(folder / "params", allowed_dtypes=int8.allowed_dtypes)
+    return dataclasses.replace(open_description(folder), parameters=int8.join_parts(stored, folder))
 
 
 def open_description(folder: pathlib.Path) -> Checkpoint:
-    """Returns what `write_description` wrote, as a checkpoint without leaves."""
+    """Returns what `write_description` wrote, as a checkpoint without parameters."""
     path, content = folder / "config.json", _read_record(folder)
     try:
-        shape = family_of(
-            content.get("architecture", "t5")
-        )  # the first models were all T5s and do not say so
+        shape = family_of(content.get("architecture"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     config = build(shape, content.get("model"), path)
-    eos_ids, entry, encoder = (
-        content.get(name) for name in ("eos_ids", "vocabulary", "encoder_fingerprint")
-    )
-    for name, value, kind, expected in (
-        ("eos_ids", [] if eos_ids is None else eos_ids, list, "a list of ids"),
-        ("vocabulary", {} if entry is None else entry, dict, "an object"),
-        ("encoder_fingerprint", "" if encoder is None else encoder, str, "a string"),
-        ("generation_config", content.get("generation_config") or {}, dict, "an object"),
-    ):
-        if not isinstance(value, kind):
-            raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected {expected}")
-    vocabulary = None if entry is None else open_vocabulary(folder, entry)
-    defaults = GenerationConfig.read(content.get("generation_config") or {}, path)
+    kinds = {
+        "eos_ids": (list, "a list of ids"),
+        "vocabulary": (dict, "an object"),
+        "encoder_fingerprint": (str, "a string"),
+        "generation_config": (dict, "an object"),
+    }
+    given = {name: content.get(name) for name in kinds}
+    for name, (kind, expected) in kinds.items():
+        if given[name] is not None and not isinstance(given[name], kind):
+            got = reading.shown(given[name])
+            raise ValueError(f"{path}: {name}: got {got}, expected {expected}")
+    eos_ids, entry, encoder, options = given.values()
+    defaults = GenerationConfig.read(options or {}, path)
     return Checkpoint(
         config,
         {},
-        vocabulary,
+        None if entry is None else open_vocabulary(folder, entry),
         content.get("start_token"),
         None if eos_ids is None else tuple(eos_ids),
         encoder,
@@ -83,30 +85,27 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
     )
 
 
-def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, Leaf]]:
-    """Returns the shape of the heads that `write_heads` wrote, the fingerprint of their target, and
-    their parameters, not yet read."""
+def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, StoredTensor]]:
+    """Opens a folder that `write_heads` wrote, without reading its parameters.
+
+    Returns:
+      The shape of the heads, the fingerprint of their target, and their parameters.
+    """
     if not is_folder(folder, "heads"):
         raise ValueError(f"{folder}: got no heads, expected a folder with heads of this package")
     path, content = folder / "config.json", _read_record(folder)
-    config, fingerprint = (
-        build(HeadsConfig, content.get("heads"), path),
-        content.get("target_fingerprint"),
-    )
+    config, fingerprint = build(HeadsConfig, content.get("heads"), path), content.get(_TARGET)
     if not isinstance(fingerprint, str):
-        raise ValueError(
-            f"{path}: target_fingerprint: got {reading.shown(fingerprint)}, expected a string"
-        )
+        got = reading.shown(fingerprint)
+        raise ValueError(f"{path}: {_TARGET}: got {got}, expected a string")
     return config, fingerprint, tensorstore_arrays.open_ocdbt(folder / "params")
 
 
 def _read_record(folder: pathlib.Path) -> dict:
     path = folder / "config.json"
     content = reading.read_json(path)
-    if content.get("version") != VERSION:
-        raise ValueError(
-            f"{path}: got version {reading.shown(content.get('version'))}, expected {VERSION}"
-        )
+    if (version := content.get("version")) != VERSION:
+        raise ValueError(f"{path}: got version {reading.shown(version)}, expected {VERSION}")
     return content
 
 
@@ -116,78 +115,72 @@ def open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
     if kind == "bytes":
         return ByteVocabulary(check_extra_ids(extra_ids, file))
     if kind not in ("sentencepiece", "tokenizer_json"):
-        raise ValueError(
-            f"{file}: vocabulary: got kind {reading.shown(kind)}, expected one of this package"
-        )
+        got = f"kind {reading.shown(kind)}"
+        raise ValueError(f"{file}: vocabulary: got {got}, expected one of this package")
     # A target and a drafter may share the file in the folder above theirs.
-    places = [
-        reading.inside(place, entry.get("file"), file)
-        for place in (folder, folder.absolute().parent)
-    ]
+    folders, name = (folder, folder.absolute().parent), entry.get("file")
+    places = [reading.join_inside(place, name, file) for place in folders]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
-        raise ValueError(
-            f"{folder}: got no vocabulary {places[0].name}, expected it there or in the folder above"
-        )
+        expected = "it there or in the folder above"
+        raise ValueError(f"{folder}: got no vocabulary {places[0].name}, expected {expected}")
     if kind == "sentencepiece":
         return SentencePieceVocabulary.load(path, check_extra_ids(extra_ids, file))
     return TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
 
 
 def vocabulary_contents(vocabulary: Vocabulary | None) -> bytes:
-    """Returns bytes that hold everything that decides how text becomes ids and ids become text; the
-    pieces alone do not."""
+    """Returns bytes that decide how text becomes ids and ids become text; pieces alone do not."""
     entry, contents = describe_vocabulary(vocabulary)
     return json.dumps(entry).encode() + contents
 
 
 def describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, bytes]:
-    """Returns a vocabulary's entry in config.json, and the contents of its file (b"": it has none)."""
+    """Returns a vocabulary's entry in config.json and the contents of its file, b"" without one."""
     if vocabulary is None:
         return None, b""
     if isinstance(vocabulary, SentencePieceVocabulary):
         entry = {"kind": "sentencepiece", "file": "spiece.model", "extra_ids": vocabulary.extra_ids}
         return entry, vocabulary.model
     if isinstance(vocabulary, TokenizerJsonVocabulary):
-        entry = {
-            "kind": "tokenizer_json",
-            "file": "tokenizer.json",
-            "eos_ids": list(vocabulary.eos_ids),
-        }
-        return entry, vocabulary.text.encode("utf-8")
+        entry = {"kind": "tokenizer_json", "file": "tokenizer.json"}
+        return entry | {"eos_ids": list(vocabulary.eos_ids)}, vocabulary.text.encode("utf-8")
     if isinstance(vocabulary, ByteVocabulary):
         return {"kind": "bytes", "extra_ids": vocabulary.extra_ids}, b""
-    raise ValueError(
-        f"vocabulary: got {type(vocabulary).__name__}, expected one that this package can store"
-    )
+    got = type(vocabulary).__name__
+    raise ValueError(f"vocabulary: got {got}, expected one that this package can store")
 
 
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, report: Report) -> None:
-    """Writes config.json, the vocabulary and the parameters into an empty folder; "int8" rounds
-    matrices only (see `int8.py`)."""
+    """Writes config.json, the vocabulary and the parameters into an empty folder.
+
+    "int8" rounds matrices only (see `int8.py`).
+    """
     write_description(checkpoint, folder)
-    leaves = checkpoint.leaves
+    _write_params(_load_arrays(checkpoint.parameters, dtype, report), folder)
 
-    def stored(name):
-        return (
-            int8.written(name, leaves[name])
-            if dtype == "int8"
-            else {name: leaves[name].load(dtype)}
-        )
 
-    _write_params(
-        (item for name in reporting(leaves, report) for item in stored(name).items()), folder
-    )
+def _load_arrays(
+    parameters: dict[str, StoredTensor], dtype: str, report: Report
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the arrays that are stored for the parameters, one at a time, by name."""
+    for name in iterate_names(parameters, report):
+        if dtype == "int8":
+            yield from int8.load_quantized(name, parameters[name]).items()
+        else:
+            yield name, parameters[name].load(dtype)
 
 
 def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = "model") -> None:
-    """Writes config.json with everything but the parameters, and the vocabulary's file unless the
-    folder above holds the same."""
+    """Writes config.json with everything but the parameters, and the vocabulary's file.
+
+    The file is left out if the folder above holds the same.
+    """
     assert checkpoint.eos_ids is not None
     entry, contents = describe_vocabulary(checkpoint.vocabulary)
     described = describe(checkpoint.config)
     record = {
-        **_head(kind),
+        **_header(kind),
         "architecture": described.pop("architecture"),
         "model": described,
         "start_token": checkpoint.start_token,
@@ -199,30 +192,29 @@ def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = 
     if checkpoint.encoder_fingerprint is not None:
         record["encoder_fingerprint"] = checkpoint.encoder_fingerprint
     _write_record(record, folder)
-    if entry and contents and not _same(folder.parent / entry["file"], contents):
-        write_file(folder / entry["file"], contents)
+    if entry and contents:
+        above = folder.parent / entry["file"]
+        if not (above.is_file() and above.read_bytes() == contents):
+            write_file(folder / entry["file"], contents)
 
 
 def write_heads(config: HeadsConfig, fingerprint: str, params: dict, folder: pathlib.Path) -> None:
-    """Writes the heads of the target with this fingerprint; replaces earlier heads there and
-    rejects anything else."""
-    with new_folder(folder, lambda place: check_free(place, "heads")) as temporary:
-        heads = {"heads": dataclasses.asdict(config), "target_fingerprint": fingerprint}
-        _write_record(_head("heads") | heads, temporary)
-        _write_params(
-            ((name, np.asarray(array)) for name, array in flatten(params).items()), temporary
-        )
+    """Writes the heads of the target with this fingerprint; replaces only earlier heads."""
+    with new_folder(folder, functools.partial(check_free, kind="heads")) as temporary:
+        heads = {"heads": dataclasses.asdict(config), _TARGET: fingerprint}
+        _write_record(_header("heads") | heads, temporary)
+        arrays = ((name, np.asarray(array)) for name, array in flatten(params).items())
+        _write_params(arrays, temporary)
 
 
 def check_free(folder: pathlib.Path, kind: str = "model") -> None:
     """Raises ValueError if something other than a folder of this kind is at `folder`."""
     if folder.exists() and not is_folder(folder, kind):
-        raise ValueError(
-            f"{folder}: got something that is no {kind} folder of this package, expected nothing there"
-        )
+        got = f"something that is no {kind} folder of this package"
+        raise ValueError(f"{folder}: got {got}, expected nothing there")
 
 
-def _head(kind: str) -> dict:
+def _header(kind: str) -> dict:
     return {"format": FORMAT, "version": VERSION} | ({} if kind == "model" else {"kind": kind})
 
 
@@ -230,12 +222,7 @@ def _write_record(record: dict, folder: pathlib.Path) -> None:
     write_file(folder / "config.json", json.dumps(record, indent=1) + "\n")
 
 
-def _same(path: pathlib.Path, contents: bytes) -> bool:
-    return path.is_file() and path.read_bytes() == contents
-
-
 def _write_params(arrays: Iterable[tuple[str, np.ndarray]], folder: pathlib.Path) -> None:
     (folder / "params").mkdir()
-    tensorstore_arrays.write_ocdbt(
-        ((tuple(name.split("/")), array) for name, array in arrays), folder / "params"
-    )
+    paths = ((tuple(name.split("/")), array) for name, array in arrays)
+    tensorstore_arrays.write_ocdbt(paths, folder / "params")

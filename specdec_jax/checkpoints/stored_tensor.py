@@ -1,16 +1,18 @@
-"""Defines what every checkpoint format yields: parameters by T5X's names, each with its shape and a
-way to read it alone."""
+"""Defines what every format yields: parameters by T5X's names, each with a way to read it alone."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from specdec_jax.files.reading import PathLike
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.parameters import parameter_shapes
-from specdec_jax.models.vocabularies import Vocabulary
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # what a parameter may be stored as
 # What writers call with the size of each parameter that is written.
@@ -18,19 +20,19 @@ Report = Callable[[int], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class StoredTensor:
     """One stored parameter.
 
     Attributes:
-      shape: shape in this package's layout, where kernels are `[in, out]`.
+      shape: shape in this package's layout, where weights are `[in, out]`.
       read: `(dtype, transpose)` -> the stored array, or its transpose, in that dtype; reads nothing
         else.
       dtype: name of the stored dtype.
       turned: whether the parameter is the transpose of what is stored.
       read_part: `(dtype, box)` -> a part of the stored array, one slice for every axis; None if
         only the whole can be read.
-      parts: the int8 values and float32 scales whose product the parameter is, if it is stored in 8
-        bits, else None. The scales have length 1 along the axis on which all numbers share a scale.
+      parts: the int8 values and float32 scales whose product the parameter is, if it is stored in
+        int8, else None. The scales have length 1 along the axis on which all numbers share a scale.
     """
 
     shape: tuple[int, ...]
@@ -38,57 +40,56 @@ class Leaf:
     dtype: str
     turned: bool = False
     read_part: Callable[[np.dtype, tuple[slice, ...]], np.ndarray] | None = None
-    parts: "tuple[Leaf, Leaf] | None" = None
+    parts: "tuple[StoredTensor, StoredTensor] | None" = None
 
     @property
     def size(self) -> int:
         """How many numbers the parameter has."""
         return math.prod(self.shape)
 
-    def transposed(self) -> "Leaf":
+    def transposed(self) -> "StoredTensor":
         """Returns the transpose of a matrix, made while it is read."""
         parts = self.parts and (self.parts[0].transposed(), self.parts[1].transposed())
-        return dataclasses.replace(
-            self, shape=self.shape[::-1], turned=not self.turned, parts=parts
-        )
+        shape = self.shape[::-1]
+        return dataclasses.replace(self, shape=shape, turned=not self.turned, parts=parts)
 
-    def load(self, dtype) -> np.ndarray:
+    def load(self, dtype: npt.DTypeLike) -> np.ndarray:
         """Returns the parameter in this package's layout."""
         return self.read(np.dtype(dtype), self.turned)
 
-    def load_part(self, dtype, box: tuple[slice, ...]) -> np.ndarray:
-        """Returns a part of the parameter, one slice for every axis; reads no more if the format
-        allows it."""
+    def load_part(self, dtype: npt.DTypeLike, box: tuple[slice, ...]) -> np.ndarray:
+        """Returns a part of the parameter, one slice an axis; reads no more if the format can."""
         whole = all(axis.stop - axis.start == size for axis, size in zip(box, self.shape))
         if whole or self.read_part is None:
             return self.load(dtype)[box]
-        return (
-            self.read_part(np.dtype(dtype), box[::-1]).T
-            if self.turned
-            else self.read_part(np.dtype(dtype), box)
-        )
+        part = self.read_part(np.dtype(dtype), box[::-1] if self.turned else box)
+        return part.T if self.turned else part
 
     @classmethod
-    def from_array(cls, array) -> "Leaf":
-        """Returns a leaf for a numpy or JAX array in memory."""
+    def from_array(cls, array: Any) -> "StoredTensor":
+        """Wraps a numpy or JAX array in memory."""
 
-        def read(dtype, transpose: bool) -> np.ndarray:
+        def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
             stored = np.asarray(array)
             return np.ascontiguousarray(stored.T if transpose else stored).astype(dtype, copy=False)
 
         return cls(tuple(array.shape), read, array.dtype.name)
 
+    @classmethod
+    def unreadable(
+        cls, path: PathLike, name: str, shape: tuple[int, ...], dtype: str
+    ) -> "StoredTensor":
+        """Wraps a stored array that is no parameter; it may be left out, and `check` rejects it."""
 
-def unreadable(path, name: str, shape: tuple[int, ...], dtype: str) -> Leaf:
-    """Returns the leaf of a stored array that is no parameter; it may be left out, and `check`
-    rejects it."""
+        def read(*_: Any) -> np.ndarray:
+            raise _dtype_error(path, name, dtype)
 
-    def read(*_) -> np.ndarray:
-        raise ValueError(
-            f"{path}: parameter {name}: got dtype {dtype}, expected one of {', '.join(FLOATS)}"
-        )
+        return cls(shape, read, dtype)
 
-    return Leaf(shape, read, dtype)
+
+def _dtype_error(path: PathLike, name: str, dtype: str) -> ValueError:
+    expected = f"expected one of {', '.join(FLOATS)}"
+    return ValueError(f"{path}: parameter {name}: got dtype {dtype}, {expected}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,17 +98,17 @@ class Checkpoint:
 
     Attributes:
       config: shape of the network; its `dtype` does not matter.
-      leaves: parameters by T5X's names, such as `decoder/layers_0/mlp/wo/kernel`.
+      parameters: by T5X's names, such as `decoder/layers_0/mlp/wo/kernel`.
       vocabulary: None if the checkpoint has none.
       start_token, eos_ids: None if the checkpoint does not give them.
       encoder_fingerprint: fingerprint of the model whose encoder output the network attends to, see
         `LanguageModel`.
-      generation_config: how the model decodes where a call does not say otherwise.
+      generation_config: how the model decodes where a call does not choose otherwise.
       notes: lines that whoever loads it should read.
     """
 
     config: ModelConfig
-    leaves: dict[str, Leaf]
+    parameters: dict[str, StoredTensor]
     vocabulary: Vocabulary | None = None
     start_token: int | None = None
     eos_ids: tuple[int, ...] | None = None
@@ -116,55 +117,55 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
 
 
-def reporting(leaves: dict[str, Leaf], report: Report) -> Iterator[str]:
-    """Yields the parameters' names, and reports the size of each when the next one is asked for."""
-    for name, leaf in leaves.items():
+def iterate_names(parameters: dict[str, StoredTensor], report: Report) -> Iterator[str]:
+    """Yields the names, and reports the size of each parameter when the next one is asked for."""
+    for name, tensor in parameters.items():
         yield name
-        report(leaf.size)
+        report(tensor.size)
 
 
-def check(checkpoint: Checkpoint, path) -> None:
-    """Raises ValueError if a parameter is missing, unexpected, of the wrong shape or no
-    floating-point numbers."""
-    kind = checkpoint.config.family.upper()
-    check_shapes(
-        checkpoint.leaves,
-        parameter_shapes(checkpoint.config),
-        path,
-        f"of a {kind} of this configuration",
-    )
-    for name, leaf in checkpoint.leaves.items():
-        if leaf.dtype not in FLOATS and leaf.parts is None:
-            raise ValueError(
-                f"{path}: parameter {name}: got dtype {leaf.dtype}, expected one of {', '.join(FLOATS)}"
-            )
+def check(checkpoint: Checkpoint, path: PathLike) -> None:
+    """Raises ValueError unless the parameters are those of the configuration, in a float dtype.
+
+    A parameter may be missing, unexpected or of the wrong shape.
+    """
+    parameters, config = checkpoint.parameters, checkpoint.config
+    whose = f"of a {config.family.upper()} of this configuration"
+    check_shapes(parameters, parameter_shapes(config), path, whose)
+    for name, tensor in parameters.items():
+        if tensor.dtype not in FLOATS and tensor.parts is None:
+            raise _dtype_error(path, name, tensor.dtype)
 
 
 def check_shapes(
-    leaves: dict[str, Leaf], expected: dict[str, tuple[int, ...]], path, whose: str
+    parameters: Mapping[str, Any], expected: dict[str, tuple[int, ...]], path: PathLike, whose: str
 ) -> None:
-    """Raises ValueError as `check` does, for any names and shapes; `whose` ends the message, e.g.
-    "of these heads"."""
+    """Raises ValueError unless `parameters` have exactly the expected names and shapes.
+
+    `whose` ends the message, e.g. "of these heads".
+    """
     for name, shape in expected.items():
-        if name not in leaves:
+        if name not in parameters:
             raise ValueError(f"{path}: parameter {name}: got none, expected one of shape {shape}")
-        if tuple(leaves[name].shape) != shape:
-            raise ValueError(
-                f"{path}: parameter {name}: got shape {tuple(leaves[name].shape)}, expected {shape}"
-            )
-    for name in leaves:
+        if (got := tuple(parameters[name].shape)) != shape:
+            raise ValueError(f"{path}: parameter {name}: got shape {got}, expected {shape}")
+    for name in parameters:
         if name not in expected:
-            raise ValueError(
-                f"{path}: got unexpected parameter {name}, expected only those {whose}"
-            )
+            got = f"unexpected parameter {name}"
+            raise ValueError(f"{path}: got {got}, expected only those {whose}")
 
 
 _BLOCK_BYTES = 1 << 22  # how much `fill_rows` reads at a time
 
 
-def fill_rows(shape, dtype, read_rows, transpose: bool = False, multiple: int = 1) -> np.ndarray:
-    """Returns an array built from blocks of rows, so that a cast or a transpose never holds a
-    second copy of it.
+def fill_rows(
+    shape: tuple[int, ...],
+    dtype: npt.DTypeLike,
+    read_rows: Callable[[int, int], np.ndarray],
+    transpose: bool = False,
+    multiple: int = 1,
+) -> np.ndarray:
+    """Returns an array built from blocks of rows: a cast or a transpose holds no second copy of it.
 
     Args:
       shape: `(rows, …)` as stored.

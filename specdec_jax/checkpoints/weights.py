@@ -1,9 +1,8 @@
-"""Reads a checkpoint's parameters one at a time: as floating-point numbers, or with kernels in 8
-bits."""
+"""Reads a checkpoint's parameters one at a time: in floating point, or with weights in int8."""
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,23 +13,23 @@ from specdec_jax.backends.int8 import Int8Kernel
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.backends.sharding import read as read_shards
 from specdec_jax.checkpoints import int8
-from specdec_jax.checkpoints.stored_tensor import Checkpoint, Leaf
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTensor
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.parameters import parameter_shapes, unflatten
 
 _EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 
 
-def kernels_of(
+def choose_int8_weights(
     checkpoint: Checkpoint, quantize: str | None, dtype: str, rules: ShardingRules | None = None
 ) -> str | None:
-    """Returns how kernels are to be kept.
+    """Returns whether weights are kept in int8, and where their integers come from.
 
-    That is "stored" (in the 8 bits that they are stored in), "rounded" (to 8 bits while they are
-    read), or None (in `dtype`).
+    They are "stored" (the checkpoint has them), or "rounded" (while weights are read). None means
+    that weights are in `dtype`.
 
     Args:
-      checkpoint: whose kernels.
+      checkpoint: an opened checkpoint.
       quantize, dtype: as for `checkpoints.load`.
       rules: how parameters are divided on a mesh, None without one.
 
@@ -41,28 +40,27 @@ def kernels_of(
     asked = quantize in packed_weights.INPUT_BITS
     if not asked and (quantize == "none" or rules is not None or not packed_weights.usable(dtype)):
         return None
-    return "stored" if _stored(checkpoint) else "rounded" if asked else None
+    return "stored" if _are_stored(checkpoint) else "rounded" if asked else None
 
 
-def _stored(checkpoint: Checkpoint) -> bool:
-    """Returns whether all kernels are stored in int8, and the embedding too if it is also the
-    head."""
-    names = [name for name in checkpoint.leaves if _is_kernel(name)]
+def _are_stored(checkpoint: Checkpoint) -> bool:
+    """Returns whether all weights are stored in int8; the embedding too if it is also the head."""
+    names = [name for name in checkpoint.parameters if _is_weight(name)]
     names += [_EMBEDDING] if checkpoint.config.logits_via_embedding else []
-    return all(int8.fits(name, checkpoint.leaves[name]) for name in names)
+    return all(int8.is_quantized(name, checkpoint.parameters[name]) for name in names)
 
 
-def _is_kernel(name: str) -> bool:
+def _is_weight(name: str) -> bool:
     return name.endswith("/kernel")
 
 
 def read_params(
     checkpoint: Checkpoint,
     dtype: str,
-    rules: ShardingRules | None = None,
-    kernels: str | None = None,
-    input_bits: int | None = 16,
-    report: Callable[[int], None] = lambda count: None,
+    rules: ShardingRules | None,
+    int8_weights: str | None,
+    input_bits: int | None,
+    report: Report,
 ) -> dict:
     """Returns the parameters as a nested dict of arrays, read one at a time.
 
@@ -72,52 +70,52 @@ def read_params(
       checkpoint: what to read.
       dtype: dtype of the arrays.
       rules: how parameters are divided on a mesh, None without one.
-      kernels: from `kernels_of`. Kernels in int8 are `Int8Kernel`s; an embedding that is also the
-        head is then there once more as a kernel.
+      int8_weights: from `choose_int8_weights`. Weights in int8 are `Int8Kernel`s; an embedding that
+        is also the head is then there once more as a weight.
       input_bits: of the `Int8Kernel`s.
       report: called with the size of each parameter once it is on its devices.
     """
     params: dict = {name: None for name in parameter_shapes(checkpoint.config)}
     # The largest first: what a read needs beside its result comes when little else is in memory.
-    for name in sorted(
-        checkpoint.leaves, key=lambda name: -math.prod(checkpoint.leaves[name].shape)
-    ):
-        leaf = checkpoint.leaves[name]
-        if kernels and _is_kernel(name):
-            params[name] = _in_8_bits(name, leaf, input_bits)
+    for name, tensor in sorted(checkpoint.parameters.items(), key=lambda item: -item[1].size):
+        if int8_weights and _is_weight(name):
+            params[name] = _read_int8(name, tensor, input_bits)
         else:
-            params[name] = _read(name, leaf, jnp.dtype(dtype), rules)
-        if kernels and name == _EMBEDDING and checkpoint.config.logits_via_embedding:
-            params[_HEAD] = _in_8_bits(_HEAD, leaf.transposed(), input_bits)
-        report(math.prod(leaf.shape))
+            params[name] = _read_floats(name, tensor, jnp.dtype(dtype), rules)
+        if int8_weights and name == _EMBEDDING and checkpoint.config.logits_via_embedding:
+            params[_HEAD] = _read_int8(_HEAD, tensor.transposed(), input_bits)
+        report(tensor.size)
     return unflatten(params)
 
 
-def _read(name: str, leaf: Leaf, dtype: np.dtype, rules: ShardingRules | None) -> jax.Array:
+def _read_floats(
+    name: str, tensor: StoredTensor, dtype: np.dtype, rules: ShardingRules | None
+) -> jax.Array:
     if rules is None:
-        array = jax.device_put(leaf.load(dtype))
+        array = jax.device_put(tensor.load(dtype))
     else:
-        sharding = rules.of_parameter(name, leaf.shape)
-        array = read_shards(sharding, leaf.shape, functools.partial(leaf.load_part, dtype))
+        sharding = rules.of_parameter(name, tensor.shape)
+        array = read_shards(sharding, tensor.shape, functools.partial(tensor.load_part, dtype))
     return array.block_until_ready()
 
 
-def _in_8_bits(name: str, leaf: Leaf, input_bits: int | None) -> Int8Kernel:
-    """Returns a kernel `[D, F]` in int8: its stored integers if there are any, else rounded."""
-    if leaf.parts and int8.fits(name, leaf):
-        values, scales = leaf.parts
-        integers, factors = (
-            jax.device_put(values.load(np.int8)),
-            jax.device_put(scales.load(np.float32)[0]),
+def _read_int8(name: str, tensor: StoredTensor, input_bits: int | None) -> Int8Kernel:
+    """Returns a weight `[D, F]` in int8: its stored integers if there are any, else rounded."""
+    if tensor.parts and int8.is_quantized(name, tensor):
+        values, scales = (
+            part.load(kind) for part, kind in zip(tensor.parts, (np.int8, np.float32))
         )
-        found = Int8Kernel(integers, factors, input_bits)
+        weight = Int8Kernel(jax.device_put(values), jax.device_put(scales[0]), input_bits)
     else:
-        found = Int8Kernel.quantize(jax.device_put(leaf.load(np.float32)), input_bits)
-    return jax.block_until_ready(found)
+        weight = Int8Kernel.quantize(jax.device_put(tensor.load(np.float32)), input_bits)
+    return jax.block_until_ready(weight)
 
 
 def required_bytes(
-    config: ModelConfig, dtype: str, rules: ShardingRules | None = None, kernels: str | None = None
+    config: ModelConfig,
+    dtype: str,
+    rules: ShardingRules | None = None,
+    int8_weights: str | None = None,
 ) -> int:
     """Returns the bytes of a device's memory that loading takes.
 
@@ -128,34 +126,19 @@ def required_bytes(
       config: shape of the network.
       dtype: dtype of the parameters.
       rules: how parameters are divided on a mesh, None without one.
-      kernels: from `kernels_of`.
+      int8_weights: from `choose_int8_weights`.
     """
-    shapes = parameter_shapes(config)
+    shapes: Mapping[str, tuple[int, ...]] = parameter_shapes(config)
+    devices = 1
     if rules is not None:
-        shapes = {
-            name: rules.of_parameter(name, shape).shard_shape(shape)
-            for name, shape in shapes.items()
-        }
-    if config.logits_via_embedding and rules is None and (kernels or packed_weights.usable(dtype)):
-        shapes = {
-            **shapes,
-            _HEAD: shapes[_EMBEDDING][::-1],
-        }  # a copy of the embedding, read by columns
-    sizes = _sizes(shapes, jnp.dtype(dtype).itemsize)
-    if kernels:
-        sizes |= _sizes_in_8_bits(shapes)
-    together = (
-        len(rules.mesh.local_devices) if rules is not None and jax.default_backend() == "cpu" else 1
-    )
-    return sum(sizes.values()) * together + 2 * max(sizes.values())
-
-
-def _sizes(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> dict[str, int]:
-    return {name: math.prod(shape) * itemsize for name, shape in shapes.items()}
-
-
-def _sizes_in_8_bits(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Returns the bytes of each kernel in int8, with a scale of 4 bytes for each output."""
-    return {
-        name: math.prod(shape) + 4 * shape[-1] for name, shape in shapes.items() if _is_kernel(name)
-    }
+        shapes = {name: rules.of_parameter(name, x).shard_shape(x) for name, x in shapes.items()}
+        devices = len(rules.mesh.local_devices) if jax.default_backend() == "cpu" else 1
+    elif config.logits_via_embedding and (int8_weights or packed_weights.usable(dtype)):
+        # A copy of the embedding, read by columns.
+        shapes = {**shapes, _HEAD: shapes[_EMBEDDING][::-1]}
+    itemsize = jnp.dtype(dtype).itemsize
+    sizes = {name: math.prod(shape) * itemsize for name, shape in shapes.items()}
+    if int8_weights:  # with a scale of 4 bytes for each output
+        weights = {name: shape for name, shape in shapes.items() if _is_weight(name)}
+        sizes |= {name: math.prod(shape) + 4 * shape[-1] for name, shape in weights.items()}
+    return sum(sizes.values()) * devices + 2 * max(sizes.values())

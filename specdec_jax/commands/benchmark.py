@@ -330,7 +330,7 @@ def _preset(
         quantize = None if drafts else options.quantize
         bits = INPUT_BITS.get(quantize or "")
         dtype = loader.choose_dtype(
-            options.dtype, preset, kernels="rounded" if bits else None, input_bits=bits or 16
+            options.dtype, preset, int8_weights="rounded" if bits else None, input_bits=bits or 16
         )
         config = PRESETS[preset].replace(dtype=dtype)
         # Without EOS ids every output has full length.

@@ -58,7 +58,7 @@ def run(options: ConvertOptions) -> None:
             raise ValueError(
                 f"gated_activation: got {options.gated_activation!r}, expected one of {ACTIVATIONS}"
             )
-        if t5x.find(pathlib.Path(options.source)) is None:
+        if t5x.find_step(pathlib.Path(options.source)) is None:
             raise ValueError(
                 f"gated_activation: got it for {options.source}, expected it for a T5X checkpoint only"
             )

@@ -32,7 +32,6 @@ from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.vocabularies import check_texts
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import MAX_GAMMA
@@ -40,6 +39,7 @@ from specdec_jax.speculative.randomness import seeded
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.trees import AUTO, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifiers import verifier_of
+from specdec_jax.tokenizers.vocabularies import check_texts
 
 # Styles in a terminal; marks where there are no colours (wdiff's, and one for the bonus).
 _STYLES = {

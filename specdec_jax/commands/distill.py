@@ -19,9 +19,9 @@ from specdec_jax.commands import distill_lines
 from specdec_jax.commands.options import at_least, option
 from specdec_jax.files import reading
 from specdec_jax.files.reading import digest
-from specdec_jax.files.writing import alone, write_file
+from specdec_jax.files.writing import lock_folder, write_file
 from specdec_jax.models.t5 import T5Config, t5_only
-from specdec_jax.models.vocabularies import Vocabulary
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training import batches, text_files, train
 from specdec_jax.training.config import TrainConfig
 from specdec_jax.training.losses import DIVERGENCES
@@ -270,7 +270,7 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     output = pathlib.Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     contents = {"vocabulary's contents": digest([native_format.vocabulary_contents(vocabulary)])}
-    with alone(output):
+    with lock_folder(output):
         _record(output / _RECORD, config, parts, contents)
         target_model = loader.load(config.target, config.dtype)
         contents |= {"target's contents": digest([target_model.contents.encode()])}

@@ -39,13 +39,13 @@ from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, new_file, passes_through
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
-from specdec_jax.models.vocabularies import check_texts
 from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import MAX_GAMMA
 from specdec_jax.speculative.randomness import seeded
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.trees import DynamicTree, Tree
+from specdec_jax.tokenizers.vocabularies import check_texts
 
 
 @dataclasses.dataclass(frozen=True)

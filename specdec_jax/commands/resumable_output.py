@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.files.writing import lock, naming, new_file, passes_through
+from specdec_jax.files.writing import lock_file, name_errors, new_file, passes_through
 
 # Seconds between two calls of fsync; what is written goes to the operating system at once.
 _SYNC = 1.0
@@ -66,7 +66,7 @@ class Journal:
         # Without a buffer, so that closing the file does not try again what could not be written.
         self._file = open(self.path, "ab", buffering=0)
         try:
-            lock(self._file.fileno(), self.path)
+            lock_file(self._file.fileno(), self.path)
 
             def plain(values):
                 return json.loads(json.dumps(values))
@@ -116,7 +116,7 @@ class Journal:
     def _append(self, record: Any) -> int:
         """Writes a line; returns its place in the file."""
         rest = _line(record)
-        with naming(self.path):
+        with name_errors(self.path):
             place = self._file.seek(0, os.SEEK_END)
             while rest:  # when the disk becomes full, only a part is written
                 rest = rest[self._file.write(rest) :]

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from specdec_jax.checkpoints import loader
-from specdec_jax.models.vocabularies import check_texts
+from specdec_jax.tokenizers.vocabularies import check_texts
 from specdec_jax.training import text_files
 
 BUILT_IN = "ende/sentences.txt"  # of one padded length, so that few shapes compile

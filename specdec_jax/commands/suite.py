@@ -217,7 +217,11 @@ def _measured(
 def _with_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
     """Returns whether T5X is installed and can decode the row too: argmax, with a model of a shape
     that it knows."""
-    if row.temperature > 0 or row.sampling().mode.processes or t5x.why_not(target.config):
+    if (
+        row.temperature > 0
+        or row.sampling().mode.processes
+        or t5x.explain_unsupported(target.config)
+    ):
         return False
     known = target.start_token == 0 and len(target.eos_ids) <= 1
     return known and importlib.util.find_spec("t5x") is not None

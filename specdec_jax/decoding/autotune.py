@@ -225,7 +225,8 @@ def learned(key: str) -> Learned:
 def _path(text: str) -> pathlib.Path | None:
     try:
         return (
-            user_cache.private("costs") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+            user_cache.private_folder("costs")
+            / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
         )
     except (ValueError, OSError) as error:
         _LOG.info("%s: what was measured holds for this process", error)

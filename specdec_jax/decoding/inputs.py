@@ -10,7 +10,7 @@ from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.models.padding import from_left, padding_id, without_padding
-from specdec_jax.models.vocabularies import check_texts
+from specdec_jax.tokenizers.vocabularies import check_texts
 
 # Padded lengths: powers of two with one step between, so that few shapes compile and at most a
 # third is padding.

@@ -10,7 +10,7 @@ def keep_programs(folder: str | None = None) -> None:
 
     None is the user's cache folder; "" keeps nothing.
     """
-    folder = str(user_cache.folder()) if folder is None else folder
+    folder = str(user_cache.cache_folder()) if folder is None else folder
     if folder:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

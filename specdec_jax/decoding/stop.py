@@ -3,7 +3,7 @@ text always agree."""
 
 from collections.abc import Sequence
 
-from specdec_jax.models.vocabularies import Vocabulary
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 _UNFINISHED = "\ufffd"  # what bytes that are not yet a whole character decode to
 

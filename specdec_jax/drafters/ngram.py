@@ -21,10 +21,10 @@ from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.tree_levels import Children, draft_children, draft_tree
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.vocabularies import Vocabulary
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
 from specdec_jax.speculative.trees import CHILDREN, POINTS
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 
 @flax.struct.dataclass

@@ -25,7 +25,7 @@ import numpy as np
 from specdec_jax.files.reading import check_file, reason
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import arguments
-from specdec_jax.models.vocabularies import Vocabulary
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 _FORMAT = "specdec_jax n-gram table, version 1"
 _ARRAYS = ("parents", "extras", "starts", "next_tokens", "counts", "unigram")

@@ -10,6 +10,8 @@ import stat
 from collections.abc import Iterable
 from typing import Any
 
+PathLike = str | os.PathLike
+
 # Largest settings file in bytes. Real ones have a few thousand; in memory an empty JSON list takes
 # 24 times its bytes.
 MOST_BYTES = 4 << 20
@@ -23,8 +25,8 @@ _short.maxstring = _short.maxother = 100
 _short.maxlevel = 2
 
 
-def shown(value) -> str:
-    """Returns a value from a file as a message quotes it: on one line, shortened if it is long."""
+def shown(value: Any) -> str:
+    """Returns a value from a file for a message: on one line, shortened if it is long."""
     return _short.repr(value)
 
 
@@ -33,25 +35,24 @@ def reason(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
 
 
-def check_file(path, most: int = MOST_BYTES) -> None:
+def check_file(path: PathLike, most: int = MOST_BYTES) -> None:
     """Raises ValueError unless `path` is a regular file of at most `most` bytes.
 
     Opening anything else, such as a pipe, could block for ever. Links are followed: every file in
     Hugging Face's cache is one.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         raise ValueError(f"{path}: got no such file, expected one") from None
     except (OSError, ValueError) as error:  # a circle of links, a name with a NUL
-        raise ValueError(
-            f"{path}: got {getattr(error, 'strerror', error)}, expected a readable file"
-        ) from None
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
+        got = getattr(error, "strerror", error)
+        raise ValueError(f"{path}: got {got}, expected a readable file") from None
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
         raise ValueError(f"{path}: got {kind}, expected a regular file")
-    if found.st_size > most:
-        raise ValueError(f"{path}: got {found.st_size:,} bytes, expected at most {most:,}")
+    if status.st_size > most:
+        raise ValueError(f"{path}: got {status.st_size:,} bytes, expected at most {most:,}")
 
 
 def check_folder(folder: pathlib.Path) -> None:
@@ -61,20 +62,21 @@ def check_folder(folder: pathlib.Path) -> None:
     """
     for number, (parent, _, names) in enumerate(os.walk(folder, followlinks=True)):
         if len(pathlib.Path(parent).relative_to(folder).parts) > _DEEPEST_FOLDER:
-            raise ValueError(
-                f"{parent}: got folders nested too deeply or in a circle, expected a checkpoint"
-            )
+            got = "folders nested too deeply or in a circle"
+            raise ValueError(f"{parent}: got {got}, expected a checkpoint")
         if number > _MOST_FOLDERS:
-            raise ValueError(
-                f"{folder}: got more than {_MOST_FOLDERS:,} folders, expected a checkpoint"
-            )
+            got = f"more than {_MOST_FOLDERS:,} folders"
+            raise ValueError(f"{folder}: got {got}, expected a checkpoint")
         for name in names:
             check_file(pathlib.Path(parent, name), 2**63)
 
 
-def read_bytes(path, most: int = MOST_BYTES) -> bytes:
-    """Returns the contents of a regular file of at most `most` bytes; raises ValueError if it
-    cannot be read."""
+def read_bytes(path: PathLike, most: int = MOST_BYTES) -> bytes:
+    """Returns the contents of a regular file of at most `most` bytes.
+
+    Raises:
+      ValueError: the file cannot be read, or is larger.
+    """
     check_file(path, most)
     try:
         return pathlib.Path(path).read_bytes()
@@ -82,19 +84,26 @@ def read_bytes(path, most: int = MOST_BYTES) -> bytes:
         raise ValueError(f"{path}: got {error.strerror}, expected a readable file") from None
 
 
-def read_text(path, most: int = MOST_BYTES) -> str:
+def read_text(path: PathLike, most: int = MOST_BYTES) -> str:
     """Returns the contents of a UTF-8 file; limits and errors as for `read_bytes`."""
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}: got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
-        ) from None
+        got = f"bytes that are not UTF-8 ({error.reason})"
+        raise ValueError(f"{path}: got {got}, expected UTF-8 text") from None
 
 
-def read_json(path, most: int = MOST_BYTES) -> dict[str, Any]:
-    """Returns the object in a JSON file; raises ValueError if it holds none, or more than
-    `MOST_VALUES` values."""
+def read_optional_json(path: PathLike) -> dict[str, Any]:
+    """Returns the object in a JSON file, an empty one if there is no such file."""
+    return read_json(path) if os.path.lexists(path) else {}
+
+
+def read_json(path: PathLike, most: int = MOST_BYTES) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Raises:
+      ValueError: the file holds no object, or more than `MOST_VALUES` values.
+    """
     text = read_text(path, most)
     try:
         return parse_json(text)
@@ -112,7 +121,7 @@ def parse_json(text: str) -> dict[str, Any]:
     if values > MOST_VALUES:
         raise ValueError(f"got JSON of some {values:,} values, expected at most {MOST_VALUES:,}")
     try:
-        content = json.loads(text, object_pairs_hook=_object)
+        content = json.loads(text, object_pairs_hook=_make_object)
     except RecursionError:
         raise ValueError("got no readable JSON (nested too deeply), expected an object") from None
     except ValueError as error:
@@ -122,25 +131,24 @@ def parse_json(text: str) -> dict[str, Any]:
     return content
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
         counts = collections.Counter(key for key, _ in pairs)
         twice = next(key for key, count in counts.items() if count > 1)
         raise ValueError(f"the key {shown(twice)} is there twice")
-    return found
+    return made
 
 
-def check_names(names: Iterable, path) -> None:
-    """Raises ValueError, naming the file at `path`, unless all `names` in it are printable strings
-    of bounded length."""
+def check_names(names: Iterable[Any], path: PathLike) -> None:
+    """Raises ValueError unless all names in the file at `path` are short printable strings."""
     for name in names:
         if not isinstance(name, str) or not name.isprintable() or len(name) > _LONGEST_NAME:
             expected = f"at most {_LONGEST_NAME} printable characters"
             raise ValueError(f"{path}: got the name {shown(name)}, expected {expected}")
 
 
-def inside(folder: pathlib.Path, name, path) -> pathlib.Path:
+def join_inside(folder: pathlib.Path, name: Any, path: PathLike) -> pathlib.Path:
     """Returns the path of the file `name` in `folder`.
 
     Raises:
@@ -160,7 +168,7 @@ def inside(folder: pathlib.Path, name, path) -> pathlib.Path:
 
 def digest(parts: Iterable[bytes]) -> str:
     """Returns a short hash of all parts in order, to tell different contents apart."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for part in parts:
-        found.update(len(part).to_bytes(8, "big") + part)
-    return found.hexdigest()[:16]
+        sha.update(len(part).to_bytes(8, "big") + part)
+    return sha.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The user's cache folder, and folders in it whose contents nobody else can have put there."""
+"""Finds the user's cache folder and makes folders in it that nobody else can write to."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 _ABANDONED = 86_400  # seconds after which nothing is still at work in a temporary folder
 
 
-def folder() -> pathlib.Path:
+def cache_folder() -> pathlib.Path:
     """Returns the cache folder: `$XDG_CACHE_HOME/specdec_jax`, or `~/.cache/specdec_jax`.
 
     Raises:
@@ -25,15 +25,14 @@ def folder() -> pathlib.Path:
     return pathlib.Path(base) / "specdec_jax"
 
 
-def private(name: str) -> pathlib.Path:
-    """Returns the folder `name` in the cache, which only this user may read or write; makes it if
-    it is missing.
+def private_folder(name: str) -> pathlib.Path:
+    """Returns the folder `name` in the cache, made if missing; only this user may read or write it.
 
     Raises:
       ValueError: another user could change what lies in it.
       OSError: it cannot be made.
     """
-    place = pathlib.Path(os.path.realpath(folder() / name))
+    place = pathlib.Path(os.path.realpath(cache_folder() / name))
     _check(place)
     if not place.is_dir():
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +42,7 @@ def private(name: str) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def scratch(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+def scratch_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Makes a temporary folder in `folder` and removes it at the end of the block.
 
     Also removes temporary folders that killed processes left there more than a day ago.
@@ -65,22 +64,18 @@ def _check(place: pathlib.Path) -> None:
     """
     if not hasattr(os, "geteuid"):  # Windows
         return
-    me, base = os.geteuid(), pathlib.Path(os.path.realpath(folder().parent))
+    me, base = os.geteuid(), pathlib.Path(os.path.realpath(cache_folder().parent))
     for path in (place, *place.parents):
         try:
-            found = path.stat()
+            status = path.stat()
         except FileNotFoundError:
             continue
-        mode = stat.S_IMODE(found.st_mode)
-        if path.is_relative_to(base) and found.st_uid not in ({me} if path == place else {me, 0}):
-            raise ValueError(
-                f"{path}: got a folder of user {found.st_uid}, expected one of user {me}"
-            )
-        if path == place and mode & 0o077 and stat.S_ISDIR(found.st_mode):
-            raise ValueError(
-                f"{path}: got permissions {mode:o}, expected 700, since others could change what is in it"
-            )
+        mode, owner = stat.S_IMODE(status.st_mode), status.st_uid
+        if path.is_relative_to(base) and owner not in ({me} if path == place else {me, 0}):
+            raise ValueError(f"{path}: got a folder of user {owner}, expected one of user {me}")
+        if path == place and mode & 0o077 and stat.S_ISDIR(status.st_mode):
+            expected = "700, since others could change what is in it"
+            raise ValueError(f"{path}: got permissions {mode:o}, expected {expected}")
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise ValueError(
-                f"{path}: got a folder that everybody may write to, expected none above the cache"
-            )
+            got = "a folder that everybody may write to"
+            raise ValueError(f"{path}: got {got}, expected none above the cache")

@@ -1,8 +1,8 @@
-"""Writes files and folders that appear whole or not at all, and replaces nothing that this package
-did not write.
+"""Writes files and folders that appear whole or not at all.
 
-Everything that the package writes goes through this module, except files that grow: the journal of
-a job, the log of a training run.
+Nothing is replaced that this package did not write. Everything that the package writes goes through
+this module, except files that grow: the output of a command that resumes, the log of a training
+run.
 """
 
 import contextlib
@@ -15,15 +15,17 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
+from specdec_jax.files.reading import PathLike
 
-def write_file(path, content: str | bytes) -> None:
+
+def write_file(path: PathLike, content: str | bytes) -> None:
     """Writes one file, text as UTF-8; see `new_file`."""
     with new_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def new_file(path) -> Iterator[BinaryIO]:
+def new_file(path: PathLike) -> Iterator[BinaryIO]:
     """Opens a file that takes the name `path` at the end of the block, once it is on the disk.
 
     After an error the old file, if any, is unchanged. The new one gets the permissions of the file
@@ -34,7 +36,7 @@ def new_file(path) -> Iterator[BinaryIO]:
     Raises:
       OSError: something failed; the error names the file.
     """
-    with naming(path):
+    with name_errors(path):
         if passes_through(path):
             number = _descriptor(path)
             with open(path if number is None else os.dup(number), "wb") as file:
@@ -58,13 +60,12 @@ def new_file(path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def new_folder(folder, check: Callable[[pathlib.Path], None]) -> Iterator[pathlib.Path]:
-    """Makes a folder that takes the name `folder` when the block ends; after an error nothing has
-    changed.
+def new_folder(folder: PathLike, check: Callable[[pathlib.Path], None]) -> Iterator[pathlib.Path]:
+    """Makes a folder that takes the name `folder` when the block ends.
 
-    If `folder` is a symbolic link, what it leads to is replaced. Until the block ends the new
-    folder is called `.NAME.specdec-new` and lies beside the old one. A process that is killed
-    leaves it behind; the next one empties it and takes it over.
+    After an error nothing has changed. If `folder` is a symbolic link, what it leads to is
+    replaced. Until the block ends the new folder is called `.NAME.specdec-new` and lies beside the
+    old one. A process that is killed leaves it behind; the next one empties it and takes it over.
 
     Args:
       folder: path of the folder.
@@ -84,7 +85,7 @@ def new_folder(folder, check: Callable[[pathlib.Path], None]) -> Iterator[pathli
         if path.is_symlink():
             raise ValueError(f"{path}: got a symbolic link, expected nothing there")
     new.mkdir(parents=True, exist_ok=True)
-    with alone(new):
+    with lock_folder(new):
         try:
             _clear(new, old, place)
             yield new
@@ -95,9 +96,12 @@ def new_folder(folder, check: Callable[[pathlib.Path], None]) -> Iterator[pathli
             raise
 
 
-def passes_through(path) -> bool:
-    """Returns whether `path` leads to something that passes bytes on: a device, a pipe, a socket,
-    or a file that this process has open (/dev/stdout, /dev/fd/3)."""
+def passes_through(path: PathLike) -> bool:
+    """Returns whether `path` leads to something that passes bytes on.
+
+    That is a device, a pipe, a socket, or a file that this process has open (/dev/stdout,
+    /dev/fd/3).
+    """
     if _descriptor(path) is not None:
         return True
     try:
@@ -108,25 +112,27 @@ def passes_through(path) -> bool:
 
 
 @contextlib.contextmanager
-def alone(folder) -> Iterator[None]:
-    """Keeps other processes out of an existing folder during the block; raises ValueError if
-    another one holds it.
+def lock_folder(folder: PathLike) -> Iterator[None]:
+    """Keeps other processes out of an existing folder during the block.
 
     The lock ends with the process. Where the system has no such locks (Windows), nobody is kept
     out.
+
+    Raises:
+      ValueError: another process holds the lock.
     """
     if os.name == "nt":
         yield
         return
     number = os.open(folder, os.O_RDONLY)
     try:
-        lock(number, folder)
+        lock_file(number, folder)
         yield
     finally:
         os.close(number)
 
 
-def lock(number: int, path) -> None:
+def lock_file(number: int, path: PathLike) -> None:
     """Locks the open file `number`, whose path is `path`, until it is closed.
 
     Raises:
@@ -149,7 +155,7 @@ def lock(number: int, path) -> None:
 
 
 @contextlib.contextmanager
-def naming(path) -> Iterator[None]:
+def name_errors(path: PathLike) -> Iterator[None]:
     """Adds the name `path` to a system error that names no file, such as that of a full disk."""
     try:
         yield
@@ -159,9 +165,8 @@ def naming(path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _descriptor(path) -> int | None:
-    """Returns the number of this process's open file that `path` names, through any symbolic links;
-    None for other paths."""
+def _descriptor(path: PathLike) -> int | None:
+    """Returns the number of this process's open file that `path` leads to, None for other paths."""
     path = os.fspath(path)
     for _ in range(40):  # Linux follows as many
         folder, name = os.path.split(path)
@@ -178,8 +183,11 @@ def _descriptor(path) -> int | None:
 
 
 def _replaced(place: str) -> os.stat_result | None:
-    """Returns the status of the file at `place`, None if there is none; raises OSError if it must
-    not be written."""
+    """Returns the status of the file at `place`, None if there is none.
+
+    Raises:
+      OSError: the file must not be written.
+    """
     try:
         number = os.open(place, os.O_WRONLY)
     except FileNotFoundError:
@@ -208,8 +216,7 @@ def _clear(new: pathlib.Path, old: pathlib.Path, place: pathlib.Path) -> None:
 
 
 def _exchange(new: pathlib.Path, place: pathlib.Path, old: pathlib.Path) -> None:
-    """Renames `new` to `place`, after moving what is there, if anything, to `old` and then removing
-    it."""
+    """Renames `new` to `place`; what is there is first moved to `old`, and removed at the end."""
     if not place.exists():
         os.rename(new, place)
         return
@@ -224,8 +231,7 @@ def _exchange(new: pathlib.Path, place: pathlib.Path, old: pathlib.Path) -> None
 
 
 def check_output(path: str | None, name: str = "output") -> None:
-    """Raises ValueError for an output path that could not be written, before hours of work are
-    lost."""
+    """Raises ValueError for a path that cannot be written, before hours of work are lost."""
     if not path or passes_through(path):
         return
     place = pathlib.Path(os.path.realpath(path))
@@ -233,6 +239,5 @@ def check_output(path: str | None, name: str = "output") -> None:
         raise ValueError(f"{name}: got {path!r}, expected a file in a folder that exists")
     for needed in (place.parent, place):
         if needed.exists() and not os.access(needed, os.W_OK):
-            raise ValueError(
-                f"{name}: got {path!r}, expected a file that may be written: {needed} may not"
-            )
+            expected = f"a file that may be written: {needed} may not"
+            raise ValueError(f"{name}: got {path!r}, expected {expected}")

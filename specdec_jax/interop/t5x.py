@@ -358,9 +358,9 @@ def transformer(config: ModelConfig) -> network.Transformer:
     """Returns T5X's module of this shape.
 
     Raises:
-      ValueError: T5X's module cannot have this shape (`checkpoints.t5x.why_not`).
+      ValueError: T5X's module cannot have this shape (`checkpoints.t5x.explain_unsupported`).
     """
-    if lack := t5x.why_not(config):
+    if lack := t5x.explain_unsupported(config):
         raise ValueError(f"t5x: {lack}")
     names = (
         "vocab_size",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.checkpoints import loader
-from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary
+from specdec_jax.tokenizers.vocabularies import ByteVocabulary, SentencePieceVocabulary
 from specdec_jax.training import text_files
 
 try:

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from specdec_jax.models.vocabularies import (
+from specdec_jax.tokenizers.vocabularies import (
     ByteVocabulary,
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,

@@ -1,1 +1,1 @@
-"""Networks, their caches, layouts and vocabularies: the only package where linen is used."""
+"""Networks, their caches and layouts: the only package where linen is used."""

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int, Integer
 
 from specdec_jax.models import arguments
 from specdec_jax.models.network import decoder_only, padded_lengths
-from specdec_jax.models.vocabularies import PAD_ID
+from specdec_jax.tokenizers.vocabularies import PAD_ID
 
 
 def padding_id(model) -> int | None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from specdec_jax.models import vocabularies
+from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import text_files
 from specdec_jax.training.batches import BucketedBatches
 

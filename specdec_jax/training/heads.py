@@ -19,7 +19,7 @@ import rich.console
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader
 from specdec_jax.drafters.heads import HeadsDrafter
-from specdec_jax.files.writing import alone
+from specdec_jax.files.writing import lock_folder
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_kernel, init_params
 from specdec_jax.models.language_model import LanguageModel
@@ -334,7 +334,7 @@ def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) 
     target = loader.load(settings.target, dtype)
     run_vocabulary.of_model(target, "target")  # rejected before there is a folder
     output.mkdir(parents=True, exist_ok=True)
-    with alone(output):
+    with lock_folder(output):
         saved = Checkpoints(output, resume=True)
         step = saved.newest.latest_step()
         record_target(output / "target_fingerprint", "target", target, step)

@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 import rich.progress
 
 from specdec_jax.files import reading
-from specdec_jax.files.writing import naming, write_file
+from specdec_jax.files.writing import name_errors, write_file
 from specdec_jax.models.families import build_config, describe
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.training.losses import TrainState
@@ -112,7 +112,7 @@ def _save(manager: ocp.CheckpointManager, step: int, tree, **how) -> None:
     if free < needed:
         said = f"{os.strerror(errno.ENOSPC)} ({free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB needed)"
         raise OSError(errno.ENOSPC, said, str(folder))
-    with naming(folder):
+    with name_errors(folder):
         manager.save(step, args=ocp.args.StandardSave(tree), **how)
 
 
@@ -240,7 +240,7 @@ class Reporter:
 
     def __exit__(self, *exception) -> None:
         self._bar.stop()
-        with naming(self._log.name):
+        with name_errors(self._log.name):
             self._log.close()
 
     def advance(self, step: int) -> None:
@@ -288,7 +288,7 @@ class Reporter:
         self._console.print(text, markup=False, highlight=False)
 
     def _write(self, step: int, **values) -> None:
-        with naming(self._log.name):
+        with name_errors(self._log.name):
             self._log.write(
                 json.dumps({"step": step, **values, "time": round(time.time(), 1)}) + "\n"
             )

@@ -9,7 +9,7 @@ from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.vocabularies import (
+from specdec_jax.tokenizers.vocabularies import (
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,
     Vocabulary,

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from specdec_jax.models.vocabularies import LONGEST_TEXT
+from specdec_jax.tokenizers.vocabularies import LONGEST_TEXT
 
 _LONGEST_LINE = 4 * LONGEST_TEXT  # bytes; a longer line is too long a text to be encoded
 _COUNTED = 1 << 25  # how many bytes of a longer line are read, for the message

@@ -17,7 +17,7 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader, native_format
 from specdec_jax.files import reading
 from specdec_jax.files.reading import digest
-from specdec_jax.files.writing import alone
+from specdec_jax.files.writing import lock_folder
 from specdec_jax.models.families import build_config
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
@@ -80,7 +80,7 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
     console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
     output.mkdir(parents=True, exist_ok=True)
     console.print("reading the files of examples")
-    with alone(output):
+    with lock_folder(output):
         saved = Checkpoints(output, resume=True, select=config.select)
         for line in changed_settings(config, output, saved.newest.latest_step(), _fixed):
             console.print(line, markup=False)

@@ -23,10 +23,10 @@ settings, libraries, compiler = libraries.settings, libraries.libraries, librari
 
 
 def test_the_cache_is_the_user_s(tmp_path, monkeypatch):
-    assert user_cache.folder() == tmp_path / "cache/specdec_jax"
+    assert user_cache.cache_folder() == tmp_path / "cache/specdec_jax"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert user_cache.folder() == tmp_path / "home/.cache/specdec_jax"
+    assert user_cache.cache_folder() == tmp_path / "home/.cache/specdec_jax"
 
     def nowhere():
         raise RuntimeError("Could not determine home directory.")
@@ -35,7 +35,7 @@ def test_the_cache_is_the_user_s(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match="got no home folder, expected HOME or XDG_CACHE_HOME to be set"
     ):
-        user_cache.folder()
+        user_cache.cache_folder()
 
 
 @needs_compiler
@@ -125,12 +125,12 @@ def test_folders_of_others(tmp_path, compiler, part):
 
 
 def test_what_killed_processes_left_goes(tmp_path):
-    folder = user_cache.private("kernel")
+    folder = user_cache.private_folder("kernel")
     old, new = folder / "tmp-old", folder / "tmp-new"
     for path in (old, new):
         path.mkdir()
         (path / "kernel.so").touch()
     os.utime(old, (time.time() - 2 * user_cache._ABANDONED,) * 2)
-    with user_cache.scratch(folder) as temporary:
+    with user_cache.scratch_folder(folder) as temporary:
         assert temporary.parent == folder and len(names(folder)) == 2 and not old.exists()
     assert names(folder) == ["tmp-new"]

@@ -178,7 +178,7 @@ def test_t5x_has_no_place_for_both(two, form, tmp_path):
         ValueError, match=f"got '{form}' for a model whose encoder has an embedding of its own"
     ):
         converter.save(two, tmp_path / "out", format=form)
-    assert "got separate_embeddings" in t5x.why_not(two.config)
+    assert "got separate_embeddings" in t5x.explain_unsupported(two.config)
 
 
 def test_int8_and_a_network_of_its_own_shape(two, tmp_path):

@@ -15,8 +15,9 @@ from golden_models import GOLDEN
 from make_checkpoints import FORMATS, PARAMS, TENSORS, TINY, TINY_1_0, model_of
 
 from specdec_jax.checkpoints import converter, huggingface_t5, loader, stored_tensor
-from specdec_jax.models import network, parameters, vocabularies
+from specdec_jax.models import network, parameters
 from specdec_jax.models.t5 import PRESETS, T5
+from specdec_jax.tokenizers import vocabularies
 
 pytestmark = pytest.mark.usefixtures("quick")
 SPIECE = GOLDEN / "hf_tokenizer" / "spiece.model"

@@ -13,7 +13,7 @@ import pytest
 from golden_models import GOLDEN
 from make_checkpoints import FORMATS, PARAMS, TENSORS, TINY
 
-from specdec_jax.checkpoints import allocator, loader, memory
+from specdec_jax.checkpoints import loader, memory
 from specdec_jax.checkpoints import weights as checkpoints_weights
 from specdec_jax.files import reading
 from specdec_jax.models import parameters
@@ -445,9 +445,9 @@ def test_memory_within_a_container(case, tmp_path, monkeypatch):
 
 def test_loading_where_the_c_library_cannot_be_opened_by_no_name(tmp_path, monkeypatch):
     """As on Windows."""
-    monkeypatch.setattr(allocator, "os", types.SimpleNamespace(name="nt"))
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: pytest.fail("opened"))
-    with allocator.returning_freed_memory():
+    monkeypatch.setattr(memory, "os", types.SimpleNamespace(name="nt"))
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: pytest.fail("opened"))
+    with memory.returning_freed_memory():
         pass
 
 

@@ -25,7 +25,7 @@ from specdec_jax.checkpoints import stored_tensor as checkpoints_leaves
 from specdec_jax.checkpoints.converter import FORMATS, convert
 from specdec_jax.commands import main
 from specdec_jax.models.parameters import flatten
-from specdec_jax.models.vocabularies import (
+from specdec_jax.tokenizers.vocabularies import (
     ByteVocabulary,
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,
@@ -41,7 +41,7 @@ def opened(path) -> checkpoints_leaves.Checkpoint:
 
 def contents(path, dtype="float32") -> dict[str, bytes]:
     """Every parameter as it is stored: the dtype is compared too."""
-    leaves = opened(path).leaves
+    leaves = opened(path).parameters
     assert {leaf.dtype for leaf in leaves.values()} == {dtype}
     return {name: leaf.load(dtype).tobytes() for name, leaf in leaves.items()}
 
@@ -214,7 +214,7 @@ def test_the_step_of_a_t5x_checkpoint(form, tmp_path):
         convert(tmp_path / "own", tmp_path / "checkpoint_30", form).folder
         == tmp_path / "checkpoint_30"
     )
-    assert t5x.find(tmp_path) == tmp_path / "checkpoint_30"
+    assert t5x.find_step(tmp_path) == tmp_path / "checkpoint_30"
 
 
 def test_layers_that_were_stacked_and_optimizer_states(tmp_path):

@@ -11,7 +11,7 @@ from make_checkpoints import TINY, TINY_1_0
 import specdec_jax as sd
 from specdec_jax.checkpoints import int8, native_format, tensorstore_arrays
 from specdec_jax.checkpoints.converter import convert
-from specdec_jax.checkpoints.stored_tensor import Leaf
+from specdec_jax.checkpoints.stored_tensor import StoredTensor
 from specdec_jax.commands import main
 from specdec_jax.models.parameters import flatten
 
@@ -45,7 +45,7 @@ def test_every_number_is_the_nearest_of_its_column_or_row(shape, tmp_path):
         )
         rounded += np.any(found[name] != array)
     assert rounded > 10 and not np.any(found[WO][:, 3])
-    stored = native_format.open_folder(tmp_path / "model").leaves
+    stored = native_format.open_folder(tmp_path / "model").parameters
     assert stored[WO].dtype == "int8" and stored["decoder/decoder_norm/scale"].dtype == "float32"
 
 
@@ -77,7 +77,7 @@ def test_size_formats_and_a_second_time(tmp_path):
 @pytest.mark.parametrize("name", [WO, "token_embedder/embedding"])
 def test_a_part_is_that_part(name, tmp_path):
     sd.save(make.model_of(make.random_params(TINY), TINY), tmp_path / "model", dtype="int8")
-    leaf = native_format.open_folder(tmp_path / "model").leaves[name]
+    leaf = native_format.open_folder(tmp_path / "model").parameters[name]
     whole, box = leaf.load("float32"), (slice(3, 9), slice(1, 4))
     assert leaf.shape == whole.shape
     np.testing.assert_array_equal(leaf.load_part("float32", box), whole[box])
@@ -92,33 +92,33 @@ def test_a_part_is_that_part(name, tmp_path):
 
 def test_tiny_and_infinite_numbers():
     tiny = np.full((3, 2), 1.9e-43, np.float32)
-    found = int8.join(
-        {name: Leaf.from_array(x) for name, x in int8.divided(WO, tiny).items()}, "here"
+    found = int8.join_parts(
+        {name: StoredTensor.from_array(x) for name, x in int8.quantize(WO, tiny).items()}, "here"
     )[WO]
     assert np.all(found.load("float32") >= 0)
     for bad in (np.nan, np.inf):
         with pytest.raises(ValueError, match=f"parameter {WO}: got numbers that are not finite"):
-            int8.divided(WO, np.array([[1, bad]], np.float32))
+            int8.quantize(WO, np.array([[1, bad]], np.float32))
 
 
 def test_what_does_not_fit_is_rejected(tmp_path):
     stored = {
-        name: Leaf.from_array(array)
-        for name, array in int8.divided(WO, np.ones((4, 6), np.float32)).items()
+        name: StoredTensor.from_array(array)
+        for name, array in int8.quantize(WO, np.ones((4, 6), np.float32)).items()
     }
     assert set(stored) == {f"{WO}/values", f"{WO}/scales"}
     for part in ("values", "scales"):
         alone = {f"{WO}/{part}": stored[f"{WO}/{part}"]}
         with pytest.raises(ValueError, match=f"here: parameter {WO}: got 8-bit {part} alone"):
-            int8.join(alone, "here")
+            int8.join_parts(alone, "here")
     for shape in ((1, 5), (4,), (4, 6)):
-        wrong = stored | {f"{WO}/scales": Leaf.from_array(np.ones(shape, np.float32))}
+        wrong = stored | {f"{WO}/scales": StoredTensor.from_array(np.ones(shape, np.float32))}
         with pytest.raises(ValueError, match="got scales of shape .* for values of shape"):
-            int8.join(wrong, "here")
+            int8.join_parts(wrong, "here")
     sd.save(make.model_of(make.random_params(TINY), TINY), tmp_path / "model")
     arrays = {
         name: leaf.load("float32")
-        for name, leaf in native_format.open_folder(tmp_path / "model").leaves.items()
+        for name, leaf in native_format.open_folder(tmp_path / "model").parameters.items()
     }
     arrays[WO] = np.ones_like(arrays[WO], np.int8)  # integers without scales
     (tmp_path / "bad").mkdir()

@@ -38,7 +38,7 @@ def folder(tmp_path):
 def slowly(clock, monkeypatch):
     """Returns a function that makes the reading of all of `TINY`'s parameters last so many seconds,
     and fail at one of them if it is asked to."""
-    read = stored_tensor.Leaf.load
+    read = stored_tensor.StoredTensor.load
 
     def slow(seconds: float, fails_at: int | None = None) -> None:
         numbers = iter(range(COUNT))
@@ -49,7 +49,7 @@ def slowly(clock, monkeypatch):
                 raise ValueError("a truncated file")
             return read(self, dtype)
 
-        monkeypatch.setattr(stored_tensor.Leaf, "load", load)
+        monkeypatch.setattr(stored_tensor.StoredTensor, "load", load)
 
     return slow
 

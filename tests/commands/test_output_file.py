@@ -17,7 +17,7 @@ from devices import SPECDEC
 import specdec_jax as sd
 from specdec_jax.commands import generate
 from specdec_jax.commands.resumable_output import Journal
-from specdec_jax.models.vocabularies import SentencePieceVocabulary
+from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
 
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec
 pytestmark = pytest.mark.usefixtures("quick")

@@ -234,7 +234,7 @@ def test_a_second_training_into_a_folder_is_rejected(specdec, pair, language, tm
             f"--output_dir={tmp_path}",
         ],
     }
-    with writing.alone(tmp_path):
+    with writing.lock_folder(tmp_path):
         code, out, err = specdec(command, *arguments[command])
     assert (code, out) == (2, "") and not names(tmp_path)
     assert (

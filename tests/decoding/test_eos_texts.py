@@ -8,7 +8,7 @@ from golden_models import GOLDEN
 from toy_models import EchoModel
 
 import specdec_jax as sd
-from specdec_jax.models.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary
+from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary, TokenizerJsonVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
 FOLDER, WIDEST = GOLDEN / "hf_tokenizer", 24

@@ -12,7 +12,7 @@ from toy_models import HashModel, Words
 import specdec_jax as sd
 from specdec_jax.checkpoints.loader import load
 from specdec_jax.decoding.inputs import as_ids, encode
-from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary
+from specdec_jax.tokenizers.vocabularies import ByteVocabulary, SentencePieceVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -13,7 +13,7 @@ from specdec_jax.checkpoints.converter import save
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.results import NonFiniteLogitsError
-from specdec_jax.models.vocabularies import ByteVocabulary
+from specdec_jax.tokenizers.vocabularies import ByteVocabulary
 
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec
 pytestmark = pytest.mark.usefixtures("quick")

@@ -20,8 +20,8 @@ from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.stop import cut, shown
 from specdec_jax.decoding.stream import stream
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.tokenizers.vocabularies import ByteVocabulary, SentencePieceVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -14,9 +14,9 @@ from toy_training import CONFIGS, TINY, random_params
 import specdec_jax as sd
 from specdec_jax.commands import main
 from specdec_jax.models import heads as heads_module
-from specdec_jax.models import vocabularies
 from specdec_jax.models.heads import Heads, HeadsConfig
 from specdec_jax.models.t5 import T5
+from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import heads as training_heads
 
 pytestmark = pytest.mark.usefixtures("quick")

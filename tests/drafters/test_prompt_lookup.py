@@ -15,7 +15,7 @@ from specdec_jax.analysis import formulas
 from specdec_jax.commands import main
 from specdec_jax.decoding.request import prepare
 from specdec_jax.decoding.trace import trace
-from specdec_jax.models.vocabularies import SentencePieceVocabulary
+from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
 

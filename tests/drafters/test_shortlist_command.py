@@ -18,7 +18,7 @@ from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import main
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.network import Network
-from specdec_jax.models.vocabularies import SentencePieceVocabulary
+from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -335,9 +335,9 @@ def test_a_journal_that_was_finished_in_the_meantime_is_rejected(tmp_path, monke
     def late(number, path):
         first.finish()
         first.__exit__()
-        writing.lock(number, path)
+        writing.lock_file(number, path)
 
-    monkeypatch.setattr(resumable_output, "lock", late)
+    monkeypatch.setattr(resumable_output, "lock_file", late)
     with pytest.raises(ValueError, match="out.partial: another process is writing it"):
         resumable_output.Journal(tmp_path / "out", {}, 1)
     assert (tmp_path / "out").read_text() == "first\n" and names(tmp_path) == ["out"]

@@ -35,10 +35,10 @@ from specdec_jax.analysis import beams, variants
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis.report import beam_summaries, summaries
 from specdec_jax.checkpoints import t5x
-from specdec_jax.checkpoints.stored_tensor import Leaf
+from specdec_jax.checkpoints.stored_tensor import StoredTensor
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.models.parameters import flatten
-from specdec_jax.models.vocabularies import ByteVocabulary
+from specdec_jax.tokenizers.vocabularies import ByteVocabulary
 
 if importlib.util.find_spec("t5x") is None:
     pytest.skip("t5x is not installed", allow_module_level=True)
@@ -101,10 +101,9 @@ def network_of(config: sd.T5Config):
 def test_t5x_restores_what_is_exported(shape, form, dtype, use_orbax, tmp_path):
     params = {name: x.astype(dtype) for name, x in make.random_params(SHAPES[shape]).items()}
     sd.save(make.model_of(params, SHAPES[shape]), tmp_path / "model", format=form)
-    leaves = {name: Leaf.from_array(x) for name, x in params.items()}
+    leaves = {name: StoredTensor.from_array(x) for name, x in params.items()}
     params = {
-        name: leaf.load(dtype)
-        for name, leaf in t5x.leaves_by_their_names(leaves, SHAPES[shape]).items()
+        name: leaf.load(dtype) for name, leaf in t5x.stack_layers(leaves, SHAPES[shape]).items()
     }
     model = models.EncoderDecoderModel(network_of(SHAPES[shape]), None, None, None)
     partitioner = partitioning.PjitPartitioner(num_partitions=1)

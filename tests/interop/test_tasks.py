@@ -31,7 +31,7 @@ from specdec_jax.commands import generate as generate_command
 from specdec_jax.commands import main
 from specdec_jax.interop import vocabularies
 from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.vocabularies import ByteVocabulary, SentencePieceVocabulary
+from specdec_jax.tokenizers.vocabularies import ByteVocabulary, SentencePieceVocabulary
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick")]
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec

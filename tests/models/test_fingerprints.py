@@ -20,7 +20,7 @@ from specdec_jax.commands import generate, main, suite
 from specdec_jax.commands import resumable_output as journal_command
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import flatten, unflatten
-from specdec_jax.models.vocabularies import (
+from specdec_jax.tokenizers.vocabularies import (
     ByteVocabulary,
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,

@@ -15,11 +15,11 @@ from toy_models import HashModel, compilations, noisy_copy
 
 import specdec_jax as sd
 from specdec_jax.backends.kv_cache import KVCache
-from specdec_jax.checkpoints import huggingface_tokenizers
 from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.request import Plan, prepare
 from specdec_jax.models import heads
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.tokenizers import huggingface_folders
 
 pytestmark = pytest.mark.usefixtures("quick")
 RECORDS = json.loads((FOLDER / "ids.json").read_text(encoding="utf-8"))
@@ -102,7 +102,7 @@ def test_tokenizers_of_both_forms(form, tmp_path):
     files = ("tokenizer.json",) if form == "tokenizer.json" else ("vocab.json", "merges.txt")
     for name in files:
         shutil.copy(FOLDER / name, tmp_path)
-    vocabulary = huggingface_tokenizers.open_folder(tmp_path, (287,))
+    vocabulary = huggingface_folders.open_folder(tmp_path, (287,))
     assert (vocabulary.size, vocabulary.eos_ids) == (288, (287,))
     assert vocabulary.fingerprint() == golden().vocabulary.fingerprint()
     for record in RECORDS:
@@ -114,14 +114,14 @@ def test_added_tokens_beside_merges(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(FOLDER / name, tmp_path)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<turn>": 289, "<pause>": 288}))
-    vocabulary = huggingface_tokenizers.open_folder(tmp_path, (287,))
+    vocabulary = huggingface_folders.open_folder(tmp_path, (287,))
     assert vocabulary.encode("<turn>The<pause>") == [289, *vocabulary.encode("The"), 288]
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<turn>": 300}))
     with pytest.raises(ValueError, match="got added token '<turn>' with id 300"):
-        huggingface_tokenizers.open_folder(tmp_path, (287,))
+        huggingface_folders.open_folder(tmp_path, (287,))
     (tmp_path / "merges.txt").write_text("no merge of pieces\n")
     with pytest.raises(ValueError, match="vocab.json: got no readable vocabulary with merges"):
-        huggingface_tokenizers.open_folder(tmp_path, (287,))
+        huggingface_folders.open_folder(tmp_path, (287,))
 
 
 # Through the loop.

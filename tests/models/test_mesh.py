@@ -237,7 +237,7 @@ def test_parts_of_stored_parameters(tmp_path, turned):
     write_hf(tmp_path / "hf", to_tensors(params))
     name, box = "decoder/layers_0/mlp/wo/kernel", (slice(6, 12), slice(0, 16))
     for folder in ("own", "hf"):
-        leaf = loader.open_checkpoint(tmp_path / folder, None).leaves[name]
+        leaf = loader.open_checkpoint(tmp_path / folder, None).parameters[name]
         assert (leaf.read_part is None) == (folder == "hf")
         leaf, expected, part = (
             (leaf.transposed(), params[name].T, box[::-1]) if turned else (leaf, params[name], box)

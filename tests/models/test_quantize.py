@@ -47,7 +47,7 @@ def bundled(quantize=None):
 def test_the_bundled_target_computes_with_the_very_integers_that_are_stored():
     model, widened = bundled(), bundled("none")
     assert model.quantized and not widened.quantized
-    leaves = native_format.open_folder(loader.resolve("ende/target")).leaves
+    leaves = native_format.open_folder(loader.resolve("ende/target")).parameters
     kernels = {name: value for name, value in stored_in(model).items() if name.endswith("/kernel")}
     assert len(kernels) == 2 * 7 + 4 * 11 + 1
     for name, kernel in kernels.items():
@@ -125,7 +125,7 @@ def test_a_folder_with_other_scales_is_widened_unless_it_is_to_be_rounded(tmp_pa
 
 
 def _divided(name, array):
-    return {key.removeprefix(name): part for key, part in int8.divided(name, array).items()}
+    return {key.removeprefix(name): part for key, part in int8.quantize(name, array).items()}
 
 
 @pytest.mark.parametrize("encoder", [True, False])
@@ -191,7 +191,7 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored
     embedding = flatten(plain.params)[EMBEDDING]
     np.testing.assert_array_equal(flatten(model.params)[EMBEDDING], embedding)
     if stored:
-        values, scales = native_format.open_folder(folder).leaves[EMBEDDING].parts
+        values, scales = native_format.open_folder(folder).parameters[EMBEDDING].parts
         assert_kernel(head.kernel(), values.load(np.int8).T, scales.load(np.float32)[:, 0])
         assert (
             sd.load(folder, "float32").contents == model.contents
@@ -293,9 +293,9 @@ def test_what_is_stored_in_8_bits_is_written_as_it_is(form, tmp_path):
     assert model.quantized
     sd.convert(tmp_path / "first", tmp_path / "converted", "specdec", "int8")
     sd.save(model, tmp_path / "saved", dtype="int8")
-    first = native_format.open_folder(tmp_path / "first").leaves
+    first = native_format.open_folder(tmp_path / "first").parameters
     for other in ("converted", "saved"):
-        again = native_format.open_folder(tmp_path / other).leaves
+        again = native_format.open_folder(tmp_path / other).parameters
         assert again.keys() == first.keys()
         for name, leaf in first.items():
             if leaf.parts is None:

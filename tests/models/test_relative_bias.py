@@ -402,5 +402,5 @@ def test_the_field_is_true_or_false(value):
 
 
 def test_t5xs_first_network_cannot_compute_it():
-    assert t5x.why_not(make.TINY) is None
-    assert "got relative_bias_per_layer, expected a position table" in t5x.why_not(TINY)
+    assert t5x.explain_unsupported(make.TINY) is None
+    assert "got relative_bias_per_layer, expected a position table" in t5x.explain_unsupported(TINY)

@@ -139,7 +139,7 @@ def test_stored_8_bits_are_used_as_they_are_only_if_asked_for(dtype, tmp_path):
     folder, said = save_tiny(tmp_path / "model"), []
     asked, default = (sd.load(folder, dtype, quantize=how) for how in ("int8", None))
     assert asked.quantized and not default.quantized
-    leaves = native_format.open_folder(folder).leaves
+    leaves = native_format.open_folder(folder).parameters
     for name, found in stored_in(asked).items():
         if name.endswith("/kernel"):
             values, scales = leaves[name].parts

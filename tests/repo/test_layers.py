@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Packages of one layer know nothing of each other.
 LAYERS = [
     {"files"},
-    {"backends"},
+    {"backends", "tokenizers"},
     {"models"},
     {"speculative", "checkpoints"},
     {"drafters", "decoding"},

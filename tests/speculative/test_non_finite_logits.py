@@ -241,7 +241,7 @@ def test_damaged_weights():
 
 
 def test_on_the_command_line(tmp_path, capsys):
-    from specdec_jax.models.vocabularies import ByteVocabulary
+    from specdec_jax.tokenizers.vocabularies import ByteVocabulary
 
     sound = tiny_t5(0, 300)
     model = damaged(LanguageModel(sound.config, sound.params, ByteVocabulary(0)))

@@ -6,7 +6,7 @@ from announcements import without_course
 
 import specdec_jax as sd
 from specdec_jax.commands import main
-from specdec_jax.models.vocabularies import SentencePieceVocabulary
+from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
 
 CONFIG = sd.T5Config(64, 16, 2, 8, 1, 1, 24)
 TEXT = [

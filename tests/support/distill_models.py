@@ -8,9 +8,9 @@ import pytest
 from toy_training import TINY, config_of
 
 from specdec_jax.checkpoints import converter
-from specdec_jax.models import vocabularies
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import optimizer, train
 
 SMALL = T5Config(64, 8, 2, 4, 1, 1, 16)

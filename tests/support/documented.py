@@ -10,7 +10,7 @@ import pages
 import specdec_jax as sd
 from specdec_jax.checkpoints import loader
 from specdec_jax.models import gpt, t5
-from specdec_jax.models.vocabularies import SentencePieceVocabulary
+from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
 
 T5 = sd.T5Config(6144, 16, 2, 8, 1, 3, 32)
 GPT = gpt.GPTConfig(6144, 16, 2, 2, 32, num_positions=600)

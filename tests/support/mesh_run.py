@@ -21,7 +21,7 @@ from toy_models import compilations
 
 import specdec_jax as sd
 from specdec_jax.backends.sharding import ShardingRules
-from specdec_jax.checkpoints.stored_tensor import Leaf
+from specdec_jax.checkpoints.stored_tensor import StoredTensor
 from specdec_jax.commands import main
 from specdec_jax.commands.generate import GenerateOptions
 from specdec_jax.decoding.loop import advance
@@ -226,8 +226,10 @@ def more(folder: pathlib.Path) -> dict:
 def process(folder: pathlib.Path, number: str, port: str) -> dict:
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
     reads = []
-    leaf_read = Leaf.load_part
-    Leaf.load_part = lambda leaf, dtype, box: reads.append(leaf_read(leaf, dtype, box)) or reads[-1]
+    leaf_read = StoredTensor.load_part
+    StoredTensor.load_part = lambda leaf, dtype, box: (
+        reads.append(leaf_read(leaf, dtype, box)) or reads[-1]
+    )
     target, drafter = load(folder, sd.make_mesh(1, 2))
     kernel = target.network.params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
     return decode(target, drafter) | {

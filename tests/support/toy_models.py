@@ -12,7 +12,7 @@ import numpy as np
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import padded_lengths
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.models.vocabularies import Vocabulary
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 
 def tiny_t5(seed: int, vocab: int = 24, decoder_layers: int = 2, **overrides) -> LanguageModel:

@@ -8,9 +8,10 @@ import pytest
 from toy_training import TINY, TINY_GPT, config_of
 
 from specdec_jax.checkpoints import converter, loader
-from specdec_jax.models import parameters, vocabularies
+from specdec_jax.models import parameters
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import depth_expansion, run_folder, train
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -13,8 +13,8 @@ from distill_models import SMALL, _optimizer, same
 from toy_training import TINY, config_of, random_params
 
 from specdec_jax.checkpoints import loader
-from specdec_jax.models import vocabularies
 from specdec_jax.models.t5 import T5
+from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import batches as training_batches
 from specdec_jax.training import losses, run_folder, train
 

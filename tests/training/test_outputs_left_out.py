@@ -9,7 +9,7 @@ import pytest
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.models.vocabularies import ByteVocabulary
+from specdec_jax.tokenizers.vocabularies import ByteVocabulary
 from specdec_jax.training import sequence_distillation
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -14,7 +14,7 @@ from toy_training import TINY, TINY_GPT, config_of, text_config
 
 import specdec_jax as sd
 from specdec_jax.commands import distill, main
-from specdec_jax.models.vocabularies import (
+from specdec_jax.tokenizers.vocabularies import (
     ByteVocabulary,
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,

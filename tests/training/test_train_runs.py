@@ -24,9 +24,9 @@ from toy_training import CONFIGS, TINY, config_of
 
 from specdec_jax.checkpoints import converter, loader
 from specdec_jax.commands import main
-from specdec_jax.models import vocabularies
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import corpus, losses, run_folder, train
 
 pytestmark = pytest.mark.usefixtures("quick")

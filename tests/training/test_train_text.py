@@ -30,8 +30,9 @@ from toy_training import (
 import specdec_jax as sd
 from specdec_jax.analysis import expectations, tuning, variants
 from specdec_jax.commands import main, measure, tune
-from specdec_jax.models import parameters, vocabularies
+from specdec_jax.models import parameters
 from specdec_jax.models.gpt import GPT, GPT_PRESETS
+from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import config as training_config
 from specdec_jax.training import corpus, losses, optimizer, run_folder, train
 

@@ -196,7 +196,7 @@ def _find() -> _Library:
     if os.name != "posix":
         raise _Unusable(f"not built on {platform.system()}")
     source, compiler = _SOURCE.read_bytes(), _compiler()
-    folder, key = user_cache.private("kernel"), _key(source, compiler)
+    folder, key = user_cache.private_folder("kernel"), _key(source, compiler)
     record = folder / f"{key}.json"
     found = None if setting else _remembered(record)
     if found is None:
@@ -315,7 +315,7 @@ def _build(folder: pathlib.Path, key: str, source: bytes, compiler: _Compiler) -
       _Failed: it cannot be compiled, or does not work.
       OSError: it cannot be written.
     """
-    with user_cache.scratch(folder) as temporary:
+    with user_cache.scratch_folder(folder) as temporary:
         _say("specdec_jax: compiling its CPU kernel (once, a few seconds) ...")
         made = temporary / "kernel.so"
         native, target = _native(compiler)

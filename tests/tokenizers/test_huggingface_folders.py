@@ -12,11 +12,11 @@ import pytest
 from golden_models import GOLDEN
 
 import specdec_jax as sd
-from specdec_jax.checkpoints import huggingface_tokenizers, loader, native_format
+from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.commands import main
 from specdec_jax.decoding import inputs
 from specdec_jax.drafters.ngram import NGramDrafter
-from specdec_jax.models import special_tokens, vocabularies
+from specdec_jax.tokenizers import huggingface_folders, special_tokens, vocabularies
 from specdec_jax.training import corpus, sequence_distillation
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -43,7 +43,7 @@ def build(name: str, folder: pathlib.Path, **changes) -> pathlib.Path:
 
 def opened(name: str, folder: pathlib.Path, **changes) -> vocabularies.Vocabulary:
     stops = (287,) if CASES[name]["base"] == "hf_gpt2" else ()
-    vocabulary = huggingface_tokenizers.open_folder(build(name, folder, **changes), stops)
+    vocabulary = huggingface_folders.open_folder(build(name, folder, **changes), stops)
     assert vocabulary is not None
     return vocabulary
 
@@ -308,7 +308,7 @@ def test_tokens_that_are_no_text_name_their_file(name, file, fields, tmp_path):
     with pytest.raises(
         ValueError, match=rf"{file}.json: got the token '\\ud83d', expected UTF-8 text"
     ):
-        huggingface_tokenizers.open_folder(folder, ())
+        huggingface_folders.open_folder(folder, ())
 
 
 def test_a_token_of_a_wrong_kind_names_the_file_that_gives_it(tmp_path):
@@ -318,7 +318,7 @@ def test_a_token_of_a_wrong_kind_names_the_file_that_gives_it(tmp_path):
     with pytest.raises(
         ValueError, match="special_tokens_map.json: eos_token: got 5, expected a string"
     ):
-        huggingface_tokenizers.open_folder(folder, ())
+        huggingface_folders.open_folder(folder, ())
 
 
 def test_a_step_of_a_strange_type_is_rejected_in_one_line(tmp_path):

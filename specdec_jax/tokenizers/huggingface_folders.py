@@ -1,22 +1,21 @@
 """Reads and writes the tokenizer of a Hugging Face folder, which several files may describe."""
 
 import copy
-import os
 import pathlib
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from specdec_jax.files import reading
-from specdec_jax.models import tokenizer_checks
-from specdec_jax.models.vocabularies import (
+from specdec_jax.tokenizers import checks
+from specdec_jax.tokenizers.vocabularies import (
     TOKENIZER_BYTES,
     ByteVocabulary,
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,
     Vocabulary,
     check_extra_ids,
-    sentinels_for,
+    count_sentinels,
 )
 
 _T5 = ("T5Tokenizer", "MT5Tokenizer")  # the second was a name of the first until transformers 5
@@ -38,14 +37,9 @@ _ROBERTA_TOKENS = {
 }
 
 
-def first(*values) -> Any:
+def _first(*values: Any) -> Any:
     """Returns the first value that is not None."""
     return next((value for value in values if value is not None), None)
-
-
-def optional(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the object in a JSON file, an empty one if there is no such file."""
-    return reading.read_json(path) if os.path.lexists(path) else {}
 
 
 def open_folder(
@@ -60,14 +54,14 @@ def open_folder(
       folder: the folder.
       stop_ids: ids at which the model stops. Inputs still end with the tokenizer's own EOS, if it
         has one.
-      logits: number of the model's logits; None: there is room for T5's sentinels.
+      logits: number of the model's logits; None: enough for T5's sentinels.
 
     Raises:
       ValueError: a file cannot be read, or is of a class of tokenizers that reads it in another
         way.
     """
     path = folder / "tokenizer_config.json"
-    options = optional(path)
+    options = reading.read_optional_json(path)
     kind = _class(folder, options)
     if (folder / "tokenizer.json").exists():
         defaults = _GPT2_TOKENS if kind in _GPT2 else _ROBERTA_TOKENS
@@ -76,10 +70,8 @@ def open_folder(
         vocabulary = TokenizerJsonVocabulary.load(
             file, eos_token=token, stop_ids=stop_ids, around=around
         )
-        if vocabulary.frame is None and kind not in (
-            "",
-            *_T5,
-        ):  # neither the file nor its class says anything
+        # Neither the file nor its class names tokens.
+        if vocabulary.frame is None and kind not in ("", *_T5):
             vocabulary.reframe([], [])
         return vocabulary
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
@@ -91,9 +83,8 @@ def open_folder(
 
 def _class(folder: pathlib.Path, options: dict) -> str:
     """Returns the name of the tokenizer's class without "Fast", "" if no file gives it."""
-    kind = first(
-        options.get("tokenizer_class"), optional(folder / "config.json").get("tokenizer_class"), ""
-    )
+    config = reading.read_optional_json(folder / "config.json")
+    kind = _first(options.get("tokenizer_class"), config.get("tokenizer_class"), "")
     if not isinstance(kind, str):
         path = folder / "tokenizer_config.json"
         raise ValueError(f"{path}: tokenizer_class: got {reading.shown(kind)}, expected a string")
@@ -101,7 +92,7 @@ def _class(folder: pathlib.Path, options: dict) -> str:
 
 
 def _flag(folder: pathlib.Path, options: dict, name: str) -> bool:
-    value = first(options.get(name), False)
+    value = _first(options.get(name), False)
     if not isinstance(value, bool):
         path = folder / "tokenizer_config.json"
         raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected true or false")
@@ -109,14 +100,12 @@ def _flag(folder: pathlib.Path, options: dict, name: str) -> bool:
 
 
 def _around(folder: pathlib.Path, options: dict, kind: str) -> tuple[list[str], list[str]] | None:
-    """Returns the tokens that a class puts before and after a text, None if tokenizer.json decides."""
+    """Returns the tokens that a class puts before and after a text, None if a file decides."""
     if kind != _T5[0] and kind not in _ROBERTA:
         return None
     names = ("cls_token", "sep_token") if kind in _ROBERTA else ("eos_token",)
-    *before, after = (
-        _special_token(folder, options, name) or _ROBERTA_TOKENS[name] for name in names
-    )
-    return before, [after]
+    tokens = [_special_token(folder, options, name) or _ROBERTA_TOKENS[name] for name in names]
+    return tokens[:-1], tokens[-1:]
 
 
 def _with_sentinels(
@@ -128,17 +117,16 @@ def _with_sentinels(
     extra_ids, sentinels = options.get("extra_ids"), len(_sentinels(added)) or None
     if model.exists():
         if kind not in (*_T5, *_ANY) and not kind.startswith("ByT5"):
-            raise ValueError(
-                f"{model}: got the files of a {kind}, expected a T5Tokenizer's, or a tokenizer.json"
-            )
-        extra_ids = first(extra_ids, sentinels)
+            got = f"the files of a {kind}"
+            raise ValueError(f"{model}: got {got}, expected a T5Tokenizer's, or a tokenizer.json")
+        extra_ids = _first(extra_ids, sentinels)
         if extra_ids is None:
-            extra_ids = sentinels_for(SentencePieceVocabulary.load(model).size, logits)
-        vocabulary: Vocabulary = SentencePieceVocabulary.load(
-            model, check_extra_ids(extra_ids, path)
-        )
+            extra_ids = count_sentinels(SentencePieceVocabulary.load(model).size, logits)
+        count = check_extra_ids(extra_ids, path)
+        vocabulary: Vocabulary = SentencePieceVocabulary.load(model, count)
     else:
-        vocabulary = ByteVocabulary(check_extra_ids(first(extra_ids or None, sentinels, 125), path))
+        count = check_extra_ids(_first(extra_ids or None, sentinels, 125), path)
+        vocabulary = ByteVocabulary(count)
     _check_added(folder, added, vocabulary)
     return vocabulary
 
@@ -149,29 +137,26 @@ def _special_token(folder: pathlib.Path, options: dict, name: str) -> str | None
 
 
 def _named_token(folder: pathlib.Path, options: dict, name: str) -> Any:
-    """Returns a token as the folder's files give it, None if none does; one that they give is
-    checked."""
+    """Returns a token as the folder's files give it, checked; None if none does."""
     if options.get(name):
         return options[name]
     path = folder / "special_tokens_map.json"
-    if token := optional(path).get(name):
+    if token := reading.read_optional_json(path).get(name):
         _content(token, path, name)
     return token
 
 
-def _content(token, path: pathlib.Path, name: str) -> str:
+def _content(token: Any, path: pathlib.Path, name: str) -> str:
     """Returns the text of a token, which a file gives either alone or inside an object."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
-        raise ValueError(
-            f"{path}: {name}: got {reading.shown(token)}, expected a string or an object with `content`"
-        )
-    return _utf8(content, path)
+        expected = "a string or an object with `content`"
+        raise ValueError(f"{path}: {name}: got {reading.shown(token)}, expected {expected}")
+    return _check_utf8(content, path)
 
 
-def _utf8(token: str, path: pathlib.Path) -> str:
-    """Returns a token if a tokenizer can be asked for it: JSON's escapes may give half a surrogate
-    pair."""
+def _check_utf8(token: str, path: pathlib.Path) -> str:
+    """Returns a token; raises ValueError if it has half a surrogate pair, as JSON may give it."""
     if not token.isascii() and any("\ud800" <= character <= "\udfff" for character in token):
         raise ValueError(f"{path}: got the token {reading.shown(token)}, expected UTF-8 text")
     return token
@@ -183,42 +168,34 @@ def _byte_level_bpe(
     """Returns the vocabulary of GPT-2's own files: pieces with their ids, and merges in order."""
     file, path = folder / "vocab.json", folder / "tokenizer_config.json"
     if kind not in (*_ROBERTA, *_GPT2, *_ANY):
-        known = ", ".join((*_GPT2, *_ROBERTA))
-        raise ValueError(
-            f"{file}: got the files of a {kind}, expected those of one of {known}, or a tokenizer.json"
-        )
+        expected = f"those of one of {', '.join((*_GPT2, *_ROBERTA))}, or a tokenizer.json"
+        raise ValueError(f"{file}: got the files of a {kind}, expected {expected}")
     defaults = _ROBERTA_TOKENS if kind in _ROBERTA else _GPT2_TOKENS
-    named = {
-        name: _named_token(folder, options, name) or defaults.get(name) for name in _ROBERTA_TOKENS
-    }
-    named = {name: token for name, token in named.items() if token}
-    added = {_content(token, path, name): None for name, token in named.items()} | _added_tokens(
-        folder, options
-    )
+    named: dict[str, Any] = {}
+    for name in _ROBERTA_TOKENS:
+        if token := _named_token(folder, options, name) or defaults.get(name):
+            named[name] = token
+    added: dict[str, int | None] = {_content(named[name], path, name): None for name in named}
+    added |= _added_tokens(folder, options)
     entries = [*named.values(), *(options.get("added_tokens_decoder") or {}).values()]
     strips = {entry["content"]: _strips(entry) for entry in entries if isinstance(entry, dict)}
-    tokens = [
+    special = [
         {"content": token} | strips.get(token, {})
         for token in sorted(added, key=lambda token: added[token] or -1)
     ]
-    text = _merged_pieces(
-        file, folder / "merges.txt", tokens, _flag(folder, options, "add_prefix_space")
-    )
-    token = _special_token(folder, options, "eos_token") or defaults["eos_token"]
+    text = _make_tokenizer_json(file, special, _flag(folder, options, "add_prefix_space"))
+    eos_token = _special_token(folder, options, "eos_token") or defaults["eos_token"]
     around = _around(folder, options, kind)
+    # The switches `add_bos_token` and `add_eos_token` count only where there is no tokenizer.json.
     if around is None and (kind or options.get("add_bos_token") is not None):
-        marks = (
-            "bos_token",
-            "eos_token",
-        )  # these switches count only where there is no tokenizer.json
         before, after = (
             [_content(named[mark], path, mark)] * _flag(folder, options, f"add_{mark}")
-            for mark in marks
+            for mark in ("bos_token", "eos_token")
         )
         around = before, after
     try:
         vocabulary = TokenizerJsonVocabulary(
-            text, eos_token=token, stop_ids=stop_ids, around=around
+            text, eos_token=eos_token, stop_ids=stop_ids, around=around
         )
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
@@ -226,13 +203,13 @@ def _byte_level_bpe(
     return vocabulary
 
 
-def _merged_pieces(
-    vocab_file, merges_file, special_tokens: Iterable[dict], add_prefix_space: bool = False
+def _make_tokenizer_json(
+    vocab_file: pathlib.Path, special_tokens: Iterable[dict], add_prefix_space: bool
 ) -> str:
     """Returns the contents of a `tokenizer.json` made of GPT-2's `vocab.json` and `merges.txt`.
 
     Args:
-      vocab_file, merges_file: paths of the two files.
+      vocab_file: path of the `vocab.json`; the `merges.txt` lies beside it.
       special_tokens: tokens that are matched as a whole, each with its `content` and, perhaps,
         whether the spaces beside it belong to it (`lstrip`, `rstrip`); those that the vocabulary
         lacks get the ids after its own.
@@ -243,15 +220,15 @@ def _merged_pieces(
     """
     import tokenizers
 
+    merges_file = vocab_file.with_name("merges.txt")
     pieces = reading.read_json(vocab_file, TOKENIZER_BYTES)
     reading.check_file(merges_file, TOKENIZER_BYTES)
     try:
-        tokenizer_checks.check_ids(pieces.items())
+        checks.check_ids(pieces.items())
         bpe = tokenizers.models.BPE.from_file(str(vocab_file), str(merges_file))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(
-            f"{vocab_file}: got no readable vocabulary with merges ({reading.reason(error)}), expected GPT-2's"
-        ) from None
+        got = f"no readable vocabulary with merges ({reading.reason(error)})"
+        raise ValueError(f"{vocab_file}: got {got}, expected GPT-2's") from None
     tokenizer = tokenizers.Tokenizer(bpe)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -267,36 +244,27 @@ def _strips(entry: dict) -> dict[str, bool]:
 
 
 def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
-    """Returns the tokens that the folder adds to its vocabulary, with their ids where the files
-    give them."""
-    path, others, key = (
-        folder / "tokenizer_config.json",
-        folder / "added_tokens.json",
-        "additional_special_tokens",
-    )
+    """Returns the tokens that the folder adds to its vocabulary, with ids where files give them."""
+    path, others = folder / "tokenizer_config.json", folder / "added_tokens.json"
     # transformers 5 calls them extra_special_tokens.
+    key = "additional_special_tokens"
     listed = options.get("extra_special_tokens") or options.get(key)
-    listed = listed or optional(folder / "special_tokens_map.json").get(key) or []
+    listed = listed or reading.read_optional_json(folder / "special_tokens_map.json").get(key) or []
     listed = list(listed.values()) if isinstance(listed, dict) else listed
     entries = options.get("added_tokens_decoder") or {}
-    if (
-        not isinstance(listed, list)
-        or not isinstance(entries, dict)
-        or not all(re.fullmatch(r"\d{1,9}", i) for i in entries)
-    ):
-        got = reading.shown(entries if isinstance(listed, list) else listed)
-        raise ValueError(
-            f"{path}: got added tokens {got}, expected a list of tokens, and an object of tokens by id"
-        )
+    numbers = entries if isinstance(entries, dict) else ["no object"]
+    if type(listed) is not list or not all(re.fullmatch(r"\d{1,9}", i) for i in numbers):
+        got = reading.shown(entries if type(listed) is list else listed)
+        expected = "a list of tokens, and an object of tokens by id"
+        raise ValueError(f"{path}: got added tokens {got}, expected {expected}")
     added: dict[str, int | None] = {_content(token, path, key): None for token in listed}
     added |= {_content(entry, path, "added_tokens_decoder"): int(i) for i, entry in entries.items()}
-    numbered = optional(others)
+    numbered = reading.read_optional_json(others)
     for token, i in numbered.items():
-        _utf8(token, others)
+        _check_utf8(token, others)
         if type(i) is not int:
-            raise ValueError(
-                f"{others}: {reading.shown(token)}: got {reading.shown(i)}, expected an id"
-            )
+            got = reading.shown(i)
+            raise ValueError(f"{others}: {reading.shown(token)}: got {got}, expected an id")
     return added | numbered
 
 
@@ -307,7 +275,7 @@ def _sentinels(added: dict) -> list[str]:
 def _check_added(
     folder: pathlib.Path, added: dict[str, int | None], vocabulary: Vocabulary
 ) -> None:
-    """Raises ValueError if the vocabulary would give an added token another id than the files do."""
+    """Raises ValueError if the vocabulary gives an added token another id than the files do."""
     for token, i in added.items():
         if token in ("<pad>", "</s>", "<unk>"):
             continue
@@ -315,33 +283,35 @@ def _check_added(
         if len(known) != 1 or (i is not None and known != [i]):
             got = f"added token {reading.shown(token)}" + (f" with id {i}" if i is not None else "")
             path = folder / "tokenizer_config.json"
-            raise ValueError(
-                f"{path}: got {got}, expected only sentinels <extra_id_0> … or a tokenizer.json"
-            )
+            expected = "only sentinels <extra_id_0> … or a tokenizer.json"
+            raise ValueError(f"{path}: got {got}, expected {expected}")
 
 
-def files_of(vocabulary: Vocabulary | None) -> dict[str, Any]:
-    """Returns the files from which `open_folder` makes the same vocabulary: by name, bytes or the
-    contents of a JSON file.
+def make_files(vocabulary: Vocabulary | None) -> dict[str, Any]:
+    """Returns the files from which `open_folder` makes the same vocabulary.
 
     Special tokens are named only if the vocabulary has them: transformers would give any other an
     id of its own, past the model's embedding. Padding is EOS where there is no piece for it.
+
+    Returns:
+      By name, the bytes of a file or the contents of a JSON file.
+
+    Raises:
+      ValueError: Hugging Face has no files for such a vocabulary.
     """
     if vocabulary is None:
         return {}
-    options: dict[str, Any] = {
-        name: vocabulary.piece(i) for name, i in _special_ids(vocabulary).items()
-    }
+    ids = _special_ids(vocabulary)
+    options: dict[str, Any] = {name: vocabulary.piece(i) for name, i in ids.items()}
     if isinstance(vocabulary, TokenizerJsonVocabulary):
         options["tokenizer_class"] = "PreTrainedTokenizerFast"
-        if vocabulary.frame is None:  # transformers puts no EOS after an input unasked
+        if vocabulary.frame is None:  # transformers puts no EOS after an input by itself
             vocabulary = copy.copy(vocabulary)
             vocabulary.reframe([], [vocabulary.piece(vocabulary.eos_ids[0])])
         return {"tokenizer.json": vocabulary.text.encode("utf-8"), "tokenizer_config.json": options}
     if not isinstance(vocabulary, SentencePieceVocabulary | ByteVocabulary):
-        raise ValueError(
-            f"vocabulary: got {type(vocabulary).__name__}, expected one that Hugging Face has files for"
-        )
+        expected = "one that Hugging Face has files for"
+        raise ValueError(f"vocabulary: got {type(vocabulary).__name__}, expected {expected}")
     options["extra_ids"] = vocabulary.extra_ids
     options["additional_special_tokens"] = [f"<extra_id_{i}>" for i in range(vocabulary.extra_ids)]
     if isinstance(vocabulary, ByteVocabulary):
@@ -350,8 +320,8 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, Any]:
     return {"spiece.model": vocabulary.model, "tokenizer_config.json": options}
 
 
-def pad_id_of(vocabulary: Vocabulary | None) -> int:
-    """Returns the id that fills up inputs in transformers: as `files_of` names it, else T5's."""
+def choose_pad_id(vocabulary: Vocabulary | None) -> int:
+    """Returns the id that pads inputs in transformers: as `make_files` names it, else T5's."""
     return 0 if vocabulary is None else _special_ids(vocabulary).get("pad_token", 0)
 
 

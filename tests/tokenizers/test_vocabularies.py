@@ -11,9 +11,9 @@ import make_checkpoints
 import pytest
 from golden_models import GOLDEN
 
-from specdec_jax.checkpoints import converter, huggingface_tokenizers, loader
+from specdec_jax.checkpoints import converter, loader
 from specdec_jax.decoding import inputs
-from specdec_jax.models import tokenizer_checks, vocabularies
+from specdec_jax.tokenizers import checks, huggingface_folders, vocabularies
 
 FOLDER = GOLDEN / "hf_tokenizer"
 IDS = json.loads((FOLDER / "ids.json").read_text(encoding="utf-8"))
@@ -181,7 +181,7 @@ def test_inputs_end_with_the_tokenizers_own_eos(case, tmp_path):
     )
     for name, eos_token in files.items():
         (tmp_path / name).write_text(json.dumps({"eos_token": eos_token}))
-    vocabulary = huggingface_tokenizers.open_folder(tmp_path, stop_ids or ())
+    vocabulary = huggingface_folders.open_folder(tmp_path, stop_ids or ())
     assert vocabulary.eos_ids == expected
 
 
@@ -279,7 +279,7 @@ def test_sentinels_of_a_hugging_face_folder(case, tmp_path):
     (tmp_path / "spiece.model").write_bytes(VOCABULARIES["spiece.model"].model)
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    vocabulary = huggingface_tokenizers.open_folder(tmp_path, ())
+    vocabulary = huggingface_folders.open_folder(tmp_path, ())
     assert (type(vocabulary), vocabulary.extra_ids) == (
         vocabularies.SentencePieceVocabulary,
         extra_ids,
@@ -287,15 +287,14 @@ def test_sentinels_of_a_hugging_face_folder(case, tmp_path):
 
 
 def test_which_tokenizer_a_folder_has(tmp_path):
-    assert huggingface_tokenizers.open_folder(tmp_path, ()) is None
+    assert huggingface_folders.open_folder(tmp_path, ()) is None
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0})
     )
-    vocabulary = huggingface_tokenizers.open_folder(tmp_path, ())
+    vocabulary = huggingface_folders.open_folder(tmp_path, ())
     assert (type(vocabulary), vocabulary.size) == (vocabularies.ByteVocabulary, 384)
     assert (
-        type(huggingface_tokenizers.open_folder(FOLDER, (1,)))
-        is vocabularies.TokenizerJsonVocabulary
+        type(huggingface_folders.open_folder(FOLDER, (1,))) is vocabularies.TokenizerJsonVocabulary
     )
 
 
@@ -304,7 +303,7 @@ def test_added_tokens_that_spiece_model_does_not_give_are_rejected(added, tmp_pa
     (tmp_path / "spiece.model").write_bytes(VOCABULARIES["spiece.model"].model)
     (tmp_path / "added_tokens.json").write_text(json.dumps(added))
     with pytest.raises(ValueError, match="got added token .* expected only sentinels"):
-        huggingface_tokenizers.open_folder(tmp_path, ())
+        huggingface_folders.open_folder(tmp_path, ())
 
 
 @pytest.mark.skipif(not TEXTS.is_dir(), reason=f"real text not beside the checkout ({TEXTS.name}/)")
@@ -351,7 +350,7 @@ def regex_tokenizer(pattern: str) -> str:
             r"\b",
             "[^a]+",
         ),
-        *sorted(tokenizer_checks.PUBLISHED),
+        *sorted(checks.PUBLISHED),
     ],
 )
 def test_expressions_of_published_tokenizers_take_time_in_proportion_to_the_text(pattern):

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from specdec_jax.files.reading import shown
 
+_FRAMES = "TemplateProcessing, RobertaProcessing, BertProcessing, ByteLevel, or a Sequence with one"
 _MOST_AROUND = 1000  # ids before a text, or after it
 
 
 class Frame(NamedTuple):
-    """Ids that are accepted around every text.
+    """Ids that are put around every text.
 
     Attributes:
       before, after: ids before and after it.
@@ -47,15 +48,14 @@ def read_frame(processor: Any, size: int) -> Frame | None:
         frame = _frame(processor)
     except (AttributeError, KeyError, IndexError, RecursionError, TypeError, ValueError):
         kind = shown(processor.get("type") if isinstance(processor, dict) else processor)
+        expected = f"tokens before and after one text: {_FRAMES} of them"
         raise ValueError(
-            f"post_processor: got {kind} that is no frame, expected tokens before and after one text: "
-            "TemplateProcessing, RobertaProcessing, BertProcessing, ByteLevel, or a Sequence with one of them"
+            f"post_processor: got {kind} that is no frame, expected {expected}"
         ) from None
     for token in (*frame.before, *frame.after):
         if type(token) is not int or not 0 <= token < size:
-            raise ValueError(
-                f"post_processor: got id {shown(token)}, expected ids of the vocabulary, below {size}"
-            )
+            expected = f"ids of the vocabulary, below {size}"
+            raise ValueError(f"post_processor: got id {shown(token)}, expected {expected}")
     return frame
 
 
@@ -68,9 +68,8 @@ def _frame(processor: dict) -> Frame:
         return Frame((processor["cls"][1],), (processor["sep"][1],))
     if kind == "Sequence":
         frames = [frame for frame in map(_frame, processor["processors"]) if any(frame)]
-        (frame,) = frames or [
-            Frame()
-        ]  # after one template the library reads the next as one for pairs
+        # After one template the library reads the next as one for pairs.
+        (frame,) = frames or [Frame()]
         return frame
     if kind != "TemplateProcessing":
         raise ValueError(kind)
@@ -88,23 +87,22 @@ def _frame(processor: dict) -> Frame:
     return Frame(tuple(before), tuple(after))
 
 
-def template(before: Sequence[str], after: Sequence[str], ids: Mapping[str, int]) -> dict[str, Any]:
+def make_template(
+    before: Sequence[str], after: Sequence[str], ids: Mapping[str, int]
+) -> dict[str, Any]:
     """Returns the `post_processor` that puts tokens with these ids before and after a text."""
-
-    def around(text: str) -> list[dict]:
-        special = [
-            [{"SpecialToken": {"id": token, "type_id": 0}} for token in part]
-            for part in (before, after)
-        ]
-        return [*special[0], {"Sequence": {"id": text, "type_id": 0}}, *special[1]]
-
+    one, two = (
+        [{"SpecialToken": {"id": token, "type_id": 0}} for token in before]
+        + [{"Sequence": {"id": text, "type_id": 0}}]
+        + [{"SpecialToken": {"id": token, "type_id": 0}} for token in after]
+        for text in "AB"
+    )
+    special = {token: {"id": token, "ids": [i], "tokens": [token]} for token, i in ids.items()}
     return {
         "type": "TemplateProcessing",
-        "single": around("A"),
-        "pair": around("A") + around("B"),
-        "special_tokens": {
-            token: {"id": token, "ids": [i], "tokens": [token]} for token, i in ids.items()
-        },
+        "single": one,
+        "pair": one + two,
+        "special_tokens": special,
     }
 
 
@@ -121,13 +119,11 @@ class SpecialTokens:
           ValueError: there are too many other tokens.
         """
         self.ids = ids
-        others = sorted(
-            (token for token in ids if not token.startswith("<extra_id_")), key=len, reverse=True
-        )
+        others = [token for token in ids if not token.startswith("<extra_id_")]
+        others.sort(key=len, reverse=True)
         if len(others) > _MOST_TOKENS:
-            raise ValueError(
-                f"got {len(others):,} special tokens, expected at most {_MOST_TOKENS:,}"
-            )
+            got = f"{len(others):,} special tokens"
+            raise ValueError(f"got {got}, expected at most {_MOST_TOKENS:,}")
         self._pattern = re.compile(f"({'|'.join([r'<extra_id_[0-9]+>', *map(re.escape, others)])})")
 
     def split(self, text: str) -> list[str]:

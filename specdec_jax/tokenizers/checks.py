@@ -22,7 +22,8 @@ from specdec_jax.files import reading
 PUBLISHED = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+",
     r" ?[^(\s|[.,!?…。，、।۔،])]+",
     *(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -54,7 +55,7 @@ _MOST_CHARACTERS = 10**8
 _COMPOSED = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 3, "Lowercase": 2}
 
 
-def check(content: dict[str, Any]) -> int:
+def check_content(content: dict[str, Any]) -> int:
     """Checks that the contents of a tokenizer.json cannot keep the library busy for ever.
 
     Returns:
@@ -66,37 +67,33 @@ def check(content: dict[str, Any]) -> int:
     model, added = content.get("model"), content.get("added_tokens")
     if isinstance(model, dict):
         length, pieces = model.get("max_input_chars_per_word"), model.get("vocab")
-        if (
-            isinstance(length, int) and length > _LONGEST_WORD
-        ):  # WordPiece tries all parts of a word
-            raise ValueError(
-                f"got max_input_chars_per_word {reading.shown(length)}, expected at most {_LONGEST_WORD}"
-            )
+        # WordPiece tries all parts of a word.
+        if isinstance(length, int) and length > _LONGEST_WORD:
+            got = f"max_input_chars_per_word {reading.shown(length)}"
+            raise ValueError(f"got {got}, expected at most {_LONGEST_WORD}")
         check_ids(pieces.items() if isinstance(pieces, dict) else ())
-    tokens = added if isinstance(added, list) else ()
-    check_ids(
-        (token.get("content"), token.get("id")) for token in tokens if isinstance(token, dict)
-    )
-    _growth_of([content.get("decoder")], _MOST_GROWTH_DECODING)
-    return _growth_of(
-        [content.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor")],
-        _MOST_GROWTH,
-    )
+    tokens = [token for token in added if isinstance(token, dict)] if type(added) is list else []
+    check_ids((token.get("content"), token.get("id")) for token in tokens)
+    _total_growth([content.get("decoder")], _MOST_GROWTH_DECODING)
+    steps = ("normalizer", "pre_tokenizer", "post_processor")
+    return _total_growth([content.get(name) for name in steps], _MOST_GROWTH)
 
 
 def check_length(text: str, growth: int) -> None:
-    """Checks the length of a text that a tokenizer may make `growth` times as long; raises
-    ValueError if too long."""
+    """Raises ValueError for a text that is too long if it becomes `growth` times as long."""
     if len(text) * growth > _MOST_CHARACTERS:
         raise ValueError(
-            f"got a text of {len(text):,} characters, which this tokenizer may make {growth:,} times as long, "
-            f"expected at most {_MOST_CHARACTERS // growth:,}"
+            f"got a text of {len(text):,} characters, which this tokenizer may make {growth:,} "
+            f"times as long, expected at most {_MOST_CHARACTERS // growth:,}"
         )
 
 
-def _growth_of(nodes: list, most: int) -> int:
-    """Returns the factor by which steps, nested in any way, may lengthen a text; raises ValueError
-    above `most`."""
+def _total_growth(nodes: list, most: int) -> int:
+    """Returns the factor by which steps, nested in any way, may lengthen a text.
+
+    Raises:
+      ValueError: it is above `most`.
+    """
     growth = 1
     while nodes:
         node = nodes.pop()
@@ -106,15 +103,13 @@ def _growth_of(nodes: list, most: int) -> int:
         elif isinstance(node, list):
             nodes += node
         if growth > most:
-            raise ValueError(
-                f"got steps that make a text more than {most:,} times as long, expected fewer"
-            )
+            got = f"steps that make a text more than {most:,} times as long"
+            raise ValueError(f"got {got}, expected fewer")
     return growth
 
 
 def check_ids(pieces: Iterable[tuple[Any, Any]]) -> None:
-    """Checks the ids of a vocabulary (pieces with their ids): a list of all ids must fit into
-    memory.
+    """Checks the ids of a vocabulary's pieces: a list of all ids must fit into memory.
 
     Raises:
       ValueError: an id that is too large, below 0 or no integer.
@@ -126,18 +121,22 @@ def check_ids(pieces: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _growth(step: dict) -> int:
-    """Returns the factor by which a step may lengthen a text; raises ValueError if it may take too
-    much time."""
+    """Returns the factor by which a step may lengthen a text.
+
+    Raises:
+      ValueError: the step may take too much time.
+    """
     pattern = step.get("Regex")
     if isinstance(pattern, str) and pattern not in PUBLISHED:
-        if len(pattern) > _LONGEST_PATTERN or not _plain(pattern):
+        if len(pattern) > _LONGEST_PATTERN or not _is_linear(pattern):
+            got = f"the regular expression {reading.shown(pattern)}, which might take for ever"
             raise ValueError(
-                f"got the regular expression {reading.shown(pattern)}, which might take for ever; expected one of a "
-                "well-known tokenizer, or alternatives in which nothing follows a repetition"
+                f"got {got}; expected one of a well-known tokenizer, or alternatives in which "
+                "nothing follows a repetition"
             )
-    # Steps are told apart by their fields, since the library accepts steps without a type.
+    # Steps are recognised by their fields, since the library accepts steps without a type.
     if "precompiled_charsmap" in step or step.get("type") == "Precompiled":
-        return _longest_replacement(_decoded(step.get("precompiled_charsmap")))
+        return _longest_replacement(_decode_base64(step.get("precompiled_charsmap")))
     if "pattern" in step and isinstance(step.get("content"), str):
         searched = step["pattern"].get("String") if isinstance(step["pattern"], dict) else None
         shortest = len(searched.encode("utf-8", "replace")) if isinstance(searched, str) else 1
@@ -146,12 +145,11 @@ def _growth(step: dict) -> int:
         return _COMPOSED[kind]
     if isinstance(step.get("single"), list):
         return max(1, sum(isinstance(part, dict) and "Sequence" in part for part in step["single"]))
-    return (
-        2 if step.get("type") == "ByteLevel" or "add_prefix_space" in step else 1
-    )  # a byte becomes a character
+    # A byte becomes a character, or a text gets a space.
+    return 2 if step.get("type") == "ByteLevel" or "add_prefix_space" in step else 1
 
 
-def _plain(pattern: str) -> bool:
+def _is_linear(pattern: str) -> bool:
     """Returns whether an expression surely takes time in proportion to the text.
 
     It does if each of its alternatives is a sequence of characters and classes of which at most one
@@ -182,7 +180,8 @@ def _plain(pattern: str) -> bool:
     return True
 
 
-def _decoded(text) -> bytes:
+def _decode_base64(text: Any) -> bytes:
+    """Returns the bytes that a text stands for, none for anything else."""
     try:
         return base64.b64decode(text or "", validate=True)
     except (binascii.Error, TypeError, ValueError):
@@ -203,8 +202,7 @@ def check_model(model: bytes) -> None:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields numbers and contents of the fields of a protocol buffer that are messages, strings or
-    bytes."""
+    """Yields number and contents of each message, string and bytes field of a protocol buffer."""
     place = 0
 
     def varint() -> int:
@@ -233,26 +231,23 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _longest_replacement(table: bytes) -> int:
-    """Returns the most bytes by which SentencePiece's table replaces a character; raises ValueError
-    if it is damaged.
+    """Returns the most bytes by which SentencePiece's table replaces a character.
 
     The table consists of the size of a double array in bytes; the double array, a trie in which the
     child of a node for a byte lies at the node's offset XOR that byte; and the replacements, each
     with a NUL at its end.
+
+    Raises:
+      ValueError: the table is damaged, or a replacement is too long.
     """
     size = int.from_bytes(table[:4], "little")
-    units = (
-        np.frombuffer(table[4 : 4 + size], "<u4")
-        if size % 4 == 0 and 4 + size <= len(table)
-        else np.zeros(0, "<u4")
-    )
+    whole = size % 4 == 0 and 4 + size <= len(table)
+    units = np.frombuffer(table[4 : 4 + size] if whole else b"", "<u4")
     texts = table[4 + size :]
     places = np.arange(len(units), dtype=np.int64)
     children = places ^ (units.astype(np.int64) >> 10 << ((units & 0x200) >> 6).astype(np.int64))
     inner, leading = units < 0x80000000, (units & 0x100 > 0) & (units < 0x80000000)
-    sound = (
-        len(units) > 0 and bool(inner[0]) and bool(np.all((children | 0xFF)[inner] < len(units)))
-    )
+    sound = len(units) > 0 and bool(inner[0] and np.all((children | 0xFF)[inner] < len(units)))
     if sound:  # a node that leads to a replacement has a child with the replacement's place
         starts = units[children[leading]] & 0x7FFFFFFF
         heads = np.frombuffer(texts, np.uint8)
@@ -262,12 +257,10 @@ def _longest_replacement(table: bytes) -> int:
     except UnicodeDecodeError:
         sound = False
     if not sound:
-        raise ValueError(
-            f"got a precompiled_charsmap of {len(table):,} bytes that is none, expected SentencePiece's"
-        )
+        got = f"a precompiled_charsmap of {len(table):,} bytes that is none"
+        raise ValueError(f"got {got}, expected SentencePiece's")
     longest = max(1, max(map(len, texts.split(b"\0"))))
     if longest > _LONGEST_REPLACEMENT:
-        raise ValueError(
-            f"got a character that becomes {longest:,} bytes, expected at most {_LONGEST_REPLACEMENT:,}"
-        )
+        got = f"a character that becomes {longest:,} bytes"
+        raise ValueError(f"got {got}, expected at most {_LONGEST_REPLACEMENT:,}")
     return longest

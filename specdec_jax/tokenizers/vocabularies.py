@@ -7,16 +7,17 @@ import io
 import json
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from specdec_jax.files import reading
-from specdec_jax.models import tokenizer_checks
-from specdec_jax.models.special_tokens import (
+from specdec_jax.tokenizers import checks
+from specdec_jax.tokenizers.special_tokens import (
     Frame,
     SpecialTokens,
+    make_template,
     read_frame,
-    template,
     without_start,
 )
 
@@ -41,27 +42,25 @@ def check_texts(name: str, texts: Iterable[str | None], first: int = 1) -> None:
         if text is None:
             continue
         if len(text) > LONGEST_TEXT:
-            expected = f"at most {LONGEST_TEXT:,}"
-            raise ValueError(
-                f"{name} {number}: got a text of {len(text):,} characters, expected {expected}"
-            )
+            got = f"a text of {len(text):,} characters"
+            raise ValueError(f"{name} {number}: got {got}, expected at most {LONGEST_TEXT:,}")
         if lone := _SURROGATE.search(text):
-            got = f"{reading.shown(text)}, which is not UTF-8 (character {lone.start()} is half of a surrogate pair)"
+            reason = f"character {lone.start()} is half of a surrogate pair"
+            got = f"{reading.shown(text)}, which is not UTF-8 ({reason})"
             raise ValueError(f"{name} {number}: got {got}, expected UTF-8 text")
 
 
-def sentinels_for(pieces: int, logits: int | None) -> int:
-    """Returns how many sentinels follow a SentencePiece model's pieces where no file says it.
+def count_sentinels(pieces: int, logits: int | None) -> int:
+    """Returns how many sentinels follow a SentencePiece model's pieces if no file gives the number.
 
-    They are T5's 100, or none if the model's logits have no room for them, as with mT5, whose
-    pieces include its sentinels.
+    They are T5's 100, or none if the model has too few logits for them, as mT5, whose pieces
+    include its sentinels.
     """
     return 100 if logits is None or logits - pieces >= 100 else 0
 
 
-def check_extra_ids(extra_ids, path) -> int:
-    """Checks the number of sentinels that the file at `path` gives, and returns it; raises
-    ValueError."""
+def check_extra_ids(extra_ids: Any, path: reading.PathLike) -> int:
+    """Returns the number of sentinels that a file gives, checked; raises ValueError for others."""
     if type(extra_ids) is not int or not 0 <= extra_ids <= _MOST_SENTINELS:
         expected = f"an integer from 0 to {_MOST_SENTINELS:,}"
         raise ValueError(f"{path}: extra_ids: got {reading.shown(extra_ids)}, expected {expected}")
@@ -74,8 +73,8 @@ class Vocabulary(abc.ABC):
     Attributes:
       size: number of ids; the network's logits may be wider (padding).
       eos_ids: ids that end a text.
-      frame: the ids that the tokenizer's files put before and after a text; None: they say nothing,
-        and then the first EOS id is put after an encoder's input, as for every T5.
+      frame: the ids that the tokenizer's files put before and after a text; None if the files do
+        not say: then the first EOS id is put after an encoder's input, as for every T5.
       pad_id: id that pads inputs; None if there is none.
     """
 
@@ -107,13 +106,15 @@ class Vocabulary(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; padding, the first EOS id and ids past the vocabulary are
-        dropped, other EOS ids and sentinels are kept."""
+        """Returns the text of `ids`.
+
+        Padding, the first EOS id and ids past the vocabulary are dropped; other EOS ids and
+        sentinels are kept.
+        """
 
     @abc.abstractmethod
     def piece(self, token: int) -> str:
-        """Returns the surface form of one id, for traces, with a leading space where the piece
-        begins a word."""
+        """Returns the surface form of one id, with a leading space where it begins a word."""
 
     def special_ids(self) -> dict[str, int]:
         """Returns the ids of `eos_token`, `pad_token` and `unk_token`, as far as there are any."""
@@ -132,18 +133,16 @@ class Vocabulary(abc.ABC):
 
     @functools.cached_property
     def _digest(self) -> str:
-        """The fingerprint, cached: every call of `generate` compares two, and mT5 has a quarter of
-        a million pieces."""
-        return hashlib.sha256(
-            json.dumps([self.piece(i) for i in range(self.size)]).encode()
-        ).hexdigest()
+        """The fingerprint, cached: every call of `generate` compares two, and mT5's takes long."""
+        pieces = json.dumps([self.piece(i) for i in range(self.size)])
+        return hashlib.sha256(pieces.encode()).hexdigest()
 
 
 class SentencePieceVocabulary(Vocabulary):
-    """A SentencePiece model, with T5's `extra_ids` sentinels numbered from the top: `<extra_id_0>`
-    is the last id.
+    """A SentencePiece model, with T5's `extra_ids` sentinels.
 
-    Padding and EOS have the ids that the model gives them.
+    Sentinels are numbered from the top: `<extra_id_0>` is the last id. Padding and EOS have the ids
+    that the model gives them.
 
     Text around a sentinel is encoded as if it stood alone, so that the piece after a sentinel
     begins a word, as in Hugging Face's T5 tokenisers. seqio agrees where a sentinel begins a word
@@ -163,29 +162,24 @@ class SentencePieceVocabulary(Vocabulary):
         """
         import sentencepiece
 
-        tokenizer_checks.check_model(model)
+        checks.check_model(model)
         self.model = model
         self.extra_ids = extra_ids
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            self._pieces = (
-                self._processor.get_piece_size() if model else 0
-            )  # asked of an empty model, it prints a line
-            if self._pieces:
-                self._processor.id_to_piece(
-                    list(range(self._pieces))
-                )  # raises if a piece is not UTF-8
+            # Of an empty model, the library prints a line.
+            self._pieces = self._processor.get_piece_size() if model else 0
+            if self._pieces:  # raises if a piece is not UTF-8
+                self._processor.id_to_piece(list(range(self._pieces)))
         except (RuntimeError, UnicodeDecodeError):
             self._pieces = 0
         if not self._pieces:
-            raise ValueError(
-                f"got {len(model)} bytes that are no SentencePiece model, expected one"
-            )
+            got = f"{len(model)} bytes that are no SentencePiece model"
+            raise ValueError(f"got {got}, expected one")
         eos = self._processor.eos_id()
         if eos < 0:
-            raise ValueError(
-                "got a SentencePiece model without an end-of-sequence piece, expected one"
-            )
+            got = "a SentencePiece model without an end-of-sequence piece"
+            raise ValueError(f"got {got}, expected one")
         self.eos_ids = (eos,)
         pad = self._processor.pad_id()
         self.pad_id = pad if pad >= 0 else None
@@ -194,12 +188,12 @@ class SentencePieceVocabulary(Vocabulary):
         control = np.flatnonzero(self._processor.is_control(list(range(self._pieces)))).tolist()
         special = {self._processor.id_to_piece(i): i for i in (*control, self._processor.unk_id())}
         special.pop("", None)
-        self._special = SpecialTokens(
-            special | {f"<extra_id_{i}>": self.size - 1 - i for i in range(extra_ids)}
-        )
+        sentinels = {f"<extra_id_{i}>": self.size - 1 - i for i in range(extra_ids)}
+        self._special = SpecialTokens(special | sentinels)
 
     @classmethod
-    def load(cls, path, extra_ids: int = 0) -> "SentencePieceVocabulary":
+    def load(cls, path: reading.PathLike, extra_ids: int = 0) -> "SentencePieceVocabulary":
+        """Reads the model in a file; arguments and errors as for the class."""
         model = reading.read_bytes(path, TOKENIZER_BYTES)
         try:
             return cls(model, extra_ids)
@@ -210,8 +204,7 @@ class SentencePieceVocabulary(Vocabulary):
     def train(
         cls, texts: Iterable[str], size: int, seed_size: int = 1_000_000
     ) -> "SentencePieceVocabulary":
-        """Trains a unigram vocabulary of `size` pieces on `texts`, with T5's ids for padding, EOS
-        and unknown pieces."""
+        """Trains a unigram vocabulary of `size` pieces on `texts`, with T5's first three ids."""
         import sentencepiece
 
         out = io.BytesIO()
@@ -245,7 +238,8 @@ class SentencePieceVocabulary(Vocabulary):
             if token is not None and token < self._pieces:
                 run.append(token)
                 continue
-            if run:  # the processor strips the space of a first piece, which after a sentinel is part of the text
+            if run:
+                # The processor strips a first piece's space, which after a sentinel is text.
                 space = " " if text and self.piece(run[0]).startswith(" ") else ""
                 text, run = text + space + self._processor.decode(run), []
             if token is not None:
@@ -253,10 +247,9 @@ class SentencePieceVocabulary(Vocabulary):
         return text
 
     def is_special(self, token: int) -> bool:
-        ordinary = 0 <= token < self._pieces and not (
-            self._processor.is_control(token) or self._processor.is_unknown(token)
-        )
-        return not ordinary
+        if not 0 <= token < self._pieces:
+            return True
+        return self._processor.is_control(token) or self._processor.is_unknown(token)
 
     def piece(self, token: int) -> str:
         if not 0 <= token < self.size:
@@ -266,16 +259,17 @@ class SentencePieceVocabulary(Vocabulary):
         return self._processor.id_to_piece(token).replace("▁", " ")
 
     def special_ids(self) -> dict[str, int]:
-        ids = super().special_ids() | {
-            "pad_token": self._processor.pad_id(),
-            "unk_token": self._processor.unk_id(),
-        }
+        model = self._processor
+        ids = {"eos_token": self.eos_ids[0], "pad_token": model.pad_id()}
+        ids["unk_token"] = model.unk_id()
         return {name: i for name, i in ids.items() if i >= 0}
 
 
 class ByteVocabulary(Vocabulary):
-    """ByT5's vocabulary: UTF-8 bytes + 3, then sentinels; `<extra_id_0>` is the first of them, as
-    in Hugging Face."""
+    """ByT5's vocabulary: UTF-8 bytes + 3, then sentinels.
+
+    `<extra_id_0>` is the first of the sentinels, as in Hugging Face.
+    """
 
     OFFSET = 3  # padding, EOS, unknown
 
@@ -288,18 +282,14 @@ class ByteVocabulary(Vocabulary):
 
     def encode(self, text: str) -> list[int]:
         parts = self._special.split(text)
-        for i in range(
-            1, len(parts), 2
-        ):  # ByT5's own tokenizer drops spaces around the first three
+        # ByT5's own tokenizer drops spaces around the first three.
+        for i in range(1, len(parts), 2):
             if self._special.ids[parts[i]] < self.OFFSET:
                 parts[i - 1], parts[i + 1] = parts[i - 1].rstrip(), parts[i + 1].lstrip()
-        ids = []
+        ids: list[int] = []
         for i, part in enumerate(parts):
-            ids += (
-                [self._special.ids[part]]
-                if i % 2
-                else [byte + self.OFFSET for byte in part.encode("utf-8")]
-            )
+            text = [byte + self.OFFSET for byte in part.encode("utf-8")]
+            ids += [self._special.ids[part]] if i % 2 else text
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -357,13 +347,12 @@ class TokenizerJsonVocabulary(Vocabulary):
 
         self.text = text
         content = reading.parse_json(text)
-        self._growth = tokenizer_checks.check(content)
+        self._growth = checks.check_content(content)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(
-                f"got no readable tokenizer.json ({reading.reason(error)}), expected one"
-            ) from None
+            got = f"no readable tokenizer.json ({reading.reason(error)})"
+            raise ValueError(f"got {got}, expected one") from None
         # A saved tokenizer may carry the truncation and padding of the program that saved it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -379,32 +368,27 @@ class TokenizerJsonVocabulary(Vocabulary):
             self.reframe(*around)
         if eos_ids is None:
             after = self.frame.after if self.frame else ()
-            ends = (
-                *after[: len(after) == 1],
-                *map(self._tokenizer.token_to_id, (eos_token, "</s>")),
-            )
+            named = map(self._tokenizer.token_to_id, (eos_token, "</s>"))
+            ends = (*after[: len(after) == 1], *named)
             end = next((i for i in ends if i is not None), None)
             eos_ids = tuple(dict.fromkeys(stop_ids if end is None else (end, *stop_ids)))
         if not isinstance(eos_ids, list | tuple) or not all(isinstance(i, int) for i in eos_ids):
             raise ValueError(f"eos_ids: got {reading.shown(eos_ids)}, expected ids")
         if not eos_ids:
-            raise ValueError(
-                f"got a tokenizer.json without {reading.shown(eos_token)}, expected it or eos_ids"
-            )
+            got = f"a tokenizer.json without {reading.shown(eos_token)}"
+            raise ValueError(f"got {got}, expected it or eos_ids")
         self.eos_ids = tuple(eos_ids)
         self.pad_id = self._tokenizer.token_to_id("<pad>")
         # Further EOS ids may be ordinary tokens, such as a full stop.
         self._dropped = {i for i in (self.eos_ids[0], self.pad_id) if i is not None}
         added = self._tokenizer.get_added_tokens_decoder()
-        self._no_text = {
-            token for token, described in added.items() if described.special
-        } | self._dropped
+        self._no_text = {i for i, token in added.items() if token.special} | self._dropped
 
     @classmethod
     def load(
-        cls, path, eos_ids: tuple[int, ...] | None = None, **options
+        cls, path: reading.PathLike, eos_ids: tuple[int, ...] | None = None, **options: Any
     ) -> "TokenizerJsonVocabulary":
-        """Reads the file at `path`; `options` as for the class."""
+        """Reads a file; arguments and errors as for the class."""
         text = reading.read_text(path, TOKENIZER_BYTES)
         try:
             return cls(text, eos_ids, **options)
@@ -415,37 +399,29 @@ class TokenizerJsonVocabulary(Vocabulary):
         try:
             self._tokenizer.encode("a")
         except Exception as error:  # as above
-            raise ValueError(
-                f"got a tokenizer.json that cannot encode ({reading.reason(error)}), expected one that can"
-            ) from None
+            got = f"a tokenizer.json that cannot encode ({reading.reason(error)})"
+            raise ValueError(f"got {got}, expected one that can") from None
 
     def reframe(self, before: Sequence[str], after: Sequence[str]) -> None:
         """Puts other tokens around a text than the file says, and writes them into `text`."""
         ids: dict[str, int] = {}
         for token in (*before, *after):
             if (i := self._tokenizer.token_to_id(token)) is None:
-                raise ValueError(
-                    f"got {reading.shown(token)} around a text, expected a token of the vocabulary"
-                )
+                got = f"{reading.shown(token)} around a text"
+                raise ValueError(f"got {got}, expected a token of the vocabulary")
             ids[token] = i
         frame = Frame(tuple(ids[token] for token in before), tuple(ids[token] for token in after))
         if frame != self.frame:
-            processor = {"post_processor": template(before, after, ids)}
-            self.frame, self.text = (
-                frame,
-                json.dumps(json.loads(self.text) | processor, ensure_ascii=False),
-            )
+            content = json.loads(self.text) | {"post_processor": make_template(before, after, ids)}
+            self.frame, self.text = frame, json.dumps(content, ensure_ascii=False)
 
     def encode(self, text: str) -> list[int]:
-        tokenizer_checks.check_length(text, self._growth)
+        checks.check_length(text, self._growth)
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        kept = [
-            i
-            for i in without_start(ids, self.frame)
-            if 0 <= i < self.size and i not in self._dropped
-        ]
+        rest = without_start(ids, self.frame)
+        kept = [i for i in rest if 0 <= i < self.size and i not in self._dropped]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def is_special(self, token: int) -> bool:
@@ -457,12 +433,8 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     def special_ids(self) -> dict[str, int]:
         # Only added tokens: by another's name transformers would make one of it.
-        added = {
-            token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()
-        }
-        names = {
-            "eos_token": self._tokenizer.id_to_token(self.eos_ids[0]),
-            "pad_token": "<pad>",
-            "unk_token": "<unk>",
-        }
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        added = {token.content: i for i, token in decoder.items()}
+        names = {"pad_token": "<pad>", "unk_token": "<unk>"}
+        names = {"eos_token": self._tokenizer.id_to_token(self.eos_ids[0])} | names
         return {name: added[token] for name, token in names.items() if token in added}
