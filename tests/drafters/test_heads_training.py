@@ -12,6 +12,7 @@ from heads_models import t5
 from toy_training import CONFIGS, TINY, random_params
 
 import specdec_jax as sd
+from specdec_jax import checkpoints
 from specdec_jax.commands import main
 from specdec_jax.models import heads as heads_module
 from specdec_jax.models import vocabularies
@@ -258,7 +259,7 @@ def test_the_configuration_of_the_bundled_target(tmp_path):
     gin.parse_config_files_and_bindings([str(CONFIGS / "ende_heads.gin")], bindings)
     config = gin.get_configurable(training_heads.HeadsTrainConfig)()
     gin.clear_config()
-    shapes = config.heads(sd.checkpoints.load_shape(config.target)).parameter_shapes
+    shapes = config.heads(checkpoints.load_shape(config.target)).parameter_shapes
     assert config.target in sd.bundled() and sum(map(math.prod, shapes.values())) == 4 * 640**2
 
 
