@@ -8,8 +8,8 @@ from typing import NamedTuple
 from specdec_jax.checkpoints import huggingface, int8, native_format, t5x
 from specdec_jax.checkpoints.allocator import returning_freed_memory
 from specdec_jax.checkpoints.loader import check_stored, open_checkpoint, open_complete, resolve
-from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Leaf, check
+from specdec_jax.files.progress import Progress, print_line
 from specdec_jax.files.writing import new_folder
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.generation_config import GenerationConfig
@@ -198,7 +198,7 @@ def _write(
         inner = pathlib.PurePath(
             f"checkpoint_{step or 1}"
         )  # T5X takes step 0 to mean that there is no step
-    shown = ParameterProgress(f"writing {target}", parameter_count(checkpoint.config), say, then="")
+    shown = Progress(f"writing {target}", parameter_count(checkpoint.config), "parameters", say=say)
     with shown as progress, new_folder(target, check_free) as temporary:
         folder = temporary / inner
         folder.mkdir(exist_ok=True)

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from specdec_jax.checkpoints import huggingface, huggingface_weights, native_format, t5x
 from specdec_jax.checkpoints.allocator import returning_freed_memory
 from specdec_jax.checkpoints.memory import check_memory
-from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, check
 from specdec_jax.checkpoints.weights import kernels_of, read_params
+from specdec_jax.files.progress import Progress, print_line
 from specdec_jax.models import arguments, packed_weights
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.forks import check_process
@@ -119,7 +119,8 @@ def load(
         parameter_count(checkpoint.config),
         checkpoint.config.replace(dtype=dtype, matmul_dtype=None),
     )
-    with returning_freed_memory(), ParameterProgress(f"reading {path}", count, say) as progress:
+    shown = Progress(f"reading {path}", count, "parameters", say=say, last="placing them")
+    with returning_freed_memory(), shown as progress:
         params = read_params(checkpoint, dtype, rules, kernels, input_bits, progress.advance)
         return LanguageModel(
             network,

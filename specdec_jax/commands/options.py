@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specdec_jax.checkpoints import loader
-from specdec_jax.checkpoints.progress import print_line
 from specdec_jax.decoding.autotune import FIXED
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
@@ -24,6 +23,7 @@ from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import SELF_INT8, WITHOUT_FILES, check_drafter_name, named_drafter
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.shortlist import shortlist_from_counts
+from specdec_jax.files.progress import print_line
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.packed_weights import INPUT_BITS, accelerated, check_quantize_name
 from specdec_jax.models.sharding import ShardingRules, make_mesh, parse_mesh
