@@ -27,8 +27,8 @@ from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.inputs import encode
-from specdec_jax.decoding.progress import track, waiting
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.files.progress import track, waiting
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel

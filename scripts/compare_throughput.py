@@ -27,7 +27,7 @@ from specdec_jax.decoding.continuous_batching import decode_stream
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
-from specdec_jax.decoding.progress import Progress
+from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import check_output, write_file
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
@@ -103,7 +103,7 @@ def main(argv) -> None:
     def one_pass(name: str, what: str) -> float:
         begin, found = time.perf_counter(), {}
         inputs = encode(target, sentences, options.max_input_length)
-        with Progress(what, len(sentences), lines=False) as progress:
+        with Progress(what, len(sentences), "sentences") as progress:
             for place, tokens in decoded(name, target, inputs, options.rows, how):
                 found[place] = tokens
                 progress.advance()

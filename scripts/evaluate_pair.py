@@ -21,8 +21,8 @@ from specdec_jax.analysis import near_ties
 from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.inputs import encode
-from specdec_jax.decoding.progress import track
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.files.progress import track
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.training import text_files
 from tools.quality import quality

@@ -22,8 +22,8 @@ from absl import app, flags
 
 from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.generate import generate, warm_up
-from specdec_jax.decoding.progress import track
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.files.progress import track
 from specdec_jax.speculative.sampling import SamplingConfig
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")

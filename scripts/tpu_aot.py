@@ -34,7 +34,7 @@ from absl import app, flags
 from jax.experimental import topologies
 
 from specdec_jax.decoding.beams import BeamOptions
-from specdec_jax.decoding.progress import waiting
+from specdec_jax.files.progress import waiting
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree

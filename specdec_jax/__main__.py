@@ -2,6 +2,6 @@
 
 import sys
 
-from specdec_main import main
+from specdec_jax.commands.entry import main
 
 sys.exit(main())

@@ -53,6 +53,14 @@ def few_programs():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_progress():
+    """Shows no progress, so that what commands print does not depend on the machine's speed."""
+    from specdec_jax.files import progress
+
+    progress._DELAY = 3600.0
+
+
+@pytest.fixture(scope="session", autouse=True)
 def kernel():
     """Compiles the CPU's kernels before any test reads what a command prints, since compiling them
     prints a line."""

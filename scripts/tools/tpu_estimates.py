@@ -9,7 +9,7 @@ import jax
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.matmul_roofline import Products
 from specdec_jax.analysis.report import paper
-from specdec_jax.decoding.progress import waiting
+from specdec_jax.files.progress import waiting
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.trees import Tree
 from tools.compiled_text import bodies, computations, estimated_cycles, kernel_bytes

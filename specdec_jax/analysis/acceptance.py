@@ -30,11 +30,11 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance
-from specdec_jax.decoding.progress import track
 from specdec_jax.decoding.request import prepare
 from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError, finish
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.files.progress import track
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only, join
 from specdec_jax.speculative import distributions

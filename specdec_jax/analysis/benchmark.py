@@ -31,8 +31,8 @@ from specdec_jax.analysis.tuning import Choice
 from specdec_jax.analysis.variants import Batch, Variant
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.progress import waiting
 from specdec_jax.decoding.trees import tree_options
+from specdec_jax.files.progress import waiting
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.drafter import Drafter

@@ -23,8 +23,8 @@ from specdec_jax.analysis.verdicts import find_best
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
 from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.progress import track
 from specdec_jax.decoding.request import plan
+from specdec_jax.files.progress import track
 from specdec_jax.speculative import trees
 from specdec_jax.speculative.tree_text import read_tree, text_of
 from specdec_jax.speculative.verifiers import verifier_of

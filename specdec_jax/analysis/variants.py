@@ -18,8 +18,8 @@ from specdec_jax.backends.sharding import row_parts
 from specdec_jax.decoding import checks
 from specdec_jax.decoding.inputs import bucket, encode
 from specdec_jax.decoding.keys import fold_keys
-from specdec_jax.decoding.progress import track
 from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError
+from specdec_jax.files.progress import track
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.randomness import seeded
 

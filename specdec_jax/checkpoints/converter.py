@@ -17,8 +17,8 @@ from specdec_jax.checkpoints.loader import (
     resolve,
 )
 from specdec_jax.checkpoints.memory import returning_freed_memory
-from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, StoredTensor, check
+from specdec_jax.files.progress import Progress, print_line
 from specdec_jax.files.reading import PathLike
 from specdec_jax.files.writing import new_folder
 from specdec_jax.models import arguments, weight_layouts
@@ -186,7 +186,7 @@ def _write(
     if format.startswith("t5x") and number is None:
         number = step or 1  # T5X takes step 0 to mean that there is no step
         inner = pathlib.PurePath(f"checkpoint_{number}")
-    bar = ParameterProgress(f"writing {target}", count, say, then="")
+    bar = Progress(f"writing {target}", count, "parameters", say=say)
     with bar as progress, new_folder(target, check_free) as temporary:
         folder = temporary / inner
         folder.mkdir(exist_ok=True)

@@ -16,9 +16,9 @@ from specdec_jax.backends.jax_settings import check_not_traced, isolated
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.checkpoints import huggingface, native_format, t5x
 from specdec_jax.checkpoints.memory import check_memory, returning_freed_memory
-from specdec_jax.checkpoints.progress import ParameterProgress, print_line
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, check
 from specdec_jax.checkpoints.weights import choose_int8_weights, read_params
+from specdec_jax.files.progress import Progress, print_line
 from specdec_jax.files.reading import PathLike
 from specdec_jax.models import arguments
 from specdec_jax.models.family import ModelConfig
@@ -119,7 +119,8 @@ def load(
         rules.check(checkpoint.config)
     check_memory(checkpoint.config, dtype, folder, rules, int8_weights)
     count = parameter_count(checkpoint.config)
-    with returning_freed_memory(), ParameterProgress(f"reading {path}", count, say) as progress:
+    shown = Progress(f"reading {path}", count, "parameters", say=say, last="placing them")
+    with returning_freed_memory(), shown as progress:
         params = read_params(checkpoint, dtype, rules, int8_weights, input_bits, progress.advance)
         return LanguageModel(
             checkpoint.config.replace(dtype=dtype, matmul_dtype=None),

@@ -14,7 +14,6 @@ from specdec_jax.analysis.report import beam_summaries, plots, summaries
 from specdec_jax.analysis.variants import Batch, Variant
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS
 from specdec_jax.checkpoints import loader
-from specdec_jax.checkpoints.progress import ParameterProgress
 from specdec_jax.commands.beam_options import SearchFlags, width_option
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import sentences_of
@@ -22,6 +21,7 @@ from specdec_jax.decoding.beams import LEVELS, BeamOptions
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.named import without_model
+from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
@@ -335,7 +335,7 @@ def _preset(
         config = PRESETS[preset].replace(dtype=dtype)
         # Without EOS ids every output has full length.
         rules = options.placement(drafts)
-        with ParameterProgress(f"making {preset}", parameter_count(config)) as progress:
+        with Progress(f"making {preset}", parameter_count(config), "parameters") as progress:
             return LanguageModel.dummy(
                 config,
                 name=preset,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands.options import at_least, option
-from specdec_jax.decoding.progress import track
 from specdec_jax.drafters.ngram import NGramDrafter
+from specdec_jax.files.progress import track
 from specdec_jax.files.writing import check_output
 from specdec_jax.training import text_files
 

@@ -26,10 +26,10 @@ from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import bucket, encode
 from specdec_jax.decoding.keys import fold_keys
-from specdec_jax.decoding.progress import track, waiting
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.decoding.trees import check_beside_tree
+from specdec_jax.files.progress import track, waiting
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
@@ -191,11 +191,10 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     check_texts("sentence", arguments)
     sentences = list(arguments) or built_in()[:_SENTENCES]
     screen = Screen()
-    with waiting(f"loading {options.target} and {options.drafter}"):
-        target, drafter = options.load()
-        ids = encode(target, sentences, options.max_input_length)
-        assert drafter is not None, "the options were checked"
-        traced = options.traced(drafter)
+    target, drafter = options.load()
+    ids = encode(target, sentences, options.max_input_length)
+    assert drafter is not None, "the options were checked"
+    traced = options.traced(drafter)
     screen.say(
         f"The drafter, {options.drafter}, proposes {_proposal(options)}. The target, {options.target}, checks them "
         f"all in one\ncall and adds one token of its own; {_promise(options)}.\n"

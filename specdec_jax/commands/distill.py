@@ -12,12 +12,11 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import rich.console
-
 from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.commands import distill_lines
 from specdec_jax.commands.options import at_least, option
 from specdec_jax.files import reading
+from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import lock_folder, write_file
 from specdec_jax.models.t5 import T5Config, t5_only
@@ -107,7 +106,7 @@ class DistillConfig:
     learning_rate: float = option(
         0.01, "size of a step relative to the root mean square of the array it changes"
     )
-    batch_tokens: int = option(4096, "padded pieces on the longer side of a batch")
+    batch_tokens: int = option(4096, "padded tokens on the longer side of a batch")
     buckets: tuple[int, ...] = option(
         (8, 10, 12, 14, 16, 20, 24, 32, 48, 64),
         "padded lengths, ascending; longer sources are left out",
@@ -257,16 +256,14 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
         [plan.path.name for plan in jobs if plan.path.name.startswith("outputs-train")],
         [plan.path.name for plan in jobs if plan.path.name.startswith("outputs-validation")],
     )
-    console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
     read, kinds = sum(map(len, parts.values())), len(jobs) // len(parts)
     used = sum(len(plan.texts) for plan in jobs) // kinds
-    console.print(
-        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} pieces or with one that the "
-        "target lacks",
-        markup=False,
+    print_line(
+        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} tokens or with one that the "
+        "target lacks"
     )
     for line in distill_lines.needs(config, training, target, jobs):
-        console.print(line, markup=False)
+        print_line(line)
     output = pathlib.Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     contents = {"vocabulary's contents": digest([native_format.vocabulary_contents(vocabulary)])}
@@ -277,14 +274,14 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
         _record(output / _RECORD, config, parts, contents)
         if not all(plan.path.exists() for plan in jobs):
             begun()
-            write_outputs(config, target_model, jobs, console)
+            write_outputs(config, target_model, jobs)
     params = train.fit(training, begun)
     held_out = [
         text for part, texts in parts.items() if part != "train" for text in texts if text.strip()
     ]
     write_file(output / distill_lines.VALIDATION, "".join(f"{text}\n" for text in held_out))
     for line in distill_lines.outcome(config):
-        console.print(line, markup=False)
+        print_line(line)
     return params
 
 

@@ -63,7 +63,7 @@ def needs(
     seconds = decoding / speed / _DECODING, learning / speed / _TRAINING
     return [
         f"needs {outputs:,} outputs of the target, {sizes[0]:,} parameters, each of at most {config.max_new_tokens} "
-        f"tokens; then {steps:,} steps of {training.batch_tokens:,} pieces for a drafter of {sizes[1]:,} parameters; "
+        f"tokens; then {steps:,} steps of {training.batch_tokens:,} tokens for a drafter of {sizes[1]:,} parameters; "
         f"{train.saved_bytes(training) / 1e6:,.0f} MB in {config.output_dir}",
         f"takes about {_duration(sum(seconds))} here (outputs {_duration(seconds[0])}, training "
         f"{_duration(seconds[1])}), by the speed of a matrix product; compiling comes on top",

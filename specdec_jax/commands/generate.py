@@ -30,11 +30,11 @@ from specdec_jax.decoding.continuous_batching import decode_all, decode_stream, 
 from specdec_jax.decoding.defaults import MODELS, fill_search
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
-from specdec_jax.decoding.progress import Progress
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import NonFiniteLogitsError
 from specdec_jax.decoding.stream import Piece, stream
 from specdec_jax.decoding.trees import check_beside_tree
+from specdec_jax.files.progress import Progress
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, new_file, passes_through
 from specdec_jax.models.language_model import LanguageModel
@@ -314,9 +314,8 @@ def _decoded(
         **decoding,
     )
     by_input = zip(*[outputs] * options.outputs)
-    with Progress(
-        "sentences", len(plan.inputs), lines=False, quiet=sys.stdout.isatty()
-    ) as progress:
+    quiet = sys.stdout.isatty()  # which shows the outputs
+    with Progress("decoding", len(plan.inputs), "sentences", quiet=quiet) as progress:
         endings.say = progress.message  # above the bar
         for number, rows_of_one in enumerate(by_input):
             endings.add(number, rows_of_one)
@@ -370,7 +369,7 @@ def _write_file(
         begun()
         if found:  # the costs that the job began with, so that every input gets what it would have got then
             how |= _by_costs(journal.found["costs"], options)
-        with Progress("sentences", len(inputs)) as progress:
+        with Progress("decoding", len(inputs), "sentences") as progress:
             if journal.done:
                 progress.message(
                     f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there"
@@ -397,7 +396,6 @@ def _write_file(
                     number, plan.lines(number, rows_of_one), endings.add(number, rows_of_one)
                 )
                 progress.advance()
-            progress.report()
         try:
             if finish:
                 finish(journal.lines(), options.output_file)

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS, accelerated, check_quantize_name
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.checkpoints import loader
-from specdec_jax.checkpoints.progress import print_line
 from specdec_jax.decoding.autotune import FIXED
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
@@ -26,6 +25,7 @@ from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import SELF_INT8, WITHOUT_FILES, check_drafter_name, named_drafter
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.shortlist import shortlist_from_counts
+from specdec_jax.files.progress import print_line
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.meshes import make_mesh, parse_mesh
 from specdec_jax.speculative.drafter import Drafter

@@ -20,7 +20,7 @@ from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import figures
 from specdec_jax.commands.benchmark import BenchmarkOptions, CheckFailed, others_of
 from specdec_jax.commands.resumable_output import Journal
-from specdec_jax.decoding.progress import Progress
+from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, passes_through, write_file
 from specdec_jax.models.language_model import LanguageModel
@@ -146,14 +146,10 @@ def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
         "contents": contents,
     }
     failed: list[str] = []
-    with (
-        Journal(options.output, settings, len(made)) as journal,
-        Progress("rows", len(made), quiet=True) as progress,
-    ):
+    with Journal(options.output, settings, len(made)) as journal:
         begun()
         if journal.done:
-            progress.message(f"{journal.path}: {len(journal.done)} of {len(made)} rows are there")
-            progress.skip(len(journal.done))
+            print_line(f"{journal.path}: {len(journal.done)} of {len(made)} rows are there")
         for number, row in enumerate(made):
             if number in journal.done:
                 continue
@@ -164,7 +160,6 @@ def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
             else:
                 journal.add(number, [json.dumps(record)])
             print(summaries.benchmark_summary(record) + "\n", flush=True)
-            progress.advance()
             # A program of a large model takes thousands of memory mappings on a CPU, of which Linux
             # gives a process 65,530.
             jax.clear_caches()

@@ -1,1 +1,1 @@
-"""Reads other people's files and writes files that must not be lost; knows nothing about models."""
+"""Reads and writes files, and shows the progress of long tasks; knows nothing about models."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-PADDING = -1  # no id: in many vocabularies 0 is an ordinary piece
+PADDING = -1  # no id: in many vocabularies 0 is an ordinary token
 
 
 def check_buckets(
@@ -58,7 +58,7 @@ class BucketedBatches:
         Args:
           pairs: (input ids, target ids), both with EOS.
           buckets: ascending lengths; longer pairs are left out (`dropped` counts them).
-          batch_tokens: number of padded pieces on the longer side of a batch.
+          batch_tokens: number of padded tokens on the longer side of a batch.
           seed: decides the order of pairs and batches, which is new in every epoch.
           target_buckets: ascending lengths for the targets, if those are much shorter or longer
             than the inputs. Each with each of `buckets` is a shape that compiles. None given: both
@@ -92,7 +92,7 @@ class BucketedBatches:
         )
         if not self.per_epoch:
             raise ValueError(
-                f"got {len(pairs)} pairs, expected at least one of at most {self.longest} pieces"
+                f"got {len(pairs)} pairs, expected at least one of at most {self.longest} tokens"
             )
         self._epoch: int | None = None
         self._plan: list[tuple[int, np.ndarray]] = []

@@ -31,15 +31,15 @@ class TrainConfig:
         teacher, else of `initialise_from`, else `vocabulary.model` in `output_dir`. If there is no
         such file it is written: the teacher's, else that of `initialise_from`, else one trained on
         the train files.
-      vocabulary_size: number of ids: the vocabulary's pieces, and the sentinels of the model it
+      vocabulary_size: number of ids: the vocabulary's tokens, and the sentinels of the model it
         comes from.
       steps: optimiser steps in all; a run can be resumed with another number, and with another
         schedule.
       warmup_steps, decay_steps: linear warm-up at the start, linear decay to zero at the end;
         constant between. None: a twentieth and a quarter of `steps`.
       learning_rate: size of a step relative to the root mean square of the array that it changes.
-      batch_tokens: number of padded pieces on the longer side of a batch.
-      sequence_length: for a decoder-only model, and only there: number of pieces in the blocks into
+      batch_tokens: number of padded tokens on the longer side of a batch.
+      sequence_length: for a decoder-only model, and only there: number of tokens in the blocks into
         which its text is cut, at most the model's positions. It replaces `buckets` and
         `target_buckets`.
       buckets: padded lengths, ascending; longer pairs are left out and counted.
@@ -47,7 +47,7 @@ class TrainConfig:
         `buckets` for both.
       label_smoothing: probability mass that is spread over the vocabulary.
       teacher: path of a model of the same kind to distil from, or None.
-      distill_weight: w in (1 − w) · cross-entropy + w · D(teacher, student), per target piece. 0
+      distill_weight: w in (1 − w) · cross-entropy + w · D(teacher, student), per target token. 0
         without a teacher; with one above 0, unless the model needs its teacher for the encoder
         output alone.
       divergence: D: "forward_kl", "reverse_kl", "jensen_shannon" or "total_variation", which is 1 −
@@ -170,13 +170,13 @@ class TrainConfig:
         choices = ("loss", *TeacherAgreement._fields) if self.teacher else ("loss",)
         expected = f"one of {', '.join(choices)}" if self.teacher else "'loss' without a teacher"
         expect(self.select in choices, "select", self.select, expected)
-        pieces = f"at most model.vocab_size = {self.model.vocab_size}"
+        tokens = f"at most model.vocab_size = {self.model.vocab_size}"
         fits = self.vocabulary_size <= self.model.vocab_size or bool(
             self.teacher or self.initialise_from
         )
         expect(
-            fits, "vocabulary_size", self.vocabulary_size, pieces
-        )  # some tokenizers have more pieces than logits
+            fits, "vocabulary_size", self.vocabulary_size, tokens
+        )  # some tokenizers have more tokens than logits
         expect(
             self.dtype in (None, "float32", "bfloat16"),
             "dtype",

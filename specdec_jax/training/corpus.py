@@ -84,10 +84,10 @@ class Pairs:
         for number, pair in enumerate(pairs, 1):
             if not all(
                 pair
-            ):  # the tokenizer neither makes a piece of the text nor puts one around it
+            ):  # the tokenizer neither makes a token of the text nor puts one around it
                 name = ", ".join(map(str, paths))
                 raise ValueError(
-                    f"{name}, example {number}: got a text without pieces, expected at least one"
+                    f"{name}, example {number}: got a text without tokens, expected at least one"
                 )
         _check_ids(paths, max((max(side) for pair in pairs for side in pair), default=0), ids)
         try:
@@ -99,7 +99,7 @@ class Pairs:
         return 0
 
     def summary(self, batches):
-        return f"{batches.dropped} of {batches.pairs} pairs left out as longer than {batches.longest} pieces"
+        return f"{batches.dropped} of {batches.pairs} pairs left out as longer than {batches.longest} tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Text:
     document, cut into blocks. A start token that is not EOS stands before each.
 
     Attributes:
-      sequence_length: number of pieces that a block predicts. The piece before its first one is fed
+      sequence_length: number of tokens that a block predicts. The token before its first one is fed
         too; before the very first that is the start token, for a new model EOS: it says that a
         document begins.
     """
@@ -139,28 +139,28 @@ class Text:
         return vocabulary.eos_ids[0]
 
     def summary(self, batches):
-        return f"{batches.pairs} blocks of {batches.longest} pieces"
+        return f"{batches.pairs} blocks of {batches.longest} tokens"
 
 
 def _check_ids(paths: Sequence, largest: int, ids: int) -> None:
     if (
         largest >= ids
-    ):  # from a file with ids, or of a vocabulary with more pieces than the model has logits
+    ):  # from a file with ids, or of a vocabulary with more tokens than the model has logits
         raise ValueError(
             f"{', '.join(map(str, paths))}: got the id {largest}, expected at most {ids - 1}"
         )
 
 
 def trained_vocabulary(corpus: Corpus, paths: Sequence, size: int) -> bytes:
-    """Returns a SentencePiece model of `size` pieces, trained on the files of a corpus.
+    """Returns a SentencePiece model of `size` tokens, trained on the files of a corpus.
 
     Raises:
-      ValueError: a file cannot be read, or the texts do not allow this number of pieces.
+      ValueError: a file cannot be read, or the texts do not allow this number of tokens.
     """
     texts = corpus.texts(paths)
     try:
         return vocabularies.SentencePieceVocabulary.train(texts, size).model
-    except RuntimeError as error:  # too many pieces for the text, too few for its characters
+    except RuntimeError as error:  # too many tokens for the text, too few for its characters
         reason = str(error).rpartition("] ")[2]
         raise ValueError(
             f"vocabulary_size: got {size}, expected a number that fits: {reason}"

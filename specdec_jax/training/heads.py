@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
-import rich.console
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader
 from specdec_jax.drafters.heads import HeadsDrafter
+from specdec_jax.files.progress import print_line
 from specdec_jax.files.writing import lock_folder
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_kernel, init_params
@@ -44,7 +44,7 @@ class HeadsTrainConfig:
       warmup_steps, decay_steps: as in `TrainConfig`. None: a twentieth and a half of `steps`.
       label_smoothing: probability mass that is spread over the vocabulary.
       soft_weight: w in (1 − w) · cross-entropy + w · KL(target ‖ head). The target's distribution
-        is the one after the pieces in between, which a head does not see.
+        is the one after the tokens in between, which a head does not see.
       learning_rate: learning rate of Adam, for the heads.
       backbone_learning_rate: learning rate of the target, in the sense of `TrainConfig`; 0 leaves
         the target as it is.
@@ -160,11 +160,11 @@ class HeadsObjective:
 
 
 def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dropout_key=None):
-    """Returns the mean loss, and sums over the pieces that heads predict.
+    """Returns the mean loss, and sums over the tokens that heads predict.
 
-    The loss is the mean over these pieces, plus `backbone_weight` times the mean over the pieces
-    that the target itself predicts. The target's state at decoder position t predicts piece t + 1;
-    head i predicts piece t + 1 + i.
+    The loss is the mean over these tokens, plus `backbone_weight` times the mean over the tokens
+    that the target itself predicts. The target's state at decoder position t predicts token t + 1;
+    head i predicts token t + 1 + i.
 
     Args:
       params: {"heads": …}, and {"target": …} if the target is trained.
@@ -190,21 +190,21 @@ def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dro
     for head in range(1, objective.heads.config.num_heads + 1):
         known = max(
             targets.shape[1] - head, 0
-        )  # positions from which the predicted piece lies inside the batch
+        )  # positions from which the predicted token lies inside the batch
         soft = own[:, head:] if own is not None and objective.soft_weight else None
         sums = _sums(logits[:, :known, head - 1], targets[:, head:], objective, soft)
         total = jax.tree.map(jnp.add, total, sums)
-    loss = total.loss / jnp.maximum(total.pieces, 1)
+    loss = total.loss / jnp.maximum(total.tokens, 1)
     if objective.backbone_weight:
         sums = _sums(own, targets, objective)
-        loss += objective.backbone_weight * sums.loss / jnp.maximum(sums.pieces, 1)
-    return loss, total._replace(loss=loss * total.pieces)
+        loss += objective.backbone_weight * sums.loss / jnp.maximum(sums.tokens, 1)
+    return loss, total._replace(loss=loss * total.tokens)
 
 
 def _sums(logits, targets, objective: HeadsObjective, soft=None) -> Metrics:
-    """Returns sums over the pieces of `targets [B, T]` for `logits [B, T, V]`.
+    """Returns sums over the tokens of `targets [B, T]` for `logits [B, T, V]`.
 
-    `soft` are the target's logits at the same pieces.
+    `soft` are the target's logits at the same tokens.
     """
     log_q, weights = jax.nn.log_softmax(logits), (targets >= 0).astype(jnp.float32)
     nll = -jnp.take_along_axis(log_q, fed(targets)[..., None], axis=-1)[..., 0]
@@ -329,7 +329,6 @@ def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) 
     """
     train.check_files(settings.run(T5Config(1, 1, 1, 1, 1, 1, 1)))
     output = pathlib.Path(settings.output_dir).absolute()
-    console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
     dtype = "float32" if settings.trains_backbone else settings.dtype
     target = loader.load(settings.target, dtype)
     run_vocabulary.of_model(target, "target")  # rejected before there is a folder
@@ -339,9 +338,9 @@ def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) 
         step = saved.newest.latest_step()
         record_target(output / "target_fingerprint", "target", target, step)
         for line in changed_settings(settings, output, step, _fixed):
-            console.print(line, markup=False)
+            print_line(line)
         run = HeadsRun(settings, target, saved)
-        state = train.go_on(run, console, settings, begun)
+        state = train.go_on(run, settings, begun)
         for folder in run.export():
-            console.print(f"wrote {folder}", markup=False)
+            print_line(f"wrote {folder}")
     return state.params

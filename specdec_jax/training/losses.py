@@ -79,26 +79,26 @@ class Objective:
 
 
 class Metrics(NamedTuple):
-    """Sums over the target pieces of a batch, each `[]` float32, in nats.
+    """Sums over the target tokens of a batch, each `[]` float32, in nats.
 
     Attributes:
       loss: what is minimised.
       nll: negative log-likelihood of the reference.
-      pieces: number of target pieces, EOS included.
+      tokens: number of target tokens, EOS included.
     """
 
     loss: jax.Array
     nll: jax.Array
-    pieces: jax.Array
+    tokens: jax.Array
 
 
 class TeacherAgreement(NamedTuple):
-    """How well the student would draft for its teacher: sums over the target pieces, each `[]`
+    """How well the student would draft for its teacher: sums over the target tokens, each `[]`
     float32.
 
     Attributes:
       acceptance: sum of Σ_v min(p(v), q(v)) at temperature 1; its mean is α there (corollary 3.6).
-      agreement: number of pieces with the same argmax; its mean is α at temperature 0.
+      agreement: number of tokens with the same argmax; its mean is α at temperature 0.
     """
 
     acceptance: jax.Array
@@ -160,23 +160,23 @@ def _likeness(logits, teacher_logits, targets) -> TeacherAgreement:
 def loss_fn(
     params, batch, objective: Objective, teacher_params=None, dropout_key=None
 ) -> tuple[jax.Array, Metrics]:
-    """Returns the mean loss of a target piece, and the sums over the pieces.
+    """Returns the mean loss of a target token, and the sums over the tokens.
 
-    Per piece the loss is (1 − w) · cross-entropy with label smoothing + w · D(p, q). Here p is the
+    Per token the loss is (1 − w) · cross-entropy with label smoothing + w · D(p, q). Here p is the
     teacher's distribution at `distill_temperature`, q the student's distribution after the same
     prefix of the reference, and D the divergence (token level).
 
     Args:
       params: the student's parameters.
       batch: (inputs `[B, L]`, targets `[B, T]`), int32, padded with `PADDING`. For a decoder-only
-        model L = T, and the inputs are the pieces that stand before the targets.
+        model L = T, and the inputs are the tokens that stand before the targets.
       objective: what is minimised.
       teacher_params: parameters of `objective.teacher`; no gradient flows to them.
       dropout_key: None switches dropout off.
     """
     logits, teacher_logits = _logits(params, batch, objective, teacher_params, dropout_key)
     metrics = _metrics(logits, teacher_logits, batch[1], objective)
-    return metrics.loss / jnp.maximum(metrics.pieces, 1), metrics
+    return metrics.loss / jnp.maximum(metrics.tokens, 1), metrics
 
 
 @flax.struct.dataclass

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import orbax.checkpoint as ocp
-import rich.progress
 
 from specdec_jax.files import reading
+from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import name_errors, write_file
 from specdec_jax.models.families import build_config, describe
 from specdec_jax.models.language_model import LanguageModel
@@ -210,52 +210,34 @@ def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: in
 
 
 class Reporter:
-    """Context manager around a loop of steps: shows progress on `console` and appends records to a
-    log of JSON lines."""
+    """Context manager around a loop of steps that shows progress and appends to `log.jsonl`."""
 
-    def __init__(self, console: rich.console.Console, log: pathlib.Path, start: int, steps: int):
-        """Prepares console and log; records in the log of steps after `start`, left by a killed
-        run, are removed."""
-        self._console, self._start, self._steps = console, start, steps
+    def __init__(self, log: pathlib.Path, start: int, steps: int):
+        """Opens the log and removes records of steps after `start`, left by a killed run."""
+        self._steps = steps
         trim_log(log, start)
         self._log = open(log, "a", encoding="utf-8")
-        columns = (
-            rich.progress.TextColumn("step"),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.BarColumn(),
-            rich.progress.TextColumn("{task.fields[text]}"),
-            rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
-        )
-        self._bar = rich.progress.Progress(
-            *columns, console=console, disable=not console.is_terminal
-        )
-        self._task = self._bar.add_task("", total=steps, completed=start, text="compiling")
+        self._progress = Progress("training", steps, "steps")
+        self._progress.skip(start)
+        self._progress.detail = "compiling"
 
     def __enter__(self) -> "Reporter":
-        self._begin = time.monotonic()
-        if not self._console.is_terminal:
-            self.message("compiling a training step")
-        self._bar.start()
+        self._progress.__enter__()
         return self
 
-    def __exit__(self, *exception) -> None:
-        self._bar.stop()
+    def __exit__(self, *exception: object) -> None:
+        self._progress.__exit__(*exception)
         with name_errors(self._log.name):
             self._log.close()
 
     def advance(self, step: int) -> None:
         """Shows that `step` steps are done."""
-        self._bar.update(self._task, completed=step)
+        self._progress.advance(step - self._progress.done)
 
-    def training(self, step: int, loss: float, pieces_per_second: float, **more: float) -> None:
+    def training(self, step: int, loss: float, tokens_per_second: float, **more: float) -> None:
         """Reports the mean loss and the speed since the last call; `more` goes to the log only."""
-        self._write(step, loss=loss, pieces_per_second=pieces_per_second, **more)
-        text = f"loss {loss:.3f}, {pieces_per_second:,.0f} pieces/s"
-        self._bar.update(self._task, text=text)
-        if not self._console.is_terminal:
-            seconds = (self._steps - step) * (time.monotonic() - self._begin) / (step - self._start)
-            left = f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
-            self.message(f"step {step}/{self._steps}: {text}, {left} left")
+        self._write(step, loss=loss, tokens_per_second=tokens_per_second, **more)
+        self._progress.detail = f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s"
 
     def validation(
         self,
@@ -284,8 +266,8 @@ class Reporter:
         self.message(f"step {step}/{self._steps}: {', '.join(parts)}{' (best)' * best}")
 
     def message(self, text: str) -> None:
-        """Prints one line above the bar."""
-        self._console.print(text, markup=False, highlight=False)
+        """Prints one line."""
+        self._progress.message(text)
 
     def _write(self, step: int, **values) -> None:
         with name_errors(self._log.name):

@@ -70,15 +70,15 @@ def of_run(config: TrainConfig, folder: pathlib.Path) -> RunVocabulary:
     cannot be read.
 
     Earlier versions wrote no record. They trained with SentencePiece models only, in which whatever
-    `vocabulary_size` leaves beyond the pieces are sentinels, and with the start tokens of new
+    `vocabulary_size` leaves beyond the tokens are sentinels, and with the start tokens of new
     models.
     """
     if (folder / _RECORD).exists():
         return RunVocabulary.read(folder)
     file = pathlib.Path(config.vocabulary or folder / TRAINED)
-    pieces = SentencePieceVocabulary.load(file)
+    tokens = SentencePieceVocabulary.load(file)
     vocabulary = SentencePieceVocabulary.load(
-        file, check_extra_ids(config.vocabulary_size - pieces.size, file)
+        file, check_extra_ids(config.vocabulary_size - tokens.size, file)
     )
     return RunVocabulary(vocabulary, config.corpus.start_token(vocabulary), vocabulary.eos_ids)
 
@@ -112,7 +112,7 @@ def _special(model, path: str, name: str) -> RunVocabulary:
 def check_same(name: str, got: RunVocabulary, other: str, expected: RunVocabulary) -> None:
     """Raises ValueError unless both models read and write the same ids."""
     if got.vocabulary.fingerprint() != expected.vocabulary.fingerprint():
-        raise ValueError(f"{name}: got another vocabulary, expected {other}'s pieces")
+        raise ValueError(f"{name}: got another vocabulary, expected {other}'s tokens")
     if got.start_token != expected.start_token:
         raise ValueError(
             f"{name}: got start token {got.start_token}, expected {other}'s, {expected.start_token}"
@@ -136,12 +136,12 @@ def choose(
       output: the run's folder.
       size: number of ids, sentinels included.
       given: what the models have that a run begins with, by the models' names in messages. All must
-        have the same pieces, and the file too.
+        have the same tokens, and the file too.
       corpus: says what a sequence begins with if no model does.
       make: trains a SentencePiece model if there is neither a model nor a file.
 
     Raises:
-      ValueError: there are other pieces at `path`, or another number of them.
+      ValueError: there are other tokens at `path`, or another number of them.
     """
     owner = next(iter(given), None)
     for name, special in given.items():
@@ -151,14 +151,14 @@ def choose(
     if file.exists() and (path or kept is None or isinstance(kept, SentencePieceVocabulary)):
         found = _load(file, kept)
         if kept is not None and kept.fingerprint() != found.fingerprint():
-            raise ValueError(f"vocabulary: got {file}, expected {owner}'s pieces")
+            raise ValueError(f"vocabulary: got {file}, expected {owner}'s tokens")
     elif kept is None or isinstance(kept, SentencePieceVocabulary) or path:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, make() if kept is None else _contents(kept, file, str(owner)))
     vocabulary = _load(file, None) if kept is None else kept
     if vocabulary.size != size:
         extra = getattr(vocabulary, "extra_ids", 0)
-        got = f"{vocabulary.size - extra} pieces of {owner or file}" + (
+        got = f"{vocabulary.size - extra} tokens of {owner or file}" + (
             f" and {extra} sentinels" if extra else ""
         )
         raise ValueError(f"vocabulary: got {got}, expected vocabulary_size = {size}")

@@ -5,10 +5,8 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-import rich.console
-
 from specdec_jax.decoding.continuous_batching import decode_all
-from specdec_jax.decoding.progress import Progress
+from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -72,7 +70,7 @@ def plan_jobs(
 ) -> list[Job]:
     """Returns the files of outputs to write, one for each part and kind of output.
 
-    Sources that are too long, or have pieces beyond the `ids` that the target knows, are left out.
+    Sources that are too long, or have tokens beyond the `ids` that the target knows, are left out.
 
     Raises:
       ValueError: no source of a part is left.
@@ -90,7 +88,7 @@ def plan_jobs(
         ]
         if not sources:
             raise ValueError(
-                f"{part}: got no source of at most {config.buckets[-1]} pieces, expected at least one"
+                f"{part}: got no source of at most {config.buckets[-1]} tokens, expected at least one"
             )
         rows, kept = map(list, zip(*sources))
         jobs += [
@@ -101,14 +99,12 @@ def plan_jobs(
     return jobs
 
 
-def write_outputs(
-    config: OutputSettings, target: LanguageModel, jobs: list[Job], console: rich.console.Console
-) -> None:
+def write_outputs(config: OutputSettings, target: LanguageModel, jobs: list[Job]) -> None:
     """Writes every file of outputs that is not there yet."""
     total = sum(len(job.texts) * job.per_source for job in jobs)
     with (
         deferred_signals() as signals,
-        Progress("outputs", total, console, lines=False) as progress,
+        Progress("generating targets", total, "targets") as progress,
     ):
         for job in jobs:
             starts = range(0, len(job.texts), config.shard_size)
@@ -123,7 +119,6 @@ def write_outputs(
                         progress.advance()
                         _stop_if_asked(signals, progress)
                     write_file(shard, "".join(lines))
-                    progress.report()
                     _stop_if_asked(signals, progress)
             if not job.path.exists():
                 write_file(job.path, b"".join(job.shard(start).read_bytes() for start in starts))

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import rich.console
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader, native_format
 from specdec_jax.files import reading
+from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import lock_folder
 from specdec_jax.models.families import build_config
@@ -77,20 +77,19 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
     """
     check_files(config)
     output = pathlib.Path(config.output_dir).absolute()
-    console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
     output.mkdir(parents=True, exist_ok=True)
-    console.print("reading the files of examples")
+    print_line("reading the files of examples")
     with lock_folder(output):
         saved = Checkpoints(output, resume=True, select=config.select)
         for line in changed_settings(config, output, saved.newest.latest_step(), _fixed):
-            console.print(line, markup=False)
+            print_line(line)
         run = Run(config, saved)
 
         def record() -> None:
             run.ids.write(output)
             begun()
 
-        state = go_on(run, console, config, record)
+        state = go_on(run, config, record)
         export(output, output / "model")
     kept = saved.best.best_step()
     which = (
@@ -98,13 +97,11 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
         if kept is None
         else f"those of step {kept}, the best by {config.select}"
     )
-    console.print(f"wrote {output / 'model'}: {which}", markup=False)
+    print_line(f"wrote {output / 'model'}: {which}")
     return state.params
 
 
-def go_on(
-    run: "Run", console: rich.console.Console, settings, begun: Callable[[], object]
-) -> TrainState:
+def go_on(run: "Run", settings, begun: Callable[[], object]) -> TrainState:
     """Records `settings`, now that nothing can reject the run, calls `begun`, and takes the
     remaining steps.
 
@@ -112,23 +109,22 @@ def go_on(
       The state of the last step.
     """
     config = run.config
-    console.print("compiling the initial state")
+    print_line("compiling the initial state")
     state = run.initial_state()
     changed = run.record()
     record_settings(settings, pathlib.Path(config.output_dir).absolute())
     begun()
     start = int(state.step)
     for line in changed:
-        console.print(line, markup=False)
-    console.print(
+        print_line(line)
+    print_line(
         f"{'resumed at' if start else 'begins at'} step {start} of {config.steps}; {run.batches.per_epoch} batches an "
         f"epoch, {config.corpus.summary(run.batches)}; {parameter_count(state.params):,} parameters, "
-        f"{run.objective.model.config.dtype}",
-        markup=False,
+        f"{run.objective.model.config.dtype}"
     )
     if start < config.steps:
         with Reporter(
-            console, pathlib.Path(config.output_dir, "log.jsonl"), start, config.steps
+            pathlib.Path(config.output_dir, "log.jsonl"), start, config.steps
         ) as reporter:
             state = _loop(run, state, reporter)
     return state
@@ -271,17 +267,17 @@ class Run:
         )
 
     def validate(self, state: TrainState, step: int, reporter: Reporter) -> None:
-        """Reports means over the pieces, by file and in total, and keeps the parameters if they are
+        """Reports means over the tokens, by file and in total, and keeps the parameters if they are
         the best."""
         sums = {
             name: evaluate(state.params, batches, self.objective, self.teacher_params, self.assess)
             for name, batches in self.validation.items()
         }
-        pieces = {name: metrics.pieces for name, (metrics, _) in sums.items()}
+        tokens = {name: metrics.tokens for name, (metrics, _) in sums.items()}
 
         def mean(of: dict[str, np.ndarray]) -> tuple[float, dict[str, float]]:
-            each = {name: float(value / pieces[name]) for name, value in of.items()}
-            return float(sum(of.values()) / sum(pieces.values())), each
+            each = {name: float(value / tokens[name]) for name, value in of.items()}
+            return float(sum(of.values()) / sum(tokens.values())), each
 
         loss, by_file = mean({name: metrics.loss for name, (metrics, _) in sums.items()})
         fields = (
@@ -353,9 +349,9 @@ def _report(window: list[Metrics], step: int, clock: float, reporter: Reporter) 
         raise ValueError(
             f"step {step}: got a loss of {sums.loss}, expected a finite one: lower learning_rate"
         )
-    speed = float(sums.pieces) / (time.perf_counter() - clock)
+    speed = float(sums.tokens) / (time.perf_counter() - clock)
     reporter.training(
-        step, float(sums.loss / sums.pieces), speed, nll=float(sums.nll / sums.pieces)
+        step, float(sums.loss / sums.tokens), speed, nll=float(sums.nll / sums.tokens)
     )
 
 

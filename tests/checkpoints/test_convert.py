@@ -20,10 +20,11 @@ from golden_models import GOLDEN
 from make_checkpoints import PARAMS, TINY, TINY_1_0
 
 import specdec_jax as sd
-from specdec_jax.checkpoints import loader, progress, safetensors_files, t5x
+from specdec_jax.checkpoints import loader, safetensors_files, t5x
 from specdec_jax.checkpoints import stored_tensor as checkpoints_leaves
 from specdec_jax.checkpoints.converter import FORMATS, convert
 from specdec_jax.commands import main
+from specdec_jax.files import progress
 from specdec_jax.models.parameters import flatten
 from specdec_jax.tokenizers.vocabularies import (
     ByteVocabulary,
@@ -259,7 +260,7 @@ def test_what_goes_wrong_on_the_way_leaves_nothing(form, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     make.FORMATS["own"](tmp_path / "whole")
-    monkeypatch.setattr(progress.ParameterProgress, "advance", interrupted)
+    monkeypatch.setattr(progress.Progress, "advance", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(tmp_path / "whole", tmp_path / "out", form)
     assert len(written) == 5
@@ -269,12 +270,12 @@ def test_what_goes_wrong_on_the_way_leaves_nothing(form, tmp_path, monkeypatch):
 KILLED = """
 import itertools, os, signal, sys
 from specdec_jax.checkpoints.converter import convert
-from specdec_jax.checkpoints.progress import ParameterProgress
+from specdec_jax.files.progress import Progress
 numbers = itertools.count()
 def advance(self, count):
     if next(numbers) == 9:
         os.kill(os.getpid(), signal.SIGKILL)
-ParameterProgress.advance = advance
+Progress.advance = advance
 convert(sys.argv[1], sys.argv[2], "t5x_legacy")
 """
 

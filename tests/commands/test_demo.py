@@ -1,6 +1,5 @@
 """`specdec demo`: what it says while one waits, its marks, and times that agree with their ratio."""
 
-import io
 import itertools
 import re
 import types
@@ -10,7 +9,6 @@ import command_line
 import jax
 import numpy as np
 import pytest
-import rich.console
 
 import specdec_jax as sd
 from specdec_jax.analysis import traces
@@ -292,21 +290,6 @@ def test_a_bonus_is_no_correction():
     ]
     assert kinds == [["accepted", "bonus"], ["accepted", "rejected", "corrected"], ["bonus"]]
     assert {kind for kind, _ in traces.LEGEND} == set(demo._STYLES) == set(demo._MARKS)
-
-
-def test_a_bar_moves_where_there_is_a_terminal(monkeypatch):
-    make = rich.console.Console
-    for terminal in (True, False):
-        screen = io.StringIO()
-        monkeypatch.setattr(
-            rich.console,
-            "Console",
-            lambda **_: make(file=screen, force_terminal=terminal, width=80),
-        )
-        with demo.compiling("speculative decoding [x]", 500):
-            pass
-        assert ("\x1b" in screen.getvalue()) == terminal == ("0:00:00" in screen.getvalue())
-        assert "compiling speculative decoding [x]" in screen.getvalue()
 
 
 def test_the_built_in_sentences_need_one_shape():

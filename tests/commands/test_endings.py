@@ -11,7 +11,6 @@ from specdec_jax.commands import main
 from specdec_jax.commands.endings import Endings
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.decoding.checks import check_input_lengths, listed
-from specdec_jax.decoding.progress import Progress
 from specdec_jax.decoding.results import NonFiniteLogitsError
 
 pair, cache = command_line.pair, command_line.cache
@@ -125,13 +124,3 @@ def test_many_inputs_without_output_are_few_lines():
     notes = [endings.add(number, [output(number)]) for number in range(40)]
     assert notes == [{"lost": True}] * 40 and len(said) == 5
     assert endings.tell(40).startswith("sentences 1, 2, ") and len(said) == 5
-
-
-@pytest.mark.parametrize("seconds, rate", [(100.0, "20.0 seconds each"), (0.5, "10.0 a second")])
-def test_a_slow_job_has_its_rate_in_seconds(monkeypatch, capsys, seconds, rate):
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    with Progress("rows", 10, quiet=True) as progress:
-        now[0] = seconds
-        progress.advance(5)
-        assert progress.text == f"{rate}, 0:0{int(seconds) // 60}:{int(seconds) % 60:02} left"

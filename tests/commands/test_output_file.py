@@ -55,7 +55,7 @@ def test_the_output_file_has_what_is_printed(specdec, pair, tmp_path, flags):
     assert (code, err) == (0, "")
     path = tmp_path / "out"
     code, out, err = specdec(*arguments(pair, *flags, f"--output_file={path}", *TEXTS))
-    assert (code, out) == (0, "") and err.startswith("sentences 12/12: ")
+    assert (code, out, err) == (0, "", "")
     if "--json" not in flags:
         assert path.read_text() == printed
     else:
@@ -73,8 +73,7 @@ def test_the_output_file_has_what_is_printed(specdec, pair, tmp_path, flags):
 # when all are there and the output file is written, but the journal is not yet removed.
 DYING = """
 import os, pathlib, signal, sys
-from specdec_jax.commands import resumable_output
-import specdec_main
+from specdec_jax.commands import entry, resumable_output
 
 how, left = sys.argv.pop(1), [int(sys.argv.pop(1))]
 append, unlink = resumable_output.Journal._append, pathlib.Path.unlink
@@ -94,7 +93,7 @@ def removing(path, **more):
     unlink(path, **more)
 
 resumable_output.Journal._append, pathlib.Path.unlink = dying, removing
-sys.exit(specdec_main.main())
+sys.exit(entry.main())
 """
 
 

@@ -12,6 +12,7 @@ from heads_models import t5
 from toy_training import CONFIGS, TINY, random_params
 
 import specdec_jax as sd
+from specdec_jax import checkpoints
 from specdec_jax.commands import main
 from specdec_jax.models import heads as heads_module
 from specdec_jax.models.heads import Heads, HeadsConfig
@@ -32,7 +33,7 @@ def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
     rng = np.random.default_rng(0)
     inputs, targets = rng.integers(2, 64, (2, 3, 5)).astype(np.int32)
     inputs[0, 4:], targets[1, 3:], targets[2, 1:] = -1, -1, -1
-    target, config = random_params(), HeadsConfig(6, 16, 64)  # more heads than there are pieces
+    target, config = random_params(), HeadsConfig(6, 16, 64)  # more heads than there are tokens
     params = jax.tree.map(
         lambda x: x + rng.normal(size=x.shape, scale=0.3),
         heads_module.init_params(config, jax.random.key(0)),
@@ -53,30 +54,30 @@ def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
         return jax.nn.log_softmax(apply()), jax.nn.log_softmax(ahead).reshape(3, 5, 6, 64)
 
     log_p, log_q = jax.device_get(dists(target, params))
-    expected, nll, pieces = 0.0, 0.0, 0
+    expected, nll, tokens = 0.0, 0.0, 0
 
-    def smoothed(dist, piece):
-        return -(1 - smoothing) * dist[piece] - smoothing * dist.mean()
+    def smoothed(dist, token):
+        return -(1 - smoothing) * dist[token] - smoothing * dist.mean()
 
     for row, size in enumerate((5, 3, 1)):
         for place in range(size):
             for ahead in range(1, size - place):
                 dist, own = log_q[row, place, ahead - 1], log_p[row, place + ahead]
-                piece = targets[row, place + ahead]
-                expected += (1 - soft) * smoothed(dist, piece) + soft * np.sum(
+                token = targets[row, place + ahead]
+                expected += (1 - soft) * smoothed(dist, token) + soft * np.sum(
                     np.exp(own) * (own - dist)
                 )
-                nll -= dist[piece]
-                pieces += 1
+                nll -= dist[token]
+                tokens += 1
     own = [
         smoothed(log_p[row, t], targets[row, t])
         for row, size in enumerate((5, 3, 1))
         for t in range(size)
     ]
-    expected = expected / pieces + backbone * np.mean(own)
-    assert metrics.pieces == pieces == 10 + 3
+    expected = expected / tokens + backbone * np.mean(own)
+    assert metrics.tokens == tokens == 10 + 3
     np.testing.assert_allclose(
-        [loss, metrics.loss, metrics.nll], [expected, expected * pieces, nll], rtol=1e-5
+        [loss, metrics.loss, metrics.nll], [expected, expected * tokens, nll], rtol=1e-5
     )
 
 
@@ -134,7 +135,7 @@ def files(folder):
 def test_training_lowers_the_loss_and_leaves_the_target_alone(settings, finished):
     output, params = finished
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    training = [record["loss"] for record in log if "pieces_per_second" in record]
+    training = [record["loss"] for record in log if "tokens_per_second" in record]
     assert (
         training[-1] < training[0] - 0.1
         and set(params) == {"heads"}
@@ -258,7 +259,7 @@ def test_the_configuration_of_the_bundled_target(tmp_path):
     gin.parse_config_files_and_bindings([str(CONFIGS / "ende_heads.gin")], bindings)
     config = gin.get_configurable(training_heads.HeadsTrainConfig)()
     gin.clear_config()
-    shapes = config.heads(sd.checkpoints.load_shape(config.target)).parameter_shapes
+    shapes = config.heads(checkpoints.load_shape(config.target)).parameter_shapes
     assert config.target in sd.bundled() and sum(map(math.prod, shapes.values())) == 4 * 640**2
 
 

@@ -27,6 +27,7 @@ from seqio_jobs_of import (
 from toy_models import compilations
 
 import specdec_jax as sd
+from specdec_jax import checkpoints
 from specdec_jax.commands import generate as generate_command
 from specdec_jax.commands import main
 from specdec_jax.interop import vocabularies
@@ -107,7 +108,7 @@ def test_the_papers_tasks(name, pair):
         found["inputs_pretokenized"].decode() == prefix + "Tom is"
         and found["targets_pretokenized"] == b"the book"
     )
-    ours, _ = sd.checkpoints.load_vocabulary(pair / "target")
+    ours, _ = checkpoints.load_vocabulary(pair / "target")
     assert found["inputs"].tolist() == (ours.encode(prefix + "Tom is") + [1])[:29] + [1] * (
         len(found["inputs"]) == 30
     )
@@ -146,7 +147,7 @@ def test_the_vocabulary_of_a_model(tmp_path):
     assert found.vocab_size == 136 and vocabularies.difference(ours, found) is None
     assert (
         tasks._vocabulary("ende/target", 0).vocab_size
-        == sd.checkpoints.load_vocabulary("ende/target")[0].size
+        == checkpoints.load_vocabulary("ende/target")[0].size
     )
     sd.save(
         sd.LanguageModel.random(

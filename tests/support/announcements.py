@@ -2,12 +2,13 @@
 
 import re
 
-# "compiling; sentences 0/3"; "compiling 1 of 4: plain"; tests/decoding/test_progress.py has the
-# forms.
+# "decoding: 0 of 3 sentences"; tests/files/test_progress.py has the forms. Only what runs in a process
+# of its own shows them (tests/conftest.py).
 _COURSE = re.compile(
-    r"^(?:compiling; \w+ 0/\d+|tracing the calls of the first input"
+    r"^(?:compiling speculative[^\n]*|tracing the calls of the first input"
     r"|\d+ of \d+ outputs? ended by length: --max_new_tokens=\d+"
-    r"|(?:compiling|timing|scoring|counting|comparing|sweep|lines|parameters|pass)\b[^:\n]* \d+ of \d+(?:: .*)?)\n",
+    r"|(?:compiling|counting|decoding|generating|making|reading|training|writing)\b[^:\n]*"
+    r": [\d,.]+ of [\d,.]+[^\n]*)\n",
     re.MULTILINE,
 )
 

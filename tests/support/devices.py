@@ -15,7 +15,11 @@ import threading
 import pytest
 
 # What the console script does, wherever it is installed.
-SPECDEC = [sys.executable, "-c", "import sys, specdec_main; sys.exit(specdec_main.main())"]
+SPECDEC = [
+    sys.executable,
+    "-c",
+    "import sys; from specdec_jax.commands.entry import main; sys.exit(main())",
+]
 
 
 def null_device(path: pathlib.Path) -> pathlib.Path:

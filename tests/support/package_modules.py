@@ -3,14 +3,9 @@
 import ast
 import pathlib
 
-import specdec_main
-
 import specdec_jax
 
 PACKAGE = pathlib.Path(specdec_jax.__file__).parent
-
-
-ENTRY = "commands.entry"  # the beginning of the command: installed outside the package, imports it when needed
 
 
 def modules() -> dict[str, ast.Module]:
@@ -20,7 +15,6 @@ def modules() -> dict[str, ast.Module]:
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
         names[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"))
-    names[ENTRY] = ast.parse(pathlib.Path(specdec_main.__file__).read_text(encoding="utf-8"))
     return names
 
 

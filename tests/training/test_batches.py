@@ -131,7 +131,7 @@ def test_seed_and_epoch_change_the_order():
         ((), 30, [(3, 3)], "buckets: got"),
         ((0, 4), 30, [(3, 3)], "buckets: got"),
         ((4, 8), 7, [(3, 3)], "batch_tokens: got 7, expected at least the longest bucket, 8"),
-        ((4, 8), 30, [(9, 3)], "got 1 pairs, expected at least one of at most 8 pieces"),
+        ((4, 8), 30, [(9, 3)], "got 1 pairs, expected at least one of at most 8 tokens"),
         ((4, 8), 30, [], "got 0 pairs"),
     ],
 )
@@ -146,7 +146,7 @@ def test_bad_batches(buckets, batch_tokens, lengths, message):
         ((8, 4), 30, "target_buckets: got .8, 4., expected ascending"),
         ((0, 4), 30, "target_buckets: got"),
         ((4, 16), 15, "batch_tokens: got 15, expected at least the longest bucket, 16"),
-        ((2,), 30, "got 1 pairs, expected at least one of at most 8 and 2 pieces"),
+        ((2,), 30, "got 1 pairs, expected at least one of at most 8 and 2 tokens"),
     ],
 )
 def test_bad_buckets_of_targets(target_buckets, batch_tokens, message):

@@ -388,10 +388,10 @@ def test_other_files_under_the_same_paths_are_rejected(
         ),
         (dict(select="best"), "select: got 'best', expected one of loss, acceptance, agreement"),
         (dict(divergence="tv"), "divergence: got 'tv'"),
-        (dict(drafter="STRANGER"), "drafter: got another vocabulary, expected the target's pieces"),
+        (dict(drafter="STRANGER"), "drafter: got another vocabulary, expected the target's tokens"),
         (
             dict(buckets=(2,), max_new_tokens=2),
-            "got no source of at most 2 pieces, expected at least one",
+            "got no source of at most 2 tokens, expected at least one",
         ),
         (dict(steps=3), "steps: got 3, expected at least warmup_steps"),
     ],

@@ -129,7 +129,7 @@ def test_loss_is_the_sum_over_target_pieces(name, weight, temperature):
         weight * SLOW[name](p[at], q[at]) - (1 - weight) * np.log(q[at][batch[1][at]])
         for at in zip(*np.nonzero(batch[1] >= 0))
     )
-    assert metrics.pieces == 14
+    assert metrics.tokens == 14
     np.testing.assert_allclose([metrics.loss, loss], [expected, expected / 14], rtol=1e-5)
     grads = jax.jit(jax.grad(lambda teacher: losses.loss_fn(params, batch, objective, teacher)[0]))(
         teacher
@@ -155,7 +155,7 @@ def test_acceptance_and_agreement_are_those_of_the_pair():
     for at in zip(*np.nonzero(batch[1] >= 0)):
         accepted += sum(min(p, q) for p, q in zip(dist(mine[at]), dist(other[at])))
         agreeing += int(np.argmax(mine[at]) == np.argmax(other[at]))
-    assert metrics.pieces == 22
+    assert metrics.tokens == 22
     np.testing.assert_allclose(likeness.acceptance, accepted, rtol=1e-5)
     assert likeness.agreement == agreeing
     assert losses.evaluate(
@@ -220,7 +220,7 @@ def test_a_run_begins_with_the_parameters_of_a_model(models, language, tmp_path)
         (dict(initialise_from="nowhere"), "nowhere: got no such path"),
         (
             dict(initialise_from="STRANGER", teacher="TARGET", distill_weight=1.0),
-            "expected the teacher's pieces",
+            "expected the teacher's tokens",
         ),
     ],
 )

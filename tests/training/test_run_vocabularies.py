@@ -27,7 +27,7 @@ one_optimizer = distill_models.one_optimizer
 
 
 def tokenizer_json(texts, special=()) -> TokenizerJsonVocabulary:
-    """Returns a `tokenizer.json` of 50 pieces; without `special`, id 0 is a letter and EOS the
+    """Returns a `tokenizer.json` of 50 tokens; without `special`, id 0 is a letter and EOS the
     last."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>" if special else None))
     made.pre_tokenizer, made.decoder = (
@@ -97,8 +97,8 @@ def distilled(target: str, language, output, **settings) -> str:
 
 def test_a_folder_of_the_hub_is_distilled(language, tmp_path):
     """`tokenizer.json` with `spiece.model` beside it, as every T5 on the Hub has them."""
-    pieces = SentencePieceVocabulary.load(GOLDEN / "hf_tokenizer/spiece.model", 20)
-    sd.convert(saved(pieces, tmp_path / "ours"), tmp_path / "target", "huggingface")
+    tokens = SentencePieceVocabulary.load(GOLDEN / "hf_tokenizer/spiece.model", 20)
+    sd.convert(saved(tokens, tmp_path / "ours"), tmp_path / "target", "huggingface")
     for path in (GOLDEN / "hf_tokenizer").glob("[ts]*"):
         shutil.copy(path, tmp_path / "target")
     target = str(tmp_path / "target")
@@ -129,7 +129,7 @@ def test_a_run_keeps_the_vocabulary_of_its_model(kind, vocabularies, language, t
     assert read.vocabulary.fingerprint() == vocabulary.fingerprint() and read[1:] == (3, (5, 7))
     other = {"y": run_vocabulary.RunVocabulary(vocabulary, 2, (5, 7))}
     for path, size, more, message in (
-        ("", 7, {}, f"vocabulary: got {vocabulary.size} pieces of x, expected vocabulary_size = 7"),
+        ("", 7, {}, f"vocabulary: got {vocabulary.size} tokens of x, expected vocabulary_size = 7"),
         ("", vocabulary.size, other, "y: got start token 2, expected x's, 3"),
         (
             str(tmp_path / "a.model"),
@@ -170,7 +170,7 @@ def test_a_text_without_pieces_is_rejected_by_its_number(language, vocabularies,
     bare = TokenizerJsonVocabulary(vocabularies["tokenizer.json"].text, around=([], []))
     (tmp_path / "pairs.tsv").write_text("a\tb\n\tb\n")
     with pytest.raises(
-        ValueError, match="pairs.tsv, example 2: got a text without pieces, expected at least one"
+        ValueError, match="pairs.tsv, example 2: got a text without tokens, expected at least one"
     ):
         config_of(language, tmp_path).corpus.batches(bare, [tmp_path / "pairs.tsv"], 50, 100, 0)
 
@@ -261,7 +261,7 @@ def counted(target: str, language, folder) -> str:
 
 
 def test_a_text_has_one_eos_where_a_model_stops_at_several(vocabularies, language, tmp_path):
-    """The first ends a text; the others are ordinary pieces at which the model stops too."""
+    """The first ends a text; the others are ordinary tokens at which the model stops too."""
     several = TokenizerJsonVocabulary(vocabularies["tokenizer.json"].text, (1, 7))
     ids = run_vocabulary.RunVocabulary(several, 0, (1, 7))
     pair = train._batches(

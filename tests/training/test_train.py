@@ -53,7 +53,7 @@ def test_loss_is_the_sum_over_target_pieces(smoothing, weight):
         params, batch, objective, teacher if weight else None
     )
     log_q, log_p = dists(params, batch), dists(teacher, batch)
-    expected, nll, pieces = 0.0, 0.0, 0
+    expected, nll, tokens = 0.0, 0.0, 0
     for b, t in zip(*np.nonzero(batch[1] >= 0)):
         reference = np.full(64, smoothing / 64)
         reference[batch[1][b, t]] += 1 - smoothing
@@ -61,10 +61,10 @@ def test_loss_is_the_sum_over_target_pieces(smoothing, weight):
         divergence = np.sum(np.exp(log_p[b, t]) * (log_p[b, t] - log_q[b, t]))
         expected += (1 - weight) * entropy + weight * divergence
         nll -= log_q[b, t, batch[1][b, t]]
-        pieces += 1
-    assert metrics.pieces == pieces == 14
+        tokens += 1
+    assert metrics.tokens == tokens == 14
     np.testing.assert_allclose(
-        [metrics.loss, metrics.nll, loss], [expected, nll, expected / pieces], rtol=1e-5
+        [metrics.loss, metrics.nll, loss], [expected, nll, expected / tokens], rtol=1e-5
     )
 
 
@@ -121,7 +121,7 @@ def steps(config, model, count, seed=0):
     history = []
     for _ in range(count):
         state, metrics = losses.train_step(state, random_batch(), None, seed, **arguments)
-        history.append(float(metrics.nll / metrics.pieces))
+        history.append(float(metrics.nll / metrics.tokens))
     return state, history
 
 

@@ -1,12 +1,11 @@
 """Runs of training: the log, the best model, resuming, distillation, signals and kills."""
 
+import contextlib
 import dataclasses
-import io
 import json
 import math
 import os
 import pathlib
-import re
 import shutil
 import signal
 import subprocess
@@ -18,12 +17,13 @@ import make_checkpoints
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import rich.console
 from devices import SPECDEC, fill, small_disk
+from terminal import as_stderr
 from toy_training import CONFIGS, TINY, config_of
 
 from specdec_jax.checkpoints import converter, loader
 from specdec_jax.commands import main
+from specdec_jax.files import progress
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.tokenizers import vocabularies
@@ -52,14 +52,14 @@ def test_a_run_logs_and_writes_a_model(finished, language):
     output, log = pathlib.Path(config.output_dir), records(config.output_dir)
     assert compiled == 2  # once for each bucket
     training, validation = (
-        [r for r in log if name in r] for name in ("pieces_per_second", "validation_loss")
+        [r for r in log if name in r] for name in ("tokens_per_second", "validation_loss")
     )
     assert [r["step"] for r in training] == [4, 8, 12] and [r["step"] for r in validation] == [
         6,
         12,
     ]
     assert training[-1]["loss"] < training[0]["loss"] and all(
-        r["pieces_per_second"] > 0 for r in training
+        r["tokens_per_second"] > 0 for r in training
     )
     assert set(validation[0]["validation_losses"]) == {"validation.tsv", "more.tsv"}
     assert sorted(os.listdir(output / "checkpoints")) == ["12", "8"]
@@ -151,7 +151,7 @@ def test_a_run_goes_on_with_another_schedule_but_no_other_model(
     with pytest.raises(ValueError, match="model: got .*, expected that of the run"):
         train.fit(dataclasses.replace(config, model=dataclasses.replace(TINY, mlp_dim=48)))
     with pytest.raises(
-        ValueError, match="vocabulary: got 40 pieces of .*, expected vocabulary_size = 39"
+        ValueError, match="vocabulary: got 40 tokens of .*, expected vocabulary_size = 39"
     ):
         train.fit(dataclasses.replace(config, vocabulary_size=39))
 
@@ -172,7 +172,7 @@ def test_distillation_brings_the_student_nearer_to_its_teacher(finished, languag
     other = str(tmp_path / "other.model")
     texts = (language / "train.tsv").read_text().split("\n")
     pathlib.Path(other).write_bytes(vocabularies.SentencePieceVocabulary.train(texts, 38).model)
-    with pytest.raises(ValueError, match="expected the teacher's pieces"):
+    with pytest.raises(ValueError, match="expected the teacher's tokens"):
         train.fit(
             dataclasses.replace(
                 config, output_dir=str(tmp_path / "c"), vocabulary=other, vocabulary_size=38
@@ -217,7 +217,7 @@ def test_a_teachers_sentinels_and_special_ids_stay(finished, language, tmp_path,
     )
     assert student.eos_ids == student.vocabulary.eos_ids == (2,)
     with pytest.raises(
-        ValueError, match="got 40 pieces of the teacher and 5 sentinels, expected vocabulary_size"
+        ValueError, match="got 40 tokens of the teacher and 5 sentinels, expected vocabulary_size"
     ):
         train.fit(
             dataclasses.replace(config, output_dir=str(tmp_path / "other"), vocabulary_size=40)
@@ -289,22 +289,17 @@ def test_a_training_file_may_be_called_vocabulary(tmp_path):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_shows_step_loss_speed_and_time_left(tmp_path, terminal):
-    console = rich.console.Console(file=io.StringIO(), force_terminal=terminal, width=100)
-    with run_folder.Reporter(console, tmp_path / "log.jsonl", 10, 20) as reporter:
-        reporter.advance(15)
+def test_progress_shows_step_loss_speed_and_time_left(tmp_path, monkeypatch, capsys, terminal):
+    monkeypatch.setattr(progress, "_DELAY", 0.0)
+    shown = as_stderr(monkeypatch) if terminal else contextlib.nullcontext([])
+    with shown as got, run_folder.Reporter(tmp_path / "log.jsonl", 10, 20) as reporter:
         reporter.training(15, 3.25, 1234.5)
         reporter.validation(15, 3.5, {"a": 3.0, "b": 4.0}, best=True)
-    said = console.file.getvalue()
-    assert (
-        "loss 3.250, 1,234 pieces/s" in said
-        and "validation loss 3.5000 (a 3.0000, b 4.0000) (best)" in said
-    )
-    assert (
-        ("15/20" in said)
-        and (("━" in said) == terminal)
-        and re.search(r"[\d-]:[\d-]{2}:[\d-]{2}", said)
-    )
+        reporter.advance(20)
+    err = "".join(got) if terminal else capsys.readouterr().err
+    assert "validation loss 3.5000 (a 3.0000, b 4.0000) (best)" in err
+    assert "20 of 20 steps, loss 3.250, 1,234 tokens/s" in err
+    assert ("━" in err) == terminal
     assert [r["step"] for r in records(tmp_path)] == [15, 15]
 
 

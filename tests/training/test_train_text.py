@@ -114,7 +114,7 @@ def test_blocks_are_the_stream_of_documents_each_followed_by_eos(tmp_path):
         assert not rows
     assert (
         corpus.Text(6).start_token(vocabulary) == 1
-        and corpus.Text(6).summary(batches) == "4 blocks of 6 pieces"
+        and corpus.Text(6).summary(batches) == "4 blocks of 6 tokens"
     )
 
 
@@ -158,7 +158,7 @@ def test_loss_is_that_of_the_next_piece():
     (loss, metrics), likeness = jax.jit(both, static_argnums=2)(
         params, (inputs, targets), objective, teacher
     )
-    assert metrics.pieces == 13
+    assert metrics.tokens == 13
     np.testing.assert_allclose(
         [metrics.loss, metrics.nll, loss], [expected, nll, expected / 13], rtol=1e-5
     )
@@ -180,7 +180,7 @@ def test_dropout_depends_on_its_key():
 
 
 def test_the_loss_falls_to_what_the_text_leaves_open(finished):
-    """Only the first word of a document is a matter of chance: log 7 of about 15 pieces."""
+    """Only the first word of a document is a matter of chance: log 7 of about 15 tokens."""
     log = records(finished[0])
     validation = [record["validation_loss"] for record in log if "validation_loss" in record]
     assert log[0]["loss"] > 1 and len(validation) == 2 and validation[-1] < 0.25
@@ -243,12 +243,12 @@ def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(
     said = capsys.readouterr().err
     assert (
         f"resumed at step {50 if how == 'killed' else 80} of 120" in said
-        and " blocks of 32 pieces" in said
+        and " blocks of 32 tokens" in said
     )
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
     def losses_of(config):
-        return [(r["step"], r["loss"]) for r in records(config) if "pieces_per_second" in r]
+        return [(r["step"], r["loss"]) for r in records(config) if "tokens_per_second" in r]
 
     assert losses_of(config)[-2:] == losses_of(reference)[-2:]
 

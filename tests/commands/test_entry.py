@@ -10,10 +10,9 @@ import sys
 import time
 
 import pytest
-import specdec_main
 from devices import SPECDEC, fill, small_disk
 
-from specdec_jax.commands import main
+from specdec_jax.commands import entry, main
 
 pytestmark = pytest.mark.skipif(
     os.name == "nt", reason="signals and closed streams are other things there"
@@ -23,10 +22,10 @@ pytestmark = pytest.mark.skipif(
 # second to import.
 STUB = """
 import atexit, hashlib, os, signal, sys, threading, time, types
-import specdec_main
+from specdec_jax.commands import entry
 
 PID, SIGINT, SIGTERM = os.getpid(), signal.SIGINT, signal.SIGTERM
-specdec_main._PATIENCE = float(sys.argv.pop(1))
+entry._PATIENCE = float(sys.argv.pop(1))
 
 def send(number, after):
     threading.Timer(after, os.kill, (PID, number)).start()
@@ -47,14 +46,14 @@ def main():
     try:
         return run()
     except KeyboardInterrupt as error:
-        print(f"specdec: {dict(specdec_main._SIGNALS)[error.args[0]]}", file=sys.stderr)
+        print(f"specdec: {dict(entry._SIGNALS)[error.args[0]]}", file=sys.stderr)
         return 128 + error.args[0]
 
 """
 END = """
 sys.modules["specdec_jax"] = types.ModuleType("specdec_jax")
 sys.modules["specdec_jax.commands"] = Package("specdec_jax.commands")
-sys.exit(specdec_main.main())
+sys.exit(entry.main())
 """
 
 
@@ -86,7 +85,7 @@ ENDS = {
     "while Python runs": ("def run(): os.kill(PID, SIGINT); time.sleep(9)", INTERRUPTED),
     "while it compiles": ("def run(): send(SIGTERM, 0.1); compute()", TERMINATED),
     "twice while it compiles": (
-        "specdec_main._PATIENCE = 99\ndef run(): send(SIGINT, 0.1); send(SIGTERM, 0.2); compute()",
+        "entry._PATIENCE = 99\ndef run(): send(SIGINT, 0.1); send(SIGTERM, 0.2); compute()",
         INTERRUPTED,
     ),
     "that someone swallows": (
@@ -159,9 +158,9 @@ def test_every_command_is_ended(name, monkeypatch, capsys):
         "load",
         lambda command: (Options, lambda *_: signal.raise_signal(signal.SIGTERM)),
     )
-    usual = {number: signal.getsignal(number) for number in specdec_main._SIGNALS}
+    usual = {number: signal.getsignal(number) for number in entry._SIGNALS}
     try:
-        specdec_main._handle(specdec_main._interrupt)
+        entry._handle(entry._interrupt)
         assert main.main([name, "--compilation_cache_dir="]) == 143
     finally:
         for number, handler in usual.items():
