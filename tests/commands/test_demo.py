@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 import re
 import types
 import xml.etree.ElementTree
@@ -11,10 +12,11 @@ import jax
 import numpy as np
 import pytest
 import rich.console
+from sample_records import parse
 
 import specdec_jax as sd
 from specdec_jax.analysis import traces
-from specdec_jax.analysis.report import rows
+from specdec_jax.analysis.report import records
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import demo, sentences
 from specdec_jax.commands import generate as generate_command
@@ -120,7 +122,8 @@ def test_demo_of_a_tree(specdec, tmp_path):
     marked = "".join(re.findall("{=(.*?)=}", "".join(drawn))).replace(" ", "")
     assert marked == "".join(re.findall("{=(.*?)=}", call)).replace(" ", "")
     assert xml.etree.ElementTree.parse(plot).getroot().tag.endswith("svg")
-    (found,) = rows.read_records(str(record))
+    found = json.loads(record.read_text(encoding="utf-8"))
+    assert records.read_records(str(record)) == [parse(found)]
     assert [shown["input"] for shown in found["calls"]] == ["Tom", "We"]
     assert (found["tree"]["input"], found["tree"]["call"]) == (sentence, int(number))
     assert (len(found["tree"]["nodes"]), len(found["tree"]["path"])) == (
