@@ -5,7 +5,7 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,7 @@ from specdec_jax.analysis.tree_drawing import Drawn, depth_first
 from specdec_jax.decoding.trace import TreeStep
 from specdec_jax.files.writing import check_output, write_file
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+Axes = Figure = Any  # of matplotlib
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -34,14 +32,14 @@ def check(path: str) -> None:
     check_output(path, "plot")
 
 
-def save(figure: "Figure", path: str) -> None:
+def save(figure: Figure, path: str) -> None:
     """Writes the figure in the format that the file's name ends in."""
     file = io.BytesIO()
     figure.savefig(file, format=pathlib.PurePath(path).suffix[1:], dpi=150)
     write_file(path, file.getvalue())
 
 
-def svg(figure: "Figure") -> str:
+def svg(figure: Figure) -> str:
     """Returns the figure as an element of an HTML page; the same figure gives the same text."""
     import matplotlib
 
@@ -65,7 +63,7 @@ def shorten(name: str) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def _new_panels(*labels: tuple[str, str]) -> tuple["Figure", Sequence["Axes"]]:
+def _new_panels(*labels: tuple[str, str]) -> tuple[Figure, Sequence[Axes]]:
     """Returns a figure with a panel for each (x label, y label)."""
     from matplotlib.figure import Figure
 
@@ -81,17 +79,17 @@ def _new_panels(*labels: tuple[str, str]) -> tuple["Figure", Sequence["Axes"]]:
 _GAMMAS, _COSTS = (1, 3, 5, 7, 10), (0.01, 0.02, 0.05, 0.1)
 
 
-def draw_expected_tokens() -> "Figure":
+def draw_expected_tokens() -> Figure:
     """Draws figure 2: tokens per target call over α, equation (1)."""
     return _draw_over_alpha("expected tokens per target call", formulas.expected_tokens)
 
 
-def draw_operations() -> "Figure":
+def draw_operations() -> Figure:
     """Draws figure 4, right: the factor in arithmetic operations over α, ĉ = 0."""
     return _draw_over_alpha("arithmetic operations", formulas.operations)
 
 
-def _draw_over_alpha(label: str, value: Callable[[float, int], float]) -> "Figure":
+def _draw_over_alpha(label: str, value: Callable[[float, int], float]) -> Figure:
     figure, (axes,) = _new_panels(("α", label))
     alphas = np.linspace(0.0, 1.0, 101)
     for gamma in _GAMMAS:
@@ -100,7 +98,7 @@ def _draw_over_alpha(label: str, value: Callable[[float, int], float]) -> "Figur
     return figure
 
 
-def draw_optimal_gammas() -> "Figure":
+def draw_optimal_gammas() -> Figure:
     """Draws figure 3: the best γ over α for several c, section 3.5."""
     figure, (axes,) = _new_panels(("α", "best γ"))
     alphas = np.linspace(0.0, 0.95, 96)
@@ -111,7 +109,7 @@ def draw_optimal_gammas() -> "Figure":
     return figure
 
 
-def draw_improvements(rows: Sequence[tuple[str, Spread, float | None]]) -> "Figure":
+def draw_improvements(rows: Sequence[tuple[str, Spread, float | None]]) -> Figure:
     """Draws bars of measured improvement with their spread, and the predictions.
 
     Args:
@@ -134,7 +132,7 @@ def draw_improvements(rows: Sequence[tuple[str, Spread, float | None]]) -> "Figu
     return figure
 
 
-def draw_wall_time(record: Mapping[str, Any]) -> "Figure":
+def draw_wall_time(record: Mapping[str, Any]) -> Figure:
     """Draws a bar with the time of each way of decoding: per token, or per input for beam search.
 
     Args:
@@ -189,7 +187,7 @@ _COLOURS = {
 }
 
 
-def draw_timeline(variants: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> "Figure":
+def draw_timeline(variants: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Figure:
     """Draws figure 5: the calls of one input after another, a bar for each variant.
 
     Args:
@@ -217,7 +215,7 @@ def draw_timeline(variants: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -
     return figure
 
 
-def draw_measurement(record: MeasureRecord) -> "Figure":
+def draw_measurement(record: MeasureRecord) -> Figure:
     """Draws expected improvement by γ, acceptance by position, and v by number of positions.
 
     Acceptance by depth and top-k hit rate have panels of their own if the record has them.
@@ -261,7 +259,7 @@ def draw_measurement(record: MeasureRecord) -> "Figure":
     return figure
 
 
-def _draw_gain(axes: "Axes", record: MeasureRecord) -> None:
+def _draw_gain(axes: Axes, record: MeasureRecord) -> None:
     table, gammas = record.table, [row.gamma for row in record.table]
     if record.acceptance.alpha is not None:
         axes.plot(gammas, [row.theorem_3_8 for row in table], "o--", label="from α, v = 1")
@@ -281,7 +279,7 @@ def _draw_gain(axes: "Axes", record: MeasureRecord) -> None:
 
 
 def _draw_rates(
-    axes: "Axes",
+    axes: Axes,
     x: Sequence[int],
     rates: Iterable[tuple[float, float | None]],
     style: str,
@@ -299,7 +297,7 @@ _ACCEPTED, _REJECTED, _OWN, _SEEN = "tab:green", "tab:gray", "tab:blue", "lightg
 _ROW, _LEVEL = 0.24, 1.15  # inches
 
 
-def draw_tree(drawn: Drawn) -> "Figure":
+def draw_tree(drawn: Drawn) -> Figure:
     """Draws the token tree of one iteration with depth from left to right, and its attention mask.
 
     The accepted path is green, the target's own token blue.
@@ -322,7 +320,7 @@ def draw_tree(drawn: Drawn) -> "Figure":
     return figure
 
 
-def _draw_nodes(axes: "Axes", drawn: Drawn, order: list[int], depths: dict[int, int]) -> None:
+def _draw_nodes(axes: Axes, drawn: Drawn, order: list[int], depths: dict[int, int]) -> None:
     """Draws a row for each node in `order`, and the target's own token after the path."""
     tree, row = drawn.tree, {node: place for place, node in enumerate(order)}
 
@@ -347,7 +345,7 @@ def _draw_nodes(axes: "Axes", drawn: Drawn, order: list[int], depths: dict[int, 
     axes.axis("off")
 
 
-def _draw_mask(axes: "Axes", tree: TreeStep, order: list[int]) -> None:
+def _draw_mask(axes: Axes, tree: TreeStep, order: list[int]) -> None:
     """Draws a row for each node in `order`, with the nodes that it attends to."""
     for row, node in enumerate(order):
         colour = _ACCEPTED if node in tree.path else _SEEN
@@ -366,7 +364,7 @@ def _draw_mask(axes: "Axes", tree: TreeStep, order: list[int]) -> None:
 # Figures of scripts/accelerator_report.py.
 
 
-def draw_accelerator(record: AcceleratorRecord) -> "Figure | None":
+def draw_accelerator(record: AcceleratorRecord) -> Figure | None:
     """Draws v over the positions of a target call, and the time of a token over the forced α.
 
     Each target and number of rows has a line; plain decoding's time is dotted. Returns None if
