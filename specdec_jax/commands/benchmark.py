@@ -10,11 +10,13 @@ from specdec_jax.analysis import comparison
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
-from specdec_jax.analysis.report import beam_summaries, plots, summaries
+from specdec_jax.analysis.report import plots, summaries
+from specdec_jax.analysis.report.records import write_record
 from specdec_jax.analysis.variants import Batch, Variant
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands.beam_options import SearchFlags, width_option
+from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.decoding.beams import LEVELS, BeamOptions
@@ -22,7 +24,7 @@ from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.named import without_model
 from specdec_jax.files.progress import Progress
-from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.files.writing import check_output
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
@@ -50,10 +52,6 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
         raise ValueError(
             f"against: got {name!r}, which is not installed, expected it to be, with its dependencies"
         )
-
-
-class CheckFailed(RuntimeError):
-    """A measurement contradicts what must hold; the record is written all the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,16 +296,15 @@ def run(options: BenchmarkOptions) -> None:
     options.check()
     target, drafter, batches = load(options)
     measure = benchmark_beams if options.num_beams else benchmark
-    summary = beam_summaries.benchmark_summary if options.num_beams else summaries.benchmark_summary
     record, problems = measure(target, drafter, batches, options, others_of(options, target))
     text = json.dumps(record, indent=1)
     try:
-        print(text if options.json else summary(record))
+        print(text if options.json else summaries.benchmark_summary(record))
     finally:  # if one of these outputs fails, the others still have the record
         if options.output:
-            write_file(options.output, text + "\n")
+            write_record(options.output, record)
         if options.plot:
-            plots.save(plots.wall_time(record), options.plot)
+            plots.save(plots.draw_wall_time(record), options.plot)
     if problems:
         raise CheckFailed("; ".join(problems))
 

@@ -4,7 +4,6 @@ time it takes."""
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import re
 import time
@@ -17,7 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax.analysis import machine, timing, traces, tree_drawing
-from specdec_jax.analysis.report import plots, tree_plot
+from specdec_jax.analysis.report import plots
+from specdec_jax.analysis.report.records import write_record
 from specdec_jax.backends.cpu import native
 from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import built_in
@@ -218,10 +218,7 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     screen.say("")
     drawn = _draw_one(options, screen, target, sentences, seen)
     if options.output:
-        write_file(
-            options.output,
-            json.dumps(_record(options, target, drafter, sentences, seen, drawn), indent=1) + "\n",
-        )
+        write_record(options.output, _record(options, target, drafter, sentences, seen, drawn))
     if options.wanted == "auto" and not any(step.gamma for steps in seen for step in steps):
         screen.say(
             "nothing was drafted: as measured on this machine, plain decoding is as fast (--gamma=4 drafts all the "
@@ -268,7 +265,7 @@ def _draw_one(
         screen.say("")
     drawn = tree_drawing.Drawn.from_step(step, target)
     if options.plot:
-        plots.save(tree_plot.token_tree(drawn), options.plot)
+        plots.save(plots.draw_tree(drawn), options.plot)
     return {
         "tree": options.tree or "chain",
         "call": number + 1,

@@ -4,8 +4,7 @@ import dataclasses
 import pathlib
 
 from specdec_jax.analysis.report.page import report
-from specdec_jax.analysis.report.record_types import MOST_ITEMS
-from specdec_jax.analysis.report.rows import read_records
+from specdec_jax.analysis.report.records import MOST_ITEMS, read_records
 from specdec_jax.commands.options import option
 from specdec_jax.files.writing import check_output, write_file
 

@@ -26,7 +26,7 @@ from absl import flags
 import specdec_jax
 from specdec_jax.backends.jax_settings import package_settings
 from specdec_jax.commands import help_page, paths
-from specdec_jax.commands.benchmark import CheckFailed
+from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.decoding.results import NonFiniteLogitsError
 

@@ -14,11 +14,14 @@ from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import machine, variants
 from specdec_jax.analysis.report import page as report_page
 from specdec_jax.analysis.report import paper, summaries
-from specdec_jax.analysis.report import rows as report_rows
+from specdec_jax.analysis.report.records import read_records
+from specdec_jax.analysis.report.rows import Row
+from specdec_jax.analysis.report.rows import rows as read_rows
 from specdec_jax.checkpoints import t5x
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import figures
-from specdec_jax.commands.benchmark import BenchmarkOptions, CheckFailed, others_of
+from specdec_jax.commands.benchmark import BenchmarkOptions, others_of
+from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest
@@ -166,8 +169,8 @@ def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
         if failed:
             raise CheckFailed("; ".join(failed))
         journal.finish()
-    found = report_rows.read_records(options.output)
-    print(_table([line for record in found for line in report_rows.rows(record)]))
+    found = read_records(options.output)
+    print(_table([line for record in found for line in read_rows(record)]))
     if options.report:
         page = report_page.report([(pathlib.Path(options.output), record) for record in found])
         write_file(options.report, page)
@@ -229,7 +232,7 @@ def _title(row: BenchmarkOptions) -> str:
     return f"== {target} with {drafter}, gamma {gammas}, temperature {row.temperature:g}{lenience}"
 
 
-def _table(found: Sequence[report_rows.Row]) -> str:
+def _table(found: Sequence[Row]) -> str:
     """Returns rows as in tables 2 and 4; "expected" is theorem 3.8 with the measured v, encoders
     and lengths."""
 

@@ -9,7 +9,6 @@ from typing import Any
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.beams import Tree
 from specdec_jax.analysis.expectations import verifiers_of
-from specdec_jax.analysis.report import beam_summaries
 from specdec_jax.analysis.report.summaries import tune_summary
 from specdec_jax.analysis.tuning import Choice, choice_of, keep_acceptance, tune, tune_beams
 from specdec_jax.commands.beam_options import SearchFlags, width_option
@@ -124,8 +123,7 @@ def run(options: TuneOptions) -> None:
         alpha = accepted.get("alpha_where_drafted") or accepted.get("alpha")
         if alpha is not None and drafter is not None:
             keep_acceptance(target, drafter, batches[0].inputs, alpha, options.decoding())
-        summary = beam_summaries.tune_summary if options.num_beams else tune_summary
-        print(text if options.json else summary(record))
+        print(text if options.json else tune_summary(record))
     finally:  # if one of these outputs fails, the others still have the record
         if options.output:
             write_file(options.output, text + "\n")

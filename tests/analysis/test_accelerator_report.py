@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from absl import app
 from absl.flags import FLAGS
-from sample_records import ACCELERATOR
+from sample_records import ACCELERATOR, parse
 
 from specdec_jax.analysis import machine
 from specdec_jax.analysis.matmul_roofline import Products
-from specdec_jax.analysis.report import accelerators as laid_out
-from specdec_jax.analysis.report import page, rows
+from specdec_jax.analysis.report import page, plots, records, rows
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.gpu import attention as gpu_attention
@@ -431,12 +430,13 @@ def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
     path = tmp_path / "gpu.jsonl"
     head = {name: value for name, value in ACCELERATOR.items() if name != "figures"}
     path.write_text("".join(json.dumps(line) + "\n" for line in (head, *ACCELERATOR["figures"])))
-    (record,) = rows.read_records(str(path))
-    assert record == ACCELERATOR and rows.rows(record) == []
-    found = {line[0]: line[1:] for line in laid_out.lines(record)}
-    assert found["xxl, call over 8"] == (1, "1.5", "1.25 to 1.75", "-", "v = 1.06", "-", "-", "")
-    assert found["xxl, call over 1"] == (1, "1.5", "1.25 to 1.75", "1.23", "v = 1", "-", "-", "")
-    assert found["xxl, alpha 0.75"] == (1, "1.5", "1.25 to 1.75", "-", "3.12", "4.500", "750", "")
+    (record,) = records.read_records(str(path))
+    assert record == parse(ACCELERATOR) and rows.rows(record) == []
+    table = page.tabulate_figures(record)
+    found = {line[0]: line[1:] for line in table.lines}
+    assert found["xxl, call over 8"] == ("1", "1.5", "1.25 to 1.75", "-", "v = 1.06", "-", "-", "")
+    assert found["xxl, call over 1"] == ("1", "1.5", "1.25 to 1.75", "1.23", "v = 1", "-", "-", "")
+    assert found["xxl, alpha 0.75"] == ("1", "1.5", "1.25 to 1.75", "-", "3.12", "4.500", "750", "")
     ratios = [
         found[f"xxl, {name}"][4]
         for name in ("int8, call over 1", "int8, plain", "int8, alpha 0.75")
@@ -444,7 +444,7 @@ def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
     full = "times the full target's plain"
     assert ratios == ["0.62", f"1.62 {full}", f"2.50; 4.06 {full}"]
     assert found["xxl, self:int8"][4:] == ("1.75", "8.500", "400", "acceptance synthetic")
-    assert all(len(line) == len(laid_out.HEAD) for line in laid_out.lines(record))
+    assert all(len(line) == len(table.head) for line in table.lines)
     ends = [found[name][-1] for name in ("copy", "xxl, int8", "xxl, beams", "xxl, T5X")]
     assert ends == [
         "3100 GB a second",
@@ -460,7 +460,7 @@ def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
         and "positions of a target call" in text
     )
     assert "T5-XXL with T5-small on an accelerator" not in text  # it is there
-    assert laid_out.plot(record | {"figures": record["figures"][:1]}) is None
+    assert plots.draw_accelerator(record.model_copy(update={"figures": record.figures[:1]})) is None
     output = tmp_path / "page.html"
     specdec.main(["figures", f"--records={path}", f"--output={output}"])
     assert (
@@ -511,18 +511,18 @@ def test_all_figures_can_be_measured(script, tmp_path, dtype):
     ]
     FLAGS(["accelerator_report.py", *flags])
     script.main([""])
-    (record,) = rows.read_records(str(path))
-    assert [line["figure"] for line in record["figures"]] == record["plan"]
-    without = [line for line in record["figures"] if "milliseconds" not in line]
-    assert all("unsupported" in line for line in without), without
+    (record,) = records.read_records(str(path))
+    assert [line.figure for line in record.figures] == record.plan
+    without = [line for line in record.figures if line.milliseconds is None]
+    assert all(line.unsupported for line in without), without
     # T5X, and the target in int8 in bfloat16.
-    assert {line["kind"] for line in without} <= {
+    assert {line.kind for line in without} <= {
         "T5X",
         "int8 call",
         "int8 plain",
         "int8 speculative",
     }
-    drawn = {line[0]: line[5] for line in laid_out.lines(record)}
+    drawn = {line[0]: line[5] for line in page.tabulate_figures(record).lines}
     assert float(drawn["t5_1_1/base, self:int8, forced alpha 0.99, batch 1"]) > 0
     if dtype == "float32":
         assert re.fullmatch(

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from benchmark_models import CONFIG
+from sample_records import parse
 
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import matmul_roofline, near_ties, predictions, timing, traces
@@ -62,7 +63,7 @@ def test_record(measured):
     record, problems = measured
     assert problems == []
     assert json.loads(json.dumps(record))["speculative"] == record["speculative"]
-    (row,) = rows.rows(record)
+    (row,) = rows.rows(parse(record))
     assert (row.target, row.gamma, row.improvement.median) == (
         "target",
         3,

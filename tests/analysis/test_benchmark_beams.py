@@ -10,17 +10,17 @@ import jax
 import numpy as np
 import pytest
 from benchmark_models import CONFIG
+from sample_records import parse
 
 import specdec_jax as sd
 from specdec_jax.analysis import beams as analysis_beams
 from specdec_jax.analysis import comparison, near_ties
 from specdec_jax.analysis.report import (
-    beam_summaries,
     page,
     plots,
-    record_checks,
-    record_types,
+    records,
     rows,
+    summaries,
 )
 from specdec_jax.analysis.variants import Variant
 from specdec_jax.commands import benchmark as benchmark_command
@@ -64,8 +64,7 @@ def measured(target, options, batches):
 def test_record(measured, target, batches):
     record, problems = measured
     assert problems == []
-    record_checks.check(record)
-    assert record_types.kind_of(record) is record_types.Searched and record["length_penalty"] == 0.6
+    assert isinstance(parse(record), records.BeamRecord) and record["length_penalty"] == 0.6
     narrow, wide = record["searches"]
     assert [(variant["gamma"], variant["width"]) for variant in (narrow, wide)] == [(2, 2), (2, 40)]
     results = [
@@ -114,7 +113,7 @@ def test_levels_are_by_default_those_of_generate(target, batches):
 
 def test_summary_says_what_the_record_says(measured):
     record, _ = measured
-    text = beam_summaries.benchmark_summary(record)
+    text = summaries.benchmark_summary(record)
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
     assert (
         "2 beams in the form of t5x, length penalty 0.6" in text
@@ -135,13 +134,13 @@ def test_summary_says_what_the_record_says(measured):
 
 def test_figures_draw_the_record(measured):
     record, _ = measured
-    row = rows.rows(record)[1]
+    row = rows.rows(parse(record))[1]
     assert (row.gamma, row.verifier, row.alpha, row.differ) == (2, "2 beams, u = 40", None, 0)
     assert row.tokens_per_call == record["searches"][1]["stats"]["steps_per_target_call"]
-    text = page.report([(pathlib.Path("beams.json"), record)])
+    text = page.report([(pathlib.Path("beams.json"), parse(record))])
     assert "Improvement over plain beam search" in text and text.count("2 beams, u = 40") == 2
-    assert "Time of t5x&#x27;s own decoding over ours" in text
-    axes = plots.wall_time(record).axes[0]
+    assert "Time of t5x&#39;s own decoding over ours" in text
+    axes = plots.draw_wall_time(record).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "T5X",
         "plain beam search",
@@ -154,8 +153,8 @@ def test_figures_draw_the_record(measured):
     ]
     assert [bar.get_width() for bar in axes.patches][:3] == pytest.approx(widths)
     broken = record | {"searches": [{**record["searches"][0], "width": "wide"}]}
-    with pytest.raises(ValueError, match=r"searches.0.width: got 'wide', expected an integer"):
-        record_checks.check(broken)
+    with pytest.raises(ValueError, match=r"searches.0.width: got 'wide', expected a valid integer"):
+        parse(broken)
 
 
 def test_wrong_tokens_are_reported(target, batches, options):
@@ -176,7 +175,7 @@ def test_wrong_tokens_are_reported(target, batches, options):
     assert problems == [
         "t5x: got other tokens than plain decoding for sentences 2, 3, expected the same but for near-ties"
     ]
-    text = beam_summaries.benchmark_summary(record)
+    text = summaries.benchmark_summary(record)
     assert (
         "t5x differs from plain: sentence 2, token 1, not a near-tie (margin " in text
         and "1 of 3" in text
@@ -210,8 +209,9 @@ def test_prints_and_writes(monkeypatch, capsys, tmp_path, target, batches, optio
         benchmark_command, "load", lambda _: (target, sd.ModelDrafter(target), batches)
     )
     benchmark_command.run(asked)
-    (record,) = rows.read_records(str(file))
-    assert capsys.readouterr().out == beam_summaries.benchmark_summary(record) + "\n"
+    record = json.loads(file.read_text())
+    assert records.read_records(str(file)) == [parse(record)]
+    assert capsys.readouterr().out == summaries.benchmark_summary(record) + "\n"
 
 
 @pytest.mark.parametrize(

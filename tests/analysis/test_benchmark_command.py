@@ -12,6 +12,7 @@ import benchmark_models
 import pytest
 import rich.console
 from benchmark_models import CONFIG
+from sample_records import BENCHMARK
 
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import variants as analysis_variants
@@ -118,22 +119,20 @@ def test_block_verification_has_no_rate_to_predict_from(target, batches, options
 @pytest.mark.parametrize("fails", ["print", "write"])
 def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
     output = tmp_path / "record.json"
-    monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: ({"a": 1}, []))
+    monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: (BENCHMARK, []))
     monkeypatch.setattr(benchmark_command, "load", lambda _: (None, None, []))
     options = benchmark_command.BenchmarkOptions(
         target="target", output=str(output), json=fails == "write"
     )
     if fails == "write":
         monkeypatch.setattr(
-            benchmark_command, "write_file", lambda *_, **__: (_ for _ in ()).throw(OSError)
+            benchmark_command, "write_record", lambda *_, **__: (_ for _ in ()).throw(OSError)
         )
-    with pytest.raises(
-        OSError if fails == "write" else KeyError
-    ):  # a summary of {"a": 1} cannot be made
+    # The sample has no verdicts, which a summary needs.
+    with pytest.raises(OSError if fails == "write" else KeyError):
         benchmark_command.run(options)
-    assert json.loads(capsys.readouterr().out if fails == "write" else output.read_text()) == {
-        "a": 1
-    }
+    written = capsys.readouterr().out if fails == "write" else output.read_text()
+    assert json.loads(written) == BENCHMARK
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_what_int8_contributes_is_told_apart(target):
         and record["rounded_differences"] == 1
     )
     assert record["improvement"].keys() == {"plain", comparison.UNROUNDED}
-    text = "\n".join(summaries._against_lines(record))
+    text = "\n".join(summaries.against_lines(record))
     assert (
         "of this int8 contributes 2.50 times (2.00 to 3.00)" in text
         and "changes the tokens of 1 inputs" in text
@@ -162,7 +162,7 @@ def test_plot_of_wall_time():
         "target": {"name": "big", "parameter_dtype": "float32, int8"},
         "options": {"batch_size": 1},
     }
-    axes = plots.wall_time(record).axes[0]
+    axes = plots.draw_wall_time(record).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "T5X",
         "plain",
@@ -174,4 +174,4 @@ def test_plot_of_wall_time():
         axes.texts[2].get_text() == "10.00 ms, 3.00×"
         and "big, float32, 7 inputs" in axes.get_title()
     )
-    assert len(plots.wall_time(record | {"against": None}).axes[0].patches) == 3
+    assert len(plots.draw_wall_time(record | {"against": None}).axes[0].patches) == 3

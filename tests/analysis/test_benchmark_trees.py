@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from benchmark_models import CONFIG
+from sample_records import parse
 from toy_models import noisy_copy
 
 import specdec_jax as sd
 from specdec_jax.analysis import acceptance, predictions, timing
 from specdec_jax.analysis import benchmark as analysis_benchmark
-from specdec_jax.analysis.report import page, plots, record_checks, record_types, rows, summaries
+from specdec_jax.analysis.report import page, plots, records, rows, summaries
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import main, suite
 from specdec_jax.speculative.tree_text import read_tree
@@ -53,8 +54,7 @@ def measured(target, options, batches):
 def test_record(measured, target, batches):
     record, problems = measured
     assert problems == []
-    record_checks.check(record)
-    assert record_types.kind_of(record) is record_types.Benchmark
+    assert isinstance(parse(record), records.BenchmarkRecord)
     (chain,), (static, dynamic) = record["speculative"], record["trees"]
 
     def described(variant):
@@ -179,18 +179,18 @@ def test_summary_and_figures_say_what_the_record_says(measured):
         f"by depth: {by_depth} of the calls; where those above it are accepted: {given}\n" in text
     )
     assert f"{gain['median']:.3f} times as fast ({gain['least']:.3f} to {gain['most']:.3f})" in text
-    chain, row, _ = rows.rows(record)
+    chain, row, _ = rows.rows(parse(record))
     assert chain.gamma == 3 and row.gamma is None and row.alpha is None, (
         "what is accepted of a tree is not α"
     )
     assert row.verifier == f"tree {STATIC}, gumbel" and row.verify_cost == static["verify_cost"]
     assert (row.improvement.median, row.differ) == (static["improvement"]["median"], 0)
-    html = page.report([(pathlib.Path("trees.json"), record)])
+    html = page.report([(pathlib.Path("trees.json"), parse(record))])
     assert html.count(f"tree {STATIC}, gumbel") == 2  # in the table and beside its bar
     tokens = f"{static['stats']['tokens_per_target_call']:.2f}"
     cells = "".join(f"<td>{value}</td>" for value in (7, 3, "4.00", tokens))
     assert f'<td class="text">tree {STATIC}</td>{cells}' in html
-    axes = plots.wall_time(record).axes[0]
+    axes = plots.draw_wall_time(record).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "plain",
         "speculative, γ = 3",
@@ -198,8 +198,8 @@ def test_summary_and_figures_say_what_the_record_says(measured):
         f"tree {DYNAMIC}",
     ]
     broken = record | {"trees": [static | {"nodes": "many"}]}
-    with pytest.raises(ValueError, match=r"trees.0.nodes: got 'many', expected an integer"):
-        record_checks.check(broken)
+    with pytest.raises(ValueError, match=r"trees.0.nodes: got 'many', expected a valid integer"):
+        parse(broken)
 
 
 def corrupt(monkeypatch):

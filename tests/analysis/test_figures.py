@@ -5,16 +5,23 @@ import html
 import json
 import pathlib
 import re
+import subprocess
+import sys
 
 import gin
 import pytest
-from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MACHINE, MEASURE, SHOWN
+from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MACHINE, MEASURE, SHOWN, parse
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.report import page as report_page
-from specdec_jax.analysis.report import paper, plots, record_checks, rows
+from specdec_jax.analysis.report import paper, plots, rows
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands import benchmark, main
+
+
+def write_page(found):
+    return report_page.report([(pathlib.Path(path), parse(record)) for path, record in found])
+
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -83,7 +90,7 @@ def test_there_is_a_configuration_for_every_row_of_table_2(row):
 
 def test_rows_of_every_kind_of_record():
     spread = Spread(1.5, 1.25, 1.75)
-    assert rows.rows(BENCHMARK) == [
+    assert rows.rows(parse(BENCHMARK)) == [
         rows.Row(
             "big",
             "small",
@@ -118,7 +125,7 @@ def test_rows_of_every_kind_of_record():
             0,
         ),
     ]
-    assert rows.rows(MEASURE) == [
+    assert rows.rows(parse(MEASURE)) == [
         rows.Row(
             "big",
             "small",
@@ -135,7 +142,7 @@ def test_rows_of_every_kind_of_record():
             None,
         )
     ]
-    assert rows.rows(COMPARED) == [
+    assert rows.rows(parse(COMPARED)) == [
         rows.Row(
             "big",
             "lookup,gamma=2",
@@ -155,7 +162,7 @@ def test_rows_of_every_kind_of_record():
 
 
 def test_the_compilers_estimates_are_called_that():
-    text = report_page.report([(pathlib.Path("tpu.json"), ESTIMATE)])
+    text = write_page([("tpu.json", ESTIMATE)])
     measured, _, estimated = text.partition("<h2>Estimated, not measured</h2>")
     assert (
         "weights 22.4 GB, needed 23.4 of 32 GB on a device: fits. Arrays over a megabyte that loop bodies copy: 1."
@@ -180,13 +187,11 @@ def test_the_compilers_estimates_are_called_that():
         re.findall("<td[^>]*>(.*?)</td>", estimated)[: len(cells)] == cells
         and "tpu.json" not in measured
     )
-    memory = report_page.report(
-        [(pathlib.Path("tpu.json"), {name: ESTIMATE[name] for name in ESTIMATE if name != "times"})]
+    memory = write_page(
+        [("tpu.json", {name: ESTIMATE[name] for name in ESTIMATE if name != "times"})]
     )
     assert "does not fit" not in memory and "by the compiler" not in memory
-    assert "does not fit" in report_page.report(
-        [(pathlib.Path("tpu.json"), ESTIMATE | {"fits": False})]
-    )
+    assert "does not fit" in write_page([("tpu.json", ESTIMATE | {"fits": False})])
 
 
 def test_what_was_not_measured_is_said():
@@ -198,7 +203,7 @@ def test_what_was_not_measured_is_said():
     ]
 
     def listed(*found):
-        return report_page.report([(pathlib.Path("a"), record) for record in found]).partition(
+        return write_page([("a", record) for record in found]).partition(
             "no such record was given"
         )[2]
 
@@ -220,9 +225,9 @@ def test_what_was_not_measured_is_said():
 
 
 def test_another_implementation_is_laid_beside():
-    text = report_page.report([(pathlib.Path("t5x.json"), BENCHMARK | {"against": AGAINST})])
+    text = write_page([("t5x.json", BENCHMARK | {"against": AGAINST})])
     assert (
-        "Time of t5x&#x27;s own decoding over ours" in text
+        "Time of t5x&#39;s own decoding over ours" in text
         and "Inputs with other tokens than plain decoding: 1." in text
     )
     assert '<td class="text">gamma 3</td><td>1.625 (1.250 to 1.750)</td>' in text.replace("'", '"')
@@ -313,15 +318,12 @@ def test_the_page_says_what_the_records_say(page):
 
 
 def test_a_demo_is_shown_call_by_call():
-    text = report_page.report([(pathlib.Path("demo.json"), SHOWN)])
-    assert rows.rows(SHOWN) == [] and "<p>big with small, temperature 0.5</p>" in text
+    text = write_page([("demo.json", SHOWN)])
+    assert rows.rows(parse(SHOWN)) == [] and "<p>big with small, temperature 0.5</p>" in text
     assert '<pre><span class="committed">Vier</span><span class="accepted"> fünf</span>' in text
     assert "<h4>Tree widths:2: call 1 of “C &amp; D”</h4>" in text and ">Drei &lt;</text>" in text
     drawn = text.count("<svg")
-    assert (
-        report_page.report([(pathlib.Path("demo.json"), SHOWN | {"tree": None})]).count("<svg")
-        == drawn - 1
-    )
+    assert write_page([("demo.json", SHOWN | {"tree": None})]).count("<svg") == drawn - 1
 
 
 def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
@@ -330,7 +332,7 @@ def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
         "prediction": "with_counts",
         "predicted": {"with_lengths": 1.625, "with_counts": 1.375},
     }
-    assert [row.predicted for row in rows.rows(record)] == [1.375, None]
+    assert [row.predicted for row in rows.rows(parse(record))] == [1.375, None]
 
 
 def test_the_page_stands_alone_and_is_the_same_again(page):
@@ -346,9 +348,9 @@ def test_forced_acceptance_is_marked_and_no_measured_alpha():
         "trees": [],
     }
     record["speculative"][0]["synthetic_alpha"] = 0.8
-    (row,) = rows.rows(record)
+    (row,) = rows.rows(parse(record))
     assert (row.verifier, row.sentences) == ("synthetic, α = 0.8", "7 rows of random ids")
-    text = report_page.report([(pathlib.Path("forced.json"), record)])
+    text = write_page([("forced.json", record)])
     assert text.count("synthetic, α = 0.8") == 2  # in the table and beside its bar
     assert ">big</td><td class=" not in text
 
@@ -365,9 +367,7 @@ def test_a_drafter_that_drafts_now_and_then_has_two_rates():
     measure["acceptance"] |= {"alpha": 0.125, "alpha_where_drafted": 0.75}
     compared["variants"][0] |= {"alpha": 0.25, "alpha_where_drafted": 0.875}
     found = [("a.json", benchmark), ("b.json", measure), ("c.json", compared)]
-    for path, record in found:
-        record_checks.check(record)
-    text = report_page.report([(pathlib.Path(path), record) for path, record in found])
+    text = write_page(found)
     table_3 = text.partition("Table 3. α per position of the output")[2].partition("</table>")[0]
     for cell in ("0.062 (0.500)", "0.125 (0.750)", "0.250 (0.875)"):
         assert text.partition("<h2>Theory")[0].count(f">{cell}<") == 2 and f">{cell}<" in table_3
@@ -381,8 +381,8 @@ def test_lenience_makes_a_table_of_its_own():
         changed["speculative"][0]["stats"]["acceptance_rate"] = alpha
         return changed
 
-    named = [(pathlib.Path(f"{value}.json"), record(value, 1 - value / 2)) for value in (0.25, 1.0)]
-    text = report_page.report([*named, (pathlib.Path("exact.json"), BENCHMARK)])
+    named = [(f"{value}.json", record(value, 1 - value / 2)) for value in (0.25, 1.0)]
+    text = write_page([*named, ("exact.json", BENCHMARK)])
     table = text.partition("Table 5. α and improvement over lenience")[2].partition("</table>")[0]
     assert re.findall("<th>(.*?)</th>", table)[-2:] == ["l = 1", "l = 0.25"]
     cells = ["big", "small", "7 of ende/test.tsv.gz", "1", "3"]
@@ -394,13 +394,11 @@ def test_lenience_makes_a_table_of_its_own():
     assert ">lenient, l = 0.25</td>" in text
     # It is no rate of table 3, which is that of algorithm 1.
     assert "0.500" not in text.partition("Table 3.")[2].partition("</table>")[0]
-    assert "over lenience</caption>" not in report_page.report(
-        [(pathlib.Path("exact.json"), BENCHMARK)]
-    )
+    assert "over lenience</caption>" not in write_page([("exact.json", BENCHMARK)])
 
 
 def test_the_timeline_lays_calls_end_to_end():
-    figure = plots.timeline(
+    figure = plots.draw_timeline(
         [(str(variant["gamma"]), variant["spans"]) for variant in BENCHMARK["example"]["variants"]]
     )
     bars = {}
@@ -494,7 +492,7 @@ def test_bad_output(tmp_path, capsys):
 def test_what_was_measured_comes_first():
     """After a line that says what α, γ, c and v are; words at the left, numbers at the right; no
     figure twice."""
-    text = report_page.report([(pathlib.Path("a.json"), BENCHMARK)])
+    text = write_page([("a.json", BENCHMARK)])
     parts = ("α: the probability", "<h2>Measured", "a.json", "<h2>Theory", "Table 1.", "Table 5.")
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
@@ -502,3 +500,13 @@ def test_what_was_measured_comes_first():
         "'", '"'
     )
     assert text.count("Figure 2.") == 1 and "prefers-color-scheme: dark" in text
+
+
+def test_only_what_reads_or_writes_records_imports_pydantic():
+    program = """if True:
+        import sys
+        from specdec_jax.commands import generate, main
+        assert not {"pydantic", "jinja2"} & set(sys.modules), "slow to import"
+        from specdec_jax.analysis.report import page
+        assert {"pydantic", "jinja2"} <= set(sys.modules)"""
+    subprocess.run([sys.executable, "-c", program], check=True)

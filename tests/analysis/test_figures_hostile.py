@@ -5,6 +5,7 @@ import copy
 import html.parser
 import io
 import json
+import pathlib
 import time
 import typing
 from unittest import mock
@@ -19,10 +20,12 @@ from sample_records import (
     MEASURE,
     SEARCHED,
     SHOWN,
+    parse,
 )
 
-from specdec_jax.analysis.report import markup, plots, record_checks, record_types
+from specdec_jax.analysis import traces
 from specdec_jax.analysis.report import page as report_page
+from specdec_jax.analysis.report import plots, records
 from specdec_jax.commands import main
 from specdec_jax.speculative import trees, verifiers
 
@@ -153,7 +156,7 @@ def renamed(record, path, key):
 def shown(tmp_path, capsys, monkeypatch):
     """The page that the command makes of a record, or None where it is rejected in one line that
     names the file."""
-    monkeypatch.setattr(report_page, "_theory", list)
+    monkeypatch.setattr(report_page, "_theory", dict)
     source, output = tmp_path / "record.json", tmp_path / "report.html"
 
     def show(*found) -> Page | None:
@@ -187,7 +190,7 @@ def test_markup_in_every_text_is_shown_as_text(shown, kind):
     for path in [path for path in leaves(record) if is_text(at(record, path))]:
         changed = replaced(record, path, HOSTILE)
         try:
-            record_checks.check(changed)
+            records.parse(changed)
         except ValueError:
             continue
         record, count = replaced(record, path, HOSTILE), count + 1
@@ -220,16 +223,16 @@ def test_every_wrong_type_is_rejected_or_shown(tmp_path, value):
         for path in leaves(record):
             changed = json.loads(json.dumps(replaced(record, path, value)))
             try:
-                record_checks.check(changed)
+                checked = records.parse(changed)
             except ValueError as error:
                 rejected += 1
                 assert "\n" not in str(error) and ": got " in str(error) and len(str(error)) < 300
             else:
                 with (
-                    mock.patch.object(report_page, "_theory", list),
+                    mock.patch.object(report_page, "_theory", dict),
                     mock.patch.object(plots, "svg", lambda figure: ""),
                 ):
-                    report_page.report([(tmp_path, changed)])
+                    report_page.report([(tmp_path, checked)])
     assert rejected > 100
 
 
@@ -298,15 +301,16 @@ def test_names_are_drawn_as_they_are(shown):
     (name,) = {text for text in page.texts if text.startswith("$") and len(text) < 100}
     assert name.startswith("$\\frac{1}{2}$ _学 xxx") and len(name) == 60
     picture = io.BytesIO()
-    plots.improvement(replaced(MEASURE, ("target", "name"), "$\\frac")).savefig(picture)
+    plots.draw_measurement(parse(replaced(MEASURE, ("target", "name"), "$\\frac"))).savefig(picture)
     assert picture.getvalue()
 
 
 def test_fixed_sets_are_whole():
-    assert typing.get_args(record_types.Verifier) == tuple(verifiers.VERIFIERS)
-    assert typing.get_args(record_types.Call) == tuple(plots._COLOURS)
+    assert typing.get_args(records.Verifier) == tuple(verifiers.VERIFIERS)
+    assert typing.get_args(records.Call) == tuple(plots._COLOURS)
 
 
-def test_attributes_are_escaped():
-    made = markup.element("p", "<b>", markup.element("i", "'"), class_="\"'>&")
-    assert made == '<p class="&quot;&#x27;&gt;&amp;">&lt;b&gt;<i>&#x27;</i></p>'
+def test_attributes_are_escaped(shown, monkeypatch):
+    monkeypatch.setattr(traces, "LEGEND", [("\"'>&", "<b>")])
+    text = report_page.report([(pathlib.Path("demo.json"), parse(SHOWN))])
+    assert '<span class="&#34;&#39;&gt;&amp;">&lt;b&gt;</span>' in text

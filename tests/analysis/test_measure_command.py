@@ -7,6 +7,7 @@ import types
 import command_line
 import pytest
 from measured_pair import ACCEPTED
+from sample_records import MEASURE, parse
 
 from specdec_jax.analysis import expectations
 from specdec_jax.analysis.report import page, plots, summaries
@@ -41,7 +42,7 @@ def test_command(specdec, sentences, tmp_path, drafter):
     code, out, err = specdec("measure", *FLAGS, f"--drafter={drafter}", *files)
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert [row.gamma for row in report_rows.rows(record)] == [
+    assert [row.gamma for row in report_rows.rows(parse(record))] == [
         row["gamma"] for row in record["table"]
     ]
     assert out == summaries.measure_summary(record) + "\n"
@@ -62,13 +63,13 @@ def test_command_compares(specdec, sentences, tmp_path):
     )
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    line = summaries.same_positions(record["same_positions"])
+    line = summaries.describe_same_positions(record["same_positions"])
     assert (
         record["same_positions"]["positions"] > 0
         and line in out
         and out == summaries.measure_summary(record) + "\n"
     )
-    assert f"<p>{line}.</p>" in page.report([(tmp_path / "record.json", record)])
+    assert f"<p>{line}.</p>" in page.report([(tmp_path / "record.json", parse(record))])
     code, out, err = specdec("measure", *FLAGS, "--drafter=lookup", "--compare_alpha", *files)
     assert (
         code == 2
@@ -79,10 +80,9 @@ def test_command_compares(specdec, sentences, tmp_path):
 
 def test_figure_shows_what_the_record_says(monkeypatch):
     """Curves as they are handed to matplotlib."""
-    record = {
+    record = MEASURE | {
         "target": {"name": "a"},
         "drafter": {"name": "b"},
-        "options": {"temperature": 0.0, "batch_size": 1},
         "cost_ratio": 0.1,
         "verify_cost": {"1": 1.0, "2": 1.2, "4": 1.6},
         "acceptance": ACCEPTED.record(),
@@ -117,7 +117,7 @@ def test_figure_shows_what_the_record_says(monkeypatch):
     module = types.ModuleType("matplotlib.figure")
     module.Figure = Figure
     monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
-    plots.improvement(record).savefig("figure.svg")
+    plots.draw_measurement(parse(record)).savefig("figure.svg")
     curves = {label: values for label, _, values in drawn}
     assert (
         saved == ["figure.svg"]
@@ -134,16 +134,15 @@ def test_figure_shows_what_the_record_says(monkeypatch):
 
 
 def test_figure_is_a_picture(tmp_path):
-    record = {
+    record = MEASURE | {
         "target": {"name": "a"},
         "drafter": {"name": "b"},
-        "options": {"temperature": 0.0, "batch_size": 1},
         "cost_ratio": 0.1,
         "verify_cost": {"1": 1.0, "4": 1.6},
         "acceptance": ACCEPTED.record(),
         **expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 4: 1.6}, 3),
     }
-    plots.improvement(record).savefig(tmp_path / "figure.png")
+    plots.draw_measurement(parse(record)).savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 

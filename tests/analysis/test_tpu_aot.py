@@ -11,9 +11,10 @@ import jax
 import pytest
 from absl import app
 from absl.flags import FLAGS
+from sample_records import ESTIMATE, parse
 
 import specdec_jax as sd
-from specdec_jax.analysis.report import record_checks, rows
+from specdec_jax.analysis.report import page
 from specdec_jax.models import t5
 from tools import tpu_estimates
 from tools.compiled_text import collectives, computations, loop_copies
@@ -44,12 +45,16 @@ def compiled(*flags: str) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout)
 
 
+def describe(record):
+    return page.describe_memory(parse(record))
+
+
 def test_a_pair_is_compiled_and_sized():
     code, record = compiled("--gamma=2", "--iteration")
     assert code == 0 and record["fits"] and record["gamma"] == 2 and record["drafter"] == "tiny"
     assert 0 < record["weights_gb"] <= record["needed_gb"] <= record["memory_gb"] == 32
-    assert "tiny with tiny, γ = 2, batch 1, bfloat16" in rows.memory_estimate(record)
-    assert rows.time_estimates(record) == []
+    assert "tiny with tiny, γ = 2, batch 1, bfloat16" in describe(record)
+    assert page.tabulate_times(parse(record)) is None
     assert record["chip"] == "v4" and record["topology"] == "v4:2x2x1"
     # One layer, in bfloat16: the decoder's kernels (the drafter's three times: twice drafted, and
     # once as the target).
@@ -57,11 +62,8 @@ def test_a_pair_is_compiled_and_sized():
     floor = 1e3 * (3 * kernels * 2 / 1e9 + record["state_gb"]) / CHIPS["v4"].bandwidth
     assert record["floor_ms"] == pytest.approx(floor, abs=1.1e-3)
     assert record["iteration_ms"] == 0  # a CPU's compiler estimates no cycles
-    record_checks.check(record)
-    assert "An iteration: 0.25 ms, floor 0." in rows.memory_estimate(
-        record | {"iteration_ms": 0.25}
-    )
-    assert "copy: unknown." in rows.memory_estimate(record | {"copied_in_loops": None})
+    assert "An iteration: 0.25 ms, floor 0." in describe(record | {"iteration_ms": 0.25})
+    assert "copy: unknown." in describe(record | {"copied_in_loops": None})
 
 
 def test_a_beam_search_is_compiled_and_sized():
@@ -70,7 +72,7 @@ def test_a_beam_search_is_compiled_and_sized():
     assert (
         code == 0
         and record["fits"]
-        and "tiny with tiny, 2 beams, γ = 2, batch 8" in rows.memory_estimate(record)
+        and "tiny with tiny, 2 beams, γ = 2, batch 8" in describe(record)
     )
     assert wide["state_gb"] > record["state_gb"] > 0  # a slot of the cache for each node of a call
 
@@ -79,7 +81,7 @@ def test_what_does_not_fit_exits_with_1_and_8_bits_take_half():
     code, record = compiled("--gamma=0", "--memory_gb=1e-9", "--quantize=int8")
     kernels, embedding = 8 * 64 * 16 + 4 * 64 * 16 + 2 * 3 * 64 * 24 + 64 * 32000, 2 * 64 * 32000
     assert record["weights_gb"] == pytest.approx((kernels + embedding) / 1e9, rel=0.05)
-    assert "batch 1, bfloat16, target in int8, compiled" in rows.memory_estimate(record)
+    assert "batch 1, bfloat16, target in int8, compiled" in describe(record)
     assert code == 1 and not record["fits"] and record["drafter"] is None
 
 
@@ -204,8 +206,8 @@ def test_estimates_of_table_2_are_what_the_page_reads(monkeypatch):
 
     monkeypatch.setattr(tpu_estimates, "call_seconds", of_call)
     found = tpu_estimates.times(PAIR, CHIPS["v4"])
-    lines = rows.time_estimates({"times": found})
-    assert len(lines) == 12 and lines[0][:5] == ("EnDe, t5_1_1/small", 0, 7, "0.75", "0.02")
+    lines = page.tabulate_times(parse(ESTIMATE | {"times": found})).lines
+    assert len(lines) == 12 and lines[0][:5] == ("EnDe, t5_1_1/small", "0", 7, "0.75", "0.02")
     tokens = (1 - 0.75**8) / 0.25
     c, v, gain, c_two, v_two, gain_two = map(float, lines[0][5:11])
     assert (c, v) == (0.033, 0.5) and gain == pytest.approx(tokens / (7 * 0.1 / 3 + 0.5), abs=0.006)

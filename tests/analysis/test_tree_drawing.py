@@ -9,7 +9,7 @@ import pytest
 from matplotlib import colors
 
 from specdec_jax.analysis import tree_drawing
-from specdec_jax.analysis.report import plots, tree_plot
+from specdec_jax.analysis.report import plots
 from specdec_jax.decoding.trace import TraceStep, TreeNode, TreeStep
 
 TARGET = types.SimpleNamespace(
@@ -119,7 +119,7 @@ def test_text_keeps_to_its_line():
 
 def test_figure_of_a_tree():
     """Texts, the path in green, and the mask with what is accepted in its own colour."""
-    figure = tree_plot.token_tree(tree_drawing.Drawn.from_step(STEP, TARGET))
+    figure = plots.draw_tree(tree_drawing.Drawn.from_step(STEP, TARGET))
     left, right = figure.axes
     colours = {text.get_text(): text.get_bbox_patch().get_edgecolor() for text in left.texts}
     assert list(sorted(colours)) == sorted(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specdec_jax.analysis import formulas, verdicts
-from specdec_jax.analysis.report import verdicts as report_verdicts
+from specdec_jax.analysis.report import summaries
 from specdec_jax.commands import tune
 
 PLAIN = np.array([4.0, 8.0, 6.0])  # a machine whose speed drifts
@@ -156,7 +156,7 @@ def test_what_measure_promises_of_whole_decodes():
             "by_position": {"token": {"with_lengths": token}, "block": {"with_lengths": block}},
         }
 
-    text = report_verdicts.promise({"table": [row(1, 1.2, 1.3), row(2, 1.7, 1.6)]})
+    text = summaries.describe_promise({"table": [row(1, 1.2, 1.3), row(2, 1.7, 1.6)]})
     assert text.startswith(
         "drafting should pay here: 1.7 times the speed of plain decoding, with gamma 2, token ("
     )
@@ -164,11 +164,11 @@ def test_what_measure_promises_of_whole_decodes():
         "encoders and output lengths are counted; the loop, the host and the tokenizer are not"
         in text
     )
-    text = report_verdicts.promise({"table": [row(1, 1.02, 1.01)]})
+    text = summaries.describe_promise({"table": [row(1, 1.02, 1.01)]})
     assert text.startswith(
         "drafting should hardly pay here: 1.02 times the speed of plain decoding, with gamma 1"
     )
-    text = report_verdicts.promise({"table": [row(1, 0.8, 0.9)]})
+    text = summaries.describe_promise({"table": [row(1, 0.8, 0.9)]})
     assert text.startswith(
         "drafting should not pay here: at best 0.9 times the speed of plain decoding ("
     )

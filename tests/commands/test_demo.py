@@ -1,6 +1,7 @@
 """`specdec demo`: what it says while one waits, its marks, and times that agree with their ratio."""
 
 import itertools
+import json
 import re
 import types
 import xml.etree.ElementTree
@@ -9,10 +10,11 @@ import command_line
 import jax
 import numpy as np
 import pytest
+from sample_records import parse
 
 import specdec_jax as sd
 from specdec_jax.analysis import traces
-from specdec_jax.analysis.report import rows
+from specdec_jax.analysis.report import records
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import demo, sentences
 from specdec_jax.commands import generate as generate_command
@@ -118,7 +120,8 @@ def test_demo_of_a_tree(specdec, tmp_path):
     marked = "".join(re.findall("{=(.*?)=}", "".join(drawn))).replace(" ", "")
     assert marked == "".join(re.findall("{=(.*?)=}", call)).replace(" ", "")
     assert xml.etree.ElementTree.parse(plot).getroot().tag.endswith("svg")
-    (found,) = rows.read_records(str(record))
+    found = json.loads(record.read_text(encoding="utf-8"))
+    assert records.read_records(str(record)) == [parse(found)]
     assert [shown["input"] for shown in found["calls"]] == ["Tom", "We"]
     assert (found["tree"]["input"], found["tree"]["call"]) == (sentence, int(number))
     assert (len(found["tree"]["nodes"]), len(found["tree"]["path"])) == (

@@ -11,10 +11,11 @@ import command_line
 import main_folders
 import pytest
 from command_line import MODELS, SENTENCES, expected
+from sample_records import BENCHMARK
 
 import specdec_jax as sd
 from specdec_jax.analysis import traces
-from specdec_jax.analysis.report import record_checks
+from specdec_jax.analysis.report import records
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate as generate_command
 from specdec_jax.commands import main
@@ -166,7 +167,7 @@ def test_benchmark(specdec, tmp_path):
     )
     assert (code, err) == (0, "")
     record = json.loads(out)
-    record_checks.check(record)
+    records.parse(record)
     assert record == json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     assert record["sentences"] == 2 and [variant["gamma"] for variant in record["speculative"]] == [
         2
@@ -188,10 +189,10 @@ def test_benchmark(specdec, tmp_path):
 def test_benchmark_that_fails_a_check(specdec, monkeypatch, tmp_path):
     """The record is written, the exit code is 1."""
     monkeypatch.setattr(
-        benchmark_command, "benchmark", lambda *_: ({"a": 1}, ["gamma 2: got other tokens"])
+        benchmark_command, "benchmark", lambda *_: (BENCHMARK, ["gamma 2: got other tokens"])
     )
     code, out, err = specdec("benchmark", *MODELS, "--json", "--output", tmp_path / "record.json")
-    assert code == 1 and json.loads(out) == {"a": 1} == json.loads(
+    assert code == 1 and json.loads(out) == BENCHMARK == json.loads(
         (tmp_path / "record.json").read_text()
     )
     assert err == "specdec: error: gamma 2: got other tokens\n"

@@ -1,10 +1,12 @@
 """`specdec benchmark --suite=paper`: which rows it has, what a kill leaves, what is rejected."""
 
+import json
+
 import pytest
 from announcements import without_course
 
 from specdec_jax.analysis import benchmark
-from specdec_jax.analysis.report import rows as report_rows
+from specdec_jax.analysis.report.records import read_records
 from specdec_jax.commands import main, suite
 from specdec_jax.commands.benchmark import BenchmarkOptions
 from specdec_jax.models.families import PRESETS
@@ -91,7 +93,8 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
         (*drafter, (gamma,)) for drafter in (("tiny", None), (None, "lookup")) for gamma in (1, 2)
     ]
     assert begun == [*rows[:2], *rows[1:]]
-    found = report_rows.read_records(output)
+    assert len(read_records(str(output))) == 4
+    found = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [record["drafter"]["name"] for record in found] == [
         "tiny",
         "tiny",

@@ -11,7 +11,7 @@ import pytest
 from specdec_jax.analysis import acceptance, tuning, variants
 from specdec_jax.analysis.beams import Tree
 from specdec_jax.analysis.predictions import Work
-from specdec_jax.analysis.report import beam_summaries, summaries
+from specdec_jax.analysis.report import summaries
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.tuning import Choice
 from specdec_jax.commands import benchmark as benchmark_command
@@ -424,9 +424,7 @@ def test_command_with_beams(specdec, tmp_path, sentences):
     code, out, err = specdec("tune", *argv, *files)
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert out == beam_summaries.tune_summary(record) + "\n" and out.endswith(
-        f"written to {config}\n"
-    )
+    assert out == summaries.tune_summary(record) + "\n" and out.endswith(f"written to {config}\n")
     names = ["plain", "gamma 1, width 3", "gamma 2, width 3"]
     assert (
         [str(tuning.choice_of(item)) for item in record["choices"]]

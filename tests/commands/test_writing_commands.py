@@ -13,6 +13,7 @@ import devices
 import numpy as np
 import pytest
 from devices import SPECDEC, Pipe, fill, names, null_device
+from sample_records import BENCHMARK, MEASURE
 
 import specdec_jax as sd
 from specdec_jax.analysis.report import summaries
@@ -30,10 +31,8 @@ pytestmark = pytest.mark.usefixtures("quick")
 @pytest.fixture
 def commands(pair, tmp_path, monkeypatch):
     """Arguments of commands that write a file, but for its name; what would be measured is made up."""
-    monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: ({"a": 1}, []))
-    monkeypatch.setattr(
-        measure_command, "measure", lambda *_: {"a": 1, "acceptance": {"alpha": None}}
-    )
+    monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: (BENCHMARK, []))
+    monkeypatch.setattr(measure_command, "measure", lambda *_: MEASURE)
     monkeypatch.setattr(tune, "tune", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
     monkeypatch.setattr(tune, "gin_file", lambda *_: "# chosen\n")
     monkeypatch.setattr(summaries, "benchmark_summary", lambda *_: "")

@@ -155,7 +155,7 @@ def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
     assert weight_layouts.shape_of(kernel("draft step, shortlist alone")) == (16, 64)
     assert weight_layouts.shape_of(kernel("draft step, int8 alone")) == (16, WIDE)
     spread = dict(least=0.1, most=3.0)
-    lines = summaries.reductions(
+    lines = summaries.reduction_lines(
         {
             "draft step": spread | dict(median=1.0),
             "draft step, unreduced": spread | dict(median=2.0),

@@ -33,7 +33,7 @@ from toy_models import tiny_t5
 import specdec_jax as sd
 from specdec_jax.analysis import beams, variants
 from specdec_jax.analysis import benchmark as analysis_benchmark
-from specdec_jax.analysis.report import beam_summaries, summaries
+from specdec_jax.analysis.report import summaries
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.stored_tensor import StoredTensor
 from specdec_jax.commands import benchmark as benchmark_command
@@ -430,7 +430,7 @@ def test_benchmark_of_beams_against_t5x(golden):
         target, batches[0].inputs, num_beams=3, length_penalty=1.5, max_new_tokens=STEPS
     )
     np.testing.assert_allclose(others["t5x"].results[0].scores, ours.scores, rtol=1e-5)
-    assert "\nt5x " in beam_summaries.benchmark_summary(record)
+    assert "\nt5x " in summaries.benchmark_summary(record)
 
 
 def test_t5x_cannot_decode_every_model(golden):

@@ -1,5 +1,16 @@
 """Records of every kind as commands write them, with round numbers."""
 
+import json
+from typing import Any
+
+from specdec_jax.analysis.report import records
+
+
+def parse(record: Any) -> Any:
+    """Returns a record as `read_records` has it after it was written."""
+    return records.parse(json.loads(json.dumps(record)))
+
+
 MACHINE = {
     "python": "3.11",
     "jax": "0.10",

@@ -1,34 +1,35 @@
 """Builds one HTML page of the paper's tables and figures, computed, and of measured records."""
 
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from specdec_jax.analysis import formulas
-from specdec_jax.analysis.report import accelerators, calls, paper, plots, summaries, tables
-from specdec_jax.analysis.report.markup import Markup, element
-from specdec_jax.analysis.report.record_types import (
-    Accelerator,
-    Benchmark,
-    Measured,
-    Searched,
-    Shown,
-    kind_of,
+import jinja2
+from markupsafe import Markup
+
+from specdec_jax.analysis import formulas, traces
+from specdec_jax.analysis.report import paper, plots, summaries
+from specdec_jax.analysis.report.records import (
+    AcceleratorRecord,
+    AgainstRecord,
+    BeamRecord,
+    BenchmarkRecord,
+    DemoRecord,
+    DrawnTree,
+    EstimatedCosts,
+    EstimateRecord,
+    ExampleVariant,
+    FigureRecord,
+    MeasureRecord,
+    Record,
+    TreeRecord,
 )
-from specdec_jax.analysis.report.rows import (
-    Row,
-    estimated,
-    measured_at,
-    memory_estimate,
-    placed,
-    rows,
-    spread_of,
-    time_estimates,
-)
+from specdec_jax.analysis.report.rows import Row, rows
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC
 
-# The page.
+_TITLE = "Speculative decoding: theory and measurements"
 
 # Rows whose printed factor needs more digits of α and c than were printed.
 BLURRED = tuple(
@@ -36,71 +37,73 @@ BLURRED = tuple(
     for row in paper.TABLE_4
     if round(formulas.improvement(row.alpha, row.gamma, row.cost_ratio), 1) != row.expected
 )
-_STYLE = """:root { color-scheme: light dark; --ink: #222; --faint: #666; --line: #ccc; --head: #f3f3f3; --paper: #fff;
-  --accepted: #188038; --own: #1a56c4; --rejected: #c5221f }
-@media (prefers-color-scheme: dark) { :root {
-  --ink: #ddd; --faint: #999; --line: #444; --head: #2a2a2a; --paper: #181818;
-  --accepted: #7fd18f; --own: #8ab4f8; --rejected: #f28b82 } }
-body { font-family: sans-serif; margin: 2em auto; max-width: 68em; padding: 0 1em; color: var(--ink);
-  background: var(--paper) }
-table { border-collapse: collapse; margin: 1em 0; max-width: 100% }
-caption { text-align: left; font-weight: bold; padding: 0.3em 0 }
-th, td { border-bottom: 1px solid var(--line); padding: 0.25em 0.6em; text-align: right; font-size: 0.85em }
-th { background: var(--head) } td { font-variant-numeric: tabular-nums }
-td.text, th.text { text-align: left }
-@media (max-width: 60em) { table { display: block; overflow-x: auto } }
-svg { max-width: 100%; height: auto; background: #fff } p.note { color: var(--faint) }
-pre { white-space: pre-wrap } .committed { color: var(--faint) } .accepted { color: var(--accepted) }
-.corrected, .bonus { color: var(--own); font-weight: bold } .bonus { text-decoration: underline }
-.rejected { color: var(--rejected); text-decoration: line-through }"""
-_TITLE = "Speculative decoding: theory and measurements"
-_HEAD = (
-    "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
-    f"<title>{_TITLE}</title><style>{_STYLE}</style></head>\n"
-)
 
 
-def report(read: Sequence[tuple[pathlib.Path, Mapping[str, Any]]]) -> str:
+class Table(NamedTuple):
+    """A table of the page."""
+
+    caption: str
+    head: Sequence[str]
+    lines: Sequence[Sequence[Any]]
+
+    @property
+    def is_text(self) -> list[bool]:
+        """Whether each column has a cell that begins with a word: it is aligned to the left."""
+        columns = zip(*self.lines, strict=True) if self.lines else [()] * len(self.head)
+        return [any(re.match(r"\s*[^\W\d]", str(cell)) for cell in cells) for cells in columns]
+
+
+def report(read: Sequence[tuple[pathlib.Path, Record]]) -> str:
     """Returns the page as text.
 
     Args:
-      read: (file, record) pairs; `read_records` has checked the records.
+      read: (file, record) pairs, of `read_records`.
     """
-    parts = [
-        element("h1", _TITLE),
-        tables.note(
-            "Leviathan, Kalman and Matias, ",
-            element("i", "Fast Inference from Transformers via Speculative Decoding"),
-            ", 2023: “printed” is what the paper says, “computed” what this package's formulas give.",
-        ),
-        tables.note(
-            "α: the probability that the target accepts a drafted token, per position of the output: one at which "
-            "nothing was drafted counts as not accepted. In parentheses, for drafters that draft now and then: only "
-            "where something was drafted. γ: the tokens drafted for each target call. "
-            "c: the time of a draft step over that of a target step. v: the time of a target call over γ + 1 "
-            "positions over that of a single position; the paper takes 1."
-        ),
-        element("h2", "Measured"),
-    ]
-    if not read:
-        parts.append(
-            element("p", "Nothing: no records were given (", element("code", "--records"), ").")
-        )
-    found = [record for _, record in read]
-    for path, record in read:
-        if not estimated(record):
-            sections = {Accelerator: accelerators.section, Shown: calls.shown}.get(
-                kind_of(record), _measured
-            )
-            parts += sections(path, record)
-    parts += [*_rates([row for record in found for row in rows(record)]), *_leniences(found)]
-    for record in filter(estimated, found):
-        parts += _estimate(record)
-    body = "\n".join([*parts, *_missing(found), *_theory()])
-    return f"{_HEAD}{element('body', Markup(body))}</html>\n"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
+        autoescape=True,
+        finalize=_finalize,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    records = [record for _, record in read]
+    estimates = [record for record in records if isinstance(record, EstimateRecord)]
+    return environment.get_template("page.html").render(
+        title=_TITLE,
+        given=bool(read),
+        legend=traces.LEGEND,
+        draw_tree=_draw_tree,
+        draw_timeline=_draw_timeline,
+        sections=[
+            _section(record) | {"name": path.name}
+            for path, record in read
+            if not isinstance(record, EstimateRecord)
+        ],
+        rates=_tabulate_rates([row for record in records for row in rows(record)]),
+        leniences=_tabulate_leniences(records),
+        estimates=[(describe_memory(record), tabulate_times(record)) for record in estimates],
+        missing=_tabulate_missing(records),
+        theory=_theory(),
+    )
 
 
-def _theory() -> list[Markup]:
+def _finalize(value: object) -> object:
+    """Returns a value as text that a page can hold; Jinja escapes what is not `Markup`."""
+    return value if isinstance(value, Markup) else plots.replace_unprintable(str(value))
+
+
+def _draw_tree(tree: DrawnTree) -> Markup:
+    return Markup(plots.svg(plots.draw_tree(tree.drawn())))
+
+
+def _draw_timeline(variants: Sequence[ExampleVariant]) -> Markup:
+    names = [f"γ = {variant.gamma}" if variant.gamma else "plain" for variant in variants]
+    bars = [(name, variant.spans) for name, variant in zip(names, variants, strict=True)]
+    return Markup(plots.svg(plots.draw_timeline(bars)))
+
+
+def _theory() -> dict[str, Any]:
     table_1 = [
         (
             f"{row.alpha:.1f}",
@@ -127,316 +130,333 @@ def _theory() -> list[Markup]:
         )
         for row in paper.TABLE_4
     ]
-    return [
-        element("h2", "Theory"),
-        tables.drawing("Figure 2. Expected tokens per target call", plots.expected_tokens()),
-        tables.drawing("Figure 3. The best γ", plots.optimal_gammas()),
-        tables.table(
+    table_5 = [
+        (name, *(f"{alpha:.2f}" for alpha in alphas)) for name, alphas in paper.TABLE_5.items()
+    ]
+    costs = ("drafter", "T", "γ", "α", "c")
+    factors = ("expected, printed", "computed", "measured (paper)", "best γ", "oracle of γ")
+    operations = ("operations, printed", "computed", "speed, printed", "computed")
+    return {
+        "expected_tokens": Markup(plots.svg(plots.draw_expected_tokens())),
+        "optimal_gammas": Markup(plots.svg(plots.draw_optimal_gammas())),
+        "operations": Markup(plots.svg(plots.draw_operations())),
+        "table_1": Table(
             "Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
-            ("α", "γ", "operations, printed", "computed", "speed, printed", "computed"),
+            ("α", "γ", *operations),
             table_1,
         ),
-        tables.drawing(
-            "Figure 4, right. Arithmetic operations, ĉ = 0", plots.arithmetic_operations()
-        ),
-        tables.note("Its left, the factor in speed with c = 0, is figure 2 again."),
-        tables.table(
+        "table_4": Table(
             "Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
-            (
-                "drafter",
-                "T",
-                "γ",
-                "α",
-                "c",
-                "expected, printed",
-                "computed",
-                "measured (paper)",
-                "best γ",
-                "oracle of γ",
-            ),
+            (*costs, *factors),
             table_4,
         ),
-        tables.note(
-            f"Computed from the digits of α and c that were printed. They are not enough for {_blurred()}."
-        ),
-        tables.table(
+        "table_5": Table(
             "Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
             ("drafter", *(f"l = {value:g}" for value in paper.LENIENCES)),
-            [
-                (name, *(f"{alpha:.2f}" for alpha in alphas))
-                for name, alphas in paper.TABLE_5.items()
-            ],
+            table_5,
         ),
-    ]
+        "blurred": "; ".join(
+            f"{row.task}, {row.drafter}, temperature {row.temperature}: "
+            f"{formulas.improvement(row.alpha, row.gamma, row.cost_ratio):.2f} where "
+            f"{row.expected:.1f} is printed"
+            for row in BLURRED
+        ),
+    }
 
 
-def _blurred() -> str:
-    return "; ".join(
-        f"{row.task}, {row.drafter}, temperature {row.temperature}: "
-        f"{formulas.improvement(row.alpha, row.gamma, row.cost_ratio):.2f} where {row.expected:.1f} is printed"
-        for row in BLURRED
+def _section(record: Any) -> dict[str, Any]:
+    """Returns what the page shows of a record, by the names that its template has."""
+    section: dict[str, Any] = dict.fromkeys(
+        ("table", "accelerator", "same_positions", "against", "trees", "example", "demo")
     )
+    section |= {"machine": record.machine.describe(), "pictures": []}
+    if isinstance(record, AcceleratorRecord):
+        return section | _accelerator_section(record)
+    if isinstance(record, DemoRecord):
+        pair = f"{record.target.name} with {record.drafter.name}"
+        about = f"{pair}, temperature {record.options.temperature:g}"
+        return section | {"about": about, "demo": record}
+    found, figures = rows(record), []
+    section["about"] = found[0].about if found else ""
+    beams = isinstance(record, BeamRecord)
+    section["table"] = _tabulate_rows(found, "beam search" if beams else "decoding")
+    if isinstance(record, MeasureRecord):
+        figures.append(plots.draw_measurement(record))
+        if record.same_positions:
+            same = record.same_positions.model_dump()
+            section["same_positions"] = summaries.describe_same_positions(same)
+    timed = [row for row in found if row.improvement]
+    if bars := [(_name_bar(row, beams), row.improvement, row.predicted) for row in timed]:
+        figures.append(plots.draw_improvements(bars))
+    if isinstance(record, BenchmarkRecord | BeamRecord) and record.against:
+        section["against"] = _tabulate_against(record.against)
+        section["differing"] = len(record.against.differences)
+    if isinstance(record, BenchmarkRecord):
+        section["trees"] = _tabulate_trees(record.trees) if record.trees else None
+        section["example"] = record.example
+    return section | {"pictures": [Markup(plots.svg(figure)) for figure in figures]}
 
 
-def _measured(path: pathlib.Path, record: Mapping[str, Any]) -> list[Markup]:
-    found, kind = rows(record), kind_of(record)
-    first = found[0] if found else None
-    about = f"{first.target}, {first.sentences}, temperature {first.temperature:g}" if first else ""
+def _name_bar(row: Row, beams: bool) -> str:
+    # The variants of a record may differ by what the row calls its verification.
+    named = beams or row.verifier.startswith((SYNTHETIC.name, "tree "))
+    gamma = [] if row.gamma is None else [f"γ = {row.gamma}"]
+    return ", ".join([row.drafter, *gamma, *([row.verifier] if named else [])])
+
+
+def _tabulate_rows(found: Sequence[Row], what: str) -> Table:
+    costs = ("drafter", "verification", "γ", "α", "c (products)", "v (products)")
+    gains = ("tokens per call", "predicted", "measured", "measured / predicted")
     lines = [
         (
             row.drafter,
             row.verifier,
-            tables.decimal(row.gamma, 0),
-            tables.rate(row.alpha, row.drafted_alpha),
-            tables.with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
-            tables.with_bare(row.verify_cost, row.bare_verify_cost, 2),
-            tables.decimal(row.tokens_per_call, 2),
-            tables.decimal(row.predicted, 3),
-            tables.spread_text(row.improvement),
-            tables.spread_text(_reached(row)),
-            tables.decimal(row.differ, 0),
+            _decimal(row.gamma, 0),
+            _rate(row),
+            _with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
+            _with_bare(row.verify_cost, row.bare_verify_cost, 2),
+            _decimal(row.tokens_per_call, 2),
+            _decimal(row.predicted, 3),
+            _spread(row.improvement),
+            _spread(row.reached),
+            _decimal(row.differ, 0),
         )
         for row in found
     ]
-    head = (
-        "drafter",
-        "verification",
-        "γ",
-        "α",
-        "c (products)",
-        "v (products)",
-        "tokens per call",
-        "predicted",
-        "measured",
-        "measured / predicted",
-        "outputs that differ",
-    )
-    parts = [element("h3", path.name), element("p", about), tables.note(measured_at(record))]
-    searched = (
-        kind is Searched
-    )  # a call gives steps, of which the output has as many tokens or fewer
-    parts.append(
-        tables.table(
-            f"Improvement over plain {'beam search' if searched else 'decoding'}", head, lines
-        )
-    )
-    if kind is Measured:
-        parts.append(plots.svg(plots.improvement(record)))
-        if record.get("same_positions"):
-            parts.append(element("p", f"{summaries.same_positions(record['same_positions'])}."))
-
-    def name(row):
-        return f"{_name(row)}, {row.verifier}" if searched else _name(row)
-
-    bars = [(name(row), row.improvement, row.predicted) for row in found if row.improvement]
-    if bars:
-        parts.append(plots.svg(plots.measured(bars)))
-    if kind in (Benchmark, Searched):
-        parts += _against(record.get("against"))
-    if kind is Benchmark:
-        parts += _tree_tokens(record.get("trees", ()))
-        parts += calls.example_parts(record.get("example"))
-    return parts
+    return Table(f"Improvement over plain {what}", (*costs, *gains, "outputs that differ"), lines)
 
 
-def _reached(row: Row) -> Spread | None:
-    """Returns the measured improvement divided by the predicted one."""
-    if row.improvement is None or not row.predicted:
-        return None
-    return Spread(*(value / row.predicted for value in row.improvement))
+def _tabulate_against(against: AgainstRecord) -> Table:
+    caption = f"Time of {against.name}'s own decoding over ours, on the same weights and inputs"
+    lines = [(ours, _spread(times.spread())) for ours, times in against.improvement.items()]
+    return Table(caption, ("ours", "factor"), lines)
 
 
-def _against(against: Mapping[str, Any] | None) -> list[Markup]:
-    """Returns how many times as fast as another implementation ours is."""
-    if not against:
-        return []
-    lines = [
-        (ours, tables.spread_text(spread_of(times)))
-        for ours, times in against["improvement"].items()
-    ]
-    return [
-        tables.table(
-            f"Time of {against['name']}'s own decoding over ours, on the same weights and inputs",
-            ("ours", "factor"),
-            lines,
-        ),
-        tables.note(
-            f"Inputs with other tokens than plain decoding: {len(against['differences'])}."
-        ),
-    ]
-
-
-def _tree_tokens(trees: Sequence[Mapping[str, Any]]) -> list[Markup]:
-    """Returns a table of what each tree commits."""
-    if not trees:
-        return []
+def _tabulate_trees(trees: Sequence[TreeRecord]) -> Table:
     lines = [
         (
-            f"tree {variant['tree']}",
-            variant["nodes"],
-            variant["depth"],
-            tables.decimal(variant.get("predicted"), 2),
-            tables.decimal(variant["stats"]["tokens_per_target_call"], 2),
+            f"tree {tree.tree}",
+            tree.nodes,
+            tree.depth,
+            _decimal(tree.predicted, 2),
+            _decimal(tree.stats.tokens_per_target_call, 2),
         )
-        for variant in trees
+        for tree in trees
     ]
-    return [
-        tables.table(
-            "Tokens per target call of trees",
-            ("tree", "positions", "depth", "predicted", "measured"),
-            lines,
-        ),
-        tables.note(
-            "Predicted: by the top-k hit rate in the same run, as if every node was accepted independently of "
-            "the others and no output "
-            "ended; nothing for trees that the drafter's distribution shapes."
-        ),
-    ]
+    head = ("tree", "positions", "depth", "predicted", "measured")
+    return Table("Tokens per target call of trees", head, lines)
 
 
-def _name(row: Row) -> str:
-    parts = (
-        [row.drafter]
-        + [f"γ = {row.gamma}"] * (row.gamma is not None)
-        + [row.verifier] * _tells_variant(row)
-    )
-    return ", ".join(parts)
-
-
-def _tells_variant(row: Row) -> bool:
-    """Returns whether the variants of a record differ by what the row calls its verification."""
-    return row.verifier.startswith((SYNTHETIC.name, "tree "))
-
-
-def _rates(found: Sequence[Row]) -> list[Markup]:
+def _tabulate_rates(found: Sequence[Row]) -> Table:
     """Returns table 3: the paper's α, then the records'."""
+    ours: dict[tuple[str, str, str], dict[bool, str]] = {}
+    for row in found:
+        exact = row.verifier.partition(",")[0] not in (SYNTHETIC.name, *LOSSY)
+        if row.alpha is not None and row.temperature in (0, 1) and exact:
+            by_argmax = ours.setdefault((row.target, row.drafter, row.sentences), {})
+            by_argmax.setdefault(row.temperature == 0, _rate(row))
     lines = [
         (row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}")
         for row in paper.TABLE_3
     ]
-    ours: dict[tuple[str, str, str], dict[bool, str]] = {}
-    for row in found:
-        if (
-            row.alpha is not None
-            and row.temperature in (0, 1)
-            and row.verifier.partition(",")[0] not in (SYNTHETIC.name, *LOSSY)
-        ):
-            rate = tables.rate(row.alpha, row.drafted_alpha)
-            ours.setdefault((row.target, row.drafter, row.sentences), {}).setdefault(
-                row.temperature == 0, rate
-            )
-    lines += [
-        (target, drafter, sentences, by.get(True, "-"), by.get(False, "-"))
-        for (target, drafter, sentences), by in ours.items()
-    ]
+    lines += [(*pair, by.get(True, "-"), by.get(False, "-")) for pair, by in ours.items()]
     caption = "Table 3. α per position of the output, at temperature 0 and 1"
-    return [tables.table(caption, ("target", "drafter", "where", "T = 0", "T = 1"), lines)]
+    return Table(caption, ("target", "drafter", "where", "T = 0", "T = 1"), lines)
 
 
-def _leniences(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
+def _tabulate_leniences(records: Sequence[Record]) -> Table | None:
     """Returns table 5 of the records with a lenient verifier: α and improvement by lenience."""
-    by_pair: dict[tuple, dict[float, Row]] = {}
-    for record in found:
-        options = record["options"] if kind_of(record) in (Benchmark, Measured) else {}
-        if options.get("lenience") is not None:
-            for row in rows(record):
-                pair = row.target, row.drafter, row.sentences, row.temperature, row.gamma
-                by_pair.setdefault(pair, {})[options["lenience"]] = row
+    by_pair: dict[tuple, dict[float, str]] = {}
+    for record in records:
+        if not isinstance(record, BenchmarkRecord | MeasureRecord):
+            continue
+        lenience = record.options.lenience
+        for row in rows(record) if lenience is not None else ():
+            pair = row.target, row.drafter, row.sentences, f"{row.temperature:g}", row.gamma
+            by_pair.setdefault(pair, {})[lenience] = f"{_rate(row)}, {_spread(row.improvement)}"
     if not by_pair:
-        return []
+        return None
     values = sorted({value for by in by_pair.values() for value in by}, reverse=True)
+    lines = [(*pair, *(by.get(value, "-") for value in values)) for pair, by in by_pair.items()]
+    head = ("target", "drafter", "where", "T", "γ", *(f"l = {value:g}" for value in values))
+    return Table("Table 5. α and improvement over lenience", head, lines)
 
-    def rate(row):
-        return tables.rate(row.alpha, row.drafted_alpha)
 
-    def cell(row):
-        return "-" if row is None else f"{rate(row)}, {tables.spread_text(row.improvement)}"
+def _accelerator_section(record: AcceleratorRecord) -> dict[str, Any]:
+    options, drawn = record.options, plots.draw_accelerator(record)
+    about = (
+        f"Dummy weights, {options.dtype}{', all shapes shrunk' if options.tiny else ''}, drafter "
+        f"{options.drafter}, γ = {options.gamma}, inputs of {options.input_length} ids, "
+        f"{options.max_new_tokens} new tokens."
+    )
+    return {
+        "about": about,
+        "accelerator": True,
+        "table": tabulate_figures(record),
+        "pictures": [Markup(plots.svg(drawn))] if drawn is not None else [],
+    }
+
+
+def tabulate_figures(record: AcceleratorRecord) -> Table:
+    """Returns a line for every planned figure; one that is not in the file was not run."""
+    times = ("figure", "batch", "milliseconds", "(least to most)", "floor")
+    rates = ("ratio", "ms an iteration", "tokens a second", "")
+    found = {figure.figure: figure for figure in record.figures}
+    lines = [
+        _figure_line(found[name]) if name in found else (name, *("-" * 7), "not run")
+        for name in record.plan
+    ]
+    return Table("An accelerator's figures", (*times, *rates), lines)
+
+
+def _figure_line(figure: FigureRecord) -> tuple:
+    batch, times = _decimal(figure.batch, 0), figure.milliseconds
+    if times is None:
+        failed = f"failed: {figure.failed}"
+        why = failed if figure.failed else f"not supported here: {figure.unsupported}"
+        return figure.figure, batch, *("-" * 6), why
+    speed = figure.gb_per_second
+    what = "" if speed is None else f"{speed:.0f} GB a second"
+    return (
+        figure.figure,
+        batch,
+        f"{times.median:.3g}",
+        f"{times.least:.3g} to {times.most:.3g}",
+        "-" if figure.floor_ms is None else f"{figure.floor_ms:.3g}",
+        _ratio(figure),
+        _decimal(figure.iteration_ms, 3),
+        _decimal(figure.tokens_per_second, 0),
+        f"acceptance {figure.acceptance}" if figure.acceptance else what,
+    )
+
+
+# The first of these that a figure has is its ratio.
+_RATIOS = {"v": "v = {:.3g}", "c": "c = {:.3g}", "improvement": "{:.2f}", "over_full": "{:.2f}"}
+
+
+def _ratio(figure: FigureRecord) -> str:
+    values = [(getattr(figure, key), text) for key, text in _RATIOS.items()]
+    parts = [text.format(value) for value, text in values if value is not None][:1]
+    if figure.over_full_plain is not None:
+        parts.append(f"{figure.over_full_plain:.2f} times the full target's plain")
+    return "; ".join(parts) or "-"
+
+
+def describe_memory(record: EstimateRecord) -> str:
+    """Returns sentences with the compiler's estimate of a pair's memory."""
+    pair = record.target + (f" with {record.drafter}" if record.drafter else "")
+    pair += f", {record.num_beams} beams" if record.num_beams else ""
+    copied = "unknown" if record.copied_in_loops is None else len(record.copied_in_loops)
+    text = (
+        f"{pair}, γ = {record.gamma}, batch {record.batch_size}, {record.dtype}"
+        f"{', target in int8' if record.quantize else ''}, compiled ahead of time for "
+        f"{record.devices} by jax {record.jax}: weights {record.weights_gb:.1f} GB, needed "
+        f"{record.needed_gb:.1f} of {record.memory_gb:.0f} GB on a device: "
+        f"{'fits' if record.fits else 'does not fit'}. "
+        f"Arrays over a megabyte that loop bodies copy: {copied}."
+    )
+    if record.iteration_ms:
+        text += f" An iteration: {record.iteration_ms:.2f} ms, floor {record.floor_ms:.2f}."
+    return text
+
+
+def tabulate_times(record: EstimateRecord) -> Table | None:
+    """Returns table 2 by the compiler's estimates; None if the record has no times."""
+    if record.times is None or not record.times.rows:
+        return None
+
+    def cells(costs: EstimatedCosts) -> tuple[str, str, str]:
+        return f"{costs.c:.3f}", f"{costs.v:.2f}", f"{costs.improvement:.2f}"
 
     lines = [
         (
-            target,
-            drafter,
-            where,
-            f"{temperature:g}",
-            gamma,
-            *(cell(by.get(value)) for value in values),
+            f"{row.task}, {row.drafter}",
+            f"{row.temperature:g}",
+            row.gamma,
+            f"{row.alpha_paper:.2f}",
+            f"{row.c_paper:.2f}",
+            *cells(row.as_compiled),
+            *cells(row.as_for_two_positions),
+            f"{row.expected_paper:.1f}",
+            f"{row.measured_paper:.1f}",
         )
-        for (target, drafter, where, temperature, gamma), by in by_pair.items()
+        for row in record.times.rows
     ]
-    head = ("target", "drafter", "where", "T", "γ", *(f"l = {value:g}" for value in values))
-    return [tables.table("Table 5. α and improvement over lenience", head, lines)]
-
-
-def _estimate(record: Mapping[str, Any]) -> list[Markup]:
-    head = (
-        "drafter",
-        "T",
-        "γ",
-        "α (paper)",
-        "c (paper)",
-        "c",
-        "v",
-        "improvement",
-        "c, plain step of two positions",
-        "v",
-        "improvement",
-        "expected (paper)",
-        "measured (paper)",
+    ours = ("c", "v", "improvement", "c, plain step of two positions", "v", "improvement")
+    head = ("drafter", "T", "γ", "α (paper)", "c (paper)", *ours)
+    caption = f"T5-XXL on {record.devices}, batch {record.batch_size}"
+    return Table(
+        f"Table 2 by the compiler's estimates: {caption}",
+        (*head, "expected (paper)", "measured (paper)"),
+        lines,
     )
-    parts = [element("h2", "Estimated, not measured"), element("p", memory_estimate(record))]
-    if lines := time_estimates(record):
-        caption = f"Table 2 by the compiler's estimates: T5-XXL on {placed(record)}, batch {record['batch_size']}"
-        parts.append(tables.table(caption, head, lines))
-        parts.append(
-            tables.note(
-                "The compiler's own estimates of single calls; the improvement is what they and the paper's α let expect: "
-                "with the plain step as it is compiled, and as if it took what a call over two positions takes."
-            )
+
+
+def _times_xxl(record: Record) -> bool:
+    if isinstance(record, AcceleratorRecord):
+        timed = any(
+            one.target == "t5_1_1/xxl" and one.improvement is not None for one in record.figures
         )
-    return parts
+    else:
+        timed = isinstance(record, BenchmarkRecord) and record.target.name == "t5_1_1/xxl"
+    return timed and not record.machine.device.startswith("cpu")
 
 
-# What a complete page has, how to tell that a record holds it, and the command that measures it.
-_EXPECTED = (
+def _has_against(record: Record) -> bool:
+    return isinstance(record, BenchmarkRecord) and record.against is not None
+
+
+def _has_times(record: Record) -> bool:
+    return isinstance(record, EstimateRecord) and record.times is not None
+
+
+# What a complete page has, how to recognise a record that holds it, and the command that makes one.
+_EXPECTED: tuple[tuple[str, Callable[[Record], bool], str], ...] = (
     (
         "T5-XXL with T5-small on an accelerator",
-        lambda record: not estimated(record) and not _on_cpu(record) and _of_xxl(record),
+        _times_xxl,
         "python scripts/accelerator_report.py --output=accelerator.jsonl",
     ),
     (
         "T5X's own decoding beside ours",
-        lambda record: kind_of(record) is Benchmark and bool(record.get("against")),
-        "specdec benchmark --target=ende/target --drafter=ende/drafter --against=t5x --output=t5x.json",
+        _has_against,
+        "specdec benchmark --target=ende/target --drafter=ende/drafter --against=t5x "
+        "--output=t5x.json",
     ),
     (
         "The TPU compiler's estimates",
-        lambda record: estimated(record) and "times" in record,
+        _has_times,
         "JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times > tpu.json",
     ),
 )
 
 
-def _of_xxl(record: Mapping[str, Any]) -> bool:
-    if kind_of(record) is Accelerator:
-        return any(
-            figure.get("target") == "t5_1_1/xxl" and "improvement" in figure
-            for figure in record["figures"]
-        )
-    return kind_of(record) is Benchmark and record["target"]["name"] == "t5_1_1/xxl"
-
-
-def _on_cpu(record: Mapping[str, Any]) -> bool:
-    return record["machine"]["device"].startswith("cpu")
-
-
-def _missing(found: Sequence[Mapping[str, Any]]) -> list[Markup]:
+def _tabulate_missing(records: Sequence[Record]) -> Table | None:
     lines = [
         (what, "not measured", command)
-        for what, there, command in _EXPECTED
-        if not any(map(there, found))
+        for what, holds, command in _EXPECTED
+        if not any(map(holds, records))
     ]
-    return (
-        [tables.table("Not measured: no such record was given", ("what", "", "command"), lines)]
-        if lines
-        else []
-    )
+    caption = "Not measured: no such record was given"
+    return Table(caption, ("what", "", "command"), lines) if lines else None
+
+
+def _decimal(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _with_bare(value: float | None, bare: float | None, digits: int) -> str:
+    """Returns a cost as text, with the cost of its bare matrix products in parentheses."""
+    return _decimal(value, digits) + ("" if bare is None else f" ({bare:.{digits}f})")
+
+
+def _rate(row: Row) -> str:
+    """Returns α per position of the output, and where something was drafted in parentheses."""
+    drafted = row.drafted_alpha
+    return _decimal(row.alpha, 3) + ("" if drafted in (None, row.alpha) else f" ({drafted:.3f})")
+
+
+def _spread(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    return f"{spread.median:.3f} ({spread.least:.3f} to {spread.most:.3f})"
