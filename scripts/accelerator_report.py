@@ -38,10 +38,10 @@ from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.files.writing import check_output, lock
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
-from tools.accelerator_figures import Figure, NotHere, Setup
+from tools.accelerator_figures import ReportSetup, TimedFigure, UnsupportedHere
 from tools.accelerator_stages import Stage, stages
 
-_DEFAULT = Setup()
+_DEFAULT = ReportSetup()
 _OUTPUT = flags.DEFINE_string(
     "output", "accelerator.jsonl", "File of the figures, a line of JSON each."
 )
@@ -152,14 +152,14 @@ def say(text: str) -> None:
 _BEGUN = time.monotonic()
 
 
-def compiled(figures: Sequence[Figure], pair, threads: int) -> dict[str, Any]:
+def compiled(figures: Sequence[TimedFigure], pair, threads: int) -> dict[str, Any]:
     """Returns for every figure its call, which has run once, and the seconds that this took, or the
     exception that it met.
 
     Figures with the same program follow each other; all others are compiled side by side.
     """
 
-    def make(group: Sequence[Figure]) -> dict[str, Any]:
+    def make(group: Sequence[TimedFigure]) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for figure in group:
             begin = time.perf_counter()
@@ -173,7 +173,7 @@ def compiled(figures: Sequence[Figure], pair, threads: int) -> dict[str, Any]:
                 say(f"  did not compile or run: {figure.name}: {_reason(error)}")
         return made
 
-    groups: dict[str, list[Figure]] = {}
+    groups: dict[str, list[TimedFigure]] = {}
     for figure in figures:
         groups.setdefault(figure.program, []).append(figure)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
@@ -182,7 +182,9 @@ def compiled(figures: Sequence[Figure], pair, threads: int) -> dict[str, Any]:
         }
 
 
-def timed(figure: Figure, variant: Callable[[], Any], before: Mapping[str, Any]) -> dict[str, Any]:
+def timed(
+    figure: TimedFigure, variant: Callable[[], Any], before: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns what is measured of a figure."""
     kept: list[Any] = []
 
@@ -190,12 +192,12 @@ def timed(figure: Figure, variant: Callable[[], Any], before: Mapping[str, Any])
         kept[:] = [variant()]
         return kept[0]
 
-    seconds = Spread.from_samples(timing.passes(call))
+    seconds = Spread.from_samples(timing.time_passes(call))
     return figure.read(seconds, kept[0], before)
 
 
 def measured(
-    stage: Stage, figures: Sequence[Figure], threads: int, before: Mapping[str, Any]
+    stage: Stage, figures: Sequence[TimedFigure], threads: int, before: Mapping[str, Any]
 ) -> Iterator[dict]:
     """Loads a stage's models, compiles its programs, and yields a line for each figure as it comes."""
 
@@ -209,7 +211,7 @@ def measured(
     try:
         pair = stage.load()
         jax.block_until_ready([model.network.params for model in pair if model is not None])
-    except NotHere as reason:
+    except UnsupportedHere as reason:
         yield from (line(figure, unsupported=str(reason)) for figure in figures)
         return
     except Exception as error:
@@ -253,7 +255,7 @@ def shown(line: Mapping[str, Any]) -> str:
     return f"= {line['figure']}: {line['milliseconds']['median']:.4g} ms{rest}"
 
 
-def setup_of() -> Setup:
+def setup_of() -> ReportSetup:
     """Returns what the flags ask for."""
     try:
         batches, alphas = tuple(map(int, _BATCHES.value)), tuple(map(float, _ALPHAS.value))
@@ -283,7 +285,7 @@ def setup_of() -> Setup:
     )
 
 
-def against(setup: Setup) -> dict[str, Any]:
+def against(setup: ReportSetup) -> dict[str, Any]:
     """Returns T5X's way to decode a batch; None where it is not installed."""
     if importlib.util.find_spec("t5x") is None:
         return {"T5X": None}

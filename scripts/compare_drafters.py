@@ -147,7 +147,7 @@ def main(argv) -> None:
         : _LIMIT.value or None
     ]
     ids = encode(target, sentences, plain.max_input_length)
-    batches = analysis_variants.cut(sentences, ids, 1, plain.seed)
+    batches = analysis_variants.cut_batches(sentences, ids, 1, plain.seed)
     variants, models = {"plain": decoder(plain, 0, target, None)}, {}
     for name, (options, gamma) in asked.items():
         models[name] = target, drafter_of(name, options, target)
@@ -167,7 +167,7 @@ def main(argv) -> None:
     analysis_variants.warm_up(variants, steps, batches)
     times = analysis_variants.time_steps(steps, _REPEATS.value) if steps else {}
     for turn in range(_REPEATS.value):
-        analysis_variants.one_pass(variants, batches, turn, f"pass {turn + 1} of {_REPEATS.value}")
+        analysis_variants.time_pass(variants, batches, turn, f"pass {turn + 1} of {_REPEATS.value}")
     rows = [
         row(name, variant, variants["plain"]) | costs(name, variant, times)
         for name, variant in variants.items()

@@ -118,7 +118,9 @@ def floor_ms(networks: list[tuple[int, Network]], caches: int, chip: Chip) -> fl
       caches: bytes of the caches, which it reads once.
       chip: the chip.
     """
-    weights = sum(count * size(Products.of(network).kernels) for count, network in networks)
+    weights = sum(
+        count * size(Products.from_network(network).kernels) for count, network in networks
+    )
     return round(1e3 * (weights + caches) / (chip.bandwidth * GB), 3)
 
 

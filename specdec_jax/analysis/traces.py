@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import predictions
+from specdec_jax.analysis.setup import Setup
 from specdec_jax.analysis.timing import Spread
-from specdec_jax.analysis.variants import Batch
+from specdec_jax.analysis.variants import SentenceBatch
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.drafter import Drafter
 
-# The names of the kinds of text in a line, each in the style of its kind.
+# The names of the kinds of text in a line, as pairs of a kind and text in its style.
 LEGEND = (
     ("committed", "drafted tokens: "),
     ("accepted", "accepted"),
@@ -58,25 +60,23 @@ def surface(token: int, target: LanguageModel) -> str:
 def spans(
     steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[str, Spread]
 ) -> list[tuple[str, float]]:
-    """Returns (kind of call, seconds) of every call that the iterations made, by the medians of
-    single steps; γ = 0 is plain decoding.
+    """Returns (kind of call, seconds) of every call that the iterations made.
 
-    If a model drafts, the first step after a full acceptance is a call over two positions.
+    Seconds are medians of single steps. If a model drafts, the first step after a full acceptance
+    is a call over two positions.
 
     Args:
       steps: the iterations.
-      gamma: γ.
+      gamma: γ; 0 is plain decoding.
       padded: padded length of the input.
       times: seconds by the names of `timing.step_variants`.
     """
     call = times[f"verify {gamma}" if gamma else "target step"].median
     drafts = gamma > 0 and "draft step" in times
-    draft = predictions.draft_seconds(gamma, times) if drafts else 0.0
-    pair = (
-        draft * times.get("draft pair", times["draft step"]).median / times["draft step"].median
-        if drafts
-        else 0.0
-    )
+    draft = pair = 0.0
+    if drafts:
+        draft, single = predictions.draft_seconds(gamma, times), times["draft step"]
+        pair = draft * times.get("draft pair", single).median / single.median
     encoders = ("target encoder", "drafter encoder") if gamma else ("target encoder",)
     found = [
         (name, times[f"{name} {padded}"].median) for name in encoders if f"{name} {padded}" in times
@@ -84,50 +84,35 @@ def spans(
     whole = False
     for step in steps:
         if drafts and step.gamma:
-            found += [("draft step", pair if whole else draft)] + [("draft step", draft)] * (
-                step.gamma - 1
-            )
+            seconds = [pair if whole else draft] + [draft] * (step.gamma - 1)
+            found += [("draft step", one) for one in seconds]
         found.append(("target call", call))
         whole = 0 < step.gamma == len(step.accepted)
     return found
 
 
-def first_text(batches: Sequence[Batch]) -> Batch | None:
+def first_text(batches: Sequence[SentenceBatch]) -> SentenceBatch | None:
     """Returns the first batch whose first input has any text, None if there is none."""
-    return next(
-        (
-            batch
-            for batch in batches
-            if isinstance(batch.inputs[0], str) and batch.inputs[0].strip()
-        ),
-        None,
-    )
+    for batch in batches:
+        if isinstance(batch.inputs[0], str) and batch.inputs[0].strip():
+            return batch
+    return None
 
 
 def example(
     target: LanguageModel,
-    drafter,
+    drafter: Drafter,
     gammas: Sequence[int],
-    batch: Batch,
+    batch: SentenceBatch,
     times: Mapping[str, Spread],
-    options,
+    options: Setup,
 ) -> dict[str, Any]:
     """Returns the first input of `batch`, decoded plainly and with every γ of `gammas`."""
     variants = []
     for gamma in (0, *gammas):
-        steps = trace(
-            target,
-            batch.inputs[0],
-            drafter=drafter if gamma else None,
-            gamma=gamma,
-            key=batch.keys,
-            **options.decoding(plain=not gamma),
-        )
-        variants.append(
-            {
-                "gamma": gamma,
-                "lines": lines(steps, target) if gamma else [],
-                "spans": spans(steps, gamma, batch.padded, times),
-            }
-        )
+        how = options.decoding(plain=not gamma) | {"drafter": drafter if gamma else None}
+        steps = trace(target, batch.inputs[0], gamma=gamma, key=batch.keys, **how)
+        shown = lines(steps, target) if gamma else []
+        seconds = spans(steps, gamma, batch.padded, times)
+        variants.append({"gamma": gamma, "lines": shown, "spans": seconds})
     return {"input": batch.inputs[0], "variants": variants}

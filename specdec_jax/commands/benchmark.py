@@ -11,7 +11,7 @@ from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
 from specdec_jax.analysis.report import beam_summaries, plots, summaries
-from specdec_jax.analysis.variants import Batch, Variant
+from specdec_jax.analysis.variants import SentenceBatch, Variant
 from specdec_jax.checkpoints import loader
 from specdec_jax.checkpoints.progress import ParameterProgress
 from specdec_jax.commands.beam_options import SearchFlags, width_option
@@ -314,18 +314,18 @@ def run(options: BenchmarkOptions) -> None:
 
 def load(
     options: BenchmarkOptions, target: LanguageModel | None = None
-) -> tuple[LanguageModel, Drafter | None, list[Batch]]:
+) -> tuple[LanguageModel, Drafter | None, list[SentenceBatch]]:
     """Returns the target (unless it is given), the drafter and the inputs that the options name."""
     if options.preset:
         return _preset(options, target)
     sentences = sentences_of(options.input_file, options.limit)
     target, drafter = options.load(target)
-    return target, drafter, analysis_variants.batches_of(target, sentences, options)
+    return target, drafter, analysis_variants.make_batches(target, sentences, options)
 
 
 def _preset(
     options: BenchmarkOptions, target: LanguageModel | None
-) -> tuple[LanguageModel, Drafter | None, list[Batch]]:
+) -> tuple[LanguageModel, Drafter | None, list[SentenceBatch]]:
     def model(preset: str, drafts: bool = False) -> LanguageModel:
         quantize = None if drafts else options.quantize
         bits = INPUT_BITS.get(quantize or "")
@@ -357,4 +357,4 @@ def _preset(
             drafter = FullDrafter(drafter)
     shape = (options.batch_size, options.preset_length)
     ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
-    return target, drafter, analysis_variants.cut(ids, ids, options.batch_size, options.seed)
+    return target, drafter, analysis_variants.cut_batches(ids, ids, options.batch_size, options.seed)

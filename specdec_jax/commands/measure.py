@@ -103,9 +103,9 @@ def run(options: MeasureOptions) -> None:
     options.check()
     sentences = sentences_of(options.input_file, options.limit)
     target, drafter = options.load()
-    record = measure(
-        target, drafter, analysis_variants.batches_of(target, sentences, options), options
-    )
+    assert drafter is not None, "the options were checked"
+    batches = analysis_variants.make_batches(target, sentences, options)
+    record = measure(target, drafter, batches, options)
     text = json.dumps(record, indent=1)
     try:
         print(text if options.json else measure_summary(record))

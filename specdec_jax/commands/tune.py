@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import variants as analysis_variants
-from specdec_jax.analysis.beams import Tree
-from specdec_jax.analysis.expectations import verifiers_of
+from specdec_jax.analysis.beams import BeamChoice
+from specdec_jax.analysis.expectations import verifiers_to_compare
 from specdec_jax.analysis.report import beam_summaries
 from specdec_jax.analysis.report.summaries import tune_summary
-from specdec_jax.analysis.tuning import Choice, choice_of, keep_acceptance, tune, tune_beams
+from specdec_jax.analysis.tuning import Choice, read_choice, keep_acceptance, tune, tune_beams
 from specdec_jax.commands.beam_options import SearchFlags, width_option
 from specdec_jax.commands.measure import check_measured
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
@@ -93,7 +93,7 @@ class TuneOptions(SearchFlags, DecodingOptions):
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        return verifiers_of(self) if self.choose_verifier else (self.verifier,)
+        return verifiers_to_compare(self) if self.choose_verifier else (self.verifier,)
 
 
 def run(options: TuneOptions) -> None:
@@ -112,7 +112,7 @@ def run(options: TuneOptions) -> None:
             "input_file: got no sentence with any text to tune on, expected at least one"
         )
     batches, others = (
-        analysis_variants.batches_of(target, lines, options) if lines else []
+        analysis_variants.make_batches(target, lines, options) if lines else []
         for lines in (sample, rest)
     )
     record = (tune_beams if options.num_beams else tune)(target, drafter, batches, others, options)
@@ -134,7 +134,7 @@ def run(options: TuneOptions) -> None:
 def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
     """Returns a gin file for `generate` and `benchmark`: everything that tuning was asked for, with
     the choice; `benchmark` times a tree beside the fastest chain."""
-    chosen, gain, host = choice_of(record["chosen"]), record["improvement"], record["machine"]
+    chosen, gain, host = read_choice(record["chosen"]), record["improvement"], record["machine"]
     tree = chosen.tree if isinstance(chosen, Choice) else None
     of_drafts = {
         "lenience",
@@ -204,9 +204,9 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
     return "\n".join(lines)
 
 
-def _fastest_chain(choices: Sequence[Mapping[str, Any]]) -> Choice | Tree:
+def _fastest_chain(choices: Sequence[Mapping[str, Any]]) -> Choice | BeamChoice:
     """Returns of the choices in a record the chain that was the fastest of those timed."""
     chains = [
         item for item in choices if item["gamma"] and item["tree"] is None and item["improvement"]
     ]
-    return choice_of(max(chains, key=lambda item: item["improvement"]["median"]))
+    return read_choice(max(chains, key=lambda item: item["improvement"]["median"]))

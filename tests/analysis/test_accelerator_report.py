@@ -30,11 +30,11 @@ from specdec_jax.models import (
 )
 from specdec_jax.models.network import Network, random_params
 from tools import accelerator_figures, accelerator_stages
-from tools.accelerator_figures import Figure, NotHere, Pair, Setup
+from tools.accelerator_figures import ModelPair, ReportSetup, TimedFigure, UnsupportedHere
 from tools.accelerator_stages import Stage
 from tools.compiled_text import bodies, computations
 
-TINY = Setup(
+TINY = ReportSetup(
     targets=("t5_1_1/large",),
     tiny=True,
     input_length=4,
@@ -86,7 +86,7 @@ def test_the_drafter_of_a_tiny_report_takes_a_tpus_kernel():
 
 def figure(
     name: str, variant=lambda pair: lambda: jnp.zeros(2), program: str | None = None
-) -> Figure:
+) -> TimedFigure:
     def read(seconds, result, before):
         return {
             "milliseconds": seconds._asdict(),
@@ -94,7 +94,7 @@ def figure(
             "after": len(before),
         }
 
-    return Figure(name, {"kind": "call"}, program or name, variant, read)
+    return TimedFigure(name, {"kind": "call"}, program or name, variant, read)
 
 
 def fails(error: Exception):
@@ -126,10 +126,10 @@ def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys)
             "first",
             "a",
             [figure("good", counted), figure("big", fails(MemoryError("no\nroom")))],
-            Pair,
+            ModelPair,
         ),
-        Stage("second", "b", [figure("later")], Pair),
-        Stage("third", "c", [figure("absent")], rejects(NotHere("no such chip"))),
+        Stage("second", "b", [figure("later")], ModelPair),
+        Stage("third", "c", [figure("absent")], rejects(UnsupportedHere("no such chip"))),
         Stage("fourth", "d", [figure("heavy")], rejects(RuntimeError("RESOURCE_EXHAUSTED"))),
     ]
     with script.Lines(str(path), HEAD) as lines:
@@ -178,7 +178,10 @@ def test_what_does_not_compile_is_said_at_once(script, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "say", say)
     planned = [
         Stage(
-            "first", "a", [figure("slow", slow), figure("big", fails(MemoryError("no room")))], Pair
+            "first",
+            "a",
+            [figure("slow", slow), figure("big", fails(MemoryError("no room")))],
+            ModelPair,
         )
     ]
     with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
@@ -198,7 +201,7 @@ def test_what_there_is_no_time_for_is_named(script, tmp_path, monkeypatch):
         return lambda: jnp.zeros(2)
 
     stages = [
-        Stage(name, kind, [figure(name, slow)], Pair)
+        Stage(name, kind, [figure(name, slow)], ModelPair)
         for name, kind in (("a", "x"), ("b", "x"), ("c", "y"))
     ]
     with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
@@ -366,7 +369,7 @@ def test_a_target_that_drafts_for_itself_is_compared_with_its_full_self():
     assert {step.about["kind"], decode.about["kind"]} == {"self:int8 draft step", "self:int8"}
 
 
-def by_name(figures, before: str = "") -> dict[str, Figure]:
+def by_name(figures, before: str = "") -> dict[str, TimedFigure]:
     return {figure.name.removeprefix(f"t, {before}"): figure for figure in figures}
 
 
@@ -397,7 +400,7 @@ def test_the_floor_is_bytes_over_the_bandwidth_of_copies():
 
 @pytest.mark.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4)])
 def test_bytes_are_those_of_the_kernels_of_a_step(dtype, width):
-    config = Setup(tiny=True, dtype=dtype).config("t5_1_1/large")
+    config = ReportSetup(tiny=True, dtype=dtype).config("t5_1_1/large")
     params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
     network = Network(
         weight_layouts.pack(params, False, True), config.module(fused=True), platform="tpu"
@@ -405,9 +408,11 @@ def test_bytes_are_those_of_the_kernels_of_a_step(dtype, width):
     # In each of 2 layers: 4 + 2 kernels of the attentions, 3 of the feed-forward block, all 128 to
     # 128. The head.
     kernels = 2 * (4 + 2 + 3) * 128 * 128 + 128 * 512
-    assert Products.of(network).nbytes == width * kernels
+    assert Products.from_network(network).nbytes == width * kernels
     columns = 2 * (4 + 2 + 3) * 128 + 512
-    assert Products.of(network.in_int8()).nbytes == kernels + 4 * columns  # and their scales
+    assert (
+        Products.from_network(network.in_int8()).nbytes == kernels + 4 * columns
+    )  # and their scales
 
 
 def test_copies_are_one_pass_each_within_one_program():

@@ -15,7 +15,7 @@ from specdec_jax.speculative.sampling import SamplingConfig
 V = 12
 TARGET, DRAFT = HashModel(V, 0, spread=6.0), HashModel(V, 1, likeness=0.7, spread=6.0)
 INPUTS = [[2 + number, 3] for number in range(8)]
-BATCHES = variants.cut(INPUTS, INPUTS, 4, 0)
+BATCHES = variants.cut_batches(INPUTS, INPUTS, 4, 0)
 
 
 def score(*verifiers, **settings) -> acceptance.Acceptance:

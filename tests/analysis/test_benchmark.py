@@ -12,6 +12,7 @@ from benchmark_models import CONFIG
 
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import matmul_roofline, near_ties, predictions, timing, traces
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import rows, summaries
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands import benchmark as benchmark_command
@@ -129,7 +130,7 @@ def corrupt(monkeypatch, change):
         result = real(*args, drafter=drafter, **kwargs)
         return result if drafter is None else change(result)
 
-    monkeypatch.setattr(analysis_benchmark, "generate", generate)
+    monkeypatch.setattr(analysis_variants, "generate", generate)
 
 
 def test_wrong_tokens_are_reported(monkeypatch, target, batches, options):
@@ -161,7 +162,7 @@ def test_missing_outputs_are_reported(monkeypatch, target, batches, options):
     _, problems = analysis_benchmark.benchmark(
         target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1)
     )
-    assert problems == ["gamma 3: got no output for 3 inputs that plain decoding has one for"]
+    assert problems == ["gamma 3: got no output for 3 inputs, expected one as in plain decoding"]
 
 
 def test_difference_knows_ties(target):
@@ -179,7 +180,7 @@ def test_products_are_those_of_one_step(tied, packed):
     """Count the weights of one step by hand."""
     config = dataclasses.replace(CONFIG, logits_via_embedding=tied)
     network = LanguageModel.random(config).network
-    kernels, axes = matmul_roofline.Products.of(network, packed)
+    kernels, axes = matmul_roofline.Products.from_network(network, packed)
     inner = config.num_heads * config.head_dim
     layer = (
         6 * config.emb_dim * inner + 3 * config.emb_dim * config.mlp_dim
@@ -419,9 +420,8 @@ SAMPLED = [*timing.SAMPLED, "argmax"]
 
 def verified_state(network, verifier, gamma=2):
     config = SamplingConfig(temperature=0.0 if verifier == "argmax" else 0.7)
-    return timing.verified_state(
-        network, 2, 5, 12, gamma, config, "token" if verifier == "argmax" else verifier
-    )
+    name = "token" if verifier == "argmax" else verifier
+    return timing.verified_state(network, timing.CallShape(2, 5, 12), gamma, config, name)
 
 
 @pytest.mark.parametrize("verifier", SAMPLED)

@@ -280,7 +280,7 @@ def test_benchmark_times_the_draft_steps(monkeypatch):
     options = benchmark_command.BenchmarkOptions(
         target="target", drafter="exit:3", gamma=(3,), max_new_tokens=12, repeats=1
     )
-    batches = variants.cut(INPUTS[:1], INPUTS[:1], 1, 0)
+    batches = variants.cut_batches(INPUTS[:1], INPUTS[:1], 1, 0)
     steps = analysis_benchmark._step_variants(target(), early(), batches, options, {})
     assert {"draft step", "draft 3 and verify"} <= set(steps) and not any(
         "drafter encoder" in name for name in steps

@@ -5,7 +5,7 @@ from typing import Any
 
 from specdec_jax.analysis.machine import hardware
 from specdec_jax.analysis.report import verdicts
-from specdec_jax.analysis.tuning import choice_of
+from specdec_jax.analysis.tuning import read_choice
 
 
 def benchmark_summary(record: Mapping[str, Any]) -> str:
@@ -18,7 +18,7 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
         f"{'':<20}{'ms an input':>12}{'over plain beams':>26}{'steps a call':>14}{'calls':>8}{'equal':>12}",
     ]
     variants = [("plain", record["plain"]), ("greedy", record["greedy"])]
-    variants += [(str(choice_of(variant)), variant) for variant in record["searches"]]
+    variants += [(str(read_choice(variant)), variant) for variant in record["searches"]]
     against = record.get("against")
     if against:
         variants.append(
@@ -57,9 +57,9 @@ def tune_summary(record: Mapping[str, Any]) -> str:
         f"{'':<20}{'over plain beams':>26}",
     ]
     lines += [
-        f"{choice_of(item)!s:<20}{_spread(item['improvement']):>26}" for item in record["choices"]
+        f"{read_choice(item)!s:<20}{_spread(item['improvement']):>26}" for item in record["choices"]
     ]
-    chosen, passes = choice_of(record["chosen"]), plain["seconds_per_token"]
+    chosen, passes = read_choice(record["chosen"]), plain["seconds_per_token"]
     shift = (passes["most"] - passes["least"]) / passes["median"]
     lines += [
         "",
@@ -82,7 +82,7 @@ def tune_summary(record: Mapping[str, Any]) -> str:
         lines += [
             f"{name:<20}{_spread(spread):>26}" for name, spread in swept["improvement"].items()
         ]
-        best, over = choice_of(swept["best"]), _spread(swept["chosen_over_best"])
+        best, over = read_choice(swept["best"]), _spread(swept["chosen_over_best"])
         lines.append(f"best: {best}; time of the chosen over the best {over}")
     return "\n".join([*lines, "", f"written to {options['config']}"])
 

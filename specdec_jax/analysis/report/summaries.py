@@ -8,7 +8,7 @@ from specdec_jax.analysis.machine import hardware
 from specdec_jax.analysis.predictions import TREE_PREDICTIONS
 from specdec_jax.analysis.report import verdicts
 from specdec_jax.analysis.top_k_hit_rate import KINDS, depth_curves
-from specdec_jax.analysis.tuning import Choice, choice_of
+from specdec_jax.analysis.tuning import Choice, read_choice
 
 _HOW = {
     "scored": "target's own outputs, scored with both models",
@@ -392,7 +392,7 @@ def tune_summary(record: Mapping[str, Any]) -> str:
         head,
     ]
     for item in record["choices"]:
-        name, gain = choice_of(item), item["improvement"]
+        name, gain = read_choice(item), item["improvement"]
         lines.append(
             f"{name!s:<20}{item['expected_improvement']:>12.3f}"
             + (
@@ -404,7 +404,7 @@ def tune_summary(record: Mapping[str, Any]) -> str:
     chosen, gain = Choice(**record["chosen"]), record["improvement"]
     lines += [
         "",
-        *(f"{choice_of(item)}: {item['tree']}" for item in record["choices"] if item["tree"]),
+        *(f"{read_choice(item)}: {item['tree']}" for item in record["choices"] if item["tree"]),
     ]
     if chosen.gamma:
         lines.append(
