@@ -8,9 +8,9 @@
 
 The program is the package's own loop, in bfloat16, of the first layers of both models. For each of
 its loops a record is printed: the kernels that a pass launches, those in a decoder's layers, and
-the trip count. Where it is null, the host waits for the GPU before each pass. The last loop is the
-one over iterations; before it come those of the drafter: catching up, which runs only after a full
-acceptance, and the draft. The levels of a tree and of beams are not loops, but written out. With
+the trip count. If it is null, the host waits for the GPU before each pass. The last loop is the one
+over iterations; before it come those of the drafter: catching up, which runs only after a full
+acceptance, and the draft. The levels of a tree and of beams are unrolled. With
 `--quantize=int8` the target's weights are in int8; `widened` lists those that are written to
 memory in a wider dtype before a product reads them. These are counts of a compiled program, not
 measurements.
@@ -53,14 +53,15 @@ _NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
 _TEXT = flags.DEFINE_string("hlo", None, "File for the compiled loop's HLO text.")
 
-# What the compiler asks of a device: the limits of compute capability 9.0 and the H100 SXM's sizes.
+# The compiler's description of the device: limits of compute capability 9.0, the H100 SXM's sizes.
 H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
   core_count: 132 fpus_per_core: 128 threads_per_warp: 32 clock_rate_ghz: 1.98
   threads_per_block_limit: 1024 threads_per_core_limit: 2048
   registers_per_block_limit: 65536 registers_per_core_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84929347584
 }
@@ -78,15 +79,14 @@ def compiled_text(case: Case) -> str:
         return case.lowered_loop(state).compile().as_text()
 
 
-def like(device) -> jax.sharding.AbstractMesh:
+def like(device: jax.Device) -> jax.sharding.AbstractMesh:
     """Returns a mesh by which Pallas knows for which GPU it compiles."""
-    kind = jax.sharding.AbstractDevice(
-        device_kind=device.device_kind, num_cores=None, platform="gpu"
-    )
+    about = dict(device_kind=device.device_kind, num_cores=None, platform="gpu")
+    kind = jax.sharding.AbstractDevice(**about)
     return jax.sharding.AbstractMesh((), (), abstract_device=kind)
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     if _TREE.value and _BEAMS.value:

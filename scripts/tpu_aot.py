@@ -1,33 +1,33 @@
-"""Compiles one speculative iteration ahead of time for a TPU, without a TPU, and says whether it
-fits.
+"""Compiles decoding ahead of time for a TPU, without a TPU: whether it fits, estimated times.
 
-    pip install '.[tpu-aot]' JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl
-    --drafter=t5_1_1/small --gamma=7 JAX_PLATFORMS=cpu python scripts/tpu_aot.py --chip=all # a line
-    for each TPU: does it fit, how fast at best JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times
-    # also estimates times, for table 2 of the paper JAX_PLATFORMS=cpu python scripts/tpu_aot.py
-    --tree=widths:4,3,2,1 # a tree of 65 nodes in the place of γ JAX_PLATFORMS=cpu python
-    scripts/tpu_aot.py --mesh=1x4 # on the four chips of a v4-8 JAX_PLATFORMS=cpu python
-    scripts/tpu_aot.py --num_beams=4 --gamma=3 --iteration # speculative beam search
+    pip install '.[tpu-aot]'
+    export JAX_PLATFORMS=cpu
+    python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
+    python scripts/tpu_aot.py --chip=all                      # a line for each TPU
+    python scripts/tpu_aot.py --times                         # times for table 2 of the paper
+    python scripts/tpu_aot.py --tree=widths:4,3,2,1           # a tree of 65 nodes instead of γ
+    python scripts/tpu_aot.py --mesh=1x4                      # on the four chips of a v4-8
+    python scripts/tpu_aot.py --num_beams=4 --gamma=3 --iteration     # speculative beam search
 
-The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify,
-commit, in its loop); for a beam search `begin` and `search`, which the package runs as one program.
-It prints the compiler's memory analysis, the arrays of more than a megabyte that loop bodies copy,
-and with `--times` the compiler's own estimate of single calls; nothing here is a measurement. On a
-mesh all sizes are for one device, the collectives of the loop are counted, and every device holds
-the whole drafter. Exit code 1 if the programs do not fit.
+The programs are the package's: `prefill` (both encoders) and `advance` (draft γ, verify, commit, in
+its loop); for a beam search `begin` and `search`, which the package runs as one program. The script
+prints the compiler's memory analysis, the arrays of more than a megabyte that loop bodies copy, and
+with `--times` the compiler's estimate of single calls. Nothing here is a measurement. On a mesh all
+sizes are for one device, the collectives of the loop are counted, and every device holds the whole
+drafter. Exit code 1 if the programs do not fit.
 
-With `--chip=all` a process for each chip compiles, and the chip's line follows as soon as it is
-there: the memory that is needed, the estimate of an iteration (one pass of the loop, with γ passes
-of the drafter's loop in it, or single calls where JAX cannot read the loop's text; a kernel in
-Pallas, which the compiler does not estimate, counts as its bytes over the bandwidth), and the floor
-under it: the bytes of the decoders' weights and caches over the bandwidth. Standard error says what
-is being compiled.
+With `--chip=all` one process for each chip compiles, and prints a line: the memory that is needed,
+the estimate of an iteration, and the floor under it, which is the bytes of the decoders' weights
+and caches over the bandwidth. The estimate is one pass of the loop, with γ passes of the drafter's
+loop in it, or single calls if JAX cannot read the loop's text. A Pallas kernel, which the compiler
+does not estimate, counts as its bytes over the bandwidth.
 """
 
 import functools
 import json
 import subprocess
 import sys
+from typing import Any
 
 import jax
 from absl import app, flags
@@ -47,7 +47,7 @@ from tools.tpu_estimates import (
     call_seconds,
     floor_ms,
     iteration_ms,
-    text_of,
+    read_text,
     times,
     tree_call_seconds,
 )
@@ -99,24 +99,26 @@ _TEXT = flags.DEFINE_string("hlo", None, "File for the compiled loop's HLO text.
 
 
 def _chip() -> Chip:
-    """Returns the chip, with what the flags say of it."""
+    """Returns the chip, changed by the flags."""
     chip = CHIPS[_CHIP.value]
-    told = {"topology": _TOPOLOGY.value, "memory": _MEMORY.value, "clock": _CLOCK.value}
-    return chip._replace(**{name: value for name, value in told.items() if value})
+    given: dict[str, Any] = {
+        "topology": _TOPOLOGY.value,
+        "memory": _MEMORY.value,
+        "clock": _CLOCK.value,
+    }
+    return chip._replace(**{name: value for name, value in given.items() if value})
 
 
 @functools.cache
 def _devices() -> list:
-    how = (
-        {"chip_config_name": "megacore"} if _CHIP.value == "v4" else {}
-    )  # v4's two cores are one device
-    return topologies.get_topology_desc(
-        platform="tpu", topology_name=_chip().topology, **how
-    ).devices
+    # A v4's two cores are one device.
+    how = {"chip_config_name": "megacore"} if _CHIP.value == "v4" else {}
+    name = _chip().topology
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **how).devices
 
 
 def _case() -> Case:
-    """Returns what is compiled, and for which devices."""
+    """Returns the programs to compile, and the devices."""
     tree = None if _TREE.value is None else read_tree(_TREE.value)
     return Case(
         tuple(_devices()),
@@ -136,7 +138,7 @@ def _case() -> Case:
 
 
 def report(case: Case, chip: Chip) -> dict:
-    """Compiles both programs and returns what the compiler says about them, in GB."""
+    """Compiles both programs and returns the compiler's analysis, sizes in GB."""
     target, drafter = case.network(case.target), case.model_drafter()
     with waiting(f"compiling encoders and prefill of {case.target} for {chip.topology}"):
         lowered = case.lowered_start()
@@ -147,7 +149,7 @@ def report(case: Case, chip: Chip) -> dict:
     )
     with waiting(f"compiling the loop of {case.target}"):
         loop = case.lowered_loop(state).compile()
-        text = text_of(loop)
+        text = read_text(loop)
     if _TEXT.value and text:
         write_file(_TEXT.value, text)
     memory = loop.memory_analysis()
@@ -184,7 +186,8 @@ def report(case: Case, chip: Chip) -> dict:
 
 
 def _tree_calls(case: Case, chip: Chip) -> dict:
-    """Returns the estimates of a call over a chain as deep as the tree and of one over its nodes."""
+    """Returns the estimates of calls over a chain as deep as the tree, and over its nodes."""
+    assert case.tree is not None
     tree = case.tree.fixed() if isinstance(case.tree, DynamicTree) else case.tree
     width, node = case.gamma + 1, tree_call_seconds(case, chip, tree)
     calls = {
@@ -195,13 +198,12 @@ def _tree_calls(case: Case, chip: Chip) -> dict:
 
 
 def every_chip(arguments: list[str]) -> int:
-    """Prints the table, each line as soon as it is there; returns 1 if a chip's programs do not
-    fit."""
+    """Prints the table line by line; returns 1 if a chip's programs do not fit."""
     print("estimates by the TPU compiler, ahead of time; nothing here is a measurement")
     print("chip     needed, GB     fits   iteration     floor    iteration / floor", flush=True)
     codes = []
     for chip in CHIPS:
-        print(f"{chip}, in a process of its own", file=sys.stderr, flush=True)
+        print(f"{chip}, in a separate process", file=sys.stderr, flush=True)
         command = [sys.executable, __file__, *arguments, f"--chip={chip}", "--iteration"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         print(chip_line(chip, done.returncode, done.stdout), flush=True)
@@ -210,7 +212,7 @@ def every_chip(arguments: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> None:
-    """Rejects what the command line cannot mean."""
+    """Raises UsageError for flags that do not go together."""
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     if _QUANTIZE.value and _MESH.value:
@@ -238,42 +240,28 @@ def _check(argv: list[str]) -> None:
             BeamOptions(_BEAMS.value, beam_width=_WIDTH.value)
     except ValueError as error:
         raise app.UsageError(str(error)) from None
-    one = {
-        "times": _TIMES,
-        "hlo": _TEXT,
-        "memory_gb": _MEMORY,
-        "clock_ghz": _CLOCK,
-        "tree": _TREE,
-        "num_beams": _BEAMS,
-    }
-    for name, flag in one.items() if _CHIP.value == "all" else ():
+    for flag in (_TIMES, _TEXT, _MEMORY, _CLOCK, _TREE, _BEAMS) if _CHIP.value == "all" else ():
         if flag.value:
-            raise app.UsageError(f"{name}: got {flag.value} with --chip=all, expected none")
+            raise app.UsageError(f"{flag.name}: got {flag.value} with --chip=all, expected none")
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     _check(argv)
     if _CHIP.value == "all":
         sys.exit(every_chip(sys.argv[1:]))
     case, chip = _case(), _chip()
-    if case.mesh:
-        try:
-            case.rules().check(PRESETS[case.target])
-            case.rules().check_rows("batch_size", case.batch)
-        except ValueError as error:
-            raise app.UsageError(str(error)) from None
+    try:
+        if (rules := case.rules()) is not None:
+            rules.check(PRESETS[case.target])
+            rules.check_rows("batch_size", case.batch)
+    except ValueError as error:
+        raise app.UsageError(str(error)) from None
     try:
         result = report(case, chip)
-    except (
-        jax.errors.JaxRuntimeError
-    ) as error:  # most often the compiler's, that the memory does not suffice
-        why = " ".join(str(error).split())
-        print(
-            json.dumps(
-                {"what": "rejected by the compiler", "chip": _CHIP.value, "failed": why[:1000]},
-                indent=2,
-            )
-        )
+    except jax.errors.JaxRuntimeError as error:  # most often too little memory
+        why = " ".join(str(error).split())[:1000]
+        record = {"what": "rejected by the compiler", "chip": _CHIP.value, "failed": why}
+        print(json.dumps(record, indent=2))
         sys.exit(1)
     if case.tree:
         result |= _tree_calls(case, chip)

@@ -232,7 +232,8 @@ def step_variant(
 
 def draft_width(network: Network, shape: CallShape) -> int:
     """Returns the number of positions in a draft step with a fixed γ."""
-    return 1 + network.pairs_are_free(prefill_variant(network, shape)())
+    cache = prefill_cache(network, *shape.inputs(network), slots=shape.slots)
+    return 1 + network.pairs_are_free(cache)
 
 
 @functools.partial(jax.jit, static_argnames=("gamma", "steps", "width"))

@@ -255,7 +255,7 @@ def test_another_file_is_rejected_and_left_as_it_is(script, tmp_path, text):
 def test_bad_flags(script, flags, message):
     FLAGS(["accelerator_report.py", *flags])
     with pytest.raises(app.UsageError, match=message):
-        script.setup_of()
+        script.read_setup()
 
 
 def test_flags_are_what_is_measured(script):
@@ -268,7 +268,7 @@ def test_flags_are_what_is_measured(script):
             "--gamma=3",
         ]
     )
-    setup = script.setup_of()
+    setup = script.read_setup()
     assert (setup.targets, setup.batches, setup.alphas) == (
         ("t5_1_1/xl", "t5_1_1/base"),
         (2,),

@@ -35,7 +35,7 @@ def test_hit_rate_is_the_mean_of_hit_rate_given_the_token(filters):
             model, DRAFT, [[3, 4]] * V, np.arange(V)[:, None], np.ones(V, int), config
         )
 
-    covered = scored(TARGET).covered
+    covered = scored(TARGET).hit_rates
     ratios = scored(TARGET).log_ratio[:, 0]  # log q − log p, from which the one drawn child follows
     np.testing.assert_allclose(
         covered.log_given["mixed"][:, 0, 0], np.minimum(ratios, 0), atol=1e-4

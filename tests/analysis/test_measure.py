@@ -116,7 +116,7 @@ def test_hit_rate_is_that_of_the_distributions_computed_one_by_one(name):
     inputs, tokens, lengths = outputs(rows=4, longest=6)
     found = acceptance.agreement(
         TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name])
-    ).covered.mean
+    ).hit_rates.mean
     filters = dict(top_k=0, top_p=1.0, min_p=0.0) | ADJUSTED[name]
     assert set(found) == ({"top"} if name == "argmax" else {"top", "mixed"})
     for row, length in enumerate(lengths):

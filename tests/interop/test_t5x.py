@@ -386,7 +386,7 @@ def test_benchmark_against_t5x(golden):
         against="t5x",
     )
     batches = variants.cut_batches(rows, rows, options.batch_size, options.seed)
-    others = benchmark_command.others_of(options, target)
+    others = benchmark_command.make_others(options, target)
     record, problems = analysis_benchmark.benchmark(
         target, sd.ModelDrafter(target), batches, options, others
     )
@@ -420,7 +420,7 @@ def test_benchmark_of_beams_against_t5x(golden):
     )
     options.check()
     batches = variants.cut_batches(rows, rows, options.batch_size, options.seed)
-    others = benchmark_command.others_of(options, target)
+    others = benchmark_command.make_others(options, target)
     record, problems = beams.benchmark_beams(
         target, sd.ModelDrafter(target), batches, options, others
     )

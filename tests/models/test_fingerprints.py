@@ -280,6 +280,6 @@ def test_a_suite_is_of_its_models(monkeypatch):
             benchmark_command, "load", lambda row, target, model=model: (model, drafter, batches)
         )
         found.append(
-            json.dumps(suite._opened([benchmark_command.BenchmarkOptions(drafter="lookup")])[1])
+            json.dumps(suite._open([benchmark_command.BenchmarkOptions(drafter="lookup")])[1])
         )
     assert found[0] == found[1] != found[2]
