@@ -269,19 +269,10 @@ def read_setup() -> ReportSetup:
         raise app.UsageError(
             f"targets: got {_TARGETS.value}, expected some of {', '.join(sorted(PRESETS))}"
         )
-    return dataclasses.replace(
-        _DEFAULT,
-        targets=tuple(_TARGETS.value),
-        drafter=_DRAFTER.value,
-        dtype=_DTYPE.value,
-        tiny=_TINY.value,
-        input_length=_INPUT.value,
-        max_new_tokens=_NEW.value,
-        gamma=_GAMMA.value,
-        batches=batches,
-        alphas=alphas,
-        tree=_TREE.value,
-    )
+    same = (_DRAFTER, _DTYPE, _TINY, _INPUT, _NEW, _GAMMA, _TREE)
+    given: dict[str, Any] = {flag.name: flag.value for flag in same}
+    given |= {"targets": tuple(_TARGETS.value), "batches": batches, "alphas": alphas}
+    return dataclasses.replace(_DEFAULT, **given)
 
 
 def against(setup: ReportSetup) -> dict[str, Any]:

@@ -33,12 +33,11 @@ import jax
 from absl import app, flags
 from jax.experimental import topologies
 
-from specdec_jax.decoding.beams import BeamOptions
 from specdec_jax.decoding.progress import waiting
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.t5 import PRESETS
-from specdec_jax.speculative.tree_text import read_tree
 from specdec_jax.speculative.trees import DynamicTree
+from tools.case_flags import CaseFlags
 from tools.compiled_text import collectives, loop_copies
 from tools.lowering import Case, size
 from tools.tpu_chips import CHIPS, Chip, chip_line
@@ -52,31 +51,10 @@ from tools.tpu_estimates import (
     tree_call_seconds,
 )
 
-FLAGS = flags.FLAGS
+_CASE = CaseFlags("t5_1_1/xxl")
 _CHIP = flags.DEFINE_enum(
     "chip", "v4", [*CHIPS, "all"], "TPU to compile for; all: a table, a line for each."
 )
-_TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
-_DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
-_GAMMA = flags.DEFINE_integer(
-    "gamma", 7, "Tokens drafted per iteration; 0 is plain decoding.", lower_bound=0
-)
-_TREE = flags.DEFINE_string(
-    "tree", None, "A tree in the place of γ, as for `specdec generate`, such as widths:3,2,1."
-)
-_BEAMS = flags.DEFINE_integer(
-    "num_beams", None, "Beams of a beam search; none without.", lower_bound=1
-)
-_WIDTH = flags.DEFINE_integer(
-    "beam_width", None, "Nodes of each drafted level, by default twice the beams."
-)
-_BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
-_QUANTIZE = flags.DEFINE_enum(
-    "quantize", None, ["int8"], "Kernels of the target in int8, inputs in bfloat16."
-)
-_INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
-_NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
 _TOPOLOGY = flags.DEFINE_string(
     "topology", None, "Another topology of the chip, such as v4:2x2x2; the first devices are used."
 )
@@ -95,7 +73,6 @@ _ITERATION = flags.DEFINE_bool(
 _CLOCK = flags.DEFINE_float(
     "clock_ghz", None, "Clock in cycles per nanosecond, if not the chip's.", lower_bound=0.01
 )
-_TEXT = flags.DEFINE_string("hlo", None, "File for the compiled loop's HLO text.")
 
 
 def _chip() -> Chip:
@@ -117,26 +94,6 @@ def _devices() -> list:
     return topologies.get_topology_desc(platform="tpu", topology_name=name, **how).devices
 
 
-def _case() -> Case:
-    """Returns the programs to compile, and the devices."""
-    tree = None if _TREE.value is None else read_tree(_TREE.value)
-    return Case(
-        tuple(_devices()),
-        _TARGET.value,
-        _DRAFTER.value,
-        tree.depth if tree else _GAMMA.value,
-        tree,
-        _BEAMS.value,
-        _WIDTH.value,
-        _BATCH.value,
-        _QUANTIZE.value is not None,
-        _INPUT.value,
-        _NEW.value,
-        _TEMPERATURE.value,
-        _MESH.value,
-    )
-
-
 def report(case: Case, chip: Chip) -> dict:
     """Compiles both programs and returns the compiler's analysis, sizes in GB."""
     target, drafter = case.network(case.target), case.model_drafter()
@@ -150,8 +107,8 @@ def report(case: Case, chip: Chip) -> dict:
     with waiting(f"compiling the loop of {case.target}"):
         loop = case.lowered_loop(state).compile()
         text = read_text(loop)
-    if _TEXT.value and text:
-        write_file(_TEXT.value, text)
+    if _CASE.text.value and text:
+        write_file(_CASE.text.value, text)
     memory = loop.memory_analysis()
     weights, caches = (size(target) + size(drafter)) / GB, size(state) / GB
     # Both models' encoders stay in memory beside the loop, whose program takes only the decoders'
@@ -162,14 +119,7 @@ def report(case: Case, chip: Chip) -> dict:
         "what": "compiler's memory analysis, ahead of time; not a measurement",
         "chip": _CHIP.value,
         "topology": chip.topology,
-        "target": case.target,
-        "drafter": case.drafter if drafter else None,
-        "gamma": case.gamma,
-        "tree": _TREE.value,
-        "num_beams": case.beams,
-        "batch_size": case.batch,
-        "dtype": "bfloat16",
-        "quantize": _QUANTIZE.value,
+        **_CASE.record(case),
         "weights_gb": round(weights, 3),
         "state_gb": round(caches, 3),
         "loop_temporaries_gb": round(memory.temp_size_in_bytes / GB, 3),
@@ -213,34 +163,18 @@ def every_chip(arguments: list[str]) -> int:
 
 def _check(argv: list[str]) -> None:
     """Raises UsageError for flags that do not go together."""
-    if len(argv) > 1:
-        raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
-    if _QUANTIZE.value and _MESH.value:
+    _CASE.check(argv)
+    quantize, chip = _CASE.quantize.value, f"--chip={_CHIP.value}"
+    if quantize and _MESH.value:
         raise app.UsageError(
-            f"quantize: got {_QUANTIZE.value} with --mesh={_MESH.value}, expected one device"
+            f"quantize: got {quantize} with --mesh={_MESH.value}, expected one device"
         )
     if _TOPOLOGY.value and _TOPOLOGY.value.split(":")[0] != _CHIP.value:
         raise app.UsageError(
-            f"topology: got {_TOPOLOGY.value} with --chip={_CHIP.value}, expected one of that chip"
+            f"topology: got {_TOPOLOGY.value} with {chip}, expected one of that chip"
         )
-    if _TREE.value and _BEAMS.value:
-        raise app.UsageError(
-            f"tree: got {_TREE.value} with --num_beams={_BEAMS.value}, expected one of the two"
-        )
-    if _WIDTH.value and not _BEAMS.value:
-        raise app.UsageError(f"beam_width: got {_WIDTH.value} without --num_beams, expected it too")
-    if _TREE.value and FLAGS["gamma"].present:
-        raise app.UsageError(
-            f"gamma: got {_GAMMA.value} with --tree={_TREE.value}, expected one of the two"
-        )
-    try:
-        if _TREE.value:
-            read_tree(_TREE.value)
-        if _BEAMS.value:
-            BeamOptions(_BEAMS.value, beam_width=_WIDTH.value)
-    except ValueError as error:
-        raise app.UsageError(str(error)) from None
-    for flag in (_TIMES, _TEXT, _MEMORY, _CLOCK, _TREE, _BEAMS) if _CHIP.value == "all" else ():
+    single = (_TIMES, _MEMORY, _CLOCK, _CASE.text, _CASE.tree, _CASE.beams)
+    for flag in single if _CHIP.value == "all" else ():
         if flag.value:
             raise app.UsageError(f"{flag.name}: got {flag.value} with --chip=all, expected none")
 
@@ -249,7 +183,7 @@ def main(argv: list[str]) -> None:
     _check(argv)
     if _CHIP.value == "all":
         sys.exit(every_chip(sys.argv[1:]))
-    case, chip = _case(), _chip()
+    case, chip = _CASE.make_case(_devices(), mesh=_MESH.value), _chip()
     try:
         if (rules := case.rules()) is not None:
             rules.check(PRESETS[case.target])

@@ -296,7 +296,7 @@ def test_every_chip_has_a_process_and_a_line(script, monkeypatch, capfd):
         ),
         (["--topology=v5e:2x2"], "expected one of that chip"),
         (["--tree=widths:2", "--num_beams=2"], "tree: got widths:2 with --num_beams=2"),
-        (["--tree=widths:2", "--gamma=3"], "gamma: got 3 with --tree=widths:2"),
+        (["--tree=widths:2", "--gamma=3"], "tree: got widths:2 with --gamma=3"),
         (["--tree=widths:0"], "expected"),
         (["--beam_width=4"], "beam_width: got 4 without --num_beams"),
         (["--num_beams=2", "--beam_width=1"], "beam_width: got 1"),
