@@ -1,4 +1,4 @@
-"""Measures in about ten minutes what decides the speed of speculative decoding on a GPU or a TPU.
+"""Measures the costs of speculative decoding on a GPU or a TPU in about ten minutes.
 
     python scripts/accelerator_report.py --output=accelerator.jsonl
     python scripts/accelerator_report.py --output=accelerator.jsonl     # resumes where it stopped

@@ -36,7 +36,7 @@ Against = Callable[[LanguageModel], Callable[[variants.SentenceBatch], Generatio
 
 
 class UnsupportedHere(Exception):
-    """A figure that this package, or what is installed, does not support on this device."""
+    """A figure that this package, or the installed software, does not support on this device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,7 +361,7 @@ def drafted_by_itself(setup: ReportSetup, preset: str) -> list[TimedFigure]:
     """
     about = {"target": preset, "batch": 1, "kind": "self:int8"}
     about |= {"alpha": _OWN_ALPHA, "gamma": setup.gamma, "acceptance": "synthetic"}
-    name = f"{preset}, self:int8, forced alpha {_OWN_ALPHA:g}, batch 1"
+    name = f"{preset}, self:int8, alpha {_OWN_ALPHA:g}, batch 1"
     variant = _synthetic_variant(setup, 1, _OWN_ALPHA)
     read = functools.partial(_read_decode, alone=f"{preset}, plain, batch 1")
     return [

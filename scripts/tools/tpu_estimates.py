@@ -124,7 +124,7 @@ def floor_ms(networks: list[tuple[int, Network]], caches: int, chip: Chip) -> fl
       chip: the chip.
     """
     weights = sum(
-        count * size(Products.from_network(network).kernels) for count, network in networks
+        count * size(Products.from_network(network).weights) for count, network in networks
     )
     return round(1e3 * (weights + caches) / (chip.bandwidth * GB), 3)
 

@@ -444,7 +444,7 @@ class Agreement(NamedTuple):
       overlap: Σ min(p, q) over the vocabulary, the probability that a drafted token is accepted; at
         temperature 0 whether the argmax is the same.
       log_ratio: log q(y) − log p(y) of the token y of the output.
-      hit_rates: what `position_hit_rates` returns, `[B, T, K]`.
+      hit_rates: the result of `position_hit_rates`, `[B, T, K]`.
     """
 
     overlap: np.ndarray

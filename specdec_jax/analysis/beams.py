@@ -86,7 +86,7 @@ def benchmark_beams(
     options: BenchmarkSetup,
     others: Mapping[str, Variant] | None = None,
 ) -> tuple[dict, list[str]]:
-    """Times the variants; returns the record, and messages about what contradicts exactness.
+    """Times the variants; returns the record, and messages about outputs that differ.
 
     Args:
       drafter: None times plain beam search and greedy decoding alone.
@@ -142,12 +142,7 @@ def _timed_record(variant: Variant, plain: Variant | None = None) -> dict[str, A
     )
     stats["steps"] = round(steps)
     stats["steps_per_target_call"] = steps / max(stats["target_calls"], 1)
-    record = {
-        "seconds": summarize(variant.seconds),
-        "tokens": variant.tokens,
-        "compile_seconds": variant.compile_seconds,
-        "stats": stats,
-    }
+    record = variant.record() | {"stats": stats}
     if plain is not None:
         record["improvement"] = summarize(np.array(plain.seconds) / np.array(variant.seconds))
     return record

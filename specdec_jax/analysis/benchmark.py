@@ -24,7 +24,7 @@ from specdec_jax.analysis import (
 )
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.setup import BenchmarkSetup
-from specdec_jax.analysis.timing import CallShape, Spread, summarize
+from specdec_jax.analysis.timing import CallShape, Spread
 from specdec_jax.analysis.top_k_hit_rate import HitRates
 from specdec_jax.analysis.tuning import Choice
 from specdec_jax.analysis.variants import SentenceBatch, Variant, first_differences, make_decoder
@@ -48,9 +48,9 @@ def benchmark(
     options: BenchmarkSetup,
     others: Mapping[str, Variant] | None = None,
 ) -> tuple[dict, list[str]]:
-    """Times the variants and the single steps; returns the record and messages.
+    """Times the variants and the single steps; returns the record, and messages about failures.
 
-    The messages are about what contradicts exactness.
+    Failures are missing outputs, and differing tokens that are no near-ties.
 
     A drafter without a model has no steps to time: c is not measured, and predictions count it as
     0. For a drafter made of several, no steps are timed and nothing is predicted. With a preset the
@@ -60,7 +60,7 @@ def benchmark(
     Args:
       target, drafter: the pair.
       batches: sentences.
-      options: what is measured and how.
+      options: the options of the command.
       others: variants of another implementation by its name, timed in turn with ours; None or
         empty: none.
     """
@@ -202,7 +202,7 @@ def _record(
     padded = [batch.padded for batch in batches]
     calls = sum(int(result.lengths.max()) for result in plain.results)
     encoders = sum(times[f"target encoder {length}"].median for length in padded)
-    seconds = Spread.from_samples(plain.seconds)
+    seconds = float(np.median(plain.seconds))
     products = min(spread.median for name, spread in times.items() if name.startswith("products"))
     own = times["products"].median  # in the loop's layout, like those of calls and drafts
     bare_draft = times.get("bare draft step")
@@ -211,7 +211,7 @@ def _record(
         **machine.head(target, drafter, batches, options),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "step_over_products": step / products,
-        "plain_over_products": (seconds.median - encoders) / max(calls, 1) / products,
+        "plain_over_products": (seconds - encoders) / max(calls, 1) / products,
         "cost_ratio": times["draft step"].median / step if "draft step" in times else None,
         "verify_cost": {gamma: times[f"verify {gamma}"].median / step for gamma in gammas},
         "bare": {
@@ -219,10 +219,8 @@ def _record(
             "verify_cost": {gamma: times[f"bare verify {gamma}"].median / own for gamma in gammas},
         },
         "plain": {
-            "seconds": seconds._asdict(),
-            "tokens": plain.tokens,
-            "seconds_per_token": seconds.median / max(plain.tokens, 1),
-            "compile_seconds": plain.compile_seconds,
+            **plain.record(),
+            "seconds_per_token": seconds / max(plain.tokens, 1),
         },
         "speculative": [
             _variant_record(variant, plain, target, times, batches, options)
@@ -279,20 +277,17 @@ def _variant_record(
     if alpha is not None and not untimed:
         oracle = predictions.oracle(variant.gamma, alpha, times)
     ratio = improvement.median / predicted[prediction] if predicted else None
-    seconds = Spread.from_samples(variant.seconds)
     # Gumbel coupling repeats plain decoding's draws at every temperature.
     verifier = verifier_of(options.verifier)
     same_tokens = verifier.coupled or options.temperature == 0 and verifier.exact
     same_tokens &= variant.synthetic_alpha is None
     parts = None if adaptive or untimed else predictions.cost(counted, variant.gamma, times)
-    shares = parts and predictions.shares(parts, seconds.median)
+    shares = parts and predictions.shares(parts, float(np.median(variant.seconds)))
     return {
         "gamma": variant.gamma,
         "synthetic_alpha": variant.synthetic_alpha,
         "mean_gamma": stats["drafted"] / max(stats["target_calls"], 1),
-        "seconds": seconds._asdict(),
-        "tokens": variant.tokens,
-        "compile_seconds": variant.compile_seconds,
+        **variant.record(),
         "stats": stats,
         "improvement": improvement._asdict(),
         "predicted": predicted,
@@ -335,9 +330,7 @@ def _tree_records(
                 "depth": tree.depth,
                 "children": tree.kind,
                 "verifier": tree.verify,
-                "seconds": summarize(variant.seconds),
-                "tokens": variant.tokens,
-                "compile_seconds": variant.compile_seconds,
+                **variant.record(),
                 "stats": _total_stats(variant),
                 **predictions.tree_tokens(tree, hit_rate),
                 "improvement": _improvement(plain, variant)._asdict(),

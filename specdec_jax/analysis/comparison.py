@@ -37,21 +37,19 @@ def compare(
     """Returns the record of the comparison.
 
     It has the other implementation's time, how many times as fast ours are, and every input with
-    different tokens. With `UNROUNDED` among the variants it also has what int8 contributes.
+    different tokens. With `UNROUNDED` among the variants it also has the effect of int8.
 
     Args:
       name: the other implementation, a key of `variants`.
       variants: all variants by name.
-      target, batches: what is decoded.
+      target, batches: the model and its inputs.
       differences: as `_differences`, which is for argmax and used by default.
     """
     theirs = variants[name]
     record = {
         "name": name,
-        "seconds": summarize(theirs.seconds),
-        "tokens": theirs.tokens,
+        **theirs.record(),
         "seconds_per_token": float(np.median(theirs.seconds_per_token)),
-        "compile_seconds": theirs.compile_seconds,
         "improvement": {
             one: summarize(theirs.seconds_per_token / ours.seconds_per_token)
             for one, ours in variants.items()

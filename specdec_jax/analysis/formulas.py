@@ -256,7 +256,7 @@ def output_calls(survival: np.ndarray, gamma: int, ended: bool = True) -> tuple[
     step.
 
     Args:
-      survival: `[n, G]`, with G at least γ; what reaches past the end is not used.
+      survival: `[n, G]`, with G at least γ; values past the end are not used.
       gamma: γ.
       ended: whether the output ends with an EOS, which a draft may contain and then ends with.
         Else it ends at a limit, and the last token is never drafted.

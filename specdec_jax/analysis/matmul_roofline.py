@@ -20,54 +20,54 @@ class Products(NamedTuple):
     """The weights that one decoder step multiplies with.
 
     Attributes:
-      kernels: all kernels of the decoder and the head, as `apply_kernel` takes them, except those
+      weights: all weights of the decoder and the head, as `apply_kernel` takes them, except those
         of cross-attention's keys and values, which are used once per request.
-      axes: for each, the axis of a `[D, F]` kernel that is summed over: 0, or 1 for a head that is
+      axes: for each, the axis of a `[D, F]` weight that is summed over: 0, or 1 for a head that is
         the embedding `[V, D]`.
     """
 
-    kernels: list[Kernel]
+    weights: list[Kernel]
     axes: tuple[int, ...]
 
     @classmethod
     def from_network(cls, network: Network, packed: bool = True) -> "Products":
         """Returns the weights in the loop's layout, or without `packed` in the checkpoint's."""
-        kernels = step_kernels(network.params)
-        kernels = kernels if packed else list(map(matrix, kernels))
-        axes = [0] * len(kernels)
+        weights = step_kernels(network.params)
+        weights = weights if packed else list(map(matrix, weights))
+        axes = [0] * len(weights)
         if network.module.config.logits_via_embedding:
-            kernels.append(network.params["token_embedder"]["embedding"])
+            weights.append(network.params["token_embedder"]["embedding"])
             axes.append(1)
-        return cls(kernels, tuple(axes))
+        return cls(weights, tuple(axes))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the kernels, with the scales of those in int8."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.kernels))
+        """Bytes of the weights, with the scales of those in int8."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.weights))
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "steps", "dtype"))
 def bare_products(
-    kernels: list[Kernel],
+    weights: list[Kernel],
     x: jax.Array,
     *,
     axes: tuple[int, ...],
     steps: int,
     dtype: str = "float32",
 ) -> jax.Array:
-    """Computes only the products `x [B, K] · kernel` of one decoder step, `steps` times.
+    """Computes only the products `x [B, K] · weight` of one decoder step, `steps` times.
 
     `x` is in `dtype`. Each product's operand depends on the maximum of the one before, so that no
     compiler can leave one out; the factor keeps the numbers as they are.
     """
 
     def body(_: jax.Array, carry: jax.Array) -> jax.Array:
-        for kernel, axis in zip(kernels, axes, strict=True):
-            operand = (x[:, : shape_of(kernel)[axis]] + carry).astype(dtype)
+        for weight, axis in zip(weights, axes, strict=True):
+            operand = (x[:, : shape_of(weight)[axis]] + carry).astype(dtype)
             if axis:
-                y = product(operand, kernel, ((1,), (1,)))
+                y = product(operand, weight, ((1,), (1,)))
             else:
-                y = apply_kernel(operand, kernel, jnp.float32)
+                y = apply_kernel(operand, weight, jnp.float32)
             carry = jnp.max(y) * 1e-9
         return carry
 
@@ -105,10 +105,10 @@ def bare_variants(
     return variants
 
 
-def _products_variant(network: Network, weights: Products, rows: int) -> Callable[[], object]:
+def _products_variant(network: Network, products: Products, rows: int) -> Callable[[], object]:
     config = network.module.config
     width = max(config.emb_dim, config.mlp_dim, config.num_heads * config.head_dim)
     x = jax.random.normal(jax.random.key(0), (rows, width))
     return functools.partial(
-        bare_products, weights.kernels, x, axes=weights.axes, steps=STEPS, dtype=config.dtype
+        bare_products, products.weights, x, axes=products.axes, steps=STEPS, dtype=config.dtype
     )

@@ -53,7 +53,7 @@ def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[
 def draft_seconds(gamma: int, times: Mapping[str, Spread]) -> float:
     """Returns the seconds of a draft step between target calls.
 
-    That is what γ of them add to a call over γ + 1 positions, divided by γ, but no less than a
+    It is the time that γ of them add to a call over γ + 1 positions, divided by γ, but at least a
     draft step alone.
     """
     added = times[f"draft {gamma} and verify"].median - times[f"verify {gamma}"].median

@@ -28,7 +28,7 @@ LEGEND = (
 def lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[str, str]]]:
     """Returns one line per target call, as (kind, text) pairs.
 
-    They are: what was committed before, the accepted and the rejected drafted tokens, and the
+    They are: the text committed before, the accepted and the rejected drafted tokens, and the
     target's own token, which is a correction after a rejection and a bonus otherwise.
     """
     found, committed = [], ""

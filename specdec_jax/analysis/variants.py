@@ -31,7 +31,7 @@ class SentenceBatch:
     """Sentences that are decoded together.
 
     Attributes:
-      inputs: what `generate` is given: strings, or ids with a preset.
+      inputs: the inputs of `generate`: strings, or ids with a preset.
       ids: their ids, EOS included (except for a decoder-only target).
       numbers: positions of the inputs before they were sorted, from 0; rows that fill up the batch
         repeat the last.
@@ -90,6 +90,15 @@ class Variant:
     def seconds_per_token(self) -> np.ndarray:
         """Seconds per token of each pass."""
         return np.array(self.seconds) / max(self.tokens, 1)
+
+    def record(self) -> dict[str, Any]:
+        """Returns the seconds and tokens as records have them."""
+        seconds = timing.summarize(self.seconds)
+        return {
+            "seconds": seconds,
+            "tokens": self.tokens,
+            "compile_seconds": self.compile_seconds,
+        }
 
     def total(self, name: str) -> int:
         """Returns a field of `Stats` summed over all batches."""

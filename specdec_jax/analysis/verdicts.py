@@ -48,8 +48,8 @@ def describe_best(
     Args:
       found: the result of `find_best`.
       passes: number of passes; one shows no spread.
-      advice: what to try where drafting does not pay.
-      plain: what drafting is compared with.
+      advice: an alternative to try if drafting does not pay.
+      plain: the name of the baseline.
     """
     gain = found["improvement"]
     shown = f"{_spread(gain, passes)} the speed of {plain}, with {found['best']}"
@@ -86,7 +86,7 @@ def advise(
     timed: Collection[int],
     batch_size: int,
 ) -> str:
-    """Returns what to try where drafting with one drafter does not pay.
+    """Returns an alternative to try if drafting with one drafter does not pay.
 
     Args:
       alpha: α per position of the output; None: not known.

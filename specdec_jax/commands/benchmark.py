@@ -1,4 +1,4 @@
-"""Defines the options of `specdec benchmark`, loads what they name, and runs one comparison."""
+"""Defines the options of `specdec benchmark`, loads models and inputs, and runs one comparison."""
 
 import dataclasses
 import importlib.util
@@ -52,7 +52,7 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
 
 
 class CheckFailed(RuntimeError):
-    """A measurement contradicts what must hold; the record is written all the same."""
+    """A measurement failed a check; the record is written nevertheless."""
 
 
 @dataclasses.dataclass(frozen=True)

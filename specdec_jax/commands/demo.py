@@ -390,7 +390,7 @@ def _promise(options: DemoOptions) -> str:
 
 
 def compiling(what: str, tokens: int) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager that shows what compiles."""
+    """Returns a context manager that shows which programs compile."""
     return waiting(f"compiling {what} (up to {bucket(tokens)} tokens)")
 
 

@@ -41,7 +41,7 @@ class TuneOptions(SearchFlags, DecodingOptions):
         "numbers of drafted tokens to choose from (default: 1 to 8); with --num_beams numbers of "
         "levels of the tree (default: 1 to 3)",
     )
-    beam_width: tuple[int, ...] = width_option("num_beams, and what the drafter drafts by default")
+    beam_width: tuple[int, ...] = width_option("num_beams, and the drafter's default")
     tree_nodes: tuple[int, ...] = option(
         (),
         "also choose from token trees of these numbers of positions, no deeper than the greatest "

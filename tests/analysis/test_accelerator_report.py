@@ -301,7 +301,7 @@ def test_flags_are_what_is_measured(script):
         )
     ]
     assert found["t5_1_1/xl: self:int8"] == [
-        f"t5_1_1/xl, self:int8, {x}" for x in ("draft step", "forced alpha 0.99, batch 1")
+        f"t5_1_1/xl, self:int8, {x}" for x in ("draft step", "alpha 0.99, batch 1")
     ]
     programs = {stage.name: len({figure.program for figure in stage.figures}) for stage in planned}
     assert programs["t5_1_1/xl: int8"] == 4 and programs["t5_1_1/xl: self:int8"] == 2
@@ -531,7 +531,7 @@ def test_all_figures_can_be_measured(script, tmp_path, dtype):
         "int8 speculative",
     }
     drawn = {line[0]: line[5] for line in laid_out.lines(record)}
-    assert float(drawn["t5_1_1/base, self:int8, forced alpha 0.99, batch 1"]) > 0
+    assert float(drawn["t5_1_1/base, self:int8, alpha 0.99, batch 1"]) > 0
     if dtype == "float32":
         assert re.fullmatch(
             r"[\d.]+; [\d.]+ times the .*", drawn["t5_1_1/base, int8, alpha 0.75, batch 1"]

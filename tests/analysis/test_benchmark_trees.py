@@ -286,7 +286,7 @@ def test_in_the_place_of_a_tree_that_a_distribution_shapes_stands_one_as_large(m
                 "drafter": None,
                 "drafter_preset": "t5_1_1/small",
             },
-            "tree: got .* without --drafter, expected one: with random weights nothing",
+            "tree: got .* without --drafter, expected one: with random weights no",
         ),
         ({"synthetic_alpha": (0.5,)}, r"synthetic_alpha: got \(0.5,\) with a tree, expected none"),
         (
