@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.analysis import timing, variants
+from specdec_jax.analysis import step_loops, timing, variants
 from specdec_jax.analysis.matmul_roofline import Products, products_variants
 from specdec_jax.analysis.timing import STEPS, CallShape, Spread
 from specdec_jax.decoding.generate import generate
@@ -244,7 +244,7 @@ def _draft_step(setup: ReportSetup, preset: str, drafter: str = "") -> TimedFigu
     def variant(pair: ModelPair) -> Callable[[], Any]:
         network, shape = pair.drafter.steps()["draft step"], setup.shape(pair.target)
         width = timing.draft_width(network, shape)
-        step = timing.step_variant(network, shape, width, timing.draft_steps)
+        step = timing.step_variant(network, shape, width, step_loops.draft_steps)
         return _with_bytes(network, step)
 
     read = functools.partial(_read_steps, ratio="c", beside=f"{preset}, call over 1", weights=True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.analysis.timing import prefill_cache
+from specdec_jax.analysis.step_loops import prefill_cache
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.beams import start as start_search
 from specdec_jax.models.jax_settings import isolated

@@ -11,7 +11,7 @@ import pytest
 from benchmark_models import CONFIG
 
 from specdec_jax.analysis import benchmark as analysis_benchmark
-from specdec_jax.analysis import matmul_roofline, near_ties, predictions, timing, traces
+from specdec_jax.analysis import matmul_roofline, near_ties, predictions, step_loops, timing, traces
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import rows, summaries
 from specdec_jax.analysis.timing import Spread
@@ -444,7 +444,7 @@ def test_the_timed_verification_is_the_engines(target, verifier):
         tokens = np.where(
             np.arange(3) == np.asarray(accepted)[:, None], np.asarray(following)[:, None], tokens
         )
-    ours = timing.verified_steps(network, state, steps=3)
+    ours = step_loops.verified_steps(network, state, steps=3)
     np.testing.assert_array_equal(ours[0], tokens)
     np.testing.assert_array_equal(ours[1], accepted)
 
@@ -459,7 +459,7 @@ def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
     """
     network = LanguageModel.random(dataclasses.replace(CONFIG, vocab_size=97)).network
     text = (
-        timing.verified_steps.lower(network, verified_state(network, verifier), steps=3)
+        step_loops.verified_steps.lower(network, verified_state(network, verifier), steps=3)
         .compile(optimised)
         .as_text()
     )
@@ -471,14 +471,14 @@ def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
 def test_a_call_alone_computes_all_logits(target):
     network = target.network
     state = verified_state(network, "argmax")
-    tokens, logits = timing.call_steps(
+    tokens, logits = step_loops.call_steps(
         network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache, steps=1
     )
     expected, _ = near_ties._decode(
         network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache
     )
     np.testing.assert_allclose(logits, expected, atol=1e-5)
-    again, _ = timing.call_steps(
+    again, _ = step_loops.call_steps(
         network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache, steps=2
     )
     assert np.any(np.asarray(tokens) != 1) and np.any(

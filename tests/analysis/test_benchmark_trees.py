@@ -14,7 +14,7 @@ from benchmark_models import CONFIG
 from toy_models import noisy_copy
 
 import specdec_jax as sd
-from specdec_jax.analysis import acceptance, predictions, timing
+from specdec_jax.analysis import acceptance, predictions, step_loops, timing
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import page, plots, record_checks, record_types, rows, summaries
@@ -246,11 +246,11 @@ def test_wrong_tokens_are_reported_where_they_must_be_equal(
 def test_a_timed_call_over_nodes_sees_ancestors_alone(target):
     network = noisy_copy(target, 2.0).network
     inputs, lengths = np.full((2, 3), 5, np.int32), np.full(2, 3, np.int32)
-    cache = timing.prefill_cache(network, inputs, lengths, slots=12)
+    cache = step_loops.prefill_cache(network, inputs, lengths, slots=12)
     tokens, positions = jnp.array([[4, 9, 2], [7, 7, 1]], jnp.int32), jnp.array([2, 4], jnp.int32)
-    chain = functools.partial(timing.decode_steps, network, cache=cache)
+    chain = functools.partial(step_loops.decode_steps, network, cache=cache)
     nodes = functools.partial(
-        timing.node_steps, network, cache=network.node_cache(cache, 12, 12), slots=12
+        step_loops.node_steps, network, cache=network.node_cache(cache, 12, 12), slots=12
     )
     expected = chain(tokens, positions, steps=3)
     np.testing.assert_array_equal(nodes(tokens, positions, tree=Tree.chain(2), steps=3), expected)
@@ -263,7 +263,7 @@ def test_a_timed_call_over_nodes_sees_ancestors_alone(target):
 
 def test_in_the_place_of_a_tree_that_a_distribution_shapes_stands_one_as_large(monkeypatch, target):
     seen = []
-    monkeypatch.setattr(timing, "node_steps", lambda *_, tree, **__: seen.append(tree))
+    monkeypatch.setattr(step_loops, "node_steps", lambda *_, tree, **__: seen.append(tree))
     shape = timing.CallShape(2, 5, 24)
     timing.tree_variant(target.network, shape, DynamicTree(3, 2, 7))()
     timing.tree_variant(target.network, shape, Tree((0, 0)))()
