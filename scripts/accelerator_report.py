@@ -318,7 +318,7 @@ def main(argv: list[str]) -> None:
     names = [figure.name for stage in planned for figure in stage.figures]
     head = {
         "accelerator_report": 1,
-        "machine": machine.machine(),
+        "machine": machine.describe_machine(),
         "flags": os.environ.get("XLA_FLAGS", ""),
         "options": dataclasses.asdict(setup),
         "plan": names,

@@ -166,7 +166,7 @@ def main(argv: list[str]) -> None:
         if name != "plain"
     ]
     record = {
-        "machine": machine.machine(),
+        "machine": machine.describe_machine(),
         "target": _TARGET.value,
         "input_file": _FILE.value,
         "sentences": len(sentences),

@@ -183,8 +183,8 @@ def main(argv: list[str]) -> None:
     again = decode(other, inputs, "decoding with rounded weights")
     differ = sum(one.tokens != two.tokens for one, two in zip(outputs, again, strict=True))
     record = {
-        "machine": machine.machine(),
-        "model": machine.model(full),
+        "machine": machine.describe_machine(),
+        "model": machine.describe_model(full),
         "quantize": _QUANTIZE.value,
         "moved_weights": _MOVE.value,
         "drafter": _DRAFTER.value,

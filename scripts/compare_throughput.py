@@ -124,7 +124,7 @@ def main(argv: list[str]) -> None:
     speed = {name: summarize(len(sentences) / np.array(times)) for name, times in seconds.items()}
     asked = (_TARGET, _DRAFTER, _GAMMA, _POLICY, _TEMPERATURE, _NEW, _FILE, _BATCH)
     record = {
-        "machine": machine.machine(),
+        "machine": machine.describe_machine(),
         **{flag.name: flag.value for flag in asked},
         "sentences": len(sentences),
         "tokens": sum(map(len, outputs["refilled"])),

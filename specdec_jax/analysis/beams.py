@@ -75,7 +75,7 @@ def describe_search(
 ) -> dict[str, Any]:
     """Returns the beginning of a record, with the length penalty that is used."""
     penalty = BeamOptions(**options.search()).penalty
-    return machine.head(target, drafter, batches, options) | {"length_penalty": penalty}
+    return machine.begin_record(target, drafter, batches, options) | {"length_penalty": penalty}
 
 
 @isolated

@@ -141,12 +141,12 @@ def _example(
     options: BenchmarkSetup,
 ) -> dict[str, Any] | None:
     """Returns the calls of one input with every γ, and one of every tree; None without text."""
-    gammas, first = () if options.synthetic_alpha else options.gammas, traces.first_text(batches)
+    gammas, first = () if options.synthetic_alpha else options.gammas, traces.find_text(batches)
     if first is None:
         return None
-    record = traces.example(target, drafter, gammas, first, times, options)
+    record = traces.make_example(target, drafter, gammas, first, times, options)
     if options.tree:
-        record["trees"] = tree_drawing.examples(target, drafter, first, options)
+        record["trees"] = tree_drawing.make_examples(target, drafter, first, options)
     return record
 
 
@@ -208,7 +208,7 @@ def _record(
     bare_draft = times.get("bare draft step")
     gammas = [name.removeprefix("verify ") for name in times if name.startswith("verify")]
     return {
-        **machine.head(target, drafter, batches, options),
+        **machine.begin_record(target, drafter, batches, options),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "step_over_products": step / products,
         "plain_over_products": (seconds - encoders) / max(calls, 1) / products,

@@ -55,7 +55,7 @@ def measure(
     padded = [batch.padded for batch in batches]
     whole = with_lengths(accepted, padded, c, interpolate(v, gamma_max), times)
     return {
-        **machine.head(target, drafter, batches, options),
+        **machine.begin_record(target, drafter, batches, options),
         "acceptance": accepted.record(),
         "same_positions": same and same._asdict(),
         "steps": {name: spread._asdict() for name, spread in times.items()},

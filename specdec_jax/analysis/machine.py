@@ -20,7 +20,7 @@ from specdec_jax.speculative.drafter import Drafter
 PACKAGES = ("specdec_jax", "jax", "jaxlib", "flax", "numpy")
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Returns versions and hardware, without names of people or paths."""
     device = jax.devices()[0]
     return {
@@ -46,7 +46,7 @@ def _kernels(platform: str) -> str:
 
 
 def hardware(machine: Mapping[str, Any]) -> str:
-    """Returns the part of `machine()` that a summary shows.
+    """Returns the part of `describe_machine()` that a summary shows.
 
     A CPU is named by its processor.
     """
@@ -55,7 +55,7 @@ def hardware(machine: Mapping[str, Any]) -> str:
     return f"{machine['processor']}, {machine['cores']} cores{device}{kernel}"
 
 
-def model(model: LanguageModel) -> dict[str, Any]:
+def describe_model(model: LanguageModel) -> dict[str, Any]:
     """Returns a model's name, number of parameters, their dtype and the network's shape."""
     leaves = jax.tree.leaves(model.network.params)
     return {
@@ -67,23 +67,24 @@ def model(model: LanguageModel) -> dict[str, Any]:
     }
 
 
-def drafter(drafter: Drafter) -> dict[str, Any]:
-    """Returns the same as `model` for a drafter's model; for a drafter without one its name."""
-    return {"name": drafter.name} if drafter.second_model is None else model(drafter.second_model)
+def describe_drafter(drafter: Drafter) -> dict[str, Any]:
+    """Returns `describe_model` of a drafter's model; its name if it has none."""
+    second = drafter.second_model
+    return {"name": drafter.name} if second is None else describe_model(second)
 
 
-def head(
+def begin_record(
     target: LanguageModel,
-    drafting: Drafter | None,
+    drafter: Drafter | None,
     batches: Sequence[SentenceBatch],
     options: Any,
 ) -> dict[str, Any]:
     """Returns the beginning of every record: machine, options, models and number of inputs."""
     return {
-        "machine": machine(),
+        "machine": describe_machine(),
         "options": dataclasses.asdict(options),
-        "target": model(target),
-        "drafter": None if drafting is None else drafter(drafting),
+        "target": describe_model(target),
+        "drafter": None if drafter is None else describe_drafter(drafter),
         "sentences": count_inputs(target, batches),
     }
 

@@ -25,7 +25,7 @@ LEGEND = (
 )
 
 
-def lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[str, str]]]:
+def trace_lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[str, str]]]:
     """Returns one line per target call, as (kind, text) pairs.
 
     They are: the text committed before, the accepted and the rejected drafted tokens, and the
@@ -33,31 +33,31 @@ def lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[
     """
     found, committed = [], ""
     for step in steps:
-        accepted = "".join(surface(token, target) for token in step.accepted)
-        rejected = "" if step.rejected is None else surface(step.rejected, target)
-        own = "" if step.corrected is None else surface(step.corrected, target)
+        accepted = "".join(token_text(token, target) for token in step.accepted)
+        rejected = "" if step.rejected is None else token_text(step.rejected, target)
+        own = "" if step.corrected is None else token_text(step.corrected, target)
         parts = [
             ("committed", committed),
             ("accepted", accepted),
             ("rejected", rejected),
-            (own_kind(step), own),
+            (own_token_kind(step), own),
         ]
         found.append([(kind, text) for kind, text in parts if text])
         committed += accepted + own
     return found
 
 
-def own_kind(step: TraceStep) -> str:
+def own_token_kind(step: TraceStep) -> str:
     """Returns the kind of the target's own token: a correction after a rejection, else a bonus."""
     return "bonus" if step.rejected is None else "corrected"
 
 
-def surface(token: int, target: LanguageModel) -> str:
+def token_text(token: int, target: LanguageModel) -> str:
     """Returns a token as text."""
     return " [END]" if token in target.eos_ids else target.vocabulary.piece(token)
 
 
-def spans(
+def call_spans(
     steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[str, Spread]
 ) -> list[tuple[str, float]]:
     """Returns (kind of call, seconds) of every call that the iterations made.
@@ -91,7 +91,7 @@ def spans(
     return found
 
 
-def first_text(batches: Sequence[SentenceBatch]) -> SentenceBatch | None:
+def find_text(batches: Sequence[SentenceBatch]) -> SentenceBatch | None:
     """Returns the first batch whose first input has any text, None if there is none."""
     for batch in batches:
         if isinstance(batch.inputs[0], str) and batch.inputs[0].strip():
@@ -99,7 +99,7 @@ def first_text(batches: Sequence[SentenceBatch]) -> SentenceBatch | None:
     return None
 
 
-def example(
+def make_example(
     target: LanguageModel,
     drafter: Drafter,
     gammas: Sequence[int],
@@ -112,7 +112,7 @@ def example(
     for gamma in (0, *gammas):
         how = options.decoding(plain=not gamma) | {"drafter": drafter if gamma else None}
         steps = trace(target, batch.inputs[0], gamma=gamma, key=batch.keys, **how)
-        shown = lines(steps, target) if gamma else []
-        seconds = spans(steps, gamma, batch.padded, times)
+        shown = trace_lines(steps, target) if gamma else []
+        seconds = call_spans(steps, gamma, batch.padded, times)
         variants.append({"gamma": gamma, "lines": shown, "spans": seconds})
     return {"input": batch.inputs[0], "variants": variants}

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specdec_jax.analysis.setup import BenchmarkSetup
-from specdec_jax.analysis.traces import own_kind, surface
+from specdec_jax.analysis.traces import own_token_kind, token_text
 from specdec_jax.analysis.variants import SentenceBatch
 from specdec_jax.decoding.trace import TraceStep, TreeNode, TreeStep, trace
 from specdec_jax.models.language_model import LanguageModel
@@ -67,25 +67,25 @@ class Drawn(NamedTuple):
         return cls(TreeStep(nodes, path), [node["text"] for node in record["nodes"]], record["own"])
 
 
-def examples(
+def make_examples(
     target: LanguageModel, drafter: Drafter, batch: SentenceBatch, options: BenchmarkSetup
 ) -> list[dict[str, Any]]:
     """Returns one call of the first input of `batch` for every tree of the options, as records.
 
-    It is the call that `instructive` chooses. A tree that drafts nothing is left out.
+    It is the call that `choose_step` chooses. A tree that drafts nothing is left out.
     """
     how = options.decoding() | {"drafter": drafter, "verifier": "block", "key": batch.keys}
     found = []
     for text in options.tree:
         steps = trace(target, batch.inputs[0], tree=read_tree(text), **how)
-        number = instructive(steps)
+        number = choose_step(steps)
         if number is not None:
             drawn = Drawn.from_step(steps[number], target).record()
             found.append({"tree": text, "call": number + 1, **drawn})
     return found
 
 
-def instructive(steps: Sequence[TraceStep]) -> int | None:
+def choose_step(steps: Sequence[TraceStep]) -> int | None:
     """Returns the number of the first step whose path leaves the first children.
 
     Without one it is the first step with the longest path, and None if no tree was drafted.
@@ -187,7 +187,7 @@ def _branches(step: TraceStep, target: LanguageModel) -> Iterator[tuple[int | No
             last = child is following[-1]
             branch, more = below + ("└─" if last else "├─"), below + ("  " if last else "│ ")
             if child is None:
-                yield None, branch, own_kind(step), one_line(step.corrected, target)
+                yield None, branch, own_token_kind(step), one_line(step.corrected, target)
             else:
                 yield from visit(child, branch, more)
 
@@ -202,5 +202,5 @@ def root(tree: TreeStep, target: LanguageModel) -> str:
 
 def one_line(token: int | None, target: LanguageModel) -> str:
     """Returns a token as text without line breaks and other characters that move the cursor."""
-    text = "" if token is None else surface(token, target)
+    text = "" if token is None else token_text(token, target)
     return "".join(character if character.isprintable() else "␣" for character in text)

@@ -232,7 +232,7 @@ def tune(
             }
         )
     return {
-        **machine.head(target, drafter, batches, options),
+        **machine.begin_record(target, drafter, batches, options),
         "acceptance": accepted.record(),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "draft_seconds": step,

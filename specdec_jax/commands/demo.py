@@ -225,7 +225,7 @@ def _show(
     options: DemoOptions, screen: "Screen", target: LanguageModel, steps: Sequence[TraceStep]
 ) -> None:
     """Prints a line for each call of one sentence, and with `trace` the tree of each."""
-    for step, parts in zip(steps, traces.lines(steps, target), strict=True):
+    for step, parts in zip(steps, traces.trace_lines(steps, target), strict=True):
         screen.show(parts)
         if options.trace:
             _draw(screen, step, target, numbers=True)
@@ -248,7 +248,7 @@ def _draw_one(
         for sentence, steps in zip(sentences, seen)
         for number, step in enumerate(steps)
     ]
-    chosen = tree_drawing.instructive([step for *_, step in calls])
+    chosen = tree_drawing.choose_step([step for *_, step in calls])
     if chosen is None:
         if options.plot:
             got = f"plot: got {options.plot!r}, but nothing was drafted as a tree"
@@ -280,12 +280,12 @@ def _record(
 ) -> dict[str, Any]:
     """Returns the calls and the drawn tree as JSON values."""
     return {
-        "machine": machine.machine(),
+        "machine": machine.describe_machine(),
         "options": dataclasses.asdict(options),
-        "target": machine.model(target),
-        "drafter": machine.drafter(drafter),
+        "target": machine.describe_model(target),
+        "drafter": machine.describe_drafter(drafter),
         "calls": [
-            {"input": sentence, "lines": traces.lines(steps, target)}
+            {"input": sentence, "lines": traces.trace_lines(steps, target)}
             for sentence, steps in zip(sentences, seen)
         ],
         "tree": drawn,

@@ -121,7 +121,7 @@ def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
     settings = {
         "suite": options.suite,
         "rows": [dataclasses.asdict(row) for row in made],
-        "machine": machine.machine(),
+        "machine": machine.describe_machine(),
         "contents": contents,
     }
     failed: list[str] = []

@@ -59,9 +59,9 @@ def test_the_machine_says_which_kernels_run(trial, monkeypatch):
         assert machine._kernels(kind) == (
             "Pallas" if trial is None else "none, a self-test gave other numbers"
         )
-    assert machine._kernels("metal") == "none" and machine.machine()["kernel"] == machine._kernels(
-        "cpu"
-    )
+    assert machine._kernels("metal") == "none" and machine.describe_machine()[
+        "kernel"
+    ] == machine._kernels("cpu")
     monkeypatch.setenv(native.SETTING, "off")
     assert machine._kernels("gpu") == machine._kernels("tpu") == "none"
 

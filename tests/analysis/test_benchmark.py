@@ -324,14 +324,20 @@ def test_spans_are_the_calls_of_the_iterations(catches_up):
         [("draft step", pytest.approx(0.15))] if catches_up else draft
     )  # of the second draft, whose last was accepted
     expected = 3 * draft + call + first + draft + call + call
-    assert traces.spans(steps, 3, 8, times)[2:] == expected
-    assert traces.spans(steps, 3, 8, times)[:2] == [
+    assert traces.call_spans(steps, 3, 8, times)[2:] == expected
+    assert traces.call_spans(steps, 3, 8, times)[:2] == [
         ("target encoder", 2.0),
         ("drafter encoder", 0.5),
     ]
-    assert traces.spans(steps[2:], 0, 8, times) == [("target encoder", 2.0), ("target call", 1.0)]
+    assert traces.call_spans(steps[2:], 0, 8, times) == [
+        ("target encoder", 2.0),
+        ("target call", 1.0),
+    ]
     without = {name: spread for name, spread in TIMES.items() if "draft" not in name}
-    assert traces.spans(steps[:1], 3, 8, without) == [("target encoder", 2.0), ("target call", 1.2)]
+    assert traces.call_spans(steps[:1], 3, 8, without) == [
+        ("target encoder", 2.0),
+        ("target call", 1.2),
+    ]
 
 
 def test_a_draft_step_costs_what_it_costs_between_target_calls():

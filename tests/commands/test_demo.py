@@ -288,7 +288,8 @@ def test_a_bonus_is_no_correction():
         TraceStep([], None, 4, 0, None),
     ]
     kinds = [
-        [kind for kind, _ in line if kind != "committed"] for line in traces.lines(steps, target)
+        [kind for kind, _ in line if kind != "committed"]
+        for line in traces.trace_lines(steps, target)
     ]
     assert kinds == [["accepted", "bonus"], ["accepted", "rejected", "corrected"], ["bonus"]]
     assert {kind for kind, _ in traces.LEGEND} == set(demo._STYLES) == set(demo._MARKS)
