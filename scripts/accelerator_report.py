@@ -1,22 +1,25 @@
-"""Measures in about ten minutes what decides the speed of speculative decoding on a GPU or a TPU.
+"""Measures the costs of speculative decoding on a GPU or a TPU in about ten minutes.
 
     python scripts/accelerator_report.py --output=accelerator.jsonl
     python scripts/accelerator_report.py --output=accelerator.jsonl     # resumes where it stopped
     specdec figures --records=accelerator.jsonl
 
-It takes whatever device JAX has. The models have the shapes of T5s and dummy weights;
-drafted tokens are accepted at random. Measured are copies (the bandwidth) and the bare products of
-a step, and from both the floor; calls of the target over 1 to 64 positions (v) and steps of the
-drafter (c); whole decodes, plain and speculative, by synthetic acceptance, for several numbers of
-rows; a token tree and beam search; the target in int8, and T5X, where this package or T5X can; the
-target drafted for by its own weights in int8. Smaller targets come before larger ones.
+It uses whatever device JAX has. The models have the shapes of T5s and dummy weights; acceptance is
+synthetic. It measures:
 
-Every figure is a line of JSON in `--output` as soon as it is there, and a line on the terminal. The
-file's first line has the machine, the versions and the options; a second start with the same skips
-what is there, and with others is rejected. What `--minutes` did not suffice for is listed at the
-end. A figure that runs out of memory is a line too: remove it to try again. The programs of a stage
-are compiled side by side, in `--threads`, and kept on disk for the next start. A stage that has
-begun is not cut short: where a process is killed after ten minutes, give `--minutes=6`.
+- copies (the bandwidth) and the bare products of a step, and from both the floor;
+- calls of the target over 1 to 64 positions (v) and steps of the drafter (c);
+- whole decodes, plain and speculative, for several batch sizes and acceptance rates;
+- a token tree and beam search;
+- the target in int8, and T5X, if the device supports them;
+- the target with its own int8 weights as the drafter.
+
+Every figure is a line of JSON in `--output` as soon as it is measured, and a line on the terminal.
+The file's first line has the machine, the versions and the options. A second run with the same ones
+skips the figures in the file; with others it is rejected. Figures without time left in `--minutes`
+are listed at the end. A figure that runs out of memory is a line too: remove it to try again. The
+programs of a stage are compiled in parallel, in `--threads`, and kept on disk. A stage that has
+begun is not cut short: if processes are killed after ten minutes, give `--minutes=6`.
 """
 
 import concurrent.futures
@@ -38,15 +41,15 @@ from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.files.writing import check_output, lock_file
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
-from tools.accelerator_figures import Figure, NotHere, Setup
+from tools.accelerator_figures import ModelPair, ReportSetup, TimedFigure, UnsupportedHere
 from tools.accelerator_stages import Stage, stages
 
-_DEFAULT = Setup()
+_DEFAULT = ReportSetup()
 _OUTPUT = flags.DEFINE_string(
     "output", "accelerator.jsonl", "File of the figures, a line of JSON each."
 )
 _MINUTES = flags.DEFINE_float(
-    "minutes", 10.0, "Minutes after which nothing more is begun.", lower_bound=0.0
+    "minutes", 10.0, "Minutes after which no stage begins.", lower_bound=0.0
 )
 _TARGETS = flags.DEFINE_list(
     "targets", list(_DEFAULT.targets), "Shapes of the targets, from the smallest up."
@@ -60,7 +63,7 @@ _GAMMA = flags.DEFINE_integer(
 )
 _BATCHES = flags.DEFINE_list("batches", list(map(str, _DEFAULT.batches)), "Numbers of rows.")
 _ALPHAS = flags.DEFINE_list(
-    "alphas", list(map(str, _DEFAULT.alphas)), "Acceptance rates that are forced."
+    "alphas", list(map(str, _DEFAULT.alphas)), "Synthetic acceptance rates."
 )
 _TREE = flags.DEFINE_string("tree", _DEFAULT.tree, "A token tree, as for `specdec generate`.")
 _INPUT = flags.DEFINE_integer(
@@ -83,19 +86,17 @@ _THREADS = flags.DEFINE_integer(
 
 
 class Lines:
-    """The file of figures: its head, then a line for each, in the order in which they were
-    measured.
+    """The file of figures: its head, then a line for each, in the order of measurement.
 
     Attributes:
       found: the lines by the names of their figures.
     """
 
     def __init__(self, path: str, head: Mapping[str, Any]):
-        """Opens the file, or begins it.
+        """Opens the file, or creates it.
 
         Raises:
-          ValueError: another machine, version or option in the file, or something else than
-            figures.
+          ValueError: the file has another machine, version or option, or no figures.
         """
         self._file = open(path, "a+b", buffering=0)
         try:
@@ -121,8 +122,9 @@ class Lines:
             ) from None
         for name in wrong:
             raise ValueError(
-                f"{path}: got figures with {name} {before.get(name)!r}, expected {head.get(name)!r}; "
-                "name another file, or give the same options on the same machine"
+                f"{path}: got figures with {name} {before.get(name)!r}, expected "
+                f"{head.get(name)!r}; name another file, or give the same options on the same "
+                "machine"
             )
         self._file.truncate(len(text) - len(cut))  # without a line that a kill cut short
         if not lines:
@@ -131,7 +133,7 @@ class Lines:
     def __enter__(self) -> "Lines":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -152,14 +154,15 @@ def say(text: str) -> None:
 _BEGUN = time.monotonic()
 
 
-def compiled(figures: Sequence[Figure], pair, threads: int) -> dict[str, Any]:
-    """Returns for every figure its call, which has run once, and the seconds that this took, or the
-    exception that it met.
+def compile_figures(
+    figures: Sequence[TimedFigure], pair: ModelPair, threads: int
+) -> dict[str, Any]:
+    """Returns for every figure its call and the seconds of the first run, or an exception.
 
-    Figures with the same program follow each other; all others are compiled side by side.
+    Figures with the same program follow each other; all others are compiled in parallel.
     """
 
-    def make(group: Sequence[Figure]) -> dict[str, Any]:
+    def make(group: Sequence[TimedFigure]) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for figure in group:
             begin = time.perf_counter()
@@ -173,7 +176,7 @@ def compiled(figures: Sequence[Figure], pair, threads: int) -> dict[str, Any]:
                 say(f"  did not compile or run: {figure.name}: {_reason(error)}")
         return made
 
-    groups: dict[str, list[Figure]] = {}
+    groups: dict[str, list[TimedFigure]] = {}
     for figure in figures:
         groups.setdefault(figure.program, []).append(figure)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
@@ -182,58 +185,56 @@ def compiled(figures: Sequence[Figure], pair, threads: int) -> dict[str, Any]:
         }
 
 
-def timed(figure: Figure, variant: Callable[[], Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is measured of a figure."""
+def time_figure(
+    figure: TimedFigure, variant: Callable[[], Any], before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the measured fields of a figure."""
     kept: list[Any] = []
 
-    def call():
+    def call() -> Any:
         kept[:] = [variant()]
         return kept[0]
 
-    seconds = Spread.from_samples(timing.passes(call))
+    seconds = Spread.from_samples(timing.time_passes(call))
     return figure.read(seconds, kept[0], before)
 
 
-def measured(
-    stage: Stage, figures: Sequence[Figure], threads: int, before: Mapping[str, Any]
+def measure(
+    stage: Stage, figures: Sequence[TimedFigure], threads: int, before: Mapping[str, Any]
 ) -> Iterator[dict]:
-    """Loads a stage's models, compiles its programs, and yields a line for each figure as it comes."""
-
-    def line(figure, **found):
-        return {"figure": figure.name, **figure.about, **found}
-
-    say(
-        f"{stage.name}: making dummy weights, then compiling {len({figure.program for figure in figures})} "
-        "programs for " + "; ".join(figure.name for figure in figures)
-    )
+    """Loads a stage's models, compiles its programs, and yields the line of each figure."""
+    programs, names = {figure.program for figure in figures}, [figure.name for figure in figures]
+    what = f"making dummy weights, then compiling {len(programs)} programs for {'; '.join(names)}"
+    say(f"{stage.name}: {what}")
+    lines = {figure.name: {"figure": figure.name, **figure.about} for figure in figures}
     try:
         pair = stage.load()
         jax.block_until_ready([model.network.params for model in pair if model is not None])
-    except NotHere as reason:
-        yield from (line(figure, unsupported=str(reason)) for figure in figures)
+    except UnsupportedHere as reason:
+        yield from (line | {"unsupported": str(reason)} for line in lines.values())
         return
     except Exception as error:
-        yield from (line(figure, failed=_reason(error)) for figure in figures)
+        yield from (line | {"failed": _reason(error)} for line in lines.values())
         return
-    variants = compiled(figures, pair, threads)
+    variants = compile_figures(figures, pair, threads)
     for figure in figures:
-        found = variants.pop(figure.name)
+        found, line = variants.pop(figure.name), lines[figure.name]
         if isinstance(found, Exception):
-            yield line(figure, failed=_reason(found))
+            yield line | {"failed": _reason(found)}
             continue
         variant, seconds = found
         say(f"  timing {figure.name}")
         try:
-            yield line(figure, **timed(figure, variant, before), compile_seconds=seconds)
+            yield line | time_figure(figure, variant, before) | {"compile_seconds": seconds}
         except Exception as error:
-            yield line(figure, failed=_reason(error))
+            yield line | {"failed": _reason(error)}
 
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
-def shown(line: Mapping[str, Any]) -> str:
+def describe(line: Mapping[str, Any]) -> str:
     """Returns a figure's line for the terminal."""
     for name, text in (("failed", "failed"), ("unsupported", "not supported here")):
         if name in line:
@@ -244,17 +245,17 @@ def shown(line: Mapping[str, Any]) -> str:
         "c": "c",
         "improvement": "times plain",
         "over_full_plain": "times the full target's plain",
-        "iteration_ms": "ms an iteration",
-        "tokens_per_second": "tokens a second",
-        "gb_per_second": "GB a second",
+        "iteration_ms": "ms per iteration",
+        "tokens_per_second": "tokens per second",
+        "gb_per_second": "GB per second",
         "over_full": "of the full target's",
     }
     rest = "".join(f", {line[name]:.4g} {unit}" for name, unit in units.items() if name in line)
     return f"= {line['figure']}: {line['milliseconds']['median']:.4g} ms{rest}"
 
 
-def setup_of() -> Setup:
-    """Returns what the flags ask for."""
+def read_setup() -> ReportSetup:
+    """Returns the options that the flags give."""
     try:
         batches, alphas = tuple(map(int, _BATCHES.value)), tuple(map(float, _ALPHAS.value))
         read_tree(_TREE.value)
@@ -268,23 +269,14 @@ def setup_of() -> Setup:
         raise app.UsageError(
             f"targets: got {_TARGETS.value}, expected some of {', '.join(sorted(PRESETS))}"
         )
-    return dataclasses.replace(
-        _DEFAULT,
-        targets=tuple(_TARGETS.value),
-        drafter=_DRAFTER.value,
-        dtype=_DTYPE.value,
-        tiny=_TINY.value,
-        input_length=_INPUT.value,
-        max_new_tokens=_NEW.value,
-        gamma=_GAMMA.value,
-        batches=batches,
-        alphas=alphas,
-        tree=_TREE.value,
-    )
+    same = (_DRAFTER, _DTYPE, _TINY, _INPUT, _NEW, _GAMMA, _TREE)
+    given: dict[str, Any] = {flag.name: flag.value for flag in same}
+    given |= {"targets": tuple(_TARGETS.value), "batches": batches, "alphas": alphas}
+    return dataclasses.replace(_DEFAULT, **given)
 
 
-def against(setup: Setup) -> dict[str, Any]:
-    """Returns T5X's way to decode a batch; None where it is not installed."""
+def against(setup: ReportSetup) -> dict[str, Any]:
+    """Returns T5X's way to decode a batch; None if it is not installed."""
     if importlib.util.find_spec("t5x") is None:
         return {"T5X": None}
     from specdec_jax.interop import t5x
@@ -293,9 +285,9 @@ def against(setup: Setup) -> dict[str, Any]:
 
 
 def run(lines: Lines, planned: Sequence[Stage], threads: int, seconds: float) -> list[str]:
-    """Measures what is not in the file yet; returns the names of what there was no time for.
+    """Measures the figures that are not in the file; returns the names of those without time left.
 
-    A stage is not begun if less time is left than the same figures took for the target before.
+    A stage does not begin if less time is left than its figures took for the target before.
     """
     missing, took = [], {}
     for stage in planned:
@@ -304,30 +296,29 @@ def run(lines: Lines, planned: Sequence[Stage], threads: int, seconds: float) ->
         if todo and begin - _BEGUN + took.get(stage.kind, 0.0) >= seconds:
             missing += [figure.name for figure in todo]
             continue
-        for line in measured(stage, todo, threads, lines.found) if todo else ():
+        if not todo:
+            continue
+        for line in measure(stage, todo, threads, lines.found):
             lines.add(line)
-            say(shown(line))
-        if todo:
-            took[stage.kind] = time.monotonic() - begin
-            gc.collect()  # the models of the stage
-            if (
-                jax.default_backend() == "cpu"
-            ):  # programs there take memory mappings, of which a process has 65,530
-                jax.clear_caches()
+            say(describe(line))
+        took[stage.kind] = time.monotonic() - begin
+        gc.collect()  # the models of the stage
+        if jax.default_backend() == "cpu":  # programs need some of a process's 65,530 mappings
+            jax.clear_caches()
     return missing
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
-    setup = setup_of()
+    setup = read_setup()
     keep_programs(_CACHE.value)
     check_output(_OUTPUT.value)
     planned = stages(setup, against(setup))
     names = [figure.name for stage in planned for figure in stage.figures]
     head = {
         "accelerator_report": 1,
-        "machine": machine.machine(),
+        "machine": machine.describe_machine(),
         "flags": os.environ.get("XLA_FLAGS", ""),
         "options": dataclasses.asdict(setup),
         "plan": names,
@@ -337,23 +328,17 @@ def main(argv) -> None:
         lines = Lines(_OUTPUT.value, head)
     except ValueError as error:
         raise app.UsageError(str(error)) from None
+    output, device = _OUTPUT.value, head["machine"]["device"]
     with lines:
-        say(
-            f"{head['machine']['device']}, {len(names)} figures, {_MINUTES.value:g} minutes, to {_OUTPUT.value}"
-        )
+        say(f"{device}, {len(names)} figures, {_MINUTES.value:g} minutes, to {output}")
         if lines.found:
-            say(
-                f"{len(lines.found)} of {len(names)} figures are in {_OUTPUT.value} and are not measured again"
-            )
+            say(f"skips {len(lines.found)} of {len(names)} figures, which are in {output}")
         threads = _THREADS.value or min(8, os.cpu_count() or 1)
         missing = run(lines, planned, threads, 60 * _MINUTES.value)
     if missing:
-        say(
-            f"not run, since the time was up: {'; '.join(missing)}; the same command resumes with them"
-        )
-    say(
-        f"{len(lines.found)} of {len(names)} figures; `specdec figures --records={_OUTPUT.value}` draws them"
-    )
+        say(f"no time was left for: {'; '.join(missing)}; the same command resumes with them")
+    draws = f"`specdec figures --records={output}` draws them"
+    say(f"{len(lines.found)} of {len(names)} figures; {draws}")
 
 
 if __name__ == "__main__":

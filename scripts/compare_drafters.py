@@ -1,47 +1,51 @@
-"""Compares many drafters on the same sentences: α, tokens per target call, c, v, improvement over plain decoding.
+"""Compares many drafters on the same sentences: α, tokens per target call, c, v, improvement.
 
-    python scripts/compare_drafters.py --input_file=ende/test.tsv.gz --limit=300 --output=drafters.json \
-        --variant=ende/drafter,gamma=4 \
+    python scripts/compare_drafters.py --input_file=ende/test.tsv.gz --limit=300 \
+        --output=drafters.json --variant=ende/drafter,gamma=4 \
         --variant=ende/drafter,gamma=4,shortlist=counts.npz,shortlist_size=3072 \
-        --variant=ende/drafter,gamma=8,gamma_policy=heuristic --variant=lookup,gamma=4 --variant=exit:2,gamma=2 \
-        --variant=trigrams.npz,gamma=2
+        --variant=ende/drafter,gamma=8,gamma_policy=heuristic --variant=lookup,gamma=4 \
+        --variant=exit:2,gamma=2 --variant=trigrams.npz,gamma=2
 
 A variant is a value of `specdec generate --drafter`, then any of its flags that concern drafting.
 Cascades are `vertical|MODEL|INNER|N`, where INNER drafts N tokens at a time for MODEL, and
-`horizontal|FIRST|THEN|N`, with N tokens of FIRST before THEN's. All variants are timed in turn, sentence
-by sentence. The improvement is in total wall time, encoders included; its median and spread are over
-the passes. At temperature 0 every output is compared with plain decoding's, and differing ones are
-counted (`specdec benchmark` tells which are near-ties).
+`horizontal|FIRST|THEN|N`, with N tokens of FIRST before THEN's. All variants are timed in turn,
+sentence by sentence. The improvement over plain decoding is in total wall time, encoders included;
+its median and spread are over the passes. At temperature 0 every output is compared with plain
+decoding's, and differing ones are counted (`specdec benchmark` lists which are near-ties).
 
-α is given per position of the output, where one at which nothing was drafted counts as not accepted,
-and ("drafted") only where something was drafted: the two differ for drafters that draft now and then.
+α is given per position of the output, where a position without a draft counts as not accepted, and
+("drafted") over positions with a draft only. The two differ for drafters that do not always draft.
 
 c is the cost of a drafted token inside the loop, v the cost of the target's call and its
 verification, both in iterations of plain decoding and timed apart from the sentences. They are not
-timed for an adaptive γ, which has no one draft to time, nor for cascades.
+timed for an adaptive γ, nor for cascades.
 """
 
 import dataclasses
 import json
 import typing
+from typing import Any
 
 import numpy as np
 from absl import app, flags
 
 from specdec_jax.analysis import machine, timing
 from specdec_jax.analysis import variants as analysis_variants
-from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.timing import Spread, summarize
+from specdec_jax.analysis.variants import Variant, make_decoder
 from specdec_jax.commands.options import DecodingOptions
 from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding.checks import check_pair
-from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
 from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.models.language_model import LanguageModel
 
-CASCADES = {"vertical": VerticalCascade, "horizontal": HorizontalCascade}
+CASCADES: dict[str, Any] = {"vertical": VerticalCascade, "horizontal": HorizontalCascade}
+# Options of a drafting model with its whole vocabulary in full precision.
+_WHOLE: dict[str, Any] = dict(shortlist=None, shortlist_size=0, drafter_int8=False)
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
-_ARM = flags.DEFINE_multi_string(
+_VARIANT = flags.DEFINE_multi_string(
     "variant", None, "DRAFTER[,flag=value ...]; repeatable.", required=True
 )
 _FILE = flags.DEFINE_string(
@@ -63,19 +67,19 @@ _STEPS = flags.DEFINE_bool(
 _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
 
 
-def options_of(variant: str) -> tuple[DecodingOptions, int]:
+def read_variant(variant: str) -> tuple[DecodingOptions, int]:
     """Returns the options of a variant, and its γ."""
     drafter, *settings = variant.split(",")
     drafter = drafter.split("|")[1] if "|" in drafter else drafter
-    kinds, chosen, gamma = typing.get_type_hints(DecodingOptions), {}, 4
+    kinds, gamma = typing.get_type_hints(DecodingOptions), 4
+    chosen: dict[str, Any] = {}
     for setting in settings:
         name, _, value = setting.partition("=")
         if name == "gamma":
             gamma = int(value)
         elif name not in kinds:
-            raise ValueError(
-                f"variant: got {setting!r} in {variant!r}, expected gamma or an option of `specdec generate`"
-            )
+            expected = "gamma or an option of `specdec generate`"
+            raise ValueError(f"variant: got {setting!r} in {variant!r}, expected {expected}")
         elif kinds[name] is bool:
             chosen[name] = value.lower() in ("", "true", "1")
         elif kinds[name] == tuple[str, ...]:
@@ -92,7 +96,7 @@ def options_of(variant: str) -> tuple[DecodingOptions, int]:
     ), gamma
 
 
-def drafter_of(variant: str, options: DecodingOptions, target):
+def load_drafter(variant: str, options: DecodingOptions, target: LanguageModel) -> Any:
     """Returns the drafter of a variant; builds a cascade from its parts."""
     drafter = options.load(target)[1]
     kind, *parts = variant.split(",")[0].split("|")
@@ -101,57 +105,46 @@ def drafter_of(variant: str, options: DecodingOptions, target):
     if kind not in CASCADES or len(parts) != 3 or not parts[2].isdigit():
         expected = "vertical|MODEL|INNER|N or horizontal|FIRST|THEN|N"
         raise ValueError(f"variant: got {variant!r}, expected {expected}")
-    second = dataclasses.replace(
-        options, drafter=parts[1], shortlist=None, shortlist_size=0, drafter_int8=False
-    )
+    second = dataclasses.replace(options, drafter=parts[1], **_WHOLE)
     cascade = CASCADES[kind](drafter, second.load(target)[1], int(parts[2]))
     check_pair(target, cascade)
     return cascade
 
 
-def decoder(options: DecodingOptions, gamma: int, target, drafter) -> analysis_variants.Variant:
-    how = options.decoding(plain=drafter is None) | dict(
-        drafter=drafter, gamma=options.gamma_of(gamma) if drafter else 0
-    )
-    return analysis_variants.Variant(
-        gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how)
-    )
+def make_variant(
+    options: DecodingOptions, gamma: int, target: LanguageModel, drafter: Any
+) -> Variant:
+    """Returns a variant that decodes with these options."""
+    how = options.decoding(plain=drafter is None) | {"drafter": drafter, "gamma": 0}
+    if drafter is not None:
+        how["gamma"] = options.gamma_of(gamma)
+    return Variant(gamma, make_decoder(target, how))
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
     check_output(_OUTPUT.value)
-    asked = {variant: options_of(variant) for variant in _ARM.value}
+    asked = {variant: read_variant(variant) for variant in _VARIANT.value}
     for options, _ in asked.values():
         options.check()
-    if (
-        len({(options.dtype, options.vocabulary, options.mesh) for options, _ in asked.values()})
-        > 1
-    ):
+    if len({(one.dtype, one.vocabulary, one.mesh) for one, _ in asked.values()}) > 1:
         raise ValueError(
-            "variant: got different values of dtype, vocabulary or mesh, expected the same in all, which share "
-            "one target"
+            "variant: got different values of dtype, vocabulary or mesh, expected the same in all, "
+            "which share one target"
         )
-    plain = dataclasses.replace(
-        next(iter(asked.values()))[0],
-        drafter=None,
-        gamma_policy="fixed",
-        gamma_settings=(),
-        shortlist=None,
-        shortlist_size=0,
-        drafter_int8=False,
-    )
+    first = next(iter(asked.values()))[0]
+    fixed: dict[str, Any] = dict(gamma_policy="fixed", gamma_settings=())
+    plain = dataclasses.replace(first, drafter=None, **fixed, **_WHOLE)
     target, _ = plain.load()
-    sentences = [line.partition("\t")[0] for line in read_sentences([], _FILE.value)][
-        : _LIMIT.value or None
-    ]
+    lines = read_sentences([], _FILE.value)[: _LIMIT.value or None]
+    sentences = [line.partition("\t")[0] for line in lines]
     ids = encode(target, sentences, plain.max_input_length)
-    batches = analysis_variants.cut(sentences, ids, 1, plain.seed)
-    variants, models = {"plain": decoder(plain, 0, target, None)}, {}
+    batches = analysis_variants.cut_batches(sentences, ids, 1, plain.seed)
+    variants, models = {"plain": make_variant(plain, 0, target, None)}, {}
     for name, (options, gamma) in asked.items():
-        models[name] = target, drafter_of(name, options, target)
-        variants[name] = decoder(options, gamma, *models[name])
+        models[name] = target, load_drafter(name, options, target)
+        variants[name] = make_variant(options, gamma, *models[name])
     longest = max(batch.padded for batch in batches)
     steps = {}
     if _STEPS.value:
@@ -166,15 +159,14 @@ def main(argv) -> None:
             }
     analysis_variants.warm_up(variants, steps, batches)
     times = analysis_variants.time_steps(steps, _REPEATS.value) if steps else {}
-    for turn in range(_REPEATS.value):
-        analysis_variants.one_pass(variants, batches, turn, f"pass {turn + 1} of {_REPEATS.value}")
+    analysis_variants.time_passes(variants, batches, _REPEATS.value, "timing")
     rows = [
         row(name, variant, variants["plain"]) | costs(name, variant, times)
         for name, variant in variants.items()
         if name != "plain"
     ]
     record = {
-        "machine": machine.machine(),
+        "machine": machine.describe_machine(),
         "target": _TARGET.value,
         "input_file": _FILE.value,
         "sentences": len(sentences),
@@ -186,25 +178,23 @@ def main(argv) -> None:
     if _OUTPUT.value:
         write_file(_OUTPUT.value, json.dumps(record, indent=1) + "\n")
     print(
-        f"{'α':>7}{'drafted':>9}{'tokens/call':>13}{'drafted/call':>14}{'c':>8}{'v':>8}{'improvement':>25}  differ  "
-        "drafter"
+        f"{'α':>7}{'drafted':>9}{'tokens/call':>13}{'drafted/call':>14}{'c':>8}{'v':>8}"
+        f"{'improvement':>25}  differ  drafter"
     )
     for line in rows:
-        rates, gain = (line["alpha"], line["alpha_where_drafted"]), line["improvement"]
+        gain = line["improvement"]
         shown = f"{gain['median']:.3f} ({gain['least']:.3f} to {gain['most']:.3f})"
-        c, v = (
+        alpha, drafted, c, v = (
             "-" if line[name] is None else f"{line[name]:.3f}"
-            for name in ("cost_ratio", "verify_cost")
+            for name in ("alpha", "alpha_where_drafted", "cost_ratio", "verify_cost")
         )
-        everywhere, drafted = ("-" if alpha is None else f"{alpha:.3f}" for alpha in rates)
         differ = "-" if line["differ"] is None else line["differ"]
         counts = f"{line['tokens_per_call']:>13.2f}{line['drafted_per_call']:>14.2f}"
-        print(
-            f"{everywhere:>7}{drafted:>9}{counts}{c:>8}{v:>8}{shown:>25}{differ:>8}  {line['variant']}"
-        )
+        numbers = f"{alpha:>7}{drafted:>9}{counts}{c:>8}{v:>8}{shown:>25}{differ:>8}"
+        print(f"{numbers}  {line['variant']}")
 
 
-def costs(name: str, variant: analysis_variants.Variant, times: dict[str, Spread]) -> dict:
+def costs(name: str, variant: Variant, times: dict[str, Spread]) -> dict:
     """Returns c and v, from medians."""
     if f"call, {name}" not in times:
         return {"cost_ratio": None, "verify_cost": None}
@@ -213,21 +203,18 @@ def costs(name: str, variant: analysis_variants.Variant, times: dict[str, Spread
     return {"cost_ratio": max(0.0, both - call) / variant.gamma / step, "verify_cost": call / step}
 
 
-def row(name: str, variant: analysis_variants.Variant, plain: analysis_variants.Variant) -> dict:
-    examined = sum(int(result.stats.examined_by_position.sum()) for result in variant.results)
+def row(name: str, variant: Variant, plain: Variant) -> dict:
+    """Returns the counts of a variant and its improvement over plain decoding."""
+    examined = int(np.sum(variant.total("examined_by_position")))
     calls, accepted = variant.total("target_calls"), variant.total("accepted")
-    differ = sum(
-        not np.array_equal(a.tokens, b.tokens)
-        for a, b in zip(variant.results, plain.results, strict=True)
-    )
-    per_token = plain.seconds_per_token / variant.seconds_per_token
+    differ = analysis_variants.count_differing(variant, plain)
     return {
         "variant": name,
         "alpha": accepted / (examined + variant.total("undrafted")) if examined else None,
         "alpha_where_drafted": accepted / examined if examined else None,
         "tokens_per_call": variant.tokens / max(calls, 1),
         "drafted_per_call": variant.total("drafted") / max(calls, 1),
-        "improvement": Spread.from_samples(per_token)._asdict(),
+        "improvement": summarize(plain.seconds_per_token / variant.seconds_per_token),
         "compile_seconds": variant.compile_seconds,
         "differ": differ if _TEMPERATURE.value == 0 else None,
     }

@@ -1,22 +1,24 @@
-"""Measures what weights in int8 change: distributions, outputs, BLEU, and the acceptance of a drafter.
+"""Measures the effect of int8 weights: on distributions, outputs, BLEU and a drafter's acceptance.
 
-    python scripts/compare_rounded.py --target=flan-t5-large/ --drafter=flan-t5-small/ --input_file=test.txt
+    python scripts/compare_rounded.py --target=flan-t5-large/ --drafter=flan-t5-small/ \
+        --input_file=test.txt
     python scripts/compare_rounded.py --target=ende/target --drafter=ende/drafter \
         --input_file=ende/test.tsv.gz --move_weights --output=rounded.json
     python scripts/compare_rounded.py --preset=t5_1_1/large --limit=16
 
-The model decodes the inputs with all of its precision. The distributions of its rounded form (`--quantize`) are
-compared with its own at every token of these outputs, and so are those of the drafter with both. Then
-the rounded form decodes too. Both forms are in memory at the same time.
+The model decodes the inputs in full precision. At every token of these outputs its distribution is
+compared with that of its rounded form (`--quantize`), and the drafter's with both. Then the rounded
+form decodes too. Both forms are in memory at the same time.
 
-The output of a rounded model follows another distribution than the full model's: speculative decoding does not
-change that. This script tells how far apart the two are for your model and your text. Presets have
-random weights, as training begins with, and an encoder of one layer: of them only the error of the
-logits says something.
+A rounded model's output has another distribution than the full model's; speculative decoding does
+not change that. This script measures how far apart the two are for your model and your text.
+Presets have random weights, as at the start of training, and an encoder of one layer: for them only
+the error of the logits is meaningful.
 """
 
 import importlib.util
 import json
+from collections.abc import Sequence
 
 import numpy as np
 from absl import app, flags
@@ -48,8 +50,8 @@ _QUANTIZE = flags.DEFINE_enum(
 _MOVE = flags.DEFINE_bool(
     "move_weights",
     False,
-    "First move every weight at random by up to half a step of the rounding: for models that are stored in int8, "
-    "which rounding again would not change.",
+    "First move every weight at random by up to half a step of the rounding: for models that are "
+    "stored in int8, which rounding again would not change.",
 )
 _DTYPE = flags.DEFINE_enum(
     "dtype",
@@ -78,17 +80,12 @@ _PRESET_INPUT, _PRESET_ROWS = 64, 64  # ids in an input of a preset; inputs
 def models() -> tuple[LanguageModel, LanguageModel, LanguageModel | None]:
     """Returns the full model, its rounded form, and the drafter."""
     if _PRESET.value:
-        packed_weights.check_quantize(
-            _QUANTIZE.value,
-            loader.choose_dtype(_DTYPE.value, _PRESET.value, lambda line: None),
-            False,
-        )
-        config = PRESETS[_PRESET.value].replace(
-            dtype=loader.choose_dtype(_DTYPE.value, _PRESET.value)
-        )
+        dtype = loader.choose_dtype(_DTYPE.value, _PRESET.value)
+        packed_weights.check_quantize(_QUANTIZE.value, dtype, False)
+        config = PRESETS[_PRESET.value].replace(dtype=dtype)
         if not config.decoder_only:
             config = config.replace(num_encoder_layers=1)
-        with waiting(f"drawing the weights of {_PRESET.value}, and rounding them"):
+        with waiting(f"making and rounding random weights of {_PRESET.value}"):
             full = LanguageModel.random(config, eos_ids=(), name=_PRESET.value)
             return full, rounding.rounded(full, _QUANTIZE.value), None
     full = loader.load(_TARGET.value, _DTYPE.value, quantize="none")
@@ -98,7 +95,7 @@ def models() -> tuple[LanguageModel, LanguageModel, LanguageModel | None]:
         if drafter.config.vocab_size < full.config.vocab_size:
             raise ValueError(
                 f"drafter: got {drafter.config.vocab_size} ids, expected at least the model's "
-                f"{full.config.vocab_size}, all of which it is fed"
+                f"{full.config.vocab_size}, all of which are its inputs"
             )
     if not _MOVE.value:
         return full, loader.load(_TARGET.value, _DTYPE.value, quantize=_QUANTIZE.value), drafter
@@ -106,7 +103,7 @@ def models() -> tuple[LanguageModel, LanguageModel, LanguageModel | None]:
     return full, rounding.rounded(full, _QUANTIZE.value), drafter
 
 
-def texts_of(path: str) -> tuple[list[str], list[str] | None]:
+def read_texts(path: str) -> tuple[list[str], list[str] | None]:
     """Returns the inputs of a file and the references, None if it has none.
 
     Raises:
@@ -132,8 +129,8 @@ def texts_of(path: str) -> tuple[list[str], list[str] | None]:
     return [line[0] for line in lines], references or None
 
 
-def decoded(model: LanguageModel, inputs, what: str) -> list:
-    """Returns the model's outputs of all inputs."""
+def decode(model: LanguageModel, inputs: Sequence[Sequence[int]], what: str) -> list:
+    """Returns the model's outputs for all inputs."""
     options = dict(
         batch_size=_BATCH.value,
         seed=0,
@@ -144,51 +141,50 @@ def decoded(model: LanguageModel, inputs, what: str) -> list:
     return list(track(decode_all(model, inputs, **options), len(inputs), what))
 
 
-def main(argv) -> None:
+def _check(argv: list[str]) -> None:
+    """Raises UsageError for flags that do not go together."""
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     if (_TARGET.value is None) == (_PRESET.value is None):
         raise app.UsageError("got both of --target and --preset or none, expected one of them")
     if _PRESET.value and (_DRAFTER.value or _MOVE.value or _FILE.value):
         raise app.UsageError(
-            "got --drafter, --move_weights or --input_file with --preset, expected them with --target"
+            "got --drafter, --move_weights or --input_file with --preset, expected --target"
         )
     if _TARGET.value and _FILE.value is None:
         raise app.UsageError("got --target without --input_file, expected a file of inputs")
     if _PRESET.value and _TEMPERATURE.present:
         raise app.UsageError(
-            "got --temperature with --preset, expected none: its outputs are drawn at temperature 1"
+            "got --temperature with --preset, expected none: its outputs are sampled at 1"
         )
+
+
+def main(argv: list[str]) -> None:
+    _check(argv)
     check_output(_OUTPUT.value)
     try:
-        texts, references = ([], None) if _PRESET.value else texts_of(_FILE.value)
+        texts, references = read_texts(_FILE.value) if _FILE.value else ([], None)
         full, other, drafter = models()
     except ValueError as error:
         raise app.UsageError(str(error)) from None
     shape = _LIMIT.value or _PRESET_ROWS, _PRESET_INPUT
     drawn = np.random.default_rng(0).integers(2, full.config.vocab_size, shape).tolist()
     inputs = drawn if _PRESET.value else encode(full, texts, 512)
-
-    def scores(outputs):
-        return {} if references is None else quality(outputs, references)
-
-    outputs = decoded(full, inputs, "decoding with all precision")
+    outputs = decode(full, inputs, "decoding in full precision")
     found = rounding.Divergence(full, other, drafter)
     kept = [
         (row, output.tokens) for row, output in zip(inputs, outputs, strict=True) if output.tokens
     ]
     if not kept:
-        raise app.UsageError(
-            "got outputs without any tokens, expected inputs that the model answers"
-        )
+        raise app.UsageError("got only empty outputs, expected inputs that the model answers")
     parts = [kept[start : start + _BATCH.value] for start in range(0, len(kept), _BATCH.value)]
     for part in track(parts, len(parts), "scoring"):
         found.add(*zip(*part))
-    again = decoded(other, inputs, "decoding with rounded weights")
+    again = decode(other, inputs, "decoding with rounded weights")
     differ = sum(one.tokens != two.tokens for one, two in zip(outputs, again, strict=True))
     record = {
-        "machine": machine.machine(),
-        "model": machine.model(full),
+        "machine": machine.describe_machine(),
+        "model": machine.describe_model(full),
         "quantize": _QUANTIZE.value,
         "moved_weights": _MOVE.value,
         "drafter": _DRAFTER.value,
@@ -198,8 +194,8 @@ def main(argv) -> None:
         "temperature": 1.0 if _PRESET.value else _TEMPERATURE.value,
         **found.record(),
         "outputs_that_differ": differ,
-        "full": scores(outputs),
-        "rounded": scores(again),
+        "full": {} if references is None else quality(outputs, references),
+        "rounded": {} if references is None else quality(again, references),
     }
     print(json.dumps(record, indent=1))
     if _OUTPUT.value:

@@ -1,13 +1,15 @@
-"""Measures sentences a second on a whole file, batched in three ways: refilled rows, like lengths, and file order.
+"""Measures sentences per second on a whole file, batched in three ways.
 
-    python scripts/compare_throughput.py --target=ende/target --drafter=ende/drafter --input_file=ende/test.tsv.gz \
-        --batch_size=8 --limit=2000 --output=throughput.json
+    python scripts/compare_throughput.py --target=ende/target --drafter=ende/drafter \
+        --input_file=ende/test.tsv.gz --batch_size=8 --limit=2000 --output=throughput.json
 
-All three decode the same sentences with the same keys, in turn. Tokenisation, encoders and
-detokenisation are inside the time. Compilation is not: an untimed pass of each comes first. A ratio
-is the time of a pass over the time with refilling; median and spread are over the passes. Every
-output is compared: except for near-ties, all must give the same ids. That holds above temperature 0
-too, since each row has its own draws. The number of differing outputs is printed.
+The ways are file order, sentences of like length, and continuous batching, where finished rows are
+refilled. All three decode the same sentences with the same keys, in turn. Tokenisation, encoders
+and detokenisation are inside the time. Compilation is not: an untimed pass of each comes first. A
+ratio is the time of a pass over the time with continuous batching; median and spread are over the
+passes. Every output is compared: except for near-ties, all must have the same ids. That holds above
+temperature 0 too, since each row has random bits of its own. The number of differing outputs is
+printed.
 """
 
 import json
@@ -20,7 +22,7 @@ import numpy as np
 from absl import app, flags
 
 from specdec_jax.analysis import machine, timing
-from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.timing import summarize
 from specdec_jax.commands.generate import GenerateOptions
 from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding.continuous_batching import decode_stream
@@ -29,6 +31,7 @@ from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.models.language_model import LanguageModel
 
 _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name of the target.")
 _DRAFTER = flags.DEFINE_string(
@@ -54,29 +57,25 @@ _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
 _WAYS = ("file order", "like length", "refilled")
 
 
-def decoded(
-    way: str, target, inputs: Sequence[Sequence[int]], size: int, how: dict
+def decode(
+    way: str, target: LanguageModel, inputs: Sequence[Sequence[int]], size: int, how: dict
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yields (number of the input, ids of its output) for every input, batched in one of `_WAYS`."""
+    """Yields (number of the input, ids of its output) for all inputs, batched in one of `_WAYS`."""
     if way != "file order":
-        for place, (output,) in decode_stream(
-            target, inputs, batch_size=size, refill=way == "refilled", **how
-        ):
+        options = how | {"batch_size": size, "refill": way == "refilled"}
+        for place, (output,) in decode_stream(target, inputs, **options):
             yield place, output.tokens
         return
     for begin in range(0, len(inputs), size):
-        numbers = np.arange(begin, begin + size)
-        batch = [
-            inputs[number] if number < len(inputs) else None for number in numbers
-        ]  # one shape compiles
-        result = generate(target, batch, **how | {"key": fold_keys(how["key"], numbers)})
-        for number, tokens, length in zip(
-            numbers[: len(inputs) - begin], result.tokens, result.lengths
-        ):
-            yield int(number), tokens[:length].tolist()
+        batch = list(inputs[begin : begin + size])
+        padded = batch + [None] * (size - len(batch))  # so that one shape compiles
+        keys = fold_keys(how["key"], np.arange(begin, begin + size))
+        result = generate(target, padded, **how | {"key": keys})
+        for row in range(len(batch)):
+            yield begin + row, result.tokens[row, : result.lengths[row]].tolist()
 
 
-def main(argv) -> None:
+def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
     check_output(_OUTPUT.value)
@@ -90,9 +89,8 @@ def main(argv) -> None:
         batch_size=_BATCH.value,
     )
     options.check()
-    sentences = [line.partition("\t")[0] for line in read_sentences([], _FILE.value)][
-        : _LIMIT.value or None
-    ]
+    lines = read_sentences([], _FILE.value)[: _LIMIT.value or None]
+    sentences = [line.partition("\t")[0] for line in lines]
     target, drafter = options.load()
     how = options.decoding(plain=not options.drafts) | dict(
         drafter=drafter, gamma=options.gamma_of(options.gamma), key=jax.random.key(options.seed)
@@ -104,7 +102,7 @@ def main(argv) -> None:
         begin, found = time.perf_counter(), {}
         inputs = encode(target, sentences, options.max_input_length)
         with Progress(what, len(sentences), "sentences") as progress:
-            for place, tokens in decoded(name, target, inputs, options.rows, how):
+            for place, tokens in decode(name, target, inputs, options.rows, how):
                 found[place] = tokens
                 progress.advance()
         outputs[name] = [found[place] for place in range(len(sentences))]
@@ -120,26 +118,15 @@ def main(argv) -> None:
         for found in zip(*outputs.values(), strict=True)
     )
     ratios = {
-        f"refilled / {name}": Spread.from_samples(
-            np.array(seconds[name]) / np.array(seconds["refilled"])
-        )._asdict()
+        f"refilled / {name}": summarize(np.array(seconds[name]) / np.array(seconds["refilled"]))
         for name in _WAYS[:-1]
     }
-    speed = {
-        name: Spread.from_samples(len(sentences) / np.array(times))._asdict()
-        for name, times in seconds.items()
-    }
+    speed = {name: summarize(len(sentences) / np.array(times)) for name, times in seconds.items()}
+    asked = (_TARGET, _DRAFTER, _GAMMA, _POLICY, _TEMPERATURE, _NEW, _FILE, _BATCH)
     record = {
-        "machine": machine.machine(),
-        "target": _TARGET.value,
-        "drafter": _DRAFTER.value,
-        "gamma": _GAMMA.value,
-        "gamma_policy": _POLICY.value,
-        "temperature": _TEMPERATURE.value,
-        "max_new_tokens": _NEW.value,
-        "input_file": _FILE.value,
+        "machine": machine.describe_machine(),
+        **{flag.name: flag.value for flag in asked},
         "sentences": len(sentences),
-        "batch_size": _BATCH.value,
         "tokens": sum(map(len, outputs["refilled"])),
         "differ": differ,
         "seconds": seconds,
@@ -149,10 +136,8 @@ def main(argv) -> None:
     if _OUTPUT.value:
         write_file(_OUTPUT.value, json.dumps(record, indent=1) + "\n")
     for name, values in {**speed, **ratios}.items():
-        print(
-            f"{name:<22} {values['median']:>9.3f} ({values['least']:.3f} to {values['most']:.3f})"
-            + " sentences a second" * (name in _WAYS)
-        )
+        spread = f"{values['median']:>9.3f} ({values['least']:.3f} to {values['most']:.3f})"
+        print(f"{name:<22} {spread}" + " sentences per second" * (name in _WAYS))
     print(f"{differ} of {len(sentences)} outputs differ")
     sys.exit(1 if differ else 0)
 

@@ -1,18 +1,19 @@
-"""Measures a target's quality and a pair's α, and compares greedy speculative output with greedy plain output.
+"""Measures quality and α of a pair, and compares greedy speculative with greedy plain output.
 
     python scripts/evaluate_pair.py --target=ende/target --drafter=ende/drafter \
         --files=ende/test.tsv.gz,wiki_pe/test.tsv.gz \
         --gamma=1,3,5,8 --batch_size=1,8 --output=evaluation.json
 
 BLEU and chrF are sacrebleu's (extra `test`). Every differing token is listed, with the target's
-margin there and the measured difference between calls over one position and over γ + 1, which tell
-whether it is a near-tie. Exit code 1 if a token differs that is no near-tie, or if the target as its
-own drafter (`--self_drafting`) is ever rejected.
+margin and the measured difference between calls over one position and over γ + 1. They decide
+whether it is a near-tie. Exit code 1 if a token differs that is no near-tie, or if a token of the
+target as its own drafter (`--self_drafting`) is ever rejected.
 """
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from absl import app, flags
@@ -24,6 +25,7 @@ from specdec_jax.decoding.inputs import encode
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.progress import track
 from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.training import text_files
 from tools.quality import quality
 
@@ -48,9 +50,15 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 
-def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:
-    """Returns the acceptance of one speculative run, and every row whose tokens differ from plain
-    decoding's."""
+def compare(
+    target: LanguageModel,
+    inputs: Sequence[Sequence[int]],
+    plain: Sequence[Any],
+    outputs: Sequence[Any],
+    gamma: int,
+    batch: int,
+) -> dict:
+    """Returns the acceptance of one speculative run, and its differences from plain decoding."""
     examined = sum(int(output.stats.examined_by_position.sum()) for output in outputs)
     accepted = sum(output.stats.accepted for output in outputs)
     calls = sum(output.stats.target_calls for output in outputs)
@@ -61,14 +69,8 @@ def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:
             position = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
             prefix = [target.start_token, *theirs.tokens[:position]]
             how = near_ties.measure_difference(target, inputs[index], prefix, gamma + 1, batch)
-            differing.append(
-                {
-                    "input": index,
-                    "position": position,
-                    **how._asdict(),
-                    "near_tie": bool(how.near_tie),
-                }
-            )
+            found = how._asdict() | {"near_tie": bool(how.near_tie)}
+            differing.append({"input": index, "position": position, **found})
     return {
         "gamma": gamma,
         "batch_size": batch,
@@ -79,22 +81,22 @@ def compare(target, inputs, plain, outputs, gamma: int, batch: int) -> dict:
     }
 
 
-def evaluate(target, drafter, file: str, record: dict, save: Callable[[], None]) -> None:
-    """Fills the `record` of one file; calls `save` whenever something was added."""
+def evaluate(
+    target: LanguageModel,
+    drafter: ModelDrafter,
+    file: str,
+    record: dict,
+    save: Callable[[], None],
+) -> None:
+    """Fills the `record` of one file; calls `save` after each addition."""
     pairs = text_files.read_pairs([file])[: _LIMIT.value or None]
     inputs = encode(target, [source for source, _ in pairs], 512)
-    drafters = {"drafter": drafter} | (
-        {"target itself": ModelDrafter(target)} if _SELF.value else {}
-    )
+    drafters = {"drafter": drafter}
+    if _SELF.value:
+        drafters["target itself"] = ModelDrafter(target)
 
-    def decode(batch: int, what: str, **options):
-        options = {
-            "batch_size": batch,
-            "seed": 0,
-            "max_new_tokens": _NEW.value,
-            "generation_config": None,
-            **options,
-        }
+    def decode(batch: int, what: str, **options: Any) -> list:
+        options |= dict(batch_size=batch, max_new_tokens=_NEW.value, generation_config=None, seed=0)
         return list(track(decode_all(target, inputs, **options), len(inputs), what))
 
     record |= {"sentences": len(pairs), "runs": {name: [] for name in drafters}}
@@ -102,18 +104,15 @@ def evaluate(target, drafter, file: str, record: dict, save: Callable[[], None])
         plain = decode(batch, f"{file}: plain, batch {batch}")
         if "bleu" not in record:
             record |= quality(plain, [reference for _, reference in pairs])
-            record["mean_output_pieces"] = round(
-                float(np.mean([len(output.tokens) for output in plain])), 2
-            )
-            print(
-                f"{file}: BLEU {record['bleu']}, chrF {record['chrf']}", file=sys.stderr, flush=True
-            )
+            lengths = [len(output.tokens) for output in plain]
+            record["mean_output_tokens"] = round(float(np.mean(lengths)), 2)
+            scores = f"BLEU {record['bleu']}, chrF {record['chrf']}"
+            print(f"{file}: {scores}", file=sys.stderr, flush=True)
             save()
-        for name, proposer in drafters.items():
+        for name, one in drafters.items():
             for gamma in map(int, _GAMMA.value):
-                outputs = decode(
-                    batch, f"{file}: γ {gamma}, batch {batch}", drafter=proposer, gamma=gamma
-                )
+                what = f"{file}: γ {gamma}, batch {batch}"
+                outputs = decode(batch, what, drafter=one, gamma=gamma)
                 run = compare(target, inputs, plain, outputs, gamma, batch)
                 record["runs"][name].append(run)
                 print(f"{file}: {name}, {json.dumps(run)}", file=sys.stderr, flush=True)
@@ -121,12 +120,12 @@ def evaluate(target, drafter, file: str, record: dict, save: Callable[[], None])
 
 
 def write(record: dict, path: str | None) -> None:
-    """Replaces the file at `path` as a whole, so that after a kill the last record is there."""
+    """Replaces the file at `path` as a whole, so that a killed run leaves its last record."""
     if path:
         write_file(path, json.dumps(record, indent=1) + "\n")
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     check_output(_OUTPUT.value)

@@ -1,5 +1,4 @@
-"""Runs many requests, and checks that nothing recompiles after warm-up and that memory and
-acceptance stay steady.
+"""Runs many requests: nothing may recompile after warm-up, memory and acceptance stay steady.
 
     python scripts/soak.py --target=ende/target --drafter=ende/drafter --requests=10000
 
@@ -15,6 +14,7 @@ import json
 import pathlib
 import sys
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,8 +46,7 @@ _DRIFT = flags.DEFINE_float(
     "The most by which a tenth's acceptance rate may differ from the overall rate.",
 )
 
-# Each combination of these compiles once. Everything else is traced, and drawn anew for every
-# request.
+# Each combination of these compiles once. Everything else is traced, and random for every request.
 _KINDS = ("argmax", "sampled", "filtered", "processed")
 _VERIFIERS = ("token", "block")
 
@@ -79,27 +78,25 @@ def resident_mb() -> float:
     return pages * 4096 / 2**20
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
     target = loader.load(_TARGET.value)
-    drafter = ModelDrafter(loader.load(_DRAFTER.value))
-    vocab, rng, batches = (
-        target.config.vocab_size,
-        np.random.default_rng(0),
-        [int(size) for size in _BATCH.value],
-    )
-    programs = list(itertools.product(_KINDS, _VERIFIERS, batches))
+    vocab, rng = target.config.vocab_size, np.random.default_rng(0)
+    common = {
+        "drafter": ModelDrafter(loader.load(_DRAFTER.value)),
+        "max_input_length": _INPUT.value,
+    }
+    programs = list(itertools.product(_KINDS, _VERIFIERS, map(int, _BATCH.value)))
     for kind, verifier, batch in track(programs, len(programs), "warm-up"):
-        static = options(rng, kind, batch, vocab) | {"verifier": verifier}
-        warm_up(
-            target, drafter=drafter, batch_sizes=[batch], max_input_length=_INPUT.value, **static
-        )
+        static = common | options(rng, kind, batch, vocab) | {"verifier": verifier}
+        warm_up(target, batch_sizes=[batch], **static)
 
     compiled: list[str] = []
 
-    def listen(event, *_, **__):
-        return compiled.append(event) if "backend_compile" in event else None
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     tenths = []
@@ -112,14 +109,8 @@ def main(argv):
                 rng.integers(2, vocab, rng.integers(1, _INPUT.value)).tolist() + [1]
                 for _ in range(batch)
             ]
-            result = generate(
-                target,
-                inputs,
-                drafter=drafter,
-                verifier=verifier,
-                max_input_length=_INPUT.value,
-                **options(rng, kind, batch, vocab),
-            )
+            how = common | options(rng, kind, batch, vocab) | {"verifier": verifier}
+            result = generate(target, inputs, **how)
             examined += int(result.stats.examined_by_position.sum())
             accepted += result.stats.accepted
         line = {
@@ -132,16 +123,17 @@ def main(argv):
         print(json.dumps(line), flush=True)
         tenths.append(line)
     mean = np.mean([line["acceptance_rate"] for line in tenths])
-    problems = (
-        [f"{len(compiled)} programs compiled after the warm-up, expected none"] if compiled else []
-    )
+    problems = []
+    if compiled:
+        problems.append(f"{len(compiled)} programs compiled after the warm-up, expected none")
     growth = tenths[-1]["resident_mb"] - tenths[0]["resident_mb"]
     if growth > _GROWTH.value:
         problems.append(f"memory grew by {growth:.1f} MB, expected at most {_GROWTH.value}")
     drift = max(abs(line["acceptance_rate"] - mean) for line in tenths)
     if drift > _DRIFT.value:
         problems.append(
-            f"acceptance rate differs from the overall rate by {drift:.4f}, expected at most {_DRIFT.value}"
+            f"acceptance rate differs from the overall rate by {drift:.4f}, "
+            f"expected at most {_DRIFT.value}"
         )
     for problem in problems:
         print(f"soak: {problem}", file=sys.stderr)

@@ -1,44 +1,43 @@
-"""Compiles one speculative iteration ahead of time for a TPU, without a TPU, and says whether it
-fits.
+"""Compiles decoding ahead of time for a TPU, without a TPU: whether it fits, estimated times.
 
-    pip install '.[tpu-aot]' JAX_PLATFORMS=cpu python scripts/tpu_aot.py --target=t5_1_1/xxl
-    --drafter=t5_1_1/small --gamma=7 JAX_PLATFORMS=cpu python scripts/tpu_aot.py --chip=all # a line
-    for each TPU: does it fit, how fast at best JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times
-    # also estimates times, for table 2 of the paper JAX_PLATFORMS=cpu python scripts/tpu_aot.py
-    --tree=widths:4,3,2,1 # a tree of 65 nodes in the place of γ JAX_PLATFORMS=cpu python
-    scripts/tpu_aot.py --mesh=1x4 # on the four chips of a v4-8 JAX_PLATFORMS=cpu python
-    scripts/tpu_aot.py --num_beams=4 --gamma=3 --iteration # speculative beam search
+    pip install '.[tpu-aot]'
+    export JAX_PLATFORMS=cpu
+    python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
+    python scripts/tpu_aot.py --chip=all                      # a line for each TPU
+    python scripts/tpu_aot.py --times                         # times for table 2 of the paper
+    python scripts/tpu_aot.py --tree=widths:4,3,2,1           # a tree of 65 nodes instead of γ
+    python scripts/tpu_aot.py --mesh=1x4                      # on the four chips of a v4-8
+    python scripts/tpu_aot.py --num_beams=4 --gamma=3 --iteration     # speculative beam search
 
-The programs are the package's own: `prefill` (both encoders) and `advance` (draft γ, verify,
-commit, in its loop); for a beam search `begin` and `search`, which the package runs as one program.
-It prints the compiler's memory analysis, the arrays of more than a megabyte that loop bodies copy,
-and with `--times` the compiler's own estimate of single calls; nothing here is a measurement. On a
-mesh all sizes are for one device, the collectives of the loop are counted, and every device holds
-the whole drafter. Exit code 1 if the programs do not fit.
+The programs are the package's: `prefill` (both encoders) and `advance` (draft γ, verify, commit, in
+its loop); for a beam search `begin` and `search`, which the package runs as one program. The script
+prints the compiler's memory analysis, the arrays of more than a megabyte that loop bodies copy, and
+with `--times` the compiler's estimate of single calls. Nothing here is a measurement. On a mesh all
+sizes are for one device, the collectives of the loop are counted, and every device holds the whole
+drafter. Exit code 1 if the programs do not fit.
 
-With `--chip=all` a process for each chip compiles, and the chip's line follows as soon as it is
-there: the memory that is needed, the estimate of an iteration (one pass of the loop, with γ passes
-of the drafter's loop in it, or single calls where JAX cannot read the loop's text; a kernel in
-Pallas, which the compiler does not estimate, counts as its bytes over the bandwidth), and the floor
-under it: the bytes of the decoders' weights and caches over the bandwidth. Standard error says what
-is being compiled.
+With `--chip=all` one process for each chip compiles, and prints a line: the memory that is needed,
+the estimate of an iteration, and the floor under it, which is the bytes of the decoders' weights
+and caches over the bandwidth. The estimate is one pass of the loop, with γ passes of the drafter's
+loop in it, or single calls if JAX cannot read the loop's text. A Pallas kernel, which the compiler
+does not estimate, counts as its bytes over the bandwidth.
 """
 
 import functools
 import json
 import subprocess
 import sys
+from typing import Any
 
 import jax
 from absl import app, flags
 from jax.experimental import topologies
 
-from specdec_jax.decoding.beams import BeamOptions
 from specdec_jax.files.progress import waiting
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.t5 import PRESETS
-from specdec_jax.speculative.tree_text import read_tree
 from specdec_jax.speculative.trees import DynamicTree
+from tools.case_flags import CaseFlags
 from tools.compiled_text import collectives, loop_copies
 from tools.lowering import Case, size
 from tools.tpu_chips import CHIPS, Chip, chip_line
@@ -47,36 +46,15 @@ from tools.tpu_estimates import (
     call_seconds,
     floor_ms,
     iteration_ms,
-    text_of,
+    read_text,
     times,
     tree_call_seconds,
 )
 
-FLAGS = flags.FLAGS
+_CASE = CaseFlags("t5_1_1/xxl")
 _CHIP = flags.DEFINE_enum(
     "chip", "v4", [*CHIPS, "all"], "TPU to compile for; all: a table, a line for each."
 )
-_TARGET = flags.DEFINE_enum("target", "t5_1_1/xxl", sorted(PRESETS), "Shape of the target.")
-_DRAFTER = flags.DEFINE_enum("drafter", "t5_1_1/small", sorted(PRESETS), "Shape of the drafter.")
-_GAMMA = flags.DEFINE_integer(
-    "gamma", 7, "Tokens drafted per iteration; 0 is plain decoding.", lower_bound=0
-)
-_TREE = flags.DEFINE_string(
-    "tree", None, "A tree in the place of γ, as for `specdec generate`, such as widths:3,2,1."
-)
-_BEAMS = flags.DEFINE_integer(
-    "num_beams", None, "Beams of a beam search; none without.", lower_bound=1
-)
-_WIDTH = flags.DEFINE_integer(
-    "beam_width", None, "Nodes of each drafted level, by default twice the beams."
-)
-_BATCH = flags.DEFINE_integer("batch_size", 1, "Number of rows.", lower_bound=1)
-_QUANTIZE = flags.DEFINE_enum(
-    "quantize", None, ["int8"], "Kernels of the target in int8, inputs in bfloat16."
-)
-_INPUT = flags.DEFINE_integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
-_NEW = flags.DEFINE_integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
 _TOPOLOGY = flags.DEFINE_string(
     "topology", None, "Another topology of the chip, such as v4:2x2x2; the first devices are used."
 )
@@ -95,48 +73,29 @@ _ITERATION = flags.DEFINE_bool(
 _CLOCK = flags.DEFINE_float(
     "clock_ghz", None, "Clock in cycles per nanosecond, if not the chip's.", lower_bound=0.01
 )
-_TEXT = flags.DEFINE_string("hlo", None, "File for the compiled loop's HLO text.")
 
 
 def _chip() -> Chip:
-    """Returns the chip, with what the flags say of it."""
+    """Returns the chip, changed by the flags."""
     chip = CHIPS[_CHIP.value]
-    told = {"topology": _TOPOLOGY.value, "memory": _MEMORY.value, "clock": _CLOCK.value}
-    return chip._replace(**{name: value for name, value in told.items() if value})
+    given: dict[str, Any] = {
+        "topology": _TOPOLOGY.value,
+        "memory": _MEMORY.value,
+        "clock": _CLOCK.value,
+    }
+    return chip._replace(**{name: value for name, value in given.items() if value})
 
 
 @functools.cache
 def _devices() -> list:
-    how = (
-        {"chip_config_name": "megacore"} if _CHIP.value == "v4" else {}
-    )  # v4's two cores are one device
-    return topologies.get_topology_desc(
-        platform="tpu", topology_name=_chip().topology, **how
-    ).devices
-
-
-def _case() -> Case:
-    """Returns what is compiled, and for which devices."""
-    tree = None if _TREE.value is None else read_tree(_TREE.value)
-    return Case(
-        tuple(_devices()),
-        _TARGET.value,
-        _DRAFTER.value,
-        tree.depth if tree else _GAMMA.value,
-        tree,
-        _BEAMS.value,
-        _WIDTH.value,
-        _BATCH.value,
-        _QUANTIZE.value is not None,
-        _INPUT.value,
-        _NEW.value,
-        _TEMPERATURE.value,
-        _MESH.value,
-    )
+    # A v4's two cores are one device.
+    how = {"chip_config_name": "megacore"} if _CHIP.value == "v4" else {}
+    name = _chip().topology
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **how).devices
 
 
 def report(case: Case, chip: Chip) -> dict:
-    """Compiles both programs and returns what the compiler says about them, in GB."""
+    """Compiles both programs and returns the compiler's analysis, sizes in GB."""
     target, drafter = case.network(case.target), case.model_drafter()
     with waiting(f"compiling encoders and prefill of {case.target} for {chip.topology}"):
         lowered = case.lowered_start()
@@ -147,9 +106,9 @@ def report(case: Case, chip: Chip) -> dict:
     )
     with waiting(f"compiling the loop of {case.target}"):
         loop = case.lowered_loop(state).compile()
-        text = text_of(loop)
-    if _TEXT.value and text:
-        write_file(_TEXT.value, text)
+        text = read_text(loop)
+    if _CASE.text.value and text:
+        write_file(_CASE.text.value, text)
     memory = loop.memory_analysis()
     weights, caches = (size(target) + size(drafter)) / GB, size(state) / GB
     # Both models' encoders stay in memory beside the loop, whose program takes only the decoders'
@@ -160,14 +119,7 @@ def report(case: Case, chip: Chip) -> dict:
         "what": "compiler's memory analysis, ahead of time; not a measurement",
         "chip": _CHIP.value,
         "topology": chip.topology,
-        "target": case.target,
-        "drafter": case.drafter if drafter else None,
-        "gamma": case.gamma,
-        "tree": _TREE.value,
-        "num_beams": case.beams,
-        "batch_size": case.batch,
-        "dtype": "bfloat16",
-        "quantize": _QUANTIZE.value,
+        **_CASE.record(case),
         "weights_gb": round(weights, 3),
         "state_gb": round(caches, 3),
         "loop_temporaries_gb": round(memory.temp_size_in_bytes / GB, 3),
@@ -184,7 +136,8 @@ def report(case: Case, chip: Chip) -> dict:
 
 
 def _tree_calls(case: Case, chip: Chip) -> dict:
-    """Returns the estimates of a call over a chain as deep as the tree and of one over its nodes."""
+    """Returns the estimates of calls over a chain as deep as the tree, and over its nodes."""
+    assert case.tree is not None
     tree = case.tree.fixed() if isinstance(case.tree, DynamicTree) else case.tree
     width, node = case.gamma + 1, tree_call_seconds(case, chip, tree)
     calls = {
@@ -195,13 +148,12 @@ def _tree_calls(case: Case, chip: Chip) -> dict:
 
 
 def every_chip(arguments: list[str]) -> int:
-    """Prints the table, each line as soon as it is there; returns 1 if a chip's programs do not
-    fit."""
+    """Prints the table line by line; returns 1 if a chip's programs do not fit."""
     print("estimates by the TPU compiler, ahead of time; nothing here is a measurement")
     print("chip     needed, GB     fits   iteration     floor    iteration / floor", flush=True)
     codes = []
     for chip in CHIPS:
-        print(f"{chip}, in a process of its own", file=sys.stderr, flush=True)
+        print(f"{chip}, in a separate process", file=sys.stderr, flush=True)
         command = [sys.executable, __file__, *arguments, f"--chip={chip}", "--iteration"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         print(chip_line(chip, done.returncode, done.stdout), flush=True)
@@ -210,70 +162,40 @@ def every_chip(arguments: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> None:
-    """Rejects what the command line cannot mean."""
-    if len(argv) > 1:
-        raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
-    if _QUANTIZE.value and _MESH.value:
+    """Raises UsageError for flags that do not go together."""
+    _CASE.check(argv)
+    quantize, chip = _CASE.quantize.value, f"--chip={_CHIP.value}"
+    if quantize and _MESH.value:
         raise app.UsageError(
-            f"quantize: got {_QUANTIZE.value} with --mesh={_MESH.value}, expected one device"
+            f"quantize: got {quantize} with --mesh={_MESH.value}, expected one device"
         )
     if _TOPOLOGY.value and _TOPOLOGY.value.split(":")[0] != _CHIP.value:
         raise app.UsageError(
-            f"topology: got {_TOPOLOGY.value} with --chip={_CHIP.value}, expected one of that chip"
+            f"topology: got {_TOPOLOGY.value} with {chip}, expected one of that chip"
         )
-    if _TREE.value and _BEAMS.value:
-        raise app.UsageError(
-            f"tree: got {_TREE.value} with --num_beams={_BEAMS.value}, expected one of the two"
-        )
-    if _WIDTH.value and not _BEAMS.value:
-        raise app.UsageError(f"beam_width: got {_WIDTH.value} without --num_beams, expected it too")
-    if _TREE.value and FLAGS["gamma"].present:
-        raise app.UsageError(
-            f"gamma: got {_GAMMA.value} with --tree={_TREE.value}, expected one of the two"
-        )
-    try:
-        if _TREE.value:
-            read_tree(_TREE.value)
-        if _BEAMS.value:
-            BeamOptions(_BEAMS.value, beam_width=_WIDTH.value)
-    except ValueError as error:
-        raise app.UsageError(str(error)) from None
-    one = {
-        "times": _TIMES,
-        "hlo": _TEXT,
-        "memory_gb": _MEMORY,
-        "clock_ghz": _CLOCK,
-        "tree": _TREE,
-        "num_beams": _BEAMS,
-    }
-    for name, flag in one.items() if _CHIP.value == "all" else ():
+    single = (_TIMES, _MEMORY, _CLOCK, _CASE.text, _CASE.tree, _CASE.beams)
+    for flag in single if _CHIP.value == "all" else ():
         if flag.value:
-            raise app.UsageError(f"{name}: got {flag.value} with --chip=all, expected none")
+            raise app.UsageError(f"{flag.name}: got {flag.value} with --chip=all, expected none")
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     _check(argv)
     if _CHIP.value == "all":
         sys.exit(every_chip(sys.argv[1:]))
-    case, chip = _case(), _chip()
-    if case.mesh:
-        try:
-            case.rules().check(PRESETS[case.target])
-            case.rules().check_rows("batch_size", case.batch)
-        except ValueError as error:
-            raise app.UsageError(str(error)) from None
+    case, chip = _CASE.make_case(_devices(), mesh=_MESH.value), _chip()
+    try:
+        if (rules := case.rules()) is not None:
+            rules.check(PRESETS[case.target])
+            rules.check_rows("batch_size", case.batch)
+    except ValueError as error:
+        raise app.UsageError(str(error)) from None
     try:
         result = report(case, chip)
-    except (
-        jax.errors.JaxRuntimeError
-    ) as error:  # most often the compiler's, that the memory does not suffice
-        why = " ".join(str(error).split())
-        print(
-            json.dumps(
-                {"what": "rejected by the compiler", "chip": _CHIP.value, "failed": why[:1000]},
-                indent=2,
-            )
-        )
+    except jax.errors.JaxRuntimeError as error:  # most often too little memory
+        why = " ".join(str(error).split())[:1000]
+        record = {"what": "rejected by the compiler", "chip": _CHIP.value, "failed": why}
+        print(json.dumps(record, indent=2))
         sys.exit(1)
     if case.tree:
         result |= _tree_calls(case, chip)

@@ -1,20 +1,21 @@
-"""Writes the sentences of WikiText, nearly as people write them: sources for `specdec distill`.
+"""Writes the sentences of WikiText with normal punctuation: sources for `specdec distill`.
 
-    python scripts/wikitext_sentences.py --input_file=wikitext2/train.txt.gz --output_file=wikitext.txt.gz \
-        --exclude=ende/validation.tsv.gz,ende/test.tsv.gz,wiki_pe/validation.tsv.gz,wiki_pe/test.tsv.gz
+    python scripts/wikitext_sentences.py --input_file=wikitext2/train.txt.gz \
+        --output_file=wikitext.txt.gz --exclude=ende/validation.tsv.gz,ende/test.tsv.gz
 
 WikiText has one paragraph a line, with punctuation separated from words and rare words replaced by
-<unk>. The output has one sentence a line, with punctuation joined to words again. Headings, sentences
-with <unk>, and those of fewer than 4 or more than 45 words are left out, and so are sources of the
-excluded files, whatever their case and punctuation. The rules are simple: a sentence is also cut
-after an initial or "St.", a quotation mark may go to the sentence after its own, and names like
-O 'Neill stay apart. That affects some 6 % of WikiText-2's sentences. The bundled drafter learnt from
-exactly these.
+<unk>. The output has one sentence a line, with punctuation joined to words again. Headings,
+sentences with <unk>, and those of fewer than 4 or more than 45 words are left out, and so are
+sources of the excluded files, whatever their case and punctuation. The rules are simple: a sentence
+is also cut after an initial or "St.", a quotation mark may go to the sentence after its own, and
+names like O 'Neill stay apart. That affects some 6 % of WikiText-2's sentences. The bundled drafter
+was trained on exactly these.
 """
 
 import gzip
 import pathlib
 import re
+from collections.abc import Iterable
 
 from absl import app, flags
 
@@ -57,14 +58,13 @@ def as_written(sentence: str) -> str:
     return sentence
 
 
-def words_of(sentence: str) -> str:
-    """Returns the words of a sentence, equal for sentences that differ in case and punctuation
-    only."""
+def normalize(sentence: str) -> str:
+    """Returns the words of a sentence in lower case, without punctuation."""
     return re.sub(r"\W+", " ", sentence.lower()).strip()
 
 
-def sentences(lines, excluded: set[str]) -> list[str]:
-    """Returns the sentences of WikiText's lines, except those of which `words_of` is in `excluded`."""
+def sentences(lines: Iterable[str], excluded: set[str]) -> list[str]:
+    """Returns the sentences of WikiText's lines but for the `excluded`, which are normalized."""
     found = []
     for line in lines:
         if line.strip().startswith("="):
@@ -73,14 +73,14 @@ def sentences(lines, excluded: set[str]) -> list[str]:
             if "<unk>" in sentence or not _SHORTEST <= len(sentence.split()) <= _LONGEST:
                 continue
             sentence = as_written(sentence)
-            if words_of(sentence) not in excluded:
+            if normalize(sentence) not in excluded:
                 found.append(sentence)
     return found
 
 
-def main(_) -> None:
+def main(_: list[str]) -> None:
     excluded = {
-        words_of(line.partition("\t")[0])
+        normalize(line.partition("\t")[0])
         for path in _EXCLUDE.value
         for line in text_files.read_lines(path)
     }

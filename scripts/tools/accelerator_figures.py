@@ -1,5 +1,7 @@
-"""Says what each figure of scripts/accelerator_report.py times, and what its line says: bare copies
-and products, target calls by width, draft steps, whole decodes."""
+"""Defines the figures of scripts/accelerator_report.py: the timed call and the line of each.
+
+They are copies, bare products, target calls by width, draft steps and whole decodes.
+"""
 
 import dataclasses
 import functools
@@ -10,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.analysis import timing, variants
+from specdec_jax.analysis import step_loops, timing, variants
 from specdec_jax.analysis.matmul_roofline import Products, products_variants
-from specdec_jax.analysis.timing import STEPS, Spread
+from specdec_jax.analysis.timing import STEPS, CallShape, Spread
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.models.families import PRESETS
@@ -25,19 +27,21 @@ from specdec_jax.speculative.verifiers import SYNTHETIC
 # Bytes that are copied to measure the bandwidth, with tiny shapes fewer, and how often in one
 # program.
 _COPIED, _COPIED_TINY, _COPIES = 2**30, 2**16, 16
-# The acceptance that is forced where a target's own weights in int8 draft for it.
+# The synthetic acceptance rate of a target for which its own weights in int8 draft.
 _OWN_ALPHA = 0.99
-# Another implementation's way to decode one batch, made of the target.
-Against = Callable[[LanguageModel], Callable[[variants.Batch], GenerationResult]]
+# The lines of earlier figures by name.
+Lines = Mapping[str, Any]
+# Returns, for a target, another implementation's function that decodes a batch.
+Against = Callable[[LanguageModel], Callable[[variants.SentenceBatch], GenerationResult]]
 
 
-class NotHere(Exception):
-    """A figure that this package, or what is installed, does not support on this device."""
+class UnsupportedHere(Exception):
+    """A figure that this package, or the installed software, does not support on this device."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
-    """What is measured; all of it goes into the report's first line.
+class ReportSetup:
+    """The options of the report; all go into its first line.
 
     Attributes:
       targets, drafter: shapes of T5s. Encoders have one layer, since only decoding is measured.
@@ -72,340 +76,308 @@ class Setup:
     def config(self, preset: str) -> ModelConfig:
         """Returns the shape of a preset in this dtype, with an encoder of one layer."""
         config = PRESETS[preset].replace(dtype=self.dtype, num_encoder_layers=1)
-        # As small as a TPU's kernel of a draft step takes them.
-        small = dict(
-            vocab_size=512, emb_dim=128, num_heads=2, head_dim=64, mlp_dim=128, num_decoder_layers=2
-        )
-        return config.replace(**small) if self.tiny else config
+        if not self.tiny:
+            return config
+        # The smallest that a TPU's kernel of a draft step takes.
+        widths = dict(vocab_size=512, emb_dim=128, head_dim=64, mlp_dim=128)
+        return config.replace(num_heads=2, num_decoder_layers=2, **widths)
 
     def ids(self, rows: int, vocab_size: int) -> np.ndarray:
         """Returns random inputs `[rows, L]`."""
         return np.random.default_rng(0).integers(2, vocab_size, (rows, self.input_length), np.int32)
 
+    def shape(self, target: LanguageModel, more: int = 0) -> CallShape:
+        """Returns the shape of calls of one row, whose caches have `more` slots than needed."""
+        slots = timing.total_slots(target, self.input_length, self.max_new_tokens, max(self.widths))
+        return CallShape(1, self.input_length, slots + more)
 
-class Pair(NamedTuple):
+
+class ModelPair(NamedTuple):
     """A target and a drafter for it; both None where a figure needs none."""
 
     target: Any = None
     drafter: Any = None
 
 
-class Figure(NamedTuple):
+class TimedFigure(NamedTuple):
     """One figure: a call that is timed.
 
     Attributes:
       name: unique name.
-      about: what the figure's line says besides what is measured.
+      about: the fields of the figure's line besides the measured ones.
       program: name of the program that it runs; of figures with the same, one alone compiles.
       variant: makes the call.
-      read: returns what the line says of the seconds of one call, what the last call returned, and
-        the lines before by name.
+      read: returns the measured fields, given the seconds of one call, the result of the last call,
+        and the earlier lines.
     """
 
     name: str
     about: dict[str, Any]
     program: str
-    variant: Callable[[Pair], Callable[[], Any]]
-    read: Callable[[Spread, Any, Mapping[str, Any]], dict[str, Any]]
+    variant: Callable[[ModelPair], Callable[[], Any]]
+    read: Callable[[Spread, Any, Lines], dict[str, Any]]
 
 
-def _scaled(seconds: Spread, factor: float) -> dict[str, float]:
+def _scale(seconds: Spread, factor: float) -> dict[str, float]:
     return Spread(*(factor * one for one in seconds))._asdict()
 
 
-def _steps_in_ms(seconds: Spread) -> dict[str, Any]:
-    return {"milliseconds": _scaled(seconds, 1e3 / STEPS)}
+def _ratio(name: str, above: Lines, below: Lines) -> dict[str, float]:
+    """Returns the ratio of two lines' medians under `name`; nothing if one has none."""
+    if "milliseconds" not in above or "milliseconds" not in below:
+        return {}
+    return {name: above["milliseconds"]["median"] / below["milliseconds"]["median"]}
 
 
-def _ratio(name: str, found: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
-    """Returns how many times the median of `other` that of `found` is; nothing without one."""
-    return (
-        {name: found["milliseconds"]["median"] / other["milliseconds"]["median"]}
-        if "milliseconds" in other
-        else {}
-    )
+def _read_steps(
+    seconds: Spread,
+    result: Any,
+    before: Lines,
+    ratio: str = "",
+    beside: str = "",
+    weights: bool = False,
+) -> dict[str, Any]:
+    """Returns the fields of a figure of single steps.
+
+    Args:
+      seconds, result, before: as for `TimedFigure.read`.
+      ratio: name of the ratio to the figure `beside`; empty: none.
+      beside: name of a figure before.
+      weights: whether `result` is from `_with_bytes`; then there are the bytes of the weights, and
+        the time of reading them at the measured bandwidth.
+    """
+    found: dict[str, Any] = {"milliseconds": _scale(seconds, 1e3 / STEPS)}
+    if ratio:
+        found |= _ratio(ratio, found, before.get(beside, {}))
+    if weights:
+        found["bytes"] = result[1]
+        bandwidth = before.get("copy", {}).get("gb_per_second")
+        found |= {"floor_ms": result[1] / bandwidth / 1e6} if bandwidth else {}
+    return found
 
 
-def _gain(name: str, found: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
-    """Returns how many times as fast as `other` `found` is; nothing without one."""
-    return (
-        {name: other["milliseconds"]["median"] / found["milliseconds"]["median"]}
-        if "milliseconds" in other
-        else {}
-    )
+def copy(setup: ReportSetup) -> TimedFigure:
+    """Returns the figure of the bandwidth.
 
-
-def copy(setup: Setup) -> Figure:
-    """Returns the figure of the bandwidth: of copies in place, many in one program, so that what
-    the host takes to launch it does not count."""
+    It times copies in place, many in one program, so that launching it does not count.
+    """
     size = _COPIED_TINY if setup.tiny else _COPIED
 
-    def variant(_):
+    def variant(_: ModelPair) -> Callable[[], jax.Array]:
         kept = [jnp.ones(size // 4, jnp.int32)]
 
-        def call():
+        def call() -> jax.Array:
             kept[0] = copies(kept[0])
             return kept[0]
 
         return call
 
-    gigabytes = 2 * size * _COPIES / 1e9
+    def read(seconds: Spread, _: Any, before: Lines) -> dict[str, Any]:
+        bandwidth = 2 * size * _COPIES / 1e9 / max(seconds.least, 1e-9)
+        return {"milliseconds": _scale(seconds, 1e3 / _COPIES), "gb_per_second": bandwidth}
 
-    def read(seconds, *_):
-        return {
-            "milliseconds": _scaled(seconds, 1e3 / _COPIES),
-            "gb_per_second": gigabytes / max(seconds.least, 1e-9),
-        }
-
-    return Figure(
-        "copy", {"kind": "copy", "megabytes": size / 1e6, "copies": _COPIES}, "copy", variant, read
-    )
+    about = {"kind": "copy", "megabytes": size / 1e6, "copies": _COPIES}
+    return TimedFigure("copy", about, "copy", variant, read)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def copies(numbers: jax.Array) -> jax.Array:
-    """Reads and writes an array several times. The barrier keeps a compiler that writes the passes
-    out from joining them; that the array is donated, from copying it once more."""
+    """Reads and writes an array several times.
 
-    def one_pass(_, numbers):
+    The barrier keeps a compiler that unrolls the passes from joining them. The array is donated, so
+    that it is not copied once more.
+    """
+
+    def one_pass(_: jax.Array, numbers: jax.Array) -> jax.Array:
         return jax.lax.optimization_barrier(numbers + 1)
 
     return jax.lax.fori_loop(0, _COPIES, one_pass, numbers)
 
 
-def _of_weights(network: Network, call: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns `call`, whose steps multiply by the kernels of `network`, with their bytes beside
-    what it returns, for `_floor`."""
-    size = Products.of(network).nbytes
+def _with_bytes(network: Network, call: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns `call` with the bytes of the weights of `network` beside its result."""
+    size = Products.from_network(network).nbytes
     return lambda: (call(), size)
 
 
-def _floor(result: tuple[Any, int], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the bytes of the weights of a step, and the time in which they are read at the
-    bandwidth measured."""
-    size, measured = result[1], before.get("copy", {})
-    return {"bytes": size} | (
-        {"floor_ms": size / measured["gb_per_second"] / 1e6} if "gb_per_second" in measured else {}
-    )
-
-
-def room(setup: Setup, target: LanguageModel) -> int:
-    """Returns the number of slots of every call's cache."""
-    return timing.total_slots(target, setup.input_length, setup.max_new_tokens, max(setup.widths))
-
-
-def calls(setup: Setup, preset: str) -> list[Figure]:
+def calls(setup: ReportSetup, preset: str) -> list[TimedFigure]:
     """Returns the figures of bare products, draft steps and target calls over several positions."""
 
-    def products(pair):
-        return _of_weights(
-            pair.target.network, products_variants(pair.target.network, 1)["products"]
-        )
+    def products(pair: ModelPair) -> Callable[[], Any]:
+        network = pair.target.network
+        return _with_bytes(network, products_variants(network, 1)["products"])
 
+    about = {"target": preset, "batch": 1, "kind": "products"}
+    read = functools.partial(_read_steps, weights=True)
     return [
         *(_call(setup, preset, width) for width in sorted({1, *setup.widths})),
         _draft_step(setup, preset),
-        Figure(
-            f"{preset}, products",
-            {"target": preset, "batch": 1, "kind": "products"},
-            "products",
-            products,
-            lambda seconds, result, before: _steps_in_ms(seconds) | _floor(result, before),
-        ),
+        TimedFigure(f"{preset}, products", about, "products", products, read),
     ]
 
 
-def _call(setup: Setup, preset: str, width: int, kind: str = "") -> Figure:
-    """Returns the figure of a target call; of one in int8 (`kind` "int8 ") beside the full
-    target's."""
+def _call(setup: ReportSetup, preset: str, width: int, kind: str = "") -> TimedFigure:
+    """Returns the figure of a target call.
+
+    With `kind` "int8 " the target is in int8, and the call is compared with the full target's.
+    """
     full = f"{preset}, call over {width}"
     name = full if not kind else f"{preset}, int8, call over {width}"
 
-    def variant(pair: Pair):
+    def variant(pair: ModelPair) -> Callable[[], Any]:
         network = pair.target.network
-        call = timing.step_variant(network, 1, setup.input_length, room(setup, pair.target), width)
-        return _of_weights(network, call) if width == 1 else call
+        call = timing.step_variant(network, setup.shape(pair.target), width)
+        return _with_bytes(network, call) if width == 1 else call
 
-    def read(seconds, result, before):
-        found = _steps_in_ms(seconds)
-        if kind:
-            found |= _ratio("over_full", found, before.get(full, {}))
-        else:
-            found |= _ratio(
-                "v", found, found if width == 1 else before.get(f"{preset}, call over 1", {})
-            )
-        return found | (_floor(result, before) if width == 1 else {})
+    def read(seconds: Spread, result: Any, before: Lines) -> dict[str, Any]:
+        ratio, other = ("over_full", full) if kind else ("v", f"{preset}, call over 1")
+        found = _read_steps(seconds, result, before, ratio, other, weights=width == 1)
+        return found | ({"v": 1.0} if width == 1 and not kind else {})
 
-    return Figure(
-        name,
-        {"kind": f"{kind}call", "target": preset, "batch": 1, "width": width},
-        name,
-        variant,
-        read,
-    )
+    about = {"kind": f"{kind}call", "target": preset, "batch": 1, "width": width}
+    return TimedFigure(name, about, name, variant, read)
 
 
-def _draft_step(setup: Setup, preset: str, of: str = "") -> Figure:
-    """Returns the figure of a step of the pair's drafter, whose name is in `of` if it is not the
-    usual one."""
-    length = setup.input_length
+def _draft_step(setup: ReportSetup, preset: str, drafter: str = "") -> TimedFigure:
+    """Returns the figure of a step of the pair's drafter; the usual one has no name."""
 
-    def variant(pair: Pair):
-        network, slots = pair.drafter.steps()["draft step"], room(setup, pair.target)
-        width = timing.draft_width(network, 1, length, slots)
-        return _of_weights(
-            network, timing.step_variant(network, 1, length, slots, width, timing.draft_steps)
-        )
+    def variant(pair: ModelPair) -> Callable[[], Any]:
+        network, shape = pair.drafter.steps()["draft step"], setup.shape(pair.target)
+        width = timing.draft_width(network, shape)
+        step = timing.step_variant(network, shape, width, step_loops.draft_steps)
+        return _with_bytes(network, step)
 
-    def read(seconds, result, before):
-        found = _steps_in_ms(seconds)
-        return (
-            found
-            | _ratio("c", found, before.get(f"{preset}, call over 1", {}))
-            | _floor(result, before)
-        )
-
-    name = ", ".join(filter(None, (preset, of, "draft step")))
-    about = {"target": preset, "batch": 1, "kind": f"{of} draft step".strip()}
-    return Figure(name, about, "draft step", variant, read)
+    read = functools.partial(_read_steps, ratio="c", beside=f"{preset}, call over 1", weights=True)
+    name = ", ".join(filter(None, (preset, drafter, "draft step")))
+    about = {"target": preset, "batch": 1, "kind": f"{drafter} draft step".strip()}
+    return TimedFigure(name, about, "draft step", variant, read)
 
 
-def decodes(setup: Setup, preset: str, batch: int, kind: str = "") -> list[Figure]:
-    """Returns the figures of whole decodes of `batch` rows: plain, and with each forced α; of a
-    target in int8 (`kind` "int8 ") beside the full target's plain decoding too."""
+def decodes(setup: ReportSetup, preset: str, batch: int, kind: str = "") -> list[TimedFigure]:
+    """Returns the figures of whole decodes of `batch` rows: plain, and with each synthetic α.
+
+    With `kind` "int8 " the target is in int8, and compared with the full target's plain decoding.
+    """
     full, model = f"{preset}, plain, batch {batch}", f"{preset}, int8" if kind else preset
     plain = f"{model}, plain, batch {batch}"
     about = {"target": preset, "batch": batch}
 
-    def read(seconds, result, before, alone: str | None = None):
-        found = _per_token(seconds, result, before.get(alone, {}))
-        return found | (_gain("over_full_plain", found, before.get(full, {})) if kind else {})
+    def read(seconds: Spread, result: Any, before: Lines, alone: str = "") -> dict[str, Any]:
+        found = _read_decode(seconds, result, before, alone)
+        return found | (_ratio("over_full_plain", before.get(full, {}), found) if kind else {})
 
-    def forced(alpha: float) -> Figure:
-        return Figure(
+    def synthetic(alpha: float) -> TimedFigure:
+        return TimedFigure(
             f"{model}, alpha {alpha:g}, batch {batch}",
             about | {"kind": f"{kind}speculative", "alpha": alpha, "gamma": setup.gamma},
             f"speculative {batch}",
-            lambda pair: _forced(setup, pair, batch, alpha),
+            _synthetic_variant(setup, batch, alpha),
             functools.partial(read, alone=plain),
         )
 
-    def variant(pair):
-        return _decode(setup, pair, batch)
-
+    variant, about_plain = _decode_variant(setup, batch, {}), about | {"kind": f"{kind}plain"}
     return [
-        Figure(plain, about | {"kind": f"{kind}plain"}, f"plain {batch}", variant, read),
-        *map(forced, setup.alphas),
+        TimedFigure(plain, about_plain, f"plain {batch}", variant, read),
+        *map(synthetic, setup.alphas),
     ]
 
 
-def _forced(setup: Setup, pair: Pair, batch: int, alpha: float) -> Callable[[], GenerationResult]:
+def _synthetic_variant(setup: ReportSetup, batch: int, alpha: float) -> Callable:
     how = dict(gamma=setup.gamma, verifier=SYNTHETIC.name, synthetic_alpha=alpha)
-    return _decode(setup, pair, batch, drafter=pair.drafter, **how)
+    return _decode_variant(setup, batch, how, drafts=True)
 
 
-def _decode(setup: Setup, pair: Pair, batch: int, **how) -> Callable[[], GenerationResult]:
-    """Returns a call that decodes a batch, its encoder included."""
-    ids = setup.ids(batch, pair.target.config.vocab_size)
-    return lambda: generate(pair.target, ids, max_new_tokens=setup.max_new_tokens, **how)
+def _decode_variant(
+    setup: ReportSetup, batch: int, how: Mapping[str, Any], drafts: bool = False
+) -> Callable[[ModelPair], Callable[[], GenerationResult]]:
+    """Returns the `variant` of a figure that decodes a batch, its encoder included."""
+
+    def variant(pair: ModelPair) -> Callable[[], GenerationResult]:
+        ids = setup.ids(batch, pair.target.config.vocab_size)
+        drafter = {"drafter": pair.drafter} if drafts else {}
+        options = dict(max_new_tokens=setup.max_new_tokens, **drafter, **how)
+        return lambda: generate(pair.target, ids, **options)
+
+    return variant
 
 
-def _per_token(
-    seconds: Spread, result: GenerationResult, plain: Mapping[str, Any]
+def _read_decode(
+    seconds: Spread, result: GenerationResult, before: Lines, alone: str = ""
 ) -> dict[str, Any]:
-    """Returns the milliseconds for a token of a row, those of an iteration, and how many times as
-    fast as `plain` that is."""
+    """Returns the milliseconds of a token of a row and of an iteration.
+
+    With the name of the figure of plain decoding, there is the improvement over it too.
+    """
     tokens = float(np.mean(result.lengths))
     found = {
-        "milliseconds": _scaled(seconds, 1e3 / tokens),
+        "milliseconds": _scale(seconds, 1e3 / tokens),
         "tokens_per_second": float(result.lengths.sum()) / seconds.median,
     }
     if result.stats is None:
         return found
     calls = max(row.target_calls for row in result.stats.per_row or (result.stats,))
-    return (
-        found | {"iteration_ms": 1e3 * seconds.median / calls} | _gain("improvement", found, plain)
-    )
+    found["iteration_ms"] = 1e3 * seconds.median / calls
+    return found | _ratio("improvement", before.get(alone, {}), found)
 
 
-def searches(setup: Setup, preset: str) -> list[Figure]:
-    """Returns the figures of a tree's calls and iterations, and of beam search, plain and drafted.
+def searches(setup: ReportSetup, preset: str) -> list[TimedFigure]:
+    """Returns the figures of a tree's calls and iterations, and of plain and drafted beam search.
 
-    With random weights hardly anything that is drafted is accepted: the figure is the time of an
+    With random weights hardly any drafted token is accepted: the figure is the time of an
     iteration.
     """
-    tree, length = read_tree(setup.tree), setup.input_length
-    about = {"target": preset, "batch": 1}
+    tree = read_tree(setup.tree)
 
-    def over_nodes(seconds, _, before):
-        found = _steps_in_ms(seconds)
-        return found | _ratio("v", found, before.get(f"{preset}, call over 1", {}))
+    def nodes(pair: ModelPair) -> Callable[[], object]:
+        return timing.tree_variant(pair.target.network, setup.shape(pair.target, tree.size), tree)
 
-    def nodes(pair):
-        return timing.tree_variant(
-            pair.target.network, 1, length, room(setup, pair.target) + tree.size, tree
-        )
-
-    def iterations(seconds, result, _):
-        return _per_token(seconds, result, {})
-
-    def made(kind, variant, read=iterations):
-        return Figure(f"{preset}, {kind}", about | {"kind": kind}, kind, variant, read)
-
+    over_nodes = functools.partial(_read_steps, ratio="v", beside=f"{preset}, call over 1")
+    decode = functools.partial(_decode_variant, setup, 1)
     beams = dict(num_beams=setup.num_beams)
+    drafted = beams | dict(gamma=setup.levels)
+    kinds: dict[str, tuple[Callable, Callable]] = {
+        "tree call": (nodes, over_nodes),
+        "tree": (decode(dict(tree=tree), drafts=True), _read_decode),
+        "beams": (decode(beams), _read_decode),
+        "drafted beams": (decode(drafted, drafts=True), _read_decode),
+    }
+    about = {"target": preset, "batch": 1}
     return [
-        made("tree call", nodes, over_nodes),
-        made("tree", lambda pair: _decode(setup, pair, 1, drafter=pair.drafter, tree=tree)),
-        made("beams", lambda pair: _decode(setup, pair, 1, **beams)),
-        made(
-            "drafted beams",
-            lambda pair: _decode(setup, pair, 1, drafter=pair.drafter, gamma=setup.levels, **beams),
-        ),
+        TimedFigure(f"{preset}, {kind}", about | {"kind": kind}, kind, variant, read)
+        for kind, (variant, read) in kinds.items()
     ]
 
 
-def rounded(setup: Setup, preset: str) -> list[Figure]:
-    """Returns the figures of a target in int8: calls over one and over γ + 1 positions, and
-    decodes."""
+def rounded(setup: ReportSetup, preset: str) -> list[TimedFigure]:
+    """Returns the figures of a target in int8: calls over one and γ + 1 positions, and decodes."""
     wide = (_call(setup, preset, width, "int8 ") for width in (1, setup.gamma + 1))
     return [*wide, *decodes(setup, preset, 1, "int8 ")]
 
 
-def drafted_by_itself(setup: Setup, preset: str) -> list[Figure]:
-    """Returns the figures of a target for which its own weights in int8 draft. Weights of no
-    meaning do not tell how often they would agree: the acceptance is forced."""
-    plain = f"{preset}, plain, batch 1"
-    about = {
-        "target": preset,
-        "batch": 1,
-        "kind": "self:int8",
-        "alpha": _OWN_ALPHA,
-        "gamma": setup.gamma,
-    }
+def drafted_by_itself(setup: ReportSetup, preset: str) -> list[TimedFigure]:
+    """Returns the figures of a target for which its own weights in int8 draft.
+
+    How often dummy weights agree means nothing, so the acceptance is synthetic.
+    """
+    about = {"target": preset, "batch": 1, "kind": "self:int8"}
+    about |= {"alpha": _OWN_ALPHA, "gamma": setup.gamma, "acceptance": "synthetic"}
+    name = f"{preset}, self:int8, alpha {_OWN_ALPHA:g}, batch 1"
+    variant = _synthetic_variant(setup, 1, _OWN_ALPHA)
+    read = functools.partial(_read_decode, alone=f"{preset}, plain, batch 1")
     return [
         _draft_step(setup, preset, "self:int8"),
-        Figure(
-            f"{preset}, self:int8, forced alpha {_OWN_ALPHA:g}, batch 1",
-            about | {"acceptance": "synthetic"},
-            "self:int8",
-            lambda pair: _forced(setup, pair, 1, _OWN_ALPHA),
-            lambda seconds, result, before: _per_token(seconds, result, before.get(plain, {})),
-        ),
+        TimedFigure(name, about, "self:int8", variant, read),
     ]
 
 
-def beside(setup: Setup, preset: str, name: str, decode: Against | None) -> Figure:
+def beside(setup: ReportSetup, preset: str, name: str, decode: Against | None) -> TimedFigure:
     """Returns the figure of another implementation's argmax decoding."""
 
-    def variant(pair: Pair):
+    def variant(pair: ModelPair) -> Callable[[], GenerationResult]:
         assert decode is not None, "or there is no pair"
         ids = setup.ids(1, pair.target.config.vocab_size).tolist()
-        (batch,), run = variants.cut(ids, ids, 1, 0), decode(pair.target)
-        return lambda: run(batch)
+        (batch,) = variants.cut_batches(ids, ids, 1, 0)
+        return functools.partial(decode(pair.target), batch)
 
-    def read(seconds, result, _):
-        return _per_token(seconds, result, {})
-
-    return Figure(
-        f"{preset}, {name}", {"kind": name, "target": preset, "batch": 1}, name, variant, read
-    )
+    about = {"kind": name, "target": preset, "batch": 1}
+    return TimedFigure(f"{preset}, {name}", about, name, variant, _read_decode)

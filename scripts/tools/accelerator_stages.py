@@ -1,6 +1,6 @@
-"""Lists what scripts/accelerator_report.py measures on a device, in its order, and loads the
-models."""
+"""Lists the stages of scripts/accelerator_report.py in their order, and loads the models."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -15,107 +15,94 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.models.parameters import parameter_count
 from tools import accelerator_figures as figures
-from tools.accelerator_figures import Against, Figure, NotHere, Pair, Setup
+from tools.accelerator_figures import Against, ModelPair, ReportSetup, TimedFigure, UnsupportedHere
 
 
 class Stage(NamedTuple):
-    """Figures whose programs compile side by side, and what loads the models that they share, or
-    raises `NotHere`.
+    """Figures whose programs compile side by side, and share their models.
 
-    `kind` is the same for the stage of another target with the same figures.
+    Attributes:
+      name: unique name.
+      kind: the same for the stages of all targets with the same figures.
+      figures: the figures.
+      load: loads the models, or raises `UnsupportedHere`.
     """
 
     name: str
     kind: str
-    figures: list[Figure]
-    load: Callable[[], Pair]
+    figures: list[TimedFigure]
+    load: Callable[[], ModelPair]
 
 
-def stages(setup: Setup, against: Mapping[str, Against | None]) -> list[Stage]:
-    """Returns all stages, smaller targets before larger ones, and what is asked first before what
-    is rarer.
-
-    Args:
-      setup: what is measured.
-      against: other implementations by name; None: not installed.
-    """
-    targets = sorted(setup.targets, key=lambda preset: parameter_count(PRESETS[preset]))
-    first, *rest = setup.batches
-
-    def each(
-        kind: str, of: Callable[[Setup, str], list[Figure]], load=_load, name: str | None = None
-    ) -> list[Stage]:
-        def loads(preset):
-            return lambda: load(setup, preset)
-
-        return [
-            Stage(f"{preset}: {name or kind}", kind, of(setup, preset), loads(preset))
-            for preset in targets
-        ]
-
-    def calls(setup, preset):
-        return figures.calls(setup, preset) + figures.decodes(setup, preset, first)
-
-    def decodes(batch):
-        return lambda setup, preset: figures.decodes(setup, preset, batch)
-
-    def beside(name, decode):
-        return lambda setup, preset: [figures.beside(setup, preset, name, decode)]
-
-    return [
-        Stage("copies", "copies", [figures.copy(setup)], Pair),
-        *each("calls", calls, _load_for_calls, f"calls and batch {first}"),
-        *(stage for batch in rest for stage in each(f"batch {batch}", decodes(batch))),
-        *each("searches", figures.searches, name="tree and beams"),
-        *each("int8", figures.rounded, _load_rounded),
-        *(
-            stage
-            for name, decode in against.items()
-            for stage in each(name, beside(name, decode), _load if decode else _missing(name))
-        ),
-        *each("self:int8", figures.drafted_by_itself, _load_for_itself),
-    ]
-
-
-def _fill(setup: Setup, preset: str, quantize: str | None = None) -> LanguageModel:
+def _fill(setup: ReportSetup, preset: str, quantize: str | None = None) -> LanguageModel:
     return LanguageModel.dummy(setup.config(preset), name=preset, eos_ids=(), quantize=quantize)
 
 
-def _load(setup: Setup, preset: str) -> Pair:
-    return Pair(_fill(setup, preset), ModelDrafter(_fill(setup, setup.drafter)))
+def _load(setup: ReportSetup, preset: str) -> ModelPair:
+    return ModelPair(_fill(setup, preset), ModelDrafter(_fill(setup, setup.drafter)))
 
 
-def _load_for_calls(setup: Setup, preset: str) -> Pair:
+def _load_for_calls(setup: ReportSetup, preset: str) -> ModelPair:
     pair = _load(setup, preset)
     _prefill(setup, pair.target, pair.target.network, pair.drafter.network)
     return pair
 
 
-def _load_rounded(setup: Setup, preset: str) -> Pair:
+def _load_rounded(setup: ReportSetup, preset: str) -> ModelPair:
     try:
         packed_weights.check_quantize("int8", setup.dtype, False)
     except ValueError as error:
-        raise NotHere(str(error)) from None
-    pair = Pair(_fill(setup, preset, "int8"), ModelDrafter(_fill(setup, setup.drafter)))
+        raise UnsupportedHere(str(error)) from None
+    pair = ModelPair(_fill(setup, preset, "int8"), ModelDrafter(_fill(setup, setup.drafter)))
     _prefill(setup, pair.target, pair.target.network)
     return pair
 
 
-def _load_for_itself(setup: Setup, preset: str) -> Pair:
+def _load_for_itself(setup: ReportSetup, preset: str) -> ModelPair:
     target = _fill(setup, preset)
-    return Pair(target, SelfDrafter(target))
+    return ModelPair(target, SelfDrafter(target))
 
 
-def _prefill(setup: Setup, target: LanguageModel, *networks: Network) -> None:
-    """Compiles what makes the caches of calls, lest every call's program does it again."""
+def _prefill(setup: ReportSetup, target: LanguageModel, *networks: Network) -> None:
+    """Compiles the prefill of calls once, lest every call's program compiles it again."""
     for network in networks:
-        jax.block_until_ready(
-            timing.prefill_variant(network, 1, setup.input_length, figures.room(setup, target))()
-        )
+        jax.block_until_ready(timing.prefill_variant(network, setup.shape(target))())
 
 
-def _missing(name: str) -> Callable[[Setup, str], Pair]:
-    def load(*_) -> Pair:
-        raise NotHere(f"{name} is not installed")
+def _reject_missing(name: str, setup: ReportSetup, preset: str) -> ModelPair:
+    raise UnsupportedHere(f"{name} is not installed")
 
-    return load
+
+Loader = Callable[[ReportSetup, str], ModelPair]
+
+
+def stages(setup: ReportSetup, against: Mapping[str, Against | None]) -> list[Stage]:
+    """Returns all stages: the most important kinds first, and smaller targets before larger ones.
+
+    Args:
+      setup: the options of the report.
+      against: other implementations by name; None: not installed.
+    """
+    targets = sorted(setup.targets, key=lambda preset: parameter_count(PRESETS[preset]))
+    first, *rest = setup.batches
+    found = [Stage("copies", "copies", [figures.copy(setup)], ModelPair)]
+
+    def add(kind: str, made: Callable[..., list], load: Loader = _load, name: str = "") -> None:
+        for preset in targets:
+            loaded = functools.partial(load, setup, preset)
+            found.append(Stage(f"{preset}: {name or kind}", kind, made(setup, preset), loaded))
+
+    def calls(setup: ReportSetup, preset: str) -> list[TimedFigure]:
+        return figures.calls(setup, preset) + figures.decodes(setup, preset, first)
+
+    add("calls", calls, _load_for_calls, f"calls and batch {first}")
+    for batch in rest:
+        add(f"batch {batch}", functools.partial(figures.decodes, batch=batch))
+    add("searches", figures.searches, name="tree and beams")
+    add("int8", figures.rounded, _load_rounded)
+    for name, decode in against.items():
+        beside = functools.partial(figures.beside, name=name, decode=decode)
+        load = _load if decode else functools.partial(_reject_missing, name)
+        add(name, lambda *args, made=beside: [made(*args)], load)
+    add("self:int8", figures.drafted_by_itself, _load_for_itself)
+    return found

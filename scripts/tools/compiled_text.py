@@ -1,5 +1,8 @@
-"""Reads the text of a program that was compiled for a TPU or GPU: estimated cycles, bytes of our
-own kernels, copies in loops, widened weights, collectives, kernels of loops."""
+"""Reads the text of a program compiled for a TPU or GPU.
+
+It gives estimated cycles, bytes of our Pallas kernels, copies in loops, widened weights,
+collectives, and the kernels of loops.
+"""
 
 import collections
 import math
@@ -7,8 +10,7 @@ import re
 
 
 def computations(text: str) -> dict[str, list[str]]:
-    """Returns the instructions of each computation of a compiled program, the entry's under
-    "ENTRY"."""
+    """Returns the instructions of each computation of a program, the entry's under "ENTRY"."""
     found: dict[str, list[str]] = {}
     for block in re.findall(r"^(?:ENTRY )?%?[\w.\-]+ \(.*?^}", text, re.MULTILINE | re.DOTALL):
         first, *lines = block.splitlines()
@@ -17,17 +19,19 @@ def computations(text: str) -> dict[str, list[str]]:
 
 
 def estimated_cycles(lines: list[str]) -> int:
-    """Returns the compiler's estimate of one run of a computation, of which `lines` are the
-    instructions, without the loops in it: the sum of the cycles at every instruction."""
+    """Returns the compiler's estimate of one run of a computation, without the loops in it.
+
+    It is the sum of the cycles of all instructions, which are `lines`.
+    """
     cycles = map(int, re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(lines)))
-    return sum(
-        number for number in cycles if number < 2**40
-    )  # a huge number means that there is no estimate
+    return sum(number for number in cycles if number < 2**40)  # a huge number: no estimate
 
 
 def kernel_bytes(lines: list[str]) -> int:
-    """Returns the bytes that kernels in Pallas read and write in one run of a computation without
-    the loops in it, as they state them: the compiler estimates no cycles for them."""
+    """Returns the bytes that Pallas kernels read and write in one run, without inner loops.
+
+    The kernels state them; the compiler estimates no cycles for them.
+    """
     return sum(map(int, re.findall(r'"bytes_accessed":"(\d+)"', "\n".join(lines))))
 
 
@@ -50,11 +54,10 @@ def loop_copies(text: str, least: int = 2**20) -> list[str]:
 
 
 def widened(text: str, least: int = 2**16) -> list[str]:
-    """Returns the arrays of at least `least` numbers that a program writes to memory by widening
-    one of 8 bits.
+    """Returns the arrays of at least `least` numbers that a program writes by widening int8 ones.
 
-    A product that reads a kernel in int8 widens it as it reads, inside a fusion. Whatever widens it
-    before writes, and has the product read, two or four times the bytes.
+    A product that reads a weight in int8 widens it inside a fusion. A weight that is widened before
+    has two or four times the bytes, which are written and read again.
     """
     parts, found = computations(text), []
     inside = {
@@ -65,20 +68,13 @@ def widened(text: str, least: int = 2**16) -> list[str]:
     }
     for lines in (lines for name, lines in parts.items() if name not in inside):
         made = (re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = s8\[([\d,]+)\]", line) for line in lines)
-        in_8_bits = {one[1]: _numbers(one[2]) for one in made if one}
+        int8_sizes = {one[1]: _numbers(one[2]) for one in made if one}
         for line in filter(_launches, lines):
             output, operands = re.findall(r" = (\(.*?\)|\S+) [\w\-]+\((.*?)\)", line)[0]
-            sizes = {in_8_bits.get(name) for name in re.findall(r"[\w.\-]+", operands)}
-            wide = (
-                (dtype, shape)
-                for dtype, shape in re.findall(r"(\w+)\[([\d,]+)\]", output)
-                if dtype != "s8"
-            )
-            found += [
-                f"{dtype}[{shape}]"
-                for dtype, shape in wide
-                if least <= _numbers(shape) and _numbers(shape) in sizes
-            ]
+            sizes = {int8_sizes.get(name) for name in re.findall(r"[\w.\-]+", operands)}
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]+)\]", output):
+                if dtype != "s8" and least <= _numbers(shape) and _numbers(shape) in sizes:
+                    found.append(f"{dtype}[{shape}]")
     return sorted(found)
 
 
@@ -96,9 +92,9 @@ def loops(text: str) -> list[dict[str, int | None]]:
     """Counts, for each loop of a program compiled for a GPU, the kernels that its body launches.
 
     Returns:
-      For each loop, inner ones before those around them: `kernels`, outside of inner loops;
-      `in_layers`, how many of those belong to a decoder's layers; `inner`, the loops in the body;
-      and `trip_count`, None where it is not known, so that the host reads the condition each time.
+      For each loop, inner ones before outer ones: `kernels`, outside of inner loops; `in_layers`,
+      how many of those belong to a decoder's layers; `inner`, the loops in the body; and
+      `trip_count`, None if unknown, so that the host reads the condition each time.
     """
     parts, found = computations(text), []
     for line in (line for lines in parts.values() for line in lines if " while(" in line):

@@ -1,9 +1,12 @@
-"""Lowers the programs of decoding from shapes alone, for devices that need not be there: prefill
-and loop of a pair, and single calls of a network."""
+"""Lowers the programs of decoding from shapes alone, for devices that need not be there.
+
+They are prefill and loop of a pair, and single calls of a network.
+"""
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,14 +33,18 @@ from specdec_jax.speculative.trees import DynamicTree, Tree
 
 
 @functools.partial(jax.jit, donate_argnums=3)
-def call(network: Network, tokens, positions, cache):
+def call(
+    network: Network, tokens: jax.Array, positions: jax.Array, cache: Any
+) -> tuple[jax.Array, Any]:
     """Runs one call and takes the argmax of its logits."""
     logits, cache = network.decode(tokens, positions, cache)
     return distributions.argmax(logits), cache
 
 
 @functools.partial(jax.jit, donate_argnums=3, static_argnames="tree")
-def call_nodes(network: Network, tokens, positions, cache, *, tree: Tree):
+def call_nodes(
+    network: Network, tokens: jax.Array, positions: jax.Array, cache: Any, *, tree: Tree
+) -> tuple[jax.Array, Any]:
     """Runs one call over the nodes of a tree and takes the argmax of its logits."""
     branches = tree.branches(len(tokens))
     nodes = WindowNodes(
@@ -47,16 +54,17 @@ def call_nodes(network: Network, tokens, positions, cache, *, tree: Tree):
     return distributions.argmax(network.head(states)), cache
 
 
-def size(tree) -> int:
+def size(tree: Any) -> int:
     """Returns the bytes of all leaves of a tree of placed shapes, on one device."""
-    leaves = [
-        leaf
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    ]
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
     )
+
+
+def _with_sharding(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -76,7 +84,7 @@ class Case:
       beams: beams of a beam search; None without.
       beam_width: nodes of each drafted level of a beam search; None for twice the beams.
       batch: number of rows.
-      in_int8_: whether the target's kernels are in int8.
+      int8: whether the target's weights are in int8.
       input_length: number of encoder positions.
       new_tokens: the most new tokens.
       temperature: 0 is argmax.
@@ -93,7 +101,7 @@ class Case:
     beams: int | None = None
     beam_width: int | None = None
     batch: int = 1
-    in_8_bits: bool = False
+    int8: bool = False
     input_length: int = 128
     new_tokens: int = 128
     temperature: float = 0.0
@@ -116,58 +124,52 @@ class Case:
         first = np.array(self.devices[: data * model]).reshape(data, model)
         return ShardingRules(Mesh(first, AXES), replicate=drafts)
 
-    def place(self, tree, shardings=None):
-        """Returns the shapes of `tree` on the devices: by `shardings`, else where they are already,
-        else whole on every device."""
-        rules = self.rules()
-        whole = (
-            jax.sharding.SingleDeviceSharding(self.devices[0])
-            if rules is None
-            else rules.sharding()
-        )
+    def place(self, tree: Any, shardings: Any = None) -> Any:
+        """Returns the shapes of `tree` on the devices.
 
-        def put(leaf, sharding):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
+        They are sharded by `shardings`, else as they are already, else replicated.
+        """
         if shardings is not None:
-            return jax.tree.map(put, tree, shardings)
-        return jax.tree.map(lambda leaf: put(leaf, getattr(leaf, "sharding", None) or whole), tree)
+            return jax.tree.map(_with_sharding, tree, shardings)
+        rules = self.rules()
+        single = jax.sharding.SingleDeviceSharding(self.devices[0])
+        whole = single if rules is None else rules.sharding()
+        return jax.tree.map(
+            lambda leaf: _with_sharding(leaf, getattr(leaf, "sharding", None) or whole), tree
+        )
 
     @functools.cache
     def network(self, preset: str, drafts: bool = False) -> Network:
-        """Returns the placed shapes of a network in the loop's layout for an accelerator (no
-        panels)."""
+        """Returns the placed shapes of a network in the loop's layout for an accelerator."""
         rules = self.rules(drafts)
-        fused, in_8_bits = fuses(rules), self.in_8_bits and not drafts
+        fused, int8 = fuses(rules), self.int8 and not drafts
         few = {"num_encoder_layers": 1, "num_decoder_layers": self.layers} if self.layers else {}
         config = dataclasses.replace(PRESETS[preset], dtype="bfloat16", **few)
 
         def build():
             params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
-            if in_8_bits:
+            if int8:
                 params = weight_layouts.round_params(params, None, config.logits_via_embedding)
             return weight_layouts.pack(params, use_packed=False, fused=fused)
 
-        def laid_out(path, leaf):
+        def shard(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             if rules is None:
                 return leaf
-            sharding = rules.of_parameter("/".join(key.key for key in path), leaf.shape)
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            name = "/".join(key.key for key in path)
+            return _with_sharding(leaf, rules.of_parameter(name, leaf.shape))
 
-        params = jax.tree.map_with_path(laid_out, jax.eval_shape(build))
-        module = (config.with_own_head() if in_8_bits else config).module(fused)
+        params = jax.tree.map_with_path(shard, jax.eval_shape(build))
+        module = (config.with_own_head() if int8 else config).module(fused)
         return self.place(Network(params, module, rules, self.platform))
 
     def model_drafter(self) -> ModelDrafter | None:
         """Returns the drafter, of placed shapes only; None for plain decoding."""
-        return (
-            ModelDrafter.tree_unflatten(None, (self.network(self.drafter, True), None))
-            if self.gamma
-            else None
-        )
+        if not self.gamma:
+            return None
+        return ModelDrafter.tree_unflatten(None, (self.network(self.drafter, True), None))
 
-    def _cache(self, start, network: Network):
-        """Returns the placed shapes of what `start(network, inputs, lengths)` makes."""
+    def _cache(self, start: Callable, network: Network) -> Any:
+        """Returns the placed shapes of the result of `start(network, inputs, lengths)`."""
         inputs = _integers(self.batch, bucket(self.input_length))
         lowered = jax.jit(start).lower(*self.place((network, inputs, _integers(self.batch))))
         return self.place(
@@ -175,39 +177,37 @@ class Case:
         )
 
     @functools.cache
-    def cache(self, preset: str, drafts: bool = False):
+    def cache(self, preset: str, drafts: bool = False) -> Any:
         """Returns the placed shapes of the cache with which the decoder begins."""
-        room = slots(self.new_tokens + 1, 7)
-        return self._cache(
-            functools.partial(Network.prefill, slots=room), self.network(preset, drafts)
-        )
+        start = functools.partial(Network.prefill, slots=slots(self.new_tokens + 1, 7))
+        return self._cache(start, self.network(preset, drafts))
 
     def drafts_by_pairs(self) -> bool:
         """Returns whether every draft step is over two positions."""
-        found = []
-
-        def ask(network, cache):
-            return found.append(network.pairs_are_free(cache))
-
-        jax.eval_shape(ask, self.network(self.drafter, True), self.cache(self.drafter, True))
+        found: list[bool] = []
+        jax.eval_shape(
+            lambda network, cache: found.append(network.pairs_are_free(cache)),
+            self.network(self.drafter, True),
+            self.cache(self.drafter, True),
+        )
         return found[0]
 
-    def lowered_call(self, preset: str, width: int, drafts: bool = False):
+    def lowered_call(self, preset: str, width: int, drafts: bool = False) -> jax.stages.Lowered:
         """Lowers a call over `width` positions."""
         tokens, row = self.place((_integers(self.batch, width), _integers(self.batch)))
         return call.lower(self.network(preset, drafts), tokens, row, self.cache(preset, drafts))
 
-    def lowered_tree_call(self, tree: Tree):
+    def lowered_tree_call(self, tree: Tree) -> jax.stages.Lowered:
         """Lowers a call of the target over the nodes of a tree."""
-        network, room = self.network(self.target), slots(self.new_tokens + 1, tree.size - 1)
+        network, size = self.network(self.target), slots(self.new_tokens + 1, tree.size - 1)
 
-        def begun(network, inputs, row):
-            return network.node_cache(network.prefill(inputs, row, room), room, room)
+        def start(network: Network, inputs: jax.Array, row: jax.Array) -> Any:
+            return network.node_cache(network.prefill(inputs, row, size), size, size)
 
         tokens, row = self.place((_integers(self.batch, tree.size), _integers(self.batch)))
-        return call_nodes.lower(network, tokens, row, self._cache(begun, network), tree=tree)
+        return call_nodes.lower(network, tokens, row, self._cache(start, network), tree=tree)
 
-    def lowered_start(self):
+    def lowered_start(self) -> jax.stages.Lowered:
         """Lowers the program that makes the state which the loop starts from."""
         target, drafter = self.network(self.target), self.model_drafter()
         batch, vocab, config = (
@@ -248,7 +248,7 @@ class Case:
         searched = options.config(1, config.mode, vocab, self.gamma, drafter)
         return begin.lower(target, drafter, searched, most, 1 + most, *placed)
 
-    def lowered_loop(self, state):
+    def lowered_loop(self, state: Any) -> jax.stages.Lowered:
         """Lowers the loop that starts from a state of placed shapes."""
         target, drafter = self.network(self.target), self.model_drafter()
         if self.beams:

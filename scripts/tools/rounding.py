@@ -1,5 +1,4 @@
-"""Measures how far a model's distributions move when its weights are rounded to 8 bits, and what
-that does to the acceptance of a drafter."""
+"""Measures how far int8 weights move a model's distributions, and a drafter's acceptance."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,34 +18,26 @@ from specdec_jax.models.network import decoder_only
 
 @isolated
 def moved(model: LanguageModel, seed: int = 0) -> LanguageModel:
-    """Returns a model whose kernels are `model`'s, each number moved at random by up to half a step
-    of the rounding of its column.
+    """Returns `model` with every weight moved at random by up to half a step of int8 rounding.
 
     Rounding a model again that is stored in int8 changes nothing. The model with moved weights is
-    one of those that the stored integers may have come from.
+    one of those that round to the stored integers.
 
     Raises:
       ValueError: a model in bfloat16, whose numbers are further apart than half a step.
     """
     if model.config.dtype != "float32":
-        raise ValueError(
-            f"dtype: got {model.config.dtype}, expected float32 for weights that are moved by half a step"
-        )
+        raise ValueError(f"dtype: got {model.config.dtype}, expected float32 for moved weights")
     params = model.params
     keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params))))
 
-    def move(path, leaf):
-        key = next(keys)
-        head = (
-            path[-1].key == "embedding"
-            and path[-2].key == "token_embedder"
-            and model.config.logits_via_embedding
-        )
-        if path[-1].key != "kernel" and not head:
+    def move(path: tuple, leaf: jax.Array) -> jax.Array:
+        key, names = next(keys), tuple(one.key for one in path)
+        head = names[-2:] == ("token_embedder", "embedding") and model.config.logits_via_embedding
+        if names[-1] != "kernel" and not head:
             return leaf
-        step = (
-            jnp.max(jnp.abs(leaf), axis=1 if head else 0, keepdims=True) / 127
-        )  # a head's column is a row there
+        # An output of the head is a row of the embedding, elsewhere a column.
+        step = jnp.max(jnp.abs(leaf), axis=1 if head else 0, keepdims=True) / 127
         return leaf + (jax.random.uniform(key, leaf.shape, leaf.dtype) - 0.5) * step
 
     return _like(model, jax.tree.map_with_path(move, params))
@@ -56,12 +47,8 @@ def moved(model: LanguageModel, seed: int = 0) -> LanguageModel:
 def rounded(model: LanguageModel, quantize: str) -> LanguageModel:
     """Returns `model` with weights in int8, as `load` does with this `quantize`."""
     packed_weights.check_quantize(quantize, model.config.dtype, False)
-    return _like(
-        model,
-        weight_layouts.round_params(
-            model.params, packed_weights.input_bits(quantize), model.config.logits_via_embedding
-        ),
-    )
+    bits, tied = packed_weights.input_bits(quantize), model.config.logits_via_embedding
+    return _like(model, weight_layouts.round_params(model.params, bits, tied))
 
 
 def _like(model: LanguageModel, params: dict) -> LanguageModel:
@@ -72,18 +59,16 @@ def _like(model: LanguageModel, params: dict) -> LanguageModel:
 
 
 class Divergence:
-    """How far the distributions of a rounded model are from those of the full one, over the same
-    tokens."""
+    """How far a rounded model's distributions are from the full one's, over the same tokens."""
 
     def __init__(
         self, full: LanguageModel, other: LanguageModel, drafter: LanguageModel | None = None
     ):
-        """Begins without any tokens.
+        """Starts without any tokens.
 
         Args:
           full, other: the model and its rounded form.
-          drafter: a drafting model; its encoder, if it has none, is that of the target it drafts
-            for.
+          drafter: a drafting model; without an encoder of its own, it uses the target's.
         """
         self._models, self._drafter = (full, other), drafter
         self._found: dict[str, list[np.ndarray]] = {}
@@ -93,34 +78,29 @@ class Divergence:
         full, _ = self._models
         longest = max(map(len, outputs))
         lengths = np.array([len(row) for row in outputs])
-
-        def pad(rows, length):
-            return np.array([[*row, *[0] * (length - len(row))] for row in rows], np.int32)
-
         before = [full.start_token] * len(outputs)
         if decoder_only(full):  # the last id of a prompt is fed like the outputs
             prompts = [row or [full.start_token] for row in inputs]
             inputs, before = [row[:-1] for row in prompts], [row[-1] for row in prompts]
-        given, sizes = pad(inputs, max(map(len, inputs))), [*map(len, inputs)]
-        fed = pad([[first, *row[:-1]] for first, row in zip(before, outputs, strict=True)], longest)
+        given, sizes = _pad(inputs), [*map(len, inputs)]
+        fed = _pad([[first, *row[:-1]] for first, row in zip(before, outputs, strict=True)])
         target = [model.logits(given, fed, sizes) for model in self._models]
         draft = []
-        drafter = self._drafter
-        for model in self._models if drafter is not None else ():
-            assert drafter is not None, "or there is no model here"
-            encoder = model if drafter.config.encoder_dim is not None else None
-            logits = drafter.logits(given, fed, sizes, encoder)
-            draft.append(match_width(logits, target[0].shape[-1]))
+        if (drafter := self._drafter) is not None:
+            for model in self._models:
+                encoder = model if drafter.config.encoder_dim is not None else None
+                logits = drafter.logits(given, fed, sizes, encoder)
+                draft.append(match_width(logits, target[0].shape[-1]))
         inside = np.arange(longest) < lengths[:, None]
-        for name, values in _compared(*target, draft).items():
+        for name, values in _compare(*target, draft).items():
             self._found.setdefault(name, []).append(np.asarray(values)[inside])
 
     def record(self) -> dict[str, Any]:
-        """Returns what was found over all tokens.
+        """Returns the divergence over all tokens.
 
         `kl` is KL(full ‖ rounded) in nats at temperature 1; `logits_error` the root of the mean
         squared difference of logits over that of the full model's, both without their mean over the
-        vocabulary; `argmax_changes` the share of tokens whose argmax is another. With a drafter,
+        vocabulary; `argmax_changes` the share of tokens whose argmax differs. With a drafter,
         `alpha` is the mean of Σ min(p, q) at temperature 1 and `alpha_argmax` the share of tokens
         where both argmaxes are equal, for the full and the rounded target.
         """
@@ -144,32 +124,38 @@ class Divergence:
         return record
 
 
+def _pad(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns the rows as an array, with zeros after the ends of shorter ones."""
+    longest = max(map(len, rows))
+    return np.array([[*row, *[0] * (longest - len(row))] for row in rows], np.int32)
+
+
+def _centre(logits: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+    return logits - jnp.mean(logits, axis=-1, keepdims=True)
+
+
 @jax.jit
-def _compared(
+def _compare(
     full: Float[Array, "B T V"],
     other: Float[Array, "B T V"],
     draft: Sequence[Float[Array, "B T V"]],
 ) -> dict[str, Array]:
-    """Returns what `Divergence.record` has means of, for every token; `draft` is the drafter's
-    logits for each of the two, or ()."""
+    """Returns, for every token, the numbers that `Divergence.record` averages.
+
+    `draft` has the drafter's logits for each of the two models, or nothing.
+    """
     full, other, *draft = (logits.astype(jnp.float32) for logits in (full, other, *draft))
     p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(other)
-
-    def centred(logits):
-        return logits - jnp.mean(logits, axis=-1, keepdims=True)
-
-    def best(logits):
-        return jnp.argmax(logits, axis=-1)
-
+    best = [jnp.argmax(logits, axis=-1) for logits in (full, other)]
     found = {
-        # Rounding may give a sum of nearly nothing below 0.
+        # Rounding may make a sum near 0 negative.
         "kl": jnp.maximum(jnp.sum(jnp.exp(p) * (p - q), axis=-1), 0),
-        "squared_error": jnp.mean(jnp.square(centred(other) - centred(full)), axis=-1),
-        "squared": jnp.mean(jnp.square(centred(full)), axis=-1),
-        "argmax_changes": best(full) != best(other),
+        "squared_error": jnp.mean(jnp.square(_centre(other) - _centre(full)), axis=-1),
+        "squared": jnp.mean(jnp.square(_centre(full)), axis=-1),
+        "argmax_changes": best[0] != best[1],
     }
-    for which, target, drafted in zip(("full", "rounded"), (full, other), draft):
+    for name, target, own, drafted in zip(("full", "rounded"), (full, other), best, draft):
         dists = jax.nn.softmax(target), jax.nn.softmax(drafted)
-        found[f"alpha, {which}"] = jnp.sum(jnp.minimum(*dists), axis=-1)
-        found[f"alpha_argmax, {which}"] = best(target) == best(drafted)
+        found[f"alpha, {name}"] = jnp.sum(jnp.minimum(*dists), axis=-1)
+        found[f"alpha_argmax, {name}"] = own == jnp.argmax(drafted, axis=-1)
     return found

@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 
 
 class Chip(NamedTuple):
-    """A TPU as one JAX device sees it: topology, memory in GB, bandwidth in GB/s, and the clock in
-    GHz.
+    """One JAX device of a TPU: topology, memory in GB, bandwidth in GB/s, and clock in GHz.
 
-    The clock is the published peak of bfloat16 over the operations that the matrix units do in a
-    cycle: 2^17 (v5e), 2^18 (v4, v5p), 2^19 (v6e, and each of tpu7x's two devices).
+    The clock is the published peak of bfloat16 over the operations of the matrix units per cycle:
+    2^17 (v5e), 2^18 (v4, v5p), 2^19 (v6e, and each of tpu7x's two devices).
     """
 
     topology: str
@@ -35,7 +34,7 @@ def chip_line(chip: str, code: int, text: str) -> str:
     Args:
       chip: name of the chip.
       code: exit code of the process that compiled for it.
-      text: what it printed, a record of `scripts/tpu_aot.py` or nothing.
+      text: its output, a record of `scripts/tpu_aot.py` or nothing.
     """
     found: dict[str, Any] = json.loads(text) if text.strip() else {"failed": f"exit code {code}"}
     if "failed" in found:
@@ -43,7 +42,6 @@ def chip_line(chip: str, code: int, text: str) -> str:
         return f"{chip:<6} {kind}: {found['failed'][:200]}"
     estimate, floor = found["iteration_ms"], found["floor_ms"]
     shown = ("-", "-") if estimate is None else (f"{estimate:.2f} ms", f"{estimate / floor:.2f}")
-    return (
-        f"{chip:<6} {found['needed_gb']:>9.1f} of {found['memory_gb']:<4g} {'yes' if found['fits'] else 'no':<4} "
-        f"{shown[0]:>10} {f'{floor:.2f} ms':>10} {shown[1]:>8}"
-    )
+    memory = f"{found['needed_gb']:>9.1f} of {found['memory_gb']:<4g}"
+    fits = "yes" if found["fits"] else "no"
+    return f"{chip:<6} {memory} {fits:<4} {shown[0]:>10} {f'{floor:.2f} ms':>10} {shown[1]:>8}"

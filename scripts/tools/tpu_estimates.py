@@ -1,5 +1,7 @@
-"""Estimates, from what a TPU's compiler wrote, the seconds of calls and iterations and the floor
-under them. Nothing here is a measurement."""
+"""Estimates seconds of calls and iterations, and the floor under them, from compiled programs.
+
+The programs are compiled for a TPU. Nothing here is a measurement.
+"""
 
 import functools
 import sys
@@ -19,8 +21,8 @@ from tools.tpu_chips import Chip
 GB = 1e9
 
 
-def text_of(program) -> str | None:
-    """Returns a compiled program's text; None where JAX cannot read what the chip's compiler wrote."""
+def read_text(program: jax.stages.Compiled) -> str | None:
+    """Returns a compiled program's text; None if JAX cannot read it."""
     try:
         return program.as_text()
     except jax.errors.JaxRuntimeError as error:
@@ -29,19 +31,20 @@ def text_of(program) -> str | None:
 
 
 def estimated_seconds(lines: list[str], chip: Chip) -> float:
-    """Returns the compiler's estimate of one run of a computation without its loops, in which a
-    kernel in Pallas takes what its bytes take at the chip's bandwidth."""
-    return estimated_cycles(lines) / (chip.clock * 1e9) + kernel_bytes(lines) / (
-        chip.bandwidth * GB
-    )
+    """Returns the compiler's estimate of one run of a computation without its loops.
+
+    A Pallas kernel is estimated by its bytes at the chip's bandwidth.
+    """
+    kernels = kernel_bytes(lines) / (chip.bandwidth * GB)
+    return estimated_cycles(lines) / (chip.clock * 1e9) + kernels
 
 
 def iteration_seconds(text: str, chip: Chip, gamma: int, by_pairs: bool) -> float:
     """Returns the estimate of one pass of the decode loop with the γ steps of a draft.
 
-    The drafter has two loops: one to catch up, over two positions a step, and one for the draft.
-    Where each step of the draft is over two positions, there is nothing to catch up with; else the
-    first loop is taken to make the first step, since after a full acceptance in any row it does.
+    The drafter has two loops: one to catch up, over two positions a step, and one for the draft. If
+    each step of the draft is over two positions, there is nothing to catch up with. Otherwise the
+    first step is counted in the first loop, where it is after a full acceptance in any row.
 
     Args:
       text: text of the compiled program.
@@ -55,23 +58,23 @@ def iteration_seconds(text: str, chip: Chip, gamma: int, by_pairs: bool) -> floa
     inner = [estimated_seconds(parts[name], chip) for name in bodies(parts[loop])]
     if not gamma:
         return seconds
-    if by_pairs:
-        return (
-            seconds + gamma * inner[-1] if len(inner) > 1 else seconds
-        )  # a draft of one step is no loop
+    if by_pairs:  # a draft of one step is no loop
+        return seconds + gamma * inner[-1] if len(inner) > 1 else seconds
     return seconds + inner[0] + (gamma - 1) * inner[-1]
 
 
 def walk_seconds(text: str, chip: Chip, gamma: int) -> float:
-    """Returns the estimate of one pass of the loop of a tree or a beam search, whose drafts are
-    written out; its inner loops walk through what was scored, over γ + 1 levels at most."""
+    """Returns the estimate of one pass of the loop of a tree or a beam search.
+
+    Their drafts are unrolled. The inner loops verify the scored nodes, over at most γ + 1 levels.
+    """
     parts = computations(text)
     (loop,) = bodies(parts["ENTRY"])
     inner = sum(estimated_seconds(parts[name], chip) for name in bodies(parts[loop]))
     return estimated_seconds(parts[loop], chip) + (gamma + 1) * inner
 
 
-def _of_a_call(lowered, chip: Chip) -> float:
+def _estimate_call(lowered: jax.stages.Lowered, chip: Chip) -> float:
     """Compiles a call and returns the estimate of one run, in seconds."""
     return estimated_seconds(computations(lowered.compile().as_text())["ENTRY"], chip)
 
@@ -80,18 +83,20 @@ def _of_a_call(lowered, chip: Chip) -> float:
 def call_seconds(case: Case, chip: Chip, preset: str, width: int, drafts: bool = False) -> float:
     """Returns the compiler's estimate of a call over `width` positions, in seconds."""
     with waiting(f"compiling a call of {preset} over {width} position{'s' * (width != 1)}"):
-        return _of_a_call(case.lowered_call(preset, width, drafts), chip)
+        return _estimate_call(case.lowered_call(preset, width, drafts), chip)
 
 
 def tree_call_seconds(case: Case, chip: Chip, tree: Tree) -> float:
     """Returns the compiler's estimate of a target call over the nodes of a tree, in seconds."""
     with waiting(f"compiling a call of {case.target} over {tree.size} nodes"):
-        return _of_a_call(case.lowered_tree_call(tree), chip)
+        return _estimate_call(case.lowered_tree_call(tree), chip)
 
 
 def iteration_ms(case: Case, chip: Chip, text: str | None) -> float | None:
-    """Returns the estimate of an iteration from the loop's text; without it, from single calls over
-    γ + 1 and over two positions; None where JAX cannot read theirs either, or of a tree or beams.
+    """Returns the estimate of an iteration, from the loop's text or from single calls.
+
+    Without the loop's text, a chain is estimated from calls over γ + 1 and over two positions. The
+    result is None if JAX cannot read their text either, and for a tree or beams.
     """
     gamma, walks = case.gamma, case.tree is not None or case.beams is not None
     if walks and not text:
@@ -111,24 +116,26 @@ def iteration_ms(case: Case, chip: Chip, text: str | None) -> float | None:
 
 
 def floor_ms(networks: list[tuple[int, Network]], caches: int, chip: Chip) -> float:
-    """Returns what the bytes that an iteration reads take at the chip's bandwidth.
+    """Returns the time of reading the bytes of an iteration at the chip's bandwidth.
 
     Args:
       networks: networks, and how often an iteration reads the weights of each one's step.
       caches: bytes of the caches, which it reads once.
       chip: the chip.
     """
-    weights = sum(count * size(Products.of(network).kernels) for count, network in networks)
+    weights = sum(
+        count * size(Products.from_network(network).weights) for count, network in networks
+    )
     return round(1e3 * (weights + caches) / (chip.bandwidth * GB), 3)
 
 
 def times(case: Case, chip: Chip) -> dict:
-    """Returns c, v and the improvement by the compiler's estimates for the rows of table 2, with
-    the paper's α; of `case`, neither the pair nor γ counts.
+    """Returns c, v and the improvement by the compiler's estimates for the rows of table 2.
 
-    There are two results: with single steps as they are compiled, and as if they took what two
-    positions take. They differ for several rows, where an estimate of one position may be more than
-    that of two; one row's calls over up to eight positions are all computed over eight.
+    α is the paper's. The pair and the γ of `case` are not used. There are two results: with single
+    steps as compiled, and with the time of two positions for them. They differ for batches of
+    several rows, where the estimate of one position may exceed that of two; calls of one row over
+    up to eight positions are all computed over eight.
     """
     seconds = functools.partial(call_seconds, case, chip)
     target, found = "t5_1_1/xxl", []
@@ -146,10 +153,8 @@ def times(case: Case, chip: Chip) -> dict:
         }
         for name, width in (("as compiled", 1), ("as for two positions", 2)):
             step = seconds(target, width)
-            c, v = (
-                seconds(drafter, width, drafts=True) / step,
-                seconds(target, row.gamma + 1) / step,
-            )
+            c = seconds(drafter, width, drafts=True) / step
+            v = seconds(target, row.gamma + 1) / step
             gain = formulas.improvement(row.alpha, row.gamma, c, v)
             line[name] = {"c": round(c, 4), "v": round(v, 3), "improvement": round(gain, 2)}
         found.append(line)

@@ -1,11 +1,9 @@
-"""Says what speculation should gain and measures what it does: the paper's formulas, α, c and v,
-benchmark, report."""
+"""Predicts and measures the gain of speculation: formulas, α, c, v, benchmark, report."""
 
 from specdec_jax.analysis.formulas import (
     acceptance_rate,
     best_gamma,
     block_survival,
-    calls_along,
     clustered_mean,
     divergence,
     expected_calls,
@@ -16,6 +14,7 @@ from specdec_jax.analysis.formulas import (
     optimal_gamma,
     oracle_improvement,
     oracle_tokens,
+    output_calls,
     token_survival,
     tokens_by_survival,
 )
@@ -24,7 +23,7 @@ __all__ = [
     "acceptance_rate",
     "best_gamma",
     "block_survival",
-    "calls_along",
+    "output_calls",
     "clustered_mean",
     "divergence",
     "expected_calls",

@@ -1,5 +1,4 @@
-"""Measures how many drafted tokens a target accepts, and how many calls to expect from that for
-every γ.
+"""Measures how many drafted tokens a target accepts, and the calls to expect for every γ.
 
 If a model drafts and the output distribution is exactly the target's, the target's own outputs are
 scored with both models (`score`): that is far less noisy than counting accepted tokens, and one
@@ -7,43 +6,39 @@ pass serves every γ. Otherwise the engine decodes with the greatest γ (`count`
 """
 
 import dataclasses
-import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.analysis import formulas
+from specdec_jax.analysis.agreement import Agreement, agreement
 from specdec_jax.analysis.predictions import Work, counted_work, mean_drafting
+from specdec_jax.analysis.setup import Setup
 from specdec_jax.analysis.top_k_hit_rate import (
-    Covered,
     HitRates,
     Rates,
     by_rank,
-    hit_rate_at,
     mean_hit_rate,
 )
-from specdec_jax.analysis.variants import Batch
+from specdec_jax.analysis.variants import SentenceBatch, make_decoder
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.request import prepare
 from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError, finish
-from specdec_jax.drafters.drafting import match_width
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.progress import track
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import decoder_only, join
-from specdec_jax.speculative import distributions
-from specdec_jax.speculative.processors import Context
-from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.sampling import SamplingConfig
 
-# For the verifiers that `score` knows: P(at least i drafted tokens are accepted), given the
-# target's output.
-SURVIVAL = {"token": formulas.token_survival, "block": formulas.block_survival}
+# Computes P(at least i drafted tokens are accepted), given the target's output.
+Survival = Callable[[np.ndarray], np.ndarray]
+# The verifiers that `score` knows.
+SURVIVAL: dict[str, Survival] = {
+    "token": formulas.token_survival,
+    "block": formulas.block_survival,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +48,20 @@ class Acceptance:
     Attributes:
       how: "scored" or "counted".
       alpha: mean over the positions of the output of Σ min(p, q), or accepted / (examined and
-        undrafted) tokens; None if nothing was drafted, or if no verifier that was asked for has
-        such a rate.
+        undrafted) tokens; None if nothing was drafted, or if no verifier has such a rate.
       error: standard error of alpha, clustered by sentence; None with fewer than two sentences.
       positions: number of positions that alpha is a mean of.
       survival: by verifier, for i = 1 … G: (P(at least i drafted tokens are accepted), its standard
         error).
       lengths: for each batch, the new tokens of its rows.
       work: by verifier and γ = 1 … G, for each batch.
-      hit_rate: how often the target's token is among the drafter's first choices; empty where it
-        was counted.
+      hit_rate: how often the target's token is among the drafter's first choices; empty if
+        acceptance was counted.
       by_depth: by verifier, for depths d = 1 … as deep as any token was examined: (P(the token of
         depth d is accepted where the d − 1 above it are), its standard error).
       hit_rate_by_depth: by kind of children, for k children of every node: the same as `by_depth`
         of such a tree.
-      alpha_where_drafted: accepted / examined tokens; None where it was scored.
+      alpha_where_drafted: accepted / examined tokens; None if acceptance was scored.
       drafting: the share of the target's calls in which something was drafted.
     """
 
@@ -85,7 +79,8 @@ class Acceptance:
     drafting: float = 1.0
 
     def record(self) -> dict[str, Any]:
-        """Returns the part of a record that says all this."""
+        """Returns the acceptance as a record has it."""
+        survival, hit_rate = self.survival.items(), self.hit_rate.items()
         return {
             "how": self.how,
             "alpha": self.alpha,
@@ -93,32 +88,35 @@ class Acceptance:
             "drafting": self.drafting,
             "standard_error": self.error,
             "positions": self.positions,
-            "by_position": {
-                name: _named("accepted", values) for name, values in self.survival.items()
-            },
+            "by_position": {name: _rates_record("accepted", rates) for name, rates in survival},
             "by_depth": {
-                name: _named("accepted", values) for name, values in self.by_depth.items()
+                name: _rates_record("accepted", rates) for name, rates in self.by_depth.items()
             },
             "tokens_per_target_call": {
-                name: formulas.tokens_by_survival([mean for mean, _ in values])
-                for name, values in self.survival.items()
+                name: formulas.tokens_by_survival([mean for mean, _ in rates])
+                for name, rates in survival
             },
-            "hit_rate": {kind: _named("covered", values) for kind, values in self.hit_rate.items()},
+            "hit_rate": {kind: _rates_record("covered", rates) for kind, rates in hit_rate},
             "hit_rate_by_depth": {
-                kind: [_named("covered", values) for values in widths]
+                kind: [_rates_record("covered", rates) for rates in widths]
                 for kind, widths in self.hit_rate_by_depth.items()
             },
-            "by_rank": {kind: by_rank(values) for kind, values in self.hit_rate.items()},
+            "by_rank": {kind: by_rank(rates) for kind, rates in hit_rate},
         }
 
 
-def _named(name: str, rates: Rates) -> list[dict[str, Any]]:
+def _rates_record(name: str, rates: Rates) -> list[dict[str, Any]]:
     return [{name: mean, "standard_error": error} for mean, error in rates]
 
 
 @isolated
 def measure_acceptance(
-    target, drafter, batches: Sequence[Batch], verifiers: Sequence[str], gamma: int, options
+    target: LanguageModel,
+    drafter: Drafter,
+    batches: Sequence[SentenceBatch],
+    verifiers: Sequence[str],
+    gamma: int,
+    options: Setup,
 ) -> Acceptance:
     """Returns the acceptance, by scoring if that is possible, else by counting.
 
@@ -130,56 +128,54 @@ def measure_acceptance(
       options: options of a decoding command.
     """
     greedy = options.sampling().mode.greedy
-    exact = [
-        name for name in verifiers if name in SURVIVAL or greedy and name in ("gumbel", "rejection")
-    ]
-    if drafter.scorable and len(exact) == len(verifiers):
-        return score(target, drafter, batches, verifiers, gamma, options)
+    known = {*SURVIVAL, "gumbel", "rejection"} if greedy else set(SURVIVAL)
+    if drafter.scorable and known >= set(verifiers):
+        return score(target, cast(ModelDrafter, drafter), batches, verifiers, gamma, options)
     return count(target, drafter, batches, verifiers, gamma, options)
 
 
-def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options) -> Acceptance:
+def score(
+    target: LanguageModel,
+    drafter: Drafter,
+    batches: Sequence[SentenceBatch],
+    verifiers: Sequence[str],
+    gamma: int,
+    options: Setup,
+) -> Acceptance:
     """Decodes plainly and scores the outputs with both models."""
-    config: SamplingConfig = options.sampling()
-    sums, counts, survivals, lengths = [], [], {name: [] for name in verifiers}, []
-    covered: list[dict[str, np.ndarray]] = []
+    config, plain = options.sampling(), make_decoder(target, options.decoding(plain=True))
+    sums, counts, lengths = [], [], []
+    survivals: dict[str, list[np.ndarray]] = {name: [] for name in verifiers}
+    hit_sums: list[dict[str, np.ndarray]] = []
     trees: dict[str, list[list[np.ndarray]]] = {}
     work: dict[tuple[str, int], list[Work]] = {
         (name, g): [] for name in verifiers for g in range(1, gamma + 1)
     }
     for batch in track(batches, len(batches), "scoring"):
-        result = batch.through(
-            lambda batch: generate(
-                target, batch.inputs, key=batch.keys, **options.decoding(plain=True)
-            )
-        )
+        result = batch.decode_with(plain)
         lengths.append(result.lengths)
-        agreed = _scored(target, drafter, batch, result, config)
+        agreed = _score_batch(target, drafter, batch, result, config)
         expected = {key: [] for key in work}
         for row, length in enumerate(result.lengths):
             sums.append(float(agreed.overlap[row, :length].sum()))
             counts.append(int(length))
-            covered.append(agreed.covered.sums(row, length))
-            for kind, found in agreed.covered.log_given.items():
-                given = [
-                    along(column, gamma, SURVIVAL["token"]) for column in found[row, :length].T
-                ]
-                trees.setdefault(kind, []).append(given)
+            hit_sums.append(agreed.hit_rates.sums(row, length))
+            for kind, found in agreed.hit_rates.log_given.items():
+                columns = found[row, :length].T
+                trees.setdefault(kind, []).append(
+                    [windowed_survival(column, gamma, SURVIVAL["token"]) for column in columns]
+                )
             ended = result.finish_reasons[row] == "eos"
             for name in verifiers:
-                # At temperature 0 all verifiers are one.
-                kept = along(
-                    agreed.log_ratio[row, :length],
-                    gamma,
-                    SURVIVAL[name if name in SURVIVAL else "token"],
-                )
+                # At temperature 0 all verifiers accept the same tokens.
+                survival = SURVIVAL.get(name, SURVIVAL["token"])
+                kept = windowed_survival(agreed.log_ratio[row, :length], gamma, survival)
                 survivals[name].append(kept)
                 for g in range(1, gamma + 1):
-                    expected[name, g].append(formulas.calls_along(kept, g, ended))
+                    expected[name, g].append(formulas.output_calls(kept, g, ended))
         for key, rows in expected.items():  # a batch runs until its last row is done
-            work[key].append(
-                Work(batch.padded, *(max(values) for values in zip(*rows, strict=True)))
-            )
+            calls, draft_calls = map(max, zip(*rows, strict=True))
+            work[key].append(Work(batch.padded, calls, draft_calls))
     alpha, error = formulas.clustered_mean(sums, counts) if sum(counts) else (None, None)
     return Acceptance(
         "scored",
@@ -189,7 +185,7 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
         {name: _mean_survival(rows, gamma) for name, rows in survivals.items()},
         lengths,
         work,
-        mean_hit_rate(covered, counts),
+        mean_hit_rate(hit_sums, counts),
         {name: _by_depth(rows, gamma) for name, rows in survivals.items()},
         {
             kind: [_by_depth(rows, gamma) for rows in zip(*found, strict=True)]
@@ -198,12 +194,26 @@ def score(target, drafter: ModelDrafter, batches, verifiers, gamma: int, options
     )
 
 
-def _scored(
-    target, drafter: ModelDrafter, batch: Batch, result: GenerationResult, config: SamplingConfig
-) -> "Agreement":
-    """Returns the `agreement` along a batch's outputs; raises NonFiniteLogitsError for a damaged
-    drafter."""
-    agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
+def _get_model(drafter: Drafter) -> LanguageModel:
+    """Returns the model of a drafter that is `scorable`."""
+    return cast(ModelDrafter, drafter).model
+
+
+def _score_batch(
+    target: LanguageModel,
+    drafter: Drafter,
+    batch: SentenceBatch,
+    result: GenerationResult,
+    config: SamplingConfig,
+) -> Agreement:
+    """Returns the `agreement` along a batch's outputs.
+
+    Raises:
+      NonFiniteLogitsError: the drafter is damaged.
+    """
+    agreed = agreement(
+        target, _get_model(drafter), batch.ids, result.tokens, result.lengths, config
+    )
     for row, length in enumerate(result.lengths):
         sound = np.isfinite(agreed.overlap[row, :length])
         if not sound.all():
@@ -213,25 +223,26 @@ def _scored(
     return agreed
 
 
-def hit_rate_of(
-    target,
-    drafter: ModelDrafter,
-    batches: Sequence[Batch],
+def measure_hit_rate(
+    target: LanguageModel,
+    drafter: Drafter,
+    batches: Sequence[SentenceBatch],
     results: Sequence[GenerationResult],
     config: SamplingConfig,
 ) -> HitRates:
     """Returns the top-k hit rate along outputs of the target, one result for each batch."""
     sums, counts = [], []
     for batch, result in zip(batches, results, strict=True):
-        agreed = _scored(target, drafter, batch, result, config)
-        sums += [agreed.covered.sums(row, length) for row, length in enumerate(result.lengths)]
+        agreed = _score_batch(target, drafter, batch, result, config)
+        sums += [agreed.hit_rates.sums(row, length) for row, length in enumerate(result.lengths)]
         counts += result.lengths.tolist()
     return mean_hit_rate(sums, counts)
 
 
-def along(log_ratios: np.ndarray, gamma: int, survival) -> np.ndarray:
-    """Returns `[n, G]`: P(at least i of the tokens drafted at t are accepted), for t = 0 … n − 1
-    and i = 1 … G; 0 past the end.
+def windowed_survival(log_ratios: np.ndarray, gamma: int, survival: Survival) -> np.ndarray:
+    """Returns P(at least i of the tokens drafted at t are accepted), `[n, G]`.
+
+    It is for t = 0 … n − 1 and i = 1 … G, and 0 past the end.
 
     Args:
       log_ratios: `[n]`, log q(y) − log p(y) of the tokens of an output.
@@ -244,8 +255,10 @@ def along(log_ratios: np.ndarray, gamma: int, survival) -> np.ndarray:
 
 
 def _mean_survival(rows: Sequence[np.ndarray], gamma: int) -> Rates:
-    """Returns means and standard errors for i = 1 … G, over all positions that have at least i
-    tokens after them."""
+    """Returns means and standard errors for i = 1 … G.
+
+    They are over all positions that have at least i tokens after them.
+    """
     found = []
     for i in range(1, gamma + 1):
         complete = [row[: max(0, len(row) - i + 1), i - 1] for row in rows]
@@ -255,8 +268,9 @@ def _mean_survival(rows: Sequence[np.ndarray], gamma: int) -> Rates:
 
 
 def _by_depth(rows: Sequence[np.ndarray], gamma: int) -> Rates:
-    """Returns the rate at each depth d, Σ P(at least d are accepted) / Σ P(at least d − 1 are
-    accepted) over the positions of `_mean_survival`, up to the last depth that is reached at all.
+    """Returns Σ P(at least d are accepted) / Σ P(at least d − 1 are accepted) for d = 1 … G.
+
+    The sums are over the positions of `_mean_survival`. Depths that are never reached are left out.
     """
     found: Rates = []
     for depth in range(gamma):
@@ -271,9 +285,18 @@ def _by_depth(rows: Sequence[np.ndarray], gamma: int) -> Rates:
     return found
 
 
-def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptance:
-    """Decodes with γ = G and counts; a smaller γ is expected to accept as many at its positions as
-    G does at its first ones."""
+def count(
+    target: LanguageModel,
+    drafter: Drafter,
+    batches: Sequence[SentenceBatch],
+    verifiers: Sequence[str],
+    gamma: int,
+    options: Setup,
+) -> Acceptance:
+    """Decodes with γ = G and counts accepted tokens.
+
+    A smaller γ is expected to accept as many at its positions as G does at its first ones.
+    """
     alpha: float | None = None
     error: float | None = None
     where_drafted: float | None = None
@@ -282,9 +305,10 @@ def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptanc
     by_depth: dict[str, Rates] = {}
     work: dict[tuple[str, int], list[Work]] = {}
     for name in verifiers:
-        decoding = options.decoding() | dict(drafter=drafter, gamma=gamma, verifier=name)
+        how = options.decoding() | dict(drafter=drafter, gamma=gamma, verifier=name)
+        decode = make_decoder(target, how)
         results = [
-            batch.through(lambda batch: generate(target, batch.inputs, key=batch.keys, **decoding))
+            batch.decode_with(decode)
             for batch in track(batches, len(batches), f"counting, {name} verification")
         ]
         rows = [row for result in results for row in result.stats.per_row]
@@ -300,11 +324,11 @@ def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptanc
             formulas.clustered_mean(by_position[:, i], calls) if any(calls) else (0.0, None)
             for i in range(gamma)
         ]
-        at_depth = zip(
-            by_position.T, np.array([row.examined_by_position for row in rows]).T, strict=True
-        )
+        reached_by_position = np.array([row.examined_by_position for row in rows])
         by_depth[name] = [
-            formulas.clustered_mean(kept, reached) for kept, reached in at_depth if any(reached)
+            formulas.clustered_mean(kept, reached)
+            for kept, reached in zip(by_position.T, reached_by_position.T, strict=True)
+            if any(reached)
         ]
         per_call = formulas.tokens_by_survival([mean for mean, _ in survival[name]])
         lengths = lengths or [result.lengths for result in results]
@@ -334,7 +358,7 @@ def count(target, drafter, batches, verifiers, gamma: int, options) -> Acceptanc
 
 
 class Comparison(NamedTuple):
-    """α found in two ways on the same positions, those that token verification examined.
+    """α measured in two ways on the same positions, those that token verification examined.
 
     Attributes:
       positions: number of these positions.
@@ -353,10 +377,13 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    target, drafter: ModelDrafter, batches: Sequence[Batch], gamma: int, options
+    target: LanguageModel,
+    drafter: Drafter,
+    batches: Sequence[SentenceBatch],
+    gamma: int,
+    options: Setup,
 ) -> Comparison | None:
-    """Decodes by token verification, one iteration at a time, and scores the positions that were
-    examined.
+    """Decodes by token verification, and scores the positions that were examined.
 
     Returns None if nothing was drafted.
 
@@ -383,7 +410,9 @@ def compare(
             lengths, seen = np.array(state.lengths), examined
         accepted = np.array(state.counts.accepted)
         result = finish(target, state, request)
-        agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
+        agreed = agreement(
+            target, _get_model(drafter), batch.ids, result.tokens, result.lengths, config
+        )
         for row, places in enumerate(found):
             counts.append(len(places))
             kept.append(int(accepted[row]))
@@ -395,90 +424,3 @@ def compare(
     return Comparison(
         sum(counts), sum(kept) / sum(counts), sum(overlaps) / sum(counts), difference, error
     )
-
-
-class Agreement(NamedTuple):
-    """How far two models' distributions, as sampled, agree at each token of given outputs; `[B, T]`
-    float32, garbage past an output's end.
-
-    Attributes:
-      overlap: Σ min(p, q) over the vocabulary, the probability that a drafted token is accepted; at
-        temperature 0 whether the argmax is the same.
-      log_ratio: log q(y) − log p(y) of the token y of the output.
-      covered: what `hit_rate_at` returns, `[B, T, K]`.
-    """
-
-    overlap: np.ndarray
-    log_ratio: np.ndarray
-    covered: Covered
-
-
-def agreement(
-    target: LanguageModel,
-    drafter: LanguageModel,
-    inputs: Sequence[Sequence[int]],
-    tokens: np.ndarray,
-    lengths: np.ndarray,
-    config: SamplingConfig,
-) -> Agreement:
-    """Scores outputs of the target with both models, teacher-forced, in one call each.
-
-    Args:
-      target, drafter: the models.
-      inputs: ids of B inputs.
-      tokens: `[B, T]`, new tokens.
-      lengths: `[B]`, how many of them count.
-      config: how they were sampled.
-    """
-    width, first = bucket(max(1, int(max(lengths)))), [target.start_token] * len(tokens)
-    prompted = decoder_only(target)
-    if prompted:  # the last id of a prompt is what a start token is elsewhere
-        prompts = [list(ids) or [target.start_token] for ids in inputs]
-        first, inputs = [ids[-1] for ids in prompts], [ids[:-1] for ids in prompts]
-        limits = [model.config.max_positions for model in (target, drafter)]
-        width = min(
-            [width, *(limit - max(map(len, inputs)) for limit in limits if limit is not None)]
-        )
-    tokens = np.pad(tokens, ((0, 0), (0, max(0, width - tokens.shape[1]))))[:, :width].astype(
-        np.int32
-    )
-    fed = np.concatenate([np.array(first, np.int32)[:, None], tokens[:, :-1]], axis=1)
-    input_lengths = np.array([len(ids) for ids in inputs], np.int32)
-    padded = np.zeros((len(inputs), bucket(int(max(input_lengths)))), np.int32)
-    for row, ids in enumerate(inputs):
-        padded[row, : len(ids)] = ids
-    logits = target.logits(padded, fed, input_lengths)
-    # An id that the drafter lacks is read as its last one, as in the decode loop.
-    last = drafter.config.vocab_size - 1
-    encoder = {"encoder": target} if drafter.config.encoder_dim is not None else {}
-    draft_logits = drafter.logits(
-        np.minimum(padded, last), np.minimum(fed, last), input_lengths, **encoder
-    )
-    rows = config.rows(len(tokens), target.config.vocab_size)
-    eos_ids = np.tile(np.array(target.eos_ids or (-1,), np.int32), (len(tokens), 1))
-    before = (
-        (join(padded, input_lengths, fed)[0], input_lengths + 1)
-        if prompted
-        else (fed, np.ones_like(input_lengths))
-    )
-    agreed = _agreement(logits, draft_logits, *before, tokens, eos_ids, rows, mode=config.mode)
-    return Agreement(*jax.device_get(agreed))
-
-
-@functools.partial(jax.jit, static_argnames="mode")
-def _agreement(
-    logits, draft_logits, fed, starts, tokens, eos_ids, rows: SamplingRows, *, mode: SamplingMode
-):
-    prefixes = Context(fed, starts, starts, eos_ids)
-    draft_logits = match_width(draft_logits, logits.shape[-1])
-    dist, draft_distribution = (
-        distributions.standardize(values, prefixes, rows, mode) for values in (logits, draft_logits)
-    )
-    ranked = distributions.standardize(draft_logits, prefixes, rows, mode, soften=True)
-    overlap = jnp.sum(jnp.minimum(dist.probs(), draft_distribution.probs()), axis=-1)
-    here, there = dist.log_prob(tokens), draft_distribution.log_prob(tokens)
-    # A sampled token has p > 0, unless two ways of computing p round differently (ties, the edge of
-    # a filter).
-    here = jnp.where(here > -jnp.inf, here, there)
-    log_ratio = jnp.where(there > -jnp.inf, there - here, -jnp.inf)
-    return overlap, log_ratio, hit_rate_at(dist, ranked, tokens, mode.greedy)

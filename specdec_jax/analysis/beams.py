@@ -1,9 +1,9 @@
-"""Plain against speculative beam search on one machine: wall time, steps for each target call,
-equal outputs.
+"""Compares plain with speculative beam search: wall time, steps per target call, equal outputs.
 
-The variants are timed as those of `benchmark`, with greedy decoding among them as a yardstick.
+The variants are timed as those of `benchmark`, with greedy decoding among them for comparison.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,11 +12,15 @@ import numpy as np
 from specdec_jax.analysis import comparison, machine, near_ties, verdicts
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.setup import BeamSetup, BenchmarkSetup
-from specdec_jax.analysis.timing import Spread
-from specdec_jax.analysis.variants import Batch, Variant
+from specdec_jax.analysis.timing import summarize
+from specdec_jax.analysis.variants import (
+    SentenceBatch,
+    Variant,
+    first_differences,
+    make_decoder,
+)
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.beams import BeamOptions, plan_decoding
-from specdec_jax.decoding.generate import generate
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 
@@ -24,7 +28,7 @@ from specdec_jax.speculative.drafter import Drafter
 MARGIN = 1e-4
 
 
-class Tree(NamedTuple):
+class BeamChoice(NamedTuple):
     """A way of searching: γ levels of u nodes are drafted; plain beam search has none."""
 
     gamma: int
@@ -39,132 +43,113 @@ class Tree(NamedTuple):
         return how | {"gamma": self.gamma, "drafter": drafter if self.gamma else None}
 
 
-def trees_of(
+def beam_choices(
     target: LanguageModel,
     drafter: Drafter | None,
     gammas: Sequence[int],
     widths: Sequence[int | None],
-    batches: Sequence[Batch],
+    batches: Sequence[SentenceBatch],
     options: BeamSetup,
-) -> list[Tree]:
-    """Returns plain search and what the drafter can draft for it: every number of levels in every
-    width.
+) -> list[BeamChoice]:
+    """Returns plain search, and every number of levels in every width that the drafter can draft.
 
     Args:
       gammas: the numbers of levels.
-      widths: of each level; None: what the drafter drafts by default.
+      widths: of each level; None: the drafter's default.
 
     Raises:
-      ValueError: models or inputs that one of the searches cannot have; nothing has compiled by
-        then.
+      ValueError: models or inputs that one of the searches cannot have, before anything compiles.
     """
-    trees = [Tree(0, 0)]
+    plain = BeamChoice(0, 0)
     analysis_variants.check_prompts(target, drafter, batches, options)
-    plan_decoding(
-        target, batches[0].inputs, **trees[0].arguments(None, options) | {"drafter": drafter}
-    )
-    if drafter is not None:
-        beams = BeamOptions(**options.search()).num_beams
-        found = dict.fromkeys(drafter.beam_width(beams, width) for width in widths)
-        trees += [Tree(gamma, width) for width in found for gamma in gammas]
-    return trees
+    arguments = plain.arguments(None, options) | {"drafter": drafter}
+    plan_decoding(target, batches[0].inputs, **arguments)
+    if drafter is None:
+        return [plain]
+    beams = BeamOptions(**options.search()).num_beams
+    found = dict.fromkeys(drafter.beam_width(beams, width) for width in widths)
+    return [plain, *(BeamChoice(gamma, width) for width in found for gamma in gammas)]
 
 
 @isolated
-def search_head(target, drafter, batches: Sequence[Batch], options: BeamSetup) -> dict[str, Any]:
-    """What a record begins with; the length penalty is that which is meant where none was given."""
+def describe_search(
+    target: LanguageModel,
+    drafter: Drafter | None,
+    batches: Sequence[SentenceBatch],
+    options: BeamSetup,
+) -> dict[str, Any]:
+    """Returns the beginning of a record, with the length penalty that is used."""
     penalty = BeamOptions(**options.search()).penalty
-    return machine.head(target, drafter, batches, options) | {"length_penalty": penalty}
+    return machine.begin_record(target, drafter, batches, options) | {"length_penalty": penalty}
 
 
 @isolated
 def benchmark_beams(
     target: LanguageModel,
     drafter: Drafter | None,
-    batches: Sequence[Batch],
+    batches: Sequence[SentenceBatch],
     options: BenchmarkSetup,
     others: Mapping[str, Variant] | None = None,
 ) -> tuple[dict, list[str]]:
-    """Times the variants; returns the record and what contradicts exactness (nothing, one hopes).
+    """Times the variants; returns the record, and messages about outputs that differ.
 
     Args:
       drafter: None times plain beam search and greedy decoding alone.
       others: another implementation's beam search by its name, timed in turn with ours; None or
         empty: none.
     """
-    trees = trees_of(
-        target, drafter, options.gammas, options.beam_width or (None,), batches, options
-    )
-
-    def variant(gamma: int, how: dict[str, Any]) -> Variant:
-        return Variant(gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how))
-
-    variants = {str(tree): variant(tree.gamma, tree.arguments(drafter, options)) for tree in trees}
-    searches, greedy = dict(variants), variant(0, options.decoding(plain=True))
-    variants |= {"greedy": greedy} | dict(others or {})
+    widths = options.beam_width or (None,)
+    choices = beam_choices(target, drafter, options.gammas, widths, batches, options)
+    searches = {
+        str(choice): Variant(choice.gamma, make_decoder(target, choice.arguments(drafter, options)))
+        for choice in choices
+    }
+    greedy = Variant(0, make_decoder(target, options.decoding(plain=True)))
+    variants = searches | {"greedy": greedy} | dict(others or {})
     analysis_variants.warm_up(variants, {}, batches)
-    for repeat in range(options.repeats):
-        analysis_variants.one_pass(
-            variants, batches, repeat, f"timing, pass {repeat + 1} of {options.repeats}"
-        )
+    analysis_variants.time_passes(variants, batches, options.repeats, "timing")
 
     plain, problems = variants["plain"], analysis_variants.missing_outputs(variants)
-    how = trees[0].arguments(None, options)
-
-    def differences(theirs, plain, target, batches):
-        return _differences(theirs, plain, target, batches, how)
-
+    differences = functools.partial(_differences, how=choices[0].arguments(None, options))
     record = {
-        **search_head(target, drafter, batches, options),
-        "plain": _timed(plain),
-        "greedy": _timed(greedy, plain),
+        **describe_search(target, drafter, batches, options),
+        "plain": _timed_record(plain),
+        "greedy": _timed_record(greedy, plain),
+        "searches": [],
     }
-    record["searches"] = [
-        {
-            **tree._asdict(),
-            **_timed(searches[str(tree)], plain),
-            "calls_over_plain": searches[str(tree)].total("target_calls")
-            / max(plain.total("target_calls"), 1),
-            "differences": differences(searches[str(tree)], plain, target, batches),
-        }
-        for tree in trees[1:]
-    ]
+    compared = []
+    plain_calls = max(plain.total("target_calls"), 1)
+    for choice in choices[1:]:
+        search = searches[str(choice)]
+        found = choice._asdict() | _timed_record(search, plain)
+        found["calls_over_plain"] = search.total("target_calls") / plain_calls
+        found["differences"] = differences(search, plain, target, batches)
+        record["searches"].append(found)
+        compared.append({"name": str(choice), **found})
     seconds = {name: np.array(variant.seconds) for name, variant in searches.items()}
     record["verdict"] = verdicts.find_best(seconds)
-    compared = [
-        {"name": str(tree), **found}
-        for tree, found in zip(trees[1:], record["searches"], strict=True)
-    ]
-    for name in comparison.others_of(others):
-        record["against"] = comparison.compare(
-            name, searches | dict(others or {}), target, batches, differences
-        )
+    for name in comparison.other_implementations(others):
+        beside = searches | dict(others or {})
+        record["against"] = comparison.compare(name, beside, target, batches, differences)
         compared.append(record["against"])
     for found in compared:
         problems += comparison.problems(found, target.config.dtype, MARGIN)
     return record, problems
 
 
-def _timed(variant: Variant, plain: Variant | None = None) -> dict[str, Any]:
-    """What every variant has: seconds of a pass, tokens of the outputs, and counts; of others than
-    the plain one also how many times as fast they are for the same inputs."""
+def _timed_record(variant: Variant, plain: Variant | None = None) -> dict[str, Any]:
+    """Returns the record of one variant; with `plain`, also the improvement over it."""
     stats = variant.totals()
     # A search takes more steps than its output has tokens.
     steps = sum(
         result.stats.target_calls * (result.stats.tokens_per_target_call or 0)
         for result in variant.results
     )
-    record = {
-        "seconds": Spread.from_samples(variant.seconds)._asdict(),
-        "tokens": variant.tokens,
-        "compile_seconds": variant.compile_seconds,
-        "stats": stats
-        | {"steps": round(steps), "steps_per_target_call": steps / max(stats["target_calls"], 1)},
-    }
+    stats["steps"] = round(steps)
+    stats["steps_per_target_call"] = steps / max(stats["target_calls"], 1)
+    record = variant.record() | {"stats": stats}
     if plain is not None:
-        record["improvement"] = Spread.from_samples(
-            np.array(plain.seconds) / np.array(variant.seconds)
-        )._asdict()
+        record["improvement"] = summarize(np.array(plain.seconds) / np.array(variant.seconds))
     return record
 
 
@@ -172,26 +157,23 @@ def _differences(
     theirs: Variant,
     plain: Variant,
     target: LanguageModel,
-    batches: Sequence[Batch],
+    batches: Sequence[SentenceBatch],
     how: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Every input whose best output differs from plain beam search's, with how near to a tie that
-    search comes."""
+    """Returns the inputs whose best output differs from plain beam search's, with its margin."""
     found = []
-    for batch, other, ours in zip(batches, theirs.results, plain.results, strict=True):
-        for row in np.flatnonzero(np.any(other.tokens != ours.tokens, axis=1)):
-            position = int(np.argmax(other.tokens[row] != ours.tokens[row]))
-            assert ours.scores is not None and other.scores is not None, "both are of beam searches"
-            margin = near_ties.search_margin(target, batch.inputs[row], how)
-            found.append(
-                {
-                    "input": batch.numbers[row],
-                    "position": position,
-                    "plain": int(ours.tokens[row, position]),
-                    "theirs": int(other.tokens[row, position]),
-                    "margin": margin,
-                    "near_tie": margin <= MARGIN,
-                    "scores": [float(ours.scores[row]), float(other.scores[row])],
-                }
-            )
-    return sorted(found, key=lambda item: item["input"])
+    for batch, other, ours, row, position in first_differences(theirs, plain, batches):
+        assert ours.scores is not None and other.scores is not None, "both are of beam searches"
+        margin = near_ties.search_margin(target, batch.inputs[row], how)
+        found.append(
+            {
+                "input": batch.numbers[row],
+                "position": position,
+                "plain": int(ours.tokens[row, position]),
+                "theirs": int(other.tokens[row, position]),
+                "margin": margin,
+                "near_tie": margin <= MARGIN,
+                "scores": [float(ours.scores[row]), float(other.scores[row])],
+            }
+        )
+    return found

@@ -1,4 +1,4 @@
-"""Measures α, c and v of a target and a drafter, and computes the improvement to expect from them."""
+"""Measures α, c and v of a target and a drafter, and computes the expected improvement."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,92 +9,93 @@ from specdec_jax.analysis import acceptance, formulas, machine, predictions, tim
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.predictions import Work
-from specdec_jax.analysis.setup import MeasureSetup
-from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.setup import MeasureSetup, Setup
+from specdec_jax.analysis.timing import CallShape, Spread
+from specdec_jax.analysis.variants import SentenceBatch
 from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.drafter import Drafter
 
 
-def verifiers_of(options) -> tuple[str, ...]:
-    """Returns the verifiers to compare: above temperature 0 token and block if one of them is asked
-    for, else the one asked for."""
+def verifiers_to_compare(options: Setup) -> tuple[str, ...]:
+    """Returns the names of the verifiers to compare.
+
+    Above temperature 0, "token" and "block" are compared if one of them is asked for.
+    """
     both = ("token", "block")
     return both if options.temperature > 0 and options.verifier in both else (options.verifier,)
 
 
 def measure(
-    target, drafter, batches: Sequence[analysis_variants.Batch], options: MeasureSetup
+    target: LanguageModel,
+    drafter: Drafter,
+    batches: Sequence[SentenceBatch],
+    options: MeasureSetup,
 ) -> dict[str, Any]:
     """Returns the record of `specdec measure`."""
     analysis_variants.check_prompts(target, drafter, batches, options)
     if options.compare_alpha and not drafter.scorable:
+        names = ("drafter", "shortlist", "shortlist_size", "drafter_int8")
+        got = ", ".join(f"{name}={getattr(options, name)!r}" for name in names)
         raise UnsupportedCombination(
-            f"compare_alpha: got True with drafter={options.drafter!r}, shortlist={options.shortlist!r}, "
-            f"shortlist_size={options.shortlist_size}, drafter_int8={options.drafter_int8}, expected a model that "
-            "draws from its own distribution"
+            f"compare_alpha: got True with {got}, expected a model that draws from its own "
+            "distribution"
         )
+    verifiers, gamma_max = verifiers_to_compare(options), options.gamma_max
     accepted = acceptance.measure_acceptance(
-        target, drafter, batches, verifiers_of(options), options.gamma_max, options
+        target, drafter, batches, verifiers, gamma_max, options
     )
-    same = (
-        acceptance.compare(target, drafter, batches, options.gamma_max, options)
-        if options.compare_alpha
-        else None
-    )
+    same = None
+    if options.compare_alpha:
+        same = acceptance.compare(target, drafter, batches, gamma_max, options)
     times = step_times(target, drafter, batches, options)
-    v = {1: 1.0} | {
-        gamma + 1: times[f"verify {gamma}"].median / times["target step"].median
-        for gamma in options.timed_gammas
-    }
-    c = draft_cost(options.gamma_max, times)
+    step = times["target step"].median
+    v = {1: 1.0} | {g + 1: times[f"verify {g}"].median / step for g in options.timed_gammas}
+    c = draft_cost(gamma_max, times)
     padded = [batch.padded for batch in batches]
-    whole = with_lengths(accepted, padded, c, interpolate(v, options.gamma_max), times)
+    whole = with_lengths(accepted, padded, c, interpolate(v, gamma_max), times)
     return {
-        **machine.head(target, drafter, batches, options),
+        **machine.begin_record(target, drafter, batches, options),
         "acceptance": accepted.record(),
         "same_positions": same and same._asdict(),
         "steps": {name: spread._asdict() for name, spread in times.items()},
-        "cost_ratio_alone": (
-            times["draft step"].median / times["target step"].median
-            if "draft step" in times
-            else None
-        ),
+        "cost_ratio_alone": times["draft step"].median / step if "draft step" in times else None,
         "cost_ratio": c,
         "verify_cost": {str(width): value for width, value in v.items()},
-        **expectations(accepted, c, v, options.gamma_max, whole),
+        **expectations(accepted, c, v, gamma_max, whole),
     }
 
 
 def step_times(
-    target, drafter, batches: Sequence[analysis_variants.Batch], options: MeasureSetup
+    target: LanguageModel,
+    drafter: Drafter,
+    batches: Sequence[SentenceBatch],
+    options: MeasureSetup,
 ) -> dict[str, Spread]:
     """Returns the seconds of single steps, for the shapes that the batches have."""
     rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    gamma = options.gamma_max
-    room = timing.total_slots(target, lengths[-1], options.max_new_tokens, gamma)
-    variants = timing.step_variants(
-        target, drafter, rows, lengths, room, options.timed_gammas, [gamma]
-    )
+    longest, gamma = lengths[-1], options.gamma_max
+    slots = timing.total_slots(target, longest, options.max_new_tokens, gamma)
+    shape = CallShape(rows, longest, slots)
+    variants = timing.step_variants(target, drafter, lengths, shape, options.timed_gammas, [gamma])
     if drafter.second_model is None:
-        state = timing.iteration_state(
-            target, drafter, rows, lengths[-1], gamma, **options.decoding()
-        )
-        variants |= {
-            f"call {gamma}": timing.call_variant(*state),
-            f"iteration {gamma}": timing.iteration_variant(*state),
-        }
+        state = timing.iteration_state(target, drafter, rows, longest, gamma, **options.decoding())
+        variants[f"call {gamma}"] = timing.call_variant(*state)
+        variants[f"iteration {gamma}"] = timing.iteration_variant(*state)
     analysis_variants.warm_up({}, variants, batches)
     return analysis_variants.time_steps(variants, options.repeats)
 
 
 def draft_cost(gamma: int, times: Mapping[str, Spread]) -> float:
-    """Returns c: a draft step between target calls, in target steps; without a model, what drafting
-    adds to an iteration."""
+    """Returns c: the time of a draft step between target calls, in target steps.
+
+    For a drafter without a model it is the time that drafting adds to an iteration, per token.
+    """
     step = times["target step"].median
     if "draft step" in times:
         return predictions.draft_seconds(gamma, times) / step
-    return (
-        max(0.0, times[f"iteration {gamma}"].median - times[f"call {gamma}"].median) / gamma / step
-    )
+    added = times[f"iteration {gamma}"].median - times[f"call {gamma}"].median
+    return max(0.0, added) / gamma / step
 
 
 def interpolate(v: Mapping[int, float], gamma_max: int) -> list[float]:
@@ -109,10 +110,9 @@ def with_lengths(
     verify_cost: Sequence[float],
     times: Mapping[str, Spread],
 ) -> dict[str, list[float]]:
-    """Returns the expected improvement for γ = 1 … γ_max by verifier, with encoders and output
-    lengths.
+    """Returns the expected improvement of whole decodes for γ = 1 … γ_max, by verifier.
 
-    What the loop, the host and the tokenizer add to both is left out.
+    It counts encoders and output lengths, but not the loop, the host and the tokenizer.
 
     Args:
       accepted: the measured acceptance.
@@ -122,19 +122,16 @@ def with_lengths(
       times: seconds of single steps and encoders.
     """
     step = times["target step"].median
-
-    def seconds(name):
-        return sum(times[f"{name} {size}"].median for size in padded if f"{name} {size}" in times)
-
-    encoder, both = (
-        seconds("target encoder"),
-        seconds("target encoder") + seconds("drafter encoder"),
+    target_encoder, drafter_encoder = (
+        sum(times[name].median for name in names if name in times)
+        for names in ([f"{model} encoder {n}" for n in padded] for model in ("target", "drafter"))
     )
-    plain = encoder + step * sum(int(lengths.max()) for lengths in accepted.lengths)
+    plain = target_encoder + step * sum(int(lengths.max()) for lengths in accepted.lengths)
 
     def whole(work: Sequence[Work], v: float) -> float:
         calls = sum(item.calls * (1 + item.drafting * (v - 1)) for item in work)
-        return both + step * (calls + c * sum(item.draft_calls or 0.0 for item in work))
+        calls += c * sum(item.draft_calls or 0.0 for item in work)
+        return target_encoder + drafter_encoder + step * calls
 
     return {
         name: [
@@ -160,7 +157,7 @@ def expectations(
       v: cost of a target call by number of positions, ascending; interpolated in between. A call in
         which nothing is drafted costs 1.
       gamma_max: the greatest γ.
-      whole: what `with_lengths` returns; None: nothing is said of whole decodes.
+      whole: the result of `with_lengths`; None: expect nothing of whole decodes.
     """
     verify_cost, alpha, table = interpolate(v, gamma_max), accepted.alpha, []
     mean_cost = [1 + accepted.drafting * (value - 1) for value in verify_cost]
@@ -170,16 +167,19 @@ def expectations(
     }
     for gamma in range(1, gamma_max + 1):
         width = mean_cost[gamma]
+        of_alpha: dict[str, float | None] = dict.fromkeys(
+            ("tokens", "theorem_3_8", "with_verify_cost")
+        )
+        if alpha is not None:
+            of_alpha["tokens"] = formulas.expected_tokens(alpha, gamma)
+            of_alpha["theorem_3_8"] = formulas.improvement(alpha, gamma, c)
+            of_alpha["with_verify_cost"] = formulas.improvement(alpha, gamma, c, width)
         table.append(
             {
                 "gamma": gamma,
                 "verify_cost": verify_cost[gamma],
                 "timed": gamma + 1 in v,
-                "tokens": None if alpha is None else formulas.expected_tokens(alpha, gamma),
-                "theorem_3_8": None if alpha is None else formulas.improvement(alpha, gamma, c),
-                "with_verify_cost": None
-                if alpha is None
-                else formulas.improvement(alpha, gamma, c, width),
+                **of_alpha,
                 "by_position": {
                     name: {
                         "tokens": per_call[gamma],

@@ -1,9 +1,9 @@
-"""Computes what α, c, v and γ promise, by the paper's formulas (Leviathan, Kalman and Matias 2023,
-section 3).
+"""Computes the expected improvement from α, c, v and γ by the paper's formulas.
 
-α is the acceptance rate; γ the number of drafted tokens; c the time of a draft step divided by that
-of a target step (`cost_ratio`); v the time of a target call over γ + 1 positions divided by that of
-a call over one (`verify_cost`; the paper takes 1). Formulas of α assume that tokens are accepted
+The paper is Leviathan, Kalman and Matias 2023; the formulas are in its section 3. α is the
+acceptance rate; γ the number of drafted tokens; c the time of a draft step divided by that of a
+target step (`cost_ratio`); v the time of a target call over γ + 1 positions divided by that of a
+call over one (`verify_cost`; the paper takes 1). Formulas of α assume that tokens are accepted
 independently of each other, with the same probability. Formulas of `survival`, the probabilities
 that at least 1, 2 … drafted tokens are accepted, do not assume this.
 """
@@ -12,9 +12,10 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
-def _check(alpha: float, gamma: int):
+def _check(alpha: float, gamma: int) -> None:
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha: got {alpha}, expected a number in [0, 1]")
     if gamma < 0:
@@ -32,8 +33,9 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
 
 def improvement(alpha: float, gamma: int, cost_ratio: float, verify_cost: float = 1.0) -> float:
-    """Returns the expected factor in wall time, theorem 3.8: `E[tokens] / (γc + v)`; the paper has
-    v = 1.
+    """Returns the expected factor in wall time, theorem 3.8: `E[tokens] / (γc + v)`.
+
+    The paper has v = 1.
 
     >>> round(improvement(0.75, 7, cost_ratio=0.02), 2)  # T5-small for T5-XXL, argmax, table 4
     3.16
@@ -45,8 +47,10 @@ def improvement(alpha: float, gamma: int, cost_ratio: float, verify_cost: float 
 
 
 def operations(alpha: float, gamma: int, cost_ratio: float = 0.0) -> float:
-    """Returns the factor in arithmetic operations, theorem 3.11: `(1 − α)(γĉ + γ + 1) / (1 −
-    α^(γ+1))`. `cost_ratio` is ĉ, the drafter's operations per token divided by the target's.
+    """Returns the factor in arithmetic operations, theorem 3.11.
+
+    It is `(1 − α)(γĉ + γ + 1) / (1 − α^(γ+1))`. `cost_ratio` is ĉ, the drafter's operations per
+    token divided by the target's.
 
     >>> round(operations(0.8, 5), 2)  # table 1
     1.63
@@ -57,8 +61,9 @@ def operations(alpha: float, gamma: int, cost_ratio: float = 0.0) -> float:
 
 
 def least_improvement(alpha: float, cost_ratio: float) -> float:
-    """Returns the least improvement of the best γ, corollary 3.9: `(1 + α) / (1 + c)` if α > c,
-    else 1 (none).
+    """Returns the least improvement of the best γ, corollary 3.9.
+
+    It is `(1 + α) / (1 + c)` if α > c, else 1 (none).
 
     >>> least_improvement(0.5, cost_ratio=0.25)
     1.2
@@ -72,11 +77,10 @@ def optimal_gamma(
     verify_cost: Callable[[int], float] = lambda width: 1.0,
     most: int = 100,
 ) -> int:
-    """Returns the γ from 0 (plain) to `most` with the greatest improvement, section 3.5; the
-    smallest of equals.
+    """Returns the γ from 0 (plain) to `most` with the greatest improvement, section 3.5.
 
-    `verify_cost` takes the number of positions of a target call, γ + 1, and returns v; the paper
-    takes 1.
+    Of equals it is the smallest. `verify_cost` takes the number of positions of a target call, γ +
+    1, and returns v; the paper takes 1.
 
     >>> optimal_gamma(0.75, cost_ratio=0.02)
     9
@@ -88,8 +92,9 @@ def optimal_gamma(
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Returns D_LK of distributions `[…, V]`, definition 3.2: `Σ_x |p(x) − (p(x) + q(x)) / 2|`, the
-    total variation.
+    """Returns D_LK, the total variation of distributions `[…, V]`, definition 3.2.
+
+    It is `Σ_x |p(x) − (p(x) + q(x)) / 2|`.
 
     >>> float(divergence([0.5, 0.5], [0.75, 0.25]))
     0.25
@@ -131,8 +136,7 @@ def oracle_tokens(alpha: float) -> float:
 
 
 def oracle_improvement(alpha: float, cost_ratio: float) -> float:
-    """Returns the factor in wall time of an oracle that drafts exactly the tokens that will be
-    accepted.
+    """Returns the factor in wall time of an oracle, which drafts exactly the accepted tokens.
 
     With v = 1 it is `1 / (1 − α + cα)`: the oracle drafts α / (1 − α) tokens for each target call,
     and an iteration takes the time 1 + cα / (1 − α).
@@ -148,12 +152,11 @@ def oracle_improvement(alpha: float, cost_ratio: float) -> float:
 
 
 def expected_calls(alpha: float, gamma: int, length: int) -> float:
-    """Returns the expected target calls for an output of `length` tokens; theorem 3.8 assumes a
-    long output.
+    """Returns the expected target calls for an output of `length` tokens.
 
-    One call yields k ≤ γ tokens with probability `α^(k−1)·(1 − α)` and γ + 1 with `α^γ` (section
-    3.1); what would lie past the end of the output is lost. With f(n) = 0 for n ≤ 0:
-    `f(n) = 1 + Σ_k P(k)·f(n − k)`.
+    Theorem 3.8 assumes a long output. One call yields k ≤ γ tokens with probability `α^(k−1)·(1 −
+    α)` and γ + 1 with `α^γ` (section 3.1); what would lie past the end of the output is lost. With
+    f(n) = 0 for n ≤ 0: `f(n) = 1 + Σ_k P(k)·f(n − k)`.
 
     >>> expected_calls(1.0, 3, 9), expected_calls(0.0, 3, 9)
     (3.0, 9.0)
@@ -166,31 +169,31 @@ def expected_calls(alpha: float, gamma: int, length: int) -> float:
     return float(calls[length])
 
 
-def clustered_mean(sums, counts) -> tuple[float, float | None]:
-    """Returns the mean of all items and its standard error, for items that depend on each other
-    within a sentence.
+def clustered_mean(sums: ArrayLike, counts: ArrayLike) -> tuple[float, float | None]:
+    """Returns the mean of all items and its standard error, clustered by sentence.
 
-    For K sentences with n_k items (`counts`) that sum to s_k (`sums`) the mean is m = Σ s_k / Σ n_k
-    and its error `√(K/(K−1) · Σ (s_k − m·n_k)²) / Σ n_k` (the ratio estimator of a sample of
-    clusters); None with fewer than two sentences.
+    Items may depend on each other within a sentence. For K sentences with n_k items (`counts`) that
+    sum to s_k (`sums`) the mean is m = Σ s_k / Σ n_k and its error `√(K/(K−1) · Σ (s_k − m·n_k)²) /
+    Σ n_k` (the ratio estimator of a sample of clusters); None with fewer than two sentences.
 
     >>> clustered_mean([1.0, 3.0], [2, 2])
     (1.0, 0.5)
     """
-    sums, counts = (np.asarray(values, np.float64) for values in (sums, counts))
-    sums, counts = sums[counts > 0], counts[counts > 0]
-    if not len(sums):
+    s, n = (np.asarray(values, np.float64) for values in (sums, counts))
+    s, n = s[n > 0], n[n > 0]
+    if not len(s):
         raise ValueError("got no items, expected at least one")
-    mean, clusters = float(sums.sum() / counts.sum()), len(sums)
+    mean, clusters = float(s.sum() / n.sum()), len(s)
     if clusters < 2:
         return mean, None
-    squares = np.sum((sums - mean * counts) ** 2)
-    return mean, float(np.sqrt(squares * clusters / (clusters - 1)) / counts.sum())
+    squares = np.sum((s - mean * n) ** 2)
+    return mean, float(np.sqrt(squares * clusters / (clusters - 1)) / n.sum())
 
 
 def tokens_by_survival(survival: Sequence[float]) -> list[float]:
-    """Returns the tokens per target call for γ = 0 … G: `1 + Σ_{i ≤ γ} P(at least i tokens are
-    accepted)`.
+    """Returns the tokens per target call for γ = 0 … G: `1 + Σ_{i ≤ γ} survival[i − 1]`.
+
+    `survival` has P(at least i drafted tokens are accepted) for i = 1 … G.
 
     >>> tokens_by_survival([0.5, 0.25])
     [1.0, 1.5, 1.75]
@@ -199,8 +202,9 @@ def tokens_by_survival(survival: Sequence[float]) -> list[float]:
 
 
 def best_gamma(survival: Sequence[float], cost_ratio: float, verify_cost: Sequence[float]) -> int:
-    """Returns the γ from 0 (plain) to G with the greatest `tokens / (γc + v)`; the smallest of
-    equals.
+    """Returns the γ from 0 (plain) to G with the greatest `tokens / (γc + v)`.
+
+    Of equals it is the smallest.
 
     Args:
       survival: `[G]`, P(at least 1, 2 … G drafted tokens are accepted); α, α², α³ … in the paper's
@@ -208,8 +212,10 @@ def best_gamma(survival: Sequence[float], cost_ratio: float, verify_cost: Sequen
       cost_ratio: c.
       verify_cost: `[G + 1]`, v of 1, 2 … G + 1 positions.
 
-    >>> best_gamma([0.8, 0.64, 0.512], cost_ratio=0.1, verify_cost=[1, 1, 1, 1]), best_gamma([0.1], 0.2, [1, 1])
-    (3, 0)
+    >>> best_gamma([0.8, 0.64, 0.512], cost_ratio=0.1, verify_cost=[1, 1, 1, 1])
+    3
+    >>> best_gamma([0.1], cost_ratio=0.2, verify_cost=[1, 1])
+    0
     """
     if len(verify_cost) != len(survival) + 1:
         raise ValueError(
@@ -233,16 +239,15 @@ def token_survival(log_ratios: np.ndarray) -> np.ndarray:
 
 
 def block_survival(log_ratios: np.ndarray) -> np.ndarray:
-    """Returns the same as `token_survival` for block verification, where at least i tokens are
-    accepted with probability π_i (Sun et al. 2024).
+    """Returns the same as `token_survival` for block verification (Sun et al. 2024).
 
-    With Q_i/P_i the product of the first i ratios q(y)/p(y), `π_i · Q_i/P_i = min(1, Q_1/P_1 …
-    Q_i/P_i)`.
+    There at least i tokens are accepted with probability π_i. With Q_i/P_i the product of the first
+    i ratios q(y)/p(y), `π_i · Q_i/P_i = min(1, Q_1/P_1 … Q_i/P_i)`.
     """
     return np.exp(np.minimum(np.minimum.accumulate(np.cumsum(log_ratios, axis=-1), axis=-1), 0))
 
 
-def calls_along(survival: np.ndarray, gamma: int, ended: bool = True) -> tuple[float, float]:
+def output_calls(survival: np.ndarray, gamma: int, ended: bool = True) -> tuple[float, float]:
     """Returns the expected target calls and draft steps for one output of n tokens, EOS included.
 
     From token t on, the number τ of accepted tokens has the distribution that `survival[t]` gives,
@@ -251,12 +256,12 @@ def calls_along(survival: np.ndarray, gamma: int, ended: bool = True) -> tuple[f
     step.
 
     Args:
-      survival: `[n, G]`, with G at least γ; what reaches past the end is not used.
+      survival: `[n, G]`, with G at least γ; values past the end are not used.
       gamma: γ.
       ended: whether the output ends with an EOS, which a draft may contain and then ends with.
         Else it ends at a limit, and the last token is never drafted.
 
-    >>> calls_along(np.ones((9, 3)), 3)[0], calls_along(np.zeros((9, 3)), 3)
+    >>> output_calls(np.ones((9, 3)), 3)[0], output_calls(np.zeros((9, 3)), 3)
     (3.0, (9.0, 27.0))
     """
     length = len(survival)

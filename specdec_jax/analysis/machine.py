@@ -3,12 +3,13 @@
 import dataclasses
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import jax
 
+from specdec_jax.analysis.variants import SentenceBatch
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.gpu import attention as gpu_attention
 from specdec_jax.decoding import autotune
@@ -16,11 +17,12 @@ from specdec_jax.models import fused_step_selftest
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.models.parameters import parameter_count
+from specdec_jax.speculative.drafter import Drafter
 
 PACKAGES = ("specdec_jax", "jax", "jaxlib", "flax", "numpy")
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Returns versions and hardware, without names of people or paths."""
     device = jax.devices()[0]
     return {
@@ -38,53 +40,61 @@ def _kernels(platform: str) -> str:
     """Returns which of the package's own kernels run on this kind of device."""
     if platform == "cpu":
         return native.origin() or "none"
-    trials = {"gpu": gpu_attention.SELF_TEST, "tpu": fused_step_selftest.SELF_TEST}
-    if platform not in trials or os.environ.get(native.SETTING) == "off":
+    self_tests = {"gpu": gpu_attention.SELF_TEST, "tpu": fused_step_selftest.SELF_TEST}
+    if platform not in self_tests or os.environ.get(native.SETTING) == "off":
         return "none"
-    why = trials[platform].result()
+    why = self_tests[platform].result()
     return f"none, {why}" if why else "Pallas"
 
 
 def hardware(machine: Mapping[str, Any]) -> str:
-    """Returns the part of `machine()` that a summary shows; older records say nothing of kernels,
-    and a CPU is named by its processor."""
+    """Returns the part of `describe_machine()` that a summary shows.
+
+    A CPU is named by its processor.
+    """
     kernel = f", kernel: {machine['kernel']}" if "kernel" in machine else ""
     device = "" if machine["device"].startswith("cpu") else f", {machine['device']}"
     return f"{machine['processor']}, {machine['cores']} cores{device}{kernel}"
 
 
-def model(model: LanguageModel) -> dict[str, Any]:
+def describe_model(model: LanguageModel) -> dict[str, Any]:
     """Returns a model's name, number of parameters, their dtype and the network's shape."""
     leaves = jax.tree.leaves(model.network.params)
     return {
         "name": model.name,
-        "parameters": parameter_count(
-            model.config
-        ),  # the loop's layout may hold padded copies beside them
+        # Not counted in the leaves: the loop's layout may hold padded copies beside them.
+        "parameters": parameter_count(model.config),
         "parameter_dtype": ", ".join(sorted({str(leaf.dtype) for leaf in leaves})),
         "config": dataclasses.asdict(model.config),
     }
 
 
-def drafter(drafter) -> dict[str, Any]:
-    """Returns the same as `model` for a drafter's model; for a drafter without one its name."""
-    return {"name": drafter.name} if drafter.second_model is None else model(drafter.second_model)
+def describe_drafter(drafter: Drafter) -> dict[str, Any]:
+    """Returns `describe_model` of a drafter's model; its name if it has none."""
+    second = drafter.second_model
+    return {"name": drafter.name} if second is None else describe_model(second)
 
 
-def head(target, drafting, batches, options) -> dict[str, Any]:
-    """Returns what every record begins with: machine, options, models, and how many inputs the
-    batches have."""
+def begin_record(
+    target: LanguageModel,
+    drafter: Drafter | None,
+    batches: Sequence[SentenceBatch],
+    options: Any,
+) -> dict[str, Any]:
+    """Returns the beginning of every record: machine, options, models and number of inputs."""
     return {
-        "machine": machine(),
+        "machine": describe_machine(),
         "options": dataclasses.asdict(options),
-        "target": model(target),
-        "drafter": None if drafting is None else drafter(drafting),
+        "target": describe_model(target),
+        "drafter": None if drafter is None else describe_drafter(drafter),
         "sentences": count_inputs(target, batches),
     }
 
 
-def count_inputs(target: LanguageModel, batches) -> int:
-    """Returns how many inputs the batches have; an empty one counts for a decoder-only target,
-    which begins a text."""
+def count_inputs(target: LanguageModel, batches: Sequence[SentenceBatch]) -> int:
+    """Returns how many inputs the batches have.
+
+    An empty input counts for a decoder-only target, which begins a text.
+    """
     rows = [row for batch in batches for row in zip(batch.inputs, batch.ids, strict=True)]
     return sum(len(ids) > 0 or (decoder_only(target) and given is not None) for given, ids in rows)

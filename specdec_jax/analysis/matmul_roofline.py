@@ -13,63 +13,61 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.models.network import Network
 from specdec_jax.models.weight_layouts import Kernel, matrix, shape_of, step_kernels
+from specdec_jax.speculative.drafter import Drafter
 
 
 class Products(NamedTuple):
     """The weights that one decoder step multiplies with.
 
     Attributes:
-      kernels: all kernels of the decoder and the head, as `apply_kernel` takes them, except those
+      weights: all weights of the decoder and the head, as `apply_kernel` takes them, except those
         of cross-attention's keys and values, which are used once per request.
-      axes: for each, the axis of a `[D, F]` kernel that is summed over: 0, or 1 for a head that is
+      axes: for each, the axis of a `[D, F]` weight that is summed over: 0, or 1 for a head that is
         the embedding `[V, D]`.
     """
 
-    kernels: list[Kernel]
+    weights: list[Kernel]
     axes: tuple[int, ...]
 
     @classmethod
-    def of(cls, network: Network, packed: bool = True) -> "Products":
-        """Returns the weights in the loop's own layout (`packed`) or in the checkpoint's (new
-        arrays, if the two differ)."""
-        kernels = step_kernels(network.params)
-        kernels = kernels if packed else list(map(matrix, kernels))
-        axes = [0] * len(kernels)
+    def from_network(cls, network: Network, packed: bool = True) -> "Products":
+        """Returns the weights in the loop's layout, or without `packed` in the checkpoint's."""
+        weights = step_kernels(network.params)
+        weights = weights if packed else list(map(matrix, weights))
+        axes = [0] * len(weights)
         if network.module.config.logits_via_embedding:
-            kernels.append(network.params["token_embedder"]["embedding"])
+            weights.append(network.params["token_embedder"]["embedding"])
             axes.append(1)
-        return cls(kernels, tuple(axes))
+        return cls(weights, tuple(axes))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the kernels, with the scales of those in int8."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.kernels))
+        """Bytes of the weights, with the scales of those in int8."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.weights))
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "steps", "dtype"))
 def bare_products(
-    kernels: list[Kernel],
+    weights: list[Kernel],
     x: jax.Array,
     *,
     axes: tuple[int, ...],
     steps: int,
     dtype: str = "float32",
 ) -> jax.Array:
-    """Computes `steps` times the products `x [B, K] · kernel` of one decoder step, with `x` in
-    `dtype`, and nothing else.
+    """Computes only the products `x [B, K] · weight` of one decoder step, `steps` times.
 
-    Each product's operand depends on the maximum of the one before, so that no compiler can leave
-    one out; the factor keeps the numbers as they are.
+    `x` is in `dtype`. Each product's operand depends on the maximum of the one before, so that no
+    compiler can leave one out; the factor keeps the numbers as they are.
     """
 
-    def body(_, carry):
-        for kernel, axis in zip(kernels, axes, strict=True):
-            operand = (x[:, : shape_of(kernel)[axis]] + carry).astype(dtype)
-            y = (
-                product(operand, kernel, ((1,), (1,)))
-                if axis
-                else apply_kernel(operand, kernel, jnp.float32)
-            )
+    def body(_: jax.Array, carry: jax.Array) -> jax.Array:
+        for weight, axis in zip(weights, axes, strict=True):
+            operand = (x[:, : shape_of(weight)[axis]] + carry).astype(dtype)
+            if axis:
+                y = product(operand, weight, ((1,), (1,)))
+            else:
+                y = apply_kernel(operand, weight, jnp.float32)
             carry = jnp.max(y) * 1e-9
         return carry
 
@@ -77,42 +75,40 @@ def bare_products(
 
 
 def products_variants(network: Network, batch: int) -> dict[str, Callable[[], object]]:
-    """Returns calls that compute `STEPS` times the bare matrix products of one step of `batch`
-    rows.
+    """Returns calls that compute the matrix products of one step of `batch` rows, `STEPS` times.
 
-    They use the loop's own layout of the weights; where that is another than the checkpoint's, the
-    checkpoint's is timed too, since it may be faster for one position.
+    They use the loop's layout of the weights. If the checkpoint's is another, it is timed too,
+    since it may be faster for one position.
     """
-    layouts = {"products": Products.of(network)}
+    layouts = {"products": Products.from_network(network)}
     if network.module.native:
-        layouts["products, checkpoint's layout"] = Products.of(network, packed=False)
+        layouts["products, checkpoint's layout"] = Products.from_network(network, packed=False)
     return {name: _products_variant(network, weights, batch) for name, weights in layouts.items()}
 
 
 def bare_variants(
-    target: LanguageModel, drafter, rows: int, gammas: Sequence[int]
+    target: LanguageModel, drafter: Drafter | None, rows: int, gammas: Sequence[int]
 ) -> dict[str, Callable[[], object]]:
-    """Returns calls as `products_variants` does, in the loop's own layout, for target calls over γ
-    + 1 positions.
+    """Returns the products of target calls over γ + 1 positions, in the loop's layout.
 
-    If the drafter is a model without a shortlist or 8 bits, a draft step is among them.
+    If the drafter is a model without a shortlist or int8, a draft step is among them.
     """
-    variants = {}
-    for gamma in gammas:
-        wide = rows * (gamma + 1)
-        network = target.network
-        variants[f"bare verify {gamma}"] = _products_variant(network, Products.of(network), wide)
+    network, weights = target.network, Products.from_network(target.network)
+    variants = {
+        f"bare verify {gamma}": _products_variant(network, weights, rows * (gamma + 1))
+        for gamma in gammas
+    }
     if drafter is not None and drafter.scorable:
-        variants["bare draft step"] = _products_variant(
-            drafter.network, Products.of(drafter.network), rows
-        )
+        network = drafter.steps()["draft step"]
+        weights = Products.from_network(network)
+        variants["bare draft step"] = _products_variant(network, weights, rows)
     return variants
 
 
-def _products_variant(network: Network, weights: Products, rows: int) -> Callable[[], object]:
+def _products_variant(network: Network, products: Products, rows: int) -> Callable[[], object]:
     config = network.module.config
     width = max(config.emb_dim, config.mlp_dim, config.num_heads * config.head_dim)
     x = jax.random.normal(jax.random.key(0), (rows, width))
     return functools.partial(
-        bare_products, weights.kernels, x, axes=weights.axes, steps=STEPS, dtype=config.dtype
+        bare_products, products.weights, x, axes=products.axes, steps=STEPS, dtype=config.dtype
     )

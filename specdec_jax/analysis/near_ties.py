@@ -1,14 +1,16 @@
-"""Measures how near a choice is to a tie: of a token, by how far logits from a call over several
-positions are from those of calls over one, and of the beams of a search."""
+"""Measures how near a choice is to a tie: of one token, and of the beams of a search.
 
-from collections.abc import Mapping
+A token's logits from a call over several positions are compared with those from calls over one.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.analysis.timing import prefill_cache
+from specdec_jax.analysis.step_loops import prefill_cache
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.beams import start as start_search
@@ -38,8 +40,10 @@ class Difference(NamedTuple):
 
     @property
     def near_tie(self) -> bool:
-        """Whether either token can be the argmax in exact arithmetic: each of the two logits may be
-        off by `noise`."""
+        """Whether either token can be the argmax in exact arithmetic.
+
+        Each of the two logits may be off by `noise`.
+        """
         return self.margin < 2 * self.noise
 
 
@@ -48,7 +52,7 @@ _decode = jax.jit(Network.decode)
 
 @isolated
 def measure_difference(
-    model: LanguageModel, inputs, prefix, width: int, batch: int = 1
+    model: LanguageModel, inputs: Sequence[int], prefix: Sequence[int], width: int, batch: int = 1
 ) -> Difference:
     """Returns the `Difference` at the token after `prefix`.
 
@@ -59,19 +63,19 @@ def measure_difference(
       width: number of positions of the wider call (γ + 1).
       batch: number of rows; the input is repeated, since kernels differ with the number of rows.
     """
-    inputs = np.tile(np.asarray(inputs, np.int32), (batch, 1))
-    lengths = np.full(batch, inputs.shape[1], np.int32)
+    rows = np.tile(np.asarray(inputs, np.int32), (batch, 1))
+    lengths = np.full(batch, rows.shape[1], np.int32)
     padded = np.zeros(-(-len(prefix) // width) * width, np.int32)
     padded[: len(prefix)] = prefix
 
     def logits(step: int) -> np.ndarray:
-        network = model.network
-        cache, rows = prefill_cache(network, inputs, lengths, slots=len(padded)), []
+        network, found = model.network, []
+        cache = prefill_cache(network, rows, lengths, slots=len(padded))
         for start in range(0, len(padded), step):
             tokens = np.tile(padded[start : start + step], (batch, 1))
             out, cache = _decode(network, tokens, np.full(batch, start, np.int32), cache)
-            rows.append(np.asarray(out[0]))
-        return np.concatenate(rows)[: len(prefix)]
+            found.append(np.asarray(out[0]))
+        return np.concatenate(found)[: len(prefix)]
 
     single, wide = logits(1), logits(width)
     second, first = np.partition(single[-1], -2)[-2:]
@@ -79,13 +83,12 @@ def measure_difference(
 
 
 @isolated
-def search_margin(model: LanguageModel, given, how: Mapping[str, Any]) -> float:
-    """Returns the least distance of two neighbours among the numbers that plain beam search orders,
-    in all its steps.
+def search_margin(model: LanguageModel, given: Any, how: Mapping[str, Any]) -> float:
+    """Returns the least distance of two neighbours among the numbers that plain beam search sorts.
 
-    Those are the sums of the best continuations of all beams, and the scores of the hypotheses that
-    have ended. Where it is no more than rounding, another order of additions may lead to another
-    output.
+    It is taken over all steps. The numbers are the sums of the best continuations of all beams, and
+    the scores of finished hypotheses. A distance within rounding means that another order of
+    additions may lead to another output.
 
     Args:
       given: one input, as `generate` takes it.
@@ -101,7 +104,7 @@ def search_margin(model: LanguageModel, given, how: Mapping[str, Any]) -> float:
 
 @jax.jit
 def _margin(target: Network, state: BeamState) -> tuple[jax.Array, BeamState]:
-    """The margin of one step of plain search, of one row, and the state after it."""
+    """Returns the margin of one step of plain search, of one row, and the state after it."""
     tree, live = live_beams(state), jnp.ones((1, state.config.beams), bool)
     states, _ = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, live)
     own, adjusted = scored(state, target.head(states, live), tree)
@@ -109,17 +112,11 @@ def _margin(target: Network, state: BeamState) -> tuple[jax.Array, BeamState]:
     found = candidates(own, adjusted, sums, state.config).sums.reshape(-1)
     found, _ = jax.lax.top_k(found, min(state.config.candidates + 1, len(found)))
     after = iterate_beams(target, None, state)
-    distances = [
-        _distance(found),
-        _distance(jnp.where(after.is_finished, after.finished.scores, -jnp.inf)[0]),
-    ]
-    return jnp.min(jnp.stack(distances)), after
+    finished = jnp.where(after.is_finished, after.finished.scores, -jnp.inf)[0]
+    return jnp.minimum(_least_gap(found), _least_gap(finished)), after
 
 
-def _distance(numbers: jax.Array) -> jax.Array:
-    """The least of two neighbours, without what stands for nothing and is lowered far below the
-    others."""
-    gaps = -jnp.diff(jnp.sort(numbers, descending=True))
-    return jnp.min(
-        jnp.where(jnp.sort(numbers, descending=True)[1:] > -1e6, gaps, jnp.inf), initial=jnp.inf
-    )
+def _least_gap(numbers: jax.Array) -> jax.Array:
+    """Returns the least distance of two neighbours, without masked ones, which are below −10⁶."""
+    ordered = jnp.sort(numbers, descending=True)
+    return jnp.min(jnp.where(ordered[1:] > -1e6, -jnp.diff(ordered), jnp.inf), initial=jnp.inf)

@@ -1,4 +1,4 @@
-"""Predicts improvements from measured steps, and says where the time goes."""
+"""Predicts improvements from measured steps, and splits the time into parts."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from specdec_jax.analysis import formulas
-from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.timing import Spread, summarize
 from specdec_jax.analysis.top_k_hit_rate import KINDS, HitRates, by_rank
 from specdec_jax.decoding.results import Stats
 from specdec_jax.speculative.trees import LOSSY_TREES, DynamicTree, Tree
@@ -32,10 +32,10 @@ class Work:
 
 
 def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[str, float]:
-    """Returns the seconds of `work` by part, from the measured single steps; the loop around them
-    is not counted.
+    """Returns the seconds of `work` by part, from the measured single steps.
 
-    If no draft step was measured, the drafter has no model and drafting counts as nothing.
+    The loop around them is not counted. If no draft step was measured, the drafter has no model and
+    drafting takes no time.
     """
     single = times["target step"].median
     added = times[f"verify {gamma}"].median - single if gamma else 0.0
@@ -53,7 +53,7 @@ def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[
 def draft_seconds(gamma: int, times: Mapping[str, Spread]) -> float:
     """Returns the seconds of a draft step between target calls.
 
-    That is what γ of them add to a call over γ + 1 positions, divided by γ, but no less than a
+    It is the time that γ of them add to a call over γ + 1 positions, divided by γ, but at least a
     draft step alone.
     """
     added = times[f"draft {gamma} and verify"].median - times[f"verify {gamma}"].median
@@ -62,16 +62,15 @@ def draft_seconds(gamma: int, times: Mapping[str, Spread]) -> float:
 
 def cost_ratio(gamma: int, times: Mapping[str, Spread]) -> float:
     """Returns c, for draft steps between target calls; 0 if no model drafts."""
-    return (
-        draft_seconds(gamma, times) / times["target step"].median if "draft step" in times else 0.0
-    )
+    if "draft step" not in times:
+        return 0.0
+    return draft_seconds(gamma, times) / times["target step"].median
 
 
 def oracle(gamma: int, alpha: float, times: Mapping[str, Spread]) -> dict[str, float | None]:
-    """Returns what no policy of γ exceeds with this α (per position of the output) and c, if target
-    calls cost the same at any width.
+    """Returns the bounds of every policy of γ with this α (per position of the output) and c.
 
-    A value is None if there is no bound.
+    They hold if target calls cost the same at any width. A value is None if there is no bound.
     """
     bounds = {
         "tokens_per_target_call": formulas.oracle_tokens(alpha),
@@ -87,8 +86,9 @@ def expected_work(
     alpha: float,
     drafting: float = 1.0,
 ) -> list[Work]:
-    """Returns the work that α and the output lengths alone let expect; a batch runs until its last
-    row is done.
+    """Returns the expected work, given α and the output lengths alone.
+
+    A batch runs until its last row is done.
 
     Args:
       padded: padded input length of each batch.
@@ -105,15 +105,20 @@ def expected_work(
 
 
 def predictions(
-    gamma: int, alpha: float, times: Mapping[str, Spread], padded, lengths, counted: Sequence[Work]
+    gamma: int,
+    alpha: float,
+    times: Mapping[str, Spread],
+    padded: Sequence[int],
+    lengths: Sequence[np.ndarray],
+    counted: Sequence[Work],
 ) -> dict[str, float]:
-    """Returns the expected improvement by four formulas, each of which counts more than the one
-    before.
+    """Returns the expected improvement by four formulas, from coarse to fine.
 
     None counts the loop itself, nor the second position of a drafter's first call after a full
     acceptance.
 
     Args:
+      gamma, times, padded, lengths: as in `expected_work` and `cost`.
       alpha: α, per position of the output.
       counted: the work that was done; the calls in which nothing was drafted are over one position.
 
@@ -123,43 +128,36 @@ def predictions(
       theorem_3_8: E[tokens] / (γc + 1).
       with_verify_cost: E[tokens] / (γc + v), with v = 1 for the calls in which nothing is drafted.
       with_lengths: the same with encoders and the real output lengths.
-      with_counts: the same with the calls that were made instead of those that α lets expect.
+      with_counts: the same with the calls that were made instead of those expected from α.
     """
     step = times["target step"].median
     c = cost_ratio(gamma, times)
     v = times[f"verify {gamma}"].median / step
     plain = sum(cost(expected_work(padded, lengths, 0, 0.0), 0, times).values())
-
-    def total(work):
-        return sum(cost(work, gamma, times).values())
-
     drafting = mean_drafting(counted)
+    expected = expected_work(padded, lengths, gamma, alpha, drafting)
     return {
         "cost_ratio": c,
         "verify_cost": v,
         "theorem_3_8": formulas.improvement(alpha, gamma, c),
         "with_verify_cost": formulas.improvement(alpha, gamma, c, 1 + drafting * (v - 1)),
-        "with_lengths": plain / total(expected_work(padded, lengths, gamma, alpha, drafting)),
-        "with_counts": plain / total(counted),
+        "with_lengths": plain / sum(cost(expected, gamma, times).values()),
+        "with_counts": plain / sum(cost(counted, gamma, times).values()),
     }
 
 
 def counted_work(padded: int, stats: Stats) -> Work:
-    """Returns what one batch needed: the calls of its rows that took the most.
+    """Returns the work of one batch: the calls of the rows that took the most.
 
     Args:
       padded: padded length of its inputs.
       stats: its statistics, those of every row included.
     """
     assert stats.per_row is not None, "or no row was decoded"
-
-    def most(name):
-        return max(getattr(row, name) for row in stats.per_row)
-
-    # Drafters that cannot draft everywhere; the others have no more calls without a draft than a
-    # limit asks for.
+    # Other drafters have no calls without a draft, except at an output's limit.
     drafting = stats.examined_by_position[:1].sum() / stats.target_calls if stats.undrafted else 1.0
-    return Work(padded, most("target_calls"), most("draft_calls"), float(drafting))
+    calls = max(row.target_calls for row in stats.per_row)
+    return Work(padded, calls, max(row.draft_calls for row in stats.per_row), float(drafting))
 
 
 def mean_drafting(work: Sequence[Work]) -> float:
@@ -168,7 +166,7 @@ def mean_drafting(work: Sequence[Work]) -> float:
     return sum(item.calls * item.drafting for item in work) / calls if calls else 1.0
 
 
-# Why nothing is predicted of a tree, or what the prediction takes every node's acceptance from.
+# Why nothing is predicted for a tree, or the source of every node's predicted acceptance.
 TREE_PREDICTIONS = {kind: f"top-k hit rate by {words}" for kind, words in KINDS.items()} | {
     "dynamic": "the drafter's distribution shapes the tree",
     "lossy": "the verifier is lossy",
@@ -177,11 +175,10 @@ TREE_PREDICTIONS = {kind: f"top-k hit rate by {words}" for kind, words in KINDS.
 
 
 def tree_tokens(tree: Tree | DynamicTree, hit_rate: HitRates) -> dict[str, float | str | None]:
-    """Returns the tokens per target call to expect of a tree: `Tree.expected` from acceptance by
-    rank.
+    """Returns the expected tokens per target call of a tree: `Tree.expected` by acceptance by rank.
 
-    That takes every node to be accepted independently of the others, and outputs to have no end.
-    Above temperature 0 drawn children of every kind are taken for all but one fixed.
+    It assumes that every node is accepted independently of the others, and that outputs have no
+    end. Above temperature 0 drawn children of every kind count as one drawn and the others fixed.
 
     Args:
       tree: the tree, with the children and verifier that it is drafted with.
@@ -192,14 +189,10 @@ def tree_tokens(tree: Tree | DynamicTree, hit_rate: HitRates) -> dict[str, float
       predicted: the number; None where nothing is predicted.
       prediction: a key of `TREE_PREDICTIONS`.
     """
-    if isinstance(tree, DynamicTree) or tree.verify in LOSSY_TREES or not hit_rate:
-        why = (
-            "dynamic"
-            if isinstance(tree, DynamicTree)
-            else "lossy"
-            if tree.verify in LOSSY_TREES
-            else "unscored"
-        )
+    if isinstance(tree, DynamicTree):
+        return {"predicted": None, "prediction": "dynamic"}
+    if tree.verify in LOSSY_TREES or not hit_rate:
+        why = "lossy" if tree.verify in LOSSY_TREES else "unscored"
         return {"predicted": None, "prediction": why}
     kind = "mixed" if "mixed" in hit_rate and tree.kind != "top" else "top"
     return {"predicted": tree.expected(by_rank(hit_rate[kind])), "prediction": kind}
@@ -208,8 +201,7 @@ def tree_tokens(tree: Tree | DynamicTree, hit_rate: HitRates) -> dict[str, float
 def sampling_cost(
     gamma: int, seconds: Mapping[str, Sequence[float]]
 ) -> dict[str, dict[str, float]]:
-    """Returns what choosing tokens adds to a target call over γ + 1 positions, as a share of the
-    call, by verifier.
+    """Returns the cost of choosing tokens, as a share of a target call over γ + 1 positions.
 
     Args:
       gamma: γ.
@@ -218,28 +210,20 @@ def sampling_cost(
     """
     start = f"call {gamma}, "
     alone = np.array(seconds[start + "alone"])
-    added = {
-        name.removeprefix(start): np.array(times) / alone - 1
-        for name, times in seconds.items()
-        if name.startswith(start)
-    }
     return {
-        name: Spread.from_samples(share)._asdict()
-        for name, share in added.items()
-        if name != "alone"
+        name.removeprefix(start): summarize(np.array(times) / alone - 1)
+        for name, times in seconds.items()
+        if name.startswith(start) and name != start + "alone"
     }
 
 
 def shares(parts: Mapping[str, float], measured: float) -> dict[str, float] | None:
-    """Returns each part's share of the measured seconds; "rest" is the loop, the host and whatever
-    single steps do not show.
+    """Returns each part's share of the measured seconds.
 
-    None if the parts come to more than was measured: single steps and whole decodes were then not
-    timed at the same speed, and no share would mean anything.
+    "rest" is the loop, the host and everything else that single steps do not include. None if the
+    parts add up to more than was measured: single steps and whole decodes were then timed at
+    different speeds, and no share would mean anything.
     """
     rest = 1 - sum(parts.values()) / measured
-    return (
-        {**{name: part / measured for name, part in parts.items()}, "rest": rest}
-        if rest >= 0
-        else None
-    )
+    found = {name: part / measured for name, part in parts.items()}
+    return found | {"rest": rest} if rest >= 0 else None

@@ -1,4 +1,4 @@
-"""Defines what a measurement is asked for: the part of a command's options that `analysis` reads."""
+"""Defines the options of measurements: those of a command that `analysis` reads."""
 
 from typing import Any, Protocol
 
@@ -8,10 +8,10 @@ from specdec_jax.speculative.trees import DynamicTree, Tree
 
 
 class Setup(Protocol):
-    """How sentences are decoded and timed. The options of every measuring command are one, and go
-    into its record whole.
+    """How sentences are decoded and timed.
 
-    Its members are properties since options are frozen, as in the protocols below.
+    The options of every measuring command implement it, and go into its record whole. Members are
+    properties since options are frozen, as in the protocols below.
 
     Attributes:
       verifier: name of the verifier.
@@ -41,17 +41,19 @@ class Setup(Protocol):
         """Returns how tokens are chosen."""
 
     def decoding(self, plain: bool = False) -> dict[str, Any]:
-        """Returns the arguments of `generate` except the drafter's; with `plain`, those of plain
-        decoding."""
+        """Returns the arguments of `generate` but for the drafter's.
+
+        With `plain` they are those of plain decoding.
+        """
 
 
 class BeamSetup(Setup, Protocol):
-    """What `benchmark_beams` and `tune_beams` read besides.
+    """The further options of `benchmark_beams` and `tune_beams`.
 
     Attributes:
       num_beams: beams of a search; None: none.
-      beam_width: the numbers of nodes in a level of the tree that are timed; (): as each command
-        says.
+      beam_width: the numbers of nodes in a level of the tree that are timed; (): each command's
+        default.
     """
 
     @property
@@ -64,13 +66,13 @@ class BeamSetup(Setup, Protocol):
 
 
 class BenchmarkSetup(BeamSetup, Protocol):
-    """What `benchmark` reads besides.
+    """The further options of `benchmark`.
 
     Attributes:
       gammas: the γ that are timed.
       gamma_policy: name of the policy of γ.
-      synthetic_alpha: acceptance rates forced at random with a given probability; (): as the models
-        say.
+      synthetic_alpha: probabilities with which drafted tokens are accepted at random; (): the
+        models decide.
       tree: the token trees that are timed, as text.
       preset: shape of a target with random weights, or None.
       samples_preset: whether the cost of sampling is measured.
@@ -92,17 +94,17 @@ class BenchmarkSetup(BeamSetup, Protocol):
     def gamma_of(
         self, gamma: int | str, tree: Tree | DynamicTree | None = None
     ) -> int | str | Policy:
-        """Returns what `generate` takes as γ."""
+        """Returns the γ of `generate`: a number, "auto" or a policy."""
 
 
 class MeasureSetup(Setup, Protocol):
-    """What `expectations.measure` reads besides.
+    """The further options of `expectations.measure`.
 
     Attributes:
       gamma_max: the greatest γ of the table.
       timed_gammas: the γ whose target call is timed.
-      compare_alpha: whether Σ min(p, q) is compared with what token verification accepts.
-      drafter, shortlist, shortlist_size, drafter_int8: what drafts, for a message.
+      compare_alpha: whether Σ min(p, q) is compared with the share that token verification accepts.
+      drafter, shortlist, shortlist_size, drafter_int8: the drafter, for a message.
     """
 
     @property
@@ -122,7 +124,7 @@ class MeasureSetup(Setup, Protocol):
 
 
 class TuneSetup(BeamSetup, Protocol):
-    """What `tuning.tune` reads besides.
+    """The further options of `tuning.tune`.
 
     Attributes:
       gammas: the γ to choose from.

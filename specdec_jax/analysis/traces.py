@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import predictions
+from specdec_jax.analysis.setup import Setup
 from specdec_jax.analysis.timing import Spread
-from specdec_jax.analysis.variants import Batch
+from specdec_jax.analysis.variants import SentenceBatch
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.drafter import Drafter
 
-# The names of the kinds of text in a line, each in the style of its kind.
+# The names of the kinds of text in a line, as pairs of a kind and text in its style.
 LEGEND = (
     ("committed", "drafted tokens: "),
     ("accepted", "accepted"),
@@ -23,60 +25,58 @@ LEGEND = (
 )
 
 
-def lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[str, str]]]:
+def trace_lines(steps: Sequence[TraceStep], target: LanguageModel) -> list[list[tuple[str, str]]]:
     """Returns one line per target call, as (kind, text) pairs.
 
-    They are: what was committed before, the accepted and the rejected drafted tokens, and the
+    They are: the text committed before, the accepted and the rejected drafted tokens, and the
     target's own token, which is a correction after a rejection and a bonus otherwise.
     """
     found, committed = [], ""
     for step in steps:
-        accepted = "".join(surface(token, target) for token in step.accepted)
-        rejected = "" if step.rejected is None else surface(step.rejected, target)
-        own = "" if step.corrected is None else surface(step.corrected, target)
+        accepted = "".join(token_text(token, target) for token in step.accepted)
+        rejected = "" if step.rejected is None else token_text(step.rejected, target)
+        own = "" if step.corrected is None else token_text(step.corrected, target)
         parts = [
             ("committed", committed),
             ("accepted", accepted),
             ("rejected", rejected),
-            (own_kind(step), own),
+            (own_token_kind(step), own),
         ]
         found.append([(kind, text) for kind, text in parts if text])
         committed += accepted + own
     return found
 
 
-def own_kind(step: TraceStep) -> str:
+def own_token_kind(step: TraceStep) -> str:
     """Returns the kind of the target's own token: a correction after a rejection, else a bonus."""
     return "bonus" if step.rejected is None else "corrected"
 
 
-def surface(token: int, target: LanguageModel) -> str:
+def token_text(token: int, target: LanguageModel) -> str:
     """Returns a token as text."""
     return " [END]" if token in target.eos_ids else target.vocabulary.piece(token)
 
 
-def spans(
+def call_spans(
     steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[str, Spread]
 ) -> list[tuple[str, float]]:
-    """Returns (kind of call, seconds) of every call that the iterations made, by the medians of
-    single steps; γ = 0 is plain decoding.
+    """Returns (kind of call, seconds) of every call that the iterations made.
 
-    If a model drafts, the first step after a full acceptance is a call over two positions.
+    Seconds are medians of single steps. If a model drafts, the first step after a full acceptance
+    is a call over two positions.
 
     Args:
       steps: the iterations.
-      gamma: γ.
+      gamma: γ; 0 is plain decoding.
       padded: padded length of the input.
       times: seconds by the names of `timing.step_variants`.
     """
     call = times[f"verify {gamma}" if gamma else "target step"].median
     drafts = gamma > 0 and "draft step" in times
-    draft = predictions.draft_seconds(gamma, times) if drafts else 0.0
-    pair = (
-        draft * times.get("draft pair", times["draft step"]).median / times["draft step"].median
-        if drafts
-        else 0.0
-    )
+    draft = pair = 0.0
+    if drafts:
+        draft, single = predictions.draft_seconds(gamma, times), times["draft step"]
+        pair = draft * times.get("draft pair", single).median / single.median
     encoders = ("target encoder", "drafter encoder") if gamma else ("target encoder",)
     found = [
         (name, times[f"{name} {padded}"].median) for name in encoders if f"{name} {padded}" in times
@@ -84,50 +84,35 @@ def spans(
     whole = False
     for step in steps:
         if drafts and step.gamma:
-            found += [("draft step", pair if whole else draft)] + [("draft step", draft)] * (
-                step.gamma - 1
-            )
+            seconds = [pair if whole else draft] + [draft] * (step.gamma - 1)
+            found += [("draft step", one) for one in seconds]
         found.append(("target call", call))
         whole = 0 < step.gamma == len(step.accepted)
     return found
 
 
-def first_text(batches: Sequence[Batch]) -> Batch | None:
+def find_text(batches: Sequence[SentenceBatch]) -> SentenceBatch | None:
     """Returns the first batch whose first input has any text, None if there is none."""
-    return next(
-        (
-            batch
-            for batch in batches
-            if isinstance(batch.inputs[0], str) and batch.inputs[0].strip()
-        ),
-        None,
-    )
+    for batch in batches:
+        if isinstance(batch.inputs[0], str) and batch.inputs[0].strip():
+            return batch
+    return None
 
 
-def example(
+def make_example(
     target: LanguageModel,
-    drafter,
+    drafter: Drafter,
     gammas: Sequence[int],
-    batch: Batch,
+    batch: SentenceBatch,
     times: Mapping[str, Spread],
-    options,
+    options: Setup,
 ) -> dict[str, Any]:
     """Returns the first input of `batch`, decoded plainly and with every γ of `gammas`."""
     variants = []
     for gamma in (0, *gammas):
-        steps = trace(
-            target,
-            batch.inputs[0],
-            drafter=drafter if gamma else None,
-            gamma=gamma,
-            key=batch.keys,
-            **options.decoding(plain=not gamma),
-        )
-        variants.append(
-            {
-                "gamma": gamma,
-                "lines": lines(steps, target) if gamma else [],
-                "spans": spans(steps, gamma, batch.padded, times),
-            }
-        )
+        how = options.decoding(plain=not gamma) | {"drafter": drafter if gamma else None}
+        steps = trace(target, batch.inputs[0], gamma=gamma, key=batch.keys, **how)
+        shown = trace_lines(steps, target) if gamma else []
+        seconds = call_spans(steps, gamma, batch.padded, times)
+        variants.append({"gamma": gamma, "lines": shown, "spans": seconds})
     return {"input": batch.inputs[0], "variants": variants}

@@ -1,13 +1,14 @@
-"""Draws the token tree of an iteration as text: its nodes, the accepted path, its attention mask."""
+"""Draws the token tree of an iteration as text: nodes, accepted path, attention mask."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specdec_jax.analysis.setup import BenchmarkSetup
-from specdec_jax.analysis.traces import own_kind, surface
-from specdec_jax.analysis.variants import Batch
+from specdec_jax.analysis.traces import own_token_kind, token_text
+from specdec_jax.analysis.variants import SentenceBatch
 from specdec_jax.decoding.trace import TraceStep, TreeNode, TreeStep, trace
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.tree_text import read_tree
 
 # Width of a terminal.
@@ -21,7 +22,7 @@ class Drawn(NamedTuple):
     Attributes:
       tree: the tree.
       texts: the text of each node.
-      own: that of the token which the target added; None if it added none.
+      own: the text of the token which the target added; None if it added none.
     """
 
     tree: TreeStep
@@ -32,41 +33,33 @@ class Drawn(NamedTuple):
     def from_step(cls, step: TraceStep, target: LanguageModel) -> "Drawn":
         """Returns the tree of a step that drafted one."""
         assert step.tree is not None
-        texts = [
-            root(step.tree, target),
-            *(one_line(node.token, target) for node in step.tree.nodes[1:]),
-        ]
-        return cls(
-            step.tree, texts, None if step.corrected is None else one_line(step.corrected, target)
-        )
+        tokens = [one_line(node.token, target) for node in step.tree.nodes[1:]]
+        own = None if step.corrected is None else one_line(step.corrected, target)
+        return cls(step.tree, [root(step.tree, target), *tokens], own)
 
     def record(self) -> dict[str, Any]:
-        """Returns the part of a record that says all this."""
-        nodes = [
-            {"text": text, **node._asdict()}
-            for text, node in zip(self.texts, self.tree.nodes, strict=True)
-        ]
+        """Returns the tree as a record has it."""
+        pairs = zip(self.texts, self.tree.nodes, strict=True)
+        nodes = [{"text": text, **node._asdict()} for text, node in pairs]
         return {"nodes": nodes, "path": self.tree.path, "own": self.own}
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "Drawn":
-        """Returns what `record` wrote, without ids and probabilities, which no drawing shows.
+        """Returns the tree of a record, without ids and probabilities, which no drawing shows.
 
         Raises:
           ValueError: parents that do not come before their children, or a path that leaves the
             tree.
         """
         parents, path = [node["parent"] for node in record["nodes"]], list(record["path"])
-        if parents[:1] != [-1] or not all(
-            0 <= parent < node for node, parent in enumerate(parents[1:], 1)
-        ):
+        ordered = all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
+        if parents[:1] != [-1] or not ordered:
             raise ValueError(
                 "nodes: got parents in another order, expected -1, then each before its children"
             )
-        if path[:1] != [0] or any(
-            not 0 < node < len(parents) or parents[node] != above
-            for above, node in zip(path, path[1:])
-        ):
+        pairs = zip(path, path[1:])
+        connected = all(0 < node < len(parents) and parents[node] == above for above, node in pairs)
+        if path[:1] != [0] or not connected:
             raise ValueError(
                 "path: got other nodes, expected node 0, then a child of the node before"
             )
@@ -74,32 +67,29 @@ class Drawn(NamedTuple):
         return cls(TreeStep(nodes, path), [node["text"] for node in record["nodes"]], record["own"])
 
 
-def examples(
-    target: LanguageModel, drafter, batch: Batch, options: BenchmarkSetup
+def make_examples(
+    target: LanguageModel, drafter: Drafter, batch: SentenceBatch, options: BenchmarkSetup
 ) -> list[dict[str, Any]]:
-    """Returns of the first input of `batch`, for every tree that the options name and that drafts
-    anything, the call that `instructive` chooses: its number, and what `Drawn.record` says."""
-    how, found = (
-        options.decoding() | {"drafter": drafter, "verifier": "block", "key": batch.keys},
-        [],
-    )
+    """Returns one call of the first input of `batch` for every tree of the options, as records.
+
+    It is the call that `choose_step` chooses. A tree that drafts nothing is left out.
+    """
+    how = options.decoding() | {"drafter": drafter, "verifier": "block", "key": batch.keys}
+    found = []
     for text in options.tree:
         steps = trace(target, batch.inputs[0], tree=read_tree(text), **how)
-        number = instructive(steps)
+        number = choose_step(steps)
         if number is not None:
-            found.append(
-                {
-                    "tree": text,
-                    "call": number + 1,
-                    **Drawn.from_step(steps[number], target).record(),
-                }
-            )
+            drawn = Drawn.from_step(steps[number], target).record()
+            found.append({"tree": text, "call": number + 1, **drawn})
     return found
 
 
-def instructive(steps: Sequence[TraceStep]) -> int | None:
-    """Returns the number of the first step whose path leaves the first children, else of the first
-    of those whose path is the longest; None where no tree was drafted."""
+def choose_step(steps: Sequence[TraceStep]) -> int | None:
+    """Returns the number of the first step whose path leaves the first children.
+
+    Without one it is the first step with the longest path, and None if no tree was drafted.
+    """
     trees = {number: step.tree for number, step in enumerate(steps) if step.tree and step.gamma}
     branching = (number for number, tree in trees.items() if leaves_spine(tree))
     return next(branching, max(trees, key=lambda number: len(trees[number].path), default=None))
@@ -118,7 +108,7 @@ def depth_first(tree: TreeStep, node: int = 0) -> Iterator[int]:
 
 
 def mask(tree: TreeStep, order: Sequence[int]) -> list[str]:
-    """Returns a line for each node in `order`, which shows the nodes in this order that it sees."""
+    """Returns a line for each node in `order`, which shows the nodes that it attends to."""
     return [
         "".join(_SEEN if other in tree.line(node) else _UNSEEN for other in order) for node in order
     ]
@@ -129,9 +119,9 @@ def tree_lines(
 ) -> list[list[tuple[str, str]]]:
     """Returns the tree of a step as lines of (kind, text), in the kinds of `traces.LEGEND`.
 
-    Each node has a line with its number, the nodes that it sees, and its text. The target's own
-    token follows the last node that is accepted. A mask that leaves less room than the texts need
-    in `COLUMNS` columns stands below the tree.
+    Each node has a line with its number, the nodes that it attends to, and its text. The target's
+    own token follows the last accepted node. The mask is below the tree if both together are wider
+    than `COLUMNS` columns.
 
     Args:
       step: a step with a tree.
@@ -144,25 +134,19 @@ def tree_lines(
     width = max(len(order), len("sees"))
     drawn = list(_branches(step, target))
     digits = len(str(len(order) - 1))
-    head = f"{'#':>{digits}} "
-    values = [f"{'p':>9}{'q':>9}{'p/q':>9}"] * numbers + [
-        _values(tree, node) for node in order if numbers
-    ]
     widest = max(len(before) + len(text) for _, before, _, text in drawn) + len("{==}")
-    beside = len(head) + width + 1 + 28 * numbers + widest <= COLUMNS
+    beside = digits + 1 + width + 1 + 28 * numbers + widest <= COLUMNS
 
-    def columns(number, row, value):
-        return f"{number:>{digits}} " + f"{row:<{width}} " * beside + f"{value} " * numbers
+    def columns(number: int | str, row: str, values: str) -> str:
+        return f"{number:>{digits}} " + f"{row:<{width}} " * beside + f"{values} " * numbers
 
-    titles = columns("#", "sees", values[0] if numbers else "")
+    titles = columns("#", "sees", f"{'p':>9}{'q':>9}{'p/q':>9}")
     lines = [[("committed", titles.rstrip())]]
     places = {node: place for place, node in enumerate(order)}
     for node, before, kind, text in drawn:
-        if node is None:
-            left = columns("", "", " " * 27)
-        else:
-            place = places[node]
-            left = columns(place, rows[place], values[place + 1] if numbers else "")
+        left = columns("", "", " " * 27)
+        if node is not None:
+            left = columns(places[node], rows[places[node]], _values(tree, node))
         lines.append([("committed", left + before), (kind, text)])
     if not beside:
         lines += _below(rows, digits)
@@ -172,27 +156,23 @@ def tree_lines(
 def _values(tree: TreeStep, node: int) -> str:
     """Returns p, q and p/q of a node; node 0 has none."""
     one = tree.nodes[node]
-
-    def shown(value):
-        return f"{'-' if value is None else format(value, '.3g'):>9}"
-
-    return shown(one.p) + shown(one.q) + shown(one.ratio) if node else " " * 27
+    values = ("-" if value is None else f"{value:.3g}" for value in (one.p, one.q, one.ratio))
+    return "".join(f"{value:>9}" for value in values) if node else " " * 27
 
 
 def _below(rows: Sequence[str], digits: int) -> list[list[tuple[str, str]]]:
-    """Returns the mask as lines of its own, or a line that says that it does not fit."""
+    """Returns the mask as separate lines, or one line if it is too wide."""
     if digits + 1 + len(rows) > COLUMNS:
         return [[("committed", f"(the mask of {len(rows)} nodes is wider than {COLUMNS} columns)")]]
-    title = f"{'#':>{digits}} sees"
-    return [
-        [("committed", line)]
-        for line in (title, *(f"{n:>{digits}} {row}" for n, row in enumerate(rows)))
-    ]
+    lines = [f"{'#':>{digits}} sees", *(f"{n:>{digits}} {row}" for n, row in enumerate(rows))]
+    return [[("committed", line)] for line in lines]
 
 
 def _branches(step: TraceStep, target: LanguageModel) -> Iterator[tuple[int | None, str, str, str]]:
-    """Yields (node, branches before it, kind, text) of every node in the order of `depth_first`,
-    and of the target's own token, whose node is None."""
+    """Yields (node, branches before it, kind, text) of every node in depth-first order.
+
+    The target's own token is among them, with None as its node.
+    """
     tree = step.tree
     assert tree is not None
 
@@ -207,7 +187,7 @@ def _branches(step: TraceStep, target: LanguageModel) -> Iterator[tuple[int | No
             last = child is following[-1]
             branch, more = below + ("└─" if last else "├─"), below + ("  " if last else "│ ")
             if child is None:
-                yield None, branch, own_kind(step), one_line(step.corrected, target)
+                yield None, branch, own_token_kind(step), one_line(step.corrected, target)
             else:
                 yield from visit(child, branch, more)
 
@@ -222,5 +202,5 @@ def root(tree: TreeStep, target: LanguageModel) -> str:
 
 def one_line(token: int | None, target: LanguageModel) -> str:
     """Returns a token as text without line breaks and other characters that move the cursor."""
-    text = "" if token is None else surface(token, target)
+    text = "" if token is None else token_text(token, target)
     return "".join(character if character.isprintable() else "␣" for character in text)

@@ -14,30 +14,33 @@ import numpy as np
 from specdec_jax.analysis import acceptance, machine, timing
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.acceptance import Acceptance
-from specdec_jax.analysis.beams import Tree, search_head, trees_of
-from specdec_jax.analysis.setup import TuneSetup
-from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.beams import BeamChoice, beam_choices, describe_search
+from specdec_jax.analysis.setup import BeamSetup, Setup, TuneSetup
+from specdec_jax.analysis.timing import CallShape, Spread, summarize
 from specdec_jax.analysis.top_k_hit_rate import by_rank
-from specdec_jax.analysis.variants import Batch, Variant
+from specdec_jax.analysis.variants import SentenceBatch, Variant, make_decoder
 from specdec_jax.analysis.verdicts import find_best
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
-from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.request import plan
 from specdec_jax.files.progress import track
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative import trees
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.tree_text import read_tree, text_of
 from specdec_jax.speculative.verifiers import verifier_of
 
 # How many choices are timed beside plain decoding.
 _COMPARED = 5
-# What the timing of a target call is called, before the number of its positions.
+# The name of the timing of a target call, before the number of its positions.
 _CALL = "call over "
 
 
 class Choice(NamedTuple):
-    """A way of decoding: γ (0 is plain) and the verifier; or a tree as text, with its depth as γ
-    and the chain's default verifier."""
+    """A way of decoding: γ (0 is plain) and the verifier, or a tree as text.
+
+    A tree has its depth as γ and the chain's default verifier.
+    """
 
     gamma: int
     verifier: str
@@ -49,19 +52,16 @@ class Choice(NamedTuple):
             return f"{'dynamic ' * isinstance(tree, trees.DynamicTree)}tree of {tree.size}"
         return f"gamma {self.gamma}, {self.verifier}" if self.gamma else "plain"
 
-    def arguments(self, drafter, options) -> dict[str, Any]:
+    def arguments(self, drafter: Drafter | None, options: BeamSetup) -> dict[str, Any]:
         """Returns the arguments of `generate`."""
         if self.tree is not None:
-            return options.decoding() | {
-                "drafter": drafter,
-                "verifier": "block",
-                "tree": read_tree(self.tree),
-            }
+            tree = {"verifier": "block", "tree": read_tree(self.tree)}
+            return options.decoding() | {"drafter": drafter} | tree
         how = options.decoding(plain=not self.gamma) | {"gamma": self.gamma}
         return how | ({"drafter": drafter, "verifier": self.verifier} if self.gamma else {})
 
 
-AnyChoice = TypeVar("AnyChoice", Choice, Tree)
+AnyChoice = TypeVar("AnyChoice", Choice, BeamChoice)
 
 
 def expected_seconds(
@@ -71,11 +71,10 @@ def expected_seconds(
     times: Mapping[str, Spread],
     step: float,
 ) -> float:
-    """Returns the expected seconds for all batches: encoders and iterations, less the draft steps
-    by which the last ones are shorter.
+    """Returns the expected seconds of encoders and iterations for all batches.
 
-    The first call of a drafter after a full acceptance is counted as if it were over one position,
-    not two.
+    The last iterations of a batch have fewer draft steps. The first call of a drafter after a full
+    acceptance is counted as if it were over one position, not two.
 
     Args:
       accepted: the measured acceptance.
@@ -84,10 +83,8 @@ def expected_seconds(
       times: seconds of iterations and encoders, from `step_times`.
       step: seconds of one draft step.
     """
-    seconds, iteration = (
-        encoder_seconds(padded, times, choice.gamma > 0),
-        iteration_seconds(choice, times),
-    )
+    seconds = encoder_seconds(padded, times, choice.gamma > 0)
+    iteration = iteration_seconds(choice, times)
     if not choice.gamma:
         return seconds + iteration * sum(int(lengths.max()) for lengths in accepted.lengths)
     for work in accepted.work[choice.verifier, choice.gamma]:
@@ -97,21 +94,20 @@ def expected_seconds(
 
 
 def encoder_seconds(padded: Sequence[int], times: Mapping[str, Spread], drafts: bool) -> float:
-    """Returns the seconds of the encoders for all batches, with `drafts` of the drafter's too."""
-    names = [
-        f"{who} encoder {size}" for who in ("target", "drafter")[: 1 + drafts] for size in padded
-    ]
+    """Returns the seconds of the encoders for all batches; the drafter's only with `drafts`."""
+    models = ("target", "drafter") if drafts else ("target",)
+    names = [f"{model} encoder {size}" for model in models for size in padded]
     return sum(times[name].median for name in names if name in times)
 
 
 def best_trees(
     accepted: Acceptance, depth: int, times: Mapping[str, Spread], plain: float, step: float
 ) -> dict[Choice, float]:
-    """Returns the best tree of each size whose call was timed, with the expected seconds of its
-    iterations; none of a size for which nothing but a chain is worth its draft.
+    """Returns the best tree of each size, with the expected seconds of its iterations.
 
-    After it comes the tree of this size and depth that the drafter's distribution shapes, of which
-    no more is expected.
+    Sizes are those whose call was timed. There is none of a size for which only a chain is worth
+    its draft. After each tree comes the dynamic tree of this size and depth, with the same
+    expectation.
 
     Args:
       accepted: the measured acceptance, scored.
@@ -130,57 +126,58 @@ def best_trees(
         tree = trees.Tree.best(shares, nodes, depth, {2: v, nodes: v}, step / plain)
         if tree is not None and not tree.is_chain:
             calls = sum(int(lengths.max()) for lengths in accepted.lengths) / tree.expected(shares)
-            width = next(
-                w
-                for w in range(max(2, tree.width), nodes)
-                if w + (tree.depth - 1) * w**2 >= tree.size - 1
-            )
+            width = max(2, tree.width)
+            while width + (tree.depth - 1) * width**2 < tree.size - 1:
+                width += 1
             for shape in (tree, trees.DynamicTree(tree.depth, width, tree.size)):
-                found[Choice(tree.depth, "block", text_of(shape))] = calls * (
-                    v * plain + tree.depth * step
-                )
+                choice = Choice(tree.depth, "block", text_of(shape))
+                found[choice] = calls * (v * plain + tree.depth * step)
     return found
 
 
 def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
     """Returns the seconds of one iteration.
 
-    A second verifier was timed with the longest draft only; what it adds there to the first
-    verifier's time is shared out evenly among the tokens of the draft.
+    A second verifier was timed with the longest draft only. The time that it adds there to the
+    first verifier's is taken as proportional to the number of drafted tokens.
     """
     if f"iteration, {choice}" in times:
         return times[f"iteration, {choice}"].median
-    names = [
-        name.removeprefix("iteration, gamma ").split(", ")
-        for name in times
-        if name.startswith("iteration, gamma ")
-    ]
+    prefix = "iteration, gamma "
+    names = [name.removeprefix(prefix).split(", ") for name in times if name.startswith(prefix)]
     longest = max(int(gamma) for gamma, _ in names)
     other = next(verifier for gamma, verifier in names if int(gamma) == choice.gamma)
-
-    def seconds(*of):
-        return times[f"iteration, {Choice(*of)}"].median
-
-    added = seconds(longest, choice.verifier) - seconds(longest, other)
-    return seconds(choice.gamma, other) + added * choice.gamma / longest
+    ours, theirs, shorter = (
+        times[f"{prefix}{gamma}, {verifier}"].median
+        for gamma, verifier in (
+            (longest, choice.verifier),
+            (longest, other),
+            (choice.gamma, other),
+        )
+    )
+    return shorter + (ours - theirs) * choice.gamma / longest
 
 
 def candidates(expected: Mapping[Choice, float]) -> list[Choice]:
-    """Returns what is worth timing: plain decoding, the best few of the chains, which differ by
-    less than single steps scatter, and all trees, of which less is known."""
-    chains = sorted(
-        (c for c in expected if c.gamma and c.tree is None), key=lambda choice: expected[choice]
-    )
-    return [
-        *(c for c in expected if not c.gamma),
-        *chains[:_COMPARED],
-        *(c for c in expected if c.tree is not None),
-    ]
+    """Returns the choices worth timing: plain decoding, the best few chains, and all trees.
+
+    The times of the best few chains differ by less than single steps scatter. Expectations of trees
+    are less certain.
+    """
+    plain = [choice for choice in expected if not choice.gamma]
+    trees = [choice for choice in expected if choice.tree is not None]
+    chains = [choice for choice in expected if choice.gamma and choice.tree is None]
+    return plain + sorted(chains, key=lambda choice: expected[choice])[:_COMPARED] + trees
 
 
-def keep_acceptance(target, drafter, inputs, alpha: float, decoding: Mapping[str, Any]) -> None:
-    """Lets `gamma="auto"` begin with the measured acceptance rate, wherever it chooses γ for such
-    inputs."""
+def keep_acceptance(
+    target: LanguageModel,
+    drafter: Drafter,
+    inputs: Sequence[Any],
+    alpha: float,
+    decoding: Mapping[str, Any],
+) -> None:
+    """Keeps the measured acceptance rate, with which `gamma="auto"` begins for such inputs."""
     key = plan(target, inputs, drafter=drafter, **decoding).costs_key
     if key is not None and (known := autotune.known(key)) is not None:
         autotune.keep(key, known._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
@@ -188,18 +185,22 @@ def keep_acceptance(target, drafter, inputs, alpha: float, decoding: Mapping[str
 
 @isolated
 def tune(
-    target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup
+    target: LanguageModel,
+    drafter: Drafter,
+    batches: Sequence[SentenceBatch],
+    others: Sequence[SentenceBatch],
+    options: TuneSetup,
 ) -> dict[str, Any]:
-    """Returns the record of `specdec tune`; `others` are the batches of the sweep, empty for no
-    sweep."""
+    """Returns the record of `specdec tune`.
+
+    `others` are the batches of the sweep; if it is empty, there is none.
+    """
     analysis_variants.check_prompts(target, drafter, [*batches, *others], options)
-    gammas = sorted(set(options.gammas))
+    gammas, verifiers = sorted(set(options.gammas)), options.verifiers
     accepted = acceptance.measure_acceptance(
-        target, drafter, batches, options.verifiers, gammas[-1], options
+        target, drafter, batches, verifiers, gammas[-1], options
     )
-    choices = [Choice(0, options.verifiers[0])] + [
-        Choice(g, name) for name in options.verifiers for g in gammas
-    ]
+    choices = [Choice(0, verifiers[0])] + [Choice(g, name) for name in verifiers for g in gammas]
     widths = sorted({1, *options.tree_nodes}) if accepted.hit_rate and options.tree_nodes else []
     times = step_times(target, drafter, batches, choices, options, widths)
     last = choices[-1]
@@ -210,198 +211,192 @@ def tune(
         choice: expected_seconds(accepted, padded, choice, times, step) for choice in choices
     }
     found = best_trees(accepted, gammas[-1], times, iteration_seconds(choices[0], times), step)
-    expected |= {
-        choice: encoder_seconds(padded, times, True) + seconds for choice, seconds in found.items()
-    }
+    encoders = encoder_seconds(padded, times, True)
+    expected |= {choice: encoders + seconds for choice, seconds in found.items()}
     choices += found
     first = min(choices, key=lambda choice: expected[choice])
     timed = time_choices(target, drafter, candidates(expected), batches, options, "comparing")
-    measured = seconds_of(timed)
-    chosen = fastest(measured)
     plain, tokens = choices[0], sum(int(lengths.sum()) for lengths in accepted.lengths)
+    not_timed = dict.fromkeys(("seconds_per_token", "improvement", "differing"))
+    compared = []
+    for choice in choices:
+        chain = choice.gamma and choice.tree is None
+        work = accepted.work[choice.verifier, choice.gamma] if chain else ()
+        compared.append(
+            {
+                **choice._asdict(),
+                "calls": sum(one.calls for one in work) if chain else None,
+                "expected_seconds_per_token": expected[choice] / tokens,
+                "expected_improvement": expected[plain] / expected[choice],
+                **(_timed_record(choice, timed, options) if choice in timed else not_timed),
+            }
+        )
     return {
-        **machine.head(target, drafter, batches, options),
+        **machine.begin_record(target, drafter, batches, options),
         "acceptance": accepted.record(),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "draft_seconds": step,
-        "choices": [
-            {
-                **choice._asdict(),
-                "calls": sum(work.calls for work in accepted.work[choice.verifier, choice.gamma])
-                if choice.gamma and choice.tree is None
-                else None,
-                "expected_seconds_per_token": expected[choice] / tokens,
-                "expected_improvement": expected[plain] / expected[choice],
-                "seconds_per_token": Spread.from_samples(measured[choice])._asdict()
-                if choice in measured
-                else None,
-                "improvement": ratio(measured, plain, choice) if choice in measured else None,
-                "differing": count_differing(choice, timed, options),
-            }
-            for choice in choices
-        ],
+        "choices": compared,
         "expected_best": first._asdict(),
-        "chosen": chosen._asdict(),
-        "improvement": ratio(measured, plain, chosen),
-        "verdict": find_best({str(choice): seconds for choice, seconds in measured.items()}),
-        "sweep": sweep(target, drafter, choices, chosen, others, options) if others else None,
-    }
-
-
-def step_times(
-    target,
-    drafter,
-    batches: Sequence[Batch],
-    choices: Sequence[Choice],
-    options,
-    widths: Sequence[int] = (),
-) -> dict[str, Spread]:
-    """Returns the seconds of an iteration of the choices, of a call of the last one without its
-    draft, of the encoders, and of a target call over each number of positions in `widths`.
-
-    Every iteration is a program to compile, so of further verifiers only the one with the longest
-    draft is timed.
-    """
-    rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    variants, last = {}, choices[-1]
-    timed = [
-        choice
-        for choice in choices
-        if choice.gamma in (0, last.gamma) or choice.verifier == choices[0].verifier
-    ]
-    for choice in track(
-        timed, len(timed), "compiling iterations", names=[str(choice) for choice in timed]
-    ):
-        how = options.decoding(plain=not choice.gamma)
-        how |= {"verifier": choice.verifier} if choice.gamma else {}
-        state = timing.iteration_state(
-            target, drafter if choice.gamma else None, rows, lengths[-1], choice.gamma, **how
-        )
-        variants[f"iteration, {choice}"] = timing.iteration_variant(*state)
-    variants[f"call, {last}"] = timing.call_variant(*state)
-    room = state[0].tokens.shape[1]
-    for length in lengths:
-        variants[f"target encoder {length}"] = timing.prefill_variant(
-            target.network, rows, length, room
-        )
-        if drafter.second_model is not None:
-            variants[f"drafter encoder {length}"] = timing.prefill_variant(
-                drafter.second_model.network, rows, length, room
-            )
-    for width in widths:
-        room = timing.total_slots(target, lengths[-1], options.max_new_tokens, max(widths))
-        variants[f"{_CALL}{width}"] = timing.step_variant(
-            target.network, rows, lengths[-1], room, width
-        )
-    analysis_variants.warm_up({}, variants, batches)
-    return analysis_variants.time_steps(variants, options.repeats)
-
-
-def time_choices(
-    target, drafter, choices: Sequence[AnyChoice], batches: Sequence[Batch], options, what: str
-) -> dict[AnyChoice, Variant]:
-    """Returns every choice with its times and results, timed in turn on the same sentences."""
-
-    def variant(choice: AnyChoice) -> Variant:
-        how = choice.arguments(drafter, options)
-        return Variant(
-            choice.gamma, lambda batch: generate(target, batch.inputs, key=batch.keys, **how)
-        )
-
-    variants = {str(choice): variant(choice) for choice in choices}
-    analysis_variants.warm_up(variants, {}, batches)
-    for turn in range(options.repeats):
-        analysis_variants.one_pass(
-            variants, batches, turn, f"{what}, pass {turn + 1} of {options.repeats}"
-        )
-    return {choice: variants[str(choice)] for choice in choices}
-
-
-def seconds_of(timed: Mapping[AnyChoice, Variant]) -> dict[AnyChoice, np.ndarray]:
-    """Returns the seconds per token in each pass of every choice."""
-    return {choice: variant.seconds_per_token for choice, variant in timed.items()}
-
-
-def count_differing(
-    choice: AnyChoice, timed: Mapping[AnyChoice, Variant], options: TuneSetup
-) -> int | None:
-    """Returns how many inputs of a choice have other tokens than plain decoding's; None where
-    nothing was drafted or timed, and for samples, which are others."""
-    plain = next(variant for other, variant in timed.items() if not other.gamma)
-    verifier = verifier_of(getattr(choice, "verifier", "block"))
-    comparable = verifier.coupled or options.temperature == 0 and verifier.exact
-    if not choice.gamma or choice not in timed or not comparable:
-        return None
-    pairs = zip(timed[choice].results, plain.results, strict=True)
-    return sum(int(np.any(ours.tokens != theirs.tokens, axis=1).sum()) for ours, theirs in pairs)
-
-
-def fastest(seconds: Mapping[AnyChoice, np.ndarray]) -> AnyChoice:
-    """Returns the choice with the greatest median improvement over plain decoding; of equals the
-    first.
-
-    If the machine's speed drifts from pass to pass, the seconds of all choices change, but the
-    ratios within a pass do not.
-    """
-    plain = next(choice for choice in seconds if not choice.gamma)
-    return max(seconds, key=lambda choice: ratio(seconds, plain, choice)["median"])
-
-
-def ratio(
-    seconds: Mapping[AnyChoice, np.ndarray], above: AnyChoice, below: AnyChoice
-) -> dict[str, float]:
-    """Returns the times of one choice divided by those of another, pass by pass."""
-    return Spread.from_samples(seconds[above] / seconds[below])._asdict()
-
-
-def sweep(target, drafter, choices, chosen: AnyChoice, batches, options) -> dict[str, Any]:
-    """Returns the wall time of every choice on other sentences, and that of the chosen one over the
-    best: 1 if it is the best."""
-    seconds = seconds_of(time_choices(target, drafter, choices, batches, options, "sweep"))
-    best = fastest(seconds)
-    return {
-        "sentences": machine.count_inputs(target, batches),
-        "seconds_per_token": {
-            str(choice): Spread.from_samples(times)._asdict() for choice, times in seconds.items()
-        },
-        "improvement": {str(choice): ratio(seconds, choices[0], choice) for choice in choices},
-        "best": best._asdict(),
-        "chosen_over_best": ratio(seconds, chosen, best),
+        **_choose(target, drafter, choices, timed, others, options),
     }
 
 
 @isolated
 def tune_beams(
-    target, drafter, batches: Sequence[Batch], others: Sequence[Batch], options: TuneSetup
+    target: LanguageModel,
+    drafter: Drafter,
+    batches: Sequence[SentenceBatch],
+    others: Sequence[SentenceBatch],
+    options: TuneSetup,
 ) -> dict[str, Any]:
-    """Times every tree and plain beam search, and returns the record of the choice of levels and
-    width."""
-    widths = options.beam_width or (options.num_beams, None)
-    choices = trees_of(
-        target, drafter, sorted(set(options.gammas)), widths, [*batches, *others], options
-    )
+    """Times every tree and plain beam search, and returns the record of the choice."""
+    widths, gammas = options.beam_width or (options.num_beams, None), sorted(set(options.gammas))
+    choices = beam_choices(target, drafter, gammas, widths, [*batches, *others], options)
     timed = time_choices(target, drafter, choices, batches, options, "comparing")
-    measured = seconds_of(timed)
-    plain, chosen = choices[0], fastest(measured)
     return {
-        **search_head(target, drafter, batches, options),
-        "choices": [
-            {
-                **choice._asdict(),
-                "seconds_per_token": Spread.from_samples(measured[choice])._asdict(),
-                "improvement": ratio(measured, plain, choice),
-                "differing": count_differing(choice, timed, options),
-            }
-            for choice in choices
-        ],
+        **describe_search(target, drafter, batches, options),
+        "choices": [choice._asdict() | _timed_record(choice, timed, options) for choice in choices],
+        **_choose(target, drafter, choices, timed, others, options),
+    }
+
+
+def _choose(
+    target: LanguageModel,
+    drafter: Drafter,
+    choices: Sequence[AnyChoice],
+    timed: Mapping[AnyChoice, Variant],
+    others: Sequence[SentenceBatch],
+    options: TuneSetup,
+) -> dict[str, Any]:
+    """Returns the part of a record about the choice; `choices` begin with plain decoding."""
+    seconds = {choice: variant.seconds_per_token for choice, variant in timed.items()}
+    chosen = find_fastest(seconds)
+    return {
         "chosen": chosen._asdict(),
-        "improvement": ratio(measured, plain, chosen),
-        "verdict": find_best({str(choice): seconds for choice, seconds in measured.items()}),
+        "improvement": summarize(seconds[choices[0]] / seconds[chosen]),
+        "verdict": find_best({str(choice): values for choice, values in seconds.items()}),
         "sweep": sweep(target, drafter, choices, chosen, others, options) if others else None,
     }
 
 
-def choice_of(record: Mapping[str, Any]) -> Choice | Tree:
-    """Returns a choice out of what a record says of it."""
-    kind = Tree if "width" in record else Choice
+def _timed_record(
+    choice: AnyChoice, timed: Mapping[AnyChoice, Variant], options: TuneSetup
+) -> dict[str, Any]:
+    """Returns the part of a record about one timed choice.
+
+    `differing` is the number of inputs with other tokens than plain decoding's. It is None for
+    plain decoding, and for samples, which differ.
+    """
+    ours, plain = timed[choice], next(timed[other] for other in timed if not other.gamma)
+    verifier = verifier_of(getattr(choice, "verifier", "block"))
+    comparable = verifier.coupled or options.temperature == 0 and verifier.exact
+    differing = analysis_variants.count_differing(ours, plain)
+    return {
+        "seconds_per_token": summarize(ours.seconds_per_token),
+        "improvement": summarize(plain.seconds_per_token / ours.seconds_per_token),
+        "differing": differing if choice.gamma and comparable else None,
+    }
+
+
+def step_times(
+    target: LanguageModel,
+    drafter: Drafter,
+    batches: Sequence[SentenceBatch],
+    choices: Sequence[Choice],
+    options: Setup,
+    widths: Sequence[int] = (),
+) -> dict[str, Spread]:
+    """Returns the seconds of single steps.
+
+    They are: an iteration of the choices, a call of the last one without its draft, the encoders,
+    and a target call over each number of positions in `widths`. Every iteration is a program to
+    compile, so a further verifier is timed with the longest draft only.
+    """
+    rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
+    variants, last = {}, choices[-1]
+    timed = {
+        str(choice): choice
+        for choice in choices
+        if choice.gamma in (0, last.gamma) or choice.verifier == choices[0].verifier
+    }
+    for choice in track(timed.values(), len(timed), "compiling iterations", names=list(timed)):
+        how = options.decoding(plain=not choice.gamma)
+        how |= {"verifier": choice.verifier} if choice.gamma else {}
+        drafting = drafter if choice.gamma else None
+        state = timing.iteration_state(target, drafting, rows, lengths[-1], choice.gamma, **how)
+        variants[f"iteration, {choice}"] = timing.iteration_variant(*state)
+    variants[f"call, {last}"] = timing.call_variant(*state)
+    shape = CallShape(rows, lengths[-1], state[0].tokens.shape[1])
+    variants |= timing.encoder_variants("target", target.network, lengths, shape)
+    if drafter.second_model is not None:
+        network = drafter.second_model.network
+        variants |= timing.encoder_variants("drafter", network, lengths, shape)
+    for width in widths:
+        slots = timing.total_slots(target, lengths[-1], options.max_new_tokens, max(widths))
+        wide = shape._replace(slots=slots)
+        variants[f"{_CALL}{width}"] = timing.step_variant(target.network, wide, width)
+    analysis_variants.warm_up({}, variants, batches)
+    return analysis_variants.time_steps(variants, options.repeats)
+
+
+def time_choices(
+    target: LanguageModel,
+    drafter: Drafter,
+    choices: Sequence[AnyChoice],
+    batches: Sequence[SentenceBatch],
+    options: TuneSetup,
+    what: str,
+) -> dict[AnyChoice, Variant]:
+    """Returns every choice with its times and results, timed in turn on the same sentences."""
+    timed = {
+        choice: Variant(choice.gamma, make_decoder(target, choice.arguments(drafter, options)))
+        for choice in choices
+    }
+    variants = {str(choice): variant for choice, variant in timed.items()}
+    analysis_variants.warm_up(variants, {}, batches)
+    analysis_variants.time_passes(variants, batches, options.repeats, what)
+    return timed
+
+
+def find_fastest(seconds: Mapping[AnyChoice, np.ndarray]) -> AnyChoice:
+    """Returns the choice with the greatest median improvement over plain decoding.
+
+    Of equals it is the first. If the machine's speed drifts from pass to pass, the seconds of all
+    choices change, but the ratios within a pass do not.
+
+    Args:
+      seconds: for each choice, the seconds per token of each pass.
+    """
+    plain = next(values for choice, values in seconds.items() if not choice.gamma)
+    return max(seconds, key=lambda choice: float(np.median(plain / seconds[choice])))
+
+
+def sweep(
+    target: LanguageModel,
+    drafter: Drafter,
+    choices: Sequence[AnyChoice],
+    chosen: AnyChoice,
+    batches: Sequence[SentenceBatch],
+    options: TuneSetup,
+) -> dict[str, Any]:
+    """Times every choice on other sentences, and returns the part of a record about it.
+
+    `chosen_over_best` is the time of the chosen one over that of the fastest here.
+    """
+    timed = time_choices(target, drafter, choices, batches, options, "sweep")
+    seconds = {choice: variant.seconds_per_token for choice, variant in timed.items()}
+    best, plain = find_fastest(seconds), seconds[choices[0]]
+    return {
+        "sentences": machine.count_inputs(target, batches),
+        "seconds_per_token": {str(choice): summarize(found) for choice, found in seconds.items()},
+        "improvement": {str(choice): summarize(plain / seconds[choice]) for choice in choices},
+        "best": best._asdict(),
+        "chosen_over_best": summarize(seconds[chosen] / seconds[best]),
+    }
+
+
+def read_choice(record: Mapping[str, Any]) -> Choice | BeamChoice:
+    """Returns the choice that a record holds."""
+    kind = BeamChoice if "width" in record else Choice
     return kind(*(record[name] for name in kind._fields))

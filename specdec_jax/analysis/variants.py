@@ -1,35 +1,37 @@
-"""Times ways of decoding (variants) in turn: the same batches of sentences through each of them,
-pass after pass.
+"""Times ways of decoding (variants) on the same batches of sentences, pass after pass.
 
 The variants are interleaved batch by batch, since the speed of a shared machine drifts.
 """
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from specdec_jax.analysis import timing
+from specdec_jax.analysis.setup import Setup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.backends.sharding import row_parts
 from specdec_jax.decoding import checks
+from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import bucket, encode
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError
 from specdec_jax.files.progress import track
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.randomness import seeded
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class SentenceBatch:
     """Sentences that are decoded together.
 
     Attributes:
-      inputs: what `generate` is given: strings, or ids with a preset.
+      inputs: the inputs of `generate`: strings, or ids with a preset.
       ids: their ids, EOS included (except for a decoder-only target).
       numbers: positions of the inputs before they were sorted, from 0; rows that fill up the batch
         repeat the last.
@@ -41,8 +43,10 @@ class Batch:
     numbers: list[int]
     keys: jax.Array
 
-    def through(self, decode: Callable[["Batch"], GenerationResult]) -> GenerationResult:
-        """Decodes the batch; an error about an input names the number that it had before sorting."""
+    def decode_with(
+        self, decode: Callable[["SentenceBatch"], GenerationResult]
+    ) -> GenerationResult:
+        """Decodes the batch; an error about an input has the number that it had before sorting."""
         try:
             return decode(self)
         except NonFiniteLogitsError as error:
@@ -61,8 +65,8 @@ class Variant:
     Attributes:
       gamma: γ, of a tree the number of drafted nodes; 0 is plain decoding.
       decode: decodes a batch.
-      synthetic_alpha: drafted tokens are accepted at random with a given probability with this
-        probability; None: as the models say.
+      synthetic_alpha: probability with which drafted tokens are accepted at random; None: the
+        models decide.
       tree: the tree as text; None: a chain.
       compile_seconds: seconds of the first call for every shape.
       seconds: wall time of each pass.
@@ -70,7 +74,7 @@ class Variant:
     """
 
     gamma: int
-    decode: Callable[[Batch], GenerationResult]
+    decode: Callable[[SentenceBatch], GenerationResult]
     synthetic_alpha: float | None = None
     tree: str | None = None
     compile_seconds: float = 0.0
@@ -86,6 +90,15 @@ class Variant:
     def seconds_per_token(self) -> np.ndarray:
         """Seconds per token of each pass."""
         return np.array(self.seconds) / max(self.tokens, 1)
+
+    def record(self) -> dict[str, Any]:
+        """Returns the seconds and tokens as records have them."""
+        seconds = timing.summarize(self.seconds)
+        return {
+            "seconds": seconds,
+            "tokens": self.tokens,
+            "compile_seconds": self.compile_seconds,
+        }
 
     def total(self, name: str) -> int:
         """Returns a field of `Stats` summed over all batches."""
@@ -105,7 +118,9 @@ class Variant:
         return {name: np.asarray(self.total(name)).tolist() for name in names}
 
 
-def cut(inputs: list, ids: list, batch_size: int, seed: int, parts: int = 1) -> list[Batch]:
+def cut_batches(
+    inputs: list, ids: list, batch_size: int, seed: int, parts: int = 1
+) -> list[SentenceBatch]:
     """Returns the inputs sorted by length and cut into batches.
 
     A batch has no more rows than are needed, rounded up to a multiple of `parts`. The last one is
@@ -119,49 +134,68 @@ def cut(inputs: list, ids: list, batch_size: int, seed: int, parts: int = 1) -> 
         missing = size - len(chosen)
         numbers = chosen + [chosen[-1]] * missing
         rows = [inputs[i] for i in chosen] + [None] * missing
-        batches.append(
-            Batch(rows, [ids[i] for i in chosen] + [[]] * missing, numbers, keys[np.array(numbers)])
-        )
+        row_ids = [ids[i] for i in chosen] + [[]] * missing
+        batches.append(SentenceBatch(rows, row_ids, numbers, keys[np.array(numbers)]))
     return batches
 
 
-def batches_of(target: LanguageModel, sentences: Sequence[str], options) -> list[Batch]:
-    """Returns sentences in batches; `options` are those of a command with a `batch_size`."""
-    ids = encode(target, sentences, options.max_input_length)
-    return cut(
-        list(sentences), ids, options.batch_size, options.seed, row_parts(target.network.rules)
+def make_decoder(
+    target: LanguageModel, arguments: Mapping[str, Any]
+) -> Callable[[SentenceBatch], GenerationResult]:
+    """Returns a function that decodes a batch by `generate` with these arguments."""
+    return lambda batch: generate(target, batch.inputs, key=batch.keys, **arguments)
+
+
+def make_batches(
+    target: LanguageModel, sentences: Sequence[str], options: Setup
+) -> list[SentenceBatch]:
+    """Returns sentences in batches."""
+    ids, parts = (
+        encode(target, sentences, options.max_input_length),
+        row_parts(target.network.rules),
     )
+    return cut_batches(list(sentences), ids, options.batch_size, options.seed, parts)
 
 
-def check_prompts(target: LanguageModel, drafter, batches: Sequence[Batch], options) -> None:
-    """Raises ValueError, before anything compiles, for prompts that are too long for one of the
-    models."""
+def check_prompts(
+    target: LanguageModel,
+    drafter: Drafter | None,
+    batches: Sequence[SentenceBatch],
+    options: Setup,
+) -> None:
+    """Raises ValueError, before anything compiles, for prompts too long for one of the models."""
     lengths = [len(ids) for batch in batches for ids in batch.ids]
     checks.check_prompts(target, drafter, lengths, options.max_new_tokens)
 
 
 def warm_up(
-    variants: Mapping[str, Variant], steps: Mapping[str, Callable], batches: Sequence[Batch]
+    variants: Mapping[str, Variant], steps: Mapping[str, Callable], batches: Sequence[SentenceBatch]
 ) -> None:
     """Compiles everything that is timed later, and records the seconds of each variant."""
     shapes = {batch.padded: batch for batch in batches}
-    compiled = {
+    pairs = {
         f"{name}, inputs of {length} ids": (variant, batch)
         for name, variant in variants.items()
         for length, batch in shapes.items()
     }
-    for variant, batch in track(
-        compiled.values(), len(compiled), "compiling", names=list(compiled)
-    ):
+    for variant, batch in track(pairs.values(), len(pairs), "compiling", names=list(pairs)):
         start = time.perf_counter()
-        batch.through(variant.decode)
+        batch.decode_with(variant.decode)
         variant.compile_seconds += time.perf_counter() - start
     for step in track(steps.values(), len(steps), "compiling steps", names=list(steps)):
         jax.block_until_ready(step())
 
 
-def one_pass(
-    variants: Mapping[str, Variant], batches: Sequence[Batch], turn: int, what: str
+def time_passes(
+    variants: Mapping[str, Variant], batches: Sequence[SentenceBatch], repeats: int, what: str
+) -> None:
+    """Times `repeats` passes of every batch through every variant."""
+    for repeat in range(repeats):
+        time_pass(variants, batches, repeat, f"{what}, pass {repeat + 1} of {repeats}")
+
+
+def time_pass(
+    variants: Mapping[str, Variant], batches: Sequence[SentenceBatch], turn: int, what: str
 ) -> None:
     """Times every batch through every variant, one variant after the other."""
     for variant in variants.values():
@@ -170,34 +204,54 @@ def one_pass(
     for index, batch in enumerate(track(batches, len(batches), f"{what}, batch")):
         for name in timing.rotate(variants, turn + index):
             start = time.perf_counter()
-            result = batch.through(variants[name].decode)
+            result = batch.decode_with(variants[name].decode)
             variants[name].seconds[-1] += time.perf_counter() - start
             variants[name].results.append(result)
 
 
 def missing_outputs(variants: Mapping[str, Variant]) -> list[str]:
-    """Says which variants lack outputs that the plain one has."""
+    """Returns messages about variants that lack outputs which the plain one has."""
     problems, expected = [], [result.lengths > 0 for result in variants["plain"].results]
     for name, variant in variants.items():
-        if len(variant.results) != len(expected):
-            problems.append(
-                f"{name}: got outputs for {len(variant.results)} batches, expected {len(expected)}"
-            )
-        missing = sum(
-            int(np.sum(want & (got.lengths == 0))) for want, got in zip(expected, variant.results)
-        )
+        found = variant.results
+        if len(found) != len(expected):
+            message = f"got outputs for {len(found)} batches, expected {len(expected)}"
+            problems.append(f"{name}: {message}")
+        missing = sum(int(np.sum(want & (got.lengths == 0))) for want, got in zip(expected, found))
         if missing:
-            problems.append(
-                f"{name}: got no output for {missing} inputs that plain decoding has one for"
-            )
+            message = f"got no output for {missing} inputs, expected one as in plain decoding"
+            problems.append(f"{name}: {message}")
     return problems
+
+
+def first_differences(
+    ours: Variant, theirs: Variant, batches: Sequence[SentenceBatch]
+) -> Iterator[tuple[SentenceBatch, GenerationResult, GenerationResult, int, int]]:
+    """Yields (batch, our result, their result, row, position) where tokens first differ.
+
+    There is one for every input with different tokens, in the order of the inputs.
+    """
+    found = []
+    for batch, one, other in zip(batches, ours.results, theirs.results, strict=True):
+        differs = one.tokens != other.tokens
+        for row in np.flatnonzero(np.any(differs, axis=1)):
+            position = int(np.argmax(differs[row]))
+            found.append((batch.numbers[row], (batch, one, other, int(row), position)))
+    for _, item in sorted(found, key=lambda pair: pair[0]):
+        yield item
+
+
+def count_differing(ours: Variant, theirs: Variant) -> int:
+    """Returns how many rows have different tokens."""
+    pairs = zip(ours.results, theirs.results, strict=True)
+    return sum(int(np.any(one.tokens != other.tokens, axis=1).sum()) for one, other in pairs)
 
 
 def timed_steps(steps: Mapping[str, Callable], turn: int, what: str) -> dict[str, float]:
     """Returns the seconds of one call of every variant of single steps."""
     names = timing.rotate(steps, turn)
     return {
-        name: timing.timed(steps[name])
+        name: timing.time_call(steps[name])
         for name in track(names, len(steps), f"{what}, step", names=names)
     }
 
@@ -213,6 +267,6 @@ def time_steps(steps: Mapping[str, Callable], repeats: int) -> dict[str, Spread]
 def per_step(seconds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     """Returns the seconds of one step, by variant, over passes of `timed_steps`."""
     return {
-        name: Spread.from_samples([one[name] / timing.steps_in(name) for one in seconds])
+        name: Spread.from_samples([one[name] / timing.count_steps(name) for one in seconds])
         for name in (seconds[0] if seconds else ())
     }

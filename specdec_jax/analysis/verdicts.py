@@ -1,5 +1,4 @@
-"""Says whether drafting pays, whether that is beyond the spread of the passes, and what to try
-else."""
+"""Decides whether drafting pays beyond the spread of the passes, and what else to try."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -7,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.analysis import formulas
-from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.timing import summarize
 from specdec_jax.speculative.verifiers import LOSSY
 
 
@@ -27,33 +26,30 @@ def find_best(seconds: Mapping[str, np.ndarray], plain: str = "plain") -> dict[s
       over_next: the time of the next best over its own, or None.
     """
 
-    def gain(slower, faster):
-        return Spread.from_samples(np.asarray(seconds[slower]) / np.asarray(seconds[faster]))
-
-    ranked = sorted(
-        (name for name in seconds if name != plain), key=lambda name: -gain(plain, name).median
-    )
+    arrays = {name: np.asarray(values) for name, values in seconds.items()}
+    base = arrays.pop(plain)
+    ranked = sorted(arrays, key=lambda name: -float(np.median(base / arrays[name])))
     if not ranked:
         return None
-    following = ranked[1] if len(ranked) > 1 else None
+    best, following = ranked[0], ranked[1] if len(ranked) > 1 else None
     return {
-        "best": ranked[0],
-        "improvement": gain(plain, ranked[0])._asdict(),
+        "best": best,
+        "improvement": summarize(base / arrays[best]),
         "next": following,
-        "over_next": gain(following, ranked[0])._asdict() if following else None,
+        "over_next": summarize(arrays[following] / arrays[best]) if following else None,
     }
 
 
 def describe_best(
     found: Mapping[str, Any], passes: int, advice: str, plain: str = "plain decoding"
 ) -> list[str]:
-    """Returns what `find_best` found in words, the verdict first.
+    """Returns the result of `find_best` in words, the verdict first.
 
     Args:
-      found: what `find_best` returned.
+      found: the result of `find_best`.
       passes: number of passes; one shows no spread.
-      advice: what to try where drafting does not pay.
-      plain: what drafting is compared with.
+      advice: an alternative to try if drafting does not pay.
+      plain: the name of the baseline.
     """
     gain = found["improvement"]
     shown = f"{_spread(gain, passes)} the speed of {plain}, with {found['best']}"
@@ -66,24 +62,21 @@ def describe_best(
     elif gain["most"] < 1:
         lines = [f"drafting does not pay here: {shown}; try {advice}"]
     else:
-        lines = [
-            f"drafting may or may not pay here: {shown}, within the spread of {passes} passes; try {advice}"
-        ]
+        within = f"within the spread of {passes} passes"
+        lines = [f"drafting may or may not pay here: {shown}, {within}; try {advice}"]
     if found["next"] is not None:
         ahead = found["over_next"]
         where = "beyond" if ahead["least"] > 1 else "within"
-        beside = (
-            f"{found['best']} over {found['next']}, the next best: {_spread(ahead, passes)} as fast"
-        )
-        lines.append(beside + (f", {where} the spread" if passes > 1 else ""))
+        names = f"{found['best']} over {found['next']}, the next best"
+        line = f"{names}: {_spread(ahead, passes)} as fast"
+        lines.append(line + (f", {where} the spread" if passes > 1 else ""))
     return lines
 
 
 def _spread(gain: Mapping[str, float], passes: int) -> str:
     """Returns `1.9 times (1.6 to 2.3)`, of one pass without the spread."""
-    return f"{gain['median']:.3g} times" + (
-        f" ({gain['least']:.3g} to {gain['most']:.3g})" if passes > 1 else ""
-    )
+    spread = f" ({gain['least']:.3g} to {gain['most']:.3g})" if passes > 1 else ""
+    return f"{gain['median']:.3g} times{spread}"
 
 
 def advise(
@@ -93,7 +86,7 @@ def advise(
     timed: Collection[int],
     batch_size: int,
 ) -> str:
-    """Returns what to try where drafting with one drafter does not pay.
+    """Returns an alternative to try if drafting with one drafter does not pay.
 
     Args:
       alpha: α per position of the output; None: not known.
@@ -104,28 +97,29 @@ def advise(
     """
     if alpha is None or cost_ratio is None:
         return "another drafter"
-    widths = {1: 1.0, **verify_cost}
-    v = np.interp(
-        np.arange(max(widths) + 1), sorted(widths), [widths[width] for width in sorted(widths)]
-    )
+    widths = dict(sorted({1: 1.0, **verify_cost}.items()))
+    v = np.interp(np.arange(max(widths) + 1), list(widths), list(widths.values()))
     gains = {
         gamma: formulas.improvement(alpha, gamma, cost_ratio, float(v[gamma + 1]))
         for gamma in range(1, max(widths))
     }
     best = max(gains, key=lambda gamma: gains[gamma], default=0)
     known = max((gains[gamma] for gamma in timed if gamma in gains), default=0.0)
-    if best and gains[best] > max(
-        1.0, 1.03 * known
-    ):  # by less the formulas do not tell two γ apart
-        return f"--gamma={best}, for which the formulas promise {gains[best]:.3g} times"
+    # Differences of less than 3 % are below the precision of the formulas.
+    if best and gains[best] > max(1.0, 1.03 * known):
+        return f"--gamma={best}, for which the formulas predict {gains[best]:.3g} times"
     if cost_ratio >= alpha:
         return (
-            f"a drafter that costs less: a draft step takes {cost_ratio:.2f} of a target step, which pays only where "
-            f"alpha is greater, and it is {alpha:.2f}"
+            f"a cheaper drafter: a draft step takes {cost_ratio:.2f} of a target step, which pays "
+            f"only where alpha is greater, and it is {alpha:.2f}"
         )
     if batch_size > 1 and v[-1] > 1.5:
-        return f"a smaller --batch_size: a target call over {max(widths)} positions takes {v[-1]:.2f} steps"
-    return f"a drafter whose tokens are accepted more often than alpha = {alpha:.2f}, such as one of `specdec distill`"
+        call = f"a target call over {max(widths)} positions takes {v[-1]:.2f} steps"
+        return f"a smaller --batch_size: {call}"
+    return (
+        f"a drafter whose tokens are accepted more often than alpha = {alpha:.2f}, such as one of "
+        "`specdec distill`"
+    )
 
 
 def describe_tokens(
@@ -134,7 +128,7 @@ def describe_tokens(
     options: Mapping[str, Any],
     near_ties: bool | None = None,
 ) -> str:
-    """Returns in words whether the tokens are plain decoding's.
+    """Describes whether the tokens are plain decoding's.
 
     Args:
       differing: for each way of drafting, how many inputs have other tokens than plain decoding;
@@ -150,7 +144,7 @@ def describe_tokens(
         kind = {True: ", all near-ties", False: ", not all of them near-ties", None: ""}[near_ties]
         return f"tokens differ from plain decoding's for {most} of {inputs} inputs{kind}"
     if options.get("synthetic_alpha"):
-        return "tokens are accepted at random with a given probability: outputs mean nothing"
+        return "acceptance is synthetic: outputs mean nothing"
     if options["verifier"] in LOSSY:
         return f"{options['verifier']} verification is lossy: tokens need not be the target's"
     return "tokens are samples of the target's own distribution, which are not compared one by one"

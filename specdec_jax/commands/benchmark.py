@@ -1,4 +1,4 @@
-"""Defines the options of `specdec benchmark`, loads what they name, and runs one comparison."""
+"""Defines the options of `specdec benchmark`, loads models and inputs, and runs one comparison."""
 
 import dataclasses
 import importlib.util
@@ -12,16 +12,16 @@ from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
 from specdec_jax.analysis.report import plots, summaries
 from specdec_jax.analysis.report.records import write_record
-from specdec_jax.analysis.variants import Batch, Variant
+from specdec_jax.analysis.variants import SentenceBatch, Variant, make_decoder
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands.beam_options import SearchFlags, width_option
 from specdec_jax.commands.errors import CheckFailed
+from specdec_jax.commands.measure import INPUT_FILE_HELP
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.decoding.beams import LEVELS, BeamOptions
 from specdec_jax.decoding.checks import UnsupportedCombination
-from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.named import without_model
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import check_output
@@ -36,10 +36,11 @@ from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.verifiers import LOSSY
 
 AGAINST = ("t5x",)
+_NOTHING_ACCEPTED = "with random weights no drafted token is accepted"
 
 
 def check_against(name: str | None, sampling: SamplingConfig) -> None:
-    """Raises ValueError, before a model is loaded, for an implementation that cannot be compared."""
+    """Raises ValueError, before a model is loaded, for an implementation without comparison."""
     if name is None:
         return
     if name not in AGAINST:
@@ -49,9 +50,7 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
             f"against: got {name!r} with sampling or processors, expected argmax alone"
         )
     if importlib.util.find_spec("t5x") is None:
-        raise ValueError(
-            f"against: got {name!r}, which is not installed, expected it to be, with its dependencies"
-        )
+        raise ValueError(f"against: got {name!r}, which is not installed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,18 +59,16 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
 
     gamma: tuple[int, ...] = option(
         (),
-        "tokens drafted per target call (default: 4), with --num_beams levels of the tree (default: "
-        f"{LEVELS}); several, comma-separated, are timed in turn",
+        "tokens drafted per target call (default: 4), with --num_beams levels of the tree "
+        f"(default: {LEVELS}); several, comma-separated, are timed in turn",
     )
     tree: tuple[str, ...] = option(
         (),
-        f"a token tree that is timed in turn with plain decoding and the chains of --gamma; repeatable: {EXPECTED}",
+        "a token tree that is timed in turn with plain decoding and the chains of --gamma; "
+        f"repeatable: {EXPECTED}",
     )
     beam_width: tuple[int, ...] = width_option("as for `specdec generate`")
-    input_file: str | None = option(
-        None,
-        "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)",
-    )
+    input_file: str | None = option(None, INPUT_FILE_HELP)
     limit: int = option(0, "read only this many lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
     repeats: int = option(
@@ -90,19 +87,19 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
     )
     synthetic_alpha: tuple[float, ...] = option(
         (),
-        "accept drafted tokens at random with a given probability with this probability, whatever the models "
-        "say, so that whole decodes can be "
-        "timed with random weights; several, comma-separated, are timed in turn",
+        "accept drafted tokens at random with this probability, whatever the models predict, so "
+        "that whole decodes can be timed with random weights; several, comma-separated, are timed "
+        "in turn",
     )
     against: str | None = option(
         None,
-        "time another implementation in turn with ours, by argmax or beam search, on the same weights and inputs: t5x, "
-        "which must be installed",
+        "time another implementation in turn with ours, by argmax or beam search, on the same "
+        "weights and inputs: t5x, which must be installed",
     )
     suite: str | None = option(
         None,
-        "paper: measure every row that the paper reports, one record a line in --output, and resume after a kill; "
-        "--drafter and --drafter_preset then take several, comma-separated",
+        "paper: measure every row that the paper reports, one record a line in --output, and "
+        "resume after a kill; --drafter and --drafter_preset then take several, comma-separated",
     )
     report: str | None = option(
         None,
@@ -111,42 +108,35 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
     plot: str | None = option(
         None, "file for a plot of wall time, a bar for every way of decoding (.png, .pdf, .svg)"
     )
-    output: str | None = option(None, "file that the JSON record is written to")
+    output: str | None = option(None, "file to write the JSON record to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
     def check(self) -> None:
         for name, preset in (("preset", self.preset), ("drafter_preset", self.drafter_preset)):
             if preset and preset not in PRESETS:
                 raise ValueError(f"{name}: got {preset!r}, expected one of {', '.join(PRESETS)}")
-        for name in ("target", "drafter", "input_file", "vocabulary", "limit"):
-            if (
-                self.preset
-                and getattr(self, name)
-                and not (name == "drafter" and without_model(self.drafter or ""))
-            ):
+        names = ["target", "input_file", "vocabulary", "limit"]
+        names += [] if without_model(self.drafter or "") else ["drafter"]
+        for name in names if self.preset else ():
+            if getattr(self, name):
                 raise ValueError(
                     f"got --preset={self.preset} with --{name}, expected one or the other"
                 )
-        if self.drafter_preset and not self.preset:
-            raise ValueError(
-                f"got --drafter_preset={self.drafter_preset} alone, expected --preset too"
-            )
-        if (
-            self.drafter_preset
-            and self.preset
-            and PRESETS[self.drafter_preset].family != PRESETS[self.preset].family
-        ):
-            got, expected = (
-                f"drafter_preset: got {self.drafter_preset!r}",
-                f"a shape of the same family as {self.preset!r}",
-            )
-            raise ValueError(f"{got}, expected {expected}")
+        if self.drafter_preset:
+            if not self.preset:
+                raise ValueError(
+                    f"got --drafter_preset={self.drafter_preset} alone, expected --preset too"
+                )
+            if PRESETS[self.drafter_preset].family != PRESETS[self.preset].family:
+                raise ValueError(
+                    f"drafter_preset: got {self.drafter_preset!r}, expected a shape of the same "
+                    f"family as {self.preset!r}"
+                )
         if self.input_length is not None and not self.preset:
             raise ValueError(f"got --input_length={self.input_length} alone, expected --preset too")
         if self.report:
-            raise ValueError(
-                f"report: got {self.report!r} without a suite, expected --suite (or `specdec figures`)"
-            )
+            got = f"report: got {self.report!r} without a suite"
+            raise ValueError(f"{got}, expected --suite (or `specdec figures`)")
         if self.drafter and self.drafter_preset:
             raise ValueError(
                 f"got --drafter={self.drafter} with --drafter_preset, expected one or the other"
@@ -165,9 +155,8 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         )
         at_least(0, limit=self.limit)
         if self.preset and self.preset_length > self.max_input_length:
-            raise ValueError(
-                f"input_length: got {self.preset_length}, expected at most max_input_length = {self.max_input_length}"
-            )
+            most = f"max_input_length = {self.max_input_length}"
+            raise ValueError(f"input_length: got {self.preset_length}, expected at most {most}")
         for name, preset in (("preset", self.preset), ("drafter_preset", self.drafter_preset)):
             if preset:
                 check_positions(PRESETS[preset], self.preset_length + self.max_new_tokens, name)
@@ -176,17 +165,11 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
             plots.check(self.plot)
 
     def _check_beams(self) -> None:
-        """Rejects what has no meaning for a beam search, or none without one."""
+        """Rejects options that do not go with beam search, and those of beam search without it."""
         for width in self.beam_width or (None,):
             self.search(beam_width=width)
-        self.check_beside_beams(
-            temperature=0.0,
-            verifier="block",
-            gamma_policy="fixed",
-            synthetic_alpha=(),
-            suite=None,
-            tree=(),
-        )
+        decoding = dict(temperature=0.0, verifier="block", gamma_policy="fixed")
+        self.check_beside_beams(**decoding, synthetic_alpha=(), suite=None, tree=())
         if self.beam_width and not self.drafter:
             raise UnsupportedCombination(
                 f"beam_width: got {self.beam_width} for plain beam search, expected a drafter"
@@ -194,14 +177,11 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         if self.num_beams is None:
             return
         if self.preset and (self.drafter or self.drafter_preset):
-            raise UnsupportedCombination(
-                f"num_beams: got {self.num_beams} with --preset and a drafter, expected no drafter: with random "
-                "weights nothing that is drafted is accepted"
-            )
+            got = f"num_beams: got {self.num_beams} with --preset and a drafter"
+            raise UnsupportedCombination(f"{got}, expected no drafter: {_NOTHING_ACCEPTED}")
         if self.against and self.beam_style != self.against:
-            raise UnsupportedCombination(
-                f"against: got {self.against!r} with beam_style={self.beam_style!r}, expected the style to be that"
-            )
+            got = f"against: got {self.against!r} with beam_style={self.beam_style!r}"
+            raise UnsupportedCombination(f"{got}, expected the same beam_style")
 
     def _check_synthetic(self) -> None:
         for alpha in self.synthetic_alpha:
@@ -212,37 +192,37 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
                 "synthetic_alpha: got a value for plain decoding, expected a drafter too"
             )
         if self.preset and self.drafter and not self.synthetic_alpha:
+            got = f"drafter: got {self.drafter!r} with --preset"
             raise UnsupportedCombination(
-                f"drafter: got {self.drafter!r} with --preset and no --synthetic_alpha, expected both "
-                "(without models, only whole decodes with synthetic acceptance time such a drafter)"
+                f"{got}, expected --synthetic_alpha too: with random weights such a drafter is "
+                "timed by synthetic acceptance only"
             )
-        if self.synthetic_alpha and (
-            self.verifier != type(self).verifier or self.gamma_policy != type(self).gamma_policy
-        ):
+        default = type(self)
+        others = self.verifier != default.verifier or self.gamma_policy != default.gamma_policy
+        if self.synthetic_alpha and others:
             got = f"verifier={self.verifier!r}, gamma_policy={self.gamma_policy!r}"
             raise UnsupportedCombination(
                 f"synthetic_alpha: got a value with {got}, expected neither: nothing is verified"
             )
 
     def _check_trees(self) -> None:
-        """Rejects what is no tree, and what has no meaning beside one."""
+        """Rejects texts that are no trees, and options that do not go with trees."""
         for text in self.tree:
             read_tree(text)
         if not self.tree:
             return
         if not self.drafter:
+            got = f"tree: got {', '.join(self.tree)!r} without --drafter"
+            raise UnsupportedCombination(f"{got}, expected one: {_NOTHING_ACCEPTED}")
+        if self.synthetic_alpha:
             raise UnsupportedCombination(
-                f"tree: got {', '.join(self.tree)!r} without --drafter, expected one: with random weights nothing that "
-                "is drafted is accepted"
+                f"synthetic_alpha: got {self.synthetic_alpha} with a tree, expected none"
             )
-        for name, meaningless, expected in (
-            ("synthetic_alpha", bool(self.synthetic_alpha), "none"),
-            ("verifier", self.verifier in LOSSY, "an exact one: a tree has a verifier of its own"),
-        ):
-            if meaningless:
-                raise UnsupportedCombination(
-                    f"{name}: got {getattr(self, name)!r} with a tree, expected {expected}"
-                )
+        if self.verifier in LOSSY:
+            raise UnsupportedCombination(
+                f"verifier: got {self.verifier!r} with a tree, expected an exact one: a tree has "
+                "its own verifier"
+            )
 
     @property
     def gammas(self) -> tuple[int, ...]:
@@ -259,11 +239,11 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         return bool(self.preset) and self.temperature > 0
 
 
-def others_of(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Variant]:
+def make_others(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Variant]:
     """Returns the implementation that `--against` names, by its name; an empty dict for none.
 
-    Beside a target in int8 comes our own plain decoding without it, since the other has the weights
-    in the target's dtype.
+    For a target in int8 there is our plain decoding without int8 too, since the other
+    implementation has the weights in the target's dtype.
     """
     if not options.against:
         return {}
@@ -277,18 +257,13 @@ def others_of(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Var
 
 
 def unrounded_variant(options: BenchmarkOptions, target: LanguageModel) -> dict[str, Variant]:
-    """Returns plain decoding with the target's weights in its dtype, by its name; an empty dict if
-    they are so."""
+    """Returns plain decoding of a target in int8 without int8; an empty dict for another target."""
     if not target.quantized:
         return {}
     ids = dict(start_token=target.start_token, eos_ids=target.eos_ids)
     wide = LanguageModel(target.config, target.params, target.vocabulary, name=target.name, **ids)
     how = options.decoding(plain=True) | (options.search() if options.num_beams else {})
-    return {
-        comparison.UNROUNDED: Variant(
-            0, lambda batch: generate(wide, batch.inputs, key=batch.keys, gamma=0, **how)
-        )
-    }
+    return {comparison.UNROUNDED: Variant(0, make_decoder(wide, how | {"gamma": 0}))}
 
 
 def run(options: BenchmarkOptions) -> None:
@@ -296,7 +271,7 @@ def run(options: BenchmarkOptions) -> None:
     options.check()
     target, drafter, batches = load(options)
     measure = benchmark_beams if options.num_beams else benchmark
-    record, problems = measure(target, drafter, batches, options, others_of(options, target))
+    record, problems = measure(target, drafter, batches, options, make_others(options, target))
     text = json.dumps(record, indent=1)
     try:
         print(text if options.json else summaries.benchmark_summary(record))
@@ -311,18 +286,18 @@ def run(options: BenchmarkOptions) -> None:
 
 def load(
     options: BenchmarkOptions, target: LanguageModel | None = None
-) -> tuple[LanguageModel, Drafter | None, list[Batch]]:
+) -> tuple[LanguageModel, Drafter | None, list[SentenceBatch]]:
     """Returns the target (unless it is given), the drafter and the inputs that the options name."""
     if options.preset:
         return _preset(options, target)
     sentences = sentences_of(options.input_file, options.limit)
     target, drafter = options.load(target)
-    return target, drafter, analysis_variants.batches_of(target, sentences, options)
+    return target, drafter, analysis_variants.make_batches(target, sentences, options)
 
 
 def _preset(
     options: BenchmarkOptions, target: LanguageModel | None
-) -> tuple[LanguageModel, Drafter | None, list[Batch]]:
+) -> tuple[LanguageModel, Drafter | None, list[SentenceBatch]]:
     def model(preset: str, drafts: bool = False) -> LanguageModel:
         quantize = None if drafts else options.quantize
         bits = INPUT_BITS.get(quantize or "")
@@ -348,10 +323,9 @@ def _preset(
         drafter: Drafter | None = options.reduced(model(options.drafter_preset, drafts=True))
     else:
         drafter = options.load(target)[1]
-        if (
-            drafter is not None and drafter.varies
-        ):  # it would find nothing to propose among random ids
+        if drafter is not None and drafter.varies:  # it would propose nothing among random ids
             drafter = FullDrafter(drafter)
-    shape = (options.batch_size, options.preset_length)
-    ids = np.random.default_rng(options.seed).integers(2, target.config.vocab_size, shape).tolist()
-    return target, drafter, analysis_variants.cut(ids, ids, options.batch_size, options.seed)
+    rows, seed = options.batch_size, options.seed
+    shape = (rows, options.preset_length)
+    ids = np.random.default_rng(seed).integers(2, target.config.vocab_size, shape).tolist()
+    return target, drafter, analysis_variants.cut_batches(ids, ids, rows, seed)

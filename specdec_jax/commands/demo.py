@@ -1,13 +1,13 @@
-"""Runs `specdec demo`: shows speculative decoding call by call, like the paper's Figure 1, and the
-time it takes."""
+"""Runs `specdec demo`: shows speculative decoding call by call, and times it."""
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -61,8 +61,8 @@ _MARKS = {
 _GAMMA = 4
 _COLUMNS = 112  # width of the picture in characters
 _COLUMNS_OF_A_TREE = (
-    "sees: what a token sees (■) beside all that was committed before; p, q: its probability for the target\n"
-    "and for the drafter, at temperature 0 as it would be at 1"
+    "sees: the drafted tokens (■) that a token attends to, beside all committed ones;\n"
+    "p, q: its probability by the target and by the drafter, at temperature 0 as if it were 1"
 )
 # The verifiers of chains as kinds of children and verifiers of trees with one branch.
 _AS_TREE = {
@@ -75,7 +75,7 @@ _SENTENCES = 8  # how many of the built-in sentences are shown
 _NEXT = """
 next: specdec demo "A sentence of your own."
       specdec generate --help      decodes files, with models of your own
-      specdec benchmark --help     times a pair carefully, with its acceptance rate and what limits it"""
+      specdec benchmark --help     times a pair carefully, with acceptance rate and bottleneck"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,17 +98,17 @@ class DemoOptions(DecodingOptions):
     )
     trace: bool = option(
         False,
-        "draw every target call, with p, q and p/q of each drafted token: its probability for the target and "
-        "for the drafter",
+        "draw every target call, with p, q and p/q of each drafted token: its probability by the "
+        "target and by the drafter",
     )
     plot: str | None = option(
         None, "file for a figure of one call's tree and mask: .png, .pdf or .svg"
     )
     repeats: int = option(3, "timed passes over the sentences")
-    picture: str | None = option(None, "SVG file to write, with what the terminal shows in colour")
+    picture: str | None = option(None, "SVG file to write, a picture of the terminal in colour")
     output: str | None = option(
         None,
-        "file that a JSON record of the calls is written to, with the tree that is drawn, for `specdec figures`",
+        "file to write a JSON record of the calls to, with the drawn tree, for `specdec figures`",
     )
 
     def check(self) -> None:
@@ -123,13 +123,11 @@ class DemoOptions(DecodingOptions):
         at_least(1, repeats=self.repeats, gamma=1 if isinstance(gamma, str) else gamma)
         self.gamma_of(gamma, tree)
         if self.trace and (isinstance(gamma, str) and tree is None or self.gamma_policy != "fixed"):
-            raise UnsupportedCombination(
-                f"trace: got True with gamma={gamma!r}, gamma_policy={self.gamma_policy!r}, expected a number of tokens"
-            )
+            got = f"trace: got True with gamma={gamma!r}, gamma_policy={self.gamma_policy!r}"
+            raise UnsupportedCombination(f"{got}, expected a number of tokens")
         if self.trace and self.verifier not in _AS_TREE:
-            raise UnsupportedCombination(
-                f"trace: got True with verifier={self.verifier!r}, expected one of {', '.join(_AS_TREE)}"
-            )
+            got = f"trace: got True with verifier={self.verifier!r}"
+            raise UnsupportedCombination(f"{got}, expected one of {', '.join(_AS_TREE)}")
         if self.plot:
             if not (self.tree or self.trace):
                 raise UnsupportedCombination(
@@ -155,7 +153,7 @@ class DemoOptions(DecodingOptions):
         return None if self.tree is None else read_tree(self.tree)
 
     def traced(self, drafter: Drafter) -> dict[str, Any]:
-        """Returns what `trace` gets in place of γ, tree and verifier.
+        """Returns γ, tree and verifier for `trace`.
 
         A chain whose tokens are to be drawn is traced as the tree with one branch that draws the
         same tokens.
@@ -163,30 +161,24 @@ class DemoOptions(DecodingOptions):
         tree = self.shape()
         chain = tree is None or tree.is_chain and tree.children == tree.verifier == AUTO
         if not (self.trace and chain):
-            return {
-                "gamma": self.gamma_of(self.wanted, tree),
-                "verifier": self.verifier,
-                "tree": tree,
-            }
+            gamma = self.gamma_of(self.wanted, tree)
+            return {"gamma": gamma, "verifier": self.verifier, "tree": tree}
         if not drafter.drafts_trees:
             raise UnsupportedCombination(
-                f"trace: got True with {drafter.name}, which provides no probabilities, expected another drafter"
+                f"trace: got True with {drafter.name}, which provides no probabilities, expected "
+                "another drafter"
             )
         children, verifier = _AS_TREE[self.verifier]
         if children not in drafter.tree_kinds:
             children, verifier = "top", "point"
         length = tree.depth if tree is not None and isinstance(self.wanted, str) else self.wanted
         assert isinstance(length, int)
-        return {
-            "gamma": "auto",
-            "verifier": "block",
-            "tree": Tree.chain(length, children=children, verifier=verifier),
-        }
+        one_branch = Tree.chain(length, children=children, verifier=verifier)
+        return {"gamma": "auto", "verifier": "block", "tree": one_branch}
 
 
 def run(options: DemoOptions, arguments: Sequence[str]) -> None:
-    """Runs `specdec demo`: prints a trace of every sentence, then the wall time of plain and
-    speculative decoding."""
+    """Runs `specdec demo`: prints a trace of every sentence, then times."""
     options.check()
     check_texts("sentence", arguments)
     sentences = list(arguments) or built_in()[:_SENTENCES]
@@ -196,9 +188,9 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     assert drafter is not None, "the options were checked"
     traced = options.traced(drafter)
     screen.say(
-        f"The drafter, {options.drafter}, proposes {_proposal(options)}. The target, {options.target}, checks them "
-        f"all in one\ncall and adds one token of its own; {_promise(options)}.\n"
-        "Each line below is one such call:"
+        f"The drafter, {options.drafter}, proposes {_proposal(options)}. The target, "
+        f"{options.target}, checks them all in one\ncall and adds one token of its own; "
+        f"{_promise(options)}.\nEach line below is one such call:"
     )
     screen.show(traces.LEGEND)
     if options.trace:
@@ -207,11 +199,10 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     shapes: dict[int, int] = {}  # padded length -> number of the first sentence that has it
     seen = []
     for number, sentence in enumerate(sentences):
-        new = shapes.setdefault(bucket(len(ids[number])), number) == number
-        with (
-            compiling("speculative decoding", len(ids[number])) if new else contextlib.nullcontext()
-        ):
-            how = {"drafter": drafter, **options.decoding(), **traced}
+        length = len(ids[number])
+        new = shapes.setdefault(bucket(length), number) == number
+        how = {"drafter": drafter, **options.decoding(), **traced}
+        with compiling("speculative decoding", length) if new else contextlib.nullcontext():
             seen.append(trace(target, sentence, key=keys[number : number + 1], **how))
         screen.say(f"\n{sentence}")
         _show(options, screen, target, seen[-1])
@@ -221,8 +212,8 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
         write_record(options.output, _record(options, target, drafter, sentences, seen, drawn))
     if options.wanted == "auto" and not any(step.gamma for steps in seen for step in steps):
         screen.say(
-            "nothing was drafted: as measured on this machine, plain decoding is as fast (--gamma=4 drafts all the "
-            "same)\n"
+            "nothing was drafted: plain decoding is as fast on this machine, as measured "
+            "(--gamma=4 drafts anyway)\n"
         )
     _time(options, screen, target, drafter, sentences, keys, shapes)
     screen.save(options.picture)
@@ -232,34 +223,41 @@ def _show(
     options: DemoOptions, screen: "Screen", target: LanguageModel, steps: Sequence[TraceStep]
 ) -> None:
     """Prints a line for each call of one sentence, and with `trace` the tree of each."""
-    for step, parts in zip(steps, traces.lines(steps, target), strict=True):
+    for step, parts in zip(steps, traces.trace_lines(steps, target), strict=True):
         screen.show(parts)
         if options.trace:
             _draw(screen, step, target, numbers=True)
 
 
 def _draw_one(
-    options: DemoOptions, screen: "Screen", target: LanguageModel, sentences, seen
+    options: DemoOptions,
+    screen: "Screen",
+    target: LanguageModel,
+    sentences: Sequence[str],
+    seen: Sequence[Sequence[TraceStep]],
 ) -> dict[str, Any] | None:
-    """Draws one call as a tree: on the screen unless all were drawn there, and as a figure if that
-    is asked for. Returns what a record says of it; None if no call has a tree."""
+    """Draws one call as a tree, on the screen and with `--plot` as a figure.
+
+    With `--trace` all calls are on the screen already. Returns the tree as a record has it; None if
+    no call has a tree.
+    """
     calls = [
         (sentence, number, step)
         for sentence, steps in zip(sentences, seen)
         for number, step in enumerate(steps)
     ]
-    chosen = tree_drawing.instructive([step for *_, step in calls])
+    chosen = tree_drawing.choose_step([step for *_, step in calls])
     if chosen is None:
         if options.plot:
-            raise ValueError(
-                f"plot: got {options.plot!r}, but nothing was drafted as a tree, expected more tokens"
-            )
+            got = f"plot: got {options.plot!r}, but nothing was drafted as a tree"
+            raise ValueError(f"{got}, expected more tokens")
         return None
     sentence, number, step = calls[chosen]
     if not options.trace:
         screen.say(
             f"Call {number + 1} of “{sentence}” as a tree of {step.gamma} drafted tokens,\n"
-            f"of which {len(step.accepted)} are accepted. ■: what a token sees beside all that is committed."
+            f"of which {len(step.accepted)} are accepted. ■: the drafted tokens that a token "
+            "attends to."
         )
         _draw(screen, step, target)
         screen.say("")
@@ -275,16 +273,21 @@ def _draw_one(
 
 
 def _record(
-    options: DemoOptions, target: LanguageModel, drafter, sentences, seen, drawn
+    options: DemoOptions,
+    target: LanguageModel,
+    drafter: Drafter,
+    sentences: Sequence[str],
+    seen: Sequence[Sequence[TraceStep]],
+    drawn: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Returns what was shown as JSON values."""
+    """Returns the calls and the drawn tree as JSON values."""
     return {
-        "machine": machine.machine(),
+        "machine": machine.describe_machine(),
         "options": dataclasses.asdict(options),
-        "target": machine.model(target),
-        "drafter": machine.drafter(drafter),
+        "target": machine.describe_model(target),
+        "drafter": machine.describe_drafter(drafter),
         "calls": [
-            {"input": sentence, "lines": traces.lines(steps, target)}
+            {"input": sentence, "lines": traces.trace_lines(steps, target)}
             for sentence, steps in zip(sentences, seen)
         ],
         "tree": drawn,
@@ -298,21 +301,27 @@ def _draw(screen: "Screen", step: TraceStep, target: LanguageModel, numbers: boo
 
 
 def _time(
-    options: DemoOptions, screen: "Screen", target: LanguageModel, drafter, sentences, keys, shapes
+    options: DemoOptions,
+    screen: "Screen",
+    target: LanguageModel,
+    drafter: Drafter,
+    sentences: Sequence[str],
+    keys: jax.Array,
+    shapes: Mapping[int, int],
 ) -> None:
     """Times plain and speculative decoding in turn, and prints how they compare.
 
     `shapes` has the number of a sentence of each padded length.
     """
+    tree = options.shape()
+    speculative = dict(drafter=drafter, gamma=options.gamma_of(options.wanted, tree), tree=tree)
 
-    def decode(number, **how):
+    def decode(how: Mapping[str, Any], number: int) -> GenerationResult:
         return generate(target, [sentences[number]], key=keys[number : number + 1], **how)
 
-    gamma = options.gamma_of(options.wanted, options.shape())
-    speculative = dict(drafter=drafter, gamma=gamma, tree=options.shape(), **options.decoding())
     variants: dict[str, Callable[[int], GenerationResult]] = {
-        "plain": lambda number: decode(number, **options.decoding(plain=True)),
-        "speculative": lambda number: decode(number, **speculative),
+        "plain": functools.partial(decode, options.decoding(plain=True)),
+        "speculative": functools.partial(decode, options.decoding() | speculative),
     }
     numbers = [number for number, text in enumerate(sentences) if text.strip()]
     if not numbers:
@@ -330,17 +339,12 @@ def _time(
 class Screen:
     """Standard output, and a copy in colour for a picture."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._console = Console()
         self._colours = self._console.is_terminal and "NO_COLOR" not in os.environ
-        self._picture = Console(
-            file=io.StringIO(),
-            record=True,
-            force_terminal=True,
-            color_system="truecolor",
-            width=_COLUMNS,
-            legacy_windows=False,
-        )
+        colours: dict[str, Any] = dict(force_terminal=True, color_system="truecolor")
+        colours |= dict(width=_COLUMNS, legacy_windows=False)
+        self._picture = Console(file=io.StringIO(), record=True, **colours)
 
     def say(self, text: str) -> None:
         """Prints plain text."""
@@ -355,14 +359,15 @@ class Screen:
         self._picture.print(render(parts, True))
 
     def save(self, path: str | None) -> None:
-        """Writes what was printed as an SVG file, if there is a path; it needs no font but the
-        reader's own."""
+        """Writes the printed lines as an SVG file, if there is a path.
+
+        The file downloads no font.
+        """
         if path:
             svg = self._picture.export_svg(title="specdec demo", unique_id="specdec")
             svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
-            write_file(
-                path, svg.replace("Fira Code", "ui-monospace, SFMono-Regular, Menlo, Consolas")
-            )
+            fonts = "ui-monospace, SFMono-Regular, Menlo, Consolas"
+            write_file(path, svg.replace("Fira Code", fonts))
 
 
 def _proposal(options: DemoOptions) -> str:
@@ -370,25 +375,24 @@ def _proposal(options: DemoOptions) -> str:
     gamma, tree = options.wanted, options.shape()
     if tree is not None:
         return f"a tree of up to {tree.size - 1 if isinstance(gamma, str) else gamma} tokens"
-    most = (
-        gamma if gamma != "auto" else MAXIMUM if options.gamma_policy == "fixed" else autotune.FIXED
-    )
-    return f"up to {most} tokens"
+    if gamma == "auto":
+        gamma = MAXIMUM if options.gamma_policy == "fixed" else autotune.FIXED
+    return f"up to {gamma} tokens"
 
 
 def _promise(options: DemoOptions) -> str:
-    """Returns what the verifier promises about the output."""
+    """Returns the verifier's guarantee about the output."""
     tree = options.shape()
     verifier = options.verifier if tree is None or tree.verify not in LOSSY_TREES else tree.verify
     if not verifier_of(verifier).exact:
-        return f"{verifier} verification lets tokens pass that the target would not choose"
+        return f"{verifier} verification accepts tokens that the target would not choose"
     if options.temperature > 0:
         return "the text is distributed as if the target alone had written it"
     return "the text is the one that the target alone would have written"
 
 
-def compiling(what: str, tokens: int):
-    """Returns a context manager that says what compiles."""
+def compiling(what: str, tokens: int) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager that shows which programs compile."""
     return waiting(f"compiling {what} (up to {bucket(tokens)} tokens)")
 
 
@@ -403,7 +407,11 @@ def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
     return line
 
 
-def comparison(variants, numbers: Sequence[int], repeats: int) -> str:
+def comparison(
+    variants: Mapping[str, Callable[[int], GenerationResult]],
+    numbers: Sequence[int],
+    repeats: int,
+) -> str:
     """Returns lines with the times of both variants, in the pass whose ratio is the median.
 
     The variants are timed in turn on the same sentences.
@@ -428,16 +436,11 @@ def comparison(variants, numbers: Sequence[int], repeats: int) -> str:
     per_token = {name: np.array(seconds[name]) / tokens[name] for name in variants}
     ratios = per_token["plain"] / per_token["speculative"]
     middle, passes = int(np.argsort(ratios)[repeats // 2]), "passes" if repeats > 1 else "pass"
-    lines = [
-        f"{name:<12} {1e3 * per_token[name][middle]:8.4g} ms a token: {tokens[name]} tokens in "
-        f"{seconds[name][middle]:.4g} s"
-        for name in variants
-    ]
-    return "\n".join(
-        [
-            *lines,
-            f"ratio        {ratios[middle]:8.2f}, the middle of {repeats} {passes} ({min(ratios):.2f} to "
-            f"{max(ratios):.2f}); the times are that pass's",
-            f"{tokens['speculative'] / calls:.2f} tokens per target call",
-        ]
-    )
+    lines = []
+    for name in variants:
+        whole = f"{tokens[name]} tokens in {seconds[name][middle]:.4g} s"
+        lines.append(f"{name:<12} {1e3 * per_token[name][middle]:8.4g} ms per token: {whole}")
+    spread = f"median of {repeats} {passes} ({min(ratios):.2f} to {max(ratios):.2f})"
+    lines.append(f"ratio        {ratios[middle]:8.2f}, {spread}; the times are of that pass")
+    lines.append(f"{tokens['speculative'] / calls:.2f} tokens per target call")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Runs `specdec figures`: writes one HTML page with the paper's figures and with measured records."""
+"""Runs `specdec figures`: writes an HTML page of the paper's figures and measured records."""
 
 import dataclasses
 import pathlib
@@ -15,8 +15,9 @@ class FiguresOptions:
 
     records: tuple[str, ...] = option(
         (),
-        "file with a record of `specdec benchmark`, `measure` or `demo`, scripts/compare_drafters.py, "
-        "scripts/tpu_aot.py --times or scripts/accelerator_report.py; repeatable",
+        "file with a record of `specdec benchmark`, `measure` or `demo`, "
+        "scripts/compare_drafters.py, scripts/tpu_aot.py --times or "
+        "scripts/accelerator_report.py; repeatable",
     )
     output: str = option("report.html", "HTML file to write; it needs no other files")
 
@@ -25,8 +26,7 @@ class FiguresOptions:
 
 
 def check_page(name: str, path: str) -> None:
-    """Raises ValueError if `path` is no name of an HTML file in an existing folder; `name` is the
-    option that gave it."""
+    """Raises ValueError if `path`, of the option `name`, is no HTML file in an existing folder."""
     if not path.endswith(".html"):
         raise ValueError(f"{name}: got {path!r}, expected the name of a file that ends in .html")
     check_output(path, name)

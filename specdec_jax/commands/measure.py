@@ -1,5 +1,4 @@
-"""Runs `specdec measure`: α, top-k hit rate, acceptance by depth, c and v of a pair on this
-machine."""
+"""Runs `specdec measure`: α, top-k hit rate, acceptance by depth, c and v of a pair."""
 
 import dataclasses
 import json
@@ -14,6 +13,11 @@ from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.files.writing import check_output
 
+INPUT_FILE_HELP = (
+    "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with "
+    "the package)"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class MeasureOptions(DecodingOptions):
@@ -24,45 +28,43 @@ class MeasureOptions(DecodingOptions):
     )
     widths: tuple[int, ...] = option(
         (2, 3, 5, 9),
-        "widths of the target calls that are timed, in positions, up to gamma_max + 1; v is interpolated in between",
+        "numbers of positions of the target calls that are timed, up to gamma_max + 1; v is "
+        "interpolated in between",
     )
-    input_file: str | None = option(
-        None,
-        "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)",
-    )
+    input_file: str | None = option(None, INPUT_FILE_HELP)
     limit: int = option(0, "read only this many lines of the input; 0: all")
     batch_size: int = option(1, "sentences decoded together")
     compare_alpha: bool = option(
         False,
-        "also decode by token verification with gamma_max, and compare alpha as counted with alpha from the "
-        "models' distributions on the same positions; only for a drafting model in full precision without a shortlist",
+        "also decode by token verification with gamma_max, and compare the counted alpha with "
+        "alpha from the models' distributions on the same positions; only for a drafting model in "
+        "full precision without a shortlist",
     )
     repeats: int = option(
         3, "passes over the single steps, of which the median and the spread are reported"
     )
     output: str | None = option(
         None,
-        "file that the JSON record is written to; of it Tree.best takes acceptance.by_rank, verify_cost and "
+        "file to write the JSON record to; Tree.best takes its acceptance.by_rank, verify_cost and "
         "cost_ratio",
     )
     json: bool = option(False, "print the JSON record instead of the summary")
     plot: str | None = option(
         None,
-        "file for a plot of expected improvement, acceptance by position and by depth, v and top-k hit rate "
-        "(.png, .pdf, "
-        ".svg)",
+        "file for a plot of expected improvement, acceptance by position and by depth, v and top-k "
+        "hit rate (.png, .pdf, .svg)",
     )
 
     def check(self) -> None:
-        check_measured(self)
+        check_measured(self, self.batch_size, self.repeats, self.limit)
         check_gamma(self.gamma_max)
         at_least(1, gamma_max=self.gamma_max)
         for width in self.widths:
             at_least(2, widths=width)
         if self.compare_alpha and self.max_new_tokens == 1:
             raise UnsupportedCombination(
-                "compare_alpha: got True with max_new_tokens=1, expected at least 2: nothing is drafted before the "
-                "last token"
+                "compare_alpha: got True with max_new_tokens=1, expected at least 2: the last "
+                "token is never drafted"
             )
         check_output(self.output)
         if self.plot:
@@ -70,33 +72,25 @@ class MeasureOptions(DecodingOptions):
 
     @property
     def timed_gammas(self) -> tuple[int, ...]:
-        """The γ whose target calls are timed: those of the widths up to γ_max + 1, and γ_max
-        itself."""
-        return (
-            *sorted(
-                {width - 1 for width in self.widths if width <= self.gamma_max} | {self.gamma_max}
-            ),
-        )
+        """The γ whose target calls are timed: those of the widths, and γ_max."""
+        gammas = {width - 1 for width in self.widths if width <= self.gamma_max}
+        return tuple(sorted(gammas | {self.gamma_max}))
 
 
-def check_measured(options) -> None:
-    """Checks what `measure` and `tune` have in common: drafter, policy, mesh, batch size, repeats
-    and limit."""
+def check_measured(options: DecodingOptions, batch_size: int, repeats: int, limit: int) -> None:
+    """Checks the common options of `measure` and `tune`."""
     DecodingOptions.check(options)
     if not options.drafter:
-        raise ValueError(
-            "drafter: got nothing, expected what `specdec generate --help` lists for --drafter"
-        )
+        raise ValueError("drafter: got nothing, expected one of those in `specdec generate --help`")
     if options.gamma_policy != "fixed":
-        raise UnsupportedCombination(
-            f"gamma_policy: got {options.gamma_policy!r}, expected fixed: gamma is what is chosen"
-        )
+        got = f"gamma_policy: got {options.gamma_policy!r}"
+        raise UnsupportedCombination(f"{got}, expected fixed: this command measures every gamma")
     if options.mesh:
         raise UnsupportedCombination(
             f"mesh: got {options.mesh!r}, expected none (one device is measured)"
         )
-    at_least(1, batch_size=options.batch_size, repeats=options.repeats)
-    at_least(0, limit=options.limit)
+    at_least(1, batch_size=batch_size, repeats=repeats)
+    at_least(0, limit=limit)
 
 
 def run(options: MeasureOptions) -> None:
@@ -104,9 +98,9 @@ def run(options: MeasureOptions) -> None:
     options.check()
     sentences = sentences_of(options.input_file, options.limit)
     target, drafter = options.load()
-    record = measure(
-        target, drafter, analysis_variants.batches_of(target, sentences, options), options
-    )
+    assert drafter is not None, "the options were checked"
+    batches = analysis_variants.make_batches(target, sentences, options)
+    record = measure(target, drafter, batches, options)
     text = json.dumps(record, indent=1)
     try:
         print(text if options.json else measure_summary(record))

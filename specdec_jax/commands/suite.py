@@ -1,5 +1,4 @@
-"""Runs `specdec benchmark`; with `--suite=paper` it measures what the paper reports, row after row,
-and resumes after a kill."""
+"""Runs `specdec benchmark`; `--suite=paper` measures the paper's rows, and resumes after a kill."""
 
 import dataclasses
 import importlib.util
@@ -20,7 +19,7 @@ from specdec_jax.analysis.report.rows import rows as read_rows
 from specdec_jax.checkpoints import t5x
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import figures
-from specdec_jax.commands.benchmark import BenchmarkOptions, others_of
+from specdec_jax.commands.benchmark import BenchmarkOptions, make_others
 from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.files.progress import print_line
@@ -43,14 +42,13 @@ def run(options: BenchmarkOptions, begun: Callable[[], object] = lambda: None) -
 
 
 def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
-    """Returns the options of one benchmark for every row of the suite, which times its variants and
-    plain decoding in turn.
+    """Returns the options of one benchmark for every row of the suite.
 
     With checkpoints there are rows for every drafter, with all of `options.gammas` in each:
     temperature 0 (with T5X beside it, if that is installed) and temperature 1, both by the paper's
     Algorithm 1; and lenience 0.5, 0.3 and 0.1 at temperature 1 (tables 2 to 5, figures 1 and 5).
     With a preset, whose weights are random, there is a row for every drafter and γ, at the given
-    temperature, with acceptance forced to each of `options.synthetic_alpha`.
+    temperature, with each synthetic acceptance rate.
 
     Raises:
       ValueError: no row can be made, or `BenchmarkOptions.check` rejects one.
@@ -68,23 +66,14 @@ def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
             drafter | {"gamma": (gamma,)} for drafter in drafters for gamma in options.gammas
         ]
     else:
-        lenient = [
+        how = [dict(temperature=value, verifier="token") for value in (0.0, 1.0)]
+        how += [
             dict(temperature=1.0, verifier="lenient", lenience=value)
             for value in paper.LENIENCES
             if value < 1
         ]
-        how = [
-            dict(temperature=0.0, verifier="token"),
-            dict(temperature=1.0, verifier="token"),
-            *lenient,
-        ]
-    made = [
-        dataclasses.replace(
-            options, suite=None, output=None, report=None, plot=None, **drafter, **one
-        )
-        for drafter in drafters
-        for one in how
-    ]
+    single = dataclasses.replace(options, suite=None, output=None, report=None, plot=None)
+    made = [dataclasses.replace(single, **drafter, **one) for drafter in drafters for one in how]
     for row in made:
         row.check()
     return made
@@ -93,10 +82,9 @@ def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
 def _check(options: BenchmarkOptions) -> None:
     if options.suite not in SUITES:
         raise ValueError(f"suite: got {options.suite!r}, expected {' or '.join(SUITES)}")
+    suite = f"suite={options.suite!r}"
     if not options.output:
-        raise ValueError(
-            f"output: got nothing with suite={options.suite!r}, expected the file of its records"
-        )
+        raise ValueError(f"output: got nothing with {suite}, expected the file of its records")
     check_output(options.output)
     if passes_through(options.output):
         raise ValueError(
@@ -104,34 +92,25 @@ def _check(options: BenchmarkOptions) -> None:
         )
     if options.plot:
         raise ValueError(
-            f"plot: got {options.plot!r} with suite={options.suite!r}, expected --report for its figures"
+            f"plot: got {options.plot!r} with {suite}, expected --report for its figures"
         )
     if options.report:
         figures.check_page("report", options.report)
         if pathlib.Path(options.report).absolute() == pathlib.Path(options.output).absolute():
             raise ValueError(f"report: got {options.report!r}, expected another file than output")
     if not (_names(options.drafter) or _names(options.drafter_preset)):
-        raise ValueError(
-            f"drafter: got nothing with suite={options.suite!r}, expected one or several"
-        )
+        raise ValueError(f"drafter: got nothing with {suite}, expected one or several")
     if options.preset and not options.synthetic_alpha:
         raise ValueError(
-            "synthetic_alpha: got nothing with suite and preset, expected numbers: the weights are random"
+            "synthetic_alpha: got nothing with suite and preset, expected numbers, since the "
+            "weights are random"
         )
+    own = ["verifier", "lenience", "against", "json", "num_beams", "tree"]
+    own += [] if options.preset else ["temperature", "synthetic_alpha"]
     default = BenchmarkOptions()
-    for name in (
-        "verifier",
-        "lenience",
-        "against",
-        "json",
-        "num_beams",
-        "tree",
-        *(() if options.preset else ("temperature", "synthetic_alpha")),
-    ):
-        if getattr(options, name) != getattr(default, name):
-            raise ValueError(
-                f"{name}: got {getattr(options, name)!r} with suite={options.suite!r}, which sets it itself"
-            )
+    for name in own:
+        if (got := getattr(options, name)) != getattr(default, name):
+            raise ValueError(f"{name}: got {got!r} with {suite}, which sets it itself")
 
 
 def _names(text: str | None) -> list[str]:
@@ -140,12 +119,12 @@ def _names(text: str | None) -> list[str]:
 
 def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
     made = rows(options)
-    assert options.output, "or it was rejected"
-    target, contents = _opened(made)
+    assert options.output, "the options were checked"
+    target, contents = _open(made)
     settings = {
         "suite": options.suite,
         "rows": [dataclasses.asdict(row) for row in made],
-        "machine": machine.machine(),
+        "machine": machine.describe_machine(),
         "contents": contents,
     }
     failed: list[str] = []
@@ -157,8 +136,8 @@ def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
             if number in journal.done:
                 continue
             print(_title(row), flush=True)
-            target, record, problems = _measured(row, target)
-            if problems:  # the row is not kept, so that the next run measures it again
+            target, record, problems = _measure(row, target)
+            if problems:  # the row is not kept: the next run measures it again
                 failed += [f"{_title(row)}: {problem}" for problem in problems]
             else:
                 journal.add(number, [json.dumps(record)])
@@ -179,9 +158,10 @@ def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
         print(f"wrote {options.output}; `specdec figures --records={options.output}` draws it")
 
 
-def _opened(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, list[str]]:
-    """Opens every drafter once, before anything is timed; returns the target, and text that
-    identifies models and inputs.
+def _open(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, list[str]]:
+    """Loads every drafter once, before anything is timed.
+
+    Returns the target, and texts that identify models and inputs.
 
     Raises:
       ValueError: a drafter is missing or does not fit, or inputs are too long.
@@ -200,21 +180,19 @@ def _opened(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, lis
     return target, contents
 
 
-def _measured(
+def _measure(
     row: BenchmarkOptions, target: LanguageModel | None
 ) -> tuple[LanguageModel, dict, list[str]]:
     target, drafter, batches = benchmark_command.load(row, target)
     if _with_t5x(row, target):
         row = dataclasses.replace(row, against="t5x")
-    record, problems = analysis_benchmark.benchmark(
-        target, drafter, batches, row, others_of(row, target)
-    )
+    others = make_others(row, target)
+    record, problems = analysis_benchmark.benchmark(target, drafter, batches, row, others)
     return target, record, problems
 
 
 def _with_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
-    """Returns whether T5X is installed and can decode the row too: argmax, with a model of a shape
-    that it knows."""
+    """Returns whether T5X is installed and can decode the row: argmax, with a shape it supports."""
     if (
         row.temperature > 0
         or row.sampling().mode.processes
@@ -233,23 +211,19 @@ def _title(row: BenchmarkOptions) -> str:
 
 
 def _table(found: Sequence[Row]) -> str:
-    """Returns rows as in tables 2 and 4; "expected" is theorem 3.8 with the measured v, encoders
-    and lengths."""
+    """Returns rows as in tables 2 and 4.
 
-    def shown(value, digits):
-        return "-" if value is None else f"{value:.{digits}f}"
-
+    "expected" is theorem 3.8 with the measured v, encoders and lengths.
+    """
     lines = [f"{'drafter':<28} T  verification          γ  α      c      v     expected  measured"]
     for row in found:
-        gain = (
-            "-"
-            if row.improvement is None
-            else (
-                f"{row.improvement.median:.2f} ({row.improvement.least:.2f} to {row.improvement.most:.2f})"
-            )
+        kind = f"{row.drafter:<28} {row.temperature:g}  {row.verifier:<20} {row.gamma:>2}"
+        numbers = (row.alpha, 3), (row.cost_ratio, 3), (row.verify_cost, 2), (row.predicted, 2)
+        alpha, c, v, expected = (
+            "-" if value is None else f"{value:.{digits}f}" for value, digits in numbers
         )
-        lines.append(
-            f"{row.drafter:<28} {row.temperature:g}  {row.verifier:<20} {row.gamma:>2}  {shown(row.alpha, 3):<5}  "
-            f"{shown(row.cost_ratio, 3):<5}  {shown(row.verify_cost, 2):<4}  {shown(row.predicted, 2):<8}  {gain}"
-        )
+        gain = "-"
+        if row.improvement is not None:
+            gain = "{:.2f} ({:.2f} to {:.2f})".format(*row.improvement)
+        lines.append(f"{kind}  {alpha:<5}  {c:<5}  {v:<4}  {expected:<8}  {gain}")
     return "\n".join(lines)

@@ -1,5 +1,4 @@
-"""Runs `specdec tune`: chooses γ, above temperature 0 the verifier, and for beam search the trees'
-width, and writes the choice for other commands."""
+"""Runs `specdec tune`: chooses γ, verifier or tree by measurement, and writes a gin file."""
 
 import dataclasses
 import json
@@ -7,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import variants as analysis_variants
-from specdec_jax.analysis.beams import Tree
-from specdec_jax.analysis.expectations import verifiers_of
+from specdec_jax.analysis.beams import BeamChoice
+from specdec_jax.analysis.expectations import verifiers_to_compare
 from specdec_jax.analysis.report.summaries import tune_summary
-from specdec_jax.analysis.tuning import Choice, choice_of, keep_acceptance, tune, tune_beams
+from specdec_jax.analysis.tuning import Choice, keep_acceptance, read_choice, tune, tune_beams
 from specdec_jax.commands.beam_options import SearchFlags, width_option
-from specdec_jax.commands.measure import check_measured
+from specdec_jax.commands.measure import INPUT_FILE_HELP, check_measured
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.files.writing import check_output, write_file
@@ -21,6 +20,16 @@ from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.trees import MAX_NODES
 from specdec_jax.speculative.verifiers import LOSSY
 
+# Options that plain decoding does not take.
+_OF_DRAFTS = (
+    "lenience",
+    "typical_epsilon",
+    "typical_delta",
+    "shortlist",
+    "shortlist_size",
+    "drafter_int8",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class TuneOptions(SearchFlags, DecodingOptions):
@@ -28,39 +37,36 @@ class TuneOptions(SearchFlags, DecodingOptions):
 
     gamma: tuple[int, ...] = option(
         (),
-        "numbers of drafted tokens to choose from (default: 1 to 8); with --num_beams of levels of the tree "
-        "(default: 1 to 3)",
+        "numbers of drafted tokens to choose from (default: 1 to 8); with --num_beams numbers of "
+        "levels of the tree (default: 1 to 3)",
     )
-    beam_width: tuple[int, ...] = width_option("num_beams, and what the drafter drafts by default")
+    beam_width: tuple[int, ...] = width_option("num_beams, and the drafter's default")
     tree_nodes: tuple[int, ...] = option(
         (),
-        "also choose from token trees of these numbers of positions, the best shape of each by the top-k hit "
-        "rate and the "
-        "times of calls, and one that the drafter's distribution shapes, no deeper than the greatest --gamma; "
-        "only for a "
-        "drafting model whose distribution is scored",
+        "also choose from token trees of these numbers of positions, no deeper than the greatest "
+        "--gamma: the best shape of each by the top-k hit rate and the times of calls, and a "
+        "dynamic tree; only for a drafting model whose distribution is scored",
     )
     choose_verifier: bool = option(
         True,
-        "above temperature 0, choose between block and token verification if --verifier is one of them",
+        "above temperature 0, choose between block and token verification if --verifier is one of "
+        "them",
     )
-    input_file: str | None = option(
-        None,
-        "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with the package)",
-    )
+    input_file: str | None = option(None, INPUT_FILE_HELP)
     limit: int = option(64, "tune on the first lines of the input, this many; 0: on all")
     sweep: int = option(
         0,
-        "check the choice: time all choices in turn on this many of the lines that follow; 0: do not check",
+        "check the choice: time all choices in turn on this many of the lines that follow; 0: do "
+        "not check",
     )
     batch_size: int = option(1, "sentences decoded together")
     repeats: int = option(
         3, "passes over steps and sentences, of which the median and the spread are reported"
     )
     config: str | None = option(
-        None, "gin file that the choice is written to, for `generate` and `benchmark`"
+        None, "gin file to write the choice to, for `generate` and `benchmark`"
     )
-    output: str | None = option(None, "file that the JSON record is written to")
+    output: str | None = option(None, "file to write the JSON record to")
     json: bool = option(False, "print the JSON record instead of the summary")
 
     def check(self) -> None:
@@ -69,7 +75,7 @@ class TuneOptions(SearchFlags, DecodingOptions):
         self.check_beside_beams(
             temperature=0.0, verifier="block", choose_verifier=True, tree_nodes=()
         )
-        check_measured(self)
+        check_measured(self, self.batch_size, self.repeats, self.limit)
         for gamma in self.gamma:
             check_gamma(gamma)
             at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always among the choices
@@ -92,7 +98,7 @@ class TuneOptions(SearchFlags, DecodingOptions):
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        return verifiers_of(self) if self.choose_verifier else (self.verifier,)
+        return verifiers_to_compare(self) if self.choose_verifier else (self.verifier,)
 
 
 def run(options: TuneOptions) -> None:
@@ -102,16 +108,16 @@ def run(options: TuneOptions) -> None:
     sample = sentences[: options.limit or None]
     rest = sentences[len(sample) : len(sample) + options.sweep]
     if len(rest) < options.sweep:
-        raise ValueError(
-            f"sweep: got {options.sweep}, expected at most the {len(rest)} lines after the first {len(sample)}"
-        )
+        lines = f"the {len(rest)} lines after the first {len(sample)}"
+        raise ValueError(f"sweep: got {options.sweep}, expected at most {lines}")
     target, drafter = options.load()
+    assert drafter is not None, "the options were checked"
     if not decoder_only(target) and not any(text.strip() for text in sample):
         raise ValueError(
             "input_file: got no sentence with any text to tune on, expected at least one"
         )
     batches, others = (
-        analysis_variants.batches_of(target, lines, options) if lines else []
+        analysis_variants.make_batches(target, lines, options) if lines else []
         for lines in (sample, rest)
     )
     record = (tune_beams if options.num_beams else tune)(target, drafter, batches, others, options)
@@ -119,9 +125,9 @@ def run(options: TuneOptions) -> None:
     try:
         write_file(options.config, gin_file(record, options))
         accepted = record.get("acceptance", {})
-        # Policies count tokens that were drafted, not positions at which none was.
+        # Policies count drafted tokens, not positions without a draft.
         alpha = accepted.get("alpha_where_drafted") or accepted.get("alpha")
-        if alpha is not None and drafter is not None:
+        if alpha is not None:
             keep_acceptance(target, drafter, batches[0].inputs, alpha, options.decoding())
         print(text if options.json else tune_summary(record))
     finally:  # if one of these outputs fails, the others still have the record
@@ -130,19 +136,13 @@ def run(options: TuneOptions) -> None:
 
 
 def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
-    """Returns a gin file for `generate` and `benchmark`: everything that tuning was asked for, with
-    the choice; `benchmark` times a tree beside the fastest chain."""
-    chosen, gain, host = choice_of(record["chosen"]), record["improvement"], record["machine"]
+    """Returns a gin file for `generate` and `benchmark`: the options of tuning, with the choice.
+
+    `benchmark` times a tree beside the fastest chain.
+    """
+    chosen, gain, host = read_choice(record["chosen"]), record["improvement"], record["machine"]
     tree = chosen.tree if isinstance(chosen, Choice) else None
-    of_drafts = {
-        "lenience",
-        "typical_epsilon",
-        "typical_delta",
-        "shortlist",
-        "shortlist_size",
-        "drafter_int8",
-    }
-    skipped = {"drafter", "verifier"} | (of_drafts if not chosen.gamma else set())
+    skipped = {"drafter", "verifier"} if chosen.gamma else {"drafter", "verifier", *_OF_DRAFTS}
     settings = {
         field.name: getattr(options, field.name)
         for field in (*dataclasses.fields(DecodingOptions), *dataclasses.fields(SearchFlags))
@@ -151,32 +151,29 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
     if chosen.gamma:
         spread = f"{gain['least']:.2f} to {gain['most']:.2f}"
         why = f"{chosen}: {gain['median']:.2f} times the speed of plain decoding ({spread})"
-        why += (
-            ", within the spread: in some pass plain decoding was as fast"
-            if gain["least"] <= 1
-            else ""
-        )
-        settings |= {"drafter": options.drafter}
-        settings |= (
-            {"verifier": chosen.verifier}
-            if isinstance(chosen, Choice)
-            else {"beam_width": chosen.width}
-        )
+        if gain["least"] <= 1:
+            why += ", within the spread: in some pass plain decoding was as fast"
+        settings["drafter"] = options.drafter
+        if isinstance(chosen, Choice):
+            settings["verifier"] = chosen.verifier
+        else:
+            settings["beam_width"] = chosen.width
         settings |= {"tree": tree} if tree else {}
     else:
-        why = f"plain decoding was faster than drafting with {options.drafter}, so there is no drafter"
-        settings |= {"drafter": None}
+        why = f"plain decoding was faster than drafting with {options.drafter}"
+        settings["drafter"] = None
         if options.verifier not in LOSSY:
             settings["verifier"] = options.verifier
     settings["batch_size"] = options.batch_size
     chain = _fastest_chain(record["choices"]) if tree else chosen
-    # What `benchmark` takes, which is several where `generate` takes one.
+    # `benchmark` takes several values of these, `generate` one.
     timed = settings | {
         name: (settings[name],) for name in ("beam_width", "tree") if name in settings
     }
     timed |= {"verifier": chain.verifier} if isinstance(chain, Choice) and tree else {}
+    place = f"{host['processor']}, {host['device']}"
     lines = [
-        f"# Written by `specdec tune` on {host['processor']}, {host['device']}, with {record['sentences']} sentences;",
+        f"# Written by `specdec tune` on {place}, with {record['sentences']} sentences;",
         f"# {why}.",
         "",
         "from __gin__ import dynamic_registration",
@@ -187,24 +184,21 @@ def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
     ]
     if chosen.gamma:
         lines += [f"GAMMA = {chain.gamma}", ""]
-    # A tree is drafted whole.
-    gammas = {
-        "generate.GenerateOptions": None if tree else "%GAMMA",
-        "benchmark.BenchmarkOptions": "(%GAMMA,)",
-    }
-    # Tuning reads no defaults of the model, so that those would decode otherwise than what was
-    # timed.
+    # Tuning ignores the model's default configuration, and so must `generate`.
     generating = settings | {"generation_config": "none"}
-    for (name, gamma), values in zip(gammas.items(), (generating, timed), strict=True):
+    for name, gamma, values in (
+        ("generate.GenerateOptions", None if tree else "%GAMMA", generating),
+        ("benchmark.BenchmarkOptions", "(%GAMMA,)", timed),
+    ):
         lines.append(f"{name}:")
         lines += [f"  {field} = {value!r}" for field, value in values.items()]
         lines += [f"  gamma = {gamma}"] * bool(chosen.gamma and gamma) + [""]
     return "\n".join(lines)
 
 
-def _fastest_chain(choices: Sequence[Mapping[str, Any]]) -> Choice | Tree:
-    """Returns of the choices in a record the chain that was the fastest of those timed."""
+def _fastest_chain(choices: Sequence[Mapping[str, Any]]) -> Choice | BeamChoice:
+    """Returns the fastest chain of the timed choices in a record."""
     chains = [
         item for item in choices if item["gamma"] and item["tree"] is None and item["improvement"]
     ]
-    return choice_of(max(chains, key=lambda item: item["improvement"]["median"]))
+    return read_choice(max(chains, key=lambda item: item["improvement"]["median"]))

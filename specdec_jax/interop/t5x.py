@@ -16,7 +16,7 @@ import numpy as np
 from t5x import decoding, models
 from t5x.examples.t5 import network
 
-from specdec_jax.analysis.variants import Batch, Variant
+from specdec_jax.analysis.variants import SentenceBatch, Variant
 from specdec_jax.checkpoints import loader, t5x
 from specdec_jax.decoding.beams import LEVELS, BeamOptions
 from specdec_jax.decoding.results import GenerationResult
@@ -444,7 +444,7 @@ def beam_variant(target: LanguageModel, max_new_tokens: int, options: BeamOption
 
 
 def _variant(target: LanguageModel, predict: Predict, max_new_tokens: int) -> Variant:
-    def decode(batch: Batch) -> GenerationResult:
+    def decode(batch: SentenceBatch) -> GenerationResult:
         rows, vocabulary = list(batch.inputs), target.vocabulary
         if rows and isinstance(rows[0], str):
             rows = [vocabulary.encode_input(text) if text and text.strip() else [] for text in rows]

@@ -26,11 +26,11 @@ from specdec_jax.commands import main as specdec
 from specdec_jax.models import fused_step_selftest, weight_layouts
 from specdec_jax.models.network import Network, random_params
 from tools import accelerator_figures, accelerator_stages
-from tools.accelerator_figures import Figure, NotHere, Pair, Setup
+from tools.accelerator_figures import ModelPair, ReportSetup, TimedFigure, UnsupportedHere
 from tools.accelerator_stages import Stage
 from tools.compiled_text import bodies, computations
 
-TINY = Setup(
+TINY = ReportSetup(
     targets=("t5_1_1/large",),
     tiny=True,
     input_length=4,
@@ -55,9 +55,9 @@ def test_the_machine_says_which_kernels_run(trial, monkeypatch):
         assert machine._kernels(kind) == (
             "Pallas" if trial is None else "none, a self-test gave other numbers"
         )
-    assert machine._kernels("metal") == "none" and machine.machine()["kernel"] == machine._kernels(
-        "cpu"
-    )
+    assert machine._kernels("metal") == "none" and machine.describe_machine()[
+        "kernel"
+    ] == machine._kernels("cpu")
     monkeypatch.setenv(native.SETTING, "off")
     assert machine._kernels("gpu") == machine._kernels("tpu") == "none"
 
@@ -82,7 +82,7 @@ def test_the_drafter_of_a_tiny_report_takes_a_tpus_kernel():
 
 def figure(
     name: str, variant=lambda pair: lambda: jnp.zeros(2), program: str | None = None
-) -> Figure:
+) -> TimedFigure:
     def read(seconds, result, before):
         return {
             "milliseconds": seconds._asdict(),
@@ -90,7 +90,7 @@ def figure(
             "after": len(before),
         }
 
-    return Figure(name, {"kind": "call"}, program or name, variant, read)
+    return TimedFigure(name, {"kind": "call"}, program or name, variant, read)
 
 
 def fails(error: Exception):
@@ -122,10 +122,10 @@ def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys)
             "first",
             "a",
             [figure("good", counted), figure("big", fails(MemoryError("no\nroom")))],
-            Pair,
+            ModelPair,
         ),
-        Stage("second", "b", [figure("later")], Pair),
-        Stage("third", "c", [figure("absent")], rejects(NotHere("no such chip"))),
+        Stage("second", "b", [figure("later")], ModelPair),
+        Stage("third", "c", [figure("absent")], rejects(UnsupportedHere("no such chip"))),
         Stage("fourth", "d", [figure("heavy")], rejects(RuntimeError("RESOURCE_EXHAUSTED"))),
     ]
     with script.Lines(str(path), HEAD) as lines:
@@ -174,7 +174,10 @@ def test_what_does_not_compile_is_said_at_once(script, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "say", say)
     planned = [
         Stage(
-            "first", "a", [figure("slow", slow), figure("big", fails(MemoryError("no room")))], Pair
+            "first",
+            "a",
+            [figure("slow", slow), figure("big", fails(MemoryError("no room")))],
+            ModelPair,
         )
     ]
     with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
@@ -194,7 +197,7 @@ def test_what_there_is_no_time_for_is_named(script, tmp_path, monkeypatch):
         return lambda: jnp.zeros(2)
 
     stages = [
-        Stage(name, kind, [figure(name, slow)], Pair)
+        Stage(name, kind, [figure(name, slow)], ModelPair)
         for name, kind in (("a", "x"), ("b", "x"), ("c", "y"))
     ]
     with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
@@ -248,7 +251,7 @@ def test_another_file_is_rejected_and_left_as_it_is(script, tmp_path, text):
 def test_bad_flags(script, flags, message):
     FLAGS(["accelerator_report.py", *flags])
     with pytest.raises(app.UsageError, match=message):
-        script.setup_of()
+        script.read_setup()
 
 
 def test_flags_are_what_is_measured(script):
@@ -261,7 +264,7 @@ def test_flags_are_what_is_measured(script):
             "--gamma=3",
         ]
     )
-    setup = script.setup_of()
+    setup = script.read_setup()
     assert (setup.targets, setup.batches, setup.alphas) == (
         ("t5_1_1/xl", "t5_1_1/base"),
         (2,),
@@ -294,7 +297,7 @@ def test_flags_are_what_is_measured(script):
         )
     ]
     assert found["t5_1_1/xl: self:int8"] == [
-        f"t5_1_1/xl, self:int8, {x}" for x in ("draft step", "forced alpha 0.99, batch 1")
+        f"t5_1_1/xl, self:int8, {x}" for x in ("draft step", "alpha 0.99, batch 1")
     ]
     programs = {stage.name: len({figure.program for figure in stage.figures}) for stage in planned}
     assert programs["t5_1_1/xl: int8"] == 4 and programs["t5_1_1/xl: self:int8"] == 2
@@ -362,7 +365,7 @@ def test_a_target_that_drafts_for_itself_is_compared_with_its_full_self():
     assert {step.about["kind"], decode.about["kind"]} == {"self:int8 draft step", "self:int8"}
 
 
-def by_name(figures, before: str = "") -> dict[str, Figure]:
+def by_name(figures, before: str = "") -> dict[str, TimedFigure]:
     return {figure.name.removeprefix(f"t, {before}"): figure for figure in figures}
 
 
@@ -393,7 +396,7 @@ def test_the_floor_is_bytes_over_the_bandwidth_of_copies():
 
 @pytest.mark.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4)])
 def test_bytes_are_those_of_the_kernels_of_a_step(dtype, width):
-    config = Setup(tiny=True, dtype=dtype).config("t5_1_1/large")
+    config = ReportSetup(tiny=True, dtype=dtype).config("t5_1_1/large")
     params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
     network = Network(
         weight_layouts.pack(params, False, True), config.module(fused=True), platform="tpu"
@@ -401,9 +404,11 @@ def test_bytes_are_those_of_the_kernels_of_a_step(dtype, width):
     # In each of 2 layers: 4 + 2 kernels of the attentions, 3 of the feed-forward block, all 128 to
     # 128. The head.
     kernels = 2 * (4 + 2 + 3) * 128 * 128 + 128 * 512
-    assert Products.of(network).nbytes == width * kernels
+    assert Products.from_network(network).nbytes == width * kernels
     columns = 2 * (4 + 2 + 3) * 128 + 512
-    assert Products.of(network.in_int8()).nbytes == kernels + 4 * columns  # and their scales
+    assert (
+        Products.from_network(network.in_int8()).nbytes == kernels + 4 * columns
+    )  # and their scales
 
 
 def test_copies_are_one_pass_each_within_one_program():

@@ -15,7 +15,7 @@ from specdec_jax.speculative.sampling import SamplingConfig
 V = 12
 TARGET, DRAFT = HashModel(V, 0, spread=6.0), HashModel(V, 1, likeness=0.7, spread=6.0)
 INPUTS = [[2 + number, 3] for number in range(8)]
-BATCHES = variants.cut(INPUTS, INPUTS, 4, 0)
+BATCHES = variants.cut_batches(INPUTS, INPUTS, 4, 0)
 
 
 def score(*verifiers, **settings) -> acceptance.Acceptance:
@@ -35,7 +35,7 @@ def test_hit_rate_is_the_mean_of_hit_rate_given_the_token(filters):
             model, DRAFT, [[3, 4]] * V, np.arange(V)[:, None], np.ones(V, int), config
         )
 
-    covered = scored(TARGET).covered
+    covered = scored(TARGET).hit_rates
     ratios = scored(TARGET).log_ratio[:, 0]  # log q − log p, from which the one drawn child follows
     np.testing.assert_allclose(
         covered.log_given["mixed"][:, 0, 0], np.minimum(ratios, 0), atol=1e-4

@@ -12,7 +12,8 @@ from benchmark_models import CONFIG
 from sample_records import parse
 
 from specdec_jax.analysis import benchmark as analysis_benchmark
-from specdec_jax.analysis import matmul_roofline, near_ties, predictions, timing, traces
+from specdec_jax.analysis import matmul_roofline, near_ties, predictions, step_loops, timing, traces
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import rows, summaries
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.backends.cpu import native, packed_weights
@@ -131,7 +132,7 @@ def corrupt(monkeypatch, change):
         result = real(*args, drafter=drafter, **kwargs)
         return result if drafter is None else change(result)
 
-    monkeypatch.setattr(analysis_benchmark, "generate", generate)
+    monkeypatch.setattr(analysis_variants, "generate", generate)
 
 
 def test_wrong_tokens_are_reported(monkeypatch, target, batches, options):
@@ -163,7 +164,7 @@ def test_missing_outputs_are_reported(monkeypatch, target, batches, options):
     _, problems = analysis_benchmark.benchmark(
         target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1)
     )
-    assert problems == ["gamma 3: got no output for 3 inputs that plain decoding has one for"]
+    assert problems == ["gamma 3: got no output for 3 inputs, expected one as in plain decoding"]
 
 
 def test_difference_knows_ties(target):
@@ -181,7 +182,7 @@ def test_products_are_those_of_one_step(tied, packed):
     """Count the weights of one step by hand."""
     config = dataclasses.replace(CONFIG, logits_via_embedding=tied)
     network = LanguageModel.random(config).network
-    kernels, axes = matmul_roofline.Products.of(network, packed)
+    kernels, axes = matmul_roofline.Products.from_network(network, packed)
     inner = config.num_heads * config.head_dim
     layer = (
         6 * config.emb_dim * inner + 3 * config.emb_dim * config.mlp_dim
@@ -325,14 +326,20 @@ def test_spans_are_the_calls_of_the_iterations(catches_up):
         [("draft step", pytest.approx(0.15))] if catches_up else draft
     )  # of the second draft, whose last was accepted
     expected = 3 * draft + call + first + draft + call + call
-    assert traces.spans(steps, 3, 8, times)[2:] == expected
-    assert traces.spans(steps, 3, 8, times)[:2] == [
+    assert traces.call_spans(steps, 3, 8, times)[2:] == expected
+    assert traces.call_spans(steps, 3, 8, times)[:2] == [
         ("target encoder", 2.0),
         ("drafter encoder", 0.5),
     ]
-    assert traces.spans(steps[2:], 0, 8, times) == [("target encoder", 2.0), ("target call", 1.0)]
+    assert traces.call_spans(steps[2:], 0, 8, times) == [
+        ("target encoder", 2.0),
+        ("target call", 1.0),
+    ]
     without = {name: spread for name, spread in TIMES.items() if "draft" not in name}
-    assert traces.spans(steps[:1], 3, 8, without) == [("target encoder", 2.0), ("target call", 1.2)]
+    assert traces.call_spans(steps[:1], 3, 8, without) == [
+        ("target encoder", 2.0),
+        ("target call", 1.2),
+    ]
 
 
 def test_a_draft_step_costs_what_it_costs_between_target_calls():
@@ -421,9 +428,8 @@ SAMPLED = [*timing.SAMPLED, "argmax"]
 
 def verified_state(network, verifier, gamma=2):
     config = SamplingConfig(temperature=0.0 if verifier == "argmax" else 0.7)
-    return timing.verified_state(
-        network, 2, 5, 12, gamma, config, "token" if verifier == "argmax" else verifier
-    )
+    name = "token" if verifier == "argmax" else verifier
+    return timing.verified_state(network, timing.CallShape(2, 5, 12), gamma, config, name)
 
 
 @pytest.mark.parametrize("verifier", SAMPLED)
@@ -446,7 +452,7 @@ def test_the_timed_verification_is_the_engines(target, verifier):
         tokens = np.where(
             np.arange(3) == np.asarray(accepted)[:, None], np.asarray(following)[:, None], tokens
         )
-    ours = timing.verified_steps(network, state, steps=3)
+    ours = step_loops.verified_steps(network, state, steps=3)
     np.testing.assert_array_equal(ours[0], tokens)
     np.testing.assert_array_equal(ours[1], accepted)
 
@@ -461,7 +467,7 @@ def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
     """
     network = LanguageModel.random(dataclasses.replace(CONFIG, vocab_size=97)).network
     text = (
-        timing.verified_steps.lower(network, verified_state(network, verifier), steps=3)
+        step_loops.verified_steps.lower(network, verified_state(network, verifier), steps=3)
         .compile(optimised)
         .as_text()
     )
@@ -473,14 +479,14 @@ def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
 def test_a_call_alone_computes_all_logits(target):
     network = target.network
     state = verified_state(network, "argmax")
-    tokens, logits = timing.call_steps(
+    tokens, logits = step_loops.call_steps(
         network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache, steps=1
     )
     expected, _ = near_ties._decode(
         network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache
     )
     np.testing.assert_allclose(logits, expected, atol=1e-5)
-    again, _ = timing.call_steps(
+    again, _ = step_loops.call_steps(
         network, np.ones((2, 3), np.int32), state.lengths - 1, state.target_cache, steps=2
     )
     assert np.any(np.asarray(tokens) != 1) and np.any(

@@ -274,7 +274,7 @@ def test_widths_that_are_not_given_are_the_drafters(target, batches, options):
     def widths(drafter, *wanted):
         return [
             tree.width
-            for tree in analysis_beams.trees_of(target, drafter, (3,), wanted, batches, options)
+            for tree in analysis_beams.beam_choices(target, drafter, (3,), wanted, batches, options)
         ]
 
     assert widths(sd.ModelDrafter(target), None) == [0, 4] and widths(

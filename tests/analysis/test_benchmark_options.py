@@ -34,7 +34,7 @@ def fake_variant(steps):
 
 
 def test_record_against_another(target):
-    batch = analysis_variants.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
+    batch = analysis_variants.cut_batches([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
     plain = fake_variant([[best, 4]])
     plain.seconds = [1.0, 1.0]
@@ -74,14 +74,14 @@ def test_record_against_another(target):
 def test_what_int8_contributes_is_told_apart(target):
     """Beside another implementation's variant comes our own plain decoding in the numbers that it
     has."""
-    batch = analysis_variants.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
+    batch = analysis_variants.cut_batches([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
     variants = {
         name: fake_variant([[best, token]])
         for name, token in (("plain", 4), ("t5x", 4), (comparison.UNROUNDED, 5))
     }
     variants["plain"].seconds, variants[comparison.UNROUNDED].seconds = [1.0, 1.0], [2.0, 3.0]
-    assert comparison.others_of(
+    assert comparison.other_implementations(
         {name: variants[name] for name in ("t5x", comparison.UNROUNDED)}
     ) == ["t5x"]
     record = comparison.compare("t5x", variants, target, batch)
@@ -111,7 +111,7 @@ def test_a_target_in_int8_is_timed_without_it_too(tmp_path):
     options = benchmark_command.BenchmarkOptions(target="x", max_new_tokens=6, against="t5x")
     assert rounded.quantized and benchmark_command.unrounded_variant(options, wide) == {}
     (variant,) = benchmark_command.unrounded_variant(options, rounded).values()
-    (batch,) = analysis_variants.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
+    (batch,) = analysis_variants.cut_batches([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     expected = sd.generate(wide, batch.inputs, max_new_tokens=6)
     found = variant.decode(batch)
     np.testing.assert_array_equal(found.tokens, expected.tokens)

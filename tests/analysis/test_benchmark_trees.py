@@ -15,8 +15,9 @@ from sample_records import parse
 from toy_models import noisy_copy
 
 import specdec_jax as sd
-from specdec_jax.analysis import acceptance, predictions, timing
+from specdec_jax.analysis import acceptance, predictions, step_loops, timing
 from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import page, plots, records, rows, summaries
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import main, suite
@@ -123,14 +124,14 @@ def test_predicted_tokens_are_those_of_the_hit_rate_measured(measured, target, o
     drafter = sd.ModelDrafter(noisy_copy(target, 0.5))
     sampled = dataclasses.replace(options, temperature=1.0, seed=3)
     results = [
-        batch.through(
+        batch.decode_with(
             lambda batch: sd.generate(
                 target, batch.inputs, key=batch.keys, **sampled.decoding(plain=True)
             )
         )
         for batch in batches
     ]
-    found = acceptance.hit_rate_of(target, drafter, batches, results, sampled.sampling())
+    found = acceptance.measure_hit_rate(target, drafter, batches, results, sampled.sampling())
     scored = acceptance.score(target, drafter, batches, ("block",), 3, sampled)
     assert found == scored.hit_rate and 0 < found["mixed"][0][0] < found["mixed"][1][0] < 1
 
@@ -204,7 +205,7 @@ def test_summary_and_figures_say_what_the_record_says(measured):
 
 def corrupt(monkeypatch):
     """Makes the trees' second token of the first row of every batch differ."""
-    real = analysis_benchmark.generate
+    real = analysis_variants.generate
 
     def generate(*args, tree=None, **how):
         result = real(*args, tree=tree, **how)
@@ -214,7 +215,7 @@ def corrupt(monkeypatch):
         tokens[0, 1] = (tokens[0, 1] + 1) % CONFIG.vocab_size
         return result._replace(tokens=tokens)
 
-    monkeypatch.setattr(analysis_benchmark, "generate", generate)
+    monkeypatch.setattr(analysis_variants, "generate", generate)
 
 
 @pytest.mark.parametrize(
@@ -245,11 +246,11 @@ def test_wrong_tokens_are_reported_where_they_must_be_equal(
 def test_a_timed_call_over_nodes_sees_ancestors_alone(target):
     network = noisy_copy(target, 2.0).network
     inputs, lengths = np.full((2, 3), 5, np.int32), np.full(2, 3, np.int32)
-    cache = timing.prefill_cache(network, inputs, lengths, slots=12)
+    cache = step_loops.prefill_cache(network, inputs, lengths, slots=12)
     tokens, positions = jnp.array([[4, 9, 2], [7, 7, 1]], jnp.int32), jnp.array([2, 4], jnp.int32)
-    chain = functools.partial(timing.decode_steps, network, cache=cache)
+    chain = functools.partial(step_loops.decode_steps, network, cache=cache)
     nodes = functools.partial(
-        timing.node_steps, network, cache=network.node_cache(cache, 12, 12), slots=12
+        step_loops.node_steps, network, cache=network.node_cache(cache, 12, 12), slots=12
     )
     expected = chain(tokens, positions, steps=3)
     np.testing.assert_array_equal(nodes(tokens, positions, tree=Tree.chain(2), steps=3), expected)
@@ -262,9 +263,10 @@ def test_a_timed_call_over_nodes_sees_ancestors_alone(target):
 
 def test_in_the_place_of_a_tree_that_a_distribution_shapes_stands_one_as_large(monkeypatch, target):
     seen = []
-    monkeypatch.setattr(timing, "node_steps", lambda *_, tree, **__: seen.append(tree))
-    timing.tree_variant(target.network, 2, 5, 24, DynamicTree(3, 2, 7))()
-    timing.tree_variant(target.network, 2, 5, 24, Tree((0, 0)))()
+    monkeypatch.setattr(step_loops, "node_steps", lambda *_, tree, **__: seen.append(tree))
+    shape = timing.CallShape(2, 5, 24)
+    timing.tree_variant(target.network, shape, DynamicTree(3, 2, 7))()
+    timing.tree_variant(target.network, shape, Tree((0, 0)))()
     assert [(tree.size, tree.depth) for tree in seen] == [(7, 3), (3, 1)]
 
 
@@ -284,7 +286,7 @@ def test_in_the_place_of_a_tree_that_a_distribution_shapes_stands_one_as_large(m
                 "drafter": None,
                 "drafter_preset": "t5_1_1/small",
             },
-            "tree: got .* without --drafter, expected one: with random weights nothing",
+            "tree: got .* without --drafter, expected one: with random weights no",
         ),
         ({"synthetic_alpha": (0.5,)}, r"synthetic_alpha: got \(0.5,\) with a tree, expected none"),
         (

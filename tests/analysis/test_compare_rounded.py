@@ -162,9 +162,9 @@ def test_the_script(run, tmp_path):
     [
         ([], "expected one of them"),
         (["--target=x", "--preset=t5_1_0/small"], "expected one of them"),
-        (["--preset=t5_1_0/small", "--move_weights"], "with --target"),
+        (["--preset=t5_1_0/small", "--move_weights"], "expected --target"),
         (["--target=x"], "expected a file of inputs"),
-        (["--preset=t5_1_0/small", "--temperature=0"], "drawn at temperature 1"),
+        (["--preset=t5_1_0/small", "--temperature=0"], "sampled at 1"),
         (["--preset=t5_1_0/small", "--dtype=bfloat16"], "quantize: got 'int8'"),
         (["--target=x", "--input_file=no/such/file"], "input_file: got no/such/file"),
     ],

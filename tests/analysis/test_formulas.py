@@ -147,7 +147,7 @@ def test_calls_along_an_output_are_those_of_independent_acceptances(alpha, gamma
     length = 11
     survival = np.tile(alpha ** np.arange(1, 6), (length, 1))
     for ended in (True, False):
-        calls, steps = formulas.calls_along(survival, gamma, ended)
+        calls, steps = formulas.output_calls(survival, gamma, ended)
         assert calls == pytest.approx(formulas.expected_calls(alpha, gamma, length))
         assert (steps == 0) == (gamma == 0)
 
@@ -156,11 +156,11 @@ def test_draft_steps_count_the_end():
     certain, never = np.ones((7, 3)), np.zeros((7, 3))
     # All are accepted: 3 and one more token, then 3 that end with the EOS; the last of the first
     # draft is fed with that one more.
-    assert formulas.calls_along(certain, 3) == (2, 3 + 3)
+    assert formulas.output_calls(certain, 3) == (2, 3 + 3)
     # At a limit the last token is never drafted.
-    assert formulas.calls_along(certain, 3, ended=False) == (2, 3 + 2)
-    assert formulas.calls_along(never, 3) == (7, 7 * 3)
-    assert formulas.calls_along(never, 3, ended=False) == (7, 4 * 3 + 2 + 1 + 0)
+    assert formulas.output_calls(certain, 3, ended=False) == (2, 3 + 2)
+    assert formulas.output_calls(never, 3) == (7, 7 * 3)
+    assert formulas.output_calls(never, 3, ended=False) == (7, 4 * 3 + 2 + 1 + 0)
 
 
 @pytest.mark.parametrize(

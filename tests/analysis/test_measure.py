@@ -116,7 +116,7 @@ def test_hit_rate_is_that_of_the_distributions_computed_one_by_one(name):
     inputs, tokens, lengths = outputs(rows=4, longest=6)
     found = acceptance.agreement(
         TARGET, DRAFT, inputs, tokens, lengths, SamplingConfig(**ADJUSTED[name])
-    ).covered.mean
+    ).hit_rates.mean
     filters = dict(top_k=0, top_p=1.0, min_p=0.0) | ADJUSTED[name]
     assert set(found) == ({"top"} if name == "argmax" else {"top", "mixed"})
     for row, length in enumerate(lengths):
@@ -135,7 +135,7 @@ def test_hit_rate_is_that_of_the_distributions_computed_one_by_one(name):
 
 def test_hit_rate_of_a_sample():
     """Of one child it is α; every further child adds to it; and the record has what each one adds."""
-    drafter, batches = ModelDrafter(DRAFT), batches_of(8, 4)
+    drafter, batches = ModelDrafter(DRAFT), make_batches(8, 4)
     for kind, how in (("top", options()), ("mixed", options(temperature=1.0))):
         found = acceptance.score(TARGET, drafter, batches, ("block",), 2, how)
         mean, error = np.transpose(found.hit_rate[kind])
@@ -179,15 +179,15 @@ def options(**values):
     )
 
 
-def batches_of(rows: int, size: int):
+def make_batches(rows: int, size: int):
     inputs, _, _ = outputs(rows, 1)
-    return variants.cut(inputs, inputs, size, 0)
+    return variants.cut_batches(inputs, inputs, size, 0)
 
 
 @pytest.fixture(scope="module")
 def greedy():
     """Eight rows, scored and counted with γ = 3, and decoded with every γ up to it."""
-    drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), batches_of(8, 4)
+    drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), make_batches(8, 4)
     ways = {
         how: getattr(acceptance, how)(TARGET, drafter, batches, ("block",), 3, options())
         for how in ("score", "count")
@@ -254,7 +254,7 @@ def test_calls_expected_when_sampling_are_those_made_on_average(verifier):
     """Means over 512 rows each, of other samples: five standard errors apart at most."""
     how = options(temperature=1.0, verifier=verifier, seed=3)
     inputs = [[2 + i % 8, 3] for i in range(512)]
-    batch = variants.cut(inputs, inputs, 512, 0)[0]
+    batch = variants.cut_batches(inputs, inputs, 512, 0)[0]
     drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     plain = generate(TARGET, batch.ids, key=batch.keys, **how.decoding(plain=True))
     agreed = acceptance.agreement(
@@ -262,10 +262,10 @@ def test_calls_expected_when_sampling_are_those_made_on_average(verifier):
     )
     expected = []
     for row, length in enumerate(plain.lengths):
-        accepted = acceptance.along(
+        accepted = acceptance.windowed_survival(
             agreed.log_ratio[row, :length], 3, acceptance.SURVIVAL[verifier]
         )
-        expected.append(formulas.calls_along(accepted, 3, plain.finish_reasons[row] == "eos"))
+        expected.append(formulas.output_calls(accepted, 3, plain.finish_reasons[row] == "eos"))
     result = generate(
         TARGET, batch.ids, drafter=drafter, gamma=3, key=jax.random.key(9), **how.decoding()
     )
@@ -293,7 +293,7 @@ def test_counting_and_overlap_agree_on_the_same_positions(name):
         ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)),
     )
     inputs = [[2 + i % 8, 3 + i % 5] for i in range(256)]
-    batches = variants.cut(inputs, inputs, 128, 0)
+    batches = variants.cut_batches(inputs, inputs, 128, 0)
     found = acceptance.compare(TARGET, drafter, batches, 3, how)
     result = [
         generate(
@@ -316,7 +316,7 @@ def test_counting_and_overlap_agree_on_the_same_positions(name):
 def test_counting_and_overlap_agree_whatever_verifies_the_rest():
     """A lossy verifier's settings are not the comparison's; rows that fill up a batch have no
     positions."""
-    drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), batches_of(5, 4)
+    drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), make_batches(5, 4)
     assert any(not ids for ids in batches[-1].ids)
     ways = [options(temperature=1.0), options(temperature=1.0, verifier="lenient", lenience=0.1)]
     first, second = (acceptance.compare(TARGET, drafter, batches, 3, how) for how in ways)
@@ -326,12 +326,13 @@ def test_counting_and_overlap_agree_whatever_verifies_the_rest():
 def test_nothing_drafted_is_nothing_to_compare():
     drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     assert (
-        acceptance.compare(TARGET, drafter, batches_of(2, 2), 3, options(max_new_tokens=1)) is None
+        acceptance.compare(TARGET, drafter, make_batches(2, 2), 3, options(max_new_tokens=1))
+        is None
     )
 
 
 def test_counting_and_overlap_are_one_with_argmax():
-    drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), batches_of(9, 4)
+    drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), make_batches(9, 4)
     found = acceptance.compare(TARGET, drafter, batches, 3, options())
     assert found.counted == found.overlap and found.difference == 0 and 0 < found.counted < 1
 
@@ -343,7 +344,7 @@ def test_another_drafters_distribution_does_not_agree(monkeypatch):
         ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)),
         [[2 + i % 8, 3] for i in range(256)],
     )
-    batches, agreement = variants.cut(inputs, inputs, 256, 0), acceptance.agreement
+    batches, agreement = variants.cut_batches(inputs, inputs, 256, 0), acceptance.agreement
     other = HashModel(V, 1, likeness=0.5, spread=6.0)
     monkeypatch.setattr(
         acceptance, "agreement", lambda target, _, *rest: agreement(target, other, *rest)
@@ -356,14 +357,14 @@ def test_another_drafters_distribution_does_not_agree(monkeypatch):
         return agreed._replace(overlap=np.roll(agreed.overlap, 1, axis=1))
 
     monkeypatch.setattr(acceptance, "agreement", shifted)
-    found = acceptance.compare(TARGET, drafter, batches_of(9, 4), 3, options())
+    found = acceptance.compare(TARGET, drafter, make_batches(9, 4), 3, options())
     assert found.difference != 0
 
 
 def test_damaged_models_are_named_with_the_number_of_the_input():
     """Batches are sorted by length: the number is the one that the input had before."""
     inputs = [[3, 4, 5, 6, 1], [7, 1], [3, 2, 2, 1]]
-    batches = variants.cut(inputs, inputs, 2, 0)
+    batches = variants.cut_batches(inputs, inputs, 2, 0)
     sound = HashModel(V, 1, spread=6.0)
 
     @flax.struct.dataclass
@@ -384,7 +385,7 @@ def test_damaged_models_are_named_with_the_number_of_the_input():
     with pytest.raises(
         NonFiniteLogitsError, match=f"input ({'|'.join(map(str, odd))}): got logits from the target"
     ):
-        variants.one_pass({"plain": variant}, batches, 0, "pass")
+        variants.time_pass({"plain": variant}, batches, 0, "pass")
     nothing = HashModel(V, 1)
     nothing.logits = lambda *arguments, **options: np.full(
         (*np.shape(arguments[1]), V), np.nan, np.float32
@@ -400,7 +401,7 @@ def test_damaged_models_are_named_with_the_number_of_the_input():
 
 def test_what_cannot_be_scored_is_counted():
     """No model; and a verifier whose outputs are not the target's."""
-    batches, model = batches_of(2, 2), ModelDrafter(DRAFT)
+    batches, model = make_batches(2, 2), ModelDrafter(DRAFT)
     random = acceptance.measure_acceptance(
         TARGET, RandomDrafter(V), batches, ("block",), 2, options()
     )

@@ -175,7 +175,7 @@ class Unreadable:
 
 
 def test_without_the_loops_text_an_iteration_is_single_calls(monkeypatch, capsys):
-    assert tpu_estimates.text_of(Unreadable()) is None
+    assert tpu_estimates.read_text(Unreadable()) is None
     assert "no text of a program: UNIMPLEMENTED" in capsys.readouterr().err
     calls = {("t5_1_1/xxl", 8): 10e-3, ("t5_1_1/xxl", 2): 9e-3, ("t5_1_1/small", 2): 1e-3}
     monkeypatch.setattr(
@@ -225,7 +225,7 @@ def case(monkeypatch):
 
 
 def test_networks_are_shapes_on_the_devices(case):
-    rounded = dataclasses.replace(case, in_8_bits=True)
+    rounded = dataclasses.replace(case, int8=True)
     whole, meshed = case.network("tiny"), dataclasses.replace(case, mesh="1x1").network("tiny")
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(whole.params))
     assert whole.rules is None and meshed.rules is not None and size(meshed) == size(whole) > 0
@@ -281,7 +281,7 @@ def test_every_chip_has_a_process_and_a_line(script, monkeypatch, capfd):
     printed = capfd.readouterr()
     assert [line.split()[0] for line in printed.out.splitlines()[2:]] == list(CHIPS)
     assert (
-        "v5e, in a process of its own" in printed.err
+        "v5e, in a separate process" in printed.err
         and "nothing here is a measurement" in printed.out
     )
 
@@ -298,7 +298,7 @@ def test_every_chip_has_a_process_and_a_line(script, monkeypatch, capfd):
         ),
         (["--topology=v5e:2x2"], "expected one of that chip"),
         (["--tree=widths:2", "--num_beams=2"], "tree: got widths:2 with --num_beams=2"),
-        (["--tree=widths:2", "--gamma=3"], "gamma: got 3 with --tree=widths:2"),
+        (["--tree=widths:2", "--gamma=3"], "tree: got widths:2 with --gamma=3"),
         (["--tree=widths:0"], "expected"),
         (["--beam_width=4"], "beam_width: got 4 without --num_beams"),
         (["--num_beams=2", "--beam_width=1"], "beam_width: got 1"),

@@ -105,11 +105,11 @@ def test_the_step_that_is_drawn():
     )
     aside = step([0, 0], [0, 2])
     assert (
-        tree_drawing.instructive([chain]) is None
-        and tree_drawing.instructive([step([], [0])]) is None
+        tree_drawing.choose_step([chain]) is None
+        and tree_drawing.choose_step([step([], [0])]) is None
     )
-    assert tree_drawing.instructive([chain, spine, longer, spine]) == 2
-    assert tree_drawing.instructive([longer, spine, aside, aside]) == 2
+    assert tree_drawing.choose_step([chain, spine, longer, spine]) == 2
+    assert tree_drawing.choose_step([longer, spine, aside, aside]) == 2
 
 
 def test_text_keeps_to_its_line():

@@ -88,7 +88,7 @@ def test_whether_the_choice_is_beyond_the_spread():
             {6: 1.3},
             (5,),
             1,
-            f"--gamma=2, for which the formulas promise {1.96 / 1.52:.3g} times",
+            f"--gamma=2, for which the formulas predict {1.96 / 1.52:.3g} times",
         ),
         (
             0.1,
@@ -104,7 +104,7 @@ def test_whether_the_choice_is_beyond_the_spread():
             {4: 1.1},
             (3,),
             1,
-            "a drafter that costs less: a draft step takes 0.40 of a target step",
+            "a cheaper drafter: a draft step takes 0.40 of a target step",
         ),
         (
             0.3,
@@ -146,7 +146,7 @@ def test_what_is_said_of_tokens():
         say([None], verifier="lenient")
         == "lenient verification is lossy: tokens need not be the target's"
     )
-    assert "at random with a given probability" in say([None], synthetic_alpha=[0.5])
+    assert "acceptance is synthetic" in say([None], synthetic_alpha=[0.5])
 
 
 def test_what_measure_promises_of_whole_decodes():
@@ -198,4 +198,4 @@ def test_improvement_in_the_advice_is_the_formula():
         range(1, 6), key=lambda gamma: formulas.improvement(0.6, gamma, 0.2, 1 + 0.1 * (gamma - 1))
     )
     promised = formulas.improvement(0.6, best, 0.2, 1 + 0.1 * (best - 1))
-    assert said == f"--gamma={best}, for which the formulas promise {promised:.3g} times"
+    assert said == f"--gamma={best}, for which the formulas predict {promised:.3g} times"

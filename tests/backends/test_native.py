@@ -96,7 +96,7 @@ def test_threads_share_one(tmp_path, compiler, settings):
 @needs_compiler
 def test_records_tell_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
     compiler(WORKS)
-    machine = analysis_machine.machine()
+    machine = analysis_machine.describe_machine()
     assert machine["kernel"] == "built with fake 1.2 for znver9 (avx2)" and str(
         tmp_path
     ) not in repr(machine)
@@ -105,7 +105,7 @@ def test_records_tell_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
     )
     monkeypatch.setenv(native.SETTING, "off")
     again()
-    assert analysis_machine.machine()["kernel"] == "none"
+    assert analysis_machine.describe_machine()["kernel"] == "none"
     del machine["kernel"]  # an older record
     assert analysis_machine.hardware(machine).endswith(" cores")
     assert analysis_machine.hardware(machine | {"device": "gpu: A, 2"}).endswith(

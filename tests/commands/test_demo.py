@@ -81,7 +81,7 @@ def test_picture_of_the_demo(specdec, tmp_path):
     ("flags", "promise"),
     [
         (["--temperature=1"], "is distributed as if the target alone"),
-        (["--verifier=lenient", "--lenience=0.5"], "lets tokens pass"),
+        (["--verifier=lenient", "--lenience=0.5"], "accepts tokens that the target would not"),
     ],
 )
 def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
@@ -289,7 +289,8 @@ def test_a_bonus_is_no_correction():
         TraceStep([], None, 4, 0, None),
     ]
     kinds = [
-        [kind for kind, _ in line if kind != "committed"] for line in traces.lines(steps, target)
+        [kind for kind, _ in line if kind != "committed"]
+        for line in traces.trace_lines(steps, target)
     ]
     assert kinds == [["accepted", "bonus"], ["accepted", "rejected", "corrected"], ["bonus"]]
     assert {kind for kind, _ in traces.LEGEND} == set(demo._STYLES) == set(demo._MARKS)

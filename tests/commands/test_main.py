@@ -151,11 +151,11 @@ def test_outputs_appear_window_by_window(pair, monkeypatch):
 def test_trace_lines_add_up_to_the_output(pair):
     target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))
     options = dict(drafter=sd.ModelDrafter(drafter), gamma=2, max_new_tokens=6)
-    lines = traces.lines(sd.trace(target, SENTENCES[0], **options), target)
+    lines = traces.trace_lines(sd.trace(target, SENTENCES[0], **options), target)
     tokens = sd.generate(target, [SENTENCES[0]], **options)
     whole = "".join(text for kind, text in lines[-1] if kind != "rejected")
     assert whole == "".join(
-        traces.surface(int(t), target) for t in tokens.tokens[0, : tokens.lengths[0]]
+        traces.token_text(int(t), target) for t in tokens.tokens[0, : tokens.lengths[0]]
     )
 
 

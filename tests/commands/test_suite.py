@@ -120,8 +120,7 @@ def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
     assert looked_up["acceptance_rate"] == 1 and looked_up["tokens_per_target_call"] == 3
     assert "nothing was drafted" not in out and "drafted nothing" not in out
     assert (
-        out.count("tokens are accepted at random with a given probability: outputs mean nothing")
-        == 3
+        out.count("acceptance is synthetic: outputs mean nothing") == 3
     )  # one row was there before
     assert (
         out.count("synthetic, α = 0.4") == 4
@@ -160,7 +159,7 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
     monkeypatch.setattr(
         benchmark, "benchmark", lambda *arguments: seen.append(arguments[3].against) or ({}, [])
     )
-    monkeypatch.setattr(suite, "others_of", lambda *_: {})
+    monkeypatch.setattr(suite, "make_others", lambda *_: {})
     options = dict(
         preset="tiny",
         drafter="lookup",
@@ -171,7 +170,7 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
     )
     target = None
     for temperature in (0.0, 1.0):
-        target, _, _ = suite._measured(BenchmarkOptions(temperature=temperature, **options), target)
+        target, _, _ = suite._measure(BenchmarkOptions(temperature=temperature, **options), target)
     assert seen == expected
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specdec_jax.analysis import acceptance, tuning, variants
-from specdec_jax.analysis.beams import Tree
+from specdec_jax.analysis.beams import BeamChoice
 from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.report import summaries
 from specdec_jax.analysis.timing import Spread
@@ -97,8 +97,8 @@ def test_the_fastest_by_its_median():
         CHOICES[1]: np.array([2.0, 2.1, 9.0]),
         CHOICES[2]: np.array([2.2, 2.2, 1.0]),
     }
-    assert tuning.fastest(seconds) == CHOICES[1]
-    assert tuning.fastest(seconds | {PLAIN: np.array([1.0, 1.0, 1.0])}) == PLAIN
+    assert tuning.find_fastest(seconds) == CHOICES[1]
+    assert tuning.find_fastest(seconds | {PLAIN: np.array([1.0, 1.0, 1.0])}) == PLAIN
 
 
 def test_the_fastest_on_a_machine_that_slows_down():
@@ -107,7 +107,7 @@ def test_the_fastest_on_a_machine_that_slows_down():
     slower = np.array([1.0, 2.0, 4.0])
     seconds = {PLAIN: 2 * slower, CHOICES[1]: 1.0 * slower, CHOICES[2]: np.array([1.1, 1.8, 4.4])}
     assert np.median(seconds[CHOICES[2]]) < np.median(seconds[CHOICES[1]])
-    assert tuning.fastest(seconds) == CHOICES[1]
+    assert tuning.find_fastest(seconds) == CHOICES[1]
 
 
 def scored(shares, lengths=((5, 9), (7,))) -> acceptance.Acceptance:
@@ -362,7 +362,7 @@ def test_command_with_trees(specdec, tmp_path, sentences, monkeypatch, temperatu
             {tree: 1.0} if {"call over 1", "call over 4"} <= set(times) and depth == 2 else {}
         ),
     )
-    monkeypatch.setattr(tuning, "fastest", lambda seconds: tree)
+    monkeypatch.setattr(tuning, "find_fastest", lambda seconds: tree)
     files = ["--input_file", sentences, "--config", config, "--output", tmp_path / "record.json"]
     flags = [
         f"--temperature={temperature}",
@@ -374,13 +374,13 @@ def test_command_with_trees(specdec, tmp_path, sentences, monkeypatch, temperatu
     code, out, err = specdec("tune", *FLAGS, *flags, "--sweep=1", *files)
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert [str(tuning.choice_of(item)) for item in record["choices"]] == [
+    assert [str(tuning.read_choice(item)) for item in record["choices"]] == [
         "plain",
         "gamma 2, block",
         "tree of 4",
     ]
     assert (
-        tuning.choice_of(record["chosen"]) == tree
+        tuning.read_choice(record["chosen"]) == tree
         and record["choices"][2]["improvement"]["median"] > 0
     )
     assert (
@@ -427,13 +427,13 @@ def test_command_with_beams(specdec, tmp_path, sentences):
     assert out == summaries.tune_summary(record) + "\n" and out.endswith(f"written to {config}\n")
     names = ["plain", "gamma 1, width 3", "gamma 2, width 3"]
     assert (
-        [str(tuning.choice_of(item)) for item in record["choices"]]
+        [str(tuning.read_choice(item)) for item in record["choices"]]
         == names
         == list(record["sweep"]["improvement"])
     )
-    chosen = tuning.choice_of(record["chosen"])
+    chosen = tuning.read_choice(record["chosen"])
     best = max(record["choices"], key=lambda item: item["improvement"]["median"])
-    assert tuning.choice_of(best) == chosen and record["length_penalty"] == 1.5
+    assert tuning.read_choice(best) == chosen and record["length_penalty"] == 1.5
     found = specdec(
         "generate", f"--gin_file={config}", "--gin_search_paths=/", "--json", "Tom", "We"
     )
@@ -446,7 +446,7 @@ def test_command_with_beams(specdec, tmp_path, sentences):
 @pytest.mark.parametrize("gamma", [0, 2])
 def test_both_commands_take_the_file_of_a_search(specdec, pair, tmp_path, arrived, gamma):
     search = dict(num_beams=2, beam_style="huggingface", early_stopping="never")
-    write(tmp_path / "tuned.gin", pair, Tree(gamma, 5 if gamma else 0), **search)
+    write(tmp_path / "tuned.gin", pair, BeamChoice(gamma, 5 if gamma else 0), **search)
     for command in ("generate", "benchmark"):
         assert specdec(command, f"--gin_file={tmp_path / 'tuned.gin'}", "--gin_search_paths=/") == (
             0,
@@ -489,7 +489,7 @@ def test_a_free_perfect_drafter_of_many_tokens_is_expected_to_be_best():
     options = tune.TuneOptions(
         target="target", drafter="drafter", config="a.gin", max_new_tokens=12, gamma=(1, 3)
     )
-    batches = variants.cut([[5, 9, 1], [7, 1]], [[5, 9, 1], [7, 1]], 1, 0)
+    batches = variants.cut_batches([[5, 9, 1], [7, 1]], [[5, 9, 1], [7, 1]], 1, 0)
     accepted = acceptance.measure_acceptance(
         target, ModelDrafter(target), batches, ("block",), 3, options
     )

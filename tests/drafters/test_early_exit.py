@@ -14,7 +14,7 @@ from toy_models import HashModel, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.analysis import benchmark as analysis_benchmark
-from specdec_jax.analysis import timing, variants
+from specdec_jax.analysis import step_loops, variants
 from specdec_jax.analysis.report import summaries
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import benchmark as benchmark_command
@@ -242,20 +242,20 @@ def test_a_timed_draft_step_runs_the_layers_that_draft(layers):
     ids, lengths = np.ones((1, 8), np.int32), np.full(1, 8, np.int32)
     caches = {
         name: jax.eval_shape(
-            lambda network=network: timing.prefill_cache(network, ids, lengths, slots=16)
+            lambda network=network: step_loops.prefill_cache(network, ids, lengths, slots=16)
         )
         for name, network in (("whole", target().network), ("cut", cut_off(layers).network))
     }
 
     def alone(network, cache) -> int:
         def run(tokens, cache):
-            return timing.draft_steps(network, tokens, jnp.zeros(1, int), cache, steps=2)
+            return step_loops.draft_steps(network, tokens, jnp.zeros(1, int), cache, steps=2)
 
         return count_products(run, jnp.ones((1, 1), int), caches[cache])
 
     def between(network, cache) -> int:
         def run(tokens, caches):
-            return timing.paired_steps(
+            return step_loops.paired_steps(
                 target().network,
                 network,
                 tokens,
@@ -280,7 +280,7 @@ def test_benchmark_times_the_draft_steps(monkeypatch):
     options = benchmark_command.BenchmarkOptions(
         target="target", drafter="exit:3", gamma=(3,), max_new_tokens=12, repeats=1
     )
-    batches = variants.cut(INPUTS[:1], INPUTS[:1], 1, 0)
+    batches = variants.cut_batches(INPUTS[:1], INPUTS[:1], 1, 0)
     steps = analysis_benchmark._step_variants(target(), early(), batches, options, {})
     assert {"draft step", "draft 3 and verify"} <= set(steps) and not any(
         "drafter encoder" in name for name in steps

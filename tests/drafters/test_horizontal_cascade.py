@@ -246,7 +246,7 @@ def test_benchmark_predicts_nothing_for_a_cascade(monkeypatch):
         target="target", drafter="small", gamma=(3,), max_new_tokens=8, repeats=1
     )
     record, problems = analysis_benchmark.benchmark(
-        target, drafter, variants.cut(INPUTS[:1], INPUTS[:1], 1, 0), options
+        target, drafter, variants.cut_batches(INPUTS[:1], INPUTS[:1], 1, 0), options
     )
     assert problems == [] and record["drafter"] == {"name": "small over prompt lookup (2)"}
     (variant,) = record["speculative"]

@@ -114,7 +114,9 @@ def test_a_draft_step_is_timed_over_as_many_positions_as_it_feeds(monkeypatch):
     for free, width in ((False, 1), (True, 2)):
         jax.clear_caches()
         monkeypatch.setattr(Network, "pairs_are_free", lambda network, cache: free)
-        variants = timing.step_variants(tiny_t5(0, WIDE, 1), drafter, 3, [4], 16, [2], [2])
+        variants = timing.step_variants(
+            tiny_t5(0, WIDE, 1), drafter, [4], timing.CallShape(3, 4, 16), [2], [2]
+        )
         assert ("draft pair" in variants) == (not free)
         fed.clear()
         jax.block_until_ready(variants["draft step"]())
@@ -129,7 +131,9 @@ def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
         monkeypatch.setattr(timing, name, lambda network, *_: network)
     monkeypatch.setattr(matmul_roofline, "products_variants", lambda *_: {})
     options, target = benchmark_command.BenchmarkOptions(target="none"), tiny_t5(0, WIDE, 1)
-    batches = [analysis_variants.Batch([[3]], [[3]], [0], jax.random.split(jax.random.key(0), 1))]
+    batches = [
+        analysis_variants.SentenceBatch([[3]], [[3]], [0], jax.random.split(jax.random.key(0), 1))
+    ]
     found = {}
     for name, drafter in {
         "none": sd.ModelDrafter(target),

@@ -384,8 +384,8 @@ def test_benchmark_against_t5x(golden):
         batch_size=2,
         against="t5x",
     )
-    batches = variants.cut(rows, rows, options.batch_size, options.seed)
-    others = benchmark_command.others_of(options, target)
+    batches = variants.cut_batches(rows, rows, options.batch_size, options.seed)
+    others = benchmark_command.make_others(options, target)
     record, problems = analysis_benchmark.benchmark(
         target, sd.ModelDrafter(target), batches, options, others
     )
@@ -418,8 +418,8 @@ def test_benchmark_of_beams_against_t5x(golden):
         length_penalty=1.5,
     )
     options.check()
-    batches = variants.cut(rows, rows, options.batch_size, options.seed)
-    others = benchmark_command.others_of(options, target)
+    batches = variants.cut_batches(rows, rows, options.batch_size, options.seed)
+    others = benchmark_command.make_others(options, target)
     record, problems = beams.benchmark_beams(
         target, sd.ModelDrafter(target), batches, options, others
     )

@@ -264,7 +264,7 @@ def test_benchmark():
     options = benchmark_command.BenchmarkOptions(gamma=(2,), repeats=1, max_new_tokens=8)
     drafter, batches = (
         sd.ModelDrafter(noisy_copy(tiny(), 0.3)),
-        variants.cut(PAIR_PROMPTS, PAIR_PROMPTS, 1, 0),
+        variants.cut_batches(PAIR_PROMPTS, PAIR_PROMPTS, 1, 0),
     )
     record, problems = analysis_benchmark.benchmark(tiny(), drafter, batches, options)
     assert not problems and record["speculative"][0]["differences"] == []
@@ -282,7 +282,7 @@ def test_what_is_measured_of_a_prompt():
     found = near_ties.measure_difference(target, PAIR_PROMPTS[0], prefix, width=3)
     logits = np.sort(target.logits(None, np.array([prefix]))[0, -1])
     assert found.noise < 1e-4 and abs(found.margin - (logits[-1] - logits[-2])) < 1e-4
-    cache = timing.prefill_variant(target.network, 1, 4, 12)()
+    cache = timing.prefill_variant(target.network, timing.CallShape(1, 4, 12))()
     assert np.all(np.any(np.asarray(cache.layers[1].key) != 0, axis=(0, 2))[:3])
     assert (
         timing.total_slots(target, 8, 12, 3)
@@ -312,7 +312,9 @@ def test_counting_and_overlap_are_one_after_prompts_of_different_lengths():
     """With argmax exactly, on the positions after each prompt; the last batch is filled up."""
     drafter, prompts = sd.ModelDrafter(noisy_copy(tiny(), 0.3)), [*PAIR_PROMPTS, [5, 4]]
     options = measure.MeasureOptions(target="target", drafter="drafter", max_new_tokens=12)
-    found = acceptance.compare(tiny(), drafter, variants.cut(prompts, prompts, 2, 0), 3, options)
+    found = acceptance.compare(
+        tiny(), drafter, variants.cut_batches(prompts, prompts, 2, 0), 3, options
+    )
     assert found.positions > 20 and 0 < found.counted < 1 and found.counted == found.overlap
 
 

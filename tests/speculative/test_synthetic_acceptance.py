@@ -143,7 +143,7 @@ def test_benchmark_has_an_variant_for_every_alpha(pair):
     )
     ids = [[5, 9, 1]] * 12
     record, problems = analysis_benchmark.benchmark(
-        target, drafter, variants.cut(ids, ids, 4, 0), options
+        target, drafter, variants.cut_batches(ids, ids, 4, 0), options
     )
     low, high = record["speculative"]
     assert not problems and (low["synthetic_alpha"], high["synthetic_alpha"]) == (0.3, 0.9)

@@ -25,9 +25,9 @@ def options() -> benchmark_command.BenchmarkOptions:
 
 
 @pytest.fixture(scope="module")
-def batches(options) -> list[analysis_variants.Batch]:
+def batches(options) -> list[analysis_variants.SentenceBatch]:
     ids = [[5, 9, 1], [7, 8, 9, 1], [3, 1]]
-    return analysis_variants.cut(ids, ids, options.batch_size, options.seed)
+    return analysis_variants.cut_batches(ids, ids, options.batch_size, options.seed)
 
 
 @pytest.fixture(scope="module")

@@ -369,7 +369,7 @@ def test_prompts_that_are_too_long_are_rejected_before_anything_compiles(
             lambda *given: tuning.tune(*given[:3], [], given[3]),
         ),
     ):
-        batches = variants.batches_of(target, lines, options)
+        batches = variants.make_batches(target, lines, options)
 
         def call(work=work, batches=batches, options=options):
             with pytest.raises(ValueError, match=expected):

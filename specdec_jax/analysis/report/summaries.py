@@ -6,7 +6,7 @@ from typing import Any
 from specdec_jax.analysis.machine import hardware
 from specdec_jax.analysis.predictions import TREE_PREDICTIONS
 from specdec_jax.analysis.top_k_hit_rate import KINDS, depth_curves
-from specdec_jax.analysis.tuning import Choice, choice_of
+from specdec_jax.analysis.tuning import Choice, read_choice
 from specdec_jax.analysis.verdicts import advise, describe_best, describe_tokens
 
 # Texts of single numbers.
@@ -454,7 +454,7 @@ def _without_alpha(stats: Mapping[str, Any]) -> str:
 def _summarize_beam_benchmark(record: Mapping[str, Any]) -> str:
     inputs, plain = record["sentences"], record["plain"]
     variants = [("plain", plain), ("greedy", record["greedy"])]
-    variants += [(str(choice_of(variant)), variant) for variant in record["searches"]]
+    variants += [(str(read_choice(variant)), variant) for variant in record["searches"]]
     if against := record.get("against"):
         gain = against["improvement"]["plain"]
         inverse = {"median": gain["median"], "least": gain["most"], "most": gain["least"]}
@@ -532,8 +532,8 @@ def tune_summary(record: Mapping[str, Any]) -> str:
     ]
     for item in choices:
         gain = _wide_spread(item["improvement"]) if item["improvement"] else ""
-        lines.append(f"{choice_of(item)!s:<20}{item['expected_improvement']:>12.3f}{gain}")
-    lines += ["", *(f"{choice_of(item)}: {item['tree']}" for item in choices if item["tree"])]
+        lines.append(f"{read_choice(item)!s:<20}{item['expected_improvement']:>12.3f}{gain}")
+    lines += ["", *(f"{read_choice(item)}: {item['tree']}" for item in choices if item["tree"])]
     chosen, gain = Choice(**record["chosen"]), record["improvement"]
     lines.append(
         f"chosen: {chosen}: {gain['median']:.3f} times plain decoding "
@@ -572,11 +572,11 @@ def _summarize_beam_tuning(record: Mapping[str, Any]) -> str:
     choices, gain, options = record["choices"], record["improvement"], record["options"]
     passes = choices[0]["seconds_per_token"]
     shift = (passes["most"] - passes["least"]) / passes["median"]
-    chosen = choice_of(record["chosen"])
+    chosen = read_choice(record["chosen"])
     lines = [
         *_beam_head_lines(record),
         f"{'':<20}{'over plain beams':>26}",
-        *(f"{choice_of(item)!s:<20}{_spread(item['improvement']):>26}" for item in choices),
+        *(f"{read_choice(item)!s:<20}{_spread(item['improvement']):>26}" for item in choices),
         "",
         f"noise: plain beam search's own passes lie up to {shift:.1%} apart "
         f"({options['repeats']} passes)",
@@ -591,7 +591,7 @@ def _summarize_beam_tuning(record: Mapping[str, Any]) -> str:
             "",
             f"sweep over {swept['sentences']} other inputs, improvement over plain beam search:",
             *(f"{name:<20}{_spread(gain):>26}" for name, gain in swept["improvement"].items()),
-            f"best: {choice_of(swept['best'])}; time of the chosen over the best "
+            f"best: {read_choice(swept['best'])}; time of the chosen over the best "
             f"{_spread(swept['chosen_over_best'])}",
         ]
     return "\n".join([*lines, "", f"written to {options['config']}"])

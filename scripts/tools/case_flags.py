@@ -1,0 +1,98 @@
+"""Defines the flags of tpu_aot.py and gpu_aot.py: models, way of decoding, lengths."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from absl import app, flags
+
+from specdec_jax.decoding.beams import BeamOptions
+from specdec_jax.models.t5 import PRESETS
+from specdec_jax.speculative.tree_text import read_tree
+from tools.lowering import Case
+
+flags.disclaim_key_flags()  # they are the script's, in its --help
+
+
+class CaseFlags:
+    """The flags of one script, which defines them by making this."""
+
+    def __init__(self, target: str) -> None:
+        """Defines the flags; `target` is the default of --target."""
+        integer, presets = flags.DEFINE_integer, sorted(PRESETS)
+        self.target = flags.DEFINE_enum("target", target, presets, "Shape of the target.")
+        self.drafter = flags.DEFINE_enum(
+            "drafter", "t5_1_1/small", presets, "Shape of the drafter."
+        )
+        self.gamma = integer(
+            "gamma", 7, "Tokens drafted per iteration; 0 is plain decoding.", lower_bound=0
+        )
+        self.tree = flags.DEFINE_string(
+            "tree", None, "A tree instead of γ, as for `specdec generate`, such as widths:3,2,1."
+        )
+        self.beams = integer("num_beams", None, "Beams of a beam search.", lower_bound=1)
+        self.width = integer(
+            "beam_width", None, "Nodes of each drafted level, by default twice the beams."
+        )
+        self.batch = integer("batch_size", 1, "Number of rows.", lower_bound=1)
+        self.quantize = flags.DEFINE_enum(
+            "quantize", None, ["int8"], "Weights of the target in int8, inputs in bfloat16."
+        )
+        self.input = integer("input_length", 128, "Number of encoder positions.", lower_bound=1)
+        self.new = integer("max_new_tokens", 128, "The most new tokens.", lower_bound=1)
+        self.temperature = flags.DEFINE_float("temperature", 0.0, "0 is argmax.", lower_bound=0)
+        self.text = flags.DEFINE_string("hlo", None, "File for the compiled loop's HLO text.")
+
+    def check(self, argv: Sequence[str]) -> None:
+        """Raises UsageError for arguments, and for flags that do not go together."""
+        if len(argv) > 1:
+            raise app.UsageError(f"got the arguments {argv[1:]}, expected flags only")
+        tree, beams = self.tree.value, self.beams.value
+        for name, other in (("num_beams", self.beams), ("gamma", self.gamma)):
+            if tree and other.present:
+                raise app.UsageError(
+                    f"tree: got {tree} with --{name}={other.value}, expected one of the two"
+                )
+        if self.width.value and not beams:
+            raise app.UsageError(
+                f"beam_width: got {self.width.value} without --num_beams, expected it too"
+            )
+        try:
+            if tree:
+                read_tree(tree)
+            if beams:
+                BeamOptions(beams, beam_width=self.width.value)
+        except ValueError as error:
+            raise app.UsageError(str(error)) from None
+
+    def make_case(self, devices: Sequence[Any], **others: Any) -> Case:
+        """Returns the programs to compile for `devices`; `others` are further fields."""
+        tree = read_tree(self.tree.value) if self.tree.value else None
+        return Case(
+            tuple(devices),
+            target=self.target.value,
+            drafter=self.drafter.value,
+            gamma=tree.depth if tree else self.gamma.value,
+            tree=tree,
+            beams=self.beams.value,
+            beam_width=self.width.value,
+            batch=self.batch.value,
+            int8=self.quantize.value is not None,
+            input_length=self.input.value,
+            new_tokens=self.new.value,
+            temperature=self.temperature.value,
+            **others,
+        )
+
+    def record(self, case: Case) -> dict[str, Any]:
+        """Returns the part of a record about a case."""
+        return {
+            "target": case.target,
+            "drafter": case.drafter if case.gamma else None,
+            "gamma": case.gamma,
+            "tree": self.tree.value,
+            "num_beams": case.beams,
+            "batch_size": case.batch,
+            "temperature": case.temperature,
+            "dtype": "bfloat16",
+            "quantize": self.quantize.value,
+        }
