@@ -24,8 +24,9 @@ from specdec_jax.decoding.results import (
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
+from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.beam_iteration import search
-from specdec_jax.speculative.beams import (
+from specdec_jax.speculative.beam_search import (
     STYLES,
     BeamConfig,
     BeamState,
@@ -261,7 +262,7 @@ def check_tree(drafter, gamma) -> None:
         raise UnsupportedCombination(
             f"gamma: got {gamma!r} with num_beams, expected 'auto' or one integer, the levels of the tree"
         )
-    if isinstance(drafter, Drafter) and not drafter.drafts_beams:
+    if isinstance(drafter, Drafter) and not isinstance(drafter, BeamDrafter):
         raise UnsupportedCombination(
             f"drafter: got {type(drafter).__name__} with num_beams, expected one that drafts for beams: ModelDrafter, "
             "PromptLookupDrafter, NGramDrafter, or None"
@@ -381,7 +382,7 @@ def begin(
     cache = fill_cache(target, inputs, input_lengths, tokens, prefix, **shared)
     cache, draft_state = target.node_cache(cache, slots, positions), None
     if drafter is not None:
-        draft_state = drafter.begin_beams(
+        draft_state = drafter.init_beams(
             inputs, input_lengths, tokens, config.beams, slots, positions, **shared
         )
     live, finished = first_hypotheses(tokens, positions, config)

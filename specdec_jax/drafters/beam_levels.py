@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from specdec_jax.models.network import Network
 from specdec_jax.models.tree_positions import Nodes
-from specdec_jax.speculative.beam_iteration import BeamTree, scored
-from specdec_jax.speculative.beams import BeamState, pick
+from specdec_jax.speculative.beam_iteration import scored
+from specdec_jax.speculative.beam_search import BeamState, pick
+from specdec_jax.speculative.beam_tree import BeamTree
 
 
 def draft_levels(

@@ -8,17 +8,18 @@ import jax.numpy as jnp
 
 from specdec_jax.drafters.drafting import empty_distribution, keys_apart
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
-from specdec_jax.drafters.pair import Pair, PairState
+from specdec_jax.drafters.pair import DrafterPair, PairState
 from specdec_jax.models import arguments
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.iteration import verify
 from specdec_jax.speculative.state import DecodeState, Draft
+from specdec_jax.speculative.tree_drafter import drafts_chains
 from specdec_jax.speculative.verifiers import VERIFIERS
 
 
 @jax.tree_util.register_pytree_node_class
-class HorizontalCascade(Pair):
+class HorizontalCascade(DrafterPair):
     """One drafter for the first positions of a draft and another, cheaper one for the later
     positions, which count for less.
 
@@ -113,7 +114,7 @@ class _Loop(NamedTuple):
 
 
 @jax.tree_util.register_pytree_node_class
-class VerticalCascade(Pair):
+class VerticalCascade(DrafterPair):
     """A model drafter that has a drafter of its own: speculative decoding inside the draft.
 
     A cheaper drafter proposes some tokens after those drafted so far; the model verifies them in
@@ -250,7 +251,7 @@ def _as_distribution(dist: Categorical | PointMass) -> Categorical:
 
 def _check_drafters(**drafters) -> None:
     for name, drafter in drafters.items():
-        if not isinstance(drafter, Drafter) or not drafter.drafts_chains:
+        if not isinstance(drafter, Drafter) or not drafts_chains(drafter):
             raise ValueError(f"{name}: got {drafter!r}, expected a drafter of chains")
 
 

@@ -20,8 +20,8 @@ from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 
 
 @flax.struct.dataclass
@@ -62,7 +62,7 @@ def check_own(model: LanguageModel, target: LanguageModel, what: str) -> None:
 
 
 @jax.tree_util.register_pytree_node_class
-class EarlyExitDrafter(Drafter):
+class EarlyExitDrafter(TreeDrafter):
     """A drafter made of the target's first k decoder layers, last norm and head: no second model,
     no cache of its own.
 
@@ -78,7 +78,6 @@ class EarlyExitDrafter(Drafter):
 
     provides_probs = True
     needs_target_state = True
-    drafts_trees = True
 
     @isolated
     def __init__(self, model: LanguageModel, layers: int, head=None):
@@ -176,11 +175,11 @@ class EarlyExitDrafter(Drafter):
             tokens, num_drafted, dist, calls=num_drafted, seen=seen, target_cache=cache
         )
 
-    def draft_tree(self, draft_state, state, num_wanted, room):
+    def draft_tree(self, draft_state, state, num_wanted, max_depth):
         def widened(logits):
             return match_width(logits, state.config.vocab_size)
 
         cache, draft = draft_with_model(
-            self.network, widened, state.target_cache, state, num_wanted, room, lag=1
+            self.network, widened, state.target_cache, state, num_wanted, max_depth, lag=1
         )
         return (), draft._replace(target_cache=cache)

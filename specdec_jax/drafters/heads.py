@@ -23,6 +23,7 @@ from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 
 
 @flax.struct.dataclass
@@ -39,7 +40,7 @@ class HeadsState:
 
 
 @flax.struct.dataclass
-class HeadsDrafter(Drafter):
+class HeadsDrafter(TreeDrafter):
     """A drafter with N heads on the target's state that predicted the last committed token: head i
     predicts the i-th token after it.
 
@@ -57,7 +58,6 @@ class HeadsDrafter(Drafter):
 
     needs_target_state: ClassVar[bool] = True
     observes: ClassVar[bool] = True
-    drafts_trees: ClassVar[bool] = True
     network: HeadsNetwork
     fingerprint: str = flax.struct.field(pytree_node=False)
 
@@ -152,16 +152,16 @@ class HeadsDrafter(Drafter):
         )
         return draft_state, Draft(tokens, num_drafted, dist, (num_wanted > 0).astype(jnp.int32))
 
-    def draft_tree(self, draft_state: HeadsState, state: DecodeState, num_wanted, room):
+    def draft_tree(self, draft_state: HeadsState, state: DecodeState, num_wanted, max_depth):
         logits = self.network.logits(draft_state.states)
         batch, heads, vocab_size = logits.shape
-        room = jnp.where(draft_state.known, jnp.minimum(room, heads), 0)
+        max_depth = jnp.where(draft_state.known, jnp.minimum(max_depth, heads), 0)
 
         def logits_of(level, carry):
             here = logits[:, None, min(level.depth, heads - 1)]
             return jnp.broadcast_to(here, (batch, level.tokens.shape[1], vocab_size)), carry
 
-        draft, _ = draft_tree(state, num_wanted, room, logits_of, ())
+        draft, _ = draft_tree(state, num_wanted, max_depth, logits_of, ())
         return draft_state, draft._replace(
             calls=jnp.any(draft.valid[:, 1:], axis=1).astype(jnp.int32)
         )

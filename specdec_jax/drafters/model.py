@@ -23,9 +23,10 @@ from specdec_jax.models import arguments
 from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.prefill import fill_cache
 from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 
 
 @flax.struct.dataclass
@@ -43,7 +44,7 @@ class ModelDraftState:
 
 
 @jax.tree_util.register_pytree_node_class
-class ModelDrafter(Drafter):
+class ModelDrafter(TreeDrafter, BeamDrafter):
     """A drafter that draws γ tokens one after another from `model`, under the same processors as
     the target.
 
@@ -56,8 +57,6 @@ class ModelDrafter(Drafter):
     """
 
     provides_probs = True
-    drafts_beams = True
-    drafts_trees = True
     # Whether the model attends to the target's encoder output instead of having an encoder.
     reads_encoder: ClassVar[Any] = property(lambda self: self.network.encoder_dim is not None)
     scorable: ClassVar[Any] = property(lambda self: not self.reduced)
@@ -164,7 +163,7 @@ class ModelDrafter(Drafter):
         # of the two numbers.
         return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
 
-    def begin_beams(
+    def init_beams(
         self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int, encoded=None
     ) -> Any:
         shared = {} if encoded is None else {"encoded": encoded}
@@ -184,13 +183,13 @@ class ModelDrafter(Drafter):
         cache = fill_cache(self.network, inputs, input_lengths, tokens, tokens.shape[1], **encoded)
         return self.network.node_cache(cache, slots, slots)
 
-    def draft_tree(self, draft_state, state, num_wanted, room):
+    def draft_tree(self, draft_state, state, num_wanted, max_depth):
         def widened(logits):
             return self.widened(logits, state.config.vocab_size)
 
         whole, lag = self.shortlist is None, state.config.lag
         return draft_with_model(
-            self.network, widened, draft_state, state, num_wanted, room, lag, whole
+            self.network, widened, draft_state, state, num_wanted, max_depth, lag, whole
         )
 
     def keep_path(self, draft_state, state, draft, path):

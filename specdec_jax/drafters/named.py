@@ -20,7 +20,7 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 
 
-class Named(NamedTuple):
+class NamedDrafter(NamedTuple):
     """A drafter that needs nothing but the target.
 
     Attributes:
@@ -35,10 +35,12 @@ class Named(NamedTuple):
 SELF_INT8 = "self:int8"
 # A new drafter without files of its own is a row here.
 WITHOUT_FILES = {
-    "lookup": Named("copies from input and output", lambda target: PromptLookupDrafter()),
-    "assisted": Named("n-grams gathered while decoding", lambda target: AssistedNGramDrafter()),
-    SELF_INT8: Named("the target's own weights rounded to 8 bits", SelfDrafter),
-    "random": Named("random tokens", lambda target: RandomDrafter(target.config.vocab_size)),
+    "lookup": NamedDrafter("copies from input and output", lambda target: PromptLookupDrafter()),
+    "assisted": NamedDrafter(
+        "n-grams gathered while decoding", lambda target: AssistedNGramDrafter()
+    ),
+    SELF_INT8: NamedDrafter("the target's own weights rounded to 8 bits", SelfDrafter),
+    "random": NamedDrafter("random tokens", lambda target: RandomDrafter(target.config.vocab_size)),
 }
 
 

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import flax.struct
+import jax
 import numpy as np
 
-from specdec_jax.drafters.beam_chains import ChainDrafter
+from specdec_jax.drafters.beam_chains import BeamChainDrafter
 from specdec_jax.drafters.drafting import (
     draft_tokens,
     draft_without_calls,
@@ -23,12 +24,13 @@ from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.vocabularies import Vocabulary
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
+from specdec_jax.speculative.state import AnyRows, DecodeState, Draft, empty_signals
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.trees import CHILDREN, POINTS
 
 
 @flax.struct.dataclass
-class NGramDrafter(ChainDrafter):
+class NGramDrafter(BeamChainDrafter, TreeDrafter):
     """A drafter that proposes what followed the last n − 1 tokens in texts that were counted
     before.
 
@@ -46,10 +48,9 @@ class NGramDrafter(ChainDrafter):
     table: NGramTable
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
 
-    drafts_trees: ClassVar[bool] = True
     provides_probs: ClassVar[Any] = property(lambda self: self.sampled)
-    tree_kinds: ClassVar[Any] = property(lambda self: CHILDREN if self.sampled else POINTS)
-    grows_trees: ClassVar[Any] = property(lambda self: self.sampled)
+    kinds: ClassVar[Any] = property(lambda self: CHILDREN if self.sampled else POINTS)
+    dynamic: ClassVar[Any] = property(lambda self: self.sampled)
 
     @classmethod
     @isolated
@@ -148,7 +149,9 @@ class NGramDrafter(ChainDrafter):
     def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
         return ()
 
-    def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
+    def draft(
+        self, draft_state: tuple, state: AnyRows, num_wanted: jax.Array
+    ) -> tuple[tuple, Draft]:
         vocab_size = state.config.vocab_size
 
         def choose(step, tokens, carry):
@@ -169,7 +172,7 @@ class NGramDrafter(ChainDrafter):
         )
         return (), draft_without_calls(state, tokens, num_drafted, dist)._replace(seen=seen)
 
-    def draft_tree(self, draft_state: tuple, state: DecodeState, num_wanted, room):
+    def draft_tree(self, draft_state: tuple, state: DecodeState, num_wanted, max_depth):
         def after(level):
             return self.table.rows(*level.rows(state))
 
@@ -182,5 +185,5 @@ class NGramDrafter(ChainDrafter):
             return Children(tokens.reshape(*level.tokens.shape, -1)), carry
 
         if self.sampled:
-            return (), draft_tree(state, num_wanted, room, logits_of, ())[0]
-        return (), draft_children(state, num_wanted, room, children_of)[0]
+            return (), draft_tree(state, num_wanted, max_depth, logits_of, ())[0]
+        return (), draft_children(state, num_wanted, max_depth, children_of)[0]

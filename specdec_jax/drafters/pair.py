@@ -10,13 +10,13 @@ from specdec_jax.speculative.state import DecodeState, Scored
 
 
 class PairState(NamedTuple):
-    """The states of the two drafters of a `Pair`."""
+    """The states of the two drafters of a `DrafterPair`."""
 
     first: Any
     second: Any
 
 
-class Pair(Drafter):
+class DrafterPair(Drafter):
     """Two drafters as one."""
 
     parts: tuple[Any, Any]

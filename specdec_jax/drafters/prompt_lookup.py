@@ -6,12 +6,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.drafters.beam_chains import ChainDrafter
+from specdec_jax.drafters.beam_chains import BeamChainDrafter
 from specdec_jax.drafters.drafting import draft_without_calls, point_mass
 from specdec_jax.drafters.tree_levels import Children, draft_children
 from specdec_jax.models import arguments
 from specdec_jax.speculative import distributions
-from specdec_jax.speculative.state import DecodeState, Draft
+from specdec_jax.speculative.state import AnyRows, DecodeState, Draft
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.trees import POINTS
 
 
@@ -24,7 +25,7 @@ class Inputs(NamedTuple):
 
 
 @flax.struct.dataclass
-class PromptLookupDrafter(ChainDrafter):
+class PromptLookupDrafter(BeamChainDrafter, TreeDrafter):
     """A drafter that copies what followed the last tokens of a row where they stood before.
 
     It looks in the row's output (for a decoder-only target in its prompt too) and in the encoder's
@@ -43,9 +44,8 @@ class PromptLookupDrafter(ChainDrafter):
 
     max_match: int = flax.struct.field(pytree_node=False, default=3)
     varies: ClassVar[bool] = True
-    drafts_trees: ClassVar[bool] = True
-    tree_kinds: ClassVar[Any] = POINTS
-    grows_trees: ClassVar[bool] = False
+    kinds: ClassVar[Any] = POINTS
+    dynamic: ClassVar[bool] = False
 
     def __post_init__(self):
         arguments.check_integer("max_match", self.max_match, 1, 64)
@@ -58,7 +58,9 @@ class PromptLookupDrafter(ChainDrafter):
         copies = tokens.shape[0] // inputs.shape[0]
         return Inputs(jnp.repeat(inputs, copies, axis=0), jnp.repeat(input_lengths, copies))
 
-    def draft(self, draft_state: Inputs, state: DecodeState, num_wanted) -> tuple[Inputs, Draft]:
+    def draft(
+        self, draft_state: Inputs, state: AnyRows, num_wanted: jax.Array
+    ) -> tuple[Inputs, Draft]:
         slots, lengths = state.tokens.shape[1], state.lengths
         known, order = self._ranked(draft_state, state.tokens, lengths)
         place = distributions.argmax(order)
@@ -77,7 +79,7 @@ class PromptLookupDrafter(ChainDrafter):
             state, tokens, num_drafted, point_mass(state, tokens)
         )
 
-    def draft_tree(self, draft_state: Inputs, state: DecodeState, num_wanted, room):
+    def draft_tree(self, draft_state: Inputs, state: DecodeState, num_wanted, max_depth):
         def children_of(level, carry):
             copies, shape = level.tokens.shape[1], (*level.tokens.shape, -1)
             inputs = Inputs(*(jnp.repeat(x, copies, axis=0) for x in draft_state))
@@ -90,7 +92,7 @@ class PromptLookupDrafter(ChainDrafter):
                 order = jnp.where(known == token, -1, order)
             return Children(jnp.concatenate(tokens, axis=1).reshape(shape)), carry
 
-        draft, _ = draft_children(state, num_wanted, room, children_of)
+        draft, _ = draft_children(state, num_wanted, max_depth, children_of)
         return draft_state, draft._replace(
             tokens=jnp.maximum(draft.tokens, 0)
         )  # to find nothing is no failure

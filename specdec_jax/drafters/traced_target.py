@@ -20,6 +20,7 @@ from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsNetwork
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 
 
 class TracedExit(EarlyExitDrafter):
@@ -53,12 +54,11 @@ class TracedSelf(SelfDrafter):
         return SelfDrafter.tree_unflatten(None, (network.in_int8(), None))
 
 
-class TracedHeads(Drafter):
+class TracedHeads(TreeDrafter):
     """Heads on a traced target; whether they were trained on it cannot be checked."""
 
     needs_target_state: ClassVar[bool] = True
     observes: ClassVar[bool] = True
-    drafts_trees: ClassVar[bool] = True
 
     def __init__(self, path, config: ModelConfig):
         """Reads the heads; raises ValueError if they have other widths than a target of this

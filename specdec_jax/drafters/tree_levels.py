@@ -85,12 +85,12 @@ ChildrenOf = Callable[[Level, Any], tuple[Children, Any]]
 def draft_tree(
     state: DecodeState,
     num_wanted: Int[Array, " B"],
-    room: Int[Array, " B"],
+    max_depth: Int[Array, " B"],
     logits_of: LogitsOf,
     carry: Any,
     greedy_tokens_of: GreedyTokensOf | None = None,
 ) -> tuple[TreeDraft, Any]:
-    """Drafts the tree `state.config.tree`; the arguments are those of `Drafter.draft_tree` and:
+    """Drafts the tree `state.config.tree`; the arguments are those of `TreeDrafter.draft_tree` and:
 
     Args:
       logits_of: gives the drafter's logits, as wide as the target's vocabulary, level by level.
@@ -102,7 +102,7 @@ def draft_tree(
     """
     tree = state.config.tree
     if isinstance(tree, DynamicTree):
-        return _grow(state, num_wanted, room, logits_of, carry)
+        return _grow(state, num_wanted, max_depth, logits_of, carry)
     assert tree is not None, "a program of trees"
     random_bits = _random_bits(state, tree)
 
@@ -124,11 +124,11 @@ def draft_tree(
             chosen, dist, _log_probs(dist, chosen), _signals(state, level, logits, chosen)
         ), carry
 
-    return draft_children(state, num_wanted, room, children_of, carry)
+    return draft_children(state, num_wanted, max_depth, children_of, carry)
 
 
 def draft_children(
-    state: DecodeState, num_wanted, room, children_of: ChildrenOf, carry: Any = ()
+    state: DecodeState, num_wanted, max_depth, children_of: ChildrenOf, carry: Any = ()
 ) -> tuple[TreeDraft, Any]:
     """Does what `draft_tree` does, for a tree of fixed shape and a drafter that chooses children
     itself."""
@@ -171,7 +171,7 @@ def draft_children(
         told = tree_signals.extended(told, chosen.seen, places[parents], own)
         num_wanted = tree_signals.budget(state, told, depth, num_wanted)
         open_ = (there & ~_ended(state, level))[:, parents]
-        open_ &= (children <= num_wanted[:, None]) & (depth < room)[:, None]
+        open_ &= (children <= num_wanted[:, None]) & (depth < max_depth)[:, None]
         tokens.append(jnp.where(open_, new, 0))
         if chosen.log_q is not None:
             log_q.append(chosen.log_q[:, parents, tree.ranks[children]])
@@ -285,7 +285,7 @@ def _choose(
 
 
 def _grow(
-    state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry
+    state: DecodeState, num_wanted, max_depth, logits_of: LogitsOf, carry
 ) -> tuple[TreeDraft, Any]:
     """Does what `draft_tree` does, for a tree whose shape the drafter's distribution decides.
 
@@ -322,7 +322,7 @@ def _grow(
         )
         logits, carry = logits_of(level, carry)
         dist, ranked, chosen = _choose(state, level, logits, None)
-        open_ = (there & ~_ended(state, level) & (depth < room)[:, None])[..., None]
+        open_ = (there & ~_ended(state, level) & (depth < max_depth)[:, None])[..., None]
         gained = _log_probs(ranked, chosen)
         # A first child whose distribution contains NaN stays beside its parent, to be noticed.
         gained = jnp.where(chosen >= 0, gained, jnp.where(jnp.arange(width) == 0, 0, -jnp.inf))
@@ -376,7 +376,7 @@ def draft_with_model(
     cache: Any,
     state: DecodeState,
     num_wanted,
-    room,
+    max_depth,
     lag: int,
     whole: bool = True,
 ) -> tuple[Any, TreeDraft]:
@@ -391,7 +391,7 @@ def draft_with_model(
       cache: its cache, from `Network.node_cache`.
       lag: the most committed tokens that the cache may lack.
       whole: whether the network's logits are of its ids in their order, not of a shortlist.
-      The others are those of `Drafter.draft_tree`.
+      The others are those of `TreeDrafter.draft_tree`.
 
     Returns:
       The cache, and the draft.
@@ -431,7 +431,7 @@ def draft_with_model(
 
     greedy_only = network.skips_padding and whole and network.vocab_size <= state.config.vocab_size
     draft, cache = draft_tree(
-        state, num_wanted, room, logits_of, cache, greedy_tokens_of if greedy_only else None
+        state, num_wanted, max_depth, logits_of, cache, greedy_tokens_of if greedy_only else None
     )
     deepest = jnp.max(jnp.where(draft.valid, draft.branches.depths, 0), axis=1)
     return cache, draft._replace(calls=deepest)

@@ -1,8 +1,7 @@
-"""The base class of drafters: the interface by which an iteration and the rest of the package use
-them."""
+"""The base class of drafters: how an iteration and the rest of the package use them."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -12,21 +11,15 @@ from specdec_jax.files.reading import digest
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
-from specdec_jax.speculative.tree_draft import TreeDraft
-from specdec_jax.speculative.trees import CHILDREN
-
-if TYPE_CHECKING:
-    from specdec_jax.speculative.beam_iteration import BeamTree
-    from specdec_jax.speculative.beams import BeamState
 
 
 class Drafter:
-    """The base class of whatever proposes tokens: a pytree whose parameters are leaves, all else
-    static.
+    """The base class of drafters: a pytree whose parameters are leaves, all else static.
 
     A subclass defines `init` and `draft`, both traced, and overrides other methods and attributes
     where the defaults here do not hold for it. Rejected tokens need no call that takes them back:
-    each call is told the committed lengths.
+    each call gets the committed lengths. A drafter of trees is a `TreeDrafter` (tree_drafter.py), a
+    drafter for beam searches a `BeamDrafter` (beam_drafter.py).
 
     Attributes:
       reads_encoder: whether `init` gets the target's encoder output `[I, L, D]` as `encoded`.
@@ -39,14 +32,6 @@ class Drafter:
         only begin where the target stopped.
       scorable: whether the distribution that it draws from is its model's, so that the acceptance
         rate can be computed by scoring texts with both models.
-      drafts_beams: whether it can draft for a beam search, by the methods with "beams" in their
-        names.
-      drafts_trees: whether it can draft trees, by the methods `init_tree`, `draft_tree` and
-        `keep_path`.
-      tree_kinds: how the children of its trees can be chosen, and how such trees can be verified,
-        the best first, as in `CHILDREN`.
-      grows_trees: whether it can draft a `DynamicTree`.
-      drafts_chains: whether it can draft without a tree.
     """
 
     reads_encoder: ClassVar[bool] = False
@@ -55,11 +40,6 @@ class Drafter:
     observes: ClassVar[bool] = False
     needs_target_state: ClassVar[bool] = False
     scorable: ClassVar[bool] = False
-    drafts_beams: ClassVar[bool] = False
-    drafts_trees: ClassVar[bool] = False
-    tree_kinds: ClassVar[Mapping[str, tuple[str, ...]]] = CHILDREN
-    grows_trees: ClassVar[bool] = True
-    drafts_chains: ClassVar[bool] = True
 
     # Traced.
 
@@ -103,71 +83,12 @@ class Drafter:
         """
         return draft_state
 
-    def begin_beams(
-        self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int
-    ) -> Any:
-        """Returns the drafter's state before the first iteration of a beam search.
-
-        Args:
-          inputs, input_lengths: as for `init`.
-          tokens: `[B, P]`, what the decoder begins with, one row for each input.
-          beams: K, beams of each row.
-          slots, positions: as for `Network.node_cache`.
-        """
-        raise NotImplementedError
-
-    def draft_beams(
-        self, draft_state: Any, state: "BeamState", tree: "BeamTree"
-    ) -> tuple[Any, "BeamTree"]:
-        """Adds γ levels of u nodes to the tree of the live beams; `state.config` has γ and u."""
-        raise NotImplementedError
-
-    def move_beams(self, draft_state: Any, sources: jax.Array, starts: jax.Array) -> Any:
-        """Returns the state after the nodes in slots `sources [B, M]` were copied to the slots from
-        `starts [B]` on."""
-        raise NotImplementedError
-
-    def init_tree(self, inputs, input_lengths, tokens, slots: int, **encoded) -> Any:
-        """Returns the state before the first iteration of decoding with trees; arguments as for
-        `init`."""
-        return self.init(inputs, input_lengths, tokens, slots, **encoded)
-
-    def draft_tree(
-        self,
-        draft_state: Any,
-        state: DecodeState,
-        num_wanted: Int[Array, " B"],
-        room: Int[Array, " B"],
-    ) -> tuple[Any, TreeDraft]:
-        """Drafts the tree `state.config.tree` after each row's committed tokens.
-
-        Args:
-          num_wanted: how many of the drafted nodes are wanted: those with the smallest numbers.
-          room: the greatest depth of a node.
-        """
-        raise NotImplementedError
-
-    def keep_path(
-        self, draft_state: Any, state: DecodeState, draft: TreeDraft, path: Int[Array, "B D"]
-    ) -> Any:
-        """Returns the state after the nodes with the numbers `path`, by depth, were committed.
-
-        Args:
-          state: the decode loop's, before the commit.
-        """
-        return draft_state
-
     # On the host.
 
     def on(self, network: Network) -> "Drafter":
         """Returns the drafter for a target of which only the traced `network` is there: itself,
         unless it stands for a part of the target."""
         return self
-
-    def beam_width(self, beams: int, wanted: int | None) -> int:
-        """Returns u, how many nodes it drafts in each level of a beam search's tree: `wanted`, by
-        default 2 · `beams`."""
-        return 2 * beams if wanted is None else wanted
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({getattr(self, 'name', 'under jit')})"  # where a drafter has no model

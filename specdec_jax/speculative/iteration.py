@@ -50,7 +50,7 @@ from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policy_calls import next_gamma, next_state
 from specdec_jax.speculative.policy_inputs import Outcome
 from specdec_jax.speculative.state import Counts, DecodeState, Draft, Scored, StaticConfig, context
-from specdec_jax.speculative.verifier import Randomness, Verification, check_verification
+from specdec_jax.speculative.verifier import Randomness, Verification, Verifier, check_verification
 
 
 def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
@@ -262,6 +262,7 @@ def verify(
     prefixes = context(state, tokens)
     processed = distributions.process(logits, prefixes, state.sampling, config.mode)
     verifier, offsets = config.verifier, jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
+    assert isinstance(verifier, Verifier), "a program of chains"
     accept = randomness.uniforms(keys, lengths, offsets[:, :-1], randomness.ACCEPT)
     greedy: Verification | None = None
     if (

@@ -22,17 +22,17 @@ from specdec_jax.models.sharding import constrain_sharding
 from specdec_jax.models.tree_positions import WindowNodes
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.iteration import commit, most_probable
 from specdec_jax.speculative.policy_calls import next_gamma
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, context
 from specdec_jax.speculative.tree_budgets import node_outcomes
 from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.tree_verifiers import (
-    TREE_VERIFIERS,
     TreeRandomness,
     TreeVerification,
+    TreeVerifier,
     walk_greedy,
 )
 from specdec_jax.speculative.verifier import Verification
@@ -52,22 +52,22 @@ class Watched(NamedTuple):
     verified: TreeVerification
 
 
-def iterate_tree(target: Network, drafter: Drafter, state: DecodeState) -> DecodeState:
+def iterate_tree(target: Network, drafter: TreeDrafter, state: DecodeState) -> DecodeState:
     """Runs one iteration for all rows; of a row that is done nothing changes that is read later."""
     return watch_tree(target, drafter, state)[0]
 
 
 def watch_tree(
-    target: Network, drafter: Drafter, state: DecodeState
+    target: Network, drafter: TreeDrafter, state: DecodeState
 ) -> tuple[DecodeState, Watched]:
     """Does what `iterate_tree` does, and also returns what the iteration saw."""
     config, origins = state.config, state.lengths - 1
     wanted = next_gamma(state.policy, state.policy_state, state.gamma)
     # At most limit − length − 1 tokens may be accepted: the target adds one more, and no row passes
     # its limit.
-    room = jnp.where(state.done, 0, state.limits - state.lengths - 1)
+    max_depth = jnp.where(state.done, 0, state.limits - state.lengths - 1)
     draft_state, draft = drafter.draft_tree(
-        state.draft_state, state, jnp.where(room > 0, wanted, 0), room
+        state.draft_state, state, jnp.where(max_depth > 0, wanted, 0), max_depth
     )
     state = _noted(state, draft)
 
@@ -158,7 +158,8 @@ def verify_tree(
       nodes; None for the distribution where every token is its argmax.
     """
     config, keys, lengths, branches = state.config, state.keys, state.lengths, draft.branches
-    assert config.tree is not None, "a program of trees"
+    rule = config.verifier
+    assert config.tree is not None and isinstance(rule, TreeVerifier), "a program of trees"
     if config.mode.greedy:
         return walk_greedy(
             distributions.argmax(at_draft(distributions.process, state, draft, logits)), draft
@@ -173,7 +174,6 @@ def verify_tree(
     residual = randomness.random_bits(keys, lengths, numbers, randomness.RESIDUAL)
     bonus = randomness.random_bits(keys, lengths, numbers, randomness.BONUS)
     final = jnp.where(inner[..., None], residual, bonus)
-    rule = TREE_VERIFIERS[config.tree.verify]
     noise = None
     if rule.coupled:
         depths = jnp.arange(config.gamma + 1)

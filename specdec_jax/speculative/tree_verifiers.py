@@ -23,7 +23,7 @@ from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.tree_draft import TreeDraft
-from specdec_jax.speculative.verifier import Settings, Verifier
+from specdec_jax.speculative.verifier import BaseVerifier, Settings
 from specdec_jax.speculative.verifiers import VERIFIERS, at
 
 Nodes = Bool[Array, "B N"]
@@ -60,7 +60,7 @@ class TreeRandomness(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeVerifier(Verifier):
+class TreeVerifier(BaseVerifier):
     """A rule that decides which path of a tree is accepted.
 
     Attributes:
@@ -72,10 +72,11 @@ class TreeVerifier(Verifier):
             `needs_draft_probs`.
           kind: how its children were chosen, a key of `trees.CHILDREN`.
           settings: values of its `parameters`; None if it has none.
+      The others are those of `BaseVerifier`. At temperature 0 a child is accepted iff it is the
+      target's argmax.
     """
 
-    verify: Callable[[Categorical, TreeDraft, str, TreeRandomness, Any], TreeVerification]  # type: ignore[assignment]
-    has_rate: bool = False
+    verify: Callable[[Categorical, TreeDraft, str, TreeRandomness, Any], TreeVerification]
 
 
 # From the node that a row has reached and the children to choose from: the next token, and those
@@ -385,7 +386,7 @@ _KNOWN = (
     TreeVerifier("mixed", functools.partial(verify_recursively, last=True)),
     TreeVerifier("recursive", verify_recursively),
     TreeVerifier("kseq", verify_k_sequences),
-    TreeVerifier("traversal", verify_traversal),
+    TreeVerifier("traversal", verify_traversal, has_rate=False),
     TreeVerifier(
         "typical",
         verify_typical,
