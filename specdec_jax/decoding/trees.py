@@ -50,7 +50,8 @@ def tree_options(
         return TreeOptions(None, gamma, verifier_of(verifier))
     if not isinstance(tree, Tree | DynamicTree):
         raise ValueError(
-            f"tree: got {arguments.quoted(tree)}, expected a Tree, such as sd.Tree.uniform((3, 2, 1))"
+            f"tree: got {arguments.quoted(tree)}, expected a Tree, such as sd.Tree.uniform((3, 2, "
+            "1))"
         )
     if drafter is None:
         raise UnsupportedCombination("tree: got one without a drafter, expected None")
@@ -63,8 +64,10 @@ def tree_options(
     if isinstance(drafter, Drafter):
         if not isinstance(drafter, TreeDrafter):
             raise UnsupportedCombination(
-                f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None, or a ModelDrafter, "
-                "EarlyExitDrafter, HeadsDrafter, NGramDrafter, PromptLookupDrafter or a MergedDrafter of two of these"
+                f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None, "
+                "or a ModelDrafter, "
+                "EarlyExitDrafter, HeadsDrafter, NGramDrafter, "
+                "PromptLookupDrafter or a MergedDrafter of two of these"
             )
         tree = _fitted(tree, drafter)
     _check_verifier(verifier)
@@ -76,7 +79,8 @@ def tree_options(
         isinstance(gamma, str) or not hasattr(gamma, "__index__") and not hasattr(gamma, "__len__")
     ):
         raise UnsupportedCombination(
-            f"gamma: got {gamma!r} with a tree, expected 'auto', an integer, the most nodes that are drafted, or a "
+            f"gamma: got {gamma!r} with a tree, expected 'auto', an integer, "
+            "the most nodes that are drafted, or a "
             "policy: Heuristic, CostAware, Entropy, EntropyBound or Confidence"
         )
     else:
@@ -100,7 +104,8 @@ def _as_chain(tree: Tree | DynamicTree) -> bool:
 def _check_verifier(verifier: str | Verifier) -> None:
     if verifier != _UNSET:
         raise UnsupportedCombination(
-            f"verifier: got {verifier!r} beside a tree, expected the default: a tree has a verifier of its own"
+            f"verifier: got {verifier!r} beside a tree, expected the default: "
+            "a tree has a verifier of its own"
         )
 
 

@@ -23,7 +23,8 @@ class BeamChainDrafter(BeamDrafter):
         if wanted not in (None, beams):
             name = type(self).__name__
             raise ValueError(
-                f"beam_width: got {wanted} with {name}, expected {beams}: it drafts one chain for each beam"
+                f"beam_width: got {wanted} with {name}, expected {beams}: "
+                "it drafts one chain for each beam"
             )
         return beams
 

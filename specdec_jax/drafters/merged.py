@@ -24,8 +24,9 @@ _KINDS = {
 
 @jax.tree_util.register_pytree_node_class
 class MergedDrafter(DrafterPair, TreeDrafter):
-    """Two drafters, each of which drafts a tree of its own after the last committed token; the
-    target scores both trees in one call.
+    """Two drafters, each of which drafts a tree of its own after the last committed token.
+
+    The target scores both trees in one call.
 
     The children of node 0 are dealt out, the first to the first drafter, the second to the second,
     the third to the first again, with all that follows them. Each child is verified against the
@@ -47,7 +48,9 @@ class MergedDrafter(DrafterPair, TreeDrafter):
     )
 
     def __init__(self, first: TreeDrafter, second: TreeDrafter):
-        """Args:
+        """Merges two drafters of trees.
+
+        Args:
           first, second: drafters that draft trees; they may be merged ones themselves.
 
         Raises:
@@ -63,10 +66,18 @@ class MergedDrafter(DrafterPair, TreeDrafter):
         first, second = self.parts
         return f"{first.name} beside {second.name}"
 
-    def init_tree(self, inputs, input_lengths, tokens, slots: int, **encoded) -> PairState:
+    def init_tree(
+        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int, **encoded
+    ) -> PairState:
         return self.begin("init_tree", inputs, input_lengths, tokens, slots, **encoded)
 
-    def draft_tree(self, draft_state: PairState, state: DecodeState, num_wanted, max_depth):
+    def draft_tree(
+        self,
+        draft_state: PairState,
+        state: DecodeState,
+        num_wanted: jax.Array,
+        max_depth: jax.Array,
+    ):
         config, tree = state.config, state.config.tree
         assert isinstance(tree, Tree)
         lag = max(
@@ -112,10 +123,10 @@ def _merged(tree: Tree, drafts: list[TreeDraft], target_cache: Any) -> TreeDraft
     places = np.argsort(np.concatenate(_dealt(tree)), kind="stable")
     places = np.delete(places, 1)  # node 0 is among both
 
-    def joined(a, b):
+    def joined(a: jax.Array, b: jax.Array):
         return jnp.concatenate([a, b], axis=1)
 
-    def put(a, b):
+    def put(a: jax.Array, b: jax.Array):
         return joined(a, b)[:, places]
 
     dist, origins = None, second.origins

@@ -1,5 +1,7 @@
-"""Makes drafters from their names on the command line: `--drafter=lookup`, `self:int8`, `exit:3`, a
-table, a folder."""
+"""Makes drafters from their names on the command line.
+
+`--drafter=` takes `lookup`, `self:int8`, `exit:3`, a table, or a folder.
+"""
 
 import pathlib
 from collections.abc import Callable
@@ -109,8 +111,7 @@ def traced_drafter(name: str, config: ModelConfig, load: Callable[[str], ModelDr
 
 
 def check_drafter_name(name: str) -> None:
-    """Raises ValueError for a name that means no drafter, before the target, which may be large, is
-    loaded."""
+    """Raises ValueError for a name that means no drafter, before a large target is loaded."""
     if without_model(name):
         return
     try:
@@ -135,6 +136,7 @@ def _exit_layer(name: str, num_layers: int) -> int:
             else "a target with more than one decoder layer"
         )
         raise ValueError(
-            f"drafter: got {name!r}, expected {expected} (the target has {num_layers} decoder layers)"
+            f"drafter: got {name!r}, expected {expected} (the target has {num_layers} decoder "
+            "layers)"
         )
     return layers

@@ -1,5 +1,6 @@
 """Drafts by a table of counted n-grams."""
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from specdec_jax.drafters.drafting import (
     record_signals,
 )
 from specdec_jax.drafters.ngram_table import NGramTable
-from specdec_jax.drafters.tree_levels import Children, draft_children, draft_tree
+from specdec_jax.drafters.tree_levels import Children, Level, draft_children, draft_tree
 from specdec_jax.models import arguments
 from specdec_jax.models.jax_settings import isolated
 from specdec_jax.models.language_model import LanguageModel
@@ -31,8 +32,7 @@ from specdec_jax.speculative.trees import CHILDREN, POINTS
 
 @flax.struct.dataclass
 class NGramDrafter(BeamChainDrafter, TreeDrafter):
-    """A drafter that proposes what followed the last n − 1 tokens in texts that were counted
-    before.
+    """A drafter that proposes what followed the last n − 1 tokens in texts counted before.
 
     n = 1 is a unigram model, n = 2 a bigram model. The longest context that was seen counts; if
     none was, the frequencies of single ids. In counting and in drafting, contexts that reach beyond
@@ -91,17 +91,19 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
         )
         return cls(table, bool(sampled))
 
-    def save(self, path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one file (.npz) that `load` reads."""
         self.table.save(path, sampled=np.bool_(self.sampled))
 
     @classmethod
     @isolated
     def load(
-        cls, path, vocabulary: Vocabulary | None = None, sampled: bool | None = None
+        cls,
+        path: str | os.PathLike[str],
+        vocabulary: Vocabulary | None = None,
+        sampled: bool | None = None,
     ) -> "NGramDrafter":
-        """Returns the drafter that `save` wrote; `sampled`, if given, takes the place of what the
-        file says.
+        """Returns the drafter that `save` wrote; `sampled`, if given, replaces the file's.
 
         Raises:
           ValueError: no such file, a truncated one, or one that was counted with another
@@ -110,7 +112,8 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
         table, values = NGramTable.load(path)
         if vocabulary is not None and not table.matches(vocabulary):
             raise ValueError(
-                f"{path}: got a table of {table.vocab_size} ids of another vocabulary, expected that of the "
+                f"{path}: got a table of {table.vocab_size} ids of another vocabulary, "
+                "expected that of the "
                 f"target ({vocabulary.size} pieces)"
             )
         return cls(table, bool(values.get("sampled", False)) if sampled is None else sampled)
@@ -129,7 +132,8 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
         ours, width, table = target.vocabulary, target.config.vocab_size, self.table
         if not table.matches(ours):
             raise ValueError(
-                f"drafter: got a table of {table.vocab_size} ids of another vocabulary, expected that of the target "
+                f"drafter: got a table of {table.vocab_size} ids of another vocabulary, "
+                "expected that of the target "
                 f"({ours.size} pieces)"
             )
         self.check_ids(width, target.start_token)
@@ -139,14 +143,17 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
         table = self.table
         if table.vocab_size > width:
             raise ValueError(
-                f"drafter: got a table of {table.vocab_size} ids, expected at most the target's {width}"
+                f"drafter: got a table of {table.vocab_size} ids, "
+                f"expected at most the target's {width}"
             )
         if table.start_token != start_token:
             raise ValueError(
                 f"drafter: got start token {table.start_token}, expected the target's {start_token}"
             )
 
-    def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
+    def init(
+        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
+    ) -> tuple:
         return ()
 
     def draft(
@@ -154,7 +161,7 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
     ) -> tuple[tuple, Draft]:
         vocab_size = state.config.vocab_size
 
-        def choose(step, tokens, carry):
+        def choose(step: jax.Array | int, tokens: jax.Array, carry: Any):
             rows = self.table.rows(tokens, state.lengths + step)
             if not self.sampled:
                 return self.table.most_frequent(rows), carry
@@ -172,15 +179,17 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
         )
         return (), draft_without_calls(state, tokens, num_drafted, dist)._replace(seen=seen)
 
-    def draft_tree(self, draft_state: tuple, state: DecodeState, num_wanted, max_depth):
-        def after(level):
+    def draft_tree(
+        self, draft_state: tuple, state: DecodeState, num_wanted: jax.Array, max_depth: jax.Array
+    ):
+        def after(level: Level):
             return self.table.rows(*level.rows(state))
 
-        def logits_of(level, carry):
+        def logits_of(level: Level, carry: Any):
             logits = match_width(self.table.logits(after(level)), state.config.vocab_size)
             return logits.reshape(*level.tokens.shape, -1), carry
 
-        def children_of(level, carry):
+        def children_of(level: Level, carry: Any):
             tokens = self.table.ranked(after(level), max(level.counts))
             return Children(tokens.reshape(*level.tokens.shape, -1)), carry
 

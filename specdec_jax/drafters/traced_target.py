@@ -1,10 +1,10 @@
-"""Drafters that are parts of a target whose parameters exist only while a program is traced, as
-inside T5X.
+"""Drafters that are parts of a target whose parameters exist only under jit, as in T5X.
 
 Each takes the place of a drafter of the same name until `on` makes that of the traced network.
 """
 
 import dataclasses
+import os
 import pathlib
 from typing import Any, ClassVar
 
@@ -60,9 +60,8 @@ class TracedHeads(TreeDrafter):
     needs_target_state: ClassVar[bool] = True
     observes: ClassVar[bool] = True
 
-    def __init__(self, path, config: ModelConfig):
-        """Reads the heads; raises ValueError if they have other widths than a target of this
-        `config`."""
+    def __init__(self, path: str | os.PathLike[str], config: ModelConfig):
+        """Reads the heads; raises ValueError if their widths are not those of `config`."""
         shape, self._fingerprint, stored = native_format.open_heads(pathlib.Path(path))
         stored_tensor.check_shapes(stored, shape.parameter_shapes, path, "of these heads")
         check_widths(config, shape)

@@ -1,5 +1,4 @@
-"""One iteration of speculative beam search: draft a tree → score its nodes in one call → take steps
-of the search.
+"""One iteration of speculative beam search: draft a tree, score it in one call, take steps.
 
 The output is that of plain beam search, since every step is one of plain beam search, with the
 target's log-probabilities:
@@ -33,7 +32,7 @@ from specdec_jax.speculative.processors import Context
 def search(target: Network, drafter: BeamDrafter | None, state: BeamState) -> BeamState:
     """Runs iterations until every row is done."""
 
-    def more(state):
+    def more(state: BeamState):
         return ~jnp.all(state.done)
 
     return constrain_sharding(
@@ -56,7 +55,7 @@ def iterate_beams(target: Network, drafter: BeamDrafter | None, state: BeamState
 
     after, levels = _walk(state.replace(target_cache=None, draft_state=None), tree, found)
     taken = after.steps - state.steps
-    if config.gamma:  # the beams of every step move from the slots where they were scored to those of plain search
+    if config.gamma:  # the beams of every step move to the slots of plain search
         sources, starts = state.starts[:, None] + levels, state.starts + config.beams
         cache, draft_state = (
             target.move_nodes(cache, sources, starts),
@@ -76,8 +75,9 @@ def iterate_beams(target: Network, drafter: BeamDrafter | None, state: BeamState
 def scored(
     state: BeamState, logits: jax.Array, tree: BeamTree
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns log-probabilities `[B, N, V]` of the nodes' next tokens, and the same after
-    processors (None without).
+    """Returns log-probabilities `[B, N, V]` of the nodes' next tokens, and those after processors.
+
+    The latter are None without processors.
 
     In Hugging Face's form, processors change log-probabilities, which are not normalised again. In
     T5X's form, which has no processors of its own, they change logits, as in the rest of this
@@ -88,10 +88,10 @@ def scored(
         return own, None
     batch, count, vocab = logits.shape
 
-    def rows(x):
+    def rows(x: jax.Array):
         return jnp.repeat(x, count, axis=0)
 
-    def flat(x):
+    def flat(x: jax.Array):
         return x.reshape(batch * count, *x.shape[2:])
 
     tokens = jnp.zeros((batch, count, 1), jnp.int32) if tree.sequences is None else tree.sequences
@@ -133,7 +133,7 @@ def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Ar
 
     # Round i gives level i its sums, from those of its parents on the level before: so there is one
     # round per level.
-    def grow(_, sums):
+    def grow(_: jax.Array, sums: jax.Array):
         return jnp.where(tree.parents < 0, sums, pick(sums, parents) + own)
 
     depth = jnp.max(tree.nodes.positions - tree.nodes.positions[:, :1])
@@ -143,8 +143,7 @@ def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Ar
 def candidates(
     own: jax.Array, adjusted: jax.Array | None, sums: jax.Array, config: BeamConfig
 ) -> Candidates:
-    """Returns the best continuations of each node: (1 + E)·K of them, as many as a step takes of
-    all beams together.
+    """Returns the (1 + E)·K best continuations of each node, as many as a step takes of all beams.
 
     Args:
       own: `[B, N, V]`, log-probabilities under the target's own distribution.
@@ -155,7 +154,7 @@ def candidates(
     kept = min(config.candidates, config.vocab_size)
     totals, tokens = jax.lax.top_k(log_probs + sums[..., None], kept)
 
-    def take(values):
+    def take(values: jax.Array):
         return None if values is None else jnp.take_along_axis(values, tokens, axis=2)
 
     return Candidates(totals, tokens.astype(jnp.int32), take(own), take(adjusted))
@@ -174,7 +173,7 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
     levels = jnp.zeros((batch, config.gamma + 1, beams), jnp.int32)
     ids = jnp.broadcast_to(jnp.arange(beams, dtype=jnp.int32), (batch, beams))
 
-    def body(carry):
+    def body(carry: tuple):
         level, state, ids, active, levels = carry
         positions = jnp.broadcast_to(state.positions[:, None], ids.shape)
         after, parents, tokens = step(state, found.pick(ids), active)
@@ -192,7 +191,7 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
     if not config.gamma:
         return body(carry)[1], levels
 
-    def more(carry):
+    def more(carry: tuple):
         return jnp.any(carry[3])
 
     _, state, _, _, levels = jax.lax.while_loop(more, body, carry)
@@ -200,8 +199,7 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
 
 
 def _all_scored(same: jax.Array) -> jax.Array:
-    """Returns `[B]` bool: whether all live beams are nodes; `same [B, K, N]` says which node is
-    which beam."""
+    """Returns `[B]`: whether all live beams are nodes; `same [B, K, N]`: node n is beam k."""
     return jnp.all(jnp.any(same, axis=2), axis=1)
 
 

@@ -10,8 +10,7 @@ from specdec_jax.speculative.beam_search import BeamState, pick
 
 
 class BeamTree(NamedTuple):
-    """The nodes of a search: the live beams' last tokens and, level by level, the tokens drafted
-    after them.
+    """The nodes of a search: the live beams' last tokens and, level by level, drafted tokens.
 
     Attributes:
       tokens: `[B, N]` int32, the token of each node.
@@ -29,7 +28,7 @@ class BeamTree(NamedTuple):
     def last(self, count: int) -> "BeamTree":
         """Returns the last `count` nodes alone, in the slots that they have in the whole tree."""
 
-        def tail(x):
+        def tail(x: jax.Array):
             return x[:, -count:]
 
         starts = self.nodes.starts + self.tokens.shape[1] - count
@@ -38,14 +37,13 @@ class BeamTree(NamedTuple):
         return BeamTree(tail(self.tokens), tail(self.parents), nodes, sequences)
 
     def grow(self, parents: jax.Array, tokens: jax.Array) -> "BeamTree":
-        """Returns the tree with one more level: `tokens [B, u]` after the nodes with the numbers
-        `parents [B, u]`."""
+        """Returns the tree with one more level: `tokens [B, u]` after nodes `parents [B, u]`."""
         first, width = self.tokens.shape[1], tokens.shape[1]
         positions = pick(self.nodes.positions, parents) + 1
         slots = self.nodes.starts[:, None] + first + jnp.arange(width, dtype=jnp.int32)
         paths = node_paths(pick(self.nodes.paths, parents), positions, slots)
 
-        def add(old, new):
+        def add(old: jax.Array, new: jax.Array):
             return jnp.concatenate([old, new], axis=1)
 
         sequences = self.sequences

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from specdec_jax.files.reading import digest
@@ -50,8 +51,7 @@ class Drafter:
         tokens: Int[Array, "B P"],
         slots: int,
     ) -> Any:
-        """Returns the drafter's state before the first iteration, for B/I rows of each of the I
-        inputs.
+        """Returns the state before the first iteration, for B/I rows of each of the I inputs.
 
         Args:
           inputs: ids of the encoder's inputs; L = 0 for a decoder-only target.
@@ -86,12 +86,14 @@ class Drafter:
     # On the host.
 
     def on(self, network: Network) -> "Drafter":
-        """Returns the drafter for a target of which only the traced `network` is there: itself,
-        unless it stands for a part of the target."""
+        """Returns the drafter for a target of which only the traced `network` exists.
+
+        That is the drafter itself, unless it stands for a part of the target.
+        """
         return self
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({getattr(self, 'name', 'under jit')})"  # where a drafter has no model
+        return f"{type(self).__name__}({getattr(self, 'name', 'under jit')})"  # without its model
 
     @property
     def name(self) -> str:
@@ -105,13 +107,14 @@ class Drafter:
 
     @property
     def second_model(self) -> LanguageModel | None:
-        """The one model that drafts beside the target, with a cache of its own; None if there is
-        none."""
+        """The one model that drafts beside the target, with its own cache; None without one."""
         return None
 
     def steps(self) -> Mapping[str, Network]:
-        """Returns the networks of which one step is timed to tell what drafting costs, by name:
-        "draft step", and variants of it to compare with."""
+        """Returns the networks of which one step is timed to measure what drafting costs, by name.
+
+        "draft step" is the drafter's; others are variants to compare with.
+        """
         return {}
 
     def identity(self) -> tuple[list[Any], Any]:
@@ -120,8 +123,7 @@ class Drafter:
 
     @property
     def contents(self) -> str:
-        """A digest of the drafter's class, settings and arrays: drafters that may draft different
-        tokens differ in it."""
+        """A digest of the class, settings and arrays, which decide what is drafted."""
         settings, arrays = self.identity()
         parts = [type(self).__name__, *map(str, settings)]
         return digest(
@@ -142,8 +144,7 @@ class Drafter:
 
 
 def check_model(target: LanguageModel, model: LanguageModel) -> None:
-    """Checks that a drafting model has the target's vocabulary (PITFALLS row 28), kind, start token
-    and mesh.
+    """Checks that a drafting model has the target's vocabulary (PITFALLS row 28), kind and mesh.
 
     Raises:
       ValueError: one of them differs; the message says which.
@@ -161,7 +162,8 @@ def check_model(target: LanguageModel, model: LanguageModel) -> None:
     trained_on = model.encoder_fingerprint if reads is not None else None
     if trained_on is not None and not target.has(trained_on):
         raise ValueError(
-            f"drafter: got a model that was trained on another target's encoder output, expected one trained on "
+            "drafter: got a model that was trained on another target's encoder output, "
+            "expected one trained on "
             f"{target.name or 'the target'}'s"
         )
     ours, theirs = target.vocabulary, model.vocabulary
@@ -177,14 +179,16 @@ def check_model(target: LanguageModel, model: LanguageModel) -> None:
         )
     if model.start_token != target.start_token:
         raise ValueError(
-            f"drafter: got start token {model.start_token}, expected the target's {target.start_token}"
+            f"drafter: got start token {model.start_token}, "
+            f"expected the target's {target.start_token}"
         )
     here, there = (one.network.rules and one.network.rules.mesh for one in (target, model))
     if here != there:
 
-        def describe(mesh):
+        def describe(mesh: Mesh | None):
             return "none" if mesh is None else "x".join(str(size) for size in mesh.devices.shape)
 
         raise ValueError(
-            f"drafter: got a model on the mesh {describe(there)}, expected the target's, {describe(here)}"
+            f"drafter: got a model on the mesh {describe(there)}, expected the target's, "
+            f"{describe(here)}"
         )

@@ -55,14 +55,12 @@ class StaticConfig(NamedTuple):
 
     @property
     def strict_argmax(self) -> bool:
-        """Whether every token is the target's argmax: then no distribution over the vocabulary is
-        ever built."""
+        """Whether every token is the target's argmax, so that no distribution is ever built."""
         return self.mode.greedy and not self.verifier.softens
 
     @property
     def commits_argmax(self) -> bool:
-        """Whether every token is the argmax of the target's own logits, so that of these only the
-        greatest matters."""
+        """Whether every token is the argmax of the target's own, unprocessed logits."""
         return self.mode.greedy and not self.mode.processes and self.verifier.takes_argmax
 
     @property
@@ -104,8 +102,9 @@ class Counts:
 
 @flax.struct.dataclass
 class DecodeState:
-    """The state of the decode loop, with B rows and S slots of tokens: G + 1 slots more than any
-    row's limit.
+    """The state of the decode loop, with B rows and S slots of tokens.
+
+    S is G + 1 more than any row's limit.
 
     Attributes:
       tokens: start token and decoder prefix, or the prompt, then committed tokens; anything after a
@@ -162,7 +161,7 @@ class DecodeState:
 
 
 class ChainRows(NamedTuple):
-    """What drafting a chain reads of a `DecodeState`, for rows that draw nothing and have no policy.
+    """What drafting a chain reads of a `DecodeState`, for rows without draws and policy.
 
     The fields are those of `DecodeState`; a beam search has such a row for each live beam.
     """
@@ -233,8 +232,7 @@ class Scored(NamedTuple):
 
 
 def empty_signals(policy: Policy | None, batch: int) -> DraftSignals | None:
-    """Makes zeros in the place of what `policy` reads of a draft's distributions; None if it reads
-    none."""
+    """Makes zeros in the place of what `policy` reads of a draft; None if it reads nothing."""
     if policy is None or not policy.needs_probs:
         return None
     return DraftSignals(*[jnp.zeros((batch, policy.maximum), jnp.float32)] * 3)

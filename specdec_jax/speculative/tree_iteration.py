@@ -1,5 +1,4 @@
-"""One iteration of speculative decoding with a tree: draft → score all nodes in one call → walk →
-commit.
+"""One iteration with a tree: draft → score all nodes in one call → walk → commit.
 
 The target is fed the N nodes of the tree: the last committed token and the drafted ones. Node n is
 written to slot `lengths[b] − 1 + n` of the cache, has the position of its depth, and sees the
@@ -82,7 +81,7 @@ def watch_tree(
         peaks, log_probs = most_probable(target, states, draft.valid)
         verified, adjusted, logits = walk_greedy(peaks, draft), None, None
 
-        def log_prob(new):
+        def log_prob(new: jax.Array):
             return along(log_probs, verified.path)
     else:
         logits = target.head(states, draft.valid)
@@ -183,7 +182,7 @@ def verify_tree(
     )
     argmax = state.sampling.temperature == 0
 
-    def choose(a, b):
+    def choose(a: jax.Array, b: jax.Array):
         return jnp.where(argmax.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
     return jax.tree.map(choose, greedy, found), dist
@@ -230,8 +229,7 @@ def at_nodes(
     depths: Int[Array, "B J"],
     prefixes: Int[Array, "B J S"],
 ) -> Any:
-    """Applies `dists.process` or `dists.standardize` to logits of nodes, each with a prefix of its
-    own.
+    """Applies `distributions.process` or `standardize` to nodes, each with its own prefix.
 
     Args:
       function: takes logits `[N, T, V]`, a context, traced parameters and the mode.
@@ -244,10 +242,10 @@ def at_nodes(
         return function(logits, context(state), state.sampling, mode)
     batch, count, vocab = logits.shape
 
-    def flat(x):
+    def flat(x: jax.Array):
         return x.reshape(batch * count, *x.shape[2:])
 
-    def repeat(x):
+    def repeat(x: jax.Array):
         return jnp.repeat(x, count, axis=0)
 
     lengths = state.lengths[:, None] + depths

@@ -158,7 +158,8 @@ def check_verification(verifier: Verifier, found: Any, batch: int) -> Verificati
     """
     if not isinstance(found, Verification):
         raise ValueError(
-            f"verifier {verifier.name}: got {type(found).__name__} from its rule, expected a Verification"
+            f"verifier {verifier.name}: got {type(found).__name__} from its rule, "
+            "expected a Verification"
         )
     for name, value in found._asdict().items():
         dtype, shape = jnp.result_type(value), jnp.shape(value)
