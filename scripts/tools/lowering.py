@@ -29,6 +29,7 @@ from specdec_jax.speculative import distributions
 from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import StaticConfig
+from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
 
@@ -241,6 +242,8 @@ class Case:
         placed = self.place(jax.eval_shape(arguments))
         if not self.beams:
             program = StaticConfig(self.gamma, config.mode, vocab, tree=self.tree)
+            if self.tree is not None:
+                program = program._replace(verifier=TREE_VERIFIERS[self.tree.verify])
             return prefill.lower(
                 target, drafter, program, slots(self.new_tokens + 1, program.reach), *placed
             )

@@ -19,11 +19,11 @@ from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_iteration import (
     candidates,
     iterate_beams,
-    live_beams,
     node_sums,
     scored,
 )
-from specdec_jax.speculative.beams import BeamState
+from specdec_jax.speculative.beam_search import BeamState
+from specdec_jax.speculative.beam_tree import live_beams
 
 
 class Difference(NamedTuple):

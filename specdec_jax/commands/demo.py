@@ -36,6 +36,7 @@ from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import MAX_GAMMA
 from specdec_jax.speculative.randomness import seeded
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.trees import AUTO, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifiers import verifier_of
@@ -161,15 +162,18 @@ class DemoOptions(DecodingOptions):
         tree = self.shape()
         chain = tree is None or tree.is_chain and tree.children == tree.verifier == AUTO
         if not (self.trace and chain):
-            gamma = self.gamma_of(self.wanted, tree)
-            return {"gamma": gamma, "verifier": self.verifier, "tree": tree}
-        if not drafter.drafts_trees:
+            return {
+                "gamma": self.gamma_of(self.wanted, tree),
+                "verifier": self.verifier,
+                "tree": tree,
+            }
+        if not isinstance(drafter, TreeDrafter):
             raise UnsupportedCombination(
                 f"trace: got True with {drafter.name}, which provides no probabilities, expected "
                 "another drafter"
             )
         children, verifier = _AS_TREE[self.verifier]
-        if children not in drafter.tree_kinds:
+        if children not in drafter.kinds:
             children, verifier = "top", "point"
         length = tree.depth if tree is not None and isinstance(self.wanted, str) else self.wanted
         assert isinstance(length, int)

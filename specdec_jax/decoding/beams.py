@@ -24,8 +24,9 @@ from specdec_jax.decoding.results import (
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
+from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.beam_iteration import search
-from specdec_jax.speculative.beams import (
+from specdec_jax.speculative.beam_search import (
     STYLES,
     BeamConfig,
     BeamState,
@@ -111,7 +112,8 @@ class BeamOptions:
             object.__setattr__(self, "early_stopping", bool(self.early_stopping))
         if self.early_stopping and self.beam_style == "t5x":
             raise UnsupportedCombination(
-                f"early_stopping: got {self.early_stopping!r} with beam_style 't5x', which has a rule of its own, "
+                f"early_stopping: got {self.early_stopping!r} with beam_style 't5x', "
+                "which has a rule of its own, "
                 "expected False"
             )
 
@@ -128,7 +130,8 @@ class BeamOptions:
         """Rejects more beams than ids, and a vocabulary of `ends` alone."""
         if self.num_beams > vocab_size or ends >= vocab_size:
             raise ValueError(
-                f"num_beams: got {self.num_beams} for {vocab_size} ids, of which {ends} end a sequence, expected at "
+                f"num_beams: got {self.num_beams} for {vocab_size} ids, "
+                f"of which {ends} end a sequence, expected at "
                 "most as many beams as ids, and an id that ends none"
             )
 
@@ -169,7 +172,8 @@ def beam_options(num_beams: int | None = None, **others) -> BeamOptions | None:
     for field in dataclasses.fields(BeamOptions)[1:]:
         if not arguments.is_default(others.get(field.name), field.default):
             raise UnsupportedCombination(
-                f"{field.name}: got {others[field.name]!r} without num_beams, expected {field.default!r}"
+                f"{field.name}: got {others[field.name]!r} without num_beams, "
+                f"expected {field.default!r}"
             )
     return None
 
@@ -251,7 +255,8 @@ def _plan_search(
 def _expect_greedy(mode: SamplingMode, temperature: object, hint: str = "") -> None:
     if not mode.greedy:
         raise UnsupportedCombination(
-            f"temperature: got {temperature} with num_beams, expected 0: beam search draws nothing{hint}"
+            f"temperature: got {temperature} with num_beams, expected 0: "
+            f"beam search draws nothing{hint}"
         )
 
 
@@ -259,11 +264,13 @@ def check_tree(drafter, gamma) -> None:
     """Rejects a drafter that drafts no trees, and a `gamma` that is no number of levels."""
     if isinstance(gamma, Policy) or arguments.as_array(gamma).ndim:
         raise UnsupportedCombination(
-            f"gamma: got {gamma!r} with num_beams, expected 'auto' or one integer, the levels of the tree"
+            f"gamma: got {gamma!r} with num_beams, expected 'auto' or one integer, "
+            "the levels of the tree"
         )
-    if isinstance(drafter, Drafter) and not drafter.drafts_beams:
+    if isinstance(drafter, Drafter) and not isinstance(drafter, BeamDrafter):
         raise UnsupportedCombination(
-            f"drafter: got {type(drafter).__name__} with num_beams, expected one that drafts for beams: ModelDrafter, "
+            f"drafter: got {type(drafter).__name__} with num_beams, "
+            "expected one that drafts for beams: ModelDrafter, "
             "PromptLookupDrafter, NGramDrafter, or None"
         )
 
@@ -381,7 +388,7 @@ def begin(
     cache = fill_cache(target, inputs, input_lengths, tokens, prefix, **shared)
     cache, draft_state = target.node_cache(cache, slots, positions), None
     if drafter is not None:
-        draft_state = drafter.begin_beams(
+        draft_state = drafter.init_beams(
             inputs, input_lengths, tokens, config.beams, slots, positions, **shared
         )
     live, finished = first_hypotheses(tokens, positions, config)

@@ -11,10 +11,12 @@ from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
 from specdec_jax.speculative import verifiers
+from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.speculative.verifier import Verifier
+from specdec_jax.speculative.tree_drafter import TreeDrafter, drafts_chains
+from specdec_jax.speculative.verifier import BaseVerifier
 
 # What may become of a row with logits that are not finite numbers.
 NON_FINITE = ("raise", "report")
@@ -82,8 +84,14 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
         raise ValueError(
             f"drafter: got {name}, which is no pytree, expected a class decorated with flax.struct.dataclass"
         )
-    for name in ("init", "draft") if drafter.drafts_chains else ():
-        if getattr(type(drafter), name) is getattr(Drafter, name):
+    required: list[tuple[type[Drafter], tuple[str, ...]]] = [
+        (TreeDrafter, ("draft_tree",)),
+        (BeamDrafter, ("init_beams", "draft_beams", "move_beams")),
+    ]
+    if drafts_chains(drafter):
+        required.insert(0, (Drafter, ("init", "draft")))
+    for base, name in ((base, name) for base, names in required for name in names):
+        if isinstance(drafter, base) and getattr(type(drafter), name) is getattr(base, name):
             raise ValueError(
                 f"drafter: got {type(drafter).__name__}, which does not define {name}, expected that it does"
             )
@@ -106,7 +114,7 @@ def check_policy(gamma, drafter) -> None:
 
 
 def verifier_settings(
-    verifier: Verifier, sampling: SamplingConfig, width: int, batch: int, **given
+    verifier: BaseVerifier, sampling: SamplingConfig, width: int, batch: int, **given
 ) -> dict[str, np.ndarray] | None:
     """Returns the verifier's parameters, `[batch]` float32 each, None for a verifier without any.
 

@@ -127,7 +127,8 @@ def decode_stream(
         raise ValueError(f"skip: got {arguments.quoted(left_out)}, expected numbers of inputs")
     if refill and options.get("deadline") is not None:
         raise UnsupportedCombination(
-            f"deadline: got {options['deadline']} with refill=True, expected refill=False: only a batch has an end"
+            f"deadline: got {options['deadline']} with refill=True, expected refill=False: "
+            "only a batch has an end"
         )
     reports = check_non_finite(non_finite)
     plan = plan_decoding(target, inputs, batch_size=batch_size, **options)

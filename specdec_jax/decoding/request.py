@@ -49,7 +49,6 @@ from specdec_jax.speculative.policies import MAX_GAMMA, Policy, call_widths
 from specdec_jax.speculative.sampling import SamplingRows
 from specdec_jax.speculative.state import DecodeState, StaticConfig
 from specdec_jax.speculative.verifier import Settings
-from specdec_jax.speculative.verifiers import verifier_of
 
 prefill = jax.jit(speculative_prefill.prefill, static_argnames=("config", "slots"))
 
@@ -336,7 +335,6 @@ def plan(
     prefix, prefix_lengths = _beginnings(target, tokens, lengths, decoder_prefix)
     limits, sampling = fill(target, defaults, max_new_tokens, sampling, prefix_lengths, eos_ids)
     rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
-    verifier = verifier_of(verifier)
     settings = verifier_settings(
         verifier,
         sampling,

@@ -7,13 +7,14 @@ from specdec_jax.models import arguments
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import MAX_GAMMA, Policy
 from specdec_jax.speculative.tree_budgets import of_tree
+from specdec_jax.speculative.tree_drafter import TreeDrafter, drafts_chains
+from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeVerifier
 from specdec_jax.speculative.trees import AUTO, CHILDREN, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
+from specdec_jax.speculative.verifiers import verifier_of
 
 # What `generate` takes where no verifier is named.
 _UNSET = "block"
-# The verifiers of chains whose statistics and parameters those of trees have; "token" for others.
-_CHAIN_FORMS = {"traversal": "block", "gumbel": "gumbel", "typical": "typical"}
 
 
 class TreeOptions(NamedTuple):
@@ -22,12 +23,12 @@ class TreeOptions(NamedTuple):
     Attributes:
       tree: None for a tree with one branch that leaves its verifier open: then it is a chain.
       gamma: as for `generate`; for a tree the most nodes that are drafted.
-      verifier: as for `generate`.
+      verifier: the verifier of the chain or of the tree.
     """
 
     tree: Tree | DynamicTree | None
     gamma: Any
-    verifier: str | Verifier
+    verifier: Verifier | TreeVerifier
 
 
 def tree_options(
@@ -42,29 +43,31 @@ def tree_options(
         the tree's own.
     """
     if tree is None:
-        if isinstance(drafter, Drafter) and not drafter.drafts_chains:
+        if drafter is not None and not drafts_chains(drafter):
             raise UnsupportedCombination(
                 f"tree: got None with {type(drafter).__name__}, expected a Tree"
             )
-        return TreeOptions(None, gamma, verifier)
+        return TreeOptions(None, gamma, verifier_of(verifier))
     if not isinstance(tree, Tree | DynamicTree):
         raise ValueError(
-            f"tree: got {arguments.quoted(tree)}, expected a Tree, such as sd.Tree.uniform((3, 2, 1))"
+            f"tree: got {arguments.quoted(tree)}, expected a Tree, such as sd.Tree.uniform((3, 2, "
+            "1))"
         )
     if drafter is None:
         raise UnsupportedCombination("tree: got one without a drafter, expected None")
     automatic = isinstance(gamma, str) and gamma == "auto"
-    chains = not isinstance(drafter, Drafter) or drafter.drafts_chains
-    if chains and _as_chain(tree):
+    if drafts_chains(drafter) and _as_chain(tree):
         gamma = tree.depth if automatic else gamma
         most = gamma.maximum if isinstance(gamma, Policy) else gamma
         check_per_row("gamma", most, arguments.as_array(most).size, 0, tree.depth)
-        return TreeOptions(None, gamma, verifier)
+        return TreeOptions(None, gamma, verifier_of(verifier))
     if isinstance(drafter, Drafter):
-        if not drafter.drafts_trees:
+        if not isinstance(drafter, TreeDrafter):
             raise UnsupportedCombination(
-                f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None, or a ModelDrafter, "
-                "EarlyExitDrafter, HeadsDrafter, NGramDrafter, PromptLookupDrafter or a MergedDrafter of two of these"
+                f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None, "
+                "or a ModelDrafter, "
+                "EarlyExitDrafter, HeadsDrafter, NGramDrafter, "
+                "PromptLookupDrafter or a MergedDrafter of two of these"
             )
         tree = _fitted(tree, drafter)
     _check_verifier(verifier)
@@ -76,13 +79,14 @@ def tree_options(
         isinstance(gamma, str) or not hasattr(gamma, "__index__") and not hasattr(gamma, "__len__")
     ):
         raise UnsupportedCombination(
-            f"gamma: got {gamma!r} with a tree, expected 'auto', an integer, the most nodes that are drafted, or a "
+            f"gamma: got {gamma!r} with a tree, expected 'auto', an integer, "
+            "the most nodes that are drafted, or a "
             "policy: Heuristic, CostAware, Entropy, EntropyBound or Confidence"
         )
     else:
         most = gamma
     check_per_row("gamma", most, arguments.as_array(most).size, 1, tree.size - 1)
-    return TreeOptions(tree, gamma, _CHAIN_FORMS.get(tree.verify, "token"))
+    return TreeOptions(tree, gamma, TREE_VERIFIERS[tree.verify])
 
 
 def check_beside_tree(tree: Tree | DynamicTree | None, verifier: str) -> None:
@@ -100,19 +104,20 @@ def _as_chain(tree: Tree | DynamicTree) -> bool:
 def _check_verifier(verifier: str | Verifier) -> None:
     if verifier != _UNSET:
         raise UnsupportedCombination(
-            f"verifier: got {verifier!r} beside a tree, expected the default: a tree has a verifier of its own"
+            f"verifier: got {verifier!r} beside a tree, expected the default: "
+            "a tree has a verifier of its own"
         )
 
 
-def _fitted(tree: Tree | DynamicTree, drafter: Drafter) -> Tree | DynamicTree:
+def _fitted(tree: Tree | DynamicTree, drafter: TreeDrafter) -> Tree | DynamicTree:
     """Returns the tree with what suits `drafter` in place of "auto".
 
     Raises:
       UnsupportedCombination: a tree that `drafter` cannot draft, or not so that the output
         distribution is the target's.
     """
-    name, kinds = type(drafter).__name__, drafter.tree_kinds
-    if isinstance(tree, DynamicTree) and not drafter.grows_trees:
+    name, kinds = type(drafter).__name__, drafter.kinds
+    if isinstance(tree, DynamicTree) and not drafter.dynamic:
         raise UnsupportedCombination(
             f"tree: got {tree} with {name}, expected a Tree, whose shape is fixed"
         )

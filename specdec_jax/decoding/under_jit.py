@@ -33,7 +33,6 @@ from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, Sampl
 from specdec_jax.speculative.state import StaticConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
-from specdec_jax.speculative.verifiers import verifier_of
 
 # T5X takes the argmax at temperatures up to this.
 _LEAST_TEMPERATURE = 1e-4
@@ -157,7 +156,7 @@ class Decoder:
 
     def _settings(self, batch: int):
         return verifier_settings(
-            verifier_of(self.verifier),
+            self.verifier,
             self.sampling,
             self.width,
             batch,
@@ -207,9 +206,7 @@ class Decoder:
         adapts = self.width and self.tree is None and (varies or policy is not None)
         widths = call_widths(self.width, none=varies) if adapts else ()
         depth = self.width if self.tree is None else self.tree.depth
-        config = StaticConfig(
-            depth, mode, self.config.vocab_size, verifier_of(self.verifier), widths, self.tree
-        )
+        config = StaticConfig(depth, mode, self.config.vocab_size, self.verifier, widths, self.tree)
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
         state = prefill(

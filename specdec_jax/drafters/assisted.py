@@ -1,6 +1,6 @@
 """Drafts by n-grams that are learnt, while decoding, from the target's own calls."""
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.struct
 import jax
@@ -15,8 +15,9 @@ from specdec_jax.speculative.state import DecodeState, Draft, Scored
 
 
 class NGramMemory(NamedTuple):
-    """What `AssistedNGramDrafter` remembers of each row: its input, and in a ring the latest N
-    positions that the target scored.
+    """What `AssistedNGramDrafter` remembers of each row: its input, and a ring of N positions.
+
+    They are the latest positions that the target scored.
 
     Attributes:
       inputs: the encoder's input.
@@ -36,8 +37,7 @@ class NGramMemory(NamedTuple):
 
 @flax.struct.dataclass
 class AssistedNGramDrafter(Drafter):
-    """A drafter that proposes what most often followed the last n − 1 ids in everything that this
-    request has shown so far.
+    """A drafter that proposes what most often followed the last n − 1 ids in this request so far.
 
     Two things are counted. Every id of the encoder's input and of the output has weight 1; for a
     decoder-only target, every id of prompt and output, except that the first id is a context only.
@@ -71,7 +71,9 @@ class AssistedNGramDrafter(Drafter):
     def name(self) -> str:
         return f"assisted {self.order}-grams"
 
-    def init(self, inputs, input_lengths, tokens, slots: int) -> NGramMemory:
+    def init(
+        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
+    ) -> NGramMemory:
         batch = len(tokens)
         copies, room = batch // inputs.shape[0], (batch, self.memory)
         return NGramMemory(
@@ -83,13 +85,13 @@ class AssistedNGramDrafter(Drafter):
         )
 
     def draft(
-        self, draft_state: NGramMemory, state: DecodeState, num_wanted
+        self, draft_state: NGramMemory, state: DecodeState, num_wanted: jax.Array
     ) -> tuple[NGramMemory, Draft]:
         inputs, remembered = draft_state.inputs, (len(state.lengths), self.memory * self.top_k)
         slots, columns = jnp.arange(state.tokens.shape[1]), jnp.arange(inputs.tokens.shape[1])
         weights = draft_state.weights.reshape(remembered)
 
-        def choose(step, tokens, carry):
+        def choose(step: jax.Array | int, tokens: jax.Array, carry: Any):
             lengths = state.lengths + step
             ending = _ending(tokens, lengths, self.order - 1, -1)
             same = draft_state.contexts == ending[:, None]
@@ -137,7 +139,7 @@ class AssistedNGramDrafter(Drafter):
         age = (draft_state.written + count - 1)[:, None] - jnp.arange(self.memory)
         place = (count - 1)[:, None] - age % self.memory
 
-        def write(old, new):
+        def write(old: jax.Array, new: jax.Array):
             return jnp.where(
                 (place >= 0)[..., None],
                 jnp.take_along_axis(new, jnp.maximum(place, 0)[..., None], axis=1),
@@ -153,8 +155,10 @@ class AssistedNGramDrafter(Drafter):
 
 
 def _ending(tokens: jax.Array, lengths: jax.Array, size: int, missing: int) -> jax.Array:
-    """Returns the last `size` ids `[B, size]` of the first `lengths [B]` of `tokens [B, S]`, the
-    last id first; `missing` where there are fewer."""
+    """Returns the last `size` ids `[B, size]` of the first `lengths` of `tokens`, last first.
+
+    They are `missing` where there are fewer.
+    """
     places = lengths[:, None] - jnp.arange(1, size + 1)
     return jnp.where(
         places >= 0, jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1), missing
@@ -162,8 +166,7 @@ def _ending(tokens: jax.Array, lengths: jax.Array, size: int, missing: int) -> j
 
 
 def _heaviest(tokens: jax.Array, matches: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns the id `[B]` with the greatest sum of weights among the longest matches that have any
-    weight, 0 if none has.
+    """Returns the heaviest id `[B]` among the longest matches that have any weight, 0 if none has.
 
     All arguments are `[B, C]`, for C candidates.
     """

@@ -1,83 +1,60 @@
 """Drafts for a beam search without a model: one chain after each live beam."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.speculative.beam_iteration import BeamTree
-from specdec_jax.speculative.beams import BeamState
-from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
+from specdec_jax.speculative.beam_drafter import BeamDrafter
+from specdec_jax.speculative.beam_search import BeamState
+from specdec_jax.speculative.beam_tree import BeamTree
+from specdec_jax.speculative.state import ChainRows, StaticConfig
 
 
-class ChainDrafter(Drafter):
-    """A drafter that reads a row's tokens alone; for a beam search it drafts after each beam as
-    after a row.
+class BeamChainDrafter(BeamDrafter):
+    """A drafter that drafts a chain after each beam of a search, with its own `draft`.
 
-    Every level of the tree then has one node for each beam. Since a draft serves a search only as
-    long as each live beam is a node, this pays where the beams differ in their earlier tokens and
-    then go on as what was copied.
+    That method gets `ChainRows` in the place of a `DecodeState`. Every level of the tree has one
+    node for each beam. Since a draft serves a search only as long as each live beam is a node, this
+    pays where the beams differ in their earlier tokens and then go on as what was copied.
     """
-
-    drafts_beams: ClassVar[bool] = True
 
     def beam_width(self, beams: int, wanted: int | None) -> int:
         if wanted not in (None, beams):
             name = type(self).__name__
             raise ValueError(
-                f"beam_width: got {wanted} with {name}, expected {beams}: it drafts one chain for each beam"
+                f"beam_width: got {wanted} with {name}, expected {beams}: "
+                "it drafts one chain for each beam"
             )
         return beams
 
-    def begin_beams(
-        self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int, **shared
+    def init_beams(
+        self,
+        inputs: jax.Array,
+        input_lengths: jax.Array,
+        tokens: jax.Array,
+        beams: int,
+        slots: int,
+        positions: int,
+        **encoded: jax.Array,
     ) -> Any:
-        return self.init(
-            inputs, input_lengths, jnp.repeat(tokens, beams, axis=0), positions, **shared
-        )
+        repeated = jnp.repeat(tokens, beams, axis=0)
+        return self.init(inputs, input_lengths, repeated, positions, **encoded)
 
     def draft_beams(
         self, draft_state: Any, state: BeamState, tree: BeamTree
     ) -> tuple[Any, BeamTree]:
         config, (batch, beams) = state.config, state.live.scores.shape
-
-        def flat(x):
-            return x.reshape(batch * beams, *x.shape[2:])
-
-        def rows(x):
-            return jnp.repeat(x, beams, axis=0)
-
-        zeros, none = (
-            jnp.zeros(batch * beams, jnp.int32),
-            jnp.zeros((batch * beams, config.gamma), jnp.int32),
-        )
-        as_rows = DecodeState(
-            tokens=flat(state.live.tokens),
-            lengths=rows(state.positions + 1),
-            done=rows(state.done),
-            starts=rows(state.prefix_lengths),
-            log_probs=flat(state.live.log_probs),
-            adjusted_log_probs=None,
-            keys=None,
+        rows = ChainRows(
+            tokens=state.live.tokens.reshape(batch * beams, -1),
+            lengths=jnp.repeat(state.positions + 1, beams),
+            starts=jnp.repeat(state.prefix_lengths, beams),
+            eos_ids=jnp.repeat(state.eos_ids, beams, axis=0),
             sampling=state.sampling.repeated(beams),
-            settings=None,
-            limits=rows(state.prefix_lengths + state.limits),
-            eos_ids=rows(state.eos_ids),
-            gamma=zeros + config.gamma,
-            policy=None,
-            policy_state=None,
-            target_cache=None,
-            draft_state=None,
-            counts=Counts.zero(batch * beams, config.gamma),
-            last_draft=none,
-            last_drafted=zeros,
-            last_accepted=zeros,
-            last_seen=None,
-            draft_failed=zeros,
             config=StaticConfig(config.gamma, config.mode, config.vocab_size),
         )
-        draft_state, draft = self.draft(draft_state, as_rows, as_rows.gamma)
+        num_wanted = jnp.full(batch * beams, config.gamma, jnp.int32)
+        draft_state, draft = self.draft(draft_state, rows, num_wanted)  # type: ignore[arg-type]
         # Places past the end of a chain get the token −1, so that no beam ever equals such a node.
         there = jnp.arange(config.gamma) < draft.num_drafted[:, None]
         chains = jnp.where(there, draft.tokens, -1).reshape(batch, beams, config.gamma)

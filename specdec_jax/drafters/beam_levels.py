@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from specdec_jax.backends.tree_positions import Nodes
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.beam_iteration import BeamTree, scored
-from specdec_jax.speculative.beams import BeamState, pick
+from specdec_jax.speculative.beam_iteration import scored
+from specdec_jax.speculative.beam_search import BeamState, pick
+from specdec_jax.speculative.beam_tree import BeamTree
 
 
 def draft_levels(
@@ -19,8 +20,7 @@ def draft_levels(
     state: BeamState,
     tree: BeamTree,
 ) -> tuple[Any, BeamTree]:
-    """Adds γ levels of u nodes to the tree: at each level those with the greatest sums of
-    log-probabilities.
+    """Adds γ levels of the u nodes with the greatest sums of log-probabilities to the tree.
 
     The sums begin with the target's own sums of the live beams; the drafted tokens add their
     log-probabilities under `network`. A token that ends a sequence is never a node, since nothing
@@ -60,8 +60,7 @@ def draft_levels(
 
 
 def _best(totals: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the `count` greatest of `totals [B, J, V]`, their places on the axis J, and their
-    tokens on the axis V.
+    """Returns the `count` greatest of `totals [B, J, V]`, and their places on the axes J and V.
 
     All three are `[B, count]`.
     """
@@ -81,8 +80,7 @@ def _live(state: BeamState, tree: BeamTree) -> jax.Array:
 
 
 def _with_parents(state: BeamState, tree: BeamTree) -> BeamTree:
-    """Returns the live beams' last tokens and, before these, the K tokens in the slots before
-    theirs.
+    """Returns the live beams' last tokens and, before them, the tokens in the K slots before.
 
     If all of a draft was accepted, those K tokens were nodes of its last level, which have never
     been fed; else they are fed again, which writes the same keys and values. A slot of which no
@@ -97,7 +95,7 @@ def _with_parents(state: BeamState, tree: BeamTree) -> BeamTree:
     child = jnp.argmax(own[:, None] == slots[..., None], axis=2)
     tokens = pick(jnp.take_along_axis(state.live.tokens, at, axis=2)[..., 0], child)
 
-    def add(old, new):
+    def add(old: jax.Array, new: jax.Array):
         return jnp.concatenate([old, new], axis=1)
 
     nodes = Nodes(

@@ -1,4 +1,4 @@
-"""Drafters made of drafters (Chen et al. 2023, "Cascade Speculative Drafting", arXiv 2312.11462)."""
+"""Drafters made of drafters (cascade speculative drafting, Chen et al. 2023, arXiv 2312.11462)."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -8,19 +8,21 @@ import jax.numpy as jnp
 
 from specdec_jax.drafters.drafting import empty_distribution, keys_apart
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
-from specdec_jax.drafters.pair import Pair, PairState
+from specdec_jax.drafters.pair import DrafterPair, PairState
 from specdec_jax.models import arguments
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.iteration import verify
 from specdec_jax.speculative.state import DecodeState, Draft
+from specdec_jax.speculative.tree_drafter import drafts_chains
 from specdec_jax.speculative.verifiers import VERIFIERS
 
 
 @jax.tree_util.register_pytree_node_class
-class HorizontalCascade(Pair):
-    """One drafter for the first positions of a draft and another, cheaper one for the later
-    positions, which count for less.
+class HorizontalCascade(DrafterPair):
+    """One drafter for the first positions of a draft and another, cheaper one for later ones.
+
+    Later positions count for less.
 
     The second also takes over where the first has nothing more to propose: with a copying drafter
     before a model, the copy goes as far as it can and the model drafts the rest. Each position has
@@ -29,9 +31,12 @@ class HorizontalCascade(Pair):
     """
 
     def __init__(self, first: Drafter, then: Drafter, switch: int):
-        """Args: first: drafts positions 0 … switch − 1. then: drafts what follows; not an
-          `EarlyExitDrafter` or a `HeadsDrafter`, since the target has not yet seen
-            what was drafted.
+        """Joins two drafters.
+
+        Args:
+          first: drafts positions 0 … switch − 1.
+          then: drafts what follows; not an `EarlyExitDrafter` or a `HeadsDrafter`, since the target
+            has not yet seen what was drafted.
           switch: at least 1.
 
         Raises:
@@ -47,7 +52,7 @@ class HorizontalCascade(Pair):
         return f"{first.name}, then {then.name} (from {self.number})"
 
     def draft(
-        self, draft_state: PairState, state: DecodeState, num_wanted
+        self, draft_state: PairState, state: DecodeState, num_wanted: jax.Array
     ) -> tuple[PairState, Draft]:
         (first, then), config = self.parts, state.config
         draft_state = self.rewind(draft_state, state.lengths)
@@ -69,7 +74,7 @@ class HorizontalCascade(Pair):
             draft_state.second, behind, jnp.where(ended, 0, num_wanted - count)
         )
 
-        def joined(buffer, of_head, of_tail):
+        def joined(buffer: jax.Array, of_head: jax.Array, of_tail: jax.Array):
             return _written(
                 _written(buffer, of_head, count * 0, count), of_tail, count, tail.num_drafted
             )
@@ -113,7 +118,7 @@ class _Loop(NamedTuple):
 
 
 @jax.tree_util.register_pytree_node_class
-class VerticalCascade(Pair):
+class VerticalCascade(DrafterPair):
     """A model drafter that has a drafter of its own: speculative decoding inside the draft.
 
     A cheaper drafter proposes some tokens after those drafted so far; the model verifies them in
@@ -124,10 +129,13 @@ class VerticalCascade(Pair):
     """
 
     def __init__(self, model_drafter: ModelDrafter, inner: Drafter, inner_gamma: int):
-        """Args: model_drafter: whose distribution the draft has. inner: drafts for it; any drafter
-          that reads no cache of the target. inner_gamma: the most tokens that it proposes for one
-          call of the model, at least 1. (More than γ − 1 are
-            never proposed, since each call adds one of the model's own.)
+        """Puts a drafter into the draft of another.
+
+        Args:
+          model_drafter: whose distribution the draft has.
+          inner: drafts for it; any drafter that reads no cache of the target.
+          inner_gamma: the most tokens that it proposes for one call of the model, at least 1. More
+            than γ − 1 are never proposed, since each call adds one of the model's own.
 
         Raises:
           ValueError: another kind of argument.
@@ -149,7 +157,7 @@ class VerticalCascade(Pair):
         return f"{model_drafter.name} over {inner.name} ({self.number})"
 
     def draft(
-        self, draft_state: PairState, state: DecodeState, num_wanted
+        self, draft_state: PairState, state: DecodeState, num_wanted: jax.Array
     ) -> tuple[PairState, Draft]:
         """Drafts with a loop of model calls over a fixed number of positions.
 
@@ -204,7 +212,7 @@ class VerticalCascade(Pair):
 
             drafted = loop.drafted + num_new
 
-            def place(buffer, values):
+            def place(buffer: jax.Array, values: jax.Array):
                 return _written(buffer, values, loop.drafted, num_new)
 
             return _Loop(
@@ -233,11 +241,10 @@ class VerticalCascade(Pair):
 def _written(
     buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Returns `buffer [B, N, …]` with the first `counts [B]` of `values [B, T, …]` written from
-    position `starts [B]` on."""
+    """Returns `buffer [B, N, …]` with `counts [B]` of `values [B, T, …]` from `starts [B]` on."""
     offsets = jnp.arange(buffer.shape[1]) - starts[:, None]
 
-    def wide(x):
+    def wide(x: jax.Array):
         return x.reshape(*x.shape, *[1] * (buffer.ndim - 2))
 
     spread = jnp.take_along_axis(values, wide(jnp.clip(offsets, 0, values.shape[1] - 1)), axis=1)
@@ -250,15 +257,18 @@ def _as_distribution(dist: Categorical | PointMass) -> Categorical:
 
 def _check_drafters(**drafters) -> None:
     for name, drafter in drafters.items():
-        if not isinstance(drafter, Drafter) or not drafter.drafts_chains:
+        if not isinstance(drafter, Drafter) or not drafts_chains(drafter):
             raise ValueError(f"{name}: got {drafter!r}, expected a drafter of chains")
 
 
 def _check_behind(name: str, drafter: Drafter) -> None:
-    """Raises ValueError for a drafter that would go on from the target's cache or last state, which
-    do not hold the tokens drafted before it."""
+    """Rejects a drafter that would draft from the target's cache or last state.
+
+    They do not hold the tokens drafted before it.
+    """
     if drafter.needs_target_state:
         got = type(drafter).__name__
         raise ValueError(
-            f"{name}: got {got}, expected a drafter that needs nothing of the target's cache or states"
+            f"{name}: got {got}, expected a drafter that needs nothing of the target's cache or "
+            "states"
         )

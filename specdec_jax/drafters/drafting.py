@@ -1,5 +1,4 @@
-"""What drafters share: the loop over a draft, a drawn token together with its distribution, drafts
-without a model."""
+"""What drafters share: the loop over a draft, drawing a token, drafts without a model."""
 
 import functools
 import math
@@ -20,8 +19,7 @@ _APART = 2**31 - 2
 
 
 def keys_apart(state: DecodeState) -> jax.Array:
-    """Returns keys `[B]` for the draws of a part of the draft that begins past the committed
-    tokens.
+    """Returns keys `[B]` for a part of the draft that begins past the committed tokens.
 
     Uniforms are keyed by the length at which a draft begins. With the request's own keys, a part
     that begins later would use the draws of a later iteration. Gumbel coupling keys by absolute
@@ -30,7 +28,7 @@ def keys_apart(state: DecodeState) -> jax.Array:
     if state.config.verifier.coupled:
         return state.keys
 
-    def fold(key, length):
+    def fold(key: jax.Array, length: jax.Array):
         return jax.random.fold_in(jax.random.fold_in(key, _APART), length)
 
     return jax.vmap(fold)(state.keys, state.lengths)
@@ -45,8 +43,7 @@ def draft_tokens(
     catch_up: Callable | None = None,
     seen: Callable[[Any], DraftSignals | None] = lambda carry: None,
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Drafts one token after another; a model that lags behind first catches up, two positions a
-    call.
+    """Drafts one token after another; a model that lags first catches up, two positions a call.
 
     A row stops drafting after an EOS that it chose, or after a token at which the policy of γ ends
     the draft. That token stays in the draft, because dropping it would bias the distribution.
@@ -67,7 +64,7 @@ def draft_tokens(
       The drafted tokens `[B, G]`, how many of them count `[B]`, and the last carry.
     """
 
-    def more(loop):
+    def more(loop: tuple):
         step, _, num_drafted, _ = loop
         return jnp.any(step < num_drafted)
 
@@ -76,7 +73,7 @@ def draft_tokens(
     if catch_up is not None:
         # It mostly runs once or never, but is a loop: the branches of a `lax.cond` would copy the
         # caches.
-        def pair(loop):
+        def pair(loop: tuple):
             return take(catch_up, (loop[0] + 1, *loop[1:]))
 
         loop = jax.lax.while_loop(lambda loop: loop[0] < 0, pair, loop)
@@ -91,8 +88,9 @@ def draft_in_pairs(
     lag: jax.Array,
     feed: Callable,
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Does what `draft_tokens` does for an accelerator, where a call over two positions takes no
-    longer than one over a single position: every step feeds the token before it once more.
+    """Does what `draft_tokens` does, where a call over two positions costs as much as over one.
+
+    That is so on an accelerator. Every step feeds the token before it once more.
 
     So a lag of one token costs no step of its own. There are G steps whether or not a row drafts so
     many, since a GPU's host waits before every step of a loop whose number of steps is not known.
@@ -106,12 +104,12 @@ def draft_in_pairs(
     """
     first = jnp.minimum(1 - jnp.asarray(lag, jnp.int32), 0)
 
-    def pair(loop):
+    def pair(loop: tuple):
         return (loop[0] + 2, feed(*loop))
 
     _, carry = jax.lax.while_loop(lambda loop: loop[0] < 0, pair, (first, carry))
 
-    def step(_, loop):
+    def step(_: Any, loop: tuple):
         return _take(state, lambda carry: None, choose, loop)
 
     loop = jnp.int32(0), state.tokens, num_wanted, carry
@@ -119,8 +117,7 @@ def draft_in_pairs(
 
 
 def _take(state: DecodeState, seen: Callable, choose: Callable, loop: tuple) -> tuple:
-    """Runs one step of the loop over a draft: its number, tokens, number of tokens drafted, and
-    carry."""
+    """Runs one step of the loop over a draft: step, tokens, number of tokens drafted, and carry."""
     step, tokens, num_drafted, carry = loop
     token, carry = choose(step, tokens, carry)
     drawing = (step >= 0) & (step < num_drafted)
@@ -136,8 +133,7 @@ def _take(state: DecodeState, seen: Callable, choose: Callable, loop: tuple) -> 
 
 
 def _drafted(state: DecodeState, loop: tuple) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns the drafted tokens `[B, G]`, how many of them count `[B]`, and the carry, after the
-    last step of the loop over a draft."""
+    """Returns the drafted tokens `[B, G]`, how many count `[B]`, and the carry of a loop."""
     _, tokens, num_drafted, carry = loop
     places = jnp.minimum(
         state.lengths[:, None] + jnp.arange(state.config.gamma), tokens.shape[1] - 1
@@ -146,7 +142,7 @@ def _drafted(state: DecodeState, loop: tuple) -> tuple[jax.Array, jax.Array, Any
 
 
 def empty_distribution(state: DecodeState) -> Categorical | None:
-    """Returns an empty buffer for the distribution of a draft, None if no verifier will look at it."""
+    """Returns an empty buffer for a draft's distribution, None if no verifier will look at it."""
     config = state.config
     if not config.needs_draft_probs:
         return None
@@ -157,10 +153,15 @@ def empty_distribution(state: DecodeState) -> Categorical | None:
 
 
 def draw_adjusted(
-    state: DecodeState, logits, tokens, step, dist: Categorical | None
+    state: DecodeState,
+    logits: jax.Array,
+    tokens: jax.Array,
+    step: jax.Array | int,
+    dist: Categorical | None,
 ) -> tuple[jax.Array, Categorical | None]:
-    """Returns one token `[B]`, drawn from `logits [B, 1, V]` after processors, temperature and
-    filters (at temperature 0 their argmax), and `dist`.
+    """Returns a token `[B]`, drawn from `logits [B, 1, V]` after processors, and `dist`.
+
+    At temperature 0 it is their argmax.
 
     `dist` then holds, at position `step`, the distribution that the token was drawn from. `tokens
     [B, S]` holds what was drafted before.
@@ -176,10 +177,9 @@ def draw_adjusted(
 
 
 def draw(
-    state: DecodeState, here: Categorical, step, dist: Categorical | None
+    state: DecodeState, here: Categorical, step: jax.Array | int, dist: Categorical | None
 ) -> tuple[jax.Array, Categorical | None]:
-    """Returns one token `[B]` drawn from the distribution `here` over `[B, 1, V]`, and `dist` with
-    `here` at position `step`.
+    """Returns one token `[B]` drawn from `here` over `[B, 1, V]`, and `dist` with `here` at `step`.
 
     While catching up (step < 0) what is drawn is thrown away.
     """
@@ -192,7 +192,7 @@ def draw(
     drawn = randomness.draw(here.probs()[:, 0], random)
     if dist is not None:
         # While catching up position 0 is written, which step 0 then overwrites.
-        def write(buffer, new):
+        def write(buffer: jax.Array, new: jax.Array):
             return jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
 
         dist = Categorical(*map(write, dist, here))
@@ -200,10 +200,17 @@ def draw(
 
 
 def record_signals(
-    state: DecodeState, logits, tokens, step, token: jax.Array, seen: DraftSignals | None
+    state: DecodeState,
+    logits: jax.Array,
+    tokens: jax.Array,
+    step: jax.Array | int,
+    token: jax.Array,
+    seen: DraftSignals | None,
 ) -> DraftSignals | None:
-    """Returns `seen` with what the policy of γ reads from the distribution that `token [B]` was
-    drawn from; the other arguments are those of `draw_adjusted`."""
+    """Returns `seen` with what the policy reads of the distribution of `token [B]`.
+
+    The other arguments are those of `draw_adjusted`.
+    """
     if seen is None:
         return None
     prefixes = context(state, tokens, jnp.maximum(step, 0))
@@ -216,15 +223,16 @@ def record_signals(
     )
 
     # While catching up position 0 is written, which step 0 then overwrites.
-    def write(buffer, new):
+    def write(buffer: jax.Array, new: jax.Array):
         return jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
 
     return DraftSignals(*map(write, seen, here))
 
 
 def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """Returns `logits [..., W]` as `[..., vocab_size]`: ids that the drafter lacks get probability
-    0, ids that the target lacks are cut off.
+    """Returns `logits [..., W]` as `[..., vocab_size]`.
+
+    Ids that the drafter lacks get probability 0; ids that the target lacks are cut off.
 
     The cut comes before any adjustment, so that the distribution is the one that is drawn from.
     """
@@ -237,8 +245,7 @@ def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def point_mass(state: DecodeState, tokens: jax.Array) -> PointMass | None:
-    """Returns the point mass at each of `tokens` as the distribution of a draft, None if no
-    verifier will look at it."""
+    """Returns the point mass at each of `tokens`, None if no verifier will look at it."""
     return PointMass(tokens, state.config.vocab_size) if state.config.needs_draft_probs else None
 
 

@@ -1,4 +1,4 @@
-"""Early exit: the first decoder layers of the target itself as drafter, on the target's own cache."""
+"""Early exit: the first decoder layers of the target as drafter, on the target's own cache."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
+from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.drafters.drafting import (
     draft_tokens,
     draw_adjusted,
@@ -20,8 +21,8 @@ from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 
 
 @flax.struct.dataclass
@@ -36,15 +37,29 @@ class ExitNetwork(Network):
     layers: int = flax.struct.field(pytree_node=False, default=1)
     kernel: weight_layouts.Kernel | None = None
 
-    def decode_states(self, tokens, positions, cache, layers=None, valid=None):
+    def decode_states(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: Any,
+        layers: int | None = None,
+        valid: jax.Array | None = None,
+    ):
         layers = self.layers if layers is None else min(layers, self.layers)
         return super().decode_states(tokens, positions, cache, layers, valid)
 
-    def decode_nodes(self, tokens, nodes, cache, valid=None, layers=None):
+    def decode_nodes(
+        self,
+        tokens: jax.Array,
+        nodes: AnyNodes,
+        cache: Any,
+        valid: jax.Array | None = None,
+        layers: int | None = None,
+    ):
         layers = self.layers if layers is None else min(layers, self.layers)
         return super().decode_nodes(tokens, nodes, cache, valid, layers)
 
-    def head(self, states, valid=None):
+    def head(self, states: jax.Array, valid: jax.Array | None = None):
         return (
             super().head(states, valid)
             if self.kernel is None
@@ -53,18 +68,19 @@ class ExitNetwork(Network):
 
 
 def check_own(model: LanguageModel, target: LanguageModel, what: str) -> None:
-    """Raises ValueError if `model`, a part of which drafts, is not the target; `what` names that
-    part."""
+    """Raises ValueError if `model`, of which `what` is a part that drafts, is not the target."""
     if model is not target:
         raise ValueError(
-            f"drafter: got {what} of another model ({model.name}), expected that of the target itself ({target.name})"
+            f"drafter: got {what} of another model ({model.name}), "
+            f"expected that of the target itself ({target.name})"
         )
 
 
 @jax.tree_util.register_pytree_node_class
-class EarlyExitDrafter(Drafter):
-    """A drafter made of the target's first k decoder layers, last norm and head: no second model,
-    no cache of its own.
+class EarlyExitDrafter(TreeDrafter):
+    """A drafter made of the target's first k decoder layers, last norm and head.
+
+    It has no second model, and no cache of its own.
 
     The layers below the exit compute for a token what they compute in the target's own call. So the
     drafter reads the target's cache, which lacks exactly the last committed token, and feeds that
@@ -78,11 +94,12 @@ class EarlyExitDrafter(Drafter):
 
     provides_probs = True
     needs_target_state = True
-    drafts_trees = True
 
     @isolated
-    def __init__(self, model: LanguageModel, layers: int, head=None):
-        """Args:
+    def __init__(self, model: LanguageModel, layers: int, head: Any = None):
+        """Takes the first layers of a target.
+
+        Args:
           model: the target.
           layers: k, from 1 to one less than the target has.
           head: `[D, W]`, the kernel of a head of its own; None: the target's head.
@@ -121,7 +138,7 @@ class EarlyExitDrafter(Drafter):
         return (self.network,), None
 
     @classmethod
-    def tree_unflatten(cls, _, children):
+    def tree_unflatten(cls, _: None, children: Any):
         drafter = object.__new__(cls)  # inside jit only the network is there
         (drafter.network,) = children
         return drafter
@@ -147,13 +164,17 @@ class EarlyExitDrafter(Drafter):
     def check(self, target: LanguageModel) -> None:
         check_own(self.model, target, "an early exit")
 
-    def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
+    def init(
+        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
+    ) -> tuple:
         return ()
 
-    def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
+    def draft(
+        self, draft_state: tuple, state: DecodeState, num_wanted: jax.Array
+    ) -> tuple[tuple, Draft]:
         last, vocab_size = state.lengths - 1, state.config.vocab_size
 
-        def choose(step, tokens, carry):
+        def choose(step: jax.Array | int, tokens: jax.Array, carry: Any):
             cache, dist, seen = carry
             position = last + step
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
@@ -176,11 +197,13 @@ class EarlyExitDrafter(Drafter):
             tokens, num_drafted, dist, calls=num_drafted, seen=seen, target_cache=cache
         )
 
-    def draft_tree(self, draft_state, state, num_wanted, room):
-        def widened(logits):
+    def draft_tree(
+        self, draft_state: Any, state: DecodeState, num_wanted: jax.Array, max_depth: jax.Array
+    ):
+        def widened(logits: jax.Array):
             return match_width(logits, state.config.vocab_size)
 
         cache, draft = draft_with_model(
-            self.network, widened, state.target_cache, state, num_wanted, room, lag=1
+            self.network, widened, state.target_cache, state, num_wanted, max_depth, lag=1
         )
         return (), draft._replace(target_cache=cache)

@@ -5,6 +5,7 @@ This is blockwise parallel decoding (Stern et al. 2018) with Medusa's heads (Cai
 """
 
 import dataclasses
+import os
 import pathlib
 from typing import Any, ClassVar
 
@@ -16,13 +17,15 @@ import numpy as np
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import native_format, stored_tensor
 from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_distribution
-from specdec_jax.drafters.tree_levels import draft_tree
+from specdec_jax.drafters.tree_levels import Level, draft_tree
 from specdec_jax.models import arguments, heads, parameters
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 
 
 @flax.struct.dataclass
@@ -39,9 +42,10 @@ class HeadsState:
 
 
 @flax.struct.dataclass
-class HeadsDrafter(Drafter):
-    """A drafter with N heads on the target's state that predicted the last committed token: head i
-    predicts the i-th token after it.
+class HeadsDrafter(TreeDrafter):
+    """A drafter with N heads on the state of the target that predicted the last committed token.
+
+    Head i predicts the i-th token after it.
 
     A head does not see the tokens in between, so its distribution is the same whatever the heads
     before it drew. The distribution passes through the target's processors, temperature and filters
@@ -57,15 +61,13 @@ class HeadsDrafter(Drafter):
 
     needs_target_state: ClassVar[bool] = True
     observes: ClassVar[bool] = True
-    drafts_trees: ClassVar[bool] = True
     network: HeadsNetwork
     fingerprint: str = flax.struct.field(pytree_node=False)
 
     @classmethod
     @isolated
     def for_target(cls, target: LanguageModel, config: HeadsConfig, params: dict) -> "HeadsDrafter":
-        """Returns heads with the parameters `params` on `target`; they compute in the target's
-        dtype.
+        """Returns heads with the parameters `params` on `target`, computing in its dtype.
 
         Raises:
           ValueError: their widths are not the target's.
@@ -80,7 +82,7 @@ class HeadsDrafter(Drafter):
 
     @classmethod
     @isolated
-    def load(cls, path, target: LanguageModel) -> "HeadsDrafter":
+    def load(cls, path: str | os.PathLike[str], target: LanguageModel) -> "HeadsDrafter":
         """Returns the heads that `save` wrote, on `target`.
 
         Raises:
@@ -98,8 +100,8 @@ class HeadsDrafter(Drafter):
         return cls.for_target(target, config, parameters.unflatten(params))
 
     @isolated
-    def save(self, path, dtype=None) -> None:
-        """Writes a folder that `load` reads, in `dtype` or, for None, in the parameters' own dtype."""
+    def save(self, path: str | os.PathLike[str], dtype: Any = None) -> None:
+        """Writes a folder that `load` reads, in `dtype`, by default the parameters' own."""
         params = jax.tree.map(
             lambda leaf: np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype),
             self.params,
@@ -130,19 +132,21 @@ class HeadsDrafter(Drafter):
     def identity(self) -> tuple[list[Any], Any]:
         return [self.fingerprint, self.config], self.params
 
-    def init(self, inputs, input_lengths, tokens, slots: int) -> HeadsState:
+    def init(
+        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
+    ) -> HeadsState:
         batch = tokens.shape[0]
         return HeadsState(
             jnp.zeros((batch, self.config.emb_dim), self.config.dtype), jnp.zeros(batch, bool)
         )
 
     def draft(
-        self, draft_state: HeadsState, state: DecodeState, num_wanted
+        self, draft_state: HeadsState, state: DecodeState, num_wanted: jax.Array
     ) -> tuple[HeadsState, Draft]:
         num_wanted = jnp.where(draft_state.known, jnp.minimum(num_wanted, self.config.num_heads), 0)
         logits = self.network.logits(draft_state.states)
 
-        def choose(step, tokens, dist):
+        def choose(step: jax.Array | int, tokens: jax.Array, dist: Categorical | None):
             return draw_adjusted(
                 state, jax.lax.dynamic_slice_in_dim(logits, step, 1, axis=1), tokens, step, dist
             )
@@ -152,16 +156,22 @@ class HeadsDrafter(Drafter):
         )
         return draft_state, Draft(tokens, num_drafted, dist, (num_wanted > 0).astype(jnp.int32))
 
-    def draft_tree(self, draft_state: HeadsState, state: DecodeState, num_wanted, room):
+    def draft_tree(
+        self,
+        draft_state: HeadsState,
+        state: DecodeState,
+        num_wanted: jax.Array,
+        max_depth: jax.Array,
+    ):
         logits = self.network.logits(draft_state.states)
         batch, heads, vocab_size = logits.shape
-        room = jnp.where(draft_state.known, jnp.minimum(room, heads), 0)
+        max_depth = jnp.where(draft_state.known, jnp.minimum(max_depth, heads), 0)
 
-        def logits_of(level, carry):
+        def logits_of(level: Level, carry: Any):
             here = logits[:, None, min(level.depth, heads - 1)]
             return jnp.broadcast_to(here, (batch, level.tokens.shape[1], vocab_size)), carry
 
-        draft, _ = draft_tree(state, num_wanted, room, logits_of, ())
+        draft, _ = draft_tree(state, num_wanted, max_depth, logits_of, ())
         return draft_state, draft._replace(
             calls=jnp.any(draft.valid[:, 1:], axis=1).astype(jnp.int32)
         )

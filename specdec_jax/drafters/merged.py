@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.drafters.drafting import keys_apart
-from specdec_jax.drafters.pair import Pair, PairState
+from specdec_jax.drafters.pair import DrafterPair, PairState
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.trees import CHILDREN, Tree
 
 # Those under which siblings may come from different distributions.
@@ -23,9 +23,10 @@ _KINDS = {
 
 
 @jax.tree_util.register_pytree_node_class
-class MergedDrafter(Pair):
-    """Two drafters, each of which drafts a tree of its own after the last committed token; the
-    target scores both trees in one call.
+class MergedDrafter(DrafterPair, TreeDrafter):
+    """Two drafters, each of which drafts a tree of its own after the last committed token.
+
+    The target scores both trees in one call.
 
     The children of node 0 are dealt out, the first to the first drafter, the second to the second,
     the third to the first again, with all that follows them. Each child is verified against the
@@ -36,26 +37,27 @@ class MergedDrafter(Pair):
     cascade one resumes where the other stopped.
     """
 
-    drafts_trees = True
-    drafts_chains = False
-    grows_trees = False
-    tree_kinds: ClassVar[Any] = property(
+    trees_only = True
+    dynamic = False
+    kinds: ClassVar[Any] = property(
         lambda self: {
             kind: rules
             for kind, rules in _KINDS.items()
-            if all(kind in part.tree_kinds for part in self.parts)
+            if all(kind in part.kinds for part in self.parts)
         }
     )
 
-    def __init__(self, first: Drafter, second: Drafter):
-        """Args:
+    def __init__(self, first: TreeDrafter, second: TreeDrafter):
+        """Merges two drafters of trees.
+
+        Args:
           first, second: drafters that draft trees; they may be merged ones themselves.
 
         Raises:
           ValueError: something else.
         """
         for name, part in (("first", first), ("second", second)):
-            if not isinstance(part, Drafter) or not part.drafts_trees:
+            if not isinstance(part, TreeDrafter):
                 raise ValueError(f"{name}: got {part!r}, expected a drafter that drafts trees")
         self.parts = first, second
 
@@ -64,10 +66,18 @@ class MergedDrafter(Pair):
         first, second = self.parts
         return f"{first.name} beside {second.name}"
 
-    def init_tree(self, inputs, input_lengths, tokens, slots: int, **encoded) -> PairState:
+    def init_tree(
+        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int, **encoded
+    ) -> PairState:
         return self.begin("init_tree", inputs, input_lengths, tokens, slots, **encoded)
 
-    def draft_tree(self, draft_state: PairState, state: DecodeState, num_wanted, room):
+    def draft_tree(
+        self,
+        draft_state: PairState,
+        state: DecodeState,
+        num_wanted: jax.Array,
+        max_depth: jax.Array,
+    ):
         config, tree = state.config, state.config.tree
         assert isinstance(tree, Tree)
         lag = max(
@@ -82,7 +92,7 @@ class MergedDrafter(Pair):
             inside = config._replace(tree=subtree, gamma=subtree.depth, lag=lag)
             view = dataclasses.replace(state, config=inside, keys=keys, target_cache=cache)
             wanted = jnp.sum(numbers[1:] <= num_wanted[:, None], axis=1, dtype=jnp.int32)
-            own, draft = part.draft_tree(own, view, wanted, room)
+            own, draft = part.draft_tree(own, view, wanted, max_depth)
             cache = cache if draft.target_cache is None else draft.target_cache
             states.append(own)
             drafts.append(draft)
@@ -113,10 +123,10 @@ def _merged(tree: Tree, drafts: list[TreeDraft], target_cache: Any) -> TreeDraft
     places = np.argsort(np.concatenate(_dealt(tree)), kind="stable")
     places = np.delete(places, 1)  # node 0 is among both
 
-    def joined(a, b):
+    def joined(a: jax.Array, b: jax.Array):
         return jnp.concatenate([a, b], axis=1)
 
-    def put(a, b):
+    def put(a: jax.Array, b: jax.Array):
         return joined(a, b)[:, places]
 
     dist, origins = None, second.origins

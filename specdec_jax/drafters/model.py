@@ -23,9 +23,13 @@ from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.beam_drafter import BeamDrafter
+from specdec_jax.speculative.beam_search import BeamState
+from specdec_jax.speculative.beam_tree import BeamTree
 from specdec_jax.speculative.prefill import fill_cache
 from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
+from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 
 
 @flax.struct.dataclass
@@ -43,9 +47,10 @@ class ModelDraftState:
 
 
 @jax.tree_util.register_pytree_node_class
-class ModelDrafter(Drafter):
-    """A drafter that draws γ tokens one after another from `model`, under the same processors as
-    the target.
+class ModelDrafter(TreeDrafter, BeamDrafter):
+    """A drafter that draws γ tokens one after another from `model`.
+
+    Its logits pass through the same processors as the target's.
 
     Attributes:
       model: the drafter's model; must share the target's vocabulary (its logits may be narrower or
@@ -56,8 +61,6 @@ class ModelDrafter(Drafter):
     """
 
     provides_probs = True
-    drafts_beams = True
-    drafts_trees = True
     # Whether the model attends to the target's encoder output instead of having an encoder.
     reads_encoder: ClassVar[Any] = property(lambda self: self.network.encoder_dim is not None)
     scorable: ClassVar[Any] = property(lambda self: not self.reduced)
@@ -67,10 +70,12 @@ class ModelDrafter(Drafter):
         self,
         model: LanguageModel,
         shortlist: int | Sequence[int] | np.ndarray | None = None,
-        int8=False,
+        int8: bool = False,
     ):
-        """A shortlist and 8 bits do not change the output distribution; both change what is
-        proposed, and so the acceptance rate.
+        """Makes the drafter.
+
+        A shortlist and int8 do not change the output distribution; both change what is proposed,
+        and so the acceptance rate.
 
         Args:
           model: the drafter's model.
@@ -102,8 +107,10 @@ class ModelDrafter(Drafter):
         return self.network is not self.model.network
 
     def variants(self) -> dict[str, Network]:
-        """Returns the network without the shortlist, without 8 bits, and without both, by name, so
-        that what each gains can be timed."""
+        """Returns the network without the shortlist, without int8, and without both, by name.
+
+        So what each gains can be timed.
+        """
         found = {}
         if self.int8 and self.shortlist is not None:
             found["shortlist alone"] = self.model.network.shortlisted(self.shortlist.ids)
@@ -116,7 +123,7 @@ class ModelDrafter(Drafter):
         return (self.network, self.shortlist), None
 
     @classmethod
-    def tree_unflatten(cls, _, children):
+    def tree_unflatten(cls, _: None, children: Any):
         drafter = object.__new__(cls)  # inside jit the model is not there
         drafter.network, drafter.shortlist = children
         return drafter
@@ -150,13 +157,19 @@ class ModelDrafter(Drafter):
             )
 
     def widened(self, logits: jax.Array, vocab_size: int) -> jax.Array:
-        """Returns the network's logits as `[..., vocab_size]`, −inf for ids that it does not
-        propose."""
+        """Returns logits as `[..., vocab_size]`, −inf for ids that are not proposed."""
         return match_width(
             logits if self.shortlist is None else self.shortlist.widen(logits), vocab_size
         )
 
-    def init(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> ModelDraftState:
+    def init(
+        self,
+        inputs: jax.Array,
+        input_lengths: jax.Array,
+        tokens: jax.Array,
+        slots: int,
+        encoded: jax.Array | None = None,
+    ) -> ModelDraftState:
         batch, prefix = tokens.shape
         shared = {} if encoded is None else {"encoded": encoded}
         cache = fill_cache(self.network, inputs, input_lengths, tokens, slots, **shared)
@@ -164,36 +177,47 @@ class ModelDrafter(Drafter):
         # of the two numbers.
         return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
 
-    def begin_beams(
-        self, inputs, input_lengths, tokens, beams: int, slots: int, positions: int, encoded=None
+    def init_beams(
+        self,
+        inputs: jax.Array,
+        input_lengths: jax.Array,
+        tokens: jax.Array,
+        beams: int,
+        slots: int,
+        positions: int,
+        encoded: jax.Array | None = None,
     ) -> Any:
         shared = {} if encoded is None else {"encoded": encoded}
         cache = fill_cache(self.network, inputs, input_lengths, tokens, tokens.shape[1], **shared)
         return self.network.node_cache(cache, slots, positions)
 
-    def draft_beams(self, draft_state, state, tree):
-        def widened(logits):
+    def draft_beams(self, draft_state: Any, state: BeamState, tree: BeamTree):
+        def widened(logits: jax.Array):
             return self.widened(logits, state.config.vocab_size)
 
         return draft_levels(self.network, widened, draft_state, state, tree)
 
-    def move_beams(self, draft_state, sources, starts):
+    def move_beams(self, draft_state: Any, sources: jax.Array, starts: jax.Array):
         return self.network.move_nodes(draft_state, sources, starts)
 
-    def init_tree(self, inputs, input_lengths, tokens, slots: int, **encoded) -> Any:
+    def init_tree(
+        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int, **encoded
+    ) -> Any:
         cache = fill_cache(self.network, inputs, input_lengths, tokens, tokens.shape[1], **encoded)
         return self.network.node_cache(cache, slots, slots)
 
-    def draft_tree(self, draft_state, state, num_wanted, room):
-        def widened(logits):
+    def draft_tree(
+        self, draft_state: Any, state: DecodeState, num_wanted: jax.Array, max_depth: jax.Array
+    ):
+        def widened(logits: jax.Array):
             return self.widened(logits, state.config.vocab_size)
 
         whole, lag = self.shortlist is None, state.config.lag
         return draft_with_model(
-            self.network, widened, draft_state, state, num_wanted, room, lag, whole
+            self.network, widened, draft_state, state, num_wanted, max_depth, lag, whole
         )
 
-    def keep_path(self, draft_state, state, draft, path):
+    def keep_path(self, draft_state: Any, state: DecodeState, draft: TreeDraft, path: jax.Array):
         fed = jnp.take_along_axis(draft.slots, path[:, 1:], axis=1)
         return self.network.move_nodes(draft_state, state.lengths[:, None] - 1 + fed, state.lengths)
 
@@ -201,10 +225,9 @@ class ModelDrafter(Drafter):
         return ModelDraftState(draft_state.cache, jnp.minimum(draft_state.cached, lengths - 1))
 
     def draft(
-        self, draft_state: ModelDraftState, state: DecodeState, num_wanted
+        self, draft_state: ModelDraftState, state: DecodeState, num_wanted: jax.Array
     ) -> tuple[ModelDraftState, Draft]:
-        """Drafts with a loop of single steps; if a row lags, a call over two positions takes the
-        place of the first step.
+        """Drafts with a loop of single steps, the first over two positions if a row lags.
 
         After a full acceptance the last drafted token was drawn but never fed: it is fed together
         with the one committed after it. The other rows feed the same tokens to the same slots
@@ -215,7 +238,7 @@ class ModelDrafter(Drafter):
         last = state.lengths - 1
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
 
-        def choose(step, tokens, carry):
+        def choose(step: jax.Array | int, tokens: jax.Array, carry: Any):
             cache, dist, seen = carry
             position = last + step
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
@@ -223,7 +246,7 @@ class ModelDrafter(Drafter):
             states, cache = self.network.decode_states(fed, position, cache, valid=valid)
             return self._chosen(state, step, tokens, states, valid, (cache, dist, seen))
 
-        def fed_pair(step, tokens, cache):
+        def fed_pair(step: jax.Array | int, tokens: jax.Array, cache: Any):
             # At position 0 the second token is fed needlessly. Past its draft a row may feed
             # anything, but only to slots that no row commits: the last two are among them.
             position = jnp.clip(last + step, 0, tokens.shape[1] - 1)
@@ -237,7 +260,7 @@ class ModelDrafter(Drafter):
                 cache,
             )
 
-        def choose_by_pair(step, tokens, carry):
+        def choose_by_pair(step: jax.Array | int, tokens: jax.Array, carry: tuple):
             cache, dist, seen = carry
             states, valid, cache = fed_pair(step, tokens, cache)
             return self._chosen(state, step, tokens, states, valid, (cache, dist, seen))
@@ -245,7 +268,7 @@ class ModelDrafter(Drafter):
         carry = draft_state.cache, empty_distribution(state), empty_signals(state.policy, len(last))
         if state.policy is None and self.network.pairs_are_free(draft_state.cache):
 
-            def feed(step, carry):
+            def feed(step: jax.Array | int, carry: Any):
                 return (fed_pair(step, state.tokens, carry[0])[2], *carry[1:])
 
             found = draft_in_pairs(state, num_wanted, choose_by_pair, carry, jnp.max(lag), feed)
@@ -277,10 +300,15 @@ class ModelDrafter(Drafter):
         return ModelDraftState(cache, cached), draft
 
     def _chosen(
-        self, state: DecodeState, step, tokens, states, valid, carry
+        self,
+        state: DecodeState,
+        step: jax.Array | int,
+        tokens: jax.Array,
+        states: jax.Array,
+        valid: jax.Array,
+        carry: tuple,
     ) -> tuple[jax.Array, tuple]:
-        """Returns the token `[B]` that is drafted after `states`, and the carry of `draft` (cache,
-        distribution, signals)."""
+        """Returns the token `[B]` that is drafted after `states`, and `draft`'s carry."""
         (cache, dist, seen), vocab_size = carry, state.config.vocab_size
         bare = state.config.mode.greedy and not state.config.mode.processes and seen is None
         if (

@@ -1,5 +1,7 @@
-"""Makes drafters from their names on the command line: `--drafter=lookup`, `self:int8`, `exit:3`, a
-table, a folder."""
+"""Makes drafters from their names on the command line.
+
+`--drafter=` takes `lookup`, `self:int8`, `exit:3`, a table, or a folder.
+"""
 
 import pathlib
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 
 
-class Named(NamedTuple):
+class NamedDrafter(NamedTuple):
     """A drafter that needs nothing but the target.
 
     Attributes:
@@ -35,10 +37,12 @@ class Named(NamedTuple):
 SELF_INT8 = "self:int8"
 # A new drafter without files of its own is a row here.
 WITHOUT_FILES = {
-    "lookup": Named("copies from input and output", lambda target: PromptLookupDrafter()),
-    "assisted": Named("n-grams gathered while decoding", lambda target: AssistedNGramDrafter()),
-    SELF_INT8: Named("the target's own weights rounded to 8 bits", SelfDrafter),
-    "random": Named("random tokens", lambda target: RandomDrafter(target.config.vocab_size)),
+    "lookup": NamedDrafter("copies from input and output", lambda target: PromptLookupDrafter()),
+    "assisted": NamedDrafter(
+        "n-grams gathered while decoding", lambda target: AssistedNGramDrafter()
+    ),
+    SELF_INT8: NamedDrafter("the target's own weights rounded to 8 bits", SelfDrafter),
+    "random": NamedDrafter("random tokens", lambda target: RandomDrafter(target.config.vocab_size)),
 }
 
 
@@ -107,8 +111,7 @@ def traced_drafter(name: str, config: ModelConfig, load: Callable[[str], ModelDr
 
 
 def check_drafter_name(name: str) -> None:
-    """Raises ValueError for a name that means no drafter, before the target, which may be large, is
-    loaded."""
+    """Raises ValueError for a name that means no drafter, before a large target is loaded."""
     if without_model(name):
         return
     try:
@@ -133,6 +136,7 @@ def _exit_layer(name: str, num_layers: int) -> int:
             else "a target with more than one decoder layer"
         )
         raise ValueError(
-            f"drafter: got {name!r}, expected {expected} (the target has {num_layers} decoder layers)"
+            f"drafter: got {name!r}, expected {expected} (the target has {num_layers} decoder "
+            "layers)"
         )
     return layers

@@ -1,13 +1,15 @@
 """Drafts by a table of counted n-grams."""
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import flax.struct
+import jax
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.drafters.beam_chains import ChainDrafter
+from specdec_jax.drafters.beam_chains import BeamChainDrafter
 from specdec_jax.drafters.drafting import (
     draft_tokens,
     draft_without_calls,
@@ -18,19 +20,19 @@ from specdec_jax.drafters.drafting import (
     record_signals,
 )
 from specdec_jax.drafters.ngram_table import NGramTable
-from specdec_jax.drafters.tree_levels import Children, draft_children, draft_tree
+from specdec_jax.drafters.tree_levels import Children, Level, draft_children, draft_tree
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
+from specdec_jax.speculative.state import AnyRows, DecodeState, Draft, empty_signals
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.trees import CHILDREN, POINTS
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 
 @flax.struct.dataclass
-class NGramDrafter(ChainDrafter):
-    """A drafter that proposes what followed the last n − 1 tokens in texts that were counted
-    before.
+class NGramDrafter(BeamChainDrafter, TreeDrafter):
+    """A drafter that proposes what followed the last n − 1 tokens in texts counted before.
 
     n = 1 is a unigram model, n = 2 a bigram model. The longest context that was seen counts; if
     none was, the frequencies of single ids. In counting and in drafting, contexts that reach beyond
@@ -46,10 +48,9 @@ class NGramDrafter(ChainDrafter):
     table: NGramTable
     sampled: bool = flax.struct.field(pytree_node=False, default=False)
 
-    drafts_trees: ClassVar[bool] = True
     provides_probs: ClassVar[Any] = property(lambda self: self.sampled)
-    tree_kinds: ClassVar[Any] = property(lambda self: CHILDREN if self.sampled else POINTS)
-    grows_trees: ClassVar[Any] = property(lambda self: self.sampled)
+    kinds: ClassVar[Any] = property(lambda self: CHILDREN if self.sampled else POINTS)
+    dynamic: ClassVar[Any] = property(lambda self: self.sampled)
 
     @classmethod
     @isolated
@@ -90,17 +91,19 @@ class NGramDrafter(ChainDrafter):
         )
         return cls(table, bool(sampled))
 
-    def save(self, path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one file (.npz) that `load` reads."""
         self.table.save(path, sampled=np.bool_(self.sampled))
 
     @classmethod
     @isolated
     def load(
-        cls, path, vocabulary: Vocabulary | None = None, sampled: bool | None = None
+        cls,
+        path: str | os.PathLike[str],
+        vocabulary: Vocabulary | None = None,
+        sampled: bool | None = None,
     ) -> "NGramDrafter":
-        """Returns the drafter that `save` wrote; `sampled`, if given, takes the place of what the
-        file says.
+        """Returns the drafter that `save` wrote; `sampled`, if given, replaces the file's.
 
         Raises:
           ValueError: no such file, a truncated one, or one that was counted with another
@@ -109,7 +112,8 @@ class NGramDrafter(ChainDrafter):
         table, values = NGramTable.load(path)
         if vocabulary is not None and not table.matches(vocabulary):
             raise ValueError(
-                f"{path}: got a table of {table.vocab_size} ids of another vocabulary, expected that of the "
+                f"{path}: got a table of {table.vocab_size} ids of another vocabulary, "
+                "expected that of the "
                 f"target ({vocabulary.size} pieces)"
             )
         return cls(table, bool(values.get("sampled", False)) if sampled is None else sampled)
@@ -128,7 +132,8 @@ class NGramDrafter(ChainDrafter):
         ours, width, table = target.vocabulary, target.config.vocab_size, self.table
         if not table.matches(ours):
             raise ValueError(
-                f"drafter: got a table of {table.vocab_size} ids of another vocabulary, expected that of the target "
+                f"drafter: got a table of {table.vocab_size} ids of another vocabulary, "
+                "expected that of the target "
                 f"({ours.size} pieces)"
             )
         self.check_ids(width, target.start_token)
@@ -138,20 +143,25 @@ class NGramDrafter(ChainDrafter):
         table = self.table
         if table.vocab_size > width:
             raise ValueError(
-                f"drafter: got a table of {table.vocab_size} ids, expected at most the target's {width}"
+                f"drafter: got a table of {table.vocab_size} ids, "
+                f"expected at most the target's {width}"
             )
         if table.start_token != start_token:
             raise ValueError(
                 f"drafter: got start token {table.start_token}, expected the target's {start_token}"
             )
 
-    def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
+    def init(
+        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
+    ) -> tuple:
         return ()
 
-    def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
+    def draft(
+        self, draft_state: tuple, state: AnyRows, num_wanted: jax.Array
+    ) -> tuple[tuple, Draft]:
         vocab_size = state.config.vocab_size
 
-        def choose(step, tokens, carry):
+        def choose(step: jax.Array | int, tokens: jax.Array, carry: Any):
             rows = self.table.rows(tokens, state.lengths + step)
             if not self.sampled:
                 return self.table.most_frequent(rows), carry
@@ -169,18 +179,20 @@ class NGramDrafter(ChainDrafter):
         )
         return (), draft_without_calls(state, tokens, num_drafted, dist)._replace(seen=seen)
 
-    def draft_tree(self, draft_state: tuple, state: DecodeState, num_wanted, room):
-        def after(level):
+    def draft_tree(
+        self, draft_state: tuple, state: DecodeState, num_wanted: jax.Array, max_depth: jax.Array
+    ):
+        def after(level: Level):
             return self.table.rows(*level.rows(state))
 
-        def logits_of(level, carry):
+        def logits_of(level: Level, carry: Any):
             logits = match_width(self.table.logits(after(level)), state.config.vocab_size)
             return logits.reshape(*level.tokens.shape, -1), carry
 
-        def children_of(level, carry):
+        def children_of(level: Level, carry: Any):
             tokens = self.table.ranked(after(level), max(level.counts))
             return Children(tokens.reshape(*level.tokens.shape, -1)), carry
 
         if self.sampled:
-            return (), draft_tree(state, num_wanted, room, logits_of, ())[0]
-        return (), draft_children(state, num_wanted, room, children_of)[0]
+            return (), draft_tree(state, num_wanted, max_depth, logits_of, ())[0]
+        return (), draft_children(state, num_wanted, max_depth, children_of)[0]

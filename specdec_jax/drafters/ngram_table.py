@@ -1,5 +1,4 @@
-"""Counts which ids follow which contexts, and stores and looks up such tables of k-grams with
-back-off.
+"""Counts which ids follow which contexts, and stores and looks up tables of k-grams with back-off.
 
 A context is looked up from its last id to its first, as in a trie. Every context is a row. Row 0 is
 the empty context; a context of j ids is the row of its last j − 1 ids with one more id before them.
@@ -10,11 +9,12 @@ of all rows are one sorted list of pairs of int32: no hashes, no collisions, no 
 
 import io
 import math
+import os
 import pathlib
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -51,8 +51,7 @@ _LEAST_ROOM, _COMPRESSION, _MOST_ARRAYS = 1 << 24, 50, 100
 
 @flax.struct.dataclass
 class NGramTable:
-    """Counts of what follows each context of up to n − 1 ids: N contexts, with E continuations kept
-    in all.
+    """Counts of what follows each of N contexts of up to n − 1 ids, E continuations in all.
 
     Attributes:
       parents, extras: `[N − 1]` int32, in lexicographic order: row i + 1 is row `parents[i]` with
@@ -81,7 +80,8 @@ class NGramTable:
     fingerprint: str = flax.struct.field(pytree_node=False, default="")
 
     def __repr__(self) -> str:
-        return f"NGramTable({self.order}-grams of {self.vocab_size:,} ids, {len(self.counts):,} continuations)"
+        counted = f"{self.vocab_size:,} ids, {len(self.counts):,} continuations"
+        return f"NGramTable({self.order}-grams of {counted})"
 
     @classmethod
     def count(
@@ -90,12 +90,11 @@ class NGramTable:
         vocab_size: int,
         order: int,
         *,
-        start_token=0,
-        continuations=8,
-        fingerprint="",
+        start_token: Any = 0,
+        continuations: Any = 8,
+        fingerprint: str = "",
     ) -> "NGramTable":
-        """Returns the table of `sequences`, counted in numpy; arguments as for
-        `NGramDrafter.count`."""
+        """Counts `sequences` in numpy; arguments as for `NGramDrafter.count`."""
         for name, value, most in (
             ("vocab_size", vocab_size, 2**31 - 1),
             ("order", order, _MAX_ORDER),
@@ -134,7 +133,7 @@ class NGramTable:
             fingerprint=fingerprint,
         )
 
-    def save(self, path, **values) -> None:
+    def save(self, path: str | os.PathLike[str], **values) -> None:
         """Writes one .npz file at `path`, with further `values` if there are any."""
         fields: dict[str, Any] = {
             name: np.asarray(getattr(self, name)) for name in _ARRAYS + _NUMBERS
@@ -144,7 +143,7 @@ class NGramTable:
         write_file(path, file.getvalue())
 
     @classmethod
-    def load(cls, path) -> tuple["NGramTable", dict[str, np.ndarray]]:
+    def load(cls, path: str | os.PathLike[str]) -> tuple["NGramTable", dict[str, np.ndarray]]:
         """Returns the table that `save` wrote, and the further values.
 
         Raises:
@@ -158,7 +157,8 @@ class NGramTable:
             values = _read_arrays(path)
         except _UNREADABLE as error:
             raise ValueError(
-                f"{path}: got a file that cannot be read ({reason(error)}), expected an n-gram table"
+                f"{path}: got a file that cannot be read ({reason(error)}), "
+                "expected an n-gram table"
             ) from None
         if str(values.pop("format", "")) != _FORMAT or not {
             *_ARRAYS,
@@ -176,19 +176,23 @@ class NGramTable:
                 f"{path}: got {', '.join(_NUMBERS)} that are no integers, expected an n-gram table"
             )
         numbers = {name: int(number) for name, number in found.items()}
-        _check(path, *arrays, **numbers)
+        _check(path, arrays, numbers)
         return cls(
             **_on_device(*arrays), **numbers, fingerprint=str(values.pop("fingerprint"))
         ), values
 
     def matches(self, vocabulary: Vocabulary | None) -> bool:
-        """Returns whether the table may have been counted with `vocabulary`: True unless both are
-        known and differ."""
+        """Returns whether the table may have been counted with `vocabulary`.
+
+        That is True unless both are known and differ.
+        """
         return vocabulary is None or self.fingerprint in ("", vocabulary.fingerprint())
 
     def rows(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Returns the row `[B]` of the longest known context at the end of the first `lengths [B]`
-        of `tokens [B, S]`."""
+        """Returns the row `[B]` of the longest known context at the end of each row's tokens.
+
+        Of `tokens [B, S]` the first `lengths [B]` count.
+        """
         rows, seen = jnp.zeros_like(lengths), jnp.ones(lengths.shape, bool)
         for length in range(1, self.order):
             place = lengths - length
@@ -201,11 +205,13 @@ class NGramTable:
         return rows
 
     def _find(self, parents: jax.Array, extras: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the row `[B]` of the context `parents [B]` with the ids `extras [B]` before it,
-        found by bisection, and whether there is one."""
+        """Returns the row `[B]` of the context `parents [B]` with the ids `extras [B]` before it.
+
+        Returns also whether there is one. It is searched by bisection.
+        """
         size = len(self.parents)
 
-        def halve(_, bounds):
+        def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]):
             low, high = bounds
             middle = (low + high) // 2
             here, there = self.parents[middle], self.extras[middle]
@@ -221,8 +227,10 @@ class NGramTable:
         return self.ranked(rows, 1)[:, 0]
 
     def ranked(self, rows: jax.Array, count: int) -> jax.Array:
-        """Returns the `count` most frequent ids `[B, count]` after the contexts `rows [B]`, −1
-        where fewer are kept."""
+        """Returns the `count` most frequent ids `[B, count]` after the contexts `rows [B]`.
+
+        They are −1 where fewer are kept.
+        """
         places = self.starts[rows][:, None] + jnp.arange(count)
         inside = places < self.starts[rows + 1][:, None]
         return jnp.where(
@@ -230,8 +238,10 @@ class NGramTable:
         )
 
     def logits(self, rows: jax.Array) -> jax.Array:
-        """Returns log counts `[B, V]` of the kept continuations of the contexts `rows [B]`; for the
-        empty context, of all ids."""
+        """Returns log counts `[B, V]` of the kept continuations of the contexts `rows [B]`.
+
+        For the empty context they are those of all ids.
+        """
         tokens = self.ranked(rows, self.continuations)
         places = jnp.minimum(
             self.starts[rows][:, None] + jnp.arange(self.continuations), len(self.counts) - 1
@@ -247,9 +257,11 @@ class NGramTable:
         return jnp.where((rows == 0)[:, None], jnp.log(self.unigram.astype(jnp.float32)), some)
 
 
-def _read_arrays(path) -> dict[str, np.ndarray]:
-    """Returns the arrays of an .npz file by name; raises ValueError if they would take far more
-    memory than a table in a file of its size."""
+def _read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Returns the arrays of an .npz file by name.
+
+    Raises ValueError if they would take far more memory than a table in a file of its size.
+    """
     most, found = _LEAST_ROOM + _COMPRESSION * pathlib.Path(path).stat().st_size, {}
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -283,10 +295,9 @@ def _read_arrays(path) -> dict[str, np.ndarray]:
 
 
 def _padded(
-    sequences, vocab_size: int, before: int, start_token: int
+    sequences: Iterable[Sequence[int]], vocab_size: int, before: int, start_token: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns all ids, the place of each in an array where `before` start tokens precede every
-    sequence, and that array."""
+    """Returns all ids, their places after `before` start tokens per sequence, and that array."""
     arguments.check_kind("sequences", sequences, Iterable, "lists of integers")
     parts = [arguments.as_array(sequence) for sequence in sequences]
     parts = [part for part in parts if part.size]
@@ -308,8 +319,10 @@ def _padded(
 
 
 def _continuations(rows: np.ndarray, ids: np.ndarray, vocab_size: int, most: int) -> np.ndarray:
-    """Returns `[3, E]`: row, id and count of the `most` most frequent ids after each row, the most
-    frequent first."""
+    """Returns `[3, E]`: row, id and count of the `most` most frequent ids after each row.
+
+    The most frequent come first.
+    """
     pairs, counts = np.unique(rows * vocab_size + ids, return_counts=True)
     of_row, tokens = np.divmod(pairs, vocab_size)
     order = np.lexsort((tokens, -counts, of_row))  # pairs are sorted by row already, which stays so
@@ -327,21 +340,11 @@ def _on_device(*arrays: np.ndarray) -> dict[str, jax.Array]:
 
 
 def _check(
-    path,
-    parents,
-    extras,
-    starts,
-    next_tokens,
-    counts,
-    unigram,
-    vocab_size,
-    order,
-    start_token,
-    continuations,
-):
-    """Raises ValueError for a file whose arrays do not fit each other, which a gather on a device
-    would not notice."""
-    arrays = (parents, extras, starts, next_tokens, counts, unigram)
+    path: str | os.PathLike[str], arrays: Sequence[np.ndarray], numbers: Mapping[str, int]
+) -> None:
+    """Raises ValueError for a file whose arrays do not match, which a gather would not notice."""
+    parents, extras, starts, next_tokens, counts, unigram = arrays
+    vocab_size, order, start_token, continuations = (numbers[name] for name in _NUMBERS)
     sound = all(array.ndim == 1 and np.issubdtype(array.dtype, np.integer) for array in arrays)
     sound = (
         sound and 1 <= order <= _MAX_ORDER and 0 <= start_token < vocab_size and continuations >= 1

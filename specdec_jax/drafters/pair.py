@@ -10,13 +10,13 @@ from specdec_jax.speculative.state import DecodeState, Scored
 
 
 class PairState(NamedTuple):
-    """The states of the two drafters of a `Pair`."""
+    """The states of the two drafters of a `DrafterPair`."""
 
     first: Any
     second: Any
 
 
-class Pair(Drafter):
+class DrafterPair(Drafter):
     """Two drafters as one."""
 
     parts: tuple[Any, Any]
@@ -26,7 +26,7 @@ class Pair(Drafter):
         return self.parts, self.number
 
     @classmethod
-    def tree_unflatten(cls, number, parts):
+    def tree_unflatten(cls, number: int, parts: Any):
         pair = object.__new__(cls)
         pair.parts, pair.number = tuple(parts), number
         return pair
@@ -51,13 +51,20 @@ class Pair(Drafter):
         for part in self.parts:
             part.check(target)
 
-    def init(self, inputs, input_lengths, tokens, slots: int, encoded=None) -> PairState:
+    def init(
+        self,
+        inputs: jax.Array,
+        input_lengths: jax.Array,
+        tokens: jax.Array,
+        slots: int,
+        encoded: jax.Array | None = None,
+    ) -> PairState:
         return self.begin("init", inputs, input_lengths, tokens, slots, encoded=encoded)
 
-    def begin(self, method: str, *given, encoded=None) -> PairState:
+    def begin(self, method: str, *given, encoded: jax.Array | None = None) -> PairState:
         """Returns the states of both drafters, made by their method `init` or `init_tree`."""
 
-        def shared(part):
+        def shared(part: Drafter):
             return {"encoded": encoded} if part.reads_encoder else {}
 
         return PairState(*(getattr(part, method)(*given, **shared(part)) for part in self.parts))
@@ -70,7 +77,7 @@ class Pair(Drafter):
         last draft put there for cached.
         """
 
-        def rewound(part, own):
+        def rewound(part: Drafter, own: Any):
             return part.rewind(own, lengths)
 
         return PairState(*map(rewound, self.parts, draft_state))
@@ -78,7 +85,7 @@ class Pair(Drafter):
     def observe(self, draft_state: PairState, state: DecodeState, scored: Scored) -> PairState:
         """Passes what the target made of the draft on to those drafters that learn from it."""
 
-        def seen(part, own):
+        def seen(part: Drafter, own: Any):
             return part.observe(own, state, scored)
 
         return PairState(*map(seen, self.parts, draft_state))

@@ -1,4 +1,4 @@
-"""Drafts by copying what followed the same ids earlier, in the input or the output (prompt lookup)."""
+"""Prompt lookup: drafts by copying what followed the same ids earlier, in input or output."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -6,25 +6,25 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.drafters.beam_chains import ChainDrafter
+from specdec_jax.drafters.beam_chains import BeamChainDrafter
 from specdec_jax.drafters.drafting import draft_without_calls, point_mass
-from specdec_jax.drafters.tree_levels import Children, draft_children
+from specdec_jax.drafters.tree_levels import Children, Level, draft_children
 from specdec_jax.models import arguments
 from specdec_jax.speculative import distributions
-from specdec_jax.speculative.state import DecodeState, Draft
+from specdec_jax.speculative.state import AnyRows, DecodeState, Draft
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.trees import POINTS
 
 
 class Inputs(NamedTuple):
-    """What `PromptLookupDrafter` copies from besides the output: each row's input, `tokens [B, L]`
-    int32 and `lengths [B]`."""
+    """The input of each row, to copy from: `tokens [B, L]` int32 and `lengths [B]`."""
 
     tokens: jax.Array
     lengths: jax.Array
 
 
 @flax.struct.dataclass
-class PromptLookupDrafter(ChainDrafter):
+class PromptLookupDrafter(BeamChainDrafter, TreeDrafter):
     """A drafter that copies what followed the last tokens of a row where they stood before.
 
     It looks in the row's output (for a decoder-only target in its prompt too) and in the encoder's
@@ -43,9 +43,8 @@ class PromptLookupDrafter(ChainDrafter):
 
     max_match: int = flax.struct.field(pytree_node=False, default=3)
     varies: ClassVar[bool] = True
-    drafts_trees: ClassVar[bool] = True
-    tree_kinds: ClassVar[Any] = POINTS
-    grows_trees: ClassVar[bool] = False
+    kinds: ClassVar[Any] = POINTS
+    dynamic: ClassVar[bool] = False
 
     def __post_init__(self):
         arguments.check_integer("max_match", self.max_match, 1, 64)
@@ -54,11 +53,15 @@ class PromptLookupDrafter(ChainDrafter):
     def name(self) -> str:
         return "prompt lookup"
 
-    def init(self, inputs, input_lengths, tokens, slots: int) -> Inputs:
+    def init(
+        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
+    ) -> Inputs:
         copies = tokens.shape[0] // inputs.shape[0]
         return Inputs(jnp.repeat(inputs, copies, axis=0), jnp.repeat(input_lengths, copies))
 
-    def draft(self, draft_state: Inputs, state: DecodeState, num_wanted) -> tuple[Inputs, Draft]:
+    def draft(
+        self, draft_state: Inputs, state: AnyRows, num_wanted: jax.Array
+    ) -> tuple[Inputs, Draft]:
         slots, lengths = state.tokens.shape[1], state.lengths
         known, order = self._ranked(draft_state, state.tokens, lengths)
         place = distributions.argmax(order)
@@ -77,8 +80,10 @@ class PromptLookupDrafter(ChainDrafter):
             state, tokens, num_drafted, point_mass(state, tokens)
         )
 
-    def draft_tree(self, draft_state: Inputs, state: DecodeState, num_wanted, room):
-        def children_of(level, carry):
+    def draft_tree(
+        self, draft_state: Inputs, state: DecodeState, num_wanted: jax.Array, max_depth: jax.Array
+    ):
+        def children_of(level: Level, carry: Any):
             copies, shape = level.tokens.shape[1], (*level.tokens.shape, -1)
             inputs = Inputs(*(jnp.repeat(x, copies, axis=0) for x in draft_state))
             known, order = self._ranked(inputs, *level.rows(state))
@@ -90,7 +95,7 @@ class PromptLookupDrafter(ChainDrafter):
                 order = jnp.where(known == token, -1, order)
             return Children(jnp.concatenate(tokens, axis=1).reshape(shape)), carry
 
-        draft, _ = draft_children(state, num_wanted, room, children_of)
+        draft, _ = draft_children(state, num_wanted, max_depth, children_of)
         return draft_state, draft._replace(
             tokens=jnp.maximum(draft.tokens, 0)
         )  # to find nothing is no failure
@@ -98,9 +103,10 @@ class PromptLookupDrafter(ChainDrafter):
     def _ranked(
         self, inputs: Inputs, output: jax.Array, lengths: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the tokens `[B, S + L]` at all places to copy from, those of the output and then
-        those of the input, and numbers `[B, S + L]` that are greater the better a place is, −1
-        where nothing is to be copied.
+        """Returns the tokens `[B, S + L]` of output and input, and how good it is to copy each.
+
+        The second are numbers `[B, S + L]` that are greater the better a place is, −1 where nothing
+        is to be copied.
 
         A place is as good as the ending before it is long; of equally good ones the output's come
         first, and the latest of each.
@@ -119,8 +125,9 @@ class PromptLookupDrafter(ChainDrafter):
 
 
 def match_lengths(source: jax.Array, lengths: jax.Array, ending: jax.Array) -> jax.Array:
-    """Returns how many ids `[B, N]` right before each place of `source [B, N]` equal `ending [B,
-    K]`, which has its last id first.
+    """Returns how many ids `[B, N]` before each place of `source [B, N]` equal `ending [B, K]`.
+
+    `ending` has its last id first.
 
     The result is 0 at and past `lengths [B]`, where there is nothing to copy.
     """

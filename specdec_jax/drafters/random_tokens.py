@@ -1,6 +1,7 @@
 """Drafts random tokens: the worst drafter there is, to test with and to compare with."""
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 
 from specdec_jax.drafters.drafting import (
@@ -19,8 +20,9 @@ from specdec_jax.speculative.state import DecodeState, Draft, context
 
 @flax.struct.dataclass
 class RandomDrafter(Drafter):
-    """A drafter of uniformly random tokens, which knows nothing (section 3.6 of Leviathan et al.
-    2023): a yardstick for others.
+    """A drafter of uniformly random tokens, a yardstick for others.
+
+    It knows nothing (section 3.6 of Leviathan et al. 2023).
 
     It draws from a uniform distribution at every temperature, 0 included; what processors forbid is
     not drafted.
@@ -38,16 +40,20 @@ class RandomDrafter(Drafter):
     def name(self) -> str:
         return "random tokens"
 
-    def init(self, inputs, input_lengths, tokens, slots: int) -> tuple:
+    def init(
+        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
+    ) -> tuple:
         return ()
 
-    def draft(self, draft_state: tuple, state: DecodeState, num_wanted) -> tuple[tuple, Draft]:
+    def draft(
+        self, draft_state: tuple, state: DecodeState, num_wanted: jax.Array
+    ) -> tuple[tuple, Draft]:
         config = state.config
         uniform = match_width(
             jnp.zeros((len(state.lengths), 1, self.vocab_size)), config.vocab_size
         )
 
-        def choose(step, tokens, dist):
+        def choose(step: jax.Array | int, tokens: jax.Array, dist: Categorical | None):
             # No temperature and no filters: a uniform distribution stays as it is under them,
             # except under argmax.
             here = Categorical.from_logits(

@@ -34,7 +34,8 @@ class SelfDrafter(ModelDrafter):
         arguments.check_model("model", model)
         if model.quantized:
             raise ValueError(
-                f"drafter: got the 8 bits of a target that is in int8 itself ({model.name}), expected a target that "
+                f"drafter: got the 8 bits of a target that is in int8 itself ({model.name}), "
+                "expected a target that "
                 "is not (quantize='none' widens weights that are stored so)"
             )
         super().__init__(model, int8=True)

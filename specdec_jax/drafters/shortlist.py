@@ -1,6 +1,7 @@
-"""Cuts a drafter's head to a part of the vocabulary (FR-Spec, Zhao et al. 2025, arXiv 2502.14856)."""
+"""Cuts a drafter's head to a part of the vocabulary (FR-Spec, arXiv 2502.14856)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -35,8 +36,7 @@ class Shortlist:
         return cls(jax.device_put(filled.astype(np.int32)), jax.device_put(places.astype(np.int32)))
 
     def argmax(self, logits: jax.Array, vocab_size: int) -> jax.Array:
-        """Returns the id below `vocab_size` of the greatest of `logits [..., F]`, −1 where one is
-        not a number.
+        """Returns the id below `vocab_size` of the greatest of `logits [..., F]`, −1 for NaN.
 
         Nothing as wide as the vocabulary is made.
         """
@@ -46,14 +46,12 @@ class Shortlist:
         return jnp.where(place < 0, -1, self.ids[place])
 
     def widen(self, logits: jax.Array) -> jax.Array:
-        """Returns `logits [..., F]` as `[..., V]`: −inf, probability 0, for ids that are not on the
-        list."""
+        """Returns `logits [..., F]` as `[..., V]`, −inf for ids that are not on the list."""
         return jnp.take(logits, self.places, axis=-1, mode="fill", fill_value=-jnp.inf)
 
 
-def check_shortlist(shortlist, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray:
-    """Returns the ids `[F]` of a `ModelDrafter`'s shortlist, ascending; raises ValueError for an
-    unusable one."""
+def check_shortlist(shortlist: Any, vocab_size: int, eos_ids: Sequence[int]) -> np.ndarray:
+    """Returns the ids `[F]` of a shortlist, ascending; raises ValueError for an unusable one."""
     if arguments.is_integer(shortlist):
         return shortlist_from_counts(-np.arange(vocab_size), int(shortlist), eos_ids)
     ids = arguments.as_array(shortlist)
@@ -74,19 +72,20 @@ def check_shortlist(shortlist, vocab_size: int, eos_ids: Sequence[int]) -> np.nd
     if np.any(np.diff(ids) <= 0):
         wrong = int(np.argmax(np.diff(ids) <= 0))
         raise ValueError(
-            f"shortlist: got id {ids[wrong + 1]} after {ids[wrong]}, expected ascending ids, each once"
+            f"shortlist: got id {ids[wrong + 1]} after {ids[wrong]}, expected ascending ids, "
+            "each once"
         )
     missing = set(eos_ids) - set(ids.tolist())
     if missing:
         raise ValueError(
-            f"shortlist: got ids without {min(missing)}, which ends a sequence, expected it among them"
+            f"shortlist: got ids without {min(missing)}, which ends a sequence, "
+            "expected it among them"
         )
     return ids
 
 
-def shortlist_from_counts(counts, size: int, eos_ids: Sequence[int] = ()) -> np.ndarray:
-    """Returns the `size` most frequent ids, ascending, for `ModelDrafter`; of equally frequent ones
-    the smallest.
+def shortlist_from_counts(counts: Any, size: int, eos_ids: Sequence[int] = ()) -> np.ndarray:
+    """Returns the `size` most frequent ids, ascending; of equally frequent ones the smallest.
 
     Args:
       counts: `[V]`, how often each id occurs in outputs like those to come, e.g.

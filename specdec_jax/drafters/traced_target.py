@@ -1,10 +1,10 @@
-"""Drafters that are parts of a target whose parameters exist only while a program is traced, as
-inside T5X.
+"""Drafters that are parts of a target whose parameters exist only under jit, as in T5X.
 
 Each takes the place of a drafter of the same name until `on` makes that of the traced network.
 """
 
 import dataclasses
+import os
 import pathlib
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsNetwork
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 
 
 class TracedExit(EarlyExitDrafter):
@@ -53,16 +54,14 @@ class TracedSelf(SelfDrafter):
         return SelfDrafter.tree_unflatten(None, (network.in_int8(), None))
 
 
-class TracedHeads(Drafter):
+class TracedHeads(TreeDrafter):
     """Heads on a traced target; whether they were trained on it cannot be checked."""
 
     needs_target_state: ClassVar[bool] = True
     observes: ClassVar[bool] = True
-    drafts_trees: ClassVar[bool] = True
 
-    def __init__(self, path, config: ModelConfig):
-        """Reads the heads; raises ValueError if they have other widths than a target of this
-        `config`."""
+    def __init__(self, path: str | os.PathLike[str], config: ModelConfig):
+        """Reads the heads; raises ValueError if their widths are not those of `config`."""
         shape, self._fingerprint, stored = native_format.open_heads(pathlib.Path(path))
         stored_tensor.check_shapes(stored, shape.parameter_shapes, path, "of these heads")
         check_widths(config, shape)

@@ -1,8 +1,7 @@
-"""Drafts trees level by level: the distributions after all nodes of a level that have children come
-from one call, and their children are chosen from them."""
+"""Drafts trees level by level, with one call for all nodes of a level that have children."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,12 +84,12 @@ ChildrenOf = Callable[[Level, Any], tuple[Children, Any]]
 def draft_tree(
     state: DecodeState,
     num_wanted: Int[Array, " B"],
-    room: Int[Array, " B"],
+    max_depth: Int[Array, " B"],
     logits_of: LogitsOf,
     carry: Any,
     greedy_tokens_of: GreedyTokensOf | None = None,
 ) -> tuple[TreeDraft, Any]:
-    """Drafts the tree `state.config.tree`; the arguments are those of `Drafter.draft_tree` and:
+    """Drafts the tree `state.config.tree`; the arguments are those of `TreeDrafter.draft_tree` and:
 
     Args:
       logits_of: gives the drafter's logits, as wide as the target's vocabulary, level by level.
@@ -102,7 +101,7 @@ def draft_tree(
     """
     tree = state.config.tree
     if isinstance(tree, DynamicTree):
-        return _grow(state, num_wanted, room, logits_of, carry)
+        return _grow(state, num_wanted, max_depth, logits_of, carry)
     assert tree is not None, "a program of trees"
     random_bits = _random_bits(state, tree)
 
@@ -112,7 +111,7 @@ def draft_tree(
         and not tree_signals.of_root(state)
     )
 
-    def children_of(level: Level, carry):
+    def children_of(level: Level, carry: Any):
         if greedy_tokens_of is not None and bare and max(level.counts) == 1:
             (tokens, log_probs), carry = greedy_tokens_of(level, carry)
             return Children(tokens[..., None], log_q=log_probs[..., None]), carry
@@ -124,14 +123,17 @@ def draft_tree(
             chosen, dist, _log_probs(dist, chosen), _signals(state, level, logits, chosen)
         ), carry
 
-    return draft_children(state, num_wanted, room, children_of, carry)
+    return draft_children(state, num_wanted, max_depth, children_of, carry)
 
 
 def draft_children(
-    state: DecodeState, num_wanted, room, children_of: ChildrenOf, carry: Any = ()
+    state: DecodeState,
+    num_wanted: jax.Array,
+    max_depth: jax.Array,
+    children_of: ChildrenOf,
+    carry: Any = (),
 ) -> tuple[TreeDraft, Any]:
-    """Does what `draft_tree` does, for a tree of fixed shape and a drafter that chooses children
-    itself."""
+    """Does what `draft_tree` does for a fixed tree and a drafter that chooses children itself."""
     config, tree, batch = state.config, state.config.tree, len(state.lengths)
     assert isinstance(tree, Tree)
     last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
@@ -171,7 +173,7 @@ def draft_children(
         told = tree_signals.extended(told, chosen.seen, places[parents], own)
         num_wanted = tree_signals.budget(state, told, depth, num_wanted)
         open_ = (there & ~_ended(state, level))[:, parents]
-        open_ &= (children <= num_wanted[:, None]) & (depth < room)[:, None]
+        open_ &= (children <= num_wanted[:, None]) & (depth < max_depth)[:, None]
         tokens.append(jnp.where(open_, new, 0))
         if chosen.log_q is not None:
             log_q.append(chosen.log_q[:, parents, tree.ranks[children]])
@@ -180,7 +182,7 @@ def draft_children(
         order.append(children)
     back = np.argsort(np.concatenate(order))
 
-    def put(columns):
+    def put(columns: Sequence[jax.Array]):
         return jnp.concatenate(columns, axis=1)[:, back]
 
     dist = (
@@ -190,7 +192,7 @@ def draft_children(
     )
     origins = np.array((0, *tree.fed[list(tree.parents)]), np.int32)
 
-    def rows(values):
+    def rows(values: np.ndarray):
         return jnp.broadcast_to(jnp.asarray(values, jnp.int32), (batch, tree.size))
 
     return TreeDraft(
@@ -227,13 +229,15 @@ def _ended(state: DecodeState, level: Level) -> Bool[Array, "B J"]:
     return jnp.any(level.tokens[..., None] == state.eos_ids[:, None], axis=2) & (level.depth > 0)
 
 
-def _signals(state: DecodeState, level: Level, logits, chosen) -> DraftSignals | None:
+def _signals(
+    state: DecodeState, level: Level, logits: jax.Array, chosen: jax.Array
+) -> DraftSignals | None:
     depths = jnp.full(logits.shape[:2], level.depth, jnp.int32)
     return tree_signals.of_children(state, logits, depths, level.texts, chosen)
 
 
 def _choose(
-    state: DecodeState, level: Level, logits, random_bits
+    state: DecodeState, level: Level, logits: jax.Array, random_bits: jax.Array | None
 ) -> tuple[Categorical, Categorical, Int[Array, "B J K"]]:
     """Chooses the children of the nodes of `level`.
 
@@ -256,7 +260,7 @@ def _choose(
     )
     argmax = (state.sampling.temperature == 0)[:, None, None]
 
-    def soft(_):  # of rows at temperature 0, whose children are not drawn
+    def soft(_: None):  # of rows at temperature 0, whose children are not drawn
         return at_nodes(
             functools.partial(distributions.standardize, soften=True),
             state,
@@ -285,7 +289,7 @@ def _choose(
 
 
 def _grow(
-    state: DecodeState, num_wanted, room, logits_of: LogitsOf, carry
+    state: DecodeState, num_wanted: jax.Array, max_depth: jax.Array, logits_of: LogitsOf, carry: Any
 ) -> tuple[TreeDraft, Any]:
     """Does what `draft_tree` does, for a tree whose shape the drafter's distribution decides.
 
@@ -322,7 +326,7 @@ def _grow(
         )
         logits, carry = logits_of(level, carry)
         dist, ranked, chosen = _choose(state, level, logits, None)
-        open_ = (there & ~_ended(state, level) & (depth < room)[:, None])[..., None]
+        open_ = (there & ~_ended(state, level) & (depth < max_depth)[:, None])[..., None]
         gained = _log_probs(ranked, chosen)
         # A first child whose distribution contains NaN stays beside its parent, to be noticed.
         gained = jnp.where(chosen >= 0, gained, jnp.where(jnp.arange(width) == 0, 0, -jnp.inf))
@@ -330,7 +334,7 @@ def _grow(
         first = tokens.shape[1]
         new = first + jnp.arange(count * width, dtype=jnp.int32)
 
-        def add(old, values):
+        def add(old: jax.Array, values: jax.Array):
             return jnp.concatenate([old, values.reshape(batch, -1, *old.shape[2:])], axis=1)
 
         each = functools.partial(jnp.repeat, repeats=width, axis=1)
@@ -375,8 +379,8 @@ def draft_with_model(
     widened: Callable,
     cache: Any,
     state: DecodeState,
-    num_wanted,
-    room,
+    num_wanted: jax.Array,
+    max_depth: jax.Array,
     lag: int,
     whole: bool = True,
 ) -> tuple[Any, TreeDraft]:
@@ -391,7 +395,7 @@ def draft_with_model(
       cache: its cache, from `Network.node_cache`.
       lag: the most committed tokens that the cache may lack.
       whole: whether the network's logits are of its ids in their order, not of a shortlist.
-      The others are those of `Drafter.draft_tree`.
+      The others are those of `TreeDrafter.draft_tree`.
 
     Returns:
       The cache, and the draft.
@@ -402,7 +406,7 @@ def draft_with_model(
         max(state.config.gamma + 1, lag),
     )
 
-    def states_of(level: Level, cache):
+    def states_of(level: Level, cache: Any):
         if level.depth:
             starts = origins + level.first
             return network.decode_nodes(
@@ -421,23 +425,23 @@ def draft_with_model(
         states, cache = network.decode_nodes(fed, nodes, cache, valid)
         return jnp.take_along_axis(states, (origins - first)[:, None, None], axis=1), cache
 
-    def logits_of(level: Level, cache):
+    def logits_of(level: Level, cache: Any):
         states, cache = states_of(level, cache)
         return widened(network.head(states, level.valid)), cache
 
-    def greedy_tokens_of(level: Level, cache):
+    def greedy_tokens_of(level: Level, cache: Any):
         states, cache = states_of(level, cache)
         return network.greedy_token_and_logprob(states, level.valid), cache
 
     greedy_only = network.skips_padding and whole and network.vocab_size <= state.config.vocab_size
     draft, cache = draft_tree(
-        state, num_wanted, room, logits_of, cache, greedy_tokens_of if greedy_only else None
+        state, num_wanted, max_depth, logits_of, cache, greedy_tokens_of if greedy_only else None
     )
     deepest = jnp.max(jnp.where(draft.valid, draft.branches.depths, 0), axis=1)
     return cache, draft._replace(calls=deepest)
 
 
-def _fed(level: Level, starts, origins, span: int) -> WindowNodes:
+def _fed(level: Level, starts: jax.Array, origins: jax.Array, span: int) -> WindowNodes:
     shape = level.tokens.shape
     depths = jnp.full(shape, level.depth, jnp.int32)
     lines = jnp.broadcast_to(jnp.asarray(level.lines, jnp.int32), (*shape, level.lines.shape[-1]))

@@ -9,6 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specdec_jax.speculative import distributions
@@ -27,7 +28,9 @@ def of_root(state: DecodeState) -> Signals:
     return DraftSignals(zeros + 1, zeros, zeros)
 
 
-def goes_on(state: DecodeState, told: Signals, places) -> Bool[Array, "B J"] | bool:
+def goes_on(
+    state: DecodeState, told: Signals, places: np.ndarray | jax.Array
+) -> Bool[Array, "B J"] | bool:
     """Returns which nodes may have children."""
     if told is None or state.policy is None:
         return True
@@ -41,8 +44,10 @@ def of_children(
     texts: Int[Array, "B J S"],
     chosen: Int[Array, "B J K"],
 ) -> Signals:
-    """Returns the signals `[B, J · K]` of the children `chosen` of J nodes, as if node 0 were their
-    parent; the other arguments are those of `at_nodes`."""
+    """Returns the signals `[B, J · K]` of the children `chosen` of J nodes.
+
+    They are computed as if node 0 were their parent; the other arguments are those of `at_nodes`.
+    """
     if state.policy is None or not state.policy.needs_probs:
         return None
     dist = at_nodes(
@@ -54,14 +59,19 @@ def of_children(
     )
     entropy = dist.entropy()
 
-    def each(x):
+    def each(x: jax.Array):
         return jnp.repeat(x, chosen.shape[2], axis=1)
 
     evenness = entropy / max(math.log(logits.shape[2]), 1e-9)
     return DraftSignals(jnp.exp(log_probs).reshape(len(chosen), -1), each(entropy), each(evenness))
 
 
-def extended(told: Signals, seen: Signals, parents, places=slice(None)) -> Signals:
+def extended(
+    told: Signals,
+    seen: Signals,
+    parents: np.ndarray | jax.Array,
+    places: slice | np.ndarray = slice(None),
+) -> Signals:
     """Returns the columns `told` and those of new nodes.
 
     Args:
@@ -86,12 +96,12 @@ def budget(
     return jnp.minimum(num_wanted, state.policy.budget(state.policy_state, first))
 
 
-def by_number(state: DecodeState, told: Signals, order) -> Signals:
+def by_number(state: DecodeState, told: Signals, order: np.ndarray | jax.Array) -> Signals:
     """Returns the signals `[B, G]` of nodes 1 … G; `order` has the places of nodes 0, 1 …"""
     if told is None or state.policy is None:
         return None
     return DraftSignals(*(_at(values, order)[:, 1 : state.policy.maximum + 1] for values in told))
 
 
-def _at(values: jax.Array, places) -> jax.Array:
+def _at(values: jax.Array, places: np.ndarray | jax.Array) -> jax.Array:
     return values[:, places] if places.ndim == 1 else jnp.take_along_axis(values, places, axis=1)

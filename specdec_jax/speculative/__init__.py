@@ -1,2 +1,1 @@
-"""Algorithm 1: one iteration of speculative decoding, the distributions it keeps, verifiers, and
-policies of γ."""
+"""One iteration of speculative decoding: distributions, verifiers, and policies of γ."""

@@ -1,5 +1,6 @@
-"""The policy of `gamma="auto"`: it weighs measured costs against each row's acceptance, and may
-draft nothing.
+"""The policy of `gamma="auto"`: weighs measured costs against each row's acceptance.
+
+It may draft nothing.
 
 A row's γ depends on its own past and on numbers that were fixed before it began, never on other
 rows: so its draws do not depend on which rows it is decoded with.
@@ -45,8 +46,9 @@ class AutoState(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Auto(Policy):
-    """A policy that drafts the γ, 0 included, with the most expected tokens per time: (1 + α̂ + … +
-    α̂^γ) / cost(γ).
+    """A policy that drafts the γ with the most expected tokens per time, which may be 0.
+
+    That is (1 + α̂ + … + α̂^γ) / cost(γ).
 
     α̂ is the row's acceptance rate so far, in which the assumed rate `acceptance` counts for
     `weight` tokens. A row that drafts nothing learns nothing; it tries `PROBE` tokens at its
@@ -93,8 +95,10 @@ class Auto(Policy):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The numbers of positions for which target calls are compiled: other policies' but for 2,
-        to save one compilation."""
+        """The numbers of positions for which target calls are compiled.
+
+        They are those of other policies but for 2, to save one compilation.
+        """
         return tuple(
             width
             for width in call_widths(self.maximum, none=True)
@@ -112,7 +116,7 @@ class Auto(Policy):
         return (self.costs, *values), maximum
 
     @classmethod
-    def tree_unflatten(cls, maximum, values):
+    def tree_unflatten(cls, maximum: int, values: Any):
         policy = super().tree_unflatten(maximum, values[1:])
         object.__setattr__(policy, "costs", values[0])
         return policy
@@ -141,7 +145,7 @@ class Auto(Policy):
         drew, accepted = outcome.drafted > 0, outcome.accepted
         examined = jnp.minimum(accepted + 1, outcome.drafted)
 
-        def older(old, new):
+        def older(old: Any, new: Any):
             return jnp.where(drew, self.memory * old + new.astype(jnp.float32), old)
 
         again = jnp.where(accepted > 0, self._first_wait(), 2 * state.wait)

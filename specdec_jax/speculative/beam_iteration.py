@@ -1,5 +1,4 @@
-"""One iteration of speculative beam search: draft a tree → score its nodes in one call → take steps
-of the search.
+"""One iteration of speculative beam search: draft a tree, score it in one call, take steps.
 
 The output is that of plain beam search, since every step is one of plain beam search, with the
 target's log-probabilities:
@@ -17,82 +16,23 @@ step i leads to are then copied to the slots from `starts[b] + i·K` on, with i 
 the cache is the one that plain search leaves, whose only nodes are its live beams.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from specdec_jax.backends.sharding import constrain_sharding
-from specdec_jax.backends.tree_positions import Nodes, node_paths
+from specdec_jax.backends.tree_positions import node_paths
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions
-from specdec_jax.speculative.beams import BeamConfig, BeamState, Candidates, pick, step
+from specdec_jax.speculative.beam_drafter import BeamDrafter
+from specdec_jax.speculative.beam_search import BeamConfig, BeamState, Candidates, pick, step
+from specdec_jax.speculative.beam_tree import BeamTree, live_beams
 from specdec_jax.speculative.processors import Context
 
 
-class BeamTree(NamedTuple):
-    """The nodes of a search: the live beams' last tokens and, level by level, the tokens drafted
-    after them.
-
-    Attributes:
-      tokens: `[B, N]` int32, the token of each node.
-      parents: `[B, N]` int32, the number of each node's parent; −1 for the live beams' last tokens.
-      nodes: positions, slots and paths of the nodes.
-      sequences: `[B, N, P]` int32, the tokens up to each node by position; None if no processor
-        reads them.
-    """
-
-    tokens: jax.Array
-    parents: jax.Array
-    nodes: Nodes
-    sequences: jax.Array | None
-
-    def last(self, count: int) -> "BeamTree":
-        """Returns the last `count` nodes alone, in the slots that they have in the whole tree."""
-
-        def tail(x):
-            return x[:, -count:]
-
-        starts = self.nodes.starts + self.tokens.shape[1] - count
-        nodes = Nodes(starts, tail(self.nodes.positions), tail(self.nodes.paths))
-        sequences = None if self.sequences is None else tail(self.sequences)
-        return BeamTree(tail(self.tokens), tail(self.parents), nodes, sequences)
-
-    def grow(self, parents: jax.Array, tokens: jax.Array) -> "BeamTree":
-        """Returns the tree with one more level: `tokens [B, u]` after the nodes with the numbers
-        `parents [B, u]`."""
-        first, width = self.tokens.shape[1], tokens.shape[1]
-        positions = pick(self.nodes.positions, parents) + 1
-        slots = self.nodes.starts[:, None] + first + jnp.arange(width, dtype=jnp.int32)
-        paths = node_paths(pick(self.nodes.paths, parents), positions, slots)
-
-        def add(old, new):
-            return jnp.concatenate([old, new], axis=1)
-
-        sequences = self.sequences
-        if sequences is not None:
-            sequences = add(sequences, node_paths(pick(sequences, parents), positions, tokens))
-        nodes = Nodes(
-            self.nodes.starts, add(self.nodes.positions, positions), add(self.nodes.paths, paths)
-        )
-        return BeamTree(add(self.tokens, tokens), add(self.parents, parents), nodes, sequences)
-
-
-def live_beams(state: BeamState) -> BeamTree:
-    """Makes the tree that has only the live beams' last tokens."""
-    beams, batch = state.config.beams, len(state.steps)
-    positions = jnp.broadcast_to(state.positions[:, None], (batch, beams))
-    tokens = jnp.take_along_axis(state.live.tokens, positions[..., None], axis=2)[..., 0]
-    slots = state.starts[:, None] + jnp.arange(beams, dtype=jnp.int32)
-    nodes = Nodes(state.starts, positions, node_paths(state.paths, positions, slots))
-    sequences = state.live.tokens if state.config.mode.reads_prefix else None
-    return BeamTree(tokens, jnp.full_like(tokens, -1), nodes, sequences)
-
-
-def search(target: Network, drafter, state: BeamState) -> BeamState:
+def search(target: Network, drafter: BeamDrafter | None, state: BeamState) -> BeamState:
     """Runs iterations until every row is done."""
 
-    def more(state):
+    def more(state: BeamState):
         return ~jnp.all(state.done)
 
     return constrain_sharding(
@@ -101,8 +41,8 @@ def search(target: Network, drafter, state: BeamState) -> BeamState:
     )
 
 
-def iterate_beams(target: Network, drafter, state: BeamState) -> BeamState:
-    """Runs one iteration for all rows; of a row that is done nothing changes that is read later."""
+def iterate_beams(target: Network, drafter: BeamDrafter | None, state: BeamState) -> BeamState:
+    """Runs one iteration for all rows; finished rows are unchanged where it is read later."""
     config, tree, draft_state = state.config, live_beams(state), state.draft_state
     if config.gamma:
         draft_state, tree = drafter.draft_beams(draft_state, state, tree)
@@ -115,7 +55,7 @@ def iterate_beams(target: Network, drafter, state: BeamState) -> BeamState:
 
     after, levels = _walk(state.replace(target_cache=None, draft_state=None), tree, found)
     taken = after.steps - state.steps
-    if config.gamma:  # the beams of every step move from the slots where they were scored to those of plain search
+    if config.gamma:  # the beams of every step move to the slots of plain search
         sources, starts = state.starts[:, None] + levels, state.starts + config.beams
         cache, draft_state = (
             target.move_nodes(cache, sources, starts),
@@ -135,8 +75,9 @@ def iterate_beams(target: Network, drafter, state: BeamState) -> BeamState:
 def scored(
     state: BeamState, logits: jax.Array, tree: BeamTree
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns log-probabilities `[B, N, V]` of the nodes' next tokens, and the same after
-    processors (None without).
+    """Returns log-probabilities `[B, N, V]` of the nodes' next tokens, and those after processors.
+
+    The latter are None without processors.
 
     In Hugging Face's form, processors change log-probabilities, which are not normalised again. In
     T5X's form, which has no processors of its own, they change logits, as in the rest of this
@@ -147,10 +88,10 @@ def scored(
         return own, None
     batch, count, vocab = logits.shape
 
-    def rows(x):
+    def rows(x: jax.Array):
         return jnp.repeat(x, count, axis=0)
 
-    def flat(x):
+    def flat(x: jax.Array):
         return x.reshape(batch * count, *x.shape[2:])
 
     tokens = jnp.zeros((batch, count, 1), jnp.int32) if tree.sequences is None else tree.sequences
@@ -192,7 +133,7 @@ def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Ar
 
     # Round i gives level i its sums, from those of its parents on the level before: so there is one
     # round per level.
-    def grow(_, sums):
+    def grow(_: jax.Array, sums: jax.Array):
         return jnp.where(tree.parents < 0, sums, pick(sums, parents) + own)
 
     depth = jnp.max(tree.nodes.positions - tree.nodes.positions[:, :1])
@@ -202,8 +143,7 @@ def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Ar
 def candidates(
     own: jax.Array, adjusted: jax.Array | None, sums: jax.Array, config: BeamConfig
 ) -> Candidates:
-    """Returns the best continuations of each node: (1 + E)·K of them, as many as a step takes of
-    all beams together.
+    """Returns the (1 + E)·K best continuations of each node, as many as a step takes of all beams.
 
     Args:
       own: `[B, N, V]`, log-probabilities under the target's own distribution.
@@ -214,7 +154,7 @@ def candidates(
     kept = min(config.candidates, config.vocab_size)
     totals, tokens = jax.lax.top_k(log_probs + sums[..., None], kept)
 
-    def take(values):
+    def take(values: jax.Array):
         return None if values is None else jnp.take_along_axis(values, tokens, axis=2)
 
     return Candidates(totals, tokens.astype(jnp.int32), take(own), take(adjusted))
@@ -233,7 +173,7 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
     levels = jnp.zeros((batch, config.gamma + 1, beams), jnp.int32)
     ids = jnp.broadcast_to(jnp.arange(beams, dtype=jnp.int32), (batch, beams))
 
-    def body(carry):
+    def body(carry: tuple):
         level, state, ids, active, levels = carry
         positions = jnp.broadcast_to(state.positions[:, None], ids.shape)
         after, parents, tokens = step(state, found.pick(ids), active)
@@ -251,7 +191,7 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
     if not config.gamma:
         return body(carry)[1], levels
 
-    def more(carry):
+    def more(carry: tuple):
         return jnp.any(carry[3])
 
     _, state, _, _, levels = jax.lax.while_loop(more, body, carry)
@@ -259,8 +199,7 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
 
 
 def _all_scored(same: jax.Array) -> jax.Array:
-    """Returns `[B]` bool: whether all live beams are nodes; `same [B, K, N]` says which node is
-    which beam."""
+    """Returns `[B]`: whether all live beams are nodes; `same [B, K, N]`: node n is beam k."""
     return jnp.all(jnp.any(same, axis=2), axis=1)
 
 

@@ -1,5 +1,4 @@
-"""Turns logits into the distribution that a row's next token is drawn from, by processors,
-temperature and filters.
+"""Turns logits into the distribution that a row's next token is drawn from.
 
 The draw itself is in `randomness.py`.
 """
@@ -34,9 +33,11 @@ class Categorical(NamedTuple):
 
     @classmethod
     def from_logits(cls, logits: Float[Array, "*N V"], native: bool = False) -> "Categorical":
-        """Makes the distribution of these logits; with `native`, for float32 on one CPU, its own
-        kernel adds up each row in one order, whereas XLA's order depends on how many rows there
-        are."""
+        """Makes the distribution of these logits.
+
+        With `native`, for float32 on one CPU, the package's own kernel adds up each row in one
+        order, whereas XLA's order depends on how many rows there are.
+        """
         if native:
             return cls(logits, sum(packed_weights.log_sums(logits)))
         return cls(logits, jax.nn.logsumexp(logits, axis=-1))
@@ -79,9 +80,11 @@ def log_softmax(logits: Float[Array, "*N V"], native: bool) -> Float[Array, "*N 
 def log_prob_under(
     logits: Float[Array, "*N V"], native: bool
 ) -> Callable[[Int[Array, "*N"]], Float[Array, "*N"]]:
-    """Returns the function that gives the log-probability of one token per position; `native` as
-    for `Categorical.from_logits`, and the bits are then those of
-    `Network.greedy_token_and_logprob`."""
+    """Returns the function that gives the log-probability of one token per position.
+
+    `native` is as for `Categorical.from_logits`; the bits are then those of
+    `Network.greedy_token_and_logprob`.
+    """
     if not native:
         return Categorical.from_logits(logits).log_prob
     greatest, log_sums = packed_weights.log_sums(logits)
@@ -91,8 +94,9 @@ def log_prob_under(
 
 
 class PointMass(NamedTuple):
-    """The distribution of a drafter that does not sample: probability 1 at its token. Verifiers can
-    use it as a `Categorical`.
+    """The distribution of a drafter that does not sample: probability 1 at its token.
+
+    Verifiers can use it as a `Categorical`.
 
     Attributes:
       tokens: the token with probability 1 at each position.
@@ -196,8 +200,9 @@ _DIVISORS = 2.0**-125, 2.0**125
 
 
 def argmax(logits: Num[Array, "*N V"]) -> Int[Array, "*N"]:
-    """Returns the first index of the maximum over the last axis; −1 where all logits are NaN, and
-    either that or the index of another's maximum where some are.
+    """Returns the first index of the maximum over the last axis; −1 where all logits are NaN.
+
+    Where some are NaN it is −1 or the index of another's maximum.
 
     The two passes here are together some six times as fast as `jnp.argmax`.
     """
@@ -215,14 +220,14 @@ def _keep_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, " B"]) -> Float
     """Sets logits below the k-th largest of each position to −inf; k = 0 keeps all."""
     few = min(_FEW, logits.shape[-1])
 
-    def by_selection(logits):
+    def by_selection(logits: jax.Array):
         largest = jax.lax.top_k(logits, few)[0]
         threshold = jnp.take_along_axis(largest, jnp.maximum(top_k - 1, 0)[:, None, None], axis=-1)
         return jnp.where(
             logits >= jnp.where(top_k[:, None, None] > 0, threshold, -jnp.inf), logits, -jnp.inf
         )
 
-    def by_bisection(logits):
+    def by_bisection(logits: jax.Array):
         k = jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None, None]
         ordered = _ordered_bits(logits)
         threshold = _largest_threshold(
@@ -230,7 +235,7 @@ def _keep_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, " B"]) -> Float
         )
         return jnp.where(ordered >= threshold, logits, -jnp.inf)
 
-    def by_either(logits):
+    def by_either(logits: jax.Array):
         return jax.lax.cond(jnp.all(top_k <= few), by_selection, by_bisection, logits)
 
     # On a CPU the selection of a few logits takes a third of bisection's time; the TPU's compiler
@@ -240,12 +245,14 @@ def _keep_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, " B"]) -> Float
 
 
 def _keep_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, " B"]) -> Float[Array, "B T V"]:
-    """Sets logits outside the nucleus to −inf: the fewest most probable ids whose mass reaches
-    `top_p`."""
+    """Sets logits outside the nucleus to −inf.
+
+    The nucleus has the fewest most probable ids whose mass reaches `top_p`.
+    """
     probs = jax.nn.softmax(logits, axis=-1)
     ordered = _ordered_bits(logits)
 
-    def mass(t):
+    def mass(t: jax.Array):
         return jnp.sum(jnp.where(ordered >= t, probs, 0), axis=-1, keepdims=True)
 
     # Rounding may leave the whole mass below p = 1; then everything is kept.
@@ -261,7 +268,9 @@ def _ordered_bits(x: Float[Array, "*N"]) -> Int[Array, "*N"]:
     return jnp.where(bits < 0, jnp.iinfo(integer).min - bits, bits)
 
 
-def _largest_threshold(enough, ordered: Int[Array, "*N V"]) -> Int[Array, "*N 1"]:
+def _largest_threshold(
+    enough: Callable[[jax.Array], jax.Array], ordered: Int[Array, "*N V"]
+) -> Int[Array, "*N 1"]:
     """Returns the largest integer t for which `enough(t)` holds, found by bisection.
 
     A sort of the vocabulary would take milliseconds on a CPU, and more than any other operation of
@@ -274,7 +283,7 @@ def _largest_threshold(enough, ordered: Int[Array, "*N V"]) -> Int[Array, "*N 1"
     low = jnp.min(ordered, axis=-1, keepdims=True)
     high = jnp.max(ordered, axis=-1, keepdims=True)
 
-    def halve(_, bounds):
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]):
         low, high = bounds
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # rounded up, without overflow
         good = enough(middle)

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
 
@@ -28,13 +29,17 @@ class FullDrafter(Drafter):
     def name(self) -> str:
         return self.drafter.name
 
-    def check(self, target) -> None:
+    def check(self, target: LanguageModel) -> None:
         self.drafter.check(target)
 
-    def init(self, inputs, input_lengths, tokens, slots: int) -> Any:
+    def init(
+        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
+    ) -> Any:
         return self.drafter.init(inputs, input_lengths, tokens, slots)
 
-    def draft(self, draft_state: Any, state: DecodeState, num_wanted) -> tuple[Any, Draft]:
+    def draft(
+        self, draft_state: Any, state: DecodeState, num_wanted: jax.Array
+    ) -> tuple[Any, Draft]:
         draft_state, draft = self.drafter.draft(draft_state, state, num_wanted)
         return draft_state, draft._replace(
             num_drafted=num_wanted, tokens=jnp.maximum(draft.tokens, 0)
@@ -47,5 +52,5 @@ class FullDrafter(Drafter):
         return (self.drafter,), None
 
     @classmethod
-    def tree_unflatten(cls, _, parts):
+    def tree_unflatten(cls, _: None, parts: Any):
         return cls(*parts)

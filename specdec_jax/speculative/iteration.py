@@ -6,8 +6,8 @@ Algorithm 1 of Leviathan, Kalman, Matias 2023 for one row, between the two calls
 >>> def algorithm_1(p, q, drafted, u):
 ...     '''From distributions p [γ + 1, V] and q [γ, V], tokens drawn from q, and uniforms u [γ].'''
 ...     n = 0  # how many drafted tokens are accepted
-...     while n < len(drafted) and u[n] < p[n, drafted[n]] / q[n, drafted[n]]:  # with probability min(1, p / q)
-...         n += 1
+...     while n < len(drafted) and u[n] < p[n, drafted[n]] / q[n, drafted[n]]:
+...         n += 1  # with probability min(1, p / q)
 ...     if n == len(drafted):
 ...         return n, p[n]  # all are accepted: a bonus token from the target's own distribution
 ...     residual = np.maximum(p[n] - q[n], 0)  # else a correction, from what p has more than q
@@ -50,7 +50,7 @@ from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policy_calls import next_gamma, next_state
 from specdec_jax.speculative.policy_inputs import Outcome
 from specdec_jax.speculative.state import Counts, DecodeState, Draft, Scored, StaticConfig, context
-from specdec_jax.speculative.verifier import Randomness, Verification, check_verification
+from specdec_jax.speculative.verifier import Randomness, Verification, Verifier, check_verification
 
 
 def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
@@ -94,9 +94,10 @@ def _count_wanted(state: DecodeState) -> PerRow:
     return jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
 
 
-def checked(drafter: Drafter, found, state: DecodeState) -> tuple[Any, Draft]:
-    """Checks, while the program is traced, that a drafter's `draft` returned its state and a
-    `Draft`, and returns both.
+def checked(drafter: Drafter, found: Any, state: DecodeState) -> tuple[Any, Draft]:
+    """Checks that a drafter's `draft` returned its state and a `Draft`, and returns both.
+
+    The check runs while the program is traced.
 
     Args:
       found: what `draft` returned.
@@ -118,12 +119,14 @@ def checked(drafter: Drafter, found, state: DecodeState) -> tuple[Any, Draft]:
             raise ValueError(f"drafter {name}: draft gave {field} {got}, expected {expected}")
     if state.config.needs_draft_probs and not isinstance(draft.dist, Categorical | PointMass):
         raise ValueError(
-            f"drafter {name}: draft gave {type(draft.dist).__name__} as the distribution of its tokens, "
+            f"drafter {name}: draft gave {type(draft.dist).__name__} as the distribution of its "
+            "tokens, "
             "expected the one they were drawn from, or point_mass(state, tokens)"
         )
     if state.policy is not None and state.policy.needs_probs and draft.seen is None:
         raise ValueError(
-            f"drafter {name}: draft gave no Draft.seen, expected it of a drafter that provides_probs"
+            f"drafter {name}: draft gave no Draft.seen, "
+            "expected it of a drafter that provides_probs"
         )
     got, expected = map(arguments.described, (draft_state, state.draft_state))
     if got != expected:
@@ -134,8 +137,7 @@ def checked(drafter: Drafter, found, state: DecodeState) -> tuple[Any, Draft]:
 
 
 def _up_to_failure(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState]:
-    """Cuts drafts before the first token whose distribution contained NaN, and notes its slot in
-    the state.
+    """Cuts drafts before the first token whose distribution contained NaN, and notes its slot.
 
     Where a draft is cut does not depend on what was drawn, so that the output distribution stays
     the target's.
@@ -162,8 +164,7 @@ def _no_draft(batch: int, config: StaticConfig) -> Draft:
 def _verified(
     target: Network, state: DecodeState, draft: Draft, scored: Tokens, watched: bool
 ) -> tuple[DecodeState, tuple[Float[Array, "B T ..."], ...]]:
-    """Scores the T = G + 1 tokens `scored` in one call of the target, verifies the draft and
-    commits.
+    """Scores the T = G + 1 tokens `scored` in one call of the target, verifies and commits.
 
     Where several widths are compiled, all three steps use the narrowest that covers every row's
     draft, since the time of each grows with the number of positions.
@@ -206,14 +207,14 @@ def _verified(
     if not widths:
         return verify_width(state, scored.shape[1])
 
-    def once(width: int, carry):
+    def once(width: int, carry: tuple):
         # A loop that runs once for the width that is needed and never for the others, because
         # `lax.switch` would copy the caches.
-        def body(carry):
+        def body(carry: tuple):
             _, state, seen = carry
             state, found = verify_width(state, width)
 
-            def put(values, new):
+            def put(values: jax.Array, new: jax.Array):
                 return jax.lax.dynamic_update_slice_in_dim(values, new, 0, axis=1)
 
             return jnp.zeros((), bool), state, jax.tree.map(put, seen, found)
@@ -232,8 +233,10 @@ def _verified(
 
 
 def most_probable(network: Network, states: States, valid: Valid = None) -> TokenAndLogprob:
-    """Returns the argmax token after each of `states`, and its log-probability; −1 and NaN where a
-    logit is NaN."""
+    """Returns the argmax token after each of `states`, and its log-probability.
+
+    Where a logit is NaN they are −1 and NaN.
+    """
     if network.skips_padding:
         return network.greedy_token_and_logprob(states, valid)
     logits = network.head(states, valid)
@@ -262,6 +265,7 @@ def verify(
     prefixes = context(state, tokens)
     processed = distributions.process(logits, prefixes, state.sampling, config.mode)
     verifier, offsets = config.verifier, jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
+    assert isinstance(verifier, Verifier), "a program of chains"
     accept = randomness.uniforms(keys, lengths, offsets[:, :-1], randomness.ACCEPT)
     greedy: Verification | None = None
     if (
@@ -315,8 +319,7 @@ def commit(
     adjusted: Categorical | None,
     drafted: PerRow | None = None,
 ) -> DecodeState:
-    """Writes the accepted tokens and the next one, marks rows that are complete, and updates the
-    statistics.
+    """Writes the accepted tokens and the next one, marks complete rows, updates the statistics.
 
     A row is complete at an EOS, at its limit, or where its distribution contains NaN. Such a
     distribution leaves the token −1 with the log-probability NaN.
@@ -358,7 +361,7 @@ def commit(
     accepted = examined & (offsets[:-1] < num_accepted[:, None])
     counts, integer = state.counts, lambda mask: mask.astype(jnp.int32)
 
-    def by_position(counted, mask):
+    def by_position(counted: jax.Array, mask: jax.Array):
         return counted + jnp.pad(integer(mask), ((0, 0), (0, counted.shape[1] - width + 1)))
 
     counts = Counts(
@@ -411,8 +414,7 @@ def _find_undrafted(
 def _write(
     buffer: Shaped[Array, "B S"], values: Shaped[Array, "B T"], starts: PerRow, counts: PerRow
 ) -> Shaped[Array, "B S"]:
-    """Returns `buffer` with the first `counts[b]` of row b's `values` written from slot `starts[b]`
-    on.
+    """Returns `buffer` with the first `counts[b]` of `values` written from slot `starts[b]` on.
 
     This is a select over the whole buffer, because on a CPU XLA expands a scatter into a loop,
     which takes longer than S elements do.

@@ -33,15 +33,19 @@ PerInput = Any
 
 
 def number(default: float, least: float, most: float, below: bool = False):
-    """Declares a field of a policy: one number, or one per input, from `least` to `most` (with
-    `below`: below `most`); integers where `default` is one. Other values compile nothing anew."""
+    """Declares a field of a policy: one number, or one per input, from `least` to `most`.
+
+    With `below` it must be below `most`. It is an integer where `default` is one. Other values
+    compile nothing anew.
+    """
     return dataclasses.field(default=default, metadata={"range": (least, most, below)})
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The base class of policies. A policy's `state` holds what it keeps for each row, `[B]` or
-    `[B, G]` arrays.
+    """The base class of policies.
+
+    A policy's `state` holds what it keeps for each row, `[B]` or `[B, G]` arrays.
 
     A policy is a frozen dataclass. Its fields that are declared by `number` are traced, and hold an
     array `[B]` where the methods that follow are called; all other fields are static and hashable.
@@ -62,15 +66,15 @@ class Policy:
         for name, (least, most, below) in self.numbers().items():
             whole, given = self._whole(name), getattr(self, name)
             most = min(most, self.maximum) if name == "minimum" else most
-            expected = f"{'an integer' if whole else 'a number'} from {least} to {'below ' if below else ''}{most}"
+            kind, end = "an integer" if whole else "a number", "below " if below else ""
+            expected = f"{kind} from {least} to {end}{most}"
             value = arguments.check_numbers(name, given, expected, whole)
             if not np.all((value >= least) & (value < most if below else value <= most)):
                 raise ValueError(f"{name}: got {arguments.quoted(given)}, expected {expected}")
 
     @classmethod
     def numbers(cls) -> dict[str, tuple[float, float, bool]]:
-        """Returns the range of every field that `number` declares, by name: least, most, and
-        whether it must be below `most`."""
+        """Returns the ranges of the fields that `number` declares: least, most, whether below."""
         return {
             field.name: field.metadata["range"]
             for field in dataclasses.fields(cls)
@@ -112,7 +116,8 @@ class Policy:
         cls = type(self)
         if hasattr(cls, "_flax_dataclass"):  # all its fields would be traced, `maximum` too
             raise ValueError(
-                f"gamma: got {cls.__name__}, a flax.struct.dataclass, expected a dataclasses.dataclass"
+                f"gamma: got {cls.__name__}, a flax.struct.dataclass, "
+                "expected a dataclasses.dataclass"
             )
         if jax.tree_util.all_leaves([self]):
             jax.tree_util.register_pytree_node_class(cls)
@@ -131,7 +136,7 @@ class Policy:
         )
 
     @classmethod
-    def tree_unflatten(cls, static, values):
+    def tree_unflatten(cls, static: Any, values: Any):
         policy = object.__new__(cls)  # unchecked: inside jit the numbers are traced
         for name, value in zip((*cls._static(), *cls.numbers()), (*static, *values), strict=True):
             object.__setattr__(policy, name, value)
@@ -169,8 +174,7 @@ class Policy:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Heuristic(Policy):
-    """A policy that adds 2 to γ after a draft that was accepted as a whole, and subtracts 1 after
-    one with a rejection.
+    """A policy that adds 2 to γ after a draft accepted as a whole, and subtracts 1 after others.
 
     Assisted generation in Hugging Face transformers does the same (Gante 2023).
 
@@ -202,8 +206,7 @@ class Heuristic(Policy):
 
 
 class _Average(NamedTuple):
-    """An exponential moving average, `total / weight`, without the bias towards 0 of its first
-    values."""
+    """An exponential moving average, `total / weight`, whose first values are not biased to 0."""
 
     total: Float[Array, " B"]
     weight: Float[Array, " B"]
@@ -216,8 +219,9 @@ class _Average(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Entropy(Policy):
-    """A policy that drafts more where the drafter's first distribution is surer: γ = γ_max − (γ_max
-    − γ_min) · h, rounded (EGAG).
+    """A policy that drafts more where the drafter's first distribution is surer (EGAG).
+
+    γ = γ_max − (γ_max − γ_min) · h, rounded.
 
     h is the entropy of the draft's first distribution, over that of a uniform distribution and
     smoothed over iterations by an exponential moving average: h ← β · h + (1 − β) · H(q) / log V.
@@ -277,8 +281,9 @@ class EntropyBound(Policy):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Confidence(Policy):
-    """A policy that ends a draft after a token with q(x) < θ; in a tree a path after a node with
-    Π q(x) < θ along it.
+    """A policy that ends a draft after a token with q(x) < θ.
+
+    In a tree it ends a path after a node with Π q(x) < θ along the path.
 
     For drafts without a tree it is that of Mamou et al. 2024 (arXiv 2405.04304, section 2), and of
     Hugging Face transformers.
@@ -315,8 +320,7 @@ class CostAwareState(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class CostAware(Policy):
-    """A policy that drafts the i-th token while it is expected to yield more than its time is
-    worth.
+    """A policy that drafts the i-th token while it is expected to yield more than its time.
 
     That is while Π_{j≤i} ĉ_j ≥ R · (c + δ). In terms of renewal reward theory, iterations are
     cycles, and R, the tokens per time, is greatest where the two sides are equal.
@@ -360,10 +364,10 @@ class CostAware(Policy):
     def wanted(self, state: CostAwareState) -> Int[Array, " B"]:
         weight = self.weight[:, None]
 
-        def share(accepted, examined, prior):
+        def share(accepted: jax.Array, examined: jax.Array, prior: jax.Array):
             return (accepted + weight * prior) / (examined + weight)
 
-        def total(counts):
+        def total(counts: jax.Array):
             return jnp.sum(counts, axis=1, keepdims=True)
 
         overall = share(total(state.accepted), total(state.examined), self.acceptance[:, None])
@@ -396,8 +400,7 @@ POLICIES: dict[str, type[Any]] = {
 
 
 def call_widths(gamma: int, none: bool) -> tuple[int, ...]:
-    """Returns the numbers of positions for which target calls are compiled where drafts differ in
-    length.
+    """Returns the widths of target calls that are compiled where drafts differ in length.
 
     They are 1 + 2^k up to γ + 1, so that few calls are compiled and none is more than about twice
     as wide as needed. With `none`, for drafters that may propose nothing, 1 is one of them, the

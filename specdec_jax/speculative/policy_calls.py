@@ -1,5 +1,4 @@
-"""Asks a policy of γ, and checks its answers while the program is traced, so that one of a user's
-own fails in words of ours."""
+"""Calls a policy of γ, and checks what it returns while the program is traced."""
 
 from typing import Any
 
@@ -15,14 +14,15 @@ from specdec_jax.speculative.policy_inputs import Outcome
 def begin(policy: Policy, batch: int) -> Any:
     """Returns the policy's first state of `batch` rows."""
 
-    def rows(value):
+    def rows(value: Any):
         return jnp.broadcast_to(value, (batch,)) if jnp.ndim(value) == 0 else jnp.asarray(value)
 
     state = jax.tree.map(rows, policy.init())
     wrong = [leaf.shape for leaf in jax.tree.leaves(state) if leaf.shape[0] != batch]
     if wrong:
         raise ValueError(
-            f"gamma: got shape {wrong[0]} from {_name(policy)}.init, expected one value for each row"
+            f"gamma: got shape {wrong[0]} from {_name(policy)}.init, "
+            "expected one value for each row"
         )
     return state
 

@@ -1,4 +1,4 @@
-"""What policies of γ look back at: the distributions of a draft, and the outcome of an iteration."""
+"""What policies of γ look back at: a draft's distributions, and an iteration's outcome."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class DraftSignals(NamedTuple):
-    """The numbers that policies read of a draft's distributions; anything at positions that were
-    not drafted.
+    """The numbers that policies read of a draft's distributions.
+
+    They are arbitrary at positions that were not drafted.
 
     The distributions q are those drawn from, after processors, temperature and filters. A row at
     temperature 0, where they would be one-hot, gives the numbers at temperature 1. Of a tree they

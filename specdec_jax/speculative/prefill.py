@@ -1,5 +1,4 @@
-"""Makes the state that the decode loop starts from: runs each encoder once and feeds the prompt or
-decoder prefix."""
+"""Makes the state that the decode loop starts from: encodes the input, feeds the prefix."""
 
 from typing import Any
 
@@ -34,8 +33,7 @@ def prefill(
     done: Bool[Array, " B"],
     policy: Policy | None = None,
 ) -> DecodeState:
-    """Runs both encoders once, feeds the decoder prefix and makes the state that the loop starts
-    from.
+    """Runs both encoders once, feeds the decoder prefix and makes the loop's first state.
 
     Args:
       slots: S, slots of tokens and of the caches.

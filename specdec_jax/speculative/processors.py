@@ -1,5 +1,4 @@
-"""Processors: functions that change logits before temperature and filters, from a row's prefix
-alone.
+"""Processors: functions of a row's prefix that change logits before temperature and filters.
 
 The logits of both models pass through the same processors. Nothing is remembered from step to step:
 every position is computed from its own prefix, so that a rejected token leaves no trace in what is
@@ -21,8 +20,9 @@ Processor = Callable[
 
 
 class Context(NamedTuple):
-    """The prefixes that T positions of logits follow: the prefix of position t is the first
-    `lengths[b] + t` tokens.
+    """The prefixes that T positions of logits follow.
+
+    The prefix of position t is the first `lengths[b] + t` tokens.
 
     Attributes:
       tokens: start token and decoder prefix, or prompt; then committed and drafted tokens.
@@ -110,8 +110,7 @@ def forbid_early_end(
 def force(
     logits: Float[Array, "B T V"], context: Context, forced: Int[Array, " F"]
 ) -> Float[Array, "B T V"]:
-    """Leaves only the id `forced[i]` for the i-th new token, from 0; where it is −1, nothing is
-    forced."""
+    """Leaves only the id `forced[i]` for the i-th new token, from 0; −1 forces nothing."""
     new = _new_tokens(context, logits.shape[1])
     ids = jnp.where(new < len(forced), forced[jnp.minimum(new, len(forced) - 1)], -1)[..., None]
     only = jnp.where(jnp.arange(logits.shape[-1]) == ids, 0.0, -jnp.inf)
@@ -166,8 +165,7 @@ def _put(
     where: Bool[Array, "B T N"],
     values: Float[Array, "B T N"] | float,
 ) -> Float[Array, "B T V"]:
-    """Returns `logits` with `values` put at `ids`, but only where `where` is True; equal ids must
-    have equal values."""
+    """Returns `logits` with `values` at `ids` where `where`; equal ids have equal values."""
     row, position = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[:, None]
     return logits.at[row, position, jnp.where(where, ids, logits.shape[-1])].set(
         values, mode="drop"

@@ -1,5 +1,4 @@
-"""Random draws: keys of requests, random bits for each purpose, and the draw of one id from a
-distribution.
+"""Random draws: keys of requests, random bits by purpose, and the draw of one id.
 
 Every draw is a function of a request's key, its committed length, the offset in the draft and the
 purpose; so a request's sample does not depend on its batch.
@@ -16,7 +15,7 @@ from specdec_jax.backends.axes import PerRow
 KEY_IMPL = "threefry2x32"
 
 
-def seeded(seed) -> Key[Array, ""]:
+def seeded(seed: int) -> Key[Array, ""]:
     """Returns the threefry key of a seed, whatever kind of key JAX is set to make by default."""
     return jax.random.key(seed, impl=KEY_IMPL)
 
@@ -42,7 +41,8 @@ def threefry(key: Array) -> Key[Array, "..."]:
         or not (typed or random_bits.shape[-1] in (2, 4))
     ):
         raise ValueError(
-            f"key: got an array of shape {key.shape} and type {key.dtype}, expected jax.random.key(seed), or raw "
+            f"key: got an array of shape {key.shape} and type {key.dtype}, "
+            "expected jax.random.key(seed), or raw "
             "keys of 2 words of uint32 (threefry) or 4 (rbg)"
         )
     return _from_bits(random_bits)
@@ -77,7 +77,7 @@ def random_bits(
       tag: the purpose: DRAFT, ACCEPT, RESIDUAL or BONUS.
     """
 
-    def one(key, offset):
+    def one(key: jax.Array, offset: jax.Array):
         # Nothing is drawn from this key, so its own two words serve as the random ones.
         return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, offset), tag))
 
@@ -88,8 +88,7 @@ def random_bits(
 def uniforms(
     keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"], tag: int
 ) -> Float[Array, "B N"]:
-    """Returns uniforms in [0, 1), which are multiples of 2⁻²⁴; the arguments are those of
-    `random_bits`."""
+    """Returns uniforms in [0, 1), multiples of 2⁻²⁴; the arguments are those of `random_bits`."""
     return (random_bits(keys, lengths, offsets, tag)[..., 1] >> 8).astype(
         jnp.float32
     ) * jnp.float32(2**-24)
@@ -98,14 +97,13 @@ def uniforms(
 def gumbel_noise(
     keys: Key[Array, " B"], positions: Int[Array, "B N"], vocab_size: int
 ) -> Float[Array, "B N {vocab_size}"]:
-    """Returns the standard Gumbel noise of absolute positions, the same at every visit of a
-    position.
+    """Returns the standard Gumbel noise of absolute positions, the same at every visit.
 
     Only Gumbel coupling may use randomness that depends on the position alone: other verifiers
     condition on draws that they then discard.
     """
 
-    def one(key, position):
+    def one(key: jax.Array, position: jax.Array):
         key = jax.random.fold_in(jax.random.fold_in(key, position), GUMBEL)
         return jax.random.gumbel(key, (vocab_size,), mode="high")
 
@@ -142,8 +140,7 @@ def draw(weights: Float[Array, "B V"], random: UInt32[Array, "B 2"]) -> Int[Arra
 
 
 def choose(weights: Float[Array, "B N"], bits: UInt32[Array, " B"]) -> Int[Array, " B"]:
-    """Returns the index of the weight at the fraction `bits` / 2³² of the cumulative sum of
-    `weights`.
+    """Returns the index of the weight at the fraction `bits` / 2³² of the cumulative sum.
 
     Weights are rounded up to multiples of 2⁻³¹ of their sum, so that no positive one becomes 0. The
     index is −1 where the sum is not positive and finite.

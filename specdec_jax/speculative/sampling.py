@@ -21,8 +21,9 @@ from specdec_jax.speculative.processors import Processor
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """The rule by which tokens are chosen. Fields marked * take one value, or one per input; the
-    others one for all.
+    """The rule by which tokens are chosen.
+
+    Fields marked * take one value, or one per input; the others one for all.
 
     The processors apply to argmax too, in this order: bias, forbidden tokens and vocabulary mask;
     repetition penalty; n-grams; forbidden sequences; `processor`; minimum length; forced tokens.
@@ -83,7 +84,8 @@ class SamplingConfig:
         for token, bias in (self.logit_bias or {}).items():
             if not arguments.is_number(bias) or not -_LARGEST <= bias <= _LARGEST:
                 raise ValueError(
-                    f"logit_bias: got {arguments.quoted(bias)} for id {token}, expected a finite number"
+                    f"logit_bias: got {arguments.quoted(bias)} for id {token}, "
+                    "expected a finite number"
                 )
         for place in self.forced_tokens or {}:
             if not arguments.is_integer(place) or not 0 <= place < 2**20:
@@ -158,7 +160,8 @@ class SamplingConfig:
             mask = arguments.as_array(self.vocabulary_mask)
             if mask.shape != (vocab_size,) or mask.dtype != bool:
                 raise ValueError(
-                    f"vocabulary_mask: got shape {mask.shape} and type {mask.dtype}, expected ({vocab_size},) and bool"
+                    f"vocabulary_mask: got shape {mask.shape} and type {mask.dtype}, "
+                    f"expected ({vocab_size},) and bool"
                 )
             bias[~mask] = -np.inf
         if np.all(np.isneginf(bias)):
@@ -210,8 +213,7 @@ def _checked(name: str, token: int, vocab_size: int) -> int:
 
 
 class SamplingMode(NamedTuple):
-    """The static part of a `SamplingConfig`: which processors and filters the compiled loop
-    contains.
+    """The static part of a `SamplingConfig`: the processors and filters that are compiled.
 
     Attributes:
       native: whether the CPU's own kernels add up probabilities over the vocabulary, as for

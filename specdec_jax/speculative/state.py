@@ -11,7 +11,7 @@ from specdec_jax.speculative.policies import Policy
 from specdec_jax.speculative.policy_inputs import DraftSignals, NodeOutcomes
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
-from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
+from specdec_jax.speculative.tree_verifiers import TreeVerifier
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifier import Settings, Verifier
 from specdec_jax.speculative.verifiers import VERIFIERS
@@ -25,7 +25,7 @@ class StaticConfig(NamedTuple):
       mode: which sampling adjustments are on.
       vocab_size: V, width of the target's logits; a drafter's distributions are padded or cut to
         it.
-      verifier: decides which drafted tokens are accepted.
+      verifier: decides which drafted tokens are accepted; a `TreeVerifier` if there is a tree.
       widths: the numbers of positions for which a target call is compiled, ascending, the last one
         G + 1; () means G + 1 alone.
       tree: the tree that is drafted, of which G is the depth; None: a chain.
@@ -37,7 +37,7 @@ class StaticConfig(NamedTuple):
     gamma: int
     mode: SamplingMode
     vocab_size: int
-    verifier: Verifier = VERIFIERS["block"]
+    verifier: Verifier | TreeVerifier = VERIFIERS["block"]
     widths: tuple[int, ...] = ()
     tree: Tree | DynamicTree | None = None
     lag: int = 2
@@ -55,23 +55,18 @@ class StaticConfig(NamedTuple):
 
     @property
     def strict_argmax(self) -> bool:
-        """Whether every token is the target's argmax: then no distribution over the vocabulary is
-        ever built."""
+        """Whether every token is the target's argmax, so that no distribution is ever built."""
         return self.mode.greedy and not self.verifier.softens
 
     @property
     def commits_argmax(self) -> bool:
-        """Whether every token is the argmax of the target's own logits, so that of these only the
-        greatest matters."""
-        return (
-            self.strict_argmax and not self.mode.processes and self.verifier.verify_greedily is None
-        )
+        """Whether every token is the argmax of the target's own, unprocessed logits."""
+        return self.mode.greedy and not self.mode.processes and self.verifier.takes_argmax
 
     @property
     def needs_draft_probs(self) -> bool:
         """Whether the verifier looks at the distribution that the draft was drawn from."""
-        verifier = self.verifier if self.tree is None else TREE_VERIFIERS[self.tree.verify]
-        return not self.mode.greedy and verifier.needs_draft_probs
+        return not self.mode.greedy and self.verifier.needs_draft_probs
 
 
 @flax.struct.dataclass
@@ -107,8 +102,9 @@ class Counts:
 
 @flax.struct.dataclass
 class DecodeState:
-    """The state of the decode loop, with B rows and S slots of tokens: G + 1 slots more than any
-    row's limit.
+    """The state of the decode loop, with B rows and S slots of tokens.
+
+    S is G + 1 more than any row's limit.
 
     Attributes:
       tokens: start token and decoder prefix, or the prompt, then committed tokens; anything after a
@@ -164,6 +160,26 @@ class DecodeState:
     config: StaticConfig = flax.struct.field(pytree_node=False)
 
 
+class ChainRows(NamedTuple):
+    """What drafting a chain reads of a `DecodeState`, for rows without draws and policy.
+
+    The fields are those of `DecodeState`; a beam search has such a row for each live beam.
+    """
+
+    tokens: Int[Array, "B S"]
+    lengths: Int[Array, " B"]
+    starts: Int[Array, " B"]
+    eos_ids: Int[Array, "B E"]
+    sampling: SamplingRows
+    config: StaticConfig
+    policy: None = None
+    policy_state: None = None
+
+
+# What a drafter that also serves beam searches drafts a chain after.
+AnyRows = DecodeState | ChainRows
+
+
 class Draft(NamedTuple):
     """The tokens that a drafter proposes, and how it came to them.
 
@@ -216,15 +232,16 @@ class Scored(NamedTuple):
 
 
 def empty_signals(policy: Policy | None, batch: int) -> DraftSignals | None:
-    """Makes zeros in the place of what `policy` reads of a draft's distributions; None if it reads
-    none."""
+    """Makes zeros in the place of what `policy` reads of a draft; None if it reads nothing."""
     if policy is None or not policy.needs_probs:
         return None
     return DraftSignals(*[jnp.zeros((batch, policy.maximum), jnp.float32)] * 3)
 
 
 def context(
-    state: DecodeState, tokens: Int[Array, "B S"] | None = None, ahead: Int[Array, ""] | int = 0
+    state: AnyRows,
+    tokens: Int[Array, "B S"] | None = None,
+    ahead: Int[Array, ""] | int = 0,
 ) -> Context:
     """Returns the prefixes that end `ahead` tokens past the committed ones.
 

@@ -1,4 +1,4 @@
-"""The policy of γ that weighs each node of a token tree against its time, and what it learns from."""
+"""The policy of γ that weighs each node of a token tree against its time."""
 
 import dataclasses
 from typing import Any
@@ -18,8 +18,7 @@ from specdec_jax.speculative.trees import RANK_SHARES, DynamicTree, Tree
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class TreeCostAware(CostAware):
-    """`CostAware` for a tree: a policy that drafts the n nodes for which E(n) − R · t(n) is
-    greatest.
+    """`CostAware` for a tree: drafts the n nodes for which E(n) − R · t(n) is greatest.
 
     E(n) is the expected number of tokens that the first n nodes add. By `Tree.expected` it is the
     sum over these nodes of the product, along a node's path, of the shares of ranks at which a
@@ -62,7 +61,7 @@ class TreeCostAware(CostAware):
         depths = np.maximum.accumulate(self.tree.depths[1 : self.maximum + 1]).astype(np.float32)
         return self._added(depths, np.arange(1, len(depths) + 1, dtype=np.float32))
 
-    def _added(self, depth, nodes) -> Float[Array, "B n"]:
+    def _added(self, depth: Any, nodes: Any) -> Float[Array, "B n"]:
         of_node = (self.verify_cost - 1) / self.maximum
         return self.cost_ratio[:, None] * depth + of_node[:, None] * nodes
 
@@ -85,7 +84,7 @@ class TreeCostAware(CostAware):
             jnp.minimum(node_outcomes.ranks, self.tree.width - 1), self.tree.width
         )
 
-        def by_rank(which):
+        def by_rank(which: jax.Array):
             return jnp.sum(jnp.where(which[..., None], ranks, 0), axis=1)
 
         deepest, nodes = (

@@ -19,8 +19,10 @@ def choose_children(
     random_bits: UInt32[Array, "B J K 2"] | None = None,
     noise: Float[Array, "B J V"] | None = None,
 ) -> Int[Array, "B J K"]:
-    """Returns the tokens of the children of J nodes, K = max(counts) for each; −1 past a node's own
-    count, where no id of positive probability is left, and where the distribution contains NaN.
+    """Returns the tokens of the children of J nodes, K = max(counts) for each.
+
+    They are −1 past a node's own count, where no id of positive probability is left, and where the
+    distribution contains NaN.
 
     Args:
       kind: how children are chosen, a key of `trees.CHILDREN`.
@@ -40,7 +42,7 @@ def choose_children(
     assert random_bits is not None
     weights, ids = dist.probs().reshape(-1, size), jnp.arange(size)
 
-    def without(weights, token):
+    def without(weights: jax.Array, token: jax.Array):
         return jnp.where(ids == token[:, None], 0, weights)
 
     if kind == "mixed":
@@ -55,7 +57,7 @@ def choose_children(
         )
         return jnp.where(rank == last, drawn.reshape(batch, nodes, 1), fixed)
 
-    def one(weights, random):
+    def one(weights: jax.Array, random: jax.Array):
         token = draw(weights, random)
         return without(weights, token) if kind == "drawn" else weights, token
 
@@ -64,8 +66,10 @@ def choose_children(
 
 
 def _greatest(scores: Float[Array, "B J V"], count: int) -> Int[Array, "B J {count}"]:
-    """Returns the ids of the greatest scores, descending and of equals the first; −1 for scores of
-    −inf, where there are fewer ids, and where a score is NaN."""
+    """Returns the ids of the greatest scores, descending and of equals the first.
+
+    They are −1 for scores of −inf, where there are fewer ids, and where a score is NaN.
+    """
     if count == 1:  # not by selection, which takes more time
         return distributions.argmax(scores)[..., None]
     found, ids = jax.lax.top_k(scores, min(count, scores.shape[-1]))

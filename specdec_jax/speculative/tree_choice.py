@@ -57,8 +57,9 @@ def value(node: Node, shares: np.ndarray) -> float:
 
 
 def most_valuable(shares: np.ndarray, size: int, depth: int) -> list[tuple[Node, float]]:
-    """Returns up to `size` nodes of positive value at most `depth` deep, the most valuable first,
-    with their values; parents and earlier siblings come first.
+    """Returns up to `size` nodes of positive value, the most valuable first, with their values.
+
+    None is deeper than `depth`; parents and earlier siblings come first.
 
     Args:
       shares: `[depths, ranks]`, descending from rank to rank.
@@ -82,8 +83,10 @@ def fastest(
     verify_costs: Mapping[Any, float] | None,
     cost_ratio: float,
 ) -> list[Node] | None:
-    """Returns the nodes of the tree that `Tree.best` describes, node 0 among them, in order of
-    priority; None where no tree is faster than plain decoding."""
+    """Returns the nodes of the tree that `Tree.best` describes, in order of priority.
+
+    Node 0 is among them. None: no tree is faster than plain decoding.
+    """
     # By chance a rare rank may have the greater share; then the two are taken to be the other way.
     shares = -np.sort(-checked(acceptance_by_rank), axis=1)
     calls, best, chosen = _call_costs(verify_costs, nodes), 1.0, None
@@ -122,6 +125,7 @@ def _call_costs(verify_costs: Mapping[Any, float] | None, nodes: int) -> np.ndar
         raise ValueError(f"verify_costs: got {dict(verify_costs)}, expected {expected}")
     if widths[-1] < nodes:
         raise ValueError(
-            f"verify_costs: got costs of up to {int(widths[-1])} positions, expected up to nodes = {nodes}"
+            f"verify_costs: got costs of up to {int(widths[-1])} positions, "
+            f"expected up to nodes = {nodes}"
         )
     return np.interp(np.arange(1, nodes + 1), widths, values)

@@ -1,5 +1,4 @@
-"""What drafters and verifiers of trees hand to each other: the shape of each row's tree, and a
-draft that has it."""
+"""What drafters and verifiers of trees exchange: the shape of each row's tree, and a draft."""
 
 from typing import Any, NamedTuple
 

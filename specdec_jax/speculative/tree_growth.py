@@ -1,5 +1,7 @@
-"""Grows trees whose shape the drafter's distribution decides (EAGLE-2, Li et al. 2024, arXiv
-2406.16858): which nodes are expanded, and which of the drafted ones are kept.
+"""Grows trees whose shape the drafter's distribution decides.
+
+This is EAGLE-2 (Li et al. 2024, arXiv 2406.16858): which nodes are expanded, and which of the
+drafted ones are kept.
 
 Drafted nodes are numbered level by level: 0 the last committed token, then its W children, then at
 each further level the children of the first node that was expanded, of the second, and so on. A
@@ -17,8 +19,10 @@ from specdec_jax.speculative.trees import DynamicTree
 
 
 def to_expand(tree: DynamicTree, scores: Float[Array, "B J"]) -> Int[Array, "B W"]:
-    """Returns the places in a level of the nodes that get children: those of the greatest scores,
-    greatest first; of equal ones the earlier."""
+    """Returns the places in a level of the nodes that get children, those of the greatest scores.
+
+    The greatest comes first; of equal ones the earlier.
+    """
     return jax.lax.top_k(scores, min(tree.width, scores.shape[1]))[1]
 
 
@@ -42,8 +46,7 @@ def expand(
 def rerank(
     tree: DynamicTree, scores: Float[Array, "B M"], parents: Int[Array, "B M"]
 ) -> tuple[Int[Array, "B N"], Branches]:
-    """Returns the numbers of the N nodes that are kept, those of the greatest scores in descending
-    order, and the tree that they are.
+    """Returns the numbers of the N nodes of the greatest scores, descending, and their tree.
 
     Of equal scores the smaller number is kept, and comes first. So every parent is kept and comes
     before its children, and the order is one of priority. Where fewer than N nodes are there, some

@@ -1,5 +1,4 @@
-"""One iteration of speculative decoding with a tree: draft → score all nodes in one call → walk →
-commit.
+"""One iteration with a tree: draft → score all nodes in one call → walk → commit.
 
 The target is fed the N nodes of the tree: the last committed token and the drafted ones. Node n is
 written to slot `lengths[b] − 1 + n` of the cache, has the position of its depth, and sees the
@@ -22,17 +21,17 @@ from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.iteration import commit, most_probable
 from specdec_jax.speculative.policy_calls import next_gamma
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, context
 from specdec_jax.speculative.tree_budgets import node_outcomes
 from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.tree_verifiers import (
-    TREE_VERIFIERS,
     TreeRandomness,
     TreeVerification,
+    TreeVerifier,
     walk_greedy,
 )
 from specdec_jax.speculative.verifier import Verification
@@ -52,22 +51,22 @@ class Watched(NamedTuple):
     verified: TreeVerification
 
 
-def iterate_tree(target: Network, drafter: Drafter, state: DecodeState) -> DecodeState:
+def iterate_tree(target: Network, drafter: TreeDrafter, state: DecodeState) -> DecodeState:
     """Runs one iteration for all rows; of a row that is done nothing changes that is read later."""
     return watch_tree(target, drafter, state)[0]
 
 
 def watch_tree(
-    target: Network, drafter: Drafter, state: DecodeState
+    target: Network, drafter: TreeDrafter, state: DecodeState
 ) -> tuple[DecodeState, Watched]:
     """Does what `iterate_tree` does, and also returns what the iteration saw."""
     config, origins = state.config, state.lengths - 1
     wanted = next_gamma(state.policy, state.policy_state, state.gamma)
     # At most limit − length − 1 tokens may be accepted: the target adds one more, and no row passes
     # its limit.
-    room = jnp.where(state.done, 0, state.limits - state.lengths - 1)
+    max_depth = jnp.where(state.done, 0, state.limits - state.lengths - 1)
     draft_state, draft = drafter.draft_tree(
-        state.draft_state, state, jnp.where(room > 0, wanted, 0), room
+        state.draft_state, state, jnp.where(max_depth > 0, wanted, 0), max_depth
     )
     state = _noted(state, draft)
 
@@ -82,7 +81,7 @@ def watch_tree(
         peaks, log_probs = most_probable(target, states, draft.valid)
         verified, adjusted, logits = walk_greedy(peaks, draft), None, None
 
-        def log_prob(new):
+        def log_prob(new: jax.Array):
             return along(log_probs, verified.path)
     else:
         logits = target.head(states, draft.valid)
@@ -158,7 +157,8 @@ def verify_tree(
       nodes; None for the distribution where every token is its argmax.
     """
     config, keys, lengths, branches = state.config, state.keys, state.lengths, draft.branches
-    assert config.tree is not None, "a program of trees"
+    rule = config.verifier
+    assert config.tree is not None and isinstance(rule, TreeVerifier), "a program of trees"
     if config.mode.greedy:
         return walk_greedy(
             distributions.argmax(at_draft(distributions.process, state, draft, logits)), draft
@@ -173,7 +173,6 @@ def verify_tree(
     residual = randomness.random_bits(keys, lengths, numbers, randomness.RESIDUAL)
     bonus = randomness.random_bits(keys, lengths, numbers, randomness.BONUS)
     final = jnp.where(inner[..., None], residual, bonus)
-    rule = TREE_VERIFIERS[config.tree.verify]
     noise = None
     if rule.coupled:
         depths = jnp.arange(config.gamma + 1)
@@ -183,7 +182,7 @@ def verify_tree(
     )
     argmax = state.sampling.temperature == 0
 
-    def choose(a, b):
+    def choose(a: jax.Array, b: jax.Array):
         return jnp.where(argmax.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
     return jax.tree.map(choose, greedy, found), dist
@@ -230,8 +229,7 @@ def at_nodes(
     depths: Int[Array, "B J"],
     prefixes: Int[Array, "B J S"],
 ) -> Any:
-    """Applies `dists.process` or `dists.standardize` to logits of nodes, each with a prefix of its
-    own.
+    """Applies `distributions.process` or `standardize` to nodes, each with its own prefix.
 
     Args:
       function: takes logits `[N, T, V]`, a context, traced parameters and the mode.
@@ -244,10 +242,10 @@ def at_nodes(
         return function(logits, context(state), state.sampling, mode)
     batch, count, vocab = logits.shape
 
-    def flat(x):
+    def flat(x: jax.Array):
         return x.reshape(batch * count, *x.shape[2:])
 
-    def repeat(x):
+    def repeat(x: jax.Array):
         return jnp.repeat(x, count, axis=0)
 
     lengths = state.lengths[:, None] + depths

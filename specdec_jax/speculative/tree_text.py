@@ -11,8 +11,10 @@ _FORMS: dict[str, Callable[..., Tree | DynamicTree]] = {
     "dynamic": DynamicTree,
 }
 EXPECTED = (
-    "widths:3,2,1 (children of every node by depth), parents:0,0,1 (of nodes 1, 2, …), chains:COUNT,LENGTH or "
-    "dynamic:DEPTH,WIDTH,NODES, and after another colon the children, and after a third the verifier"
+    "widths:3,2,1 (children of every node by depth), parents:0,0,1 (of nodes 1, 2, …), "
+    "chains:COUNT,LENGTH or "
+    "dynamic:DEPTH,WIDTH,NODES, and after another colon the children, "
+    "and after a third the verifier"
 )
 
 

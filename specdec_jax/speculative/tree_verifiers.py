@@ -1,12 +1,11 @@
-"""Verifiers of token trees: pure functions that decide which path of a tree is accepted and which
-token follows it.
+"""Verifiers of token trees: pure functions that choose the accepted path and what follows it.
 
 p is the target's distribution, q the drafter's. Most rules are a walk from node 0: each step finds
 one token of distribution p, with the children's help, and goes on to the children that have that
 token; where none has it, the token follows the path. Since the token has the distribution p
 whatever lies below those children, the output distribution is exactly the target's.
 `TreeVerifier.verify` describes the arguments; a new verifier is a function like these and a row of
-the table `TREE_VERIFIERS`.
+the table `TREE_VERIFIERS`. To verify "exactly" means that the output distribution is the target's.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.tree_draft import TreeDraft
-from specdec_jax.speculative.verifier import Settings, Verifier
+from specdec_jax.speculative.verifier import BaseVerifier, Settings
 from specdec_jax.speculative.verifiers import VERIFIERS, at
 
 Nodes = Bool[Array, "B N"]
@@ -60,7 +59,7 @@ class TreeRandomness(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeVerifier(Verifier):
+class TreeVerifier(BaseVerifier):
     """A rule that decides which path of a tree is accepted.
 
     Attributes:
@@ -72,10 +71,11 @@ class TreeVerifier(Verifier):
             `needs_draft_probs`.
           kind: how its children were chosen, a key of `trees.CHILDREN`.
           settings: values of its `parameters`; None if it has none.
+      The others are those of `BaseVerifier`. At temperature 0 a child is accepted iff it is the
+      target's argmax.
     """
 
-    verify: Callable[[Categorical, TreeDraft, str, TreeRandomness, Any], TreeVerification]  # type: ignore[assignment]
-    has_rate: bool = False
+    verify: Callable[[Categorical, TreeDraft, str, TreeRandomness, Any], TreeVerification]
 
 
 # From the node that a row has reached and the children to choose from: the next token, and those
@@ -90,7 +90,7 @@ def _walk(draft: TreeDraft, step: Step) -> TreeVerification:
     siblings.
     """
 
-    def follow(carry):
+    def follow(carry: tuple):
         _, here, _ = carry
         at_parent = jnp.take_along_axis(here, jnp.maximum(draft.branches.parents, 0), axis=1)
         children = draft.valid & at_parent & (draft.branches.parents >= 0)
@@ -126,10 +126,13 @@ def walk_greedy(target_tokens: Int[Array, "B N"], draft: TreeDraft) -> TreeVerif
 
 
 def verify_points(
-    target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None
+    target: Categorical,
+    draft: TreeDraft,
+    kind: str,
+    randomness: TreeRandomness,
+    settings: Any = None,
 ) -> TreeVerification:
-    """Verifies any tree that does not depend on the randomness of this step; the output
-    distribution is the target's.
+    """Verifies any tree that does not depend on the randomness of this step, exactly.
 
     Each token is drawn from p; a child is accepted iff it has that token.
     """
@@ -139,12 +142,18 @@ def verify_points(
 
 
 def verify_coupled(
-    target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None
+    target: Categorical,
+    draft: TreeDraft,
+    kind: str,
+    randomness: TreeRandomness,
+    settings: Any = None,
 ) -> TreeVerification:
-    """Verifies by Gumbel coupling, as `verifiers.verify_coupled` does a chain; the output is that
-    of plain sampling with the same noise, whatever the tree."""
+    """Verifies by Gumbel coupling, as `verifiers.verify_coupled` does a chain.
 
-    def step(node, children):
+    The output is that of plain sampling with the same noise, whatever the tree.
+    """
+
+    def step(node: jax.Array, children: jax.Array):
         depth = at(draft.branches.depths, node)
         return distributions.argmax(at(target.logits, node) + at(randomness.noise, depth)), children
 
@@ -156,11 +165,12 @@ def verify_recursively(
     draft: TreeDraft,
     kind: str,
     randomness: TreeRandomness,
-    settings=None,
+    settings: Any = None,
     last: bool = False,
 ) -> TreeVerification:
-    """Verifies by recursive rejection (Miao et al. 2023, arXiv 2305.09781; without replacement:
-    Chen et al. 2024, arXiv 2402.12374); the output distribution is exactly the target's.
+    """Verifies by recursive rejection; the output distribution is exactly the target's.
+
+    (Miao et al. 2023, arXiv 2305.09781; without replacement: Chen et al. 2024, arXiv 2402.12374.)
 
     Children are verified one after another. With r = p at first and s the distribution that child x
     was drawn from, which lacks the siblings drawn before it, x is accepted iff u < r(x) / s(x);
@@ -172,8 +182,8 @@ def verify_recursively(
         al. 2025, arXiv 2502.18779): whichever has the token that is drawn from r is accepted.
     """
 
-    def step(node, children):
-        def examine(carry):
+    def step(node: jax.Array, children: jax.Array):
+        def examine(carry: tuple):
             left, weights, mass, chosen = carry
             child, some = _first(left), jnp.any(left, axis=1)
             token, r = at(draft.tokens, child), weights / mass
@@ -218,14 +228,17 @@ def _is_last(draft: TreeDraft) -> Nodes:
 
 
 def _drawn_from(draft: TreeDraft, child: PerRow, kind: str) -> Float[Array, "B V"]:
-    """Returns the distribution that the token of `child` was drawn from: its own, which unless
-    `kind` is "iid" lacks the siblings that were chosen from it before."""
+    """Returns the distribution that the token of `child` was drawn from.
+
+    That is its own, which unless `kind` is "iid" lacks the siblings that were chosen from it
+    before.
+    """
     assert draft.dist is not None
     own = draft.dist.row(at(draft.origins, child))
     if kind == "iid":
         return own
 
-    def same(values):
+    def same(values: jax.Array):
         return values == at(values, child)[:, None]
 
     before = same(draft.branches.parents) & same(draft.origins) & (draft.tokens >= 0)
@@ -241,26 +254,31 @@ _HALVINGS = 24
 
 
 def verify_k_sequences(
-    target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None
+    target: Categorical,
+    draft: TreeDraft,
+    kind: str,
+    randomness: TreeRandomness,
+    settings: Any = None,
 ) -> TreeVerification:
-    """Verifies k-SEQ (SpecTr, Sun et al. 2023, arXiv 2310.15141), for k children that are each
-    drawn from q itself; the output distribution is exactly the target's.
+    """Verifies k-SEQ, for k children that are each drawn from q itself, exactly.
+
+    (SpecTr, Sun et al. 2023, arXiv 2310.15141.)
 
     With β(ρ) = Σ min(q, p/ρ) and w = 1 − (1 − β)^k, ρ in [1, k] is the least found with w ≤ ρ·β.
     The first child with u < p(x) / (ρ·q(x)) is accepted, which one is with probability w; else the
     token is drawn from norm(p − min(q, p/ρ)·w/β). A child that has that token is accepted too.
     """
 
-    def step(node, children):
+    def step(node: jax.Array, children: jax.Array):
         p, q = target.row(node), draft.dist.row(at(draft.origins, _first(children)))
         count = jnp.maximum(jnp.sum(children, axis=1, keepdims=True), 1).astype(p.dtype)
 
-        def shares(rho):
+        def shares(rho: jax.Array):
             overlap = jnp.minimum(q, p / rho)
             beta = jnp.minimum(jnp.sum(overlap, axis=1, keepdims=True), 1)
             return overlap, beta, -jnp.expm1(count * jnp.log1p(-beta))
 
-        def halve(_, bounds):
+        def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]):
             low, high = bounds
             middle = (low + high) / 2
             _, beta, some = shares(middle)
@@ -276,7 +294,7 @@ def verify_k_sequences(
         drawn = draw(jnp.where(residue, residual, p), at(randomness.final, node))
         tokens = jnp.maximum(draft.tokens, 0)
 
-        def of_child(dist):
+        def of_child(dist: jax.Array):
             return jnp.take_along_axis(dist, tokens, axis=1)
 
         accepted = children & (randomness.accept * rho * of_child(q) < of_child(p))
@@ -286,10 +304,15 @@ def verify_k_sequences(
 
 
 def verify_traversal(
-    target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings=None
+    target: Categorical,
+    draft: TreeDraft,
+    kind: str,
+    randomness: TreeRandomness,
+    settings: Any = None,
 ) -> TreeVerification:
-    """Verifies a tree from its leaves to its root (Traversal Verification, Weng et al. 2025, arXiv
-    2505.12398); the output distribution is exactly the target's.
+    """Verifies a tree from its leaves to its root; the output distribution is the target's.
+
+    (Traversal Verification, Weng et al. 2025, arXiv 2505.12398.)
 
     On average at least as many tokens are accepted as with `verify_recursively`; for a chain this
     is `verifiers.verify_blocks`. With α = 1 and p' = p at node 0, and s as in `verify_recursively`,
@@ -303,7 +326,7 @@ def verify_traversal(
     batch, size = tokens.shape
     rows, levels = jnp.arange(batch), lines.shape[2]
 
-    def visit(carry):
+    def visit(carry: tuple):
         moving, node, left, alpha, scale, weights = carry
         children = left & (parents == node[:, None])
         enters = jnp.any(children, axis=1)
@@ -326,7 +349,7 @@ def verify_traversal(
 
         number = jnp.where(moving, jnp.where(enters, child, above), size)
 
-        def put(values, new):
+        def put(values: jax.Array, new: jax.Array):
             return values.at[rows, number].set(jnp.where(enters, entered, new), mode="drop")
 
         dist = jnp.where(enters[:, None], target.row(child), jnp.where(some[:, None], excess, here))
@@ -357,16 +380,18 @@ def verify_traversal(
 def verify_typical(
     target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings: Settings
 ) -> TreeVerification:
-    """Verifies by typical acceptance, as `verifiers.verify_typical` does a chain, which is lossy:
-    of the paths whose tokens all are accepted, the longest one, of equals the one whose last node
-    comes first."""
+    """Verifies by typical acceptance, as `verifiers.verify_typical` does a chain, which is lossy.
+
+    Of the paths whose tokens all are accepted, the longest one is taken, of equals the one whose
+    last node comes first.
+    """
     above, lines = jnp.maximum(draft.branches.parents, 0), draft.branches.lines
     threshold = jnp.minimum(
         settings["typical_epsilon"][:, None],
         settings["typical_delta"][:, None] * jnp.exp(-target.entropy()),
     )
 
-    def of_parent(values):
+    def of_parent(values: jax.Array):
         return jnp.take_along_axis(values, above, axis=1)
 
     rows, tokens = jnp.arange(len(above))[:, None], jnp.maximum(draft.tokens, 0)
@@ -385,7 +410,7 @@ _KNOWN = (
     TreeVerifier("mixed", functools.partial(verify_recursively, last=True)),
     TreeVerifier("recursive", verify_recursively),
     TreeVerifier("kseq", verify_k_sequences),
-    TreeVerifier("traversal", verify_traversal),
+    TreeVerifier("traversal", verify_traversal, has_rate=False),
     TreeVerifier(
         "typical",
         verify_typical,

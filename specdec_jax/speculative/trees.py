@@ -11,7 +11,7 @@ priority: where fewer nodes are drafted, they are the first ones.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ class Kinds:
             target's.
         """
 
-        def listed(names):
+        def listed(names: Iterable[str]):
             return ", ".join(map(repr, (AUTO, *names)))
 
         if self.children not in (AUTO, *self.allowed):
@@ -86,7 +86,8 @@ class Kinds:
         if self.verifier not in (AUTO, *verifiers):
             known = any(self.verifier in exact for exact in CHILDREN.values())
             why = (
-                f", under which the output distribution is exactly the target's for children {self.kind!r}"
+                ", under which the output distribution is exactly the target's for children "
+                f"{self.kind!r}"
                 if known
                 else ""
             )
@@ -140,16 +141,17 @@ class Tree(Kinds):
 
     @classmethod
     def chain(cls, length: int, **kinds: str) -> "Tree":
-        """Returns the tree with one branch of `length` nodes; `kinds` are `children` and
-        `verifier`."""
+        """Returns the tree with one branch of `length` nodes; `kinds`: `children`, `verifier`."""
         return cls.uniform(
             (1,) * arguments.check_integer("length", length, 1, MAX_NODES - 1), **kinds
         )
 
     @classmethod
     def uniform(cls, widths: Sequence[int], **kinds: str) -> "Tree":
-        """Returns the tree in which every node at depth d has `widths[d]` children, d from 0;
-        `kinds` are `children` and `verifier`."""
+        """Returns the tree in which every node at depth d, from 0, has `widths[d]` children.
+
+        `kinds` are `children` and `verifier`.
+        """
         expected = "integers of at least 1"
         widths = arguments.check_list("widths", widths, expected)
         if not widths or not all(arguments.is_integer(width) and width >= 1 for width in widths):
@@ -176,8 +178,7 @@ class Tree(Kinds):
         cost_ratio: float = 0.0,
         **kinds: str,
     ) -> "Tree | None":
-        """Returns the tree that commits the most tokens per time; None where none is faster than
-        plain decoding.
+        """Returns the tree with the most tokens per time; None if none beats plain decoding.
 
         The expected tokens (see `expected`) are divided by v(N) + c · D. The tree may be a chain.
         `specdec measure --output` writes the four figures that this takes.
@@ -203,8 +204,10 @@ class Tree(Kinds):
         return None if found is None else cls(_parents(found), **kinds)
 
     def expected(self, acceptance_by_rank: Shares) -> float:
-        """Returns how many tokens one call of the target is expected to commit, if a child is
-        accepted with the share of its rank; `acceptance_by_rank` is as in `best`."""
+        """Returns the expected number of tokens that one call of the target commits.
+
+        A child is accepted with the share of its rank; `acceptance_by_rank` is as in `best`.
+        """
         shares = tree_choice.checked(acceptance_by_rank)
         lines = [line[1 : depth + 1] for line, depth in zip(self.lines, self.depths, strict=True)]
         return sum(tree_choice.value(tuple(self.ranks[line]), shares) for line in lines)
@@ -259,8 +262,11 @@ class Tree(Kinds):
 
     @functools.cached_property
     def fed(self) -> np.ndarray:
-        """`[N]` int32, the place of each node that has children among all such nodes, by depth and
-        then by number: the order in which a drafter's model is fed them. −1 for the others."""
+        """`[N]` int32, the place of each node that has children among all such nodes.
+
+        They are ordered by depth and then by number, as a drafter's model is fed them. −1 for the
+        others.
+        """
         fed = np.full(self.size, -1, np.int32)
         inner = np.concatenate([self.inner(depth) for depth in range(self.depth)])
         fed[inner] = np.arange(len(inner))
@@ -304,7 +310,7 @@ class Chains(Tree):
     """
 
     allowed = ("iid",)
-    reason = ", since chains are drafts that are drawn independently of each other (for others give a Tree)"
+    reason = ", since chains are drawn independently of each other (for others give a Tree)"
 
     def __init__(self, count: int, length: int, children: str = AUTO, verifier: str = AUTO):
         """Describes `count` drafts of `length` tokens each; `verifier` is as for `Tree`."""
@@ -319,8 +325,9 @@ class Chains(Tree):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicTree(Kinds):
-    """A tree whose shape the drafter's distribution decides, as in EAGLE-2 (Li et al. 2024, arXiv
-    2406.16858); static and hashable.
+    """A tree whose shape the drafter's distribution decides; static and hashable.
+
+    The method is that of EAGLE-2 (Li et al. 2024, arXiv 2406.16858).
 
     A node's score is the product of the drafter's probabilities of the tokens on the way to it. At
     each level the `width` nodes of the greatest score get their `width` best children; of all the
@@ -347,7 +354,8 @@ class DynamicTree(Kinds):
     is_chain: ClassVar[bool] = False
     allowed: ClassVar[tuple[str, ...]] = ("gumbel", "top")
     reason: ClassVar[str] = (
-        ": where children are drawn otherwise, the output distribution is exactly the target's only if the "
+        ": where children are drawn otherwise, "
+        "the output distribution is exactly the target's only if the "
         "shape does not depend on them"
     )
 
@@ -378,8 +386,10 @@ class DynamicTree(Kinds):
 
     @property
     def window(self) -> int:
-        """The slots that calls over its nodes write: those of the N nodes, or of all that a drafter
-        expands where these are more."""
+        """The slots that calls over its nodes write.
+
+        Those of the N nodes, or of all that a drafter expands where these are more.
+        """
         return max(self.nodes, 1 + (self.depth - 1) * self.width)
 
     @property

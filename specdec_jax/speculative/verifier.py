@@ -1,9 +1,8 @@
-"""The form of a verifier, the rule that says how many drafted tokens are accepted and which token
-follows them."""
+"""The form of verifiers: rules that decide which drafted tokens are accepted, and what follows."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
@@ -57,33 +56,20 @@ _PAIRS = "a list of names and defaults, such as (('least', None),)"
 
 
 @dataclasses.dataclass(frozen=True)
-class Verifier:
-    """A rule that decides which drafted tokens are accepted; static, so that another rule compiles
-    another program.
+class BaseVerifier:
+    """What verifiers of chains and of trees declare; static, so that another one compiles anew.
 
     Attributes:
       name: its name in messages and records.
-      verify: the rule above temperature 0, a pure function `(target, draft, draft_tokens,
-        num_drafted, randomness, settings) -> Verification`. Its arguments, with p the target's
-        distribution and q the drafter's:
-
-          target: p, a `Categorical` over `[B, G + 1, V]`.
-          draft: q, the `Categorical` over `[B, G, V]` from which the tokens were really drawn, or a
-            `PointMass` where they were not drawn; None unless the verifier `needs_draft_probs`.
-          draft_tokens: `[B, G]`; a row examines the first `num_drafted` of them, the rest may be
-            anything.
-          settings: values of its `parameters`; None if it has none.
+      verify: the rule above temperature 0, a pure function; the subclasses say what it gets.
       exact: whether the output distribution is exactly the target's.
-      needs_draft_probs: whether the rule depends on q.
+      needs_draft_probs: whether the rule depends on q, the drafter's distribution.
       coupled: whether drafter and target share the noise of absolute positions
         (`Randomness.noise`).
       has_rate: whether accepted over examined tokens is an acceptance rate; False where a draft is
         verified as a whole.
       softens: whether tokens may be accepted at temperature 0 that are not the most probable.
       sampled_only: whether the rule is meaningless at temperature 0.
-      verify_greedily: the rule at temperature 0, `(logits, draft_tokens, num_drafted, accept,
-        settings) -> Verification`, for processed logits and uniforms `accept`; None: a token is
-        accepted iff it is the target's argmax.
       parameters: names and defaults of its parameters; one whose default is None must be given.
         `generate` has the arguments `lenience`, `typical_epsilon`, `typical_delta` and
         `synthetic_alpha`; any others are given by `with_parameters`.
@@ -91,21 +77,20 @@ class Verifier:
     """
 
     name: str
-    verify: Verify
+    verify: Callable[..., Any]
     exact: bool = True
     needs_draft_probs: bool = True
     coupled: bool = False
     has_rate: bool = True
     softens: bool = False
     sampled_only: bool = False
-    verify_greedily: VerifyGreedily | None = None
     parameters: tuple[tuple[str, float | None], ...] = ()
     given: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not callable(self.verify):
             got = f"{arguments.quoted(self.name)}, {arguments.quoted(self.verify)}"
-            raise ValueError(f"Verifier: got {got}, expected a name and a function")
+            raise ValueError(f"{type(self).__name__}: got {got}, expected a name and a function")
         pairs = arguments.check_list("parameters", self.parameters, _PAIRS)
         for pair in pairs:
             named = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
@@ -113,7 +98,12 @@ class Verifier:
                 raise ValueError(f"parameters: got {arguments.quoted(pair)}, expected {_PAIRS}")
         object.__setattr__(self, "parameters", tuple(map(tuple, pairs)))
 
-    def with_parameters(self, **values) -> "Verifier":
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether temperature 0 accepts a token iff it is the argmax of the target's logits."""
+        return not self.softens
+
+    def with_parameters(self, **values: Any) -> Self:
         """Returns the verifier with values of its parameters, each one number or one per input.
 
         Other values compile nothing anew.
@@ -124,11 +114,39 @@ class Verifier:
         known = [name for name, _ in self.parameters]
         for name, value in values.items():
             if name not in known:
-                raise ValueError(
-                    f"{name}: got one for verifier {self.name!r}, expected {', '.join(known) or 'none'}"
-                )
+                expected = ", ".join(known) or "none"
+                raise ValueError(f"{name}: got one for verifier {self.name!r}, expected {expected}")
             arguments.check_numbers(name, value, "a number, or one per input")
         return dataclasses.replace(self, given=tuple({**dict(self.given), **values}.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Verifier(BaseVerifier):
+    """A rule that decides which drafted tokens are accepted.
+
+    Attributes:
+      verify: the rule above temperature 0, a pure function `(target, draft, draft_tokens,
+        num_drafted, randomness, settings) -> Verification`. Its arguments, with p the target's
+        distribution and q the drafter's:
+
+          target: p, a `Categorical` over `[B, G + 1, V]`.
+          draft: q, the `Categorical` over `[B, G, V]` from which the tokens were really drawn, or a
+            `PointMass` where they were not drawn; None unless the verifier `needs_draft_probs`.
+          draft_tokens: `[B, G]`; a row examines the first `num_drafted` of them, the rest may be
+            anything.
+          settings: values of its `parameters`; None if it has none.
+      verify_greedily: the rule at temperature 0, `(logits, draft_tokens, num_drafted, accept,
+        settings) -> Verification`, for processed logits and uniforms `accept`; None: a token is
+        accepted iff it is the target's argmax.
+      The others are those of `BaseVerifier`.
+    """
+
+    verify: Verify
+    verify_greedily: VerifyGreedily | None = None
+
+    @property
+    def takes_argmax(self) -> bool:
+        return super().takes_argmax and self.verify_greedily is None
 
 
 def check_verification(verifier: Verifier, found: Any, batch: int) -> Verification:
@@ -140,7 +158,8 @@ def check_verification(verifier: Verifier, found: Any, batch: int) -> Verificati
     """
     if not isinstance(found, Verification):
         raise ValueError(
-            f"verifier {verifier.name}: got {type(found).__name__} from its rule, expected a Verification"
+            f"verifier {verifier.name}: got {type(found).__name__} from its rule, "
+            "expected a Verification"
         )
     for name, value in found._asdict().items():
         dtype, shape = jnp.result_type(value), jnp.shape(value)

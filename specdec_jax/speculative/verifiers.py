@@ -1,10 +1,12 @@
-"""Verifiers: pure functions that decide how many drafted tokens are accepted and which token
-follows them.
+"""Verifiers: pure functions that decide how many drafted tokens are accepted, and what follows.
 
 p is the target's distribution (`target`), q the drafter's (`draft`), and there are γ = G drafted
 positions. `Verifier.verify` describes the arguments. A new verifier is a function like these and a
-row of the table `VERIFIERS`. Sections are those of Leviathan et al. 2023.
+row of the table `VERIFIERS`. To verify "exactly" means that the output distribution is exactly the
+target's. Sections are those of Leviathan et al. 2023.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
@@ -19,8 +21,7 @@ from specdec_jax.speculative.verifier import Drafted, Randomness, Settings, Veri
 def verify_greedy(
     target_tokens: Int[Array, "B T"], draft_tokens: Int[Array, "B T-1"], num_drafted: PerRow
 ) -> Verification:
-    """Verifies at temperature 0: both distributions are one-hot, so a drafted token is accepted iff
-    it is the target's argmax.
+    """Verifies at temperature 0: a drafted token is accepted iff it is the target's argmax.
 
     This is section 2.2.
 
@@ -37,8 +38,7 @@ def verify_greedy_leniently(
     num_drafted: PerRow,
     lenience: Float[Array, " B"],
 ) -> Verification:
-    """Verifies at temperature 0 with lenience l (section A.5): a drafted token x is accepted iff
-    p(x) ≥ l · max p.
+    """Verifies at temperature 0 with lenience l: x is accepted iff p(x) ≥ l · max p.
 
     p is the distribution at temperature 1, before it is made one-hot. (The paper prints ≤, which
     would accept the improbable.) Every token of the output then has at least l times the
@@ -61,10 +61,9 @@ def verify_tokens(
     draft_tokens: Drafted,
     num_drafted: PerRow,
     draws: Randomness,
-    settings=None,
+    settings: Any = None,
 ) -> Verification:
-    """Verifies token by token (Algorithm 1, section 2.3); the output distribution is exactly the
-    target's.
+    """Verifies token by token (Algorithm 1, section 2.3), exactly.
 
     Drafted token x_i is accepted while u_i < p_i(x_i) / q_i(x_i); the inequality is strict, so that
     a token with p = 0 is never accepted. After the first rejection the next token is drawn from
@@ -85,8 +84,7 @@ def verify_leniently(
     draws: Randomness,
     settings: Settings,
 ) -> Verification:
-    """Verifies with lenience l (section A.5), which is lossy: x_i is accepted while u_i < p_i(x_i)
-    / (l · q_i(x_i)).
+    """Verifies with lenience l (section A.5): x is accepted while u < p(x) / (l · q(x)).
 
     All else is as in `verify_tokens`, and l = 1 is `verify_tokens`. After any prefix no token x has
     a probability of more than p(x) / l.
@@ -104,10 +102,9 @@ def verify_blocks(
     draft_tokens: Drafted,
     num_drafted: PerRow,
     draws: Randomness,
-    settings=None,
+    settings: Any = None,
 ) -> Verification:
-    """Verifies a draft as a block (Sun et al. 2024, arXiv 2403.10444); the output distribution is
-    the target's.
+    """Verifies a draft as a block, exactly (Sun et al. 2024, arXiv 2403.10444).
 
     On average at least as many tokens are accepted as with `verify_tokens`. With n drafted tokens,
     π_0 = 1 and π_i = min(1, π_{i−1} · p_i(x_i) / q_i(x_i)). For i < n, S_i = Σ_x max(π_i ·
@@ -155,10 +152,9 @@ def verify_by_rejection(
     draft_tokens: Drafted,
     num_drafted: PerRow,
     draws: Randomness,
-    settings=None,
+    settings: Any = None,
 ) -> Verification:
-    """Verifies by rejection sampling with a constant (section A.2), for comparison; the output
-    distribution is the target's.
+    """Verifies by rejection sampling with a constant (section A.2), exactly; for comparison.
 
     x_i is accepted while u_i < p_i(x_i) / (M_i · q_i(x_i)), where M_i = max_x p_i(x) / q_i(x).
     After a rejection the next token is drawn from p itself. Fewer tokens are accepted than with
@@ -185,10 +181,9 @@ def verify_coupled(
     draft_tokens: Drafted,
     num_drafted: PerRow,
     draws: Randomness,
-    settings=None,
+    settings: Any = None,
 ) -> Verification:
-    """Verifies by Gumbel coupling (Daliri et al. 2024, arXiv 2408.07978); the output distribution
-    is the target's.
+    """Verifies by Gumbel coupling, exactly (Daliri et al. 2024, arXiv 2408.07978).
 
     The token of each position is argmax(log p + g) with noise g that depends on the key and the
     absolute position alone; a drafted token is accepted iff it is that token. So the output is,
@@ -207,8 +202,9 @@ def verify_typical(
     draws: Randomness,
     settings: Settings,
 ) -> Verification:
-    """Verifies by typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774), which is lossy
-    and ignores q.
+    """Verifies by typical acceptance, which is lossy and ignores q.
+
+    (Medusa, Cai et al. 2024, arXiv 2401.10774.)
 
     x_i is accepted while p_i(x_i) > min(ε, δ · exp(−H(p_i))). The token after the last that is
     accepted is drawn from p. So the last token of each iteration is the target's own, and every
@@ -231,8 +227,7 @@ def verify_synthetically(
     draws: Randomness,
     settings: Settings,
 ) -> Verification:
-    """Accepts each drafted token with probability α, whatever it is: for timing alone, with
-    random weights.
+    """Accepts each drafted token with probability α, whatever it is; for timing alone.
 
     The next token is drawn as in `verify_tokens`, so that an iteration takes as long as with that.
     """
@@ -246,8 +241,7 @@ def verify_synthetically_at_zero(
     accept: Float[Array, "B T-1"],
     synthetic_alpha: Float[Array, " B"],
 ) -> Verification:
-    """Does what `verify_synthetically` does at temperature 0: the next token is the target's
-    argmax.
+    """Does what `verify_synthetically` does at temperature 0: the argmax is the next token.
 
     Args:
       target_tokens: the target's argmax at each of T = G + 1 positions.
@@ -310,14 +304,14 @@ def verifier_of(given: str | Verifier) -> Verifier:
         return given
     if not isinstance(given, str) or given not in (*VERIFIERS, SYNTHETIC.name):
         raise ValueError(
-            f"verifier: got {arguments.quoted(given)}, expected one of {', '.join(VERIFIERS)}, or a Verifier"
+            f"verifier: got {arguments.quoted(given)}, expected one of {', '.join(VERIFIERS)}, "
+            "or a Verifier"
         )
     return VERIFIERS.get(given, SYNTHETIC)
 
 
 def leading_distribution(target: Categorical) -> Categorical:
-    """Returns the target's distribution over the drafted positions, without the position of the
-    bonus token."""
+    """Returns the target's distribution over the drafted positions, without the bonus token's."""
     return Categorical(target.logits[:, :-1], target.log_normalizer[:, :-1])
 
 

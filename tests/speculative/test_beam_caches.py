@@ -15,7 +15,8 @@ from specdec_jax.decoding import beams
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import Attention
-from specdec_jax.speculative.beam_iteration import iterate_beams, live_beams
+from specdec_jax.speculative.beam_iteration import iterate_beams
+from specdec_jax.speculative.beam_tree import live_beams
 
 pytestmark = pytest.mark.usefixtures("quick")
 V, LIMIT = 24, 9

@@ -12,7 +12,7 @@ import specdec_jax as sd
 from specdec_jax.decoding.beams import begin
 from specdec_jax.decoding.request import prepare
 from specdec_jax.speculative.beam_iteration import search
-from specdec_jax.speculative.beams import BeamConfig
+from specdec_jax.speculative.beam_search import BeamConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
 pytestmark = pytest.mark.usefixtures("quick")

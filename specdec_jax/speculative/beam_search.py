@@ -61,8 +61,7 @@ class BeamConfig(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """K + γ·u, nodes in a call of the target: the live beams' last tokens, and what was drafted
-        after them."""
+        """K + γ·u, nodes in a call of the target: live beams' last tokens and drafted ones."""
         return self.beams + self.gamma * self.width
 
 
@@ -213,7 +212,7 @@ def step(
     batch, _, kept = found.sums.shape
     far = _FAR[config.style]
 
-    def flat(x):
+    def flat(x: jax.Array):
         return x.reshape(batch, -1)
 
     sums, which = jax.lax.top_k(flat(found.sums), min(config.candidates, config.beams * kept))
@@ -238,7 +237,7 @@ def step(
         failed=jnp.where(failed & (state.failed == 0), steps, state.failed),
     )
 
-    def keep(new, old):
+    def keep(new: jax.Array, old: jax.Array):
         return jnp.where(active.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
     names = ("live", "finished", "is_finished", "steps", "done", "failed")
@@ -251,11 +250,10 @@ def step(
 def _extended(
     parents: Hypotheses, chosen: Candidates, sums: jax.Array, positions: jax.Array
 ) -> Hypotheses:
-    """Returns the hypotheses `parents`, each with its token of `chosen` added at `positions [B]`,
-    and with `sums`."""
+    """Returns `parents` with their tokens of `chosen` at `positions [B]`, and with `sums`."""
     here = (jnp.arange(parents.tokens.shape[-1]) == positions[:, None])[:, None]
 
-    def put(old, new):
+    def put(old: jax.Array, new: jax.Array):
         return None if old is None else jnp.where(here, new[..., None], old)
 
     return Hypotheses(
@@ -268,8 +266,10 @@ def _extended(
 
 
 def _best(scores: jax.Array, config: BeamConfig) -> jax.Array:
-    """Returns the places `[B, K]` of the K greatest of `scores [B, J]`: the greatest last for
-    "t5x", else first."""
+    """Returns the places `[B, K]` of the K greatest of `scores [B, J]`.
+
+    For "t5x" the greatest is the last, else the first.
+    """
     _, order = jax.lax.top_k(scores, config.beams)
     return order[:, ::-1] if config.style == "t5x" else order
 
@@ -308,8 +308,7 @@ def _penalized(lengths: jax.Array, state: BeamState) -> jax.Array:
 
 
 def _is_done(state: BeamState) -> jax.Array:
-    """Returns `[B]` bool: which rows cannot find a better hypothesis, or are as long as they may
-    be."""
+    """Returns `[B]`: which rows cannot find a better hypothesis, or have reached their limit."""
     config = state.config
     worst = jnp.where(
         state.is_finished,
@@ -332,15 +331,14 @@ def _is_done(state: BeamState) -> jax.Array:
 
 
 def best_first(state: BeamState) -> tuple[Hypotheses, jax.Array]:
-    """Returns the K hypotheses of a search, the best first, and `[B, K]` bool: False for a place
-    that nothing fills.
+    """Returns the K hypotheses, the best first, and `[B, K]`: False for a place that nothing fills.
 
     Where nothing has finished, the live beams are the result, as in T5X; in Hugging Face's form
     something has finished whenever a search ends.
     """
     none = ~jnp.any(state.is_finished, axis=1)
 
-    def choose(live, finished):
+    def choose(live: jax.Array, finished: jax.Array):
         return jnp.where(none.reshape(-1, *[1] * (live.ndim - 1)), live, finished)
 
     found = jax.tree.map(choose, state.live, state.finished)
