@@ -1,5 +1,4 @@
-"""Runs tests on the CPU, in float32 unless a test asks for more, and with the same examples every
-time."""
+"""Runs tests on the CPU, in float32 unless a test asks for more, with fixed examples."""
 
 import gc
 import importlib.util
@@ -54,8 +53,10 @@ def few_programs():
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel():
-    """Compiles the CPU's kernels before any test reads what a command prints, since compiling them
-    prints a line."""
+    """Compiles the CPU's kernels before any test reads a command's output.
+
+    Compiling them prints a line.
+    """
     from specdec_jax.models import native
 
     native.available()
@@ -63,8 +64,7 @@ def kernel():
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_measured():
-    """Makes `gamma="auto"` mean 4, as on a mesh, since measuring every toy model would take most of
-    the time.
+    """Makes `gamma="auto"` mean 4, as on a mesh, since measuring every toy model takes long.
 
     `test_adaptive_gamma.py` measures.
     """
@@ -111,8 +111,10 @@ def language(tmp_path_factory):
 
 @pytest.fixture
 def load_script():
-    """Returns a function that loads `scripts/<name>.py` as a module; the flags it defines are
-    removed afterwards."""
+    """Returns a function that loads `scripts/<name>.py` as a module.
+
+    The flags it defines are removed afterwards.
+    """
     before = set(FLAGS)
 
     def load(name: str):

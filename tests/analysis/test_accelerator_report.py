@@ -1,5 +1,4 @@
-"""`scripts/accelerator_report.py`: a line for each figure, whatever happens to it, none measured
-twice, and the page that draws them."""
+"""Tests `scripts/accelerator_report.py`: a line per figure, none measured twice, and its page."""
 
 import html
 import json

@@ -207,8 +207,7 @@ def test_both_layouts_of_the_products_are_timed(monkeypatch):
 
 
 def test_bare_products_of_calls_and_drafts(target):
-    """Those of γ + 1 rows for every row; and the drafter's own weights, where its model's are
-    what it multiplies with."""
+    """The products are those of γ + 1 rows per row, with the drafter's own weights."""
     variants = matmul_roofline.bare_variants(target, ModelDrafter(target), 2, (1, 3))
     assert {name: variant.args[1].shape[0] for name, variant in variants.items()} == {
         "bare verify 1": 4,
@@ -264,8 +263,7 @@ def test_calls_without_a_draft_cost_a_step():
 
 
 def test_shares_add_up_or_are_not_told(measured):
-    """Where single steps come to more than the whole, the machine was another while they were
-    timed."""
+    """Steps that add up to more than the whole have no shares: the machine's speed changed."""
     parts = {"draft steps": 1.0, "target calls": 2.0}
     assert predictions.shares(parts, 4.0) == {
         "draft steps": 0.25,
@@ -426,8 +424,7 @@ def verified_state(network, verifier, gamma=2):
 
 @pytest.mark.parametrize("verifier", SAMPLED)
 def test_the_timed_verification_is_the_engines(target, verifier):
-    """Step by step, by hand: what follows the accepted tokens is fed next, draws are keyed by how
-    many there were."""
+    """Step by step: the token after the accepted ones is fed next; keys depend on their number."""
     network, state = target.network, verified_state(target.network, verifier)
     tokens, accepted, cache = np.ones((2, 3), np.int32), np.zeros(2, np.int32), state.target_cache
     dist, verify = (
@@ -451,8 +448,7 @@ def test_the_timed_verification_is_the_engines(target, verifier):
 
 @pytest.mark.parametrize("verifier", SAMPLED)
 def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
-    """Outside of it no numbers of the vocabulary's width (97, which nothing else here has) are
-    computed for its body.
+    """Nothing of the vocabulary's width (97) is computed outside of the loop for its body.
 
     Whole numbers may be: the random generator's counters are the same in every step, here and in
     the engine's loop.

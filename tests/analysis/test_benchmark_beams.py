@@ -1,5 +1,4 @@
-"""`specdec benchmark --num_beams` on a tiny random pair: what is counted, reported, drawn and
-rejected."""
+"""Tests `specdec benchmark --num_beams` on a tiny random pair."""
 
 import dataclasses
 import json

@@ -72,8 +72,7 @@ def test_record_against_another(target):
 
 
 def test_what_int8_contributes_is_told_apart(target):
-    """Beside another implementation's variant comes our own plain decoding in the numbers that it
-    has."""
+    """Beside another implementation comes our own autoregressive decoding in its dtype."""
     batch = analysis_variants.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
     variants = {
@@ -140,8 +139,7 @@ def test_what_cannot_be_compared_is_rejected(change, message, options, monkeypat
 
 
 def test_plot_of_wall_time():
-    """A bar for every way of decoding, in milliseconds for each token, another implementation
-    first."""
+    """The plot has a bar per way of decoding, in ms per token, the other implementation first."""
 
     def variant(median, tokens, **more):
         return {

@@ -1,5 +1,4 @@
-"""`specdec benchmark --tree` on a tiny random pair: what is timed, counted, reported, drawn and
-rejected."""
+"""Tests `specdec benchmark --tree` on a tiny random pair."""
 
 import dataclasses
 import functools
@@ -115,8 +114,7 @@ def test_record(measured, target, batches):
 
 
 def test_predicted_tokens_are_those_of_the_hit_rate_measured(measured, target, options, batches):
-    """Here the drafter is the target, so that every call commits a whole branch, but for ends of
-    outputs."""
+    """The drafter is the target: every call commits a whole branch, but for ends of outputs."""
     static, dynamic = measured[0]["trees"]
     assert static["predicted"] == pytest.approx(4) and static["prediction"] == "top"
     assert (dynamic["predicted"], dynamic["prediction"]) == (None, "dynamic")

@@ -1,5 +1,4 @@
-"""`tools/rounding.py` and `scripts/compare_rounded.py`: figures beside numpy's, moved weights,
-usage."""
+"""Tests `tools/rounding.py` and `scripts/compare_rounded.py` beside numpy."""
 
 import json
 

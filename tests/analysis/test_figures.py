@@ -27,8 +27,10 @@ def test_table_1_to_the_digit(row):
 
 @pytest.mark.parametrize("row", paper.TABLE_4, ids=str)
 def test_table_4_to_the_digit(row):
-    """Three rows need more digits of α and c than were printed; numbers that are printed so give
-    their factor."""
+    """Three rows need more digits of α and c than were printed.
+
+    Numbers that are printed so give their factor.
+    """
     computed = formulas.improvement(row.alpha, row.gamma, row.cost_ratio)
     blurred = {
         ("EnDe", "T5-base", 1): 2.35,
@@ -492,8 +494,7 @@ def test_bad_output(tmp_path, capsys):
 
 
 def test_what_was_measured_comes_first():
-    """After a line that says what α, γ, c and v are; words at the left, numbers at the right; no
-    figure twice."""
+    """Measurements follow a line on α, γ, c and v; words left, numbers right; none twice."""
     text = report_page.report([(pathlib.Path("a.json"), BENCHMARK)])
     parts = ("α: the probability", "<h2>Measured", "a.json", "<h2>Theory", "Table 1.", "Table 5.")
     places = [text.index(part) for part in parts]

@@ -1,5 +1,4 @@
-"""Records that somebody else wrote: what is in them is shown as text, or rejected in one line that
-names the file."""
+"""Records by others are shown as text, or rejected in one line that names the file."""
 
 import copy
 import html.parser
@@ -151,8 +150,10 @@ def renamed(record, path, key):
 
 @pytest.fixture
 def shown(tmp_path, capsys, monkeypatch):
-    """The page that the command makes of a record, or None where it is rejected in one line that
-    names the file."""
+    """Returns the page that the command makes of a record, or None if it is rejected.
+
+    A rejection is one line that names the file.
+    """
     monkeypatch.setattr(report_page, "_theory", list)
     source, output = tmp_path / "record.json", tmp_path / "report.html"
 
@@ -290,8 +291,7 @@ def test_the_greatest_tree_is_drawn(shown):
 
 
 def test_names_are_drawn_as_they_are(shown):
-    """Neither as formulas nor over the whole width; glyphs that matplotlib's font lacks are the
-    browser's affair."""
+    """Names are neither formulas nor wider than the page; the browser has the glyphs."""
     page = shown(
         replaced(KINDS["compared"], ("variants", 0, "variant"), "$\\frac{1}{2}$ _学 " + "x" * 500)
     )

@@ -1,5 +1,4 @@
-"""`scripts/gpu_aot.py`: what it counts in a text, and that it compiles where JAX's plugin for CUDA
-is."""
+"""Tests `scripts/gpu_aot.py`: counts in a text, and compilation where CUDA's plugin is."""
 
 import importlib.util
 import json

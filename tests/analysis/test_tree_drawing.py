@@ -1,5 +1,4 @@
-"""Trees as text: every node once, the accepted path, the mask of ancestors, and what fits a
-terminal."""
+"""Trees as text show every node once, the accepted path and the mask, in a terminal's width."""
 
 import json
 import re
@@ -82,8 +81,7 @@ def test_p_q_and_their_ratio():
 @pytest.mark.parametrize("numbers", [False, True])
 @pytest.mark.parametrize("nodes", [4, 12, 40, 76, 77, 130])
 def test_eighty_columns(nodes, numbers):
-    """A mask that does not fit beside the tree stands below it, and one that fits nowhere is not
-    drawn."""
+    """A mask too wide to stand beside the tree stands below it, or is not drawn."""
     one = step([node // 3 for node in range(nodes - 1)], [0, 1])
     lines = plain(tree_drawing.tree_lines(one, TARGET, numbers))
     assert max(map(len, lines)) <= tree_drawing.COLUMNS

@@ -1,5 +1,4 @@
-"""Folders that say several things: several files of weights, several embeddings, wrapped names,
-masks of any dtype."""
+"""Folders with several weights or embeddings, wrapped names, and masks of any dtype."""
 
 import dataclasses
 import json

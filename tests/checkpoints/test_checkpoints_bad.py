@@ -1,5 +1,4 @@
-"""Bad checkpoints: rejected in one line that says what was got and what was expected, before
-anything compiles."""
+"""Bad checkpoints are rejected in one line (got, expected) before anything compiles."""
 
 import json
 import shutil
@@ -51,8 +50,10 @@ def damage_header(folder):
 
 
 def truncate_database(folder):
-    """Cuts every data file of an OCDBT database: which of them the merged database still refers to
-    varies."""
+    """Cuts every data file of an OCDBT database.
+
+    Which of them the merged database still refers to varies.
+    """
     for path in folder.rglob("d/*"):
         truncate(path)
 

@@ -1,5 +1,4 @@
-"""Parameters stream in: loading takes little memory beside the weights, whatever the format and the
-stored dtype."""
+"""Loading takes little memory beside the weights, whatever the format and the dtype."""
 
 import pathlib
 import subprocess

@@ -1,5 +1,4 @@
-"""`specdec convert`: every pair of formats, bit for bit; what a format cannot hold;
-interruptions; T5X's own restore."""
+"""Tests `specdec convert`: every pair of formats bit for bit, interruptions, T5X's restore."""
 
 import dataclasses
 import itertools

@@ -1,5 +1,4 @@
-"""What a long reading, writing or making of parameters says of itself: nothing while it is short,
-then a bar on a terminal and a line now and then elsewhere."""
+"""Long readings and writings show a bar on a terminal, and lines elsewhere; short ones nothing."""
 
 import re
 
@@ -36,8 +35,10 @@ def folder(tmp_path):
 
 @pytest.fixture
 def slowly(clock, monkeypatch):
-    """Returns a function that makes the reading of all of `TINY`'s parameters last so many seconds,
-    and fail at one of them if it is asked to."""
+    """Returns a function that makes reading `TINY` take so many seconds.
+
+    It fails at one of the parameters if asked to.
+    """
     read = stored_tensor.Leaf.load
 
     def slow(seconds: float, fails_at: int | None = None) -> None:

@@ -56,8 +56,7 @@ def test_demo_says_what_it_does(specdec):
 
 
 def test_picture_of_the_demo(specdec, tmp_path):
-    """In colour wherever the output goes, without marks, fonts from elsewhere or the path of the
-    kernel."""
+    """The picture is in colour wherever the output goes, without marks, fonts or paths."""
     picture = tmp_path / "demo.svg"
     code, out, _ = specdec(
         "demo", *command_line.MODELS, "--repeats=1", f"--picture={picture}", "Tom", "We"
@@ -92,8 +91,7 @@ def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
 
 
 def test_demo_of_a_tree(specdec, tmp_path):
-    """One call is drawn, with as many tokens as the sentence says, and as a figure; the times are
-    those of trees."""
+    """One call is drawn, with as many tokens as the sentence says; the times are those of trees."""
     plot = tmp_path / "tree.svg"
     record = tmp_path / "demo.json"
     argv = [
@@ -224,8 +222,7 @@ def test_demo_of_nothing(specdec):
 
 
 def test_printed_times_give_the_printed_ratio(monkeypatch):
-    """Three passes whose ratios are 3, 1 and 3.4 (in the middle 3), while that of the median times
-    is 1.7."""
+    """Three passes have the ratios 3, 1 and 3.4; that of the median times is 1.7."""
     passes = {"plain": [6.0, 4.0, 10.2], "speculative": [2.0, 4.0, 3.0]}
     clock, turn = [0.0], {name: itertools.count() for name in passes}
 

@@ -25,8 +25,7 @@ from specdec_jax.training.sequence_distillation import Job
     ],
 )
 def test_warm_up_and_decay_follow_the_steps(given, expected):
-    """Of `train`, of `distill`, whatever its number of steps was when gin made it, and of
-    `train_heads`."""
+    """`train`, `distill` and `train_heads` follow a number of steps set after gin."""
     config = TrainConfig(TINY, ("a",), ("b",), "c", vocabulary_size=64, **given)
     assert (config.warmup_steps, config.decay_steps) == expected
     stage = distill.DistillConfig(target="x", output_dir="y", **given).training(

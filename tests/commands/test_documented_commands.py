@@ -84,7 +84,6 @@ def test_cheap_examples_of_the_help_run(line, run):
 
 @pytest.mark.slow
 def test_every_documented_command_runs(run):
-    """In the order of the help and the pages; those that read records come last, after those that
-    write them."""
+    """In the order of the help and the pages; those that read records come last."""
     lines = sorted(dict.fromkeys(HELP + ON_PAGES), key=lambda line: "--records=" in line)
     assert not [wrong for line in lines if (wrong := run(line))]

@@ -1,5 +1,4 @@
-"""What a job says of its inputs and outputs: how many were cut, which inputs are too long and what
-would do."""
+"""A run reports how many outputs were cut and which inputs are too long."""
 
 import command_line
 import pytest
@@ -21,8 +20,7 @@ TEXTS = ["We asked", "Tom", "She was"]
 
 
 def generate(capsys, pair, *more):
-    """Runs the command with one row a batch; returns exit code, standard output and standard error
-    as they are."""
+    """Runs the command with one row a batch; returns exit code, output and errors."""
     models = [f"--target={pair / 'target'}", "--dtype=float32", "--batch_size=1"]
     code = main.main(["generate", *models, *map(str, more)])
     return code, *capsys.readouterr()

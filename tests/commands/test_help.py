@@ -115,8 +115,7 @@ def made_by(argv: list[str]) -> list[str]:
 
 
 def check_files_read(argvs: list[list[str]], made: set[str]) -> None:
-    """Checks the flags of commands, and that each file they read is there, the reader's own, or
-    made before.
+    """Checks the flags of commands, and that each file they read exists or was made before.
 
     Args:
       made: files that are made elsewhere.

@@ -1,5 +1,4 @@
-"""The command line, through `main(argv)` and once or twice as a process: results, errors, gin,
-standard streams."""
+"""The command line through `main(argv)`, and once or twice as a process."""
 
 import gzip
 import io

@@ -1,5 +1,4 @@
-"""Every way of sampling, verifying and stopping through the command line: it arrives, or is
-rejected with one line."""
+"""Every option of sampling, verification and stopping arrives, or is rejected in one line."""
 
 import json
 import types

@@ -1,5 +1,4 @@
-"""The output file of `specdec generate`: it has what would be printed, a kill changes nothing in
-it, and results of other settings do not get into it."""
+"""The output file has the printed results, survives kills, and never mixes settings."""
 
 import functools
 import json
@@ -185,8 +184,10 @@ class Kills:
         return max(0, partial.read_bytes().count(b"\n") - 1) if partial.exists() else 0
 
     def run(self, name, after=None, decoding=False) -> int:
-        """Runs the job; kills it after so many seconds from its start, or from that of its
-        decoding. Returns the exit code."""
+        """Runs the command and kills it after so many seconds; returns the exit code.
+
+        Seconds count from its start, or from that of its decoding.
+        """
         begin, (total, decoded) = self.finished(name), (time.monotonic(), None)
         partial = self.folder / f"{name}.partial"
         size = partial.stat().st_size if partial.exists() else 0

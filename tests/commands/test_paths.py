@@ -1,5 +1,4 @@
-"""Options that are paths: a home folder in them, files that are replaced, settings beside what a
-kill leaves; sentences that begin with a dash."""
+"""Options that are paths: home folders, replaced files, and sentences that begin with a dash."""
 
 import dataclasses
 import pathlib

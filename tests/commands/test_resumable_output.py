@@ -1,5 +1,4 @@
-"""The output file of continuous batching: what is kept of results that come in any order, and what
-a kill may leave."""
+"""Resumable output keeps results of any order, whatever a kill leaves."""
 
 import json
 import multiprocessing

@@ -1,5 +1,4 @@
-"""The command as a process: its standard streams, and what signals do while it imports, computes,
-trains and ends."""
+"""The command as a process: standard streams, and signals in every phase."""
 
 import errno
 import io

@@ -1,5 +1,4 @@
-"""What the commands write: through devices and pipes, rejected early where there is no place, on
-full disks."""
+"""Commands write through devices and pipes, and reject places and full disks in one line."""
 
 import errno
 import os

@@ -1,5 +1,4 @@
-"""Policies of γ leave the distribution of token trees as it is: by enumeration, which finds
-policies that peek."""
+"""Policies of γ leave the distribution of token trees; policies that peek are detected."""
 
 import pytest
 import toy

@@ -1,5 +1,4 @@
-"""Token trees have the target's distribution: by enumeration, and the enumeration finds what is
-known to break it."""
+"""Token trees have the target's distribution, by enumeration; known mistakes are detected."""
 
 import dataclasses
 import functools
@@ -47,8 +46,10 @@ SIZES = [
 
 
 def away(target):
-    """A distribution with none of the target's ids, or where it has all of them its least probable
-    alone."""
+    """Returns a distribution with none of the target's ids.
+
+    Where the target has all ids, it has the least probable one alone.
+    """
 
     def dist(prefix):
         p = np.asarray(target(prefix))
@@ -79,8 +80,7 @@ def test_every_verifier_is_here():
 @pytest.mark.parametrize("vocab, shape, limit", SIZES)
 @every_pair
 def test_distribution_of_two_iterations_is_the_targets(kind, verifier, vocab, shape, limit):
-    """With zeros p(x) = 0, q(x) = 0 and disjoint supports occur; EOS, limit and budget cut
-    branches."""
+    """Zeros and disjoint supports occur; EOS, limit and budget cut branches."""
     size = len(SHAPES[shape])
     for zeros, (eos, budget) in itertools.product(
         (0.0, 0.5), [(set(), size), ({0}, size), ({0, 1}, size - 1)]
@@ -102,8 +102,7 @@ def test_distribution_under_every_processor(kind, verifier, adjustments):
 
 @pytest.mark.parametrize("kind", CHILDREN)
 def test_argmax_of_every_tree(kind):
-    """At temperature 0 whatever children a tree has, of whatever distribution, the output is the
-    target's argmax."""
+    """At temperature 0 the output is the target's argmax, whatever children a tree has."""
     target, draft = dists(3)
     noise = np.random.default_rng(0).gumbel(size=(4, 3))
     plan = Plan(SHAPES["2, 2"], kind, ref.walk(ref.greedy))
@@ -129,8 +128,7 @@ def test_gumbel_coupling_gives_the_plain_sample(kind):
 
 
 def test_children_by_noise_may_be_judged_as_points():
-    """The noise of a position is met again in later iterations, but no verifier's draw depends on
-    it."""
+    """A position's noise is met again in later iterations; no verifier's draw depends on it."""
     target, draft = dists(3)
     for seed in range(4):
         noise = np.random.default_rng(seed).gumbel(size=(5, 3))
@@ -143,8 +141,7 @@ def test_children_by_noise_may_be_judged_as_points():
     [pair for pair in PAIRS if pair[0] in ("top", "drawn", "iid") and pair[1] != "kseq"],
 )
 def test_distribution_with_children_of_two_drafters(kind, verifier):
-    """Siblings may come from different distributions, each verified against its own; their tokens
-    may be equal."""
+    """Siblings may have different distributions and equal tokens; each is verified by its own."""
     target, draft = dists(3)
     for other in (
         toy.table_distribution(3, 13),
@@ -196,8 +193,7 @@ def pruned_by_distribution(tree, node, children):
 
 
 def reranked(tree, node, children):
-    """The three nodes of the whole tree with the greatest product of q on their way, as EAGLE-2
-    keeps them."""
+    """Returns the three nodes with the greatest product of q on their way, as EAGLE-2 does."""
     values, numbers = {0: 1.0}, [0]
     for number in numbers:  # which grows
         for child in tree.chosen(number):
@@ -323,8 +319,7 @@ def test_enumeration_catches(name):
 
 @pytest.mark.parametrize("vocab, shape", [(2, "2, 1"), (3, "2, 2"), (3, "irregular")])
 def test_which_verifier_accepts_more(vocab, shape):
-    """Traversal no less than recursion; both with children drawn apart, no fewer than any verified
-    as points."""
+    """Traversal accepts no less than recursion; drawn children no fewer than point masses."""
     gains = []
     for seed, zeros in itertools.product(range(6), (0.0, 0.5)):
         target, draft = (

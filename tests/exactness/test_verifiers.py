@@ -1,5 +1,4 @@
-"""Every verifier: its distribution by enumeration, its mistakes, and that the JAX code takes the
-enumerated decisions."""
+"""Every verifier's distribution by enumeration, its mistakes, and JAX's decisions."""
 
 import dataclasses
 import itertools
@@ -54,8 +53,7 @@ def test_a_draft_may_stop_after_a_drawn_token(name):
 
 @pytest.mark.parametrize("lenience", [1.0, 0.6, 0.2])
 def test_lenience_keeps_every_token_below_its_bound(lenience):
-    """No token has more than p(x) / l after any prefix, however long the drafts; l = 1 is the
-    target's distribution."""
+    """No token has more than p(x) / l after any prefix; l = 1 is the target's distribution."""
     rule, excess = Rule(verifier=toy.lenient(lenience)), 0.0
     for vocab, gamma, limit in ((2, 3, 6), (3, 2, 5), (4, 3, 4)):
         for zeros, eos in itertools.product((0.0, 0.5), (set(), {0})):
@@ -75,8 +73,7 @@ def test_lenience_keeps_every_token_below_its_bound(lenience):
 
 
 def test_typical_acceptance_favours_no_improbable_token():
-    """A token at or below the threshold has at most p(x) after any prefix; what is accepted lies
-    above it."""
+    """A token at or below the threshold has at most p(x); accepted tokens lie above it."""
     rule = Rule(verifier=toy.typical(EPSILON, DELTA))
     for vocab, gamma, limit in ((2, 3, 6), (3, 2, 5), (4, 3, 4)):
         for zeros, eos in itertools.product((0.0, 0.5), (set(), {0})):
@@ -147,8 +144,7 @@ def test_block_accepts_no_fewer_than_token_and_token_than_rejection(vocab, gamma
 
 
 def test_efficiency_formulas():
-    """E[τ] over drafts: Σ E[π_i] by block, Σ E[Π min(1, p/q)] by token (section 10 of the
-    algorithms)."""
+    """E[τ] over drafts: Σ E[π_i] by block, Σ E[Π min(1, p/q)] by token (section 10)."""
     target, draft = dists(3)
     block = token = 0.0
     for drafted, prob in toy.drafts((), draft, 3, set(), Rule()):
@@ -185,8 +181,7 @@ def points(x, vocab) -> list[np.ndarray]:
 
 
 def judged_as_point_mass(verifier):
-    """q := 1 at the drafted id and 0 elsewhere in the acceptance, whatever distribution the id was
-    drawn from."""
+    """Returns the mistake q := 1 at the drafted id, whatever distribution it was drawn from."""
     return dataclasses.replace(
         verifier, accept_probs=lambda p, q, x: verifier.accept_probs(p, points(x, len(p[0])), x)
     )
@@ -274,8 +269,10 @@ def test_enumeration_catches(name):
 
 @pytest.mark.parametrize("name", ["token", "block", "rejection"])
 def test_a_sampled_draft_may_be_judged_as_a_point_mass(name):
-    """If acceptance and residual agree on it, q := 1 is no mistake, only a waste: each draft's
-    outcome has distribution p."""
+    """If acceptance and residual agree on it, q := 1 wastes drafts but is exact.
+
+    Each draft's outcome has distribution p.
+    """
     verifier = ENUMERATED[name]
     wasteful = dataclasses.replace(
         judged_as_point_mass(verifier),

@@ -1,5 +1,4 @@
-"""The module that writes: whole or not at all, through links and devices, over nothing that is
-not ours, one process at a time."""
+"""Writing is atomic, follows links and devices, replaces only our files, one process at a time."""
 
 import ast
 import os

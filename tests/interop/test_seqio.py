@@ -1,5 +1,4 @@
-"""seqio tasks through `specdec generate`: what is read, written and evaluated, beside T5X's and
-seqio's own; what is rejected."""
+"""Tests seqio tasks through `specdec generate`, beside T5X's and seqio's own results."""
 
 import json
 import pathlib
@@ -107,8 +106,10 @@ def test_lines_are_t5xs(generate, toys, tmp_path):
 
 @needs_seqio
 def test_a_beam_search_of_a_task(generate, toys, target, tmp_path):
-    """A line has the best hypothesis or a list with the best last, as T5X's own function writes
-    them; metrics are those of the best."""
+    """A line has the best hypothesis, or a list with the best last, as T5X writes them.
+
+    Metrics are those of the best.
+    """
     one, all_of_them = tmp_path / "one", tmp_path / "all"
     flags = ("--task=toy_text", "--num_beams=3", "--length_penalty=1")
     assert generate(*flags, f"--output_file={one}")[0] == 0

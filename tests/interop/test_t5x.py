@@ -403,8 +403,10 @@ def test_benchmark_against_t5x(golden):
 
 
 def test_benchmark_of_beams_against_t5x(golden):
-    """T5X's own beam search of the same model: the same tokens and scores, and fillers that count
-    for nothing."""
+    """T5X's own beam search of the same model gives the same tokens and scores.
+
+    Rows that fill up a batch count for nothing.
+    """
     _, io, target = golden
     rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]][:3]
     options = benchmark_command.BenchmarkOptions(

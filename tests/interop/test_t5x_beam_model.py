@@ -1,5 +1,4 @@
-"""T5X's default decode function, `beam_search`: `SpeculativeEncoderDecoderModel` predicts and
-scores what T5X does."""
+"""Inside T5X with `beam_search`, our model predicts and scores what T5X's does."""
 
 import dataclasses
 import functools

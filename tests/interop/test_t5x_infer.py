@@ -25,8 +25,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture
 def golden(tmp_path):
-    """Folder of T5X's own checkpoint, what T5X computed from it, and the model; the task and T5X's
-    settings lie beside."""
+    """Returns the folder of T5X's checkpoint, what T5X computed from it, and the model.
+
+    The task and T5X's settings lie beside.
+    """
     folder, io = unpack_t5x(tmp_path)
     rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]]
     lines = [f"{' '.join(map(str, row))}\t5 1\n" for row in rows]

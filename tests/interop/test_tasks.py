@@ -75,8 +75,10 @@ def test_a_gin_file_for_tsv_files(generate, pair, tmp_path):
 @needs_seqio
 @pytest.mark.parametrize("name", ["wmt_t2t_ende", "cnn_dailymail"])
 def test_the_papers_tasks(name, pair):
-    """Registered on import; the data set, its version and its splits are known; texts become ids as
-    T5's do."""
+    """Tasks are registered on import; texts become ids as T5's do.
+
+    The data set, its version and its splits are known.
+    """
     import tensorflow_datasets as tfds
 
     names = {
@@ -378,8 +380,7 @@ def test_split_and_module_do_not_decide_alone(pair):
 
 @needs_seqio
 def test_the_oldest_protobuf_that_tensorflow_takes_is_enough():
-    """seqio imports SentencePiece's generated code, which may reject a protobuf older than the
-    one that it was made with."""
+    """SentencePiece's generated code may reject a protobuf older than its compiler."""
     (bound,) = (
         line for line in importlib.metadata.requires("tensorflow") if line.startswith("protobuf")
     )

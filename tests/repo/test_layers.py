@@ -1,5 +1,4 @@
-"""The shape of the repository: imports run downward, heavy packages stay inside functions, nothing
-else at the top."""
+"""Imports run downward, heavy packages stay inside functions, nothing else is at the top."""
 
 import ast
 import pathlib
@@ -59,8 +58,7 @@ def own_imports(module: str) -> set[str]:
 
 
 def test_every_package_is_installed():
-    """They are named one by one, since the one that the command begins with is installed outside
-    the others."""
+    """The packages are named one by one, since `specdec_main` is installed outside the others."""
     described = ROOT / "pyproject.toml"
     if not described.is_file():
         pytest.skip("no checkout here")
@@ -117,8 +115,7 @@ def test_no_function_is_long(module):
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
 )
 def test_what_is_declared_is_not_asked_for_by_name(path):
-    """Which drafter or verifier it is, only its own file and its table know; others read what it
-    declares."""
+    """Only the table of drafters or verifiers knows their classes; others read capabilities."""
     text, package = (
         path.read_text(encoding="utf-8"),
         package_of(str(path.relative_to(PACKAGE)).replace("/", ".")),
@@ -204,8 +201,7 @@ def test_no_test_imports_a_test(path):
 
 
 def test_tests_mirror_the_rooms():
-    """A folder for each package; beside them `exactness`, of all packages together, and `repo`, of
-    the repository."""
+    """Each package has a folder; `exactness` is of all packages, and `repo` of the repository."""
     folders = {
         path.name
         for path in (ROOT / "tests").iterdir()

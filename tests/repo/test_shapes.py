@@ -1,5 +1,4 @@
-"""Shapes and dtypes: what functions are annotated with is checked while tests run, and not for
-users."""
+"""Shapes and dtypes are checked against annotations in tests, and not for users."""
 
 import subprocess
 import sys

@@ -1,5 +1,6 @@
-"""Beam search of one row over a distribution that is known, in numpy and lists: what the compiled
-search must come to.
+"""Searches beams of one row over a known distribution, in numpy and lists.
+
+The compiled search must give the same.
 
 In float32, with sums in the order in which a search makes them, so that what is equal there is
 equal here.

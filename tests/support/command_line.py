@@ -33,8 +33,7 @@ MODELS = (
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Makes folders with a target, a drafter with its vocabulary, and a stranger with another
-    vocabulary."""
+    """Makes folders with a target, a drafter with its vocabulary, and a model with another one."""
     folder = tmp_path_factory.mktemp("models")
     vocabulary = SentencePieceVocabulary.train(TEXT, 36)
     other = SentencePieceVocabulary.train(TEXT, 35)
@@ -79,8 +78,7 @@ def compilations():
 
 @pytest.fixture
 def specdec(capsys, pair):
-    """Returns a function that runs a command; it returns (exit code, standard output, standard
-    error without what jobs announce).
+    """Returns a function that runs a command: (exit code, output, errors without announcements).
 
     TARGET, DRAFTER and STRANGER in the arguments stand for the folders of `pair`.
     """

@@ -21,8 +21,10 @@ SMALL = T5Config(64, 8, 2, 4, 1, 1, 16)
 
 @pytest.fixture(scope="module")
 def models(language, tmp_path_factory):
-    """Makes a folder with a random `target`, a smaller `drafter`, and a `stranger` with another
-    vocabulary."""
+    """Makes a folder with a random `target`, a smaller `drafter`, and a `stranger`.
+
+    The stranger has another vocabulary.
+    """
     folder = tmp_path_factory.mktemp("models")
     texts = (language / "train.tsv").read_text().split("\n")
     vocabulary, other = (

@@ -1,5 +1,4 @@
-"""Lists hostile files: a case is a sound folder, the damage done to it, and what the message must
-name.
+"""Lists hostile files: a sound folder, the damage done to it, and what the message must name.
 
 The cases here replace whole files by something else or change settings; those of
 `hostile_formats.py` damage each format.
@@ -38,8 +37,10 @@ def case(
     read: str = "load",
     names=None,
 ) -> None:
-    """Adds a case; `damage` is given the path of `file`, which the message must name unless `names`
-    gives something else."""
+    """Adds a case; `damage` gets the path of `file`.
+
+    The message must name the file, unless `names` gives something else.
+    """
     assert name not in CASES, name
     CASES[name] = Case(
         base, lambda folder: damage(folder / file), names or pathlib.Path(file).name, read

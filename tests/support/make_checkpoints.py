@@ -138,8 +138,10 @@ def write_t5x_legacy(
 
 
 def write_t5x_orbax(folder: pathlib.Path, params: dict, optimizer: bool = True) -> pathlib.Path:
-    """Writes `checkpoint_<step>/state/` as T5X's Orbax manager does: an OCDBT database of
-    `target.…` and `state.…`."""
+    """Writes `checkpoint_<step>/state/` as T5X's Orbax manager does.
+
+    It is an OCDBT database of `target.…` and `state.…`.
+    """
     tree = {"target": unflatten(params)}
     if optimizer:
         tree["state"] = {"step": np.asarray(7), "param_states": {"v": unflatten(params)}}

@@ -1,5 +1,6 @@
-"""Decodes on meshes of fake CPU devices, for `test_mesh.py`: a process's number of devices is fixed
-when JAX starts.
+"""Decodes on meshes of fake CPU devices, for `test_mesh.py`.
+
+It is a process of its own, since the number of devices is fixed when JAX starts.
 
     python mesh_run.py FOLDER meshes|more            # four devices: several meshes
     python mesh_run.py FOLDER process NUMBER PORT    # one of two processes with a device each
@@ -45,8 +46,7 @@ def load(folder: pathlib.Path, mesh, shard_drafter: bool = False):
 
 
 def options(rows, temperatures=MIXED) -> dict:
-    """Returns options with argmax for half of the rows and draws for the others, and with a limit
-    and a key for each."""
+    """Returns options: argmax for half of the rows, a limit and a key for each."""
     return dict(
         sampling=sd.SamplingConfig(temperature=[temperatures[row] for row in rows]),
         eos_ids=(),
@@ -85,8 +85,7 @@ def rejected(call) -> str:
 
 
 def described(target, drafter, stored: dict) -> dict:
-    """Returns what a device holds of the parameters of both models, and whether they are the stored
-    ones."""
+    """Returns each device's part of both models, and whether its parameters are the stored ones."""
     restored = flatten(target.params)
 
     def part(params):
@@ -120,8 +119,10 @@ def identity(model: sd.LanguageModel) -> list[str]:
 
 
 def tables() -> dict:
-    """Decodes with a position table for every layer, on one device and on two times two; returns
-    tokens, and a device's part of a table."""
+    """Decodes with a position table per layer, on one device and on two times two.
+
+    Returns tokens and a device's part of a table.
+    """
     config = sd.T5Config(64, 16, 4, 4, 1, 2, 24, relative_bias_per_layer=True)
     models = [
         sd.LanguageModel.random(config, rules=rules)

@@ -1,5 +1,7 @@
-"""Checks shapes and dtypes of arrays in calls, for `--jaxtyping-packages`, and nothing else: toys
-may be accepted in for networks and models."""
+"""Checks shapes and dtypes of arrays in calls, for `--jaxtyping-packages`, and nothing else.
+
+Toys may take the place of networks and models.
+"""
 
 import dataclasses
 import functools

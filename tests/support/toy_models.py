@@ -1,5 +1,4 @@
-"""Small models with the interface of `LanguageModel`: tiny T5s, one whose logits are a hash of its
-tokens, an echo."""
+"""Small models with the interface of `LanguageModel`: tiny T5s, a hash of tokens, an echo."""
 
 import dataclasses
 import types
@@ -24,8 +23,10 @@ def tiny_t5(seed: int, vocab: int = 24, decoder_layers: int = 2, **overrides) ->
 
 
 def noisy_copy(model: LanguageModel, scale: float, seed: int = 0) -> LanguageModel:
-    """Returns `model` with noise of `scale` times each parameter's spread added: a drafter that is
-    right most of the time."""
+    """Returns `model` with noise of `scale` times each parameter's spread.
+
+    As a drafter it is right most of the time.
+    """
     rng = np.random.default_rng(seed)
 
     def noisy(x):
@@ -60,8 +61,9 @@ def _mix(h, value):
 
 @dataclasses.dataclass(frozen=True)
 class Hash:
-    """Logits as a hash of (seed, inputs, the last two tokens fed, id), the same in numpy and in
-    JAX.
+    """Computes logits as a hash of (seed, inputs, the last two tokens fed, id).
+
+    It is the same in numpy and in JAX.
 
     Attributes:
       vocab_size: V.
@@ -138,8 +140,10 @@ class ShortNetwork:
 
 @flax.struct.dataclass
 class HashNetwork(Headless):
-    """The `Network` of a `Hash`; its cache holds the tokens themselves, so that a stale or missing
-    slot changes the logits."""
+    """Implements `Network` for a `Hash`.
+
+    Its cache holds the tokens, so that a stale or missing slot changes the logits.
+    """
 
     dist: Hash = flax.struct.field(pytree_node=False)
 
@@ -243,8 +247,9 @@ class HashModel:
 
 @flax.struct.dataclass
 class EchoNetwork(Headless):
-    """A `Network` whose i-th new token is the i-th id of its input; its cache is the inputs `[B,
-    L]`.
+    """Implements a `Network` whose i-th new token is the i-th id of its input.
+
+    Its cache is the inputs `[B, L]`.
 
     Attributes:
       vocab_size: V.

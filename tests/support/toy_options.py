@@ -1,5 +1,4 @@
-"""Two hash models, a case for every processor, and slow decoding in numpy, shared by the tests of
-options."""
+"""Two hash models, a case for every processor, and slow decoding in numpy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +22,7 @@ TARGET, DRAFT = (
 
 
 def brackets(prefixes, lengths, logits):
-    """Applies a grammar: 2 opens, 3 closes what is open, and an EOS comes only when nothing is
-    open."""
+    """Applies a grammar: 2 opens, 3 closes, and an EOS comes only when nothing is open."""
     valid = jnp.arange(prefixes.shape[1]) < lengths[:, None]
     depth = jnp.sum(
         jnp.where(valid, jnp.where(prefixes == 2, 1, 0) - jnp.where(prefixes == 3, 1, 0), 0),

@@ -35,8 +35,7 @@ def write_language(folder):
 
 
 def write_text(folder):
-    """Writes documents that begin with one of eight words and count on to the last of them; returns
-    `folder`."""
+    """Writes documents that count on from one of eight words to the last; returns `folder`."""
     for name, count, seed in (("train.txt", 300, 0), ("validation.txt", 40, 1)):
         starts = np.random.default_rng(seed).integers(len(ORDER) - 1, size=count)
         (folder / name).write_text("".join(f"{' '.join(ORDER[start:])}\n" for start in starts))

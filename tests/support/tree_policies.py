@@ -1,5 +1,4 @@
-"""Policies of γ for token trees in pure Python, and the distribution of decoding with them, by
-enumeration."""
+"""Policies of γ for token trees in pure Python, and decoding with them by enumeration."""
 
 import dataclasses
 import functools
@@ -34,8 +33,7 @@ class Slow:
 def dist(
     target, draft, plan: ref.Plan, limit: int, policy: Slow, eos=frozenset(), iterations: int = 2
 ) -> dict:
-    """Returns the distribution of whole sequences after some iterations, the rest continued by
-    `target`."""
+    """Returns the distribution of whole sequences after some iterations, continued by `target`."""
     states: dict = {((), policy.start): 1.0}
     for _ in range(iterations):
         following: dict = defaultdict(float)
@@ -143,9 +141,11 @@ def toy_entropy(q) -> float:
 
 
 class SlowCostAware:
-    """What `TreeCostAware` decides for one row of a past: for every iteration (rank and whether it
-    was accepted, of each child that was examined; tokens accepted; nodes drafted; the deepest of
-    them)."""
+    """Decides what `TreeCostAware` decides, for one row of a past.
+
+    An iteration is (rank of each examined child and whether it was accepted; tokens accepted; nodes
+    drafted; the deepest of them).
+    """
 
     def __init__(
         self,

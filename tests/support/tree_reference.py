@@ -1,5 +1,4 @@
-"""Enumerates decoding with token trees over distributions that are known exactly, in float64 and
-with nothing of the package.
+"""Enumerates decoding with token trees over known distributions, in float64 with numpy alone.
 
 One iteration is written as a *program* that asks a `chance` for every random choice: which tokens
 the children get, which are accepted, what follows. `outcomes` runs it once for each way in which
@@ -23,8 +22,7 @@ DUST = 1e-15  # what rounding leaves of a probability of 0
 
 
 class Trail:
-    """One way in which choices fall: the `taken`-th of those that are possible, then always the
-    first."""
+    """Takes one choice of many: the `taken`-th of those possible, then always the first."""
 
     def __init__(self, taken: list[int]):
         self.taken, self.prob = taken, 1.0
@@ -202,8 +200,7 @@ def norm(weights) -> list[float]:
 
 
 def less(r, s, scale: float = 1.0) -> tuple[list[float], float]:
-    """Returns norm(max(0, scale · r − s)) and the mass before the norm; r itself where there is no
-    mass."""
+    """Returns norm(max(0, scale · r − s)) and the mass before; r itself without mass."""
     excess = [max(0.0, scale * a - b) for a, b in zip(r, s)]
     mass = sum(excess)
     return (norm(excess), mass) if mass > DUST else (list(r), 0.0)
@@ -289,8 +286,10 @@ def k_sequence_shares(p: tuple[float, ...], q: tuple[float, ...], k: int):
 
 
 def traversal(tree, chance, updates: bool = True, scaled: bool = True):
-    """Traversal verification; `updates`: whether a deleted child changes α; `scaled`: whether α is
-    in what it leaves."""
+    """Returns traversal verification.
+
+    `updates`: a deleted child changes α. `scaled`: α is in what it leaves.
+    """
 
     def visit(node: int, alpha: float):
         p = tree.p(node)
@@ -308,8 +307,7 @@ def traversal(tree, chance, updates: bool = True, scaled: bool = True):
 
 
 def typical(epsilon: float, delta: float) -> Callable:
-    """Returns the verifier that commits the longest path of tokens above the threshold of
-    `toy.typical`."""
+    """Returns the verifier that commits the longest path above `toy.typical`'s threshold."""
 
     def verify(tree: Tree, chance):
         accepted = [0]
@@ -358,8 +356,7 @@ def kernel(prefix, target, drafters, plan: Plan, room: int, eos=frozenset(), noi
 def speculative_distribution(
     target, drafters, plan: Plan, limit: int, eos=frozenset(), iterations: int = 2, noise=None
 ) -> dict:
-    """Returns the distribution of whole sequences after some iterations, the rest continued by
-    `target`.
+    """Returns the distribution of whole sequences after some iterations, continued by `target`.
 
     `noise` is `[limit, V]`, of absolute positions.
     """
@@ -386,8 +383,10 @@ def accepted(target, drafters, plan: Plan, room: int) -> float:
 
 
 def acceptance(kind: str, verifier: str, p, q, count: int) -> float:
-    """Returns the probability that one of `count` children of a node is accepted, p and q being the
-    distributions after it."""
+    """Returns the probability that one of `count` children of a node is accepted.
+
+    p and q are the distributions after the node.
+    """
     if kind == "top":
         return sum(p[x] for x in sorted(range(len(q)), key=lambda x: -q[x])[:count] if q[x])
     if kind == "mixed":  # y has the distribution p, and is in S with its probability there
@@ -425,8 +424,10 @@ def acceptance(kind: str, verifier: str, p, q, count: int) -> float:
 
 
 def coupled_acceptance(p, q, count: int, noise: np.ndarray) -> float:
-    """Returns the share of `noise [samples, V]` at which the target's token is one of the drafter's
-    `count` best."""
+    """Returns the share of `noise [samples, V]` whose target token is among the `count` best.
+
+    They are the drafter's best.
+    """
     with np.errstate(divide="ignore"):
         own, best = (
             np.argmax(np.log(p) + noise, axis=1),

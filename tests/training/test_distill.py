@@ -1,5 +1,4 @@
-"""Distillation: divergences and α against slow versions, starting from a model, runs that are
-killed in either stage."""
+"""Tests distillation: outputs, a start from a model, and runs killed in either stage."""
 
 import dataclasses
 import json
@@ -321,8 +320,10 @@ def test_settings_that_contradict_what_is_there(undisturbed, models, language, s
 def test_other_files_under_the_same_paths_are_rejected(
     undisturbed, models, language, tmp_path, monkeypatch
 ):
-    """A target of which one array of the encoder differs, before outputs are written and before
-    training; a vocabulary."""
+    """A target of which one array of the encoder differs, or a vocabulary, is rejected.
+
+    It is checked before outputs are written and before training.
+    """
     shutil.copytree(undisturbed, tmp_path / "run")
     config, load = distill_config(models, language, tmp_path / "run"), loader.load
 

@@ -1,5 +1,4 @@
-"""Divergences against slow versions, and training with a teacher: settings, the start, the choice
-of the best."""
+"""Tests divergences against slow versions, and training with a teacher."""
 
 import dataclasses
 import functools

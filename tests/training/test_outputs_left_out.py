@@ -1,5 +1,4 @@
-"""Outputs to distil from: one source whose logits are not finite numbers is left out; a damaged
-target is an error."""
+"""A source whose logits are not finite is left out; a damaged target is an error."""
 
 import pathlib
 import types

@@ -436,8 +436,7 @@ def unfinished(output):
 
 
 def test_settings_are_there_once_a_run_has_begun(finished, language, tmp_path, monkeypatch, capsys):
-    """Of a run that stops in its first step, too. One that is rejected writes none, and leaves
-    those that are there."""
+    """A run that stops in its first step has settings, too; a rejected one changes none."""
 
     def command(output, *settings):
         names = [

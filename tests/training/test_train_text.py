@@ -1,5 +1,4 @@
-"""Training of decoder-only models: blocks of text, losses, runs, what comes out of them, commands,
-what is rejected."""
+"""Tests training of decoder-only models: text blocks, losses, runs and commands."""
 
 import dataclasses
 import json
@@ -186,8 +185,7 @@ def test_the_loss_falls_to_what_the_text_leaves_open(finished):
 
 
 def test_what_it_writes(finished, distilled):
-    """A target and a drafter that were loaded, prompted and unprompted; most samples are as the
-    text has it."""
+    """A loaded target and drafter write mostly the text's own continuations."""
     target, drafter = model_of(finished[0]), sd.ModelDrafter(model_of(distilled))
     assert (target.start_token, target.eos_ids) == (1, (1,)) and target.config.num_positions == 40
     assert target.vocabulary.fingerprint() == drafter.model.vocabulary.fingerprint()
@@ -280,8 +278,7 @@ def specdec(capsys, *argv):
 
 
 def test_train_and_generate(finished, text, tmp_path, capsys):
-    """The files in `configs/train`, made tiny, of a run that is there: only the model is written
-    anew."""
+    """The files in `configs/train`, made tiny: only the model is written anew."""
     config, output = finished[0], tmp_path / "run"
     assert os.system(f"cp -r {config.output_dir} {output}") == 0
     names = {field.name for field in dataclasses.fields(training_config.TrainConfig)} - {
