@@ -1,5 +1,7 @@
-"""Arguments of a wrong kind are rejected by every door, in the package's words and before anything
-compiles; numpy's and JAX's numbers are as good as Python's."""
+"""Arguments of a wrong kind are rejected by every entry point before anything compiles.
+
+Numbers of numpy and JAX are as good as Python's.
+"""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,4 @@
-"""What iterations cost: measured, kept in a file that may be anything, looked up; and what
-`gamma="auto"` makes of it."""
+"""Costs of iterations are measured, kept in a file and read, for `gamma="auto"`."""
 
 import json
 import os
@@ -171,8 +170,10 @@ def test_what_is_no_file(models, home, measured):
 
 
 def test_no_folder_of_ones_own(models, home, measured):
-    """Measured, and not kept: a folder that others may write to, a file in its place, no such
-    place."""
+    """Costs are measured and not kept in a folder that others may write to.
+
+    A file in its place, or no such place, is no better.
+    """
     home.mkdir(parents=True)
     home.chmod(0o777)
     policy_of(models)
@@ -276,8 +277,7 @@ def test_many_inputs(models, measured):
 
 
 def test_rows_begin_where_others_have_ended(measured):
-    """With argmax, whose output is the same whatever is drafted: a text on which nothing is
-    accepted is soon left alone."""
+    """A row on which nothing is accepted soon decodes autoregressively; argmax stays the same."""
     target, inputs = tiny_t5(0), [[number, 7, 1] for number in range(3, 23)]
     options = dict(max_new_tokens=12, eos_ids=())
     drafted, plain = [], []

@@ -1,5 +1,4 @@
-"""A folder's own decoding defaults: what transformers generates with them, and what a call does
-instead."""
+"""A folder's decoding defaults: what transformers generates with them, and what calls do."""
 
 import dataclasses
 import json

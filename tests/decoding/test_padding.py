@@ -1,5 +1,4 @@
-"""Padded ids, as transformers' tokenisers give them, decode as the text alone; texts that cannot be
-encoded."""
+"""Padded ids, as transformers' tokenizers give them, decode as the text alone."""
 
 import functools
 

@@ -1,5 +1,4 @@
-"""What continuous batching say of themselves where there is no terminal: what comes next, before it
-begins."""
+"""Continuous batching without a terminal announces what comes next before it begins."""
 
 import pytest
 

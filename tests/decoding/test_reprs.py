@@ -1,5 +1,4 @@
-"""What is seen of a result, a model or a drafter when it is printed: a few short lines, no arrays,
-no addresses."""
+"""Results, models and drafters print as a few short lines without arrays and addresses."""
 
 import jax
 import pytest

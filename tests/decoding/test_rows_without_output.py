@@ -236,8 +236,10 @@ def test_a_switch_stops_the_job(run, tmp_path):
 
 
 def test_what_an_earlier_run_met_is_told_again(run, tmp_path, monkeypatch):
-    """A job that is killed and resumed ends with the same messages and exit code, and a stopped one
-    can be resumed."""
+    """A run that is killed and resumed ends with the same messages and exit code.
+
+    A stopped one can be resumed.
+    """
     path, add = tmp_path / "out", Journal.add
 
     def dying(journal, number, *rest):

@@ -1,5 +1,4 @@
-"""Heads on the target's last state: what they look at, draft and learn, their distribution, files,
-settings and command."""
+"""Heads on the target's last state: inputs, drafts, distributions, files and commands."""
 
 import functools
 import json
@@ -82,8 +81,7 @@ def test_greedy_output_is_that_of_plain_decoding(share):
 
 
 def test_heads_see_the_state_that_gave_the_last_committed_token():
-    """Against teacher-forced states of what was committed, after every iteration; rows that are
-    done keep theirs."""
+    """States equal teacher-forced ones after every iteration; finished rows keep theirs."""
     state, request = decode(drafter(True), function=prepare)
     inputs = np.zeros((B, 8), np.int32)
     for row, ids in enumerate(INPUTS):
@@ -112,8 +110,7 @@ def test_heads_see_the_state_that_gave_the_last_committed_token():
 
 
 def test_head_i_gives_token_1_plus_i_after_its_state():
-    """A head with blocks of 0 that shares the target's says what the target said: the last
-    committed token."""
+    """With blocks of 0 and the target's head it repeats the last committed token."""
     config = drafter(True).config
     zeros = sd.HeadsDrafter.for_target(
         t5(), config, heads_module.init_params(config, jax.random.key(0))
@@ -140,8 +137,7 @@ FILTERS = dict(temperature=0.8, top_k=5)
 
 @pytest.mark.parametrize("verifier", ["token", "gumbel"])
 def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(verifier):
-    """The heads in numpy; the draft repeated from its distribution and the uniforms; an EOS ends it
-    and stays."""
+    """The draft is repeated in numpy from its distribution and uniforms; an EOS ends it."""
     rows, own = 300, random_heads(HASH, num_blocks=2)
     config = SamplingConfig(**FILTERS, forbidden_tokens=(3,))
     options = dict(drafter=own, gamma=4, sampling=config, max_new_tokens=9, verifier=verifier)
@@ -204,8 +200,7 @@ def joint_distribution(model) -> np.ndarray:
 
 
 def test_distribution_through_the_engine():
-    """The joint distribution of four tokens, with heads that are often wrong, through the engine's
-    own keys."""
+    """The joint distribution of four tokens, with heads that are often wrong."""
     rows = 20_000
     own = random_heads(HASH, 0.4)
     state, request = prepare(

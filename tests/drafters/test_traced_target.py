@@ -1,5 +1,4 @@
-"""Every name that `--drafter` takes drafts for a target whose parameters are traced, with the
-counts of `generate`."""
+"""Every `--drafter` works for a target with traced parameters, with `generate`'s counts."""
 
 import jax
 import numpy as np

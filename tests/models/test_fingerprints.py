@@ -1,5 +1,4 @@
-"""What tells models, drafters and vocabularies apart, and that a job which resumes rejects
-others than it began with."""
+"""Fingerprints tell models, drafters and vocabularies apart; a resumed job rejects others."""
 
 import dataclasses
 import json
@@ -210,8 +209,10 @@ def test_vocabularies_of_the_same_pieces_that_make_other_ids_are_told_apart():
 def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_rejected(
     capsys, tmp_path, monkeypatch
 ):
-    """One line for each: a weight of the target's encoder, of the drafter, a table, the vocabulary,
-    the package."""
+    """The target's encoder, the drafter, a table, the vocabulary and the package count.
+
+    One line names what differs.
+    """
     monkeypatch.setattr(generate, "decode_stream", lambda *_, **__: iter(()))
 
     def kill(journal):

@@ -1,5 +1,4 @@
-"""A process that forks after a call: the child is told at once what it cannot do, and the parent
-goes on."""
+"""A forked child gets an error at once, and its parent continues."""
 
 import os
 import warnings
@@ -14,8 +13,10 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does
 
 
 def in_child(function) -> str:
-    """Returns what `function` raises in a forked child, or "nothing"; the child ends after a while
-    whatever it does."""
+    """Returns what `function` raises in a forked child, or "nothing".
+
+    The child ends after a while whatever it does.
+    """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX warns of every fork

@@ -1,5 +1,7 @@
-"""The decoder's step as one kernel for TPUs, run on a CPU: its numbers beside those of the layers,
-which calls it takes, and tokens. `test_accelerators.py` compiles it for a TPU."""
+"""The decoder's step as one kernel for TPUs computes the layers' numbers, run on a CPU.
+
+`test_accelerators.py` compiles it for a TPU.
+"""
 
 import functools
 
@@ -34,8 +36,7 @@ def as_on_a_tpu(monkeypatch):
 
 
 def forced(monkeypatch, interpret) -> list[tuple[int, ...]]:
-    """Calls run as the kernel where they would on a TPU; returns the shapes, (B, T, D), of those
-    that did."""
+    """Runs calls as the kernel where a TPU would; returns their shapes (B, T, D)."""
     found, step = [], functools.partial(fused_step.decode_states, interpret=interpret)
 
     def noted(module, params, x, *arguments, **named):
@@ -63,8 +64,10 @@ def laid_out(model: sd.LanguageModel) -> sd.LanguageModel:
 
 
 def begun(network, rows: int):
-    """Returns the cache of a network to which 20 tokens were fed, then rejected from position 14,
-    15 or 16 on, where keys are now NaN, and those positions."""
+    """Returns a cache of 20 tokens, rejected from position 14, 15 or 16 on, and those positions.
+
+    Keys of rejected tokens are NaN.
+    """
     cache = network.prefill(jnp.asarray(INPUTS[:rows]), jnp.asarray(LENGTHS[:rows]), SLOTS)
     fed = jnp.asarray(np.random.default_rng(1).integers(3, V, (rows, 20)))
     _, cache = network.decode_states(fed, jnp.zeros(rows, int), cache)
@@ -89,12 +92,14 @@ T5_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
     ],
 )
 def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
-    """Rows at their own positions, around the edge of a tile, of inputs with padding; stale keys
-    are NaN, and so is everything that the first of several rows feeds. A wide feed-forward block is
-    in two pieces.
+    """Rows at their own positions, around the edge of a tile, of inputs with padding.
+
+    Stale keys are NaN, and so is everything that the first of several rows feeds. A wide
+    feed-forward block is computed in two parts.
 
     Pallas' interpreter of TPUs makes a copy only when it is awaited, and begins with NaN in all
-    memory: a buffer that is read too early, or refilled while it is in use, gives other numbers."""
+    memory: a buffer that is read too early, or refilled while it is in use, gives other numbers.
+    """
     calls = forced(monkeypatch, pltpu.InterpretParams())
     if shape.get("mlp_dim"):
         monkeypatch.setattr(fused_step, "_PIECES", (2,))

@@ -1,5 +1,4 @@
-"""Beam search of models saved by transformers, and by T5X, is theirs to the token and score,
-drafted for or not."""
+"""Beam search of models saved by transformers and T5X has their tokens and scores."""
 
 import json
 

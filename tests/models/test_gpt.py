@@ -1,5 +1,4 @@
-"""Decoder-only models: against Hugging Face's GPT-2, prompts through the decode loop, files, what
-is rejected."""
+"""Decoder-only models beside transformers' GPT-2: logits, prompts, files and errors."""
 
 import functools
 import json

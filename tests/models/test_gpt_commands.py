@@ -233,8 +233,7 @@ def test_sizes_of_the_presets():
 
 
 def test_specdec_generate(capsys):
-    """A folder of Hugging Face's, prompts of different lengths, one of them empty, in a batch that
-    is filled up."""
+    """Prompts of a Hugging Face folder, one of them empty, in a batch that is filled up."""
     texts = ["The ferry froze", "", " stop"]
     ids = [golden().vocabulary.encode(text) for text in texts]
     assert 8 < max(map(len, ids)) <= 12, "the shapes of the golden batch"
@@ -274,8 +273,7 @@ def test_benchmark():
 
 
 def test_what_is_measured_of_a_prompt():
-    """The cache after a prompt, how near a tie its next id is, and how far two models agree on what
-    follows it."""
+    """Measures the cache after a prompt, the margin of its next id, and the models' agreement."""
     target, draft = tiny(), noisy_copy(tiny(), 0.3)
     plain = decode(target, PAIR_PROMPTS)
     prefix = [*PAIR_PROMPTS[0], *plain.tokens[0, :3]]

@@ -1,5 +1,7 @@
-"""Attention as one kernel for NVIDIA GPUs, run on a CPU in Pallas' interpreter: its numbers and
-tokens beside XLA's, what may reach what, which calls it takes. `scripts/gpu_aot.py` compiles it."""
+"""Attention as one kernel for NVIDIA GPUs computes XLA's numbers, in Pallas' interpreter.
+
+`scripts/gpu_aot.py` compiles it.
+"""
 
 import concurrent.futures
 import functools
@@ -24,8 +26,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """A CPU takes the way of a GPU, and runs the kernels in Pallas' interpreter; returns the names
-    of those that ran."""
+    """Runs the kernels of a GPU in Pallas' interpreter; returns the names of those that ran."""
     found = []
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     for name in ("attend_to_cache", "attend_to_encoded"):
@@ -72,8 +73,10 @@ def split(x, heads: int):
     ],
 )
 def test_self_attention_is_that_of_the_mathematics(dtype, batch, length, slots, divisor, biased):
-    """At the first slot, at the last ones, and at both sides of the edge of a block; stale slots
-    are NaN; one bias for all rows or one for each."""
+    """At the first slot, the last ones, and both sides of the edge of a block.
+
+    Stale slots are NaN; there is one bias for all rows or one for each.
+    """
     heads, features = 2, 16
     qkv = drawn(0, dtype, batch, length, 3 * heads * features)
     old = [drawn(seed, dtype, batch, heads, slots, features) for seed in (1, 2)]
@@ -125,8 +128,10 @@ def test_cross_attention_reads_the_tokens_of_each_row(length):
 
 
 def test_a_token_of_nan_reaches_only_those_that_see_it():
-    """Of three new tokens the second has a value that is not finite: the first knows nothing of it,
-    the others get NaN, and the cache holds what `KVCache.append` would store."""
+    """Only queries that attend to the token become NaN.
+
+    The second of three new tokens is not finite. The cache holds what `KVCache.append` would store.
+    """
     qkv = np.array(drawn(0, "float32", 1, 3, 3 * 16))
     qkv[0, 1, 2 * 16 + 5] = np.inf
     cache = KVCache.empty(1, 1, 32, 16, jnp.float32, heads_per_tile=1)

@@ -1,5 +1,4 @@
-"""Models on a mesh of devices: the same tokens, parameters and caches in parts, restored so; two
-processes; what is rejected."""
+"""Models on a mesh of devices have the same tokens, and are restored in parts."""
 
 import json
 import os
@@ -66,8 +65,10 @@ def runs(folder):
 
 
 def test_tokens_are_those_of_one_device(runs):
-    """Rows of argmax and drawn ones; the argmax ones are those of programs that build no
-    distribution, with a drafter and without."""
+    """Rows of argmax and drawn ones, with a drafter and without.
+
+    The argmax ones are those of programs that build no distribution.
+    """
     alone = runs["none"]
     assert runs["2x2"] == alone
     assert 0 < alone["accepted"] < alone["drafted"], "some drafts must be accepted, and some not"
@@ -78,8 +79,7 @@ def test_tokens_are_those_of_one_device(runs):
 
 @pytest.mark.slow
 def test_the_rest_of_the_table(folder):
-    """Drawn rows on every mesh, plain decoding, refilled rows, a decoder-only model, the command
-    line with the bundled pair."""
+    """Drawn rows on every mesh, autoregressive decoding, refilled rows, GPT, the command line."""
     found = result(start(folder, "more"))
     for mesh in ("1x1", "1x4"):
         assert found[mesh] == found["none"]

@@ -1,5 +1,4 @@
-"""The CPU's kernels as a library: what names it, what is rejected, and that nothing that is wrong
-with it ends the process.
+"""Tests the CPU's kernels as a library: no fault in it ends the process.
 
 Compilers are scripts that answer as the real one and copy a library that was made once.
 """

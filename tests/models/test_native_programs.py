@@ -57,8 +57,7 @@ print("same" if len(others) == 24 and all(others) else "different")
 
 
 def test_threads():
-    """As many threads in XLA's pool as NPROC says: the same bits, and callers that wait for each
-    other go on."""
+    """NPROC's number of threads in XLA's pool gives the same bits, and callers do not hang."""
     said = []
     for threads in ("1", "2", "5"):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": threads}
@@ -172,8 +171,10 @@ def test_no_gradients():
 
 
 def test_export_needs_an_exemption():
-    """A program with these kernels runs only where they are registered, so JAX writes it out only
-    when told to."""
+    """JAX exports a program with these kernels only with an exemption.
+
+    It runs only where they are registered.
+    """
     from jax import export
 
     stored, x = PackedWeights.pack(normal(20, 33)), normal(2, 20)

@@ -1,5 +1,4 @@
-"""A relative position table for every layer: T5X's `scalable_t5` and umT5, through every format,
-drafter and dtype of weights."""
+"""Position tables per layer (T5X's `scalable_t5`, umT5) in every format and drafter."""
 
 import dataclasses
 import json
@@ -26,8 +25,10 @@ NAMES_OF_TABLES = [f"{stack}/{stack}/relpos_bias/rel_embedding" for stack in ("e
 
 
 def read_golden() -> tuple[sd.T5Config, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The shape, T5X's parameters by its names, and what it computed;
-    scripts/write_golden_scalable_t5.py says what that is."""
+    """Returns the shape, T5X's parameters by its names, and what it computed.
+
+    `scripts/write_golden_scalable_t5.py` describes them.
+    """
     arrays = dict(np.load(GOLDEN / "t5x_scalable_t5.npz"))
     shape = json.loads(str(arrays.pop("config")))
     params = {name: arrays.pop(name) for name in list(arrays) if "/" in name}
@@ -38,8 +39,7 @@ SHAPE, PARAMS, IO = read_golden()
 
 
 def unrolled() -> dict[str, np.ndarray]:
-    """T5X's parameters as they are with `scan_layers = False`: each layer by itself, heads and
-    features apart."""
+    """Returns T5X's parameters as with `scan_layers = False`, heads and features apart."""
     found = {}
     for name, x in PARAMS.items():
         stack, *path = name.split("/")
@@ -154,8 +154,7 @@ def test_t5x_itself_computes_the_same(scanned, tmp_path):
 @pytest.mark.parametrize("queries", [1, 2, 8, 9])
 @pytest.mark.parametrize("rows", [2, 40])
 def test_slices_of_shifted_rows_are_the_bias_of_every_query(slots, queries, rows):
-    """Up to the last query position, in calls over more positions than there are shifts, and for
-    more rows than are sliced one by one."""
+    """Up to the last query position, over more positions and rows than are shifted one by one."""
     table = RelativePositionBias(3, 6, 20, bidirectional=False)
     params = table.init(jax.random.key(0), 1, 1)
     whole = np.asarray(table.apply(params, slots, slots))

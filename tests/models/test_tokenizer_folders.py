@@ -1,5 +1,8 @@
-"""Folders with a tokenizer, read as transformers 5.24 reads them: what stands around a text,
-special tokens that a text spells, and what `convert` writes for transformers to read."""
+"""Folders with a tokenizer are read as transformers 5.24 reads them.
+
+Tests cover what stands around a text, special tokens that a text spells, and what `convert` writes
+for transformers to read.
+"""
 
 import dataclasses
 import json
@@ -393,8 +396,7 @@ WRITTEN = [name for name in CASES if name.startswith("written")]
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_written_is_what_transformers_has_read(name, tmp_path):
-    """The ids in these cases, padded ones too, are those that transformers gave for what is
-    written."""
+    """The ids, padded ones too, are those that transformers gave for what is written."""
     case, vocabulary = CASES[name], opened(name, tmp_path / "tokenizer")
     model = model_of(vocabulary, eos_ids=vocabulary.eos_ids)
     sd.save(model, tmp_path / "hf", format="huggingface")
@@ -429,8 +431,10 @@ def test_the_ends_that_no_tokenizer_json_names_are_written_into_it(name, tmp_pat
     "name", ["codet5", "codet5 fast", "no processor", "control pieces", *WRITTEN]
 )
 def test_transformers_loads_what_is_written(name, tmp_path):
-    """Its own tokenizer and its own model, on a padded batch: as many ids as the embedding has
-    rows, and our tokens."""
+    """transformers' tokenizer and model give our tokens on a padded batch.
+
+    There are as many ids as the embedding has rows.
+    """
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     vocabulary = opened(name, tmp_path / "tokenizer")

@@ -1,5 +1,4 @@
-"""Weights in int8 as an accelerator multiplies them, tried on a CPU: numbers, tokens, files, and
-what is rejected."""
+"""Weights in int8 as an accelerator multiplies them, tried on a CPU."""
 
 import weakref
 
@@ -44,8 +43,10 @@ def as_on_an_accelerator(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [(1,), (2,), (8,), (1, 1), (3, 2)])
 def test_a_product_is_exact_but_for_the_sums_in_float32(dtype, rows):
-    """Neither the inputs nor the integers are rounded: the error is that of 300 additions and of
-    one product with the scale."""
+    """The error is that of 300 additions and one product with the scale.
+
+    Neither the inputs nor the integers are rounded.
+    """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((*rows, 300)), dtype)
     kernel = Int8Kernel.quantize(jnp.asarray(rng.standard_normal((300, 40)), jnp.float32), None)

@@ -1,5 +1,4 @@
-"""γ by itself: the policy against a slow version, by enumeration, in simulations and through the
-engine; what it never costs."""
+"""Adaptive γ against a slow version, by enumeration, in simulations and in the engine."""
 
 import functools
 
@@ -86,8 +85,7 @@ class Slow:
 
 
 def test_policy_equals_slow_version():
-    """300 iterations of rows that accept much, little and nothing, and now and then find nothing to
-    propose."""
+    """300 iterations of rows that accept much, little and nothing, with some empty drafts."""
     rows, rng, alphas = 6, np.random.default_rng(0), np.array([0.95, 0.6, 0.2, 0.0, 0.8, 0.0])
     numbers = dict(
         acceptance=[0.7, 0.6, 0.7, 0.7, 0.3, 0.05],
@@ -206,8 +204,7 @@ def test_greedy_output_is_that_of_plain_decoding(costs):
 
 
 def test_a_row_does_not_depend_on_its_mates():
-    """Above temperature 0 a draw depends on where drafts begin: a row must draft by itself, beside
-    whatever rows."""
+    """Above temperature 0 draws depend on where drafts begin: a row must draft by itself."""
     config, keys = sd.SamplingConfig(temperature=1.0), jax.random.split(jax.random.key(3), B)
     whole = adapted(CHEAP, key=keys, sampling=config)
     order = [0, 9, 2, 4, 4, 10, 6, 6, 1, 1, 3, 0]
@@ -237,8 +234,7 @@ def costs_of(v, c):
 
 @functools.partial(jax.jit, static_argnames="tokens")
 def seconds(policy, alphas, key, tokens: int):
-    """Time `[R]` in which rows whose drafts are accepted with probability `alphas [R]` come to so
-    many tokens."""
+    """Returns the time `[R]` in which rows that accept with `alphas [R]` get so many tokens."""
 
     def body(carry):
         left, time, state, key = carry
@@ -299,8 +295,7 @@ def test_never_slower_than_plain_and_as_fast_as_the_best_gamma(name):
 
 
 def test_looks_cost_less_than_one_percent():
-    """Where drafting never pays a row looks again after ever longer waits; the first look is at
-    once."""
+    """Where drafting never pays a row tries again at once, and then after ever longer waits."""
     policy = Auto(costs=STEEP).rows(1)
     wanted, update, state = jax.jit(Auto.wanted), jax.jit(Auto.update), jax.jit(Auto.init)(policy)
     looks, most = [], 4000

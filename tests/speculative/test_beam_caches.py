@@ -1,5 +1,4 @@
-"""Beam search through real networks: what the caches hold, what stale slots reach, other backends
-and dtypes."""
+"""Beam search through real networks: caches, stale slots, other backends and dtypes."""
 
 import dataclasses
 
@@ -88,9 +87,10 @@ def histories(state):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_caches_hold_what_the_live_beams_have_been_through(pair, name):
-    """After every iteration the target says of every live beam what it says of its tokens fed at
-    once, although all slots that no live beam's path goes through are poisoned; acceptance is
-    ragged."""
+    """The target's cache says of every valid beam what its tokens fed at once say.
+
+    All slots that no valid beam's path goes through are poisoned; acceptance is ragged.
+    """
     target, drafter = pair(name)
     (state, plan), levels = started(target, drafter, gamma=2), set()
     step = jax.jit(iterate_beams)
@@ -114,8 +114,10 @@ def whole(target, row, tokens):
 
 
 def poisoned(state):
-    """Poisons every slot of both caches that is on no live beam's path: NaN as key, a huge number
-    as value, since a value that is not finite is never written."""
+    """Poisons every slot of both caches that is on no valid beam's path.
+
+    Keys are NaN, values huge, since a value that is not finite is never written.
+    """
     slots = state.target_cache.layers[0].slots
     before = jnp.arange(state.paths.shape[2]) < state.positions[:, None, None]
     on_path = jnp.any(
@@ -184,8 +186,7 @@ def test_logits_that_are_no_numbers_are_rejected():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_speculative_search_is_plain_search(pair, name):
-    """Also in batches of one, where caches have no batch axis, and of more, with limits and
-    prefixes of their own."""
+    """In batches of one, where caches have no batch axis, and of more, with own limits."""
     target, drafter = pair(name)
     more = {} if target.config.decoder_only else dict(decoder_prefix=PREFIXES)
     options = dict(num_beams=3, num_return_sequences=2, max_new_tokens=[LIMIT, 4, 1], **more)
@@ -202,8 +203,10 @@ def test_speculative_search_is_plain_search(pair, name):
 
 @pytest.fixture
 def cross_keys_of_the_row_before(monkeypatch):
-    """Returns a function that lets every row of a batch attend to the encoder output of another;
-    what was compiled before, and with it, is forgotten."""
+    """Returns a function that lets every row attend to the encoder output of another.
+
+    What was compiled before, and with it, is forgotten.
+    """
     right, roll = Attention.to_encoded, lambda x: jnp.roll(x, 1, axis=0)
 
     def wrong(self, x, norm, cross, mask, *others):
@@ -218,8 +221,7 @@ def cross_keys_of_the_row_before(monkeypatch):
 
 
 def test_a_row_alone_finds_cross_keys_of_another(pair, cross_keys_of_the_row_before):
-    """Plain and speculative search agree with each other even so; neither agrees with the search of
-    a row alone."""
+    """Searches agree with each other even so, and neither with the search of a row alone."""
     target, drafter = pair("t5")
     options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=LIMIT)
     ways = [{}, dict(drafter=drafter, gamma=2, beam_width=5)]

@@ -47,8 +47,7 @@ def poisoned(state):
 @pytest.mark.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["self", "noisy copy"])
 def test_poisoned_caches_and_streaming(name, config):
-    """One `advance` after another gives what one call gives, also when all that is stale is
-    poisoned in between."""
+    """One `advance` after another gives one call's result, with all stale slots poisoned."""
     expected = run(drafter=name, sampling=config, key=KEY)
     options = dict(
         drafter=drafter(name),
@@ -118,8 +117,7 @@ def test_gamma_per_row():
 
 
 def test_drafter_catches_up_by_several_tokens():
-    """A row may not draft for a while (γ = 0, to be adapted later), with a ragged prefix before: no
-    hole is left."""
+    """A row that did not draft for a while, with a ragged prefix before, leaves no hole."""
     prefixes = [[5], [], [9, 9], [1], [0, 0, 0], [2], [3], [8, 7, 6, 5]]
     state, request = prepare(
         target(),
@@ -142,8 +140,10 @@ def test_drafter_catches_up_by_several_tokens():
 
 
 def test_catching_up_takes_two_tokens_a_call(monkeypatch):
-    """Whatever the lags, beside rows that do not lag and one with its start token only: the same
-    draft, no hole left."""
+    """Whatever the lags, beside rows without one, the draft is the same.
+
+    One row has its start token only.
+    """
     made = []
 
     def counted(name):

@@ -130,15 +130,13 @@ def test_a_broken_drafter_is_told_and_changes_no_token(make, verifier, temperatu
 
 
 def test_a_broken_inner_drafter_only_proposes_less():
-    """A cascade's inner drafter that is no distribution of numbers is never accepted; the model's
-    own tokens do."""
+    """A cascade's inner drafter without finite logits is never accepted; the others decode."""
     found = generate(whole(0), INPUTS, drafter=inside(BrokenModel(1)), gamma=3, max_new_tokens=6)
     np.testing.assert_array_equal(found.tokens, generate(whole(0), INPUTS, max_new_tokens=6).tokens)
 
 
 def test_where_rows_are_told_apart():
-    """Number of the input: of a batch, of its samples, of a refilled job, of a later part of a
-    long one, of a stream."""
+    """The error names the input's number in a batch, in samples, in a long job and in a stream."""
     target, options = BrokenModel(0), dict(max_new_tokens=6)
     late = [[3, 1]] * 9 + [[4, 7, 1]]
     limits = [2] * 9 + [6]
@@ -257,8 +255,7 @@ def test_on_the_command_line(tmp_path, capsys):
 
 
 def test_what_could_be_counted_is_told_under_block_verification():
-    """A sampled block-verified decode has no α, but says how many tokens are accepted per call, and
-    where in a draft."""
+    """A sampled block-verified decode has no α, but tokens per call and by position."""
     found = generate(
         whole(0),
         INPUTS,

@@ -1,5 +1,4 @@
-"""Verifiers, drafters and policies of a user's own: their parameters, and what is said where they
-are wrong."""
+"""Verifiers, drafters and policies of a user's own: parameters and error messages."""
 
 import dataclasses
 from typing import Any

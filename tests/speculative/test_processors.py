@@ -1,5 +1,4 @@
-"""Processors against slow versions in numpy: random prefixes, several positions at once, stale and
-future tokens."""
+"""Processors against slow versions in numpy, with stale and future tokens."""
 
 import functools
 
@@ -31,8 +30,10 @@ def distribution_of(logits, context, rows, mode):
 
 
 def some_case(seed: int):
-    """Logits, prefixes of all lengths that leave room for T positions, starts; few ids, so that
-    n-grams repeat."""
+    """Returns logits, prefixes of all lengths before T positions, and starts.
+
+    There are few ids, so that n-grams repeat.
+    """
     rng = RNG(seed)
     logits = (rng.normal(size=(B, T, V)) * 3).astype(np.float32)
     logits[rng.random(logits.shape) < 0.1] = 0
