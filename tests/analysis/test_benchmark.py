@@ -427,10 +427,8 @@ def test_the_timed_verification_is_the_engines(target, verifier):
     """Step by step: the token after the accepted ones is fed next; keys depend on their number."""
     network, state = target.network, verified_state(target.network, verifier)
     tokens, accepted, cache = np.ones((2, 3), np.int32), np.zeros(2, np.int32), state.target_cache
-    dist, verify = (
-        Categorical.from_logits(jax.numpy.zeros((2, 3, network.vocab_size))),
-        jax.jit(iteration.verify),
-    )
+    dist = Categorical.from_logits(jax.numpy.zeros((2, 3, network.vocab_size)))
+    verify = jax.jit(iteration.verify)
     for _ in range(3):
         logits, cache = near_ties._decode(network, tokens, state.lengths - 1, cache)
         before = dist and Categorical(dist.logits[:, :-1], dist.log_normalizer[:, :-1])

@@ -102,10 +102,8 @@ def test_levels_are_by_default_those_of_generate(target, batches):
     found = sd.generate(
         target, batches[0].inputs, drafter=sd.ModelDrafter(target), num_beams=2, max_new_tokens=8
     )
-    searched, decoded = (
-        benchmark_command.BenchmarkOptions(num_beams=2),
-        benchmark_command.BenchmarkOptions(),
-    )
+    searched = benchmark_command.BenchmarkOptions(num_beams=2)
+    decoded = benchmark_command.BenchmarkOptions()
     assert searched.gammas == found.stats.examined_by_position.shape == (3,) and decoded.gammas == (
         4,
     )

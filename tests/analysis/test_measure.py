@@ -162,11 +162,9 @@ def test_survival_along_the_targets_outputs_is_that_over_drafts(name, verifier, 
 
     Per output it is Σ_i P(at least i are accepted).
     """
-    target, draft, gamma = (
-        toy.table_distribution(4, 1, zeros),
-        toy.table_distribution(4, 2, zeros),
-        3,
-    )
+    target = toy.table_distribution(4, 1, zeros)
+    draft = toy.table_distribution(4, 2, zeros)
+    gamma = 3
     total = 0.0
     for output, prob in toy.complete({(): 1.0}, target, gamma, set()).items():
         p, q = (
@@ -295,10 +293,8 @@ SAMPLED = {
 @pytest.mark.parametrize("name", sorted(SAMPLED))
 def test_counting_and_overlap_agree_on_the_same_positions(name):
     """Corollary 3.6, on the real random path: within three standard errors of 256 rows."""
-    how, drafter = (
-        options(seed=1, **SAMPLED[name]),
-        ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)),
-    )
+    how = options(seed=1, **SAMPLED[name])
+    drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     inputs = [[2 + i % 8, 3 + i % 5] for i in range(256)]
     batches = variants.cut(inputs, inputs, 128, 0)
     found = acceptance.compare(TARGET, drafter, batches, 3, how)
@@ -344,10 +340,8 @@ def test_counting_and_overlap_are_one_with_argmax():
 
 def test_another_drafters_distribution_does_not_agree(monkeypatch):
     """The comparison tells a drafter from a worse one, and positions from their neighbours."""
-    drafter, inputs = (
-        ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)),
-        [[2 + i % 8, 3] for i in range(256)],
-    )
+    drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
+    inputs = [[2 + i % 8, 3] for i in range(256)]
     batches, agreement = variants.cut(inputs, inputs, 256, 0), acceptance.agreement
     other = HashModel(V, 1, likeness=0.5, spread=6.0)
     monkeypatch.setattr(

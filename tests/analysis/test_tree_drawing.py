@@ -96,11 +96,9 @@ def test_eighty_columns(nodes, numbers):
 
 
 def test_the_step_that_is_drawn():
-    spine, longer, chain = (
-        step([0, 0], [0, 1]),
-        step([0, 1, 0], [0, 1, 2]),
-        TraceStep([5], None, 7, 2, None),
-    )
+    spine = step([0, 0], [0, 1])
+    longer = step([0, 1, 0], [0, 1, 2])
+    chain = TraceStep([5], None, 7, 2, None)
     aside = step([0, 0], [0, 2])
     assert (
         tree_drawing.instructive([chain]) is None

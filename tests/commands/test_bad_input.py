@@ -13,12 +13,10 @@ from devices import SPECDEC
 
 from specdec_jax.commands import generate as generate_command
 
-pair, cache, specdec, compilations = (
-    command_line.pair,
-    command_line.cache,
-    command_line.specdec,
-    command_line.compilations,
-)
+pair = command_line.pair
+cache = command_line.cache
+specdec = command_line.specdec
+compilations = command_line.compilations
 pytestmark = pytest.mark.usefixtures("quick")
 
 generate = main_folders.generate

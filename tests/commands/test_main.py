@@ -21,12 +21,10 @@ from specdec_jax.decoding import continuous_batching
 from specdec_jax.decoding import inputs as decoding_inputs
 from specdec_jax.speculative.tree_text import read_tree
 
-pair, cache, specdec, compilations = (
-    command_line.pair,
-    command_line.cache,
-    command_line.specdec,
-    command_line.compilations,
-)
+pair = command_line.pair
+cache = command_line.cache
+specdec = command_line.specdec
+compilations = command_line.compilations
 pytestmark = pytest.mark.usefixtures("quick")
 
 generate = main_folders.generate

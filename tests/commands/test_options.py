@@ -16,12 +16,10 @@ from specdec_jax.commands.output_lines import one_line
 from specdec_jax.decoding import continuous_batching
 from specdec_jax.decoding.stream import Piece
 
-pair, cache, specdec, compilations = (
-    command_line.pair,
-    command_line.cache,
-    command_line.specdec,
-    command_line.compilations,
-)
+pair = command_line.pair
+cache = command_line.cache
+specdec = command_line.specdec
+compilations = command_line.compilations
 TEXTS = ["We asked", "Tom"]
 pytestmark = pytest.mark.usefixtures("quick")
 

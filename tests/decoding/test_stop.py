@@ -176,12 +176,11 @@ def echo(name: str, **options):
 
 
 def some_texts(rng, name: str) -> list[str]:
-    def fits(text):
-        return len(vocabulary(name).encode(text)) < 31
-
-    texts = (text for text in (some_text(rng, 22) for _ in itertools.count()) if fits(text))
+    encode = vocabulary(name).encode
+    texts = (some_text(rng, 22) for _ in itertools.count())
+    texts = (text for text in texts if len(encode(text)) < 31)
     longest = next(text for text in ("a" * n + "ca" * 30 for n in range(9)))
-    while not 25 <= len(vocabulary(name).encode(longest)) < 31:
+    while not 25 <= len(encode(longest)) < 31:
         longest = longest[:-1]
     return [longest, *itertools.islice(texts, ROWS - 1)]
 

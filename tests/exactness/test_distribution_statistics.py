@@ -72,11 +72,9 @@ def t5_pair():
 
 
 # The functions as they are: some tests put others in their place.
-verify_tokens, random_bits, draw = (
-    verifiers.verify_tokens,
-    speculative_draws.random_bits,
-    speculative_draws.draw,
-)
+verify_tokens = verifiers.verify_tokens
+random_bits = speculative_draws.random_bits
+draw = speculative_draws.draw
 
 
 FILTERED = SamplingConfig(temperature=1.3, top_k=9, top_p=0.9)

@@ -322,10 +322,8 @@ def test_which_verifier_accepts_more(vocab, shape):
     """Traversal accepts no less than recursion; drawn children no fewer than point masses."""
     gains = []
     for seed, zeros in itertools.product(range(6), (0.0, 0.5)):
-        target, draft = (
-            toy.table_distribution(vocab, 100 + seed, zeros),
-            toy.table_distribution(vocab, 200 + seed, zeros),
-        )
+        target = toy.table_distribution(vocab, 100 + seed, zeros)
+        draft = toy.table_distribution(vocab, 200 + seed, zeros)
         traversal, recursive, point = (
             ref.accepted(target, [draft], Plan(SHAPES[shape], "drawn", ref.VERIFIERS[name]), 9)
             for name in ("traversal", "recursive", "point")

@@ -200,10 +200,8 @@ def test_a_distribution_that_is_not_a_number_leaves_no_token(name):
 def test_children_where_ids_are_few():
     """A child is −1 without an id of positive probability, past the count, and under NaN."""
     q = np.array([[[0, 0.75, 0.25], [0.2, 0.3, 0.5], [np.nan, 0.5, 0.5]]])
-    random_bits, noise = (
-        toy.random_bits(np.full((1, 3, 5), 0.9)),
-        np.array([[[0.0, 0, 5], [5, 0, 0], [0, 0, 0]]], np.float32),
-    )
+    random_bits = toy.random_bits(np.full((1, 3, 5), 0.9))
+    noise = np.array([[[0.0, 0, 5], [5, 0, 0], [0, 0, 0]]], np.float32)
     found = {
         kind: choose_children(kind, as_distribution(q, "float32"), (5, 2, 1), random_bits, noise)[
             0

@@ -109,10 +109,10 @@ def test_measured_loss(name):
 
 def test_accepted_tokens_of_the_two_token_toy():
     """p = (1/3, 2/3), q = (2/3, 1/3), γ = 2: 10/9 by token, 11/9 by block."""
-    target, draft = (lambda _: np.array([1, 2]) / 3), (lambda _: np.array([2, 1]) / 3)
 
     def accepted(verifier):
-        return toy.expected_accepted(target, draft, 2, verifier)
+        p, q = np.array([1, 2]) / 3, np.array([2, 1]) / 3
+        return toy.expected_accepted(lambda prefix: p, lambda prefix: q, 2, verifier)
 
     assert accepted(TOKEN) == pytest.approx(10 / 9, abs=1e-12)
     assert accepted(BLOCK) == pytest.approx(11 / 9, abs=1e-12)
@@ -127,10 +127,8 @@ def test_accepted_tokens_of_the_two_token_toy():
 def test_block_accepts_no_fewer_than_token_and_token_than_rejection(vocab, gamma):
     gains = []
     for seed, zeros in itertools.product(range(8), (0.0, 0.5)):
-        target, draft = (
-            toy.table_distribution(vocab, 100 + seed, zeros),
-            toy.table_distribution(vocab, 200 + seed, zeros),
-        )
+        target = toy.table_distribution(vocab, 100 + seed, zeros)
+        draft = toy.table_distribution(vocab, 200 + seed, zeros)
         for drafter in (draft, toy.one_hot(draft)):
             block, token, rejection, lenient = (
                 toy.expected_accepted(target, drafter, gamma, verifier)

@@ -270,10 +270,8 @@ def test_properties_of_every_verifier(seed, gamma, valid):
 def test_lenience_of_one_is_token_verification():
     p, q, drafted, wanted, accept, final = grid("lenient", False)
     with jax.enable_x64(False):
-        asked, draws = (
-            settings(len(p), np.float32, 1.0),
-            Randomness(np.float32(accept), toy.random_bits(final)),
-        )
+        asked = settings(len(p), np.float32, 1.0)
+        draws = Randomness(np.float32(accept), toy.random_bits(final))
         args = (
             as_distribution(p, "float32"),
             as_distribution(q, "float32"),

@@ -118,10 +118,8 @@ def test_a_beam_search_of_a_task(generate, toys, target, tmp_path):
     found = sd.generate(
         target, inputs, max_new_tokens=WIDTH, num_beams=3, length_penalty=1, num_return_sequences=3
     )
-    tokens, scores = (
-        found.tokens.reshape(-1, 3, WIDTH)[:, ::-1],
-        found.scores.reshape(-1, 3)[:, ::-1],
-    )
+    tokens = found.tokens.reshape(-1, 3, WIDTH)[:, ::-1]
+    scores = found.scores.reshape(-1, 3)[:, ::-1]
     lines = decoded(all_of_them.read_text())
     assert len(lines) == len(PAIRS)
     for best, line, ids, expected in zip(
@@ -141,14 +139,10 @@ def test_a_beam_search_of_a_task(generate, toys, target, tmp_path):
 
     infer = pytest.importorskip("t5x.infer", reason="t5x is not installed", exc_type=ImportError)
     vocabulary = seqio.get_mixture_or_task("toy_text").output_features["targets"].vocabulary
-    aux, path = (
-        {"scores": np.array([line["aux"]["scores"] for line in lines])},
-        str(tmp_path / "theirs"),
-    )
-    data, how = (
-        dataset("toy_text"),
-        dict(mode="predict_with_aux", vocabulary=vocabulary, output_ids=True),
-    )
+    aux = {"scores": np.array([line["aux"]["scores"] for line in lines])}
+    path = str(tmp_path / "theirs")
+    data = dataset("toy_text")
+    how = dict(mode="predict_with_aux", vocabulary=vocabulary, output_ids=True)
     infer.write_inferences_to_file(path, (tokens, aux), data, **how)
     for line in lines:
         del line["score"]  # which T5X writes in another mode

@@ -287,10 +287,8 @@ def test_distribution_with_keys_of_every_kind(impl, drafts):
         sampling=SPREAD,
         drafter=sd.ModelDrafter(drafter) if drafts else None,
     )
-    inputs, prompts = (
-        np.tile(INPUTS, (ROWS, 1)).astype(np.int32),
-        np.zeros((ROWS, POSITIONS), np.int32),
-    )
+    inputs = np.tile(INPUTS, (ROWS, 1)).astype(np.int32)
+    prompts = np.zeros((ROWS, POSITIONS), np.int32)
     counts = np.zeros(V**POSITIONS)
     for seed in range(4):
         rng = jax.random.key_data(jax.random.key(seed, impl=impl))  # raw, as T5X makes them

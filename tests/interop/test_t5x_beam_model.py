@@ -108,10 +108,8 @@ def test_the_best_alone_and_defaults(golden):
         decoding.beam_search, alpha=1.5, decode_rng=jax.random.PRNGKey(1), num_decodes=3
     )
     defaults = models.DecoderParams(num_decodes=2)
-    module, options = (
-        interop.transformer(target.config),
-        dict(decode_fn=function, default_decoder_params=defaults),
-    )
+    module = interop.transformer(target.config)
+    options = dict(decode_fn=function, default_decoder_params=defaults)
     theirs = models.EncoderDecoderModel(module, Ids, Ids, None, **options)
 
     def decode(model):

@@ -119,10 +119,8 @@ def test_the_papers_tasks(name, pair):
 
 @needs_seqio
 def test_metrics_of_texts():
-    texts, others = (
-        ["the book was nice . Tom asked", "She left"],
-        ["the book was nice . Tom left", "She left"],
-    )
+    texts = ["the book was nice . Tom asked", "She left"]
+    others = ["the book was nice . Tom left", "She left"]
     assert (
         tasks.bleu(texts, texts) == {"bleu": pytest.approx(100)}
         and 0 < tasks.bleu(texts, others)["bleu"] < 100

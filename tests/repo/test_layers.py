@@ -116,10 +116,8 @@ def test_no_function_is_long(module):
 )
 def test_what_is_declared_is_not_asked_for_by_name(path):
     """Only the table of drafters or verifiers knows their classes; others read capabilities."""
-    text, package = (
-        path.read_text(encoding="utf-8"),
-        package_of(str(path.relative_to(PACKAGE)).replace("/", ".")),
-    )
+    text = path.read_text(encoding="utf-8")
+    package = package_of(str(path.relative_to(PACKAGE)).replace("/", "."))
     if package != "drafters":
         assert not re.findall(r"isinstance\([^()]*\w(?:Drafter|Cascade)\b", text)
     if path.name != "verifiers.py":

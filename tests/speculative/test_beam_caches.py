@@ -1,6 +1,7 @@
 """Beam search through real networks: caches, stale slots, other backends and dtypes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -156,14 +157,9 @@ def test_a_draft_that_is_no_number_reaches_nothing(pair):
     target, drafter = pair("t5")
     params = jax.tree.map(np.array, target.params)
     params["token_embedder"]["embedding"][BAD] = np.nan
-    usable, packed_weights.usable = (
-        packed_weights.usable,
-        lambda dtype: target.network.skips_padding,
-    )
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_weights, "usable", lambda dtype: target.network.skips_padding)
         damaged = LanguageModel(target.config, params, eos_ids=(1,))
-    finally:
-        packed_weights.usable = usable
     options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=LIMIT)
     options["sampling"] = sd.SamplingConfig(forbidden_tokens=(BAD,))
     inputs = np.where(INPUTS == BAD, 2, INPUTS)
@@ -207,7 +203,7 @@ def cross_keys_of_the_row_before(monkeypatch):
 
     What was compiled before, and with it, is forgotten.
     """
-    right, roll = Attention.to_encoded, lambda x: jnp.roll(x, 1, axis=0)
+    right, roll = Attention.to_encoded, functools.partial(jnp.roll, shift=1, axis=0)
 
     def wrong(self, x, norm, cross, mask, *others):
         return right(self, x, norm, jax.tree.map(roll, cross), roll(mask), *others)

@@ -108,10 +108,8 @@ class Search:
         )
 
     def _over(self, live, finished, length, limit, prefix, margins) -> bool:
-        best, full = (
-            max(score for score, _ in live),
-            all(tokens is not None for _, tokens in finished),
-        )
+        best = max(score for score, _ in live)
+        full = all(tokens is not None for _, tokens in finished)
         worst = self.worst(score for score, _ in finished)
         if self.style == "t5x":
             possible = best / self.divisor(prefix + limit + 1)

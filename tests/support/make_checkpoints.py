@@ -47,12 +47,9 @@ def random_params(config: T5Config, seed: int = 0) -> dict[str, np.ndarray]:
 
 def to_tensors(params: dict[str, np.ndarray], dtype=np.float32) -> dict[str, np.ndarray]:
     """Returns tensors under Hugging Face's names, `[out, in]`."""
-
-    def turned(name, x):
-        return x.T if name.endswith(("/kernel", "/rel_embedding")) else x
-
+    transposed = ("/kernel", "/rel_embedding")
     return {
-        tensor_name(name): np.ascontiguousarray(turned(name, x)).astype(dtype)
+        tensor_name(name): np.array(x.T if name.endswith(transposed) else x, dtype, order="C")
         for name, x in params.items()
     }
 

@@ -100,15 +100,13 @@ def described(target, drafter, stored: dict) -> dict:
 
 def printed(command: str, *arguments: str) -> str:
     """Returns what a command prints with the bundled pair."""
-    out, flags = (
-        io.StringIO(),
-        [
-            "--target=ende/target",
-            "--drafter=ende/drafter",
-            "--dtype=float32",
-            "--max_new_tokens=16",
-        ],
-    )
+    out = io.StringIO()
+    flags = [
+        "--target=ende/target",
+        "--drafter=ende/drafter",
+        "--dtype=float32",
+        "--max_new_tokens=16",
+    ]
     with contextlib.redirect_stdout(out):
         assert main.main([command, *flags, "--compilation_cache_dir=", *arguments]) == 0
     return out.getvalue()
@@ -141,11 +139,9 @@ def tables() -> dict:
 
 def meshes(folder: pathlib.Path) -> dict:
     """Returns tokens on several meshes, and where arrays lie on one of two times two."""
-    alone, first, four = (
-        load(folder, None),
-        load(folder, sd.make_mesh(1, 1)),
-        load(folder, sd.make_mesh(1, 4), True),
-    )
+    alone = load(folder, None)
+    first = load(folder, sd.make_mesh(1, 1))
+    four = load(folder, sd.make_mesh(1, 4), True)
     target, drafter = load(folder, sd.make_mesh(2, 2))
     found: dict = {
         "none": decode(*alone),
@@ -242,8 +238,6 @@ def process(folder: pathlib.Path, number: str, port: str) -> dict:
 
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
-    where, what = (
-        pathlib.Path(sys.argv[1]),
-        {"meshes": meshes, "more": more, "process": process}[sys.argv[2]],
-    )
+    where = pathlib.Path(sys.argv[1])
+    what = {"meshes": meshes, "more": more, "process": process}[sys.argv[2]]
     print(json.dumps(what(where, *sys.argv[3:])))

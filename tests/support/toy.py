@@ -245,11 +245,8 @@ def lenient_argmax(p, x, lenience: float) -> tuple[int, int]:
     For l = 1 it has to be the first of the maxima.
     """
     best = [int(np.argmax(here)) for here in p]
-
-    def near(i):
-        return lenience < 1 and p[i][x[i]] >= lenience * p[i].max()
-
-    tau = next((i for i, token in enumerate(x) if token != best[i] and not near(i)), len(x))
+    near = [lenience < 1 and here[token] >= lenience * here.max() for here, token in zip(p, x)]
+    tau = next((i for i, token in enumerate(x) if token != best[i] and not near[i]), len(x))
     return tau, best[tau]
 
 

@@ -176,10 +176,8 @@ class HashNetwork(Headless):
         return cache.replace(tokens=jnp.pad(cache.tokens, room, constant_values=-1))
 
     def decode_nodes(self, tokens, nodes, cache, valid=None):
-        row, slots = (
-            jnp.arange(len(tokens))[:, None],
-            nodes.starts[:, None] + jnp.arange(tokens.shape[1]),
-        )
+        row = jnp.arange(len(tokens))[:, None]
+        slots = nodes.starts[:, None] + jnp.arange(tokens.shape[1])
         stored = cache.tokens.at[row, slots].set(tokens)
         before = jnp.maximum(nodes.positions - 1, 0)[..., None]
         parents = jnp.take_along_axis(nodes.paths, before, axis=2)[..., 0]
@@ -189,10 +187,8 @@ class HashNetwork(Headless):
         return logits, cache.replace(tokens=stored)
 
     def move_nodes(self, cache, sources, starts):
-        row, slots = (
-            jnp.arange(len(starts))[:, None],
-            starts[:, None] + jnp.arange(sources.shape[1]),
-        )
+        row = jnp.arange(len(starts))[:, None]
+        slots = starts[:, None] + jnp.arange(sources.shape[1])
         moved = cache.tokens.at[row, slots].set(
             jnp.take_along_axis(cache.tokens, sources, axis=1), mode="drop"
         )

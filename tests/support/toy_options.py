@@ -15,10 +15,8 @@ INPUTS = [[3, 4, 1], [7, 1], [9, 2, 9, 1], [1], [5, 5, 1], [11, 10, 2, 1]]
 PREFIXES = [[4, 2], [], [7], [4, 4, 4], [], [9]]
 GAMMA = [3, 1, 2, 3, 0, 3]
 B = len(INPUTS)
-TARGET, DRAFT = (
-    HashModel(V, 0, vocabulary=Words()),
-    HashModel(V, 1, likeness=0.4, vocabulary=Words()),
-)
+TARGET = HashModel(V, 0, vocabulary=Words())
+DRAFT = HashModel(V, 1, likeness=0.4, vocabulary=Words())
 
 
 def brackets(prefixes, lengths, logits):

@@ -429,8 +429,6 @@ def coupled_acceptance(p, q, count: int, noise: np.ndarray) -> float:
     They are the drafter's best.
     """
     with np.errstate(divide="ignore"):
-        own, best = (
-            np.argmax(np.log(p) + noise, axis=1),
-            np.argsort(-(np.log(q) + noise), axis=1)[:, :count],
-        )
+        own = np.argmax(np.log(p) + noise, axis=1)
+        best = np.argsort(-(np.log(q) + noise), axis=1)[:, :count]
     return float(np.mean(np.any((best == own[:, None]) & (q[best] > 0), axis=1)))

@@ -142,10 +142,8 @@ def test_the_outputs_are_the_targets_own(undisturbed, models, language):
     def sources(name):
         return [line.split("\t")[0] for line in (language / name).read_text().splitlines()]
 
-    target, chosen = (
-        loader.load(models / "target", "float32"),
-        [sources("more.tsv")[i * 20 // 12] for i in range(12)],
-    )
+    target = loader.load(models / "target", "float32")
+    chosen = [sources("more.tsv")[i * 20 // 12] for i in range(12)]
     ids = [target.vocabulary.encode(text) + [1] for text in chosen]
     decoded = continuous_batching.decode_all(target, ids, batch_size=4, seed=0, max_new_tokens=8)
     kept = [(text, output.tokens) for text, output in zip(chosen, decoded)]

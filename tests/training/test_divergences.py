@@ -199,10 +199,8 @@ def test_bad_training_settings(settings, message):
 def test_a_run_begins_with_the_parameters_of_a_model(models, language, tmp_path):
     start = str(models / "drafter")
     config = config_of(language, tmp_path, model=SMALL, initialise_from=start)
-    state, expected = (
-        train.Run(config, run_folder.Checkpoints(tmp_path)).initial_state(),
-        loader.load(start, "float32"),
-    )
+    state = train.Run(config, run_folder.Checkpoints(tmp_path)).initial_state()
+    expected = loader.load(start, "float32")
     assert same(state.params, expected.params) and int(state.step) == 0
     assert same(state.opt_state, _optimizer(config).init(state.params))
     written = vocabularies.SentencePieceVocabulary.load(tmp_path / "vocabulary.model")

@@ -183,10 +183,8 @@ def test_a_checkpoint_has_the_known_names():
         for path, _ in jax.tree.leaves_with_path(state)
     }
     kernel, embedding = "encoder/layers_0/mlp/wi_0/kernel", "token_embedder/embedding"
-    muon, adam = (
-        "opt_state/1/inner_states/muon/inner_state",
-        "opt_state/1/inner_states/adam/inner_state",
-    )
+    muon = "opt_state/1/inner_states/muon/inner_state"
+    adam = "opt_state/1/inner_states/adam/inner_state"
     assert {
         f"params/{kernel}",
         f"{muon}/0/mu/{kernel}",

@@ -150,12 +150,9 @@ def test_loss_is_that_of_the_next_piece():
         overlap += np.minimum(np.exp(log_p), np.exp(log_q)).sum()
     objective = losses.Objective(GPT(TINY_GPT), 0.1, GPT(TINY_GPT), 0.6)
 
-    def both(*given):
-        return (losses.loss_fn(*given), losses.assess(*given)[1])
-
-    (loss, metrics), likeness = jax.jit(both, static_argnums=2)(
-        params, (inputs, targets), objective, teacher
-    )
+    (loss, metrics), likeness = jax.jit(
+        lambda *given: (losses.loss_fn(*given), losses.assess(*given)[1]), static_argnums=2
+    )(params, (inputs, targets), objective, teacher)
     assert metrics.pieces == 13
     np.testing.assert_allclose(
         [metrics.loss, metrics.nll, loss], [expected, nll, expected / 13], rtol=1e-5
@@ -518,10 +515,8 @@ def test_a_checkpoint_has_the_known_names():
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree.leaves_with_path(jax.eval_shape(init))
     }
-    muon, adam = (
-        "opt_state/1/inner_states/muon/inner_state",
-        "opt_state/1/inner_states/adam/inner_state",
-    )
+    muon = "opt_state/1/inner_states/muon/inner_state"
+    adam = "opt_state/1/inner_states/adam/inner_state"
     kernel = "decoder/layers_0/causal_attention/qkv/kernel"
     assert {
         f"params/{kernel}",
