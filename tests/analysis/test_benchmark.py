@@ -101,7 +101,7 @@ def test_record(measured):
     assert record["target"]["parameters"] == record["drafter"]["parameters"] > 0
 
 
-def test_summary_says_what_the_record_says(measured):
+def test_summary_shows_the_record(measured):
     record, _ = measured
     text = summaries.benchmark_summary(record)
     assert (
@@ -262,7 +262,7 @@ def test_calls_without_a_draft_cost_a_step():
     assert predicted["with_counts"] == pytest.approx((2 + 8) / (2 + 3 * 1.0 + 1.2))
 
 
-def test_shares_add_up_or_are_not_told(measured):
+def test_shares_add_up_or_are_left_out(measured):
     """Steps that add up to more than the whole have no shares: the machine's speed changed."""
     parts = {"draft steps": 1.0, "target calls": 2.0}
     assert predictions.shares(parts, 4.0) == {

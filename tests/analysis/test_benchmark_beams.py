@@ -109,7 +109,7 @@ def test_levels_are_by_default_those_of_generate(target, batches):
     )
 
 
-def test_summary_says_what_the_record_says(measured):
+def test_summary_shows_the_record(measured):
     record, _ = measured
     text = beam_summaries.benchmark_summary(record)
     lines = {line.split("  ")[0]: line for line in text.splitlines()}

@@ -71,7 +71,7 @@ def test_record_against_another(target):
     assert comparison.problems(record, "bfloat16") == []
 
 
-def test_what_int8_contributes_is_told_apart(target):
+def test_what_int8_contributes_is_reported_apart(target):
     """Beside another implementation comes our own autoregressive decoding in its dtype."""
     batch = analysis_variants.cut([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))

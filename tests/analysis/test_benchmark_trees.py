@@ -150,7 +150,7 @@ def test_predicted_tokens_are_those_of_the_hit_rate_measured(measured, target, o
     assert unscored == {"predicted": None, "prediction": "unscored"}
 
 
-def test_summary_and_figures_say_what_the_record_says(measured):
+def test_summary_and_figures_show_the_record(measured):
     record, _ = measured
     text = summaries.benchmark_summary(record)
     static, gain = record["trees"][0], record["tree_over_chain"]["improvement"]

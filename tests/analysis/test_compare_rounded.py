@@ -177,9 +177,7 @@ def test_usage(flags, message, run):
     ("text", "message"),
     [("", "got no lines"), ("A house.\tEin Haus.\n\n", "got 1 references for 2 lines")],
 )
-def test_files_that_say_too_little_are_rejected_before_a_model_is_loaded(
-    run, tmp_path, text, message
-):
+def test_incomplete_files_are_rejected_before_a_model_is_loaded(run, tmp_path, text, message):
     path = tmp_path / "text"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(app.UsageError, match=message):

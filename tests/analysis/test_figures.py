@@ -191,7 +191,7 @@ def test_the_compilers_estimates_are_called_that():
     )
 
 
-def test_what_was_not_measured_is_said():
+def test_what_was_not_measured_is_listed():
     """Each with its command, which the command line understands."""
     what = [
         "T5-XXL with T5-small on an accelerator",
@@ -246,7 +246,7 @@ def page(tmp_path):
     return write
 
 
-def test_the_page_says_what_the_records_say(page):
+def test_the_page_shows_the_records(page):
     text = page("report.html")
     cells = [
         re.findall("<t[dh][^>]*>(.*?)</t[dh]>", line) for line in re.findall("<tr>(.*?)</tr>", text)
@@ -342,7 +342,7 @@ def test_the_page_stands_alone_and_is_the_same_again(page):
     assert text == page("two.html")
 
 
-def test_forced_acceptance_is_marked_and_no_measured_alpha():
+def test_synthetic_acceptance_is_marked_and_no_measured_alpha():
     record = json.loads(json.dumps(BENCHMARK)) | {
         "options": BENCHMARK["options"] | {"preset": "t5_1_1/large"},
         "trees": [],

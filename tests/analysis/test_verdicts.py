@@ -130,7 +130,7 @@ def test_advice(alpha, cost_ratio, verify_cost, timed, batch_size, said):
     assert verdicts.advise(alpha, cost_ratio, verify_cost, timed, batch_size).startswith(said)
 
 
-def test_what_is_said_of_tokens():
+def test_descriptions_of_tokens():
     options = {"verifier": "block"}
 
     def say(differing, near=None, **more):
@@ -174,7 +174,7 @@ def test_what_measure_promises_of_whole_decodes():
     )
 
 
-def test_tuning_says_what_is_within_the_spread(tmp_path):
+def test_tuning_reports_what_is_within_the_spread(tmp_path):
     """The file too says of a choice that in some pass plain decoding was as fast."""
     options = tune.TuneOptions(
         target="target", drafter="drafter", config=str(tmp_path / "tuned.gin")

@@ -103,7 +103,7 @@ def test_stale_shards_of_another_model_do_not_matter(tmp_path):
     assert len(said) == 1
 
 
-def test_one_checkpoint_says_nothing_and_config_means_t5x(tmp_path):
+def test_one_checkpoint_prints_nothing_and_config_means_t5x(tmp_path):
     _, said = load(make.write_hf(tmp_path / "one", TENSORS))
     assert said == []
     add(tmp_path / "two", "model.safetensors", OTHER)
@@ -111,7 +111,7 @@ def test_one_checkpoint_says_nothing_and_config_means_t5x(tmp_path):
     assert_params(loader.load(tmp_path / "two", "float32", config=TINY))
 
 
-def test_convert_says_it_too(tmp_path):
+def test_convert_prints_it_too(tmp_path):
     add(tmp_path / "model", "model.safetensors.index.json", OTHER)
     add(tmp_path / "model", "model.safetensors", PARAMS)
     said = []
@@ -321,7 +321,7 @@ def test_of_tied_tensors_a_file_may_hold_the_head_alone(tmp_path):
         load(tmp_path / "gpt")
 
 
-def test_an_adapter_without_its_model_says_how_to_merge_it(tmp_path):
+def test_the_error_of_an_adapter_alone_shows_how_to_merge_it(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(
         ValueError, match="got a PEFT adapter without its model, expected a whole model; merge them"

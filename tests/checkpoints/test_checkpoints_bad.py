@@ -310,7 +310,7 @@ def test_bad_input_is_rejected_in_one_line(case, tmp_path, monkeypatch):
         ("folder/of/mine", "bundled name"),
     ],
 )
-def test_a_name_of_the_hub_says_how_to_download_it(name, said, tmp_path, monkeypatch):
+def test_the_error_of_a_hub_name_shows_how_to_download_it(name, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ValueError, match="got no such path, expected a checkpoint folder or a bundled name"
@@ -321,7 +321,7 @@ def test_a_name_of_the_hub_says_how_to_download_it(name, said, tmp_path, monkeyp
     )
 
 
-def test_an_unknown_architecture_is_told_all_that_are_known(tmp_path):
+def test_the_error_of_an_unknown_architecture_lists_the_known_ones(tmp_path):
     make.write_hf(tmp_path, TENSORS, model_type="llama", architectures=["LlamaForCausalLM"])
     with pytest.raises(
         ValueError, match="config.json: unknown architecture: got model_type 'llama'"

@@ -124,7 +124,7 @@ def test_vocabulary_and_sentinels_are_kept(kind, tmp_path):
         ).read_bytes()
 
 
-def test_what_hugging_face_cannot_say_is_rejected(tmp_path):
+def test_what_a_hugging_face_config_cannot_express_is_rejected(tmp_path):
     config = dataclasses.replace(SMALL, vocab_size=264)
     model = make.model_of(make.random_params(config), config, ByteVocabulary(0))
     with pytest.raises(

@@ -88,7 +88,7 @@ def test_hours_and_millions(clock):
     assert shown.text == "30.2 of 60.5 million parameters, 1:02:05 left"
 
 
-def test_loading_says_how_far_it_is_where_there_is_no_terminal(slowly, folder, capsys):
+def test_loading_prints_progress_without_a_terminal(slowly, folder, capsys):
     slowly(36.0)
     model = sd.load(folder, "float32")
     lines = capsys.readouterr().err.splitlines()
@@ -173,14 +173,14 @@ def test_a_caller_may_have_the_lines_or_silence(slowly, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_filling_reports_every_parameter(quantize):
+def test_dummy_weights_report_every_parameter(quantize):
     counts = []
     config = sd.T5Config(96, 64, 2, 32, 2, 2, 128, dtype="float32")
     sd.LanguageModel.dummy(config, quantize=quantize, report=counts.append)
     assert sum(counts) == parameter_count(config) and len(counts) == len(parameter_shapes(config))
 
 
-def test_a_preset_says_that_it_is_made(clock, monkeypatch, capsys):
+def test_making_a_preset_prints_progress(clock, monkeypatch, capsys):
     advance = ParameterProgress.advance
 
     def slow(self, count):
@@ -198,7 +198,7 @@ def test_a_preset_says_that_it_is_made(clock, monkeypatch, capsys):
 
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_long_writing_says_how_far_it_is(slowly, folder, tmp_path, form, saved):
+def test_a_long_writing_prints_progress(slowly, folder, tmp_path, form, saved):
     model = sd.load(folder, "float32")
     slowly(36.0)
     said, out = [], tmp_path / "out"

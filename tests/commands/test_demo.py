@@ -26,7 +26,7 @@ cache, pair, specdec = command_line.cache, command_line.pair, command_line.specd
 MODELS = command_line.MODELS[:-1]  # without γ
 
 
-def test_demo_says_what_it_does(specdec):
+def test_demo_prints_what_it_does(specdec):
     code, out, err = specdec(
         "demo",
         *command_line.MODELS,
@@ -207,7 +207,7 @@ def test_a_chains_verifier_beside_a_tree_is_rejected_before_anything_loads(
     ) and "verifier: got 'token' beside a tree" in err
 
 
-def test_a_chains_verifier_judges_a_tree_with_one_branch():
+def test_a_chains_verifier_verifies_a_tree_with_one_branch():
     for options in (demo.DemoOptions, generate_command.GenerateOptions):
         options(target="a", drafter="b", tree="widths:1,1", verifier="token", gamma="auto").check()
 

@@ -46,7 +46,7 @@ def test_given_parts_that_exceed_the_steps_are_rejected():
         config_of(".", ".", steps=3)
 
 
-def test_the_start_says_what_is_needed(tmp_path, monkeypatch):
+def test_the_start_prints_what_is_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(distill_lines, "_product_speed", lambda dtype: 1e6)
     sources = [[5, 6, 1], [7, 1]]
     jobs = [
@@ -132,7 +132,7 @@ def record(step, loss, acceptance, agreement):
         ([], "loss", ["kept: the newest parameters, since no validation loss was finite"]),
     ],
 )
-def test_the_end_says_what_came_of_it(validations, select, expected, tmp_path):
+def test_the_end_prints_the_outcome(validations, select, expected, tmp_path):
     saved = run_folder.Checkpoints(tmp_path, select=select)
     for step, loss, *figures in validations:
         saved.keep_best(

@@ -56,7 +56,7 @@ def test_outputs_that_were_cut_are_counted(capsys, pair, cut, tmp_path, monkeypa
     assert code == 0 and "1 of 3 sentences are there" in err and err.endswith(line)
 
 
-def test_nothing_is_said_where_nothing_was_cut(capsys, pair):
+def test_nothing_is_printed_where_nothing_was_cut(capsys, pair):
     code, _, err = generate(capsys, pair, "--forced_tokens=0:1", *TEXTS)
     assert code == 0 and "length" not in err
 

@@ -211,7 +211,7 @@ def test_streamed_line_ends_become_spaces_as_in_a_whole_text(monkeypatch, capsys
     assert capsys.readouterr().out == one_line("".join(pieces)) + "\n"
 
 
-def test_stream_decodes_one_at_a_time_unless_told_otherwise():
+def test_stream_decodes_one_at_a_time_without_batch_size():
     assert [generate.GenerateOptions(stream=stream).rows for stream in (False, True)] == [8, 1]
     assert generate.GenerateOptions(batch_size=3).rows == 3
 

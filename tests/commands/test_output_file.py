@@ -250,7 +250,7 @@ def settings(target="target", drafter="drafter", sentences=("a", "b"), models=No
     return generate._deciding(options, *models, list(sentences))
 
 
-def test_what_decides_the_results_is_told_apart(pair):
+def test_settings_differ_where_results_may(pair):
     target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))
     one = functools.partial(settings, models=(target, sd.ModelDrafter(drafter)))
     base = one()

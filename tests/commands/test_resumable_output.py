@@ -137,5 +137,5 @@ def test_one_process_at_a_time(tmp_path):
         other.join()
 
 
-def test_digests_tell_parts_apart():
+def test_digests_distinguish_parts():
     assert digest([b"ab", b"c"]) == digest(iter([b"ab", b"c"])) != digest([b"a", b"bc"])

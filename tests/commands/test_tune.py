@@ -286,7 +286,7 @@ def test_both_commands_take_the_file_of_a_tree(specdec, pair, tmp_path, arrived,
     timing.check()
 
 
-def test_the_file_says_what_was_found(pair, tmp_path):
+def test_the_file_holds_the_choice(pair, tmp_path):
     write(tmp_path / "some.gin", pair, Choice(3, "block"))
     text = (tmp_path / "some.gin").read_text(encoding="utf-8")
     assert (

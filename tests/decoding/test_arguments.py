@@ -257,7 +257,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("call, message", OTHERS.values(), ids=OTHERS)
-def test_other_doors(call, message):
+def test_other_entry_points(call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)

@@ -81,7 +81,7 @@ def test_times_between_those_that_were_timed():
     np.testing.assert_allclose(found, [1.0, 1.2, 1.4, 1.6, 1.8, 2.2, 2.3, 2.4, 2.5], rtol=1e-6)
 
 
-def test_what_is_told_apart(models, measured):
+def test_costs_are_measured_once_for_each_kind_of_request(models, measured):
     target, drafter = models
     kinds = [
         {},
@@ -327,7 +327,7 @@ def test_where_earlier_requests_failed_one_now_and_then_drafts():
     assert CHEAP.policy(1) is not None and CHEAP.policy(1, autotune.Learned()) is not None
 
 
-def test_rows_alone_may_lose_more_where_requests_tell():
+def test_single_rows_may_lose_more_where_requests_learn():
     loss = CHEAP._replace(iterations=(1.5, *CHEAP.iterations[1:]))
     assert not loss.pays(1) and loss.pays(1, learns=True) and not loss.pays(8, learns=True)
     assert not CHEAP._replace(iterations=(3.0, *CHEAP.iterations[1:])).pays(1, learns=True)
@@ -357,7 +357,7 @@ def test_warm_up_compiles_for_plain_requests_too(models, measured, monkeypatch):
         assert compilations(lambda: sd.generate(target, INPUTS[:1], **options)) == 0
 
 
-def test_tune_says_what_rows_begin_with(models, measured):
+def test_tune_prints_what_rows_start_with(models, measured):
     target, drafter = models
     tuning.keep_acceptance(target, drafter, [INPUTS[0]], 0.875, {"max_new_tokens": 12})
     autotune._known.clear()

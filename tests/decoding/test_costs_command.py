@@ -87,7 +87,7 @@ def numbers_of(policy):
 
 
 @pytest.mark.parametrize("first, then", [(CHEAP, DEAR), (DEAR, CHEAP)], ids=["drafts", "plain"])
-def test_a_job_goes_on_with_the_numbers_that_it_began_with(
+def test_a_job_resumes_with_the_costs_that_it_started_with(
     specdec, pair, measured, tmp_path, monkeypatch, first, then
 ):
     """Costs are kept though the cache is lost and the machine is another.

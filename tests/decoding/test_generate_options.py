@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- Filters and rows ---
 
 
-def test_the_drafter_is_judged_by_the_distribution_it_drew_from():
+def test_the_drafter_is_verified_by_the_distribution_it_drew_from():
     """Drafter = target: under all processors and filters everything is accepted."""
     result = generate(
         TARGET,

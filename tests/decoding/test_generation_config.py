@@ -223,7 +223,7 @@ READ = [
 
 
 @pytest.mark.parametrize("fields, expected", READ, ids=lambda value: str(value)[:40])
-def test_what_counts_is_said_and_kept(fields, expected, tmp_path):
+def test_defaults_in_effect_are_printed_and_kept(fields, expected, tmp_path):
     folder = folder_of(
         {"model": "hf_t5_1_0", "file": "generation", "fields": fields}, tmp_path / "model"
     )
@@ -294,7 +294,7 @@ def test_values_out_of_range_name_file_and_field(name):
         )
 
 
-def test_what_is_said_about_long_lists_is_short():
+def test_messages_about_long_lists_are_short():
     found = GenerationConfig.read(
         {"suppress_tokens": [*range(10000)], "bad_words_ids": [[1, 2]] * 10000}, ""
     )

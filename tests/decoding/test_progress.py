@@ -27,7 +27,7 @@ def test_a_line_comes_before_the_first_item_and_then_now_and_then(clock, capsys)
     assert list(track([5], 1, "scoring")) == [5] and capsys.readouterr().err == "scoring 1 of 1\n"
 
 
-def test_nothing_is_said_of_nothing_or_where_it_is_not_wanted(capsys):
+def test_nothing_is_printed_for_no_work_or_when_switched_off(capsys):
     assert list(track([], 0, "scoring")) == [] and list(track([5], 1, "scoring", quiet=True)) == [5]
     with Progress("sentences", 0):
         pass
@@ -35,7 +35,7 @@ def test_nothing_is_said_of_nothing_or_where_it_is_not_wanted(capsys):
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_job_says_at_once_that_it_compiles(capsys, quiet):
+def test_a_job_prints_at_once_that_it_compiles(capsys, quiet):
     with Progress("sentences", 3, quiet=quiet):
         assert capsys.readouterr().err == "compiling; sentences 0/3\n"
 

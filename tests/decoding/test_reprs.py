@@ -49,7 +49,7 @@ def test_what_a_search_or_a_stream_gives(model):
     assert str(output) == f"Output({output.text!r} (length, 5 tokens))"
 
 
-def test_a_model_says_what_it_is(model):
+def test_repr_of_a_model(model):
     assert (
         str(model)
         == "LanguageModel('toy': T5Config of 19,616 parameters, float32, vocabulary: 259 ids)"
@@ -58,7 +58,7 @@ def test_a_model_says_what_it_is(model):
     assert is_short(str(model.network))
 
 
-def test_a_drafter_says_what_it_is(model):
+def test_repr_of_a_drafter(model):
     table = sd.NGramDrafter.count([[3, 4]], 300, 2)
     drafters = [
         sd.ModelDrafter(model),

@@ -89,7 +89,7 @@ def test_a_bad_row_is_reported_and_the_others_are_what_they_are_alone(target, so
 
 
 @pytest.mark.parametrize("refill", [True, False])
-def test_a_job_goes_on_with_its_other_inputs(target, whole, refill):
+def test_a_job_continues_with_its_other_inputs(target, whole, refill):
     plan = dict(
         sd.decode_stream(
             target, TEXTS * 2, batch_size=2, refill=refill, non_finite="report", **OPTIONS
@@ -235,7 +235,7 @@ def test_a_switch_stops_the_job(run, tmp_path):
     assert code == 2 and "expected 'raise' or 'report'" in err
 
 
-def test_what_an_earlier_run_met_is_told_again(run, tmp_path, monkeypatch):
+def test_errors_of_an_earlier_run_are_reported_again(run, tmp_path, monkeypatch):
     """A run that is killed and resumed ends with the same messages and exit code.
 
     A stopped one can be resumed.

@@ -56,7 +56,7 @@ def dist(model: str, tokens: tuple[int, ...], sampling: str):
         pytest.param("chains", "sampled", marks=pytest.mark.slow),
     ],
 )
-def test_trees_are_told_as_they_were(name, sampling):
+def test_trees_are_traced_as_they_were(name, sampling):
     """p, q and p/q of each node are those after the tokens on its path.
 
     The path is what was committed.

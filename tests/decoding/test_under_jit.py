@@ -139,7 +139,7 @@ def test_without_a_drafter_or_a_prompt(pair):
     assert (got.drafted == 0).all() and (got.scores == 0).all()
 
 
-def test_what_one_call_says_may_be_traced(pair):
+def test_arguments_of_one_call_may_be_traced(pair):
     target, drafter = pair
     decoder, key = (
         Decoder(target.config, drafter, gamma=2, rescale_log_probs=False),

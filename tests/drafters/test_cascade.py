@@ -249,7 +249,7 @@ def test_distribution_through_the_engine(make, verifier):
     )
 
 
-def test_draws_that_are_shared_with_the_target_are_found(monkeypatch):
+def test_draws_that_are_shared_with_the_target_are_detected(monkeypatch):
     """Proposals and drafts accepted by one uniform are detected; PITFALLS row 6."""
     with_shared_keys(monkeypatch)
     counts, _ = sample(SPREAD_TARGET, vertical(), SPREAD, ROWS, run=traced_anew())

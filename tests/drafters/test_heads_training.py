@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "smoothing, soft, backbone", [(0.0, 0.0, 0.0), (0.1, 0.4, 0.0), (0.0, 1.0, 0.7)]
 )
-def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
+def test_loss_is_the_sum_over_tokens_and_heads(smoothing, soft, backbone):
     rng = np.random.default_rng(0)
     inputs, targets = rng.integers(2, 64, (2, 3, 5)).astype(np.int32)
     inputs[0, 4:], targets[1, 3:], targets[2, 1:] = -1, -1, -1
@@ -157,7 +157,7 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(settings, finished
     assert files(settings.folder / "target0") == before
 
 
-def test_a_run_goes_on_as_if_it_had_not_stopped(settings, finished, tmp_path, capsys):
+def test_a_run_resumes_as_if_it_had_not_stopped(settings, finished, tmp_path, capsys):
     output, params = finished
     training_heads.fit(settings(tmp_path, steps=5))
     assert "begins at step 0 of 5" in capsys.readouterr().err

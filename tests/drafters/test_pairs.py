@@ -53,7 +53,7 @@ def test_tokens_and_counts_are_those_of_single_steps(pairs, config):
     same(pairs(one_by_one), expected)
 
 
-def test_iterations_may_stop_and_go_on(pairs):
+def test_iterations_may_stop_and_resume(pairs):
     """One `advance` after another, with what a full acceptance leaves to catch up with."""
     draft = drafter("self")
 

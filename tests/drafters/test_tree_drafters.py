@@ -304,7 +304,7 @@ def test_distribution_of_merged_trees(verifier):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", ["one q for both drafters", "both draw with the same words"])
-def test_wrong_merges_are_found(mutant, monkeypatch):
+def test_wrong_merges_are_detected(mutant, monkeypatch):
     if mutant.startswith("one"):
         whole = merged._merged
 

@@ -104,7 +104,7 @@ def test_distribution_under_every_processor(verifier, processor):
 
 
 @pytest.mark.parametrize("verifier", ["token", "block", "rejection"])
-def test_a_drafter_without_the_processors_is_judged_by_its_own_distribution(verifier):
+def test_a_drafter_without_the_processors_is_verified_by_its_own_distribution(verifier):
     """The output does not depend on which processors the drafter applies.
 
     Its distribution only has to be the one that it drew from.

@@ -127,7 +127,7 @@ def test_gumbel_coupling_gives_the_plain_sample(kind):
         assert toy.total_variation(found, toy.complete({(): 1.0}, plain, 4, {0})) < 1e-12
 
 
-def test_children_by_noise_may_be_judged_as_points():
+def test_children_by_noise_may_be_verified_as_point_masses():
     """A position's noise is met again in later iterations; no verifier's draw depends on it."""
     target, draft = dists(3)
     for seed in range(4):

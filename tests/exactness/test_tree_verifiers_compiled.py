@@ -72,7 +72,7 @@ def test_jax_takes_the_enumerated_decisions(kind, dtype):
     "kind, name",
     [("drawn", "recursive"), ("drawn", "traversal"), ("iid", "recursive"), ("top", "point")],
 )
-def test_jax_judges_children_of_two_drafters_by_their_own_distributions(kind, name):
+def test_jax_verifies_children_of_two_drafters_by_their_own_distributions(kind, name):
     tree, origins = Tree((0, 0, 0, 0, 1, 1, 2, 3, 5)), (0, 1, 0, 1, 0, 1, 1, 0, 0)
     rows = cases(tree, 100)
     draft, target = drafted(kind, tree, rows, EOS, "float32", origins)
@@ -147,7 +147,7 @@ def chain(kind):
         ("drawn", "typical", "typical"),
     ],
 )
-def test_one_branch_is_judged_as_the_chain(kind, name, same):
+def test_one_branch_is_verified_as_the_chain(kind, name, same):
     target, dist, tokens, wanted, draws, draft = chain(kind)
     found = verify(
         name,

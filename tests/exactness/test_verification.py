@@ -213,7 +213,7 @@ def test_the_grid_catches_a_comparison_that_is_not_strict():
     assert [int(x[0]) for x in found] == [0, 1]
 
 
-def test_decisions_integrate_to_the_kernel():
+def test_decisions_integrate_to_the_transition():
     """`decide`, averaged over the uniforms, is the enumerated transition."""
     target, draft = dists(3)
     p, q = target(()), draft(())
@@ -288,7 +288,7 @@ def test_verify_greedy():
     np.testing.assert_array_equal(nothing.next_token, target[:, 0])
 
 
-def test_algorithm_1_as_it_is_told():
+def test_algorithm_1_as_printed():
     """The lines at the head of `iteration.py`, beside the compiled code."""
     found = doctest.testmod(iteration)
     assert found.attempted >= 10 and found.failed == 0

@@ -178,7 +178,7 @@ def points(x, vocab) -> list[np.ndarray]:
     return [np.eye(vocab)[token] for token in x]
 
 
-def judged_as_point_mass(verifier):
+def verified_as_point_mass(verifier):
     """Returns the mistake q := 1 at the drafted id, whatever distribution it was drawn from."""
     return dataclasses.replace(
         verifier, accept_probs=lambda p, q, x: verifier.accept_probs(p, points(x, len(p[0])), x)
@@ -220,11 +220,11 @@ MUTANTS = {
     ),
     "block, q := 1 in the acceptance of a sampled draft": (
         DRAFT,
-        Rule(verifier=judged_as_point_mass(BLOCK)),
+        Rule(verifier=verified_as_point_mass(BLOCK)),
     ),
     "token, q := 1 in the acceptance of a sampled draft": (
         DRAFT,
-        Rule(verifier=judged_as_point_mass(TOKEN)),
+        Rule(verifier=verified_as_point_mass(TOKEN)),
     ),
     "block, q := 1 at every id for a point mass": (
         toy.one_hot(DRAFT),
@@ -266,14 +266,14 @@ def test_enumeration_catches(name):
 
 
 @pytest.mark.parametrize("name", ["token", "block", "rejection"])
-def test_a_sampled_draft_may_be_judged_as_a_point_mass(name):
+def test_a_sampled_draft_may_be_verified_as_a_point_mass(name):
     """If acceptance and residual agree on it, q := 1 wastes drafts but is exact.
 
     Each draft's outcome has distribution p.
     """
     verifier = ENUMERATED[name]
     wasteful = dataclasses.replace(
-        judged_as_point_mass(verifier),
+        verified_as_point_mass(verifier),
         following=lambda p, q, x, tau: verifier.following(p, points(x, len(p[0])), x, tau),
     )
     found = toy.speculative_distribution(TARGET, DRAFT, 2, 4, {0}, Rule(verifier=wasteful))

@@ -82,7 +82,7 @@ def middles(breaks):
 
 @pytest.mark.parametrize("point", [False, True], ids=["sampled", "point mass"])
 @pytest.mark.parametrize("name", ENUMERATED)
-def test_jax_decisions_integrate_to_the_kernel(name, point):
+def test_jax_decisions_integrate_to_the_transition(name, point):
     """Uniforms just below each threshold of acceptance give exactly the distribution."""
     verifier, gamma = ENUMERATED[name], 3
     for zeros in (0.0, 0.5):
@@ -193,7 +193,7 @@ def test_jax_couples_as_enumerated(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("lenience", [1.0, 0.55, 0.2])
-def test_jax_judges_argmax_leniently(lenience, dtype):
+def test_jax_verifies_argmax_leniently(lenience, dtype):
     """At T = 0 accepted ids have at least l times the greatest probability; l = 1 is greedy."""
     p, _, drafted, wanted, *_ = grid("lenient", False)
     p = np.concatenate([p, np.broadcast_to(np.array([6, 6, 1, 3]) / 16, p.shape)])

@@ -198,7 +198,7 @@ def test_metrics_are_what_seqios_evaluator_finds(name, generate, toys, tmp_path)
 
 @needs_seqio
 @pytest.mark.parametrize("how", [["--gamma=0"], ["--num_beams=3", "--num_return_sequences=2"]])
-def test_a_job_that_was_interrupted_goes_on(how, generate, toys, tmp_path, monkeypatch):
+def test_an_interrupted_job_resumes(how, generate, toys, tmp_path, monkeypatch):
     whole, path = tmp_path / "whole", tmp_path / "out"
     flags = ("--task=toy_both", *how)
     assert generate(*flags, f"--output_file={whole}")[0] == 0

@@ -221,7 +221,7 @@ def test_options_of_one_call_are_t5xs(case, golden):
 
 
 @pytest.mark.slow
-def test_a_decode_function_says_how_to_sample(golden):
+def test_a_decode_function_sets_the_sampling(golden):
     _, io, target = golden
     options = dict(temperature=0.7, topk=0, topp=0.9, decode_rng=jax.random.PRNGKey(3))
     said = speculative(target, decode_fn=functools.partial(decoding.temperature_sample, **options))

@@ -336,7 +336,7 @@ def theirs(model: bytes, sentinels: int = 0):
     return types.SimpleNamespace(tokenizer=tokenizer, vocab_size=len(pieces))
 
 
-def test_vocabularies_are_compared_piece_by_piece():
+def test_vocabularies_are_compared_token_by_token():
     model = SentencePieceVocabulary.train(command_line.TEXT, 36).model
     other = SentencePieceVocabulary.train(
         command_line.TEXT[::-1] + ["eight eight eight eight"], 36

@@ -87,7 +87,7 @@ def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout
         assert other.quantized == (dtype == "int8" and usable)
 
 
-def test_the_bundled_pair_and_folders_that_say_the_older_fingerprint(tmp_path):
+def test_the_bundled_pair_and_folders_with_the_older_fingerprint(tmp_path):
     drafter = sd.load("ende/drafter", "float32")
     for dtype in ("float32", "bfloat16"):
         target = sd.load("ende/target", dtype)
@@ -163,7 +163,7 @@ def drafters() -> list:
     ]
 
 
-def test_drafters_are_told_apart_by_what_they_are_made_of(monkeypatch):
+def test_fingerprints_of_drafters_differ_by_their_contents(monkeypatch):
     found = [drafter.contents for drafter in drafters()]
     assert len(set(found)) == len(found)
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
@@ -186,7 +186,7 @@ def merging(*merges) -> TokenizerJsonVocabulary:
     return TokenizerJsonVocabulary(tokenizers.Tokenizer(model).to_str())
 
 
-def test_vocabularies_of_the_same_pieces_that_make_other_ids_are_told_apart():
+def test_fingerprints_differ_where_the_same_tokens_get_other_ids():
     folded = sentencepiece(normalization_rule_name="nmt_nfkc_cf")
     pairs = [
         (sentencepiece(), folded, "The Book"),
@@ -206,7 +206,7 @@ def test_vocabularies_of_the_same_pieces_that_make_other_ids_are_told_apart():
 # Jobs that resume.
 
 
-def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_rejected(
+def test_a_job_that_resumes_with_other_files_under_the_same_paths_is_rejected(
     capsys, tmp_path, monkeypatch
 ):
     """The target's encoder, the drafter, a table, the vocabulary and the package count.

@@ -50,7 +50,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_forked_child_is_told(name):
+def test_a_forked_child_gets_an_error(name):
     model = tiny_t5(0)
     said = in_child(lambda: CALLS[name](model))
     assert (

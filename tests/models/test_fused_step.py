@@ -251,7 +251,7 @@ class TestTrial:
     def test_a_good_kernel_is_used(self, capsys):
         assert fused_step_selftest.SELF_TEST.result() is None and capsys.readouterr().err == ""
 
-    def test_wrong_numbers_are_told_and_xla_decodes(self, monkeypatch, capsys, on_tpu):
+    def test_wrong_numbers_are_reported_and_xla_decodes(self, monkeypatch, capsys, on_tpu):
         def wrong(*arguments, interpret):
             states, cache = on_tpu(*arguments, interpret=interpret)
             return states, cache.replace(layers=cache.layers[::-1])

@@ -265,7 +265,7 @@ class TestTrial:
         told = "XLA's attention is (dtype float32, features 16, queries 16): a self-test gave other numbers\n"
         assert capsys.readouterr().err.endswith(told)
 
-    def test_wrong_numbers_are_told(self, monkeypatch, capsys):
+    def test_wrong_numbers_are_reported(self, monkeypatch, capsys):
         kernel = gpu_attention.attend_to_cache
 
         def off(*arguments, interpret=False):
@@ -275,7 +275,7 @@ class TestTrial:
         assert not gpu_attention.SELF_TEST.passed()
         assert "XLA's attention is: a self-test gave other numbers" in capsys.readouterr().err
 
-    def test_a_compiler_that_fails_is_told(self, monkeypatch, capsys):
+    def test_a_compiler_that_fails_is_reported(self, monkeypatch, capsys):
         def fails(*arguments, interpret=False):
             raise RuntimeError("no such architecture\nand more")
 

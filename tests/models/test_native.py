@@ -92,7 +92,7 @@ def test_threads_share_one(tmp_path, compiler, settings):
 
 
 @needs_compiler
-def test_records_tell_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
+def test_records_name_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
     compiler(WORKS)
     machine = analysis_machine.machine()
     assert machine["kernel"] == "built with fake 1.2 for znver9 (avx2)" and str(
@@ -226,7 +226,7 @@ def test_compilers_that_know_no_native(tmp_path, compiler):
         ('cp "$libraries/wrong.so" "$output"', "the self-test failed: .*"),
     ],
 )
-def test_failures_are_said_and_remembered(
+def test_failures_are_reported_and_remembered(
     tmp_path, compiler, capsys, monkeypatch, settings, what, reason
 ):
     compiler(what)
@@ -314,7 +314,7 @@ def test_no_compiler(tmp_path, monkeypatch, capsys):
 
 
 @needs_compiler
-def test_whatever_goes_wrong_is_said(monkeypatch, capsys):
+def test_every_failure_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(native, "_key", lambda *arguments: {}["no\nsuch"])
     assert not native.available() and native.state() == r"kernel: not used: KeyError: 'no\nsuch'"
     monkeypatch.setattr(sys, "stderr", None)

@@ -131,7 +131,7 @@ def test_bits_of_self_attention():
     same(larger.run()[0], whole)
 
 
-def test_self_attention_of_live_positions():
+def test_self_attention_of_valid_positions():
     case = Cached(2, 4, 2, 20, 8, [3, 11])
     valid, whole = np.arange(4) < np.array([[3], [0]]), case.run()
     case.qkv[~valid] = np.nan
@@ -348,7 +348,7 @@ def test_a_node_sees_nothing_but_its_path():
     same(case.run(slice(0, 1), keys=elsewhere)[0][:, 0], first[:, 0])
 
 
-def test_nodes_that_are_not_live_write_nothing():
+def test_nodes_that_are_not_valid_write_nothing():
     case = Tree(2, 3, 2, 30, 7, 16)
     valid = np.array([[True, True, False], [False, False, False]])
     out, keys, _ = case.run(valid=jnp.asarray(valid))

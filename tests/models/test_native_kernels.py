@@ -379,7 +379,7 @@ def test_what_comes_before_and_after_a_product(how, K):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K, F", [(33, 1), (64, 16), (100, 257), (640, 1000)])
-def test_peaks(K, F, kind):
+def test_greedy_tokens(K, F, kind):
     """The first of the greatest columns and its log-probability; a row's bits are its own."""
     stored, _, _ = kernel(kind, K, F)
     stored = stored.replace(scales=stored.scales / 100) if kind in MOST else stored
@@ -409,7 +409,7 @@ def test_peaks(K, F, kind):
     assert run(x[:0])[0].shape == (0,)
 
 
-def test_peaks_of_equal_columns_and_of_what_is_not_finite():
+def test_greedy_tokens_of_equal_columns_and_of_what_is_not_finite():
     columns, x = np.zeros((4, 100), np.float32), np.eye(4, dtype=np.float32)
     columns[0, [40, 41, 90]] = 3
     columns[2, [17, 60]] = np.inf, 5

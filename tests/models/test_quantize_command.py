@@ -131,7 +131,7 @@ def test_peak_memory_is_near_the_size_of_8_bits(quantize, tmp_path):
 # The command line.
 
 
-def test_what_was_chosen_is_said(tmp_path):
+def test_the_choice_is_printed(tmp_path):
     folder, said = save_tiny(tmp_path / "model"), []
     for quantize in (None, "none"):
         sd.load(folder, quantize=quantize, say=said.append)
@@ -170,7 +170,7 @@ def test_generate_decodes_with_the_rounded_model(quantize, more, specdec, pair):
     assert f"with weights rounded to 8 bits{more}" in err
 
 
-def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch):
+def test_a_job_does_not_resume_with_other_weights(specdec, tmp_path, monkeypatch):
     (tmp_path / "in.txt").write_text("\n".join(command_line.SENTENCES))
     place = f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out.txt'}"
     with monkeypatch.context() as patch:
@@ -184,7 +184,7 @@ def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch)
     assert code == 2 and "got results with target in int8 False, expected True" in err
 
 
-def test_a_job_does_not_go_on_with_inputs_of_other_bits(specdec, tmp_path, monkeypatch):
+def test_a_job_does_not_resume_with_inputs_of_other_bits(specdec, tmp_path, monkeypatch):
     (tmp_path / "in.txt").write_text("\n".join(command_line.SENTENCES))
     place = f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out.txt'}"
     how = "generate", "--target=TARGET", "--max_new_tokens=3", *place

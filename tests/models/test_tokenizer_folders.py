@@ -340,7 +340,7 @@ def test_a_token_around_a_text_must_be_in_the_vocabulary(tmp_path):
 
 
 @pytest.mark.parametrize("room, sentinels", [(0, 0), (12, 0), (99, 0), (100, 100), (128, 100)])
-def test_sentinels_are_assumed_only_where_there_is_room(room, sentinels, tmp_path):
+def test_sentinels_are_assumed_only_where_ids_are_free(room, sentinels, tmp_path):
     model = (GOLDEN / "hf_madlad" / "spiece.model").read_bytes()
     pieces = vocabularies.SentencePieceVocabulary(model).size
     config = dataclasses.replace(make.TINY, vocab_size=pieces + room)

@@ -76,7 +76,7 @@ def package_of(module: str) -> str:
     return module.split(".")[0]
 
 
-def test_every_module_is_in_a_room():
+def test_every_module_is_in_a_package():
     assert {package_of(module) for module in MODULES} - {FACADE, "__main__"} == set(LAYER_OF)
     assert {module for module in MODULES if "." not in module} - set(LAYER_OF) == {
         FACADE,
@@ -85,7 +85,7 @@ def test_every_module_is_in_a_room():
 
 
 @pytest.mark.parametrize("package", sorted(LAYER_OF))
-def test_every_room_has_a_door_sign(package):
+def test_every_package_has_a_short_docstring(package):
     """One or two lines that say what is inside."""
     sign = ast.get_docstring(MODULES[package])
     assert sign and len(sign) < 200
@@ -198,7 +198,7 @@ def test_no_test_imports_a_test(path):
     assert not {part for part in parts if part.startswith("test_")}
 
 
-def test_tests_mirror_the_rooms():
+def test_tests_mirror_the_packages():
     """Each package has a folder; `exactness` is of all packages, and `repo` of the repository."""
     folders = {
         path.name

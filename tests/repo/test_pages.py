@@ -118,7 +118,7 @@ def test_every_command_is_shown():
 
 
 @pytest.mark.parametrize("package", pages.packages(), ids=lambda package: package.name)
-def test_every_file_of_a_room_is_listed(package):
+def test_every_file_of_a_package_is_listed(package):
     """A file is listed with its path; a folder with an `__init__.py` alone by its own name."""
     page = package / "README.md"
     assert page.is_file(), f"{package.name} has no page"

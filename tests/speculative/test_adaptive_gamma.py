@@ -312,7 +312,7 @@ def test_looks_cost_less_than_one_percent():
     assert (len(looks) - 1) * (STEEP[PROBE] - 1) < 0.01 * most
 
 
-def test_a_row_that_begins_to_pay_is_found():
+def test_a_row_that_begins_to_pay_is_detected():
     policy = Auto(costs=CHEAP).rows(1)
     wanted, update, state = jax.jit(Auto.wanted), jax.jit(Auto.update), jax.jit(Auto.init)(policy)
     lengths = []

@@ -87,7 +87,7 @@ def histories(state):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_caches_hold_what_the_live_beams_have_been_through(pair, name):
+def test_caches_hold_what_the_valid_beams_have_been_through(pair, name):
     """The target's cache says of every valid beam what its tokens fed at once say.
 
     All slots that no valid beam's path goes through are poisoned; acceptance is ragged.

@@ -69,7 +69,7 @@ CASES += [
 
 
 @pytest.mark.parametrize("verifier, temperature, value", CASES)
-def test_a_broken_target_is_told(verifier, temperature, value):
+def test_a_broken_target_is_reported(verifier, temperature, value):
     options = {"lenient": dict(lenience=0.5), "synthetic": dict(synthetic_alpha=0.7)}.get(
         verifier, {}
     )
@@ -110,7 +110,7 @@ def shortlisted(model):
         (shortlisted, "token", 1.0),
     ],
 )
-def test_a_broken_drafter_is_told_and_changes_no_token(make, verifier, temperature):
+def test_a_broken_drafter_is_reported_and_changes_no_token(make, verifier, temperature):
     target, sampling = whole(0), SamplingConfig(temperature=temperature)
     options = dict(verifier=verifier, sampling=sampling, max_new_tokens=6)
     state, request = prepare(target, INPUTS, drafter=make(BrokenModel(1)), gamma=3, **options)
@@ -135,7 +135,7 @@ def test_a_broken_inner_drafter_only_proposes_less():
     np.testing.assert_array_equal(found.tokens, generate(whole(0), INPUTS, max_new_tokens=6).tokens)
 
 
-def test_where_rows_are_told_apart():
+def test_errors_name_the_input():
     """The error names the input's number in a batch, in samples, in a long job and in a stream."""
     target, options = BrokenModel(0), dict(max_new_tokens=6)
     late = [[3, 1]] * 9 + [[4, 7, 1]]
@@ -187,7 +187,7 @@ def test_infinity_from_a_processor_forces_at_every_temperature(temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_from_a_processor_is_told(temperature):
+def test_nan_from_a_processor_is_reported(temperature):
     def broken(tokens, lengths, logits):
         return jnp.where(lengths[:, None] > 2, jnp.nan, logits)
 
@@ -254,7 +254,7 @@ def test_on_the_command_line(tmp_path, capsys):
     assert not out.exists()
 
 
-def test_what_could_be_counted_is_told_under_block_verification():
+def test_counts_are_reported_under_block_verification():
     """A sampled block-verified decode has no α, but tokens per call and by position."""
     found = generate(
         whole(0),

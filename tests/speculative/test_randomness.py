@@ -135,7 +135,7 @@ def test_nothing_is_drawn_from_what_is_no_distribution():
     assert ids[4] >= 0
 
 
-def test_words_are_apart():
+def test_random_bits_are_apart():
     """No two of (request, committed length, offset, use) share random bits.
 
     The batch index plays no part.

@@ -166,7 +166,7 @@ def block_weights(p, q, x) -> list[float]:
     return weights
 
 
-def block_stand(p, q, x) -> list[float]:
+def block_accept_probs(p, q, x) -> list[float]:
     """Returns h_1 … h_n of block verification: h_i = S_i / (S_i + 1 − π_i), h_n = π_n."""
     weights, heights = block_weights(p, q, x), []
     for i in range(1, len(x)):
@@ -176,7 +176,7 @@ def block_stand(p, q, x) -> list[float]:
     return heights + weights[-1:] if len(x) else []
 
 
-def rejection_stand(p, q, x) -> list[float]:
+def rejection_accept_probs(p, q, x) -> list[float]:
     """Returns p(x) / (M q(x)) with M = max p/q over the ids with p > 0; 0 where M is infinite."""
     heights = []
     for here, there, token in zip(p, q, x):
@@ -196,11 +196,11 @@ TOKEN = Verifier(
     following=lambda p, q, x, tau: residual(p[tau], q[tau]),
 )
 BLOCK = Verifier(
-    accept_probs=block_stand,
+    accept_probs=block_accept_probs,
     following=lambda p, q, x, tau: residual(p[tau], q[tau], block_weights(p, q, x)[tau]),
     largest=True,
 )
-REJECTION = Verifier(accept_probs=rejection_stand, following=lambda p, q, x, tau: p[tau])
+REJECTION = Verifier(accept_probs=rejection_accept_probs, following=lambda p, q, x, tau: p[tau])
 
 
 def lenient(lenience: float) -> Verifier:

@@ -395,7 +395,7 @@ def test_other_files_under_the_same_paths_are_rejected(
         (dict(steps=3), "steps: got 3, expected at least warmup_steps"),
     ],
 )
-def test_bad_settings_are_told_before_anything_is_decoded(
+def test_bad_settings_are_rejected_before_anything_is_decoded(
     models, language, tmp_path, monkeypatch, settings, message
 ):
     monkeypatch.setattr(training_outputs, "decode_all", None)

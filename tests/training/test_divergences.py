@@ -119,7 +119,7 @@ def logits_of(params, batch, shape=TINY):
 @pytest.mark.parametrize(
     "name, weight, temperature", [("total_variation", 1.0, 0.5), ("reverse_kl", 0.3, 2.0)]
 )
-def test_loss_is_the_sum_over_target_pieces(name, weight, temperature):
+def test_loss_is_the_sum_over_target_tokens(name, weight, temperature):
     params, teacher, batch = random_params(), random_params(seed=1), random_batch()
     objective = losses.Objective(T5(TINY), 0.0, T5(TINY), weight, name, temperature)
     loss, metrics = jax.jit(losses.loss_fn, static_argnums=2)(params, batch, objective, teacher)

@@ -43,7 +43,7 @@ def lines(target, texts, said):
     return list(sequence_distillation._lines(SETTINGS, target, job, 0, said.append))
 
 
-def test_one_source_is_left_out_and_told(target):
+def test_one_source_is_left_out_and_reported(target):
     said = []
     first, second, third = lines(target, ["one", "t#o", "three"], said)
     assert first.startswith("one\t") and second == "" and third.startswith("three\t")

@@ -120,7 +120,7 @@ def test_export_takes_the_best_or_the_newest(finished, tmp_path):
         train.export(tmp_path, tmp_path / "x")
 
 
-def test_a_run_goes_on_with_another_schedule_but_no_other_model(
+def test_a_run_resumes_with_another_schedule_but_no_other_model(
     finished, language, tmp_path, capsys
 ):
     output = tmp_path / "run"
@@ -347,7 +347,7 @@ def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
     assert int(run_folder.Checkpoints(tmp_path).restore(train._abstract_state(config)).step) == step
 
 
-def test_a_full_disk_ends_a_run_in_one_line_and_it_goes_on_when_there_is_room(
+def test_a_full_disk_ends_a_run_in_one_line_and_it_resumes_when_there_is_space(
     language, tmp_path, monkeypatch
 ):
     metrics = losses.Metrics(np.float32(1), np.float32(1), np.float32(1))
@@ -435,7 +435,7 @@ def unfinished(output):
     return False
 
 
-def test_settings_are_there_once_a_run_has_begun(finished, language, tmp_path, monkeypatch, capsys):
+def test_settings_are_written_when_a_run_starts(finished, language, tmp_path, monkeypatch, capsys):
     """A run that stops in its first step has settings, too; a rejected one changes none."""
 
     def command(output, *settings):

@@ -130,7 +130,7 @@ def test_a_vocabulary_learns_from_all_of_a_long_document(tmp_path):
     assert all(part.strip().startswith("word") and part.endswith("word") for part in parts[:-4])
 
 
-def test_loss_is_that_of_the_next_piece():
+def test_loss_is_that_of_the_next_token():
     params, teacher = random_params(TINY_GPT), random_params(TINY_GPT, seed=1)
     rng = np.random.default_rng(0)
     stream = rng.integers(1, 40, (2, 9)).astype(np.int32)
@@ -434,7 +434,7 @@ def test_bad_settings(settings, message):
         ),
     ],
 )
-def test_bad_files_and_models_are_told_before_anything_compiles(
+def test_bad_files_and_models_are_rejected_before_anything_compiles(
     text, finished, tmp_path, monkeypatch, contents, settings, message
 ):
     for name in ("train.txt", "validation.txt"):
