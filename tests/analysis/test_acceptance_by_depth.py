@@ -1,4 +1,4 @@
-"""Acceptance by depth, of chains and of trees: by walking drafts along outputs, and its identities."""
+"""Tests acceptance by depth, of chains and of trees, by walking drafts along outputs."""
 
 import itertools
 

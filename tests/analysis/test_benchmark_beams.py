@@ -171,7 +171,8 @@ def test_wrong_tokens_are_reported(target, batches, options):
         (2, 1, False),
     ]
     assert problems == [
-        "t5x: got other tokens than plain decoding for sentences 2, 3, expected the same but for near-ties"
+        "t5x: got other tokens than plain decoding for sentences 2, 3, expected the same but for "
+        "near-ties"
     ]
     text = beam_summaries.benchmark_summary(record)
     assert (

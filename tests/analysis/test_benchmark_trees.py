@@ -162,8 +162,8 @@ def test_summary_and_figures_show_the_record(measured):
     )
     assert f"v of its nodes {static['verify_cost']:.3f}" in text
     assert (
-        "predicted    4.00 tokens per target call (top-k hit rate by k most probable ids; as if every node"
-        in text
+        "predicted    4.00 tokens per target call (top-k hit rate by k most probable ids; as if "
+        "every node" in text
     )
     assert "  no prediction: the drafter's distribution shapes the tree\n" in text
     by_depth = ", ".join(
@@ -236,7 +236,10 @@ def test_wrong_tokens_are_reported_where_they_must_be_equal(
     assert [
         (item["input"], item["position"]) for item in record["trees"][0]["differences"]
     ] == found
-    message = f"tree {STATIC}: got other tokens than plain decoding for sentences 2, 3, expected the same but for near-ties"
+    message = (
+        f"tree {STATIC}: got other tokens than plain decoding for sentences 2, 3, expected the "
+        "same but for near-ties"
+    )
     assert problems == [message] * bool(found)
 
 

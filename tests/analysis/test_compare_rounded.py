@@ -81,7 +81,7 @@ def test_figures_are_those_of_numpy(family):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_moved_by_up_to_half_a_step(tied):
-    """Those that are rounded: the embedding too where it is the head, whose columns are its rows."""
+    """Of rounded weights; the embedding is one where it is the head, with columns as its rows."""
     model = tiny_t5(0, V, logits_via_embedding=tied)
     before, after = (
         dict(jax.tree.leaves_with_path(one.params)) for one in (model, rounding.moved(model))

@@ -160,8 +160,8 @@ def test_the_compilers_estimates_are_called_that():
     text = report_page.report([(pathlib.Path("tpu.json"), ESTIMATE)])
     measured, _, estimated = text.partition("<h2>Estimated, not measured</h2>")
     assert (
-        "weights 22.4 GB, needed 23.4 of 32 GB on a device: fits. Arrays over a megabyte that loop bodies copy: 1."
-        in estimated
+        "weights 22.4 GB, needed 23.4 of 32 GB on a device: fits. Arrays over a megabyte that loop "
+        "bodies copy: 1." in estimated
     )
     cells = [
         "EnDe, t5_1_1/small",

@@ -46,7 +46,8 @@ ELEMENTS = set(
     "html head meta title style body h1 h2 h3 h4 p i code pre span table caption tr th td".split()
 )
 DRAWN = set(
-    "svg metadata rdf:rdf cc:work dc:type dc:format dc:creator cc:agent dc:title defs g path use text clippath rect "
+    "svg metadata rdf:rdf cc:work dc:type dc:format dc:creator cc:agent dc:title defs g path use "
+    "text clippath rect "
     "tspan".split()
 )
 ATTRIBUTES = {

@@ -119,7 +119,7 @@ def test_rejects_costs():
 
 
 def test_the_standard_error_is_that_of_whole_sentences():
-    """By resampling sentences: 600 samples of 50 each, whose items depend on each other strongly."""
+    """600 samples of 50 sentences each, whose items depend on each other strongly."""
     rng = np.random.default_rng(0)
 
     def sample():

@@ -16,13 +16,16 @@ HLO = """
 %draft (p: (f32[8], s32[])) -> (f32[8], s32[]) {
   %p = (f32[8], s32[]) parameter(0)
   %x = f32[8]{0} get-tuple-element(%p), index=0
-  %gemm = f32[8]{0} fusion(%x), kind=kCustom, calls=%dot, metadata={op_name="while/body/layers_0/mlp/dot_general"}
-  %pair = (f32[8]{0}, f32[]) fusion(%gemm), kind=kInput, calls=%norm, metadata={op_name="while/body/reduce"}
+  %gemm = f32[8]{0} fusion(%x), kind=kCustom, calls=%dot, \
+metadata={op_name="while/body/layers_0/mlp/dot_general"}
+  %pair = (f32[8]{0}, f32[]) fusion(%gemm), kind=kInput, calls=%norm, \
+metadata={op_name="while/body/reduce"}
   ROOT %out = (f32[8], s32[]) tuple(%gemm, %i)
 }
 
 %iteration (p: (f32[8], s32[])) -> (f32[8], s32[]) {
-  %w = (f32[8], s32[]) while(%p), condition=%more, body=%draft, backend_config={"known_trip_count":{"n":"7"}}
+  %w = (f32[8], s32[]) while(%p), condition=%more, body=%draft, \
+backend_config={"known_trip_count":{"n":"7"}}
   %copied = f32[8]{0} copy(%x)
 }
 

@@ -137,7 +137,7 @@ def test_hit_rate_is_that_of_the_distributions_computed_one_by_one(name):
 
 
 def test_hit_rate_of_a_sample():
-    """Of one child it is α; every further child adds to it; and the record has what each one adds."""
+    """The hit rate of one child is α; every further child adds what the record says."""
     drafter, batches = ModelDrafter(DRAFT), batches_of(8, 4)
     for kind, how in (("top", options()), ("mixed", options(temperature=1.0))):
         found = acceptance.score(TARGET, drafter, batches, ("block",), 2, how)

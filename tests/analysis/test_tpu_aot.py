@@ -95,10 +95,12 @@ HLO = """
 
 ENTRY %main (p: f32[8]) -> f32[8] {
   %w = (f32[512,1024], f32[8]) while(%init), condition=%cond, body=%body
-  %outside = f32[512,1024]{1,0} copy(f32[512,1024]{1,0} %z), backend_config={"estimated_cycles":"2100"}
+  %outside = f32[512,1024]{1,0} copy(f32[512,1024]{1,0} %z), \
+backend_config={"estimated_cycles":"2100"}
   %r = f32[8]{0} all-reduce(f32[8]{0} %v), backend_config={"estimated_cycles":"1050"}
   %unknown = f32[8]{0} add(%v, %v), backend_config={"estimated_cycles":"9223372036854775807"}
-  %kernel = f32[8]{0} custom-call(%v), backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"2456000"}}
+  %kernel = f32[8]{0} custom-call(%v), \
+backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"2456000"}}
 }
 """
 
@@ -123,7 +125,8 @@ LOOP = """
 }
 
 %draft (p: f32[8]) -> f32[8] {
-  %kernel = f32[8]{0} custom-call(%v), backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"1228000"}}
+  %kernel = f32[8]{0} custom-call(%v), \
+backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"1228000"}}
   %head = f32[8]{0} add(%v, %v), backend_config={"estimated_cycles":"1050"}
 }
 

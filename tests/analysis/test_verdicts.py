@@ -34,7 +34,8 @@ def test_the_best_is_compared_pass_by_pass():
         ),
         (
             (0.94, 0.88, 0.98),
-            "drafting does not pay here: 0.94 times (0.88 to 0.98) the speed of plain decoding, with "
+            "drafting does not pay here: 0.94 times (0.88 to 0.98) the speed of plain decoding, "
+            "with "
             "gamma 3; try a rest",
         ),
         (
@@ -44,12 +45,14 @@ def test_the_best_is_compared_pass_by_pass():
         ),
         (
             (1.5,),
-            "drafting seems to pay here: 1.5 times the speed of plain decoding, with gamma 3; one pass shows no "
+            "drafting seems to pay here: 1.5 times the speed of plain decoding, with gamma 3; one "
+            "pass shows no "
             "spread, --repeats=3 does",
         ),
         (
             (0.5,),
-            "drafting does not seem to pay here: 0.5 times the speed of plain decoding, with gamma 3; one pass "
+            "drafting does not seem to pay here: 0.5 times the speed of plain decoding, with gamma "
+            "3; one pass "
             "shows no spread, --repeats=3 does; try a rest",
         ),
     ],

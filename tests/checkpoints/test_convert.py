@@ -386,7 +386,7 @@ def test_bad_input(case, tmp_path, capsys):
 
 
 def test_a_decoder_of_another_depth_is_exported_with_it(tmp_path):
-    """transformers' caches count layers by `decoder_layers`, its network by `num_decoder_layers`."""
+    """transformers' caches count `decoder_layers`, its network `num_decoder_layers`."""
     config = dataclasses.replace(TINY, num_encoder_layers=1, num_decoder_layers=3)
     sd.save(sd.LanguageModel.random(config), tmp_path / "hf", format="huggingface")
     written = json.loads((tmp_path / "hf" / "config.json").read_text())

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 COUNT = len(parameter_shapes(TINY))
 HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"  # what hides a terminal's cursor, and shows it again
-CLEARED = f"\r\n{SHOWN}\r\x1b[1A\x1b[2K"  # the bar is taken away, and what is printed next stands in its place
+# The bar is taken away, and what is printed next stands in its place.
+CLEARED = f"\r\n{SHOWN}\r\x1b[1A\x1b[2K"
 
 
 @pytest.fixture
@@ -71,14 +72,12 @@ def test_lines_have_the_right_numbers(clock):
         shown.advance(3_000_000_000)
         clock[0] += 1.0
         shown.advance(5_200_000_000)
-    assert (
-        said
-        == [
-            "reading flan-t5-xxl: 1.1 of 11.3 billion parameters, 0:01:36 left",  # 10.5 s × 10.187 / 1.113
-            "reading flan-t5-xxl: 6.1 of 11.3 billion parameters, 0:00:33 left",  # 39 s × 5.2 / 6.1
-            "reading flan-t5-xxl: 11.3 of 11.3 billion parameters, laying them out",
-        ]
-    )
+    assert said == [
+        # 10.5 s × 10.187 / 1.113
+        "reading flan-t5-xxl: 1.1 of 11.3 billion parameters, 0:01:36 left",
+        "reading flan-t5-xxl: 6.1 of 11.3 billion parameters, 0:00:33 left",  # 39 s × 5.2 / 6.1
+        "reading flan-t5-xxl: 11.3 of 11.3 billion parameters, laying them out",
+    ]
 
 
 def test_hours_and_millions(clock):
@@ -93,7 +92,10 @@ def test_loading_prints_progress_without_a_terminal(slowly, folder, capsys):
     model = sd.load(folder, "float32")
     lines = capsys.readouterr().err.splitlines()
     total = f"{parameter_count(TINY) / 1e3:.1f}"
-    expected = rf"reading {re.escape(str(folder))}: \d+\.\d of {total} thousand parameters, 0:00:(\d\d) left"
+    expected = (
+        rf"reading {re.escape(str(folder))}: \d+\.\d of {total} thousand parameters, 0:00:(\d\d) "
+        r"left"
+    )
     found = [re.fullmatch(expected, line) for line in lines[:-1]]
     assert len(found) == 3 and all(found)
     assert lines[-1] == f"reading {folder}: {total} of {total} thousand parameters, laying them out"
@@ -101,7 +103,7 @@ def test_loading_prints_progress_without_a_terminal(slowly, folder, capsys):
 
 
 def test_time_left_is_by_size_not_by_count(slowly, folder):
-    """The largest are read first: with half of the parameters' names, far more than half is there."""
+    """The largest are read first: half of the names are far more than half of the parameters."""
     slowly(36.0)
     said = []
     sd.load(folder, "float32", say=said.append)

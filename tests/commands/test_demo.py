@@ -1,4 +1,4 @@
-"""`specdec demo`: what it says while one waits, its marks, and times that agree with their ratio."""
+"""Tests `specdec demo`: its lines while one waits, its marks, and its times and their ratio."""
 
 import io
 import itertools

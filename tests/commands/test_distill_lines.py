@@ -99,7 +99,8 @@ def record(step, loss, acceptance, agreement):
             [(0, 2.0, 0.5, 0.6), (6, 1.0, 0.7, 0.8)],
             "loss",
             [
-                "kept: step 6 of 6, the best by loss: acceptance 0.5000 -> 0.7000, agreement 0.6000 -> 0.8000 (before -> "
+                "kept: step 6 of 6, the best by loss: acceptance 0.5000 -> 0.7000, agreement "
+                "0.6000 -> 0.8000 (before -> "
                 "after)"
             ],
         ),
@@ -107,9 +108,11 @@ def record(step, loss, acceptance, agreement):
             [(0, 2.0, 0.5, 0.6), (6, 1.0, 0.7, 0.55), (9, 1.5, 0.6, 0.7)],
             "loss",
             [
-                "kept: step 6 of 9, the best by loss: acceptance 0.5000 -> 0.7000, agreement 0.6000 -> 0.5500 (before -> "
+                "kept: step 6 of 9, the best by loss: acceptance 0.5000 -> 0.7000, agreement "
+                "0.6000 -> 0.5500 (before -> "
                 "after)",
-                "worse than it began: agreement fell by 0.0500; --select=agreement keeps the step that is best "
+                "worse than it began: agreement fell by 0.0500; --select=agreement keeps the step "
+                "that is best "
                 "by it",
             ],
         ),
@@ -117,7 +120,8 @@ def record(step, loss, acceptance, agreement):
             [(0, 1.0, 0.5, 0.6), (6, 2.0, 0.4, 0.7)],
             "loss",
             [
-                "kept: the drafter as it was: by loss no step was better (acceptance 0.5000 -> 0.5000, agreement "
+                "kept: the drafter as it was: by loss no step was better (acceptance 0.5000 -> "
+                "0.5000, agreement "
                 "0.6000 -> 0.6000)"
             ],
         ),
@@ -125,7 +129,8 @@ def record(step, loss, acceptance, agreement):
             [(6, 2.0, 0.4, 0.7)],
             "acceptance",
             [
-                "kept: step 6 of 6, the best by acceptance: acceptance 0.4000, agreement 0.7000 on the target's outputs "
+                "kept: step 6 of 6, the best by acceptance: acceptance 0.4000, agreement 0.7000 on "
+                "the target's outputs "
                 "for other sources"
             ],
         ),

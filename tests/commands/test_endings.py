@@ -70,7 +70,8 @@ def test_inputs_that_are_too_long_are_counted_and_named(capsys, pair):
     named = ", ".join(str(number + 1) for number in wrong)
     code, out, err = generate(capsys, pair, f"--max_input_length={most}", *TEXTS)
     assert (code, out) == (2, "") and err.splitlines()[-1] == (
-        f"specdec: error: sentences {named} (2 of 3): got up to {max(sizes)} tokens, expected at most "
+        f"specdec: error: sentences {named} (2 of 3): got up to {max(sizes)} tokens, expected at "
+        "most "
         f"max_input_length = {most}; --max_input_length={max(sizes)} takes all"
     )
     assert (

@@ -249,7 +249,8 @@ def test_gin_without_a_file(specdec):
 def test_a_misspelt_name_is_reported_with_file_and_line(specdec, tmp_path, line, said):
     file = tmp_path / "bad.gin"
     file.write_text(
-        f"from __gin__ import dynamic_registration\nfrom specdec_jax.commands import generate\n{line}\n"
+        "from __gin__ import dynamic_registration\nfrom specdec_jax.commands import "
+        f"generate\n{line}\n"
     )
     code, out, err = specdec("generate", f"--gin_file={file}", "--gin_search_paths=/", "hello")
     assert (code, out, err.count("\n")) == (2, "", 1)

@@ -237,7 +237,8 @@ def test_twenty_kills_of_the_bundled_pair_change_no_byte(tmp_path):
     assert plan.run("out") == 0 and (tmp_path / "out").read_bytes() == whole
     assert not list(tmp_path.glob("*.partial"))
     print(
-        f"{total:.1f} s undisturbed, {decoding:.1f} s of them decoding; results kept at each kill: {where}; "
+        f"{total:.1f} s undisturbed, {decoding:.1f} s of them decoding; results kept at each kill: "
+        f"{where}; "
         f"ends: {finished}"
     )
     assert len({*where} - {0, len(BUNDLED)}) >= 2, (

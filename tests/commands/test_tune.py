@@ -352,7 +352,7 @@ def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_command_with_trees(specdec, tmp_path, sentences, monkeypatch, temperature):
-    """Here the tree is worth its draft, and wins: `generate` then drafts it, with the same outputs."""
+    """A tree that is worth its draft wins: `generate` then drafts it, with the same outputs."""
     tree, config = Choice(2, "block", "parents:0,0,1"), tmp_path / "tuned.gin"
     monkeypatch.setattr(
         tuning,

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.fixture
 def commands(pair, tmp_path, monkeypatch):
-    """Arguments of commands that write a file, but for its name; what would be measured is made up."""
+    """Returns arguments of commands that write a file, but for its name, with made-up figures."""
     monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: ({"a": 1}, []))
     monkeypatch.setattr(
         measure_command, "measure", lambda *_: {"a": 1, "acceptance": {"alpha": None}}
@@ -299,7 +299,8 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(specdec, commands, di
     fill(disk)
     code, _, err = specdec(*commands[command][:-1], f"{commands[command][-1]}={output}")
     assert code == 2 and err.endswith(
-        f"specdec: error: [Errno 28] No space left on device: '{output}{'.partial' * (command == 'generate')}'\n"
+        "specdec: error: [Errno 28] No space left on device: "
+        f"'{output}{'.partial' * (command == 'generate')}'\n"
     )
     assert (
         "Traceback" not in err

@@ -27,10 +27,8 @@ def is_short(text: str) -> bool:
 def test_a_result_is_a_line_for_each_of_its_first_rows(model):
     result = sd.generate(model, ["abc", ""] * 6, max_new_tokens=5, eos_ids=())
     head, *rows, more = str(result).splitlines()
-    assert (
-        head
-        == f"GenerationResult(12 rows, 30 tokens, {result.stats.tokens_per_target_call:.2f} per target call)"
-    )
+    per_call = f"{result.stats.tokens_per_target_call:.2f} per target call"
+    assert head == f"GenerationResult(12 rows, 30 tokens, {per_call})"
     assert rows[:2] == [f"  0: {result.texts[0]!r} (length, 5 tokens)", "  1: '' (empty, 0 tokens)"]
     assert (len(rows), more) == (10, "  … 2 more") and is_short(str(result))
     assert is_short(str(result.stats)) and "per_row=<12 rows>" in str(result.stats)

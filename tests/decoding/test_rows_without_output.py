@@ -1,4 +1,4 @@
-"""One input whose logits are not finite numbers: reported row by row, and everything else goes on."""
+"""An input whose logits are not finite is reported by row, and the other inputs finish."""
 
 import json
 

@@ -51,7 +51,7 @@ def decode(drafter=None, order=range(B), function=sd.generate):
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "own"])
 def test_greedy_output_is_that_of_plain_decoding(share):
-    """Three heads for γ of 1 to 4, prefixes, one new token or several, EOS, rows in another order."""
+    """Three heads for γ of 1 to 4, prefixes, one new token or several, EOS, permuted rows."""
     result, expected = decode(drafter(share)), decode()
     np.testing.assert_array_equal(result.tokens, expected.tokens)
     np.testing.assert_array_equal(result.lengths, expected.lengths)

@@ -197,7 +197,8 @@ def test_an_early_exit_before_a_table():
     ):
         with pytest.raises(
             ValueError,
-            match="(then|inner): got (EarlyExitDrafter|HorizontalCascade), expected a drafter that needs",
+            match="(then|inner): got (EarlyExitDrafter|HorizontalCascade), expected a drafter "
+            "that needs",
         ):
             make()
 

@@ -52,7 +52,7 @@ def test_distribution_of_every_verifier(name):
     assert sampled(TREES[name], DRAWS) > FALSE_ALARM
 
 
-# --- Mistakes that the enumerations of pure functions cannot see: they are in what the engine hands to them ---
+# --- Mistakes of the engine, which enumerations of pure functions cannot see ---
 
 
 def shared_noise(keys, lengths, offsets, tag):

@@ -154,7 +154,7 @@ def test_efficiency_formulas():
 
 
 def test_coupled_acceptance_has_its_bound():
-    """The closed form of the share of equal draws, against noise, and at least (1 − D) / (1 + D)."""
+    """The share of equal draws has its closed form, and is at least (1 − D) / (1 + D)."""
     rng = np.random.default_rng(0)
     for p, q in [
         (target(()), draft(())) for target, draft in (dists(2), dists(3), dists(4), dists(4, 0.5))

@@ -244,7 +244,7 @@ def test_metrics_that_fail_leave_the_predictions(generate, toys, pair, tmp_path)
 
 @needs_seqio
 def test_metrics_of_other_kinds_are_named(toys, target):
-    """An object of one's own is called; what needs the network's inside is not computed, and said."""
+    """An object of one's own is called; a metric of the network's inside is skipped with a line."""
 
     class Inside(seqio.metrics.Metric):
         pass

@@ -341,7 +341,8 @@ def test_bad_configurations_are_rejected(golden, tmp_path):
         speculative(target, beam_width=4)
     with pytest.raises(
         ValueError,
-        match="drafter: got EarlyExitDrafter, expected a model's folder, or a drafter that needs nothing",
+        match="drafter: got EarlyExitDrafter, expected a model's folder, or a drafter that needs "
+        "nothing",
     ):
         speculative(target, drafter=sd.EarlyExitDrafter(target, 1))
     with pytest.raises(ValueError, match="gamma: got -1, expected"):

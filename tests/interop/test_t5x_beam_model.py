@@ -102,7 +102,7 @@ def test_predictions_and_scores_are_t5xs(case, drafting, golden):
 
 
 def test_the_best_alone_and_defaults(golden):
-    """Settings of the model, of the function and of a call, as T5X ranks them; a key means nothing."""
+    """Settings of model, function and call rank as T5X ranks them; a key means nothing."""
     io, target, _ = golden
     function = functools.partial(
         decoding.beam_search, alpha=1.5, decode_rng=jax.random.PRNGKey(1), num_decodes=3

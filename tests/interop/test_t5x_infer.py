@@ -97,7 +97,7 @@ def config(folder: pathlib.Path, output: pathlib.Path, *argv) -> subprocess.Comp
 
 
 def infer(folder: pathlib.Path, output: pathlib.Path, *argv, says: tuple[str, ...] = ()) -> list:
-    """What `python -m t5x.infer` writes, in the order of the inputs; `says` is on standard error."""
+    """`python -m t5x.infer` writes the inputs' order; `says` is on standard error."""
     done = config(folder, output, *argv)
     assert done.returncode == 0, done.stderr[-3000:]
     assert all(part in done.stderr for part in says), done.stderr[-3000:]
@@ -119,7 +119,8 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
         "--gin_file=t5x/speculative.gin",
         f"--gin.DRAFTER='{tmp_path / 'drafter'}'",
         says=(
-            f"specdec_jax: drafter {tmp_path / 'drafter'}, gamma 4; verifier block; decodes the argmax, where",
+            f"specdec_jax: drafter {tmp_path / 'drafter'}, gamma 4; verifier block; decodes the "
+            "argmax, where",
             "of no effect here: models.EncoderDecoderModel.decode_fn",
             "specdec_jax: 2 batches",
             "(100.0% of them)",
@@ -184,7 +185,7 @@ models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 4
 
 @pytest.mark.slow
 def test_the_infer_command_with_beams(golden, tmp_path):
-    """T5X's default decode function and its settings in gin: one more gin file, and the same lines."""
+    """T5X's default decode function needs one more gin file and writes the same lines."""
     folder, _, target = golden
     sd.save(target, tmp_path / "drafter")
     (tmp_path / "beams.gin").write_text(BEAMS)

@@ -1,4 +1,4 @@
-"""The tasks of `specdec_jax.interop.tasks`, what is rejected of tasks, and vocabularies of seqio's."""
+"""Tests the tasks of `specdec_jax.interop.tasks`, rejected tasks, and seqio's vocabularies."""
 
 import dataclasses
 import importlib.util

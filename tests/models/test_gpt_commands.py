@@ -42,7 +42,10 @@ def rejected(function, message, kind=ValueError):
 
 def test_more_tokens_than_positions():
     model = tiny()
-    expected = "inputs: got sequences of up to 41 tokens, new ones included, expected at most num_positions = 40"
+    expected = (
+        "inputs: got sequences of up to 41 tokens, new ones included, expected at most "
+        "num_positions = 40"
+    )
     rejected(lambda: decode(model, [[3] * 4, [3] * 29]), expected)
     assert prepare(model, [[3] * 28], max_new_tokens=12)[1].limits == [12]
     short = sd.ModelDrafter(tiny(1, num_positions=20))

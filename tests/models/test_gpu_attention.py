@@ -173,7 +173,7 @@ def gpt() -> sd.LanguageModel:
     ],
 )
 def test_tokens_are_those_of_xla(interpreted, family, options):
-    """Of plain and of speculative decoding; self-attention over the nodes of a tree is XLA's own."""
+    """With and without a drafter; self-attention over a tree's nodes is XLA's own."""
     jax.clear_caches()  # other tests may have compiled the same programs without the kernels
     found = []
     for kernels in (False, True):
@@ -262,7 +262,10 @@ class TestTrial:
             return gpu_attention.fits(KVCache.empty(1, 2, 16, 16, dtype, heads_per_tile=1), 3)
 
         assert fits("bfloat16") and not fits("float32")
-        told = "XLA's attention is (dtype float32, features 16, queries 16): a self-test gave other numbers\n"
+        told = (
+            "XLA's attention is (dtype float32, features 16, queries 16): a self-test gave other "
+            "numbers\n"
+        )
         assert capsys.readouterr().err.endswith(told)
 
     def test_wrong_numbers_are_reported(self, monkeypatch, capsys):

@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_rejected(runs):
 
 
 def test_two_processes(folder, runs):
-    """A model whose two parts are in two processes; each reads its part, and both have the outputs."""
+    """Two processes read one part each, and both have the outputs."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -25,7 +25,10 @@ from specdec_jax.models import cpu_kernels_selftest, native
 needs_compiler = pytest.mark.skipif(REAL is None or os.name != "posix", reason="no C++ compiler")
 
 settings, libraries, compiler = libraries.settings, libraries.libraries, libraries.compiler
-TRY = "from specdec_jax.models import native; print(native.available(), native.available()); print(native.state())"
+TRY = (
+    "from specdec_jax.models import native; print(native.available(), native.available()); "
+    "print(native.state())"
+)
 
 
 def kernels(tmp_path) -> list[str]:
@@ -37,7 +40,7 @@ def kernels(tmp_path) -> list[str]:
 
 @needs_compiler
 def test_two_processes_at_once(tmp_path, compiler, libraries):
-    """The whole of it, in processes of their own: both compile, slowly, and both use what came out."""
+    """In processes of their own: both compile, slowly, and both use the result."""
     compiler(f"sleep 1; {WORKS}")
 
     def start():
@@ -261,7 +264,8 @@ def test_numbers_that_are_off(libraries):
     )
     assert ended.code == 1 and ended.output == "" and ended.error.count("\n") == 1, ended.error
     code = (
-        "import numpy as np; from specdec_jax.models import cpu_kernels_selftest as selftest; selftest.register(*{}); "
+        "import numpy as np; from specdec_jax.models import cpu_kernels_selftest as selftest; "
+        "selftest.register(*{}); "
         "selftest._TOLERANCE = 1e-12; selftest.check()"
     )
     arguments = (str(libraries / "works.so"), native.TARGETS)
@@ -328,7 +332,5 @@ def test_a_library_that_does_not_load_here(compiler, monkeypatch):
 
     compiler(WORKS)
     monkeypatch.setattr(native.cpu_kernels_selftest, "register", reject)
-    assert (
-        again()
-        == "kernel: not used: cannot be loaded: version not found; SPECDEC_KERNEL=rebuild compiles it anew"
-    )
+    reason = "cannot be loaded: version not found; SPECDEC_KERNEL=rebuild compiles it anew"
+    assert again() == f"kernel: not used: {reason}"

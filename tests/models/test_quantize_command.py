@@ -88,7 +88,9 @@ folder, small, quantize = sys.argv[1:]
 load = lambda path: checkpoints.load(path, "float32", quantize=quantize or None)
 load(small)  # nor is what XLA compiles
 getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
-status = lambda name: int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+def status(name):
+    kilobytes = re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]
+    return int(kilobytes) * 1024
 open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
 before = status("VmRSS")
 model = load(folder)
@@ -146,7 +148,8 @@ def test_the_choice_is_printed(tmp_path):
         f"loading {folder} {default}, with the 8-bit weights it is stored with{end}",
         f"loading {folder} {default}{end}",
         f"loading {tmp_path / 'float32'} {default}, with weights rounded to 8 bits{end}",
-        f"loading {folder} {default}, with the 8-bit weights it is stored with, inputs of products in int8 too{end}",
+        f"loading {folder} {default}, with the 8-bit weights it is stored with, inputs of "
+        f"products in int8 too{end}",
     ]
 
 

@@ -222,7 +222,7 @@ def test_drafters_that_read_states(family, options):
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_distributions_of_calls(name):
-    """Sums over the vocabulary in a call over many positions, against those of each position alone."""
+    """Sums over the vocabulary in a call over many positions equal those of each alone."""
     sampling, logits = SAMPLING[name], 3 * RNG.standard_normal((1, 24, V), dtype=np.float32)
     mode, rows = sampling.mode.of(native=True), sampling.rows(1, V)
     tokens, starts, eos_ids = (

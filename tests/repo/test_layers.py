@@ -24,7 +24,8 @@ LAYERS = [
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 
 
-FACADE = ""  # specdec_jax itself: public names, for others; in the package only the command line asks its version
+# specdec_jax itself has the public names; in the package only the command line reads its version.
+FACADE = ""
 HEAVY = {"torch", "transformers", "seqio", "tensorflow", "matplotlib", "t5x"}
 MAY_IMPORT = {  # a subclass has to, and what works on TensorFlow's data
     "interop.t5x": {"t5x", "gin"},  # gin says what T5X's functions are called with

@@ -1,4 +1,4 @@
-"""The words of the code, pages and messages are the field's: those on the left of no table remain."""
+"""The words of the code, pages and messages are the field's."""
 
 import pathlib
 import re

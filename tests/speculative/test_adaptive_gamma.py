@@ -287,7 +287,8 @@ def test_never_slower_than_plain_and_as_fast_as_the_best_gamma(name):
         over_plain, over_best = over(v, c, 64)
         short = over(v, c, 12)
         print(
-            f"{name}, c {c}: 64 tokens {over_plain.round(3)} {over_best.round(3)}; 12 {short[0].round(3)} "
+            f"{name}, c {c}: 64 tokens {over_plain.round(3)} {over_best.round(3)}; 12 "
+            f"{short[0].round(3)} "
             f"{short[1].round(3)}"
         )
         assert over_plain.max() <= 1.03 + 0.003, (c, over_plain)

@@ -248,7 +248,7 @@ def test_search_in_bfloat16():
 
 @pytest.mark.parametrize("name", ["prompt lookup", "n-grams"])
 def test_chains_of_each_beam(name):
-    """What copies and counts drafts one chain for each beam; the output stays that of plain search."""
+    """Drafters that copy or count draft one chain for each beam; the output stays the same."""
     target, options = t5(), dict(num_beams=2, num_return_sequences=2, max_new_tokens=24, eos_ids=())
     plain = sd.generate(target, INPUTS, **options)
     drafter = sd.PromptLookupDrafter()

@@ -230,7 +230,7 @@ def resized(model: LanguageModel, vocab: int) -> LanguageModel:
 
 @pytest.mark.parametrize("vocab", [9, 40], ids=["narrower", "wider"])
 def test_a_drafter_of_another_width(vocab):
-    """The output is the target's; an id that the drafter lacks does not spoil what it drafts later."""
+    """The output is the target's; an id that the drafter lacks does not spoil later drafts."""
     options = dict(
         drafter=ModelDrafter(resized(target(), vocab)),
         gamma=GAMMA,

@@ -1,4 +1,4 @@
-"""NaN and infinite logits, of damaged weights or of a processor: one clear error, never an output."""
+"""NaN and infinite logits, of weights or of a processor, give one clear error."""
 
 import flax.struct
 import jax
@@ -76,7 +76,10 @@ def test_a_broken_target_is_reported(verifier, temperature, value):
     if verifier != "plain":
         options |= dict(verifier=verifier, drafter=ModelDrafter(whole(1)), gamma=4)
     sampling = SamplingConfig(temperature=temperature)
-    message = r"input 1: got logits from the target hash that are not finite numbers, at new token 3, expected numbers"
+    message = (
+        r"input 1: got logits from the target hash that are not finite numbers, at new token 3, "
+        r"expected numbers"
+    )
     with pytest.raises(NonFiniteLogitsError, match=message):
         generate(BrokenModel(0, value), INPUTS, sampling=sampling, max_new_tokens=LIMITS, **options)
 
@@ -158,7 +161,7 @@ def test_errors_name_the_input():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_infinity_from_a_processor_forces_at_every_temperature(temperature):
-    """One id with +inf has all the mass; of two each has half, the first of them at temperature 0."""
+    """One id with +inf has all the mass; of two each has half, at temperature 0 the first."""
 
     def one(tokens, lengths, logits):
         return logits.at[:, 5].set(jnp.inf)

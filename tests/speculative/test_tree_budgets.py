@@ -49,7 +49,7 @@ def test_every_policy_is_here():
 
 
 def test_nodes_that_were_verified():
-    """Nodes 1 to 3 are node 0's children, 4 and 5 node 2's, and 6 is not there; the path is 0, 2."""
+    """Nodes 1 to 3 are node 0's children, 4 and 5 node 2's, 6 is absent; the path is 0, 2."""
     tree = Tree((0, 0, 0, 2, 2, 1))
     valid = np.array([[True, True, True, True, True, True, False]])
     draft = TreeDraft(

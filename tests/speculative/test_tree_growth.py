@@ -51,7 +51,7 @@ def grown_slowly(tree: sd.DynamicTree, row: int, log_probs):
 
 @functools.partial(jax.jit, static_argnums=0)
 def grown(tree: sd.DynamicTree, log_probs):
-    """What an engine does with the functions: all scores and parents, then the nodes that are kept."""
+    """Grows trees as an engine does: all scores and parents, then the nodes that are kept."""
     level, first = jnp.zeros((ROWS, 1)), 0
     scores, parents = [level], [jnp.full((ROWS, 1), -1, jnp.int32)]
     for values in log_probs:

@@ -7,7 +7,8 @@ import re
 _COURSE = re.compile(
     r"^(?:compiling; \w+ 0/\d+|tracing the calls of the first input"
     r"|\d+ of \d+ outputs? ended by length: --max_new_tokens=\d+"
-    r"|(?:compiling|timing|scoring|counting|comparing|sweep|lines|parameters|pass)\b[^:\n]* \d+ of \d+(?:: .*)?)\n",
+    r"|(?:compiling|timing|scoring|counting|comparing|sweep|lines|parameters|pass)\b[^:\n]* \d+ "
+    r"of \d+(?:: .*)?)\n",
     re.MULTILINE,
 )
 

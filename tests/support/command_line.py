@@ -1,4 +1,4 @@
-"""Runs commands in this process; tiny models, folders and outputs shared by the tests of commands."""
+"""Runs commands in this process, with tiny models, folders and outputs for all tests."""
 
 import jax
 import pytest
@@ -48,7 +48,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """Uses one compilation cache for all tests of a file, and restores JAX's settings afterwards."""
+    """Uses one compilation cache for all tests of a file, and restores JAX's settings."""
     base = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(base))
     names = [

@@ -39,7 +39,7 @@ def models(language, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def one_optimizer(monkeypatch):
-    """Uses one optimiser object for all runs with the same schedule, so that a step compiles once."""
+    """Uses one optimiser object for all runs of a schedule, so that a step compiles once."""
     monkeypatch.setattr(train, "make_optimizer", _optimizer)
 
 

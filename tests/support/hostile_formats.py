@@ -404,7 +404,7 @@ def npy(text: str, data=b"") -> bytes:
 
 
 def bomb(path):
-    """Writes ten gigabytes of zeros as a member whose length the archive's directory does not tell."""
+    """Writes ten gigabytes of zeros whose length the archive's directory does not give."""
     deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
     block = deflate.compress(bytes(10**7)) + deflate.flush(zlib.Z_FULL_FLUSH)
     zipped({"starts.npy": b"0" * 100}, zipfile.ZIP_STORED)(path)

@@ -1,4 +1,4 @@
-"""Writes tiny checkpoints in every layout that `load` reads, from flat `{T5X name: array}` dicts."""
+"""Writes tiny checkpoints in every layout that `load` reads, from `{T5X name: array}`."""
 
 import io
 import json

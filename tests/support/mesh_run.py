@@ -38,7 +38,7 @@ MIXED, ARGMAX, LIMITS = (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0), (8, 5, 8, 6)
 
 
 def load(folder: pathlib.Path, mesh, shard_drafter: bool = False):
-    """Loads target and drafter; the drafter is whole on every device, unless it is to be divided."""
+    """Loads target and drafter; the drafter is whole on every device, or divided if asked."""
     drafter = sd.load(
         folder / "drafter", "float32", mesh=mesh, replicate=mesh is not None and not shard_drafter
     )

@@ -22,7 +22,7 @@ class RepeatDrafter(sd.Drafter):
 
 
 def verify_mirrored(target, draft, draft_tokens, num_drafted, randomness, settings):
-    """Judges by Algorithm 1 with 1 − u in place of u: as exact, with other tokens for the same key."""
+    """Verifies by Algorithm 1 with 1 − u in place of u: as exact, with other tokens."""
     accepted = (1 - randomness.accept) * draft.prob(draft_tokens) <= leading_distribution(
         target
     ).prob(draft_tokens)

@@ -10,7 +10,8 @@ import specdec_jax
 PACKAGE = pathlib.Path(specdec_jax.__file__).parent
 
 
-ENTRY = "commands.entry"  # the beginning of the command: installed outside the package, imports it when needed
+# The beginning of the command: installed outside the package, imports it when needed.
+ENTRY = "commands.entry"
 
 
 def modules() -> dict[str, ast.Module]:

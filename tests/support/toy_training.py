@@ -17,7 +17,7 @@ ORDER = "ba ce di fo gu hal jem kin".split()
 
 
 def write_tsv(path, count, seed):
-    """Writes sentences of one to three of 40 words, with their words in reverse order as targets."""
+    """Writes sentences of one to three of 40 words, with reversed words as targets."""
     words = [a + b for a in "ba ce di fo gu hal jem kin".split() for b in "ra te ni so mu".split()]
     rng = np.random.default_rng(seed)
     rows = [

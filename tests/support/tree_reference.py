@@ -53,7 +53,7 @@ class Trail:
 
 
 def outcomes(config: Callable):
-    """Yields (what `config(chance)` returns, probability) for every way in which its choices fall."""
+    """Yields (what `config(chance)` returns, probability) for every outcome of its choices."""
     taken: list[int] = []
     while True:
         trail = Trail(taken)
@@ -210,7 +210,7 @@ def less(r, s, scale: float = 1.0) -> tuple[list[float], float]:
 
 
 def walk(token_of: Callable) -> Callable:
-    """Returns a verifier that goes to all children with the token `token_of(tree, node, children)`."""
+    """Returns a verifier that goes to all children with the token `token_of(…)`."""
 
     def verify(tree: Tree, chance) -> tuple[int, ...]:
         here, committed = [0], ()
@@ -242,7 +242,7 @@ def greedy(tree, node, children):
 
 
 def recursive(tree, node, children):
-    """Recursive rejection; children that were not drawn are left alone, so that it is "mixed" too."""
+    """Returns recursive rejection; it leaves undrawn children alone, so that it is "mixed" too."""
     r = tree.p(node)
     for child in children:
         if tree.sources[child] is None:

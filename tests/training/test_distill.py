@@ -117,7 +117,7 @@ def undisturbed(models, language, tmp_path_factory):
 
 
 def test_settings_are_there_before_the_outputs(models, language, tmp_path, monkeypatch):
-    """Writing the outputs may take hours. A run that is rejected leaves the settings as they are."""
+    """Writing outputs may take hours. A rejected run leaves the settings as they are."""
 
     def stops(*_):
         raise KeyboardInterrupt

@@ -67,7 +67,7 @@ def saved(vocabulary, folder, **ids) -> str:
 
 
 def check_drafts(folder, target: str, name: str = "model") -> sd.LanguageModel:
-    """Checks that a trained model has its target's vocabulary and special ids, and drafts for it."""
+    """Checks that a model has its target's vocabulary and special ids, and drafts for it."""
     model, target = sd.load(pathlib.Path(folder) / name, "float32"), sd.load(target, "float32")
     assert type(model.vocabulary) is type(target.vocabulary)
     assert model.vocabulary.fingerprint() == target.vocabulary.fingerprint()

@@ -1,4 +1,4 @@
-"""Training: losses, distillation, schedule, steps, settings, the configurations in `configs/train`."""
+"""Tests training: losses, distillation, schedule, steps, and `configs/train`."""
 
 import dataclasses
 import functools

@@ -353,7 +353,10 @@ def test_prompts_that_are_too_long_are_rejected_before_anything_compiles(
     target, drafter = model_of(finished[0]), sd.ModelDrafter(model_of(distilled))
     lines = ["fo"] * 200 + ["ba ce di fo gu"]  # in the last window of continuous batching
     (tmp_path / "prompts.txt").write_text("\n".join(lines) + "\n")
-    expected = r"inputs: got sequences of up to 45 tokens, new ones included, expected at most num_positions = 40"
+    expected = (
+        r"inputs: got sequences of up to 45 tokens, new ones included, expected at most "
+        r"num_positions = 40"
+    )
     for module, options, work in (
         (expectations, measure.MeasureOptions(max_new_tokens=30), expectations.measure),
         (
