@@ -127,7 +127,7 @@ def leaves(value, path=()):
         yield from leaves(item, (*path, key))
 
 
-def at(record, path):
+def get_container(record, path):
     for key in path:
         record = record[key]
     return record
@@ -135,14 +135,14 @@ def at(record, path):
 
 def replaced(record, path, value):
     record = copy.deepcopy(record)
-    at(record, path[:-1])[path[-1]] = value
+    get_container(record, path[:-1])[path[-1]] = value
     return record
 
 
 def renamed(record, path, key):
     """With another key in the place of the last one in `path`, in the same order."""
     record = copy.deepcopy(record)
-    owner = at(record, path[:-1])
+    owner = get_container(record, path[:-1])
     items = [(key if name == path[-1] else name, item) for name, item in owner.items()]
     owner.clear()
     owner.update(items)
@@ -186,7 +186,7 @@ def is_text(value) -> bool:
 def test_markup_in_every_text_is_shown_as_text(shown, kind):
     """All texts of a record at once, but for those out of a fixed set."""
     record, count = KINDS[kind], 0
-    for path in [path for path in leaves(record) if is_text(at(record, path))]:
+    for path in [path for path in leaves(record) if is_text(get_container(record, path))]:
         changed = replaced(record, path, HOSTILE)
         try:
             record_checks.check(changed)
@@ -275,7 +275,7 @@ def test_a_suites_lines_are_checked_each(shown):
 )
 def test_more_than_can_be_drawn_is_rejected_at_once(shown, kind, path):
     start = time.monotonic()
-    assert not shown(replaced(KINDS[kind], path, at(KINDS[kind], path)[-1:] * 50_000))
+    assert not shown(replaced(KINDS[kind], path, get_container(KINDS[kind], path)[-1:] * 50_000))
     assert time.monotonic() - start < 5
 
 

@@ -65,7 +65,7 @@ def test_verdict(gains, said):
 
 
 def test_whether_the_choice_is_beyond_the_spread():
-    def say(factor):
+    def describe(factor):
         return verdicts.describe_best(
             verdicts.find_best(
                 {"plain": PLAIN, "gamma 3": PLAIN / 2, "gamma 2": PLAIN / 2 * np.array(factor)}
@@ -77,8 +77,8 @@ def test_whether_the_choice_is_beyond_the_spread():
     ahead = (
         "gamma 3 over gamma 2, the next best: 1.1 times (1.05 to 1.2) as fast, beyond the spread"
     )
-    assert say((1.1, 1.05, 1.2)) == ahead
-    assert say((1.1, 0.9, 1.2)).endswith("1.1 times (0.9 to 1.2) as fast, within the spread")
+    assert describe((1.1, 1.05, 1.2)) == ahead
+    assert describe((1.1, 0.9, 1.2)).endswith("1.1 times (0.9 to 1.2) as fast, within the spread")
 
 
 @pytest.mark.parametrize(
@@ -136,20 +136,21 @@ def test_advice(alpha, cost_ratio, verify_cost, timed, batch_size, said):
 def test_descriptions_of_tokens():
     options = {"verifier": "block"}
 
-    def say(differing, near=None, **more):
+    def describe(differing, near=None, **more):
         return verdicts.describe_tokens(differing, 9, options | more, near)
 
-    assert say([0, None, 0]) == "tokens are equal to plain decoding's for all 9 inputs"
+    assert describe([0, None, 0]) == "tokens are equal to plain decoding's for all 9 inputs"
     assert (
-        say([0, 2], True) == "tokens differ from plain decoding's for 2 of 9 inputs, all near-ties"
+        describe([0, 2], True)
+        == "tokens differ from plain decoding's for 2 of 9 inputs, all near-ties"
     )
-    assert say([1]) == "tokens differ from plain decoding's for 1 of 9 inputs"
-    assert "samples of the target's own distribution" in say([None])
+    assert describe([1]) == "tokens differ from plain decoding's for 1 of 9 inputs"
+    assert "samples of the target's own distribution" in describe([None])
     assert (
-        say([None], verifier="lenient")
+        describe([None], verifier="lenient")
         == "lenient verification is lossy: tokens need not be the target's"
     )
-    assert "at random with a given probability" in say([None], synthetic_alpha=[0.5])
+    assert "at random with a given probability" in describe([None], synthetic_alpha=[0.5])
 
 
 def test_what_measure_promises_of_whole_decodes():

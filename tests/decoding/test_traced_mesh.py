@@ -136,15 +136,15 @@ def test_a_tpus_compiler_takes_the_program(mesh, monkeypatch):
     shape = dict(num_heads=8, head_dim=64, emb_dim=512, mlp_dim=1024, dtype="bfloat16")
     target, drafter = tiny_t5(0, 256, **shape), tiny_t5(1, 256, **shape, decoder_layers=1)
 
-    def of(leaf, sharding):
+    def make_shape(leaf, sharding):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     params = {
-        name: of(leaf, rules.of_parameter(name, leaf.shape))
+        name: make_shape(leaf, rules.of_parameter(name, leaf.shape))
         for name, leaf in flatten(target.params).items()
     }
     decoder = Decoder(target.config, sd.ModelDrafter(drafter), gamma=7)
-    ids = of(jnp.zeros((4, 128), jnp.int32), rows)
+    ids = make_shape(jnp.zeros((4, 128), jnp.int32), rows)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with devices:

@@ -28,16 +28,19 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 def greedy(drafter, order=range(B), **options):
-    def at(values):
+    def reorder(values):
         return [values[row] for row in order]
 
     options = (
         dict(
-            max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), gamma=at(GAMMAS), eos_ids=[EOS]
+            max_new_tokens=reorder(LIMITS),
+            decoder_prefix=reorder(PREFIXES),
+            gamma=reorder(GAMMAS),
+            eos_ids=[EOS],
         )
         | options
     )
-    return sd.generate(TARGET, at(INPUTS), drafter=drafter, **options)
+    return sd.generate(TARGET, reorder(INPUTS), drafter=drafter, **options)
 
 
 def test_greedy_output_is_that_of_plain_decoding():

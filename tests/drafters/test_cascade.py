@@ -79,24 +79,24 @@ def test_greedy_drafts_are_those_of_the_model(name, width):
             )
         order = np.random.default_rng(1).permutation(B)
 
-        def at(values):
+        def reorder(values):
             return [values[row] for row in order]
 
         options = dict(
-            max_new_tokens=at(LIMITS),
-            decoder_prefix=at(PREFIXES),
-            gamma=at(GAMMAS),
+            max_new_tokens=reorder(LIMITS),
+            decoder_prefix=reorder(PREFIXES),
+            gamma=reorder(GAMMAS),
             eos_ids=(EOS, 8),
             key=KEY,
         )
         turned = []
 
         def again():
-            return turned.append(sd.generate(TARGET, at(INPUTS), drafter=drafter, **options))
+            return turned.append(sd.generate(TARGET, reorder(INPUTS), drafter=drafter, **options))
 
         assert compilations(again) == 0
         np.testing.assert_array_equal(turned[0].tokens, result.tokens[order])
-        assert counted(turned[0]) == at(counted(result))
+        assert counted(turned[0]) == reorder(counted(result))
 
 
 def test_coupled_drafts_are_those_of_the_model():

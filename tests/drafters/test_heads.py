@@ -42,11 +42,13 @@ def eos() -> int:
 
 
 def decode(drafter=None, order=range(B), function=sd.generate):
-    def at(values):
+    def reorder(values):
         return [values[row] for row in order]
 
-    options = dict(max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), eos_ids=[eos()])
-    return function(t5(), at(INPUTS), drafter=drafter, gamma=at(GAMMAS), **options)
+    options = dict(
+        max_new_tokens=reorder(LIMITS), decoder_prefix=reorder(PREFIXES), eos_ids=[eos()]
+    )
+    return function(t5(), reorder(INPUTS), drafter=drafter, gamma=reorder(GAMMAS), **options)
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "own"])

@@ -95,7 +95,7 @@ def settings(language, tmp_path_factory):
 
     save(0), save(1)
 
-    def of(output, **changes):
+    def make_config(output, **changes):
         defaults = dict(
             target=str(folder / "target0"),
             train_files="train.tsv",
@@ -117,8 +117,8 @@ def settings(language, tmp_path_factory):
         )
         return training_heads.HeadsTrainConfig(**{**defaults, **changes})
 
-    of.folder = folder
-    return of
+    make_config.folder = folder
+    return make_config
 
 
 @pytest.fixture(scope="module")

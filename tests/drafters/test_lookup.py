@@ -38,11 +38,13 @@ NAMES = ["1-gram", "2-gram", "3-gram", "2-gram, sampled", "lookup", "random"]
 
 
 def greedy(name: str, order=range(B)):
-    def at(values):
+    def reorder(values):
         return [values[row] for row in order]
 
-    options = dict(OPTIONS, max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES))
-    return sd.generate(TARGET, at(INPUTS), drafter=drafter(name), gamma=at(GAMMAS), **options)
+    options = dict(OPTIONS, max_new_tokens=reorder(LIMITS), decoder_prefix=reorder(PREFIXES))
+    return sd.generate(
+        TARGET, reorder(INPUTS), drafter=drafter(name), gamma=reorder(GAMMAS), **options
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -191,11 +191,11 @@ def first_tree(target, drafter, inputs, prefixes, tree, sampling=SAMPLED, iterat
     draft = jax.device_get(drafted(request.drafter, state, rows, rows))
     tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
 
-    def way(row, node):
+    def get_path(row, node):
         return draft.tokens[row, tree.lines[node, 1 : 1 + tree.depths[node]]].tolist()
 
     texts = [
-        [[*tokens[row, : lengths[row]].tolist(), *way(row, n)] for n in range(tree.size)]
+        [[*tokens[row, : lengths[row]].tolist(), *get_path(row, n)] for n in range(tree.size)]
         for row in range(len(inputs))
     ]
     return draft, state, texts

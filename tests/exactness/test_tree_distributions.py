@@ -165,11 +165,11 @@ def reversed_by_data(tree, node, children):
 
 
 @pytest.mark.parametrize("kind", ["top", "gumbel"])
-@pytest.mark.parametrize("heed", [pruned_by_data, reversed_by_data])
-def test_children_that_were_not_drawn_may_be_pruned_and_reordered(kind, heed):
+@pytest.mark.parametrize("select", [pruned_by_data, reversed_by_data])
+def test_children_that_were_not_drawn_may_be_pruned_and_reordered(kind, select):
     target, draft = dists(3)
     noise = np.random.default_rng(1).gumbel(size=(4, 3))
-    plan = Plan(SHAPES["2, 2"], kind, ref.VERIFIERS["point"], heed=heed)
+    plan = Plan(SHAPES["2, 2"], kind, ref.VERIFIERS["point"], select=select)
     assert distance(target, [draft], plan, 4, {0}, noise=noise) < 1e-12
 
 
@@ -181,7 +181,7 @@ def not_renormalised(tree, node):
 
 
 def by_the_first_drafter(tree, node):
-    return list(tree.drafters[0]((*tree.prefix, *tree.way(tree.plan.parents[node - 1]))))
+    return list(tree.drafters[0]((*tree.prefix, *tree.path(tree.plan.parents[node - 1]))))
 
 
 def sorted_by_distribution(tree, node, children):
@@ -245,31 +245,31 @@ MUTANTS = {
     ),
     "drawn children sorted by q": (
         Plan(TWO_TWO, "drawn", RECURSIVE),
-        dict(heed=sorted_by_distribution),
+        dict(select=sorted_by_distribution),
     ),
     "drawn children sorted by q, traversal": (
         Plan(TWO_TWO, "drawn", TRAVERSAL),
-        dict(heed=sorted_by_distribution),
+        dict(select=sorted_by_distribution),
     ),
     "drawn children pruned by q": (
         Plan(TWO_TWO, "drawn", RECURSIVE),
-        dict(heed=pruned_by_distribution),
+        dict(select=pruned_by_distribution),
     ),
     "a drawn last child pruned by q": (
         Plan(TWO_TWO, "mixed", MIXED),
-        dict(heed=pruned_by_distribution),
+        dict(select=pruned_by_distribution),
     ),
-    "i.i.d. children pruned by q": (Plan(CHAINS, "iid", KSEQ), dict(heed=pruned_by_distribution)),
-    "sampled children reranked": (Plan(TWO_TWO, "drawn", RECURSIVE), dict(heed=reranked)),
+    "i.i.d. children pruned by q": (Plan(CHAINS, "iid", KSEQ), dict(select=pruned_by_distribution)),
+    "sampled children reranked": (Plan(TWO_TWO, "drawn", RECURSIVE), dict(select=reranked)),
     "sampled children reranked, traversal": (
         Plan(TWO_TWO, "drawn", TRAVERSAL),
-        dict(heed=reranked),
+        dict(select=reranked),
     ),
-    "k-SEQ, duplicates skipped": (Plan(CHAINS, "iid", KSEQ), dict(heed=without_duplicates)),
+    "k-SEQ, duplicates skipped": (Plan(CHAINS, "iid", KSEQ), dict(select=without_duplicates)),
     "k-SEQ, k constant": (Plan(CHAINS, "iid", KSEQ), dict(verify=ref.walk(constant))),
     "i.i.d. recursion, duplicates skipped": (
         Plan(CHAINS, "iid", RECURSIVE),
-        dict(heed=without_duplicates),
+        dict(select=without_duplicates),
     ),
     "best of two chains by algorithm 1": (Plan(CHAINS, "iid", RECURSIVE), dict(verify=best_chain)),
     "traversal, α not updated": (

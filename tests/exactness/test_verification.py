@@ -217,14 +217,14 @@ def test_decisions_integrate_to_the_transition():
     """`decide`, averaged over the uniforms, is the enumerated transition."""
     target, draft = dists(3)
     p, q = target(()), draft(())
-    kernel = toy.kernel((), None, target, draft, 1, set(), Rule())
+    expected = toy.enumerate_iteration((), None, target, draft, 1, set(), Rule())
     steps, found = 60, {}
     middle = (np.arange(steps) + 0.5) / steps
     for x, u, f in itertools.product(range(3), middle, middle):
         accepted, y = toy.TOKEN.decide([p, target((x,))], [q], (x,), (u,), (f, f))
         key = ((x, y) if accepted else (y,)), None
         found[key] = found.get(key, 0) + q[x] / steps**2
-    assert toy.total_variation(found, kernel) < 3 / steps
+    assert toy.total_variation(found, expected) < 3 / steps
 
 
 @hypothesis.given(st.integers(0, 2**32 - 1), st.integers(0, 4))

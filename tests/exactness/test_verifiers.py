@@ -38,7 +38,8 @@ def test_distribution_of_two_iterations_is_the_targets(name, vocab, gamma, limit
 def test_the_token_verifier_is_the_default_rule():
     target, draft = dists(3)
     by_rule, by_verifier = (
-        toy.kernel((), None, target, draft, 3, {0}, rule) for rule in (Rule(), Rule(verifier=TOKEN))
+        toy.enumerate_iteration((), None, target, draft, 3, {0}, rule)
+        for rule in (Rule(), Rule(verifier=TOKEN))
     )
     assert toy.total_variation(by_rule, by_verifier) < 1e-12
 
@@ -146,7 +147,7 @@ def test_efficiency_formulas():
     target, draft = dists(3)
     block = token = 0.0
     for drafted, prob in toy.drafts((), draft, 3, set(), Rule()):
-        p, q = toy.along((), drafted, target, draft)
+        p, q = toy.compute_distributions((), drafted, target, draft)
         block += prob * sum(toy.block_weights(p, q, drafted)[1:])
         token += prob * np.cumprod(TOKEN.accept_probs(p, q, drafted)).sum()
     assert toy.expected_accepted(target, draft, 3, BLOCK) == pytest.approx(block, abs=1e-12)

@@ -89,7 +89,7 @@ def test_jax_decisions_integrate_to_the_transition(name, point):
         target, draft = dists(3, zeros)
         draft, rows = toy.one_hot(draft) if point else draft, []
         for drafted, prob in toy.drafts((), draft, gamma, set(), Rule()):
-            p, q = toy.along((), drafted, target, draft)
+            p, q = toy.compute_distributions((), drafted, target, draft)
             # One uniform for all places of the next id: cut where any of their distributions cuts
             # it.
             cuts = np.concatenate([np.cumsum(dist) for _, dist in verifier.outcomes(p, q, drafted)])
@@ -118,7 +118,10 @@ def test_jax_decisions_integrate_to_the_transition(name, point):
             dist[key] = dist.get(key, 0) + weight
         assert (
             toy.total_variation(
-                dist, toy.kernel((), None, target, draft, gamma, set(), Rule(verifier=verifier))
+                dist,
+                toy.enumerate_iteration(
+                    (), None, target, draft, gamma, set(), Rule(verifier=verifier)
+                ),
             )
             < 1e-7
         )

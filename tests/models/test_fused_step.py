@@ -63,7 +63,7 @@ def laid_out(model: sd.LanguageModel) -> sd.LanguageModel:
     return model
 
 
-def begun(network, rows: int):
+def make_rejected_cache(network, rows: int):
     """Returns a cache of 20 tokens, rejected from position 14, 15 or 16 on, and those positions.
 
     Keys of rejected tokens are NaN.
@@ -111,7 +111,7 @@ def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
 
     @jax.jit
     def both(network, tokens):
-        cache, positions = begun(network, rows)
+        cache, positions = make_rejected_cache(network, rows)
         del calls[:]
         found = network.decode(tokens, positions, cache)
         assert calls == [(rows, length, 128)]
@@ -265,7 +265,7 @@ class TestTrial:
         monkeypatch.setattr(fused_step_selftest.SELF_TEST, "passed", lambda: False)
         monkeypatch.setattr(fused_step, "decode_states", None)  # which no call reaches
         network = t5().network
-        cache, positions = begun(network, 2)
+        cache, positions = make_rejected_cache(network, 2)
         jax.eval_shape(network.decode_states, jnp.ones((2, 2), int), positions, cache)
 
     def test_elsewhere_programs_are_compiled_ahead_of_time(self, monkeypatch):

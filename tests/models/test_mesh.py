@@ -180,20 +180,20 @@ def rules(parts: int, replicate: bool = False) -> ShardingRules:
 
 
 def test_parameters_follow_the_rules_of_their_logical_axes():
-    def of(name, *shape):
+    def get_spec(name, *shape):
         return tuple(rules(4).of_parameter(name, shape).spec)
 
-    assert of("decoder/layers_0/self_attention/query/kernel", 16, 16) == (None, "model")
-    assert of("decoder/layers_0/self_attention/out/kernel", 16, 16) == ("model", None)
-    assert of("decoder/layers_0/causal_attention/qkv/kernel", 16, 48) == ("model", None), (
+    assert get_spec("decoder/layers_0/self_attention/query/kernel", 16, 16) == (None, "model")
+    assert get_spec("decoder/layers_0/self_attention/out/kernel", 16, 16) == ("model", None)
+    assert get_spec("decoder/layers_0/causal_attention/qkv/kernel", 16, 48) == ("model", None), (
         "by inputs: it is a joint one"
     )
     assert (
-        of("decoder/layers_0/mlp/wi/bias", 32) == ("model",)
-        and of("decoder/layers_0/mlp/wo/bias", 16) == ()
+        get_spec("decoder/layers_0/mlp/wi/bias", 32) == ("model",)
+        and get_spec("decoder/layers_0/mlp/wo/bias", 16) == ()
     )
-    assert of("token_embedder/embedding", 64, 16) == ("model", None)
-    assert of("token_embedder/embedding", 50257, 16) == (None, None), (
+    assert get_spec("token_embedder/embedding", 64, 16) == ("model", None)
+    assert get_spec("token_embedder/embedding", 50257, 16) == (None, None), (
         "whole where it is no whole number of parts"
     )
     assert set(rules(4, replicate=True).of_parameter("mlp/wo/kernel", (32, 16)).spec) == {None}

@@ -69,7 +69,7 @@ def gpt_of(vocabulary: vocabularies.Vocabulary) -> sd.LanguageModel:
     return sd.LanguageModel.random(config, vocabulary=vocabulary, eos_ids=vocabulary.eos_ids)
 
 
-def doors(target: sd.LanguageModel, text: str) -> list[list[int]]:
+def encode_both_ways(target: sd.LanguageModel, text: str) -> list[list[int]]:
     """The ids of an input by both ways in: a list of texts, and the lines of a command."""
     tokens, lengths = inputs.as_ids(target, [text], None, framed=True)
     return [tokens[0, : lengths[0]].tolist(), *inputs.encode(target, [text], 64)]
@@ -116,7 +116,7 @@ def test_what_stands_around_a_text_survives_every_format(form, name, tmp_path):
 @pytest.mark.parametrize("record", [record for record in CODET5 if record["text"]], ids=str)
 def test_every_way_in_puts_both_tokens_around_an_input(record, tmp_path):
     target = model_of(opened("codet5", tmp_path))
-    assert doors(target, record["text"]) == [record["ids"]] * 2
+    assert encode_both_ways(target, record["text"]) == [record["ids"]] * 2
     prefix, lengths = inputs.decoder_tokens(target, [record["text"]], 1)
     assert prefix[0, : lengths[0]].tolist() == [
         0,
@@ -127,7 +127,7 @@ def test_every_way_in_puts_both_tokens_around_an_input(record, tmp_path):
 def test_every_way_in_puts_a_token_before_a_prompt(tmp_path):
     target = gpt_of(opened("gpt2 template", tmp_path))
     for record in CASES["gpt2 template"]["records"]:
-        assert doors(target, record["text"]) == [record["ids"]] * 2
+        assert encode_both_ways(target, record["text"]) == [record["ids"]] * 2
 
 
 def test_decoding_a_text_is_decoding_its_ids(tmp_path):
@@ -365,7 +365,7 @@ def test_ids_past_the_logits_are_rejected_where_they_occur(name, tmp_path):
     """The last two of 220 ids, two sentinels, have no logit."""
     target = model_of(opened(name, tmp_path), logits=218)
     assert (
-        doors(target, "The ferry <extra_id_2>")
+        encode_both_ways(target, "The ferry <extra_id_2>")
         == [target.vocabulary.encode_input("The ferry <extra_id_2>")] * 2
     )
     with pytest.raises(

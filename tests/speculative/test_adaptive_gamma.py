@@ -177,16 +177,16 @@ def test_distribution_through_the_engine(costs):
 
 
 def adapted(costs, order=range(B), **options):
-    def at(values):
+    def reorder(values):
         return [values[row] for row in order]
 
     options = (
         OPTIONS
-        | dict(max_new_tokens=at(LIMITS), decoder_prefix=at(OPTIONS["decoder_prefix"]))
+        | dict(max_new_tokens=reorder(LIMITS), decoder_prefix=reorder(OPTIONS["decoder_prefix"]))
         | options
     )
     return sd.generate(
-        TARGET, at(INPUTS), drafter=sd.ModelDrafter(DRAFT), gamma=Auto(costs=costs), **options
+        TARGET, reorder(INPUTS), drafter=sd.ModelDrafter(DRAFT), gamma=Auto(costs=costs), **options
     )
 
 

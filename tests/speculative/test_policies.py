@@ -259,18 +259,20 @@ def test_enumeration_catches_a_token_dropped_after_a_look():
 
 
 def adapted(name: str, order=range(B), **options):
-    def at(values):
+    def reorder(values):
         return [values[row] for row in order]
 
-    options = dict(OPTIONS, max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES)) | options
+    options = (
+        dict(OPTIONS, max_new_tokens=reorder(LIMITS), decoder_prefix=reorder(PREFIXES)) | options
+    )
     policy = CHOICES[name]
     numbers = {key: getattr(policy, key) for key in policy.numbers()}
     numbers = {
-        key: at(value) if isinstance(value, list) else value for key, value in numbers.items()
+        key: reorder(value) if isinstance(value, list) else value for key, value in numbers.items()
     }
     return sd.generate(
         TARGET,
-        at(INPUTS),
+        reorder(INPUTS),
         drafter=sd.ModelDrafter(DRAFT),
         gamma=type(policy)(G, **numbers),
         **options,

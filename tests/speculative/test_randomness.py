@@ -96,14 +96,14 @@ def test_draw_inverts_the_distribution_function(vocab):
     random = rng.integers(2**32, size=(4096, 2), dtype=np.uint32)
     padded = np.pad(weights.astype(np.float64), (0, -vocab % 128)).reshape(-1, 128)
 
-    def at(weights, bits):
+    def draw_at(weights, bits):
         ends = np.cumsum(weights, axis=-1) / weights.sum(axis=-1, keepdims=True)
         points = bits / 2**32
         near = np.any(np.abs(ends - points[:, None]) < 1e-6, axis=1)
         return np.minimum(np.sum(ends <= points[:, None], axis=1), weights.shape[-1] - 1), near
 
-    block, near = at(np.broadcast_to(padded.sum(axis=1), (4096, len(padded))), random[:, 0])
-    inside, near_too = at(
+    block, near = draw_at(np.broadcast_to(padded.sum(axis=1), (4096, len(padded))), random[:, 0])
+    inside, near_too = draw_at(
         np.where(padded[block].sum(axis=1, keepdims=True) > 0, padded[block], 1), random[:, 1]
     )
     ids, clear = (

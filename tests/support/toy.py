@@ -1,10 +1,10 @@
 """Enumerates speculative decoding over known distributions, in float64 with numpy alone.
 
 A *distribution* is a function from a prefix (tuple of ids, without the start token) to the
-probabilities `[V]` of the next id. A *kernel* is one iteration as a distribution over what it
-commits: every draft, every acceptance outcome and every final token is visited with its
-probability; nothing is sampled. `Verifier` decides what is accepted; `Rule` holds what the known
-mistakes get wrong.
+probabilities `[V]` of the next id. `enumerate_iteration` returns one iteration as a distribution
+over committed tokens: it visits every draft, every acceptance outcome and every final token with
+its probability; nothing is sampled. `Verifier` decides what is accepted; `Rule` holds what the
+known mistakes get wrong.
 """
 
 import dataclasses
@@ -308,7 +308,7 @@ def drafts(prefix: Prefix, draft: DistributionOf, gamma: int, eos: set[int], rul
                 yield (x, *rest), drawn[x] * prob
 
 
-def along(
+def compute_distributions(
     prefix: Prefix,
     drafted: Prefix,
     target: DistributionOf,
@@ -332,12 +332,12 @@ def expected_accepted(
     """Returns E[τ] of the first iteration."""
     total = 0.0
     for drafted, prob in drafts((), draft, gamma, eos, Rule()):
-        shares = verifier.outcomes(*along((), drafted, target, draft), drafted)
+        shares = verifier.outcomes(*compute_distributions((), drafted, target, draft), drafted)
         total += prob * sum(tau * share for tau, (share, _) in enumerate(shares))
     return total
 
 
-def kernel(
+def enumerate_iteration(
     prefix: Prefix,
     pending,
     target: DistributionOf,
@@ -365,7 +365,7 @@ def kernel(
         return outcomes
     for drafted, prob in drafts(prefix, draft, gamma, eos, rule):
         if rule.verifier:
-            p, q = along(prefix, drafted, target, draft, rule)
+            p, q = compute_distributions(prefix, drafted, target, draft, rule)
             for tau, (share, following) in enumerate(rule.verifier.outcomes(p, q, drafted)):
                 for y in np.flatnonzero(following) if share else ():
                     commit((*drafted[:tau], int(y)), prob * share * following[y])
@@ -438,7 +438,9 @@ def speculative_distribution(
             if wanted < 0 or (prefix and prefix[-1] in eos):
                 following[prefix, None] += prob
                 continue
-            for outcome, p in kernel(prefix, pending, target, draft, wanted, eos, rule).items():
+            for outcome, p in enumerate_iteration(
+                prefix, pending, target, draft, wanted, eos, rule
+            ).items():
                 following[outcome] += prob * p
         states = following
     prefixes: dict[Prefix, float] = defaultdict(float)

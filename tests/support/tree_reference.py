@@ -90,7 +90,7 @@ class Plan:
       budget: the number of drafted nodes that are there; None: all.
       node_outcomes: from (tree, node), the distribution that the verifier believes its token was
         drawn from.
-      heed: from (tree, node, its children), the children that the verifier sees, in its order.
+      select: from (tree, node, its children), the children that the verifier sees, in its order.
       share: from a key, the key of the uniform that is really used.
       past_eos: whether an EOS has children, and what follows it is committed.
     """
@@ -101,7 +101,7 @@ class Plan:
     origins: tuple[int, ...] = ()
     budget: int | None = None
     node_outcomes: Callable = lambda tree, node: tree.sources[node]
-    heed: Callable = lambda tree, node, children: children
+    select: Callable = lambda tree, node, children: children
     share: Callable = lambda key: key
     past_eos: bool = False
 
@@ -129,35 +129,35 @@ class Tree:
         self.sources: dict[int, list | None] = {}
         self.found: dict[int, list[int]] = {}
 
-    def way(self, node: int) -> tuple[int, ...]:
+    def path(self, node: int) -> tuple[int, ...]:
         """Returns the drafted tokens up to `node`, its own included."""
-        return (*self.way(self.plan.parents[node - 1]), self.tokens[node]) if node else ()
+        return (*self.path(self.plan.parents[node - 1]), self.tokens[node]) if node else ()
 
     def p(self, node: int) -> list[float]:
         """Returns the target's distribution of the token after `node`."""
-        return list(self.target((*self.prefix, *self.way(node))))
+        return list(self.target((*self.prefix, *self.path(node))))
 
     def q(self, node: int) -> list[float]:
         """Returns the distribution after the parent of `node` of the drafter that drafts it."""
         origin = self.plan.origins[node - 1] if self.plan.origins else 0
-        return list(self.drafters[origin]((*self.prefix, *self.way(self.plan.parents[node - 1]))))
+        return list(self.drafters[origin]((*self.prefix, *self.path(self.plan.parents[node - 1]))))
 
     def flip(self, prob: float, node: int) -> bool:
         return self.chance.flip(
-            min(1.0, prob), self.plan.share(("accept", node, len(self.way(node))))
+            min(1.0, prob), self.plan.share(("accept", node, len(self.path(node))))
         )
 
     def following(self, dist, node: int) -> int:
-        return self.chance.choose(dist, self.plan.share(("final", node, len(self.way(node)))))
+        return self.chance.choose(dist, self.plan.share(("final", node, len(self.path(node)))))
 
     def children(self, node: int) -> list[int]:
         """Returns the children of `node` that the verifier sees."""
-        return self.plan.heed(self, node, self.chosen(node))
+        return self.plan.select(self, node, self.chosen(node))
 
     def chosen(self, node: int) -> list[int]:
         """Returns the children of `node` that are there, by number."""
         if node not in self.found:
-            plan, way = self.plan, self.way(node)
+            plan, way = self.plan, self.path(node)
             ended = way and way[-1] in self.eos and not plan.past_eos
             numbers = [
                 n for n, parent in enumerate(plan.parents, 1) if parent == node and not ended
@@ -216,7 +216,7 @@ def walk(token_of: Callable) -> Callable:
         here, committed = [0], ()
         while here:
             children = sorted(child for node in here for child in tree.chosen(node))
-            children = tree.plan.heed(tree, here[0], children)
+            children = tree.plan.select(tree, here[0], children)
             token = token_of(tree, here[0], children)
             committed = (*committed, token)
             here = [child for child in children if tree.tokens[child] == token]
@@ -232,7 +232,7 @@ def point(tree, node, children):
 def gumbel(tree, node, children):
     scores = [
         math.log(x) + g if x else -math.inf
-        for x, g in zip(tree.p(node), tree.noise[len(tree.way(node))])
+        for x, g in zip(tree.p(node), tree.noise[len(tree.path(node))])
     ]
     return int(np.argmax(scores))
 
@@ -317,8 +317,8 @@ def typical(epsilon: float, delta: float) -> Callable:
             accepted += [
                 child for child in tree.children(node) if dist[tree.tokens[child]] > threshold
             ]
-        last = min(accepted, key=lambda node: (-len(tree.way(node)), node))
-        return (*tree.way(last), tree.following(tree.p(last), last))
+        last = min(accepted, key=lambda node: (-len(tree.path(node)), node))
+        return (*tree.path(last), tree.following(tree.p(last), last))
 
     return verify
 
