@@ -139,7 +139,7 @@ def test_a_broken_inner_drafter_only_proposes_less():
 
 
 def test_errors_name_the_input():
-    """The error names the input's number in a batch, in samples, in continuous batching and in a stream."""
+    """The error has the input's number in batches, samples, continuous batching and streams."""
     target, options = BrokenModel(0), dict(max_new_tokens=6)
     late = [[3, 1]] * 9 + [[4, 7, 1]]
     limits = [2] * 9 + [6]
