@@ -163,15 +163,15 @@ def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys)
 
 def test_what_does_not_compile_is_reported_at_once(script, monkeypatch, tmp_path):
     """Not after the other programs of the stage, which may take minutes."""
-    said, texts = threading.Event(), []
+    reported, texts = threading.Event(), []
 
     def say(text):
         texts.append(text)
         if "big: MemoryError: no room" in text:
-            said.set()
+            reported.set()
 
     def slow(pair):
-        assert said.wait(20)
+        assert reported.wait(20)
         return lambda: jnp.zeros(2)
 
     monkeypatch.setattr(script, "say", say)

@@ -293,9 +293,9 @@ def test_shares_add_up_or_are_left_out(measured):
 def test_there_is_no_verdict_where_nothing_was_drafted(measured):
     record = json.loads(json.dumps(measured[0]))
     record["speculative"][0]["stats"]["drafted"] = 0
-    said = "no verdict: drafter drafted nothing; try a model as the drafter\n"
+    message = "no verdict: drafter drafted nothing; try a model as the drafter\n"
     record["drafter"]["name"] = "drafter"
-    assert summaries.benchmark_summary(record).startswith(said)
+    assert summaries.benchmark_summary(record).startswith(message)
     record |= {"verdicts": [], "speculative": []}
     assert summaries.benchmark_summary(record).startswith(
         "no verdict: --synthetic_alpha times whole decodes\n"

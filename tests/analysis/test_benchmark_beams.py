@@ -87,7 +87,7 @@ def test_record(measured, target, batches):
             <= variant["improvement"]["median"]
             <= variant["improvement"]["most"]
         )
-    # The target's own tree has every live beam, even as narrow as there are beams: but for the
+    # The target's own tree has every active beam, even as narrow as there are beams: but for the
     # last, three steps a call.
     assert narrow["calls_over_plain"] < 0.5 and wide["calls_over_plain"] < 0.5
     assert record["greedy"]["improvement"]["median"] > 0 and record["sentences"] == 3

@@ -107,11 +107,11 @@ def test_block_verification_has_no_rate_to_predict_from(target, batches, options
     accepted_text = ", ".join(
         f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"]
     )
-    said = (
+    line = (
         f"{stats['accepted_per_target_call']:.2f} drafted tokens are accepted per call, by "
         f"position {accepted_text}"
     )
-    assert f"tokens per target call; {said}" in summaries.benchmark_summary(record)
+    assert f"tokens per target call; {line}" in summaries.benchmark_summary(record)
 
 
 @pytest.mark.parametrize("fails", ["print", "write"])

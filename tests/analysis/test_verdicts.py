@@ -26,7 +26,7 @@ def test_the_best_is_compared_pass_by_pass():
 
 
 @pytest.mark.parametrize(
-    ("gains", "said"),
+    ("gains", "message"),
     [
         (
             (1.9, 1.6, 2.3),
@@ -58,10 +58,10 @@ def test_the_best_is_compared_pass_by_pass():
     ],
     ids=["pays", "does not", "within the spread", "one pass", "one slow pass"],
 )
-def test_verdict(gains, said):
+def test_verdict(gains, message):
     plain = PLAIN[: len(gains)]
     found = verdicts.find_best({"plain": plain, "gamma 3": plain / np.array(gains)})
-    assert verdicts.describe_best(found, len(gains), "a rest") == [said]
+    assert verdicts.describe_best(found, len(gains), "a rest") == [message]
 
 
 def test_whether_the_choice_is_beyond_the_spread():
@@ -129,8 +129,8 @@ def test_whether_the_choice_is_beyond_the_spread():
         (0.5, None, {}, (), 1, "another drafter"),
     ],
 )
-def test_advice(alpha, cost_ratio, verify_cost, timed, batch_size, said):
-    assert verdicts.advise(alpha, cost_ratio, verify_cost, timed, batch_size).startswith(said)
+def test_advice(alpha, cost_ratio, verify_cost, timed, batch_size, message):
+    assert verdicts.advise(alpha, cost_ratio, verify_cost, timed, batch_size).startswith(message)
 
 
 def test_descriptions_of_tokens():
@@ -189,17 +189,17 @@ def test_tuning_reports_what_is_within_the_spread(tmp_path):
         "chosen": {"gamma": 3, "verifier": "block", "tree": None},
         "improvement": {"median": 1.056, "least": 0.994, "most": 1.077},
     }
-    said = "(0.99 to 1.08), within the spread: in some pass plain decoding was as fast."
-    assert said in tune.gin_file(record, options)
+    message = "(0.99 to 1.08), within the spread: in some pass plain decoding was as fast."
+    assert message in tune.gin_file(record, options)
     record["improvement"]["least"] = 1.01
     assert "within the spread" not in tune.gin_file(record, options)
 
 
 def test_improvement_in_the_advice_is_the_formula():
     """With v between the widths that were timed."""
-    said = verdicts.advise(0.6, 0.2, {2: 1.0, 6: 1.4}, (5,), 1)
+    message = verdicts.advise(0.6, 0.2, {2: 1.0, 6: 1.4}, (5,), 1)
     best = max(
         range(1, 6), key=lambda gamma: formulas.improvement(0.6, gamma, 0.2, 1 + 0.1 * (gamma - 1))
     )
     promised = formulas.improvement(0.6, best, 0.2, 1 + 0.1 * (best - 1))
-    assert said == f"--gamma={best}, for which the formulas promise {promised:.3g} times"
+    assert message == f"--gamma={best}, for which the formulas promise {promised:.3g} times"

@@ -265,8 +265,8 @@ def test_the_default_dtype_is_printed(tmp_path, capsys):
     assert loader.load(tmp_path).config.dtype == "float32"  # on a CPU
     captured = capsys.readouterr()
     hint = "(dtype=, or --dtype on the command line, chooses another)"
-    said = f"loading {tmp_path} in float32, the default on a CPU {hint}\n"
-    assert (captured.out, captured.err) == ("", said)
+    announced = f"loading {tmp_path} in float32, the default on a CPU {hint}\n"
+    assert (captured.out, captured.err) == ("", announced)
     loader.load(tmp_path, "float32")
     assert capsys.readouterr().err == ""
 

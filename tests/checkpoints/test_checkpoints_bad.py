@@ -304,19 +304,19 @@ def test_bad_input_is_rejected_in_one_line(case, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, hint",
     [
         ("google/flan-t5-small", "hf download google/flan-t5-small --local-dir flan-t5-small"),
         ("folder/of/mine", "bundled name"),
     ],
 )
-def test_the_error_of_a_hub_name_shows_how_to_download_it(name, said, tmp_path, monkeypatch):
+def test_the_error_of_a_hub_name_shows_how_to_download_it(name, hint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ValueError, match="got no such path, expected a checkpoint folder or a bundled name"
     ) as error:
         loader.load(name, "float32")
-    assert said in str(error.value) and ("hf download" in str(error.value)) == (
+    assert hint in str(error.value) and ("hf download" in str(error.value)) == (
         name == "google/flan-t5-small"
     )
 

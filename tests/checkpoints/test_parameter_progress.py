@@ -57,8 +57,8 @@ def slowly(clock, monkeypatch):
 
 
 def test_lines_have_the_right_numbers(clock):
-    said = []
-    with ParameterProgress("reading flan-t5-xxl", 11_300_000_000, said.append) as shown:
+    lines_printed = []
+    with ParameterProgress("reading flan-t5-xxl", 11_300_000_000, lines_printed.append) as shown:
         for seconds, count in (
             (3.0, 400_000_000),
             (6.0, 600_000_000),
@@ -67,12 +67,12 @@ def test_lines_have_the_right_numbers(clock):
         ):
             clock[0] += seconds
             shown.advance(count)
-            assert len(said) == (clock[0] > 10)
+            assert len(lines_printed) == (clock[0] > 10)
         clock[0] += 19.5
         shown.advance(3_000_000_000)
         clock[0] += 1.0
         shown.advance(5_200_000_000)
-    assert said == [
+    assert lines_printed == [
         # 10.5 s × 10.187 / 1.113
         "reading flan-t5-xxl: 1.1 of 11.3 billion parameters, 0:01:36 left",
         "reading flan-t5-xxl: 6.1 of 11.3 billion parameters, 0:00:33 left",  # 39 s × 5.2 / 6.1
@@ -105,9 +105,11 @@ def test_loading_prints_progress_without_a_terminal(slowly, folder, capsys):
 def test_time_left_is_by_size_not_by_count(slowly, folder):
     """The largest are read first: half of the names are far more than half of the parameters."""
     slowly(36.0)
-    said = []
-    sd.load(folder, "float32", say=said.append)
-    assert len(said) == 4 and [int(re.search(r":(\d\d) left", line)[1]) for line in said[:2]] < [
+    lines_printed = []
+    sd.load(folder, "float32", say=lines_printed.append)
+    assert len(lines_printed) == 4 and [
+        int(re.search(r":(\d\d) left", line)[1]) for line in lines_printed[:2]
+    ] < [
         13,
         5,
     ]
@@ -164,14 +166,17 @@ def test_an_error_leaves_the_terminal_as_it_was(slowly, folder, monkeypatch, fai
 
 def test_a_caller_may_have_the_lines_or_silence(slowly, folder, monkeypatch):
     slowly(36.0)
-    said = []
+    lines_printed = []
     with as_stderr(monkeypatch) as got:
-        sd.load(folder, say=said.append)
+        sd.load(folder, say=lines_printed.append)
         slowly(36.0)
         sd.load(folder, say=lambda line: None)
     assert got == [""]
-    assert said[0].startswith(f"loading {folder} in float32, the default") and len(said) == 5
-    assert all(line.startswith(f"reading {folder}: ") for line in said[1:])
+    assert (
+        lines_printed[0].startswith(f"loading {folder} in float32, the default")
+        and len(lines_printed) == 5
+    )
+    assert all(line.startswith(f"reading {folder}: ") for line in lines_printed[1:])
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
@@ -203,15 +208,17 @@ def test_making_a_preset_prints_progress(clock, monkeypatch, capsys):
 def test_a_long_writing_prints_progress(slowly, folder, tmp_path, form, saved):
     model = sd.load(folder, "float32")
     slowly(36.0)
-    said, out = [], tmp_path / "out"
+    lines_printed, out = [], tmp_path / "out"
     if saved:
-        sd.save(model, out, format=form, say=said.append)
+        sd.save(model, out, format=form, say=lines_printed.append)
     else:
-        sd.convert(folder, out, form, say=said.append)
+        sd.convert(folder, out, form, say=lines_printed.append)
     total = f"{parameter_count(TINY) / 1e3:.1f}"
-    assert len(said) == 4 and all(line.startswith(f"writing {out}: ") for line in said)
-    assert f" of {total} thousand parameters, 0:00:" in said[0]
-    assert said[-1] == f"writing {out}: {total} of {total} thousand parameters"
+    assert len(lines_printed) == 4 and all(
+        line.startswith(f"writing {out}: ") for line in lines_printed
+    )
+    assert f" of {total} thousand parameters, 0:00:" in lines_printed[0]
+    assert lines_printed[-1] == f"writing {out}: {total} of {total} thousand parameters"
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -165,7 +165,7 @@ def test_every_call_is_traced(specdec):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--trace", "--gamma=auto"], "trace: got True with gamma='auto'"),
         (
@@ -183,11 +183,11 @@ def test_every_call_is_traced(specdec):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_trees_that_cannot_be_shown(specdec, flags, said):
+def test_trees_that_cannot_be_shown(specdec, flags, message):
     code, _, err = specdec(
         "demo", "--target=TARGET", "--drafter=DRAFTER", "--dtype=float32", *flags, "Tom"
     )
-    assert code == 2 and said in err
+    assert code == 2 and message in err
 
 
 @pytest.mark.parametrize("tree", ["widths:2", "widths:1,1:drawn", "dynamic:2,2,4"])

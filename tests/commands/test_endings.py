@@ -113,8 +113,8 @@ def test_long_lists_of_numbers_are_cut():
 
 
 def test_many_inputs_without_output_are_few_lines():
-    said = []
-    endings = Endings("--max_new_tokens=64", said.append)
+    printed = []
+    endings = Endings("--max_new_tokens=64", printed.append)
 
     def output(number):
         return sd.Output(
@@ -122,8 +122,8 @@ def test_many_inputs_without_output_are_few_lines():
         )
 
     notes = [endings.add(number, [output(number)]) for number in range(40)]
-    assert notes == [{"lost": True}] * 40 and len(said) == 5
-    assert endings.tell(40).startswith("sentences 1, 2, ") and len(said) == 5
+    assert notes == [{"lost": True}] * 40 and len(printed) == 5
+    assert endings.tell(40).startswith("sentences 1, 2, ") and len(printed) == 5
 
 
 @pytest.mark.parametrize("seconds, rate", [(100.0, "20.0 seconds each"), (0.5, "10.0 a second")])

@@ -236,7 +236,7 @@ def test_gin_without_a_file(specdec):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("generate.GenerateOptions.gama = 3", "doesn't have a parameter named 'gama'"),
         ("generate.GenrateOptions.gamma = 3", "has no attribute GenrateOptions"),
@@ -246,7 +246,7 @@ def test_gin_without_a_file(specdec):
         ),
     ],
 )
-def test_a_misspelt_name_is_reported_with_file_and_line(specdec, tmp_path, line, said):
+def test_a_misspelt_name_is_reported_with_file_and_line(specdec, tmp_path, line, message):
     file = tmp_path / "bad.gin"
     file.write_text(
         "from __gin__ import dynamic_registration\nfrom specdec_jax.commands import "
@@ -254,7 +254,7 @@ def test_a_misspelt_name_is_reported_with_file_and_line(specdec, tmp_path, line,
     )
     code, out, err = specdec("generate", f"--gin_file={file}", "--gin_search_paths=/", "hello")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err and f'In file "{file}", line 3' in err
+    assert message in err and f'In file "{file}", line 3' in err
 
 
 @pytest.mark.parametrize("command", ["generate", "benchmark"])

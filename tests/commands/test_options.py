@@ -118,7 +118,7 @@ def test_options_of_sampling(decode, library, name):
 
 
 def test_min_new_tokens(decode, library, pair):
-    """The tiny target is told to end at once; then that it may not."""
+    """The tiny target ends at once, and then it may not."""
     ends = f"--logit_bias={sd.load(pair / 'target', dtype='float32').eos_ids[0]}:1e6"
     assert [len(record["tokens"]) for record in decode(ends)] == [1, 1]
     assert [len(record["tokens"]) for record in decode(ends, "--min_new_tokens=3")] == [4, 4]

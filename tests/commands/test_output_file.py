@@ -113,9 +113,9 @@ def test_a_job_that_is_killed_and_interrupted_gives_the_same_file(
             text=True,
             env=os.environ | quick_environment,
         )
-        code, said = (143, "terminated") if how == "SIGTERM" else (-signal.SIGKILL, "")
+        code, reason = (143, "terminated") if how == "SIGTERM" else (-signal.SIGKILL, "")
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
-        assert not said or done.stderr.endswith(f"specdec: {said}\n")
+        assert not reason or done.stderr.endswith(f"specdec: {reason}\n")
         *lines, torn = partial.read_bytes().split(b"\n")
         assert len(lines) == 1 + there and bool(torn) == (how == "SIGKILL" and there < 12)
         assert path.exists() == (there == 12)
@@ -207,10 +207,12 @@ class Kills:
                 time.sleep(0.005)
         finally:
             plan.kill()
-        said = plan.communicate()[1]
-        assert plan.returncode in (0, -signal.SIGKILL), said
+        reason = plan.communicate()[1]
+        assert plan.returncode in (0, -signal.SIGKILL), reason
         assert (
-            not begin or plan.returncode or f"{begin} of {len(BUNDLED)} sentences are there" in said
+            not begin
+            or plan.returncode
+            or f"{begin} of {len(BUNDLED)} sentences are there" in reason
         )
         now = time.monotonic()
         self.seconds = now - total, now - (decoded or now)

@@ -96,8 +96,10 @@ def test_a_job_through_a_pipe_warns_that_it_cannot_resume(specdec, commands, tmp
     reader = Pipe(tmp_path / "pipe")
     code, out, err = specdec(*commands["generate"][:-1], f"--output_file={tmp_path / 'pipe'}")
     assert (code, out) == (0, "") and reader.read().decode() == printed
-    said = "not a regular file: outputs are written in order, and a run that is killed begins anew"
-    assert err == f"{tmp_path / 'pipe'}: {said}\n"
+    message = (
+        "not a regular file: outputs are written in order, and a run that is killed begins anew"
+    )
+    assert err == f"{tmp_path / 'pipe'}: {message}\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="the system has no /dev/stdout")

@@ -71,7 +71,7 @@ def test_measured_for_real(models, home, kind, monkeypatch):
 
 
 def test_times_between_those_that_were_timed():
-    """Of 0, 2, 4, 5 and 8 tokens; the widest call tells that a draft step takes 0.1."""
+    """Of 0, 2, 4, 5 and 8 tokens; the widest call shows that a draft step takes 0.1."""
     found = autotune.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.5}, in_steps=True)
     np.testing.assert_allclose(found, [1.0, 1.3, 1.4, 1.7, 1.8, 2.2, 2.3, 2.4, 2.5])
     assert autotune.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.1}, True)[3] == 1.8, (

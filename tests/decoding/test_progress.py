@@ -14,11 +14,11 @@ def clock(monkeypatch):
 
 
 def test_a_line_comes_before_the_first_item_and_then_now_and_then(clock, capsys):
-    said = []
+    printed = []
     for name in track("abcd", 4, "compiling", names=["plain [1]", "gamma 2", "gamma 3", "gamma 4"]):
-        said.append((name, capsys.readouterr().err))
+        printed.append((name, capsys.readouterr().err))
         clock[0] += 6
-    assert said == [
+    assert printed == [
         ("a", "compiling 1 of 4: plain [1]\n"),
         ("b", ""),
         ("c", "compiling 3 of 4: gamma 3\n"),

@@ -172,13 +172,13 @@ def run(specdec, target, tmp_path):
     return call
 
 
-SAID = "got logits from the target MODEL that are not finite numbers, at new token 0"
+MESSAGE = "got logits from the target MODEL that are not finite numbers, at new token 0"
 
 
 def check_messages(code: int, err: str) -> None:
     assert code == 1
     for number in (2, 5):  # as lines of a file are counted
-        assert f"sentence {number}: no output: {SAID}" in err
+        assert f"sentence {number}: no output: {MESSAGE}" in err
     assert err.splitlines()[-1] == (
         "specdec: error: sentences 2, 5 (2 of 5): no output: got logits that are not finite numbers"
     )
@@ -211,7 +211,7 @@ def test_json_has_null_and_the_reason(run, whole):
     assert [record["text"] for record in records] == blanked(whole.texts)
     for row, record in enumerate(records):
         assert (
-            record.get("error", "").startswith(SAID)
+            record.get("error", "").startswith(MESSAGE)
             == (row in WRONG)
             == (record["finish_reason"] == "error")
         )
@@ -229,7 +229,7 @@ def test_a_switch_stops_the_job(run, tmp_path):
         code, _, err = run("--non_finite=raise", *more)
         last = err.splitlines()[-1]
         assert code == 2 and any(
-            last.startswith(f"specdec: error: sentence {number}: {SAID}") for number in (2, 5)
+            last.startswith(f"specdec: error: sentence {number}: {MESSAGE}") for number in (2, 5)
         )
     code, _, err = run("--non_finite=stop")
     assert code == 2 and "expected 'raise' or 'report'" in err

@@ -162,7 +162,7 @@ def test_worked_examples():
     assert pieces.decode(ids[:kept]) == "ab", "the piece that reaches into it goes"
 
 
-# --- Through the engine: a target that says what it is told, a drafter that is often wrong ---
+# --- Through the engine: an echoing target, a drafter that is often wrong ---
 
 ROWS, LIMIT = 6, 40
 

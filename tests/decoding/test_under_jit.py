@@ -149,8 +149,11 @@ def test_arguments_of_one_call_may_be_traced(pair):
     tokens, own, *_ = expected(
         target, drafter, gamma=2, sampling=settings, key=jax.random.wrap_key_data(key)
     )
-    said = {"temperature": np.array([0.9, 5e-5, 0.7], np.float32), "topp": np.float32(0.8)}
-    for traced, fixed in ((said, {}), ({}, said)):
+    traced_options = {
+        "temperature": np.array([0.9, 5e-5, 0.7], np.float32),
+        "topp": np.float32(0.8),
+    }
+    for traced, fixed in ((traced_options, {}), ({}, traced_options)):
         got = decode(decoder, target, rng=key, traced=traced, decoder_params=fixed)
         np.testing.assert_array_equal(got.tokens, tokens)
         np.testing.assert_allclose(got.scores, own, atol=1e-4)

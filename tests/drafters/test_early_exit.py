@@ -117,7 +117,7 @@ def test_a_head_of_its_own():
 
 
 def poisoned(state):
-    """NaN in every slot past the target's live ones, in all layers."""
+    """Puts NaN into every slot past the target's valid ones, in all layers."""
     dead = (jnp.arange(state.tokens.shape[1]) >= state.lengths[:, None] - 1)[:, None, :, None]
     cache = state.target_cache
     return state.replace(

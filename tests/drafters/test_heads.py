@@ -90,7 +90,7 @@ def test_heads_see_the_state_that_gave_the_last_committed_token():
         inputs[row, : len(ids)] = ids
     valid = np.arange(8) < np.array([[len(ids)] for ids in INPUTS])
     network, rows = t5().network, np.arange(B)
-    forced = jax.jit(
+    teacher_forced = jax.jit(
         lambda tokens: network.module.apply(
             {"params": network.params}, inputs, valid, tokens, method="states"
         )
@@ -105,7 +105,9 @@ def test_heads_see_the_state_that_gave_the_last_committed_token():
             np.asarray, (state.tokens, state.lengths, state.draft_state.states)
         )
         assert np.all(state.draft_state.known)
-        np.testing.assert_allclose(states, np.asarray(forced(tokens))[rows, lengths - 2], atol=1e-5)
+        np.testing.assert_allclose(
+            states, np.asarray(teacher_forced(tokens))[rows, lengths - 2], atol=1e-5
+        )
         np.testing.assert_array_equal(states[before], kept[before])
         done_early += before.sum()
     assert done_early
@@ -119,15 +121,15 @@ def test_head_i_gives_token_1_plus_i_after_its_state():
     )
     state, request = decode(zeros, function=prepare)
     state = sd.advance(request.network, request.drafter, state, np.int32(1))
-    said = np.take_along_axis(
+    repetition = np.take_along_axis(
         np.asarray(state.tokens), np.asarray(state.lengths)[:, None] - 1, axis=1
     )
     _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(B, 4, np.int32)))(
         request.drafter, state
     )
-    np.testing.assert_array_equal(draft.num_drafted, np.where(said[:, 0] == eos(), 1, 3))
+    np.testing.assert_array_equal(draft.num_drafted, np.where(repetition[:, 0] == eos(), 1, 3))
     valid = np.arange(4) < np.asarray(draft.num_drafted)[:, None]
-    assert np.all((draft.tokens == said) | ~valid)
+    assert np.all((draft.tokens == repetition) | ~valid)
 
 
 # --- Distributions ---
@@ -233,8 +235,8 @@ def test_parameters_have_the_shapes_that_are_written_out(share, blocks):
     config = HeadsConfig(2, 4, 6, blocks, share)
     params = heads_module.init_params(config, jax.random.key(0), None if share else np.ones((4, 6)))
     assert {name: leaf.shape for name, leaf in flatten(params).items()} == config.parameter_shapes
-    said = jax.eval_shape(Heads(config).apply, {"params": params}, np.ones((3, 4)))
-    assert said.shape == (3, 2, 4 if share else 6)
+    output = jax.eval_shape(Heads(config).apply, {"params": params}, np.ones((3, 4)))
+    assert output.shape == (3, 2, 4 if share else 6)
     packed = heads_module.pack(params, "float32")
     assert jax.tree.all(jax.tree.map(np.array_equal, heads_module.unpack(packed), params))
 

@@ -29,8 +29,8 @@ def drafter(name: str):
         return sd.PromptLookupDrafter()
     if name == "random":
         return sd.RandomDrafter(V)
-    said = sd.generate(TARGET, INPUTS, max_new_tokens=LIMIT, eos_ids=[EOS])
-    sequences = [row[:length].tolist() for row, length in zip(said.tokens, said.lengths)]
+    outputs = sd.generate(TARGET, INPUTS, max_new_tokens=LIMIT, eos_ids=[EOS])
+    sequences = [row[:length].tolist() for row, length in zip(outputs.tokens, outputs.lengths)]
     return sd.NGramDrafter.count(sequences, V, int(name[0]), sampled=name.endswith("sampled"))
 
 

@@ -168,8 +168,8 @@ def test_early_exits_write_nothing_that_is_read_later():
 
 
 @jax.jit
-def drafted(drafter, state, wanted, room):
-    return drafter.draft_tree(state.draft_state, state, wanted, room)[1]
+def drafted(drafter, state, wanted, budget):
+    return drafter.draft_tree(state.draft_state, state, wanted, budget)[1]
 
 
 def first_tree(target, drafter, inputs, prefixes, tree, sampling=SAMPLED, iterations=0, **options):

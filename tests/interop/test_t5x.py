@@ -197,8 +197,8 @@ OPTIONS = {
 def test_options_of_one_call_are_t5xs(case, golden):
     """Where T5X's sampler leaves no choice, its tokens, shapes and scores."""
     folder, io, target = golden
-    said, prompted, everything = OPTIONS[case]
-    given = {"temperature": 0.0} | said
+    bound, prompted, everything = OPTIONS[case]
+    given = {"temperature": 0.0} | bound
     prompts = np.array(io["prompt_decoder_input_tokens"])
     prompts[0, 3:] = 0  # prompts of different lengths
     options = dict(
@@ -217,20 +217,20 @@ def test_options_of_one_call_are_t5xs(case, golden):
     tokens, aux = predict(ours, target.params, inputs, prompts, **options)
     np.testing.assert_array_equal(tokens, expected[0])
     np.testing.assert_allclose(aux["scores"], expected[1]["scores"], rtol=1e-5, atol=1e-4)
-    assert given.keys() == {"temperature", *said}  # T5X writes into it; we do not
+    assert given.keys() == {"temperature", *bound}  # T5X writes into it; we do not
 
 
 @pytest.mark.slow
 def test_a_decode_function_sets_the_sampling(golden):
     _, io, target = golden
     options = dict(temperature=0.7, topk=0, topp=0.9, decode_rng=jax.random.PRNGKey(3))
-    said = speculative(target, decode_fn=functools.partial(decoding.temperature_sample, **options))
+    bound = speculative(target, decode_fn=functools.partial(decoding.temperature_sample, **options))
     meant = speculative(target, sampling=sd.SamplingConfig(temperature=0.7, top_p=0.9))
     for keys in (dict(rng=jax.random.PRNGKey(4)), {}):
         other = keys or dict(rng=options["decode_rng"])
         (tokens, aux), (expected, scores) = (
             predict(model, target.params, io["encoder_input_tokens"], **key)
-            for model, key in ((said, keys), (meant, other))
+            for model, key in ((bound, keys), (meant, other))
         )
         np.testing.assert_array_equal(tokens, expected)
         np.testing.assert_allclose(aux["scores"], scores["scores"], rtol=1e-5)

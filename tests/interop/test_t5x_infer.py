@@ -96,11 +96,13 @@ def config(folder: pathlib.Path, output: pathlib.Path, *argv) -> subprocess.Comp
     )
 
 
-def infer(folder: pathlib.Path, output: pathlib.Path, *argv, says: tuple[str, ...] = ()) -> list:
-    """`python -m t5x.infer` writes the inputs' order; `says` is on standard error."""
+def infer(
+    folder: pathlib.Path, output: pathlib.Path, *argv, stderr_parts: tuple[str, ...] = ()
+) -> list:
+    """`python -m t5x.infer` writes the inputs' order; `stderr_parts` are on standard error."""
     done = config(folder, output, *argv)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert all(part in done.stderr for part in says), done.stderr[-3000:]
+    assert all(part in done.stderr for part in stderr_parts), done.stderr[-3000:]
     (path,) = output.glob("*.jsonl-*-of-?????")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -118,7 +120,7 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
         checkpoint,
         "--gin_file=t5x/speculative.gin",
         f"--gin.DRAFTER='{tmp_path / 'drafter'}'",
-        says=(
+        stderr_parts=(
             f"specdec_jax: drafter {tmp_path / 'drafter'}, gamma 4; verifier block; decodes the "
             "argmax, where",
             "of no effect here: models.EncoderDecoderModel.decode_fn",
@@ -129,8 +131,11 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
     assert [line["prediction"] for line in ours] == io["greedy_eos1"].tolist() and ours == plain
     for name in ("lookup", "exit:1", "self:int8"):
         drafting = "--gin_file=t5x/speculative.gin", f"--gin.DRAFTER='{name}'"
-        says = (", gamma 4; verifier block; decodes the argmax", "specdec_jax: 2 batches")
-        assert infer(tmp_path, tmp_path / name, checkpoint, *drafting, says=says) == plain
+        stderr_parts = (", gamma 4; verifier block; decodes the argmax", "specdec_jax: 2 batches")
+        assert (
+            infer(tmp_path, tmp_path / name, checkpoint, *drafting, stderr_parts=stderr_parts)
+            == plain
+        )
     monkeypatch.setenv("T5X_TASK_FILE", str(tmp_path / "task.tsv"))
     flags = [
         "--task=specdec_ids",

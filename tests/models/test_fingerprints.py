@@ -27,7 +27,7 @@ from specdec_jax.models.vocabularies import (
 
 cache = command_line.cache
 pytestmark = pytest.mark.usefixtures("quick")
-# What the bundled drafter's folder said of its target when only corners counted.
+# What the bundled drafter's folder stored of its target when only corners counted.
 OF_CORNERS = "40f9e0e74796a2e96846b661c1c5c51d4e5b16137fb16746914415cb8bcd54a1"
 SHAPES = {
     "t5": tiny_t5(1).config,
@@ -259,14 +259,14 @@ def test_a_job_that_resumes_with_other_files_under_the_same_paths_is_rejected(
             lambda: monkeypatch.setattr(generate.importlib.metadata, "version", lambda _: "0.0"),
         ),
     ]
-    for drafting, said, change in cases:
+    for drafting, difference, change in cases:
         (tmp_path / "out.partial").unlink(missing_ok=True)
         assert run(drafting)[0] == 130 == run(drafting)[0], "the same job resumes"
         change()
         code, out, err = run(drafting)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert (
-            f"out.partial: got results with {said} " in err
+            f"out.partial: got results with {difference} " in err
             and "remove the file to begin anew" in err
         )
         save()

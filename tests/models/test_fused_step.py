@@ -35,7 +35,7 @@ def as_on_a_tpu(monkeypatch):
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
 
 
-def forced(monkeypatch, interpret) -> list[tuple[int, ...]]:
+def run_as_kernel(monkeypatch, interpret) -> list[tuple[int, ...]]:
     """Runs calls as the kernel where a TPU would; returns their shapes (B, T, D)."""
     found, step = [], functools.partial(fused_step.decode_states, interpret=interpret)
 
@@ -100,7 +100,7 @@ def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
     Pallas' interpreter of TPUs makes a copy only when it is awaited, and begins with NaN in all
     memory: a buffer that is read too early, or refilled while it is in use, gives other numbers.
     """
-    calls = forced(monkeypatch, pltpu.InterpretParams())
+    calls = run_as_kernel(monkeypatch, pltpu.InterpretParams())
     if shape.get("mlp_dim"):
         monkeypatch.setattr(fused_step, "_PIECES", (2,))
     network = t5(**shape).network
@@ -151,7 +151,7 @@ def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
 
 def test_numbers_at_the_first_and_the_last_slots(monkeypatch):
     """There the bias's row is shifted as far as it can be."""
-    calls = forced(monkeypatch, True)
+    calls = run_as_kernel(monkeypatch, True)
     network = t5(dtype="float32", relative_bias_per_layer=True).network
 
     @jax.jit
@@ -172,7 +172,7 @@ def test_numbers_at_the_first_and_the_last_slots(monkeypatch):
 
 def test_tokens_are_those_of_the_layers(monkeypatch):
     """Of a greedy decode: the kernel drafts, over two positions in every step."""
-    calls = forced(monkeypatch, True)
+    calls = run_as_kernel(monkeypatch, True)
     target = t5(decoder_layers=1)
     drafter, found = sd.ModelDrafter(laid_out(noisy_copy(target, 0.05))), []
     for gamma, setting in ((3, ""), (2, "off")):  # with one γ the first program would be used again

@@ -100,7 +100,7 @@ def test_self_attention_is_that_of_the_mathematics(dtype, batch, length, slots, 
         assert buffer.shape == given.shape and buffer.dtype == given.dtype
         for row, start in enumerate(
             starts
-        ):  # live slots hold what was written, all others what was there
+        ):  # valid slots hold what was written, all others what was there
             rows = np.asarray(buffer, np.float64).reshape(batch, *buffer.shape[-3:])[row]
             np.testing.assert_array_equal(
                 rows[:, : start + length], cache[row][:, : start + length]
@@ -262,11 +262,11 @@ class TestTrial:
             return gpu_attention.fits(KVCache.empty(1, 2, 16, 16, dtype, heads_per_tile=1), 3)
 
         assert fits("bfloat16") and not fits("float32")
-        told = (
+        message = (
             "XLA's attention is (dtype float32, features 16, queries 16): a self-test gave other "
             "numbers\n"
         )
-        assert capsys.readouterr().err.endswith(told)
+        assert capsys.readouterr().err.endswith(message)
 
     def test_wrong_numbers_are_reported(self, monkeypatch, capsys):
         kernel = gpu_attention.attend_to_cache

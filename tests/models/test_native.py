@@ -236,20 +236,20 @@ def test_failures_are_reported_and_remembered(
     assert not native.available() and native.origin() is None and settings == []
     assert re.fullmatch(f"kernel: not used: {reason}", native.state())
     assert capsys.readouterr().err.splitlines()[1:] == [f"specdec_jax: {native.state()}"]
-    said = native.state()
+    state = native.state()
     assert (
-        again() == f"{said} (remembered for a day; SPECDEC_KERNEL=rebuild tries again)"
+        again() == f"{state} (remembered for a day; SPECDEC_KERNEL=rebuild tries again)"
         and calls(tmp_path) == 1
     )
     assert names(tmp_path) == ["cache", "calls", "fake"] and [
         name[-5:] for name in kernels(tmp_path)
     ] == [".json"]
     monkeypatch.setenv(native.SETTING, "rebuild")
-    assert again() == said and calls(tmp_path) == 2
+    assert again() == state and calls(tmp_path) == 2
     monkeypatch.delenv(native.SETTING)
     record = next((tmp_path / "cache").rglob("*.json"))
     os.utime(record, (time.time() - 2 * native._FORGOTTEN,) * 2)
-    assert again() == said and calls(tmp_path) == 3
+    assert again() == state and calls(tmp_path) == 3
 
 
 @needs_compiler

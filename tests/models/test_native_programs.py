@@ -60,17 +60,17 @@ print("same" if len(others) == 24 and all(others) else "different")
 
 def test_threads():
     """NPROC's number of threads in XLA's pool gives the same bits, and callers do not hang."""
-    said = []
+    printed = []
     for threads in ("1", "2", "5"):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": threads}
         command = [sys.executable, "-c", CHILD]
-        said.append(
+        printed.append(
             subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         )
-    assert [(child.returncode, child.stdout.split()[1:]) for child in said] == [
+    assert [(child.returncode, child.stdout.split()[1:]) for child in printed] == [
         (0, ["same"])
-    ] * 3, said
-    assert len({child.stdout for child in said}) == 1
+    ] * 3, printed
+    assert len({child.stdout for child in printed}) == 1
 
 
 def normal(*shape):

@@ -134,17 +134,17 @@ def test_peak_memory_is_near_the_size_of_8_bits(quantize, tmp_path):
 
 
 def test_the_choice_is_printed(tmp_path):
-    folder, said = save_tiny(tmp_path / "model"), []
+    folder, printed = save_tiny(tmp_path / "model"), []
     for quantize in (None, "none"):
-        sd.load(folder, quantize=quantize, say=said.append)
+        sd.load(folder, quantize=quantize, say=printed.append)
     sd.save(tiny_t5(1), tmp_path / "float32")
-    sd.load(tmp_path / "float32", quantize="int8", say=said.append)
-    sd.load(folder, quantize="w8a8", say=said.append)
+    sd.load(tmp_path / "float32", quantize="int8", say=printed.append)
+    sd.load(folder, quantize="w8a8", say=printed.append)
     default, end = (
         "in float32, the default on a CPU",
         " (dtype=, or --dtype on the command line, chooses another)",
     )
-    assert said == [
+    assert printed == [
         f"loading {folder} {default}, with the 8-bit weights it is stored with{end}",
         f"loading {folder} {default}{end}",
         f"loading {tmp_path / 'float32'} {default}, with weights rounded to 8 bits{end}",
@@ -222,7 +222,7 @@ def test_a_preset_in_8_bits(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, printed",
     [
         (dict(quantize="int4"), "quantize: got 'int4', expected one of int8, w8a8, none"),
         (dict(quantize="int8", mesh="1x1"), "quantize: got 'int8' with mesh='1x1'"),
@@ -231,7 +231,7 @@ def test_a_preset_in_8_bits(monkeypatch):
         (dict(quantize="w8a8", dtype="bfloat16"), "quantize: got 'w8a8' with dtype='bfloat16'"),
     ],
 )
-def test_options_are_rejected_before_a_model_is_loaded(given, said):
+def test_options_are_rejected_before_a_model_is_loaded(given, printed):
     for options in (dict(target="absent"), dict(preset="t5_1_1/small")):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=printed):
             benchmark_command.BenchmarkOptions(**options, **given).check()

@@ -220,7 +220,7 @@ def test_umt5s_tensors(model, tmp_path):
     assert sd.load(tmp_path / "t5x", "float32").fingerprint == there.fingerprint
     sd.convert(tmp_path / "t5x", tmp_path / "back", "huggingface")
     assert sd.load(tmp_path / "back", "float32").fingerprint == there.fingerprint
-    said = [
+    configs = [
         json.loads((place / "config.json").read_text())
         for place in (GOLDEN / "hf_umt5", tmp_path / "back")
     ]
@@ -231,7 +231,7 @@ def test_umt5s_tensors(model, tmp_path):
         "num_decoder_layers",
         "feed_forward_proj",
     )
-    assert [said[0][name] for name in kept] == [said[1][name] for name in kept]
+    assert [configs[0][name] for name in kept] == [configs[1][name] for name in kept]
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_the_bundled_pair_decodes_what_it_does_widened(dtype, optimised):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stored_8_bits_are_used_as_they_are_only_if_asked_for(dtype, tmp_path):
-    folder, said = save_tiny(tmp_path / "model"), []
+    folder, printed = save_tiny(tmp_path / "model"), []
     asked, default = (sd.load(folder, dtype, quantize=how) for how in ("int8", None))
     assert asked.quantized and not default.quantized
     leaves = native_format.open_folder(folder).leaves
@@ -151,8 +151,8 @@ def test_stored_8_bits_are_used_as_they_are_only_if_asked_for(dtype, tmp_path):
         if name.endswith("/kernel"):
             values, scales = leaves[name].parts
             assert_kernel(found, values.load(np.int8), scales.load(np.float32)[0])
-    sd.load(folder, quantize="int8", say=said.append)
-    assert "with the 8-bit weights it is stored with (dtype" in said[0]
+    sd.load(folder, quantize="int8", say=printed.append)
+    assert "with the 8-bit weights it is stored with (dtype" in printed[0]
 
 
 @pytest.mark.parametrize("form", TIED)

@@ -25,7 +25,7 @@ WRONG = {
         "positions",
         lambda: cache.append(update, update, jnp.zeros(B + 1, jnp.int32)),
     ),
-    "a live mark for each row": (
+    "a valid mark for each row": (
         "valid",
         lambda: apply_kernel(logits, logits[0].T, jnp.float32, ids[:, 0] > 0),
     ),

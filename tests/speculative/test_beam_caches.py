@@ -78,7 +78,7 @@ def started(target, drafter, **options):
 
 
 def histories(state):
-    """(row, beam, its tokens) of every live beam that is one."""
+    """(row, beam, its tokens) of every active beam that is one."""
     for row in range(len(state.steps)):
         for beam in range(state.config.beams):
             if state.live.scores[row, beam] > -1e6 and not state.done[row]:

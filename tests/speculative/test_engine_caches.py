@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 def poisoned(state):
-    """NaN in every self-attention slot past the live length, junk ids past every row's length."""
+    """NaN in every self-attention slot past the valid length, junk ids past every row's length."""
     last = state.lengths - 1
 
     def poison(cache, valid):
@@ -76,7 +76,7 @@ def fed_at_once(network, tokens, cache):
 
 
 def assert_caches_are_complete(state, draft_model, target_too=True) -> int:
-    """The live slots of both caches hold what feeding the committed tokens at once gives.
+    """The valid slots of both caches hold what feeding the committed tokens at once gives.
 
     Returns in how many rows the drafter has tokens to catch up with.
     """

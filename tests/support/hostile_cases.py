@@ -295,7 +295,7 @@ settings(
     "own", "config.json", {"eos_ids": (["x"], [True]), "start_token": ("x", 1.5)}, names="model"
 )
 GPT = {"vocab_size": 9, "emb_dim": 4, "num_heads": 1, "num_decoder_layers": 1, "mlp_dim": 4}
-SAID = {
+DECLARED = {
     "format": "specdec_jax",
     "version": 1,
     "kind": "t5x",
@@ -305,10 +305,10 @@ SAID = {
     "vocabulary": None,
 }
 case(
-    "T5X: said to be a GPT",
+    "T5X: declared as a GPT",
     "legacy",
     "checkpoint_7/config.json",
-    lambda path: path.write_text(json.dumps(SAID)),
+    lambda path: path.write_text(json.dumps(DECLARED)),
 )
 settings(
     "heads",

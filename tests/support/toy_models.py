@@ -260,12 +260,12 @@ class EchoNetwork(Headless):
 
     def decode(self, tokens, positions, cache, valid=None):
         slots = positions[:, None] + jnp.arange(tokens.shape[1])
-        said = jnp.take_along_axis(cache, jnp.minimum(slots, cache.shape[1] - 1), axis=1)
+        echoed = jnp.take_along_axis(cache, jnp.minimum(slots, cache.shape[1] - 1), axis=1)
         if self.wrong:
-            said = jnp.where(
-                slots % self.wrong == self.wrong - 1, (said + 1) % self.vocab_size, said
+            echoed = jnp.where(
+                slots % self.wrong == self.wrong - 1, (echoed + 1) % self.vocab_size, echoed
             )
-        return 8 * jax.nn.one_hot(said, self.vocab_size), cache
+        return 8 * jax.nn.one_hot(echoed, self.vocab_size), cache
 
 
 class EchoModel:

@@ -269,15 +269,15 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
     monkeypatch.setattr(train, "train_step", train_step)
     calls.clear()
     distill.run(config)
-    said = capsys.readouterr().err
-    assert not calls and re.search(r"resumed at step \d of 12", said)
+    printed = capsys.readouterr().err
+    assert not calls and re.search(r"resumed at step \d of 12", printed)
     for line in (
         "needs 0 outputs of the target",
         "takes about ",
         "kept: step ",
         "next: specdec benchmark --target=",
     ):
-        assert line in said
+        assert line in printed
     held_out = (pathlib.Path(config.output_dir) / "validation.txt").read_text().splitlines()
     assert len(held_out) == 24 and "\t" not in "".join(held_out)
     assert outputs(config.output_dir) == outputs(undisturbed)

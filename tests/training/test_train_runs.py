@@ -127,8 +127,10 @@ def test_a_run_resumes_with_another_schedule_but_no_other_model(
     subprocess.run(["cp", "-r", finished[0].output_dir, output], check=True)
     config = config_of(language, output, steps=20, decay_steps=8)
     train.fit(config)
-    said = capsys.readouterr().err
-    assert "resumed at step 12 of 20" in said and "changed since step 12: steps 12 -> 20" in said
+    printed = capsys.readouterr().err
+    assert (
+        "resumed at step 12 of 20" in printed and "changed since step 12: steps 12 -> 20" in printed
+    )
     assert [r["step"] for r in records(output)] == [4, 6, 8, 12, 12, 16, 18, 20, 20]
     train.fit(config)
     assert "resumed at step 20 of 20" in capsys.readouterr().err and len(records(output)) == 9
@@ -295,15 +297,15 @@ def test_progress_shows_step_loss_speed_and_time_left(tmp_path, terminal):
         reporter.advance(15)
         reporter.training(15, 3.25, 1234.5)
         reporter.validation(15, 3.5, {"a": 3.0, "b": 4.0}, best=True)
-    said = console.file.getvalue()
+    printed = console.file.getvalue()
     assert (
-        "loss 3.250, 1,234 pieces/s" in said
-        and "validation loss 3.5000 (a 3.0000, b 4.0000) (best)" in said
+        "loss 3.250, 1,234 pieces/s" in printed
+        and "validation loss 3.5000 (a 3.0000, b 4.0000) (best)" in printed
     )
     assert (
-        ("15/20" in said)
-        and (("━" in said) == terminal)
-        and re.search(r"[\d-]:[\d-]{2}:[\d-]{2}", said)
+        ("15/20" in printed)
+        and (("━" in printed) == terminal)
+        and re.search(r"[\d-]:[\d-]{2}:[\d-]{2}", printed)
     )
     assert [r["step"] for r in records(tmp_path)] == [15, 15]
 
@@ -491,15 +493,15 @@ def test_a_killed_and_an_interrupted_run_end_as_an_uninterrupted_one(command, tm
     first = max(finished(), default=0)
     wait_for(process, lambda: max(finished(), default=0) > first + 4)
     process.terminate()
-    said = process.communicate()[1]
-    assert process.returncode == 143 and "is saved; the same command resumes from there" in said, (
-        said
-    )
+    printed = process.communicate()[1]
+    assert (
+        process.returncode == 143 and "is saved; the same command resumes from there" in printed
+    ), printed
     process = command(broken)
-    said = process.communicate()[1]
-    assert process.returncode == 0 and "resumed at step" in said, said
-    said = reference.communicate()[1]
-    assert reference.returncode == 0, said
+    printed = process.communicate()[1]
+    assert process.returncode == 0 and "resumed at step" in printed, printed
+    printed = reference.communicate()[1]
+    assert reference.returncode == 0, printed
     assert jax.tree.all(jax.tree.map(np.array_equal, final_params(straight), final_params(broken)))
 
     def validation(output):

@@ -234,10 +234,10 @@ def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(
         ["50"] if how == "killed" else ["50", "80"]
     )
     again = train.fit(config)
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
-        f"resumed at step {50 if how == 'killed' else 80} of 120" in said
-        and " blocks of 32 pieces" in said
+        f"resumed at step {50 if how == 'killed' else 80} of 120" in printed
+        and " blocks of 32 pieces" in printed
     )
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
