@@ -1,5 +1,4 @@
-"""Runs tests on the CPU, in float32 unless a test asks for more, and with the same examples every
-time."""
+"""Runs tests on the CPU, in float32 unless a test asks for more, with fixed examples."""
 
 import gc
 import importlib.util
@@ -71,8 +70,7 @@ def kernel():
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_measured():
-    """Makes `gamma="auto"` mean 4, as on a mesh, since measuring every toy model would take most of
-    the time.
+    """Makes `gamma="auto"` mean 4, as on a mesh, since measuring every toy model takes long.
 
     `test_adaptive_gamma.py` measures.
     """
@@ -119,8 +117,10 @@ def language(tmp_path_factory):
 
 @pytest.fixture
 def load_script():
-    """Returns a function that loads `scripts/<name>.py` as a module; the flags it defines are
-    removed afterwards."""
+    """Returns a function that loads `scripts/<name>.py` as a module.
+
+    The flags it defines are removed afterwards.
+    """
     before = set(FLAGS)
 
     def load(name: str):

@@ -193,9 +193,9 @@ class VerticalCascade(DrafterPair):
             logits, cache = network.decode(
                 jnp.take_along_axis(proposed, places, axis=1), cached, cache
             )
-            judging = jnp.minimum(lag[:, None] + offsets, width)[..., None]
+            scored = jnp.minimum(lag[:, None] + offsets, width)[..., None]
             logits = jnp.take_along_axis(
-                model_drafter.widened(logits, config.vocab_size), judging, axis=1
+                model_drafter.widened(logits, config.vocab_size), scored, axis=1
             )
             verified, dist = verify(view, guess, logits)
 

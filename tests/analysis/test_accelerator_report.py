@@ -1,5 +1,4 @@
-"""`scripts/accelerator_report.py`: a line for each figure, whatever happens to it, none measured
-twice, and the page that draws them."""
+"""Tests `scripts/accelerator_report.py`: a line per figure, none measured twice, and its page."""
 
 import html
 import json
@@ -48,7 +47,7 @@ def script(load_script):
 
 
 @pytest.mark.parametrize("trial", [None, "a self-test gave other numbers"])
-def test_the_machine_says_which_kernels_run(trial, monkeypatch):
+def test_the_record_names_the_kernels_that_run(trial, monkeypatch):
     """Figures with and without them are not of one file."""
     for kind, module in (("gpu", gpu_attention), ("tpu", fused_step_selftest)):
         monkeypatch.setattr(module.SELF_TEST, "result", lambda: trial)
@@ -158,17 +157,17 @@ def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys)
     assert len(made) == 1 and len(path.read_text().splitlines()) == 6
 
 
-def test_what_does_not_compile_is_said_at_once(script, monkeypatch, tmp_path):
+def test_what_does_not_compile_is_reported_at_once(script, monkeypatch, tmp_path):
     """Not after the other programs of the stage, which may take minutes."""
-    said, texts = threading.Event(), []
+    reported, texts = threading.Event(), []
 
     def say(text):
         texts.append(text)
         if "big: MemoryError: no room" in text:
-            said.set()
+            reported.set()
 
     def slow(pair):
-        assert said.wait(20)
+        assert reported.wait(20)
         return lambda: jnp.zeros(2)
 
     monkeypatch.setattr(script, "say", say)

@@ -1,4 +1,4 @@
-"""Acceptance by depth, of chains and of trees: by walking drafts along outputs, and its identities."""
+"""Tests acceptance by depth, of chains and of trees, by walking drafts along outputs."""
 
 import itertools
 
@@ -92,7 +92,7 @@ def test_above_temperature_0():
     assert found.by_depth["block"] != found.by_depth["token"]
 
 
-def test_nothing_is_said_of_depths_that_no_output_has():
+def test_depths_that_no_output_has_are_left_out():
     found = score("block", max_new_tokens=2)
     assert len(found.by_depth["block"]) == 2 and len(found.survival["block"]) == 3
     assert {len(rates) for rates in found.hit_rate_by_depth["top"]} == {2}

@@ -104,7 +104,7 @@ def test_record(measured):
     assert record["target"]["parameters"] == record["drafter"]["parameters"] > 0
 
 
-def test_summary_says_what_the_record_says(measured):
+def test_summary_shows_the_record(measured):
     record, _ = measured
     text = summaries.benchmark_summary(record)
     assert (
@@ -210,8 +210,7 @@ def test_both_layouts_of_the_products_are_timed(monkeypatch):
 
 
 def test_bare_products_of_calls_and_drafts(target):
-    """Those of γ + 1 rows for every row; and the drafter's own weights, where its model's are
-    what it multiplies with."""
+    """The products are those of γ + 1 rows per row, with the drafter's own weights."""
     variants = matmul_roofline.bare_variants(target, ModelDrafter(target), 2, (1, 3))
     assert {name: variant.args[1].shape[0] for name, variant in variants.items()} == {
         "bare verify 1": 4,
@@ -266,9 +265,8 @@ def test_calls_without_a_draft_cost_a_step():
     assert predicted["with_counts"] == pytest.approx((2 + 8) / (2 + 3 * 1.0 + 1.2))
 
 
-def test_shares_add_up_or_are_not_told(measured):
-    """Where single steps come to more than the whole, the machine was another while they were
-    timed."""
+def test_shares_add_up_or_are_left_out(measured):
+    """Steps that add up to more than the whole have no shares: the machine's speed changed."""
     parts = {"draft steps": 1.0, "target calls": 2.0}
     assert predictions.shares(parts, 4.0) == {
         "draft steps": 0.25,
@@ -298,9 +296,9 @@ def test_shares_add_up_or_are_not_told(measured):
 def test_there_is_no_verdict_where_nothing_was_drafted(measured):
     record = json.loads(json.dumps(measured[0]))
     record["speculative"][0]["stats"]["drafted"] = 0
-    said = "no verdict: drafter drafted nothing; try a model as the drafter\n"
+    message = "no verdict: drafter drafted nothing; try a model as the drafter\n"
     record["drafter"]["name"] = "drafter"
-    assert summaries.benchmark_summary(record).startswith(said)
+    assert summaries.benchmark_summary(record).startswith(message)
     record |= {"verdicts": [], "speculative": []}
     assert summaries.benchmark_summary(record).startswith(
         "no verdict: --synthetic_alpha times whole decodes\n"
@@ -434,14 +432,11 @@ def verified_state(network, verifier, gamma=2):
 
 @pytest.mark.parametrize("verifier", SAMPLED)
 def test_the_timed_verification_is_the_engines(target, verifier):
-    """Step by step, by hand: what follows the accepted tokens is fed next, draws are keyed by how
-    many there were."""
+    """Step by step: the token after the accepted ones is fed next; keys depend on their number."""
     network, state = target.network, verified_state(target.network, verifier)
     tokens, accepted, cache = np.ones((2, 3), np.int32), np.zeros(2, np.int32), state.target_cache
-    dist, verify = (
-        Categorical.from_logits(jax.numpy.zeros((2, 3, network.vocab_size))),
-        jax.jit(iteration.verify),
-    )
+    dist = Categorical.from_logits(jax.numpy.zeros((2, 3, network.vocab_size)))
+    verify = jax.jit(iteration.verify)
     for _ in range(3):
         logits, cache = near_ties._decode(network, tokens, state.lengths - 1, cache)
         before = dist and Categorical(dist.logits[:, :-1], dist.log_normalizer[:, :-1])
@@ -459,8 +454,7 @@ def test_the_timed_verification_is_the_engines(target, verifier):
 
 @pytest.mark.parametrize("verifier", SAMPLED)
 def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
-    """Outside of it no numbers of the vocabulary's width (97, which nothing else here has) are
-    computed for its body.
+    """Nothing of the vocabulary's width (97) is computed outside of the loop for its body.
 
     Whole numbers may be: the random generator's counters are the same in every step, here and in
     the engine's loop.

@@ -1,5 +1,4 @@
-"""`specdec benchmark --num_beams` on a tiny random pair: what is counted, reported, drawn and
-rejected."""
+"""Tests `specdec benchmark --num_beams` on a tiny random pair."""
 
 import dataclasses
 import json
@@ -87,7 +86,7 @@ def test_record(measured, target, batches):
             <= variant["improvement"]["median"]
             <= variant["improvement"]["most"]
         )
-    # The target's own tree has every live beam, even as narrow as there are beams: but for the
+    # The target's own tree has every active beam, even as narrow as there are beams: but for the
     # last, three steps a call.
     assert narrow["calls_over_plain"] < 0.5 and wide["calls_over_plain"] < 0.5
     assert record["greedy"]["improvement"]["median"] > 0 and record["sentences"] == 3
@@ -102,16 +101,14 @@ def test_levels_are_by_default_those_of_generate(target, batches):
     found = sd.generate(
         target, batches[0].inputs, drafter=sd.ModelDrafter(target), num_beams=2, max_new_tokens=8
     )
-    searched, decoded = (
-        benchmark_command.BenchmarkOptions(num_beams=2),
-        benchmark_command.BenchmarkOptions(),
-    )
+    searched = benchmark_command.BenchmarkOptions(num_beams=2)
+    decoded = benchmark_command.BenchmarkOptions()
     assert searched.gammas == found.stats.examined_by_position.shape == (3,) and decoded.gammas == (
         4,
     )
 
 
-def test_summary_says_what_the_record_says(measured):
+def test_summary_shows_the_record(measured):
     record, _ = measured
     text = summaries.benchmark_summary(record)
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
@@ -173,7 +170,8 @@ def test_wrong_tokens_are_reported(target, batches, options):
         (2, 1, False),
     ]
     assert problems == [
-        "t5x: got other tokens than plain decoding for sentences 2, 3, expected the same but for near-ties"
+        "t5x: got other tokens than plain decoding for sentences 2, 3, expected the same but for "
+        "near-ties"
     ]
     text = summaries.benchmark_summary(record)
     assert (

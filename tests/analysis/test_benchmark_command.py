@@ -1,5 +1,4 @@
-"""`specdec benchmark`: what it shows while it runs, what its options reject, and what survives a
-failure."""
+"""Tests `specdec benchmark`: progress, rejected options, and what survives a failure."""
 
 import copy
 import dataclasses
@@ -89,8 +88,7 @@ def test_lossy_verifier_in_the_speculative_variant(batches, target):
 
 
 def test_block_verification_has_no_rate_to_predict_from(target, batches, options, measured):
-    """It verifies a draft as a whole; the engine then gives no rate, and neither does the sum over
-    the batches."""
+    """Block verification verifies a draft as a whole: neither engine nor sum gives a rate."""
     block = dataclasses.replace(options, verifier="block", temperature=1.0).decoding()
     result = decoding_generate.generate(
         target,
@@ -112,8 +110,11 @@ def test_block_verification_has_no_rate_to_predict_from(target, batches, options
     accepted_text = ", ".join(
         f"{count / stats['target_calls']:.2f}" for count in stats["accepted_by_position"]
     )
-    said = f"{stats['accepted_per_target_call']:.2f} drafted tokens are accepted per call, by position {accepted_text}"
-    assert f"tokens per target call; {said}" in summaries.benchmark_summary(record)
+    line = (
+        f"{stats['accepted_per_target_call']:.2f} drafted tokens are accepted per call, by "
+        f"position {accepted_text}"
+    )
+    assert f"tokens per target call; {line}" in summaries.benchmark_summary(record)
 
 
 @pytest.mark.parametrize("fails", ["print", "write"])

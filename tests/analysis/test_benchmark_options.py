@@ -140,8 +140,7 @@ def test_what_cannot_be_compared_is_rejected(change, message, options, monkeypat
 
 
 def test_plot_of_wall_time():
-    """A bar for every way of decoding, in milliseconds for each token, another implementation
-    first."""
+    """The plot has a bar per way of decoding, in ms per token, the other implementation first."""
 
     def variant(median, tokens, **more):
         return {

@@ -1,5 +1,4 @@
-"""`specdec benchmark --tree` on a tiny random pair: what is timed, counted, reported, drawn and
-rejected."""
+"""Tests `specdec benchmark --tree` on a tiny random pair."""
 
 import dataclasses
 import functools
@@ -116,8 +115,7 @@ def test_record(measured, target, batches):
 
 
 def test_predicted_tokens_are_those_of_the_hit_rate_measured(measured, target, options, batches):
-    """Here the drafter is the target, so that every call commits a whole branch, but for ends of
-    outputs."""
+    """The drafter is the target: every call commits a whole branch, but for ends of outputs."""
     static, dynamic = measured[0]["trees"]
     assert static["predicted"] == pytest.approx(4) and static["prediction"] == "top"
     assert (dynamic["predicted"], dynamic["prediction"]) == (None, "dynamic")
@@ -153,7 +151,7 @@ def test_predicted_tokens_are_those_of_the_hit_rate_measured(measured, target, o
     assert unscored == {"predicted": None, "prediction": "unscored"}
 
 
-def test_summary_and_figures_say_what_the_record_says(measured):
+def test_summary_and_figures_show_the_record(measured):
     record, _ = measured
     text = summaries.benchmark_summary(record)
     static, gain = record["trees"][0], record["tree_over_chain"]["improvement"]
@@ -165,8 +163,8 @@ def test_summary_and_figures_say_what_the_record_says(measured):
     )
     assert f"v of its nodes {static['verify_cost']:.3f}" in text
     assert (
-        "predicted    4.00 tokens per target call (top-k hit rate by k most probable ids; as if every node"
-        in text
+        "predicted    4.00 tokens per target call (top-k hit rate by k most probable ids; as if "
+        "every node" in text
     )
     assert "  no prediction: the drafter's distribution shapes the tree\n" in text
     by_depth = ", ".join(
@@ -239,7 +237,10 @@ def test_wrong_tokens_are_reported_where_they_must_be_equal(
     assert [
         (item["input"], item["position"]) for item in record["trees"][0]["differences"]
     ] == found
-    message = f"tree {STATIC}: got other tokens than plain decoding for sentences 2, 3, expected the same but for near-ties"
+    message = (
+        f"tree {STATIC}: got other tokens than plain decoding for sentences 2, 3, expected the "
+        "same but for near-ties"
+    )
     assert problems == [message] * bool(found)
 
 

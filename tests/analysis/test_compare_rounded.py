@@ -1,5 +1,4 @@
-"""`tools/rounding.py` and `scripts/compare_rounded.py`: figures beside numpy's, moved weights,
-usage."""
+"""Tests `tools/rounding.py` and `scripts/compare_rounded.py` beside numpy."""
 
 import json
 
@@ -82,7 +81,7 @@ def test_figures_are_those_of_numpy(family):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_moved_by_up_to_half_a_step(tied):
-    """Those that are rounded: the embedding too where it is the head, whose columns are its rows."""
+    """Of rounded weights; the embedding is one where it is the head, with columns as its rows."""
     model = tiny_t5(0, V, logits_via_embedding=tied)
     before, after = (
         dict(jax.tree.leaves_with_path(one.params)) for one in (model, rounding.moved(model))
@@ -178,9 +177,7 @@ def test_usage(flags, message, run):
     ("text", "message"),
     [("", "got no lines"), ("A house.\tEin Haus.\n\n", "got 1 references for 2 lines")],
 )
-def test_files_that_say_too_little_are_rejected_before_a_model_is_loaded(
-    run, tmp_path, text, message
-):
+def test_incomplete_files_are_rejected_before_a_model_is_loaded(run, tmp_path, text, message):
     path = tmp_path / "text"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(app.UsageError, match=message):

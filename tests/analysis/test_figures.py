@@ -34,8 +34,10 @@ def test_table_1_to_the_digit(row):
 
 @pytest.mark.parametrize("row", paper.TABLE_4, ids=str)
 def test_table_4_to_the_digit(row):
-    """Three rows need more digits of α and c than were printed; numbers that are printed so give
-    their factor."""
+    """Three rows need more digits of α and c than were printed.
+
+    Numbers that are printed so give their factor.
+    """
     computed = formulas.improvement(row.alpha, row.gamma, row.cost_ratio)
     blurred = {
         ("EnDe", "T5-base", 1): 2.35,
@@ -165,8 +167,8 @@ def test_the_compilers_estimates_are_called_that():
     text = write_page([("tpu.json", ESTIMATE)])
     measured, _, estimated = text.partition("<h2>Estimated, not measured</h2>")
     assert (
-        "weights 22.4 GB, needed 23.4 of 32 GB on a device: fits. Arrays over a megabyte that loop bodies copy: 1."
-        in estimated
+        "weights 22.4 GB, needed 23.4 of 32 GB on a device: fits. Arrays over a megabyte that loop "
+        "bodies copy: 1." in estimated
     )
     cells = [
         "EnDe, t5_1_1/small",
@@ -194,7 +196,7 @@ def test_the_compilers_estimates_are_called_that():
     assert "does not fit" in write_page([("tpu.json", ESTIMATE | {"fits": False})])
 
 
-def test_what_was_not_measured_is_said():
+def test_what_was_not_measured_is_listed():
     """Each with its command, which the command line understands."""
     what = [
         "T5-XXL with T5-small on an accelerator",
@@ -249,7 +251,7 @@ def page(tmp_path):
     return write
 
 
-def test_the_page_says_what_the_records_say(page):
+def test_the_page_shows_the_records(page):
     text = page("report.html")
     cells = [
         re.findall("<t[dh][^>]*>(.*?)</t[dh]>", line) for line in re.findall("<tr>(.*?)</tr>", text)
@@ -342,7 +344,7 @@ def test_the_page_stands_alone_and_is_the_same_again(page):
     assert text == page("two.html")
 
 
-def test_forced_acceptance_is_marked_and_no_measured_alpha():
+def test_synthetic_acceptance_is_marked_and_no_measured_alpha():
     record = json.loads(json.dumps(BENCHMARK)) | {
         "options": BENCHMARK["options"] | {"preset": "t5_1_1/large"},
         "trees": [],

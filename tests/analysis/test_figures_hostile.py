@@ -1,5 +1,4 @@
-"""Records that somebody else wrote: what is in them is shown as text, or rejected in one line that
-names the file."""
+"""Records by others are shown as text, or rejected in one line that names the file."""
 
 import copy
 import html.parser
@@ -50,7 +49,8 @@ ELEMENTS = set(
     "html head meta title style body h1 h2 h3 h4 p i code pre span table caption tr th td".split()
 )
 DRAWN = set(
-    "svg metadata rdf:rdf cc:work dc:type dc:format dc:creator cc:agent dc:title defs g path use text clippath rect "
+    "svg metadata rdf:rdf cc:work dc:type dc:format dc:creator cc:agent dc:title defs g path use "
+    "text clippath rect "
     "tspan".split()
 )
 ATTRIBUTES = {
@@ -130,7 +130,7 @@ def leaves(value, path=()):
         yield from leaves(item, (*path, key))
 
 
-def at(record, path):
+def get_container(record, path):
     for key in path:
         record = record[key]
     return record
@@ -138,14 +138,14 @@ def at(record, path):
 
 def replaced(record, path, value):
     record = copy.deepcopy(record)
-    at(record, path[:-1])[path[-1]] = value
+    get_container(record, path[:-1])[path[-1]] = value
     return record
 
 
 def renamed(record, path, key):
     """With another key in the place of the last one in `path`, in the same order."""
     record = copy.deepcopy(record)
-    owner = at(record, path[:-1])
+    owner = get_container(record, path[:-1])
     items = [(key if name == path[-1] else name, item) for name, item in owner.items()]
     owner.clear()
     owner.update(items)
@@ -187,7 +187,7 @@ def is_text(value) -> bool:
 def test_markup_in_every_text_is_shown_as_text(shown, kind):
     """All texts of a record at once, but for those out of a fixed set."""
     record, count = KINDS[kind], 0
-    for path in [path for path in leaves(record) if is_text(at(record, path))]:
+    for path in [path for path in leaves(record) if is_text(get_container(record, path))]:
         changed = replaced(record, path, HOSTILE)
         try:
             records.parse(changed)
@@ -276,7 +276,7 @@ def test_a_suites_lines_are_checked_each(shown):
 )
 def test_more_than_can_be_drawn_is_rejected_at_once(shown, kind, path):
     start = time.monotonic()
-    assert not shown(replaced(KINDS[kind], path, at(KINDS[kind], path)[-1:] * 50_000))
+    assert not shown(replaced(KINDS[kind], path, get_container(KINDS[kind], path)[-1:] * 50_000))
     assert time.monotonic() - start < 5
 
 
@@ -293,8 +293,7 @@ def test_the_greatest_tree_is_drawn(shown):
 
 
 def test_names_are_drawn_as_they_are(shown):
-    """Neither as formulas nor over the whole width; glyphs that matplotlib's font lacks are the
-    browser's affair."""
+    """Names are neither formulas nor wider than the page; the browser has the glyphs."""
     page = shown(
         replaced(KINDS["compared"], ("variants", 0, "variant"), "$\\frac{1}{2}$ _学 " + "x" * 500)
     )

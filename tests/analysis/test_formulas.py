@@ -40,7 +40,7 @@ def test_operations_by_simulation():
         formulas.operations(0.5, 1, -1)
 
 
-def test_acceptance_rate_is_what_coins_say():
+def test_acceptance_rate_is_that_of_coin_flips():
     """Theorem 3.5, corollary 3.6 and section A.5, on random distributions."""
     rng = np.random.default_rng(1)
     p, q = rng.dirichlet([0.5] * 5, 3), rng.dirichlet([0.5] * 5, 3)
@@ -119,7 +119,7 @@ def test_rejects_costs():
 
 
 def test_the_standard_error_is_that_of_whole_sentences():
-    """By resampling sentences: 600 samples of 50 each, whose items depend on each other strongly."""
+    """600 samples of 50 sentences each, whose items depend on each other strongly."""
     rng = np.random.default_rng(0)
 
     def sample():

@@ -1,5 +1,4 @@
-"""`scripts/gpu_aot.py`: what it counts in a text, and that it compiles where JAX's plugin for CUDA
-is."""
+"""Tests `scripts/gpu_aot.py`: counts in a text, and compilation where CUDA's plugin is."""
 
 import importlib.util
 import json
@@ -17,13 +16,16 @@ HLO = """
 %draft (p: (f32[8], s32[])) -> (f32[8], s32[]) {
   %p = (f32[8], s32[]) parameter(0)
   %x = f32[8]{0} get-tuple-element(%p), index=0
-  %gemm = f32[8]{0} fusion(%x), kind=kCustom, calls=%dot, metadata={op_name="while/body/layers_0/mlp/dot_general"}
-  %pair = (f32[8]{0}, f32[]) fusion(%gemm), kind=kInput, calls=%norm, metadata={op_name="while/body/reduce"}
+  %gemm = f32[8]{0} fusion(%x), kind=kCustom, calls=%dot, \
+metadata={op_name="while/body/layers_0/mlp/dot_general"}
+  %pair = (f32[8]{0}, f32[]) fusion(%gemm), kind=kInput, calls=%norm, \
+metadata={op_name="while/body/reduce"}
   ROOT %out = (f32[8], s32[]) tuple(%gemm, %i)
 }
 
 %iteration (p: (f32[8], s32[])) -> (f32[8], s32[]) {
-  %w = (f32[8], s32[]) while(%p), condition=%more, body=%draft, backend_config={"known_trip_count":{"n":"7"}}
+  %w = (f32[8], s32[]) while(%p), condition=%more, body=%draft, \
+backend_config={"known_trip_count":{"n":"7"}}
   %copied = f32[8]{0} copy(%x)
 }
 
@@ -82,7 +84,7 @@ ENTRY %main (p: s8[256,512]) -> f32[8] {
         ({"HOISTED": "%w.1 = bf16[256,512]{1,0} convert(%p)"}, ["bf16[256,512]"]),
     ],
 )
-def test_a_kernel_that_is_widened_before_its_product_is_found(lines, found):
+def test_a_weight_that_is_widened_before_its_product_is_detected(lines, found):
     text = WIDENED
     for name in ("SLOWER", "HOISTED"):
         text = text.replace(f"  {name}\n", f"  {lines[name]}\n" if name in lines else "")

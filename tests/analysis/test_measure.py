@@ -1,5 +1,4 @@
-"""`specdec measure`: agreement of two models, calls expected of given outputs, costs, the record
-and its figure."""
+"""Tests `specdec measure`: agreement, expected calls, costs, the record and its figure."""
 
 import dataclasses
 import itertools
@@ -41,8 +40,10 @@ def outputs(rows: int, longest: int):
 
 
 def slow_distributions(model, ids, fed, **adjustments):
-    """Distributions `[T, V]` after each of `fed`, one position at a time; ids that the model lacks
-    have probability 0."""
+    """Returns distributions `[T, V]` after each of `fed`, one position at a time.
+
+    Ids that the model lacks have probability 0.
+    """
     last = model.config.vocab_size - 1
     logits = model.logits([np.minimum(ids, last)], [np.minimum(fed, last)], [len(ids)])[0]
     logits = np.pad(logits, ((0, 0), (0, V - logits.shape[1])), constant_values=-np.inf)
@@ -94,9 +95,11 @@ def test_agreement_is_that_of_the_distributions_computed_one_by_one(name):
 
 
 def covered_by_drawing(p, q, ranked, k: int) -> float:
-    """P(the token that is committed is a child), where S, the first k − 1 of `ranked`, are children
-    and x is another, drawn from q without S: y = x with probability min(1, p / q′), else y comes
-    from what p has more than q′."""
+    """Returns P(the committed token is a child) where the last child is drawn.
+
+    The first k − 1 of `ranked`, S, are children. Another, x, is drawn from q without S: y = x with
+    probability min(1, p / q′), else y comes from what p has more than q′.
+    """
     fixed = ranked[: k - 1]
     left = np.where(np.isin(np.arange(V), fixed), 0, q)
     if not left.sum():
@@ -155,13 +158,13 @@ def test_hit_rate_of_a_sample():
 @pytest.mark.parametrize(("name", "verifier"), [("token", toy.TOKEN), ("block", toy.BLOCK)])
 @pytest.mark.parametrize("zeros", [0.0, 0.4])
 def test_survival_along_the_targets_outputs_is_that_over_drafts(name, verifier, zeros):
-    """Exactly: the mean over all outputs of the target, Σ_i P(at least i are accepted), is E[τ]
-    over all drafts."""
-    target, draft, gamma = (
-        toy.table_distribution(4, 1, zeros),
-        toy.table_distribution(4, 2, zeros),
-        3,
-    )
+    """The mean over all outputs of the target is E[τ] over all drafts, exactly.
+
+    Per output it is Σ_i P(at least i are accepted).
+    """
+    target = toy.table_distribution(4, 1, zeros)
+    draft = toy.table_distribution(4, 2, zeros)
+    gamma = 3
     total = 0.0
     for output, prob in toy.complete({(): 1.0}, target, gamma, set()).items():
         p, q = (
@@ -203,8 +206,10 @@ def greedy():
 
 
 def test_calls_expected_with_argmax_are_those_made(greedy):
-    """Nothing is random: what agreement lets expect of every γ is what the engine then does, end
-    and limit included."""
+    """With argmax nothing is random: the engine makes the expected calls for every γ.
+
+    The end and the limit are included.
+    """
     ways, results = greedy
     for gamma, found in results.items():
         calls = [max(row.target_calls for row in result.stats.per_row) for result in found]
@@ -288,10 +293,8 @@ SAMPLED = {
 @pytest.mark.parametrize("name", sorted(SAMPLED))
 def test_counting_and_overlap_agree_on_the_same_positions(name):
     """Corollary 3.6, on the real random path: within three standard errors of 256 rows."""
-    how, drafter = (
-        options(seed=1, **SAMPLED[name]),
-        ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)),
-    )
+    how = options(seed=1, **SAMPLED[name])
+    drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     inputs = [[2 + i % 8, 3 + i % 5] for i in range(256)]
     batches = variants.cut_batches(inputs, inputs, 128, 0)
     found = acceptance.compare(TARGET, drafter, batches, 3, how)
@@ -479,8 +482,7 @@ def test_calls_without_a_draft_are_over_one_position():
 
 
 def test_whole_decodes_count_encoders_and_lengths():
-    """By hand: two batches, of 8 and 16 ids; the drafter's calls are 0.1 steps each, v is 1.5 at γ
-    = 1 and 2 at 2."""
+    """By hand: two batches of 8 and 16 ids, draft steps of 0.1, v = 1.5 at γ = 1 and 2 at 2."""
     seconds = {
         "target step": 2.0,
         "target encoder 8": 3.0,

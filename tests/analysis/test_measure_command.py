@@ -78,7 +78,7 @@ def test_command_compares(specdec, sentences, tmp_path):
     )
 
 
-def test_figure_shows_what_the_record_says(monkeypatch):
+def test_figure_shows_the_record(monkeypatch):
     """Curves as they are handed to matplotlib."""
     record = MEASURE | {
         "target": {"name": "a"},

@@ -1,5 +1,4 @@
-"""`scripts/tpu_aot.py`, with this machine's CPU in the place of the TPU: that it compiles, and what
-is estimated from the text."""
+"""Tests `scripts/tpu_aot.py` with this machine's CPU in the place of the TPU."""
 
 import dataclasses
 import json
@@ -98,10 +97,12 @@ HLO = """
 
 ENTRY %main (p: f32[8]) -> f32[8] {
   %w = (f32[512,1024], f32[8]) while(%init), condition=%cond, body=%body
-  %outside = f32[512,1024]{1,0} copy(f32[512,1024]{1,0} %z), backend_config={"estimated_cycles":"2100"}
+  %outside = f32[512,1024]{1,0} copy(f32[512,1024]{1,0} %z), \
+backend_config={"estimated_cycles":"2100"}
   %r = f32[8]{0} all-reduce(f32[8]{0} %v), backend_config={"estimated_cycles":"1050"}
   %unknown = f32[8]{0} add(%v, %v), backend_config={"estimated_cycles":"9223372036854775807"}
-  %kernel = f32[8]{0} custom-call(%v), backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"2456000"}}
+  %kernel = f32[8]{0} custom-call(%v), \
+backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"2456000"}}
 }
 """
 
@@ -126,7 +127,8 @@ LOOP = """
 }
 
 %draft (p: f32[8]) -> f32[8] {
-  %kernel = f32[8]{0} custom-call(%v), backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"1228000"}}
+  %kernel = f32[8]{0} custom-call(%v), \
+backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"1228000"}}
   %head = f32[8]{0} add(%v, %v), backend_config={"estimated_cycles":"1050"}
 }
 
@@ -148,8 +150,10 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     [(7, True, 10 + 7 * 2), (7, False, 10 + 3 + 6 * 2), (1, True, 10), (0, True, 10)],
 )
 def test_an_iteration_is_a_pass_of_the_loop_with_gamma_draft_steps(gamma, pairs, microseconds):
-    """What comes before the loop does not count; catching up does where steps are over one
-    position. A draft of one step is no loop of its own."""
+    """Only the loop's body counts, with catching up where steps are over one position.
+
+    A draft of one step is no loop of its own.
+    """
     text = "\n".join(line for line in LOOP.splitlines() if gamma != 1 or "body=%draft" not in line)
     seconds = tpu_estimates.iteration_seconds(text, CHIPS["v4"], gamma, pairs)
     assert seconds == pytest.approx(1e-6 * microseconds)
@@ -197,8 +201,10 @@ def test_an_iteration_of_which_no_text_can_be_read_has_no_estimate(monkeypatch, 
 
 
 def test_estimates_of_table_2_are_what_the_page_reads(monkeypatch):
-    """c, v and improvement by the estimated seconds of single calls; a plain step that is
-    estimated too dear, both ways."""
+    """c, v and the improvement come from the estimated seconds of single calls.
+
+    A step that is estimated too dear is shown both ways.
+    """
     seconds = {1: 3.0, 2: 1.0, 4: 1.25, 6: 1.25, 8: 1.5}
 
     def of_call(case, chip, preset, width, drafts=False):

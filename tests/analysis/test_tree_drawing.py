@@ -1,5 +1,4 @@
-"""Trees as text: every node once, the accepted path, the mask of ancestors, and what fits a
-terminal."""
+"""Trees as text show every node once, the accepted path and the mask, in a terminal's width."""
 
 import json
 import re
@@ -82,8 +81,7 @@ def test_p_q_and_their_ratio():
 @pytest.mark.parametrize("numbers", [False, True])
 @pytest.mark.parametrize("nodes", [4, 12, 40, 76, 77, 130])
 def test_eighty_columns(nodes, numbers):
-    """A mask that does not fit beside the tree stands below it, and one that fits nowhere is not
-    drawn."""
+    """A mask too wide to stand beside the tree stands below it, or is not drawn."""
     one = step([node // 3 for node in range(nodes - 1)], [0, 1])
     lines = plain(tree_drawing.tree_lines(one, TARGET, numbers))
     assert max(map(len, lines)) <= tree_drawing.COLUMNS
@@ -98,11 +96,9 @@ def test_eighty_columns(nodes, numbers):
 
 
 def test_the_step_that_is_drawn():
-    spine, longer, chain = (
-        step([0, 0], [0, 1]),
-        step([0, 1, 0], [0, 1, 2]),
-        TraceStep([5], None, 7, 2, None),
-    )
+    spine = step([0, 0], [0, 1])
+    longer = step([0, 1, 0], [0, 1, 2])
+    chain = TraceStep([5], None, 7, 2, None)
     aside = step([0, 0], [0, 2])
     assert (
         tree_drawing.choose_step([chain]) is None

@@ -26,7 +26,7 @@ def test_the_best_is_compared_pass_by_pass():
 
 
 @pytest.mark.parametrize(
-    ("gains", "said"),
+    ("gains", "message"),
     [
         (
             (1.9, 1.6, 2.3),
@@ -34,7 +34,8 @@ def test_the_best_is_compared_pass_by_pass():
         ),
         (
             (0.94, 0.88, 0.98),
-            "drafting does not pay here: 0.94 times (0.88 to 0.98) the speed of plain decoding, with "
+            "drafting does not pay here: 0.94 times (0.88 to 0.98) the speed of plain decoding, "
+            "with "
             "gamma 3; try a rest",
         ),
         (
@@ -44,25 +45,27 @@ def test_the_best_is_compared_pass_by_pass():
         ),
         (
             (1.5,),
-            "drafting seems to pay here: 1.5 times the speed of plain decoding, with gamma 3; one pass shows no "
+            "drafting seems to pay here: 1.5 times the speed of plain decoding, with gamma 3; one "
+            "pass shows no "
             "spread, --repeats=3 does",
         ),
         (
             (0.5,),
-            "drafting does not seem to pay here: 0.5 times the speed of plain decoding, with gamma 3; one pass "
+            "drafting does not seem to pay here: 0.5 times the speed of plain decoding, with gamma "
+            "3; one pass "
             "shows no spread, --repeats=3 does; try a rest",
         ),
     ],
     ids=["pays", "does not", "within the spread", "one pass", "one slow pass"],
 )
-def test_verdict(gains, said):
+def test_verdict(gains, message):
     plain = PLAIN[: len(gains)]
     found = verdicts.find_best({"plain": plain, "gamma 3": plain / np.array(gains)})
-    assert verdicts.describe_best(found, len(gains), "a rest") == [said]
+    assert verdicts.describe_best(found, len(gains), "a rest") == [message]
 
 
 def test_whether_the_choice_is_beyond_the_spread():
-    def say(factor):
+    def describe(factor):
         return verdicts.describe_best(
             verdicts.find_best(
                 {"plain": PLAIN, "gamma 3": PLAIN / 2, "gamma 2": PLAIN / 2 * np.array(factor)}
@@ -74,8 +77,8 @@ def test_whether_the_choice_is_beyond_the_spread():
     ahead = (
         "gamma 3 over gamma 2, the next best: 1.1 times (1.05 to 1.2) as fast, beyond the spread"
     )
-    assert say((1.1, 1.05, 1.2)) == ahead
-    assert say((1.1, 0.9, 1.2)).endswith("1.1 times (0.9 to 1.2) as fast, within the spread")
+    assert describe((1.1, 1.05, 1.2)) == ahead
+    assert describe((1.1, 0.9, 1.2)).endswith("1.1 times (0.9 to 1.2) as fast, within the spread")
 
 
 @pytest.mark.parametrize(
@@ -126,27 +129,28 @@ def test_whether_the_choice_is_beyond_the_spread():
         (0.5, None, {}, (), 1, "another drafter"),
     ],
 )
-def test_advice(alpha, cost_ratio, verify_cost, timed, batch_size, said):
-    assert verdicts.advise(alpha, cost_ratio, verify_cost, timed, batch_size).startswith(said)
+def test_advice(alpha, cost_ratio, verify_cost, timed, batch_size, message):
+    assert verdicts.advise(alpha, cost_ratio, verify_cost, timed, batch_size).startswith(message)
 
 
-def test_what_is_said_of_tokens():
+def test_descriptions_of_tokens():
     options = {"verifier": "block"}
 
-    def say(differing, near=None, **more):
+    def describe(differing, near=None, **more):
         return verdicts.describe_tokens(differing, 9, options | more, near)
 
-    assert say([0, None, 0]) == "tokens are equal to plain decoding's for all 9 inputs"
+    assert describe([0, None, 0]) == "tokens are equal to plain decoding's for all 9 inputs"
     assert (
-        say([0, 2], True) == "tokens differ from plain decoding's for 2 of 9 inputs, all near-ties"
+        describe([0, 2], True)
+        == "tokens differ from plain decoding's for 2 of 9 inputs, all near-ties"
     )
-    assert say([1]) == "tokens differ from plain decoding's for 1 of 9 inputs"
-    assert "samples of the target's own distribution" in say([None])
+    assert describe([1]) == "tokens differ from plain decoding's for 1 of 9 inputs"
+    assert "samples of the target's own distribution" in describe([None])
     assert (
-        say([None], verifier="lenient")
+        describe([None], verifier="lenient")
         == "lenient verification is lossy: tokens need not be the target's"
     )
-    assert "acceptance is synthetic" in say([None], synthetic_alpha=[0.5])
+    assert "acceptance is synthetic" in describe([None], synthetic_alpha=[0.5])
 
 
 def test_what_measure_promises_of_whole_decodes():
@@ -174,7 +178,7 @@ def test_what_measure_promises_of_whole_decodes():
     )
 
 
-def test_tuning_says_what_is_within_the_spread(tmp_path):
+def test_tuning_reports_what_is_within_the_spread(tmp_path):
     """The file too says of a choice that in some pass plain decoding was as fast."""
     options = tune.TuneOptions(
         target="target", drafter="drafter", config=str(tmp_path / "tuned.gin")
@@ -185,17 +189,17 @@ def test_tuning_says_what_is_within_the_spread(tmp_path):
         "chosen": {"gamma": 3, "verifier": "block", "tree": None},
         "improvement": {"median": 1.056, "least": 0.994, "most": 1.077},
     }
-    said = "(0.99 to 1.08), within the spread: in some pass plain decoding was as fast."
-    assert said in tune.gin_file(record, options)
+    message = "(0.99 to 1.08), within the spread: in some pass plain decoding was as fast."
+    assert message in tune.gin_file(record, options)
     record["improvement"]["least"] = 1.01
     assert "within the spread" not in tune.gin_file(record, options)
 
 
 def test_improvement_in_the_advice_is_the_formula():
     """With v between the widths that were timed."""
-    said = verdicts.advise(0.6, 0.2, {2: 1.0, 6: 1.4}, (5,), 1)
+    message = verdicts.advise(0.6, 0.2, {2: 1.0, 6: 1.4}, (5,), 1)
     best = max(
         range(1, 6), key=lambda gamma: formulas.improvement(0.6, gamma, 0.2, 1 + 0.1 * (gamma - 1))
     )
     promised = formulas.improvement(0.6, best, 0.2, 1 + 0.1 * (best - 1))
-    assert said == f"--gamma={best}, for which the formulas predict {promised:.3g} times"
+    assert message == f"--gamma={best}, for which the formulas predict {promised:.3g} times"

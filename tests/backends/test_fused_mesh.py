@@ -1,5 +1,7 @@
-"""The kernel of a draft step on a mesh whose devices each hold the drafter whole: its numbers
-beside those of XLA's layers, on fake CPU devices; which models it takes."""
+"""A draft step's kernel on a mesh computes the numbers of XLA's layers, on fake CPU devices.
+
+Each device holds the drafter whole.
+"""
 
 import json
 import os

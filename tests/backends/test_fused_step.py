@@ -1,5 +1,7 @@
-"""The decoder's step as one kernel for TPUs, run on a CPU: its numbers beside those of the layers,
-which calls it takes, and tokens. `test_accelerators.py` compiles it for a TPU."""
+"""The decoder's step as one kernel for TPUs computes the layers' numbers, run on a CPU.
+
+`test_accelerators.py` compiles it for a TPU.
+"""
 
 import functools
 
@@ -29,9 +31,8 @@ def as_on_a_tpu(monkeypatch):
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
 
 
-def forced(monkeypatch, interpret) -> list[tuple[int, ...]]:
-    """Calls run as the kernel where they would on a TPU; returns the shapes, (B, T, D), of those
-    that did."""
+def run_as_kernel(monkeypatch, interpret) -> list[tuple[int, ...]]:
+    """Runs calls as the kernel where a TPU would; returns their shapes (B, T, D)."""
     found, step = [], functools.partial(fused_step.decode_states, interpret=interpret)
 
     def noted(module, params, x, *arguments, **named):
@@ -58,9 +59,11 @@ def laid_out(model: sd.LanguageModel) -> sd.LanguageModel:
     return model
 
 
-def begun(network, rows: int):
-    """Returns the cache of a network to which 20 tokens were fed, then rejected from position 14,
-    15 or 16 on, where keys are now NaN, and those positions."""
+def make_rejected_cache(network, rows: int):
+    """Returns a cache of 20 tokens, rejected from position 14, 15 or 16 on, and those positions.
+
+    Keys of rejected tokens are NaN.
+    """
     cache = network.prefill(jnp.asarray(INPUTS[:rows]), jnp.asarray(LENGTHS[:rows]), SLOTS)
     fed = jnp.asarray(np.random.default_rng(1).integers(3, V, (rows, 20)))
     _, cache = network.decode_states(fed, jnp.zeros(rows, int), cache)
@@ -85,13 +88,15 @@ T5_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
     ],
 )
 def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
-    """Rows at their own positions, around the edge of a tile, of inputs with padding; stale keys
-    are NaN, and so is everything that the first of several rows feeds. A wide feed-forward block is
-    in two pieces.
+    """Rows at their own positions, around the edge of a tile, of inputs with padding.
+
+    Stale keys are NaN, and so is everything that the first of several rows feeds. A wide
+    feed-forward block is computed in two parts.
 
     Pallas' interpreter of TPUs makes a copy only when it is awaited, and begins with NaN in all
-    memory: a buffer that is read too early, or refilled while it is in use, gives other numbers."""
-    calls = forced(monkeypatch, pltpu.InterpretParams())
+    memory: a buffer that is read too early, or refilled while it is in use, gives other numbers.
+    """
+    calls = run_as_kernel(monkeypatch, pltpu.InterpretParams())
     if shape.get("mlp_dim"):
         monkeypatch.setattr(fused_step, "_PIECES", (2,))
     network = t5(**shape).network
@@ -102,7 +107,7 @@ def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
 
     @jax.jit
     def both(network, tokens):
-        cache, positions = begun(network, rows)
+        cache, positions = make_rejected_cache(network, rows)
         del calls[:]
         found = network.decode(tokens, positions, cache)
         assert calls == [(rows, length, 128)]
@@ -142,7 +147,7 @@ def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
 
 def test_numbers_at_the_first_and_the_last_slots(monkeypatch):
     """There the bias's row is shifted as far as it can be."""
-    calls = forced(monkeypatch, True)
+    calls = run_as_kernel(monkeypatch, True)
     network = t5(dtype="float32", relative_bias_per_layer=True).network
 
     @jax.jit
@@ -163,7 +168,7 @@ def test_numbers_at_the_first_and_the_last_slots(monkeypatch):
 
 def test_tokens_are_those_of_the_layers(monkeypatch):
     """Of a greedy decode: the kernel drafts, over two positions in every step."""
-    calls = forced(monkeypatch, True)
+    calls = run_as_kernel(monkeypatch, True)
     target = t5(decoder_layers=1)
     drafter, found = sd.ModelDrafter(laid_out(noisy_copy(target, 0.05))), []
     for gamma, setting in ((3, ""), (2, "off")):  # with one γ the first program would be used again
@@ -242,7 +247,7 @@ class TestTrial:
     def test_a_good_kernel_is_used(self, capsys):
         assert fused_step_selftest.SELF_TEST.result() is None and capsys.readouterr().err == ""
 
-    def test_wrong_numbers_are_told_and_xla_decodes(self, monkeypatch, capsys, on_tpu):
+    def test_wrong_numbers_are_reported_and_xla_decodes(self, monkeypatch, capsys, on_tpu):
         def wrong(*arguments, interpret):
             states, cache = on_tpu(*arguments, interpret=interpret)
             return states, cache.replace(layers=cache.layers[::-1])
@@ -256,7 +261,7 @@ class TestTrial:
         monkeypatch.setattr(fused_step_selftest.SELF_TEST, "passed", lambda: False)
         monkeypatch.setattr(fused_step, "decode_states", None)  # which no call reaches
         network = t5().network
-        cache, positions = begun(network, 2)
+        cache, positions = make_rejected_cache(network, 2)
         jax.eval_shape(network.decode_states, jnp.ones((2, 2), int), positions, cache)
 
     def test_elsewhere_programs_are_compiled_ahead_of_time(self, monkeypatch):

@@ -1,5 +1,7 @@
-"""Attention as one kernel for NVIDIA GPUs, run on a CPU in Pallas' interpreter: its numbers and
-tokens beside XLA's, what may reach what, which calls it takes. `scripts/gpu_aot.py` compiles it."""
+"""Attention as one kernel for NVIDIA GPUs computes XLA's numbers, in Pallas' interpreter.
+
+`scripts/gpu_aot.py` compiles it.
+"""
 
 import concurrent.futures
 import functools
@@ -26,8 +28,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """A CPU takes the way of a GPU, and runs the kernels in Pallas' interpreter; returns the names
-    of those that ran."""
+    """Runs the kernels of a GPU in Pallas' interpreter; returns the names of those that ran."""
     found = []
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     for name in ("attend_to_cache", "attend_to_encoded"):
@@ -74,8 +75,10 @@ def split(x, heads: int):
     ],
 )
 def test_self_attention_is_that_of_the_mathematics(dtype, batch, length, slots, divisor, biased):
-    """At the first slot, at the last ones, and at both sides of the edge of a block; stale slots
-    are NaN; one bias for all rows or one for each."""
+    """At the first slot, the last ones, and both sides of the edge of a block.
+
+    Stale slots are NaN; there is one bias for all rows or one for each.
+    """
     heads, features = 2, 16
     qkv = drawn(0, dtype, batch, length, 3 * heads * features)
     old = [drawn(seed, dtype, batch, heads, slots, features) for seed in (1, 2)]
@@ -99,7 +102,7 @@ def test_self_attention_is_that_of_the_mathematics(dtype, batch, length, slots, 
         assert buffer.shape == given.shape and buffer.dtype == given.dtype
         for row, start in enumerate(
             starts
-        ):  # live slots hold what was written, all others what was there
+        ):  # valid slots hold what was written, all others what was there
             rows = np.asarray(buffer, np.float64).reshape(batch, *buffer.shape[-3:])[row]
             np.testing.assert_array_equal(
                 rows[:, : start + length], cache[row][:, : start + length]
@@ -127,8 +130,10 @@ def test_cross_attention_reads_the_tokens_of_each_row(length):
 
 
 def test_a_token_of_nan_reaches_only_those_that_see_it():
-    """Of three new tokens the second has a value that is not finite: the first knows nothing of it,
-    the others get NaN, and the cache holds what `KVCache.append` would store."""
+    """Only queries that attend to the token become NaN.
+
+    The second of three new tokens is not finite. The cache holds what `KVCache.append` would store.
+    """
     qkv = np.array(drawn(0, "float32", 1, 3, 3 * 16))
     qkv[0, 1, 2 * 16 + 5] = np.inf
     cache = KVCache.empty(1, 1, 32, 16, jnp.float32, heads_per_tile=1)
@@ -170,7 +175,7 @@ def gpt() -> sd.LanguageModel:
     ],
 )
 def test_tokens_are_those_of_xla(interpreted, family, options):
-    """Of plain and of speculative decoding; self-attention over the nodes of a tree is XLA's own."""
+    """With and without a drafter; self-attention over a tree's nodes is XLA's own."""
     jax.clear_caches()  # other tests may have compiled the same programs without the kernels
     found = []
     for kernels in (False, True):
@@ -259,10 +264,13 @@ class TestTrial:
             return gpu_attention.fits(KVCache.empty(1, 2, 16, 16, dtype, heads_per_tile=1), 3)
 
         assert fits("bfloat16") and not fits("float32")
-        told = "XLA's attention is (dtype float32, features 16, queries 16): a self-test gave other numbers\n"
-        assert capsys.readouterr().err.endswith(told)
+        message = (
+            "XLA's attention is (dtype float32, features 16, queries 16): a self-test gave other "
+            "numbers\n"
+        )
+        assert capsys.readouterr().err.endswith(message)
 
-    def test_wrong_numbers_are_told(self, monkeypatch, capsys):
+    def test_wrong_numbers_are_reported(self, monkeypatch, capsys):
         kernel = gpu_attention.attend_to_cache
 
         def off(*arguments, interpret=False):
@@ -272,7 +280,7 @@ class TestTrial:
         assert not gpu_attention.SELF_TEST.passed()
         assert "XLA's attention is: a self-test gave other numbers" in capsys.readouterr().err
 
-    def test_a_compiler_that_fails_is_told(self, monkeypatch, capsys):
+    def test_a_compiler_that_fails_is_reported(self, monkeypatch, capsys):
         def fails(*arguments, interpret=False):
             raise RuntimeError("no such architecture\nand more")
 

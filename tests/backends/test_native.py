@@ -1,5 +1,4 @@
-"""The CPU's kernels as a library: what names it, what is rejected, and that nothing that is wrong
-with it ends the process.
+"""Tests the CPU's kernels as a library: no fault in it ends the process.
 
 Compilers are scripts that answer as the real one and copy a library that was made once.
 """
@@ -39,7 +38,7 @@ def kernels(tmp_path) -> list[str]:
 
 @needs_compiler
 def test_two_processes_at_once(tmp_path, compiler, libraries):
-    """The whole of it, in processes of their own: both compile, slowly, and both use what came out."""
+    """In processes of their own: both compile, slowly, and both use the result."""
     compiler(f"sleep 1; {WORKS}")
 
     def start():
@@ -94,7 +93,7 @@ def test_threads_share_one(tmp_path, compiler, settings):
 
 
 @needs_compiler
-def test_records_tell_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
+def test_records_name_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
     compiler(WORKS)
     machine = analysis_machine.describe_machine()
     assert machine["kernel"] == "built with fake 1.2 for znver9 (avx2)" and str(
@@ -228,27 +227,27 @@ def test_compilers_that_know_no_native(tmp_path, compiler):
         ('cp "$libraries/wrong.so" "$output"', "the self-test failed: .*"),
     ],
 )
-def test_failures_are_said_and_remembered(
+def test_failures_are_reported_and_remembered(
     tmp_path, compiler, capsys, monkeypatch, settings, what, reason
 ):
     compiler(what)
     assert not native.available() and native.origin() is None and settings == []
     assert re.fullmatch(f"kernel: not used: {reason}", native.state())
     assert capsys.readouterr().err.splitlines()[1:] == [f"specdec_jax: {native.state()}"]
-    said = native.state()
+    state = native.state()
     assert (
-        again() == f"{said} (remembered for a day; SPECDEC_KERNEL=rebuild tries again)"
+        again() == f"{state} (remembered for a day; SPECDEC_KERNEL=rebuild tries again)"
         and calls(tmp_path) == 1
     )
     assert names(tmp_path) == ["cache", "calls", "fake"] and [
         name[-5:] for name in kernels(tmp_path)
     ] == [".json"]
     monkeypatch.setenv(native.SETTING, "rebuild")
-    assert again() == said and calls(tmp_path) == 2
+    assert again() == state and calls(tmp_path) == 2
     monkeypatch.delenv(native.SETTING)
     record = next((tmp_path / "cache").rglob("*.json"))
     os.utime(record, (time.time() - 2 * native._FORGOTTEN,) * 2)
-    assert again() == said and calls(tmp_path) == 3
+    assert again() == state and calls(tmp_path) == 3
 
 
 @needs_compiler
@@ -316,7 +315,7 @@ def test_no_compiler(tmp_path, monkeypatch, capsys):
 
 
 @needs_compiler
-def test_whatever_goes_wrong_is_said(monkeypatch, capsys):
+def test_every_failure_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(native, "_key", lambda *arguments: {}["no\nsuch"])
     assert not native.available() and native.state() == r"kernel: not used: KeyError: 'no\nsuch'"
     monkeypatch.setattr(sys, "stderr", None)

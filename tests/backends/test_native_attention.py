@@ -72,8 +72,10 @@ def close(got, expected):
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("K", [3, 8, 20, 24, 64, 72])
 def test_self_attention(K, biased):
-    """At the first slot, at the last ones, and past them, where XLA's updates of a slice go too;
-    with sharp scores."""
+    """At the first slot, the last ones, and past them, where XLA's updates go, too.
+
+    Scores are sharp.
+    """
     for positions, scale in (([0, 5, 34], 1.0), ([31, 99, -4], 30.0)):
         case = Cached(3, 3, 2, 37, K, positions, biased, scale)
         (out, *caches), (expected, *written) = case.run(), case.expected()
@@ -85,8 +87,10 @@ def test_self_attention(K, biased):
 
 
 def test_small_weights_are_as_exact_as_large_ones():
-    """Two slots, x apart in score: the weights 1 / (1 + e^-x) and 1 / (1 + e^x), to a few units in
-    the last place."""
+    """Two slots, x apart in score, have the weights 1 / (1 + e^-x) and 1 / (1 + e^x).
+
+    They are exact to a few units in the last place.
+    """
     apart = np.linspace(-86.9, 0, 4001, dtype=np.float32)
     bias, cache = (
         np.zeros((2, len(apart), 2), np.float32),
@@ -107,8 +111,7 @@ def test_small_weights_are_as_exact_as_large_ones():
 
 
 def test_bits_of_self_attention():
-    """Those of a query are the same in another call, batch and cache, and whatever lies in slots
-    past it."""
+    """A query's bits do not depend on the call, the batch, the cache and slots past it."""
     case = Cached(3, 5, 2, 40, 24, [0, 9, 35])
     whole, keys, values = case.run()
     for b in range(3):
@@ -128,7 +131,7 @@ def test_bits_of_self_attention():
     same(larger.run()[0], whole)
 
 
-def test_self_attention_of_live_positions():
+def test_self_attention_of_valid_positions():
     case = Cached(2, 4, 2, 20, 8, [3, 11])
     valid, whole = np.arange(4) < np.array([[3], [0]]), case.run()
     case.qkv[~valid] = np.nan
@@ -270,8 +273,10 @@ def test_no_rows():
 
 
 class Tree:
-    """Inputs of attention over nodes: T nodes of B rows, scattered paths of up to P positions over
-    S slots."""
+    """Holds inputs of attention over nodes: T nodes of B rows on paths of up to P positions.
+
+    Paths are scattered over S slots.
+    """
 
     def __init__(self, B, T, H, S, P, K, biased=True):
         rng = np.random.default_rng([B, T, S, P])
@@ -331,8 +336,7 @@ def test_attention_of_nodes(K, biased):
 
 
 def test_a_node_sees_nothing_but_its_path():
-    """Its bits are those of a call without the others, whatever lies in slots that are not on its
-    path."""
+    """A node's bits are those of a call without the others, whatever other slots hold."""
     case = Tree(2, 4, 2, 40, 9, 16)
     whole, _, _ = case.run()
     first, _, _ = case.run(slice(0, 1))
@@ -344,7 +348,7 @@ def test_a_node_sees_nothing_but_its_path():
     same(case.run(slice(0, 1), keys=elsewhere)[0][:, 0], first[:, 0])
 
 
-def test_nodes_that_are_not_live_write_nothing():
+def test_nodes_that_are_not_valid_write_nothing():
     case = Tree(2, 3, 2, 30, 7, 16)
     valid = np.array([[True, True, False], [False, False, False]])
     out, keys, _ = case.run(valid=jnp.asarray(valid))

@@ -50,7 +50,7 @@ def test_no_write_access(tmp_path, compiler):
 
 
 @needs_compiler
-def test_a_disk_without_room(tmp_path, compiler, monkeypatch):
+def test_a_full_disk(tmp_path, compiler, monkeypatch):
     import devices
 
     with devices.small_disk(tmp_path / "disk") as disk:

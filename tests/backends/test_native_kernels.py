@@ -94,8 +94,7 @@ def test_norms(kind, D):
 
 @pytest.mark.parametrize("V", [1, 16, 33, 384, 5000])
 def test_log_sums(V):
-    """Against float64, and: bit for bit what `greedy_token_and_logprob` finds, whatever the number
-    of rows."""
+    """Log sums beside float64, and bit for bit those of `greedy_token_and_logprob`."""
     x = 3 * normal(64, V)
     run = jax.jit(
         lambda x: packed_weights.log_sums(x)
@@ -130,8 +129,7 @@ def test_log_sums_of_rows_that_are_no_distribution():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K, F", SHAPES)
 def test_products(K, F, kind):
-    """Against float64, and: a row's bits are those it has alone, whatever the number of rows and
-    its neighbours are."""
+    """Products beside float64; a row's bits are those it has alone."""
     stored, values, scales = kernel(kind, K, F)
     x, order = normal(max(ROWS), K), np.random.default_rng(3).permutation(max(ROWS))
     some = [*range(0, max(ROWS), 17)]
@@ -219,8 +217,10 @@ def test_not_numbers_and_infinities_reach_their_own_outputs(kind):
 
 @pytest.mark.parametrize("kind", MOST)
 def test_sums_of_8_bits_are_exact(kind):
-    """Of inputs that 16 or 8 bits hold: the greatest that there are, too, 512 of one sign with
-    weights of one sign."""
+    """Sums of inputs in 16 or 8 bits are exact.
+
+    The greatest ones are among them: 512 of one sign with weights of one sign.
+    """
     rng, most = np.random.default_rng(4), MOST[kind]
     for K, make, weights in (
         (701, lambda shape: rng.integers(-most, most + 1, shape), None),
@@ -254,8 +254,7 @@ def test_rows_of_tiny_inputs_and_zeros_in_8_bits(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_cleared_changes_nothing_that_counts(kind):
-    """Through a whole block of kernels, the last of which clears: rows that do not count hold
-    anything between them."""
+    """Through a block of kernels, rows that do not count hold anything until the last clears."""
     stored, *_ = kernel(kind, 48, 48)
     x, valid = jnp.asarray(normal(2, 5, 48)), jnp.asarray(np.arange(5) < np.array([[3], [0]]))
     caches = [jnp.asarray(normal(2, 2, 9, 8, seed=s)) for s in (1, 2)]
@@ -326,8 +325,7 @@ def prepared(before, x):
 @pytest.mark.parametrize("K", [5, 64, 300])
 @pytest.mark.parametrize("how", BEFORE)
 def test_what_comes_before_and_after_a_product(how, K):
-    """Against float64; and a row's bits are its own, however many rows there are, and whichever of
-    them count."""
+    """Steps around a product beside float64; a row's bits are its own."""
     name, *activations = BEFORE[how]
     norm = normal(2, K, seed=20) if name in ("rms", "layer") else (None, None)
     scale, bias = (None if part is None else jnp.asarray(part) for part in norm)
@@ -381,9 +379,8 @@ def test_what_comes_before_and_after_a_product(how, K):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K, F", [(33, 1), (64, 16), (100, 257), (640, 1000)])
-def test_peaks(K, F, kind):
-    """The first of the greatest columns and its log-probability; bits that do not depend on the
-    other rows."""
+def test_greedy_tokens(K, F, kind):
+    """The first of the greatest columns and its log-probability; a row's bits are its own."""
     stored, _, _ = kernel(kind, K, F)
     stored = stored.replace(scales=stored.scales / 100) if kind in MOST else stored
     x = normal(200, K, seed=30)
@@ -412,7 +409,7 @@ def test_peaks(K, F, kind):
     assert run(x[:0])[0].shape == (0,)
 
 
-def test_peaks_of_equal_columns_and_of_what_is_not_finite():
+def test_greedy_tokens_of_equal_columns_and_of_what_is_not_finite():
     columns, x = np.zeros((4, 100), np.float32), np.eye(4, dtype=np.float32)
     columns[0, [40, 41, 90]] = 3
     columns[2, [17, 60]] = np.inf, 5

@@ -1,4 +1,4 @@
-"""The CPU's own kernels inside programs: threads, loops, vmap, export, and shapes that do not fit."""
+"""The CPU's kernels inside programs: threads, loops, vmap, export, other shapes."""
 
 import os
 import re
@@ -46,7 +46,9 @@ def run(cells, x, qkv, keys, values):
     return y, out, crossed, packed_weights.attend_to_inputs(qkv, bias, lengths)
 
 inputs = [(cells, normal(M, 640), normal(8, 60, 1536), keys, values) for M in (1, 5, 40)]
-outputs = lambda: b"".join(np.asarray(y).tobytes() for given in inputs for y in jax.tree.leaves(run(*given)))
+def outputs():
+    arrays = [y for given in inputs for y in jax.tree.leaves(run(*given))]
+    return b"".join(np.asarray(y).tobytes() for y in arrays)
 first, others = outputs(), []
 print(hashlib.sha256(first).hexdigest(), flush=True)
 work = lambda: [others.append(outputs() == first) for _ in range(4)]
@@ -58,19 +60,18 @@ print("same" if len(others) == 24 and all(others) else "different")
 
 
 def test_threads():
-    """As many threads in XLA's pool as NPROC says: the same bits, and callers that wait for each
-    other go on."""
-    said = []
+    """NPROC's number of threads in XLA's pool gives the same bits, and callers do not hang."""
+    printed = []
     for threads in ("1", "2", "5"):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": threads}
         command = [sys.executable, "-c", CHILD]
-        said.append(
+        printed.append(
             subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         )
-    assert [(child.returncode, child.stdout.split()[1:]) for child in said] == [
+    assert [(child.returncode, child.stdout.split()[1:]) for child in printed] == [
         (0, ["same"])
-    ] * 3, said
-    assert len({child.stdout for child in said}) == 1
+    ] * 3, printed
+    assert len({child.stdout for child in printed}) == 1
 
 
 def normal(*shape):
@@ -78,7 +79,7 @@ def normal(*shape):
 
 
 def loop(steps, x, keys, values, bias, weights, encoded):
-    """Decoding in small: products, writes to a cache, attention to it and to an encoder's output."""
+    """Decodes in small: products, writes to a cache, self-attention and cross-attention."""
 
     def body(state):
         i, x, keys, values = state
@@ -173,8 +174,10 @@ def test_no_gradients():
 
 
 def test_export_needs_an_exemption():
-    """A program with these kernels runs only where they are registered, so JAX writes it out only
-    when told to."""
+    """JAX exports a program with these kernels only with an exemption.
+
+    It runs only where they are registered.
+    """
     from jax import export
 
     stored, x = PackedWeights.pack(normal(20, 33)), normal(2, 20)

@@ -1,5 +1,4 @@
-"""Folders that say several things: several files of weights, several embeddings, wrapped names,
-masks of any dtype."""
+"""Folders with several weights or embeddings, wrapped names, and masks of any dtype."""
 
 import dataclasses
 import json
@@ -31,8 +30,8 @@ def assert_params(model, expected=PARAMS):
 
 
 def load(folder, dtype="float32"):
-    said = []
-    return loader.load(folder, dtype, say=said.append), said
+    printed = []
+    return loader.load(folder, dtype, say=printed.append), printed
 
 
 def add(folder, name, params):
@@ -64,10 +63,10 @@ def test_of_several_files_transformers_choice_is_read(names, tmp_path):
         with pytest.raises(ValueError, match="got pytorch_model.bin only"):
             load(tmp_path / "model")
         return
-    model, said = load(tmp_path / "model")
+    model, printed = load(tmp_path / "model")
     assert_params(model)
     others = ", ".join(name for name in names if name != chosen)
-    assert said == [
+    assert printed == [
         f"{tmp_path / 'model'}: several checkpoints are there: reading {chosen}, leaving {others}"
     ]
 
@@ -88,10 +87,10 @@ def test_of_several_files_transformers_choice_is_read(names, tmp_path):
 def test_formats_that_transformers_does_not_know(first, second, tmp_path):
     for name in (second, first):  # the later one writes config.json
         add(tmp_path / "model", name, PARAMS if name == first else OTHER)
-    model, said = load(tmp_path / "model")
+    model, printed = load(tmp_path / "model")
     assert_params(model)
     shown = {"checkpoint_7": "checkpoint_7/checkpoint"}
-    [line] = said
+    [line] = printed
     assert line.endswith(f"reading {shown.get(first, first)}, leaving {shown.get(second, second)}")
 
 
@@ -99,25 +98,25 @@ def test_stale_shards_of_another_model_do_not_matter(tmp_path):
     make.write_hf(tmp_path, TENSORS, shards=3)
     next(tmp_path.glob("model-00002*")).unlink()  # the index names it
     make.write_hf(tmp_path, TENSORS)
-    model, said = load(tmp_path)
+    model, printed = load(tmp_path)
     assert_params(model)
-    assert len(said) == 1
+    assert len(printed) == 1
 
 
-def test_one_checkpoint_says_nothing_and_config_means_t5x(tmp_path):
-    _, said = load(make.write_hf(tmp_path / "one", TENSORS))
-    assert said == []
+def test_one_checkpoint_prints_nothing_and_config_means_t5x(tmp_path):
+    _, printed = load(make.write_hf(tmp_path / "one", TENSORS))
+    assert printed == []
     add(tmp_path / "two", "model.safetensors", OTHER)
     add(tmp_path / "two", "checkpoint_7", PARAMS)
     assert_params(loader.load(tmp_path / "two", "float32", config=TINY))
 
 
-def test_convert_says_it_too(tmp_path):
+def test_convert_prints_it_too(tmp_path):
     add(tmp_path / "model", "model.safetensors.index.json", OTHER)
     add(tmp_path / "model", "model.safetensors", PARAMS)
-    said = []
-    converter.convert(tmp_path / "model", tmp_path / "out", say=said.append)
-    assert len(said) == 1 and "leaving model.safetensors.index.json" in said[0]
+    printed = []
+    converter.convert(tmp_path / "model", tmp_path / "out", say=printed.append)
+    assert len(printed) == 1 and "leaving model.safetensors.index.json" in printed[0]
     assert_params(loader.load(tmp_path / "out", "float32"))
 
 
@@ -213,18 +212,18 @@ def test_prefixes_of_wrappers_are_left_out(wrapped, form, tmp_path):
         (tmp_path / "flax_model.msgpack").write_bytes(flax.serialization.msgpack_serialize(tree))
     else:
         make.write_hf(tmp_path, renamed, shards=3 if form == "shards" else 1)
-    model, said = load(tmp_path)
+    model, printed = load(tmp_path)
     assert_params(model)
-    assert len(said) == 1 and all(part in said[0] for part in WRAPPED[wrapped])
+    assert len(printed) == 1 and all(part in printed[0] for part in WRAPPED[wrapped])
 
 
 def test_a_wrapped_part_of_a_model(tmp_path):
     inside = {
         name.replace("encoder.block", "encoder._orig_mod.block"): x for name, x in TENSORS.items()
     }
-    model, said = load(make.write_hf(tmp_path / "inside", inside))
+    model, printed = load(make.write_hf(tmp_path / "inside", inside))
     assert_params(model)
-    assert len(said) == 1
+    assert len(printed) == 1
     twice = TENSORS | {"module.shared.weight": TENSORS["shared.weight"]}
     with pytest.raises(ValueError, match="got two tensors that are shared.weight without"):
         load(make.write_hf(tmp_path / "twice", twice))
@@ -241,9 +240,9 @@ def test_causal_masks_of_a_gpt2_may_have_any_dtype(dtype, prefix, tmp_path):
         tensors[f"{prefix}h.{layer}.attn.masked_bias"] = np.ones((), dtype)
     shutil.copy(plain / "config.json", tmp_path / "config.json")
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
-    model, said = load(tmp_path)
+    model, printed = load(tmp_path)
     assert jax.tree.all(jax.tree.map(np.array_equal, model.params, load(plain)[0].params))
-    assert bool(said) == prefix.startswith("module.")
+    assert bool(printed) == prefix.startswith("module.")
 
 
 def test_another_dtype_where_a_parameter_is_expected_is_rejected(tmp_path):
@@ -322,7 +321,7 @@ def test_of_tied_tensors_a_file_may_hold_the_head_alone(tmp_path):
         load(tmp_path / "gpt")
 
 
-def test_an_adapter_without_its_model_says_how_to_merge_it(tmp_path):
+def test_the_error_of_an_adapter_alone_shows_how_to_merge_it(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(
         ValueError, match="got a PEFT adapter without its model, expected a whole model; merge them"

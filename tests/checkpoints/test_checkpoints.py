@@ -261,13 +261,13 @@ def test_a_hugging_face_folder_brings_its_vocabulary(tmp_path):
     assert (type(model.vocabulary), model.eos_ids) == (vocabularies.TokenizerJsonVocabulary, (1,))
 
 
-def test_the_default_dtype_is_said(tmp_path, capsys):
+def test_the_default_dtype_is_printed(tmp_path, capsys):
     make.write_hf(tmp_path, TENSORS)
     assert loader.load(tmp_path).config.dtype == "float32"  # on a CPU
     captured = capsys.readouterr()
     hint = "(dtype=, or --dtype on the command line, chooses another)"
-    said = f"loading {tmp_path} in float32, the default on a CPU {hint}\n"
-    assert (captured.out, captured.err) == ("", said)
+    announced = f"loading {tmp_path} in float32, the default on a CPU {hint}\n"
+    assert (captured.out, captured.err) == ("", announced)
     loader.load(tmp_path, "float32")
     assert capsys.readouterr().err == ""
 

@@ -1,5 +1,4 @@
-"""Bad checkpoints: rejected in one line that says what was got and what was expected, before
-anything compiles."""
+"""Bad checkpoints are rejected in one line (got, expected) before anything compiles."""
 
 import json
 import shutil
@@ -51,8 +50,10 @@ def damage_header(folder):
 
 
 def truncate_database(folder):
-    """Cuts every data file of an OCDBT database: which of them the merged database still refers to
-    varies."""
+    """Cuts every data file of an OCDBT database.
+
+    Which of them the merged database still refers to varies.
+    """
     for path in folder.rglob("d/*"):
         truncate(path)
 
@@ -303,24 +304,24 @@ def test_bad_input_is_rejected_in_one_line(case, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, hint",
     [
         ("google/flan-t5-small", "hf download google/flan-t5-small --local-dir flan-t5-small"),
         ("folder/of/mine", "bundled name"),
     ],
 )
-def test_a_name_of_the_hub_says_how_to_download_it(name, said, tmp_path, monkeypatch):
+def test_the_error_of_a_hub_name_shows_how_to_download_it(name, hint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ValueError, match="got no such path, expected a checkpoint folder or a bundled name"
     ) as error:
         loader.load(name, "float32")
-    assert said in str(error.value) and ("hf download" in str(error.value)) == (
+    assert hint in str(error.value) and ("hf download" in str(error.value)) == (
         name == "google/flan-t5-small"
     )
 
 
-def test_an_unknown_architecture_is_told_all_that_are_known(tmp_path):
+def test_the_error_of_an_unknown_architecture_lists_the_known_ones(tmp_path):
     make.write_hf(tmp_path, TENSORS, model_type="llama", architectures=["LlamaForCausalLM"])
     with pytest.raises(
         ValueError, match="config.json: unknown architecture: got model_type 'llama'"

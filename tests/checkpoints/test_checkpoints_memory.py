@@ -1,5 +1,4 @@
-"""Parameters stream in: loading takes little memory beside the weights, whatever the format and the
-stored dtype."""
+"""Loading takes little memory beside the weights, whatever the format and the dtype."""
 
 import pathlib
 import subprocess
@@ -30,9 +29,12 @@ import jax, jax.numpy as jnp
 import orbax.checkpoint, tensorstore  # imports are not what is measured
 from specdec_jax import checkpoints
 folder, small, dtype = sys.argv[1:]
-checkpoints.load(small, dtype)  # nor is what XLA compiles to bring the kernels into the loop's layout
+# Nor is what XLA compiles to bring the weights into the loop's layout.
+checkpoints.load(small, dtype)
 getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
-status = lambda name: int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+def status(name):
+    kilobytes = re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]
+    return int(kilobytes) * 1024
 open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
 before = status("VmRSS")
 model = checkpoints.load(folder, dtype)

@@ -1,5 +1,4 @@
-"""`specdec convert`: every pair of formats, bit for bit; what a format cannot hold;
-interruptions; T5X's own restore."""
+"""Tests `specdec convert`: every pair of formats bit for bit, interruptions, T5X's restore."""
 
 import dataclasses
 import itertools
@@ -126,7 +125,7 @@ def test_vocabulary_and_sentinels_are_kept(kind, tmp_path):
         ).read_bytes()
 
 
-def test_what_hugging_face_cannot_say_is_rejected(tmp_path):
+def test_what_a_hugging_face_config_cannot_express_is_rejected(tmp_path):
     config = dataclasses.replace(SMALL, vocab_size=264)
     model = make.model_of(make.random_params(config), config, ByteVocabulary(0))
     with pytest.raises(
@@ -388,7 +387,7 @@ def test_bad_input(case, tmp_path, capsys):
 
 
 def test_a_decoder_of_another_depth_is_exported_with_it(tmp_path):
-    """transformers' caches count layers by `decoder_layers`, its network by `num_decoder_layers`."""
+    """transformers' caches count `decoder_layers`, its network `num_decoder_layers`."""
     config = dataclasses.replace(TINY, num_encoder_layers=1, num_decoder_layers=3)
     sd.save(sd.LanguageModel.random(config), tmp_path / "hf", format="huggingface")
     written = json.loads((tmp_path / "hf" / "config.json").read_text())

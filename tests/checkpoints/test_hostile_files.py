@@ -21,8 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(names, folder) -> dict[str, dict]:
-    """What came of the cases, by name, up to the first at which the process hangs or dies, which
-    has nothing."""
+    """Returns each case's outcome by name, up to the first that hangs or ends the process."""
     program = pathlib.Path(__file__).parents[1] / "support/hostile_files.py"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",

@@ -1,5 +1,4 @@
-"""What a long reading, writing or making of parameters says of itself: nothing while it is short,
-then a bar on a terminal and a line now and then elsewhere."""
+"""Long readings and writings show a bar on a terminal, and lines elsewhere; short ones nothing."""
 
 import re
 
@@ -20,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 COUNT = len(parameter_shapes(TINY))
 HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"  # what hides a terminal's cursor, and shows it again
-CLEARED = f"\r\n{SHOWN}\r\x1b[1A\x1b[2K"  # the bar is taken away, and what is printed next stands in its place
+# The bar is taken away, and what is printed next stands in its place.
+CLEARED = f"\r\n{SHOWN}\r\x1b[1A\x1b[2K"
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def slowly(clock, monkeypatch):
 
 
 def test_lines_have_the_right_numbers(clock):
-    said = []
-    options = dict(say=said.append, last="placing them")
+    lines_printed = []
+    options = dict(say=lines_printed.append, last="placing them")
     with Progress("reading flan-t5-xxl", 11_300_000_000, "parameters", **options) as shown:
         for seconds, count, lines in (
             (2.0, 400_000_000, 0),
@@ -70,15 +70,15 @@ def test_lines_have_the_right_numbers(clock):
         ):
             clock[0] += seconds
             shown.advance(count)
-            assert len(said) == lines
-    assert said == [
+            assert len(lines_printed) == lines
+    assert lines_printed == [
         "reading flan-t5-xxl: 1.0 of 11.3 billion parameters, 0:00:52 left",  # 5 s × 10.3 / 1
         "reading flan-t5-xxl: 3.1 of 11.3 billion parameters, 0:00:42 left",  # 16 s × 8.2 / 3.1
         "reading flan-t5-xxl: 11.3 of 11.3 billion parameters, placing them",
     ]
 
 
-def test_loading_says_how_far_it_is_where_there_is_no_terminal(slowly, folder, capsys):
+def test_loading_prints_progress_without_a_terminal(slowly, folder, capsys):
     slowly(36.0)
     model = sd.load(folder, "float32")
     lines = capsys.readouterr().err.splitlines()
@@ -91,12 +91,12 @@ def test_loading_says_how_far_it_is_where_there_is_no_terminal(slowly, folder, c
 
 
 def test_time_left_is_by_size_not_by_count(slowly, folder):
-    """The largest are read first: with half of the parameters' names, far more than half is there."""
+    """The largest are read first: half of the names are far more than half of the parameters."""
     slowly(36.0)
-    said = []
-    sd.load(folder, "float32", say=said.append)
-    left = [int(re.search(r":(\d\d) left", line)[1]) for line in said[:2]]
-    assert len(said) == 5 and left[0] < 15 and left[1] < 10  # 33 and 23 by their count
+    lines_printed = []
+    sd.load(folder, "float32", say=lines_printed.append)
+    left = [int(re.search(r":(\d\d) left", line)[1]) for line in lines_printed[:2]]
+    assert len(lines_printed) == 5 and left[0] < 15 and left[1] < 10  # 33 and 23 by their count
 
 
 @pytest.mark.parametrize("seconds, kind", [(2.9, "xterm"), (2.9, "dumb"), (2.9, None)])
@@ -150,18 +150,21 @@ def test_an_error_leaves_the_terminal_as_it_was(slowly, folder, monkeypatch, fai
 
 def test_a_caller_may_have_the_lines_or_silence(slowly, folder, monkeypatch):
     slowly(36.0)
-    said = []
+    lines_printed = []
     with as_stderr(monkeypatch) as got:
-        sd.load(folder, say=said.append)
+        sd.load(folder, say=lines_printed.append)
         slowly(36.0)
         sd.load(folder, say=lambda line: None)
     assert got == [""]
-    assert said[0].startswith(f"loading {folder} in float32, the default") and len(said) == 6
-    assert all(line.startswith(f"reading {folder}: ") for line in said[1:])
+    assert (
+        lines_printed[0].startswith(f"loading {folder} in float32, the default")
+        and len(lines_printed) == 6
+    )
+    assert all(line.startswith(f"reading {folder}: ") for line in lines_printed[1:])
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_filling_reports_every_parameter(quantize):
+def test_dummy_weights_report_every_parameter(quantize):
     counts = []
     config = sd.T5Config(96, 64, 2, 32, 2, 2, 128, dtype="float32")
     sd.LanguageModel.dummy(config, quantize=quantize, report=counts.append)
@@ -186,18 +189,20 @@ def test_a_preset_says_that_it_is_made(clock, monkeypatch, capsys):
 
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_long_writing_says_how_far_it_is(slowly, folder, tmp_path, form, saved):
+def test_a_long_writing_prints_progress(slowly, folder, tmp_path, form, saved):
     model = sd.load(folder, "float32")
     slowly(36.0)
-    said, out = [], tmp_path / "out"
+    lines_printed, out = [], tmp_path / "out"
     if saved:
-        sd.save(model, out, format=form, say=said.append)
+        sd.save(model, out, format=form, say=lines_printed.append)
     else:
-        sd.convert(folder, out, form, say=said.append)
+        sd.convert(folder, out, form, say=lines_printed.append)
     total = f"{parameter_count(TINY):,}"
-    assert len(said) == 5 and all(line.startswith(f"writing {out}: ") for line in said)
-    assert re.search(rf" of {total} parameters, [\d.,]+ a second, 0:00:", said[0])
-    assert said[-1] == f"writing {out}: {total} of {total} parameters"
+    assert len(lines_printed) == 5 and all(
+        line.startswith(f"writing {out}: ") for line in lines_printed
+    )
+    assert re.search(rf" of {total} parameters, [\d.,]+ a second, 0:00:", lines_printed[0])
+    assert lines_printed[-1] == f"writing {out}: {total} of {total} parameters"
 
 
 @pytest.mark.parametrize("form", FORMATS)

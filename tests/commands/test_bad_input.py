@@ -13,12 +13,10 @@ from devices import SPECDEC
 
 from specdec_jax.commands import generate as generate_command
 
-pair, cache, specdec, compilations = (
-    command_line.pair,
-    command_line.cache,
-    command_line.specdec,
-    command_line.compilations,
-)
+pair = command_line.pair
+cache = command_line.cache
+specdec = command_line.specdec
+compilations = command_line.compilations
 pytestmark = pytest.mark.usefixtures("quick")
 
 generate = main_folders.generate
@@ -157,7 +155,7 @@ def test_bad_input(specdec, pair, tmp_path, compilations, case):
     assert not compilations
 
 
-def test_the_default_dtype_is_said(specdec):
+def test_the_default_dtype_is_printed(specdec):
     code, _, err = specdec("generate", "--target=TARGET", "--max_input_length=1", "Tom")
     assert (
         code == 2
@@ -178,7 +176,7 @@ def test_standard_input_not_utf8(generate, monkeypatch):
     assert (code, out) == (2, "") and "standard input, line 1: got bytes that are not UTF-8" in err
 
 
-def test_the_help_says_that_gin_files_are_code(specdec):
+def test_the_help_warns_that_gin_files_are_code(specdec):
     code, out, _ = specdec("train", "--help")
     assert code == 0 and "it is code: use none from a source you do not trust" in " ".join(
         out.split()

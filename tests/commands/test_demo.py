@@ -1,4 +1,4 @@
-"""`specdec demo`: what it says while one waits, its marks, and times that agree with their ratio."""
+"""Tests `specdec demo`: its lines while one waits, its marks, and its times and their ratio."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ cache, pair, specdec = command_line.cache, command_line.pair, command_line.specd
 MODELS = command_line.MODELS[:-1]  # without γ
 
 
-def test_demo_says_what_it_does(specdec):
+def test_demo_prints_what_it_does(specdec):
     code, out, err = specdec(
         "demo",
         *command_line.MODELS,
@@ -56,8 +56,7 @@ def test_demo_says_what_it_does(specdec):
 
 
 def test_picture_of_the_demo(specdec, tmp_path):
-    """In colour wherever the output goes, without marks, fonts from elsewhere or the path of the
-    kernel."""
+    """The picture is in colour wherever the output goes, without marks, fonts or paths."""
     picture = tmp_path / "demo.svg"
     code, out, _ = specdec(
         "demo", *command_line.MODELS, "--repeats=1", f"--picture={picture}", "Tom", "We"
@@ -92,8 +91,7 @@ def test_demo_promises_no_more_than_it_keeps(specdec, flags, promise):
 
 
 def test_demo_of_a_tree(specdec, tmp_path):
-    """One call is drawn, with as many tokens as the sentence says, and as a figure; the times are
-    those of trees."""
+    """One call is drawn, with as many tokens as the sentence says; the times are those of trees."""
     plot = tmp_path / "tree.svg"
     record = tmp_path / "demo.json"
     argv = [
@@ -168,7 +166,7 @@ def test_every_call_is_traced(specdec):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--trace", "--gamma=auto"], "trace: got True with gamma='auto'"),
         (
@@ -186,11 +184,11 @@ def test_every_call_is_traced(specdec):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_trees_that_cannot_be_shown(specdec, flags, said):
+def test_trees_that_cannot_be_shown(specdec, flags, message):
     code, _, err = specdec(
         "demo", "--target=TARGET", "--drafter=DRAFTER", "--dtype=float32", *flags, "Tom"
     )
-    assert code == 2 and said in err
+    assert code == 2 and message in err
 
 
 @pytest.mark.parametrize("tree", ["widths:2", "widths:1,1:drawn", "dynamic:2,2,4"])
@@ -210,7 +208,7 @@ def test_a_chains_verifier_beside_a_tree_is_rejected_before_anything_loads(
     ) and "verifier: got 'token' beside a tree" in err
 
 
-def test_a_chains_verifier_judges_a_tree_with_one_branch():
+def test_a_chains_verifier_verifies_a_tree_with_one_branch():
     for options in (demo.DemoOptions, generate_command.GenerateOptions):
         options(target="a", drafter="b", tree="widths:1,1", verifier="token", gamma="auto").check()
 
@@ -225,8 +223,7 @@ def test_demo_of_nothing(specdec):
 
 
 def test_printed_times_give_the_printed_ratio(monkeypatch):
-    """Three passes whose ratios are 3, 1 and 3.4 (in the middle 3), while that of the median times
-    is 1.7."""
+    """Three passes have the ratios 3, 1 and 3.4; that of the median times is 1.7."""
     passes = {"plain": [6.0, 4.0, 10.2], "speculative": [2.0, 4.0, 3.0]}
     clock, turn = [0.0], {name: itertools.count() for name in passes}
 

@@ -25,8 +25,7 @@ from specdec_jax.training.sequence_distillation import Job
     ],
 )
 def test_warm_up_and_decay_follow_the_steps(given, expected):
-    """Of `train`, of `distill`, whatever its number of steps was when gin made it, and of
-    `train_heads`."""
+    """`train`, `distill` and `train_heads` follow a number of steps set after gin."""
     config = TrainConfig(TINY, ("a",), ("b",), "c", vocabulary_size=64, **given)
     assert (config.warmup_steps, config.decay_steps) == expected
     stage = distill.DistillConfig(target="x", output_dir="y", **given).training(
@@ -47,7 +46,7 @@ def test_given_parts_that_exceed_the_steps_are_rejected():
         config_of(".", ".", steps=3)
 
 
-def test_the_start_says_what_is_needed(tmp_path, monkeypatch):
+def test_the_start_prints_what_is_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(distill_lines, "_product_speed", lambda dtype: 1e6)
     sources = [[5, 6, 1], [7, 1]]
     jobs = [
@@ -100,7 +99,8 @@ def record(step, loss, acceptance, agreement):
             [(0, 2.0, 0.5, 0.6), (6, 1.0, 0.7, 0.8)],
             "loss",
             [
-                "kept: step 6 of 6, the best by loss: acceptance 0.5000 -> 0.7000, agreement 0.6000 -> 0.8000 (before -> "
+                "kept: step 6 of 6, the best by loss: acceptance 0.5000 -> 0.7000, agreement "
+                "0.6000 -> 0.8000 (before -> "
                 "after)"
             ],
         ),
@@ -108,9 +108,11 @@ def record(step, loss, acceptance, agreement):
             [(0, 2.0, 0.5, 0.6), (6, 1.0, 0.7, 0.55), (9, 1.5, 0.6, 0.7)],
             "loss",
             [
-                "kept: step 6 of 9, the best by loss: acceptance 0.5000 -> 0.7000, agreement 0.6000 -> 0.5500 (before -> "
+                "kept: step 6 of 9, the best by loss: acceptance 0.5000 -> 0.7000, agreement "
+                "0.6000 -> 0.5500 (before -> "
                 "after)",
-                "worse than it began: agreement fell by 0.0500; --select=agreement keeps the step that is best "
+                "worse than it began: agreement fell by 0.0500; --select=agreement keeps the step "
+                "that is best "
                 "by it",
             ],
         ),
@@ -118,7 +120,8 @@ def record(step, loss, acceptance, agreement):
             [(0, 1.0, 0.5, 0.6), (6, 2.0, 0.4, 0.7)],
             "loss",
             [
-                "kept: the drafter as it was: by loss no step was better (acceptance 0.5000 -> 0.5000, agreement "
+                "kept: the drafter as it was: by loss no step was better (acceptance 0.5000 -> "
+                "0.5000, agreement "
                 "0.6000 -> 0.6000)"
             ],
         ),
@@ -126,14 +129,15 @@ def record(step, loss, acceptance, agreement):
             [(6, 2.0, 0.4, 0.7)],
             "acceptance",
             [
-                "kept: step 6 of 6, the best by acceptance: acceptance 0.4000, agreement 0.7000 on the target's outputs "
+                "kept: step 6 of 6, the best by acceptance: acceptance 0.4000, agreement 0.7000 on "
+                "the target's outputs "
                 "for other sources"
             ],
         ),
         ([], "loss", ["kept: the newest parameters, since no validation loss was finite"]),
     ],
 )
-def test_the_end_says_what_came_of_it(validations, select, expected, tmp_path):
+def test_the_end_prints_the_outcome(validations, select, expected, tmp_path):
     saved = run_folder.Checkpoints(tmp_path, select=select)
     for step, loss, *figures in validations:
         saved.keep_best(

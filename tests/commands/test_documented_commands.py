@@ -57,11 +57,15 @@ def run(folder, monkeypatch, capsys):
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(open(argv[place + 1], "rb")))
             argv = argv[:place]
         code = main.main([argv[0], *argv[1:], *smaller(argv)])
-        said = capsys.readouterr().err
+        printed = capsys.readouterr().err
         for need, (pattern, message) in NEEDS.items():
-            if code and re.search(pattern, line) and re.search(f"specdec: error: {message}", said):
-                return None if need != "T5X" or importlib.util.find_spec("t5x") is None else said
-        return f"{line}: {code}: {said[-600:]}" if code else None
+            if (
+                code
+                and re.search(pattern, line)
+                and re.search(f"specdec: error: {message}", printed)
+            ):
+                return None if need != "T5X" or importlib.util.find_spec("t5x") is None else printed
+        return f"{line}: {code}: {printed[-600:]}" if code else None
 
     return run
 
@@ -84,7 +88,6 @@ def test_cheap_examples_of_the_help_run(line, run):
 
 @pytest.mark.slow
 def test_every_documented_command_runs(run):
-    """In the order of the help and the pages; those that read records come last, after those that
-    write them."""
+    """In the order of the help and the pages; those that read records come last."""
     lines = sorted(dict.fromkeys(HELP + ON_PAGES), key=lambda line: "--records=" in line)
     assert not [wrong for line in lines if (wrong := run(line))]

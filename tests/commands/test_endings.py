@@ -1,5 +1,4 @@
-"""What a job says of its inputs and outputs: how many were cut, which inputs are too long and what
-would do."""
+"""A run reports how many outputs were cut and which inputs are too long."""
 
 import command_line
 import pytest
@@ -20,8 +19,7 @@ TEXTS = ["We asked", "Tom", "She was"]
 
 
 def generate(capsys, pair, *more):
-    """Runs the command with one row a batch; returns exit code, standard output and standard error
-    as they are."""
+    """Runs the command with one row a batch; returns exit code, output and errors."""
     models = [f"--target={pair / 'target'}", "--dtype=float32", "--batch_size=1"]
     code = main.main(["generate", *models, *map(str, more)])
     return code, *capsys.readouterr()
@@ -57,7 +55,7 @@ def test_outputs_that_were_cut_are_counted(capsys, pair, cut, tmp_path, monkeypa
     assert code == 0 and "1 of 3 sentences are there" in err and err.endswith(line)
 
 
-def test_nothing_is_said_where_nothing_was_cut(capsys, pair):
+def test_nothing_is_printed_where_nothing_was_cut(capsys, pair):
     code, _, err = generate(capsys, pair, "--forced_tokens=0:1", *TEXTS)
     assert code == 0 and "length" not in err
 
@@ -71,7 +69,8 @@ def test_inputs_that_are_too_long_are_counted_and_named(capsys, pair):
     named = ", ".join(str(number + 1) for number in wrong)
     code, out, err = generate(capsys, pair, f"--max_input_length={most}", *TEXTS)
     assert (code, out) == (2, "") and err.splitlines()[-1] == (
-        f"specdec: error: sentences {named} (2 of 3): got up to {max(sizes)} tokens, expected at most "
+        f"specdec: error: sentences {named} (2 of 3): got up to {max(sizes)} tokens, expected at "
+        "most "
         f"max_input_length = {most}; --max_input_length={max(sizes)} takes all"
     )
     assert (
@@ -113,8 +112,8 @@ def test_long_lists_of_numbers_are_cut():
 
 
 def test_many_inputs_without_output_are_few_lines():
-    said = []
-    endings = Endings("--max_new_tokens=64", said.append)
+    printed = []
+    endings = Endings("--max_new_tokens=64", printed.append)
 
     def output(number):
         return sd.Output(
@@ -122,5 +121,5 @@ def test_many_inputs_without_output_are_few_lines():
         )
 
     notes = [endings.add(number, [output(number)]) for number in range(40)]
-    assert notes == [{"lost": True}] * 40 and len(said) == 5
-    assert endings.tell(40).startswith("sentences 1, 2, ") and len(said) == 5
+    assert notes == [{"lost": True}] * 40 and len(printed) == 5
+    assert endings.tell(40).startswith("sentences 1, 2, ") and len(printed) == 5

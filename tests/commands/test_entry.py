@@ -1,5 +1,4 @@
-"""The command as a process: its standard streams, and what signals do while it imports, computes,
-trains and ends."""
+"""The command as a process: standard streams, and signals in every phase."""
 
 import errno
 import io
@@ -222,7 +221,7 @@ def test_a_reader_that_has_gone_is_no_traceback(stream):
     assert done.returncode == (1 if stream == "stdout" else 2) and not getattr(done, other)
 
 
-def test_an_error_is_said_though_the_reader_has_gone(monkeypatch, capsys):
+def test_an_error_is_reported_though_the_reader_has_gone(monkeypatch, capsys):
     """What went before it into the buffer of standard output is lost; the reason is not."""
 
     class Gone(io.StringIO):
@@ -242,7 +241,7 @@ def test_an_error_is_said_though_the_reader_has_gone(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("unbuffered", [True, False])
-def test_output_comes_at_once_where_python_is_told_so(unbuffered):
+def test_output_comes_at_once_where_python_is_unbuffered(unbuffered):
     body = "def run():\n  print('first'); os.write(1, b'second\\n'); return 0"
     _, out, _ = stub(body, env=os.environ | {"PYTHONUNBUFFERED": "1" * unbuffered})
     assert out.split() == (["first", "second"] if unbuffered else ["second", "first"])

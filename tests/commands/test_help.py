@@ -107,7 +107,7 @@ def names(argv: list[str], flags: set[str]) -> list[str]:
 
 
 def made_by(argv: list[str]) -> list[str]:
-    """Files that the command writes; a training's folder has its model in a folder of a fixed name."""
+    """Files that the command writes; a training run has its model in a folder of a fixed name."""
     found = names(argv, WRITTEN)
     return found + [
         f"{folder}/{part}" for folder in found for part in ("model", "heads") if "runs/" in folder
@@ -115,8 +115,7 @@ def made_by(argv: list[str]) -> list[str]:
 
 
 def check_files_read(argvs: list[list[str]], made: set[str]) -> None:
-    """Checks the flags of commands, and that each file they read is there, the reader's own, or
-    made before.
+    """Checks the flags of commands, and that each file they read exists or was made before.
 
     Args:
       made: files that are made elsewhere.
@@ -170,7 +169,10 @@ def test_pairs_to_try_training_on_are_whole():
 
 def test_examples_run_anywhere(tmp_path, quick_environment):
     """Of a package that is installed, from any folder: no file is needed."""
-    line = "generate --target=ende/target --drafter=lookup --input_file=ende/sentences.txt --max_new_tokens=2 --json"
+    line = (
+        "generate --target=ende/target --drafter=lookup --input_file=ende/sentences.txt "
+        "--max_new_tokens=2 --json"
+    )
     environment = {**os.environ, **quick_environment, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*SPECDEC, *shlex.split(line)],

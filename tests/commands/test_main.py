@@ -1,5 +1,4 @@
-"""The command line, through `main(argv)` and once or twice as a process: results, errors, gin,
-standard streams."""
+"""The command line through `main(argv)`, and once or twice as a process."""
 
 import gzip
 import io
@@ -23,12 +22,10 @@ from specdec_jax.decoding import continuous_batching
 from specdec_jax.decoding import inputs as decoding_inputs
 from specdec_jax.speculative.tree_text import read_tree
 
-pair, cache, specdec, compilations = (
-    command_line.pair,
-    command_line.cache,
-    command_line.specdec,
-    command_line.compilations,
-)
+pair = command_line.pair
+cache = command_line.cache
+specdec = command_line.specdec
+compilations = command_line.compilations
 pytestmark = pytest.mark.usefixtures("quick")
 
 generate = main_folders.generate
@@ -240,7 +237,7 @@ def test_gin_without_a_file(specdec):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("generate.GenerateOptions.gama = 3", "doesn't have a parameter named 'gama'"),
         ("generate.GenrateOptions.gamma = 3", "has no attribute GenrateOptions"),
@@ -250,14 +247,15 @@ def test_gin_without_a_file(specdec):
         ),
     ],
 )
-def test_a_misspelt_name_is_told_with_file_and_line(specdec, tmp_path, line, said):
+def test_a_misspelt_name_is_reported_with_file_and_line(specdec, tmp_path, line, message):
     file = tmp_path / "bad.gin"
     file.write_text(
-        f"from __gin__ import dynamic_registration\nfrom specdec_jax.commands import generate\n{line}\n"
+        "from __gin__ import dynamic_registration\nfrom specdec_jax.commands import "
+        f"generate\n{line}\n"
     )
     code, out, err = specdec("generate", f"--gin_file={file}", "--gin_search_paths=/", "hello")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err and f'In file "{file}", line 3' in err
+    assert message in err and f'In file "{file}", line 3' in err
 
 
 @pytest.mark.parametrize("command", ["generate", "benchmark"])

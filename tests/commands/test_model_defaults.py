@@ -74,7 +74,7 @@ def test_beams_to_a_file_and_what_they_reject(decode, tmp_path):
     assert "generation_config: got 'off', expected model or none" in err
 
 
-def test_commands_that_measure_say_that_they_do_without(capsys, tmp_path):
+def test_commands_that_measure_print_that_they_use_no_defaults(capsys, tmp_path):
     folder = folder_of(tmp_path / "model", SEARCH)
     options = DecodingOptions(
         target=str(folder), dtype="float32", max_new_tokens=9
@@ -121,6 +121,6 @@ def test_limits_that_differ_are_named_by_the_default(decode, tmp_path):
     assert "2 of 2 outputs ended by length: --max_new_tokens=8" in err
 
 
-def test_a_prompt_without_room_is_counted_from_one(decode, tmp_path):
+def test_a_prompt_that_is_too_long_is_counted_from_one(decode, tmp_path):
     _, err = decode(folder_of(tmp_path / "model", {"max_length": 3}), code=2)
     assert "specdec: error: sentence 1: got " in err and "--max_new_tokens" in err

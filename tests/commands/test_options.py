@@ -1,5 +1,4 @@
-"""Every way of sampling, verifying and stopping through the command line: it arrives, or is
-rejected with one line."""
+"""Every option of sampling, verification and stopping arrives, or is rejected in one line."""
 
 import json
 import types
@@ -17,12 +16,10 @@ from specdec_jax.commands.output_lines import one_line
 from specdec_jax.decoding import continuous_batching
 from specdec_jax.decoding.stream import Piece
 
-pair, cache, specdec, compilations = (
-    command_line.pair,
-    command_line.cache,
-    command_line.specdec,
-    command_line.compilations,
-)
+pair = command_line.pair
+cache = command_line.cache
+specdec = command_line.specdec
+compilations = command_line.compilations
 TEXTS = ["We asked", "Tom"]
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -121,7 +118,7 @@ def test_options_of_sampling(decode, library, name):
 
 
 def test_min_new_tokens(decode, library, pair):
-    """The tiny target is told to end at once; then that it may not."""
+    """The tiny target ends at once, and then it may not."""
     ends = f"--logit_bias={sd.load(pair / 'target', dtype='float32').eos_ids[0]}:1e6"
     assert [len(record["tokens"]) for record in decode(ends)] == [1, 1]
     assert [len(record["tokens"]) for record in decode(ends, "--min_new_tokens=3")] == [4, 4]
@@ -214,7 +211,7 @@ def test_streamed_line_ends_become_spaces_as_in_a_whole_text(monkeypatch, capsys
     assert capsys.readouterr().out == one_line("".join(pieces)) + "\n"
 
 
-def test_stream_decodes_one_at_a_time_unless_told_otherwise():
+def test_stream_decodes_one_at_a_time_without_batch_size():
     assert [generate.GenerateOptions(stream=stream).rows for stream in (False, True)] == [8, 1]
     assert generate.GenerateOptions(batch_size=3).rows == 3
 

@@ -1,5 +1,4 @@
-"""The output file of `specdec generate`: it has what would be printed, a kill changes nothing in
-it, and results of other settings do not get into it."""
+"""The output file has the printed results, survives kills, and never mixes settings."""
 
 import functools
 import json
@@ -113,9 +112,9 @@ def test_a_job_that_is_killed_and_interrupted_gives_the_same_file(
             text=True,
             env=os.environ | quick_environment,
         )
-        code, said = (143, "terminated") if how == "SIGTERM" else (-signal.SIGKILL, "")
+        code, reason = (143, "terminated") if how == "SIGTERM" else (-signal.SIGKILL, "")
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
-        assert not said or done.stderr.endswith(f"specdec: {said}\n")
+        assert not reason or done.stderr.endswith(f"specdec: {reason}\n")
         *lines, torn = partial.read_bytes().split(b"\n")
         assert len(lines) == 1 + there and bool(torn) == (how == "SIGKILL" and there < 12)
         assert path.exists() == (there == 12)
@@ -184,8 +183,10 @@ class Kills:
         return max(0, partial.read_bytes().count(b"\n") - 1) if partial.exists() else 0
 
     def run(self, name, after=None, decoding=False) -> int:
-        """Runs the job; kills it after so many seconds from its start, or from that of its
-        decoding. Returns the exit code."""
+        """Runs the command and kills it after so many seconds; returns the exit code.
+
+        Seconds count from its start, or from that of its decoding.
+        """
         begin, (total, decoded) = self.finished(name), (time.monotonic(), None)
         partial = self.folder / f"{name}.partial"
         size = partial.stat().st_size if partial.exists() else 0
@@ -205,10 +206,12 @@ class Kills:
                 time.sleep(0.005)
         finally:
             plan.kill()
-        said = plan.communicate()[1]
-        assert plan.returncode in (0, -signal.SIGKILL), said
+        reason = plan.communicate()[1]
+        assert plan.returncode in (0, -signal.SIGKILL), reason
         assert (
-            not begin or plan.returncode or f"{begin} of {len(BUNDLED)} sentences are there" in said
+            not begin
+            or plan.returncode
+            or f"{begin} of {len(BUNDLED)} sentences are there" in reason
         )
         now = time.monotonic()
         self.seconds = now - total, now - (decoded or now)
@@ -235,7 +238,8 @@ def test_twenty_kills_of_the_bundled_pair_change_no_byte(tmp_path):
     assert plan.run("out") == 0 and (tmp_path / "out").read_bytes() == whole
     assert not list(tmp_path.glob("*.partial"))
     print(
-        f"{total:.1f} s undisturbed, {decoding:.1f} s of them decoding; results kept at each kill: {where}; "
+        f"{total:.1f} s undisturbed, {decoding:.1f} s of them decoding; results kept at each kill: "
+        f"{where}; "
         f"ends: {finished}"
     )
     assert len({*where} - {0, len(BUNDLED)}) >= 2, (
@@ -248,7 +252,7 @@ def settings(target="target", drafter="drafter", sentences=("a", "b"), models=No
     return generate._deciding(options, *models, list(sentences))
 
 
-def test_what_decides_the_results_is_told_apart(pair):
+def test_settings_differ_where_results_may(pair):
     target, drafter = (sd.load(pair / name, dtype="float32") for name in ("target", "drafter"))
     one = functools.partial(settings, models=(target, sd.ModelDrafter(drafter)))
     base = one()

@@ -1,5 +1,4 @@
-"""Options that are paths: a home folder in them, files that are replaced, settings beside what a
-kill leaves; sentences that begin with a dash."""
+"""Options that are paths: home folders, replaced files, and sentences that begin with a dash."""
 
 import dataclasses
 import pathlib
@@ -178,7 +177,7 @@ def test_settings_lie_beside_what_a_kill_leaves(specdec, pair, tmp_path, monkeyp
     assert not partial.exists() and "seed = 2" in (tmp_path / "out.txt.gin").read_text()
 
 
-def test_a_file_in_the_place_of_a_folder_is_not_said_to_be_replaced(tmp_path):
+def test_a_file_in_the_place_of_a_folder_is_not_reported_as_replaced(tmp_path):
     options = dataclasses.make_dataclass("Options", ["output", "output_dir"], frozen=True)
     for name in ("output", "output_dir"):
         write_file(tmp_path / name, "a file")

@@ -1,5 +1,4 @@
-"""The output file of continuous batching: what is kept of results that come in any order, and what
-a kill may leave."""
+"""Resumable output keeps results of any order, whatever a kill leaves."""
 
 import json
 import multiprocessing
@@ -138,5 +137,5 @@ def test_one_process_at_a_time(tmp_path):
         other.join()
 
 
-def test_digests_tell_parts_apart():
+def test_digests_distinguish_parts():
     assert digest([b"ab", b"c"]) == digest(iter([b"ab", b"c"])) != digest([b"a", b"bc"])

@@ -76,7 +76,7 @@ def test_rows_of_presets():
     assert found == [(*drafter, (gamma,), (0.4, 1.0)) for drafter in drafters for gamma in (1, 2)]
 
 
-def test_a_killed_suite_goes_on(specdec, monkeypatch, tmp_path):
+def test_a_killed_suite_resumes(specdec, monkeypatch, tmp_path):
     output, measure, begun = tmp_path / "records.jsonl", benchmark.benchmark, []
 
     def killed(target, drafter, batches, options, others):

@@ -1,5 +1,4 @@
-"""`specdec tune`: what is expected of every choice, which are timed, which is taken, and the file
-that is written."""
+"""Tests `specdec tune`: expectations, timed choices, the choice taken, and the file."""
 
 import dataclasses
 import json
@@ -102,8 +101,10 @@ def test_the_fastest_by_its_median():
 
 
 def test_the_fastest_on_a_machine_that_slows_down():
-    """In each pass γ = 1 takes half of plain decoding's time; γ = 2 has the least median of
-    seconds, but for one pass more."""
+    """In each pass γ = 1 takes half of autoregressive decoding's time.
+
+    γ = 2 has the least median of seconds, but for one pass more.
+    """
     slower = np.array([1.0, 2.0, 4.0])
     seconds = {PLAIN: 2 * slower, CHOICES[1]: 1.0 * slower, CHOICES[2]: np.array([1.1, 1.8, 4.4])}
     assert np.median(seconds[CHOICES[2]]) < np.median(seconds[CHOICES[1]])
@@ -119,8 +120,7 @@ def scored(shares, lengths=((5, 9), (7,))) -> acceptance.Acceptance:
 
 
 def test_the_best_tree_of_every_size():
-    """Of 5 positions, which cost 1.1 steps, and of 9, which cost 3: there only a deeper tree would
-    pay."""
+    """Trees of 5 positions cost 1.1 steps, those of 9 cost 3: only deeper trees would pay there."""
     shares = [0.5, 0.3, 0.1]
     times = {f"call over {width}": Spread(v, v, v) for width, v in {1: 2.0, 5: 2.2, 9: 6.0}.items()}
     found = tuning.best_trees(scored(shares), 3, times, plain=0.01, step=0.001)
@@ -286,7 +286,7 @@ def test_both_commands_take_the_file_of_a_tree(specdec, pair, tmp_path, arrived,
     timing.check()
 
 
-def test_the_file_says_what_was_found(pair, tmp_path):
+def test_the_file_holds_the_choice(pair, tmp_path):
     write(tmp_path / "some.gin", pair, Choice(3, "block"))
     text = (tmp_path / "some.gin").read_text(encoding="utf-8")
     assert (
@@ -315,8 +315,7 @@ def sentences(tmp_path):
     ids=["drawn", "argmax"],
 )
 def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
-    """Writes a file with which `generate` gives what it gives with the same flags; a sweep times
-    every choice."""
+    """Writes a file with which `generate` gives what the flags give; a sweep times every choice."""
     config = tmp_path / "tuned.gin"
     files = ["--input_file", sentences, "--config", config, "--output", tmp_path / "record.json"]
     argv = [
@@ -353,7 +352,7 @@ def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_command_with_trees(specdec, tmp_path, sentences, monkeypatch, temperature):
-    """Here the tree is worth its draft, and wins: `generate` then drafts it, with the same outputs."""
+    """A tree that is worth its draft wins: `generate` then drafts it, with the same outputs."""
     tree, config = Choice(2, "block", "parents:0,0,1"), tmp_path / "tuned.gin"
     monkeypatch.setattr(
         tuning,
@@ -416,8 +415,7 @@ def test_no_trees_where_acceptance_is_counted(specdec, tmp_path, sentences):
 
 
 def test_command_with_beams(specdec, tmp_path, sentences):
-    """Times every tree and plain beam search, and writes a file with which the search's outputs are
-    the same."""
+    """Times every tree and beam search; its file gives the search's outputs."""
     config, search = tmp_path / "tuned.gin", ["--num_beams=2", "--length_penalty=1.5"]
     files = ["--input_file", sentences, "--config", config, "--output", tmp_path / "record.json"]
     argv = [*FLAGS, *search, "--drafter=DRAFTER", "--gamma=2,1", "--beam_width=3", "--sweep=1"]

@@ -8,7 +8,8 @@ from absl.flags import FLAGS
 LINES = """
  = A heading =
 
- She said : " It 's a one @-@ off , is n't it " . In 2012 – 13 there were 1 @,@ 200 ( about 3 @.@ 5 % ) of them .
+ She said : " It 's a one @-@ off , is n't it " . \
+In 2012 – 13 there were 1 @,@ 200 ( about 3 @.@ 5 % ) of them .
  A sentence with <unk> goes . Too short . The miners ' wives kept the one that is wanted here .
  This one is among those that are held out , again .
 """

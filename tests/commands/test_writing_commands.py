@@ -1,5 +1,4 @@
-"""What the commands write: through devices and pipes, rejected early where there is no place, on
-full disks."""
+"""Commands write through devices and pipes, and reject places and full disks in one line."""
 
 import errno
 import os
@@ -91,13 +90,15 @@ def same_arrays(written: bytes, file: pathlib.Path) -> bool:
     return set(one) == set(other) and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_a_job_through_a_pipe_says_that_it_cannot_go_on(specdec, commands, tmp_path):
+def test_a_job_through_a_pipe_warns_that_it_cannot_resume(specdec, commands, tmp_path):
     code, printed, _ = specdec(*commands["generate"][:-1])
     reader = Pipe(tmp_path / "pipe")
     code, out, err = specdec(*commands["generate"][:-1], f"--output_file={tmp_path / 'pipe'}")
     assert (code, out) == (0, "") and reader.read().decode() == printed
-    said = "not a regular file: outputs are written in order, and a run that is killed begins anew"
-    assert err == f"{tmp_path / 'pipe'}: {said}\n"
+    message = (
+        "not a regular file: outputs are written in order, and a run that is killed begins anew"
+    )
+    assert err == f"{tmp_path / 'pipe'}: {message}\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="the system has no /dev/stdout")
@@ -162,7 +163,7 @@ def test_a_plot_is_written_through(tmp_path):
 @pytest.mark.parametrize(
     "place", ["folder that is missing", "loop", "link to a missing folder", "folder"]
 )
-def test_a_place_for_no_file_is_told_before_anything_is_loaded(specdec, tmp_path, place):
+def test_a_place_for_no_file_is_rejected_before_anything_is_loaded(specdec, tmp_path, place):
     output = tmp_path / "out"
     if place == "folder that is missing":
         output = tmp_path / "missing/out"
@@ -177,7 +178,7 @@ def test_a_place_for_no_file_is_told_before_anything_is_loaded(specdec, tmp_path
     )
 
 
-def test_a_read_only_folder_is_told_before_anything_is_loaded(specdec, disk):
+def test_a_read_only_folder_is_rejected_before_anything_is_loaded(specdec, disk):
     if subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode:
         pytest.skip("no disk can be made read-only here")
     code, out, err = specdec("generate", "--target=no/such", f"--output_file={disk / 'out'}", "Tom")
@@ -198,7 +199,7 @@ def test_a_journal_that_is_no_file_is_rejected(tmp_path, kind):
     )
 
 
-def test_a_journal_that_cannot_be_removed_is_told(tmp_path):
+def test_a_journal_that_cannot_be_removed_is_reported(tmp_path):
     partial = tmp_path / "out.partial"
     with resumable_output.Journal(tmp_path / "out", {}, 1) as opened:
         opened.add(0, ["a"])
@@ -260,7 +261,7 @@ def test_a_checkpoint_goes_where_a_link_leads(specdec, pair, tmp_path):
 # A full disk.
 
 
-def test_a_journal_on_a_full_disk_goes_on_when_there_is_room(disk):
+def test_a_journal_on_a_full_disk_resumes_when_there_is_space(disk):
     filler, out = fill(disk, leave=12_288), disk / "out"
     with pytest.raises(OSError, match=r"No space left on device: '.*out\.partial'"):
         with resumable_output.Journal(out, {"a": 1}, 30) as opened:
@@ -299,7 +300,8 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(specdec, commands, di
     fill(disk)
     code, _, err = specdec(*commands[command][:-1], f"{commands[command][-1]}={output}")
     assert code == 2 and err.endswith(
-        f"specdec: error: [Errno 28] No space left on device: '{output}{'.partial' * (command == 'generate')}'\n"
+        "specdec: error: [Errno 28] No space left on device: "
+        f"'{output}{'.partial' * (command == 'generate')}'\n"
     )
     assert (
         "Traceback" not in err

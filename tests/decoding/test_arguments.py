@@ -1,5 +1,7 @@
-"""Arguments of a wrong kind are rejected by every door, in the package's words and before anything
-compiles; numpy's and JAX's numbers are as good as Python's."""
+"""Arguments of a wrong kind are rejected by every entry point before anything compiles.
+
+Numbers of numpy and JAX are as good as Python's.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -255,7 +257,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("call, message", OTHERS.values(), ids=OTHERS)
-def test_other_doors(call, message):
+def test_other_entry_points(call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)

@@ -1,5 +1,4 @@
-"""What iterations cost: measured, kept in a file that may be anything, looked up; and what
-`gamma="auto"` makes of it."""
+"""Costs of iterations are measured, kept in a file and read, for `gamma="auto"`."""
 
 import json
 import os
@@ -72,7 +71,7 @@ def test_measured_for_real(models, home, kind, monkeypatch):
 
 
 def test_times_between_those_that_were_timed():
-    """Of 0, 2, 4, 5 and 8 tokens; the widest call tells that a draft step takes 0.1."""
+    """Of 0, 2, 4, 5 and 8 tokens; the widest call shows that a draft step takes 0.1."""
     found = autotune.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.5}, in_steps=True)
     np.testing.assert_allclose(found, [1.0, 1.3, 1.4, 1.7, 1.8, 2.2, 2.3, 2.4, 2.5])
     assert autotune.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.1}, True)[3] == 1.8, (
@@ -82,7 +81,7 @@ def test_times_between_those_that_were_timed():
     np.testing.assert_allclose(found, [1.0, 1.2, 1.4, 1.6, 1.8, 2.2, 2.3, 2.4, 2.5], rtol=1e-6)
 
 
-def test_what_is_told_apart(models, measured):
+def test_costs_are_measured_once_for_each_kind_of_request(models, measured):
     target, drafter = models
     kinds = [
         {},
@@ -171,8 +170,10 @@ def test_what_is_no_file(models, home, measured):
 
 
 def test_no_folder_of_ones_own(models, home, measured):
-    """Measured, and not kept: a folder that others may write to, a file in its place, no such
-    place."""
+    """Costs are measured and not kept in a folder that others may write to.
+
+    A file in its place, or no such place, is no better.
+    """
     home.mkdir(parents=True)
     home.chmod(0o777)
     policy_of(models)
@@ -276,8 +277,7 @@ def test_many_inputs(models, measured):
 
 
 def test_rows_begin_where_others_have_ended(measured):
-    """With argmax, whose output is the same whatever is drafted: a text on which nothing is
-    accepted is soon left alone."""
+    """A row on which nothing is accepted soon decodes autoregressively; argmax stays the same."""
     target, inputs = tiny_t5(0), [[number, 7, 1] for number in range(3, 23)]
     options = dict(max_new_tokens=12, eos_ids=())
     drafted, plain = [], []
@@ -327,7 +327,7 @@ def test_where_earlier_requests_failed_one_now_and_then_drafts():
     assert CHEAP.policy(1) is not None and CHEAP.policy(1, autotune.Learned()) is not None
 
 
-def test_rows_alone_may_lose_more_where_requests_tell():
+def test_single_rows_may_lose_more_where_requests_learn():
     loss = CHEAP._replace(iterations=(1.5, *CHEAP.iterations[1:]))
     assert not loss.pays(1) and loss.pays(1, learns=True) and not loss.pays(8, learns=True)
     assert not CHEAP._replace(iterations=(3.0, *CHEAP.iterations[1:])).pays(1, learns=True)
@@ -357,7 +357,7 @@ def test_warm_up_compiles_for_plain_requests_too(models, measured, monkeypatch):
         assert compilations(lambda: sd.generate(target, INPUTS[:1], **options)) == 0
 
 
-def test_tune_says_what_rows_begin_with(models, measured):
+def test_tune_prints_what_rows_start_with(models, measured):
     target, drafter = models
     tuning.keep_acceptance(target, drafter, [INPUTS[0]], 0.875, {"max_new_tokens": 12})
     autotune._known.clear()

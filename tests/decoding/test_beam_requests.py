@@ -1,5 +1,4 @@
-"""Beam search as a request: what is rejected, several inputs at once and in continuous batching,
-the command line."""
+"""Beam search as a request: errors, several inputs, continuous batching, the command line."""
 
 import json
 
@@ -174,8 +173,7 @@ def test_nothing_compiles_after_a_warm_up():
 
 
 def test_the_command_line(pair, specdec):
-    """Outputs of every sentence one after the other, the best first; the same from a file, drafted
-    for or not."""
+    """Prints the outputs of every sentence, the best first; a file gets the same."""
     flags = ["--num_beams=3", "--num_return_sequences=2", "--json"]
 
     def decode(*argv):

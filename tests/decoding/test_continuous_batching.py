@@ -149,8 +149,10 @@ def test_nothing_compiles_after_the_first_time():
 
 
 def test_no_row_waits_for_the_slowest(monkeypatch):
-    """Iterations: as many as the calls of all rows divide into, but for the last rows; batches need
-    more."""
+    """As many iterations as all rows' calls divide into, but for the last rows.
+
+    Batches need more.
+    """
     iterations = {}
     advance = loop.advance
 

@@ -59,8 +59,10 @@ class Stop(Exception):
 
 
 def file_job(specdec, tmp_path, monkeypatch, after=None):
-    """A job whose `decode_stream` is seen; it ends after so many results. Returns (exit code, what
-    γ was)."""
+    """Runs a file job whose `decode_stream` is recorded and ends after so many results.
+
+    Returns (exit code, what γ was).
+    """
     source, gammas, whole = tmp_path / "in.txt", [], continuous_batching.decode_stream
     source.write_text("We asked\nShe was\nTom\nWe\nTom is\n")
 
@@ -85,11 +87,13 @@ def numbers_of(policy):
 
 
 @pytest.mark.parametrize("first, then", [(CHEAP, DEAR), (DEAR, CHEAP)], ids=["drafts", "plain"])
-def test_a_job_goes_on_with_the_numbers_that_it_began_with(
+def test_a_job_resumes_with_the_costs_that_it_started_with(
     specdec, pair, measured, tmp_path, monkeypatch, first, then
 ):
-    """Though its cache is lost and the machine is another: above temperature 0 its draws depend on
-    γ."""
+    """Costs are kept though the cache is lost and the machine is another.
+
+    Above temperature 0 draws depend on γ.
+    """
     measured.gives = first
     code, begun = file_job(specdec, tmp_path, monkeypatch, after=2)
     assert code is None and (tmp_path / "out.partial").exists()

@@ -1,5 +1,4 @@
-"""Texts of rows that end with one of several EOS ids are transformers' texts, for every form of a
-vocabulary."""
+"""Texts of rows that end with one of several EOS ids are transformers' texts."""
 
 import json
 

@@ -1,5 +1,7 @@
-"""Every option of `generate` and `SamplingConfig` has its effect or is rejected; none compiles anew
-that need not."""
+"""Every option of `generate` and `SamplingConfig` has its effect or is rejected.
+
+None compiles anew that need not.
+"""
 
 import dataclasses
 import functools
@@ -49,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- Filters and rows ---
 
 
-def test_the_drafter_is_judged_by_the_distribution_it_drew_from():
+def test_the_drafter_is_verified_by_the_distribution_it_drew_from():
     """Drafter = target: under all processors and filters everything is accepted."""
     result = generate(
         TARGET,
@@ -67,8 +69,10 @@ def test_the_drafter_is_judged_by_the_distribution_it_drew_from():
 
 
 def test_limits_of_the_filters_are_argmax_and_rows_are_their_own():
-    """One program; T → 0, k = 1, p → 0 and min-p = 1 each leave the argmax, processors applied; and
-    rows permuted."""
+    """T → 0, k = 1, p → 0 and min-p = 1 each leave the argmax, in one program.
+
+    Processors are applied first, and permuted rows give permuted outputs.
+    """
     sampled = decode(ALL, key=jax.random.key(3))
     assert_log_probs(sampled, PROCESSORS["all"])
     wanted = [slow_greedy(row, of_row(PROCESSORS["all"], row)) for row in range(B)]

@@ -1,5 +1,4 @@
-"""A folder's own decoding defaults: what transformers generates with them, and what a call does
-instead."""
+"""A folder's decoding defaults: what transformers generates with them, and what calls do."""
 
 import dataclasses
 import json
@@ -34,8 +33,8 @@ def folder_of(case, folder):
 
 
 def load(folder):
-    said = []
-    return sd.load(folder, "float32", say=said.append), said
+    printed = []
+    return sd.load(folder, "float32", say=printed.append), printed
 
 
 def inputs_of(case):
@@ -224,19 +223,19 @@ READ = [
 
 
 @pytest.mark.parametrize("fields, expected", READ, ids=lambda value: str(value)[:40])
-def test_what_counts_is_said_and_kept(fields, expected, tmp_path):
+def test_defaults_in_effect_are_printed_and_kept(fields, expected, tmp_path):
     folder = folder_of(
         {"model": "hf_t5_1_0", "file": "generation", "fields": fields}, tmp_path / "model"
     )
-    model, said = load(folder)
-    assert len(said) == len(expected) and all(part in line for part, line in zip(expected, said)), (
-        said
-    )
+    model, printed = load(folder)
+    assert len(printed) == len(expected) and all(
+        part in line for part, line in zip(expected, printed)
+    ), printed
     for form in ("specdec", "huggingface", "t5x"):
         sd.save(model, tmp_path / form, format=form)
         again, lines = load(tmp_path / form)
-        assert again.generation_config == model.generation_config and len(lines) == len(said)
-    sd.convert(folder, tmp_path / "converted", format="huggingface", say=said.append)
+        assert again.generation_config == model.generation_config and len(lines) == len(printed)
+    sd.convert(folder, tmp_path / "converted", format="huggingface", say=printed.append)
     kept = json.loads((tmp_path / "converted" / "generation_config.json").read_text())
     assert GenerationConfig.read(kept, "") == model.generation_config
 
@@ -246,8 +245,8 @@ def test_generation_config_json_alone_counts_where_it_is_there(tmp_path):
     path = tmp_path / "model" / "config.json"
     old = {"num_beams": 4, "task_specific_params": {"a": {"num_beams": 2}}}
     path.write_text(json.dumps(json.loads(path.read_text()) | old))
-    model, said = load(tmp_path / "model")
-    assert model.generation_config == GenerationConfig() and not said
+    model, printed = load(tmp_path / "model")
+    assert model.generation_config == GenerationConfig() and not printed
 
 
 WRONG = {
@@ -295,7 +294,7 @@ def test_values_out_of_range_name_file_and_field(name):
         )
 
 
-def test_what_is_said_about_long_lists_is_short():
+def test_messages_about_long_lists_are_short():
     found = GenerationConfig.read(
         {"suppress_tokens": [*range(10000)], "bad_words_ids": [[1, 2]] * 10000}, ""
     )

@@ -1,5 +1,4 @@
-"""Every public way into the package gives the same, and compiles nothing more, whatever JAX is set
-to."""
+"""Every public function gives the same, and compiles no more, whatever JAX is set to."""
 
 import contextlib
 
@@ -36,8 +35,7 @@ def process(settings):
 
 
 def check_unmoved(call):
-    """Asserts that a call gives the same in a process with all of `SETTINGS`, after it has run in
-    one without."""
+    """Asserts that a call gives the same in a process with all of `SETTINGS` as in one without."""
     expected, found = call(), []
     with process(SETTINGS):
         compiled = compilations(lambda: found.append(call()))

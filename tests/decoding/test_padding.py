@@ -1,5 +1,4 @@
-"""Padded ids, as transformers' tokenisers give them, decode as the text alone; texts that cannot be
-encoded."""
+"""Padded ids, as transformers' tokenizers give them, decode as the text alone."""
 
 import functools
 
@@ -54,7 +53,7 @@ def test_an_encoders_input_is_padded_on_either_side(form, side):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("padding", [0, 50])
 def test_prompts_are_padded_where_the_mask_says_so(side, padding):
-    """0 is a prompt's id like others, so that without a mask nothing can be told."""
+    """0 is an ordinary id in prompts, so padding is unknown without a mask."""
     ids, mask = padded(IO["inputs"], IO["input_lengths"], side, 14, padding)
     assert (IO["inputs"][:, 0] == 0).any() or (IO["inputs"][0] == 0).any()
     for inputs, marks in ((ids, mask), (ids.tolist(), mask.tolist())):

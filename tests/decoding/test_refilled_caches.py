@@ -1,5 +1,4 @@
-"""Rows that continuous batching refills: what earlier rows left in the target's caches reaches
-nobody."""
+"""Rows that continuous batching refills see nothing of earlier rows' caches."""
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +25,7 @@ def poisoned(plan, size, width, make=continuous_batching._empty_layers):
 )
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "XLA"])
 def test_what_lies_past_a_row_reaches_nobody(options, kernel, monkeypatch):
-    """Caches begin full of NaN, and outputs have various lengths, so that rows are refilled at
-    various times."""
+    """Caches begin full of NaN, and outputs of various lengths refill rows at various times."""
     if not kernel:
         monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     target = tiny_t5(0, V)

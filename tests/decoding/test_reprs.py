@@ -1,5 +1,4 @@
-"""What is seen of a result, a model or a drafter when it is printed: a few short lines, no arrays,
-no addresses."""
+"""Results, models and drafters print as a few short lines without arrays and addresses."""
 
 import jax
 import pytest
@@ -28,10 +27,8 @@ def is_short(text: str) -> bool:
 def test_a_result_is_a_line_for_each_of_its_first_rows(model):
     result = sd.generate(model, ["abc", ""] * 6, max_new_tokens=5, eos_ids=())
     head, *rows, more = str(result).splitlines()
-    assert (
-        head
-        == f"GenerationResult(12 rows, 30 tokens, {result.stats.tokens_per_target_call:.2f} per target call)"
-    )
+    per_call = f"{result.stats.tokens_per_target_call:.2f} per target call"
+    assert head == f"GenerationResult(12 rows, 30 tokens, {per_call})"
     assert rows[:2] == [f"  0: {result.texts[0]!r} (length, 5 tokens)", "  1: '' (empty, 0 tokens)"]
     assert (len(rows), more) == (10, "  … 2 more") and is_short(str(result))
     assert is_short(str(result.stats)) and "per_row=<12 rows>" in str(result.stats)
@@ -50,7 +47,7 @@ def test_what_a_search_or_a_stream_gives(model):
     assert str(output) == f"Output({output.text!r} (length, 5 tokens))"
 
 
-def test_a_model_says_what_it_is(model):
+def test_repr_of_a_model(model):
     assert (
         str(model)
         == "LanguageModel('toy': T5Config of 19,616 parameters, float32, vocabulary: 259 ids)"
@@ -59,7 +56,7 @@ def test_a_model_says_what_it_is(model):
     assert is_short(str(model.network))
 
 
-def test_a_drafter_says_what_it_is(model):
+def test_repr_of_a_drafter(model):
     table = sd.NGramDrafter.count([[3, 4]], 300, 2)
     drafters = [
         sd.ModelDrafter(model),

@@ -1,4 +1,4 @@
-"""One input whose logits are not finite numbers: reported row by row, and everything else goes on."""
+"""An input whose logits are not finite is reported by row, and the other inputs finish."""
 
 import json
 
@@ -89,7 +89,7 @@ def test_a_bad_row_is_reported_and_the_others_are_what_they_are_alone(target, so
 
 
 @pytest.mark.parametrize("refill", [True, False])
-def test_a_job_goes_on_with_its_other_inputs(target, whole, refill):
+def test_a_job_continues_with_its_other_inputs(target, whole, refill):
     plan = dict(
         sd.decode_stream(
             target, TEXTS * 2, batch_size=2, refill=refill, non_finite="report", **OPTIONS
@@ -172,13 +172,13 @@ def run(specdec, target, tmp_path):
     return call
 
 
-SAID = "got logits from the target MODEL that are not finite numbers, at new token 0"
+MESSAGE = "got logits from the target MODEL that are not finite numbers, at new token 0"
 
 
 def check_messages(code: int, err: str) -> None:
     assert code == 1
     for number in (2, 5):  # as lines of a file are counted
-        assert f"sentence {number}: no output: {SAID}" in err
+        assert f"sentence {number}: no output: {MESSAGE}" in err
     assert err.splitlines()[-1] == (
         "specdec: error: sentences 2, 5 (2 of 5): no output: got logits that are not finite numbers"
     )
@@ -211,7 +211,7 @@ def test_json_has_null_and_the_reason(run, whole):
     assert [record["text"] for record in records] == blanked(whole.texts)
     for row, record in enumerate(records):
         assert (
-            record.get("error", "").startswith(SAID)
+            record.get("error", "").startswith(MESSAGE)
             == (row in WRONG)
             == (record["finish_reason"] == "error")
         )
@@ -229,15 +229,17 @@ def test_a_switch_stops_the_job(run, tmp_path):
         code, _, err = run("--non_finite=raise", *more)
         last = err.splitlines()[-1]
         assert code == 2 and any(
-            last.startswith(f"specdec: error: sentence {number}: {SAID}") for number in (2, 5)
+            last.startswith(f"specdec: error: sentence {number}: {MESSAGE}") for number in (2, 5)
         )
     code, _, err = run("--non_finite=stop")
     assert code == 2 and "expected 'raise' or 'report'" in err
 
 
-def test_what_an_earlier_run_met_is_told_again(run, tmp_path, monkeypatch):
-    """A job that is killed and resumed ends with the same messages and exit code, and a stopped one
-    can be resumed."""
+def test_errors_of_an_earlier_run_are_reported_again(run, tmp_path, monkeypatch):
+    """A run that is killed and resumed ends with the same messages and exit code.
+
+    A stopped one can be resumed.
+    """
     path, add = tmp_path / "out", Journal.add
 
     def dying(journal, number, *rest):

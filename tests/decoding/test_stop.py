@@ -1,5 +1,4 @@
-"""Stop strings, streamed text and the deadline: ids, text and log-probabilities always say the
-same."""
+"""Stop strings, streamed text and deadlines: ids, text and log-probabilities agree."""
 
 import collections
 import functools
@@ -137,8 +136,10 @@ def test_what_is_shown_is_never_taken_back(name):
 
 
 def test_worked_examples():
-    """Of "a €" only "a " is shown until the last byte is there; "x" with a stop "xy" waits for what
-    follows."""
+    """Of "a €" only "a " is shown until its last byte is there.
+
+    "x" with a stop "xy" waits for what follows.
+    """
     bytes_ = vocabulary("bytes")
     ids = bytes_.encode("a €")
     assert [shown(bytes_, ids[:n], ()) for n in range(6)] == [0, 1, 2, 2, 2, 5]
@@ -161,14 +162,13 @@ def test_worked_examples():
     assert pieces.decode(ids[:kept]) == "ab", "the piece that reaches into it goes"
 
 
-# --- Through the engine: a target that says what it is told, a drafter that is often wrong ---
+# --- Through the engine: an echoing target, a drafter that is often wrong ---
 
 ROWS, LIMIT = 6, 40
 
 
 def echo(name: str, **options):
-    """Arguments for `generate` and `stream`; the first text keeps the shapes the same from call to
-    call."""
+    """Returns arguments for `generate` and `stream` whose shapes are the same in every call."""
     models = EchoModel(vocabulary(name)), EchoModel(vocabulary(name), wrong=3)
     return dict(
         target=models[0], drafter=ModelDrafter(models[1]), gamma=3, max_new_tokens=LIMIT, **options
@@ -176,12 +176,11 @@ def echo(name: str, **options):
 
 
 def some_texts(rng, name: str) -> list[str]:
-    def fits(text):
-        return len(vocabulary(name).encode(text)) < 31
-
-    texts = (text for text in (some_text(rng, 22) for _ in itertools.count()) if fits(text))
+    encode = vocabulary(name).encode
+    texts = (some_text(rng, 22) for _ in itertools.count())
+    texts = (text for text in texts if len(encode(text)) < 31)
     longest = next(text for text in ("a" * n + "ca" * 30 for n in range(9)))
-    while not 25 <= len(vocabulary(name).encode(longest)) < 31:
+    while not 25 <= len(encode(longest)) < 31:
         longest = longest[:-1]
     return [longest, *itertools.islice(texts, ROWS - 1)]
 
@@ -265,8 +264,7 @@ def test_empty_rows_have_a_last_piece_too():
 
 
 def test_log_probs_of_both_distributions_are_cut_alike():
-    """Sampled bytes, mostly no characters: with a stop string a row is the beginning of the row
-    without."""
+    """With a stop string a row of sampled bytes is the beginning of the row without."""
     bytes_ = ByteVocabulary(extra_ids=0)
     models = [HashModel(bytes_.size, seed, likeness=0.5, vocabulary=bytes_) for seed in (0, 1)]
     allowed = np.isin(np.arange(bytes_.size), bytes_.encode("ab€ü"))
@@ -313,8 +311,7 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("deadline, calls", [(0.5, 1), (1.5, 2), (3.5, 4)])
 def test_at_the_deadline_rows_are_returned_as_they_are(clock, deadline, calls):
-    """After each iteration there is one look at the clock; a drafter that is always right gives 4
-    ids in each."""
+    """The clock is read once an iteration; a drafter that is always right gives 4 ids in each."""
     texts = ["abcabcabcabcabcabcabcabcabca", "ab", "", "abab"]
     arguments = echo("bytes", inputs=texts, deadline=deadline)
     arguments["drafter"] = ModelDrafter(arguments["target"])

@@ -1,5 +1,4 @@
-"""A trace of trees: nodes, the accepted path, and both models' probabilities against teacher-forced
-ones."""
+"""A trace of trees has nodes, the accepted path, and both models' probabilities."""
 
 import functools
 
@@ -32,8 +31,10 @@ SAMPLING = {
 
 @functools.cache
 def dist(model: str, tokens: tuple[int, ...], sampling: str):
-    """The distribution of the token after `tokens`, teacher-forced, in float64; at temperature 0 as
-    at 1."""
+    """Returns the distribution of the token after `tokens`, teacher-forced, in float64.
+
+    At temperature 0 it is that at 1.
+    """
     options, padded = SAMPLING[sampling], np.array([[*tokens, *[0] * (16 - len(tokens))]], np.int32)
     one = {"target": TARGET, "drafter": DRAFT}[model]
     logits = np.asarray(one.logits(np.array([ROW], np.int32), padded, [len(ROW)]), np.float64)[
@@ -55,9 +56,11 @@ def dist(model: str, tokens: tuple[int, ...], sampling: str):
         pytest.param("chains", "sampled", marks=pytest.mark.slow),
     ],
 )
-def test_trees_are_told_as_they_were(name, sampling):
-    """p, q and p/q of each node, the tokens on its path taken as they are; and the path is what was
-    committed."""
+def test_trees_are_traced_as_they_were(name, sampling):
+    """p, q and p/q of each node are those after the tokens on its path.
+
+    The path is what was committed.
+    """
     options = dict(
         drafter=sd.ModelDrafter(DRAFT),
         tree=TREES[name],

@@ -1,5 +1,4 @@
-"""Decoding inside a program for several devices, as T5X's is: tokens and layouts on meshes of fake
-CPU devices."""
+"""Decoding inside a program for several devices, as T5X's is, on fake CPU devices."""
 
 import json
 import os
@@ -94,8 +93,10 @@ def test_tokens_with_the_cpus_kernels_are_those_of_one_device(with_the_cpus_kern
 
 
 def test_networks_are_laid_out_for_the_programs_devices(few):
-    """The target is divided, the drafter whole on each; on devices that are not known, or that do
-    not divide the heads, neither has an accelerator's layout."""
+    """The target is divided, the drafter whole on each device.
+
+    On unknown devices, or those that do not divide the heads, neither has an accelerator's layout.
+    """
     networks = {case: found["networks"] for case, found in few.items()}
     assert networks["2x2, chain"] == [[False, "tpu", [2, 2]], [True, "tpu", [2, 1]]]
     assert networks["1x4, sampled"] == [[False, "tpu", [1, 4]], [True, "tpu", [1, 1]]]
@@ -118,8 +119,10 @@ def test_one_device_has_its_own_layout():
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("mesh", [(1, 1), (1, 4), (4, 1)])
 def test_a_tpus_compiler_takes_the_program(mesh, monkeypatch):
-    """With the drafter's step as one kernel on every device, which no compiler could divide; and no
-    cache is copied in a loop."""
+    """The drafter's step is one kernel on every device, and no cache is copied in a loop.
+
+    No compiler could divide that kernel.
+    """
     pytest.importorskip("libtpu", reason="libtpu is not installed: the extra tpu-aot")
     from jax.experimental import topologies
 
@@ -133,15 +136,15 @@ def test_a_tpus_compiler_takes_the_program(mesh, monkeypatch):
     shape = dict(num_heads=8, head_dim=64, emb_dim=512, mlp_dim=1024, dtype="bfloat16")
     target, drafter = tiny_t5(0, 256, **shape), tiny_t5(1, 256, **shape, decoder_layers=1)
 
-    def of(leaf, sharding):
+    def make_shape(leaf, sharding):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     params = {
-        name: of(leaf, rules.of_parameter(name, leaf.shape))
+        name: make_shape(leaf, rules.of_parameter(name, leaf.shape))
         for name, leaf in flatten(target.params).items()
     }
     decoder = Decoder(target.config, sd.ModelDrafter(drafter), gamma=7)
-    ids = of(jnp.zeros((4, 128), jnp.int32), rows)
+    ids = make_shape(jnp.zeros((4, 128), jnp.int32), rows)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with devices:

@@ -1,5 +1,7 @@
-"""Decoding inside another program's traced function gives what `generate` gives; T5X itself is in
-test_t5x.py."""
+"""Decoding inside another program's traced function gives what `generate` gives.
+
+T5X itself is in test_t5x.py.
+"""
 
 import dataclasses
 import functools
@@ -30,8 +32,7 @@ def pair():
 
 
 def decode(decoder: Decoder, target, prompts=PROMPTS, eos=1, rng=None, traced=None, **options):
-    """As a framework would: parameters, batch, key and what `traced` says are arguments of a jitted
-    function."""
+    """Decodes as a framework would, with all of `traced` as arguments of a jitted function."""
 
     @jax.jit
     def config(params, inputs, prompts, rng, traced):
@@ -96,8 +97,10 @@ def test_tokens_scores_and_counts_are_those_of_generate(case, pair):
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_keys_of_every_kind_draw_what_generate_draws(impl, pair):
-    """Raw or typed, as the argument or among the decoder's; T5X's trainer makes them of the kind
-    that JAX is set to."""
+    """Keys may be raw or typed, an argument or among the decoder's.
+
+    T5X's trainer makes them of the kind that JAX is set to.
+    """
     target, drafter = pair
     key, options = jax.random.key(5, impl=impl), CASES["sampled"]
     tokens, *_ = expected(target, drafter, key=key, **options)
@@ -136,7 +139,7 @@ def test_without_a_drafter_or_a_prompt(pair):
     assert (got.drafted == 0).all() and (got.scores == 0).all()
 
 
-def test_what_one_call_says_may_be_traced(pair):
+def test_arguments_of_one_call_may_be_traced(pair):
     target, drafter = pair
     decoder, key = (
         Decoder(target.config, drafter, gamma=2, rescale_log_probs=False),
@@ -146,8 +149,11 @@ def test_what_one_call_says_may_be_traced(pair):
     tokens, own, *_ = expected(
         target, drafter, gamma=2, sampling=settings, key=jax.random.wrap_key_data(key)
     )
-    said = {"temperature": np.array([0.9, 5e-5, 0.7], np.float32), "topp": np.float32(0.8)}
-    for traced, fixed in ((said, {}), ({}, said)):
+    traced_options = {
+        "temperature": np.array([0.9, 5e-5, 0.7], np.float32),
+        "topp": np.float32(0.8),
+    }
+    for traced, fixed in ((traced_options, {}), ({}, traced_options)):
         got = decode(decoder, target, rng=key, traced=traced, decoder_params=fixed)
         np.testing.assert_array_equal(got.tokens, tokens)
         np.testing.assert_allclose(got.scores, own, atol=1e-4)

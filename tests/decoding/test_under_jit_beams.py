@@ -1,5 +1,7 @@
-"""Beam search inside another program's traced function gives what `generate` gives; T5X itself is
-in tests/interop."""
+"""Beam search inside another program's traced function gives what `generate` gives.
+
+T5X itself is in tests/interop.
+"""
 
 import dataclasses
 
@@ -31,8 +33,7 @@ def pair():
 
 
 def decode(decoder: BeamDecoder, params, eos=1, **traced):
-    """As a framework would: parameters, batch and what `traced` says are arguments of a jitted
-    function."""
+    """Decodes as a framework would, with all of `traced` as arguments of a jitted function."""
 
     @jax.jit
     def config(params, inputs, prompts, traced):
@@ -44,8 +45,7 @@ def decode(decoder: BeamDecoder, params, eos=1, **traced):
 
 
 def expected(target, drafter, limit=LENGTH, eos=1, **options):
-    """The same by `generate`: tokens with their prompts `[B, K, LENGTH]`, scores `[B, K]`, and
-    counts."""
+    """Returns `generate`'s tokens `[B, K, LENGTH]` with prompts, scores `[B, K]` and counts."""
     prefixes = [row[row > 0].tolist() for row in PROMPTS]
     found = sd.generate(
         target,

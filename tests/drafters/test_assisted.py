@@ -1,5 +1,4 @@
-"""n-grams of what a decode has shown so far: against a slow search, in the engine, and their
-distribution."""
+"""Drafts n-grams of the decode itself: beside a slow search, in the engine, distributions."""
 
 import collections
 import functools
@@ -29,21 +28,23 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 def greedy(drafter, order=range(B), **options):
-    def at(values):
+    def reorder(values):
         return [values[row] for row in order]
 
     options = (
         dict(
-            max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), gamma=at(GAMMAS), eos_ids=[EOS]
+            max_new_tokens=reorder(LIMITS),
+            decoder_prefix=reorder(PREFIXES),
+            gamma=reorder(GAMMAS),
+            eos_ids=[EOS],
         )
         | options
     )
-    return sd.generate(TARGET, at(INPUTS), drafter=drafter, **options)
+    return sd.generate(TARGET, reorder(INPUTS), drafter=drafter, **options)
 
 
 def test_greedy_output_is_that_of_plain_decoding():
-    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, rows that do not see their neighbours;
-    PITFALLS 29."""
+    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, independent rows; PITFALLS 29."""
     drafter = sd.AssistedNGramDrafter(order=3, memory=5)
     result = greedy(drafter)
     np.testing.assert_array_equal(result.tokens, greedy(None).tokens)
@@ -72,8 +73,10 @@ def test_an_input_that_is_repeated_is_copied():
 
 
 def test_distribution_through_the_engine():
-    """Row 5 of PITFALLS: the joint distribution of three tokens; by token verification, which tells
-    apart what a mistake changes."""
+    """Row 5 of PITFALLS: the joint distribution of three tokens by token verification.
+
+    Token verification tells apart what a mistake changes.
+    """
     target = HashModel(V, 0, spread=3.0)
     drafter = sd.AssistedNGramDrafter(order=3, top_k=2, memory=4)
     counts, (examined, accepted) = sample(target, drafter, SPREAD, 2 * ROWS, verifier="token")
@@ -128,8 +131,7 @@ def slow_draft(known, order: int, prefix: list[int], wanted: int, eos: int) -> l
 
 @pytest.mark.parametrize("order", [2, 4])
 def test_drafts_equal_a_slow_count(order):
-    """Small alphabets, junk past the lengths, two rows of every input, a memory that is partly
-    empty."""
+    """Small alphabets, junk past the lengths, two rows of every input, a part-empty memory."""
     rows, rng = 300, np.random.default_rng(order)
     drafter = sd.AssistedNGramDrafter(order, top_k=2, memory=6)
     state, _ = prepare(
@@ -193,8 +195,7 @@ def test_drafts_equal_a_slow_count(order):
 
 
 def test_what_is_remembered():
-    """A ring of the latest positions: contexts, the target's best ids and their probabilities;
-    against a Python list."""
+    """The ring of latest positions equals a Python list: contexts, best ids, probabilities."""
     rows, memory, calls, order = 40, 6, 5, 3
     drafter = sd.AssistedNGramDrafter(order, top_k=2, memory=memory)
     state, request = prepare(

@@ -1,5 +1,4 @@
-"""Drafters made of drafters: their output, the distribution of their drafts, and the distribution
-that they say they have."""
+"""Drafters made of drafters: their output, and the distribution of their drafts."""
 
 import jax
 import numpy as np
@@ -63,8 +62,7 @@ INNERS = {
 
 @pytest.mark.parametrize("name, width", [("other model", 2), ("lookup", 9), ("vertical", 2)])
 def test_greedy_drafts_are_those_of_the_model(name, width):
-    """Rows of their own γ, prefix and limit; EOS in drafts; whatever proposes to the model, and
-    for how many positions."""
+    """Rows have their own γ, prefix and limit, and drafts an EOS, whatever proposes."""
     drafter = sd.VerticalCascade(model, INNERS[name](), width)
     result, alone = run(drafter), run(model)
     np.testing.assert_array_equal(result.tokens, plain().tokens)
@@ -81,24 +79,24 @@ def test_greedy_drafts_are_those_of_the_model(name, width):
             )
         order = np.random.default_rng(1).permutation(B)
 
-        def at(values):
+        def reorder(values):
             return [values[row] for row in order]
 
         options = dict(
-            max_new_tokens=at(LIMITS),
-            decoder_prefix=at(PREFIXES),
-            gamma=at(GAMMAS),
+            max_new_tokens=reorder(LIMITS),
+            decoder_prefix=reorder(PREFIXES),
+            gamma=reorder(GAMMAS),
             eos_ids=(EOS, 8),
             key=KEY,
         )
         turned = []
 
         def again():
-            return turned.append(sd.generate(TARGET, at(INPUTS), drafter=drafter, **options))
+            return turned.append(sd.generate(TARGET, reorder(INPUTS), drafter=drafter, **options))
 
         assert compilations(again) == 0
         np.testing.assert_array_equal(turned[0].tokens, result.tokens[order])
-        assert counted(turned[0]) == at(counted(result))
+        assert counted(turned[0]) == reorder(counted(result))
 
 
 def test_coupled_drafts_are_those_of_the_model():
@@ -131,8 +129,7 @@ for kind in (Uncounted, Silent):
 
 
 def test_calls_are_the_models(width=2):
-    """Of a first draft: if proposals are always right each call drafts one more than is proposed,
-    without any one."""
+    """If proposals are always right each call drafts one token more than is proposed."""
     for inner, per_call in ((Uncounted(MODEL), width + 1), (Silent(MODEL), 1)):
         drafter = sd.VerticalCascade(model, inner, width)
         state, request = prepare(
@@ -144,8 +141,10 @@ def test_calls_are_the_models(width=2):
 
 
 def test_catching_up_needs_no_call_of_its_own(width=2):
-    """The target's own model drafts, so that its cache lacks two tokens after each iteration;
-    rows also rest in between."""
+    """The cache of the target's own model lacks two tokens after each iteration.
+
+    Rows also rest in between.
+    """
     drafter = sd.VerticalCascade(sd.ModelDrafter(TARGET), Uncounted(TARGET), width)
     state, request = prepare(
         TARGET, INPUTS, drafter=drafter, gamma=4, max_new_tokens=25, eos_ids=()
@@ -169,8 +168,10 @@ def test_catching_up_needs_no_call_of_its_own(width=2):
 
 
 def drafts(drafter, draws: int, gamma: int = 3):
-    """Joint counts of first drafts of three ids, 0 after an EOS, as `joint_distribution` has it;
-    each row with its own key."""
+    """Returns joint counts of first drafts of three ids, 0 after an EOS.
+
+    Each row has its own key, as in `joint_distribution`.
+    """
     counts = np.zeros(V**3)
     for start in range(0, draws, ROWS):
         state, request = prepare(
@@ -202,8 +203,7 @@ def vertical():
 
 
 def test_the_draft_has_the_models_distribution():
-    """The joint distribution of three drafted ids, drawn with the production keys through
-    rejections and bonus tokens."""
+    """Three drafted ids, drawn with production keys through rejections and bonus tokens."""
     counts = drafts(vertical(), ROWS)
     assert g_test(counts, joint_distribution(SPREAD_MODEL, SPREAD)) > FALSE_ALARM
     assert g_test(counts, joint_distribution(SPREAD_OTHER, SPREAD)) < FALSE_ALARM, (
@@ -249,9 +249,8 @@ def test_distribution_through_the_engine(make, verifier):
     )
 
 
-def test_draws_that_are_shared_with_the_target_are_found(monkeypatch):
-    """The model's acceptance of proposals and the target's of drafts from one uniform; PITFALLS row
-    6."""
+def test_draws_that_are_shared_with_the_target_are_detected(monkeypatch):
+    """Proposals and drafts accepted by one uniform are detected; PITFALLS row 6."""
     with_shared_keys(monkeypatch)
     counts, _ = sample(SPREAD_TARGET, vertical(), SPREAD, ROWS, run=traced_anew())
     assert g_test(counts, joint_distribution(SPREAD_TARGET, SPREAD)) < FALSE_ALARM

@@ -1,5 +1,4 @@
-"""Early exit on tiny random T5s: the drafts of a model cut off after its first layers, on the
-target's own cache."""
+"""Early exit drafts as a model of the target's first layers, on the target's own cache."""
 
 import dataclasses
 import functools
@@ -118,7 +117,7 @@ def test_a_head_of_its_own():
 
 
 def poisoned(state):
-    """NaN in every slot past the target's live ones, in all layers."""
+    """Puts NaN into every slot past the target's valid ones, in all layers."""
     dead = (jnp.arange(state.tokens.shape[1]) >= state.lengths[:, None] - 1)[:, None, :, None]
     cache = state.target_cache
     return state.replace(
@@ -129,8 +128,7 @@ def poisoned(state):
 
 
 def test_poisoned_caches_and_streaming():
-    """One iteration after another, with all that is stale poisoned before each, gives what one call
-    gives."""
+    """One iteration after another, with all stale slots poisoned, gives one call's result."""
     expected = run(early(), sampling=SAMPLED, **RAGGED)
     options = dict(drafter=early(), sampling=SAMPLED, key=KEY, max_new_tokens=LIMIT, eos_ids=())
     state, request = prepare(target(), INPUTS, **options, **RAGGED)
@@ -155,8 +153,7 @@ def test_poisoned_caches_and_streaming():
 
 
 def test_rows_that_do_not_draft_for_a_while():
-    """There is nothing to catch up with afterwards: what is accepted is what it is for a model that
-    does."""
+    """There is nothing to catch up with: acceptance is that of a model which does."""
     found = []
     for proposer in (early(1), sd.ModelDrafter(cut_off(1))):
         options = dict(drafter=proposer, max_new_tokens=LIMIT, eos_ids=())

@@ -1,5 +1,4 @@
-"""Heads on the target's last state: what they look at, draft and learn, their distribution, files,
-settings and command."""
+"""Heads on the target's last state: inputs, drafts, distributions, files and commands."""
 
 import functools
 import json
@@ -43,16 +42,18 @@ def eos() -> int:
 
 
 def decode(drafter=None, order=range(B), function=sd.generate):
-    def at(values):
+    def reorder(values):
         return [values[row] for row in order]
 
-    options = dict(max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES), eos_ids=[eos()])
-    return function(t5(), at(INPUTS), drafter=drafter, gamma=at(GAMMAS), **options)
+    options = dict(
+        max_new_tokens=reorder(LIMITS), decoder_prefix=reorder(PREFIXES), eos_ids=[eos()]
+    )
+    return function(t5(), reorder(INPUTS), drafter=drafter, gamma=reorder(GAMMAS), **options)
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "own"])
 def test_greedy_output_is_that_of_plain_decoding(share):
-    """Three heads for γ of 1 to 4, prefixes, one new token or several, EOS, rows in another order."""
+    """Three heads for γ of 1 to 4, prefixes, one new token or several, EOS, permuted rows."""
     result, expected = decode(drafter(share)), decode()
     np.testing.assert_array_equal(result.tokens, expected.tokens)
     np.testing.assert_array_equal(result.lengths, expected.lengths)
@@ -82,15 +83,14 @@ def test_greedy_output_is_that_of_plain_decoding(share):
 
 
 def test_heads_see_the_state_that_gave_the_last_committed_token():
-    """Against teacher-forced states of what was committed, after every iteration; rows that are
-    done keep theirs."""
+    """States equal teacher-forced ones after every iteration; finished rows keep theirs."""
     state, request = decode(drafter(True), function=prepare)
     inputs = np.zeros((B, 8), np.int32)
     for row, ids in enumerate(INPUTS):
         inputs[row, : len(ids)] = ids
     valid = np.arange(8) < np.array([[len(ids)] for ids in INPUTS])
     network, rows = t5().network, np.arange(B)
-    forced = jax.jit(
+    teacher_forced = jax.jit(
         lambda tokens: network.module.apply(
             {"params": network.params}, inputs, valid, tokens, method="states"
         )
@@ -105,30 +105,31 @@ def test_heads_see_the_state_that_gave_the_last_committed_token():
             np.asarray, (state.tokens, state.lengths, state.draft_state.states)
         )
         assert np.all(state.draft_state.known)
-        np.testing.assert_allclose(states, np.asarray(forced(tokens))[rows, lengths - 2], atol=1e-5)
+        np.testing.assert_allclose(
+            states, np.asarray(teacher_forced(tokens))[rows, lengths - 2], atol=1e-5
+        )
         np.testing.assert_array_equal(states[before], kept[before])
         done_early += before.sum()
     assert done_early
 
 
 def test_head_i_gives_token_1_plus_i_after_its_state():
-    """A head with blocks of 0 that shares the target's says what the target said: the last
-    committed token."""
+    """With blocks of 0 and the target's head it repeats the last committed token."""
     config = drafter(True).config
     zeros = sd.HeadsDrafter.for_target(
         t5(), config, heads_module.init_params(config, jax.random.key(0))
     )
     state, request = decode(zeros, function=prepare)
     state = sd.advance(request.network, request.drafter, state, np.int32(1))
-    said = np.take_along_axis(
+    repetition = np.take_along_axis(
         np.asarray(state.tokens), np.asarray(state.lengths)[:, None] - 1, axis=1
     )
     _, draft = jax.jit(lambda d, s: d.draft(s.draft_state, s, np.full(B, 4, np.int32)))(
         request.drafter, state
     )
-    np.testing.assert_array_equal(draft.num_drafted, np.where(said[:, 0] == eos(), 1, 3))
+    np.testing.assert_array_equal(draft.num_drafted, np.where(repetition[:, 0] == eos(), 1, 3))
     valid = np.arange(4) < np.asarray(draft.num_drafted)[:, None]
-    assert np.all((draft.tokens == said) | ~valid)
+    assert np.all((draft.tokens == repetition) | ~valid)
 
 
 # --- Distributions ---
@@ -140,8 +141,7 @@ FILTERS = dict(temperature=0.8, top_k=5)
 
 @pytest.mark.parametrize("verifier", ["token", "gumbel"])
 def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(verifier):
-    """The heads in numpy; the draft repeated from its distribution and the uniforms; an EOS ends it
-    and stays."""
+    """The draft is repeated in numpy from its distribution and uniforms; an EOS ends it."""
     rows, own = 300, random_heads(HASH, num_blocks=2)
     config = SamplingConfig(**FILTERS, forbidden_tokens=(3,))
     options = dict(drafter=own, gamma=4, sampling=config, max_new_tokens=9, verifier=verifier)
@@ -204,8 +204,7 @@ def joint_distribution(model) -> np.ndarray:
 
 
 def test_distribution_through_the_engine():
-    """The joint distribution of four tokens, with heads that are often wrong, through the engine's
-    own keys."""
+    """The joint distribution of four tokens, with heads that are often wrong."""
     rows = 20_000
     own = random_heads(HASH, 0.4)
     state, request = prepare(
@@ -236,8 +235,8 @@ def test_parameters_have_the_shapes_that_are_written_out(share, blocks):
     config = HeadsConfig(2, 4, 6, blocks, share)
     params = heads_module.init_params(config, jax.random.key(0), None if share else np.ones((4, 6)))
     assert {name: leaf.shape for name, leaf in flatten(params).items()} == config.parameter_shapes
-    said = jax.eval_shape(Heads(config).apply, {"params": params}, np.ones((3, 4)))
-    assert said.shape == (3, 2, 4 if share else 6)
+    output = jax.eval_shape(Heads(config).apply, {"params": params}, np.ones((3, 4)))
+    assert output.shape == (3, 2, 4 if share else 6)
     packed = heads_module.pack(params, "float32")
     assert jax.tree.all(jax.tree.map(np.array_equal, heads_module.unpack(packed), params))
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "smoothing, soft, backbone", [(0.0, 0.0, 0.0), (0.1, 0.4, 0.0), (0.0, 1.0, 0.7)]
 )
-def test_loss_is_the_sum_over_pieces_and_heads(smoothing, soft, backbone):
+def test_loss_is_the_sum_over_tokens_and_heads(smoothing, soft, backbone):
     rng = np.random.default_rng(0)
     inputs, targets = rng.integers(2, 64, (2, 3, 5)).astype(np.int32)
     inputs[0, 4:], targets[1, 3:], targets[2, 1:] = -1, -1, -1
@@ -96,7 +96,7 @@ def settings(language, tmp_path_factory):
 
     save(0), save(1)
 
-    def of(output, **changes):
+    def make_config(output, **changes):
         defaults = dict(
             target=str(folder / "target0"),
             train_files="train.tsv",
@@ -118,8 +118,8 @@ def settings(language, tmp_path_factory):
         )
         return training_heads.HeadsTrainConfig(**{**defaults, **changes})
 
-    of.folder = folder
-    return of
+    make_config.folder = folder
+    return make_config
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(settings, finished
     assert files(settings.folder / "target0") == before
 
 
-def test_a_run_goes_on_as_if_it_had_not_stopped(settings, finished, tmp_path, capsys):
+def test_a_run_resumes_as_if_it_had_not_stopped(settings, finished, tmp_path, capsys):
     output, params = finished
     training_heads.fit(settings(tmp_path, steps=5))
     assert "begins at step 0 of 5" in capsys.readouterr().err

@@ -74,8 +74,7 @@ def test_greedy_output_is_that_of_plain_decoding(name):
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "model, model"])
 def test_every_position_has_the_distribution_of_its_drafter(name):
-    """One-hot for what is not drawn; the kinds mixed or all point masses; the second fills in
-    for a first that is silent."""
+    """Undrawn tokens are one-hot; the second drafter fills in where the first is silent."""
     wanted, drafter = np.full(B, 5, np.int32), PAIRS[name]()
     first, then = drafter.parts
     draft = first_draft(drafter, wanted)
@@ -119,8 +118,7 @@ def test_nothing_is_drafted_after_an_eos():
 
 
 def test_later_parts_draw_with_keys_of_their_own():
-    """At one length and offset: the part of a draft that begins there, and an iteration that does;
-    PITFALLS row 31."""
+    """A later part of a draft and an iteration that begins there draw apart; PITFALLS row 31."""
     state, _ = prepare(
         TARGET, INPUTS, drafter=model, gamma=3, sampling=SPREAD, max_new_tokens=LIMIT, key=KEY
     )
@@ -199,7 +197,8 @@ def test_an_early_exit_before_a_table():
     ):
         with pytest.raises(
             ValueError,
-            match="(then|inner): got (EarlyExitDrafter|HorizontalCascade), expected a drafter that needs",
+            match="(then|inner): got (EarlyExitDrafter|HorizontalCascade), expected a drafter "
+            "that needs",
         ):
             make()
 

@@ -1,5 +1,4 @@
-"""Drafters without a model: tables against counting in pure Python, copies against a slow
-search, distributions, files, commands."""
+"""Drafters without a model beside slow counts and searches, in files and commands."""
 
 import collections
 import functools
@@ -25,14 +24,13 @@ GAMMAS = [1 + row % GAMMA for row in range(B)]
 
 @functools.cache
 def drafter(name: str):
-    """Tables are counted from what the target says without prefixes, so that they are right now and
-    then."""
+    """Counts tables from the target's output without prefixes, right now and then."""
     if name == "lookup":
         return sd.PromptLookupDrafter()
     if name == "random":
         return sd.RandomDrafter(V)
-    said = sd.generate(TARGET, INPUTS, max_new_tokens=LIMIT, eos_ids=[EOS])
-    sequences = [row[:length].tolist() for row, length in zip(said.tokens, said.lengths)]
+    outputs = sd.generate(TARGET, INPUTS, max_new_tokens=LIMIT, eos_ids=[EOS])
+    sequences = [row[:length].tolist() for row, length in zip(outputs.tokens, outputs.lengths)]
     return sd.NGramDrafter.count(sequences, V, int(name[0]), sampled=name.endswith("sampled"))
 
 
@@ -40,17 +38,18 @@ NAMES = ["1-gram", "2-gram", "3-gram", "2-gram, sampled", "lookup", "random"]
 
 
 def greedy(name: str, order=range(B)):
-    def at(values):
+    def reorder(values):
         return [values[row] for row in order]
 
-    options = dict(OPTIONS, max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES))
-    return sd.generate(TARGET, at(INPUTS), drafter=drafter(name), gamma=at(GAMMAS), **options)
+    options = dict(OPTIONS, max_new_tokens=reorder(LIMITS), decoder_prefix=reorder(PREFIXES))
+    return sd.generate(
+        TARGET, reorder(INPUTS), drafter=drafter(name), gamma=reorder(GAMMAS), **options
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_output_is_that_of_plain_decoding(name):
-    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, and rows that do not see their
-    neighbours; PITFALLS 29."""
+    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, independent rows; PITFALLS 29."""
     result, expected = greedy(name), plain()
     np.testing.assert_array_equal(result.tokens, expected.tokens)
     np.testing.assert_array_equal(result.lengths, expected.lengths)
@@ -92,8 +91,7 @@ def table_for_distribution(sampled: bool):
     "how, verifier", [("sampled", "block"), ("point", "token"), ("point", "block")]
 )
 def test_distribution_through_the_engine(how, verifier):
-    """Rows 5 and 12 of PITFALLS: the joint distribution of three tokens, drawn with the engine's
-    own keys."""
+    """Rows 5 and 12 of PITFALLS: the joint distribution of three tokens."""
     target = HashModel(V, 0, spread=3.0)
     counts, (examined, accepted) = sample(
         target, table_for_distribution(how == "sampled"), SPREAD, 2 * ROWS, verifier=verifier
@@ -114,8 +112,10 @@ FILTERS = dict(temperature=0.8, top_k=3)
     [("2-gram, sampled", "token"), ("2-gram, sampled", "gumbel"), ("random", "block")],
 )
 def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name, verifier):
-    """The draft repeated from its own distribution and uniforms, or noise; the distribution from
-    the counts and a sort."""
+    """The draft is repeated from its distribution and uniforms, or noise.
+
+    The distribution is that of the counts and a sort.
+    """
     config, forbidden = (
         SamplingConfig(**FILTERS, forbidden_tokens=(3, EOS)),
         np.isin(np.arange(V), (3, EOS)),
@@ -215,8 +215,7 @@ def slow_distribution(found: dict, prefix, order: int, start: int, most: int) ->
     "order, start, alphabet", [(1, 0, V), (2, 0, 4), (2, 3, V), (3, 2, 5), (4, 0, 3)]
 )
 def test_tables_equal_counting_in_python(order, start, alphabet):
-    """Distributions after every context that can be looked up, seen or not, with the most frequent
-    id and its ties."""
+    """Distributions after every context, seen or not, with the most frequent id and its ties."""
     rng, most = np.random.default_rng(order * alphabet), 3
     sequences = [rng.integers(0, alphabet, rng.integers(0, 9)).tolist() for _ in range(40)]
     table = NGramTable.count(sequences, V, order, start_token=start, continuations=most)

@@ -1,5 +1,4 @@
-"""Drafts as accelerators draft them: every step feeds two positions, and their number is known when
-the program is compiled. Tried on a CPU, beside drafts by single steps."""
+"""Accelerators draft in a fixed number of steps over two positions each, tried on a CPU."""
 
 import dataclasses
 import functools
@@ -54,7 +53,7 @@ def test_tokens_and_counts_are_those_of_single_steps(pairs, config):
     same(pairs(one_by_one), expected)
 
 
-def test_iterations_may_stop_and_go_on(pairs):
+def test_iterations_may_stop_and_resume(pairs):
     """One `advance` after another, with what a full acceptance leaves to catch up with."""
     draft = drafter("self")
 
@@ -82,8 +81,10 @@ def cascades() -> dict[str, sd.Drafter]:
 
 @pytest.mark.parametrize("name", cascades())
 def test_cascades_draft_to_the_last_slot(pairs, name):
-    """A part of a draft begins past the committed tokens, and its steps may reach past the last
-    slot: they write where nothing is committed."""
+    """A later part's steps may reach past the last slot and write nothing there.
+
+    A part of a draft begins past the committed tokens.
+    """
 
     def decode():
         return sd.generate(target(), INPUTS, drafter=cascades()[name], **OPTIONS)
@@ -93,8 +94,10 @@ def test_cascades_draft_to_the_last_slot(pairs, name):
 
 
 def test_a_lag_of_one_costs_no_step_and_one_of_two_costs_one(pairs):
-    """Whatever the lags, beside rows that do not lag and one with its start token only: the draft
-    of single steps."""
+    """Whatever the lags, beside rows without one, the draft is that of single steps.
+
+    One row has its start token only.
+    """
     draft_model, wanted = drafter("noisy copy"), np.full(8, GAMMA, np.int32)
     state, request = prepare(target(), INPUTS, drafter=draft_model, **OPTIONS)
     state = advance(target().network, request.drafter, state, np.int32(20))

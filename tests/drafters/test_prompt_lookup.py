@@ -37,8 +37,7 @@ def slow_copy(output, source, max_match: int, wanted: int, eos) -> list[int]:
 
 @pytest.mark.parametrize("max_match", [1, 2, 3])
 def test_copies_equal_a_slow_search(max_match):
-    """Small alphabets, so that there are matches of every length; junk past the lengths; two rows
-    of every input."""
+    """Small alphabets have matches of every length; junk past the lengths; two rows an input."""
     rows, rng = 1200, np.random.default_rng(max_match)
     copier, eos = sd.PromptLookupDrafter(max_match), [1]
     state, _ = prepare(

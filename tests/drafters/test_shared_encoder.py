@@ -179,7 +179,8 @@ def test_is_no_teacher_and_no_other_format(language, tmp_path):
     model = decoder_of(0.0)
     with pytest.raises(
         ValueError,
-        match="format: got 'huggingface' for a model without an encoder of its own, expected 'specdec'",
+        match="format: got 'huggingface' for a model without an encoder of its own, expected "
+        "'specdec'",
     ):
         converter.save(model, tmp_path / "hf", format="huggingface")
     with pytest.raises(

@@ -27,8 +27,7 @@ OFF_LIST = sorted(set(range(V)) - set(LISTED))
 
 
 def test_greedy_output_is_that_of_plain_decoding():
-    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, rows that do not see their
-    neighbours; a list in traced arrays."""
+    """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token; the list is a traced array."""
     result, whole = decode(sd.ModelDrafter(DRAFT, LISTED)), decode(sd.ModelDrafter(DRAFT))
     np.testing.assert_array_equal(result.tokens, plain().tokens)
     assert 0 < result.stats.accepted < whole.stats.accepted
@@ -54,7 +53,7 @@ def test_the_whole_vocabulary_as_shortlist_drafts_the_same():
 
 
 def test_a_draft_holds_what_is_most_probable_on_the_list():
-    """By teacher forcing; only listed ids, and of a wider drafter's only those that the target has."""
+    """Teacher forcing over listed ids, and of a wider drafter's only those of the target."""
     for draft, listed in ((DRAFT, LISTED), (HashModel(V + 9, 2), [1, 2, 7, 17, 20, 24])):
         drafter = sd.ModelDrafter(draft, listed)
         state, request = prepare(
@@ -92,8 +91,7 @@ def test_ids_that_a_drafter_lacks_have_no_probability_at_any_temperature():
 
 
 def test_distribution_through_the_engine():
-    """The joint distribution of three tokens, drawn with the engine's own keys; ids off the list
-    come from the residual alone."""
+    """The joint distribution of three tokens; ids off the list come from the residual."""
     target, draft = HashModel(V, 0, spread=3.0), HashModel(V, 1, spread=3.0, likeness=0.5)
     counts, _ = sample(
         target, sd.ModelDrafter(draft, [1, 3, 5, 7, 11, 13]), SPREAD, 2 * ROWS, verifier="block"
@@ -111,8 +109,7 @@ FORBIDDEN = {"some": (3, EOS), "the whole list": tuple(LISTED), "none": ()}
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name):
-    """Drafts repeated from a distribution by teacher forcing and a sort, with the engine's
-    uniforms; nothing is NaN."""
+    """Drafts are repeated by teacher forcing, a sort and the engine's uniforms."""
     config = SamplingConfig(**FILTERS, forbidden_tokens=FORBIDDEN[name])
     drafter = sd.ModelDrafter(DRAFT, LISTED)
     state, request = prepare(
@@ -165,8 +162,7 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name)
     ids=["the whole list forbidden", "forced off the list", "penalties"],
 )
 def test_processors(options):
-    """With argmax the output is that of plain decoding under the same processors; a forced id is
-    drafted, listed or not."""
+    """Argmax output is that of the same processors alone; a forced id is drafted, too."""
     config = SamplingConfig(**options)
     result = decode(sd.ModelDrafter(DRAFT, LISTED), sampling=config, max_new_tokens=LIMIT)
     np.testing.assert_array_equal(
@@ -194,9 +190,11 @@ def step(network, cache):
 
 
 @pytest.mark.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("bfloat16", 3)])
-def test_reduced_networks_say_what_the_whole_says(how, rows):
-    """The short head's logits are the whole head's; 8 bits change them by little; the model itself
-    stays as it is."""
+def test_reduced_networks_compute_the_whole_ones_logits(how, rows):
+    """The short head's logits are the whole head's; int8 changes them by little.
+
+    The model itself stays as it is.
+    """
     dtype = "bfloat16" if how == "bfloat16" else "float32"
     model = tiny_t5(0, WIDE, 1, dtype=dtype, logits_via_embedding=how == "tied")
     inputs, lengths = RNG.integers(2, WIDE, (rows, 5)), np.full(rows, 5)

@@ -1,5 +1,6 @@
-"""Every name that `--drafter` takes drafts for a target whose parameters are traced, with the
-counts of `generate`."""
+"""Every `--drafter` works for a target with traced parameters, with `generate`'s counts."""
+
+import functools
 
 import jax
 import numpy as np
@@ -40,7 +41,7 @@ def names(target, tmp_path_factory):
     "kind", ["exit", "heads", "self:int8", "table", "lookup", "assisted", "random", "model"]
 )
 def test_a_named_drafter_drafts_for_a_traced_target(kind, names, target):
-    name, load = names.get(kind, kind), lambda path: sd.load(path, "float32")
+    name, load = names.get(kind, kind), functools.partial(sd.load, dtype="float32")
     given = named_drafter(name, target, load, sd.ModelDrafter)
     drafter = traced_drafter(name, target.config, lambda path: sd.ModelDrafter(load(path)))
     assert (

@@ -1,5 +1,7 @@
-"""Every drafter that drafts trees: identities with plain decoding and with its own chains, what it
-proposes, and whose distributions the children of merged trees are verified by."""
+"""Every drafter of trees equals autoregressive decoding and its own chains.
+
+Children of merged trees are verified by their own drafter's distribution.
+"""
 
 import functools
 
@@ -100,8 +102,7 @@ QUICK = ("early exit", "heads", "bigrams, drawn", "lookup", "two models")
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS],
 )
 def test_coupled_trees_equal_plain_sampling(name):
-    """In all rows, with ragged prefixes and limits, with EOS ids inside branches, and with parts of
-    the tree alone."""
+    """In all rows, with ragged prefixes and limits, EOS ids in branches, and parts of the tree."""
     of_t5, tree = DRAFTERS[name][0] is None, Tree((0, 0, 1, 0, 1, 2, 3, 6), verifier="gumbel")
     for gamma in ("auto", [1, 2, 3, 4, 5, 6, 7, 8] + [8] * 4):
         found = run(name, tree=tree, gamma=gamma)
@@ -134,9 +135,11 @@ def test_one_branch_draws_what_a_chain_draws(name, kinds, verifier):
 
 
 def test_early_exits_write_nothing_that_is_read_later():
-    """Also where more nodes are expanded than the target is fed, at the very end of the cache; a
-    mistake would end in another token. The slots past the committed tokens may hold anything before
-    a call."""
+    """Early exits may expand more nodes than the target is fed, at the very end of the cache.
+
+    A mistake would end in another token. The slots past the committed tokens may hold anything
+    before a call.
+    """
     exit_, options = early_exit(), dict(max_new_tokens=8, eos_ids=(), key=KEY)
     expected = sd.generate(t5(), INPUTS, **options)
     for tree in (DynamicTree(2, 12, 3), Tree.uniform((3, 2, 2), children="top")):
@@ -166,13 +169,12 @@ def test_early_exits_write_nothing_that_is_read_later():
 
 
 @jax.jit
-def drafted(drafter, state, wanted, room):
-    return drafter.draft_tree(state.draft_state, state, wanted, room)[1]
+def drafted(drafter, state, wanted, budget):
+    return drafter.draft_tree(state.draft_state, state, wanted, budget)[1]
 
 
 def first_tree(target, drafter, inputs, prefixes, tree, sampling=SAMPLED, iterations=0, **options):
-    """Returns the tree that is drafted after some iterations, the state before it, and the tokens
-    up to its nodes."""
+    """Returns the tree drafted after some iterations, the state before, and tokens by node."""
     prefix = {} if prefixes is None else dict(decoder_prefix=prefixes)
     state, request = prepare(
         target,
@@ -190,19 +192,18 @@ def first_tree(target, drafter, inputs, prefixes, tree, sampling=SAMPLED, iterat
     draft = jax.device_get(drafted(request.drafter, state, rows, rows))
     tokens, lengths = np.asarray(state.tokens), np.asarray(state.lengths)
 
-    def way(row, node):
+    def get_path(row, node):
         return draft.tokens[row, tree.lines[node, 1 : 1 + tree.depths[node]]].tolist()
 
     texts = [
-        [[*tokens[row, : lengths[row]].tolist(), *way(row, n)] for n in range(tree.size)]
+        [[*tokens[row, : lengths[row]].tolist(), *get_path(row, n)] for n in range(tree.size)]
         for row in range(len(inputs))
     ]
     return draft, state, texts
 
 
 def test_a_copy_is_looked_up_after_every_node():
-    """Best places first, those of the output before those of the input, equal ids once, only what
-    stands there."""
+    """Best places first, the output's before the input's, equal ids once."""
     tree = Tree((0, 0, 0, 1, 1, 2, 4), children="top")
     draft, *_ = first_tree(
         TARGET,
@@ -260,8 +261,10 @@ def shares(model, row: int, tokens) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["drawn", pytest.param("iid", marks=pytest.mark.slow)])
 def test_children_have_the_distribution_of_their_own_drafter(kind):
-    """Also after paths by the other drafter, of which the own cache holds nothing: the second model
-    is never right."""
+    """Also after paths by the other drafter, which its own cache lacks.
+
+    The second model is never right.
+    """
     wrong = noisy_copy(t5(), 3.0, 3)
     models = noisy_copy(t5(), 0.05, 1), wrong
     both = sd.MergedDrafter(*map(sd.ModelDrafter, models))
@@ -302,7 +305,7 @@ def test_distribution_of_merged_trees(verifier):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", ["one q for both drafters", "both draw with the same words"])
-def test_wrong_merges_are_found(mutant, monkeypatch):
+def test_wrong_merges_are_detected(mutant, monkeypatch):
     if mutant.startswith("one"):
         whole = merged._merged
 

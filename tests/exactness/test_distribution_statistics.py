@@ -1,5 +1,6 @@
-"""The distribution of what the engine really draws, through its own keys: G-tests of the joint
-distribution of three positions.
+"""G-tests of the distribution that the engine really draws, through its own keys.
+
+They test the joint distribution of three positions.
 
 The false-alarm rate of one test is 1e-9. `DRAWS` is what `draws_needed` says for a smallest
 deviation worth finding: a joint distribution of 16³ cells that is off by 7 % (root mean square,
@@ -71,11 +72,9 @@ def t5_pair():
 
 
 # The functions as they are: some tests put others in their place.
-verify_tokens, random_bits, draw = (
-    verifiers.verify_tokens,
-    speculative_draws.random_bits,
-    speculative_draws.draw,
-)
+verify_tokens = verifiers.verify_tokens
+random_bits = speculative_draws.random_bits
+draw = speculative_draws.draw
 
 
 FILTERED = SamplingConfig(temperature=1.3, top_k=9, top_p=0.9)
@@ -130,8 +129,10 @@ def test_distribution_under_top_k_and_top_p(speculative_):
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 @pytest.mark.parametrize("speculative_", [True, False], ids=["speculative", "plain"])
 def test_distribution_with_keys_of_another_kind(impl, speculative_):
-    """JAX batches rbg keys by drawing for all rows from the first row's, which are the same
-    again once that row is done."""
+    """JAX batches rbg keys by drawing for all rows from the first row's key.
+
+    Those keys are the same again once that row is done.
+    """
     target, draft = hash_pair()
     drafter = ModelDrafter(draft) if speculative_ else None
     counts, _ = sample(target, drafter, SPREAD, 2 * ROWS, impl=impl, empty=1, gamma=1)
@@ -141,16 +142,14 @@ def test_distribution_with_keys_of_another_kind(impl, speculative_):
 
 @pytest.mark.parametrize("vocab", [11, 23], ids=["narrower", "wider"])
 def test_distribution_with_a_drafter_of_another_width(vocab):
-    """Ids that the drafter lacks have draft probability 0, ids that the target lacks are never
-    drafted."""
+    """Ids that only the target has get draft probability 0; other ids are never drafted."""
     target, draft = HashModel(V, 0, spread=3.0), HashModel(vocab, 1, spread=3.0, likeness=0.3)
     counts, _ = sample(target, ModelDrafter(draft), FILTERED, 2 * ROWS)
     assert g_test(counts, joint_distribution(target, FILTERED)) > FALSE_ALARM
 
 
 def test_acceptance_is_the_sum_of_minima():
-    """Per position of the first draft, two-sided: the drafted ids and the target's are coupled no
-    better, no worse."""
+    """Per position of the first draft, two-sided: the coupling is neither better nor worse."""
     target, draft = hash_pair()
     shares = []
     for model in (target, draft):
@@ -209,8 +208,10 @@ def keyed_by_absolute_position(monkeypatch):
 
 
 def test_block_verification_must_not_meet_discarded_draws_again(monkeypatch):
-    """It stops where it does because of later draws, which keys by absolute position would then
-    draw a second time."""
+    """Block verification stops where it does because of later draws.
+
+    Keys by absolute position would draw those a second time.
+    """
     target, draft = HashModel(V, 0, spread=3.0), HashModel(V, 1, spread=3.0)
     keyed_by_absolute_position(monkeypatch)
     counts, _ = sample(
@@ -258,8 +259,7 @@ def test_coupled_output_is_that_of_plain_sampling(config, drafters):
 
 
 def test_coupled_acceptance_has_its_closed_form():
-    """The first drafted token: the share of equal draws from shared noise, at least (1 − D) / (1 +
-    D)."""
+    """The share of equal draws at the first token is at least (1 − D) / (1 + D)."""
     target, draft = hash_pair()
     p, q = (
         toy.adjusted_probs(model.logits([INPUTS], [[0]], [3])[0, 0]) for model in (target, draft)

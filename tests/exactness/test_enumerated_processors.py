@@ -1,5 +1,7 @@
-"""Every verifier under every processor, sampled and point-mass drafts: the distribution of two
-iterations by enumeration."""
+"""Enumerates two iterations of every verifier under every processor.
+
+Drafts are sampled or point masses.
+"""
 
 import functools
 
@@ -72,8 +74,10 @@ def under(options: dict, dist):
 @pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("verifier", ENUMERATED)
 def test_distribution_under_every_processor(verifier, processor):
-    """Exact ones: total variation < 1e-12. Lenient: no token above p/l. Typical: none at or
-    below its threshold above p."""
+    """Exact verifiers: total variation < 1e-12; lossy ones keep their bounds.
+
+    Lenient: no token above p/l. Typical: none at or below its threshold above p.
+    """
     changed = False
     for vocab, gamma, limit in SIZES:
         raw = [toy.table_distribution(vocab, seed) for seed in (21, 22)]
@@ -100,9 +104,11 @@ def test_distribution_under_every_processor(verifier, processor):
 
 
 @pytest.mark.parametrize("verifier", ["token", "block", "rejection"])
-def test_a_drafter_without_the_processors_is_judged_by_its_own_distribution(verifier):
-    """The output distribution does not depend on what the drafter applies, as long as its
-    distribution is the one it drew from."""
+def test_a_drafter_without_the_processors_is_verified_by_its_own_distribution(verifier):
+    """The output does not depend on which processors the drafter applies.
+
+    Its distribution only has to be the one that it drew from.
+    """
     raw = [toy.table_distribution(3, seed) for seed in (21, 22)]
     target, draft = under(PROCESSORS["all"], raw[0]), raw[1]
     found = toy.speculative_distribution(

@@ -1,5 +1,4 @@
-"""One table: every drafter under every exact verifier, rows of argmax and of several sampling
-distributions side by side.
+"""Every drafter under every exact verifier: argmax and sampling distributions in one batch.
 
 Rows at temperature 0 must be plain decoding's, token for token; with Gumbel coupling all rows must.
 Whether sampled rows have the target's distribution is a matter of statistics and of enumeration,

@@ -1,5 +1,4 @@
-"""Policies of γ leave the distribution of token trees as it is: by enumeration, which finds
-policies that peek."""
+"""Policies of γ leave the distribution of token trees; policies that peek are detected."""
 
 import pytest
 import toy
@@ -73,7 +72,7 @@ def test_budgets_differ(name):
     policy, sizes = CHOICES[name](WIDE), set()
 
     def counted(tree, node, children):
-        found = policy.heed(tree, node, children)
+        found = policy.select(tree, node, children)
         sizes.add((node > 0, len(found), tree.plan.budget))
         return found
 
@@ -114,7 +113,7 @@ def by_what_follows(tree, node, children):
 
 
 @pytest.mark.parametrize(
-    "kind, verifier, heed",
+    "kind, verifier, select",
     [
         ("drawn", "recursive", after_a_look),
         ("drawn", "traversal", after_a_look),
@@ -126,5 +125,5 @@ def by_what_follows(tree, node, children):
         ("drawn", "traversal", by_what_follows),
     ],
 )
-def test_enumeration_catches(kind, verifier, heed):
-    assert distance(kind, verifier, WIDE, Slow(heed=heed), 3, 4, 2) > 0.01
+def test_enumeration_catches(kind, verifier, select):
+    assert distance(kind, verifier, WIDE, Slow(select=select), 3, 4, 2) > 0.01

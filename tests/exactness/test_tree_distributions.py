@@ -1,5 +1,4 @@
-"""Token trees have the target's distribution: by enumeration, and the enumeration finds what is
-known to break it."""
+"""Token trees have the target's distribution, by enumeration; known mistakes are detected."""
 
 import dataclasses
 import functools
@@ -47,8 +46,10 @@ SIZES = [
 
 
 def away(target):
-    """A distribution with none of the target's ids, or where it has all of them its least probable
-    alone."""
+    """Returns a distribution with none of the target's ids.
+
+    Where the target has all ids, it has the least probable one alone.
+    """
 
     def dist(prefix):
         p = np.asarray(target(prefix))
@@ -79,8 +80,7 @@ def test_every_verifier_is_here():
 @pytest.mark.parametrize("vocab, shape, limit", SIZES)
 @every_pair
 def test_distribution_of_two_iterations_is_the_targets(kind, verifier, vocab, shape, limit):
-    """With zeros p(x) = 0, q(x) = 0 and disjoint supports occur; EOS, limit and budget cut
-    branches."""
+    """Zeros and disjoint supports occur; EOS, limit and budget cut branches."""
     size = len(SHAPES[shape])
     for zeros, (eos, budget) in itertools.product(
         (0.0, 0.5), [(set(), size), ({0}, size), ({0, 1}, size - 1)]
@@ -102,8 +102,7 @@ def test_distribution_under_every_processor(kind, verifier, adjustments):
 
 @pytest.mark.parametrize("kind", CHILDREN)
 def test_argmax_of_every_tree(kind):
-    """At temperature 0 whatever children a tree has, of whatever distribution, the output is the
-    target's argmax."""
+    """At temperature 0 the output is the target's argmax, whatever children a tree has."""
     target, draft = dists(3)
     noise = np.random.default_rng(0).gumbel(size=(4, 3))
     plan = Plan(SHAPES["2, 2"], kind, ref.walk(ref.greedy))
@@ -128,9 +127,8 @@ def test_gumbel_coupling_gives_the_plain_sample(kind):
         assert toy.total_variation(found, toy.complete({(): 1.0}, plain, 4, {0})) < 1e-12
 
 
-def test_children_by_noise_may_be_judged_as_points():
-    """The noise of a position is met again in later iterations, but no verifier's draw depends on
-    it."""
+def test_children_by_noise_may_be_verified_as_point_masses():
+    """A position's noise is met again in later iterations; no verifier's draw depends on it."""
     target, draft = dists(3)
     for seed in range(4):
         noise = np.random.default_rng(seed).gumbel(size=(5, 3))
@@ -143,8 +141,7 @@ def test_children_by_noise_may_be_judged_as_points():
     [pair for pair in PAIRS if pair[0] in ("top", "drawn", "iid") and pair[1] != "kseq"],
 )
 def test_distribution_with_children_of_two_drafters(kind, verifier):
-    """Siblings may come from different distributions, each verified against its own; their tokens
-    may be equal."""
+    """Siblings may have different distributions and equal tokens; each is verified by its own."""
     target, draft = dists(3)
     for other in (
         toy.table_distribution(3, 13),
@@ -168,11 +165,11 @@ def reversed_by_data(tree, node, children):
 
 
 @pytest.mark.parametrize("kind", ["top", "gumbel"])
-@pytest.mark.parametrize("heed", [pruned_by_data, reversed_by_data])
-def test_children_that_were_not_drawn_may_be_pruned_and_reordered(kind, heed):
+@pytest.mark.parametrize("select", [pruned_by_data, reversed_by_data])
+def test_children_that_were_not_drawn_may_be_pruned_and_reordered(kind, select):
     target, draft = dists(3)
     noise = np.random.default_rng(1).gumbel(size=(4, 3))
-    plan = Plan(SHAPES["2, 2"], kind, ref.VERIFIERS["point"], heed=heed)
+    plan = Plan(SHAPES["2, 2"], kind, ref.VERIFIERS["point"], select=select)
     assert distance(target, [draft], plan, 4, {0}, noise=noise) < 1e-12
 
 
@@ -184,7 +181,7 @@ def not_renormalised(tree, node):
 
 
 def by_the_first_drafter(tree, node):
-    return list(tree.drafters[0]((*tree.prefix, *tree.way(tree.plan.parents[node - 1]))))
+    return list(tree.drafters[0]((*tree.prefix, *tree.path(tree.plan.parents[node - 1]))))
 
 
 def sorted_by_distribution(tree, node, children):
@@ -196,8 +193,7 @@ def pruned_by_distribution(tree, node, children):
 
 
 def reranked(tree, node, children):
-    """The three nodes of the whole tree with the greatest product of q on their way, as EAGLE-2
-    keeps them."""
+    """Returns the three nodes with the greatest product of q on their way, as EAGLE-2 does."""
     values, numbers = {0: 1.0}, [0]
     for number in numbers:  # which grows
         for child in tree.chosen(number):
@@ -249,31 +245,31 @@ MUTANTS = {
     ),
     "drawn children sorted by q": (
         Plan(TWO_TWO, "drawn", RECURSIVE),
-        dict(heed=sorted_by_distribution),
+        dict(select=sorted_by_distribution),
     ),
     "drawn children sorted by q, traversal": (
         Plan(TWO_TWO, "drawn", TRAVERSAL),
-        dict(heed=sorted_by_distribution),
+        dict(select=sorted_by_distribution),
     ),
     "drawn children pruned by q": (
         Plan(TWO_TWO, "drawn", RECURSIVE),
-        dict(heed=pruned_by_distribution),
+        dict(select=pruned_by_distribution),
     ),
     "a drawn last child pruned by q": (
         Plan(TWO_TWO, "mixed", MIXED),
-        dict(heed=pruned_by_distribution),
+        dict(select=pruned_by_distribution),
     ),
-    "i.i.d. children pruned by q": (Plan(CHAINS, "iid", KSEQ), dict(heed=pruned_by_distribution)),
-    "sampled children reranked": (Plan(TWO_TWO, "drawn", RECURSIVE), dict(heed=reranked)),
+    "i.i.d. children pruned by q": (Plan(CHAINS, "iid", KSEQ), dict(select=pruned_by_distribution)),
+    "sampled children reranked": (Plan(TWO_TWO, "drawn", RECURSIVE), dict(select=reranked)),
     "sampled children reranked, traversal": (
         Plan(TWO_TWO, "drawn", TRAVERSAL),
-        dict(heed=reranked),
+        dict(select=reranked),
     ),
-    "k-SEQ, duplicates skipped": (Plan(CHAINS, "iid", KSEQ), dict(heed=without_duplicates)),
+    "k-SEQ, duplicates skipped": (Plan(CHAINS, "iid", KSEQ), dict(select=without_duplicates)),
     "k-SEQ, k constant": (Plan(CHAINS, "iid", KSEQ), dict(verify=ref.walk(constant))),
     "i.i.d. recursion, duplicates skipped": (
         Plan(CHAINS, "iid", RECURSIVE),
-        dict(heed=without_duplicates),
+        dict(select=without_duplicates),
     ),
     "best of two chains by algorithm 1": (Plan(CHAINS, "iid", RECURSIVE), dict(verify=best_chain)),
     "traversal, α not updated": (
@@ -323,14 +319,11 @@ def test_enumeration_catches(name):
 
 @pytest.mark.parametrize("vocab, shape", [(2, "2, 1"), (3, "2, 2"), (3, "irregular")])
 def test_which_verifier_accepts_more(vocab, shape):
-    """Traversal no less than recursion; both with children drawn apart, no fewer than any verified
-    as points."""
+    """Traversal accepts no less than recursion; drawn children no fewer than point masses."""
     gains = []
     for seed, zeros in itertools.product(range(6), (0.0, 0.5)):
-        target, draft = (
-            toy.table_distribution(vocab, 100 + seed, zeros),
-            toy.table_distribution(vocab, 200 + seed, zeros),
-        )
+        target = toy.table_distribution(vocab, 100 + seed, zeros)
+        draft = toy.table_distribution(vocab, 200 + seed, zeros)
         traversal, recursive, point = (
             ref.accepted(target, [draft], Plan(SHAPES[shape], "drawn", ref.VERIFIERS[name]), 9)
             for name in ("traversal", "recursive", "point")

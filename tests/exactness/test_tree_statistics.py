@@ -1,5 +1,4 @@
-"""The distribution of what decoding with trees really draws, through its own keys: G-tests as in
-`test_distribution_statistics.py`."""
+"""G-tests of what decoding with trees really draws, as in `test_distribution_statistics.py`."""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +52,7 @@ def test_distribution_of_every_verifier(name):
     assert sampled(TREES[name], DRAWS) > FALSE_ALARM
 
 
-# --- Mistakes that the enumerations of pure functions cannot see: they are in what the engine hands to them ---
+# --- Mistakes of the engine, which enumerations of pure functions cannot see ---
 
 
 def shared_noise(keys, lengths, offsets, tag):
@@ -92,8 +91,7 @@ def test_statistics_catch(name, monkeypatch):
 
 
 def test_a_distribution_of_another_origin_is_caught(monkeypatch):
-    """Each node's token is verified against the distribution that it was drawn from, not by node
-    0's."""
+    """Each node's token is verified against the distribution that it was drawn from."""
     draft_tree = tree_levels.draft_tree
 
     def one_distribution(*arguments):
@@ -131,8 +129,7 @@ def two_tokens(**options):
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", [Tree(SHAPE), DynamicTree(2, 3, 7)], ids=["drawn", "dynamic"])
 def test_distribution_of_the_bundled_pair(tree):
-    """The first token, and the second after the most frequent first one, among all ids of the
-    vocabulary."""
+    """The first token, and the second after the most frequent first, over the whole vocabulary."""
     target = sd.load("ende/target")
     tokens, vocab = two_tokens(tree=tree), target.config.vocab_size
     first = np.bincount(tokens[:, 0], minlength=vocab)

@@ -1,5 +1,4 @@
-"""The compiled verifiers of trees take the decisions that were enumerated, and those of a chain
-where a tree is one."""
+"""Compiled tree verifiers take the enumerated decisions, and a chain's for one branch."""
 
 import copy
 
@@ -46,8 +45,7 @@ def stacked(*parts):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", CHILDREN)
 def test_jax_takes_the_enumerated_decisions(kind, dtype):
-    """On a grid of uniforms, 0 included, with branches cut by EOS, budget and limit. A comparison
-    with ≤ would not."""
+    """A grid of uniforms, 0 included; EOS, budget and limit cut branches; ≤ would fail."""
     batches = [cases(tree, 100, seed) for seed, tree in enumerate(TREES)]
     rows = [(tree, row) for tree, batch in zip(TREES, batches) for row in batch]
     with float64(dtype == "float64"):
@@ -74,7 +72,7 @@ def test_jax_takes_the_enumerated_decisions(kind, dtype):
     "kind, name",
     [("drawn", "recursive"), ("drawn", "traversal"), ("iid", "recursive"), ("top", "point")],
 )
-def test_jax_judges_children_of_two_drafters_by_their_own_distributions(kind, name):
+def test_jax_verifies_children_of_two_drafters_by_their_own_distributions(kind, name):
     tree, origins = Tree((0, 0, 0, 0, 1, 1, 2, 3, 5)), (0, 1, 0, 1, 0, 1, 1, 0, 0)
     rows = cases(tree, 100)
     draft, target = drafted(kind, tree, rows, EOS, "float32", origins)
@@ -98,8 +96,10 @@ GAMMA, BATCH, SIZE = 3, 600, 9
 
 
 def chain(kind):
-    """Random distributions with ties and zeros, equal ones among them, and drafts of every length,
-    as chain and as tree."""
+    """Returns random distributions and drafts of every length, as chain and as tree.
+
+    The distributions have ties and zeros, and some are equal.
+    """
     rng = np.random.default_rng(0)
     weights = rng.choice([0.0, 1.0, 1.0, 2.5, 1e-6], size=(2, BATCH, GAMMA + 1, SIZE)) * rng.random(
         SIZE
@@ -147,7 +147,7 @@ def chain(kind):
         ("drawn", "typical", "typical"),
     ],
 )
-def test_one_branch_is_judged_as_the_chain(kind, name, same):
+def test_one_branch_is_verified_as_the_chain(kind, name, same):
     target, dist, tokens, wanted, draws, draft = chain(kind)
     found = verify(
         name,
@@ -174,8 +174,7 @@ def test_one_branch_is_judged_as_the_chain(kind, name, same):
 
 @pytest.mark.parametrize("name", TREE_VERIFIERS)
 def test_a_distribution_that_is_not_a_number_leaves_no_token(name):
-    """At node 0 there is no token; NaN in the distribution after a node that is not reached changes
-    nothing."""
+    """NaN at node 0 leaves no token; NaN after a node that is not reached changes nothing."""
     kind = next(kind for kind, names in CHILDREN.items() if name in (*names, *LOSSY_TREES))
     rows = cases(TREES[0], 20)
     draft, target = drafted(kind, TREES[0], rows, EOS, "float32")
@@ -199,13 +198,10 @@ def test_a_distribution_that_is_not_a_number_leaves_no_token(name):
 
 
 def test_children_where_ids_are_few():
-    """−1 where no id of positive probability is left, past a node's own count, and where the
-    distribution is NaN."""
+    """A child is −1 without an id of positive probability, past the count, and under NaN."""
     q = np.array([[[0, 0.75, 0.25], [0.2, 0.3, 0.5], [np.nan, 0.5, 0.5]]])
-    random_bits, noise = (
-        toy.random_bits(np.full((1, 3, 5), 0.9)),
-        np.array([[[0.0, 0, 5], [5, 0, 0], [0, 0, 0]]], np.float32),
-    )
+    random_bits = toy.random_bits(np.full((1, 3, 5), 0.9))
+    noise = np.array([[[0.0, 0, 5], [5, 0, 0], [0, 0, 0]]], np.float32)
     found = {
         kind: choose_children(kind, as_distribution(q, "float32"), (5, 2, 1), random_bits, noise)[
             0

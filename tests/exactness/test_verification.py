@@ -1,5 +1,4 @@
-"""Token verification has the target's distribution: by enumeration, and the JAX code takes the
-enumerated decisions."""
+"""Token verification has the target's distribution; JAX takes the enumerated decisions."""
 
 import doctest
 import itertools
@@ -50,8 +49,7 @@ def test_distribution_under_every_processor(adjustments):
 
 
 def test_a_draft_may_stop_after_a_drawn_token():
-    """Rule 6 of the algorithm: stopping after an improbable id is exact as long as the id stays in
-    the draft."""
+    """Rule 6: stopping after an improbable id is exact as long as the id stays in the draft."""
     target, draft = dists(3)
     found = toy.speculative_distribution(
         target, draft, 3, 5, {0}, Rule(last=lambda q, x: q[x] < 0.3)
@@ -133,8 +131,7 @@ def test_enumeration_catches(name):
 
 
 def test_two_iterations_see_what_one_does_not():
-    """A correction drawn one iteration late, with no wrong token committed before it, shows in the
-    second alone."""
+    """A correction drawn one iteration late shows in the second iteration alone."""
     target, draft = dists(3)
     expected = toy.complete({(): 1.0}, target, 4, set())
     rule = Rule(accept=lambda p, q, x: toy.ratio(p, q, x) if p is target(()) else 1.0)
@@ -170,8 +167,10 @@ def verified(target, draft, drafted, wanted, accept, final):
 @pytest.mark.parametrize("gamma", [0, 1, 2])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
-    """Every draft, every num_drafted ≤ γ, every point of the grid, 0 included; drafts of
-    probability 0 as well."""
+    """Every draft, every num_drafted ≤ γ, every point of the grid, 0 included.
+
+    Drafts of probability 0 are among them.
+    """
     p, q = TARGETS[: gamma + 1], DRAFTS[name][:gamma]
     points = itertools.product(
         itertools.product(range(4), repeat=gamma),
@@ -214,25 +213,26 @@ def test_the_grid_catches_a_comparison_that_is_not_strict():
     assert [int(x[0]) for x in found] == [0, 1]
 
 
-def test_decisions_integrate_to_the_kernel():
-    """`decide`, averaged over the uniforms, is the enumerated kernel: the grid test and the
-    enumeration meet."""
+def test_decisions_integrate_to_the_transition():
+    """`decide`, averaged over the uniforms, is the enumerated transition."""
     target, draft = dists(3)
     p, q = target(()), draft(())
-    kernel = toy.kernel((), None, target, draft, 1, set(), Rule())
+    expected = toy.enumerate_iteration((), None, target, draft, 1, set(), Rule())
     steps, found = 60, {}
     middle = (np.arange(steps) + 0.5) / steps
     for x, u, f in itertools.product(range(3), middle, middle):
         accepted, y = toy.TOKEN.decide([p, target((x,))], [q], (x,), (u,), (f, f))
         key = ((x, y) if accepted else (y,)), None
         found[key] = found.get(key, 0) + q[x] / steps**2
-    assert toy.total_variation(found, kernel) < 3 / steps
+    assert toy.total_variation(found, expected) < 3 / steps
 
 
 @hypothesis.given(st.integers(0, 2**32 - 1), st.integers(0, 4))
 def test_verify_tokens_properties(seed, gamma):
-    """Whatever the distributions (ties, zeros, p = q) and uniforms: in range, of positive
-    probability, nothing past num_drafted."""
+    """Tokens are in range and of positive probability, and none lies past num_drafted.
+
+    The distributions have ties, zeros and p = q.
+    """
     rng, vocab, batch = np.random.default_rng(seed), 7, 16
     # Weights from few values give ties; half the rows of q equal p, so that residuals vanish.
     weights = rng.choice([0.0, 0.0, 1.0, 1.0, 2.5, 1e-6], size=(2, batch, gamma + 1, vocab))
@@ -288,7 +288,7 @@ def test_verify_greedy():
     np.testing.assert_array_equal(nothing.next_token, target[:, 0])
 
 
-def test_algorithm_1_as_it_is_told():
+def test_algorithm_1_as_printed():
     """The lines at the head of `iteration.py`, beside the compiled code."""
     found = doctest.testmod(iteration)
     assert found.attempted >= 10 and found.failed == 0

@@ -1,5 +1,4 @@
-"""Every verifier: its distribution by enumeration, its mistakes, and that the JAX code takes the
-enumerated decisions."""
+"""Every verifier's distribution by enumeration, its mistakes, and JAX's decisions."""
 
 import dataclasses
 import itertools
@@ -39,7 +38,8 @@ def test_distribution_of_two_iterations_is_the_targets(name, vocab, gamma, limit
 def test_the_token_verifier_is_the_default_rule():
     target, draft = dists(3)
     by_rule, by_verifier = (
-        toy.kernel((), None, target, draft, 3, {0}, rule) for rule in (Rule(), Rule(verifier=TOKEN))
+        toy.enumerate_iteration((), None, target, draft, 3, {0}, rule)
+        for rule in (Rule(), Rule(verifier=TOKEN))
     )
     assert toy.total_variation(by_rule, by_verifier) < 1e-12
 
@@ -54,8 +54,7 @@ def test_a_draft_may_stop_after_a_drawn_token(name):
 
 @pytest.mark.parametrize("lenience", [1.0, 0.6, 0.2])
 def test_lenience_keeps_every_token_below_its_bound(lenience):
-    """No token has more than p(x) / l after any prefix, however long the drafts; l = 1 is the
-    target's distribution."""
+    """No token has more than p(x) / l after any prefix; l = 1 is the target's distribution."""
     rule, excess = Rule(verifier=toy.lenient(lenience)), 0.0
     for vocab, gamma, limit in ((2, 3, 6), (3, 2, 5), (4, 3, 4)):
         for zeros, eos in itertools.product((0.0, 0.5), (set(), {0})):
@@ -75,8 +74,7 @@ def test_lenience_keeps_every_token_below_its_bound(lenience):
 
 
 def test_typical_acceptance_favours_no_improbable_token():
-    """A token at or below the threshold has at most p(x) after any prefix; what is accepted lies
-    above it."""
+    """A token at or below the threshold has at most p(x); accepted tokens lie above it."""
     rule = Rule(verifier=toy.typical(EPSILON, DELTA))
     for vocab, gamma, limit in ((2, 3, 6), (3, 2, 5), (4, 3, 4)):
         for zeros, eos in itertools.product((0.0, 0.5), (set(), {0})):
@@ -112,10 +110,10 @@ def test_measured_loss(name):
 
 def test_accepted_tokens_of_the_two_token_toy():
     """p = (1/3, 2/3), q = (2/3, 1/3), γ = 2: 10/9 by token, 11/9 by block."""
-    target, draft = (lambda _: np.array([1, 2]) / 3), (lambda _: np.array([2, 1]) / 3)
 
     def accepted(verifier):
-        return toy.expected_accepted(target, draft, 2, verifier)
+        p, q = np.array([1, 2]) / 3, np.array([2, 1]) / 3
+        return toy.expected_accepted(lambda prefix: p, lambda prefix: q, 2, verifier)
 
     assert accepted(TOKEN) == pytest.approx(10 / 9, abs=1e-12)
     assert accepted(BLOCK) == pytest.approx(11 / 9, abs=1e-12)
@@ -130,10 +128,8 @@ def test_accepted_tokens_of_the_two_token_toy():
 def test_block_accepts_no_fewer_than_token_and_token_than_rejection(vocab, gamma):
     gains = []
     for seed, zeros in itertools.product(range(8), (0.0, 0.5)):
-        target, draft = (
-            toy.table_distribution(vocab, 100 + seed, zeros),
-            toy.table_distribution(vocab, 200 + seed, zeros),
-        )
+        target = toy.table_distribution(vocab, 100 + seed, zeros)
+        draft = toy.table_distribution(vocab, 200 + seed, zeros)
         for drafter in (draft, toy.one_hot(draft)):
             block, token, rejection, lenient = (
                 toy.expected_accepted(target, drafter, gamma, verifier)
@@ -147,12 +143,11 @@ def test_block_accepts_no_fewer_than_token_and_token_than_rejection(vocab, gamma
 
 
 def test_efficiency_formulas():
-    """E[τ] over drafts: Σ E[π_i] by block, Σ E[Π min(1, p/q)] by token (section 10 of the
-    algorithms)."""
+    """E[τ] over drafts: Σ E[π_i] by block, Σ E[Π min(1, p/q)] by token (section 10)."""
     target, draft = dists(3)
     block = token = 0.0
     for drafted, prob in toy.drafts((), draft, 3, set(), Rule()):
-        p, q = toy.along((), drafted, target, draft)
+        p, q = toy.compute_distributions((), drafted, target, draft)
         block += prob * sum(toy.block_weights(p, q, drafted)[1:])
         token += prob * np.cumprod(TOKEN.accept_probs(p, q, drafted)).sum()
     assert toy.expected_accepted(target, draft, 3, BLOCK) == pytest.approx(block, abs=1e-12)
@@ -160,7 +155,7 @@ def test_efficiency_formulas():
 
 
 def test_coupled_acceptance_has_its_bound():
-    """The closed form of the share of equal draws, against noise, and at least (1 − D) / (1 + D)."""
+    """The share of equal draws has its closed form, and is at least (1 − D) / (1 + D)."""
     rng = np.random.default_rng(0)
     for p, q in [
         (target(()), draft(())) for target, draft in (dists(2), dists(3), dists(4), dists(4, 0.5))
@@ -184,9 +179,8 @@ def points(x, vocab) -> list[np.ndarray]:
     return [np.eye(vocab)[token] for token in x]
 
 
-def judged_as_point_mass(verifier):
-    """q := 1 at the drafted id and 0 elsewhere in the acceptance, whatever distribution the id was
-    drawn from."""
+def verified_as_point_mass(verifier):
+    """Returns the mistake q := 1 at the drafted id, whatever distribution it was drawn from."""
     return dataclasses.replace(
         verifier, accept_probs=lambda p, q, x: verifier.accept_probs(p, points(x, len(p[0])), x)
     )
@@ -227,11 +221,11 @@ MUTANTS = {
     ),
     "block, q := 1 in the acceptance of a sampled draft": (
         DRAFT,
-        Rule(verifier=judged_as_point_mass(BLOCK)),
+        Rule(verifier=verified_as_point_mass(BLOCK)),
     ),
     "token, q := 1 in the acceptance of a sampled draft": (
         DRAFT,
-        Rule(verifier=judged_as_point_mass(TOKEN)),
+        Rule(verifier=verified_as_point_mass(TOKEN)),
     ),
     "block, q := 1 at every id for a point mass": (
         toy.one_hot(DRAFT),
@@ -273,12 +267,14 @@ def test_enumeration_catches(name):
 
 
 @pytest.mark.parametrize("name", ["token", "block", "rejection"])
-def test_a_sampled_draft_may_be_judged_as_a_point_mass(name):
-    """If acceptance and residual agree on it, q := 1 is no mistake, only a waste: each draft's
-    outcome has distribution p."""
+def test_a_sampled_draft_may_be_verified_as_a_point_mass(name):
+    """If acceptance and residual agree on it, q := 1 wastes drafts but is exact.
+
+    Each draft's outcome has distribution p.
+    """
     verifier = ENUMERATED[name]
     wasteful = dataclasses.replace(
-        judged_as_point_mass(verifier),
+        verified_as_point_mass(verifier),
         following=lambda p, q, x, tau: verifier.following(p, points(x, len(p[0])), x, tau),
     )
     found = toy.speculative_distribution(TARGET, DRAFT, 2, 4, {0}, Rule(verifier=wasteful))

@@ -39,8 +39,10 @@ def settings(batch, dtype, lenience=LENIENCE):
 
 
 def run(name, p, draft, drafted, wanted, accept, final, dtype="float32", noise=None):
-    """`VERIFIERS[name]` as `[B, 2]` (τ, next id); `draft` is `[B, G, V]` probabilities, or None for
-    a point mass."""
+    """Returns (τ, next id) `[B, 2]` of `VERIFIERS[name]`.
+
+    `draft` is probabilities `[B, G, V]`, or None for a point mass.
+    """
     with float64(dtype == "float64"):
         drafted = jnp.asarray(drafted, jnp.int32)
         draft = PointMass(drafted, p.shape[-1]) if draft is None else as_distribution(draft, dtype)
@@ -71,22 +73,23 @@ def edges(breaks):
 
 
 def middles(breaks):
-    """Points in the middle of the intervals, and their widths: a draw takes words of 32 bits, which
-    have no edges."""
+    """Returns the middles of the intervals and their widths.
+
+    A draw takes random bits of 32 bits, which have no edges.
+    """
     return [((low + high) / 2, high - low) for low, high in intervals(breaks)]
 
 
 @pytest.mark.parametrize("point", [False, True], ids=["sampled", "point mass"])
 @pytest.mark.parametrize("name", ENUMERATED)
-def test_jax_decisions_integrate_to_the_kernel(name, point):
-    """Every draft and outcome, with uniforms just below each place where the decision to accept
-    changes: exactly the distribution."""
+def test_jax_decisions_integrate_to_the_transition(name, point):
+    """Uniforms just below each threshold of acceptance give exactly the distribution."""
     verifier, gamma = ENUMERATED[name], 3
     for zeros in (0.0, 0.5):
         target, draft = dists(3, zeros)
         draft, rows = toy.one_hot(draft) if point else draft, []
         for drafted, prob in toy.drafts((), draft, gamma, set(), Rule()):
-            p, q = toy.along((), drafted, target, draft)
+            p, q = toy.compute_distributions((), drafted, target, draft)
             # One uniform for all places of the next id: cut where any of their distributions cuts
             # it.
             cuts = np.concatenate([np.cumsum(dist) for _, dist in verifier.outcomes(p, q, drafted)])
@@ -115,15 +118,17 @@ def test_jax_decisions_integrate_to_the_kernel(name, point):
             dist[key] = dist.get(key, 0) + weight
         assert (
             toy.total_variation(
-                dist, toy.kernel((), None, target, draft, gamma, set(), Rule(verifier=verifier))
+                dist,
+                toy.enumerate_iteration(
+                    (), None, target, draft, gamma, set(), Rule(verifier=verifier)
+                ),
             )
             < 1e-7
         )
 
 
 def grid(name, point, gamma=3, size=400):
-    """Points of the grid of uniforms, 0 often among them, with drafts of every length and of
-    probability 0."""
+    """Returns points of the grid of uniforms, with drafts of every length and probability."""
     rng = np.random.default_rng([gamma, point, sorted(VERIFIERS).index(name)])
     p = np.broadcast_to(TARGETS[: gamma + 1], (3 * size, gamma + 1, 4))
     q = np.repeat(np.stack([DRAFTS[dists_][:gamma] for dists_ in DRAFTS]), size, axis=0)
@@ -140,8 +145,7 @@ def grid(name, point, gamma=3, size=400):
 @pytest.mark.parametrize("point", [False, True], ids=["sampled", "point mass"])
 @pytest.mark.parametrize("name", ENUMERATED)
 def test_jax_takes_the_enumerated_decisions(name, point, dtype):
-    """On a grid of uniforms, 0 included; and a comparison with ≤ would not: a token with p(x) =
-    0 would be accepted at u = 0."""
+    """On a grid with 0: ≤ would accept a token with p(x) = 0 at u = 0."""
     p, q, drafted, wanted, accept, final = grid(name, point)
     found = run(name, p, None if point else q, drafted, wanted, accept, final, dtype)
 
@@ -192,9 +196,8 @@ def test_jax_couples_as_enumerated(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("lenience", [1.0, 0.55, 0.2])
-def test_jax_judges_argmax_leniently(lenience, dtype):
-    """T = 0: what is accepted has at least l times the greatest probability; l = 1 is greedy, ties
-    included."""
+def test_jax_verifies_argmax_leniently(lenience, dtype):
+    """At T = 0 accepted ids have at least l times the greatest probability; l = 1 is greedy."""
     p, _, drafted, wanted, *_ = grid("lenient", False)
     p = np.concatenate([p, np.broadcast_to(np.array([6, 6, 1, 3]) / 16, p.shape)])
     drafted, wanted = np.tile(drafted, (2, 1)), np.tile(wanted, 2)
@@ -226,8 +229,7 @@ def everything(target, draft, drafted, wanted, draws):
 
 @hypothesis.given(st.integers(0, 2**32 - 1), st.sampled_from([1, 3]), st.integers(1, 7))
 def test_properties_of_every_verifier(seed, gamma, valid):
-    """Whatever the distributions (ties, zeros, p = q, disjoint) and uniforms: in range, and of
-    positive probability if lossless.
+    """Tokens are in range, and of positive probability if lossless, whatever the distributions.
 
     `valid` of the 7 ids may have a probability; a position past the draft holds NaN.
     """
@@ -271,10 +273,8 @@ def test_properties_of_every_verifier(seed, gamma, valid):
 def test_lenience_of_one_is_token_verification():
     p, q, drafted, wanted, accept, final = grid("lenient", False)
     with jax.enable_x64(False):
-        asked, draws = (
-            settings(len(p), np.float32, 1.0),
-            Randomness(np.float32(accept), toy.random_bits(final)),
-        )
+        asked = settings(len(p), np.float32, 1.0)
+        draws = Randomness(np.float32(accept), toy.random_bits(final))
         args = (
             as_distribution(p, "float32"),
             as_distribution(q, "float32"),

@@ -1,5 +1,4 @@
-"""The module that writes: whole or not at all, through links and devices, over nothing that is
-not ours, one process at a time."""
+"""Writing is atomic, follows links and devices, replaces only our files, one process at a time."""
 
 import ast
 import os
@@ -54,10 +53,8 @@ def writes(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        called, values = (
-            ast.unparse(node.func),
-            [*node.args, *(keyword.value for keyword in node.keywords)],
-        )
+        called = ast.unparse(node.func)
+        values = [*node.args, *(keyword.value for keyword in node.keywords)]
         modes = [
             value.value
             for value in values
@@ -153,11 +150,9 @@ def test_a_file_keeps_its_owner(tmp_path):
 def test_links_are_followed(tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
-    target, link, dangling = (
-        tmp_path / "there/file",
-        tmp_path / "here/link",
-        tmp_path / "here/dangling",
-    )
+    target = tmp_path / "there/file"
+    link = tmp_path / "here/link"
+    dangling = tmp_path / "here/dangling"
     target.write_text("old")
     (tmp_path / "here/first").symlink_to("../there/file")
     link.symlink_to("first")

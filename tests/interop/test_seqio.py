@@ -1,5 +1,4 @@
-"""seqio tasks through `specdec generate`: what is read, written and evaluated, beside T5X's and
-seqio's own; what is rejected."""
+"""Tests seqio tasks through `specdec generate`, beside T5X's and seqio's own results."""
 
 import json
 import pathlib
@@ -107,8 +106,10 @@ def test_lines_are_t5xs(generate, toys, tmp_path):
 
 @needs_seqio
 def test_a_beam_search_of_a_task(generate, toys, target, tmp_path):
-    """A line has the best hypothesis or a list with the best last, as T5X's own function writes
-    them; metrics are those of the best."""
+    """A line has the best hypothesis, or a list with the best last, as T5X writes them.
+
+    Metrics are those of the best.
+    """
     one, all_of_them = tmp_path / "one", tmp_path / "all"
     flags = ("--task=toy_text", "--num_beams=3", "--length_penalty=1")
     assert generate(*flags, f"--output_file={one}")[0] == 0
@@ -117,10 +118,8 @@ def test_a_beam_search_of_a_task(generate, toys, target, tmp_path):
     found = sd.generate(
         target, inputs, max_new_tokens=WIDTH, num_beams=3, length_penalty=1, num_return_sequences=3
     )
-    tokens, scores = (
-        found.tokens.reshape(-1, 3, WIDTH)[:, ::-1],
-        found.scores.reshape(-1, 3)[:, ::-1],
-    )
+    tokens = found.tokens.reshape(-1, 3, WIDTH)[:, ::-1]
+    scores = found.scores.reshape(-1, 3)[:, ::-1]
     lines = decoded(all_of_them.read_text())
     assert len(lines) == len(PAIRS)
     for best, line, ids, expected in zip(
@@ -140,14 +139,10 @@ def test_a_beam_search_of_a_task(generate, toys, target, tmp_path):
 
     infer = pytest.importorskip("t5x.infer", reason="t5x is not installed", exc_type=ImportError)
     vocabulary = seqio.get_mixture_or_task("toy_text").output_features["targets"].vocabulary
-    aux, path = (
-        {"scores": np.array([line["aux"]["scores"] for line in lines])},
-        str(tmp_path / "theirs"),
-    )
-    data, how = (
-        dataset("toy_text"),
-        dict(mode="predict_with_aux", vocabulary=vocabulary, output_ids=True),
-    )
+    aux = {"scores": np.array([line["aux"]["scores"] for line in lines])}
+    path = str(tmp_path / "theirs")
+    data = dataset("toy_text")
+    how = dict(mode="predict_with_aux", vocabulary=vocabulary, output_ids=True)
     infer.write_inferences_to_file(path, (tokens, aux), data, **how)
     for line in lines:
         del line["score"]  # which T5X writes in another mode
@@ -203,7 +198,7 @@ def test_metrics_are_what_seqios_evaluator_finds(name, generate, toys, tmp_path)
 
 @needs_seqio
 @pytest.mark.parametrize("how", [["--gamma=0"], ["--num_beams=3", "--num_return_sequences=2"]])
-def test_a_job_that_was_interrupted_goes_on(how, generate, toys, tmp_path, monkeypatch):
+def test_an_interrupted_job_resumes(how, generate, toys, tmp_path, monkeypatch):
     whole, path = tmp_path / "whole", tmp_path / "out"
     flags = ("--task=toy_both", *how)
     assert generate(*flags, f"--output_file={whole}")[0] == 0
@@ -249,7 +244,7 @@ def test_metrics_that_fail_leave_the_predictions(generate, toys, pair, tmp_path)
 
 @needs_seqio
 def test_metrics_of_other_kinds_are_named(toys, target):
-    """An object of one's own is called; what needs the network's inside is not computed, and said."""
+    """An object of one's own is called; a metric of the network's inside is skipped with a line."""
 
     class Inside(seqio.metrics.Metric):
         pass

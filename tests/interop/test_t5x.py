@@ -196,8 +196,8 @@ OPTIONS = {
 def test_options_of_one_call_are_t5xs(case, golden):
     """Where T5X's sampler leaves no choice, its tokens, shapes and scores."""
     folder, io, target = golden
-    said, prompted, everything = OPTIONS[case]
-    given = {"temperature": 0.0} | said
+    bound, prompted, everything = OPTIONS[case]
+    given = {"temperature": 0.0} | bound
     prompts = np.array(io["prompt_decoder_input_tokens"])
     prompts[0, 3:] = 0  # prompts of different lengths
     options = dict(
@@ -216,20 +216,20 @@ def test_options_of_one_call_are_t5xs(case, golden):
     tokens, aux = predict(ours, target.params, inputs, prompts, **options)
     np.testing.assert_array_equal(tokens, expected[0])
     np.testing.assert_allclose(aux["scores"], expected[1]["scores"], rtol=1e-5, atol=1e-4)
-    assert given.keys() == {"temperature", *said}  # T5X writes into it; we do not
+    assert given.keys() == {"temperature", *bound}  # T5X writes into it; we do not
 
 
 @pytest.mark.slow
-def test_a_decode_function_says_how_to_sample(golden):
+def test_a_decode_function_sets_the_sampling(golden):
     _, io, target = golden
     options = dict(temperature=0.7, topk=0, topp=0.9, decode_rng=jax.random.PRNGKey(3))
-    said = speculative(target, decode_fn=functools.partial(decoding.temperature_sample, **options))
+    bound = speculative(target, decode_fn=functools.partial(decoding.temperature_sample, **options))
     meant = speculative(target, sampling=sd.SamplingConfig(temperature=0.7, top_p=0.9))
     for keys in (dict(rng=jax.random.PRNGKey(4)), {}):
         other = keys or dict(rng=options["decode_rng"])
         (tokens, aux), (expected, scores) = (
             predict(model, target.params, io["encoder_input_tokens"], **key)
-            for model, key in ((said, keys), (meant, other))
+            for model, key in ((bound, keys), (meant, other))
         )
         np.testing.assert_array_equal(tokens, expected)
         np.testing.assert_allclose(aux["scores"], scores["scores"], rtol=1e-5)
@@ -286,10 +286,8 @@ def test_distribution_with_keys_of_every_kind(impl, drafts):
         sampling=SPREAD,
         drafter=sd.ModelDrafter(drafter) if drafts else None,
     )
-    inputs, prompts = (
-        np.tile(INPUTS, (ROWS, 1)).astype(np.int32),
-        np.zeros((ROWS, POSITIONS), np.int32),
-    )
+    inputs = np.tile(INPUTS, (ROWS, 1)).astype(np.int32)
+    prompts = np.zeros((ROWS, POSITIONS), np.int32)
     counts = np.zeros(V**POSITIONS)
     for seed in range(4):
         rng = jax.random.key_data(jax.random.key(seed, impl=impl))  # raw, as T5X makes them
@@ -342,7 +340,8 @@ def test_bad_configurations_are_rejected(golden, tmp_path):
         speculative(target, beam_width=4)
     with pytest.raises(
         ValueError,
-        match="drafter: got EarlyExitDrafter, expected a model's folder, or a drafter that needs nothing",
+        match="drafter: got EarlyExitDrafter, expected a model's folder, or a drafter that needs "
+        "nothing",
     ):
         speculative(target, drafter=sd.EarlyExitDrafter(target, 1))
     with pytest.raises(ValueError, match="gamma: got -1, expected"):
@@ -402,8 +401,10 @@ def test_benchmark_against_t5x(golden):
 
 
 def test_benchmark_of_beams_against_t5x(golden):
-    """T5X's own beam search of the same model: the same tokens and scores, and fillers that count
-    for nothing."""
+    """T5X's own beam search of the same model gives the same tokens and scores.
+
+    Rows that fill up a batch count for nothing.
+    """
     _, io, target = golden
     rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]][:3]
     options = benchmark_command.BenchmarkOptions(

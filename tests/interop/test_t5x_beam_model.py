@@ -1,5 +1,4 @@
-"""T5X's default decode function, `beam_search`: `SpeculativeEncoderDecoderModel` predicts and
-scores what T5X does."""
+"""Inside T5X with `beam_search`, our model predicts and scores what T5X's does."""
 
 import dataclasses
 import functools
@@ -103,16 +102,14 @@ def test_predictions_and_scores_are_t5xs(case, drafting, golden):
 
 
 def test_the_best_alone_and_defaults(golden):
-    """Settings of the model, of the function and of a call, as T5X ranks them; a key means nothing."""
+    """Settings of model, function and call rank as T5X ranks them; a key means nothing."""
     io, target, _ = golden
     function = functools.partial(
         decoding.beam_search, alpha=1.5, decode_rng=jax.random.PRNGKey(1), num_decodes=3
     )
     defaults = models.DecoderParams(num_decodes=2)
-    module, options = (
-        interop.transformer(target.config),
-        dict(decode_fn=function, default_decoder_params=defaults),
-    )
+    module = interop.transformer(target.config)
+    options = dict(decode_fn=function, default_decoder_params=defaults)
     theirs = models.EncoderDecoderModel(module, Ids, Ids, None, **options)
 
     def decode(model):

@@ -1,4 +1,4 @@
-"""T5X's own `beam_search`, run beside ours: tokens and scores of random toys; skipped without t5x."""
+"""T5X's own `beam_search` beside ours: tokens and scores of random toys."""
 
 import numpy as np
 import pytest

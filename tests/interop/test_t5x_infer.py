@@ -25,8 +25,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture
 def golden(tmp_path):
-    """Folder of T5X's own checkpoint, what T5X computed from it, and the model; the task and T5X's
-    settings lie beside."""
+    """Returns the folder of T5X's checkpoint, what T5X computed from it, and the model.
+
+    The task and T5X's settings lie beside.
+    """
     folder, io = unpack_t5x(tmp_path)
     rows = [[int(token) for token in row if token] for row in io["encoder_input_tokens"]]
     lines = [f"{' '.join(map(str, row))}\t5 1\n" for row in rows]
@@ -94,11 +96,13 @@ def config(folder: pathlib.Path, output: pathlib.Path, *argv) -> subprocess.Comp
     )
 
 
-def infer(folder: pathlib.Path, output: pathlib.Path, *argv, says: tuple[str, ...] = ()) -> list:
-    """What `python -m t5x.infer` writes, in the order of the inputs; `says` is on standard error."""
+def infer(
+    folder: pathlib.Path, output: pathlib.Path, *argv, stderr_parts: tuple[str, ...] = ()
+) -> list:
+    """`python -m t5x.infer` writes the inputs' order; `stderr_parts` are on standard error."""
     done = config(folder, output, *argv)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert all(part in done.stderr for part in says), done.stderr[-3000:]
+    assert all(part in done.stderr for part in stderr_parts), done.stderr[-3000:]
     (path,) = output.glob("*.jsonl-*-of-?????")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -116,8 +120,9 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
         checkpoint,
         "--gin_file=t5x/speculative.gin",
         f"--gin.DRAFTER='{tmp_path / 'drafter'}'",
-        says=(
-            f"specdec_jax: drafter {tmp_path / 'drafter'}, gamma 4; verifier block; decodes the argmax, where",
+        stderr_parts=(
+            f"specdec_jax: drafter {tmp_path / 'drafter'}, gamma 4; verifier block; decodes the "
+            "argmax, where",
             "of no effect here: models.EncoderDecoderModel.decode_fn",
             "specdec_jax: 2 batches",
             "(100.0% of them)",
@@ -126,8 +131,11 @@ def test_the_infer_command(golden, tmp_path, monkeypatch):
     assert [line["prediction"] for line in ours] == io["greedy_eos1"].tolist() and ours == plain
     for name in ("lookup", "exit:1", "self:int8"):
         drafting = "--gin_file=t5x/speculative.gin", f"--gin.DRAFTER='{name}'"
-        says = (", gamma 4; verifier block; decodes the argmax", "specdec_jax: 2 batches")
-        assert infer(tmp_path, tmp_path / name, checkpoint, *drafting, says=says) == plain
+        stderr_parts = (", gamma 4; verifier block; decodes the argmax", "specdec_jax: 2 batches")
+        assert (
+            infer(tmp_path, tmp_path / name, checkpoint, *drafting, stderr_parts=stderr_parts)
+            == plain
+        )
     monkeypatch.setenv("T5X_TASK_FILE", str(tmp_path / "task.tsv"))
     flags = [
         "--task=specdec_ids",
@@ -182,7 +190,7 @@ models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 4
 
 @pytest.mark.slow
 def test_the_infer_command_with_beams(golden, tmp_path):
-    """T5X's default decode function and its settings in gin: one more gin file, and the same lines."""
+    """T5X's default decode function needs one more gin file and writes the same lines."""
     folder, _, target = golden
     sd.save(target, tmp_path / "drafter")
     (tmp_path / "beams.gin").write_text(BEAMS)

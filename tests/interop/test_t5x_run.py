@@ -1,5 +1,7 @@
-"""What a run inside T5X says, and misplaced gin files, without T5X; `test_t5x_infer.py` runs T5X's
-program."""
+"""A run's lines inside T5X, and misplaced gin files, without T5X.
+
+`test_t5x_infer.py` runs T5X's program.
+"""
 
 import gin
 import numpy as np
@@ -31,8 +33,7 @@ def clean():
 
 
 def parse(folder, *texts):
-    """Reads gin files in this order, as T5X does with `--gin_file`, and a drafter from the command
-    line."""
+    """Reads gin files in this order, as T5X does, and a drafter from the command line."""
     paths = [folder / f"{number}.gin" for number in range(len(texts))]
     for path, text in zip(paths, texts):
         path.write_text(text)
@@ -100,6 +101,7 @@ def test_the_line_at_the_end(capsys, monkeypatch):
     run(counts), run(counts)
     totals.finish()
     assert capsys.readouterr().err == (
-        "specdec_jax: 2 batches, rows that fill them up included: 24 target calls, 2.25 tokens a call; 40 drafted "
+        "specdec_jax: 2 batches, rows that fill them up included: 24 target calls, 2.25 tokens a "
+        "call; 40 drafted "
         "tokens, 30 accepted (75.0% of them)\n"
     )

@@ -1,4 +1,4 @@
-"""The tasks of `specdec_jax.interop.tasks`, what is rejected of tasks, and vocabularies of seqio's."""
+"""Tests the tasks of `specdec_jax.interop.tasks`, rejected tasks, and seqio's vocabularies."""
 
 import dataclasses
 import importlib.util
@@ -76,8 +76,10 @@ def test_a_gin_file_for_tsv_files(generate, pair, tmp_path):
 @needs_seqio
 @pytest.mark.parametrize("name", ["wmt_t2t_ende", "cnn_dailymail"])
 def test_the_papers_tasks(name, pair):
-    """Registered on import; the data set, its version and its splits are known; texts become ids as
-    T5's do."""
+    """Tasks are registered on import; texts become ids as T5's do.
+
+    The data set, its version and its splits are known.
+    """
     import tensorflow_datasets as tfds
 
     names = {
@@ -118,10 +120,8 @@ def test_the_papers_tasks(name, pair):
 
 @needs_seqio
 def test_metrics_of_texts():
-    texts, others = (
-        ["the book was nice . Tom asked", "She left"],
-        ["the book was nice . Tom left", "She left"],
-    )
+    texts = ["the book was nice . Tom asked", "She left"]
+    others = ["the book was nice . Tom left", "She left"]
     assert (
         tasks.bleu(texts, texts) == {"bleu": pytest.approx(100)}
         and 0 < tasks.bleu(texts, others)["bleu"] < 100
@@ -337,7 +337,7 @@ def theirs(model: bytes, sentinels: int = 0):
     return types.SimpleNamespace(tokenizer=tokenizer, vocab_size=len(pieces))
 
 
-def test_vocabularies_are_compared_piece_by_piece():
+def test_vocabularies_are_compared_token_by_token():
     model = SentencePieceVocabulary.train(command_line.TEXT, 36).model
     other = SentencePieceVocabulary.train(
         command_line.TEXT[::-1] + ["eight eight eight eight"], 36
@@ -379,8 +379,7 @@ def test_split_and_module_do_not_decide_alone(pair):
 
 @needs_seqio
 def test_the_oldest_protobuf_that_tensorflow_takes_is_enough():
-    """seqio imports SentencePiece's generated code, which may reject a protobuf older than the
-    one that it was made with."""
+    """SentencePiece's generated code may reject a protobuf older than its compiler."""
     (bound,) = (
         line for line in importlib.metadata.requires("tensorflow") if line.startswith("protobuf")
     )

@@ -182,8 +182,7 @@ def test_tokens_do_not_depend_on_the_layout_of_caches(family, mode, rows):
 
 @pytest.mark.parametrize("platform", [pytest.param("gpu", marks=pytest.mark.slow), "tpu"])
 def test_a_token_of_nan_that_is_rejected_reaches_nothing(platform):
-    """The target reads every drafted token, and one of them has NaN for an embedding, keys and
-    values."""
+    """The target reads a drafted token with NaN for embedding, keys and values."""
     plain = sd.generate(t5(), INPUTS, max_new_tokens=12)
     never = next(
         token for token in range(2, V) if token not in plain.tokens and token not in INPUTS
@@ -250,8 +249,10 @@ def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(
 @pytest.mark.parametrize(("platform", "min_query_len"), [("gpu", 2), ("tpu", 8)])
 @pytest.mark.parametrize("family", [t5, wide, gpt])
 def test_few_positions_of_a_row_are_fed_as_more(family, platform, min_query_len):
-    """A GPU feeds two for one, a TPU eight for up to seven. What the others write is no part of the
-    sequence, in the last slots that were asked for neither."""
+    """A GPU feeds two positions for one, a TPU eight for up to seven.
+
+    The others write nothing into the sequence, in the last slots neither.
+    """
     inputs, tokens = INPUTS[:1, : 0 if family is gpt else 4], np.arange(16) % (V - 2) + 2
     widths, found = [], []
     for layout in ("cpu", platform):
@@ -377,11 +378,12 @@ def results(text: str, operation: str) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
 def test_what_a_tpu_does_not_waste(program, rows):
-    """It copies or clears no cache, of 144 slots for three pairs of heads, and has one layout of it
-    for calls over one, two and eight positions; it copies no kernel; and single rows too are
-    multiplied by its matrix unit, without sums in bfloat16. Kernels multiply the tokens of all rows
-    as one matrix. A draft step over two positions, and one that only catches up, is a single
-    kernel, beside the head."""
+    """A TPU copies no cache and no weight, and keeps one layout for calls of every width.
+
+    The cache has 144 slots for three pairs of heads. Its matrix unit multiplies single rows, too,
+    without sums in bfloat16. Kernels multiply the tokens of all rows as one matrix. A draft step
+    over two positions, and one that only catches up, is a single kernel, beside the head.
+    """
     shape = "[3,144,128]" if rows == 1 else "[8,3,144,128]"
     changed = results(program, "copy") | results(program, "select")
     assert changed and not [found for found in changed if shape in found]
@@ -404,8 +406,10 @@ def test_what_a_tpu_does_not_waste(program, rows):
 @pytest.mark.parametrize("int8", [True])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_tpu_reads_8_bits_and_writes_no_widened_kernel(program):
-    """The matrix unit multiplies bfloat16 by the integers, and adds up in float32: no instruction
-    gives a kernel of a decoder step in another dtype, and none of them is copied."""
+    """A TPU's matrix unit multiplies bfloat16 by int8 and adds up in float32.
+
+    No instruction widens or copies a weight of a decoder step.
+    """
     shapes = r"\[(?:512,(?:1152|2048|256)|1024,512)\]"
     assert len(set(re.findall(rf"s8{shapes}", program))) == 4
     assert not re.search(rf"(?:bf16|f32|s32|f16){shapes}", program)

@@ -1,5 +1,4 @@
-"""In bfloat16 a call over γ + 1 positions rounds differently from a call over one: what that may
-and may not change."""
+"""In bfloat16 a call over γ + 1 positions rounds differently from a call over one."""
 
 import numpy as np
 from toy_models import noisy_copy, tiny_t5
@@ -14,16 +13,14 @@ INPUTS = np.random.default_rng(0).integers(2, 128, (64, 6))
 
 
 def margins_of(target, tokens):
-    """Returns by how much the greatest logit exceeds the second greatest, before each of the
-    tokens."""
+    """Returns by how much the greatest logit exceeds the second, before each of the tokens."""
     fed = np.pad(tokens, ((0, 0), (1, 0)), constant_values=target.start_token)[:, :-1]
     logits = np.sort(np.asarray(target.logits(INPUTS, fed), np.float32), axis=-1)
     return logits[..., -1] - logits[..., -2]
 
 
 def test_only_near_ties_differ():
-    """A row's first divergence from plain decoding stands where the target's top-2 margin is below
-    the tolerance."""
+    """A row first diverges where the target's top-2 margin is below the tolerance."""
     target = tiny_t5(0, 128, emb_dim=64, head_dim=32, mlp_dim=64, dtype="bfloat16")
     drafter = ModelDrafter(noisy_copy(target, 0.3))
     options = dict(max_new_tokens=12, eos_ids=())

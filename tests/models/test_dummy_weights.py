@@ -1,5 +1,4 @@
-"""Parameters for timing: every one of the network's, spread as at the initialisation, and no
-program for each layer."""
+"""Dummy weights have every parameter's spread and need no program for each layer."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,4 @@
-"""Model families: declared in one table, never asked for by class elsewhere; one from outside
-decodes like the package's own."""
+"""Model families are declared in one table; one from outside decodes like our own."""
 
 import ast
 import dataclasses
@@ -279,8 +278,7 @@ def test_what_was_recorded_before_families_had_names():
 
 
 def test_no_file_asks_for_a_family_by_its_class():
-    """`isinstance`, `issubclass`, `type(…) is` and `match` on a family's classes outside its own
-    files."""
+    """Files of other families contain no `isinstance`, `issubclass` or `match` on its classes."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()

@@ -1,5 +1,4 @@
-"""What tells models, drafters and vocabularies apart, and that a job which resumes rejects
-others than it began with."""
+"""Fingerprints tell models, drafters and vocabularies apart; a resumed job rejects others."""
 
 import dataclasses
 import json
@@ -28,7 +27,7 @@ from specdec_jax.tokenizers.vocabularies import (
 
 cache = command_line.cache
 pytestmark = pytest.mark.usefixtures("quick")
-# What the bundled drafter's folder said of its target when only corners counted.
+# What the bundled drafter's folder stored of its target when only corners counted.
 OF_CORNERS = "40f9e0e74796a2e96846b661c1c5c51d4e5b16137fb16746914415cb8bcd54a1"
 SHAPES = {
     "t5": tiny_t5(1).config,
@@ -88,7 +87,7 @@ def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout
         assert other.quantized == (dtype == "int8" and usable)
 
 
-def test_the_bundled_pair_and_folders_that_say_the_older_fingerprint(tmp_path):
+def test_the_bundled_pair_and_folders_with_the_older_fingerprint(tmp_path):
     drafter = sd.load("ende/drafter", "float32")
     for dtype in ("float32", "bfloat16"):
         target = sd.load("ende/target", dtype)
@@ -164,7 +163,7 @@ def drafters() -> list:
     ]
 
 
-def test_drafters_are_told_apart_by_what_they_are_made_of(monkeypatch):
+def test_fingerprints_of_drafters_differ_by_their_contents(monkeypatch):
     found = [drafter.contents for drafter in drafters()]
     assert len(set(found)) == len(found)
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
@@ -187,7 +186,7 @@ def merging(*merges) -> TokenizerJsonVocabulary:
     return TokenizerJsonVocabulary(tokenizers.Tokenizer(model).to_str())
 
 
-def test_vocabularies_of_the_same_pieces_that_make_other_ids_are_told_apart():
+def test_fingerprints_differ_where_the_same_tokens_get_other_ids():
     folded = sentencepiece(normalization_rule_name="nmt_nfkc_cf")
     pairs = [
         (sentencepiece(), folded, "The Book"),
@@ -207,11 +206,13 @@ def test_vocabularies_of_the_same_pieces_that_make_other_ids_are_told_apart():
 # Jobs that resume.
 
 
-def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_rejected(
+def test_a_job_that_resumes_with_other_files_under_the_same_paths_is_rejected(
     capsys, tmp_path, monkeypatch
 ):
-    """One line for each: a weight of the target's encoder, of the drafter, a table, the vocabulary,
-    the package."""
+    """The target's encoder, the drafter, a table, the vocabulary and the package count.
+
+    One line names what differs.
+    """
     monkeypatch.setattr(generate, "decode_stream", lambda *_, **__: iter(()))
 
     def kill(journal):
@@ -258,14 +259,14 @@ def test_a_job_that_goes_on_with_other_files_under_the_same_paths_is_rejected(
             lambda: monkeypatch.setattr(generate.importlib.metadata, "version", lambda _: "0.0"),
         ),
     ]
-    for drafting, said, change in cases:
+    for drafting, difference, change in cases:
         (tmp_path / "out.partial").unlink(missing_ok=True)
         assert run(drafting)[0] == 130 == run(drafting)[0], "the same job resumes"
         change()
         code, out, err = run(drafting)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert (
-            f"out.partial: got results with {said} " in err
+            f"out.partial: got results with {difference} " in err
             and "remove the file to begin anew" in err
         )
         save()

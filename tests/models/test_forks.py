@@ -1,5 +1,4 @@
-"""A process that forks after a call: the child is told at once what it cannot do, and the parent
-goes on."""
+"""A forked child gets an error at once, and its parent continues."""
 
 import os
 import warnings
@@ -14,8 +13,10 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does
 
 
 def in_child(function) -> str:
-    """Returns what `function` raises in a forked child, or "nothing"; the child ends after a while
-    whatever it does."""
+    """Returns what `function` raises in a forked child, or "nothing".
+
+    The child ends after a while whatever it does.
+    """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX warns of every fork
@@ -26,16 +27,16 @@ def in_child(function) -> str:
         signal.alarm(20)  # a call that hangs
         try:
             function()
-            said = "nothing"
+            message = "nothing"
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writing, said.encode())
+            message = f"{type(error).__name__}: {error}"
+        os.write(writing, message.encode())
         os._exit(0)
     os.close(writing)
     with open(reading, encoding="utf-8") as file:
-        said = file.read()
+        message = file.read()
     os.waitpid(child, 0)
-    return said
+    return message
 
 
 CALLS = {
@@ -49,13 +50,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_forked_child_is_told(name):
+def test_a_forked_child_gets_an_error(name):
     model = tiny_t5(0)
-    said = in_child(lambda: CALLS[name](model))
+    message = in_child(lambda: CALLS[name](model))
     assert (
-        said.startswith("RuntimeError: process ") and 'multiprocessing.get_context("spawn")' in said
+        message.startswith("RuntimeError: process ")
+        and 'multiprocessing.get_context("spawn")' in message
     )
-    assert f"a fork of process {os.getpid()}" in said
+    assert f"a fork of process {os.getpid()}" in message
     forks.check_process()  # the parent is as it was
 
 

@@ -1,5 +1,4 @@
-"""Beam search of models saved by transformers, and by T5X, is theirs to the token and score,
-drafted for or not."""
+"""Beam search of models saved by transformers and T5X has their tokens and scores."""
 
 import json
 
@@ -59,8 +58,8 @@ def test_search_is_that_of_transformers(golden, search, drafting):
         **given,
         **drafting,
     )
-    live = np.arange(tokens.shape[2]) < found.lengths[:, None]
-    ours = np.where(live, found.tokens, -1).reshape(tokens.shape)
+    valid = np.arange(tokens.shape[2]) < found.lengths[:, None]
+    ours = np.where(valid, found.tokens, -1).reshape(tokens.shape)
     assert sound.sum() >= len(sound) - 1
     np.testing.assert_array_equal(ours[sound], tokens[sound])
     np.testing.assert_allclose(

@@ -1,5 +1,4 @@
-"""Models saved by Hugging Face transformers give its logits and its greedy tokens, by the decode
-loop too."""
+"""Models saved by transformers give its logits and its greedy tokens."""
 
 import numpy as np
 import pytest

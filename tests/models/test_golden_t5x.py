@@ -1,5 +1,4 @@
-"""T5X's own checkpoint, loaded without T5X, gives T5X's logits and greedy tokens, by the decode
-loop too."""
+"""T5X's own checkpoint, loaded without T5X, gives T5X's logits and greedy tokens."""
 
 import numpy as np
 import pytest

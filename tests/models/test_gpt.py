@@ -1,5 +1,4 @@
-"""Decoder-only models: against Hugging Face's GPT-2, prompts through the decode loop, files, what
-is rejected."""
+"""Decoder-only models beside transformers' GPT-2: logits, prompts, files and errors."""
 
 import functools
 import json
@@ -56,7 +55,7 @@ def test_logits_of_whole_sequences_and_of_their_ends():
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_tokens_of_prompts_of_different_lengths(name):
-    """In one batch, padded on the right; Hugging Face padded on the left, and decoded each alone."""
+    """One batch is padded on the right; Hugging Face decoded each alone, padded on the left."""
     assert IO["greedy_margin"] > 0.01 and len(set(IO["input_lengths"].tolist())) == 4
     np.testing.assert_array_equal(IO["greedy"], IO["greedy_alone"])
     run = functools.partial(
@@ -243,7 +242,7 @@ def test_after_warm_up_nothing_compiles():
 
 @pytest.mark.parametrize("refill", [True, False])
 def test_prompts_of_long_jobs_are_padded_to_their_own_length(monkeypatch, refill):
-    """Every prompt gives what it gives in one batch of all; states of short ones have fewer slots."""
+    """Every prompt gives what it gives in one batch; states of short ones have fewer slots."""
     rng, widths = np.random.default_rng(2), []
     prompts = [
         rng.integers(0, 24, length).tolist()

@@ -42,7 +42,10 @@ def rejected(function, message, kind=ValueError):
 
 def test_more_tokens_than_positions():
     model = tiny()
-    expected = "inputs: got sequences of up to 41 tokens, new ones included, expected at most num_positions = 40"
+    expected = (
+        "inputs: got sequences of up to 41 tokens, new ones included, expected at most "
+        "num_positions = 40"
+    )
     rejected(lambda: decode(model, [[3] * 4, [3] * 29]), expected)
     assert prepare(model, [[3] * 28], max_new_tokens=12)[1].limits == [12]
     short = sd.ModelDrafter(tiny(1, num_positions=20))
@@ -233,8 +236,7 @@ def test_sizes_of_the_presets():
 
 
 def test_specdec_generate(capsys):
-    """A folder of Hugging Face's, prompts of different lengths, one of them empty, in a batch that
-    is filled up."""
+    """Prompts of a Hugging Face folder, one of them empty, in a batch that is filled up."""
     texts = ["The ferry froze", "", " stop"]
     ids = [golden().vocabulary.encode(text) for text in texts]
     assert 8 < max(map(len, ids)) <= 12, "the shapes of the golden batch"
@@ -274,8 +276,7 @@ def test_benchmark():
 
 
 def test_what_is_measured_of_a_prompt():
-    """The cache after a prompt, how near a tie its next id is, and how far two models agree on what
-    follows it."""
+    """Measures the cache after a prompt, the margin of its next id, and the models' agreement."""
     target, draft = tiny(), noisy_copy(tiny(), 0.3)
     plain = decode(target, PAIR_PROMPTS)
     prefix = [*PAIR_PROMPTS[0], *plain.tokens[0, :3]]

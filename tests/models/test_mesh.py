@@ -1,5 +1,4 @@
-"""Models on a mesh of devices: the same tokens, parameters and caches in parts, restored so; two
-processes; what is rejected."""
+"""Models on a mesh of devices have the same tokens, and are restored in parts."""
 
 import json
 import os
@@ -67,8 +66,10 @@ def runs(folder):
 
 
 def test_tokens_are_those_of_one_device(runs):
-    """Rows of argmax and drawn ones; the argmax ones are those of programs that build no
-    distribution, with a drafter and without."""
+    """Rows of argmax and drawn ones, with a drafter and without.
+
+    The argmax ones are those of programs that build no distribution.
+    """
     alone = runs["none"]
     assert runs["2x2"] == alone
     assert 0 < alone["accepted"] < alone["drafted"], "some drafts must be accepted, and some not"
@@ -79,8 +80,7 @@ def test_tokens_are_those_of_one_device(runs):
 
 @pytest.mark.slow
 def test_the_rest_of_the_table(folder):
-    """Drawn rows on every mesh, plain decoding, refilled rows, a decoder-only model, the command
-    line with the bundled pair."""
+    """Drawn rows on every mesh, autoregressive decoding, refilled rows, GPT, the command line."""
     found = result(start(folder, "more"))
     for mesh in ("1x1", "1x4"):
         assert found[mesh] == found["none"]
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_rejected(runs):
 
 
 def test_two_processes(folder, runs):
-    """A model whose two parts are in two processes; each reads its part, and both have the outputs."""
+    """Two processes read one part each, and both have the outputs."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -181,20 +181,20 @@ def rules(parts: int, replicate: bool = False) -> ShardingRules:
 
 
 def test_parameters_follow_the_rules_of_their_logical_axes():
-    def of(name, *shape):
+    def get_spec(name, *shape):
         return tuple(rules(4).of_parameter(name, shape).spec)
 
-    assert of("decoder/layers_0/self_attention/query/kernel", 16, 16) == (None, "model")
-    assert of("decoder/layers_0/self_attention/out/kernel", 16, 16) == ("model", None)
-    assert of("decoder/layers_0/causal_attention/qkv/kernel", 16, 48) == ("model", None), (
+    assert get_spec("decoder/layers_0/self_attention/query/kernel", 16, 16) == (None, "model")
+    assert get_spec("decoder/layers_0/self_attention/out/kernel", 16, 16) == ("model", None)
+    assert get_spec("decoder/layers_0/causal_attention/qkv/kernel", 16, 48) == ("model", None), (
         "by inputs: it is a joint one"
     )
     assert (
-        of("decoder/layers_0/mlp/wi/bias", 32) == ("model",)
-        and of("decoder/layers_0/mlp/wo/bias", 16) == ()
+        get_spec("decoder/layers_0/mlp/wi/bias", 32) == ("model",)
+        and get_spec("decoder/layers_0/mlp/wo/bias", 16) == ()
     )
-    assert of("token_embedder/embedding", 64, 16) == ("model", None)
-    assert of("token_embedder/embedding", 50257, 16) == (None, None), (
+    assert get_spec("token_embedder/embedding", 64, 16) == ("model", None)
+    assert get_spec("token_embedder/embedding", 50257, 16) == (None, None), (
         "whole where it is no whole number of parts"
     )
     assert set(rules(4, replicate=True).of_parameter("mlp/wo/kernel", (32, 16)).spec) == {None}

@@ -1,5 +1,4 @@
-"""float32 means float32 on accelerators too: what every matrix product of every program asks of a
-TPU's compiler."""
+"""Every matrix product in float32 asks a TPU's compiler for the highest precision."""
 
 import functools
 import re
@@ -100,8 +99,7 @@ CASES = [(name, "float32") for name in (*DECODING, *OTHERS)] + [
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_every_product_asks_for_the_precision_of_its_dtype(name, dtype):
-    """Lowered for a TPU, for which none is needed: the highest for float32, none in particular for
-    bfloat16."""
+    """Lowered for a TPU: the highest precision for float32, none for bfloat16."""
     if name in DECODING:
         function, arguments = loop(name, dtype)
     else:
@@ -114,8 +112,7 @@ def test_every_product_asks_for_the_precision_of_its_dtype(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_for_a_tpu(dtype, optimised, monkeypatch):
-    """The compiler's own text, ahead of time: so does every product that is left to the matrix
-    unit."""
+    """Compiled ahead of time, every product left to the matrix unit has the precision, too."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: the extra tpu-aot")
     from jax.experimental import topologies
 

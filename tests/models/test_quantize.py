@@ -1,5 +1,4 @@
-"""Models with weights in int8: used as they are stored, rounded while they are read, saved,
-rejected."""
+"""Models with weights in int8: used as stored, rounded while read, saved, rejected."""
 
 import dataclasses
 import functools
@@ -93,8 +92,10 @@ def write_stored(folder, arrays):
 
 
 def test_a_folder_with_other_scales_is_widened_unless_it_is_to_be_rounded(tmp_path):
-    """A scale for each row of a kernel, or some kernels in floating point: not what this package
-    writes, but readable."""
+    """A scale per row of a weight, or some weights in floating point, can be read.
+
+    This package writes neither.
+    """
     params = make.random_params(TINY)
     make.write_own(tmp_path / "written")
     wo = "decoder/layers_0/mlp/wo/kernel"
@@ -267,8 +268,10 @@ def test_inputs_in_8_bits_give_another_distribution_for_the_same_weights(tmp_pat
 
 
 def test_the_bundled_pair_with_inputs_in_8_bits_decodes_alike_with_and_without_drafts():
-    """Bit for bit, although a call over several positions has blocks of other shapes; both models'
-    inputs are rounded."""
+    """With inputs in int8, too, speculative decoding gives the same bits.
+
+    A call over several positions has blocks of other shapes; both models' inputs are rounded.
+    """
     model, drafter = (
         bundled("w8a8"),
         sd.ModelDrafter(sd.load("ende/drafter", "float32", quantize="w8a8")),

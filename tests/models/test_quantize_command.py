@@ -89,7 +89,9 @@ folder, small, quantize = sys.argv[1:]
 load = lambda path: checkpoints.load(path, "float32", quantize=quantize or None)
 load(small)  # nor is what XLA compiles
 getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
-status = lambda name: int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+def status(name):
+    kilobytes = re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]
+    return int(kilobytes) * 1024
 open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
 before = status("VmRSS")
 model = load(folder)
@@ -132,22 +134,23 @@ def test_peak_memory_is_near_the_size_of_8_bits(quantize, tmp_path):
 # The command line.
 
 
-def test_what_was_chosen_is_said(tmp_path):
-    folder, said = save_tiny(tmp_path / "model"), []
+def test_the_choice_is_printed(tmp_path):
+    folder, printed = save_tiny(tmp_path / "model"), []
     for quantize in (None, "none"):
-        sd.load(folder, quantize=quantize, say=said.append)
+        sd.load(folder, quantize=quantize, say=printed.append)
     sd.save(tiny_t5(1), tmp_path / "float32")
-    sd.load(tmp_path / "float32", quantize="int8", say=said.append)
-    sd.load(folder, quantize="w8a8", say=said.append)
+    sd.load(tmp_path / "float32", quantize="int8", say=printed.append)
+    sd.load(folder, quantize="w8a8", say=printed.append)
     default, end = (
         "in float32, the default on a CPU",
         " (dtype=, or --dtype on the command line, chooses another)",
     )
-    assert said == [
+    assert printed == [
         f"loading {folder} {default}, with the 8-bit weights it is stored with{end}",
         f"loading {folder} {default}{end}",
         f"loading {tmp_path / 'float32'} {default}, with weights rounded to 8 bits{end}",
-        f"loading {folder} {default}, with the 8-bit weights it is stored with, inputs of products in int8 too{end}",
+        f"loading {folder} {default}, with the 8-bit weights it is stored with, inputs of "
+        f"products in int8 too{end}",
     ]
 
 
@@ -171,7 +174,7 @@ def test_generate_decodes_with_the_rounded_model(quantize, more, specdec, pair):
     assert f"with weights rounded to 8 bits{more}" in err
 
 
-def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch):
+def test_a_job_does_not_resume_with_other_weights(specdec, tmp_path, monkeypatch):
     (tmp_path / "in.txt").write_text("\n".join(command_line.SENTENCES))
     place = f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out.txt'}"
     with monkeypatch.context() as patch:
@@ -185,7 +188,7 @@ def test_a_job_does_not_go_on_with_other_weights(specdec, tmp_path, monkeypatch)
     assert code == 2 and "got results with target in int8 False, expected True" in err
 
 
-def test_a_job_does_not_go_on_with_inputs_of_other_bits(specdec, tmp_path, monkeypatch):
+def test_a_job_does_not_resume_with_inputs_of_other_bits(specdec, tmp_path, monkeypatch):
     (tmp_path / "in.txt").write_text("\n".join(command_line.SENTENCES))
     place = f"--input_file={tmp_path / 'in.txt'}", f"--output_file={tmp_path / 'out.txt'}"
     how = "generate", "--target=TARGET", "--max_new_tokens=3", *place
@@ -220,7 +223,7 @@ def test_a_preset_in_8_bits(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, printed",
     [
         (dict(quantize="int4"), "quantize: got 'int4', expected one of int8, w8a8, none"),
         (dict(quantize="int8", mesh="1x1"), "quantize: got 'int8' with mesh='1x1'"),
@@ -229,7 +232,7 @@ def test_a_preset_in_8_bits(monkeypatch):
         (dict(quantize="w8a8", dtype="bfloat16"), "quantize: got 'w8a8' with dtype='bfloat16'"),
     ],
 )
-def test_options_are_rejected_before_a_model_is_loaded(given, said):
+def test_options_are_rejected_before_a_model_is_loaded(given, printed):
     for options in (dict(target="absent"), dict(preset="t5_1_1/small")):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=printed):
             benchmark_command.BenchmarkOptions(**options, **given).check()

@@ -1,5 +1,4 @@
-"""A relative position table for every layer: T5X's `scalable_t5` and umT5, through every format,
-drafter and dtype of weights."""
+"""Position tables per layer (T5X's `scalable_t5`, umT5) in every format and drafter."""
 
 import dataclasses
 import json
@@ -27,8 +26,10 @@ NAMES_OF_TABLES = [f"{stack}/{stack}/relpos_bias/rel_embedding" for stack in ("e
 
 
 def read_golden() -> tuple[sd.T5Config, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The shape, T5X's parameters by its names, and what it computed;
-    scripts/write_golden_scalable_t5.py says what that is."""
+    """Returns the shape, T5X's parameters by its names, and what it computed.
+
+    `scripts/write_golden_scalable_t5.py` describes them.
+    """
     arrays = dict(np.load(GOLDEN / "t5x_scalable_t5.npz"))
     shape = json.loads(str(arrays.pop("config")))
     params = {name: arrays.pop(name) for name in list(arrays) if "/" in name}
@@ -39,8 +40,7 @@ SHAPE, PARAMS, IO = read_golden()
 
 
 def unrolled() -> dict[str, np.ndarray]:
-    """T5X's parameters as they are with `scan_layers = False`: each layer by itself, heads and
-    features apart."""
+    """Returns T5X's parameters as with `scan_layers = False`, heads and features apart."""
     found = {}
     for name, x in PARAMS.items():
         stack, *path = name.split("/")
@@ -155,8 +155,7 @@ def test_t5x_itself_computes_the_same(scanned, tmp_path):
 @pytest.mark.parametrize("queries", [1, 2, 8, 9])
 @pytest.mark.parametrize("rows", [2, 40])
 def test_slices_of_shifted_rows_are_the_bias_of_every_query(slots, queries, rows):
-    """Up to the last query position, in calls over more positions than there are shifts, and for
-    more rows than are sliced one by one."""
+    """Up to the last query position, over more positions and rows than are shifted one by one."""
     table = RelativePositionBias(3, 6, 20, bidirectional=False)
     params = table.init(jax.random.key(0), 1, 1)
     whole = np.asarray(table.apply(params, slots, slots))
@@ -222,7 +221,7 @@ def test_umt5s_tensors(model, tmp_path):
     assert sd.load(tmp_path / "t5x", "float32").fingerprint == there.fingerprint
     sd.convert(tmp_path / "t5x", tmp_path / "back", "huggingface")
     assert sd.load(tmp_path / "back", "float32").fingerprint == there.fingerprint
-    said = [
+    configs = [
         json.loads((place / "config.json").read_text())
         for place in (GOLDEN / "hf_umt5", tmp_path / "back")
     ]
@@ -233,7 +232,7 @@ def test_umt5s_tensors(model, tmp_path):
         "num_decoder_layers",
         "feed_forward_proj",
     )
-    assert [said[0][name] for name in kept] == [said[1][name] for name in kept]
+    assert [configs[0][name] for name in kept] == [configs[1][name] for name in kept]
 
 
 @pytest.mark.parametrize(

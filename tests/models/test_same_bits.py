@@ -1,5 +1,7 @@
-"""Plain and speculative decoding see the same numbers with the CPU's own kernels: log-probabilities
-are compared bit for bit, and with heads of twin columns every token hangs on a last bit.
+"""Autoregressive and speculative decoding see the same bits with the CPU's own kernels.
+
+Log-probabilities are compared bit for bit; with heads of twin columns every token hangs on a last
+bit.
 
 XLA adds up rows in one order in calls of less than 4,096 numbers and in another in larger ones, so
 models are wide. The programs are compiled as users' are.
@@ -73,8 +75,7 @@ def equal(got, expected) -> bool:
 
 
 def check_calls(network, widths, rows):
-    """Numbers of calls over several positions, and over several rows, against those of a row fed
-    token by token."""
+    """Compares calls over several positions and rows with a row fed token by token."""
     expected, cache = [], cache_of(network, 1)
     for place in range(max(widths)):
         found, cache = call(
@@ -110,8 +111,10 @@ def test_calls_of_every_width(family, width, quantize):
 
 @pytest.mark.parametrize("rows, length", [(2, 8), (5, 3)])
 def test_encoders(rows, length):
-    """An input's states do not depend on its padding nor on other inputs, in calls on both sides of
-    4,096 numbers."""
+    """An input's states depend neither on its padding nor on other inputs.
+
+    Calls lie on both sides of 4,096 numbers.
+    """
     network = model("t5", 512).network
     encode = jax.jit(lambda network, inputs, lengths: network.encode(inputs, lengths))
     alone = encode(network, jnp.asarray(TOKENS[:1, :3]), np.full(1, 3))
@@ -219,7 +222,7 @@ def test_drafters_that_read_states(family, options):
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_distributions_of_calls(name):
-    """Sums over the vocabulary in a call over many positions, against those of each position alone."""
+    """Sums over the vocabulary in a call over many positions equal those of each alone."""
     sampling, logits = SAMPLING[name], 3 * RNG.standard_normal((1, 24, V), dtype=np.float32)
     mode, rows = sampling.mode.of(native=True), sampling.rows(1, V)
     tokens, starts, eos_ids = (
@@ -251,8 +254,7 @@ def test_distributions_of_calls(name):
     ],
 )
 def test_distributions(dist, shape):
-    """Log-probabilities after processors, temperature and filters too; with Gumbel coupling tokens
-    are plain ones."""
+    """Log-probabilities after processors and filters, too; Gumbel coupling gives equal tokens."""
     check_decoding("t5", 512, None, dist=dist, drafter=drafter("t5", 512), **shape)
 
 

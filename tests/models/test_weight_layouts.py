@@ -91,8 +91,7 @@ def test_other_dtypes_and_backends_keep_their_kernels(dtype, backend, monkeypatc
 
 @pytest.mark.parametrize("make", MODELS)
 def test_output_does_not_depend_on_the_layout(make, monkeypatch):
-    """Speculative and plain decoding, one row and several; the difference of the layouts' logits is
-    rounding."""
+    """One row and several, with and without a drafter; layouts differ by rounding."""
     target, other = make(), without_kernels(make, monkeypatch)
     assert target.network.module.native and not other.network.module.native
     for inputs in (INPUTS, INPUTS[:1]):

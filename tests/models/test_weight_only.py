@@ -1,5 +1,4 @@
-"""Weights in int8 as an accelerator multiplies them, tried on a CPU: numbers, tokens, files, and
-what is rejected."""
+"""Weights in int8 as an accelerator multiplies them, tried on a CPU."""
 
 import weakref
 
@@ -45,8 +44,10 @@ def as_on_an_accelerator(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [(1,), (2,), (8,), (1, 1), (3, 2)])
 def test_a_product_is_exact_but_for_the_sums_in_float32(dtype, rows):
-    """Neither the inputs nor the integers are rounded: the error is that of 300 additions and of
-    one product with the scale."""
+    """The error is that of 300 additions and one product with the scale.
+
+    Neither the inputs nor the integers are rounded.
+    """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((*rows, 300)), dtype)
     kernel = Int8Kernel.quantize(jnp.asarray(rng.standard_normal((300, 40)), jnp.float32), None)
@@ -136,7 +137,7 @@ def test_the_bundled_pair_decodes_what_it_does_widened(dtype, optimised):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stored_8_bits_are_used_as_they_are_only_if_asked_for(dtype, tmp_path):
-    folder, said = save_tiny(tmp_path / "model"), []
+    folder, printed = save_tiny(tmp_path / "model"), []
     asked, default = (sd.load(folder, dtype, quantize=how) for how in ("int8", None))
     assert asked.quantized and not default.quantized
     leaves = native_format.open_folder(folder).parameters
@@ -151,8 +152,8 @@ def test_stored_8_bits_are_used_as_they_are_only_if_asked_for(dtype, tmp_path):
         if name.endswith("/kernel"):
             values, scales = leaves[name].parts
             assert_kernel(found, values.load(np.int8), scales.load(np.float32)[0])
-    sd.load(folder, quantize="int8", say=said.append)
-    assert "with the 8-bit weights it is stored with (dtype" in said[0]
+    sd.load(folder, quantize="int8", say=printed.append)
+    assert "with the 8-bit weights it is stored with (dtype" in printed[0]
 
 
 @pytest.mark.parametrize("form", TIED)

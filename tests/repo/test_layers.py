@@ -1,5 +1,4 @@
-"""The shape of the repository: imports run downward, heavy packages stay inside functions, nothing
-else at the top."""
+"""Imports run downward, heavy packages stay inside functions, nothing else is at the top."""
 
 import ast
 import pathlib
@@ -25,7 +24,8 @@ LAYERS = [
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 
 
-FACADE = ""  # specdec_jax itself: public names, for others; in the package only the command line asks its version
+# specdec_jax itself has the public names; in the package only the command line reads its version.
+FACADE = ""
 HEAVY = {"torch", "transformers", "seqio", "tensorflow", "matplotlib", "t5x"}
 MAY_IMPORT = {  # a subclass has to, and what works on TensorFlow's data
     "interop.t5x": {"t5x", "gin"},  # gin says what T5X's functions are called with
@@ -68,7 +68,7 @@ def package_of(module: str) -> str:
     return module.split(".")[0]
 
 
-def test_every_module_is_in_a_room():
+def test_every_module_is_in_a_package():
     assert {package_of(module) for module in MODULES} - {FACADE, "__main__"} == set(LAYER_OF)
     assert {module for module in MODULES if "." not in module} - set(LAYER_OF) == {
         FACADE,
@@ -77,7 +77,7 @@ def test_every_module_is_in_a_room():
 
 
 @pytest.mark.parametrize("package", sorted(LAYER_OF))
-def test_every_room_has_a_door_sign(package):
+def test_every_package_has_a_short_docstring(package):
     """One or two lines that say what is inside."""
     sign = ast.get_docstring(MODULES[package])
     assert sign and len(sign) < 200
@@ -107,12 +107,9 @@ def test_no_function_is_long(module):
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
 )
 def test_what_is_declared_is_not_asked_for_by_name(path):
-    """Which drafter or verifier it is, only its own file and its table know; others read what it
-    declares."""
-    text, package = (
-        path.read_text(encoding="utf-8"),
-        package_of(str(path.relative_to(PACKAGE)).replace("/", ".")),
-    )
+    """Only the table of drafters or verifiers knows their classes; others read capabilities."""
+    text = path.read_text(encoding="utf-8")
+    package = package_of(str(path.relative_to(PACKAGE)).replace("/", "."))
     if package != "drafters":
         assert not re.findall(r"isinstance\([^()]*\w(?:Drafter|Cascade)\b", text)
     if path.name != "verifiers.py":
@@ -193,9 +190,8 @@ def test_no_test_imports_a_test(path):
     assert not {part for part in parts if part.startswith("test_")}
 
 
-def test_tests_mirror_the_rooms():
-    """A folder for each package; beside them `exactness`, of all packages together, and `repo`, of
-    the repository."""
+def test_tests_mirror_the_packages():
+    """Each package has a folder; `exactness` is of all packages, and `repo` of the repository."""
     folders = {
         path.name
         for path in (ROOT / "tests").iterdir()

@@ -1,5 +1,4 @@
-"""The pages of documentation: their Python runs as it stands, their links and names lead
-somewhere, their tables are whole."""
+"""The pages' Python runs as it stands, their links lead somewhere, their tables are complete."""
 
 import re
 
@@ -119,9 +118,8 @@ def test_every_command_is_shown():
 
 
 @pytest.mark.parametrize("package", pages.packages(), ids=lambda package: package.name)
-def test_every_file_of_a_room_is_listed(package):
-    """With its path inside the package; a folder with nothing but its `__init__.py` by its own
-    name."""
+def test_every_file_of_a_package_is_listed(package):
+    """A file is listed with its path; a folder with an `__init__.py` alone by its own name."""
     page = package / "README.md"
     assert page.is_file(), f"{package.name} has no page"
     there = {

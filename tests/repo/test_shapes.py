@@ -1,5 +1,4 @@
-"""Shapes and dtypes: what functions are annotated with is checked while tests run, and not for
-users."""
+"""Shapes and dtypes are checked against annotations in tests, and not for users."""
 
 import subprocess
 import sys
@@ -26,7 +25,7 @@ WRONG = {
         "positions",
         lambda: cache.append(update, update, jnp.zeros(B + 1, jnp.int32)),
     ),
-    "a live mark for each row": (
+    "a valid mark for each row": (
         "valid",
         lambda: apply_kernel(logits, logits[0].T, jnp.float32, ids[:, 0] > 0),
     ),
@@ -50,19 +49,19 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name, call", WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_is_told(name, call):
+def test_wrong_arguments_raise(name, call):
     with pytest.raises(jaxtyping.TypeCheckError, match=f"parameter '{name}'"):
         call()
 
 
-def test_fields_that_do_not_fit_each_other_are_told():
+def test_fields_of_different_shapes_raise():
     with pytest.raises(
         jaxtyping.AnnotationError, match=r"Categorical.log_normalizer: got float32\(2, 3, 5\)"
     ):
         distributions.Categorical(logits, logits).entropy()
 
 
-def test_a_result_that_does_not_fit_is_told(monkeypatch):
+def test_a_wrong_result_raises(monkeypatch):
     monkeypatch.setattr(
         randomness, "random_bits", lambda *arguments: jnp.zeros((B, G + 1, 2), jnp.uint32)
     )

@@ -1,5 +1,4 @@
-"""γ by itself: the policy against a slow version, by enumeration, in simulations and through the
-engine; what it never costs."""
+"""Adaptive γ against a slow version, by enumeration, in simulations and in the engine."""
 
 import functools
 
@@ -86,8 +85,7 @@ class Slow:
 
 
 def test_policy_equals_slow_version():
-    """300 iterations of rows that accept much, little and nothing, and now and then find nothing to
-    propose."""
+    """300 iterations of rows that accept much, little and nothing, with some empty drafts."""
     rows, rng, alphas = 6, np.random.default_rng(0), np.array([0.95, 0.6, 0.2, 0.0, 0.8, 0.0])
     numbers = dict(
         acceptance=[0.7, 0.6, 0.7, 0.7, 0.3, 0.05],
@@ -179,16 +177,16 @@ def test_distribution_through_the_engine(costs):
 
 
 def adapted(costs, order=range(B), **options):
-    def at(values):
+    def reorder(values):
         return [values[row] for row in order]
 
     options = (
         OPTIONS
-        | dict(max_new_tokens=at(LIMITS), decoder_prefix=at(OPTIONS["decoder_prefix"]))
+        | dict(max_new_tokens=reorder(LIMITS), decoder_prefix=reorder(OPTIONS["decoder_prefix"]))
         | options
     )
     return sd.generate(
-        TARGET, at(INPUTS), drafter=sd.ModelDrafter(DRAFT), gamma=Auto(costs=costs), **options
+        TARGET, reorder(INPUTS), drafter=sd.ModelDrafter(DRAFT), gamma=Auto(costs=costs), **options
     )
 
 
@@ -206,8 +204,7 @@ def test_greedy_output_is_that_of_plain_decoding(costs):
 
 
 def test_a_row_does_not_depend_on_its_mates():
-    """Above temperature 0 a draw depends on where drafts begin: a row must draft by itself, beside
-    whatever rows."""
+    """Above temperature 0 draws depend on where drafts begin: a row must draft by itself."""
     config, keys = sd.SamplingConfig(temperature=1.0), jax.random.split(jax.random.key(3), B)
     whole = adapted(CHEAP, key=keys, sampling=config)
     order = [0, 9, 2, 4, 4, 10, 6, 6, 1, 1, 3, 0]
@@ -237,8 +234,7 @@ def costs_of(v, c):
 
 @functools.partial(jax.jit, static_argnames="tokens")
 def seconds(policy, alphas, key, tokens: int):
-    """Time `[R]` in which rows whose drafts are accepted with probability `alphas [R]` come to so
-    many tokens."""
+    """Returns the time `[R]` in which rows that accept with `alphas [R]` get so many tokens."""
 
     def body(carry):
         left, time, state, key = carry
@@ -291,7 +287,8 @@ def test_never_slower_than_plain_and_as_fast_as_the_best_gamma(name):
         over_plain, over_best = over(v, c, 64)
         short = over(v, c, 12)
         print(
-            f"{name}, c {c}: 64 tokens {over_plain.round(3)} {over_best.round(3)}; 12 {short[0].round(3)} "
+            f"{name}, c {c}: 64 tokens {over_plain.round(3)} {over_best.round(3)}; 12 "
+            f"{short[0].round(3)} "
             f"{short[1].round(3)}"
         )
         assert over_plain.max() <= 1.03 + 0.003, (c, over_plain)
@@ -299,8 +296,7 @@ def test_never_slower_than_plain_and_as_fast_as_the_best_gamma(name):
 
 
 def test_looks_cost_less_than_one_percent():
-    """Where drafting never pays a row looks again after ever longer waits; the first look is at
-    once."""
+    """Where drafting never pays a row tries again at once, and then after ever longer waits."""
     policy = Auto(costs=STEEP).rows(1)
     wanted, update, state = jax.jit(Auto.wanted), jax.jit(Auto.update), jax.jit(Auto.init)(policy)
     looks, most = [], 4000
@@ -317,7 +313,7 @@ def test_looks_cost_less_than_one_percent():
     assert (len(looks) - 1) * (STEEP[PROBE] - 1) < 0.01 * most
 
 
-def test_a_row_that_begins_to_pay_is_found():
+def test_a_row_that_begins_to_pay_is_detected():
     policy = Auto(costs=CHEAP).rows(1)
     wanted, update, state = jax.jit(Auto.wanted), jax.jit(Auto.update), jax.jit(Auto.init)(policy)
     lengths = []

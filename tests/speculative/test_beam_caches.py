@@ -1,7 +1,7 @@
-"""Beam search through real networks: what the caches hold, what stale slots reach, other backends
-and dtypes."""
+"""Beam search through real networks: caches, stale slots, other backends and dtypes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def started(target, drafter, **options):
 
 
 def histories(state):
-    """(row, beam, its tokens) of every live beam that is one."""
+    """(row, beam, its tokens) of every active beam that is one."""
     for row in range(len(state.steps)):
         for beam in range(state.config.beams):
             if state.live.scores[row, beam] > -1e6 and not state.done[row]:
@@ -88,10 +88,11 @@ def histories(state):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_caches_hold_what_the_live_beams_have_been_through(pair, name):
-    """After every iteration the target says of every live beam what it says of its tokens fed at
-    once, although all slots that no live beam's path goes through are poisoned; acceptance is
-    ragged."""
+def test_caches_hold_what_the_valid_beams_have_been_through(pair, name):
+    """The target's cache says of every valid beam what its tokens fed at once say.
+
+    All slots that no valid beam's path goes through are poisoned; acceptance is ragged.
+    """
     target, drafter = pair(name)
     (state, plan), levels = started(target, drafter, gamma=2), set()
     step = jax.jit(iterate_beams)
@@ -115,8 +116,10 @@ def whole(target, row, tokens):
 
 
 def poisoned(state):
-    """Poisons every slot of both caches that is on no live beam's path: NaN as key, a huge number
-    as value, since a value that is not finite is never written."""
+    """Poisons every slot of both caches that is on no valid beam's path.
+
+    Keys are NaN, values huge, since a value that is not finite is never written.
+    """
     slots = state.target_cache.layers[0].slots
     before = jnp.arange(state.paths.shape[2]) < state.positions[:, None, None]
     on_path = jnp.any(
@@ -155,14 +158,9 @@ def test_a_draft_that_is_no_number_reaches_nothing(pair):
     target, drafter = pair("t5")
     params = jax.tree.map(np.array, target.params)
     params["token_embedder"]["embedding"][BAD] = np.nan
-    usable, packed_weights.usable = (
-        packed_weights.usable,
-        lambda dtype: target.network.skips_padding,
-    )
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_weights, "usable", lambda dtype: target.network.skips_padding)
         damaged = LanguageModel(target.config, params, eos_ids=(1,))
-    finally:
-        packed_weights.usable = usable
     options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=LIMIT)
     options["sampling"] = sd.SamplingConfig(forbidden_tokens=(BAD,))
     inputs = np.where(INPUTS == BAD, 2, INPUTS)
@@ -185,8 +183,7 @@ def test_logits_that_are_no_numbers_are_rejected():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_speculative_search_is_plain_search(pair, name):
-    """Also in batches of one, where caches have no batch axis, and of more, with limits and
-    prefixes of their own."""
+    """In batches of one, where caches have no batch axis, and of more, with own limits."""
     target, drafter = pair(name)
     more = {} if target.config.decoder_only else dict(decoder_prefix=PREFIXES)
     options = dict(num_beams=3, num_return_sequences=2, max_new_tokens=[LIMIT, 4, 1], **more)
@@ -203,9 +200,11 @@ def test_speculative_search_is_plain_search(pair, name):
 
 @pytest.fixture
 def cross_keys_of_the_row_before(monkeypatch):
-    """Returns a function that lets every row of a batch attend to the encoder output of another;
-    what was compiled before, and with it, is forgotten."""
-    right, roll = Attention.to_encoded, lambda x: jnp.roll(x, 1, axis=0)
+    """Returns a function that lets every row attend to the encoder output of another.
+
+    What was compiled before, and with it, is forgotten.
+    """
+    right, roll = Attention.to_encoded, functools.partial(jnp.roll, shift=1, axis=0)
 
     def wrong(self, x, norm, cross, mask, *others):
         return right(self, x, norm, jax.tree.map(roll, cross), roll(mask), *others)
@@ -219,8 +218,7 @@ def cross_keys_of_the_row_before(monkeypatch):
 
 
 def test_a_row_alone_finds_cross_keys_of_another(pair, cross_keys_of_the_row_before):
-    """Plain and speculative search agree with each other even so; neither agrees with the search of
-    a row alone."""
+    """Searches agree with each other even so, and neither with the search of a row alone."""
     target, drafter = pair("t5")
     options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=LIMIT)
     ways = [{}, dict(drafter=drafter, gamma=2, beam_width=5)]
@@ -251,7 +249,7 @@ def test_search_in_bfloat16():
 
 @pytest.mark.parametrize("name", ["prompt lookup", "n-grams"])
 def test_chains_of_each_beam(name):
-    """What copies and counts drafts one chain for each beam; the output stays that of plain search."""
+    """Drafters that copy or count draft one chain for each beam; the output stays the same."""
     target, options = t5(), dict(num_beams=2, num_return_sequences=2, max_new_tokens=24, eos_ids=())
     plain = sd.generate(target, INPUTS, **options)
     drafter = sd.PromptLookupDrafter()

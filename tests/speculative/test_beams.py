@@ -1,5 +1,4 @@
-"""Beam search on toys whose distribution is known: equal to a reference in lists, plain and
-speculative, token for token."""
+"""Beam search on toys equals a reference in lists, with and without a drafter."""
 
 import dataclasses
 
@@ -166,8 +165,7 @@ def pair():
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Replaces a function of the iteration; what was compiled with the right one, and then with it,
-    is forgotten."""
+    """Replaces a function of the iteration, and forgets what was compiled before and with it."""
 
     def replace(name, replacement):
         monkeypatch.setattr(beam_iteration, name, replacement)
@@ -181,12 +179,11 @@ def broken(monkeypatch):
     "mistake", ["unscored beam", "siblings seen", "nothing moved", "moved off by one"]
 )
 def test_identity_finds(pair, mistake, broken):
-    """Speculative search with this mistake is not plain search: mistakes of trees that others have
-    made."""
+    """With a mistake that others have made in trees the search differs."""
     target, inputs, options, drafting = pair
     plain = sd.generate(target, inputs, **options)
     walk = beam_iteration._walk
-    if mistake == "unscored beam":  # a step goes on although a live beam is no node
+    if mistake == "unscored beam":  # a step goes on although an active beam is no node
         broken("_all_scored", lambda same: jnp.any(same, axis=(1, 2)))
     elif mistake == "siblings seen":  # the node before in the call, instead of the parent
         broken(

@@ -1,5 +1,4 @@
-"""The engine on tiny random T5s: what it commits, whatever the drafter, γ, batch, limits, EOS
-ids, prefixes and caches."""
+"""The engine on tiny random T5s commits the target's tokens, whatever the options."""
 
 import os
 import subprocess
@@ -18,8 +17,10 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 def teacher_forced_log_probs(result, inputs=INPUTS, prefixes=None):
-    """Log-probabilities of a result's tokens from one teacher-forced pass: zero past each row's
-    length."""
+    """Returns log-probabilities of a result's tokens from one teacher-forced pass.
+
+    They are zero past each row's length.
+    """
     padded = np.zeros((len(inputs), 8), np.int32)
     for row, ids in enumerate(inputs):
         padded[row, : len(ids)] = ids
@@ -85,8 +86,7 @@ np.testing.assert_allclose(found.log_probs, log_probs, atol=1e-4)
 
 
 def test_greedy_identity_as_users_programs_are_compiled():
-    """In a process of its own, with the optimisations whose kernels differ between one row and
-    several."""
+    """Runs in a process with optimisations whose kernels differ between one row and several."""
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", AS_USERS], env=environment, capture_output=True, text=True
@@ -95,8 +95,7 @@ def test_greedy_identity_as_users_programs_are_compiled():
 
 
 def test_log_probs_are_the_targets_own():
-    """Temperature 1 and no filter, whatever the sampling; greedy and sampled, plain and
-    speculative."""
+    """Log-probabilities are those at temperature 1 without filters, whatever the sampling."""
     config = SamplingConfig(temperature=0.7)
     for result in (run(drafter="noisy copy"), run(drafter="noisy copy", sampling=config, key=KEY)):
         np.testing.assert_allclose(result.log_probs, teacher_forced_log_probs(result), atol=1e-4)
@@ -182,8 +181,7 @@ def test_one_new_token_examines_nothing():
 
 @pytest.mark.parametrize("name", ["none", "self", "noisy copy"])
 def test_every_id_as_eos(name):
-    """Each id in turn, so that EOS falls on every place in a draft, on corrections and on bonus
-    tokens."""
+    """With each id as EOS, it falls on drafts, corrections and bonus tokens."""
     hits = 0
     for eos in [(token,) for token in range(V)] + [(3, 5), tuple(plain()[0][0, [1, 4, 6, 9]])]:
         expected, lengths = cut(plain()[0], eos)
@@ -198,8 +196,7 @@ def test_every_id_as_eos(name):
 
 
 def test_eos_in_a_sampled_draft():
-    """The committed tokens up to the EOS are those of the same key without it; nothing after it is
-    counted.
+    """The committed tokens up to the EOS are those of the same key without it.
 
     By token verification: block verification verifies a draft as a whole, and an EOS makes it
     another draft.
@@ -220,8 +217,10 @@ def test_eos_in_a_sampled_draft():
 
 @pytest.mark.parametrize("name", ["none", "noisy copy"])
 def test_decoder_prefix_continues(name):
-    """Forcing the first k ids of a greedy output gives the rest of it; k differs from row to
-    row; 0 is an id like others."""
+    """Feeding the first k ids of a greedy output gives the rest of it.
+
+    k differs from row to row; 0 is an id like others.
+    """
     tokens, log_probs = plain()
     prefixes = [tokens[row, :row].tolist() for row in range(8)]
     result = run(drafter=name, decoder_prefix=prefixes, max_new_tokens=5)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 def poisoned(state):
-    """NaN in every self-attention slot past the live length, junk ids past every row's length."""
+    """NaN in every self-attention slot past the valid length, junk ids past every row's length."""
     last = state.lengths - 1
 
     def poison(cache, valid):
@@ -47,8 +47,7 @@ def poisoned(state):
 @pytest.mark.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["self", "noisy copy"])
 def test_poisoned_caches_and_streaming(name, config):
-    """One `advance` after another gives what one call gives, also when all that is stale is
-    poisoned in between."""
+    """One `advance` after another gives one call's result, with all stale slots poisoned."""
     expected = run(drafter=name, sampling=config, key=KEY)
     options = dict(
         drafter=drafter(name),
@@ -77,7 +76,7 @@ def fed_at_once(network, tokens, cache):
 
 
 def assert_caches_are_complete(state, draft_model, target_too=True) -> int:
-    """The live slots of both caches hold what feeding the committed tokens at once gives.
+    """The valid slots of both caches hold what feeding the committed tokens at once gives.
 
     Returns in how many rows the drafter has tokens to catch up with.
     """
@@ -118,8 +117,7 @@ def test_gamma_per_row():
 
 
 def test_drafter_catches_up_by_several_tokens():
-    """A row may not draft for a while (γ = 0, to be adapted later), with a ragged prefix before: no
-    hole is left."""
+    """A row that did not draft for a while, with a ragged prefix before, leaves no hole."""
     prefixes = [[5], [], [9, 9], [1], [0, 0, 0], [2], [3], [8, 7, 6, 5]]
     state, request = prepare(
         target(),
@@ -142,8 +140,10 @@ def test_drafter_catches_up_by_several_tokens():
 
 
 def test_catching_up_takes_two_tokens_a_call(monkeypatch):
-    """Whatever the lags, beside rows that do not lag and one with its start token only: the same
-    draft, no hole left."""
+    """Whatever the lags, beside rows without one, the draft is the same.
+
+    One row has its start token only.
+    """
     made = []
 
     def counted(name):
@@ -230,7 +230,7 @@ def resized(model: LanguageModel, vocab: int) -> LanguageModel:
 
 @pytest.mark.parametrize("vocab", [9, 40], ids=["narrower", "wider"])
 def test_a_drafter_of_another_width(vocab):
-    """The output is the target's; an id that the drafter lacks does not spoil what it drafts later."""
+    """The output is the target's; an id that the drafter lacks does not spoil later drafts."""
     options = dict(
         drafter=ModelDrafter(resized(target(), vocab)),
         gamma=GAMMA,

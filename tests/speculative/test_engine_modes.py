@@ -1,5 +1,4 @@
-"""The product of modes as pure functions, a pairwise cover of them compiled, and what every mode
-must have in common."""
+"""Every mode as a pure function, pairs of modes compiled, and what all have in common."""
 
 import functools
 import itertools
@@ -58,8 +57,10 @@ def one_iteration(target_logits, draft_logits, rows, drafted_at, wanted, accept,
 @pytest.mark.parametrize("gamma", [0, 1, 3])
 @pytest.mark.parametrize("vocab", [2, 5, 130])
 def test_full_product_of_modes(vocab, gamma):
-    """Modes × γ × num_drafted × V, in float64: each row takes the decisions that the sort and the
-    enumeration take."""
+    """Each row takes the decisions of a sort and of the enumeration, in float64.
+
+    The product is modes × γ × num_drafted × V.
+    """
     repeats = 20
     cases = [
         (name, wanted) for name in MODES for wanted in range(gamma + 1) for _ in range(repeats)
@@ -207,8 +208,7 @@ def test_the_cover_is_one():
 
 
 def test_greedy_identity_over_a_thousand_models():
-    """Rows with different inputs have different hash distributions: 1,000 random pairs of models in
-    one batch."""
+    """1,000 random pairs of models in one batch: each input has its own hash distribution."""
     rng = np.random.default_rng(0)
     inputs = np.unique(rng.integers(0, V, (1200, 5)), axis=0)[:1000]
     options = dict(input_lengths=np.full(1000, 5), max_new_tokens=20, eos_ids=(3,))
@@ -233,8 +233,10 @@ def test_greedy_identity_over_a_thousand_models():
 
 
 def test_the_returned_distribution_is_the_distribution_that_was_drawn_from():
-    """The draft repeated from its own distribution and uniforms; the distribution from the
-    teacher-forced drafter and a sort."""
+    """The draft is repeated from its distribution and uniforms.
+
+    The distribution is that of the teacher-forced drafter and a sort.
+    """
     config = SamplingConfig(**MODES["top-k and top-p"])
     state, request = prepare(
         MODELS["target"],
@@ -307,8 +309,7 @@ def test_nothing_compiles_after_warm_up():
     "batch, temperature", [(1, 0.0), pytest.param(2, 0.0, marks=pytest.mark.slow), (1, 1.0)]
 )
 def test_no_copy_of_a_cache_or_a_weight_in_the_loop(batch, temperature, optimised):
-    """Compiled, the loop updates its caches in place: no `copy` in a body has a cache's or a
-    kernel's dimensions."""
+    """No `copy` in a compiled loop's body has the dimensions of a cache or a weight."""
     target, draft = (
         tiny_t5(seed, 53, 1, num_heads=5, head_dim=6, emb_dim=22, mlp_dim=34) for seed in (0, 1)
     )
@@ -339,8 +340,7 @@ def test_no_copy_of_a_cache_or_a_weight_in_the_loop(batch, temperature, optimise
 
 
 def test_strings_in_and_out():
-    """An EOS is appended, empty sentences give empty outputs in their place, texts are those of the
-    ids."""
+    """An EOS is appended, empty sentences give empty outputs, texts are those of the ids."""
     target = HashModel(V, 0, vocabulary=Words())
     options = dict(
         drafter=ModelDrafter(HashModel(V, 1, vocabulary=Words())), gamma=2, max_new_tokens=6

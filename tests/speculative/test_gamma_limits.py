@@ -72,7 +72,8 @@ WRONG = [
     ),
     (
         lambda: rejected_by_generate(gamma=sd.Entropy(4), drafter=sd.PromptLookupDrafter()),
-        "gamma: got Entropy, which needs draft probabilities, with PromptLookupDrafter, which provides none",
+        "gamma: got Entropy, which needs draft probabilities, with PromptLookupDrafter, which "
+        "provides none",
     ),
     (
         lambda: rejected_by_generate(

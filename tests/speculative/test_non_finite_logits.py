@@ -1,4 +1,4 @@
-"""NaN and infinite logits, of damaged weights or of a processor: one clear error, never an output."""
+"""NaN and infinite logits, of weights or of a processor, give one clear error."""
 
 import flax.struct
 import jax
@@ -69,14 +69,17 @@ CASES += [
 
 
 @pytest.mark.parametrize("verifier, temperature, value", CASES)
-def test_a_broken_target_is_told(verifier, temperature, value):
+def test_a_broken_target_is_reported(verifier, temperature, value):
     options = {"lenient": dict(lenience=0.5), "synthetic": dict(synthetic_alpha=0.7)}.get(
         verifier, {}
     )
     if verifier != "plain":
         options |= dict(verifier=verifier, drafter=ModelDrafter(whole(1)), gamma=4)
     sampling = SamplingConfig(temperature=temperature)
-    message = r"input 1: got logits from the target hash that are not finite numbers, at new token 3, expected numbers"
+    message = (
+        r"input 1: got logits from the target hash that are not finite numbers, at new token 3, "
+        r"expected numbers"
+    )
     with pytest.raises(NonFiniteLogitsError, match=message):
         generate(BrokenModel(0, value), INPUTS, sampling=sampling, max_new_tokens=LIMITS, **options)
 
@@ -110,7 +113,7 @@ def shortlisted(model):
         (shortlisted, "token", 1.0),
     ],
 )
-def test_a_broken_drafter_is_told_and_changes_no_token(make, verifier, temperature):
+def test_a_broken_drafter_is_reported_and_changes_no_token(make, verifier, temperature):
     target, sampling = whole(0), SamplingConfig(temperature=temperature)
     options = dict(verifier=verifier, sampling=sampling, max_new_tokens=6)
     state, request = prepare(target, INPUTS, drafter=make(BrokenModel(1)), gamma=3, **options)
@@ -130,15 +133,13 @@ def test_a_broken_drafter_is_told_and_changes_no_token(make, verifier, temperatu
 
 
 def test_a_broken_inner_drafter_only_proposes_less():
-    """A cascade's inner drafter that is no distribution of numbers is never accepted; the model's
-    own tokens do."""
+    """A cascade's inner drafter without finite logits is never accepted; the others decode."""
     found = generate(whole(0), INPUTS, drafter=inside(BrokenModel(1)), gamma=3, max_new_tokens=6)
     np.testing.assert_array_equal(found.tokens, generate(whole(0), INPUTS, max_new_tokens=6).tokens)
 
 
-def test_where_rows_are_told_apart():
-    """Number of the input: of a batch, of its samples, of a refilled job, of a later part of a
-    long one, of a stream."""
+def test_errors_name_the_input():
+    """The error has the input's number in batches, samples, continuous batching and streams."""
     target, options = BrokenModel(0), dict(max_new_tokens=6)
     late = [[3, 1]] * 9 + [[4, 7, 1]]
     limits = [2] * 9 + [6]
@@ -160,7 +161,7 @@ def test_where_rows_are_told_apart():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_infinity_from_a_processor_forces_at_every_temperature(temperature):
-    """One id with +inf has all the mass; of two each has half, the first of them at temperature 0."""
+    """One id with +inf has all the mass; of two each has half, at temperature 0 the first."""
 
     def one(tokens, lengths, logits):
         return logits.at[:, 5].set(jnp.inf)
@@ -189,7 +190,7 @@ def test_infinity_from_a_processor_forces_at_every_temperature(temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_from_a_processor_is_told(temperature):
+def test_nan_from_a_processor_is_reported(temperature):
     def broken(tokens, lengths, logits):
         return jnp.where(lengths[:, None] > 2, jnp.nan, logits)
 
@@ -256,9 +257,8 @@ def test_on_the_command_line(tmp_path, capsys):
     assert not out.exists()
 
 
-def test_what_could_be_counted_is_told_under_block_verification():
-    """A sampled block-verified decode has no α, but says how many tokens are accepted per call, and
-    where in a draft."""
+def test_counts_are_reported_under_block_verification():
+    """A sampled block-verified decode has no α, but tokens per call and by position."""
     found = generate(
         whole(0),
         INPUTS,

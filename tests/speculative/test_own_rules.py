@@ -1,5 +1,4 @@
-"""Verifiers, drafters and policies of a user's own: their parameters, and what is said where they
-are wrong."""
+"""Verifiers, drafters and policies of a user's own: parameters and error messages."""
 
 import dataclasses
 from typing import Any
@@ -134,7 +133,7 @@ def test_the_package_takes_its_own_parameters_either_way():
         ),
     ],
 )
-def test_what_is_wrong_with_a_verifier_is_said(call, message):
+def test_what_is_wrong_with_a_verifier_is_reported(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -211,7 +210,7 @@ def test_no_row_drafts_more_than_is_wanted():
         (repeating(init=sd.Drafter.init), "got Own, which does not define init"),
     ],
 )
-def test_what_is_wrong_with_a_drafter_is_said(drafter, message):
+def test_what_is_wrong_with_a_drafter_is_reported(drafter, message):
     with pytest.raises(ValueError, match=message):
         decode(drafter=drafter)
 
@@ -317,6 +316,6 @@ class Traced(sd.Policy):
         (AfterLast(4, more=[1, 2, 3]), "more: got 3 values, expected one or 2"),
     ],
 )
-def test_what_is_wrong_with_a_policy_is_said(policy, message):
+def test_what_is_wrong_with_a_policy_is_reported(policy, message):
     with pytest.raises(ValueError, match=message):
         decode(gamma=policy)

@@ -1,5 +1,4 @@
-"""Policies of γ: against slow versions, by enumeration and through the engine; the widths of the
-target's calls."""
+"""Policies of γ against slow versions, by enumeration and through the engine."""
 
 import itertools
 import math
@@ -163,8 +162,7 @@ VARIED = {
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_policies_equal_slow_versions(name):
-    """40 iterations of four rows with numbers of their own; now and then fewer tokens are
-    drafted than wanted, or none."""
+    """40 iterations of four rows; now and then fewer tokens are drafted than wanted, or none."""
     maximum, rows, vocab, rng = 6, 4, 50, np.random.default_rng(1)
     policy = POLICIES[name](maximum, **VARIED[name]).rows(rows)
     slow = [
@@ -204,8 +202,7 @@ def test_policies_equal_slow_versions(name):
 
 
 def test_cost_aware_finds_the_best_fixed_gamma():
-    """Where acceptance is what it expects, it begins with the γ that the paper's formula makes
-    best."""
+    """With the expected acceptance it begins with the γ that the paper's formula makes best."""
     alphas, costs = [0.3, 0.6, 0.8, 0.9, 0.95], [0.02, 0.05, 0.1, 0.2, 0.3]
     policy = sd.CostAware(16, acceptance=np.repeat(alphas, 5), cost_ratio=np.tile(costs, 5)).rows(
         25
@@ -262,18 +259,20 @@ def test_enumeration_catches_a_token_dropped_after_a_look():
 
 
 def adapted(name: str, order=range(B), **options):
-    def at(values):
+    def reorder(values):
         return [values[row] for row in order]
 
-    options = dict(OPTIONS, max_new_tokens=at(LIMITS), decoder_prefix=at(PREFIXES)) | options
+    options = (
+        dict(OPTIONS, max_new_tokens=reorder(LIMITS), decoder_prefix=reorder(PREFIXES)) | options
+    )
     policy = CHOICES[name]
     numbers = {key: getattr(policy, key) for key in policy.numbers()}
     numbers = {
-        key: at(value) if isinstance(value, list) else value for key, value in numbers.items()
+        key: reorder(value) if isinstance(value, list) else value for key, value in numbers.items()
     }
     return sd.generate(
         TARGET,
-        at(INPUTS),
+        reorder(INPUTS),
         drafter=sd.ModelDrafter(DRAFT),
         gamma=type(policy)(G, **numbers),
         **options,
@@ -282,8 +281,7 @@ def adapted(name: str, order=range(B), **options):
 
 @pytest.mark.parametrize("name", sorted(CHOICES))
 def test_greedy_output_is_that_of_plain_decoding(name):
-    """Also: rows draft by their own history alone, whatever their mates do, and nothing compiles
-    for another γ."""
+    """Rows draft by their own history alone, and nothing compiles for another γ."""
     result = adapted(name)
     np.testing.assert_array_equal(result.tokens, plain().tokens)
     np.testing.assert_array_equal(result.lengths, plain().lengths)
@@ -312,8 +310,7 @@ def test_greedy_output_is_that_of_plain_decoding(name):
     ids=["confidence, block", "entropy bound, token"],
 )
 def test_distribution_through_the_engine(policy, verifier):
-    """Joint distribution of three tokens, drawn with the engine's own keys; drafts of one and of
-    two tokens."""
+    """The joint distribution of three tokens, with drafts of one and of two tokens."""
     target, draft = hash_pair()
     counts, (examined, accepted) = sample(
         target, sd.ModelDrafter(draft), SPREAD, 2 * ROWS, verifier=verifier, gamma=policy
@@ -325,8 +322,7 @@ def test_distribution_through_the_engine(policy, verifier):
 
 @pytest.mark.parametrize("temperature", [(0.0,) * 3, (0.0, 0.7, 1.6)], ids=["argmax", "mixed"])
 def test_what_policies_see(temperature):
-    """q(x) and H(q) of the distribution drawn from, after top-k; where it is one-hot, of that at
-    temperature 1."""
+    """q(x) and H(q) of the distribution drawn from, after top-k; if one-hot, at temperature 1."""
     config = SamplingConfig(temperature=temperature, top_k=5)
     policy = sd.Confidence(
         G, threshold=[0.0, 0.0, 1.0]
@@ -381,8 +377,7 @@ def test_a_trace_shows_gamma_and_entropies():
 
 @pytest.mark.parametrize("name", ["heuristic", "cost_aware", "confidence"])
 def test_drafters_without_a_model(name):
-    """Those that draw from counts tell their distribution; those that do not may be asked for
-    another number of tokens only."""
+    """Drafters that draw from counts provide probabilities; others can only change γ."""
     sequences = [row[:length].tolist() for row, length in zip(plain().tokens, plain().lengths)]
     drafter = sd.NGramDrafter.count(sequences, V, 2, sampled=name == "confidence")
     gamma = sd.Confidence(G, threshold=0.2) if name == "confidence" else POLICIES[name](G)
@@ -415,8 +410,10 @@ def test_call_widths(gamma, none, widths):
 
 @flax.struct.dataclass
 class Probe(Headless):
-    """A `HashNetwork` whose cache also counts its calls by width `[20]`; what lies past a call is
-    NaN."""
+    """Is a `HashNetwork` whose cache also counts its calls by width `[20]`.
+
+    What lies past a call is NaN.
+    """
 
     inner: HashNetwork
 

@@ -1,5 +1,4 @@
-"""Processors against slow versions in numpy: random prefixes, several positions at once, stale and
-future tokens."""
+"""Processors against slow versions in numpy, with stale and future tokens."""
 
 import functools
 
@@ -31,8 +30,10 @@ def distribution_of(logits, context, rows, mode):
 
 
 def some_case(seed: int):
-    """Logits, prefixes of all lengths that leave room for T positions, starts; few ids, so that
-    n-grams repeat."""
+    """Returns logits, prefixes of all lengths before T positions, and starts.
+
+    There are few ids, so that n-grams repeat.
+    """
     rng = RNG(seed)
     logits = (rng.normal(size=(B, T, V)) * 3).astype(np.float32)
     logits[rng.random(logits.shape) < 0.1] = 0
@@ -123,7 +124,7 @@ def test_every_processor_equals_its_slow_version(options):
 
 
 def alone(function, logits, prefix, start: int = 1, **options):
-    """`function` is `process` or `distribution_of`: logits or probabilities `[V]` after one prefix."""
+    """Returns logits or probabilities `[V]` after one prefix, by `process` or `distribution_of`."""
     config = SamplingConfig(**{"temperature": 1.0, **options})
     tokens = np.array([[*prefix, *[3] * (S - len(prefix))]], np.int32)
     eos = np.array([[*EOS, -1, -1]], np.int32)
@@ -210,7 +211,7 @@ def test_forced_wins_over_forbidden_and_minimum_length():
 
 
 def test_min_p_comes_after_top_p_and_the_temperature():
-    """Of (0.4, 0.3, 0.2, 0.1) p = 0.65 leaves two; 0.3 is 3/4 of the greatest, whatever the others."""
+    """Of (0.4, 0.3, 0.2, 0.1) p = 0.65 leaves two; 0.3 is 3/4 of the greatest."""
 
     def kept(**options):
         return np.count_nonzero(

@@ -1,5 +1,4 @@
-"""Processors in the decode loop: plain and speculative alike, greedy and sampled; mutants;
-several samples of an input."""
+"""Processors in the decode loop, greedy and sampled; mutants; several samples of an input."""
 
 import functools
 
@@ -72,8 +71,7 @@ def test_greedy_plain_and_speculative_equal_the_slow_version(name):
 
 
 def carried(state, tokens=None, ahead=0):
-    """A mutant: what was drafted in the last iteration counts as said, whether it was accepted or
-    not."""
+    """Is a mutant: what the last iteration drafted counts as output, accepted or not."""
     real, gamma = CONTEXT(state, tokens, ahead), state.last_draft.shape[1]
     return Context(
         jnp.concatenate([state.last_draft, real.tokens], axis=1),
@@ -195,8 +193,10 @@ def small_distribution(prefix) -> np.ndarray:
 
 
 def significance(sequences, dist: dict, draws: int) -> float:
-    """p-value of a G-test; cells with fewer than 5 expected are one; 0 where something impossible
-    was drawn."""
+    """Returns the p-value of a G-test; 0 where something impossible was drawn.
+
+    Cells with fewer than 5 expected are one.
+    """
     counts = dict.fromkeys(dist, 0)
     for sequence in sequences:
         if sequence not in counts:
@@ -230,8 +230,7 @@ def small_samples(function, key: int, **options):
 
 @pytest.mark.parametrize("verifier", ["token", "block", "gumbel"])
 def test_samples_of_one_input_follow_the_processed_distribution(verifier):
-    """Joint distribution of three positions under processors that read the prefix; neighbours are
-    independent."""
+    """Joint distribution of three positions under processors; neighbours are independent."""
     dist = toy.complete({(): 1.0}, small_distribution, 3, {1})
     dist = {key: prob for key, prob in dist.items() if prob}
     assert len(dist) > 30
@@ -260,8 +259,10 @@ def test_the_joint_distribution_catches_prefixes_that_are_not_the_committed_ones
 
 
 def test_processed_distributions_are_preserved():
-    """By enumeration, in float64: repetition and n-grams make both distributions depend on the
-    whole prefix."""
+    """Repetition and n-grams make both distributions depend on the whole prefix.
+
+    They are enumerated in float64.
+    """
 
     def under(dist):
         def adjusted(prefix):

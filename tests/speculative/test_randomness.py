@@ -20,8 +20,10 @@ SPREAD = SamplingConfig(temperature=1.0)
 
 
 def dist(weights: np.ndarray, choose=choose) -> np.ndarray:
-    """The probabilities `[N]` of `choose` over all 2³² words, exactly: where each place begins
-    is found by bisection."""
+    """Returns the probabilities `[N]` of `choose` over all 2³² random bits, exactly.
+
+    Bisection finds where each place begins.
+    """
     size = len(weights)
     rows, places = np.broadcast_to(weights, (size, size)), np.arange(size)
     low, high = (
@@ -60,8 +62,7 @@ DISTRIBUTIONS = {
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_the_grid_hardly_shows_at_256000_ids(name):
-    """Σ over the blocks of their deviation and of those inside them is below 1e-6, and every id can
-    be drawn."""
+    """Blocks and their ids deviate by less than 1e-6 in sum, and every id can be drawn."""
     weights = (DISTRIBUTIONS[name] / DISTRIBUTIONS[name].sum()).astype(np.float32)
     blocks = weights.reshape(-1, 128)
     sums = np.asarray(jax.jit(lambda x: jnp.sum(x, axis=-1))(blocks))
@@ -95,14 +96,14 @@ def test_draw_inverts_the_distribution_function(vocab):
     random = rng.integers(2**32, size=(4096, 2), dtype=np.uint32)
     padded = np.pad(weights.astype(np.float64), (0, -vocab % 128)).reshape(-1, 128)
 
-    def at(weights, bits):
+    def draw_at(weights, bits):
         ends = np.cumsum(weights, axis=-1) / weights.sum(axis=-1, keepdims=True)
         points = bits / 2**32
         near = np.any(np.abs(ends - points[:, None]) < 1e-6, axis=1)
         return np.minimum(np.sum(ends <= points[:, None], axis=1), weights.shape[-1] - 1), near
 
-    block, near = at(np.broadcast_to(padded.sum(axis=1), (4096, len(padded))), random[:, 0])
-    inside, near_too = at(
+    block, near = draw_at(np.broadcast_to(padded.sum(axis=1), (4096, len(padded))), random[:, 0])
+    inside, near_too = draw_at(
         np.where(padded[block].sum(axis=1, keepdims=True) > 0, padded[block], 1), random[:, 1]
     )
     ids, clear = (
@@ -134,9 +135,11 @@ def test_nothing_is_drawn_from_what_is_no_distribution():
     assert ids[4] >= 0
 
 
-def test_words_are_apart():
-    """No two of (request, committed length, offset, use) share a word; the batch index plays no
-    part."""
+def test_random_bits_are_apart():
+    """No two of (request, committed length, offset, use) share random bits.
+
+    The batch index plays no part.
+    """
     keys = jax.random.split(randomness.seeded(0), 4)
     lengths, offsets = jnp.array([1, 2, 2, 3]), jnp.broadcast_to(jnp.arange(5), (4, 5))
     tags = (randomness.DRAFT, randomness.ACCEPT, randomness.RESIDUAL, randomness.BONUS)

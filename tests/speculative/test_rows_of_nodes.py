@@ -1,5 +1,7 @@
-"""Nodes of trees and beams get the starts, EOS ids and noise of their own row, and a step of a beam
-search enough candidates."""
+"""Nodes of trees and beams get starts, EOS ids and noise of their own row.
+
+A step of a beam search gets enough candidates.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +53,7 @@ def test_processors_of_a_trees_nodes():
 
 
 def test_processors_of_beams():
-    """Three rows together give what each gives alone, where every row has EOS ids and a start of
-    its own."""
+    """Three rows together give what each gives alone, with their own EOS ids and starts."""
     mode, beams = EARLY.mode, 3
     config = BeamConfig(beams, EOS_IDS.shape[1], mode, V)
     tokens = np.array([[0, *prefix, *[0] * (3 - len(prefix))] for prefix in PREFIXES], np.int32)
@@ -87,8 +88,7 @@ def test_processors_of_beams():
 
 
 def test_candidates_of_a_step():
-    """All ids that end a sequence are more probable than the others, and still K beams go on: they
-    take (1 + E)·K candidates."""
+    """K beams continue even if all EOS ids are the most probable: (1 + E)·K candidates do."""
     ends, beams, bias = (1, 3, 5, 7, 8), 2, np.zeros(9, np.float32)
     target = HashModel(9, 0, eos_ids=ends)
     bias[list(ends)] = 3
@@ -127,8 +127,7 @@ def test_candidates_of_a_step():
     ids=["chain", "tree", "dynamic tree"],
 )
 def test_noise_of_the_drafts_positions(drafting):
-    """A drafter that is the target proposes, by the noise of each position, just what the target
-    takes there."""
+    """A drafter that is the target proposes, by each position's noise, what the target takes."""
     options = dict(
         sampling=SAMPLED, key=jax.random.key(3), max_new_tokens=LIMIT, decoder_prefix=PREFIXES
     )

@@ -51,8 +51,7 @@ def some_logits(rng, batch, vocab):
 @pytest.mark.parametrize("vocab", [5, 130, 300])
 @pytest.mark.parametrize("most", [64, None])
 def test_every_filter_equals_a_sort(vocab, most):
-    """Each row has its own temperature, top-k and top-p; 0 and 1 switch them off row by row. A
-    few are found in another way."""
+    """Each row has its own temperature, top-k and top-p; 0 and 1 switch them off."""
     rng, batch = np.random.default_rng(vocab), 48
     logits = some_logits(rng, batch, vocab)
     temperature = rng.choice([0.0, 0.3, 1.0, 2.5], batch).astype(np.float32)
@@ -84,8 +83,10 @@ def test_ties_with_the_last_kept_stay():
 
 
 def test_top_p_comes_after_top_k():
-    """Of (0.4, 0.3, 0.2, 0.1), k = 2 leaves (4/7, 3/7): p = 0.55 then keeps one id, before top-k it
-    would keep two."""
+    """Of (0.4, 0.3, 0.2, 0.1), k = 2 leaves (4/7, 3/7): p = 0.55 then keeps one id.
+
+    Before top-k it would keep two.
+    """
     logits = np.log(np.array([[[0.4, 0.3, 0.2, 0.1]]], np.float32))
     np.testing.assert_allclose(
         probs_of(logits, temperature=1.0, top_k=2, top_p=0.55)[0, 0], [1, 0, 0, 0]
@@ -144,8 +145,7 @@ def test_argmax_of_what_is_no_number():
 
 @hypothesis.given(st.integers(0, 2**32 - 1))
 def test_distributions_and_draws_are_sound(seed):
-    """Any logits with a finite one, any parameters: a distribution, on finite logits only; a draw
-    of positive probability."""
+    """Any finite logit gives a distribution, on finite logits only, and possible draws."""
     rng, batch, vocab = np.random.default_rng(seed), 8, 11
     logits = some_logits(rng, batch, vocab) * np.float32(10.0 ** rng.integers(-3, 4))
     config = SamplingConfig(
@@ -165,8 +165,10 @@ def test_distributions_and_draws_are_sound(seed):
 
 @pytest.mark.parametrize("filters", [{}, dict(top_k=3), dict(top_p=0.99), dict(min_p=0.1)], ids=str)
 def test_the_greatest_and_the_least_temperatures(filters):
-    """Ids of probability 0 keep it: XLA multiplies with 1 / T, which from 8.5e37 up is 0, and −∞ ·
-    0 is NaN."""
+    """Ids of probability 0 keep it.
+
+    XLA multiplies with 1 / T, which from 8.5e37 up is 0, and −∞ · 0 is NaN.
+    """
     logits = np.array([[[1.0, 2.0, 3.0, -np.inf]]], np.float32)
     for temperature in (8e37, 9e37, 1e38, np.finfo(np.float32).max):
         np.testing.assert_allclose(

@@ -1,5 +1,4 @@
-"""Forced acceptance: drafts that are accepted at random with a given probability, for timing with
-random weights."""
+"""Synthetic acceptance accepts drafts with a given probability, to time random weights."""
 
 import json
 
@@ -86,8 +85,7 @@ def test_at_temperature_0_what_follows_the_draft_is_the_argmax(pair):
 
 
 def test_decisions_by_hand():
-    """Tokens are accepted while u < α; the next one is drawn from what p has more than q, from p
-    after a whole draft."""
+    """Tokens are accepted while u < α; the next comes from max(0, p − q), or from p."""
     p = np.array([[[0.5, 0.5, 0.0], [0.0, 0.25, 0.75], [0.0, 1.0, 0.0]]] * 3, np.float32)
     q = np.array([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]] * 3, np.float32)
     accept = np.array([[0.59, 0.59], [0.59, 0.6], [0.6, 0.0]], np.float32)

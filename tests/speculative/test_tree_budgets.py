@@ -48,8 +48,8 @@ def test_every_policy_is_here():
 # --- What is learned ---
 
 
-def test_nodes_that_were_judged():
-    """Nodes 1 to 3 are node 0's children, 4 and 5 node 2's, and 6 is not there; the path is 0, 2."""
+def test_nodes_that_were_verified():
+    """Nodes 1 to 3 are node 0's children, 4 and 5 node 2's, 6 is absent; the path is 0, 2."""
     tree = Tree((0, 0, 0, 2, 2, 1))
     valid = np.array([[True, True, True, True, True, True, False]])
     draft = TreeDraft(
@@ -128,8 +128,7 @@ def test_cost_aware_of_a_tree_equals_the_slow_version(tree):
 
 
 def test_cost_aware_begins_with_the_best_number_of_nodes():
-    """Where children are accepted as `RANK_SHARES` says: the n for which `Tree.expected` by time is
-    greatest."""
+    """With `RANK_SHARES` it begins with the n of the greatest `Tree.expected` by time."""
     tree = Tree.uniform((3, 2, 2, 1))
     cost, verify = np.repeat([0.02, 0.1, 0.3], 3), np.tile([1.1, 2.0, 4.0], 3)
     policy = of_tree(
@@ -216,8 +215,11 @@ def test_a_tree_with_one_branch_is_a_chain(name):
     "temperature", [(0.0,) * 3, pytest.param((0.0, 0.7, 1.6), marks=slow)], ids=str
 )
 def test_what_policies_see_of_a_tree(tree, temperature):
-    """Π q(x) and H(q) of the distribution drawn from, after top-k; where it is one-hot, of that at
-    temperature 1. A path goes on as long as its product is not below the threshold."""
+    """Policies see Π q(x) and H(q) of the distribution drawn from, after top-k.
+
+    Where it is one-hot, they see that at temperature 1. A path continues as long as its product is
+    not below the threshold.
+    """
     config, policy = (
         sd.SamplingConfig(temperature=temperature, top_k=5),
         sd.Confidence(G, threshold=[0.0, 0.2, 1.0]),
@@ -258,8 +260,7 @@ def test_what_policies_see_of_a_tree(tree, temperature):
 
 @slow
 def test_a_path_that_ends_early_leaves_the_drafters_cache_whole():
-    """A drafter that is the target is right at every depth that it drafts, whatever was left out
-    before."""
+    """A drafter that is the target is right at every depth, whatever was left out before."""
     target, options = noisy_copy(tiny_t5(0, 24), 2.0), dict(max_new_tokens=14, eos_ids=())
     policy = sd.Confidence(G, threshold=0.3)
     found = sd.generate(
@@ -271,8 +272,7 @@ def test_a_path_that_ends_early_leaves_the_drafters_cache_whole():
 
 @slow
 def test_a_trace_shows_the_entropies_of_all_nodes():
-    """Children of one node are drawn from one distribution; those of different nodes mostly are
-    not."""
+    """Children of one node come from one distribution; those of others mostly do not."""
     target, options = (
         HashModel(V, 0, vocabulary=Words()),
         dict(gamma=sd.Confidence(G, threshold=0.1), max_new_tokens=9),

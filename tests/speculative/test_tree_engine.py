@@ -1,5 +1,7 @@
-"""Decoding with trees through real networks: identities with plain decoding and with chains,
-caches, limits, budgets."""
+"""Trees through real networks equal autoregressive decoding and chains.
+
+Caches, limits and budgets are tested, too.
+"""
 
 import functools
 
@@ -171,8 +173,7 @@ def test_one_branch_draws_what_a_chain_draws(children, verify, verifier):
 
 
 def test_a_chain_is_a_chain():
-    """A tree with one branch that leaves everything open is γ, with the verifier that `generate`
-    names."""
+    """A tree with one branch that leaves everything open is γ, with `generate`'s verifier."""
     for verifier in ("block", "token"):
         found = run(tree=Tree.chain(3), sampling=SAMPLED, verifier=verifier)
         assert_same(found, run(gamma=3, sampling=SAMPLED, verifier=verifier))
@@ -256,8 +257,10 @@ def test_no_row_passes_its_limit(limit):
 
 
 def test_a_budget_drafts_the_first_nodes():
-    """With budgets of 1 … D the tree is a chain, since its spine comes first; a drafter that is the
-    target is right."""
+    """With budgets of 1 … D the tree is a chain, since its spine comes first.
+
+    A drafter that is the target is right.
+    """
     target, _ = pair()
     tree = Tree.uniform((3, 2, 2))
     found = run(tree=tree, gamma=[1, 2, 3, 17], eos_ids=(), max_new_tokens=9)
@@ -296,8 +299,7 @@ def test_a_policy_adapts_the_number_of_nodes():
 
 
 def poisoned(state):
-    """NaN as key and a huge number as value in every slot that holds no committed token; both
-    caches."""
+    """Puts NaN as key and a huge value into every slot without a committed token."""
     last = state.lengths - 1
 
     def poison(cache, valid):
@@ -329,8 +331,10 @@ def poisoned(state):
     ],
 )
 def test_caches_hold_what_was_committed(name, kernel):
-    """After every iteration the slots of committed tokens hold what plain decoding writes, in all
-    layers, and everything else may be poisoned; acceptance is ragged and paths leave the spine."""
+    """Slots of committed tokens hold what autoregressive decoding writes, in all layers.
+
+    Everything else may be poisoned; acceptance is ragged and paths leave the spine.
+    """
     target, drafter = pair(name, kernel)
     prefix = {} if target.config.decoder_only else {"decoder_prefix": PREFIXES}
     options = dict(max_new_tokens=LIMIT, eos_ids=(), **prefix)
@@ -432,8 +436,7 @@ def test_iterations_one_by_one_give_what_one_call_gives(tree, sampling):
 
 
 def test_streams_and_stop_strings():
-    """The pieces of a row are what `generate` returns for it; a stop string may lie in the midst of
-    a path."""
+    """Streamed texts are what `generate` returns; a stop string may lie within a path."""
     target = HashModel(12, 0, vocabulary=Words())
     drafter = sd.ModelDrafter(HashModel(12, 1, likeness=0.7, vocabulary=Words()))
     options = dict(

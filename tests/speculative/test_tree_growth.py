@@ -1,5 +1,4 @@
-"""Trees whose shape the drafter's distribution decides: grown node by node in plain Python, and by
-the traced functions."""
+"""Trees shaped by the drafter's distribution, beside ones grown in plain Python."""
 
 import functools
 
@@ -16,8 +15,10 @@ ROWS = 5
 
 
 def log_probs_of(tree: sd.DynamicTree, ties: bool, dead: float):
-    """For each row and level, log q of the children of each node that may be expanded; `[B, W, W]`
-    (`[B, 1, W]`)."""
+    """Returns log q of the children of each node that may be expanded, by row and level.
+
+    Its shape is `[B, W, W]`, first `[B, 1, W]`.
+    """
     rng = np.random.default_rng(tree.nodes)
     found = []
     for level in range(tree.depth):
@@ -50,7 +51,7 @@ def grown_slowly(tree: sd.DynamicTree, row: int, log_probs):
 
 @functools.partial(jax.jit, static_argnums=0)
 def grown(tree: sd.DynamicTree, log_probs):
-    """What an engine does with the functions: all scores and parents, then the nodes that are kept."""
+    """Grows trees as an engine does: all scores and parents, then the nodes that are kept."""
     level, first = jnp.zeros((ROWS, 1)), 0
     scores, parents = [level], [jnp.full((ROWS, 1), -1, jnp.int32)]
     for values in log_probs:

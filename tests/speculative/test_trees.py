@@ -20,8 +20,10 @@ def shapes(size: int):
 
 
 def enumerated(tree: sd.Tree, shares) -> float:
-    """The mean of the committed tokens over every outcome: at each node one of its ranks, or none,
-    has the target's token."""
+    """Returns the mean of the committed tokens over every outcome.
+
+    At each node one of its ranks, or none, has the target's token.
+    """
     children = {
         (parent, rank): node
         for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks[1:]), 1)
@@ -76,8 +78,7 @@ def test_expected_tokens_of_a_chain_are_the_paper_s():
     "shares", [SHARES, [[0.5, 0.3], [0.9, 0.05], [0.2, 0.1]], [[0.4, 0.4], [0.4, 0.4]]]
 )
 def test_no_tree_of_the_size_has_more_tokens(size, shares):
-    """With a free drafter and calls that cost the same up to the size, the best tree has the most
-    tokens."""
+    """With a free drafter the best tree up to a size has the most tokens."""
     for depth in range(1, size):
         found = sd.Tree.best(shares, size, depth)
         assert found.size <= size and found.depth <= depth

@@ -1,5 +1,6 @@
-"""Beam search of one row over a distribution that is known, in numpy and lists: what the compiled
-search must come to.
+"""Searches beams of one row over a known distribution, in numpy and lists.
+
+The compiled search must give the same.
 
 In float32, with sums in the order in which a search makes them, so that what is equal there is
 equal here.
@@ -37,7 +38,7 @@ class Search:
     Attributes:
       kept: candidates for each beam and id that ends, one more than the ids that end if right.
       brevity_offset: added to lengths in the penalty of a finished hypothesis.
-      worst: of the finished hypotheses that the best live beam is compared with: min, or max for a
+      worst: of the finished hypotheses that the best active beam is compared with: min, or max for a
         mistake.
     """
 
@@ -67,16 +68,16 @@ class Search:
           prefix: tokens of the decoder prefix, without the start token.
         """
         far, margins = FAR[self.style], [np.inf]
-        live = [(np.float32(0), [])] + [(-far, [])] * (self.beams - 1)
+        active = [(np.float32(0), [])] + [(-far, [])] * (self.beams - 1)
         finished: list[tuple[np.float32, list[int] | None]] = [(-far, None)] * self.beams
         count = (self.kept or 1 + max(1, len(self.eos_ids))) * self.beams
         for length in range(1, limit + 1):
-            rows = [np.float32(score) + log_probs(tokens) for score, tokens in live]
+            rows = [np.float32(score) + log_probs(tokens) for score, tokens in active]
             flat = np.concatenate(rows)
             order = np.argsort(-flat, kind="stable")[: count + 1]
             margins += _gaps(flat[order])
             candidates = [
-                (flat[i], live[i // len(rows[0])][1] + [int(i % len(rows[0]))])
+                (flat[i], active[i // len(rows[0])][1] + [int(i % len(rows[0]))])
                 for i in order[:count]
             ]
             ends = [tokens[-1] in self.eos_ids for _, tokens in candidates]
@@ -86,7 +87,7 @@ class Search:
                 (score - far if end else score, tokens)
                 for (score, tokens), end in zip(candidates, ending)
             ]
-            live = _best(lowered, self.beams, margins)
+            active = _best(lowered, self.beams, margins)
             full = all(tokens is not None for _, tokens in finished)
             counted = length + (0 if huggingface else prefix) + self.brevity_offset
             for place, ((score, tokens), end) in enumerate(zip(candidates, ending)):
@@ -97,20 +98,18 @@ class Search:
                     finished.append((np.float32(score / self.divisor(counted)), tokens))
             finished = _best(finished, self.beams, margins)
             if not huggingface:
-                live = live[::-1]
-            if length == limit or self._over(live, finished, length, limit, prefix, margins):
+                active = active[::-1]
+            if length == limit or self._over(active, finished, length, limit, prefix, margins):
                 break
         if all(tokens is None for _, tokens in finished):
-            finished = live if self.style == "huggingface" else live[::-1]
+            finished = active if self.style == "huggingface" else active[::-1]
         return Found(
             [t for _, t in finished], [s for s, _ in finished], length, float(min(margins))
         )
 
-    def _over(self, live, finished, length, limit, prefix, margins) -> bool:
-        best, full = (
-            max(score for score, _ in live),
-            all(tokens is not None for _, tokens in finished),
-        )
+    def _over(self, active, finished, length, limit, prefix, margins) -> bool:
+        best = max(score for score, _ in active)
+        full = all(tokens is not None for _, tokens in finished)
         worst = self.worst(score for score, _ in finished)
         if self.style == "t5x":
             possible = best / self.divisor(prefix + limit + 1)

@@ -23,8 +23,10 @@ model = sd.ModelDrafter(MODEL)
 
 @functools.cache
 def table(sampled: bool):
-    """Returns a table drafter with fewer ids than the models have; without `sampled` it drafts
-    point masses."""
+    """Returns a table drafter with fewer ids than the models have.
+
+    Without `sampled` it drafts point masses.
+    """
     sequences = np.random.default_rng(2).integers(0, 13, (6, 20)).tolist()
     return sd.NGramDrafter.count(sequences, 13, 2, sampled=sampled)
 

@@ -1,4 +1,4 @@
-"""Runs commands in this process; tiny models, folders and outputs shared by the tests of commands."""
+"""Runs commands in this process, with tiny models, folders and outputs for all tests."""
 
 import jax
 import pytest
@@ -33,8 +33,7 @@ MODELS = (
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Makes folders with a target, a drafter with its vocabulary, and a stranger with another
-    vocabulary."""
+    """Makes folders with a target, a drafter with its vocabulary, and a model with another one."""
     folder = tmp_path_factory.mktemp("models")
     vocabulary = SentencePieceVocabulary.train(TEXT, 36)
     other = SentencePieceVocabulary.train(TEXT, 35)
@@ -49,7 +48,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """Uses one compilation cache for all tests of a file, and restores JAX's settings afterwards."""
+    """Uses one compilation cache for all tests of a file, and restores JAX's settings."""
     base = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(base))
     names = [
@@ -79,8 +78,7 @@ def compilations():
 
 @pytest.fixture
 def specdec(capsys, pair):
-    """Returns a function that runs a command; it returns (exit code, standard output, standard
-    error without what jobs announce).
+    """Returns a function that runs a command: (exit code, output, errors without announcements).
 
     TARGET, DRAFTER and STRANGER in the arguments stand for the folders of `pair`.
     """

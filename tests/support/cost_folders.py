@@ -13,8 +13,10 @@ DEAR = Costs(tuple(1 + 0.95 * gamma for gamma in range(MAXIMUM + 1)), 0.1, 1e-3)
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """Gives a test its own cache folder and a process that has measured nothing; XLA's programs go
-    elsewhere."""
+    """Gives a test its own cache folder and a process that has measured nothing.
+
+    XLA's programs go elsewhere.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(autotune, "_known", {})
     monkeypatch.setattr(autotune, "_learned", {})

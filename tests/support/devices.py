@@ -1,5 +1,4 @@
-"""Makes files that are not regular and disks that are full, in a temporary folder, and runs
-`specdec` as a process.
+"""Makes irregular files and full disks in a temporary folder, and runs `specdec` as a process.
 
 A test skips if the system does not permit this.
 """

@@ -21,8 +21,10 @@ SMALL = T5Config(64, 8, 2, 4, 1, 1, 16)
 
 @pytest.fixture(scope="module")
 def models(language, tmp_path_factory):
-    """Makes a folder with a random `target`, a smaller `drafter`, and a `stranger` with another
-    vocabulary."""
+    """Makes a folder with a random `target`, a smaller `drafter`, and a `stranger`.
+
+    The stranger has another vocabulary.
+    """
     folder = tmp_path_factory.mktemp("models")
     texts = (language / "train.tsv").read_text().split("\n")
     vocabulary, other = (
@@ -37,7 +39,7 @@ def models(language, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def one_optimizer(monkeypatch):
-    """Uses one optimiser object for all runs with the same schedule, so that a step compiles once."""
+    """Uses one optimiser object for all runs of a schedule, so that a step compiles once."""
     monkeypatch.setattr(train, "make_optimizer", _optimizer)
 
 

@@ -1,5 +1,4 @@
-"""Samples decodes on the production random path and compares their distribution with the exact one
-by G-tests."""
+"""Samples decodes on the production random path and compares their distribution by G-tests."""
 
 import jax
 import numpy as np
@@ -19,8 +18,10 @@ INPUTS = [3, 7, 1]
 
 
 def joint_distribution(model, config: SamplingConfig) -> np.ndarray:
-    """Returns `[V³]` float64, the probabilities of the first three ids (0 after an EOS),
-    teacher-forced over all prefixes."""
+    """Returns `[V³]` float64, the probabilities of the first three ids.
+
+    They are teacher-forced over all prefixes, and 0 after an EOS.
+    """
     pairs = np.stack(np.meshgrid(np.arange(V), np.arange(V), indexing="ij"), axis=-1).reshape(-1, 2)
     inputs, first = (
         (INPUTS[:-1], INPUTS[-1]) if decoder_only(model) else (INPUTS, model.start_token)
@@ -41,8 +42,10 @@ def joint_distribution(model, config: SamplingConfig) -> np.ndarray:
 
 
 def g_test(counts: np.ndarray, probs: np.ndarray) -> float:
-    """Returns the p-value of `counts` under `probs`, with Williams's correction; cells that expect
-    fewer than 20 are merged."""
+    """Returns the p-value of `counts` under `probs`, with Williams's correction.
+
+    Cells that expect fewer than 20 are merged.
+    """
     assert counts[probs == 0].sum() == 0, "drawn although its probability is 0"
     draws = counts.sum()
     small = probs * draws < 20

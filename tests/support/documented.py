@@ -1,5 +1,4 @@
-"""A folder in which the documented commands run: toy models, files and shapes in the places that
-they name."""
+"""Builds a folder in which the documented commands run, with the toy files that they name."""
 
 import gzip
 import pathlib
@@ -68,8 +67,10 @@ def build(folder: pathlib.Path) -> None:
 
 
 def _folders(shape) -> set[str]:
-    """Returns the folders, with "/" at their ends, that commands on the pages read as models of the
-    reader's own."""
+    """Returns the folders that commands on the pages read as models of the reader's own.
+
+    The pages write their names with "/" at the end.
+    """
     words = [word.partition("=") for argv in all_commands() for word in argv]
     found = {value for flag, _, value in words if flag in ("--target", "--drafter", "--source")}
     return {
@@ -88,8 +89,7 @@ def all_commands() -> list[list[str]]:
 
 
 def shrink(monkeypatch, folder: pathlib.Path) -> None:
-    """Puts the toy pair in the place of the bundled one, and toy shapes in the place of the
-    presets."""
+    """Replaces the bundled pair by the toy pair, and the presets' shapes by toy shapes."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(loader, "BUNDLED", folder / "bundled")
     for presets, shape in ((t5.PRESETS, T5), (gpt.GPT_PRESETS, GPT)):

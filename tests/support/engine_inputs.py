@@ -29,17 +29,12 @@ def loop_bodies(hlo: str) -> str:
     computations = dict(
         re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S)
     )
-
-    def called(text):
-        return re.findall(
-            r"(?:body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-]+)", text
-        )
-
+    called = re.compile(r"(?:body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-]+)")
     open_, reached = re.findall(r"body=%?([\w.\-]+)", hlo), set()
     assert open_, "no loop found: the text is not what this test reads"
     while open_:
         name = open_.pop()
         if name not in reached:
             reached.add(name)
-            open_ += called(computations[name])
+            open_ += called.findall(computations[name])
     return "\n".join(computations[name] for name in reached)

@@ -42,8 +42,10 @@ def dists(vocab, zeros=0.0):
 
 @contextlib.contextmanager
 def float64(on: bool = True):
-    """Numbers of 64 bits in JAX; there places have 64 and lengths 32, which only standard promotion
-    brings together."""
+    """Runs a test with numbers of 64 bits in JAX.
+
+    Places then have 64 bits and lengths 32, which only standard promotion brings together.
+    """
     with jax.enable_x64(on), jax.numpy_dtype_promotion("standard" if on else "strict"):
         yield
 

@@ -1,5 +1,6 @@
-"""Runs the kernel of a draft step on meshes of fake CPU devices, for `test_fused_mesh.py`: a
-process's number of devices is fixed when JAX starts.
+"""Runs the kernel of a draft step on meshes of fake CPU devices, for `test_fused_mesh.py`.
+
+It is a process of its own, since the number of devices is fixed when JAX starts.
 
 Prints one JSON object: for each mesh and number of rows the shapes that reached the kernel on a
 device, and how far numbers are from those of XLA's layers.
@@ -24,8 +25,7 @@ INPUTS = np.array([[3, 4, 5, 6], [7, 8, 9, 0], [10, 0, 0, 0], [3, 5, 7, 0]], np.
 
 
 def difference(mesh: tuple[int, int], rows: int, calls: list) -> float:
-    """Returns the greatest difference of states and caches after a call over two positions, of
-    several after others."""
+    """Returns the greatest difference of states and caches after a call over two positions."""
     shape = dict(emb_dim=128, num_heads=4, head_dim=64, mlp_dim=128)
     alone = tiny_t5(0, 24, **shape)
     rules = ShardingRules(sd.make_mesh(*mesh), replicate=True)
@@ -49,11 +49,9 @@ def difference(mesh: tuple[int, int], rows: int, calls: list) -> float:
     del calls[:]
     found, expected = both(network, cache)
     if rows == 1:  # XLA's layers are fed more positions, whose slots are stale afterwards
-
-        def known(x):
-            return x[..., :17, :] if x.ndim == 3 and x.shape[-2] > 17 else x
-
-        found, expected = jax.tree.map(known, (found, expected))
+        found, expected = jax.tree.map(
+            lambda x: x[..., :17, :] if x.ndim == 3 and x.shape[-2] > 17 else x, (found, expected)
+        )
     gaps = jax.tree.map(
         lambda a, b: float(np.abs(np.float32(a) - np.float32(b)).max()), found, expected
     )

@@ -1,5 +1,4 @@
-"""Classes with the names of T5X's model and this package's, for gin files of tests where T5X is not
-installed."""
+"""Defines classes named as T5X's model and this package's, for gin files without T5X."""
 
 
 class EncoderDecoderModel:

@@ -1,5 +1,4 @@
-"""Reads the golden models: what T5X and Hugging Face transformers saved, and what they computed
-from it."""
+"""Reads the golden models: what T5X and transformers saved, and what they computed from it."""
 
 import pathlib
 import tarfile
@@ -14,15 +13,18 @@ HF_MODELS = ("hf_t5_1_0", "hf_t5_1_1", "hf_mt5", "hf_umt5")
 
 
 def golden_hf_models() -> Iterator[tuple[str, pathlib.Path, dict[str, np.ndarray]]]:
-    """Yields (name, model folder, arrays) of each Hugging Face model; scripts/write_golden_hf.py
-    describes the arrays."""
+    """Yields (name, model folder, arrays) of each Hugging Face model.
+
+    `scripts/write_golden_hf.py` describes the arrays.
+    """
     for name in HF_MODELS:
         yield name, GOLDEN / name, dict(np.load(GOLDEN / name / "io.npz"))
 
 
 def unpack_t5x(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, np.ndarray]]:
-    """Unpacks T5X's checkpoint (some 300 small files) into `folder`; returns (directory of
-    `checkpoint_7`, arrays).
+    """Unpacks T5X's checkpoint into `folder`; returns (directory of `checkpoint_7`, arrays).
+
+    It has some 300 small files.
 
     The arrays are encoder_input_tokens [4, 12], decoder_input_tokens [4, 16], logits [4, 16, 128],
     and greedy decodes [4, 16] with EOS 1 (`greedy_eos1`), without EOS (`greedy_noeos`), with
@@ -38,8 +40,10 @@ def unpack_t5x(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, np.ndarray
 
 
 def greedy_tokens(model, inputs, input_lengths, steps: int, eos_ids=(), prefix=None) -> np.ndarray:
-    """Returns a greedy decode `[B, steps]` by teacher-forced logits alone, 0 after an EOS; `prefix
-    [B, P]` is forced first."""
+    """Returns a greedy decode `[B, steps]` by teacher-forced logits alone, 0 after an EOS.
+
+    `prefix [B, P]` is fed first.
+    """
     rows = len(inputs)
     tokens = np.zeros((rows, steps), np.int32)
     forced = 0 if prefix is None else prefix.shape[1]
@@ -59,8 +63,10 @@ DRAFTERS = ("plain", "speculative")
 def engine_tokens(
     model, inputs, input_lengths, steps: int, eos_ids=None, prefix=None, drafter="plain"
 ) -> np.ndarray:
-    """Returns the same `[B, steps]` from the package's own decode loop; with "speculative" the
-    model drafts three tokens for itself."""
+    """Returns the same `[B, steps]` from the package's own decode loop.
+
+    With "speculative" the model drafts three tokens for itself.
+    """
     forced = 0 if prefix is None else prefix.shape[1]
     options = dict(drafter=sd.ModelDrafter(model), gamma=3) if drafter == "speculative" else {}
     result = sd.generate(

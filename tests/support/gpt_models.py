@@ -12,7 +12,7 @@ FOLDER = GOLDEN / "hf_gpt2"
 
 
 def write_hf(folder, tensors=None, **options):
-    """Writes the golden folder without its tokenizer, with other options, tensors or tensor names."""
+    """Writes the golden folder without its tokenizer, with other options or tensors."""
     folder.mkdir()
     content = json.loads((FOLDER / "config.json").read_text()) | options
     (folder / "config.json").write_text(json.dumps(content))

@@ -17,8 +17,10 @@ def t5():
 
 @functools.cache
 def drafter(share: bool):
-    """Returns untrained heads that repeat the target's last token, or something like it, and so are
-    right now and then."""
+    """Returns untrained heads that repeat the target's last token, or nearly.
+
+    So they are right now and then.
+    """
     if share:
         return random_heads(t5(), 0.1, share_head=True)
     kernel = np.asarray(heads_module.head_kernel(t5().config, t5().params))

@@ -1,5 +1,4 @@
-"""Lists hostile files: a case is a sound folder, the damage done to it, and what the message must
-name.
+"""Lists hostile files: a sound folder, the damage done to it, and what the message must name.
 
 The cases here replace whole files by something else or change settings; those of
 `hostile_formats.py` damage each format.
@@ -38,8 +37,10 @@ def case(
     read: str = "load",
     names=None,
 ) -> None:
-    """Adds a case; `damage` is given the path of `file`, which the message must name unless `names`
-    gives something else."""
+    """Adds a case; `damage` gets the path of `file`.
+
+    The message must name the file, unless `names` gives something else.
+    """
     assert name not in CASES, name
     CASES[name] = Case(
         base, lambda folder: damage(folder / file), names or pathlib.Path(file).name, read
@@ -294,7 +295,7 @@ settings(
     "own", "config.json", {"eos_ids": (["x"], [True]), "start_token": ("x", 1.5)}, names="model"
 )
 GPT = {"vocab_size": 9, "emb_dim": 4, "num_heads": 1, "num_decoder_layers": 1, "mlp_dim": 4}
-SAID = {
+DECLARED = {
     "format": "specdec_jax",
     "version": 1,
     "kind": "t5x",
@@ -304,10 +305,10 @@ SAID = {
     "vocabulary": None,
 }
 case(
-    "T5X: said to be a GPT",
+    "T5X: declared as a GPT",
     "legacy",
     "checkpoint_7/config.json",
-    lambda path: path.write_text(json.dumps(SAID)),
+    lambda path: path.write_text(json.dumps(DECLARED)),
 )
 settings(
     "heads",

@@ -1,5 +1,7 @@
-"""Reads hostile files one by one, in a process of its own, since some could hang, fill the memory
-or end the process."""
+"""Reads hostile files one by one, in a process of its own.
+
+Some could hang, fill the memory or end the process.
+"""
 
 import contextlib
 import dataclasses
@@ -54,8 +56,7 @@ def target():
 
 
 def read(how: str, folder: pathlib.Path) -> None:
-    """Reads what lies in a folder; a command's exit code 2 becomes a ValueError with its line on
-    standard error."""
+    """Reads the folder; a command's exit code 2 becomes a ValueError with its line."""
     import specdec_jax as sd
     from specdec_jax.commands import main as main_command
 
@@ -83,8 +84,10 @@ def read(how: str, folder: pathlib.Path) -> None:
 
 
 def high_water() -> int:
-    """Returns the greatest memory of the process in bytes since the last call; since its start if
-    Linux does not tell."""
+    """Returns the greatest memory of the process in bytes since the last call.
+
+    Where Linux cannot reset it, since the start of the process.
+    """
     try:
         status = pathlib.Path("/proc/self/status").read_text()
         most = (
@@ -98,8 +101,7 @@ def high_water() -> int:
 
 
 def attempt(name: str, folder: pathlib.Path) -> dict:
-    """Tries one case; returns the error's type and text, seconds, bytes, and what a library wrote
-    to standard error."""
+    """Tries one case; returns the error's type and text, seconds, bytes, and standard error."""
     of, path = CASES[name], folder / "model"
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(folder / "bases" / of.base, path)

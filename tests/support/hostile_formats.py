@@ -1,5 +1,4 @@
-"""Lists hostile files of each format: tensors, msgpack, zarr, Orbax, tokenizers, tables, records,
-gin and text."""
+"""Lists hostile files of each format: weights, tokenizers, tables, records, gin and text."""
 
 import base64
 import gzip
@@ -345,8 +344,10 @@ def table_of_characters(change) -> bytes:
 
 
 def field(number: int, content: bytes) -> bytes:
-    """Returns a field of a protocol buffer; a second one that is a message is merged into the
-    first."""
+    """Returns a field of a protocol buffer.
+
+    A second one that is a message is merged into the first.
+    """
     length, digits = len(content), []
     while length or not digits:
         digits.append(length & 0x7F | (0x80 if length > 0x7F else 0))
@@ -403,7 +404,7 @@ def npy(text: str, data=b"") -> bytes:
 
 
 def bomb(path):
-    """Writes ten gigabytes of zeros as a member whose length the archive's directory does not tell."""
+    """Writes ten gigabytes of zeros whose length the archive's directory does not give."""
     deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
     block = deflate.compress(bytes(10**7)) + deflate.flush(zlib.Z_FULL_FLUSH)
     zipped({"starts.npy": b"0" * 100}, zipfile.ZIP_STORED)(path)

@@ -30,8 +30,7 @@ def settings(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """Makes a folder with what compilers can make of the source: "works.so", "crashes.so" and
-    "wrong.so"."""
+    """Makes a folder of libraries: "works.so", "crashes.so" and "wrong.so"."""
     folder = tmp_path_factory.mktemp("libraries")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -51,8 +50,10 @@ def libraries(tmp_path_factory):
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch, libraries):
-    """Returns a function that makes CXX a compiler that runs `what` instead of compiling, and notes
-    each call in "calls"."""
+    """Returns a function that makes CXX a compiler that runs `what` instead of compiling.
+
+    Each call is noted in "calls".
+    """
 
     def make(what: str, version: str = "fake 1.2.3 (x 4.5)"):
         script = tmp_path / "fake"

@@ -6,6 +6,5 @@ from command_line import MODELS
 
 @pytest.fixture
 def generate(specdec):
-    """Returns a function that runs `specdec generate` with the tiny pair, short outputs and two
-    rows a batch."""
+    """Returns a function that runs `specdec generate` with the tiny pair and two rows a batch."""
     return lambda *argv: specdec("generate", *MODELS, "--batch_size=2", *argv)

@@ -1,4 +1,4 @@
-"""Writes tiny checkpoints in every layout that `load` reads, from flat `{T5X name: array}` dicts."""
+"""Writes tiny checkpoints in every layout that `load` reads, from `{T5X name: array}`."""
 
 import io
 import json
@@ -47,12 +47,9 @@ def random_params(config: T5Config, seed: int = 0) -> dict[str, np.ndarray]:
 
 def to_tensors(params: dict[str, np.ndarray], dtype=np.float32) -> dict[str, np.ndarray]:
     """Returns tensors under Hugging Face's names, `[out, in]`."""
-
-    def turned(name, x):
-        return x.T if name.endswith(("/kernel", "/rel_embedding")) else x
-
+    transposed = ("/kernel", "/rel_embedding")
     return {
-        tensor_name(name): np.ascontiguousarray(turned(name, x)).astype(dtype)
+        tensor_name(name): np.array(x.T if name.endswith(transposed) else x, dtype, order="C")
         for name, x in params.items()
     }
 
@@ -138,8 +135,10 @@ def write_t5x_legacy(
 
 
 def write_t5x_orbax(folder: pathlib.Path, params: dict, optimizer: bool = True) -> pathlib.Path:
-    """Writes `checkpoint_<step>/state/` as T5X's Orbax manager does: an OCDBT database of
-    `target.…` and `state.…`."""
+    """Writes `checkpoint_<step>/state/` as T5X's Orbax manager does.
+
+    It is an OCDBT database of `target.…` and `state.…`.
+    """
     tree = {"target": unflatten(params)}
     if optimizer:
         tree["state"] = {"step": np.asarray(7), "param_states": {"v": unflatten(params)}}

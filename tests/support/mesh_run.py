@@ -1,5 +1,6 @@
-"""Decodes on meshes of fake CPU devices, for `test_mesh.py`: a process's number of devices is fixed
-when JAX starts.
+"""Decodes on meshes of fake CPU devices, for `test_mesh.py`.
+
+It is a process of its own, since the number of devices is fixed when JAX starts.
 
     python mesh_run.py FOLDER meshes|more            # four devices: several meshes
     python mesh_run.py FOLDER process NUMBER PORT    # one of two processes with a device each
@@ -37,7 +38,7 @@ MIXED, ARGMAX, LIMITS = (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0), (8, 5, 8, 6)
 
 
 def load(folder: pathlib.Path, mesh, shard_drafter: bool = False):
-    """Loads target and drafter; the drafter is whole on every device, unless it is to be divided."""
+    """Loads target and drafter; the drafter is whole on every device, or divided if asked."""
     drafter = sd.load(
         folder / "drafter", "float32", mesh=mesh, replicate=mesh is not None and not shard_drafter
     )
@@ -45,8 +46,7 @@ def load(folder: pathlib.Path, mesh, shard_drafter: bool = False):
 
 
 def options(rows, temperatures=MIXED) -> dict:
-    """Returns options with argmax for half of the rows and draws for the others, and with a limit
-    and a key for each."""
+    """Returns options: argmax for half of the rows, a limit and a key for each."""
     return dict(
         sampling=sd.SamplingConfig(temperature=[temperatures[row] for row in rows]),
         eos_ids=(),
@@ -85,8 +85,7 @@ def rejected(call) -> str:
 
 
 def described(target, drafter, stored: dict) -> dict:
-    """Returns what a device holds of the parameters of both models, and whether they are the stored
-    ones."""
+    """Returns each device's part of both models, and whether its parameters are the stored ones."""
     restored = flatten(target.params)
 
     def part(params):
@@ -101,15 +100,13 @@ def described(target, drafter, stored: dict) -> dict:
 
 def printed(command: str, *arguments: str) -> str:
     """Returns what a command prints with the bundled pair."""
-    out, flags = (
-        io.StringIO(),
-        [
-            "--target=ende/target",
-            "--drafter=ende/drafter",
-            "--dtype=float32",
-            "--max_new_tokens=16",
-        ],
-    )
+    out = io.StringIO()
+    flags = [
+        "--target=ende/target",
+        "--drafter=ende/drafter",
+        "--dtype=float32",
+        "--max_new_tokens=16",
+    ]
     with contextlib.redirect_stdout(out):
         assert main.main([command, *flags, "--compilation_cache_dir=", *arguments]) == 0
     return out.getvalue()
@@ -120,8 +117,10 @@ def identity(model: sd.LanguageModel) -> list[str]:
 
 
 def tables() -> dict:
-    """Decodes with a position table for every layer, on one device and on two times two; returns
-    tokens, and a device's part of a table."""
+    """Decodes with a position table per layer, on one device and on two times two.
+
+    Returns tokens and a device's part of a table.
+    """
     config = sd.T5Config(64, 16, 4, 4, 1, 2, 24, relative_bias_per_layer=True)
     models = [
         sd.LanguageModel.random(config, rules=rules)
@@ -140,11 +139,9 @@ def tables() -> dict:
 
 def meshes(folder: pathlib.Path) -> dict:
     """Returns tokens on several meshes, and where arrays lie on one of two times two."""
-    alone, first, four = (
-        load(folder, None),
-        load(folder, sd.make_mesh(1, 1)),
-        load(folder, sd.make_mesh(1, 4), True),
-    )
+    alone = load(folder, None)
+    first = load(folder, sd.make_mesh(1, 1))
+    four = load(folder, sd.make_mesh(1, 4), True)
     target, drafter = load(folder, sd.make_mesh(2, 2))
     found: dict = {
         "none": decode(*alone),
@@ -243,8 +240,6 @@ def process(folder: pathlib.Path, number: str, port: str) -> dict:
 
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
-    where, what = (
-        pathlib.Path(sys.argv[1]),
-        {"meshes": meshes, "more": more, "process": process}[sys.argv[2]],
-    )
+    where = pathlib.Path(sys.argv[1])
+    what = {"meshes": meshes, "more": more, "process": process}[sys.argv[2]]
     print(json.dumps(what(where, *sys.argv[3:])))

@@ -21,8 +21,8 @@ class RepeatDrafter(sd.Drafter):
         return (), draft_without_calls(state, tokens, num_wanted, point_mass(state, tokens))
 
 
-def judge_mirrored(target, draft, draft_tokens, num_drafted, randomness, settings):
-    """Judges by Algorithm 1 with 1 − u in place of u: as exact, with other tokens for the same key."""
+def verify_mirrored(target, draft, draft_tokens, num_drafted, randomness, settings):
+    """Verifies by Algorithm 1 with 1 − u in place of u: as exact, with other tokens."""
     accepted = (1 - randomness.accept) * draft.prob(draft_tokens) <= leading_distribution(
         target
     ).prob(draft_tokens)
@@ -30,4 +30,4 @@ def judge_mirrored(target, draft, draft_tokens, num_drafted, randomness, setting
     return correct(target, draft, num_accepted, num_drafted, randomness.final)
 
 
-MIRRORED = sd.Verifier("mirrored", judge_mirrored)
+MIRRORED = sd.Verifier("mirrored", verify_mirrored)

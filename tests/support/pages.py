@@ -1,5 +1,4 @@
-"""Reads the pages of documentation: the README, those of the packages, and the card of the bundled
-pair."""
+"""Reads the documentation: the README, the packages' pages, and the bundled pair's model card."""
 
 import pathlib
 import re
@@ -53,15 +52,13 @@ def prose(text: str) -> str:
 
 
 def shell(text: str) -> str:
-    """Returns the lines of all fenced blocks that are not Python, those that a backslash continues
-    in one."""
+    """Returns the lines of all fenced blocks that are not Python, continued lines joined."""
     found = "\n".join(body for language, _, body in blocks(text) if language != "python")
     return re.sub(r"\s*\\\n\s*", " ", found)
 
 
 def commands(text: str) -> list[list[str]]:
-    """Returns the arguments of every `specdec` command in fenced blocks, from "specdec" to the end
-    or the next pipe."""
+    """Returns the arguments of every `specdec` command in fenced blocks, up to a pipe."""
     found = []
     for line in shell(text).splitlines():
         match = re.match(r"(?:.* && |(?:\w+=\S* )+)?(specdec [a-z].*)", line)

@@ -38,7 +38,9 @@ def enumerated(
             if wanted < 0:
                 following[prefix, state] = following.get((prefix, state), 0) + prob
                 continue
-            for (new, _), p in toy.kernel(prefix, None, target, draft, wanted, set(), rule).items():
+            for (new, _), p in toy.enumerate_iteration(
+                prefix, None, target, draft, wanted, set(), rule
+            ).items():
                 after = new, update(state, wanted, len(new) - len(prefix) - 1)
                 following[after] = following.get(after, 0) + prob * p
         states = following

@@ -72,8 +72,7 @@ def certainty(targets, predictions, aux_values):
 
 @pytest.fixture(scope="module")
 def toys(pair, tmp_path_factory):
-    """Registers the tasks `toy_text`, `toy_more` with its own postprocessor, and both as
-    `toy_both`, with the tiny target's ids."""
+    """Registers the tasks `toy_text` and `toy_more`, and both as `toy_both`, with tiny ids."""
     folder = tmp_path_factory.mktemp("tsv")
     files = {
         "test": write(folder / "test.tsv"),

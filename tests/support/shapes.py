@@ -1,5 +1,7 @@
-"""Checks shapes and dtypes of arrays in calls, for `--jaxtyping-packages`, and nothing else: toys
-may be accepted in for networks and models."""
+"""Checks shapes and dtypes of arrays in calls, for `--jaxtyping-packages`, and nothing else.
+
+Toys may take the place of networks and models.
+"""
 
 import dataclasses
 import functools
@@ -67,10 +69,9 @@ def _check_record(value) -> None:
                 if kind is None:
                     _check_record(field)
                 elif not is_bearable(_as_jax(field), kind):
-                    got = f"{getattr(field, 'dtype', type(field).__name__)}{getattr(field, 'shape', '')}"
-                    raise AnnotationError(
-                        f"{type(value).__name__}.{name}: got {got}, expected {kind}"
-                    )
+                    dtype = getattr(field, "dtype", type(field).__name__)
+                    got = f"{dtype}{getattr(field, 'shape', '')}, expected {kind}"
+                    raise AnnotationError(f"{type(value).__name__}.{name}: got {got}")
 
 
 @functools.cache

@@ -17,20 +17,20 @@ LIMITS = [1 if row % 6 == 5 else LIMIT for row in range(B)]
 
 
 def decode(drafter, order=range(B), target=TARGET, **options):
-    def at(values):
+    def reorder(values):
         return [values[row] for row in order]
 
     options = (
         dict(
-            gamma=at(GAMMAS),
-            max_new_tokens=at(LIMITS),
-            decoder_prefix=at(PREFIXES),
+            gamma=reorder(GAMMAS),
+            max_new_tokens=reorder(LIMITS),
+            decoder_prefix=reorder(PREFIXES),
             eos_ids=[EOS],
             drafter=drafter,
         )
         | options
     )
-    return sd.generate(target, at(INPUTS), **options)
+    return sd.generate(target, reorder(INPUTS), **options)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ STEPS = 16
 
 @pytest.fixture(scope="module", autouse=True)
 def standard_promotion():
-    """Lets T5X bring numbers of several dtypes together, as JAX does unless it is told otherwise."""
+    """Lets T5X combine numbers of several dtypes, as JAX does by default."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 

@@ -33,7 +33,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def as_stderr(monkeypatch, kind: str = "xterm", columns: int = 100):
-    """Makes a terminal of this kind standard error; yields a list that has what it got at the end."""
+    """Makes a terminal standard error; yields a list that gets its output at the end."""
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_INTERACTIVE", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", kind)

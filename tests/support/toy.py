@@ -1,11 +1,10 @@
-"""Enumerates speculative decoding over distributions that are known exactly, in float64 with numpy
-and nothing of the package.
+"""Enumerates speculative decoding over known distributions, in float64 with numpy alone.
 
 A *distribution* is a function from a prefix (tuple of ids, without the start token) to the
-probabilities `[V]` of the next id. A *kernel* is one iteration as a distribution over what it
-commits: every draft, every acceptance outcome and every final token is visited with its
-probability; nothing is sampled. `Verifier` decides what is accepted; `Rule` holds what the known
-mistakes get wrong.
+probabilities `[V]` of the next id. `enumerate_iteration` returns one iteration as a distribution
+over committed tokens: it visits every draft, every acceptance outcome and every final token with
+its probability; nothing is sampled. `Verifier` decides what is accepted; `Rule` holds what the
+known mistakes get wrong.
 """
 
 import dataclasses
@@ -21,8 +20,10 @@ DistributionOf = Callable[[Prefix], np.ndarray]
 def adjusted_probs(
     logits, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> np.ndarray:
-    """Returns probabilities `[..., V]` by sorting: temperature, then top-k, then top-p; ties with
-    the last id kept stay."""
+    """Returns probabilities `[..., V]` by sorting: temperature, then top-k, then top-p.
+
+    Ties with the last id kept stay.
+    """
     logits = np.asarray(logits, np.float64)
     if temperature == 0:
         return np.eye(logits.shape[-1])[np.argmax(logits, axis=-1)]
@@ -42,8 +43,10 @@ def adjusted_probs(
 
 
 def table_distribution(vocab: int, seed: int, zeros: float = 0.0) -> DistributionOf:
-    """Returns a distribution that depends on the whole prefix; after each prefix about a share
-    `zeros` of the ids has probability 0."""
+    """Returns a distribution that depends on the whole prefix.
+
+    After each prefix about a share `zeros` of the ids has probability 0.
+    """
     table: dict[Prefix, np.ndarray] = {}
 
     def dist(prefix: Prefix) -> np.ndarray:
@@ -81,8 +84,9 @@ def ratio(p: np.ndarray, q: np.ndarray, x: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """Decides how many drafted ids are accepted and what follows, given n + 1 distributions p, n
-    distributions q and n drafted ids x.
+    """Decides how many drafted ids are accepted and what follows.
+
+    It is given n + 1 distributions p, n distributions q and n drafted ids x.
 
     Attributes:
       accept_probs: from (p, q, x), n numbers h: position i is accepted if and only if its uniform
@@ -98,8 +102,10 @@ class Verifier:
     largest: bool = False
 
     def outcomes(self, p, q, x) -> list[tuple[float, np.ndarray]]:
-        """Returns, for τ = 0 … n, its probability over the uniforms and the distribution of the
-        next token."""
+        """Returns the probability and the next token's distribution for τ = 0 … n.
+
+        The probability is over the uniforms.
+        """
         heights = self.accept_probs(p, q, x)
         rejected_ = [1 - h for h in heights]
         found = []
@@ -112,8 +118,10 @@ class Verifier:
         return found
 
     def decide(self, p, q, x, uniforms, final_uniforms) -> tuple[int, int]:
-        """Returns (τ, next id) for given uniforms; `final_uniforms` has one number for each place
-        of the next id."""
+        """Returns (τ, next id) for given uniforms.
+
+        `final_uniforms` has one number for each place of the next id.
+        """
         accepted = [u < h for u, h in zip(uniforms, self.accept_probs(p, q, x))]
         if self.largest:
             tau = max((i for i, yes in enumerate(accepted, 1) if yes), default=0)
@@ -144,8 +152,7 @@ def invert(weights: np.ndarray, uniform: float) -> int:
 
 
 def random_bits(uniform) -> np.ndarray:
-    """Returns `[..., 2]` uint32: random bits with which `draw` takes the id that `invert` finds at
-    `uniform [...]`."""
+    """Returns the uint32 bits `[..., 2]` with which `draw` takes the id of `invert`."""
     word = np.floor(np.asarray(uniform, np.float64) * 2**32).astype(np.uint32)
     return np.stack([word, word], axis=-1)
 
@@ -159,7 +166,7 @@ def block_weights(p, q, x) -> list[float]:
     return weights
 
 
-def block_stand(p, q, x) -> list[float]:
+def block_accept_probs(p, q, x) -> list[float]:
     """Returns h_1 … h_n of block verification: h_i = S_i / (S_i + 1 − π_i), h_n = π_n."""
     weights, heights = block_weights(p, q, x), []
     for i in range(1, len(x)):
@@ -169,7 +176,7 @@ def block_stand(p, q, x) -> list[float]:
     return heights + weights[-1:] if len(x) else []
 
 
-def rejection_stand(p, q, x) -> list[float]:
+def rejection_accept_probs(p, q, x) -> list[float]:
     """Returns p(x) / (M q(x)) with M = max p/q over the ids with p > 0; 0 where M is infinite."""
     heights = []
     for here, there, token in zip(p, q, x):
@@ -189,11 +196,11 @@ TOKEN = Verifier(
     following=lambda p, q, x, tau: residual(p[tau], q[tau]),
 )
 BLOCK = Verifier(
-    accept_probs=block_stand,
+    accept_probs=block_accept_probs,
     following=lambda p, q, x, tau: residual(p[tau], q[tau], block_weights(p, q, x)[tau]),
     largest=True,
 )
-REJECTION = Verifier(accept_probs=rejection_stand, following=lambda p, q, x, tau: p[tau])
+REJECTION = Verifier(accept_probs=rejection_accept_probs, following=lambda p, q, x, tau: p[tau])
 
 
 def lenient(lenience: float) -> Verifier:
@@ -204,8 +211,7 @@ def lenient(lenience: float) -> Verifier:
 
 
 def typical(epsilon: float, delta: float) -> Verifier:
-    """Returns a verifier under which x is accepted if and only if p(x) > min(ε, δ · exp(−H(p))),
-    whatever the uniforms."""
+    """Returns a verifier under which x is accepted iff p(x) > min(ε, δ · exp(−H(p)))."""
 
     def accept_probs(p, q, x):
         return [float(a[y] > typical_threshold(a, epsilon, delta)) for a, y in zip(p, x)]
@@ -214,8 +220,10 @@ def typical(epsilon: float, delta: float) -> Verifier:
 
 
 def coupled(p, x, noise) -> tuple[int, int]:
-    """Returns (τ, next id) of Gumbel coupling with noise g `[n + 1, V]`: a drafted id is accepted
-    if it is argmax(log p + g)."""
+    """Returns (τ, next id) of Gumbel coupling with noise g `[n + 1, V]`.
+
+    A drafted id is accepted if it is argmax(log p + g).
+    """
     with np.errstate(divide="ignore"):
         own = [int(np.argmax(np.log(here) + g)) for here, g in zip(p, noise)]
     tau = next((i for i, token in enumerate(x) if token != own[i]), len(x))
@@ -223,21 +231,22 @@ def coupled(p, x, noise) -> tuple[int, int]:
 
 
 def coupled_share(p: np.ndarray, q: np.ndarray) -> float:
-    """Returns the probability that argmax(log p + g) = argmax(log q + g): Σ_j 1 / Σ_i max(p_i/p_j,
-    q_i/q_j)."""
+    """Returns the probability that argmax(log p + g) = argmax(log q + g).
+
+    It is Σ_j 1 / Σ_i max(p_i/p_j, q_i/q_j).
+    """
     both = np.flatnonzero((p > 0) & (q > 0))
     return float(sum(1 / np.maximum(p / p[j], q / q[j]).sum() for j in both))
 
 
 def lenient_argmax(p, x, lenience: float) -> tuple[int, int]:
-    """Returns (τ, next id) at T = 0: a drafted id is accepted if p(x) ≥ l · max p; for l = 1 if it
-    is the first of the maxima."""
+    """Returns (τ, next id) at T = 0: a drafted id is accepted if p(x) ≥ l · max p.
+
+    For l = 1 it has to be the first of the maxima.
+    """
     best = [int(np.argmax(here)) for here in p]
-
-    def near(i):
-        return lenience < 1 and p[i][x[i]] >= lenience * p[i].max()
-
-    tau = next((i for i, token in enumerate(x) if token != best[i] and not near(i)), len(x))
+    near = [lenience < 1 and here[token] >= lenience * here.max() for here, token in zip(p, x)]
+    tau = next((i for i, token in enumerate(x) if token != best[i] and not near[i]), len(x))
     return tau, best[tau]
 
 
@@ -279,8 +288,10 @@ class Rule:
 
 
 def drafts(prefix: Prefix, draft: DistributionOf, gamma: int, eos: set[int], rule: Rule):
-    """Yields (drafted ids, probability) for all drafts after `prefix`; a draft ends after γ ids or
-    an EOS, which stays in it."""
+    """Yields (drafted ids, probability) for all drafts after `prefix`.
+
+    A draft ends after γ ids or an EOS, which stays in it.
+    """
     if gamma == 0:
         yield (), 1.0
         return
@@ -297,15 +308,14 @@ def drafts(prefix: Prefix, draft: DistributionOf, gamma: int, eos: set[int], rul
                 yield (x, *rest), drawn[x] * prob
 
 
-def along(
+def compute_distributions(
     prefix: Prefix,
     drafted: Prefix,
     target: DistributionOf,
     draft: DistributionOf,
     rule: Rule = Rule(),
 ) -> tuple[list, list]:
-    """Returns the target's distributions at the n + 1 positions after `prefix`, and the drafter's
-    distributions that a verifier is told."""
+    """Returns the target's n + 1 distributions after `prefix` and the drafter's n."""
     befores = [(*prefix, *drafted[:i]) for i in range(len(drafted) + 1)]
     return [target(before) for before in befores], [
         rule.node_outcomes(draft(before)) for before in befores[:-1]
@@ -322,12 +332,12 @@ def expected_accepted(
     """Returns E[τ] of the first iteration."""
     total = 0.0
     for drafted, prob in drafts((), draft, gamma, eos, Rule()):
-        shares = verifier.outcomes(*along((), drafted, target, draft), drafted)
+        shares = verifier.outcomes(*compute_distributions((), drafted, target, draft), drafted)
         total += prob * sum(tau * share for tau, (share, _) in enumerate(shares))
     return total
 
 
-def kernel(
+def enumerate_iteration(
     prefix: Prefix,
     pending,
     target: DistributionOf,
@@ -355,7 +365,7 @@ def kernel(
         return outcomes
     for drafted, prob in drafts(prefix, draft, gamma, eos, rule):
         if rule.verifier:
-            p, q = along(prefix, drafted, target, draft, rule)
+            p, q = compute_distributions(prefix, drafted, target, draft, rule)
             for tau, (share, following) in enumerate(rule.verifier.outcomes(p, q, drafted)):
                 for y in np.flatnonzero(following) if share else ():
                     commit((*drafted[:tau], int(y)), prob * share * following[y])
@@ -385,8 +395,10 @@ def kernel(
 def complete(
     start: dict[Prefix, float], target: DistributionOf, limit: int, eos: set[int]
 ) -> dict[Prefix, float]:
-    """Returns the distribution of whole sequences (up to an EOS or `limit` ids) if `target`
-    continues every prefix of `start`."""
+    """Returns the distribution of whole sequences if `target` continues every prefix of `start`.
+
+    A sequence ends with an EOS or after `limit` ids.
+    """
     finished: dict[Prefix, float] = defaultdict(float)
     open_ = dict(start)
     while open_:
@@ -411,8 +423,9 @@ def speculative_distribution(
     rule: Rule = Rule(),
     iterations: int = 2,
 ) -> dict[Prefix, float]:
-    """Returns the distribution of whole sequences after some iterations of speculative decoding,
-    the rest continued by `target`.
+    """Returns the distribution of whole sequences after some iterations of speculative decoding.
+
+    `target` continues the rest.
 
     For any number of iterations it is the target's distribution if and only if each iteration
     preserves that distribution.
@@ -425,7 +438,9 @@ def speculative_distribution(
             if wanted < 0 or (prefix and prefix[-1] in eos):
                 following[prefix, None] += prob
                 continue
-            for outcome, p in kernel(prefix, pending, target, draft, wanted, eos, rule).items():
+            for outcome, p in enumerate_iteration(
+                prefix, pending, target, draft, wanted, eos, rule
+            ).items():
                 following[outcome] += prob * p
         states = following
     prefixes: dict[Prefix, float] = defaultdict(float)
@@ -440,8 +455,7 @@ def total_variation(a: dict, b: dict) -> float:
 
 
 def conditionals(sequences: dict[Prefix, float]):
-    """Returns (prefix, probabilities of the next id) for every prefix that a distribution of whole
-    sequences gives mass."""
+    """Returns (prefix, probabilities of the next id) for every prefix with mass."""
     masses: dict[Prefix, float] = defaultdict(float)
     for sequence, prob in sequences.items():
         for length in range(len(sequence) + 1):

@@ -1,5 +1,4 @@
-"""Small models with the interface of `LanguageModel`: tiny T5s, one whose logits are a hash of its
-tokens, an echo."""
+"""Small models with the interface of `LanguageModel`: tiny T5s, a hash of tokens, an echo."""
 
 import dataclasses
 import types
@@ -24,8 +23,10 @@ def tiny_t5(seed: int, vocab: int = 24, decoder_layers: int = 2, **overrides) ->
 
 
 def noisy_copy(model: LanguageModel, scale: float, seed: int = 0) -> LanguageModel:
-    """Returns `model` with noise of `scale` times each parameter's spread added: a drafter that is
-    right most of the time."""
+    """Returns `model` with noise of `scale` times each parameter's spread.
+
+    As a drafter it is right most of the time.
+    """
     rng = np.random.default_rng(seed)
 
     def noisy(x):
@@ -60,8 +61,9 @@ def _mix(h, value):
 
 @dataclasses.dataclass(frozen=True)
 class Hash:
-    """Logits as a hash of (seed, inputs, the last two tokens fed, id), the same in numpy and in
-    JAX.
+    """Computes logits as a hash of (seed, inputs, the last two tokens fed, id).
+
+    It is the same in numpy and in JAX.
 
     Attributes:
       vocab_size: V.
@@ -138,8 +140,10 @@ class ShortNetwork:
 
 @flax.struct.dataclass
 class HashNetwork(Headless):
-    """The `Network` of a `Hash`; its cache holds the tokens themselves, so that a stale or missing
-    slot changes the logits."""
+    """Implements `Network` for a `Hash`.
+
+    Its cache holds the tokens, so that a stale or missing slot changes the logits.
+    """
 
     dist: Hash = flax.struct.field(pytree_node=False)
 
@@ -172,10 +176,8 @@ class HashNetwork(Headless):
         return cache.replace(tokens=jnp.pad(cache.tokens, room, constant_values=-1))
 
     def decode_nodes(self, tokens, nodes, cache, valid=None):
-        row, slots = (
-            jnp.arange(len(tokens))[:, None],
-            nodes.starts[:, None] + jnp.arange(tokens.shape[1]),
-        )
+        row = jnp.arange(len(tokens))[:, None]
+        slots = nodes.starts[:, None] + jnp.arange(tokens.shape[1])
         stored = cache.tokens.at[row, slots].set(tokens)
         before = jnp.maximum(nodes.positions - 1, 0)[..., None]
         parents = jnp.take_along_axis(nodes.paths, before, axis=2)[..., 0]
@@ -185,10 +187,8 @@ class HashNetwork(Headless):
         return logits, cache.replace(tokens=stored)
 
     def move_nodes(self, cache, sources, starts):
-        row, slots = (
-            jnp.arange(len(starts))[:, None],
-            starts[:, None] + jnp.arange(sources.shape[1]),
-        )
+        row = jnp.arange(len(starts))[:, None]
+        slots = starts[:, None] + jnp.arange(sources.shape[1])
         moved = cache.tokens.at[row, slots].set(
             jnp.take_along_axis(cache.tokens, sources, axis=1), mode="drop"
         )
@@ -243,8 +243,9 @@ class HashModel:
 
 @flax.struct.dataclass
 class EchoNetwork(Headless):
-    """A `Network` whose i-th new token is the i-th id of its input; its cache is the inputs `[B,
-    L]`.
+    """Implements a `Network` whose i-th new token is the i-th id of its input.
+
+    Its cache is the inputs `[B, L]`.
 
     Attributes:
       vocab_size: V.
@@ -259,12 +260,12 @@ class EchoNetwork(Headless):
 
     def decode(self, tokens, positions, cache, valid=None):
         slots = positions[:, None] + jnp.arange(tokens.shape[1])
-        said = jnp.take_along_axis(cache, jnp.minimum(slots, cache.shape[1] - 1), axis=1)
+        echoed = jnp.take_along_axis(cache, jnp.minimum(slots, cache.shape[1] - 1), axis=1)
         if self.wrong:
-            said = jnp.where(
-                slots % self.wrong == self.wrong - 1, (said + 1) % self.vocab_size, said
+            echoed = jnp.where(
+                slots % self.wrong == self.wrong - 1, (echoed + 1) % self.vocab_size, echoed
             )
-        return 8 * jax.nn.one_hot(said, self.vocab_size), cache
+        return 8 * jax.nn.one_hot(echoed, self.vocab_size), cache
 
 
 class EchoModel:

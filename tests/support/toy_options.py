@@ -1,5 +1,4 @@
-"""Two hash models, a case for every processor, and slow decoding in numpy, shared by the tests of
-options."""
+"""Two hash models, a case for every processor, and slow decoding in numpy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,15 +15,12 @@ INPUTS = [[3, 4, 1], [7, 1], [9, 2, 9, 1], [1], [5, 5, 1], [11, 10, 2, 1]]
 PREFIXES = [[4, 2], [], [7], [4, 4, 4], [], [9]]
 GAMMA = [3, 1, 2, 3, 0, 3]
 B = len(INPUTS)
-TARGET, DRAFT = (
-    HashModel(V, 0, vocabulary=Words()),
-    HashModel(V, 1, likeness=0.4, vocabulary=Words()),
-)
+TARGET = HashModel(V, 0, vocabulary=Words())
+DRAFT = HashModel(V, 1, likeness=0.4, vocabulary=Words())
 
 
 def brackets(prefixes, lengths, logits):
-    """Applies a grammar: 2 opens, 3 closes what is open, and an EOS comes only when nothing is
-    open."""
+    """Applies a grammar: 2 opens, 3 closes, and an EOS comes only when nothing is open."""
     valid = jnp.arange(prefixes.shape[1]) < lengths[:, None]
     depth = jnp.sum(
         jnp.where(valid, jnp.where(prefixes == 2, 1, 0) - jnp.where(prefixes == 3, 1, 0), 0),

@@ -1,13 +1,14 @@
-"""Applies processors to the logits after one prefix: slowly, one id at a time, in numpy, with
-nothing of the package."""
+"""Applies processors to the logits after one prefix, slowly, one id at a time, in numpy."""
 
 import numpy as np
 import toy
 
 
 def penalized(logits, prefix, penalty: float) -> np.ndarray:
-    """Applies Hugging Face's repetition penalty to every id of `prefix` (start token included),
-    once, whatever its count."""
+    """Applies Hugging Face's repetition penalty once to every id of `prefix`.
+
+    The start token counts, too.
+    """
     found = np.array(logits)
     for token in set(prefix):
         found[token] = (
@@ -76,8 +77,7 @@ def processed(
 def dist(
     logits, prefix, *, new: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, **options
 ) -> np.ndarray:
-    """Returns probabilities `[V]` in float64: the processors, then temperature, top-k, top-p and
-    min-p."""
+    """Returns probabilities `[V]` in float64: processors, then temperature and filters."""
     probs = toy.adjusted_probs(
         processed(logits, prefix, new=new, **options), temperature, top_k, top_p
     )

@@ -17,7 +17,7 @@ ORDER = "ba ce di fo gu hal jem kin".split()
 
 
 def write_tsv(path, count, seed):
-    """Writes sentences of one to three of 40 words, with their words in reverse order as targets."""
+    """Writes sentences of one to three of 40 words, with reversed words as targets."""
     words = [a + b for a in "ba ce di fo gu hal jem kin".split() for b in "ra te ni so mu".split()]
     rng = np.random.default_rng(seed)
     rows = [
@@ -35,8 +35,7 @@ def write_language(folder):
 
 
 def write_text(folder):
-    """Writes documents that begin with one of eight words and count on to the last of them; returns
-    `folder`."""
+    """Writes documents that count on from one of eight words to the last; returns `folder`."""
     for name, count, seed in (("train.txt", 300, 0), ("validation.txt", 40, 1)):
         starts = np.random.default_rng(seed).integers(len(ORDER) - 1, size=count)
         (folder / name).write_text("".join(f"{' '.join(ORDER[start:])}\n" for start in starts))

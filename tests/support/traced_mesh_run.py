@@ -1,5 +1,6 @@
-"""Decodes inside another program on meshes of fake CPU devices, for `test_traced_mesh.py`: a
-process's number of devices is fixed when JAX starts.
+"""Decodes inside another program on meshes of fake CPU devices, for `test_traced_mesh.py`.
+
+It is a process of its own, since the number of devices is fixed when JAX starts.
 
 Prints one JSON object: for each case the mesh's axes, rules that the networks got, and the tokens.
 """

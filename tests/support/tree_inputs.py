@@ -26,8 +26,7 @@ def distribution_of(table):
 
 @dataclasses.dataclass
 class Case:
-    """One row: its distributions by prefix, uniforms by purpose and node, noise by depth, and where
-    branches are cut."""
+    """Holds one row: distributions by prefix, uniforms, noise by depth, cut branches."""
 
     target: object
     drafters: list
@@ -45,8 +44,7 @@ class Case:
 
 
 def cases(tree: Tree, size: int, seed: int = 0) -> list[Case]:
-    """Rows for each pair of distributions, with uniforms of the grid, 0 often among them, and two
-    drafters."""
+    """Returns rows for each pair of distributions, with uniforms of the grid, and two drafters."""
     rng, found = np.random.default_rng(seed), []
 
     # What is left of a distribution is cut at any fractions, thirteenths among them.
@@ -80,8 +78,10 @@ choose = jax.jit(choose_children, static_argnums=(0, 2))
 def drafted(
     kind: str, tree: Tree, rows: list[Case], eos: int, dtype, origins=()
 ) -> tuple[TreeDraft, Categorical]:
-    """Returns the draft that the package's children make, level by level, and the target's
-    distribution after each node; both distributions are NaN after nodes that are not there."""
+    """Returns the draft that the package's children make, and the target's distributions.
+
+    The draft is made level by level. Both distributions are NaN after nodes that are not there.
+    """
     size, batch = tree.size, len(rows)
     tokens, ways = np.full((batch, size), -1, np.int32), [{0: ()} for _ in rows]
     valid, own = np.zeros((batch, size), bool), np.zeros((batch, size), np.int32)

@@ -1,5 +1,4 @@
-"""Policies of γ for token trees in pure Python, and the distribution of decoding with them, by
-enumeration."""
+"""Policies of γ for token trees in pure Python, and decoding with them by enumeration."""
 
 import dataclasses
 import functools
@@ -21,21 +20,20 @@ class Slow:
     Attributes:
       start: its state at first.
       budget: from (state, the drafter's distribution after node 0), the most nodes to draft.
-      heed: as in `ref.Plan`: leaves out what is not drafted.
+      select: as in `ref.Plan`: leaves out what is not drafted.
       update: from (state, tree, committed tokens, budget), the state after an iteration.
     """
 
     start: Any = None
     budget: Callable = lambda state, q: 99
-    heed: Callable = lambda tree, node, children: children
+    select: Callable = lambda tree, node, children: children
     update: Callable = lambda state, tree, committed, budget: state
 
 
 def dist(
     target, draft, plan: ref.Plan, limit: int, policy: Slow, eos=frozenset(), iterations: int = 2
 ) -> dict:
-    """Returns the distribution of whole sequences after some iterations, the rest continued by
-    `target`."""
+    """Returns the distribution of whole sequences after some iterations, continued by `target`."""
     states: dict = {((), policy.start): 1.0}
     for _ in range(iterations):
         following: dict = defaultdict(float)
@@ -45,7 +43,7 @@ def dist(
                 following[prefix, state] += prob
                 continue
             budget = min(policy.budget(state, draft(prefix)), len(plan.parents))
-            here = dataclasses.replace(plan, budget=budget, heed=policy.heed)
+            here = dataclasses.replace(plan, budget=budget, select=policy.select)
             config = functools.partial(
                 _iteration, here, policy, state, prefix, target, draft, room, eos
             )
@@ -105,12 +103,14 @@ def entropy_bound(scale: float, threshold: float) -> Slow:
     def unsure(tree, node):
         return 1 - math.sqrt(scale * toy_entropy(tree.q(node))) < threshold
 
-    return Slow(heed=lambda tree, node, children: [] if node and unsure(tree, node) else children)
+    return Slow(select=lambda tree, node, children: [] if node and unsure(tree, node) else children)
 
 
 def confidence(threshold: float) -> Slow:
     return Slow(
-        heed=lambda tree, node, children: [] if confidence_of(tree, node) < threshold else children
+        select=lambda tree, node, children: (
+            [] if confidence_of(tree, node) < threshold else children
+        )
     )
 
 
@@ -143,9 +143,11 @@ def toy_entropy(q) -> float:
 
 
 class SlowCostAware:
-    """What `TreeCostAware` decides for one row of a past: for every iteration (rank and whether it
-    was accepted, of each child that was examined; tokens accepted; nodes drafted; the deepest of
-    them)."""
+    """Decides what `TreeCostAware` decides, for one row of a past.
+
+    An iteration is (rank of each examined child and whether it was accepted; tokens accepted; nodes
+    drafted; the deepest of them).
+    """
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class SlowCostAware:
         self.cost, self.node = cost_ratio, (verify_cost - 1) / maximum
         self.acceptance, self.weight, self.memory = acceptance, weight, memory
 
-    def begun(self, rank):
+    def prior_rate(self, rank):
         shares = RANK_SHARES[0].tolist()
         rank = min(rank, len(shares) - 1)
         return shares[rank] / (1 - sum(shares[:rank])) if rank else self.acceptance
@@ -183,7 +185,7 @@ class SlowCostAware:
     def wanted(self, past) -> int:
         every = range(self.maximum + 1)
         tokens = self.weight * max(
-            (1 + self.tokens(n, self.begun)) / (1 + self.time(n)) for n in every
+            (1 + self.tokens(n, self.prior_rate)) / (1 + self.time(n)) for n in every
         )
         time, seen, kept = self.weight, defaultdict(float), defaultdict(float)
         for examined, accepted, nodes, deepest in past:
@@ -197,7 +199,7 @@ class SlowCostAware:
                 kept[rank] += was_accepted
 
         def rate(rank):
-            return (kept[rank] + self.weight * self.begun(rank)) / (seen[rank] + self.weight)
+            return (kept[rank] + self.weight * self.prior_rate(rank)) / (seen[rank] + self.weight)
 
         worth = [self.tokens(n, rate) - tokens / time * self.time(n) for n in every]
         return max(self.minimum, worth.index(max(worth)))

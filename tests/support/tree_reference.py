@@ -1,5 +1,4 @@
-"""Enumerates decoding with token trees over distributions that are known exactly, in float64 and
-with nothing of the package.
+"""Enumerates decoding with token trees over known distributions, in float64 with numpy alone.
 
 One iteration is written as a *program* that asks a `chance` for every random choice: which tokens
 the children get, which are accepted, what follows. `outcomes` runs it once for each way in which
@@ -23,8 +22,7 @@ DUST = 1e-15  # what rounding leaves of a probability of 0
 
 
 class Trail:
-    """One way in which choices fall: the `taken`-th of those that are possible, then always the
-    first."""
+    """Takes one choice of many: the `taken`-th of those possible, then always the first."""
 
     def __init__(self, taken: list[int]):
         self.taken, self.prob = taken, 1.0
@@ -55,7 +53,7 @@ class Trail:
 
 
 def outcomes(config: Callable):
-    """Yields (what `config(chance)` returns, probability) for every way in which its choices fall."""
+    """Yields (what `config(chance)` returns, probability) for every outcome of its choices."""
     taken: list[int] = []
     while True:
         trail = Trail(taken)
@@ -92,7 +90,7 @@ class Plan:
       budget: the number of drafted nodes that are there; None: all.
       node_outcomes: from (tree, node), the distribution that the verifier believes its token was
         drawn from.
-      heed: from (tree, node, its children), the children that the verifier sees, in its order.
+      select: from (tree, node, its children), the children that the verifier sees, in its order.
       share: from a key, the key of the uniform that is really used.
       past_eos: whether an EOS has children, and what follows it is committed.
     """
@@ -103,7 +101,7 @@ class Plan:
     origins: tuple[int, ...] = ()
     budget: int | None = None
     node_outcomes: Callable = lambda tree, node: tree.sources[node]
-    heed: Callable = lambda tree, node, children: children
+    select: Callable = lambda tree, node, children: children
     share: Callable = lambda key: key
     past_eos: bool = False
 
@@ -131,35 +129,35 @@ class Tree:
         self.sources: dict[int, list | None] = {}
         self.found: dict[int, list[int]] = {}
 
-    def way(self, node: int) -> tuple[int, ...]:
+    def path(self, node: int) -> tuple[int, ...]:
         """Returns the drafted tokens up to `node`, its own included."""
-        return (*self.way(self.plan.parents[node - 1]), self.tokens[node]) if node else ()
+        return (*self.path(self.plan.parents[node - 1]), self.tokens[node]) if node else ()
 
     def p(self, node: int) -> list[float]:
         """Returns the target's distribution of the token after `node`."""
-        return list(self.target((*self.prefix, *self.way(node))))
+        return list(self.target((*self.prefix, *self.path(node))))
 
     def q(self, node: int) -> list[float]:
         """Returns the distribution after the parent of `node` of the drafter that drafts it."""
         origin = self.plan.origins[node - 1] if self.plan.origins else 0
-        return list(self.drafters[origin]((*self.prefix, *self.way(self.plan.parents[node - 1]))))
+        return list(self.drafters[origin]((*self.prefix, *self.path(self.plan.parents[node - 1]))))
 
     def flip(self, prob: float, node: int) -> bool:
         return self.chance.flip(
-            min(1.0, prob), self.plan.share(("accept", node, len(self.way(node))))
+            min(1.0, prob), self.plan.share(("accept", node, len(self.path(node))))
         )
 
     def following(self, dist, node: int) -> int:
-        return self.chance.choose(dist, self.plan.share(("final", node, len(self.way(node)))))
+        return self.chance.choose(dist, self.plan.share(("final", node, len(self.path(node)))))
 
     def children(self, node: int) -> list[int]:
         """Returns the children of `node` that the verifier sees."""
-        return self.plan.heed(self, node, self.chosen(node))
+        return self.plan.select(self, node, self.chosen(node))
 
     def chosen(self, node: int) -> list[int]:
         """Returns the children of `node` that are there, by number."""
         if node not in self.found:
-            plan, way = self.plan, self.way(node)
+            plan, way = self.plan, self.path(node)
             ended = way and way[-1] in self.eos and not plan.past_eos
             numbers = [
                 n for n, parent in enumerate(plan.parents, 1) if parent == node and not ended
@@ -202,8 +200,7 @@ def norm(weights) -> list[float]:
 
 
 def less(r, s, scale: float = 1.0) -> tuple[list[float], float]:
-    """Returns norm(max(0, scale · r − s)) and the mass before the norm; r itself where there is no
-    mass."""
+    """Returns norm(max(0, scale · r − s)) and the mass before; r itself without mass."""
     excess = [max(0.0, scale * a - b) for a, b in zip(r, s)]
     mass = sum(excess)
     return (norm(excess), mass) if mass > DUST else (list(r), 0.0)
@@ -213,13 +210,13 @@ def less(r, s, scale: float = 1.0) -> tuple[list[float], float]:
 
 
 def walk(token_of: Callable) -> Callable:
-    """Returns a verifier that goes to all children with the token `token_of(tree, node, children)`."""
+    """Returns a verifier that goes to all children with the token `token_of(…)`."""
 
     def verify(tree: Tree, chance) -> tuple[int, ...]:
         here, committed = [0], ()
         while here:
             children = sorted(child for node in here for child in tree.chosen(node))
-            children = tree.plan.heed(tree, here[0], children)
+            children = tree.plan.select(tree, here[0], children)
             token = token_of(tree, here[0], children)
             committed = (*committed, token)
             here = [child for child in children if tree.tokens[child] == token]
@@ -235,7 +232,7 @@ def point(tree, node, children):
 def gumbel(tree, node, children):
     scores = [
         math.log(x) + g if x else -math.inf
-        for x, g in zip(tree.p(node), tree.noise[len(tree.way(node))])
+        for x, g in zip(tree.p(node), tree.noise[len(tree.path(node))])
     ]
     return int(np.argmax(scores))
 
@@ -245,7 +242,7 @@ def greedy(tree, node, children):
 
 
 def recursive(tree, node, children):
-    """Recursive rejection; children that were not drawn are left alone, so that it is "mixed" too."""
+    """Returns recursive rejection; it leaves undrawn children alone, so that it is "mixed" too."""
     r = tree.p(node)
     for child in children:
         if tree.sources[child] is None:
@@ -289,8 +286,10 @@ def k_sequence_shares(p: tuple[float, ...], q: tuple[float, ...], k: int):
 
 
 def traversal(tree, chance, updates: bool = True, scaled: bool = True):
-    """Traversal verification; `updates`: whether a deleted child changes α; `scaled`: whether α is
-    in what it leaves."""
+    """Returns traversal verification.
+
+    `updates`: a deleted child changes α. `scaled`: α is in what it leaves.
+    """
 
     def visit(node: int, alpha: float):
         p = tree.p(node)
@@ -308,8 +307,7 @@ def traversal(tree, chance, updates: bool = True, scaled: bool = True):
 
 
 def typical(epsilon: float, delta: float) -> Callable:
-    """Returns the verifier that commits the longest path of tokens above the threshold of
-    `toy.typical`."""
+    """Returns the verifier that commits the longest path above `toy.typical`'s threshold."""
 
     def verify(tree: Tree, chance):
         accepted = [0]
@@ -319,8 +317,8 @@ def typical(epsilon: float, delta: float) -> Callable:
             accepted += [
                 child for child in tree.children(node) if dist[tree.tokens[child]] > threshold
             ]
-        last = min(accepted, key=lambda node: (-len(tree.way(node)), node))
-        return (*tree.way(last), tree.following(tree.p(last), last))
+        last = min(accepted, key=lambda node: (-len(tree.path(node)), node))
+        return (*tree.path(last), tree.following(tree.p(last), last))
 
     return verify
 
@@ -358,8 +356,7 @@ def kernel(prefix, target, drafters, plan: Plan, room: int, eos=frozenset(), noi
 def speculative_distribution(
     target, drafters, plan: Plan, limit: int, eos=frozenset(), iterations: int = 2, noise=None
 ) -> dict:
-    """Returns the distribution of whole sequences after some iterations, the rest continued by
-    `target`.
+    """Returns the distribution of whole sequences after some iterations, continued by `target`.
 
     `noise` is `[limit, V]`, of absolute positions.
     """
@@ -386,8 +383,10 @@ def accepted(target, drafters, plan: Plan, room: int) -> float:
 
 
 def acceptance(kind: str, verifier: str, p, q, count: int) -> float:
-    """Returns the probability that one of `count` children of a node is accepted, p and q being the
-    distributions after it."""
+    """Returns the probability that one of `count` children of a node is accepted.
+
+    p and q are the distributions after the node.
+    """
     if kind == "top":
         return sum(p[x] for x in sorted(range(len(q)), key=lambda x: -q[x])[:count] if q[x])
     if kind == "mixed":  # y has the distribution p, and is in S with its probability there
@@ -425,11 +424,11 @@ def acceptance(kind: str, verifier: str, p, q, count: int) -> float:
 
 
 def coupled_acceptance(p, q, count: int, noise: np.ndarray) -> float:
-    """Returns the share of `noise [samples, V]` at which the target's token is one of the drafter's
-    `count` best."""
+    """Returns the share of `noise [samples, V]` whose target token is among the `count` best.
+
+    They are the drafter's best.
+    """
     with np.errstate(divide="ignore"):
-        own, best = (
-            np.argmax(np.log(p) + noise, axis=1),
-            np.argsort(-(np.log(q) + noise), axis=1)[:, :count],
-        )
+        own = np.argmax(np.log(p) + noise, axis=1)
+        best = np.argsort(-(np.log(q) + noise), axis=1)[:, :count]
     return float(np.mean(np.any((best == own[:, None]) & (q[best] > 0), axis=1)))

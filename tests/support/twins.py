@@ -1,5 +1,4 @@
-"""Wide shallow models of which a last bit decides every token, for tests that compare calls bit for
-bit."""
+"""Wide shallow models whose every token hangs on a last bit, for bitwise comparisons."""
 
 import numpy as np
 
@@ -24,8 +23,10 @@ def gpt(width: int, vocab: int = V, **shape) -> GPTConfig:
 def twins(
     config: T5Config | GPTConfig, seed: int = 0, quantize: str | None = None
 ) -> LanguageModel:
-    """Returns a random model the odd columns of whose head equal the even ones up to last bits, so
-    that the greatest two logits all but tie."""
+    """Returns a random model whose two greatest logits all but tie.
+
+    The odd columns of its head equal the even ones up to last bits.
+    """
     params, rng = LanguageModel.random(config, seed).params, np.random.default_rng(seed)
     kernel = np.array(params["decoder"]["logits_dense"]["kernel"])
     even = kernel[:, ::2]

@@ -1,5 +1,8 @@
-"""Folders with a tokenizer, read as transformers 5.24 reads them: what stands around a text,
-special tokens that a text spells, and what `convert` writes for transformers to read."""
+"""Folders with a tokenizer are read as transformers 5.24 reads them.
+
+Tests cover what stands around a text, special tokens that a text spells, and what `convert` writes
+for transformers to read.
+"""
 
 import dataclasses
 import json
@@ -66,7 +69,7 @@ def gpt_of(vocabulary: vocabularies.Vocabulary) -> sd.LanguageModel:
     return sd.LanguageModel.random(config, vocabulary=vocabulary, eos_ids=vocabulary.eos_ids)
 
 
-def doors(target: sd.LanguageModel, text: str) -> list[list[int]]:
+def encode_both_ways(target: sd.LanguageModel, text: str) -> list[list[int]]:
     """The ids of an input by both ways in: a list of texts, and the lines of a command."""
     tokens, lengths = inputs.as_ids(target, [text], None, framed=True)
     return [tokens[0, : lengths[0]].tolist(), *inputs.encode(target, [text], 64)]
@@ -113,7 +116,7 @@ def test_what_stands_around_a_text_survives_every_format(form, name, tmp_path):
 @pytest.mark.parametrize("record", [record for record in CODET5 if record["text"]], ids=str)
 def test_every_way_in_puts_both_tokens_around_an_input(record, tmp_path):
     target = model_of(opened("codet5", tmp_path))
-    assert doors(target, record["text"]) == [record["ids"]] * 2
+    assert encode_both_ways(target, record["text"]) == [record["ids"]] * 2
     prefix, lengths = inputs.decoder_tokens(target, [record["text"]], 1)
     assert prefix[0, : lengths[0]].tolist() == [
         0,
@@ -124,7 +127,7 @@ def test_every_way_in_puts_both_tokens_around_an_input(record, tmp_path):
 def test_every_way_in_puts_a_token_before_a_prompt(tmp_path):
     target = gpt_of(opened("gpt2 template", tmp_path))
     for record in CASES["gpt2 template"]["records"]:
-        assert doors(target, record["text"]) == [record["ids"]] * 2
+        assert encode_both_ways(target, record["text"]) == [record["ids"]] * 2
 
 
 def test_decoding_a_text_is_decoding_its_ids(tmp_path):
@@ -337,7 +340,7 @@ def test_a_token_around_a_text_must_be_in_the_vocabulary(tmp_path):
 
 
 @pytest.mark.parametrize("room, sentinels", [(0, 0), (12, 0), (99, 0), (100, 100), (128, 100)])
-def test_sentinels_are_assumed_only_where_there_is_room(room, sentinels, tmp_path):
+def test_sentinels_are_assumed_only_where_ids_are_free(room, sentinels, tmp_path):
     model = (GOLDEN / "hf_madlad" / "spiece.model").read_bytes()
     pieces = vocabularies.SentencePieceVocabulary(model).size
     config = dataclasses.replace(make.TINY, vocab_size=pieces + room)
@@ -362,7 +365,7 @@ def test_ids_past_the_logits_are_rejected_where_they_occur(name, tmp_path):
     """The last two of 220 ids, two sentinels, have no logit."""
     target = model_of(opened(name, tmp_path), logits=218)
     assert (
-        doors(target, "The ferry <extra_id_2>")
+        encode_both_ways(target, "The ferry <extra_id_2>")
         == [target.vocabulary.encode_input("The ferry <extra_id_2>")] * 2
     )
     with pytest.raises(
@@ -393,8 +396,7 @@ WRITTEN = [name for name in CASES if name.startswith("written")]
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_written_is_what_transformers_has_read(name, tmp_path):
-    """The ids in these cases, padded ones too, are those that transformers gave for what is
-    written."""
+    """The ids, padded ones too, are those that transformers gave for what is written."""
     case, vocabulary = CASES[name], opened(name, tmp_path / "tokenizer")
     model = model_of(vocabulary, eos_ids=vocabulary.eos_ids)
     sd.save(model, tmp_path / "hf", format="huggingface")
@@ -429,8 +431,10 @@ def test_the_ends_that_no_tokenizer_json_names_are_written_into_it(name, tmp_pat
     "name", ["codet5", "codet5 fast", "no processor", "control pieces", *WRITTEN]
 )
 def test_transformers_loads_what_is_written(name, tmp_path):
-    """Its own tokenizer and its own model, on a padded batch: as many ids as the embedding has
-    rows, and our tokens."""
+    """transformers' tokenizer and model give our tokens on a padded batch.
+
+    There are as many ids as the embedding has rows.
+    """
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     vocabulary = opened(name, tmp_path / "tokenizer")

@@ -95,8 +95,7 @@ def test_tokenizer_json_decodes_as_hugging_face_does(record):
 
 
 def test_seqio_would_give_the_same_ids_where_a_sentinel_starts_a_word():
-    """seqio appends user-defined pieces `▁<extra_id_i>` to the model: here the text around them is
-    encoded apart."""
+    """seqio appends user-defined tokens `▁<extra_id_i>`; here the text around is encoded apart."""
     plain = vocabularies.SentencePieceVocabulary(VOCABULARIES["spiece.model"].model)
     size = IDS["size"]
     expected = [*plain.encode("The river"), size - 1, *plain.encode("froze"), size - 2]
@@ -309,8 +308,10 @@ def test_added_tokens_that_spiece_model_does_not_give_are_rejected(added, tmp_pa
 @pytest.mark.skipif(not TEXTS.is_dir(), reason=f"real text not beside the checkout ({TEXTS.name}/)")
 @pytest.mark.parametrize("name", ["ende/test.tsv.gz", "wiki_pe/test.tsv.gz"])
 def test_the_two_files_agree_on_real_text(name):
-    """transformers made tokenizer.json of spiece.model: two independent tokenisers, thousands of
-    real sentences."""
+    """Two independent tokenizers agree on thousands of real sentences.
+
+    transformers made tokenizer.json of spiece.model.
+    """
     with gzip.open(TEXTS / name, "rt", encoding="utf-8") as file:
         texts = [text for line in file for text in line.rstrip("\n").split("\t")]
     spiece, tokenizer = VOCABULARIES.values()
@@ -392,8 +393,10 @@ def replacing(*pairs) -> dict:
 
 
 def test_steps_that_make_a_text_longer_allow_shorter_texts():
-    """Letters of the same length cost nothing; what could fill the memory is rejected before it is
-    encoded."""
+    """Letters of the same length cost nothing; what could fill the memory is rejected.
+
+    It is rejected before it is encoded.
+    """
     same = replacing(*[(letter, "ی") for letter in "يىئےېۍێۑؽؾ"])
     assert vocabularies.TokenizerJsonVocabulary(tokenizer_json(normalizer=same)).encode(
         "Tom " * 10_000

@@ -64,7 +64,7 @@ def test_copies_follow_their_layers():
             depth_expansion.deepen(params, "decoder", layers)
 
 
-def test_a_run_goes_on_from_a_shallower_model(language, tmp_path):
+def test_a_run_starts_from_a_shallower_model(language, tmp_path):
     vocabulary = vocabularies.SentencePieceVocabulary.train(
         (language / "train.tsv").read_text().split("\n"), 40
     )

@@ -1,5 +1,4 @@
-"""Distillation: divergences and α against slow versions, starting from a model, runs that are
-killed in either stage."""
+"""Tests distillation: outputs, a start from a model, and runs killed in either stage."""
 
 import dataclasses
 import json
@@ -118,7 +117,7 @@ def undisturbed(models, language, tmp_path_factory):
 
 
 def test_settings_are_there_before_the_outputs(models, language, tmp_path, monkeypatch):
-    """Writing the outputs may take hours. A run that is rejected leaves the settings as they are."""
+    """Writing outputs may take hours. A rejected run leaves the settings as they are."""
 
     def stops(*_):
         raise KeyboardInterrupt
@@ -143,10 +142,8 @@ def test_the_outputs_are_the_targets_own(undisturbed, models, language):
     def sources(name):
         return [line.split("\t")[0] for line in (language / name).read_text().splitlines()]
 
-    target, chosen = (
-        loader.load(models / "target", "float32"),
-        [sources("more.tsv")[i * 20 // 12] for i in range(12)],
-    )
+    target = loader.load(models / "target", "float32")
+    chosen = [sources("more.tsv")[i * 20 // 12] for i in range(12)]
     ids = [target.vocabulary.encode(text) + [1] for text in chosen]
     decoded = continuous_batching.decode_all(target, ids, batch_size=4, seed=0, max_new_tokens=8)
     kept = [(text, output.tokens) for text, output in zip(chosen, decoded)]
@@ -272,15 +269,15 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
     monkeypatch.setattr(train, "train_step", train_step)
     calls.clear()
     distill.run(config)
-    said = capsys.readouterr().err
-    assert not calls and re.search(r"resumed at step \d of 12", said)
+    printed = capsys.readouterr().err
+    assert not calls and re.search(r"resumed at step \d of 12", printed)
     for line in (
         "needs 0 outputs of the target",
         "takes about ",
         "kept: step ",
         "next: specdec benchmark --target=",
     ):
-        assert line in said
+        assert line in printed
     held_out = (pathlib.Path(config.output_dir) / "validation.txt").read_text().splitlines()
     assert len(held_out) == 24 and "\t" not in "".join(held_out)
     assert outputs(config.output_dir) == outputs(undisturbed)
@@ -321,8 +318,10 @@ def test_settings_that_contradict_what_is_there(undisturbed, models, language, s
 def test_other_files_under_the_same_paths_are_rejected(
     undisturbed, models, language, tmp_path, monkeypatch
 ):
-    """A target of which one array of the encoder differs, before outputs are written and before
-    training; a vocabulary."""
+    """A target of which one array of the encoder differs, or a vocabulary, is rejected.
+
+    It is checked before outputs are written and before training.
+    """
     shutil.copytree(undisturbed, tmp_path / "run")
     config, load = distill_config(models, language, tmp_path / "run"), loader.load
 
@@ -396,7 +395,7 @@ def test_other_files_under_the_same_paths_are_rejected(
         (dict(steps=3), "steps: got 3, expected at least warmup_steps"),
     ],
 )
-def test_bad_settings_are_told_before_anything_is_decoded(
+def test_bad_settings_are_rejected_before_anything_is_decoded(
     models, language, tmp_path, monkeypatch, settings, message
 ):
     monkeypatch.setattr(training_outputs, "decode_all", None)

@@ -1,5 +1,4 @@
-"""Divergences against slow versions, and training with a teacher: settings, the start, the choice
-of the best."""
+"""Tests divergences against slow versions, and training with a teacher."""
 
 import dataclasses
 import functools
@@ -120,7 +119,7 @@ def logits_of(params, batch, shape=TINY):
 @pytest.mark.parametrize(
     "name, weight, temperature", [("total_variation", 1.0, 0.5), ("reverse_kl", 0.3, 2.0)]
 )
-def test_loss_is_the_sum_over_target_pieces(name, weight, temperature):
+def test_loss_is_the_sum_over_target_tokens(name, weight, temperature):
     params, teacher, batch = random_params(), random_params(seed=1), random_batch()
     objective = losses.Objective(T5(TINY), 0.0, T5(TINY), weight, name, temperature)
     loss, metrics = jax.jit(losses.loss_fn, static_argnums=2)(params, batch, objective, teacher)
@@ -200,10 +199,8 @@ def test_bad_training_settings(settings, message):
 def test_a_run_begins_with_the_parameters_of_a_model(models, language, tmp_path):
     start = str(models / "drafter")
     config = config_of(language, tmp_path, model=SMALL, initialise_from=start)
-    state, expected = (
-        train.Run(config, run_folder.Checkpoints(tmp_path)).initial_state(),
-        loader.load(start, "float32"),
-    )
+    state = train.Run(config, run_folder.Checkpoints(tmp_path)).initial_state()
+    expected = loader.load(start, "float32")
     assert same(state.params, expected.params) and int(state.step) == 0
     assert same(state.opt_state, _optimizer(config).init(state.params))
     written = vocabularies.SentencePieceVocabulary.load(tmp_path / "vocabulary.model")

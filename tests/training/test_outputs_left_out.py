@@ -1,5 +1,4 @@
-"""Outputs to distil from: one source whose logits are not finite numbers is left out; a damaged
-target is an error."""
+"""A source whose logits are not finite is left out; a damaged target is an error."""
 
 import pathlib
 import types
@@ -38,17 +37,17 @@ def target():
     return sd.LanguageModel(model.config, params, ByteVocabulary(0), name="damaged", eos_ids=())
 
 
-def lines(target, texts, said):
+def lines(target, texts, printed):
     ids = [target.vocabulary.encode(text) + [1] for text in texts]
     job = sequence_distillation.Job(pathlib.Path("a.tsv"), ids, texts, 0, 0)
-    return list(sequence_distillation._lines(SETTINGS, target, job, 0, said.append))
+    return list(sequence_distillation._lines(SETTINGS, target, job, 0, printed.append))
 
 
-def test_one_source_is_left_out_and_told(target):
-    said = []
-    first, second, third = lines(target, ["one", "t#o", "three"], said)
+def test_one_source_is_left_out_and_reported(target):
+    printed = []
+    first, second, third = lines(target, ["one", "t#o", "three"], printed)
     assert first.startswith("one\t") and second == "" and third.startswith("three\t")
-    (line,) = said
+    (line,) = printed
     assert line.startswith(
         "1 of 3 outputs are left out: got logits from the target damaged that are not finite"
     )

@@ -65,7 +65,7 @@ def saved(vocabulary, folder, **ids) -> str:
 
 
 def check_drafts(folder, target: str, name: str = "model") -> sd.LanguageModel:
-    """Checks that a trained model has its target's vocabulary and special ids, and drafts for it."""
+    """Checks that a model has its target's vocabulary and special ids, and drafts for it."""
     model, target = sd.load(pathlib.Path(folder) / name, "float32"), sd.load(target, "float32")
     assert type(model.vocabulary) is type(target.vocabulary)
     assert model.vocabulary.fingerprint() == target.vocabulary.fingerprint()
@@ -166,7 +166,7 @@ def test_a_run_of_an_earlier_version_is_exported(vocabularies, language, tmp_pat
     assert (model.start_token, model.eos_ids) == (0, (1,))
 
 
-def test_a_text_without_pieces_is_rejected_by_its_number(language, vocabularies, tmp_path):
+def test_a_text_without_tokens_is_rejected_by_its_number(language, vocabularies, tmp_path):
     bare = TokenizerJsonVocabulary(vocabularies["tokenizer.json"].text, around=([], []))
     (tmp_path / "pairs.tsv").write_text("a\tb\n\tb\n")
     with pytest.raises(
@@ -204,7 +204,7 @@ def test_a_decoder_only_model_learns_the_id_0(start, vocabularies, language, tmp
         corpus.batches(vocabulary, [tmp_path / "a.txt"], 49, 40, 0, start)
 
 
-def test_a_decoder_only_model_goes_on_with_its_tokenizer(vocabularies, tmp_path):
+def test_a_decoder_only_model_is_trained_further_with_its_tokenizer(vocabularies, tmp_path):
     vocabulary, shape = vocabularies["no padding"], dataclasses.replace(TINY_GPT, vocab_size=56)
     drawn = sd.LanguageModel.random(shape, vocabulary=vocabulary)
     model = sd.LanguageModel(shape, drawn.params, vocabulary, start_token=49, eos_ids=(49,))

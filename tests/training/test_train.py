@@ -1,4 +1,4 @@
-"""Training: losses, distillation, schedule, steps, settings, the configurations in `configs/train`."""
+"""Tests training: losses, distillation, schedule, steps, and `configs/train`."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ def dists(params, batch):
 @pytest.mark.parametrize(
     "smoothing, weight", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.3), (0.2, 0.6), (0.1, 1.0)]
 )
-def test_loss_is_the_sum_over_target_pieces(smoothing, weight):
+def test_loss_is_the_sum_over_target_tokens(smoothing, weight):
     params, teacher, batch = random_params(), random_params(seed=1), random_batch()
     objective = losses.Objective(T5(TINY), smoothing, T5(TINY) if weight else None, weight)
     loss, metrics = jax.jit(losses.loss_fn, static_argnums=2)(
@@ -183,10 +183,8 @@ def test_a_checkpoint_has_the_known_names():
         for path, _ in jax.tree.leaves_with_path(state)
     }
     kernel, embedding = "encoder/layers_0/mlp/wi_0/kernel", "token_embedder/embedding"
-    muon, adam = (
-        "opt_state/1/inner_states/muon/inner_state",
-        "opt_state/1/inner_states/adam/inner_state",
-    )
+    muon = "opt_state/1/inner_states/muon/inner_state"
+    adam = "opt_state/1/inner_states/adam/inner_state"
     assert {
         f"params/{kernel}",
         f"{muon}/0/mu/{kernel}",
@@ -249,7 +247,7 @@ def test_bad_settings(language, tmp_path, settings, message):
         (dict(teacher="nowhere", distill_weight=1.0), "nowhere"),
     ],
 )
-def test_bad_files_are_told_before_anything_compiles(
+def test_bad_files_are_rejected_before_anything_compiles(
     language, tmp_path, settings, message, monkeypatch
 ):
     monkeypatch.setattr(jax, "jit", None)
@@ -257,7 +255,7 @@ def test_bad_files_are_told_before_anything_compiles(
         train.fit(config_of(language, tmp_path, **settings))
 
 
-def test_a_piece_with_id_0_is_learnt(language, tmp_path):
+def test_a_token_with_id_0_is_learnt(language, tmp_path):
     """It is none that pads a batch."""
     texts = (language / "train.tsv").read_text().split("\n")
     (tmp_path / "vocabulary.model").write_bytes(

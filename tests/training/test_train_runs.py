@@ -120,15 +120,17 @@ def test_export_takes_the_best_or_the_newest(finished, tmp_path):
         train.export(tmp_path, tmp_path / "x")
 
 
-def test_a_run_goes_on_with_another_schedule_but_no_other_model(
+def test_a_run_resumes_with_another_schedule_but_no_other_model(
     finished, language, tmp_path, capsys
 ):
     output = tmp_path / "run"
     subprocess.run(["cp", "-r", finished[0].output_dir, output], check=True)
     config = config_of(language, output, steps=20, decay_steps=8)
     train.fit(config)
-    said = capsys.readouterr().err
-    assert "resumed at step 12 of 20" in said and "changed since step 12: steps 12 -> 20" in said
+    printed = capsys.readouterr().err
+    assert (
+        "resumed at step 12 of 20" in printed and "changed since step 12: steps 12 -> 20" in printed
+    )
     assert [r["step"] for r in records(output)] == [4, 6, 8, 12, 12, 16, 18, 20, 20]
     train.fit(config)
     assert "resumed at step 20 of 20" in capsys.readouterr().err and len(records(output)) == 9
@@ -342,7 +344,7 @@ def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
     assert int(run_folder.Checkpoints(tmp_path).restore(train._abstract_state(config)).step) == step
 
 
-def test_a_full_disk_ends_a_run_in_one_line_and_it_goes_on_when_there_is_room(
+def test_a_full_disk_ends_a_run_in_one_line_and_it_resumes_when_there_is_space(
     language, tmp_path, monkeypatch
 ):
     metrics = losses.Metrics(np.float32(1), np.float32(1), np.float32(1))
@@ -430,9 +432,8 @@ def unfinished(output):
     return False
 
 
-def test_settings_are_there_once_a_run_has_begun(finished, language, tmp_path, monkeypatch, capsys):
-    """Of a run that stops in its first step, too. One that is rejected writes none, and leaves
-    those that are there."""
+def test_settings_are_written_when_a_run_starts(finished, language, tmp_path, monkeypatch, capsys):
+    """A run that stops in its first step has settings, too; a rejected one changes none."""
 
     def command(output, *settings):
         names = [
@@ -487,15 +488,15 @@ def test_a_killed_and_an_interrupted_run_end_as_an_uninterrupted_one(command, tm
     first = max(finished(), default=0)
     wait_for(process, lambda: max(finished(), default=0) > first + 4)
     process.terminate()
-    said = process.communicate()[1]
-    assert process.returncode == 143 and "is saved; the same command resumes from there" in said, (
-        said
-    )
+    printed = process.communicate()[1]
+    assert (
+        process.returncode == 143 and "is saved; the same command resumes from there" in printed
+    ), printed
     process = command(broken)
-    said = process.communicate()[1]
-    assert process.returncode == 0 and "resumed at step" in said, said
-    said = reference.communicate()[1]
-    assert reference.returncode == 0, said
+    printed = process.communicate()[1]
+    assert process.returncode == 0 and "resumed at step" in printed, printed
+    printed = reference.communicate()[1]
+    assert reference.returncode == 0, printed
     assert jax.tree.all(jax.tree.map(np.array_equal, final_params(straight), final_params(broken)))
 
     def validation(output):

@@ -1,5 +1,4 @@
-"""Training of decoder-only models: blocks of text, losses, runs, what comes out of them, commands,
-what is rejected."""
+"""Tests training of decoder-only models: text blocks, losses, runs and commands."""
 
 import dataclasses
 import json
@@ -132,7 +131,7 @@ def test_a_vocabulary_learns_from_all_of_a_long_document(tmp_path):
     assert all(part.strip().startswith("word") and part.endswith("word") for part in parts[:-4])
 
 
-def test_loss_is_that_of_the_next_piece():
+def test_loss_is_that_of_the_next_token():
     params, teacher = random_params(TINY_GPT), random_params(TINY_GPT, seed=1)
     rng = np.random.default_rng(0)
     stream = rng.integers(1, 40, (2, 9)).astype(np.int32)
@@ -187,8 +186,7 @@ def test_the_loss_falls_to_what_the_text_leaves_open(finished):
 
 
 def test_what_it_writes(finished, distilled):
-    """A target and a drafter that were loaded, prompted and unprompted; most samples are as the
-    text has it."""
+    """A loaded target and drafter write mostly the text's own continuations."""
     target, drafter = model_of(finished[0]), sd.ModelDrafter(model_of(distilled))
     assert (target.start_token, target.eos_ids) == (1, (1,)) and target.config.num_positions == 40
     assert target.vocabulary.fingerprint() == drafter.model.vocabulary.fingerprint()
@@ -240,10 +238,10 @@ def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(
         ["50"] if how == "killed" else ["50", "80"]
     )
     again = train.fit(config)
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
-        f"resumed at step {50 if how == 'killed' else 80} of 120" in said
-        and " blocks of 32 tokens" in said
+        f"resumed at step {50 if how == 'killed' else 80} of 120" in printed
+        and " blocks of 32 tokens" in printed
     )
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
@@ -281,8 +279,7 @@ def specdec(capsys, *argv):
 
 
 def test_train_and_generate(finished, text, tmp_path, capsys):
-    """The files in `configs/train`, made tiny, of a run that is there: only the model is written
-    anew."""
+    """The files in `configs/train`, made tiny: only the model is written anew."""
     config, output = finished[0], tmp_path / "run"
     assert os.system(f"cp -r {config.output_dir} {output}") == 0
     names = {field.name for field in dataclasses.fields(training_config.TrainConfig)} - {
@@ -360,7 +357,10 @@ def test_prompts_that_are_too_long_are_rejected_before_anything_compiles(
     target, drafter = model_of(finished[0]), sd.ModelDrafter(model_of(distilled))
     lines = ["fo"] * 200 + ["ba ce di fo gu"]  # in the last window of continuous batching
     (tmp_path / "prompts.txt").write_text("\n".join(lines) + "\n")
-    expected = r"inputs: got sequences of up to 45 tokens, new ones included, expected at most num_positions = 40"
+    expected = (
+        r"inputs: got sequences of up to 45 tokens, new ones included, expected at most "
+        r"num_positions = 40"
+    )
     for module, options, work in (
         (expectations, measure.MeasureOptions(max_new_tokens=30), expectations.measure),
         (
@@ -441,7 +441,7 @@ def test_bad_settings(settings, message):
         ),
     ],
 )
-def test_bad_files_and_models_are_told_before_anything_compiles(
+def test_bad_files_and_models_are_rejected_before_anything_compiles(
     text, finished, tmp_path, monkeypatch, contents, settings, message
 ):
     for name in ("train.txt", "validation.txt"):
@@ -522,10 +522,8 @@ def test_a_checkpoint_has_the_known_names():
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree.leaves_with_path(jax.eval_shape(init))
     }
-    muon, adam = (
-        "opt_state/1/inner_states/muon/inner_state",
-        "opt_state/1/inner_states/adam/inner_state",
-    )
+    muon = "opt_state/1/inner_states/muon/inner_state"
+    adam = "opt_state/1/inner_states/adam/inner_state"
     kernel = "decoder/layers_0/causal_attention/qkv/kernel"
     assert {
         f"params/{kernel}",
