@@ -60,7 +60,7 @@ def toy_distribution(config: SamplingConfig) -> np.ndarray:
 
 def test_with_argmax_by_drafts_made_one_by_one():
     """A draft of the k most probable ids from every position, walked along the target's output."""
-    found, counted = score("block"), np.zeros((2, 2, 3))
+    actual, counted = score("block"), np.zeros((2, 2, 3))
     for batch in BATCHES:
         result = generate(TARGET, batch.ids, max_new_tokens=12)
         for ids, tokens, length in zip(batch.ids, result.tokens, result.lengths):
@@ -73,26 +73,26 @@ def test_with_argmax_by_drafts_made_one_by_one():
                 ):
                     counted[k - 1, :, depth] += 1, ranks[start + depth] < k
     for k, (reached, accepted) in enumerate(counted):
-        rates = [mean for mean, _ in found.hit_rate_by_depth["top"][k]]
+        rates = [mean for mean, _ in actual.hit_rate_by_depth["top"][k]]
         assert rates == pytest.approx((accepted / reached).tolist()) and len(set(rates)) == 3
-        assert rates[0] == pytest.approx(found.hit_rate["top"][k][0], abs=1e-6)
-    assert found.by_depth["block"] == found.hit_rate_by_depth["top"][0]
+        assert rates[0] == pytest.approx(actual.hit_rate["top"][k][0], abs=1e-6)
+    assert actual.by_depth["block"] == actual.hit_rate_by_depth["top"][0]
 
 
 def test_above_temperature_0():
     """A chain that is verified token by token is the tree whose nodes have one drawn child."""
-    found = score("token", "block", temperature=1.0)
-    one, *wider = found.hit_rate_by_depth["mixed"]
-    np.testing.assert_allclose(found.by_depth["token"], one, rtol=1e-5)
+    result = score("token", "block", temperature=1.0)
+    one, *wider = result.hit_rate_by_depth["mixed"]
+    np.testing.assert_allclose(result.by_depth["token"], one, rtol=1e-5)
     means = np.array([[mean for mean, _ in rates] for rates in (one, *wider)])
     assert means.shape == (8, 3) and np.all(np.diff(means[:, 0]) >= -1e-6), (
         "a wider node covers more"
     )
-    assert found.by_depth["block"][0] == found.survival["block"][0]
-    assert found.by_depth["block"] != found.by_depth["token"]
+    assert result.by_depth["block"][0] == result.survival["block"][0]
+    assert result.by_depth["block"] != result.by_depth["token"]
 
 
 def test_depths_that_no_output_has_are_left_out():
-    found = score("block", max_new_tokens=2)
-    assert len(found.by_depth["block"]) == 2 and len(found.survival["block"]) == 3
-    assert {len(rates) for rates in found.hit_rate_by_depth["top"]} == {2}
+    result = score("block", max_new_tokens=2)
+    assert len(result.by_depth["block"]) == 2 and len(result.survival["block"]) == 3
+    assert {len(rates) for rates in result.hit_rate_by_depth["top"]} == {2}

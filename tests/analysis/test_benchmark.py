@@ -252,8 +252,8 @@ def test_calls_without_a_draft_cost_a_step():
         predictions.Work(8, calls=6, draft_calls=0),
     ]
     without = {name: spread for name, spread in TIMES.items() if "draft" not in name}
-    found = predictions.cost(work, 3, without)
-    assert found["target calls"] == pytest.approx(3 * 1.0 + 1 * 1.2 + 6 * 1.2)
+    result = predictions.cost(work, 3, without)
+    assert result["target calls"] == pytest.approx(3 * 1.0 + 1 * 1.2 + 6 * 1.2)
     assert (
         predictions.mean_drafting(work) == pytest.approx((1 + 6) / 10)
         and predictions.mean_drafting([]) == 1

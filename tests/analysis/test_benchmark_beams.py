@@ -98,14 +98,14 @@ def test_record(measured, target, batches):
 
 
 def test_levels_are_by_default_those_of_generate(target, batches):
-    found = sd.generate(
+    result = sd.generate(
         target, batches[0].inputs, drafter=sd.ModelDrafter(target), num_beams=2, max_new_tokens=8
     )
     searched = benchmark_command.BenchmarkOptions(num_beams=2)
     decoded = benchmark_command.BenchmarkOptions()
-    assert searched.gammas == found.stats.examined_by_position.shape == (3,) and decoded.gammas == (
-        4,
-    )
+    assert searched.gammas == result.stats.examined_by_position.shape == (
+        3,
+    ) and decoded.gammas == (4,)
 
 
 def test_summary_shows_the_record(measured):
@@ -164,8 +164,8 @@ def test_wrong_tokens_are_reported(target, batches, options):
     others = {"t5x": another(target, batches, change)}
     record, problems = analysis_beams.benchmark_beams(target, None, batches, once, others)
     assert record["searches"] == [] and record["drafter"] is None
-    found = record["against"]["differences"]
-    assert [(item["input"], item["position"], item["near_tie"]) for item in found] == [
+    actual = record["against"]["differences"]
+    assert [(item["input"], item["position"], item["near_tie"]) for item in actual] == [
         (1, 1, False),
         (2, 1, False),
     ]
@@ -178,7 +178,7 @@ def test_wrong_tokens_are_reported(target, batches, options):
         "t5x differs from plain: sentence 2, token 1, not a near-tie (margin " in text
         and "1 of 3" in text
     )
-    near = record["against"] | {"differences": [item | {"margin": 1e-6} for item in found]}
+    near = record["against"] | {"differences": [item | {"margin": 1e-6} for item in actual]}
     assert comparison.problems(near, "float32", analysis_beams.MARGIN) == []
 
 

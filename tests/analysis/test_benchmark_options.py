@@ -113,9 +113,9 @@ def test_a_target_in_int8_is_timed_without_it_too(tmp_path):
     (variant,) = benchmark_command.unrounded_variant(options, rounded).values()
     (batch,) = analysis_variants.cut_batches([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     expected = sd.generate(wide, batch.inputs, max_new_tokens=6)
-    found = variant.decode(batch)
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
-    np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
+    actual = variant.decode(batch)
+    np.testing.assert_array_equal(actual.tokens, expected.tokens)
+    np.testing.assert_allclose(actual.log_probs, expected.log_probs, atol=1e-5)
 
 
 @pytest.mark.parametrize(

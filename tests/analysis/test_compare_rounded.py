@@ -33,10 +33,10 @@ def scored(model, row: int, width: int | None = None) -> np.ndarray:
     """The logits before each output of a row by itself."""
     prompt, outputs = INPUTS[row], OUTPUTS[row]
     if model.config.decoder_only:
-        found = model.logits(None, [[*prompt, *outputs[:-1]]])[0, len(prompt) - 1 :]
+        result = model.logits(None, [[*prompt, *outputs[:-1]]])[0, len(prompt) - 1 :]
     else:
-        found = model.logits([prompt], [[model.start_token, *outputs[:-1]]])[0]
-    return np.asarray(found, np.float64)[:, :width]
+        result = model.logits([prompt], [[model.start_token, *outputs[:-1]]])[0]
+    return np.asarray(result, np.float64)[:, :width]
 
 
 @pytest.mark.parametrize("family", [lambda: tiny_t5(0, V), gpt])
@@ -48,10 +48,12 @@ def test_figures_are_those_of_numpy(family):
     divergence = rounding.Divergence(full, other, drafter)
     divergence.add(INPUTS[:1], OUTPUTS[:1])  # in two calls, as of two batches
     divergence.add(INPUTS[1:], OUTPUTS[1:])
-    found = divergence.record()
+    result = divergence.record()
     together = rounding.Divergence(full, other, drafter)
     together.add(INPUTS, OUTPUTS)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), together.record(), found)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), together.record(), result
+    )
 
     logits = [
         np.concatenate([scored(model, row, V) for row in (0, 1)])
@@ -61,18 +63,18 @@ def test_figures_are_those_of_numpy(family):
     kl = (p * np.log(p / q)).sum(-1)
     centred = [one - one.mean(-1, keepdims=True) for one in logits]
     best = [one.argmax(-1) for one in logits]
-    assert found["tokens"] == 6
-    np.testing.assert_allclose(found["kl"]["mean"], kl.mean(), rtol=1e-3)
-    np.testing.assert_allclose(found["kl"]["most"], kl.max(), rtol=1e-3)
+    assert result["tokens"] == 6
+    np.testing.assert_allclose(result["kl"]["mean"], kl.mean(), rtol=1e-3)
+    np.testing.assert_allclose(result["kl"]["most"], kl.max(), rtol=1e-3)
     error = np.sqrt(((centred[1] - centred[0]) ** 2).mean() / (centred[0] ** 2).mean())
-    np.testing.assert_allclose(found["logits_error"], error, rtol=1e-3)
-    assert found["argmax_changes"] == np.mean(best[0] != best[1])
+    np.testing.assert_allclose(result["logits_error"], error, rtol=1e-3)
+    assert result["argmax_changes"] == np.mean(best[0] != best[1])
     alpha = {
         "full": np.minimum(p, draft).sum(-1).mean(),
         "rounded": np.minimum(q, draft).sum(-1).mean(),
     }
-    np.testing.assert_allclose([*found["alpha"].values()], [*alpha.values()], rtol=1e-3)
-    assert found["alpha_argmax"] == {
+    np.testing.assert_allclose([*result["alpha"].values()], [*alpha.values()], rtol=1e-3)
+    assert result["alpha_argmax"] == {
         "full": np.mean(best[0] == best[2]),
         "rounded": np.mean(best[1] == best[2]),
     }
@@ -102,9 +104,9 @@ def test_a_rounded_model_is_what_load_makes_of_it(tmp_path):
     model = tiny_t5(0, V)
     sd.save(model, tmp_path / "model")
     loaded = sd.load(tmp_path / "model", quantize="int8")
-    found, expected = stored_in(rounding.rounded(model, "int8")), stored_in(loaded)
-    assert found.keys() == expected.keys()
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    actual, expected = stored_in(rounding.rounded(model, "int8")), stored_in(loaded)
+    assert actual.keys() == expected.keys()
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.fixture

@@ -159,8 +159,8 @@ def shown(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report_page, "_theory", dict)
     source, output = tmp_path / "record.json", tmp_path / "report.html"
 
-    def show(*found) -> Page | None:
-        source.write_text("\n".join(json.dumps(record) for record in found), encoding="utf-8")
+    def show(*result) -> Page | None:
+        source.write_text("\n".join(json.dumps(record) for record in result), encoding="utf-8")
         output.unlink(missing_ok=True)
         code = main.main(["figures", f"--records={source}", f"--output={output}"])
         error = capsys.readouterr().err

@@ -70,7 +70,7 @@ ENTRY %main (p: s8[256,512]) -> f32[8] {
 
 
 @pytest.mark.parametrize(
-    "lines, found",
+    "lines, result",
     [
         ({}, []),
         (
@@ -84,11 +84,11 @@ ENTRY %main (p: s8[256,512]) -> f32[8] {
         ({"HOISTED": "%w.1 = bf16[256,512]{1,0} convert(%p)"}, ["bf16[256,512]"]),
     ],
 )
-def test_a_weight_that_is_widened_before_its_product_is_detected(lines, found):
+def test_a_weight_that_is_widened_before_its_product_is_detected(lines, result):
     text = WIDENED
     for name in ("SLOWER", "HOISTED"):
         text = text.replace(f"  {name}\n", f"  {lines[name]}\n" if name in lines else "")
-    assert widened(text) == found
+    assert widened(text) == result
 
 
 def compiled(*flags) -> dict:

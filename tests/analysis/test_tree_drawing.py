@@ -142,12 +142,12 @@ def test_figure_of_a_tree():
 
 def mask_of(axes, size: int) -> list[list[int]]:
     """0 where a place is empty, 2 where it has the colour of what is accepted, else 1."""
-    found, green = [[0] * size for _ in range(size)], colors.to_rgba("tab:green")
+    result, green = [[0] * size for _ in range(size)], colors.to_rgba("tab:green")
     for bars in axes.collections:
         for path in bars.get_paths():
             column, row = path.get_extents().min + 0.5
-            found[round(row)][round(column)] = 2 if tuple(bars.get_facecolor()[0]) == green else 1
-    return found
+            result[round(row)][round(column)] = 2 if tuple(bars.get_facecolor()[0]) == green else 1
+    return result
 
 
 def test_a_tree_is_read_as_it_was_written():

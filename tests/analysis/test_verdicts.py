@@ -82,7 +82,7 @@ def test_whether_the_choice_is_beyond_the_spread():
 
 
 @pytest.mark.parametrize(
-    ("alpha", "cost_ratio", "verify_cost", "timed", "batch_size", "said"),
+    ("alpha", "cost_ratio", "verify_cost", "timed", "batch_size", "message"),
     [
         # γ = 2 would pay more than γ = 5: (1 + 0.6 + 0.36) / (0.4 + 1.12) beside 2.38 / (1 + 1.3).
         (

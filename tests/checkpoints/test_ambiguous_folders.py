@@ -285,9 +285,9 @@ def test_of_tied_tensors_a_file_may_hold_the_head_alone(tmp_path):
         ("lm_head.weight" if name == "shared.weight" else name): x for name, x in tied.items()
     }
     expected, _ = load(make.write_hf(tmp_path / "usual", tied, tie_word_embeddings=True))
-    found, _ = load(make.write_hf(tmp_path / "t5", renamed, tie_word_embeddings=True))
-    assert found.config == expected.config and found.config.logits_via_embedding
-    assert_params(found, parameters.flatten(expected.params))
+    actual, _ = load(make.write_hf(tmp_path / "t5", renamed, tie_word_embeddings=True))
+    assert actual.config == expected.config and actual.config.logits_via_embedding
+    assert_params(actual, parameters.flatten(expected.params))
     with pytest.raises(ValueError, match="parameter token_embedder/embedding: got none"):
         load(make.write_hf(tmp_path / "separate", renamed, tie_word_embeddings=False))
     config = sd.GPTConfig(

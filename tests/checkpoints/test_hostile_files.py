@@ -27,7 +27,7 @@ def run(names, folder) -> dict[str, dict]:
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     with subprocess.Popen(
         [sys.executable, program, folder],
         stdin=subprocess.PIPE,
@@ -42,32 +42,34 @@ def run(names, folder) -> dict[str, dict]:
             line := process.stdout.readline()
         ):
             outcome = json.loads(line)
-            found[outcome["case"]] = outcome
+            results[outcome["case"]] = outcome
         process.kill()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    folder, found, left = tmp_path_factory.mktemp("hostile"), {}, list(CASES)
+    folder, result, left = tmp_path_factory.mktemp("hostile"), {}, list(CASES)
     while left:
-        found |= run(left, folder)
-        left = [name for name in left if name not in found]
+        result |= run(left, folder)
+        left = [name for name in left if name not in result]
         if left:
-            found[left.pop(0)] = None
-    return found
+            result[left.pop(0)] = None
+    return result
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_line_that_names_the_file(name, outcomes):
-    found = outcomes[name]
-    assert found is not None, "the process hung or died"
-    assert found["error"] == "ValueError", found
-    assert CASES[name].names in found["text"], found["text"]
+    result = outcomes[name]
+    assert result is not None, "the process hung or died"
+    assert result["error"] == "ValueError", result
+    assert CASES[name].names in result["text"], result["text"]
     assert (
-        len(found["text"].splitlines()) == 1 and len(found["text"]) < 2500 and not found["stderr"]
-    ), found
-    assert found["seconds"] < SECONDS and found["bytes"] < MEGABYTES * 1e6
+        len(result["text"].splitlines()) == 1
+        and len(result["text"]) < 2500
+        and not result["stderr"]
+    ), result
+    assert result["seconds"] < SECONDS and result["bytes"] < MEGABYTES * 1e6
 
 
 def test_there_are_enough():

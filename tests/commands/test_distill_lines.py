@@ -153,8 +153,8 @@ def test_the_end_prints_the_outcome(validations, select, expected, tmp_path):
     config = distill.DistillConfig(
         target="a target", output_dir=str(tmp_path), select=select, greedy=False, samples=1
     )
-    *found, command = distill_lines.outcome(config)
-    assert found == expected
+    *actual, command = distill_lines.outcome(config)
+    assert actual == expected
     argv = shlex.split(command.removeprefix("next: "))
     assert argv[:4] == [
         "specdec",

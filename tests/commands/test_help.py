@@ -98,8 +98,8 @@ def test_examples_of_the_help_parse(argv):
 
 def names(argv: list[str], flags: set[str]) -> list[str]:
     """What the flags of a command line name, one by one."""
-    found = [word.partition("=") for word in argv if word.startswith("--")]
-    values = [(name.removeprefix("--"), value) for name, _, value in found]
+    result = [word.partition("=") for word in argv if word.startswith("--")]
+    values = [(name.removeprefix("--"), value) for name, _, value in result]
     values += [
         ("output_dir", value.strip('"')) for name, value in values if name == "gin.OUTPUT_DIR"
     ]
@@ -108,9 +108,9 @@ def names(argv: list[str], flags: set[str]) -> list[str]:
 
 def made_by(argv: list[str]) -> list[str]:
     """Files that the command writes; a training run has its model in a folder of a fixed name."""
-    found = names(argv, WRITTEN)
-    return found + [
-        f"{folder}/{part}" for folder in found for part in ("model", "heads") if "runs/" in folder
+    result = names(argv, WRITTEN)
+    return result + [
+        f"{folder}/{part}" for folder in result for part in ("model", "heads") if "runs/" in folder
     ]
 
 
@@ -182,6 +182,6 @@ def test_examples_run_anywhere(tmp_path, quick_environment):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert len([json.loads(found)["text"] for found in done.stdout.splitlines()]) == len(
+    assert len([json.loads(result)["text"] for result in done.stdout.splitlines()]) == len(
         sentences.built_in()
     )

@@ -44,28 +44,30 @@ def expected(folder, **options):
 
 def test_flags_replace_single_defaults(decode, tmp_path):
     folder = folder_of(tmp_path / "model", RULES)
-    found, err = decode(folder)
+    actual, err = decode(folder)
     assert (
-        found == expected(folder)
+        actual == expected(folder)
         and "sets the defaults of decoding: max_length=14, min_length=8" in err
     )
     vocabulary = sd.load(folder, "float32", say=len).vocabulary
-    assert all(len(row) + len(vocabulary.encode(prompt)) == 14 for row, prompt in zip(found, TEXTS))
+    assert all(
+        len(row) + len(vocabulary.encode(prompt)) == 14 for row, prompt in zip(actual, TEXTS)
+    )
     rules = sd.SamplingConfig(no_repeat_ngram=2, min_new_tokens=0)
     shorter, _ = decode(
         folder, "--max_new_tokens=5", "--repetition_penalty=1", "--min_new_tokens=0"
     )
     assert shorter == expected(folder, max_new_tokens=5, sampling=rules)
     none, _ = decode(folder, "--generation_config=none", "--max_new_tokens=9")
-    assert none == expected(folder, max_new_tokens=9, generation_config=None) != found
+    assert none == expected(folder, max_new_tokens=9, generation_config=None) != actual
 
 
 def test_beams_to_a_file_and_what_they_reject(decode, tmp_path):
     folder = folder_of(tmp_path / "model", SEARCH)
     path = tmp_path / "out.jsonl"
     decode(folder, f"--output_file={path}")
-    found = [json.loads(line)["tokens"] for line in path.read_text(encoding="utf-8").splitlines()]
-    assert found == expected(folder) and len(found) == 4
+    actual = [json.loads(line)["tokens"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert actual == expected(folder) and len(actual) == 4
     _, err = decode(folder, "--stream", code=2)
     assert err.splitlines()[-1].startswith("specdec: error: num_beams: got 2, a default of")
     _, err = decode(folder, "--temperature=0.7", code=2)
@@ -91,11 +93,11 @@ def test_commands_that_measure_print_that_they_use_no_defaults(capsys, tmp_path)
 def test_flags_beside_the_models_own_beams(decode, tmp_path):
     folder = folder_of(tmp_path / "model", SEARCH | {"num_beams": 3})
     flags = ["--num_return_sequences=3", "--length_penalty=2", "--early_stopping=true"]
-    found, _ = decode(folder, *flags)
-    assert found == expected(
+    actual, _ = decode(folder, *flags)
+    assert actual == expected(
         folder, num_return_sequences=3, length_penalty=2.0, early_stopping=True
     )
-    assert len(found) == 3 * len(TEXTS)
+    assert len(actual) == 3 * len(TEXTS)
     _, err = decode(folder, *flags, "--stream", code=2)
     assert "length_penalty: got 2.0 without num_beams" in err
     _, err = decode(

@@ -100,8 +100,8 @@ def test_options_of_argmax(decode, library, name):
     first = plain[0][0][0]
     if name == "forbidden_tokens":
         flags, sampling = [flag.replace("FIRST", str(first)) for flag in flags], {name: (first, 7)}
-    found = [(record["tokens"], record["text"]) for record in decode(*flags)]
-    assert found == library(sampling, **options) != plain
+    result = [(record["tokens"], record["text"]) for record in decode(*flags)]
+    assert result == library(sampling, **options) != plain
 
 
 @pytest.mark.parametrize("name", sorted(DRAWN))
@@ -109,12 +109,12 @@ def test_options_of_sampling(decode, library, name):
     flags, sampling, options = DRAWN[name]
     options = {"key": 3} | options
     options["key"] = jax.random.key(options["key"])
-    found = [
+    result = [
         (record["tokens"], record["text"])
         for record in decode("--temperature=1", "--seed=3", *flags)
     ]
     drawn = library({"temperature": 1.0}, key=jax.random.key(3))
-    assert found == library({"temperature": 1.0} | sampling, **options) != drawn
+    assert result == library({"temperature": 1.0} | sampling, **options) != drawn
 
 
 def test_min_new_tokens(decode, library, pair):

@@ -241,7 +241,7 @@ def test_coupled_output_is_that_of_plain_sampling(config, drafters):
     plain = generate(target, inputs, key=jax.random.key(3), **options)
     for model in drafters:
         gamma = rng.integers(6, size=rows)
-        found = generate(
+        result = generate(
             target,
             inputs,
             drafter=ModelDrafter(model),
@@ -249,10 +249,10 @@ def test_coupled_output_is_that_of_plain_sampling(config, drafters):
             key=jax.random.key(3),
             **options,
         )
-        np.testing.assert_array_equal(found.tokens, plain.tokens)
-        np.testing.assert_array_equal(found.lengths, plain.lengths)
-        np.testing.assert_allclose(found.adjusted_log_probs, plain.adjusted_log_probs, atol=1e-6)
-        rate = found.stats.acceptance_rate
+        np.testing.assert_array_equal(result.tokens, plain.tokens)
+        np.testing.assert_array_equal(result.lengths, plain.lengths)
+        np.testing.assert_allclose(result.adjusted_log_probs, plain.adjusted_log_probs, atol=1e-6)
+        rate = result.stats.acceptance_rate
         assert rate == 1 if model is target else 0.1 < rate < 0.9
     other = generate(target, inputs, key=jax.random.key(4), **options)
     assert np.mean(np.any(other.tokens != plain.tokens, axis=1)) > 0.9
@@ -288,9 +288,9 @@ def put(monkeypatch, verify):
 
 def residual_from_target(monkeypatch):
     def verify(target, draft, draft_tokens, num_drafted, draws, settings):
-        found = verify_tokens(target, draft, draft_tokens, num_drafted, draws, settings)
-        here = np.arange(len(draft_tokens)), found.num_accepted
-        return found._replace(next_token=draw(target.row(found.num_accepted), draws.final[here]))
+        result = verify_tokens(target, draft, draft_tokens, num_drafted, draws, settings)
+        here = np.arange(len(draft_tokens)), result.num_accepted
+        return result._replace(next_token=draw(target.row(result.num_accepted), draws.final[here]))
 
     put(monkeypatch, verify)
 

@@ -19,11 +19,11 @@ SIZES = [(2, 3, 6), (3, 2, 5), (3, 3, 6), (4, 3, 5)]
 
 def even_only(prefix, logits):
     """A grammar: an id is followed by one of the other parity, as far as there is one."""
-    found = logits.copy()
-    found[
-        [token for token in range(len(found)) if len(prefix) > 1 and (token - prefix[-1]) % 2 == 0]
+    result = logits.copy()
+    result[
+        [token for token in range(len(result)) if len(prefix) > 1 and (token - prefix[-1]) % 2 == 0]
     ] = -np.inf
-    return found
+    return result
 
 
 PROCESSORS = {
@@ -85,14 +85,14 @@ def test_distribution_under_every_processor(verifier, processor):
         expected = toy.complete({(): 1.0}, target, limit, EOS)
         changed |= toy.total_variation(expected, toy.complete({(): 1.0}, raw[0], limit, EOS)) > 0.01
         for drafter in (draft, toy.one_hot(draft)):
-            found = toy.speculative_distribution(
+            actual = toy.speculative_distribution(
                 target, drafter, gamma, limit, EOS, Rule(verifier=ENUMERATED[verifier])
             )
             if verifier not in ("lenient", "typical"):
-                assert toy.total_variation(found, expected) < 1e-12
+                assert toy.total_variation(actual, expected) < 1e-12
                 continue
-            assert sum(found.values()) == pytest.approx(1)
-            for prefix, following in toy.conditionals(found):
+            assert sum(actual.values()) == pytest.approx(1)
+            for prefix, following in toy.conditionals(actual):
                 p = target(prefix)
                 if verifier == "lenient":
                     bound = {x: p[x] / LENIENCE for x in following}
@@ -111,7 +111,7 @@ def test_a_drafter_without_the_processors_is_verified_by_its_own_distribution(ve
     """
     raw = [toy.table_distribution(3, seed) for seed in (21, 22)]
     target, draft = under(PROCESSORS["all"], raw[0]), raw[1]
-    found = toy.speculative_distribution(
+    result = toy.speculative_distribution(
         target, draft, 3, 4, EOS, Rule(verifier=ENUMERATED[verifier])
     )
-    assert toy.total_variation(found, toy.complete({(): 1.0}, target, 4, EOS)) < 1e-12
+    assert toy.total_variation(result, toy.complete({(): 1.0}, target, 4, EOS)) < 1e-12

@@ -47,9 +47,9 @@ def test_every_policy_is_here():
 def distance(kind, verifier, parents, policy, vocab, limit, iterations, zeros=0.0, eos=frozenset()):
     target, draft = dists(vocab, zeros)
     plan = Plan(parents, kind, ref.VERIFIERS[verifier])
-    found = dist(target, draft, plan, limit, policy, eos, iterations)
-    assert abs(sum(found.values()) - 1) < 1e-9
-    return toy.total_variation(found, toy.complete({(): 1.0}, target, limit, eos))
+    result = dist(target, draft, plan, limit, policy, eos, iterations)
+    assert abs(sum(result.values()) - 1) < 1e-9
+    return toy.total_variation(result, toy.complete({(): 1.0}, target, limit, eos))
 
 
 @pytest.mark.parametrize("parents, vocab, limit, iterations", [(WIDE, 3, 4, 2), (DEEP, 2, 6, 3)])
@@ -72,9 +72,9 @@ def test_budgets_differ(name):
     policy, sizes = CHOICES[name](WIDE), set()
 
     def counted(tree, node, children):
-        found = policy.select(tree, node, children)
-        sizes.add((node > 0, len(found), tree.plan.budget))
-        return found
+        result = policy.select(tree, node, children)
+        sizes.add((node > 0, len(result), tree.plan.budget))
+        return result
 
     counting = Slow(policy.start, policy.budget, counted, policy.update)
     distance("drawn", "recursive", WIDE, counting, 3, 4, 2)

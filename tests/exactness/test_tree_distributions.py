@@ -60,11 +60,11 @@ def away(target):
 
 
 def distance(target, drafters, plan, limit, eos=frozenset(), **more):
-    found = ref.speculative_distribution(target, drafters, plan, limit, eos, **more)
-    assert abs(sum(found.values()) - 1) < 1e-9, (
+    result = ref.speculative_distribution(target, drafters, plan, limit, eos, **more)
+    assert abs(sum(result.values()) - 1) < 1e-9, (
         "a mutant is still a distribution; otherwise the enumeration is what fails"
     )
-    return toy.total_variation(found, toy.complete({(): 1.0}, target, limit, eos))
+    return toy.total_variation(result, toy.complete({(): 1.0}, target, limit, eos))
 
 
 def test_every_verifier_is_here():
@@ -121,10 +121,10 @@ def test_gumbel_coupling_gives_the_plain_sample(kind):
                 return np.eye(3)[np.argmax(np.log(target(prefix)) + noise[len(prefix)])]
 
         plan = Plan(SHAPES["2, 2"], kind, ref.VERIFIERS["gumbel"])
-        found = ref.speculative_distribution(
+        result = ref.speculative_distribution(
             target, [draft], plan, 4, {0}, iterations=4, noise=noise
         )
-        assert toy.total_variation(found, toy.complete({(): 1.0}, plain, 4, {0})) < 1e-12
+        assert toy.total_variation(result, toy.complete({(): 1.0}, plain, 4, {0})) < 1e-12
 
 
 def test_children_by_noise_may_be_verified_as_point_masses():
@@ -209,19 +209,19 @@ def without_duplicates(tree, node, children):
 
 def best_chain(tree, chance):
     """Algorithm 1 for each chain by itself; the one of which most is accepted is committed."""
-    found = []
+    results = []
     for node in tree.children(0):
         here, accepted = 0, []
         while node:
             p, s, x = tree.p(here), tree.sources[node], tree.tokens[node]
             if not tree.flip(p[x] / s[x], node):
-                found.append((*accepted, chance.choose(ref.less(p, s)[0], ("correction", node))))
+                results.append((*accepted, chance.choose(ref.less(p, s)[0], ("correction", node))))
                 break
             here, accepted = node, [*accepted, x]
             node = next(iter(tree.children(node)), 0)
         else:
-            found.append((*accepted, tree.following(tree.p(here), here)))
-    return max(found, key=len, default=None) or (tree.following(tree.p(0), 0),)
+            results.append((*accepted, tree.following(tree.p(here), here)))
+    return max(results, key=len, default=None) or (tree.following(tree.p(0), 0),)
 
 
 def by_depth(key):
@@ -343,9 +343,9 @@ def test_acceptance_at_one_node(kind, verifier):
             toy.table_distribution(vocab, 100 + seed, zeros),
             toy.table_distribution(vocab, 200 + seed, zeros),
         )
-        found = ref.accepted(target, [draft], Plan((0,) * count, kind, ref.VERIFIERS[verifier]), 9)
+        actual = ref.accepted(target, [draft], Plan((0,) * count, kind, ref.VERIFIERS[verifier]), 9)
         expected = ref.acceptance(kind, verifier, target(()), draft(()), count)
-        assert found == pytest.approx(expected, abs=1e-9)
+        assert actual == pytest.approx(expected, abs=1e-9)
 
 
 def test_acceptance_by_shared_noise():

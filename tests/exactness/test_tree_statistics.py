@@ -109,7 +109,7 @@ TEXT, SAMPLES, AT_ONCE = "The weather will be better in the afternoon.", 4000, 5
 
 def two_tokens(**options):
     """The first two ids of so many samples."""
-    found = [
+    result = [
         sd.generate(
             sd.load("ende/target"),
             [TEXT],
@@ -123,7 +123,7 @@ def two_tokens(**options):
         ).tokens[:, :2]
         for seed in range(SAMPLES // AT_ONCE)
     ]
-    return np.concatenate(found)
+    return np.concatenate(result)
 
 
 @pytest.mark.slow

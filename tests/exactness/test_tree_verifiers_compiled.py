@@ -54,10 +54,10 @@ def test_jax_takes_the_enumerated_decisions(kind, dtype):
         )
         draws = randomness([row for _, row in rows], dtype)
         for name in (*CHILDREN[kind], *LOSSY_TREES):
-            found = verify(name, kind, draft, target, draws)
+            actual = verify(name, kind, draft, target, draws)
             plans = {tree: ref.Plan(tree.parents, kind, REFERENCES[name]) for tree in TREES}
             expected = [row.decide(plans[tree], EOS) for tree, row in rows]
-            assert committed(draft, found) == expected
+            assert committed(draft, actual) == expected
             assert {len(tokens) for tokens in expected} >= {1, 2, 3}, (
                 "nearly every number of accepted tokens occurs"
             )
@@ -76,18 +76,18 @@ def test_jax_verifies_children_of_two_drafters_by_their_own_distributions(kind, 
     tree, origins = Tree((0, 0, 0, 0, 1, 1, 2, 3, 5)), (0, 1, 0, 1, 0, 1, 1, 0, 0)
     rows = cases(tree, 100)
     draft, target = drafted(kind, tree, rows, EOS, "float32", origins)
-    found = verify(name, kind, draft, target, randomness(rows, "float32"))
+    result = verify(name, kind, draft, target, randomness(rows, "float32"))
     plan = ref.Plan(tree.parents, kind, REFERENCES[name], origins)
-    assert committed(draft, found) == [row.decide(plan, EOS) for row in rows]
+    assert committed(draft, result) == [row.decide(plan, EOS) for row in rows]
 
 
 @pytest.mark.parametrize("kind", ["top", "iid"])
 def test_jax_walks_at_temperature_0(kind):
     rows = cases(TREES[0], 50)
     draft, target = drafted(kind, TREES[0], rows, EOS, "float32")
-    found = jax.jit(walk_greedy)(distributions.argmax(target.logits), draft)
+    result = jax.jit(walk_greedy)(distributions.argmax(target.logits), draft)
     plan = ref.Plan(TREES[0].parents, kind, ref.walk(ref.greedy))
-    assert committed(draft, found) == [row.decide(plan, EOS) for row in rows]
+    assert committed(draft, result) == [row.decide(plan, EOS) for row in rows]
 
 
 # --- A tree with one branch ---
@@ -149,7 +149,7 @@ def chain(kind):
 )
 def test_one_branch_is_verified_as_the_chain(kind, name, same):
     target, dist, tokens, wanted, draws, draft = chain(kind)
-    found = verify(
+    actual = verify(
         name,
         kind,
         draft,
@@ -159,14 +159,14 @@ def test_one_branch_is_verified_as_the_chain(kind, name, same):
     asked = {"typical_epsilon": EPSILON, "typical_delta": DELTA}
     asked = {key: jnp.full(BATCH, value, jnp.float32) for key, value in asked.items()}
     expected = jax.jit(VERIFIERS[same].verify)(target, dist, tokens, wanted, draws, asked)
-    np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
-    np.testing.assert_array_equal(found.next_token, expected.next_token)
-    accepted_text = np.arange(GAMMA + 1) <= found.num_accepted[:, None]
+    np.testing.assert_array_equal(actual.num_accepted, expected.num_accepted)
+    np.testing.assert_array_equal(actual.next_token, expected.next_token)
+    accepted_text = np.arange(GAMMA + 1) <= actual.num_accepted[:, None]
     np.testing.assert_array_equal(
-        found.path[accepted_text],
+        actual.path[accepted_text],
         np.broadcast_to(np.arange(GAMMA + 1), accepted_text.shape)[accepted_text],
     )
-    assert len(np.unique(found.num_accepted)) == GAMMA + 1
+    assert len(np.unique(actual.num_accepted)) == GAMMA + 1
 
 
 # --- NaN, and ids that are not there ---
@@ -202,14 +202,14 @@ def test_children_where_ids_are_few():
     q = np.array([[[0, 0.75, 0.25], [0.2, 0.3, 0.5], [np.nan, 0.5, 0.5]]])
     random_bits = toy.random_bits(np.full((1, 3, 5), 0.9))
     noise = np.array([[[0.0, 0, 5], [5, 0, 0], [0, 0, 0]]], np.float32)
-    found = {
+    result = {
         kind: choose_children(kind, as_distribution(q, "float32"), (5, 2, 1), random_bits, noise)[
             0
         ].tolist()
         for kind in CHILDREN
     }
     nothing = [-1] * 5
-    assert found == {
+    assert result == {
         "top": [[1, 2, -1, -1, -1], [2, 1, -1, -1, -1], nothing],
         "gumbel": [[2, 1, -1, -1, -1], [0, 2, -1, -1, -1], nothing],
         "mixed": [[1, 2, -1, -1, -1], [2, 1, -1, -1, -1], nothing],

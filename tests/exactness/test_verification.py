@@ -37,24 +37,24 @@ def test_distribution_of_two_iterations_is_the_targets(vocab, gamma, limit, eos)
         expected = toy.complete({(): 1.0}, target, limit, eos)
         assert abs(sum(expected.values()) - 1) < 1e-12
         for drafter in (draft, target, toy.one_hot(draft)):
-            found = toy.speculative_distribution(target, drafter, gamma, limit, eos)
-            assert toy.total_variation(found, expected) < 1e-12
+            actual = toy.speculative_distribution(target, drafter, gamma, limit, eos)
+            assert toy.total_variation(actual, expected) < 1e-12
 
 
 @pytest.mark.parametrize("adjustments", ADJUSTMENTS, ids=str)
 def test_distribution_under_every_processor(adjustments):
     target, draft = (toy.processed(dist, **adjustments) for dist in dists(4))
-    found = toy.speculative_distribution(target, draft, 2, 4, {3})
-    assert toy.total_variation(found, toy.complete({(): 1.0}, target, 4, {3})) < 1e-12
+    result = toy.speculative_distribution(target, draft, 2, 4, {3})
+    assert toy.total_variation(result, toy.complete({(): 1.0}, target, 4, {3})) < 1e-12
 
 
 def test_a_draft_may_stop_after_a_drawn_token():
     """Rule 6: stopping after an improbable id is exact as long as the id stays in the draft."""
     target, draft = dists(3)
-    found = toy.speculative_distribution(
+    result = toy.speculative_distribution(
         target, draft, 3, 5, {0}, Rule(last=lambda q, x: q[x] < 0.3)
     )
-    assert toy.total_variation(found, toy.complete({(): 1.0}, target, 5, {0})) < 1e-12
+    assert toy.total_variation(result, toy.complete({(): 1.0}, target, 5, {0})) < 1e-12
 
 
 def top2(dist):
@@ -119,11 +119,11 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_enumeration_catches(name):
     target, draft, rule = MUTANTS[name]
-    found = toy.speculative_distribution(target, draft, 2, 4, {0}, rule)
-    assert abs(sum(found.values()) - 1) < 1e-9, (
+    result = toy.speculative_distribution(target, draft, 2, 4, {0}, rule)
+    assert abs(sum(result.values()) - 1) < 1e-9, (
         "a mutant is still a distribution; otherwise the enumeration is what fails"
     )
-    assert toy.total_variation(found, toy.complete({(): 1.0}, target, 4, {0})) > 0.01
+    assert toy.total_variation(result, toy.complete({(): 1.0}, target, 4, {0})) > 0.01
     exact = toy.speculative_distribution(
         target, draft if rule.drawn is not top2 else toy.processed(draft, top_k=2), 2, 4, {0}
     )
@@ -183,7 +183,7 @@ def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
     final = GRID[(np.array(final)[:, None] + 5 * np.arange(gamma + 1)) % 13]
     size = len(drafted)
     with float64(dtype == "float64"):
-        found = verified(
+        actual = verified(
             as_distribution(np.broadcast_to(p, (size, gamma + 1, 4)), dtype),
             as_distribution(np.broadcast_to(q, (size, gamma, 4)), dtype),
             np.array(drafted, np.int32).reshape(size, gamma),
@@ -191,18 +191,18 @@ def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
             np.array(accept, dtype).reshape(size, gamma),
             toy.random_bits(final),
         )
-        found = jax.device_get(found)
+        actual = jax.device_get(actual)
     expected = [
         toy.TOKEN.decide(p, q, d[:n], u, f) for d, n, u, f in zip(drafted, wanted, accept, final)
     ]
-    np.testing.assert_array_equal(np.stack(found, axis=1), expected)
+    np.testing.assert_array_equal(np.stack(actual, axis=1), expected)
 
 
 def test_the_grid_catches_a_comparison_that_is_not_strict():
     """u ≤ p/q instead of u < p/q: at u = 0 a token with p(x) = 0 would be accepted."""
     p, q = np.array([[0, 1.0], [0.5, 0.5]]), np.array([[1.0, 0]])
     assert toy.TOKEN.decide(p, q, (0,), (0.0,), (0.5, 0.5)) == (0, 1)
-    found = verified(
+    result = verified(
         as_distribution(p[None], "float32"),
         as_distribution(q[None], "float32"),
         np.zeros((1, 1), np.int32),
@@ -210,7 +210,7 @@ def test_the_grid_catches_a_comparison_that_is_not_strict():
         np.zeros((1, 1), np.float32),
         toy.random_bits(np.full((1, 2), 0.5)),
     )
-    assert [int(x[0]) for x in found] == [0, 1]
+    assert [int(x[0]) for x in result] == [0, 1]
 
 
 def test_decisions_integrate_to_the_transition():
@@ -218,13 +218,13 @@ def test_decisions_integrate_to_the_transition():
     target, draft = dists(3)
     p, q = target(()), draft(())
     expected = toy.enumerate_iteration((), None, target, draft, 1, set(), Rule())
-    steps, found = 60, {}
+    steps, actual = 60, {}
     middle = (np.arange(steps) + 0.5) / steps
     for x, u, f in itertools.product(range(3), middle, middle):
         accepted, y = toy.TOKEN.decide([p, target((x,))], [q], (x,), (u,), (f, f))
         key = ((x, y) if accepted else (y,)), None
-        found[key] = found.get(key, 0) + q[x] / steps**2
-    assert toy.total_variation(found, expected) < 3 / steps
+        actual[key] = actual.get(key, 0) + q[x] / steps**2
+    assert toy.total_variation(actual, expected) < 3 / steps
 
 
 @hypothesis.given(st.integers(0, 2**32 - 1), st.integers(0, 4))
@@ -242,7 +242,7 @@ def test_verify_tokens_properties(seed, gamma):
     drafted = rng.integers(vocab, size=(batch, gamma)).astype(np.int32)
     wanted = rng.integers(gamma + 1, size=batch).astype(np.int32)
     uniform = rng.choice([0.0, 0.25, 0.5, 1 - 2**-24], size=(batch, gamma + 1)).astype(np.float32)
-    found = verified(
+    result = verified(
         as_distribution(p, "float32"),
         as_distribution(q, "float32"),
         drafted,
@@ -250,7 +250,7 @@ def test_verify_tokens_properties(seed, gamma):
         uniform[:, :gamma],
         toy.random_bits(uniform[:, ::-1]),
     )
-    accepted, token = map(np.asarray, found)
+    accepted, token = map(np.asarray, result)
     assert np.all((accepted >= 0) & (accepted <= wanted))
     assert np.all((token >= 0) & (token < vocab))
     for row in range(batch):
@@ -264,7 +264,7 @@ def test_rows_of_minus_infinity_elsewhere_do_no_harm():
     p[:, 2] = np.nan
     q = np.log(np.full((2, 2, 4), 0.25))
     q[:, 1] = -np.inf
-    found = verified(
+    result = verified(
         distribution_of(np.float32(p)),
         distribution_of(np.float32(q)),
         np.zeros((2, 2), np.int32),
@@ -272,17 +272,17 @@ def test_rows_of_minus_infinity_elsewhere_do_no_harm():
         np.zeros((2, 2), np.float32),
         toy.random_bits([[0.9, 0.3, 0.9], [0.6, 0.9, 0.9]]),
     )
-    np.testing.assert_array_equal(found.num_accepted, [1, 0])
-    np.testing.assert_array_equal(found.next_token, [1, 2])
+    np.testing.assert_array_equal(result.num_accepted, [1, 0])
+    np.testing.assert_array_equal(result.next_token, [1, 2])
 
 
 def test_verify_greedy():
     target = np.array([[1, 2, 3], [1, 2, 3], [1, 2, 3], [9, 2, 3]], np.int32)
     draft = np.array([[1, 2], [1, 0], [1, 2], [1, 2]], np.int32)
     verify = jax.jit(verify_greedy)
-    found = verify(target, draft, np.array([2, 2, 1, 2], np.int32))
-    np.testing.assert_array_equal(found.num_accepted, [2, 1, 1, 0])
-    np.testing.assert_array_equal(found.next_token, [3, 2, 2, 9])
+    result = verify(target, draft, np.array([2, 2, 1, 2], np.int32))
+    np.testing.assert_array_equal(result.num_accepted, [2, 1, 1, 0])
+    np.testing.assert_array_equal(result.next_token, [3, 2, 2, 9])
     nothing = verify(target[:, :1], draft[:, :0], np.zeros(4, np.int32))
     np.testing.assert_array_equal(nothing.num_accepted, 0)
     np.testing.assert_array_equal(nothing.next_token, target[:, 0])
@@ -290,5 +290,5 @@ def test_verify_greedy():
 
 def test_algorithm_1_as_printed():
     """The lines at the head of `iteration.py`, beside the compiled code."""
-    found = doctest.testmod(iteration)
-    assert found.attempted >= 10 and found.failed == 0
+    result = doctest.testmod(iteration)
+    assert result.attempted >= 10 and result.failed == 0

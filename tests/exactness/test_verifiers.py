@@ -31,8 +31,8 @@ def test_distribution_of_two_iterations_is_the_targets(name, vocab, gamma, limit
         target, draft = dists(vocab, zeros)
         expected = toy.complete({(): 1.0}, target, limit, eos)
         for drafter in (draft, target, toy.one_hot(draft)):
-            found = toy.speculative_distribution(target, drafter, gamma, limit, eos, rule)
-            assert toy.total_variation(found, expected) < 1e-12
+            actual = toy.speculative_distribution(target, drafter, gamma, limit, eos, rule)
+            assert toy.total_variation(actual, expected) < 1e-12
 
 
 def test_the_token_verifier_is_the_default_rule():
@@ -48,8 +48,8 @@ def test_the_token_verifier_is_the_default_rule():
 def test_a_draft_may_stop_after_a_drawn_token(name):
     target, draft = dists(3)
     rule = Rule(verifier=ENUMERATED[name], last=lambda q, x: q[x] < 0.3)
-    found = toy.speculative_distribution(target, draft, 3, 5, {0}, rule)
-    assert toy.total_variation(found, toy.complete({(): 1.0}, target, 5, {0})) < 1e-12
+    result = toy.speculative_distribution(target, draft, 3, 5, {0}, rule)
+    assert toy.total_variation(result, toy.complete({(): 1.0}, target, 5, {0})) < 1e-12
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.6, 0.2])
@@ -60,14 +60,14 @@ def test_lenience_keeps_every_token_below_its_bound(lenience):
         for zeros, eos in itertools.product((0.0, 0.5), (set(), {0})):
             target, draft = dists(vocab, zeros)
             for drafter in (draft, toy.one_hot(draft)):
-                found = toy.speculative_distribution(target, drafter, gamma, limit, eos, rule)
-                for prefix, following in toy.conditionals(found):
+                result = toy.speculative_distribution(target, drafter, gamma, limit, eos, rule)
+                for prefix, following in toy.conditionals(result):
                     p = target(prefix)
                     assert all(prob <= p[x] / lenience + 1e-12 for x, prob in following.items())
                     excess = max(excess, *(prob / p[x] for x, prob in following.items()))
                 if lenience == 1:
                     assert (
-                        toy.total_variation(found, toy.complete({(): 1.0}, target, limit, eos))
+                        toy.total_variation(result, toy.complete({(): 1.0}, target, limit, eos))
                         < 1e-12
                     )
     assert excess == pytest.approx(1 / lenience), "the bound is reached"
@@ -80,8 +80,8 @@ def test_typical_acceptance_favours_no_improbable_token():
         for zeros, eos in itertools.product((0.0, 0.5), (set(), {0})):
             target, draft = dists(vocab, zeros)
             for drafter in (draft, toy.one_hot(draft)):
-                found = toy.speculative_distribution(target, drafter, gamma, limit, eos, rule)
-                for prefix, following in toy.conditionals(found):
+                result = toy.speculative_distribution(target, drafter, gamma, limit, eos, rule)
+                for prefix, following in toy.conditionals(result):
                     p = target(prefix)
                     threshold = toy.typical_threshold(p, EPSILON, DELTA)
                     assert all(
@@ -99,10 +99,10 @@ def test_measured_loss(name):
     target, draft = dists(4)
     expected = toy.complete({(): 1.0}, target, 4, set())
     for drafter, measured in zip((draft, toy.one_hot(draft)), MEASURED[name]):
-        found = toy.speculative_distribution(
+        actual = toy.speculative_distribution(
             target, drafter, 2, 4, set(), Rule(verifier=ENUMERATED[name])
         )
-        assert toy.total_variation(found, expected) == pytest.approx(measured, abs=5e-4)
+        assert toy.total_variation(actual, expected) == pytest.approx(measured, abs=5e-4)
 
 
 # --- Tokens accepted ---
@@ -259,11 +259,11 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_enumeration_catches(name):
     draft, rule = MUTANTS[name]
-    found = toy.speculative_distribution(TARGET, draft, 2, 4, {0}, rule)
-    assert abs(sum(found.values()) - 1) < 1e-9, (
+    result = toy.speculative_distribution(TARGET, draft, 2, 4, {0}, rule)
+    assert abs(sum(result.values()) - 1) < 1e-9, (
         "a mutant is still a distribution; otherwise the enumeration is what fails"
     )
-    assert toy.total_variation(found, toy.complete({(): 1.0}, TARGET, 4, {0})) > 0.002
+    assert toy.total_variation(result, toy.complete({(): 1.0}, TARGET, 4, {0})) > 0.002
 
 
 @pytest.mark.parametrize("name", ["token", "block", "rejection"])
@@ -277,8 +277,8 @@ def test_a_sampled_draft_may_be_verified_as_a_point_mass(name):
         verified_as_point_mass(verifier),
         following=lambda p, q, x, tau: verifier.following(p, points(x, len(p[0])), x, tau),
     )
-    found = toy.speculative_distribution(TARGET, DRAFT, 2, 4, {0}, Rule(verifier=wasteful))
-    assert toy.total_variation(found, toy.complete({(): 1.0}, TARGET, 4, {0})) < 1e-12
+    result = toy.speculative_distribution(TARGET, DRAFT, 2, 4, {0}, Rule(verifier=wasteful))
+    assert toy.total_variation(result, toy.complete({(): 1.0}, TARGET, 4, {0})) < 1e-12
 
     def accepted(verifier):
         return toy.expected_accepted(TARGET, DRAFT, 2, verifier)

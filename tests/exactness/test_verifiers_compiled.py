@@ -50,14 +50,14 @@ def run(name, p, draft, drafted, wanted, accept, final, dtype="float32", noise=N
         draws = Randomness(accept, toy.random_bits(final), noise)
         # The size of the vocabulary stays out of what is traced.
         verify = jax.jit(lambda target, *rest: VERIFIERS[name].verify(target, draft, *rest))
-        found = verify(
+        result = verify(
             as_distribution(p, dtype),
             drafted,
             jnp.asarray(wanted, jnp.int32),
             draws,
             settings(len(p), dtype),
         )
-        return np.stack(jax.device_get(found), axis=1)
+        return np.stack(jax.device_get(result), axis=1)
 
 
 def intervals(breaks):
@@ -109,11 +109,11 @@ def test_jax_decisions_integrate_to_the_transition(name, point):
                     )
                 )
         p, q, drafted, accept, final, weights = map(np.array, zip(*rows))
-        found = run(
+        result = run(
             name, p, None if point else q, drafted, np.full(len(p), gamma), accept, final, "float64"
         )
         dist: dict = {}
-        for x, (tau, y), weight in zip(drafted, found, weights):
+        for x, (tau, y), weight in zip(drafted, result, weights):
             key = (*map(int, x[:tau]), int(y)), None
             dist[key] = dist.get(key, 0) + weight
         assert (
@@ -147,7 +147,7 @@ def grid(name, point, gamma=3, size=400):
 def test_jax_takes_the_enumerated_decisions(name, point, dtype):
     """On a grid with 0: ≤ would accept a token with p(x) = 0 at u = 0."""
     p, q, drafted, wanted, accept, final = grid(name, point)
-    found = run(name, p, None if point else q, drafted, wanted, accept, final, dtype)
+    result = run(name, p, None if point else q, drafted, wanted, accept, final, dtype)
 
     def decide(accept):
         return [
@@ -155,9 +155,9 @@ def test_jax_takes_the_enumerated_decisions(name, point, dtype):
             for a, b, x, n, u, f in zip(p, q, drafted, wanted, accept, final)
         ]
 
-    np.testing.assert_array_equal(found, decide(accept))
+    np.testing.assert_array_equal(result, decide(accept))
     if name != "typical":  # which uses no uniform for this
-        assert np.any(found != decide(np.where(accept == 0, -1e-9, accept)))
+        assert np.any(result != decide(np.where(accept == 0, -1e-9, accept)))
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
@@ -165,7 +165,7 @@ def test_without_a_draft_the_next_token_is_the_targets(name):
     size = len(GRID)
     p, nothing = np.broadcast_to(TARGETS[:1], (size, 1, 4)), np.zeros((size, 0))
     noise = np.random.default_rng(0).gumbel(size=(size, 1, 4))
-    found = run(
+    actual = run(
         name,
         p,
         np.zeros((size, 0, 4)),
@@ -179,7 +179,7 @@ def test_without_a_draft_the_next_token_is_the_targets(name):
         toy.coupled(p[0], (), g) if name == "gumbel" else (0, toy.invert(p[0, 0], u))
         for g, u in zip(noise, GRID)
     ]
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -188,10 +188,10 @@ def test_jax_couples_as_enumerated(dtype):
     noise = np.random.default_rng(1).gumbel(size=p.shape).astype(np.float32)
     with np.errstate(divide="ignore"):
         drafted = np.argmax(np.log(q) + noise[:, :-1], axis=-1)
-    found = run("gumbel", p, q, drafted, wanted, accept, final, dtype, noise)
+    actual = run("gumbel", p, q, drafted, wanted, accept, final, dtype, noise)
     expected = [toy.coupled(a, x[:n], g) for a, x, n, g in zip(p, drafted, wanted, noise)]
-    np.testing.assert_array_equal(found, expected)
-    assert len(np.unique(found[:, 0])) == 4, "every number of accepted tokens occurs"
+    np.testing.assert_array_equal(actual, expected)
+    assert len(np.unique(actual[:, 0])) == 4, "every number of accepted tokens occurs"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -204,13 +204,13 @@ def test_jax_verifies_argmax_leniently(lenience, dtype):
     with float64(dtype == "float64"), np.errstate(divide="ignore"):
         logits = jnp.asarray(np.log(p), dtype)
         verify = jax.jit(verify_greedy_leniently)
-        found = verify(
+        actual = verify(
             logits, jnp.asarray(drafted), jnp.asarray(wanted), jnp.full(len(p), lenience, dtype)
         )
-    found = np.stack(found, axis=1)
+    actual = np.stack(actual, axis=1)
     expected = [toy.lenient_argmax(a, x[:n], lenience) for a, x, n in zip(p, drafted, wanted)]
-    np.testing.assert_array_equal(found, expected)
-    for here, x, (tau, _) in zip(p, drafted, found):
+    np.testing.assert_array_equal(actual, expected)
+    for here, x, (tau, _) in zip(p, drafted, actual):
         assert all(here[i, x[i]] >= lenience * here[i].max() for i in range(tau))
 
 
@@ -249,13 +249,13 @@ def test_properties_of_every_verifier(seed, gamma, valid):
     uniform = rng.choice([0.0, 0.25, 0.5, 1 - 2**-24], size=(batch, gamma + 1)).astype(np.float32)
     noise = rng.gumbel(size=p.shape).astype(np.float32)
     draws = Randomness(uniform[:, :gamma], toy.random_bits(uniform[:, ::-1]), noise)
-    found = jax.device_get(
+    result = jax.device_get(
         everything(
             as_distribution(p, "float32"), as_distribution(q, "float32"), drafted, wanted, draws
         )
     )
     row = np.arange(batch)
-    for of_distribution in found:
+    for of_distribution in result:
         for name, (accepted, token) in zip(VERIFIERS, of_distribution):
             assert np.all((accepted >= 0) & (accepted <= wanted)) and np.all(
                 (token >= 0) & (token < vocab)
@@ -291,8 +291,8 @@ def test_identical_distributions_accept_everything():
     """Drafter = target: whatever can be drawn is accepted, at every uniform."""
     for name in ("token", "block", "rejection", "lenient"):
         p, _, drafted, wanted, accept, final = grid(name, False)
-        found = run(name, p, p[:, :-1], drafted, wanted, accept, final)
+        result = run(name, p, p[:, :-1], drafted, wanted, accept, final)
         possible = np.take_along_axis(p[:, :-1], drafted[..., None], axis=-1)[..., 0] > 0
         whole = np.all(possible | (np.arange(3) >= wanted[:, None]), axis=1)
         assert np.sum(whole & (wanted == 3)) > 10
-        np.testing.assert_array_equal(found[whole, 0], wanted[whole])
+        np.testing.assert_array_equal(result[whole, 0], wanted[whole])

@@ -49,7 +49,7 @@ MAY_WRITE = {
 
 def writes(tree: ast.AST) -> set[str]:
     """What in a module opens files for writing, or gives them names."""
-    found = set()
+    results = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -67,14 +67,14 @@ def writes(tree: ast.AST) -> set[str]:
                 or called.startswith("shutil")
                 and name not in ("disk_usage", "get_terminal_size", "which")
             ):
-                found.add(called)
+                results.add(called)
         elif name == "open" and any(
             set(mode) & set("wax+") and set(mode) <= set("rwaxbt+") for mode in modes
         ):
-            found.add("open")
+            results.add("open")
         elif name in WRITERS:
-            found.add(name)
-    return found
+            results.add(name)
+    return results
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {"files.writing"}))

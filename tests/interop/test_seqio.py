@@ -53,7 +53,7 @@ def test_lines_have_what_generate_gives(generate, toys, target, tmp_path):
     assert (
         len(lines) == len(PAIRS) and max(len(example["inputs"]) for example in examples) == LENGTH
     )
-    found = sd.generate(
+    result = sd.generate(
         target, [example["inputs"].tolist() for example in examples], max_new_tokens=WIDTH
     )
     for row, (line, example) in enumerate(zip(lines, examples)):
@@ -62,9 +62,9 @@ def test_lines_have_what_generate_gives(generate, toys, target, tmp_path):
             "inputs_pretokenized": "Tom " + PAIRS[row][0],
             "targets_pretokenized": PAIRS[row][1],
         }
-        tokens = found.tokens[row, : found.lengths[row]]
+        tokens = result.tokens[row, : result.lengths[row]]
         assert line["prediction_tokens"] == tokens.tolist()
-        assert line["aux"]["scores"] == pytest.approx(float(found.log_probs[row].sum()), abs=1e-4)
+        assert line["aux"]["scores"] == pytest.approx(float(result.log_probs[row].sum()), abs=1e-4)
         if row not in (2, 5):  # every length compiles
             continue
         ids = example["targets"]
@@ -115,11 +115,11 @@ def test_a_beam_search_of_a_task(generate, toys, target, tmp_path):
     assert generate(*flags, f"--output_file={one}")[0] == 0
     assert generate(*flags, "--num_return_sequences=3", f"--output_file={all_of_them}")[0] == 0
     inputs = [example["inputs"].tolist() for example in dataset("toy_text").as_numpy_iterator()]
-    found = sd.generate(
+    actual = sd.generate(
         target, inputs, max_new_tokens=WIDTH, num_beams=3, length_penalty=1, num_return_sequences=3
     )
-    tokens = found.tokens.reshape(-1, 3, WIDTH)[:, ::-1]
-    scores = found.scores.reshape(-1, 3)[:, ::-1]
+    tokens = actual.tokens.reshape(-1, 3, WIDTH)[:, ::-1]
+    scores = actual.scores.reshape(-1, 3)[:, ::-1]
     lines = decoded(all_of_them.read_text())
     assert len(lines) == len(PAIRS)
     for best, line, ids, expected in zip(
@@ -177,7 +177,7 @@ def test_metrics_are_what_seqios_evaluator_finds(name, generate, toys, tmp_path)
             async_compute_metrics=False,
         )
         scores = {"scores": [line["aux"]["scores"] for line in lines]}
-        found, _ = evaluator.evaluate(
+        result, _ = evaluator.evaluate(
             compute_metrics=True,
             predict_fn=lambda _: numbered(rows),
             predict_with_aux_fn=lambda _: (numbered(rows), scores),
@@ -185,7 +185,7 @@ def test_metrics_are_what_seqios_evaluator_finds(name, generate, toys, tmp_path)
         )
         plain = {
             key: getattr(value, "value", getattr(value, "textdata", value))
-            for key, value in found.result()[task].items()
+            for key, value in result.result()[task].items()
         }
         plain.pop("curve", None)
         assert written["metrics"][task] == pytest.approx(plain, abs=1e-5)
@@ -253,12 +253,12 @@ def test_metrics_of_other_kinds_are_named(toys, target):
         model_output_type = seqio.metrics.ModelOutputType.PREDICTION
 
         def from_model_output(self, inputs, model_output, features):
-            found = types.SimpleNamespace()
-            found.compute = lambda: {
+            result = types.SimpleNamespace()
+            result.compute = lambda: {
                 "longest": np.int32((model_output > 0).sum(axis=1).max()),
                 "rows": len(inputs),
             }
-            return found
+            return result
 
     inside = Inside(model_output_type=seqio.metrics.ModelOutputType.SCORE_WITH_INTERMEDIATES)
     objects = [inside, Longest(model_output_type=seqio.metrics.ModelOutputType.PREDICTION)]
@@ -272,8 +272,8 @@ def test_metrics_of_other_kinds_are_named(toys, target):
         json.loads(lines[0])["aux"] == {"scores": None}
         and "score" not in lines[0].partition("aux")[0]
     )
-    found, notes = job.evaluate(lines)
-    assert found == {"toy_more": {"longest": 3, "rows": len(PAIRS)}}
+    result, notes = job.evaluate(lines)
+    assert result == {"toy_more": {"longest": 3, "rows": len(PAIRS)}}
     assert notes == ["not computed: a metric of toy_more that needs score_with_intermediates"]
 
 
@@ -309,14 +309,14 @@ def test_an_example_without_output_is_null_and_to_metrics_empty(toys, target):
     job = interop.Job(
         [task], "test", target, input_length=LENGTH, output_length=WIDTH, batch_size=2
     )
-    found = continuous_batching.Output("", [5, 6, 1], [-1.0, -2.0, -1.0], [], "eos", None)
+    result = continuous_batching.Output("", [5, 6, 1], [-1.0, -2.0, -1.0], [], "eos", None)
     lost = continuous_batching.Output(
         None, [], [], [], "error", None, None, sd.NonFiniteLogitsError("the target toy", 1, 0)
     )
     lines = [
         line
         for number in range(len(PAIRS))
-        for line in job.lines(number, [lost if number == 1 else found])
+        for line in job.lines(number, [lost if number == 1 else result])
     ]
     record = json.loads(lines[1])
     assert (record["prediction"], record["prediction_tokens"], record["aux"]) == (
@@ -327,7 +327,7 @@ def test_an_example_without_output_is_null_and_to_metrics_empty(toys, target):
     assert record["error"].startswith(
         "got logits from the target toy"
     ) and "error" not in json.loads(lines[0])
-    (several,) = job.lines(1, [found, lost])
+    (several,) = job.lines(1, [result, lost])
     assert json.loads(several)["prediction"][0] is None and json.loads(several)["aux"][
         "scores"
     ] == [None, -4.0]

@@ -37,14 +37,14 @@ def golden(tmp_path_factory):
 
 def prompts(io) -> np.ndarray:
     """Of every length: all places, one token, none, all places but one."""
-    found = np.array(io["prompt_decoder_input_tokens"])
-    found[0, 1:], found[1, 2:], found[2], found[3, 1:-1] = (
+    result = np.array(io["prompt_decoder_input_tokens"])
+    result[0, 1:], result[1, 2:], result[2], result[3, 1:-1] = (
         np.arange(20, 35),
         0,
         0,
         np.arange(40, 54),
     )
-    return found
+    return result
 
 
 CASES = {  # T5X's name of each option; "early" is an id that comes up
@@ -135,12 +135,12 @@ models.BaseTransformerModel.decode_fn = @narrow/decoding.beam_search
 """
     try:
         gin.parse_config(config)
-        found = gin.get_bindings("t5x.models.EncoderDecoderModel")["decode_fn"]
+        actual = gin.get_bindings("t5x.models.EncoderDecoderModel")["decode_fn"]
         scoped = gin.get_bindings("t5x.models.BaseTransformerModel")["decode_fn"]
-        assert found is not decoding.beam_search
+        assert actual is not decoding.beam_search
         expected = {"alpha": 1.5, "max_decode_step": -1, "min_log_prob": -1e7}
-        assert interop.bound(found) == (decoding.beam_search, expected)
-        assert interop.bound(functools.partial(found, alpha=2.0))[1] == expected | {"alpha": 2.0}
+        assert interop.bound(actual) == (decoding.beam_search, expected)
+        assert interop.bound(functools.partial(actual, alpha=2.0))[1] == expected | {"alpha": 2.0}
         assert interop.bound(decoding.beam_search)[1] == expected | {"alpha": 0.6}
         with pytest.raises(ValueError, match="decode_fn: got .*beam_search.*, outside of scopes"):
             interop.bound(scoped)

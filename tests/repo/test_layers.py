@@ -36,26 +36,26 @@ MAY_IMPORT = {  # a subclass has to, and what works on TensorFlow's data
 
 def imports(tree: ast.AST) -> set[str]:
     """Full names of what is imported anywhere in `tree`; `from a import b` counts as `a.b`."""
-    found = set()
+    results = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            results |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return results
 
 
 def own_imports(module: str) -> set[str]:
     """Modules of the package that `module` imports."""
-    found = set()
+    results = set()
     for name in imports(MODULES[module]):
         if name.split(".")[0] == "specdec_jax":
             below = name.split(".")[1:]
             while ".".join(below) not in MODULES:  # the last parts are names inside a module
                 below = below[:-1]
-            found.add(".".join(below))
-    return found
+            results.add(".".join(below))
+    return results
 
 
 def test_every_package_is_installed():

@@ -79,14 +79,15 @@ def test_links_lead_somewhere(name):
         if re.match(r"[a-z][a-z0-9+.-]*:", link):
             continue  # elsewhere
         path, _, anchor = link.partition("#")
-        found = (
+        result = (
             pages.ROOT / path[1:] if path.startswith("/") else page.parent / path if path else page
         )
-        inside = found.resolve().is_relative_to(pages.ROOT.resolve())
-        if not (inside and found.exists()):
+        inside = result.resolve().is_relative_to(pages.ROOT.resolve())
+        if not (inside and result.exists()):
             broken.append(link)
         elif anchor and (
-            found.suffix != ".md" or anchor not in pages.anchors(found.read_text(encoding="utf-8"))
+            result.suffix != ".md"
+            or anchor not in pages.anchors(result.read_text(encoding="utf-8"))
         ):
             broken.append(link)
     assert not broken

@@ -38,7 +38,7 @@ class Search:
     Attributes:
       kept: candidates for each beam and id that ends, one more than the ids that end if right.
       brevity_offset: added to lengths in the penalty of a finished hypothesis.
-      worst: of the finished hypotheses that the best active beam is compared with: min, or max for a
+      worst: of the finished hypotheses that the best active beam compares with: min, or max for a
         mistake.
     """
 

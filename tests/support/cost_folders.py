@@ -37,6 +37,6 @@ def measured(monkeypatch):
             self.calls += 1
             return self.gives
 
-    found = Measured()
-    monkeypatch.setattr(autotune, "measure", found)
-    return found
+    actual = Measured()
+    monkeypatch.setattr(autotune, "measure", actual)
+    return actual

@@ -72,19 +72,22 @@ def _folders(shape) -> set[str]:
     The pages write their names with "/" at the end.
     """
     words = [word.partition("=") for argv in all_commands() for word in argv]
-    found = {value for flag, _, value in words if flag in ("--target", "--drafter", "--source")}
+    result = {value for flag, _, value in words if flag in ("--target", "--drafter", "--source")}
     return {
-        name.rstrip("/") for name in found if name.endswith("/") and name not in (*OWN_T5, *OWN_GPT)
+        name.rstrip("/")
+        for name in result
+        if name.endswith("/") and name not in (*OWN_T5, *OWN_GPT)
     }
 
 
 def all_commands() -> list[list[str]]:
     """Returns the commands on all pages, each once, in their order."""
-    found = [
+    result = [
         argv for path in pages.pages() for argv in pages.commands(path.read_text(encoding="utf-8"))
     ]
     return [
-        shlex.split(line.replace("/dev/shm/", "")) for line in dict.fromkeys(map(shlex.join, found))
+        shlex.split(line.replace("/dev/shm/", ""))
+        for line in dict.fromkeys(map(shlex.join, result))
     ]
 
 

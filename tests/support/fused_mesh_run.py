@@ -41,19 +41,19 @@ def difference(mesh: tuple[int, int], rows: int, calls: list) -> float:
         fed = jnp.arange(rows * 20).reshape(rows, 20) % 20 + 3
         _, cache = network.decode_states(fed, jnp.zeros(rows, int), cache)
         tokens, positions = fed[:, :2], jnp.array([15, 16, 14, 3])[:rows]
-        found = network.decode_states(tokens, positions, cache)
+        actual = network.decode_states(tokens, positions, cache)
         os.environ["SPECDEC_KERNEL"] = "off"
-        return found, network.decode_states(tokens, positions, cache)
+        return actual, network.decode_states(tokens, positions, cache)
 
     os.environ["SPECDEC_KERNEL"] = ""
     del calls[:]
-    found, expected = both(network, cache)
+    actual, expected = both(network, cache)
     if rows == 1:  # XLA's layers are fed more positions, whose slots are stale afterwards
-        found, expected = jax.tree.map(
-            lambda x: x[..., :17, :] if x.ndim == 3 and x.shape[-2] > 17 else x, (found, expected)
+        actual, expected = jax.tree.map(
+            lambda x: x[..., :17, :] if x.ndim == 3 and x.shape[-2] > 17 else x, (actual, expected)
         )
     gaps = jax.tree.map(
-        lambda a, b: float(np.abs(np.float32(a) - np.float32(b)).max()), found, expected
+        lambda a, b: float(np.abs(np.float32(a) - np.float32(b)).max()), actual, expected
     )
     assert not np.any(np.isnan(jax.tree.leaves(gaps)))
     return max(jax.tree.leaves(gaps))
@@ -72,11 +72,11 @@ def main() -> dict:
     jax.lax.platform_dependent = lambda *given, tpu=None, cpu=None, default: (
         tpu or cpu or default
     )(*given)
-    found = {}
+    results = {}
     for mesh, rows in (((1, 4), 1), ((1, 4), 3), ((2, 2), 4), ((4, 1), 4), ((2, 2), 2)):
         gap = difference(mesh, rows, calls)
-        found[f"{mesh[0]}x{mesh[1]}, {rows}"] = {"difference": gap, "calls": list(calls)}
-    return found
+        results[f"{mesh[0]}x{mesh[1]}, {rows}"] = {"difference": gap, "calls": list(calls)}
+    return results
 
 
 if __name__ == "__main__":

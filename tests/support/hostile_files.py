@@ -108,19 +108,19 @@ def attempt(name: str, folder: pathlib.Path) -> dict:
     of.damage(path)
     high_water()
     before = high_water()
-    start, found = time.perf_counter(), {"error": None, "text": ""}
+    start, result = time.perf_counter(), {"error": None, "text": ""}
     with open(folder / "stderr", "w+b") as written:
         kept = os.dup(2)
         os.dup2(written.fileno(), 2)
         try:
             read(of.read, path)
         except BaseException as error:
-            found = {"error": type(error).__name__, "text": str(error)}
+            result = {"error": type(error).__name__, "text": str(error)}
         finally:
             os.dup2(kept, 2)
             os.close(kept)
     seconds, grown = time.perf_counter() - start, high_water() - before
-    return found | {
+    return result | {
         "seconds": seconds,
         "bytes": grown,
         "stderr": (folder / "stderr").read_text(errors="replace"),

@@ -381,8 +381,8 @@ for name, table in {
 
 def table(**changes) -> Callable[[pathlib.Path], None]:
     def damage(path):
-        with np.load(path) as found:
-            np.savez_compressed(path, **(dict(found) | changes))
+        with np.load(path) as result:
+            np.savez_compressed(path, **(dict(result) | changes))
 
     return damage
 

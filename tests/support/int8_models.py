@@ -30,10 +30,10 @@ def stored_in(model) -> dict:
     }
 
 
-def assert_kernel(found, values, scales):
-    assert isinstance(found, Int8Kernel) and found.values.dtype == np.int8
-    np.testing.assert_array_equal(found.values, values)
-    np.testing.assert_array_equal(found.scales, scales)
+def assert_kernel(result, values, scales):
+    assert isinstance(result, Int8Kernel) and result.values.dtype == np.int8
+    np.testing.assert_array_equal(result.values, values)
+    np.testing.assert_array_equal(result.scales, scales)
 
 
 def tied_gpt(folder):

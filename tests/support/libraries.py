@@ -35,8 +35,8 @@ def libraries(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.delenv(native.SETTING, raising=False)
-        found = native._find()
-    shutil.copy(found.path, folder / "works.so")
+        result = native._find()
+    shutil.copy(result.path, folder / "works.so")
     compile_ = [REAL, "-shared", "-fPIC", "-w", "-x", "c++", "-", "-o"]
     crash = b"#include <cstdlib>\n__attribute__((constructor)) static void die() { abort(); }\n"
     subprocess.run([*compile_, folder / "crashes.so"], input=crash, check=True)

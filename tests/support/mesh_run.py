@@ -71,8 +71,8 @@ def refilled(target, drafter) -> list:
     outputs = sd.decode_stream(
         target, [INPUTS[row] for row in rows], batch_size=4, drafter=drafter, **options(rows)
     )
-    found = dict(outputs)
-    return [found[place][0].tokens for place in range(len(rows))]
+    result = dict(outputs)
+    return [result[place][0].tokens for place in range(len(rows))]
 
 
 def rejected(call) -> str:
@@ -132,7 +132,7 @@ def tables() -> dict:
     ]
     table = flatten(models[1].params)["decoder/layers_1/relpos_bias/rel_embedding"]
     return {
-        "tokens": [found.tolist() for found in tokens],
+        "tokens": [result.tolist() for result in tokens],
         "part": table.addressable_shards[0].data.shape,
     }
 
@@ -184,14 +184,14 @@ def meshes(folder: pathlib.Path) -> dict:
 def more(folder: pathlib.Path) -> dict:
     """Returns results of the remaining meshes, of refilled rows, and of a decoder-only model."""
     alone = load(folder, None)
-    found = {"none": decode(*alone), "none, plain": decode(alone[0], None)}
+    result = {"none": decode(*alone), "none, plain": decode(alone[0], None)}
     for shape in ((1, 1), (2, 2), (1, 4)):
         name, models = "x".join(map(str, shape)), load(folder, sd.make_mesh(*shape))
         if shape != (2, 2):
-            found[name] = decode(*models)
+            result[name] = decode(*models)
         else:
-            found[name + ", refilled"] = refilled(*models)
-        found[name + ", plain"] = decode(models[0], None)
+            result[name + ", refilled"] = refilled(*models)
+        result[name + ", plain"] = decode(models[0], None)
     # The bundled drafter reads the target's encoder output; five sentences are no whole number of
     # batches.
     sentences = [
@@ -201,11 +201,11 @@ def more(folder: pathlib.Path) -> dict:
         "We met her in the park.",
         "Thank you.",
     ]
-    found["command"] = [
+    result["command"] = [
         printed("generate", *flags, *sentences) for flags in ([], ["--mesh=2x2", "--batch_size=4"])
     ]
     timing = ["--gamma=2", "--limit=2", "--repeats=1", "--json", "--mesh=1x2"]
-    found["benchmark"] = json.loads(printed("benchmark", *timing))
+    result["benchmark"] = json.loads(printed("benchmark", *timing))
     config = sd.GPTConfig(65, 16, 4, 1, 32)  # 65: a vocabulary that no mesh divides
     tokens = np.array(INPUTS)
     gpts = [
@@ -213,11 +213,11 @@ def more(folder: pathlib.Path) -> dict:
         for rules in (None, ShardingRules(sd.make_mesh(2, 2)))
     ]
     one, divided = (np.asarray(model.logits(None, tokens)) for model in gpts)
-    found["gpt"] = float(np.max(np.abs(one - divided)))
-    found["gpt tokens"] = [
+    result["gpt"] = float(np.max(np.abs(one - divided)))
+    result["gpt tokens"] = [
         sd.generate(model, tokens, max_new_tokens=5, eos_ids=()).tokens.tolist() for model in gpts
     ]
-    return found
+    return result
 
 
 def process(folder: pathlib.Path, number: str, port: str) -> dict:

@@ -53,20 +53,20 @@ def prose(text: str) -> str:
 
 def shell(text: str) -> str:
     """Returns the lines of all fenced blocks that are not Python, continued lines joined."""
-    found = "\n".join(body for language, _, body in blocks(text) if language != "python")
-    return re.sub(r"\s*\\\n\s*", " ", found)
+    result = "\n".join(body for language, _, body in blocks(text) if language != "python")
+    return re.sub(r"\s*\\\n\s*", " ", result)
 
 
 def commands(text: str) -> list[list[str]]:
     """Returns the arguments of every `specdec` command in fenced blocks, up to a pipe."""
-    found = []
+    results = []
     for line in shell(text).splitlines():
         match = re.match(r"(?:.* && |(?:\w+=\S* )+)?(specdec [a-z].*)", line)
         if match:
             words = shlex.split(match[1], comments=True)
             ends = [place for place, word in enumerate(words) if word in ("|", "&&")]
-            found.append(words[: ends[0]] if ends else words)
-    return found
+            results.append(words[: ends[0]] if ends else words)
+    return results
 
 
 def written_by_shell(text: str) -> set[str]:
@@ -87,16 +87,16 @@ def links(text: str) -> list[str]:
 
 def anchors(text: str) -> set[str]:
     """Returns the anchors that GitHub gives to the headings."""
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
     for heading in re.findall(r"^#{1,6} +(.*?)[ #]*$", prose(text), re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         anchor = "".join(char for char in shown if char in "- " or _is_of_a_word(char)).replace(
             " ", "-"
         )
-        found[anchor] = number = found.get(anchor, -1) + 1
+        results[anchor] = number = results.get(anchor, -1) + 1
         if number:
-            found[f"{anchor}-{number}"] = 0
-    return set(found)
+            results[f"{anchor}-{number}"] = 0
+    return set(results)
 
 
 def _is_of_a_word(char: str) -> bool:

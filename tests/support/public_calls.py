@@ -109,10 +109,10 @@ def streamed(**options) -> list:
 
 def many(**options) -> list:
     inputs = np.random.default_rng(0).integers(2, V, (9, 5))
-    found = sd.decode_stream(target(), inputs, batch_size=2, max_new_tokens=6, **options)
+    result = sd.decode_stream(target(), inputs, batch_size=2, max_new_tokens=6, **options)
     return [
         (place, outputs[0].tokens, outputs[0].log_probs)
-        for place, outputs in sorted(found, key=lambda o: o[0])
+        for place, outputs in sorted(result, key=lambda o: o[0])
     ]
 
 

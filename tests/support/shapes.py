@@ -81,5 +81,5 @@ def _fields(record: type) -> dict:
     if not ours or not (hasattr(record, "_fields") or dataclasses.is_dataclass(record)):
         return {}
     names = getattr(record, "_fields", None) or [field.name for field in dataclasses.fields(record)]
-    found = _of_arrays(typing.get_type_hints(record))
-    return {name: found.get(name) for name in names}
+    result = _of_arrays(typing.get_type_hints(record))
+    return {name: result.get(name) for name in names}

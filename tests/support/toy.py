@@ -108,14 +108,14 @@ class Verifier:
         """
         heights = self.accept_probs(p, q, x)
         rejected_ = [1 - h for h in heights]
-        found = []
+        results = []
         for tau in range(len(x) + 1):
             if self.largest:
                 prob = float(np.prod(rejected_[tau:])) * (heights[tau - 1] if tau else 1.0)
             else:
                 prob = float(np.prod(heights[:tau])) * (rejected_[tau] if tau < len(x) else 1.0)
-            found.append((prob, self._dist(p, q, x, tau)))
-        return found
+            results.append((prob, self._dist(p, q, x, tau)))
+        return results
 
     def decide(self, p, q, x, uniforms, final_uniforms) -> tuple[int, int]:
         """Returns (τ, next id) for given uniforms.

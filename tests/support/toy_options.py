@@ -33,13 +33,13 @@ def brackets(prefixes, lengths, logits):
 
 
 def brackets_in_numpy(prefix, logits):
-    depth, found = prefix.count(2) - prefix.count(3), logits.copy()
-    found[[2, 3]] += np.float32(3)
+    depth, result = prefix.count(2) - prefix.count(3), logits.copy()
+    result[[2, 3]] += np.float32(3)
     if depth <= 0:
-        found[3] = -np.inf
+        result[3] = -np.inf
     else:
-        found[list(EOS)] = -np.inf
-    return found
+        result[list(EOS)] = -np.inf
+    return result
 
 
 # With this bias against EOS a row goes on long enough to repeat itself.

@@ -9,24 +9,24 @@ def penalized(logits, prefix, penalty: float) -> np.ndarray:
 
     The start token counts, too.
     """
-    found = np.array(logits)
+    result = np.array(logits)
     for token in set(prefix):
-        found[token] = (
-            found[token] / np.float32(penalty)
-            if found[token] > 0
-            else found[token] * np.float32(penalty)
+        result[token] = (
+            result[token] / np.float32(penalty)
+            if result[token] > 0
+            else result[token] * np.float32(penalty)
         )
-    return found
+    return result
 
 
 def without_repeated_ngrams(logits, prefix, size: int) -> np.ndarray:
     """Forbids every id that would end an n-gram which `prefix` holds already."""
-    found, prefix = np.array(logits), list(prefix)
+    result, prefix = np.array(logits), list(prefix)
     seen = [prefix[i : i + size] for i in range(len(prefix) - size + 1)]
-    for token in range(len(found)):
+    for token in range(len(result)):
         if [*prefix[len(prefix) - size + 1 :], token] in seen and len(prefix) >= size - 1:
-            found[token] = -np.inf
-    return found
+            result[token] = -np.inf
+    return result
 
 
 def processed(
@@ -51,27 +51,27 @@ def processed(
     of (prefix as a list, logits).
     """
     original = np.array(logits, np.float32)
-    found = original.copy()
+    result = original.copy()
     for token, value in (logit_bias or {}).items():
-        found[token] += np.float32(value)
-    found[list(forbidden_tokens)] = -np.inf
+        result[token] += np.float32(value)
+    result[list(forbidden_tokens)] = -np.inf
     if vocabulary_mask is not None:
-        found[~np.asarray(vocabulary_mask)] = -np.inf
-    found = penalized(found, prefix, repetition_penalty)
+        result[~np.asarray(vocabulary_mask)] = -np.inf
+    result = penalized(result, prefix, repetition_penalty)
     if no_repeat_ngram:
-        found = without_repeated_ngrams(found, prefix, no_repeat_ngram)
+        result = without_repeated_ngrams(result, prefix, no_repeat_ngram)
     for *before, last in forbidden_sequences:
         if len(before) <= len(prefix) and list(prefix[len(prefix) - len(before) :]) == before:
-            found[last] = -np.inf
+            result[last] = -np.inf
     if processor is not None:
-        found = processor(list(prefix), found)
+        result = processor(list(prefix), result)
     if new < min_new_tokens:
-        found[list(eos_ids)] = -np.inf
+        result[list(eos_ids)] = -np.inf
     if new in (forced_tokens or {}):
-        found = np.where(
-            np.arange(len(found)) == forced_tokens[new], np.float32(0), np.float32(-np.inf)
+        result = np.where(
+            np.arange(len(result)) == forced_tokens[new], np.float32(0), np.float32(-np.inf)
         )
-    return found if np.max(found) > -np.inf else original
+    return result if np.max(result) > -np.inf else original
 
 
 def dist(

@@ -91,19 +91,19 @@ def main(cases: list[str]) -> dict:
     lay_out = ambient_mesh.laid_out
 
     def noted(network, rows, replicate=False):
-        found = lay_out(network, rows, replicate)
+        result = lay_out(network, rows, replicate)
         seen.append(
             [
                 replicate,
-                found.platform,
-                None if found.rules is None else [found.rules.rows, found.rules.parts],
+                result.platform,
+                None if result.rules is None else [result.rules.rows, result.rules.parts],
             ]
         )
-        return found
+        return result
 
     ambient_mesh.laid_out = under_jit.laid_out = noted
     ambient_mesh._platform = lambda mesh: "tpu"  # so that caches have a TPU's layout
-    devices, found = np.array(jax.devices()), {}
+    devices, result = np.array(jax.devices()), {}
     meshes = {
         "1x4": Mesh(devices.reshape(1, 4), AXES),
         "2x2": Mesh(devices.reshape(2, 2), AXES),
@@ -120,8 +120,8 @@ def main(cases: list[str]) -> dict:
         del seen[:]
         decoder = decoders(target, sd.ModelDrafter(model(0.1, count)))[kind]
         tokens = decode(decoder, placed(target.params, meshes[name]), meshes[name])
-        found[case] = {"tokens": tokens, "networks": list(seen)}
-    return found
+        result[case] = {"tokens": tokens, "networks": list(seen)}
+    return result
 
 
 if __name__ == "__main__":

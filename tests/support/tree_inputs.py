@@ -45,7 +45,7 @@ class Case:
 
 def cases(tree: Tree, size: int, seed: int = 0) -> list[Case]:
     """Returns rows for each pair of distributions, with uniforms of the grid, and two drafters."""
-    rng, found = np.random.default_rng(seed), []
+    rng, result = np.random.default_rng(seed), []
 
     # What is left of a distribution is cut at any fractions, thirteenths among them.
     def grid(*shape):
@@ -68,8 +68,10 @@ def cases(tree: Tree, size: int, seed: int = 0) -> list[Case]:
                 rng.integers(tree.size // 2, tree.size),
                 rng.integers(tree.depth // 2, tree.depth + 1),
             )
-            found.append(Case(distribution_of(TARGETS), drafters, uniforms, noise, *map(int, cuts)))
-    return found
+            result.append(
+                Case(distribution_of(TARGETS), drafters, uniforms, noise, *map(int, cuts))
+            )
+    return result
 
 
 choose = jax.jit(choose_children, static_argnums=(0, 2))
@@ -113,13 +115,13 @@ def drafted(
                 for j, children in enumerate(its.values()):
                     uniforms[b, j, : len(children)] = row.uniforms["draft"][children]
             shared = np.broadcast_to(noise[:, None], q.shape).astype(dtype)
-            found = np.asarray(
+            result = np.asarray(
                 choose(kind, as_distribution(q, dtype), counts, toy.random_bits(uniforms), shared)
             )
             for j, (node, children) in enumerate(its.items()):
                 own[:, children] = len(dists)
                 dists.append(np.where(valid[:, [node]], q[:, j], np.nan))
-                tokens[:, children] = found[:, j, : len(children)]
+                tokens[:, children] = result[:, j, : len(children)]
                 for b, row in enumerate(rows):
                     for child in children:
                         ways[b][child] = (*ways[b].get(node, ()), int(tokens[b, child]))
@@ -158,9 +160,9 @@ def randomness(rows: list[Case], dtype) -> TreeRandomness:
     )
 
 
-def committed(draft: TreeDraft, found) -> list[tuple[int, ...]]:
+def committed(draft: TreeDraft, result) -> list[tuple[int, ...]]:
     """Returns the tokens that each row commits."""
-    tokens, (counts, following, path) = np.asarray(draft.tokens), map(np.asarray, found)
+    tokens, (counts, following, path) = np.asarray(draft.tokens), map(np.asarray, result)
     return [
         (*map(int, row[nodes[1 : count + 1]]), int(token))
         for row, count, token, nodes in zip(tokens, counts, following, path)

@@ -76,10 +76,10 @@ def path(tree: ref.Tree, committed) -> list[int]:
 
 def ways(parents) -> dict[int, tuple[int, ...]]:
     """Returns the ranks on the way to each node."""
-    found: dict[int, tuple[int, ...]] = {0: ()}
+    result: dict[int, tuple[int, ...]] = {0: ()}
     for node, parent in enumerate(parents, 1):
-        found[node] = (*found[parent], sum(other == parent for other in parents[: node - 1]))
-    return found
+        result[node] = (*result[parent], sum(other == parent for other in parents[: node - 1]))
+    return result
 
 
 # --- Policies that look back only ---

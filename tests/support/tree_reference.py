@@ -338,7 +338,7 @@ VERIFIERS = {
 
 def kernel(prefix, target, drafters, plan: Plan, room: int, eos=frozenset(), noise=None) -> dict:
     """Returns one iteration: the probability of each new prefix."""
-    found: dict = defaultdict(float)
+    result: dict = defaultdict(float)
 
     def config(chance):
         tree = Tree(plan, chance, prefix, target, drafters, room, eos, noise)
@@ -349,8 +349,8 @@ def kernel(prefix, target, drafters, plan: Plan, room: int, eos=frozenset(), noi
         return committed[: ends[0]] if ends else committed
 
     for committed, prob in outcomes(config):
-        found[(*prefix, *committed)] += prob
-    return found
+        result[(*prefix, *committed)] += prob
+    return result
 
 
 def speculative_distribution(

@@ -45,9 +45,9 @@ def test_it_begins_as_nearly_what_the_model_is(monkeypatch, shape):
 
 def test_copies_follow_their_layers():
     params = LanguageModel.random(dataclasses.replace(TINY, num_decoder_layers=2)).params
-    found = depth_expansion.deepen(params, "decoder", 5)["decoder"]
+    result = depth_expansion.deepen(params, "decoder", 5)["decoder"]
     for layer, source in enumerate([0, 0, 0, 1, 1]):
-        own, given = found[f"layers_{layer}"], params["decoder"][f"layers_{source}"]
+        own, given = result[f"layers_{layer}"], params["decoder"][f"layers_{source}"]
         share = 1.0 if layer in (0, 3) else 0.1
         for node, name in (
             ("self_attention", "out"),
@@ -58,7 +58,7 @@ def test_copies_follow_their_layers():
                 own[node][name]["kernel"], share * given[node][name]["kernel"], rtol=1e-6
             )
         np.testing.assert_array_equal(own["mlp"]["wi_0"]["kernel"], given["mlp"]["wi_0"]["kernel"])
-    assert found["decoder_norm"] is params["decoder"]["decoder_norm"]
+    assert result["decoder_norm"] is params["decoder"]["decoder_norm"]
     for layers in (1, 0):
         with pytest.raises(ValueError, match=f"decoder: got 2 layers, expected from 1 to {layers}"):
             depth_expansion.deepen(params, "decoder", layers)

@@ -45,13 +45,13 @@ def tokenizer_json(texts, special=()) -> TokenizerJsonVocabulary:
 @pytest.fixture(scope="module")
 def vocabularies(language):
     texts = (language / "train.tsv").read_text().replace("\t", "\n").splitlines()
-    found = {
+    result = {
         "tokenizer.json": tokenizer_json(texts, ("<pad>", "</s>", "<unk>")),
         "no padding": tokenizer_json(texts),
         "bytes": ByteVocabulary(0),
     }
-    assert found["no padding"].eos_ids == (49,) and found["no padding"].piece(0).isalpha()
-    return found
+    assert result["no padding"].eos_ids == (49,) and result["no padding"].piece(0).isalpha()
+    return result
 
 
 def saved(vocabulary, folder, **ids) -> str:
@@ -249,8 +249,8 @@ def test_heads_and_tables_of_any_vocabulary(vocabularies, language, tmp_path):
         sd.HeadsDrafter.load(tmp_path / "run/heads", model),
         sd.NGramDrafter.load(counted(target, language, tmp_path), model.vocabulary),
     ):
-        found = sd.generate(model, ["bara ceni"], drafter=drafter, gamma=1, max_new_tokens=4)
-        assert found.texts == sd.generate(model, ["bara ceni"], max_new_tokens=4).texts
+        result = sd.generate(model, ["bara ceni"], drafter=drafter, gamma=1, max_new_tokens=4)
+        assert result.texts == sd.generate(model, ["bara ceni"], max_new_tokens=4).texts
 
 
 def counted(target: str, language, folder) -> str:

@@ -99,10 +99,10 @@ def test_blocks_are_the_stream_of_documents_each_followed_by_eos(tmp_path):
     )
     assert batches.per_epoch == 2 and batches.pairs == 4 and batches.dropped == 0
     for epoch in range(2):
-        found = [batches[2 * epoch + step] for step in range(2)]
-        assert all(batch.inputs.shape == batch.targets.shape == (2, 6) for batch in found)
+        result = [batches[2 * epoch + step] for step in range(2)]
+        assert all(batch.inputs.shape == batch.targets.shape == (2, 6) for batch in result)
         rows = [
-            row for batch in found for row in zip(batch.inputs.tolist(), batch.targets.tolist())
+            row for batch in result for row in zip(batch.inputs.tolist(), batch.targets.tolist())
         ]
         for i in range(0, len(stream) - 1, 6):
             block = tuple(
