@@ -61,8 +61,10 @@ def no_progress():
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel():
-    """Compiles the CPU's kernels before any test reads what a command prints, since compiling them
-    prints a line."""
+    """Compiles the CPU's kernels before any test reads a command's output.
+
+    Compiling them prints a line.
+    """
     from specdec_jax.backends.cpu import native
 
     native.available()

@@ -72,8 +72,7 @@ def test_record_against_another(target):
 
 
 def test_what_int8_contributes_is_told_apart(target):
-    """Beside another implementation's variant comes our own plain decoding in the numbers that it
-    has."""
+    """Beside another implementation comes our own autoregressive decoding in its dtype."""
     batch = analysis_variants.cut_batches([[5, 9, 1]], [[5, 9, 1]], 1, 0)
     best = int(np.argmax(target.logits([[5, 9, 1]], [[0]])[0, 0]))
     variants = {

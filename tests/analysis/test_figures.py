@@ -492,8 +492,7 @@ def test_bad_output(tmp_path, capsys):
 
 
 def test_what_was_measured_comes_first():
-    """After a line that says what α, γ, c and v are; words at the left, numbers at the right; no
-    figure twice."""
+    """Measurements follow a line on α, γ, c and v; words left, numbers right; none twice."""
     text = write_page([("a.json", BENCHMARK)])
     parts = ("α: the probability", "<h2>Measured", "a.json", "<h2>Theory", "Table 1.", "Table 5.")
     places = [text.index(part) for part in parts]

@@ -154,8 +154,10 @@ def renamed(record, path, key):
 
 @pytest.fixture
 def shown(tmp_path, capsys, monkeypatch):
-    """The page that the command makes of a record, or None where it is rejected in one line that
-    names the file."""
+    """Returns the page that the command makes of a record, or None if it is rejected.
+
+    A rejection is one line that names the file.
+    """
     monkeypatch.setattr(report_page, "_theory", dict)
     source, output = tmp_path / "record.json", tmp_path / "report.html"
 

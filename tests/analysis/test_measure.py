@@ -137,7 +137,7 @@ def test_hit_rate_is_that_of_the_distributions_computed_one_by_one(name):
 
 
 def test_hit_rate_of_a_sample():
-    """Of one child it is α; every further child adds to it; and the record has what each one adds."""
+    """The hit rate of one child is α; every further child adds what the record has."""
     drafter, batches = ModelDrafter(DRAFT), make_batches(8, 4)
     for kind, how in (("top", options()), ("mixed", options(temperature=1.0))):
         found = acceptance.score(TARGET, drafter, batches, ("block",), 2, how)
@@ -317,8 +317,7 @@ def test_counting_and_overlap_agree_on_the_same_positions(name):
 
 
 def test_counting_and_overlap_agree_whatever_verifies_the_rest():
-    """A lossy verifier's settings are not the comparison's; rows that fill up a batch have no
-    positions."""
+    """A lossy verifier's settings do not count; rows that fill up a batch have no positions."""
     drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), make_batches(5, 4)
     assert any(not ids for ids in batches[-1].ids)
     ways = [options(temperature=1.0), options(temperature=1.0, verifier="lenient", lenience=0.1)]
@@ -341,8 +340,7 @@ def test_counting_and_overlap_are_one_with_argmax():
 
 
 def test_another_drafters_distribution_does_not_agree(monkeypatch):
-    """The comparison is sharp: it tells a drafter from a worse one, and positions from their
-    neighbours."""
+    """The comparison tells a drafter from a worse one, and positions from their neighbours."""
     drafter, inputs = (
         ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)),
         [[2 + i % 8, 3] for i in range(256)],

@@ -26,7 +26,11 @@ from specdec_jax.backends.cpu import selftest as cpu_kernels_selftest
 needs_compiler = pytest.mark.skipif(REAL is None or os.name != "posix", reason="no C++ compiler")
 
 settings, libraries, compiler = libraries.settings, libraries.libraries, libraries.compiler
-TRY = "from specdec_jax.backends.cpu import native; print(native.available(), native.available()); print(native.state())"
+TRY = """
+from specdec_jax.backends.cpu import native
+print(native.available(), native.available())
+print(native.state())
+"""
 
 
 def kernels(tmp_path) -> list[str]:
@@ -262,8 +266,8 @@ def test_numbers_that_are_off(libraries):
     )
     assert ended.code == 1 and ended.output == "" and ended.error.count("\n") == 1, ended.error
     code = (
-        "import numpy as np; from specdec_jax.backends.cpu import selftest; selftest.register(*{}); "
-        "selftest._TOLERANCE = 1e-12; selftest.check()"
+        "import numpy as np; from specdec_jax.backends.cpu import selftest; "
+        "selftest.register(*{}); selftest._TOLERANCE = 1e-12; selftest.check()"
     )
     arguments = (str(libraries / "works.so"), native.TARGETS)
     ended = native._run([sys.executable, "-c", code.format(arguments)], 60)
@@ -329,7 +333,5 @@ def test_a_library_that_does_not_load_here(compiler, monkeypatch):
 
     compiler(WORKS)
     monkeypatch.setattr(native.selftest, "register", reject)
-    assert (
-        again()
-        == "kernel: not used: cannot be loaded: version not found; SPECDEC_KERNEL=rebuild compiles it anew"
-    )
+    reason = "cannot be loaded: version not found; SPECDEC_KERNEL=rebuild compiles it anew"
+    assert again() == f"kernel: not used: {reason}"

@@ -38,8 +38,10 @@ def folder(tmp_path):
 
 @pytest.fixture
 def slowly(clock, monkeypatch):
-    """Returns a function that makes the reading of all of `TINY`'s parameters last so many seconds,
-    and fail at one of them if it is asked to."""
+    """Returns a function that makes reading `TINY` take so many seconds.
+
+    It fails at one of the parameters if asked to.
+    """
     read = stored_tensor.StoredTensor.load
 
     def slow(seconds: float, fails_at: int | None = None) -> None:
@@ -83,7 +85,10 @@ def test_loading_prints_progress_without_a_terminal(slowly, folder, capsys):
     model = sd.load(folder, "float32")
     lines = capsys.readouterr().err.splitlines()
     total = f"{parameter_count(TINY):,}"
-    expected = rf"reading {re.escape(str(folder))}: [\d,]+ of {total} parameters, [\d.,]+ a second, 0:00:(\d\d) left"
+    expected = (
+        rf"reading {re.escape(str(folder))}: [\d,]+ of {total} parameters, "
+        r"[\d.,]+ a second, 0:00:(\d\d) left"
+    )
     found = [re.fullmatch(expected, line) for line in lines[:-1]]
     assert len(found) == 4 and all(found)
     assert lines[-1] == f"reading {folder}: {total} of {total} parameters, placing them"

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.fixture
 def commands(pair, tmp_path, monkeypatch):
-    """Arguments of commands that write a file, but for its name; what would be measured is made up."""
+    """Returns arguments of commands that write a file, but for its name, with made-up figures."""
     monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: (BENCHMARK, []))
     monkeypatch.setattr(measure_command, "measure", lambda *_: MEASURE)
     monkeypatch.setattr(tune, "tune", lambda *_: {"a": 1, "acceptance": {"alpha": None}})

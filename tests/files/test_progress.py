@@ -1,5 +1,7 @@
-"""What a long task shows on standard error: nothing while it is short, then a bar on a terminal and
-a line every 10 seconds elsewhere."""
+"""A long task shows a bar on a terminal and a line every 10 seconds elsewhere.
+
+A short one shows nothing.
+"""
 
 import re
 import time

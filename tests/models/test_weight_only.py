@@ -19,7 +19,7 @@ from specdec_jax.commands.options import DecodingOptions
 from specdec_jax.commands.sentences import built_in
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.parameters import flatten
-from tools.accelerator_figures import Setup
+from tools.accelerator_figures import ReportSetup
 from tools.accelerator_stages import stages
 
 pytestmark = pytest.mark.usefixtures("quick", "as_on_an_accelerator")
@@ -201,7 +201,7 @@ def test_kernels_of_no_meaning_are_rounded_one_by_one(monkeypatch):
     "kind, alphas", [("int8", ()), pytest.param("int8", (0.5,), marks=SLOW), ("self:int8", ())]
 )
 def test_the_report_of_accelerators_times_8_bits(kind, alphas):
-    setup = Setup(
+    setup = ReportSetup(
         tiny=True, input_length=4, max_new_tokens=4, gamma=2, widths=(1, 3), alphas=alphas
     )
     stage = next(stage for stage in stages(setup, {}) if stage.kind == kind)

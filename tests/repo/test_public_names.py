@@ -1,5 +1,4 @@
-"""The public names of `specdec_jax`: imported when first used, known to type checkers, pickled by
-their modules."""
+"""Public names are imported when first used, known to type checkers, and pickled."""
 
 import ast
 import inspect

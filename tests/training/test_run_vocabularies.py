@@ -27,8 +27,10 @@ one_optimizer = distill_models.one_optimizer
 
 
 def tokenizer_json(texts, special=()) -> TokenizerJsonVocabulary:
-    """Returns a `tokenizer.json` of 50 tokens; without `special`, id 0 is a letter and EOS the
-    last."""
+    """Returns a `tokenizer.json` of 50 tokens.
+
+    Without `special`, id 0 is a letter and EOS the last id.
+    """
     made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>" if special else None))
     made.pre_tokenizer, made.decoder = (
         tokenizers.pre_tokenizers.Metaspace(),
