@@ -118,7 +118,7 @@ class Checkpoint:
 
 
 def iterate_names(parameters: dict[str, StoredTensor], report: Report) -> Iterator[str]:
-    """Yields the names, and reports the size of each parameter when the next one is asked for."""
+    """Yields the names, and reports the size of each parameter before the next name."""
     for name, tensor in parameters.items():
         yield name
         report(tensor.size)

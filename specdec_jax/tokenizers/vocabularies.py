@@ -403,7 +403,7 @@ class TokenizerJsonVocabulary(Vocabulary):
             raise ValueError(f"got {got}, expected one that can") from None
 
     def reframe(self, before: Sequence[str], after: Sequence[str]) -> None:
-        """Puts other tokens around a text than the file says, and writes them into `text`."""
+        """Puts other tokens around a text than the file's, and writes them into `text`."""
         ids: dict[str, int] = {}
         for token in (*before, *after):
             if (i := self._tokenizer.token_to_id(token)) is None:
