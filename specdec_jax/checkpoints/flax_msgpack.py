@@ -94,10 +94,10 @@ class _Walk:
         self._file, self.size, self._left = file, size, _VALUES
 
     def _read(self, length: int) -> bytes:
-        found = self._file.read(length)
-        if len(found) < length:
+        read = self._file.read(length)
+        if len(read) < length:
             raise ValueError("the file ends in the middle of a value")
-        return found
+        return read
 
     def _number(self, form: str) -> Any:
         return struct.unpack(f">{form}", self._read(struct.calcsize(f">{form}")))[0]

@@ -16,7 +16,7 @@ _NAMES = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLM
 ARCHITECTURES = {"t5": _NAMES, "mt5": _NAMES, "umt5": ("UMT5ForConditionalGeneration",)}
 START = "decoder_start_token_id"
 SPECIAL_IDS: dict[str, int] = {}  # where config.json does not say
-NO_EOS = None  # `"eos_token_id": null` says nothing about what ends a sequence
+NO_EOS = None  # `"eos_token_id": null` leaves open what ends a sequence
 # In Hugging Face's names "gelu" alone is the exact form, which no T5 uses; "gated-gelu" is the tanh
 # approximation.
 _ACTIVATIONS = {

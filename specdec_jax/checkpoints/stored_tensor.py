@@ -118,7 +118,7 @@ class Checkpoint:
 
 
 def iterate_names(parameters: dict[str, StoredTensor], report: Report) -> Iterator[str]:
-    """Yields the names, and reports the size of each parameter when the next one is asked for."""
+    """Yields the names, and reports the size of each parameter before the next name."""
     for name, tensor in parameters.items():
         yield name
         report(tensor.size)
@@ -151,8 +151,8 @@ def check_shapes(
             raise ValueError(f"{path}: parameter {name}: got shape {got}, expected {shape}")
     for name in parameters:
         if name not in expected:
-            got = f"unexpected parameter {name}"
-            raise ValueError(f"{path}: got {got}, expected only those {whose}")
+            expected_only = f"expected only those {whose}"
+            raise ValueError(f"{path}: got unexpected parameter {name}, {expected_only}")
 
 
 _BLOCK_BYTES = 1 << 22  # how much `fill_rows` reads at a time

@@ -75,7 +75,8 @@ def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoin
     if not stored:
         got = "no parameters under 'target'"
         raise ValueError(f"{folder}: got {got}, expected those of a T5X checkpoint")
-    parameters = _unstack(stored, folder, config and config.relative_bias_per_layer)
+    per_layer = None if config is None else config.relative_bias_per_layer
+    parameters = _unstack(stored, folder, per_layer)
     return Checkpoint(config or infer_config(parameters, folder), parameters)
 
 

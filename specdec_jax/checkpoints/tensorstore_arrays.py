@@ -63,7 +63,7 @@ def open_array(
         # A chunk is decoded whole whatever part of it is read, so blocks are runs of whole chunks.
         rows = chunk[0] if shape else 1
         if rows >= (shape or (1,))[0] and not transpose:
-            return read_part(dtype, (...,))
+            return read_part(dtype, tuple(map(slice, shape)))
 
         def read_rows(start: int, stop: int) -> np.ndarray:
             return read_part(dtype, (slice(start, stop),))

@@ -167,7 +167,7 @@ def join_inside(folder: pathlib.Path, name: Any, path: PathLike) -> pathlib.Path
 
 
 def digest(parts: Iterable[bytes]) -> str:
-    """Returns a short hash of all parts in order, to tell different contents apart."""
+    """Returns a short hash of all parts in order, to distinguish contents."""
     sha = hashlib.sha256()
     for part in parts:
         sha.update(len(part).to_bytes(8, "big") + part)

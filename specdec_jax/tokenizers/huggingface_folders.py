@@ -48,7 +48,7 @@ def open_folder(
     """Returns the tokenizer of a folder, None if it has none.
 
     The first that is there counts: `tokenizer.json`, `vocab.json` with `merges.txt`,
-    `spiece.model`, or bytes if the folder says that it is a ByT5.
+    `spiece.model`, or bytes if the tokenizer's class is ByT5's.
 
     Args:
       folder: the folder.

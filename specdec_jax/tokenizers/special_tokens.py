@@ -33,7 +33,7 @@ def without_start(ids: Iterable[int], frame: Frame | None) -> list[int]:
 
 
 def read_frame(processor: Any, size: int) -> Frame | None:
-    """Returns the frame that a tokenizer.json puts around one text, None if it says nothing.
+    """Returns the frame that a tokenizer.json puts around one text, None without one.
 
     Args:
       processor: contents of its field `post_processor`.
@@ -77,7 +77,7 @@ def _frame(processor: dict) -> Frame:
     for part in processor["single"]:
         if "SpecialToken" in part:
             parts[-1] += processor["special_tokens"][part["SpecialToken"]["id"]]["ids"]
-            if len(parts[-1]) > _MOST_AROUND:  # a name stands for as many ids as the file likes
+            if len(parts[-1]) > _MOST_AROUND:  # a name may have any number of ids
                 raise ValueError("too many ids")
         else:
             if part["Sequence"]["id"] != "A":

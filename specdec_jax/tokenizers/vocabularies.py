@@ -288,8 +288,8 @@ class ByteVocabulary(Vocabulary):
                 parts[i - 1], parts[i + 1] = parts[i - 1].rstrip(), parts[i + 1].lstrip()
         ids: list[int] = []
         for i, part in enumerate(parts):
-            text = [byte + self.OFFSET for byte in part.encode("utf-8")]
-            ids += [self._special.ids[part]] if i % 2 else text
+            encoded = [byte + self.OFFSET for byte in part.encode("utf-8")]
+            ids += [self._special.ids[part]] if i % 2 else encoded
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -403,7 +403,7 @@ class TokenizerJsonVocabulary(Vocabulary):
             raise ValueError(f"got {got}, expected one that can") from None
 
     def reframe(self, before: Sequence[str], after: Sequence[str]) -> None:
-        """Puts other tokens around a text than the file says, and writes them into `text`."""
+        """Puts other tokens around a text than the file's, and writes them into `text`."""
         ids: dict[str, int] = {}
         for token in (*before, *after):
             if (i := self._tokenizer.token_to_id(token)) is None:
@@ -435,6 +435,6 @@ class TokenizerJsonVocabulary(Vocabulary):
         # Only added tokens: by another's name transformers would make one of it.
         decoder = self._tokenizer.get_added_tokens_decoder()
         added = {token.content: i for i, token in decoder.items()}
-        names = {"pad_token": "<pad>", "unk_token": "<unk>"}
-        names = {"eos_token": self._tokenizer.id_to_token(self.eos_ids[0])} | names
+        eos = self._tokenizer.id_to_token(self.eos_ids[0])
+        names = {"eos_token": eos, "pad_token": "<pad>", "unk_token": "<unk>"}
         return {name: added[token] for name, token in names.items() if token in added}
