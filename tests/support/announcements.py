@@ -5,7 +5,7 @@ import re
 # "decoding: 0 of 3 sentences"; tests/files/test_progress.py has the forms. Only commands in a
 # process of their own show them (tests/conftest.py).
 _COURSE = re.compile(
-    r"^(?:compiling speculative[^\n]*|tracing the calls of the first input"
+    r"^(?:tracing the calls of the first input"
     r"|\d+ of \d+ outputs? ended by length: --max_new_tokens=\d+"
     r"|(?:compiling|counting|decoding|generating|making|reading|training|writing)\b[^:\n]*"
     r": [\d,.]+ of [\d,.]+[^\n]*)\n",
