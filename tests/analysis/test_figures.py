@@ -14,7 +14,7 @@ from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MACHINE, MEAS
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.report import page as report_page
-from specdec_jax.analysis.report import paper, plots, rows
+from specdec_jax.analysis.report import paper, plots, records, rows
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands import benchmark, main
 
@@ -492,8 +492,7 @@ def test_bad_output(tmp_path, capsys):
 
 
 def test_what_was_measured_comes_first():
-    """After a line that says what α, γ, c and v are; words at the left, numbers at the right; no
-    figure twice."""
+    """Definitions come before it; words are at the left, numbers at the right; no figure twice."""
     text = write_page([("a.json", BENCHMARK)])
     parts = ("α: the probability", "<h2>Measured", "a.json", "<h2>Theory", "Table 1.", "Table 5.")
     places = [text.index(part) for part in parts]
@@ -512,3 +511,23 @@ def test_only_what_reads_or_writes_records_imports_pydantic():
         from specdec_jax.analysis.report import page
         assert {"pydantic", "jinja2"} <= set(sys.modules)"""
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_wrong_record_is_named_by_file_line_and_field(tmp_path):
+    path = tmp_path / "suite.jsonl"
+    wrong = BENCHMARK | {"speculative": [BENCHMARK["speculative"][0] | {"gamma": "3"}]}
+    path.write_text("".join(json.dumps(record) + "\n" for record in (BENCHMARK, wrong)))
+    message = "suite.jsonl: line 2: speculative.0.gamma: got '3', expected a valid integer, in a "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        records.read_records(str(path))
+
+
+def test_what_is_written_is_checked_and_kept(tmp_path):
+    """A measurement may have taken hours."""
+    path = str(tmp_path / "record.json")
+    records.write_record(path, SHOWN)
+    assert records.read_records(path) == [parse(SHOWN)]
+    wrong = SHOWN | {"calls": [{"input": 3, "lines": []}]}
+    with pytest.raises(ValueError, match=r"^calls.0.input: got 3, expected a valid string$"):
+        records.write_record(path, wrong)
+    assert json.loads((tmp_path / "record.json").read_text()) == wrong
