@@ -5,7 +5,7 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from specdec_jax.analysis.tree_drawing import Drawn, depth_first
 from specdec_jax.decoding.trace import TreeStep
 from specdec_jax.files.writing import check_output, write_file
 
-Axes = Figure = Any  # of matplotlib
+Axes: TypeAlias = Any  # of matplotlib
+Figure: TypeAlias = Any
 
 FORMATS = (".png", ".pdf", ".svg")
 
