@@ -44,7 +44,8 @@ def svg(figure: Figure) -> str:
     """Returns the figure as an element of an HTML page; the same figure gives the same text."""
     import matplotlib
 
-    file, style = io.StringIO(), {"svg.hashsalt": "specdec_jax", "svg.fonttype": "none"}
+    file = io.StringIO()
+    style: Any = {"svg.hashsalt": "specdec_jax", "svg.fonttype": "none"}
     with matplotlib.rc_context(style), warnings.catch_warnings():
         # The browser draws the text, which matplotlib only measures.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
@@ -245,8 +246,8 @@ def draw_measurement(record: MeasureRecord) -> Figure:
         _draw_rates(others[0], range(1, len(rates) + 1), rates, "o-", KINDS[kind])
         label = "P(the target's token is among them)"
         others[0].set(xlabel="k, children of a node", ylabel=label, ylim=(None, 1))
-    for name, rates in by_depth.items():
-        _draw_rates(others[-1], range(1, len(rates) + 1), rates, "o-", name)
+    for curve, rates in by_depth.items():
+        _draw_rates(others[-1], range(1, len(rates) + 1), rates, "o-", curve)
         label = "P(a token is accepted where those above it are)"
         others[-1].set(xlabel="depth", ylabel=label, ylim=(0, 1.05))
     for axes in (gain, surviving, *others):
