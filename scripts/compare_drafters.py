@@ -22,7 +22,6 @@ timed for an adaptive γ, nor for cascades.
 """
 
 import dataclasses
-import json
 import typing
 from typing import Any
 
@@ -31,6 +30,7 @@ from absl import app, flags
 
 from specdec_jax.analysis import machine, timing
 from specdec_jax.analysis import variants as analysis_variants
+from specdec_jax.analysis.report.records import write_record
 from specdec_jax.analysis.timing import Spread, summarize
 from specdec_jax.analysis.variants import Variant, make_decoder
 from specdec_jax.commands.options import DecodingOptions
@@ -38,7 +38,7 @@ from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.drafters.cascade import HorizontalCascade, VerticalCascade
-from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.files.writing import check_output
 from specdec_jax.models.language_model import LanguageModel
 
 CASCADES: dict[str, Any] = {"vertical": VerticalCascade, "horizontal": HorizontalCascade}
@@ -176,7 +176,7 @@ def main(argv: list[str]) -> None:
         "variants": rows,
     }
     if _OUTPUT.value:
-        write_file(_OUTPUT.value, json.dumps(record, indent=1) + "\n")
+        write_record(_OUTPUT.value, record)
     print(
         f"{'α':>7}{'drafted':>9}{'tokens/call':>13}{'drafted/call':>14}{'c':>8}{'v':>8}"
         f"{'improvement':>25}  differ  drafter"

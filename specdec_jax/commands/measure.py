@@ -6,7 +6,7 @@ import json
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.expectations import measure
 from specdec_jax.analysis.report import plots
-from specdec_jax.analysis.report.records import parse, write_record
+from specdec_jax.analysis.report.records import MeasureRecord, write_record
 from specdec_jax.analysis.report.summaries import measure_summary
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import sentences_of
@@ -105,7 +105,9 @@ def run(options: MeasureOptions) -> None:
     try:
         print(text if options.json else measure_summary(record))
         if options.plot:
-            plots.save(plots.draw_measurement(parse(json.loads(text))), options.plot)
+            plots.save(
+                plots.draw_measurement(MeasureRecord.model_validate(json.loads(text))), options.plot
+            )
     finally:  # if one of these outputs fails, the others still have the record
         if options.output:
             write_record(options.output, record)

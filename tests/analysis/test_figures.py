@@ -14,7 +14,7 @@ from sample_records import AGAINST, BENCHMARK, COMPARED, ESTIMATE, MACHINE, MEAS
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.report import page as report_page
-from specdec_jax.analysis.report import paper, plots, rows
+from specdec_jax.analysis.report import paper, plots, records, rows
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.commands import benchmark, main
 
@@ -83,7 +83,7 @@ def test_there_is_a_configuration_for_every_row_of_table_2(row):
         row.temperature,
         "token",
     )
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8").replace("\n# ", " ")
     assert (
         f"α {row.alpha:.2f}, improvement {row.measured}" in text
         and f"configs/paper/{path.name} " in text
@@ -511,3 +511,23 @@ def test_only_what_reads_or_writes_records_imports_pydantic():
         from specdec_jax.analysis.report import page
         assert {"pydantic", "jinja2"} <= set(sys.modules)"""
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_wrong_record_is_named_by_file_line_and_field(tmp_path):
+    path = tmp_path / "suite.jsonl"
+    wrong = BENCHMARK | {"speculative": [BENCHMARK["speculative"][0] | {"gamma": "3"}]}
+    path.write_text("".join(json.dumps(record) + "\n" for record in (BENCHMARK, wrong)))
+    message = "suite.jsonl: line 2: speculative.0.gamma: got '3', expected a valid integer, in a "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        records.read_records(str(path))
+
+
+def test_what_is_written_is_checked_and_kept(tmp_path):
+    """A measurement may have taken hours."""
+    path = str(tmp_path / "record.json")
+    records.write_record(path, SHOWN)
+    assert records.read_records(path) == [parse(SHOWN)]
+    wrong = SHOWN | {"calls": [{"input": 3, "lines": []}]}
+    with pytest.raises(ValueError, match=r"^calls.0.input: got 3, expected a valid string$"):
+        records.write_record(path, wrong)
+    assert json.loads((tmp_path / "record.json").read_text()) == wrong

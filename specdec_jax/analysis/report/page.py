@@ -185,8 +185,12 @@ def _section(record: Any) -> dict[str, Any]:
         if record.same_positions:
             same = record.same_positions.model_dump()
             section["same_positions"] = summaries.describe_same_positions(same)
-    timed = [row for row in found if row.improvement]
-    if bars := [(_name_bar(row, beams), row.improvement, row.predicted) for row in timed]:
+    bars = [
+        (_name_bar(row, beams), row.improvement, row.predicted)
+        for row in found
+        if row.improvement is not None
+    ]
+    if bars:
         figures.append(plots.draw_improvements(bars))
     if isinstance(record, BenchmarkRecord | BeamRecord) and record.against:
         section["against"] = _tabulate_against(record.against)
@@ -270,8 +274,9 @@ def _tabulate_leniences(records: Sequence[Record]) -> Table | None:
     for record in records:
         if not isinstance(record, BenchmarkRecord | MeasureRecord):
             continue
-        lenience = record.options.lenience
-        for row in rows(record) if lenience is not None else ():
+        if (lenience := record.options.lenience) is None:
+            continue
+        for row in rows(record):
             pair = row.target, row.drafter, row.sentences, f"{row.temperature:g}", row.gamma
             by_pair.setdefault(pair, {})[lenience] = f"{_rate(row)}, {_spread(row.improvement)}"
     if not by_pair:
@@ -394,12 +399,12 @@ def tabulate_times(record: EstimateRecord) -> Table | None:
 
 def _times_xxl(record: Record) -> bool:
     if isinstance(record, AcceleratorRecord):
-        timed = any(
-            one.target == "t5_1_1/xxl" and one.improvement is not None for one in record.figures
-        )
+        timed = [one.target for one in record.figures if one.improvement is not None]
+    elif isinstance(record, BenchmarkRecord):
+        timed = [record.target.name]
     else:
-        timed = isinstance(record, BenchmarkRecord) and record.target.name == "t5_1_1/xxl"
-    return timed and not record.machine.device.startswith("cpu")
+        return False
+    return "t5_1_1/xxl" in timed and not record.machine.device.startswith("cpu")
 
 
 def _has_against(record: Record) -> bool:

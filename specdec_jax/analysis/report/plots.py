@@ -5,7 +5,7 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from specdec_jax.analysis.tree_drawing import Drawn, depth_first
 from specdec_jax.decoding.trace import TreeStep
 from specdec_jax.files.writing import check_output, write_file
 
-Axes = Figure = Any  # of matplotlib
+Axes: TypeAlias = Any  # of matplotlib
+Figure: TypeAlias = Any
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -43,7 +44,8 @@ def svg(figure: Figure) -> str:
     """Returns the figure as an element of an HTML page; the same figure gives the same text."""
     import matplotlib
 
-    file, style = io.StringIO(), {"svg.hashsalt": "specdec_jax", "svg.fonttype": "none"}
+    file = io.StringIO()
+    style: Any = {"svg.hashsalt": "specdec_jax", "svg.fonttype": "none"}
     with matplotlib.rc_context(style), warnings.catch_warnings():
         # The browser draws the text, which matplotlib only measures.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
@@ -244,8 +246,8 @@ def draw_measurement(record: MeasureRecord) -> Figure:
         _draw_rates(others[0], range(1, len(rates) + 1), rates, "o-", KINDS[kind])
         label = "P(the target's token is among them)"
         others[0].set(xlabel="k, children of a node", ylabel=label, ylim=(None, 1))
-    for name, rates in by_depth.items():
-        _draw_rates(others[-1], range(1, len(rates) + 1), rates, "o-", name)
+    for curve, rates in by_depth.items():
+        _draw_rates(others[-1], range(1, len(rates) + 1), rates, "o-", curve)
         label = "P(a token is accepted where those above it are)"
         others[-1].set(xlabel="depth", ylabel=label, ylim=(0, 1.05))
     for axes in (gain, surviving, *others):

@@ -63,7 +63,8 @@ Children = Literal["top", "mixed"]
 Call = Literal["target encoder", "drafter encoder", "draft step", "target call"]
 Style = Literal["committed", "accepted", "rejected", "corrected", "bonus"]
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 Items = Annotated[list[V], Field(max_length=MOST_ITEMS, fail_fast=True)]
 PerCall = Annotated[list[V], Field(max_length=MOST_CALLS, fail_fast=True)]
 Nodes = Annotated[list[V], Field(max_length=MAX_NODES, fail_fast=True)]
