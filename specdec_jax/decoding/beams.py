@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids, check_kinds
 from specdec_jax.decoding.defaults import MODELS, defaults_of, fill_search, without_search
@@ -35,7 +36,7 @@ from specdec_jax.speculative.beam_search import (
 )
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import Policy
-from specdec_jax.speculative.prefill import fill_cache
+from specdec_jax.speculative.prefill import PrefillInputs, encode_for, fill_cache
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode
 from specdec_jax.speculative.state import Counts
 
@@ -212,7 +213,6 @@ def _plan_search(
     drafter: Drafter | None = None,
     gamma="auto",
     sampling=None,
-    first=False,
     **options,
 ) -> Plan:
     """Checks the arguments of `generate` for a beam search and returns them as a plan.
@@ -222,7 +222,6 @@ def _plan_search(
       UnsupportedCombination: an argument that means nothing with a beam search, or a drafter that
       cannot draft for one.
     """
-    del first  # nothing is learned from requests
     check_kinds(target, sampling)
     for name, unset in _OTHERS.items():
         value = options.pop(name, unset)
@@ -278,8 +277,8 @@ def check_tree(drafter, gamma) -> None:
 def run_search(target: LanguageModel, plan: Plan, places=None) -> GenerationResult:
     """Runs the search of a plan and returns its result, for the inputs at `places`, given as for
     `Plan.start`."""
-    network, drafter, config, *others = _arguments(plan, places)
-    found = _search(network, drafter, config, plan.search.options.num_return_sequences, *others)
+    returned = plan.search.options.num_return_sequences
+    found = _search(*_arguments(plan, places), returned)
     return _result(target, plan, jax.device_get(found), places)
 
 
@@ -292,35 +291,24 @@ def start(plan: Plan, places=None) -> BeamState:
 def _arguments(plan: Plan, places) -> tuple:
     """Returns the arguments of `begin` for the inputs at `places`."""
     config, beams = plan.search
-    arguments = dataclasses.replace(plan, samples=1).arguments(places)
-    network, drafter, _, _, inputs, lengths, tokens, starts, _, rows, _, ends, _, _, done, _ = (
-        arguments
-    )
+    network, drafter, _, _, inputs = dataclasses.replace(plan, samples=1).arguments(places)
+    batch, prefix = inputs.tokens.shape
     most = bucket(int(max(plan.limits)))
-    eos_ids = np.broadcast_to(
-        np.array(plan.eos_ids or (-1,), np.int32), (len(lengths), config.ends)
-    )
-    return (
-        network,
-        drafter,
-        config,
-        most,
-        tokens.shape[1] + most,
-        inputs,
-        lengths,
-        tokens,
-        starts,
-        (ends - starts).astype(np.int32),
-        eos_ids,
-        np.float32(beams.penalty),
-        rows,
-        done,
-    )
+    eos_ids = np.broadcast_to(np.array(plan.eos_ids or (-1,), np.int32), (batch, config.ends))
+    inputs = inputs.replace(eos_ids=eos_ids, keys=None, settings=None, gamma=None, policy=None)
+    return network, drafter, config, most, prefix + most, inputs, np.float32(beams.penalty)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "returned", "most", "longest"))
 def _search(
-    target: Network, drafter, config: BeamConfig, returned: int, most: int, longest: int, *arguments
+    target: Network,
+    drafter: Drafter | None,
+    config: BeamConfig,
+    most: int,
+    longest: int,
+    inputs: PrefillInputs,
+    penalty: ArrayLike,
+    returned: int,
 ) -> dict:
     """Runs prefill and search in one program and returns what the host reads of the last state.
 
@@ -328,7 +316,7 @@ def _search(
       returned: number of hypotheses to return for each input; all other arguments are those of
         `begin`.
     """
-    state = begin(target, drafter, config, most, longest, *arguments)
+    state = begin(target, drafter, config, most, longest, inputs, penalty)
     state = search(target, drafter, state)
     best, there = best_first(state)
 
@@ -348,65 +336,54 @@ def _search(
 @functools.partial(jax.jit, static_argnames=("config", "most", "longest"))
 def begin(
     target: Network,
-    drafter,
+    drafter: Drafter | None,
     config: BeamConfig,
     most: int,
     longest: int,
-    inputs,
-    input_lengths,
-    tokens,
-    prefix_lengths,
-    limits,
-    eos_ids,
-    penalty,
-    sampling,
-    done,
+    inputs: PrefillInputs,
+    penalty: ArrayLike,
 ) -> BeamState:
-    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts
-    from.
+    """Runs both encoders once, feeds the prefix and makes the state that a search starts from.
 
     Args:
+      target: the target's network.
+      drafter: the drafter; None is plain beam search.
+      config: the search's static settings.
       most: an upper bound of the new tokens of a row.
       longest: an upper bound of all tokens of a row, with its start token and decoder prefix, or
         prompt.
-      limits, eos_ids, penalty, sampling, done: as in `BeamState`.
-      inputs, input_lengths, tokens, prefix_lengths: as for `prefill.prefill`, with one row for each
-        input.
+      inputs: one row for each input.
+      penalty: as in `BeamState`.
     """
-    (batch, prefix), config = (
-        tokens.shape,
-        config._replace(mode=config.mode.of(target.skips_padding)),
-    )
+    batch, prefix = inputs.tokens.shape
+    config = config._replace(mode=config.mode.of(target.skips_padding))
     positions = longest + config.gamma
     # The first term leaves room for the prefix but for its last token, which the live beams feed. K
     # more slots stay empty: a drafter feeds the tokens before the live beams' last ones into the K
     # slots before theirs.
     slots = prefix - 1 + config.beams * (1 + most) + config.gamma * max(config.width, config.beams)
-    shared = {}
-    if drafter is not None and drafter.reads_encoder:
-        shared = {"encoded": target.encode(inputs, input_lengths)}
-    cache = fill_cache(target, inputs, input_lengths, tokens, prefix, **shared)
+    read = inputs.inputs, inputs.input_lengths, inputs.tokens
+    shared = encode_for(target, drafter, inputs)
+    cache = fill_cache(target, *read, prefix, **shared)
     cache, draft_state = target.node_cache(cache, slots, positions), None
     if drafter is not None:
-        draft_state = drafter.init_beams(
-            inputs, input_lengths, tokens, config.beams, slots, positions, **shared
-        )
-    live, finished = first_hypotheses(tokens, positions, config)
+        draft_state = drafter.init_beams(*read, config.beams, slots, positions, **shared)
+    live, finished = first_hypotheses(inputs.tokens, positions, config)
     zeros = jnp.zeros(batch, jnp.int32)
     return BeamState(
         live=live,
         finished=finished,
         is_finished=jnp.zeros((batch, config.beams), bool),
-        prefix_lengths=prefix_lengths,
+        prefix_lengths=inputs.prefix_lengths,
         steps=zeros,
-        limits=limits,
-        done=done,
+        limits=inputs.limits - inputs.prefix_lengths,
+        done=inputs.done,
         failed=zeros,
-        eos_ids=eos_ids,
+        eos_ids=inputs.eos_ids,
         penalty=penalty,
-        sampling=sampling,
+        sampling=inputs.sampling,
         paths=jnp.broadcast_to(jnp.arange(positions, dtype=jnp.int32), live.tokens.shape),
-        starts=prefix_lengths - 1 + config.beams,
+        starts=inputs.prefix_lengths - 1 + config.beams,
         target_cache=cache,
         draft_state=draft_state,
         counts=Counts.zero(batch, config.gamma),

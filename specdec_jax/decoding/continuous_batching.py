@@ -25,6 +25,7 @@ import numpy as np
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.backends.sharding import constrain_sharding, row_parts
+from specdec_jax.decoding import autotune
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import UnsupportedCombination, check_non_finite
 from specdec_jax.decoding.inputs import bucket
@@ -131,7 +132,7 @@ def decode_stream(
             "only a batch has an end"
         )
     reports = check_non_finite(non_finite)
-    plan = plan_decoding(target, inputs, batch_size=batch_size, **options)
+    plan = autotune.autotune(plan_decoding(target, inputs, batch_size=batch_size, **options))
     refill &= (
         plan.search is None
     )  # a search of the longest row takes few steps more than that of another
@@ -234,7 +235,9 @@ def _batches(target: LanguageModel, plan: Plan, size: int, skip: frozenset[int])
         chosen, begun = order[begin : begin + size], time.monotonic()
         if skip.issuperset(chosen):
             continue
-        outputs = _outputs(complete(target, plan, chosen + [-1] * (size - len(chosen)), begun))
+        result = complete(target, plan, chosen + [-1] * (size - len(chosen)), begun)
+        autotune.record(plan.request(), result)
+        outputs = _outputs(result)
         for number, place in enumerate(chosen):
             if place not in skip:
                 yield place, tuple(outputs[number * plan.samples : (number + 1) * plan.samples])
@@ -296,9 +299,9 @@ def _through_one_state(
     gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
 
     def deliver(rows: np.ndarray, committed: Committed) -> Iterator:
-        for row, output in zip(
-            rows.tolist(), _outputs(collect(target, committed, whole.of(rows))), strict=True
-        ):
+        result = collect(target, committed, whole.of(rows))
+        autotune.record(whole, result)
+        for row, output in zip(rows.tolist(), _outputs(result), strict=True):
             place, sample = divmod(row, samples)
             gathered[place][sample] = output
             if len(gathered[place]) == samples:

@@ -1,17 +1,18 @@
-"""Decodes texts or ids in one call: `generate`, and `warm_up`, which compiles ahead of it."""
+"""Decodes texts or ids in one call: `generate`; `prepare` and `warm_up` for what comes before."""
 
-import dataclasses
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
+from specdec_jax.decoding import autotune
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import check_non_finite
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance, complete, decode_plan
-from specdec_jax.decoding.request import Plan
+from specdec_jax.decoding.request import Plan, Request
+from specdec_jax.decoding.request import plan as plan_request
 from specdec_jax.decoding.results import GenerationResult, finish
 from specdec_jax.models import arguments
 from specdec_jax.models.generation_config import GenerationConfig
@@ -20,6 +21,7 @@ from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import Policy
 from specdec_jax.speculative.randomness import seeded
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifier import Verifier
 
@@ -148,7 +150,21 @@ def generate(
         generation_config=generation_config,
         attention_mask=attention_mask,
     )
-    return complete(target, plan, None, begun).checked(reports)
+    plan = autotune.autotune(plan)
+    result = complete(target, plan, None, begun)
+    autotune.record(plan.request(), result)
+    return result.checked(reports)
+
+
+@isolated
+def prepare(target: LanguageModel, inputs, **options) -> tuple[DecodeState, Request]:
+    """Checks the arguments of `generate` and prefills, for callers that drive `advance` themselves.
+
+    With `num_samples` = N everything has N·B rows; the rows of one input lie side by side. No beam
+    search can be prepared. `autotune.record` takes the request and its result, if later requests
+    with γ = "auto" are to know how many drafted tokens were accepted.
+    """
+    return autotune.autotune(plan_request(target, inputs, **options)).start()
 
 
 @isolated
@@ -189,9 +205,9 @@ def warm_up(
                 input_lengths=np.full(batch, inputs.shape[1]),
                 drafter=drafter,
                 max_input_length=max_input_length,
-                first=True,
                 **options,
             )
+            plan = autotune.autotune(plan, first=True)
             _run_once(target, plan)
             if plan.costs_key and plan.config.gamma:  # later calls may decode plainly
                 _run_once(target, plan.plainly())
@@ -203,8 +219,7 @@ def _run_once(target: LanguageModel, plan: Plan) -> None:
     if plan.search is not None:
         complete(target, plan, None, time.monotonic()).checked()
         return
-    # Nothing is to be learned from such inputs.
-    request = dataclasses.replace(plan.request(), learns=None)
+    request = plan.request()
     if plan.stop or plan.deadline:
         state, _ = plan.start()
         finish(target, advance(request.network, request.drafter, state, np.int32(1)), request)

@@ -1,5 +1,7 @@
-"""Turns the arguments of `generate` into the state of the decode loop: `plan` checks them,
-`Plan.start` prefills."""
+"""Turns the arguments of `generate` into the decode loop's first state.
+
+`plan` checks them and does nothing else; `Plan.start` prefills.
+"""
 
 import dataclasses
 import functools
@@ -7,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from specdec_jax.backends.jax_settings import check_not_traced, isolated
-from specdec_jax.decoding import autotune
+from specdec_jax.backends.jax_settings import check_not_traced
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_eos_ids,
@@ -36,7 +37,7 @@ from specdec_jax.decoding.inputs import (
     prompt_tokens,
     slots,
 )
-from specdec_jax.decoding.keys import row_keys, take_keys
+from specdec_jax.decoding.keys import check_keys, row_keys, take_keys
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models import arguments
 from specdec_jax.models.forks import check_process
@@ -46,27 +47,21 @@ from specdec_jax.speculative import prefill as speculative_prefill
 from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import MAX_GAMMA, Policy, call_widths
+from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.sampling import SamplingRows
 from specdec_jax.speculative.state import DecodeState, StaticConfig
 from specdec_jax.speculative.verifier import Settings
 
+# γ = "auto" where nothing can be measured: on a mesh, whose processes would have to agree.
+FIXED = 4
+_PENDING = Auto()  # γ = "auto" until `autotune` has chosen its costs
+
 prefill = jax.jit(speculative_prefill.prefill, static_argnames=("config", "slots"))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "slots"))
-def _drafter_alone(
-    target: Network, drafter: Drafter, config, slots: int, inputs, input_lengths, tokens, *_
-):
-    """Does the drafter's part of `prefill`, whose arguments it takes; an encoder that it shares
-    with the target is left out."""
-    shared = {}
-    if drafter.reads_encoder:
-        model = target.module.config
-        made_up = 1e-3 * inputs[..., None].astype(
-            model.dtype
-        )  # the compiler would simplify products with zeros
-        shared = {"encoded": jnp.broadcast_to(made_up, (*inputs.shape, model.emb_dim))}
-    return drafter.init(inputs, input_lengths, tokens, slots, **shared)
+def measurable(network: Network) -> bool:
+    """Returns whether times measured here hold wherever they are used: not on a mesh."""
+    return network.rules is None and jax.process_count() == 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +77,8 @@ class Request:
       deadline: seconds after which rows are left as they are, or None.
       empty: `[B]` bool, rows without input.
       inputs: `[B]`, the number of each row's input; −1 for a row that only fills up the batch.
-      learns: key of `autotune.py` under which to note how many drafted tokens were accepted; None:
-        nowhere, since outputs would depend on it.
+      costs_key: key under which `autotune.record` keeps how many drafted tokens were accepted; None:
+        it keeps nothing, since outputs would depend on it.
     """
 
     network: Network
@@ -95,7 +90,7 @@ class Request:
     deadline: float | None
     empty: np.ndarray
     inputs: np.ndarray
-    learns: str | None = None
+    costs_key: str | None = None
 
     def of(self, rows) -> "Request":
         """Returns the request of `rows` only."""
@@ -108,8 +103,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The arguments of `generate` for N inputs, checked and on the host; `start` prefills some or
-    all of them.
+    """The checked arguments of `generate` for N inputs, on the host.
 
     Attributes:
       network, drafter, eos_ids, stop, deadline: as in `Request`.
@@ -123,10 +117,12 @@ class Plan:
       prefix: `[N, P]` start token and decoder prefix, padded.
       prefix_lengths, limits, gammas: `[N]` int32, ids of the prefix, most new tokens, γ.
       empty: `[N]` bool, inputs with nothing to decode.
-      keys: `[N · samples]`, one for each row.
+      key: one key, N keys, or None for the default.
       rows, settings, policy: settings of sampling, verifier and γ per input.
       shared: the tables over the vocabulary that all rows share: logit bias and forced tokens.
-      costs_key: key under which `autotune.py` keeps what γ is chosen by; None if γ is given.
+      auto_rows: number of rows decoded together, for which `autotune` has yet to choose γ; None if
+        γ is given or chosen.
+      costs_key: key under which `autotune` keeps what γ was chosen by; None if γ was given.
       search: a beam search (`beams.Search`), whose rows are the hypotheses of each input; else
         None.
     """
@@ -147,11 +143,12 @@ class Plan:
     limits: np.ndarray
     gammas: np.ndarray
     empty: np.ndarray
-    keys: jax.Array
+    key: jax.Array | None
     rows: SamplingRows
     settings: Settings | None
     policy: Policy | None
     shared: dict[str, np.ndarray | None]
+    auto_rows: int | None = None
     costs_key: str | None = None
     search: Any = None
 
@@ -159,6 +156,12 @@ class Plan:
     def input_lengths(self) -> np.ndarray:
         """`[N]`, number of ids of each input, for a decoder-only target too."""
         return self.prefix_lengths if self.prompted else self.lengths
+
+    @functools.cached_property
+    def keys(self) -> jax.Array:
+        """`[N · samples]`, the keys of all rows, derived once for the request."""
+        keys, rules = row_keys(self.key, len(self.limits), self.samples), self.network.rules
+        return keys if rules is None else rules.put(keys)
 
     def plainly(self) -> "Plan":
         """Returns the plan for plain decoding, without a drafter."""
@@ -171,6 +174,7 @@ class Plan:
             gammas=np.zeros_like(self.gammas),
             settings=None,
             policy=None,
+            auto_rows=None,
         )
 
     def start(self, places=None, width: int | None = None) -> tuple[DecodeState, Request]:
@@ -183,8 +187,10 @@ class Plan:
         """
         return prefill(*self.arguments(places, width)), self.request(places)
 
-    def arguments(self, places=None, width: int | None = None) -> tuple:
-        """Returns the arguments of `prefill` for the inputs at `places`; parameters as for `start`."""
+    def arguments(
+        self, places: ArrayLike | None = None, width: int | None = None
+    ) -> tuple[Network, Drafter | None, StaticConfig, int, PrefillInputs]:
+        """Returns `prefill`'s arguments for the inputs at `places`; parameters as for `start`."""
         lengths, prefix_lengths, empty, keys = (
             self.lengths,
             self.prefix_lengths,
@@ -223,24 +229,21 @@ class Plan:
             return np.repeat(values, self.samples, axis=0)
 
         ends = copied(prefix_lengths + take(self.limits))
-        return (
-            self.network,
-            self.drafter,
-            self.config,
-            room,
-            inputs,
-            lengths,
-            copied(prefix),
-            copied(prefix_lengths),
-            keys,
-            dataclasses.replace(per_row(self.rows), **self.shared),
-            per_row(self.settings),
-            ends,
-            _stop_ids(self.eos_ids, len(ends)),
-            repeat(self.gammas),
-            copied(empty),
-            per_row(self.policy),
+        given = PrefillInputs(
+            inputs=inputs,
+            input_lengths=lengths,
+            tokens=copied(prefix),
+            prefix_lengths=copied(prefix_lengths),
+            sampling=dataclasses.replace(per_row(self.rows), **self.shared),
+            limits=ends,
+            eos_ids=_stop_ids(self.eos_ids, len(ends)),
+            done=copied(empty),
+            keys=keys,
+            settings=per_row(self.settings),
+            gamma=repeat(self.gammas),
+            policy=per_row(self.policy),
         )
+        return self.network, self.drafter, self.config, room, given
 
     def request(self, places=None) -> Request:
         """Returns what the host keeps of the rows of the inputs at `places`, given as for `start`."""
@@ -266,22 +269,11 @@ class Plan:
         )
 
 
-@isolated
-def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
-    """Checks the arguments of `generate` and runs the prefill, for callers that drive `advance`
-    themselves.
-
-    With `num_samples` = N everything has N·B rows; the rows of one input lie side by side.
-    """
-    return plan(target, inputs, **options).start()
-
-
 def plan(
     target,
     inputs,
     *,
     batch_size=None,
-    first=False,
     drafter=None,
     gamma="auto",
     tree=None,
@@ -304,13 +296,12 @@ def plan(
     attention_mask=None,
     generation_config=MODELS,
 ) -> Plan:
-    """Checks the arguments of `generate` and returns them as a plan; `plan_decoding` also takes
-    beam searches.
+    """Checks the arguments of `generate`, without a beam search, and returns them as a plan.
+
+    Nothing is compiled, timed or written. Where γ is "auto" it is `autotune` that chooses it.
 
     Args:
       batch_size: number of inputs that are decoded together; None: all.
-      first: `gamma="auto"` drafts as at the first call of a kind, whatever earlier requests have
-        shown.
     """
     check_not_traced("decoding")
     check_process()
@@ -358,10 +349,10 @@ def plan(
     depth = width if tree is None else tree.depth
     config = StaticConfig(depth, sampling.mode, target.config.vocab_size, verifier, (), tree)
     config = config._replace(widths=_widths(target, drafter, policy, config))
-    keys, rules = row_keys(key, batch, samples), target.network.rules
-    if rules is not None:  # once for the request, and not with every call
-        keys, drafter = rules.put(keys), rules.put(drafter)
-    found = Plan(
+    check_keys(key, batch)
+    if target.network.rules is not None:  # once for the request, and not with every call
+        drafter = target.network.rules.put(drafter)
+    return Plan(
         network=target.network,
         drafter=drafter,
         eos_ids=eos_ids,
@@ -378,13 +369,13 @@ def plan(
         limits=limits,
         gammas=gammas,
         empty=empty,
-        keys=keys,
+        key=key,
         rows=rows.replace(bias=None, forced=None),
         settings=settings,
         policy=policy,
         shared=dict(bias=rows.bias, forced=rows.forced),
+        auto_rows=together * samples if measured else None,
     )
-    return _by_costs(found, together * samples, first) if measured else found
 
 
 def _gammas(gamma, batch: int, drafter, most: int) -> tuple[Policy | None, np.ndarray]:
@@ -468,12 +459,8 @@ def _widths(
     return call_widths(config.gamma, none=varies)
 
 
-_PENDING = Auto()
-
-
-def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
-    """Returns `gamma`; for "auto" a policy whose costs are yet to be found, or a number if they
-    cannot be."""
+def _number_or_policy(gamma: Any, target: LanguageModel, drafter: Drafter | None) -> Any:
+    """Returns `gamma`; for "auto" a policy with costs to be measured, or a number."""
     if not isinstance(gamma, str):
         return gamma
     if gamma != "auto":
@@ -482,34 +469,7 @@ def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
         )
     if drafter is None:
         return 0
-    return _PENDING if autotune.measurable(target.network) else autotune.FIXED
-
-
-def _by_costs(found: Plan, rows: int, first: bool) -> Plan:
-    """Returns `found` with the costs of iterations on this machine, or without a drafter if
-    drafting would not pay.
-
-    `first` is as for `plan`; `rows` is the number of rows that are decoded together.
-    """
-    assert found.drafter is not None, "without one γ is 0"
-    length, slots_ = bucket(int(max(found.input_lengths))), found.slots
-    key = autotune.key_of(found.network, found.drafter, found.config, rows, length, slots_)
-    numbers = autotune.known(key)
-    if numbers is None:
-        places = np.arange(rows // found.samples) % len(found.limits)
-        arguments = found.arguments(places, length)
-        state = prefill(*arguments)
-        numbers = autotune.measure(
-            found.network, found.drafter, state, lambda: _drafter_alone(*arguments)
-        )
-        autotune.keep(key, numbers)
-    learns = found.config.strict_argmax
-    if not numbers.pays(rows, learns):
-        return found.plainly()
-    policy = numbers.policy(rows, autotune.learned(key) if learns and not first else None)
-    if policy is None:
-        return dataclasses.replace(found.plainly(), costs_key=key)
-    return dataclasses.replace(found, policy=policy.rows(len(found.limits)), costs_key=key)
+    return _PENDING if measurable(target.network) else FIXED
 
 
 def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:

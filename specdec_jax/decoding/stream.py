@@ -8,9 +8,11 @@ import jax
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
+from specdec_jax.decoding import autotune
 from specdec_jax.decoding.checks import check_non_finite
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.decoding.loop import FOREVER, advance_by
-from specdec_jax.decoding.request import Request, prepare
+from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.results import NonFiniteLogitsError, collect
 from specdec_jax.decoding.stop import shown
 from specdec_jax.models import arguments
@@ -89,6 +91,8 @@ def _pieces(
             yield from _last_pieces(target, state, request, newly, sent, reports)
     rest = [row for row in range(len(sent)) if row not in closed]
     yield from _last_pieces(target, state, request, rest, sent, reports)
+    if request.costs_key is not None:
+        autotune.record(request, collect(target, state, request))
 
 
 def _last_pieces(

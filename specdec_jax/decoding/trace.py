@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
+from specdec_jax.decoding import autotune
 from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.decoding.loop import advance
-from specdec_jax.decoding.request import prepare
 from specdec_jax.decoding.results import finish
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
@@ -132,7 +133,8 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
         corrected = new[accepted] if len(new) > accepted else None
         entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, there].tolist()
         steps.append(TraceStep(new[:accepted], rejected, corrected, int(drafted), entropies, tree))
-    finish(target, state, request)  # raises NonFiniteLogitsError for logits that are not finite
+    result = finish(target, state, request)  # raises NonFiniteLogitsError
+    autotune.record(request, result)
     return steps
 
 

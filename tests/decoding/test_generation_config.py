@@ -12,7 +12,7 @@ import specdec_jax as sd
 from specdec_jax.checkpoints.converter import save
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import UnsupportedCombination
-from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.processors import Context
