@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,14 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids, check_kinds
-from specdec_jax.decoding.defaults import MODELS, defaults_of, fill_search, without_search
+from specdec_jax.decoding.defaults import defaults_of, fill_search, without_search
+from specdec_jax.decoding.generation_config import (
+    BEAM_FIELDS,
+    CallData,
+    ConfigOrPath,
+    GenerationConfig,
+    split_options,
+)
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.request import plan as plan_request
@@ -44,18 +51,6 @@ from specdec_jax.speculative.state import Counts
 _PENALTIES = {"t5x": 0.6, "huggingface": 1.0}
 # Levels of the drafted tree where `gamma` is "auto".
 LEVELS = 3
-# Arguments of `generate` that a beam search rejects, and the defaults at which they must be left.
-_OTHERS = {
-    "verifier": "block",
-    "lenience": None,
-    "typical_epsilon": None,
-    "typical_delta": None,
-    "synthetic_alpha": None,
-    "num_samples": 1,
-    "stop": (),
-    "deadline": None,
-    "tree": None,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,20 +181,29 @@ class Search(NamedTuple):
     options: BeamOptions
 
 
-def plan_decoding(target: LanguageModel, inputs, **options) -> Plan:
-    """Checks the arguments of `generate`, those of a beam search included, and returns them as a
-    plan."""
-    names = [field.name for field in dataclasses.fields(BeamOptions)]
-    given = {name: options.pop(name) for name in names if name in options}
-    defaults = defaults_of(target, options.get("generation_config", MODELS))
-    options["generation_config"] = without_search(defaults)
+def plan_decoding(
+    target: LanguageModel,
+    inputs: Any,
+    *,
+    config: ConfigOrPath = None,
+    batch_size: int | None = None,
+    **options: Any,
+) -> Plan:
+    """Checks the arguments of `generate`, beam searches included, and returns them as a plan.
+
+    The parameters are those of `request.plan`.
+    """
+    config, data = split_options(config, options)
+    defaults = defaults_of(target, config.generation_config)
+    given = {name: getattr(config, name) for name in BEAM_FIELDS}
     beams = beam_options(**fill_search(defaults, given))
+    others = dataclasses.replace(config.without_beams(), generation_config=without_search(defaults))
     if beams is None:
-        return plan_request(target, inputs, **options)
+        return plan_request(target, inputs, config=others, batch_size=batch_size, **data._asdict())
     try:
-        return _plan_search(target, inputs, beams, **options)
+        return _plan_search(target, inputs, beams, others, data, batch_size)
     except UnsupportedCombination as error:
-        if given.get("num_beams") is not None:
+        if config.num_beams is not None:
             raise
         hint = f"num_beams = {beams.num_beams} is a default of {target.name or 'the model'}; generation_config=None"
         raise UnsupportedCombination(f"{error} ({hint} decodes without)") from None
@@ -207,47 +211,40 @@ def plan_decoding(target: LanguageModel, inputs, **options) -> Plan:
 
 def _plan_search(
     target: LanguageModel,
-    inputs,
+    inputs: Any,
     beams: BeamOptions,
-    *,
-    drafter: Drafter | None = None,
-    gamma="auto",
-    sampling=None,
-    **options,
+    config: GenerationConfig,
+    data: CallData,
+    batch_size: int | None,
 ) -> Plan:
     """Checks the arguments of `generate` for a beam search and returns them as a plan.
 
     Raises:
       ValueError: more beams than ids, or no id that does not end a sequence; else as `plan`.
       UnsupportedCombination: an argument that means nothing with a beam search, or a drafter that
-      cannot draft for one.
+        cannot draft for one.
     """
-    check_kinds(target, sampling)
-    for name, unset in _OTHERS.items():
-        value = options.pop(name, unset)
-        if not arguments.is_default(value, unset) and not (unset == () and value in ([], "")):
-            raise UnsupportedCombination(
-                f"{name}: got {value!r} with num_beams, expected {unset!r}"
-            )
-    if isinstance(sampling, SamplingConfig):  # else it is known later
-        _expect_greedy(sampling.mode, sampling.temperature)
-    check_tree(drafter, gamma)
-    ends, vocab = (
-        max(1, len(check_eos_ids(target, options.get("eos_ids")))),
-        target.config.vocab_size,
-    )
+    check_kinds(target, config.sampling)
+    config.check_beside_beams()
+    if isinstance(config.sampling, SamplingConfig):  # else it is known later
+        _expect_greedy(config.sampling.mode, config.sampling.temperature)
+    check_tree(data.drafter, config.gamma)
+    vocab = target.config.vocab_size
+    ends = max(1, len(check_eos_ids(target, config.eos_ids)))
     beams.check_ids(ends, vocab)
-    gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
-    plan = plan_request(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
+    if isinstance(config.gamma, str):
+        levels = LEVELS if data.drafter is not None else 0
+        config = dataclasses.replace(config, gamma=levels)
+    plan = plan_request(target, inputs, config=config, batch_size=batch_size, **data._asdict())
     hint = f" (the model {target.name} samples by default: generation_config=None decodes without)"
     _expect_greedy(
         plan.config.mode,
         round(float(max(plan.rows.temperature)), 6),
-        hint if sampling is None else "",
+        hint if config.sampling is None else "",
     )
-    config = beams.config(ends, plan.config.mode, vocab, plan.config.gamma, plan.drafter)
+    static = beams.config(ends, plan.config.mode, vocab, plan.config.gamma, plan.drafter)
     return dataclasses.replace(
-        plan, samples=beams.num_return_sequences, search=Search(config, beams)
+        plan, samples=beams.num_return_sequences, search=Search(static, beams)
     )
 
 

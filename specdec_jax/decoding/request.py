@@ -26,7 +26,8 @@ from specdec_jax.decoding.checks import (
     check_stop,
     verifier_settings,
 )
-from specdec_jax.decoding.defaults import MODELS, defaults_of, expect_no_search, fill
+from specdec_jax.decoding.defaults import defaults_of, expect_no_search, fill
+from specdec_jax.decoding.generation_config import ConfigOrPath, split_options
 from specdec_jax.decoding.inputs import (
     as_ids,
     bucket,
@@ -270,74 +271,59 @@ class Plan:
 
 
 def plan(
-    target,
-    inputs,
+    target: LanguageModel,
+    inputs: Any,
     *,
-    batch_size=None,
-    drafter=None,
-    gamma="auto",
-    tree=None,
-    sampling=None,
-    verifier="block",
-    lenience=None,
-    typical_epsilon=None,
-    typical_delta=None,
-    synthetic_alpha=None,
-    max_new_tokens=None,
-    key=None,
-    num_samples=1,
-    input_lengths=None,
-    max_input_length=512,
-    decoder_prefix=None,
-    eos_ids=None,
-    stop=(),
-    deadline=None,
-    num_beams=None,
-    attention_mask=None,
-    generation_config=MODELS,
+    config: ConfigOrPath = None,
+    batch_size: int | None = None,
+    **options: Any,
 ) -> Plan:
     """Checks the arguments of `generate`, without a beam search, and returns them as a plan.
 
     Nothing is compiled, timed or written. Where γ is "auto" it is `autotune` that chooses it.
 
     Args:
+      target, inputs, config, options: as for `generate`.
       batch_size: number of inputs that are decoded together; None: all.
     """
+    config, data = split_options(config, options)
     check_not_traced("decoding")
     check_process()
-    check_kinds(target, sampling)
-    expect_no_search(target, num_beams, defaults := defaults_of(target, generation_config))
+    check_kinds(target, config.sampling)
+    defaults = defaults_of(target, config.generation_config)
+    expect_no_search(target, config, defaults)
     inputs, tokens, lengths = _read_inputs(
-        target, inputs, input_lengths, attention_mask, max_input_length
+        target, inputs, data.input_lengths, data.attention_mask, config.max_input_length
     )
     batch = len(lengths)
-    tree, gamma, verifier = tree_options(tree, drafter, gamma, verifier)
+    drafter = data.drafter
+    tree, gamma, verifier = tree_options(config.tree, drafter, config.gamma, config.verifier)
     measured = isinstance(gamma, str) and drafter is not None
     gamma = _number_or_policy(gamma, target, drafter)
     measured &= isinstance(gamma, Policy)
     policy, gammas = _gammas(gamma, batch, drafter, MAX_GAMMA if tree is None else tree.size - 1)
-    samples = arguments.check_integer("num_samples", num_samples, 1, 2**20)
+    samples = int(config.num_samples)
     if drafter is not None:
         check_pair(target, drafter)
         check_policy(gamma, drafter)
     together = batch if batch_size is None else batch_size
-    _check_mesh(target, "inputs" if batch_size is None else "batch_size", together, deadline)
-    eos_ids = check_eos_ids(target, eos_ids)
-    prefix, prefix_lengths = _beginnings(target, tokens, lengths, decoder_prefix)
-    limits, sampling = fill(target, defaults, max_new_tokens, sampling, prefix_lengths, eos_ids)
+    _check_mesh(target, "inputs" if batch_size is None else "batch_size", together, config.deadline)
+    eos_ids = check_eos_ids(target, config.eos_ids)
+    prefix, prefix_lengths = _beginnings(target, tokens, lengths, data.decoder_prefix)
+    limits, sampling = fill(target, defaults, config, prefix_lengths, eos_ids)
     rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
     settings = verifier_settings(
         verifier,
         sampling,
         width,
         batch,
-        lenience=lenience,
-        typical_epsilon=typical_epsilon,
-        typical_delta=typical_delta,
-        synthetic_alpha=synthetic_alpha,
+        lenience=config.lenience,
+        typical_epsilon=config.typical_epsilon,
+        typical_delta=config.typical_delta,
+        synthetic_alpha=config.synthetic_alpha,
     )
     check_limits(sampling, limits, samples)
-    stop = check_stop(stop, deadline, target)
+    stop = check_stop(config.stop, config.deadline, target)
     empty, drafter = empty_rows(target, inputs, lengths), drafter if width else None
     # The padded length of prompts, not that of the longest one, so that nothing more compiles for
     # another.
@@ -347,9 +333,9 @@ def plan(
         longest = prefix.shape[1] + int(max(limits))
         tokens, lengths = tokens[:, :0], np.zeros_like(lengths)
     depth = width if tree is None else tree.depth
-    config = StaticConfig(depth, sampling.mode, target.config.vocab_size, verifier, (), tree)
-    config = config._replace(widths=_widths(target, drafter, policy, config))
-    check_keys(key, batch)
+    static = StaticConfig(depth, sampling.mode, target.config.vocab_size, verifier, (), tree)
+    static = static._replace(widths=_widths(target, drafter, policy, static))
+    check_keys(data.key, batch)
     if target.network.rules is not None:  # once for the request, and not with every call
         drafter = target.network.rules.put(drafter)
     return Plan(
@@ -357,10 +343,10 @@ def plan(
         drafter=drafter,
         eos_ids=eos_ids,
         stop=stop,
-        deadline=deadline,
-        config=config,
+        deadline=config.deadline,
+        config=static,
         samples=samples,
-        slots=slots(longest, config.reach),
+        slots=slots(longest, static.reach),
         prompted=decoder_only(target),
         tokens=tokens,
         lengths=lengths,
@@ -369,7 +355,7 @@ def plan(
         limits=limits,
         gammas=gammas,
         empty=empty,
-        key=key,
+        key=data.key,
         rows=rows.replace(bias=None, forced=None),
         settings=settings,
         policy=policy,
