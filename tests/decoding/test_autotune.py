@@ -369,7 +369,7 @@ def test_tune_prints_what_rows_start_with(models, measured):
 
 
 def test_only_autotune_measures_and_only_record_remembers(models, home, measured):
-    """`plan` compiles nothing and writes no file; `finish` changes nothing that later calls read."""
+    """`plan` compiles nothing and writes no file; `finish` changes nothing for later calls."""
     target, drafter = models
     options = dict(drafter=drafter, max_new_tokens=12)
     assert compilations(lambda: plan(target, INPUTS, **options)) == 0
