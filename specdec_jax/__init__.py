@@ -13,9 +13,9 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
     from specdec_jax.checkpoints.loader import bundled, load
     from specdec_jax.decoding.checks import UnsupportedCombination
     from specdec_jax.decoding.continuous_batching import Output, decode_stream
-    from specdec_jax.decoding.generate import generate, warm_up
+    from specdec_jax.decoding.generate import generate, prepare, warm_up
+    from specdec_jax.decoding.generation_config import GenerationConfig
     from specdec_jax.decoding.loop import advance
-    from specdec_jax.decoding.request import prepare
     from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError, Stats, finish
     from specdec_jax.decoding.stream import Piece, stream
     from specdec_jax.decoding.trace import trace
@@ -31,11 +31,11 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
     from specdec_jax.drafters.self_drafting import SelfDrafter
     from specdec_jax.drafters.shortlist import shortlist_from_counts
     from specdec_jax.models.families import PRESETS
-    from specdec_jax.models.generation_config import GenerationConfig
     from specdec_jax.models.gpt import GPTConfig
     from specdec_jax.models.heads import HeadsConfig
     from specdec_jax.models.language_model import LanguageModel
     from specdec_jax.models.meshes import make_mesh
+    from specdec_jax.models.model_defaults import ModelDefaults
     from specdec_jax.models.t5 import T5Config
     from specdec_jax.speculative.drafter import Drafter
     from specdec_jax.speculative.policies import (
@@ -58,9 +58,9 @@ _NAMES = {
     "checkpoints.loader": "bundled load",
     "decoding.checks": "UnsupportedCombination",
     "decoding.continuous_batching": "Output decode_stream",
-    "decoding.generate": "generate warm_up",
+    "decoding.generate": "generate prepare warm_up",
+    "decoding.generation_config": "GenerationConfig",
     "decoding.loop": "advance",
-    "decoding.request": "prepare",
     "decoding.results": "GenerationResult NonFiniteLogitsError Stats finish",
     "decoding.stream": "Piece stream",
     "decoding.trace": "trace",
@@ -76,7 +76,7 @@ _NAMES = {
     "drafters.self_drafting": "SelfDrafter",
     "drafters.shortlist": "shortlist_from_counts",
     "models.families": "PRESETS",
-    "models.generation_config": "GenerationConfig",
+    "models.model_defaults": "ModelDefaults",
     "models.gpt": "GPTConfig",
     "models.heads": "HeadsConfig",
     "models.language_model": "LanguageModel",

@@ -76,10 +76,10 @@ def nothing_measured():
 
     `test_adaptive_gamma.py` measures.
     """
-    from specdec_jax.decoding import autotune
+    from specdec_jax.decoding import request
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autotune, "measurable", lambda network: False)
+        patch.setattr(request, "measurable", lambda network: False)
         yield
 
 

@@ -27,6 +27,7 @@ from specdec_jax.models.network import Network, fuses, random_params
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.beam_iteration import search
+from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import StaticConfig
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
@@ -217,39 +218,33 @@ class Case:
             SamplingConfig(temperature=self.temperature),
         )
 
-        def arguments() -> tuple[Any, ...]:
-            row, ends = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, 4), jnp.int32)
-            inputs = (
-                jnp.zeros((batch, bucket(self.input_length)), jnp.int32),
-                row,
-                row[:, None],
-                row,
-            )
-            rows = config.rows(batch, vocab)
-            if self.beams:
-                return *inputs, row, ends[:, :1], jnp.float32(0), rows, row > 0
-            return (
-                *inputs,
-                jax.random.split(jax.random.key(0), batch),
-                rows,
-                None,
-                row,
-                ends,
-                row,
-                row > 0,
+        def prefill_inputs() -> PrefillInputs:
+            row = jnp.zeros(batch, jnp.int32)
+            keys = None if self.beams else jax.random.split(jax.random.key(0), batch)
+            return PrefillInputs(
+                inputs=jnp.zeros((batch, bucket(self.input_length)), jnp.int32),
+                input_lengths=row,
+                tokens=row[:, None],
+                prefix_lengths=row,
+                sampling=config.rows(batch, vocab),
+                limits=row,
+                eos_ids=jnp.zeros((batch, 1 if self.beams else 4), jnp.int32),
+                done=row > 0,
+                keys=keys,
+                gamma=None if self.beams else row,
             )
 
-        placed = self.place(jax.eval_shape(arguments))
+        placed = self.place(jax.eval_shape(prefill_inputs))
         if not self.beams:
             program = StaticConfig(self.gamma, config.mode, vocab, tree=self.tree)
             if self.tree is not None:
                 program = program._replace(verifier=TREE_VERIFIERS[self.tree.verify])
-            return prefill.lower(
-                target, drafter, program, slots(self.new_tokens + 1, program.reach), *placed
-            )
+            room = slots(self.new_tokens + 1, program.reach)
+            return prefill.lower(target, drafter, program, room, placed)
         options, most = BeamOptions(self.beams, beam_width=self.beam_width), bucket(self.new_tokens)
         searched = options.config(1, config.mode, vocab, self.gamma, drafter)
-        return begin.lower(target, drafter, searched, most, 1 + most, *placed)
+        penalty = self.place(jax.ShapeDtypeStruct((), jnp.float32))
+        return begin.lower(target, drafter, searched, most, 1 + most, placed, penalty)
 
     def lowered_loop(self, state: Any) -> jax.stages.Lowered:
         """Lowers the loop that starts from a state of placed shapes."""

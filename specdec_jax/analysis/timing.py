@@ -15,9 +15,10 @@ import numpy as np
 
 from specdec_jax.analysis import step_loops
 from specdec_jax.decoding.autotune import iterated_steps
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.keys import fold_keys
-from specdec_jax.decoding.request import Request, prepare
+from specdec_jax.decoding.request import Request
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative import prefill

@@ -178,7 +178,7 @@ def keep_acceptance(
     decoding: Mapping[str, Any],
 ) -> None:
     """Keeps the measured acceptance rate, with which `gamma="auto"` begins for such inputs."""
-    key = plan(target, inputs, drafter=drafter, **decoding).costs_key
+    key = autotune.autotune(plan(target, inputs, drafter=drafter, **decoding)).costs_key
     if key is not None and (known := autotune.known(key)) is not None:
         autotune.keep(key, known._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
 

@@ -23,8 +23,8 @@ from specdec_jax.files.reading import PathLike
 from specdec_jax.files.writing import new_folder
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.family import ModelConfig
-from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.models.t5 import T5Config, t5_only
 from specdec_jax.tokenizers.vocabularies import Vocabulary
@@ -74,7 +74,7 @@ def save(
         model.start_token,
         model.eos_ids,
         model.encoder_fingerprint,
-        model.generation_config or GenerationConfig(),
+        model.generation_config or ModelDefaults(),
     )
     _write(checkpoint, folder, check, format, dtype, say)
 

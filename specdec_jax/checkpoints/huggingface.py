@@ -13,7 +13,7 @@ from specdec_jax.checkpoints import (
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTensor
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
-from specdec_jax.models.generation_config import GenerationConfig
+from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.tokenizers import huggingface_folders
 
 _READERS: tuple[Any, ...] = (huggingface_t5, huggingface_gpt)
@@ -134,7 +134,7 @@ def _unwrap_names(
 
 def _read_decoding_defaults(
     folder: pathlib.Path, generation: dict, options: dict
-) -> tuple[GenerationConfig, tuple[str, ...]]:
+) -> tuple[ModelDefaults, tuple[str, ...]]:
     """Returns how the model decodes by default, and lines about it.
 
     As in transformers, generation_config.json decides, or, only where there is none, config.json;
@@ -143,7 +143,7 @@ def _read_decoding_defaults(
     path = folder / "generation_config.json"
     if not path.exists():
         path, generation = folder / "config.json", options
-    defaults = GenerationConfig.read(generation, path)
+    defaults = ModelDefaults.read(generation, path)
     return defaults, defaults.lines(folder, path.name)
 
 

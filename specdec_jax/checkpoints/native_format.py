@@ -19,8 +19,8 @@ from specdec_jax.files import reading
 from specdec_jax.files.writing import new_folder, write_file
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.families import describe, family_of
-from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.heads import HeadsConfig
+from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.parameters import flatten
 from specdec_jax.tokenizers.vocabularies import (
     ByteVocabulary,
@@ -72,7 +72,7 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
             got = reading.shown(given[name])
             raise ValueError(f"{path}: {name}: got {got}, expected {expected}")
     eos_ids, entry, encoder, options = given.values()
-    defaults = GenerationConfig.read(options or {}, path)
+    defaults = ModelDefaults.read(options or {}, path)
     return Checkpoint(
         config,
         {},

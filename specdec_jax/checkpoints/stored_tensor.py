@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from specdec_jax.files.reading import PathLike
 from specdec_jax.models.family import ModelConfig
-from specdec_jax.models.generation_config import GenerationConfig
+from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
@@ -113,7 +113,7 @@ class Checkpoint:
     start_token: int | None = None
     eos_ids: tuple[int, ...] | None = None
     encoder_fingerprint: str | None = None
-    generation_config: GenerationConfig = GenerationConfig()
+    generation_config: ModelDefaults = ModelDefaults()
     notes: tuple[str, ...] = ()
 
 

@@ -21,7 +21,7 @@ from specdec_jax.analysis.report.records import write_record
 from specdec_jax.backends.cpu import native
 from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import built_in
-from specdec_jax.decoding import autotune
+from specdec_jax.decoding import request
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.inputs import bucket, encode
@@ -380,7 +380,7 @@ def _proposal(options: DemoOptions) -> str:
     if tree is not None:
         return f"a tree of up to {tree.size - 1 if isinstance(gamma, str) else gamma} tokens"
     if gamma == "auto":
-        gamma = MAXIMUM if options.gamma_policy == "fixed" else autotune.FIXED
+        gamma = MAXIMUM if options.gamma_policy == "fixed" else request.FIXED
     return f"up to {gamma} tokens"
 
 

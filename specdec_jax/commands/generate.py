@@ -17,6 +17,7 @@ from specdec_jax.commands.options import AUTO_HELP, at_least, check_gamma, optio
 from specdec_jax.commands.output_lines import Sentences, one_line, to_json
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.commands.sentences import read_sentences
+from specdec_jax.decoding import autotune
 from specdec_jax.decoding.beams import beam_options, plan_decoding
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
@@ -364,7 +365,8 @@ def _write_file(
         target, inputs, batch_size=rows, **how
     )  # rejects bad arguments before there is a journal
     settings = _deciding(options, target, decoding["drafter"], plan.contents)
-    found = {"costs": _costs(checked)} if how["gamma"] == "auto" and not options.tree else {}
+    automatic = how["gamma"] == "auto" and not options.tree
+    found = {"costs": _costs(autotune.autotune(checked))} if automatic else {}
     with Journal(options.output_file, settings, len(inputs), found) as journal:
         begun()
         if found:  # the costs that the job began with, so that every input gets what it would have got then

@@ -7,8 +7,8 @@ import numpy as np
 
 from specdec_jax.commands.options import DecodingOptions, option
 from specdec_jax.decoding.defaults import MODELS, SamplingChanges, defaults_of, fill_limits
-from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.speculative.sampling import SamplingConfig
 
 _USUAL = {field.name: field for field in dataclasses.fields(DecodingOptions)}
@@ -83,7 +83,7 @@ class DefaultedOptions(DecodingOptions):
             sampling=SamplingChanges(given), generation_config=config
         )
 
-    def defaults(self, target: LanguageModel) -> GenerationConfig:
+    def defaults(self, target: LanguageModel) -> ModelDefaults:
         """Returns what counts where no flag is given."""
         return defaults_of(target, MODELS if self.generation_config == MODELS else None)
 

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS, accelerated, check_quantize_name
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.checkpoints import loader
-from specdec_jax.decoding.autotune import FIXED
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_limits,
@@ -21,6 +20,7 @@ from specdec_jax.decoding.checks import (
     check_policy,
     verifier_settings,
 )
+from specdec_jax.decoding.request import FIXED
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import SELF_INT8, WITHOUT_FILES, check_drafter_name, named_drafter
 from specdec_jax.drafters.ngram_table import NGramTable

@@ -6,6 +6,7 @@ cache folder. A file that does not hold what was written there is measured anew;
 written, the numbers hold for this process.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -26,6 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.cpu import native
+from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.request import Plan, Request, prefill
+from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.files import user_cache, writing
 from specdec_jax.files.reading import read_json
 from specdec_jax.models.network import Network
@@ -33,10 +37,9 @@ from specdec_jax.speculative import iteration
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.full_drafter import FullDrafter
+from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 
-# γ where nothing can be measured: on a mesh, whose processes would have to agree.
-FIXED = 4
 # Draft lengths that are timed: the longest for every width of the target's call, and the shortest
 # for the widest.
 TIMED = (0, 2, 4, 5, 8)
@@ -168,10 +171,65 @@ class Learned(NamedTuple):
     requests: int = 0
 
 
-def measurable(network: Network) -> bool:
-    """Returns whether measured times hold wherever the numbers are used: not on a mesh or with
-    several processes."""
-    return network.rules is None and jax.process_count() == 1
+def autotune(plan: Plan, first: bool = False) -> Plan:
+    """Chooses γ = "auto" by what iterations cost here; returns the plan with the choice.
+
+    The first call of a kind measures the costs, and keeps them for this process and, in a small
+    file, for others. Where drafting would not pay, the plan has no drafter. A plan of which γ was
+    given is returned as it is.
+
+    Args:
+      plan: the checked arguments.
+      first: whether to draft as at the first call of a kind, whatever earlier requests have shown.
+    """
+    if plan.auto_rows is None:
+        return plan
+    assert plan.drafter is not None, "without one γ is 0"
+    length, rows = bucket(int(max(plan.input_lengths))), plan.auto_rows
+    key = key_of(plan.network, plan.drafter, plan.config, rows, length, plan.slots)
+    costs = known(key)
+    if costs is None:
+        arguments = plan.arguments(np.arange(rows // plan.samples) % len(plan.limits), length)
+        init = functools.partial(_init_drafter, *arguments)
+        costs = measure(plan.network, plan.drafter, prefill(*arguments), init)
+        keep(key, costs)
+    by_requests = plan.config.strict_argmax
+    if not costs.pays(rows, by_requests):
+        return plan.plainly()
+    policy = costs.policy(rows, learned(key) if by_requests and not first else None)
+    if policy is None:
+        return dataclasses.replace(plan.plainly(), costs_key=key)
+    policy = policy.rows(len(plan.limits))
+    return dataclasses.replace(plan, policy=policy, costs_key=key, auto_rows=None)
+
+
+def record(request: Request, result: GenerationResult) -> None:
+    """Records how many drafted tokens were accepted, for later requests with γ = "auto".
+
+    Results with errors are left out, as are requests whose outputs would depend on it.
+    """
+    if request.costs_key is not None and not any(result.errors):
+        stats = result.stats
+        learn(
+            request.costs_key,
+            int(stats.examined_by_position.sum()),
+            int(stats.accepted_by_position.sum()),
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "slots"))
+def _init_drafter(
+    target: Network, drafter: Drafter, config: StaticConfig, slots: int, given: PrefillInputs
+) -> Any:
+    """Does the drafter's part of `prefill`, but for an encoder that it shares with the target."""
+    del config
+    ids, shared = given.inputs, {}
+    if drafter.reads_encoder:
+        model = target.module.config
+        # Not zeros: the compiler would simplify products with them.
+        made_up = 1e-3 * ids[..., None].astype(model.dtype)
+        shared = {"encoded": jnp.broadcast_to(made_up, (*ids.shape, model.emb_dim))}
+    return drafter.init(ids, given.input_lengths, given.tokens, slots, **shared)
 
 
 # What this process knows, by the keys of `key_of`; descriptions by `id` of what they describe.

@@ -2,14 +2,22 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids, check_kinds
-from specdec_jax.decoding.defaults import MODELS, defaults_of, fill_search, without_search
+from specdec_jax.decoding.defaults import defaults_of, fill_search, without_search
+from specdec_jax.decoding.generation_config import (
+    BEAM_FIELDS,
+    CallData,
+    ConfigOrPath,
+    GenerationConfig,
+    split_options,
+)
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.request import plan as plan_request
@@ -35,7 +43,7 @@ from specdec_jax.speculative.beam_search import (
 )
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import Policy
-from specdec_jax.speculative.prefill import fill_cache
+from specdec_jax.speculative.prefill import PrefillInputs, encode_for, fill_cache
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode
 from specdec_jax.speculative.state import Counts
 
@@ -43,18 +51,6 @@ from specdec_jax.speculative.state import Counts
 _PENALTIES = {"t5x": 0.6, "huggingface": 1.0}
 # Levels of the drafted tree where `gamma` is "auto".
 LEVELS = 3
-# Arguments of `generate` that a beam search rejects, and the defaults at which they must be left.
-_OTHERS = {
-    "verifier": "block",
-    "lenience": None,
-    "typical_epsilon": None,
-    "typical_delta": None,
-    "synthetic_alpha": None,
-    "num_samples": 1,
-    "stop": (),
-    "deadline": None,
-    "tree": None,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,20 +181,29 @@ class Search(NamedTuple):
     options: BeamOptions
 
 
-def plan_decoding(target: LanguageModel, inputs, **options) -> Plan:
-    """Checks the arguments of `generate`, those of a beam search included, and returns them as a
-    plan."""
-    names = [field.name for field in dataclasses.fields(BeamOptions)]
-    given = {name: options.pop(name) for name in names if name in options}
-    defaults = defaults_of(target, options.get("generation_config", MODELS))
-    options["generation_config"] = without_search(defaults)
+def plan_decoding(
+    target: LanguageModel,
+    inputs: Any,
+    *,
+    config: ConfigOrPath = None,
+    batch_size: int | None = None,
+    **options: Any,
+) -> Plan:
+    """Checks the arguments of `generate`, beam searches included, and returns them as a plan.
+
+    The parameters are those of `request.plan`.
+    """
+    config, data = split_options(config, options)
+    defaults = defaults_of(target, config.generation_config)
+    given = {name: getattr(config, name) for name in BEAM_FIELDS}
     beams = beam_options(**fill_search(defaults, given))
+    others = dataclasses.replace(config.without_beams(), generation_config=without_search(defaults))
     if beams is None:
-        return plan_request(target, inputs, **options)
+        return plan_request(target, inputs, config=others, batch_size=batch_size, **data._asdict())
     try:
-        return _plan_search(target, inputs, beams, **options)
+        return _plan_search(target, inputs, beams, others, data, batch_size)
     except UnsupportedCombination as error:
-        if given.get("num_beams") is not None:
+        if config.num_beams is not None:
             raise
         hint = f"num_beams = {beams.num_beams} is a default of {target.name or 'the model'}; generation_config=None"
         raise UnsupportedCombination(f"{error} ({hint} decodes without)") from None
@@ -206,49 +211,40 @@ def plan_decoding(target: LanguageModel, inputs, **options) -> Plan:
 
 def _plan_search(
     target: LanguageModel,
-    inputs,
+    inputs: Any,
     beams: BeamOptions,
-    *,
-    drafter: Drafter | None = None,
-    gamma="auto",
-    sampling=None,
-    first=False,
-    **options,
+    config: GenerationConfig,
+    data: CallData,
+    batch_size: int | None,
 ) -> Plan:
     """Checks the arguments of `generate` for a beam search and returns them as a plan.
 
     Raises:
       ValueError: more beams than ids, or no id that does not end a sequence; else as `plan`.
       UnsupportedCombination: an argument that means nothing with a beam search, or a drafter that
-      cannot draft for one.
+        cannot draft for one.
     """
-    del first  # nothing is learned from requests
-    check_kinds(target, sampling)
-    for name, unset in _OTHERS.items():
-        value = options.pop(name, unset)
-        if not arguments.is_default(value, unset) and not (unset == () and value in ([], "")):
-            raise UnsupportedCombination(
-                f"{name}: got {value!r} with num_beams, expected {unset!r}"
-            )
-    if isinstance(sampling, SamplingConfig):  # else it is known later
-        _expect_greedy(sampling.mode, sampling.temperature)
-    check_tree(drafter, gamma)
-    ends, vocab = (
-        max(1, len(check_eos_ids(target, options.get("eos_ids")))),
-        target.config.vocab_size,
-    )
+    check_kinds(target, config.sampling)
+    config.check_beside_beams()
+    if isinstance(config.sampling, SamplingConfig):  # else it is known later
+        _expect_greedy(config.sampling.mode, config.sampling.temperature)
+    check_tree(data.drafter, config.gamma)
+    vocab = target.config.vocab_size
+    ends = max(1, len(check_eos_ids(target, config.eos_ids)))
     beams.check_ids(ends, vocab)
-    gamma = (LEVELS if drafter is not None else 0) if gamma == "auto" else gamma
-    plan = plan_request(target, inputs, drafter=drafter, gamma=gamma, sampling=sampling, **options)
+    if isinstance(config.gamma, str):
+        levels = LEVELS if data.drafter is not None else 0
+        config = dataclasses.replace(config, gamma=levels)
+    plan = plan_request(target, inputs, config=config, batch_size=batch_size, **data._asdict())
     hint = f" (the model {target.name} samples by default: generation_config=None decodes without)"
     _expect_greedy(
         plan.config.mode,
         round(float(max(plan.rows.temperature)), 6),
-        hint if sampling is None else "",
+        hint if config.sampling is None else "",
     )
-    config = beams.config(ends, plan.config.mode, vocab, plan.config.gamma, plan.drafter)
+    static = beams.config(ends, plan.config.mode, vocab, plan.config.gamma, plan.drafter)
     return dataclasses.replace(
-        plan, samples=beams.num_return_sequences, search=Search(config, beams)
+        plan, samples=beams.num_return_sequences, search=Search(static, beams)
     )
 
 
@@ -278,8 +274,8 @@ def check_tree(drafter, gamma) -> None:
 def run_search(target: LanguageModel, plan: Plan, places=None) -> GenerationResult:
     """Runs the search of a plan and returns its result, for the inputs at `places`, given as for
     `Plan.start`."""
-    network, drafter, config, *others = _arguments(plan, places)
-    found = _search(network, drafter, config, plan.search.options.num_return_sequences, *others)
+    returned = plan.search.options.num_return_sequences
+    found = _search(*_arguments(plan, places), returned)
     return _result(target, plan, jax.device_get(found), places)
 
 
@@ -292,35 +288,24 @@ def start(plan: Plan, places=None) -> BeamState:
 def _arguments(plan: Plan, places) -> tuple:
     """Returns the arguments of `begin` for the inputs at `places`."""
     config, beams = plan.search
-    arguments = dataclasses.replace(plan, samples=1).arguments(places)
-    network, drafter, _, _, inputs, lengths, tokens, starts, _, rows, _, ends, _, _, done, _ = (
-        arguments
-    )
+    network, drafter, _, _, inputs = dataclasses.replace(plan, samples=1).arguments(places)
+    batch, prefix = inputs.tokens.shape
     most = bucket(int(max(plan.limits)))
-    eos_ids = np.broadcast_to(
-        np.array(plan.eos_ids or (-1,), np.int32), (len(lengths), config.ends)
-    )
-    return (
-        network,
-        drafter,
-        config,
-        most,
-        tokens.shape[1] + most,
-        inputs,
-        lengths,
-        tokens,
-        starts,
-        (ends - starts).astype(np.int32),
-        eos_ids,
-        np.float32(beams.penalty),
-        rows,
-        done,
-    )
+    eos_ids = np.broadcast_to(np.array(plan.eos_ids or (-1,), np.int32), (batch, config.ends))
+    inputs = inputs.replace(eos_ids=eos_ids, keys=None, settings=None, gamma=None, policy=None)
+    return network, drafter, config, most, prefix + most, inputs, np.float32(beams.penalty)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "returned", "most", "longest"))
 def _search(
-    target: Network, drafter, config: BeamConfig, returned: int, most: int, longest: int, *arguments
+    target: Network,
+    drafter: Drafter | None,
+    config: BeamConfig,
+    most: int,
+    longest: int,
+    inputs: PrefillInputs,
+    penalty: ArrayLike,
+    returned: int,
 ) -> dict:
     """Runs prefill and search in one program and returns what the host reads of the last state.
 
@@ -328,7 +313,7 @@ def _search(
       returned: number of hypotheses to return for each input; all other arguments are those of
         `begin`.
     """
-    state = begin(target, drafter, config, most, longest, *arguments)
+    state = begin(target, drafter, config, most, longest, inputs, penalty)
     state = search(target, drafter, state)
     best, there = best_first(state)
 
@@ -348,65 +333,54 @@ def _search(
 @functools.partial(jax.jit, static_argnames=("config", "most", "longest"))
 def begin(
     target: Network,
-    drafter,
+    drafter: Drafter | None,
     config: BeamConfig,
     most: int,
     longest: int,
-    inputs,
-    input_lengths,
-    tokens,
-    prefix_lengths,
-    limits,
-    eos_ids,
-    penalty,
-    sampling,
-    done,
+    inputs: PrefillInputs,
+    penalty: ArrayLike,
 ) -> BeamState:
-    """Runs both encoders once, feeds the decoder prefix and makes the state that a search starts
-    from.
+    """Runs both encoders once, feeds the prefix and makes the state that a search starts from.
 
     Args:
+      target: the target's network.
+      drafter: the drafter; None is plain beam search.
+      config: the search's static settings.
       most: an upper bound of the new tokens of a row.
       longest: an upper bound of all tokens of a row, with its start token and decoder prefix, or
         prompt.
-      limits, eos_ids, penalty, sampling, done: as in `BeamState`.
-      inputs, input_lengths, tokens, prefix_lengths: as for `prefill.prefill`, with one row for each
-        input.
+      inputs: one row for each input.
+      penalty: as in `BeamState`.
     """
-    (batch, prefix), config = (
-        tokens.shape,
-        config._replace(mode=config.mode.of(target.skips_padding)),
-    )
+    batch, prefix = inputs.tokens.shape
+    config = config._replace(mode=config.mode.of(target.skips_padding))
     positions = longest + config.gamma
     # The first term leaves room for the prefix but for its last token, which the live beams feed. K
     # more slots stay empty: a drafter feeds the tokens before the live beams' last ones into the K
     # slots before theirs.
     slots = prefix - 1 + config.beams * (1 + most) + config.gamma * max(config.width, config.beams)
-    shared = {}
-    if drafter is not None and drafter.reads_encoder:
-        shared = {"encoded": target.encode(inputs, input_lengths)}
-    cache = fill_cache(target, inputs, input_lengths, tokens, prefix, **shared)
+    read = inputs.inputs, inputs.input_lengths, inputs.tokens
+    shared = encode_for(target, drafter, inputs)
+    cache = fill_cache(target, *read, prefix, **shared)
     cache, draft_state = target.node_cache(cache, slots, positions), None
     if drafter is not None:
-        draft_state = drafter.init_beams(
-            inputs, input_lengths, tokens, config.beams, slots, positions, **shared
-        )
-    live, finished = first_hypotheses(tokens, positions, config)
+        draft_state = drafter.init_beams(*read, config.beams, slots, positions, **shared)
+    live, finished = first_hypotheses(inputs.tokens, positions, config)
     zeros = jnp.zeros(batch, jnp.int32)
     return BeamState(
         live=live,
         finished=finished,
         is_finished=jnp.zeros((batch, config.beams), bool),
-        prefix_lengths=prefix_lengths,
+        prefix_lengths=inputs.prefix_lengths,
         steps=zeros,
-        limits=limits,
-        done=done,
+        limits=inputs.limits - inputs.prefix_lengths,
+        done=inputs.done,
         failed=zeros,
-        eos_ids=eos_ids,
+        eos_ids=inputs.eos_ids,
         penalty=penalty,
-        sampling=sampling,
+        sampling=inputs.sampling,
         paths=jnp.broadcast_to(jnp.arange(positions, dtype=jnp.int32), live.tokens.shape),
-        starts=prefix_lengths - 1 + config.beams,
+        starts=inputs.prefix_lengths - 1 + config.beams,
         target_cache=cache,
         draft_state=draft_state,
         counts=Counts.zero(batch, config.gamma),

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,10 @@ import numpy as np
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.backends.sharding import constrain_sharding, row_parts
+from specdec_jax.decoding import autotune
 from specdec_jax.decoding.beams import plan_decoding
-from specdec_jax.decoding.checks import UnsupportedCombination, check_non_finite
+from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.generation_config import ConfigOrPath, split_options, takes_options
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import FOREVER, STOP_EVERY, advance, complete, mark_stopped
@@ -86,19 +88,19 @@ class Output(NamedTuple):
         return f"Output({in_words(what, len(self.tokens), self.finish_reason, self.score)})"
 
 
+@takes_options
 @isolated
 def decode_stream(
     target: LanguageModel,
-    inputs,
+    inputs: Any,
     *,
+    config: ConfigOrPath = None,
     batch_size: int = 8,
     refill: bool = True,
     skip: Collection[int] = (),
-    non_finite: str = "raise",
-    **options,
+    **options: Any,
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
-    """Decodes many inputs and yields (number of the input, its `num_samples` outputs) as they are
-    finished, in any order.
+    """Decodes many inputs and yields (number of the input, its outputs) as they are finished.
 
     Each input gets what `generate` gives for it with the same options and its own key, which is
     `fold_in(key, i)` for input i. With `gamma="auto"` this holds for argmax; above temperature 0 it
@@ -110,9 +112,8 @@ def decode_stream(
       refill: whether finished rows are refilled with the next inputs. False decodes batches of like
         length, each of which runs until its last row is done.
       skip: numbers of inputs that are left out; keys and shapes of the others stay as they are.
-      non_finite: as for `generate`; with "report" one input whose logits are not finite numbers
-        does not end the job.
-      options: as for `generate`; they may have one value per input.
+      config, options: as for `generate`; options may have one value per input. With `non_finite` =
+        "report" one input whose logits are not finite numbers does not end the job.
 
     Raises:
       ValueError: as for `generate`, before anything compiles.
@@ -125,20 +126,21 @@ def decode_stream(
     left_out = arguments.check_list("skip", skip, "numbers of inputs")
     if not all(map(arguments.is_integer, left_out)):
         raise ValueError(f"skip: got {arguments.quoted(left_out)}, expected numbers of inputs")
-    if refill and options.get("deadline") is not None:
+    config, data = split_options(config, options)
+    if refill and config.deadline is not None:
         raise UnsupportedCombination(
-            f"deadline: got {options['deadline']} with refill=True, expected refill=False: "
+            f"deadline: got {config.deadline} with refill=True, expected refill=False: "
             "only a batch has an end"
         )
-    reports = check_non_finite(non_finite)
-    plan = plan_decoding(target, inputs, batch_size=batch_size, **options)
+    plan = plan_decoding(target, inputs, config=config, batch_size=batch_size, **data._asdict())
+    plan = autotune.autotune(plan)
     refill &= (
         plan.search is None
     )  # a search of the longest row takes few steps more than that of another
     outputs = (_refilled if refill else _batches)(
         target, plan, batch_size, frozenset(map(int, left_out))
     )
-    return outputs if reports else _checked(outputs)
+    return outputs if config.non_finite == "report" else _checked(outputs)
 
 
 @isolated
@@ -234,7 +236,9 @@ def _batches(target: LanguageModel, plan: Plan, size: int, skip: frozenset[int])
         chosen, begun = order[begin : begin + size], time.monotonic()
         if skip.issuperset(chosen):
             continue
-        outputs = _outputs(complete(target, plan, chosen + [-1] * (size - len(chosen)), begun))
+        result = complete(target, plan, chosen + [-1] * (size - len(chosen)), begun)
+        autotune.record(plan.request(), result)
+        outputs = _outputs(result)
         for number, place in enumerate(chosen):
             if place not in skip:
                 yield place, tuple(outputs[number * plan.samples : (number + 1) * plan.samples])
@@ -296,9 +300,9 @@ def _through_one_state(
     gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
 
     def deliver(rows: np.ndarray, committed: Committed) -> Iterator:
-        for row, output in zip(
-            rows.tolist(), _outputs(collect(target, committed, whole.of(rows))), strict=True
-        ):
+        result = collect(target, committed, whole.of(rows))
+        autotune.record(whole, result)
+        for row, output in zip(rows.tolist(), _outputs(result), strict=True):
             place, sample = divmod(row, samples)
             gathered[place][sample] = output
             if len(gathered[place]) == samples:

@@ -11,35 +11,35 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination, check_per_row
+from specdec_jax.decoding.generation_config import BEAM_FIELDS, MODELS, GenerationConfig
 from specdec_jax.models import arguments
-from specdec_jax.models.generation_config import GenerationConfig
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.speculative.sampling import SamplingConfig
 
-MODELS = "model"  # the value of `generation_config` that means the model's own
 MAX_NEW_TOKENS = 64
-_NONE = GenerationConfig()
-# Arguments of `generate` that belong to a beam search, and are fields of a `GenerationConfig` too.
+_NONE = ModelDefaults()
+# Arguments of `generate` that belong to a beam search, and are fields of a `ModelDefaults` too.
 _OF_SEARCH = ("length_penalty", "early_stopping", "num_return_sequences")
 
 
-def defaults_of(target: LanguageModel, given: Any) -> GenerationConfig:
+def defaults_of(target: LanguageModel, given: Any) -> ModelDefaults:
     """Returns the defaults of a call, for its argument `generation_config`.
 
     Raises:
-      ValueError: anything but a `GenerationConfig`, "model" (the model's own), or None (none).
+      ValueError: anything but a `ModelDefaults`, "model" (the model's own), or None (none).
     """
     if isinstance(given, str) and given == MODELS:
         given = getattr(target, "generation_config", _NONE)  # what is no model is rejected later
     if given is None:
         return _NONE
-    if not isinstance(given, GenerationConfig):
-        expected = "a GenerationConfig, 'model' (the model's own), or None (none)"
+    if not isinstance(given, ModelDefaults):
+        expected = "a ModelDefaults, 'model' (the model's own), or None (none)"
         raise ValueError(f"generation_config: got {arguments.quoted(given)}, expected {expected}")
     return given
 
 
-def fill_search(defaults: GenerationConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+def fill_search(defaults: ModelDefaults, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a beam search: those that are given, with defaults in the place of
     None.
 
@@ -62,37 +62,41 @@ def fill_search(defaults: GenerationConfig, options: Mapping[str, Any]) -> dict[
     return number | of_search | found
 
 
-def expect_no_search(target: LanguageModel, num_beams: Any, defaults: GenerationConfig) -> None:
-    """Rejects a beam search, asked for or a default, where tokens are seen while they are decoded."""
-    if num_beams is not None:
-        raise UnsupportedCombination(
-            f"num_beams: got {num_beams} for what is seen while it is decoded, expected None"
-        )
+def expect_no_search(
+    target: LanguageModel, config: GenerationConfig, defaults: ModelDefaults
+) -> None:
+    """Rejects a beam search, given or a default, where tokens are read while they are decoded."""
+    for name in BEAM_FIELDS:
+        if (value := getattr(config, name)) is not None:
+            raise UnsupportedCombination(
+                f"{name}: got {arguments.quoted(value)}, expected None: stream(), trace() and "
+                "prepare() do not support beam search"
+            )
     if defaults.num_beams is not None:
         raise UnsupportedCombination(
-            f"num_beams: got {defaults.num_beams}, a default of {target.name or 'the model'}, for what is seen while "
-            "it is decoded, expected generation_config=None, or one without num_beams"
+            f"num_beams: got {defaults.num_beams}, a default of {target.name or 'the model'}, which "
+            "stream(), trace() and prepare() do not support, expected generation_config=None, or "
+            "one without num_beams"
         )
 
 
 def fill(
     target: LanguageModel,
-    defaults: GenerationConfig,
-    max_new_tokens: Any,
-    sampling: Any,
+    defaults: ModelDefaults,
+    config: GenerationConfig,
     starts: np.ndarray,
     eos_ids: tuple[int, ...],
 ) -> tuple[np.ndarray, SamplingConfig]:
-    """Returns what `fill_limits` and `fill_sampling` do."""
-    limits = fill_limits(target, defaults, max_new_tokens, starts)
+    """Returns what `fill_limits` and `fill_sampling` do, for the options `config`."""
+    limits = fill_limits(target, defaults, config.max_new_tokens, starts)
     return limits, fill_sampling(
-        sampling, defaults, starts, limits, eos_ids, target.config.vocab_size
+        config.sampling, defaults, starts, limits, eos_ids, target.config.vocab_size
     )
 
 
 def fill_limits(
     target: LanguageModel,
-    defaults: GenerationConfig,
+    defaults: ModelDefaults,
     given: Any,
     starts: np.ndarray,
     name: str = "input",
@@ -128,7 +132,7 @@ def fill_limits(
 
 def fill_sampling(
     given: Any,
-    defaults: GenerationConfig,
+    defaults: ModelDefaults,
     starts: np.ndarray,
     limits: np.ndarray,
     eos_ids: tuple[int, ...],
@@ -176,7 +180,7 @@ def fill_sampling(
     )
 
 
-def _least(defaults: GenerationConfig, starts: np.ndarray, limits: np.ndarray) -> Any:
+def _least(defaults: ModelDefaults, starts: np.ndarray, limits: np.ndarray) -> Any:
     """Returns the least number of new tokens before an EOS, one or one per row; None: there is
     none."""
     if defaults.min_new_tokens is not None:
@@ -189,7 +193,7 @@ def _least(defaults: GenerationConfig, starts: np.ndarray, limits: np.ndarray) -
 
 
 def _forced(
-    defaults: GenerationConfig, starts: np.ndarray, limits: np.ndarray
+    defaults: ModelDefaults, starts: np.ndarray, limits: np.ndarray
 ) -> dict[int, int] | None:
     """Returns the forced tokens by their places."""
     forced: dict[int, int] = {}
@@ -212,6 +216,6 @@ def _forced(
     return forced or None
 
 
-def without_search(defaults: GenerationConfig) -> GenerationConfig:
+def without_search(defaults: ModelDefaults) -> ModelDefaults:
     """Returns the defaults but for the beam search."""
     return defaults if defaults.num_beams is None else dataclasses.replace(defaults, num_beams=None)

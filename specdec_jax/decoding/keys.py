@@ -1,6 +1,7 @@
 """Derives the random keys of rows from the keys of requests."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,11 @@ def _sample_keys(keys, samples):
     return jax.vmap(jax.vmap(fold, (None, 0)), (0, None))(keys, samples)
 
 
-def row_keys(key, batch: int, samples: int) -> jax.Array:
-    """Returns a key for every row: an input's first sample has the input's own key, the others keys
-    folded from it."""
+def row_keys(key: jax.Array | None, batch: int, samples: int) -> jax.Array:
+    """Returns a key for every row, from a key that `check_keys` lets pass.
+
+    An input's first sample has the input's own key, the others have keys folded from it.
+    """
     keys = _input_keys(key, batch)
     if samples == 1:
         return keys
@@ -47,16 +50,21 @@ def _default_keys(batch: int) -> jax.Array:
     return fold_keys(seeded(0), np.arange(batch))
 
 
-def _input_keys(key, batch: int) -> jax.Array:
+def check_keys(key: Any, batch: int) -> None:
+    """Raises ValueError unless `key` is None, one key, or `batch` keys; compiles nothing."""
     if key is None:
-        return _default_keys(batch)
+        return
     if not isinstance(key, jax.Array):
         raise ValueError(
             f"key: got {key!r}, expected jax.random.key(seed), or one such key per input"
         )
+    shape = jax.eval_shape(threefry, key).shape
+    if shape not in ((), (batch,)):
+        raise ValueError(f"key: got {shape[0]} keys, expected one or {batch} (one per input)")
+
+
+def _input_keys(key: jax.Array | None, batch: int) -> jax.Array:
+    if key is None:
+        return _default_keys(batch)
     key = threefry(key)
-    if key.ndim == 0:
-        return fold_keys(key, np.arange(batch))
-    if key.shape != (batch,):
-        raise ValueError(f"key: got {key.shape[0]} keys, expected one or {batch} (one per input)")
-    return key
+    return key if key.ndim else fold_keys(key, np.arange(batch))

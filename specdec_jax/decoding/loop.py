@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.sharding import constrain_sharding
@@ -15,9 +16,11 @@ from specdec_jax.decoding.beams import run_search
 from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.results import Committed, GenerationResult, collect
 from specdec_jax.decoding.stop import cut
-from specdec_jax.speculative import prefill
+from specdec_jax.models.network import Network
+from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.iteration import iterate
-from specdec_jax.speculative.state import DecodeState
+from specdec_jax.speculative.prefill import PrefillInputs, prefill
+from specdec_jax.speculative.state import DecodeState, StaticConfig
 from specdec_jax.speculative.tree_iteration import iterate_tree
 
 FOREVER = np.int32(2**31 - 1)
@@ -62,10 +65,16 @@ def _loop(target, drafter, state: DecodeState, max_iterations, max_done) -> Deco
 
 
 @functools.partial(jax.jit, static_argnames=("config", "slots"))
-def _decode(target, drafter, config, slots, max_iterations, *arguments) -> dict[str, jax.Array]:
-    """Runs prefill and loop in one program; returns what the host reads of the result. Arguments as
-    for `prefill.prefill`."""
-    state = prefill.prefill(target, drafter, config, slots, *arguments)
+def _decode(
+    target: Network,
+    drafter: Drafter | None,
+    config: StaticConfig,
+    slots: int,
+    inputs: PrefillInputs,
+    max_iterations: ArrayLike,
+) -> dict[str, jax.Array]:
+    """Runs prefill and loop in one program; returns what the host reads of the result."""
+    state = prefill(target, drafter, config, slots, inputs)
     return Committed.fields(_loop(target, drafter, state, max_iterations, len(state.done)))
 
 
@@ -93,9 +102,8 @@ def complete(target, plan: Plan, places, begun: float) -> GenerationResult:
 def decode_plan(plan: Plan, places=None, max_iterations=FOREVER) -> "Committed":
     """Returns what the inputs at `places` have committed after at most `max_iterations`, in one
     call of the device."""
-    network, drafter, config, slots, *arguments = plan.arguments(places)
-    found = _decode(network, drafter, config, slots, max_iterations, *arguments)
-    return Committed(**jax.device_get(found), config=config)
+    found = _decode(*plan.arguments(places), max_iterations)
+    return Committed(**jax.device_get(found), config=plan.config)
 
 
 def advance_by(

@@ -1,5 +1,7 @@
-"""Turns the arguments of `generate` into the state of the decode loop: `plan` checks them,
-`Plan.start` prefills."""
+"""Turns the arguments of `generate` into the decode loop's first state.
+
+`plan` checks them and does nothing else; `Plan.start` prefills.
+"""
 
 import dataclasses
 import functools
@@ -7,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from specdec_jax.backends.jax_settings import check_not_traced, isolated
-from specdec_jax.decoding import autotune
+from specdec_jax.backends.jax_settings import check_not_traced
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_eos_ids,
@@ -25,7 +26,8 @@ from specdec_jax.decoding.checks import (
     check_stop,
     verifier_settings,
 )
-from specdec_jax.decoding.defaults import MODELS, defaults_of, expect_no_search, fill
+from specdec_jax.decoding.defaults import defaults_of, expect_no_search, fill
+from specdec_jax.decoding.generation_config import ConfigOrPath, split_options
 from specdec_jax.decoding.inputs import (
     as_ids,
     bucket,
@@ -36,7 +38,7 @@ from specdec_jax.decoding.inputs import (
     prompt_tokens,
     slots,
 )
-from specdec_jax.decoding.keys import row_keys, take_keys
+from specdec_jax.decoding.keys import check_keys, row_keys, take_keys
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models import arguments
 from specdec_jax.models.forks import check_process
@@ -46,27 +48,21 @@ from specdec_jax.speculative import prefill as speculative_prefill
 from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import MAX_GAMMA, Policy, call_widths
+from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.sampling import SamplingRows
 from specdec_jax.speculative.state import DecodeState, StaticConfig
 from specdec_jax.speculative.verifier import Settings
 
+# γ = "auto" where nothing can be measured: on a mesh, whose processes would have to agree.
+FIXED = 4
+_PENDING = Auto()  # γ = "auto" until `autotune` has chosen its costs
+
 prefill = jax.jit(speculative_prefill.prefill, static_argnames=("config", "slots"))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "slots"))
-def _drafter_alone(
-    target: Network, drafter: Drafter, config, slots: int, inputs, input_lengths, tokens, *_
-):
-    """Does the drafter's part of `prefill`, whose arguments it takes; an encoder that it shares
-    with the target is left out."""
-    shared = {}
-    if drafter.reads_encoder:
-        model = target.module.config
-        made_up = 1e-3 * inputs[..., None].astype(
-            model.dtype
-        )  # the compiler would simplify products with zeros
-        shared = {"encoded": jnp.broadcast_to(made_up, (*inputs.shape, model.emb_dim))}
-    return drafter.init(inputs, input_lengths, tokens, slots, **shared)
+def measurable(network: Network) -> bool:
+    """Returns whether times measured here hold wherever they are used: not on a mesh."""
+    return network.rules is None and jax.process_count() == 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +78,8 @@ class Request:
       deadline: seconds after which rows are left as they are, or None.
       empty: `[B]` bool, rows without input.
       inputs: `[B]`, the number of each row's input; −1 for a row that only fills up the batch.
-      learns: key of `autotune.py` under which to note how many drafted tokens were accepted; None:
-        nowhere, since outputs would depend on it.
+      costs_key: key under which `autotune.record` keeps how many drafted tokens were accepted; None:
+        it keeps nothing, since outputs would depend on it.
     """
 
     network: Network
@@ -95,7 +91,7 @@ class Request:
     deadline: float | None
     empty: np.ndarray
     inputs: np.ndarray
-    learns: str | None = None
+    costs_key: str | None = None
 
     def of(self, rows) -> "Request":
         """Returns the request of `rows` only."""
@@ -108,8 +104,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The arguments of `generate` for N inputs, checked and on the host; `start` prefills some or
-    all of them.
+    """The checked arguments of `generate` for N inputs, on the host.
 
     Attributes:
       network, drafter, eos_ids, stop, deadline: as in `Request`.
@@ -123,10 +118,12 @@ class Plan:
       prefix: `[N, P]` start token and decoder prefix, padded.
       prefix_lengths, limits, gammas: `[N]` int32, ids of the prefix, most new tokens, γ.
       empty: `[N]` bool, inputs with nothing to decode.
-      keys: `[N · samples]`, one for each row.
+      key: one key, N keys, or None for the default.
       rows, settings, policy: settings of sampling, verifier and γ per input.
       shared: the tables over the vocabulary that all rows share: logit bias and forced tokens.
-      costs_key: key under which `autotune.py` keeps what γ is chosen by; None if γ is given.
+      auto_rows: number of rows decoded together, for which `autotune` has yet to choose γ; None if
+        γ is given or chosen.
+      costs_key: key under which `autotune` keeps what γ was chosen by; None if γ was given.
       search: a beam search (`beams.Search`), whose rows are the hypotheses of each input; else
         None.
     """
@@ -147,11 +144,12 @@ class Plan:
     limits: np.ndarray
     gammas: np.ndarray
     empty: np.ndarray
-    keys: jax.Array
+    key: jax.Array | None
     rows: SamplingRows
     settings: Settings | None
     policy: Policy | None
     shared: dict[str, np.ndarray | None]
+    auto_rows: int | None = None
     costs_key: str | None = None
     search: Any = None
 
@@ -159,6 +157,12 @@ class Plan:
     def input_lengths(self) -> np.ndarray:
         """`[N]`, number of ids of each input, for a decoder-only target too."""
         return self.prefix_lengths if self.prompted else self.lengths
+
+    @functools.cached_property
+    def keys(self) -> jax.Array:
+        """`[N · samples]`, the keys of all rows, derived once for the request."""
+        keys, rules = row_keys(self.key, len(self.limits), self.samples), self.network.rules
+        return keys if rules is None else rules.put(keys)
 
     def plainly(self) -> "Plan":
         """Returns the plan for plain decoding, without a drafter."""
@@ -171,6 +175,7 @@ class Plan:
             gammas=np.zeros_like(self.gammas),
             settings=None,
             policy=None,
+            auto_rows=None,
         )
 
     def start(self, places=None, width: int | None = None) -> tuple[DecodeState, Request]:
@@ -183,8 +188,10 @@ class Plan:
         """
         return prefill(*self.arguments(places, width)), self.request(places)
 
-    def arguments(self, places=None, width: int | None = None) -> tuple:
-        """Returns the arguments of `prefill` for the inputs at `places`; parameters as for `start`."""
+    def arguments(
+        self, places: ArrayLike | None = None, width: int | None = None
+    ) -> tuple[Network, Drafter | None, StaticConfig, int, PrefillInputs]:
+        """Returns `prefill`'s arguments for the inputs at `places`; parameters as for `start`."""
         lengths, prefix_lengths, empty, keys = (
             self.lengths,
             self.prefix_lengths,
@@ -223,24 +230,21 @@ class Plan:
             return np.repeat(values, self.samples, axis=0)
 
         ends = copied(prefix_lengths + take(self.limits))
-        return (
-            self.network,
-            self.drafter,
-            self.config,
-            room,
-            inputs,
-            lengths,
-            copied(prefix),
-            copied(prefix_lengths),
-            keys,
-            dataclasses.replace(per_row(self.rows), **self.shared),
-            per_row(self.settings),
-            ends,
-            _stop_ids(self.eos_ids, len(ends)),
-            repeat(self.gammas),
-            copied(empty),
-            per_row(self.policy),
+        given = PrefillInputs(
+            inputs=inputs,
+            input_lengths=lengths,
+            tokens=copied(prefix),
+            prefix_lengths=copied(prefix_lengths),
+            sampling=dataclasses.replace(per_row(self.rows), **self.shared),
+            limits=ends,
+            eos_ids=_stop_ids(self.eos_ids, len(ends)),
+            done=copied(empty),
+            keys=keys,
+            settings=per_row(self.settings),
+            gamma=repeat(self.gammas),
+            policy=per_row(self.policy),
         )
+        return self.network, self.drafter, self.config, room, given
 
     def request(self, places=None) -> Request:
         """Returns what the host keeps of the rows of the inputs at `places`, given as for `start`."""
@@ -266,87 +270,60 @@ class Plan:
         )
 
 
-@isolated
-def prepare(target, inputs, **options) -> tuple[DecodeState, Request]:
-    """Checks the arguments of `generate` and runs the prefill, for callers that drive `advance`
-    themselves.
-
-    With `num_samples` = N everything has N·B rows; the rows of one input lie side by side.
-    """
-    return plan(target, inputs, **options).start()
-
-
 def plan(
-    target,
-    inputs,
+    target: LanguageModel,
+    inputs: Any,
     *,
-    batch_size=None,
-    first=False,
-    drafter=None,
-    gamma="auto",
-    tree=None,
-    sampling=None,
-    verifier="block",
-    lenience=None,
-    typical_epsilon=None,
-    typical_delta=None,
-    synthetic_alpha=None,
-    max_new_tokens=None,
-    key=None,
-    num_samples=1,
-    input_lengths=None,
-    max_input_length=512,
-    decoder_prefix=None,
-    eos_ids=None,
-    stop=(),
-    deadline=None,
-    num_beams=None,
-    attention_mask=None,
-    generation_config=MODELS,
+    config: ConfigOrPath = None,
+    batch_size: int | None = None,
+    **options: Any,
 ) -> Plan:
-    """Checks the arguments of `generate` and returns them as a plan; `plan_decoding` also takes
-    beam searches.
+    """Checks the arguments of `generate`, without a beam search, and returns them as a plan.
+
+    Nothing is compiled, timed or written. Where γ is "auto" it is `autotune` that chooses it.
 
     Args:
+      target, inputs, config, options: as for `generate`.
       batch_size: number of inputs that are decoded together; None: all.
-      first: `gamma="auto"` drafts as at the first call of a kind, whatever earlier requests have
-        shown.
     """
+    config, data = split_options(config, options)
     check_not_traced("decoding")
     check_process()
-    check_kinds(target, sampling)
-    expect_no_search(target, num_beams, defaults := defaults_of(target, generation_config))
+    check_kinds(target, config.sampling)
+    defaults = defaults_of(target, config.generation_config)
+    expect_no_search(target, config, defaults)
     inputs, tokens, lengths = _read_inputs(
-        target, inputs, input_lengths, attention_mask, max_input_length
+        target, inputs, data.input_lengths, data.attention_mask, config.max_input_length
     )
     batch = len(lengths)
-    tree, gamma, verifier = tree_options(tree, drafter, gamma, verifier)
+    drafter = data.drafter
+    tree, gamma, verifier = tree_options(config.tree, drafter, config.gamma, config.verifier)
     measured = isinstance(gamma, str) and drafter is not None
     gamma = _number_or_policy(gamma, target, drafter)
     measured &= isinstance(gamma, Policy)
     policy, gammas = _gammas(gamma, batch, drafter, MAX_GAMMA if tree is None else tree.size - 1)
-    samples = arguments.check_integer("num_samples", num_samples, 1, 2**20)
+    samples = int(config.num_samples)
     if drafter is not None:
         check_pair(target, drafter)
         check_policy(gamma, drafter)
     together = batch if batch_size is None else batch_size
-    _check_mesh(target, "inputs" if batch_size is None else "batch_size", together, deadline)
-    eos_ids = check_eos_ids(target, eos_ids)
-    prefix, prefix_lengths = _beginnings(target, tokens, lengths, decoder_prefix)
-    limits, sampling = fill(target, defaults, max_new_tokens, sampling, prefix_lengths, eos_ids)
+    _check_mesh(target, "inputs" if batch_size is None else "batch_size", together, config.deadline)
+    eos_ids = check_eos_ids(target, config.eos_ids)
+    prefix, prefix_lengths = _beginnings(target, tokens, lengths, data.decoder_prefix)
+    limits, sampling = fill(target, defaults, config, prefix_lengths, eos_ids)
     rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
     settings = verifier_settings(
         verifier,
         sampling,
         width,
         batch,
-        lenience=lenience,
-        typical_epsilon=typical_epsilon,
-        typical_delta=typical_delta,
-        synthetic_alpha=synthetic_alpha,
+        lenience=config.lenience,
+        typical_epsilon=config.typical_epsilon,
+        typical_delta=config.typical_delta,
+        synthetic_alpha=config.synthetic_alpha,
     )
     check_limits(sampling, limits, samples)
-    stop = check_stop(stop, deadline, target)
+    stop = check_stop(config.stop, config.deadline, target)
     empty, drafter = empty_rows(target, inputs, lengths), drafter if width else None
     # The padded length of prompts, not that of the longest one, so that nothing more compiles for
     # another.
@@ -356,20 +333,20 @@ def plan(
         longest = prefix.shape[1] + int(max(limits))
         tokens, lengths = tokens[:, :0], np.zeros_like(lengths)
     depth = width if tree is None else tree.depth
-    config = StaticConfig(depth, sampling.mode, target.config.vocab_size, verifier, (), tree)
-    config = config._replace(widths=_widths(target, drafter, policy, config))
-    keys, rules = row_keys(key, batch, samples), target.network.rules
-    if rules is not None:  # once for the request, and not with every call
-        keys, drafter = rules.put(keys), rules.put(drafter)
-    found = Plan(
+    static = StaticConfig(depth, sampling.mode, target.config.vocab_size, verifier, (), tree)
+    static = static._replace(widths=_widths(target, drafter, policy, static))
+    check_keys(data.key, batch)
+    if target.network.rules is not None:  # once for the request, and not with every call
+        drafter = target.network.rules.put(drafter)
+    return Plan(
         network=target.network,
         drafter=drafter,
         eos_ids=eos_ids,
         stop=stop,
-        deadline=deadline,
-        config=config,
+        deadline=config.deadline,
+        config=static,
         samples=samples,
-        slots=slots(longest, config.reach),
+        slots=slots(longest, static.reach),
         prompted=decoder_only(target),
         tokens=tokens,
         lengths=lengths,
@@ -378,13 +355,13 @@ def plan(
         limits=limits,
         gammas=gammas,
         empty=empty,
-        keys=keys,
+        key=data.key,
         rows=rows.replace(bias=None, forced=None),
         settings=settings,
         policy=policy,
         shared=dict(bias=rows.bias, forced=rows.forced),
+        auto_rows=together * samples if measured else None,
     )
-    return _by_costs(found, together * samples, first) if measured else found
 
 
 def _gammas(gamma, batch: int, drafter, most: int) -> tuple[Policy | None, np.ndarray]:
@@ -468,12 +445,8 @@ def _widths(
     return call_widths(config.gamma, none=varies)
 
 
-_PENDING = Auto()
-
-
-def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
-    """Returns `gamma`; for "auto" a policy whose costs are yet to be found, or a number if they
-    cannot be."""
+def _number_or_policy(gamma: Any, target: LanguageModel, drafter: Drafter | None) -> Any:
+    """Returns `gamma`; for "auto" a policy with costs to be measured, or a number."""
     if not isinstance(gamma, str):
         return gamma
     if gamma != "auto":
@@ -482,34 +455,7 @@ def _number_or_policy(gamma, target: LanguageModel, drafter: Drafter | None):
         )
     if drafter is None:
         return 0
-    return _PENDING if autotune.measurable(target.network) else autotune.FIXED
-
-
-def _by_costs(found: Plan, rows: int, first: bool) -> Plan:
-    """Returns `found` with the costs of iterations on this machine, or without a drafter if
-    drafting would not pay.
-
-    `first` is as for `plan`; `rows` is the number of rows that are decoded together.
-    """
-    assert found.drafter is not None, "without one γ is 0"
-    length, slots_ = bucket(int(max(found.input_lengths))), found.slots
-    key = autotune.key_of(found.network, found.drafter, found.config, rows, length, slots_)
-    numbers = autotune.known(key)
-    if numbers is None:
-        places = np.arange(rows // found.samples) % len(found.limits)
-        arguments = found.arguments(places, length)
-        state = prefill(*arguments)
-        numbers = autotune.measure(
-            found.network, found.drafter, state, lambda: _drafter_alone(*arguments)
-        )
-        autotune.keep(key, numbers)
-    learns = found.config.strict_argmax
-    if not numbers.pays(rows, learns):
-        return found.plainly()
-    policy = numbers.policy(rows, autotune.learned(key) if learns and not first else None)
-    if policy is None:
-        return dataclasses.replace(found.plainly(), costs_key=key)
-    return dataclasses.replace(found, policy=policy.rows(len(found.limits)), costs_key=key)
+    return _PENDING if measurable(target.network) else FIXED
 
 
 def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.decoding import autotune
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.stop import cut, without_end
 from specdec_jax.files.reading import shown
@@ -245,12 +244,6 @@ def collect(
         ]
         for row in lost:
             texts[row] = None
-    if request.learns and not any(errors):
-        autotune.learn(
-            request.learns,
-            int(counts.examined_by_position.sum()),
-            int(counts.accepted_by_position.sum()),
-        )
     stats = stats_of(
         counts, committed, token_by_token=config.verifier.has_rate or config.mode.greedy
     )

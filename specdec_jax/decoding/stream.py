@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.decoding.checks import check_non_finite
+from specdec_jax.decoding import autotune
+from specdec_jax.decoding.generation_config import ConfigOrPath, split_options, takes_options
 from specdec_jax.decoding.loop import FOREVER, advance_by
-from specdec_jax.decoding.request import Request, prepare
+from specdec_jax.decoding.request import Request
+from specdec_jax.decoding.request import plan as plan_request
 from specdec_jax.decoding.results import NonFiniteLogitsError, collect
 from specdec_jax.decoding.stop import shown
 from specdec_jax.models import arguments
@@ -37,9 +39,15 @@ class Piece(NamedTuple):
     error: NonFiniteLogitsError | None = None
 
 
+@takes_options
 @isolated
 def stream(
-    target: LanguageModel, inputs, *, every: int = 1, non_finite: str = "raise", **options
+    target: LanguageModel,
+    inputs: Any,
+    *,
+    config: ConfigOrPath = None,
+    every: int = 1,
+    **options: Any,
 ) -> Iterator[Piece]:
     """Decodes a batch and yields the text of its rows as it is committed.
 
@@ -50,8 +58,7 @@ def stream(
       target, inputs: as for `generate`.
       every: number of iterations after which text is yielded; more make fewer, longer pieces and
         less work for the host.
-      non_finite: as for `generate`.
-      options: as for `generate`.
+      config, options: as for `generate`.
     """
     begun = time.monotonic()
     arguments.check_model("target", target)
@@ -62,9 +69,10 @@ def stream(
     if not arguments.is_integer(every) or not 1 <= int(every) <= FOREVER:
         raise ValueError(f"every: got {arguments.quoted(every)}, expected an integer of at least 1")
     every = int(every)
-    reports = check_non_finite(non_finite)
-    state, request = prepare(target, inputs, **options)
-    return _pieces(target, state, request, every, begun, reports)
+    config, data = split_options(config, options)
+    plan = autotune.autotune(plan_request(target, inputs, config=config, **data._asdict()))
+    state, request = plan.start()
+    return _pieces(target, state, request, every, begun, config.non_finite == "report")
 
 
 @isolated
@@ -89,6 +97,8 @@ def _pieces(
             yield from _last_pieces(target, state, request, newly, sent, reports)
     rest = [row for row in range(len(sent)) if row not in closed]
     yield from _last_pieces(target, state, request, rest, sent, reports)
+    if request.costs_key is not None:
+        autotune.record(request, collect(target, state, request))
 
 
 def _last_pieces(

@@ -1,18 +1,23 @@
 """Records the iterations of one input, as in the paper's Figure 1, and the trees that were drafted."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding import autotune
+from specdec_jax.decoding.generate import prepare
+from specdec_jax.decoding.generation_config import (
+    ConfigOrPath,
+    check_unset,
+    split_options,
+    takes_options,
+)
 from specdec_jax.decoding.loop import advance
-from specdec_jax.decoding.request import prepare
 from specdec_jax.decoding.results import finish
-from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions
@@ -92,20 +97,20 @@ class TraceStep(NamedTuple):
     tree: TreeStep | None = None
 
 
+@takes_options
 @isolated
-def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
+def trace(
+    target: LanguageModel, text: Any, *, config: ConfigOrPath = None, **options: Any
+) -> list[TraceStep]:
     """Returns the iterations of one input, as in the paper's Figure 1.
 
     Options are those of `generate`, except `num_samples`, `stop` and `deadline`.
     """
-    for name, unset in (("num_samples", 1), ("stop", ()), ("deadline", None)):
-        if not arguments.is_default(options.get(name), unset):
-            raise UnsupportedCombination(
-                f"{name}: got {options[name]!r} for a trace, expected {unset!r}"
-            )
+    config, data = split_options(config, options)
+    check_unset(config, "a trace", "num_samples", "stop", "deadline")
     if text is None:
         raise ValueError("text: got None, expected a string, or a list of ids")
-    state, request = prepare(target, [text], **options)
+    state, request = prepare(target, [text], config=config, **data._asdict())
     steps, length, tree = [], int(request.prefix_lengths[0]), None
     while not bool(state.done[0]):
         if state.config.tree is None:
@@ -132,7 +137,8 @@ def trace(target: LanguageModel, text: str, **options) -> list[TraceStep]:
         corrected = new[accepted] if len(new) > accepted else None
         entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, there].tolist()
         steps.append(TraceStep(new[:accepted], rejected, corrected, int(drafted), entropies, tree))
-    finish(target, state, request)  # raises NonFiniteLogitsError for logits that are not finite
+    result = finish(target, state, request)  # raises NonFiniteLogitsError
+    autotune.record(request, result)
     return steps
 
 

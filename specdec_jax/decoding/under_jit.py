@@ -28,6 +28,7 @@ from specdec_jax.models.parameters import flatten, parameter_shapes
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import MAX_GAMMA, Policy, call_widths
+from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.randomness import seeded, threefry
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
 from specdec_jax.speculative.state import StaticConfig
@@ -209,24 +210,21 @@ class Decoder:
         config = StaticConfig(depth, mode, self.config.vocab_size, self.verifier, widths, self.tree)
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
-        state = prefill(
-            network,
-            drafter,
-            config,
-            slots(length + 1, config.reach),
-            inputs,
-            lengths_of(inputs),
-            tokens,
-            starts,
-            _keys(rng, batch),
-            rows,
-            self._settings(batch),
-            1 + _lengths(given, starts - 1, length),
-            ends(given.get("eos_id", eos_id), batch),
-            jnp.full(batch, self.width, jnp.int32),
-            jnp.zeros(batch, bool),
-            policy,
+        read = PrefillInputs(
+            inputs=inputs,
+            input_lengths=lengths_of(inputs),
+            tokens=tokens,
+            prefix_lengths=starts,
+            sampling=rows,
+            limits=1 + _lengths(given, starts - 1, length),
+            eos_ids=ends(given.get("eos_id", eos_id), batch),
+            done=jnp.zeros(batch, bool),
+            keys=_keys(rng, batch),
+            settings=self._settings(batch),
+            gamma=jnp.full(batch, self.width, jnp.int32),
+            policy=policy,
         )
+        state = prefill(network, drafter, config, slots(length + 1, config.reach), read)
         state = advance(network, drafter, state, np.int32(2**31 - 1))
         columns = jnp.arange(1, length + 1)
         decoded = jnp.where(columns < state.lengths[:, None], state.tokens[:, 1 : length + 1], 0)

@@ -27,6 +27,7 @@ from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.beam_search import BeamState, best_first
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import MAX_GAMMA
+from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.sampling import SamplingConfig
 
 _KNOWN = ("alpha", "max_decode_len", "max_decode_step", "min_log_prob", "decode_rng", "eos_id")
@@ -105,25 +106,21 @@ class BeamDecoder:
         tokens, prefix_lengths = jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)
         if prompted:
             tokens, prefix_lengths = _prefixes(prompts, length, most)
-        limits = most + 1 - prefix_lengths
+        limits = jnp.broadcast_to(most + 1, prefix_lengths.shape)
         network = network_of(params, self.config, batch)
         drafter = None if drafter is None else on_network(drafter, network, batch)
-        state = begin(
-            network,
-            drafter,
-            config,
-            length,
-            length + 1,
-            inputs,
-            lengths_of(inputs),
-            tokens,
-            prefix_lengths,
-            limits,
-            eos_ids,
-            jnp.asarray(penalty, jnp.float32),
-            sampling.rows(batch, vocab),
-            limits == 0,
+        read = PrefillInputs(
+            inputs=inputs,
+            input_lengths=lengths_of(inputs),
+            tokens=tokens,
+            prefix_lengths=prefix_lengths,
+            sampling=sampling.rows(batch, vocab),
+            limits=limits,
+            eos_ids=eos_ids,
+            done=limits == prefix_lengths,
         )
+        penalty = jnp.asarray(penalty, jnp.float32)
+        state = begin(network, drafter, config, length, length + 1, read, penalty)
         return _decoded(search(network, drafter, state), length)
 
     def _checked(

@@ -18,7 +18,7 @@ from specdec_jax.models import fingerprints, weight_layouts
 from specdec_jax.models.dummy_weights import dummy_params
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.forks import check_process
-from specdec_jax.models.generation_config import GenerationConfig
+from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.network import (
     Network,
     check_positions,
@@ -48,7 +48,7 @@ class LanguageModel:
       encoder_fingerprint: for a model without an encoder of its own, the `fingerprint` of the model
         whose encoder output it was trained on; None: unknown.
       generation_config: how it decodes where a call of `generate` does not say otherwise; may be
-        assigned. `GenerationConfig()` says nothing, and so does None.
+        assigned. `ModelDefaults()` says nothing, and so does None.
       network: the same model as jitted functions take it.
       quantized: whether the kernels, the head's too, are in int8, with a scale for each output;
         all else is then in the configuration's dtype, and `params` has the values times the scales.
@@ -69,7 +69,7 @@ class LanguageModel:
         donate_params=False,
         encoder_fingerprint: str | None = None,
         rules: ShardingRules | None = None,
-        generation_config: GenerationConfig = GenerationConfig(),
+        generation_config: ModelDefaults = ModelDefaults(),
     ):
         """Checks the ids and converts the parameters to the loop's layout; arguments without a line
         are attributes.

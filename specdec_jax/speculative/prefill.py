@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -15,75 +16,98 @@ from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig, emp
 from specdec_jax.speculative.verifiers import Settings
 
 
+@flax.struct.dataclass
+class PrefillInputs:
+    """What B rows of I inputs begin with; I divides B, and the rows of an input lie side by side.
+
+    Attributes:
+      inputs: `[I, L]` int32, ids of the inputs, each encoded once; L = 0 for a decoder-only target.
+      input_lengths: `[I]` int32, how many of them count.
+      tokens: `[B, P]` int32, start token and decoder prefix, or the prompt, padded.
+      prefix_lengths: `[B]` int32, how many of `tokens` count, at least 1.
+      sampling: traced parameters of sampling.
+      limits: `[B]` int32, the number of tokens, prefix included, at which a row ends.
+      eos_ids: `[B, E]` int32, ids that end a row.
+      done: `[B]` bool, rows with nothing to decode.
+      keys, settings, gamma, policy: as in `DecodeState`; a beam search reads none of them.
+    """
+
+    inputs: Int[Array, "I L"]
+    input_lengths: Int[Array, " I"]
+    tokens: Int[Array, "B P"]
+    prefix_lengths: Int[Array, " B"]
+    sampling: SamplingRows
+    limits: Int[Array, " B"]
+    eos_ids: Int[Array, "B E"]
+    done: Bool[Array, " B"]
+    keys: Key[Array, " B"] | None = None
+    settings: Settings | None = None
+    gamma: Int[Array, " B"] | None = None
+    policy: Policy | None = None
+
+
 def prefill(
     target: Network,
     drafter: Drafter | None,
     config: StaticConfig,
     slots: int,
-    inputs: Int[Array, "I L"],
-    input_lengths: Int[Array, " I"],
-    tokens: Int[Array, "B P"],
-    prefix_lengths: Int[Array, " B"],
-    keys: Key[Array, " B"],
-    rows: SamplingRows,
-    settings: Settings | None,
-    limits: Int[Array, " B"],
-    eos_ids: Int[Array, "B E"],
-    gamma: Int[Array, " B"],
-    done: Bool[Array, " B"],
-    policy: Policy | None = None,
+    inputs: PrefillInputs,
 ) -> DecodeState:
     """Runs both encoders once, feeds the decoder prefix and makes the loop's first state.
 
     Args:
+      target: the target's network.
+      drafter: the drafter; None is autoregressive decoding.
+      config: the loop's static settings.
       slots: S, slots of tokens and of the caches.
-      inputs: ids of the inputs; L = 0 for a decoder-only target. I divides B: every input is
-        encoded once for its B/I rows, which lie side by side.
-      tokens: start token and decoder prefix, or the prompt, padded.
-      prefix_lengths: how many of `tokens` count in each row, at least 1.
-      rows: traced parameters of sampling.
-      keys, settings, limits, eos_ids, gamma, done, policy: as in `DecodeState`.
+      inputs: B rows of I inputs.
     """
-    (batch, prefix), config = (
-        tokens.shape,
-        config._replace(mode=config.mode.of(target.skips_padding)),
-    )
-    shared = {}
-    if drafter is not None and drafter.reads_encoder:
-        shared = {"encoded": target.encode(inputs, input_lengths)}
-    cache = fill_cache(target, inputs, input_lengths, tokens, slots, **shared)
+    batch, prefix = inputs.tokens.shape
+    config = config._replace(mode=config.mode.of(target.skips_padding))
+    read = inputs.inputs, inputs.input_lengths, inputs.tokens, slots
+    shared = encode_for(target, drafter, inputs)
+    cache = fill_cache(target, *read, **shared)
     if config.tree is None:
-        draft_state = drafter and drafter.init(inputs, input_lengths, tokens, slots, **shared)
+        draft_state = drafter and drafter.init(*read, **shared)
     else:
         cache = target.node_cache(cache, slots, slots)
-        draft_state = drafter and drafter.init_tree(inputs, input_lengths, tokens, slots, **shared)
+        draft_state = drafter and drafter.init_tree(*read, **shared)
     zeros, no_log_probs = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, slots), jnp.float32)
     state = DecodeState(
-        tokens=jnp.zeros((batch, slots), jnp.int32).at[:, :prefix].set(tokens),
-        lengths=prefix_lengths,
-        done=done,
-        starts=prefix_lengths,
+        tokens=jnp.zeros((batch, slots), jnp.int32).at[:, :prefix].set(inputs.tokens),
+        lengths=inputs.prefix_lengths,
+        done=inputs.done,
+        starts=inputs.prefix_lengths,
         log_probs=no_log_probs,
         adjusted_log_probs=None if config.strict_argmax else no_log_probs,
-        keys=keys,
-        sampling=rows,
-        settings=settings,
-        limits=limits,
-        eos_ids=eos_ids,
-        gamma=gamma,
-        policy=policy,
-        policy_state=policy and begin(policy, batch),
+        keys=inputs.keys,
+        sampling=inputs.sampling,
+        settings=inputs.settings,
+        limits=inputs.limits,
+        eos_ids=inputs.eos_ids,
+        gamma=inputs.gamma,
+        policy=inputs.policy,
+        policy_state=inputs.policy and begin(inputs.policy, batch),
         target_cache=cache,
         draft_state=draft_state,
         counts=Counts.zero(batch, config.gamma),
         last_draft=jnp.zeros((batch, config.gamma), jnp.int32),
         last_drafted=zeros,
         last_accepted=zeros,
-        last_seen=empty_signals(policy, batch),
+        last_seen=empty_signals(inputs.policy, batch),
         draft_failed=zeros,
         config=config,
     )
     return constrain_sharding(state, target.rules)
+
+
+def encode_for(
+    target: Network, drafter: Drafter | None, inputs: PrefillInputs
+) -> dict[str, Float[Array, "I L D"]]:
+    """Returns `encoded=` for a drafter that reads the target's encoder output, else nothing."""
+    if drafter is None or not drafter.reads_encoder:
+        return {}
+    return {"encoded": target.encode(inputs.inputs, inputs.input_lengths)}
 
 
 def fill_cache(

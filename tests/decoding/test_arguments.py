@@ -242,7 +242,7 @@ OTHERS = {
     "trace": (lambda: sd.trace(TARGET, None), "text: got None, expected a string"),
     "trace's samples": (
         lambda: sd.trace(TARGET, "w3", num_samples=np.ones(2)),
-        "num_samples: got .* for a trace",
+        "num_samples: got .* expected an integer from 1",
     ),
     "batch sizes": (
         lambda: sd.warm_up(TARGET, batch_sizes=4),

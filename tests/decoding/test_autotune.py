@@ -13,9 +13,11 @@ from toy_models import compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.analysis import tuning
-from specdec_jax.decoding import autotune
+from specdec_jax.decoding import autotune, request
 from specdec_jax.decoding.autotune import Costs
-from specdec_jax.decoding.request import plan, prepare
+from specdec_jax.decoding.generate import prepare
+from specdec_jax.decoding.loop import FOREVER
+from specdec_jax.decoding.request import plan
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -39,7 +41,8 @@ def decode(models, inputs=INPUTS, **options):
 
 def policy_of(models, **options):
     target, drafter = models
-    return plan(target, INPUTS[:1], drafter=drafter, **{"max_new_tokens": 12} | options).policy
+    options = {"max_new_tokens": 12} | options
+    return autotune.autotune(plan(target, INPUTS[:1], drafter=drafter, **options)).policy
 
 
 # --- Measuring ---
@@ -249,7 +252,7 @@ def test_no_such_gamma(models, gamma):
 
 
 def test_where_nothing_can_be_measured_gamma_is_4(models, measured, monkeypatch):
-    monkeypatch.setattr(autotune, "measurable", lambda network: False)
+    monkeypatch.setattr(request, "measurable", lambda network: False)
     state, _ = prepare(models[0], INPUTS, drafter=models[1])
     assert state.config.gamma == 4 and state.policy is None and not measured.calls
 
@@ -363,3 +366,22 @@ def test_tune_prints_what_rows_start_with(models, measured):
     autotune._known.clear()
     assert policy_of(models).acceptance[0] == 0.875 and measured.calls == 1
     assert policy_of(models, verifier="token").acceptance[0] == np.float32(Auto.acceptance)
+
+
+def test_only_autotune_measures_and_only_record_remembers(models, home, measured):
+    """`plan` compiles nothing and writes no file; `finish` changes nothing for later calls."""
+    target, drafter = models
+    options = dict(drafter=drafter, max_new_tokens=12)
+    assert compilations(lambda: plan(target, INPUTS, **options)) == 0
+    pending = plan(target, INPUTS, **options)
+    assert pending.auto_rows == 2 and pending.costs_key is None
+    assert measured.calls == 0 and not home.exists()
+    chosen = autotune.autotune(pending)
+    assert measured.calls == 1 and chosen.costs_key and autotune.autotune(chosen) is chosen
+    state, batch = prepare(target, INPUTS, **options)
+    result = sd.finish(target, sd.advance(batch.network, batch.drafter, state, FOREVER), batch)
+    assert not autotune._learned
+    autotune.record(batch, result)
+    assert autotune.learned(batch.costs_key).requests == 1
+    given = plan(target, INPUTS, gamma=3, **options)
+    assert given.auto_rows is None and autotune.autotune(given) is given

@@ -87,7 +87,8 @@ def test_bad_options_are_rejected_before_anything_compiles(options, message):
 )
 def test_what_is_seen_while_it_is_decoded_has_no_beams(entry):
     with pytest.raises(
-        ValueError, match="num_beams: got 3 for what is seen while it is decoded, expected None"
+        ValueError,
+        match=r"num_beams: got 3, expected None: stream\(\), trace\(\) and prepare\(\) do not",
     ):
         entry(num_beams=3)
 

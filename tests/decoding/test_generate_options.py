@@ -34,15 +34,15 @@ from toy_options import (
 )
 
 from specdec_jax.commands.generate import GenerateOptions
-from specdec_jax.decoding.beams import BeamOptions
 from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination
 from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.generation_config import GenerationConfig
 from specdec_jax.decoding.loop import _decode, advance
-from specdec_jax.decoding.request import plan, prefill
+from specdec_jax.decoding.request import prefill
 from specdec_jax.decoding.stream import stream
 from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.models.generation_config import GenerationConfig
+from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import Tree
 
@@ -149,7 +149,7 @@ CHANGES = {  # option: (changes to BASE, the option's other value)
     "stop": (dict(eos_ids=()), ["w5", "w6"]),
     "generation_config": (
         dict(sampling=None),
-        GenerationConfig(suppress_tokens=tuple(range(2, 9))),
+        ModelDefaults(suppress_tokens=tuple(range(2, 9))),
     ),
 }
 REFUSING = {
@@ -189,11 +189,11 @@ def test_every_option_has_an_effect(name):
 
 
 def test_every_option_is_in_one_of_the_tables():
-    parameters = set(inspect.signature(generate).parameters) - {"target", "inputs"}
+    parameters = set(inspect.signature(generate).parameters) - {"target", "inputs", "config"}
     assert parameters == {*CHANGES, *REFUSING}
-    of_search = {field.name for field in dataclasses.fields(BeamOptions)} - {"num_beams"}
-    planned = set(inspect.signature(plan).parameters) - {"target", "inputs", "batch_size", "first"}
-    assert parameters - of_search - {"non_finite"} == planned
+    of_call = {"drafter", "key", "input_lengths", "attention_mask", "decoder_prefix"}
+    options = {field.name for field in dataclasses.fields(GenerationConfig)}
+    assert parameters == options | of_call
     fields = {field.name for field in dataclasses.fields(SamplingConfig)}
     assert fields == {*FILTERS, *(name for options in PROCESSORS.values() for name in options)}
 

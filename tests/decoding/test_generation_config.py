@@ -12,8 +12,8 @@ import specdec_jax as sd
 from specdec_jax.checkpoints.converter import save
 from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import UnsupportedCombination
-from specdec_jax.decoding.request import prepare
-from specdec_jax.models.generation_config import GenerationConfig
+from specdec_jax.decoding.generate import prepare
+from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.processors import Context
 
@@ -102,7 +102,7 @@ def plain():
 def ruled(plain, monkeypatch):
     """The model with defaults that change every output."""
     monkeypatch.setattr(
-        plain, "generation_config", GenerationConfig(max_length=7, forced_bos_token_id=7)
+        plain, "generation_config", ModelDefaults(max_length=7, forced_bos_token_id=7)
     )
     return plain
 
@@ -127,7 +127,7 @@ def test_a_call_goes_first_and_one_switch_turns_all_off(ruled):
     )
     assert set(other.tokens[:, 0]) == {9} and other.tokens.shape[1] == 6
     with pytest.raises(
-        ValueError, match="generation_config: got 'none', expected a GenerationConfig, 'model'"
+        ValueError, match="generation_config: got 'none', expected a ModelDefaults, 'model'"
     ):
         sd.generate(ruled, INPUTS, generation_config="none")
 
@@ -138,15 +138,13 @@ def test_a_model_may_be_assigned_none_but_nothing_of_another_kind(plain, monkeyp
     save(plain, tmp_path / "saved")
     for wrong in ({"num_beams": 2}, "model", "none"):
         monkeypatch.setattr(plain, "generation_config", wrong)
-        with pytest.raises(
-            ValueError, match="generation_config: got .*, expected a GenerationConfig"
-        ):
+        with pytest.raises(ValueError, match="generation_config: got .*, expected a ModelDefaults"):
             sd.generate(plain, INPUTS)
 
 
 def test_beams_by_default_and_asked_for(plain, monkeypatch):
     case = CASES["beams"]
-    config = GenerationConfig(num_beams=3, length_penalty=2.0, max_length=12)
+    config = ModelDefaults(num_beams=3, length_penalty=2.0, max_length=12)
     monkeypatch.setattr(plain, "generation_config", config)
     asked = sd.generate(plain, INPUTS, num_beams=3)
     assert new_tokens(asked) == case["tokens"]  # the model's length penalty, in transformers' form
@@ -168,7 +166,7 @@ def test_beams_by_default_and_asked_for(plain, monkeypatch):
 
 
 def test_beams_of_a_model_that_samples_by_default(plain, monkeypatch):
-    monkeypatch.setattr(plain, "generation_config", GenerationConfig(do_sample=True))
+    monkeypatch.setattr(plain, "generation_config", ModelDefaults(do_sample=True))
     with pytest.raises(
         UnsupportedCombination, match="temperature: got 1.0 with num_beams.*samples by default"
     ):
@@ -186,7 +184,7 @@ def test_other_defaults_that_depend_on_the_rows(ruled, plain, monkeypatch):
         match="input 0: got 7 tokens before the first new one, expected fewer than max_len",
     ):
         sd.generate(ruled, INPUTS, decoder_prefix=[[3] * 6] * 4)
-    monkeypatch.setattr(plain, "generation_config", GenerationConfig(forced_eos_token_id=1))
+    monkeypatch.setattr(plain, "generation_config", ModelDefaults(forced_eos_token_id=1))
     with pytest.raises(
         UnsupportedCombination,
         match="forced_eos_token_id: got a default for inputs with 2 different",
@@ -237,7 +235,7 @@ def test_defaults_in_effect_are_printed_and_kept(fields, expected, tmp_path):
         assert again.generation_config == model.generation_config and len(lines) == len(printed)
     sd.convert(folder, tmp_path / "converted", format="huggingface", say=printed.append)
     kept = json.loads((tmp_path / "converted" / "generation_config.json").read_text())
-    assert GenerationConfig.read(kept, "") == model.generation_config
+    assert ModelDefaults.read(kept, "") == model.generation_config
 
 
 def test_generation_config_json_alone_counts_where_it_is_there(tmp_path):
@@ -246,7 +244,7 @@ def test_generation_config_json_alone_counts_where_it_is_there(tmp_path):
     old = {"num_beams": 4, "task_specific_params": {"a": {"num_beams": 2}}}
     path.write_text(json.dumps(json.loads(path.read_text()) | old))
     model, printed = load(tmp_path / "model")
-    assert model.generation_config == GenerationConfig() and not printed
+    assert model.generation_config == ModelDefaults() and not printed
 
 
 WRONG = {
@@ -272,7 +270,7 @@ def test_values_of_the_wrong_kind_name_file_and_field(name, tmp_path):
     ):
         load(folder)
     with pytest.raises(ValueError, match=f"{name}: got .*, expected"):
-        GenerationConfig(**fields)
+        ModelDefaults(**fields)
 
 
 OUT_OF_RANGE = {
@@ -286,24 +284,21 @@ OUT_OF_RANGE = {
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_values_out_of_range_name_file_and_field(name):
     with pytest.raises(ValueError, match=f"^generation_config.json: {name}: got .*, expected"):
-        GenerationConfig.read(OUT_OF_RANGE[name], "generation_config.json")
+        ModelDefaults.read(OUT_OF_RANGE[name], "generation_config.json")
     if name in ("temperature", "top_p"):  # without sampling they do not count
-        assert (
-            GenerationConfig.read(OUT_OF_RANGE[name] | {"do_sample": False}, "")
-            == GenerationConfig()
-        )
+        assert ModelDefaults.read(OUT_OF_RANGE[name] | {"do_sample": False}, "") == ModelDefaults()
 
 
 def test_messages_about_long_lists_are_short():
-    found = GenerationConfig.read(
+    found = ModelDefaults.read(
         {"suppress_tokens": [*range(10000)], "bad_words_ids": [[1, 2]] * 10000}, ""
     )
     assert [len(line) < 400 for line in found.lines("model", "generation_config.json")] == [True]
 
 
 def test_bundled_and_random_models_have_none():
-    assert sd.load("ende/drafter", say=len).generation_config == GenerationConfig()
-    assert repr(GenerationConfig(num_beams=2)) == "GenerationConfig(num_beams=2)"
+    assert sd.load("ende/drafter", say=len).generation_config == ModelDefaults()
+    assert repr(ModelDefaults(num_beams=2)) == "ModelDefaults(num_beams=2)"
 
 
 def test_forbidden_sequences_of_a_call(plain):
@@ -323,6 +318,6 @@ def test_forbidden_sequences_of_a_call(plain):
 
 
 def test_lists_are_kept_as_tuples():
-    given = sd.GenerationConfig(suppress_tokens=[5], bad_words_ids=[[3, 4], [5]])
-    same = sd.GenerationConfig(suppress_tokens=(5,), bad_words_ids=((3, 4), (5,)))
+    given = sd.ModelDefaults(suppress_tokens=[5], bad_words_ids=[[3, 4], [5]])
+    same = sd.ModelDefaults(suppress_tokens=(5,), bad_words_ids=((3, 4), (5,)))
     assert given == same and hash(given) == hash(same)

@@ -78,6 +78,7 @@ WITHOUT_JAX = {
     "EntropyBound",
     "GPTConfig",
     "GenerationConfig",
+    "ModelDefaults",
     "GenerationResult",
     "HeadsConfig",
     "Heuristic",

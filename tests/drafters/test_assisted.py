@@ -11,7 +11,7 @@ from distribution_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_distri
 from toy_models import EchoModel, HashModel, Words, compilations
 
 import specdec_jax as sd
-from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.drafters.assisted import NGramMemory
 from specdec_jax.drafters.named import named_drafter
 from specdec_jax.drafters.prompt_lookup import Inputs

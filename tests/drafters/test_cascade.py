@@ -40,7 +40,7 @@ from distribution_samples import INPUTS as ONE_INPUT
 from toy_models import HashModel, compilations
 
 import specdec_jax as sd
-from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.drafters import cascade
 from specdec_jax.speculative.sampling import SamplingConfig
 

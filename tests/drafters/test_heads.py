@@ -13,7 +13,7 @@ from random_heads_of import random_heads
 from toy_models import HashModel, compilations, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.drafters.heads import HeadsState
 from specdec_jax.models import heads as heads_module
 from specdec_jax.models.heads import Heads, HeadsConfig

@@ -33,7 +33,7 @@ from specdec_jax.analysis import variants
 from specdec_jax.analysis.report import summaries
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding.checks import check_pair
-from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.drafters import drafting
 from specdec_jax.speculative import randomness as speculative_draws
 from specdec_jax.speculative.distributions import PointMass

@@ -12,7 +12,7 @@ from tables import EOS, GAMMA, INPUTS, LIMIT, LIMITS, OPTIONS, PREFIXES, TARGET,
 from toy_models import HashModel, Words, compilations
 
 import specdec_jax as sd
-from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.speculative import distributions as speculative_distributions
 from specdec_jax.speculative import randomness

@@ -13,7 +13,7 @@ from toy_models import EchoModel, Words, tiny_t5
 import specdec_jax as sd
 from specdec_jax.analysis import formulas
 from specdec_jax.commands import main
-from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.decoding.trace import trace
 from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary
 

@@ -16,8 +16,8 @@ from random_heads_of import random_heads
 from toy_models import HashModel, noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.decoding.loop import advance
-from specdec_jax.decoding.request import prepare
 from specdec_jax.drafters import merged
 from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.trees import Chains, DynamicTree, Tree

@@ -21,7 +21,7 @@ from specdec_jax.checkpoints import huggingface, loader
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import distill, main, measure
 from specdec_jax.commands.output_lines import one_line
-from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.models import parameters, t5
 from specdec_jax.models.gpt import GPT, GPT_PRESETS
 from specdec_jax.speculative.sampling import SamplingConfig

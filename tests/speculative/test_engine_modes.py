@@ -13,10 +13,10 @@ from engine_inputs import loop_bodies
 from enumerations import float64
 from toy_models import HashModel, Words, compilations, tiny_t5
 
-from specdec_jax.decoding.generate import generate, warm_up
+from specdec_jax.decoding.generate import generate, prepare, warm_up
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance
-from specdec_jax.decoding.request import prefill, prepare
+from specdec_jax.decoding.request import prefill
 from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.speculative import distributions, randomness

@@ -33,8 +33,7 @@ from toy_options import (
     slow_greedy,
 )
 
-from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.generate import generate, prepare
 from specdec_jax.decoding.results import finish
 from specdec_jax.drafters import drafting
 from specdec_jax.drafters.model import ModelDrafter

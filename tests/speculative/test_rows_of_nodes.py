@@ -12,9 +12,10 @@ from toy_models import HashModel
 
 import specdec_jax as sd
 from specdec_jax.decoding.beams import begin
-from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.beam_search import BeamConfig
+from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -66,15 +67,18 @@ def test_processors_of_beams():
         early = sd.SamplingConfig(
             min_new_tokens=np.take(EARLY.min_new_tokens, rows).tolist(), repetition_penalty=1.2
         )
-        given = (
-            inputs[rows],
-            lengths[rows],
-            tokens[rows],
-            starts[rows] + 1,
-            np.full(len(rows), LIMIT, np.int32),
+        given = PrefillInputs(
+            inputs=inputs[rows],
+            input_lengths=lengths[rows],
+            tokens=tokens[rows],
+            prefix_lengths=starts[rows] + 1,
+            sampling=early.rows(len(rows), V),
+            limits=starts[rows] + 1 + np.int32(LIMIT),
+            eos_ids=EOS_IDS[rows],
+            done=np.zeros(len(rows), bool),
         )
-        traced = EOS_IDS[rows], np.float32(0.6), early.rows(len(rows), V), np.zeros(len(rows), bool)
-        state = begin(TARGET.network, None, config, LIMIT, 4 + LIMIT, *given, *traced)
+        penalty = np.float32(0.6)
+        state = begin(TARGET.network, None, config, LIMIT, 4 + LIMIT, given, penalty)
         state = jax.jit(search)(TARGET.network, None, state)
         return [
             np.asarray(part)

@@ -20,7 +20,7 @@ from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 from tree_policies import SlowCostAware
 
 import specdec_jax as sd
-from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.speculative.policies import POLICIES
 from specdec_jax.speculative.policy_inputs import NodeOutcomes, Outcome
 from specdec_jax.speculative.tree_budgets import node_outcomes, of_tree

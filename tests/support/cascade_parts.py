@@ -7,7 +7,7 @@ import numpy as np
 from toy_models import HashModel
 
 import specdec_jax as sd
-from specdec_jax.decoding.request import prepare
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.speculative.sampling import SamplingConfig
 
 V, B, LIMIT, EOS = 16, 12, 12, 1

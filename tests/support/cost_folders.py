@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from specdec_jax.decoding import autotune
+from specdec_jax.decoding import autotune, request
 from specdec_jax.decoding.autotune import Costs
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 
@@ -20,7 +20,7 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(autotune, "_known", {})
     monkeypatch.setattr(autotune, "_learned", {})
-    monkeypatch.setattr(autotune, "measurable", lambda network: True)
+    monkeypatch.setattr(request, "measurable", lambda network: True)
     before = jax.config.jax_compilation_cache_dir
     yield tmp_path / "cache/specdec_jax/costs"
     jax.config.update("jax_compilation_cache_dir", before)

@@ -6,8 +6,8 @@ import scipy.stats
 import toy
 from toy_models import HashModel
 
+from specdec_jax.decoding.generate import prepare
 from specdec_jax.decoding.loop import advance
-from specdec_jax.decoding.request import prepare
 from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.sampling import SamplingConfig
 

@@ -1,4 +1,4 @@
-"""`GenerationConfig`: how a model decodes where a call does not say otherwise, by transformers'
+"""`ModelDefaults`: how a model decodes where a call does not say otherwise, by transformers'
 names."""
 
 import dataclasses
@@ -93,7 +93,7 @@ _OTHERS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationConfig:
+class ModelDefaults:
     """How a model decodes where a call does not say otherwise; None says nothing.
 
     The fields are transformers', with its meanings and its defaults for what is None. Lengths count
@@ -151,18 +151,18 @@ class GenerationConfig:
                 raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
 
     def __repr__(self) -> str:
-        return f"GenerationConfig({', '.join(f'{name}={value!r}' for name, value in self.fields().items())})"
+        return f"ModelDefaults({', '.join(f'{name}={value!r}' for name, value in self.fields().items())})"
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields that say something, but for `left_out`."""
         return {name: value for name in _FIELDS if (value := getattr(self, name)) is not None}
 
-    def replace(self, **changes: Any) -> "GenerationConfig":
+    def replace(self, **changes: Any) -> "ModelDefaults":
         """Returns a copy with other values."""
         return dataclasses.replace(self, **changes)
 
     @classmethod
-    def read(cls, options: Mapping[str, Any], path: Any) -> "GenerationConfig":
+    def read(cls, options: Mapping[str, Any], path: Any) -> "ModelDefaults":
         """Returns what `options`, the contents of the file `path`, say about decoding.
 
         Raises:

@@ -1,0 +1,312 @@
+"""`GenerationConfig`: the options of `generate`, with their types, defaults, docs and checks."""
+
+import dataclasses
+import difflib
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import Any, NamedTuple, TypeVar
+
+from specdec_jax.decoding import config_files
+from specdec_jax.decoding.checks import (
+    SamplingChanges,
+    UnsupportedCombination,
+    check_non_finite,
+    check_sampling,
+    check_stop,
+)
+from specdec_jax.models import arguments
+from specdec_jax.models.model_defaults import ModelDefaults
+from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.policies import MAX_GAMMA, Policy
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.trees import DynamicTree, Tree
+from specdec_jax.speculative.verifier import Verifier
+from specdec_jax.speculative.verifiers import verifier_of
+
+MODELS = "model"  # the value of `generation_config` that means the model's own
+
+PerInput = float | Sequence[float]
+Function = TypeVar("Function", bound=Callable)
+
+
+def _option(default: Any, doc: str) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """The options of `generate`, checked as far as they can be without a model.
+
+    The fields are documented there. `dataclasses.replace` changes some of them.
+
+    Raises:
+      ValueError: an option of another kind or outside its range.
+      UnsupportedCombination: options that make no sense together.
+    """
+
+    gamma: str | int | Sequence[int] | Policy = _option(
+        "auto",
+        "γ ≥ 0, tokens drafted per target call, one or one per input; a policy that adapts it "
+        '(`policies.py`), e.g. `Heuristic(maximum=8)`; or "auto": up to 8, as many as pay by each '
+        "row's acceptance and by what iterations cost on this machine (the first call of a kind "
+        "measures it, `autotune.py`); on a mesh 4. Above temperature 0 the tokens that are drawn "
+        "(not their distribution) then depend on the machine: fix γ to repeat them on another.",
+    )
+    sampling: SamplingConfig | None = _option(
+        None,
+        "temperature, filters, processors such as a repetition penalty; None: the model's default, "
+        "else argmax.",
+    )
+    tree: Tree | DynamicTree | None = _option(
+        None,
+        "a tree of drafted tokens in the place of a chain, e.g. `Tree.uniform((3, 2, 1))`: it has "
+        "a verifier of its own, and γ is the most nodes that are drafted, by default all; a policy "
+        "adapts their number.",
+    )
+    verifier: str | Verifier = _option(
+        "block",
+        '"token" (Leviathan et al. 2023, Algorithm 1), "block" (accepts more on average), "gumbel" '
+        '(the output is that of autoregressive decoding with "gumbel" and the same key), '
+        '"rejection" (section A.2, for comparison); lossy: "lenient" and "typical"; `verifiers.py` '
+        "explains each. Or a `Verifier` of your own.",
+    )
+    lenience: PerInput | None = _option(None, 'l in (0, 1] of "lenient".')
+    typical_epsilon: PerInput | None = _option(None, 'ε of "typical", by default 0.09.')
+    typical_delta: PerInput | None = _option(None, 'δ of "typical", by default 0.3.')
+    synthetic_alpha: PerInput | None = _option(
+        None,
+        'α in (0, 1] of "synthetic", which accepts at random with a given probability, for timing: '
+        "its outputs mean nothing.",
+    )
+    max_new_tokens: int | Sequence[int] | None = _option(
+        None,
+        "limit for new tokens, EOS included; one, or one per input; None: the model's default, "
+        "else 64.",
+    )
+    num_samples: int = _option(
+        1,
+        "N ≥ 1 outputs for every input, side by side in N·B rows; each input is encoded, or read, "
+        "once.",
+    )
+    max_input_length: int = _option(512, "longer inputs are rejected.")
+    eos_ids: Sequence[int] | None = _option(None, "ids that stop a row; None: the model's own.")
+    stop: str | Sequence[str] = _option(
+        (),
+        "strings that stop a row; neither they nor a token that reaches into one are part of the "
+        "result.",
+    )
+    deadline: float | None = _option(
+        None,
+        "seconds after the call, compilation included (see `warm_up`), until the rows are returned "
+        "as they are.",
+    )
+    num_beams: int | None = _option(
+        None, "K beams of a beam search; None: the model's default, else none."
+    )
+    length_penalty: float | None = _option(
+        None,
+        "exponent of the length penalty of a beam search, by which scores are divided; None: 0.6 "
+        "in T5X's form, 1 in Hugging Face's.",
+    )
+    beam_style: str | None = _option(
+        None,
+        '"t5x" (the default) or "huggingface": the library whose tokens and scores a beam search '
+        "gives.",
+    )
+    early_stopping: bool | str | None = _option(
+        None,
+        'False (the default), True or "never", when a beam search in Hugging Face\'s form ends.',
+    )
+    num_return_sequences: int | None = _option(
+        None, "number of hypotheses returned for each input, at most K; by default 1."
+    )
+    beam_width: int | None = _option(
+        None,
+        "nodes in each level of the tree that is drafted for a beam search, at least K; None: the "
+        "drafter's default, mostly 2·K.",
+    )
+    non_finite: str = _option(
+        "raise",
+        '"raise" an error at NaN and infinite logits, or "report" it in the result\'s `errors`, '
+        "row by row.",
+    )
+    generation_config: ModelDefaults | str | None = _option(
+        MODELS,
+        'the defaults: "model" (`target.generation_config`), other `ModelDefaults`, or None for '
+        "none.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_beams is not None:
+            self.check_beside_beams()
+        if isinstance(self.gamma, str) and self.gamma != "auto":
+            expected = f"'auto', an integer from 0 to {MAX_GAMMA}, or a policy"
+            raise ValueError(f"gamma: got {self.gamma!r}, expected {expected}")
+        if self.sampling is not None and not isinstance(self.sampling, SamplingChanges):
+            check_sampling(self.sampling)
+        verifier_of(self.verifier)
+        arguments.check_integer("num_samples", self.num_samples, 1, 2**20)
+        arguments.check_integer("max_input_length", self.max_input_length, 1)
+        check_stop(self.stop, self.deadline)
+        check_non_finite(self.non_finite)
+
+    def check_beside_beams(self) -> None:
+        """Raises UnsupportedCombination for an option that means nothing with a beam search."""
+        for name in _NOT_WITH_BEAMS:
+            value, unset = getattr(self, name), FIELDS[name].default
+            if not arguments.is_default(value, unset) and not (unset == () and value in ([], "")):
+                raise UnsupportedCombination(
+                    f"{name}: got {value!r} with num_beams, expected {unset!r}"
+                )
+
+    def save(self, path: str | PathLike) -> None:
+        """Writes the options that are not at their defaults to a `.json` or `.gin` file.
+
+        Raises:
+          ValueError: another suffix, or an option that no file can hold, such as a function.
+        """
+        given = {name: getattr(self, name) for name in FIELDS}
+        config_files.write_fields(
+            path,
+            {
+                name: value
+                for name, value in given.items()
+                if (value is None) != (FIELDS[name].default is None)
+                or not arguments.is_default(value, FIELDS[name].default)
+            },
+        )
+
+    @classmethod
+    def load(cls, path: str | PathLike) -> "GenerationConfig":
+        """Returns the configuration in a file that `save` wrote, or one of the same form.
+
+        Raises:
+          ValueError: the file has another form, or a field is unknown or wrong; the message names
+            the file and the field.
+        """
+        fields = config_files.read_fields(path, FIELDS)
+        try:
+            return cls(**fields)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def without_beams(self) -> "GenerationConfig":
+        """Returns the configuration with no option of a beam search."""
+        return dataclasses.replace(self, **dict.fromkeys(BEAM_FIELDS))
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(GenerationConfig)}
+# The options of a beam search, and those that mean nothing with one.
+BEAM_FIELDS = (
+    "num_beams",
+    "length_penalty",
+    "beam_style",
+    "early_stopping",
+    "num_return_sequences",
+    "beam_width",
+)
+_NOT_WITH_BEAMS = (
+    "verifier",
+    "lenience",
+    "typical_epsilon",
+    "typical_delta",
+    "synthetic_alpha",
+    "num_samples",
+    "stop",
+    "deadline",
+    "tree",
+)
+
+
+ConfigOrPath = GenerationConfig | str | PathLike | None
+
+
+class CallData(NamedTuple):
+    """The arguments of `generate` that belong to one call, beside the target and the inputs.
+
+    Attributes:
+      drafter, key, input_lengths, attention_mask, decoder_prefix: as for `generate`.
+    """
+
+    drafter: Drafter | None = None
+    key: Any = None
+    input_lengths: Any = None
+    attention_mask: Any = None
+    decoder_prefix: Any = None
+
+
+def split_options(
+    config: ConfigOrPath, options: Mapping[str, Any]
+) -> tuple[GenerationConfig, CallData]:
+    """Returns the configuration and the data of a call, from its keyword arguments.
+
+    Args:
+      config: a configuration, or the path of its file, which the options change; None: the
+        defaults.
+      options: the keyword arguments.
+
+    Raises:
+      TypeError: an option that there is not.
+      ValueError: `config` is none, or an option is of another kind or outside its range.
+    """
+    expected = "a GenerationConfig, the path of its file, or None"
+    if isinstance(config, str | PathLike):
+        config = GenerationConfig.load(config)
+    config = GenerationConfig() if config is None else config
+    arguments.check_kind("config", config, GenerationConfig, expected)
+    for name in options:
+        if name not in FIELDS and name not in CallData._fields:
+            near = difflib.get_close_matches(name, [*FIELDS, *CallData._fields], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{name}: got an option that there is not{hint}")
+    changes = {name: value for name, value in options.items() if name in FIELDS}
+    data = {name: value for name, value in options.items() if name not in FIELDS}
+    return dataclasses.replace(config, **changes) if changes else config, CallData(**data)
+
+
+def check_unset(config: GenerationConfig, caller: str, *names: str) -> None:
+    """Raises UnsupportedCombination for options without meaning for `caller` that are set."""
+    for name in names:
+        value, unset = getattr(config, name), FIELDS[name].default
+        if not arguments.is_default(value, unset):
+            raise UnsupportedCombination(f"{name}: got {value!r} for {caller}, expected {unset!r}")
+
+
+def takes_options(function: Function) -> Function:
+    """Gives a function with `**options` the signature and the docs of all of them.
+
+    Its docstring has a line `{options}` among the arguments where they are to be listed.
+    """
+    signature = inspect.signature(function)
+    own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    named = {one.name for one in own}
+    listed = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in CallData._fields
+        if name not in named
+    ]
+    fields = [field for name, field in FIELDS.items() if name not in named]
+    listed += [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=field.type,
+        )
+        for field in fields
+    ]
+    target: Any = function
+    target.__signature__ = signature.replace(parameters=[*own, *listed])
+    docs = [
+        textwrap.fill(
+            f"{field.name}: {field.metadata['doc']}",
+            width=100,
+            initial_indent=" " * 6,
+            subsequent_indent=" " * 8,
+        )
+        for field in fields
+    ]
+    function.__doc__ = (function.__doc__ or "").replace("      {options}", "\n".join(docs))
+    return function
