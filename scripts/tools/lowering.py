@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from specdec_jax.backends.backend import choose_backend
 from specdec_jax.backends.sharding import AXES, ShardingRules
 from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.decoding.beams import BeamOptions, begin
@@ -20,7 +21,7 @@ from specdec_jax.decoding.request import prefill
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.meshes import parse_mesh
-from specdec_jax.models.network import Network, fuses, random_params
+from specdec_jax.models.network import Network, random_params
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.beam_iteration import search
@@ -138,7 +139,7 @@ class Case:
         """Returns the placed shapes of a network in the loop's layout for an accelerator (no
         panels)."""
         rules = self.rules(drafts)
-        fused, in_8_bits = fuses(rules), self.in_8_bits and not drafts
+        backend, in_8_bits = choose_backend(self.platform, rules), self.in_8_bits and not drafts
         few = {"num_encoder_layers": 1, "num_decoder_layers": self.layers} if self.layers else {}
         config = dataclasses.replace(PRESETS[preset], dtype="bfloat16", **few)
 
@@ -146,7 +147,7 @@ class Case:
             params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
             if in_8_bits:
                 params = weight_layouts.round_params(params, None, config.logits_via_embedding)
-            return weight_layouts.pack(params, use_packed=False, fused=fused)
+            return weight_layouts.pack(params, use_packed=False, fused=backend.joins_weights)
 
         def laid_out(path, leaf):
             if rules is None:
@@ -155,8 +156,8 @@ class Case:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         params = jax.tree.map_with_path(laid_out, jax.eval_shape(build))
-        module = (config.with_own_head() if in_8_bits else config).module(fused)
-        return self.place(Network(params, module, rules, self.platform))
+        config = config.with_own_head() if in_8_bits else config
+        return self.place(Network(params, config.module(backend)))
 
     def model_drafter(self) -> ModelDrafter | None:
         """Returns the drafter, of placed shapes only; None for plain decoding."""

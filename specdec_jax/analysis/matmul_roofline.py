@@ -84,7 +84,7 @@ def products_variants(network: Network, batch: int) -> dict[str, Callable[[], ob
     checkpoint's is timed too, since it may be faster for one position.
     """
     layouts = {"products": Products.of(network)}
-    if network.module.native:
+    if network.backend.packs_weights:
         layouts["products, checkpoint's layout"] = Products.of(network, packed=False)
     return {name: _products_variant(network, weights, batch) for name, weights in layouts.items()}
 

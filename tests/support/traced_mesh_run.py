@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.backend import TPUBackend
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.sharding import AXES, ShardingRules
 from specdec_jax.decoding import ambient_mesh, under_jit
@@ -94,7 +95,7 @@ def main(cases: list[str]) -> dict:
         seen.append(
             [
                 replicate,
-                found.platform,
+                "tpu" if isinstance(found.backend, TPUBackend) else "cpu",
                 None if found.rules is None else [found.rules.rows, found.rules.parts],
             ]
         )
