@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from specdec_jax.backends.backend import choose_backend
 from specdec_jax.backends.sharding import AXES, ShardingRules
 from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.decoding.beams import BeamOptions, begin
@@ -23,7 +24,7 @@ from specdec_jax.decoding.request import prefill
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.meshes import parse_mesh
-from specdec_jax.models.network import Network, fuses, random_params
+from specdec_jax.models.network import Network, random_params
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.beam_iteration import search
@@ -144,7 +145,7 @@ class Case:
     def network(self, preset: str, drafts: bool = False) -> Network:
         """Returns the placed shapes of a network in the loop's layout for an accelerator."""
         rules = self.rules(drafts)
-        fused, int8 = fuses(rules), self.int8 and not drafts
+        backend, int8 = choose_backend(self.platform, rules), self.int8 and not drafts
         few = {"num_encoder_layers": 1, "num_decoder_layers": self.layers} if self.layers else {}
         config = dataclasses.replace(PRESETS[preset], dtype="bfloat16", **few)
 
@@ -152,7 +153,7 @@ class Case:
             params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
             if int8:
                 params = weight_layouts.round_params(params, None, config.logits_via_embedding)
-            return weight_layouts.pack(params, use_packed=False, fused=fused)
+            return weight_layouts.pack(params, use_packed=False, fused=backend.joins_weights)
 
         def shard(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             if rules is None:
@@ -161,8 +162,8 @@ class Case:
             return _with_sharding(leaf, rules.of_parameter(name, leaf.shape))
 
         params = jax.tree.map_with_path(shard, jax.eval_shape(build))
-        module = (config.with_own_head() if int8 else config).module(fused)
-        return self.place(Network(params, module, rules, self.platform))
+        config = config.with_own_head() if int8 else config
+        return self.place(Network(params, config.module(backend)))
 
     def model_drafter(self) -> ModelDrafter | None:
         """Returns the drafter, of placed shapes only; None for plain decoding."""

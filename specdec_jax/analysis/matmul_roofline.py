@@ -81,7 +81,7 @@ def products_variants(network: Network, batch: int) -> dict[str, Callable[[], ob
     since it may be faster for one position.
     """
     layouts = {"products": Products.from_network(network)}
-    if network.module.native:
+    if network.backend.packs_weights:
         layouts["products, checkpoint's layout"] = Products.from_network(network, packed=False)
     return {name: _products_variant(network, weights, batch) for name, weights in layouts.items()}
 

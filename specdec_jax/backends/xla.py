@@ -1,6 +1,17 @@
-"""What XLA's layers and the kernels have in common."""
+"""Attention in plain XLA, on any device, and what it has in common with the kernels."""
+
+import functools
+import math
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from specdec_jax.backends.axes import Mask, PerRow, Seen, States, Valid
+from specdec_jax.backends.kv_cache import ROWS, KVCache, gather, spread
+from specdec_jax.backends.matmul import precision_of
+from specdec_jax.backends.tree_positions import AnyNodes
 
 MASKED = -1e10  # T5X's additive mask; finite, so that a fully masked row gives no NaN
 
@@ -11,3 +22,162 @@ ACTIVATION_FUNCTIONS = {
     "silu": jax.nn.silu,
 }
 ACTIVATIONS = tuple(ACTIVATION_FUNCTIONS)
+
+
+class AttentionShape(NamedTuple):
+    """The shape of an attention.
+
+    Attributes:
+      count: H.
+      features: K, features of each head.
+      dtype: dtype of the computation.
+      divisor: number by which queries are divided.
+    """
+
+    count: int
+    features: int
+    dtype: Any
+    divisor: float = 1.0
+
+
+class DecoderCall(NamedTuple):
+    """Where the T tokens of each row of a decoder call lie, and what they see.
+
+    Attributes:
+      positions: `[B]`, the first slot of the cache that each row writes; None for nodes.
+      mask: True where a query attends to a slot; None for the CPU's kernels, which know.
+      valid: False for tokens whose result does not matter; the valid ones of a row come first.
+      nodes: where the tokens lie if they are nodes of trees, in place of `positions`.
+      count: how many tokens are written to the cache; the others fill tiles. None: all.
+    """
+
+    positions: PerRow | None
+    mask: Seen = None
+    valid: Valid = None
+    nodes: AnyNodes | None = None
+    count: int | None = None
+
+
+Projected = tuple[Float[Array, "..."], ...]  # queries, keys and values, or one joint array of them
+
+
+def split_heads(
+    x: Float[Array, "*N D"], batch: int, features: int, heads_per_tile: int | None = None
+) -> Float[Array, "B H T K"]:
+    """Splits the last axis into heads and puts their axis before that of positions.
+
+    Args:
+      x: the arrays of T positions of each of `batch` rows.
+      batch: B.
+      features: K, features of one head.
+      heads_per_tile: how many heads stay side by side, as for `KVCache`.
+    """
+    features *= heads_per_tile or 1
+    count = math.prod(x.shape[:-1]) // batch
+    if heads_per_tile is not None and count > ROWS and count % ROWS == 0:
+        # A TPU's compiler moves whole tiles of rows, but changes the layout of every tile for the
+        # axis of all positions.
+        x = x.reshape(batch, count // ROWS, ROWS, -1, features)
+        return x.transpose(0, 3, 1, 2, 4).reshape(batch, -1, count, features)
+    return x.reshape(batch, count, x.shape[-1] // features, features).transpose(0, 2, 1, 3)
+
+
+def split_projected(
+    qkv: Projected, batch: int, features: int, heads_per_tile: int | None = None
+) -> list[Float[Array, "B H T K"]]:
+    """Returns queries, keys and values by heads; arguments as for `split_heads`."""
+    parts = jnp.split(qkv[0], 3, axis=-1) if len(qkv) == 1 else qkv
+    return [split_heads(part, batch, features, heads_per_tile) for part in parts]
+
+
+def attend_to_cache(
+    qkv: Projected, cache: KVCache, call: DecoderCall, bias: Any, heads: AttentionShape
+) -> tuple[States, KVCache]:
+    """Writes new keys and values to the cache, and attends to it; returns the output and the cache.
+
+    Args:
+      qkv: queries, keys and values of T tokens for each row.
+      cache: keys and values of earlier tokens.
+      call: where the tokens lie.
+      bias: position bias, added to the scores; None: nothing.
+      heads: the attention's shape.
+    """
+    parts = split_projected(qkv, cache.batch, heads.features, cache.heads_per_tile)
+    query, key, value = parts[0], parts[1][:, :, : call.count], parts[2][:, :, : call.count]
+    query = _divided(query, heads.divisor)
+    if call.nodes is not None:
+        cache = cache.append_nodes(key, value, call.nodes.starts)
+    else:
+        cache = cache.append(key, value, call.positions)
+    return attend(query, cache, call.mask, bias, heads), cache
+
+
+def attend_to_sequence(
+    qkv: Projected, mask: Bool[Array, "#B 1 #T T"], bias: Any, heads: AttentionShape
+) -> States:
+    """Attends to the tokens of the sequences themselves, `[B, T, H·K]`, without a cache."""
+    query, key, value = split_projected(qkv, len(qkv[0]), heads.features)
+    return attend(_divided(query, heads.divisor), KVCache(key, value), mask, bias, heads)
+
+
+def attend_to_encoded(
+    query: Float[Array, "*N HK"], cross: KVCache, mask: Mask, heads: AttentionShape
+) -> States:
+    """Attends to the encoder's output, whose tokens are True in `mask`."""
+    if cross.heads_per_tile is not None:
+        # Else a TPU's compiler would transpose the product, and for that copy its weight at the
+        # beginning of every program.
+        query = jax.lax.platform_dependent(
+            query, tpu=jax.lax.optimization_barrier, default=lambda query: query
+        )
+    query = split_heads(query, cross.batch, heads.features, cross.heads_per_tile)
+    return attend(query, cross, mask[:, None, None, :], None, heads)
+
+
+def attend(
+    query: Float[Array, "B H T K"],
+    cache: KVCache,
+    mask: Bool[Array, "#B 1 #T S"],
+    bias: Float[Array, "#B heads T S"] | None,
+    heads: AttentionShape,
+) -> States:
+    """Returns the output of attention before the last product.
+
+    Args:
+      query: queries by heads, as many side by side as in the cache.
+      cache: keys, which may be anything where `mask` is False, and values, which must be finite
+        everywhere.
+      mask: True where a query attends to a key.
+      bias: position bias, added to the scores.
+      heads: the attention's shape.
+    """
+    heads_per_tile, batch = cache.heads_per_tile or 1, query.shape[0]
+    query = spread(query, heads_per_tile)
+    query = query if cache.key.ndim == 4 else query[0]
+    einsum = functools.partial(jnp.einsum, precision=precision_of(query.dtype))
+    scores = einsum("...htk,...hsk->...hts", query, cache.key, preferred_element_type=jnp.float32)
+    shape = scores.shape
+    if heads_per_tile > 1:
+        mask = jnp.tile(mask, (1, 1, heads_per_tile if mask.shape[2] > 1 else 1, 1))
+        bias = None if bias is None else bias.reshape(len(bias), *shape[-3:])
+    if bias is not None and len(bias) == len(mask):
+        # One array for both, the same in all layers: with two, a TPU's compiler makes three kernels
+        # of the scores and their weights, in the place of one. A mask is still needed: the score of
+        # a stale key may be NaN.
+        bias = jnp.where(mask, bias.astype(jnp.float32), MASKED)
+        mask = bias != MASKED
+    scores = scores if bias is None else scores + bias.astype(jnp.float32)
+    weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1)
+    weights = weights.astype(heads.dtype).reshape(shape)
+    if cache.heads_per_tile is None:
+        output = einsum("...hts,...hsk->...thk", weights, cache.value)
+    else:
+        output = einsum(
+            "...hts,...hsk->...htk", weights, cache.value, preferred_element_type=jnp.float32
+        )
+        output = jnp.swapaxes(gather(output, heads_per_tile).astype(heads.dtype), -3, -2)
+    return output.reshape(batch, -1, heads.count * heads.features)
+
+
+def _divided(query: Float[Array, "..."], divisor: float) -> Float[Array, "..."]:
+    return query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)

@@ -5,7 +5,6 @@ T5X traces its programs under `with mesh:`, over all devices. It is they that th
 whatever the arrays that are traced say.
 """
 
-import dataclasses
 import importlib
 import warnings
 from typing import Any
@@ -56,13 +55,11 @@ def laid_out(network: Network, rows: int, replicate: bool = False) -> Network:
       rows: B, rows that are decoded together.
       replicate: whether every device holds the whole network, as for `ShardingRules`.
     """
-    if network.module.native:
+    if network.skips_padding:
         return network
     mesh = ambient_mesh()
     if alone():
-        return dataclasses.replace(
-            network, platform=jax.default_backend() if mesh is None else _platform(mesh), rules=None
-        )
+        return network.with_backend(jax.default_backend() if mesh is None else _platform(mesh))
     try:
         if mesh is None:
             raise ValueError("mesh: got several devices without one")
@@ -70,8 +67,8 @@ def laid_out(network: Network, rows: int, replicate: bool = False) -> Network:
         rules.check(network.config)
         rules.check_rows("inputs", rows)
     except ValueError:
-        return dataclasses.replace(network, platform="cpu", rules=None)
-    return dataclasses.replace(network, platform=_platform(mesh), rules=rules)
+        return network.with_backend("cpu")
+    return network.with_backend(_platform(mesh), rules)
 
 
 def laid_out_drafter(drafter: Any, rows: int) -> Any:

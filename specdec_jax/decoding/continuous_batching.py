@@ -42,8 +42,8 @@ from specdec_jax.decoding.results import (
     in_words,
 )
 from specdec_jax.models import arguments
+from specdec_jax.models.blocks import DecoderCache
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.t5 import DecoderCache
 from specdec_jax.speculative import prefill as speculative_prefill
 from specdec_jax.speculative.randomness import seeded
 from specdec_jax.speculative.state import DecodeState
@@ -371,7 +371,9 @@ def _leaves(plan: Plan, width: int) -> tuple[tuple[bool, ...], bool]:
     """
     counts = [count * row_parts(plan.network.rules) for count in (2, 3)]
     states = [prefill.eval_shape(*plan.arguments([-1] * count, width)) for count in counts]
-    unfed = plan.prefix.shape[1] == 1 and isinstance(states[0].target_cache, DecoderCache)
+    cache = states[0].target_cache
+    encoded = isinstance(cache, DecoderCache) and bool(cache.cross)
+    unfed = plan.prefix.shape[1] == 1 and encoded
     two, three = (jax.tree.leaves(_with_layers(state, ()) if unfed else state) for state in states)
     return tuple(a.shape == b.shape for a, b in zip(two, three, strict=True)), unfed
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.backend import CPUBackend
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints.stored_tensor import check_shapes
 from specdec_jax.decoding.ambient_mesh import laid_out, laid_out_drafter, native
@@ -88,7 +89,7 @@ def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
     tree = jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
     if not native(config.dtype):
         return laid_out(Network(tree, config.module()), rows)
-    packed, module = weight_layouts.pack(tree, True), config.module(fused=True, native=True)
+    packed, module = weight_layouts.pack(tree, True), config.module(CPUBackend())
     if config.logits_via_embedding:
         packed, module = (
             weight_layouts.with_head(packed, True, True),

@@ -123,13 +123,11 @@ class EarlyExitDrafter(TreeDrafter):
         head = (
             None
             if head is None
-            else weight_layouts.lay(jnp.asarray(head, config.dtype), network.module.native)
+            else weight_layouts.lay(jnp.asarray(head, config.dtype), network.backend.packs_weights)
         )
         self.network = ExitNetwork(
             network.params,
             network.module,
-            network.rules,
-            network.platform,
             layers=self.layers,
             kernel=head,
         )

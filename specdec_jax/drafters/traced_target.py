@@ -36,8 +36,8 @@ class TracedExit(EarlyExitDrafter):
         return f"the first {self.layers} of {self._of} decoder layers"
 
     def on(self, network: Network) -> Drafter:
-        parts = network.params, network.module, network.rules, network.platform
-        return EarlyExitDrafter.tree_unflatten(None, (ExitNetwork(*parts, layers=self.layers),))
+        exit_network = ExitNetwork(network.params, network.module, layers=self.layers)
+        return EarlyExitDrafter.tree_unflatten(None, (exit_network,))
 
 
 class TracedSelf(SelfDrafter):
@@ -77,7 +77,7 @@ class TracedHeads(TreeDrafter):
 
     def on(self, network: Network) -> Drafter:
         params = weight_layouts.pack(
-            jax.tree.map(lambda leaf: leaf, self._params), network.module.native
+            jax.tree.map(lambda leaf: leaf, self._params), network.backend.packs_weights
         )
         head = network.head_alone() if self._heads.config.share_head else None
         return HeadsDrafter(HeadsNetwork(params, head, self._heads), self._fingerprint)

@@ -21,6 +21,7 @@ from specdec_jax.backends.axes import (
     Tokens,
     Valid,
 )
+from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.tree_positions import AnyNodes
 
 
@@ -59,14 +60,19 @@ class ModelConfig:
         """Returns the same shape with other values of these fields."""
         return dataclasses.replace(self, **fields)
 
-    def module(self, fused: bool = False, native: bool = False) -> "FamilyModule":
-        """Makes the linen module.
-
-        Args:
-          fused: whether kernels with the same input are joined, as by `layouts.pack`.
-          native: whether kernels are stored packed (`packed_weights.py`).
-        """
+    def module(self, backend: Backend = Backend()) -> "FamilyModule":
+        """Makes the linen module, for a backend; by default in plain XLA, with T5X's weights."""
         raise NotImplementedError
+
+    def shared_options(self) -> dict[str, Any]:
+        """Returns the `BlockOptions` that have the name of a field or property."""
+        return {
+            name: getattr(self, name)
+            for name in (
+                *("vocab_size", "emb_dim", "num_heads", "head_dim", "num_decoder_layers"),
+                *("mlp_dim", "dropout_rate", "dtype", "matmul_dtype"),
+            )
+        } | {"tied_head": self.logits_via_embedding}
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every parameter by its name; called through
@@ -92,13 +98,11 @@ class ModelConfig:
 class FamilyModule(nn.Module):
     """The base class of every family's network, as `Network` runs it.
 
-    A subclass has the fields `config` and `native` (whether kernels are packed), and its `setup`
-    makes `token_embedder` and `decoder`. A family with an encoder also has `encode` and the
+    A subclass has the fields `config` and `backend`, and its `setup` makes `token_embedder` and
+    `decoder`. A family with an encoder also has `encode` and the
     teacher-forced `states`, as `T5` has them; in a family without one, `__call__` takes `(tokens,
     places)`, as in `GPT`.
     """
-
-    joins_heads: ClassVar[bool] = False  # whether `prefill` has the argument `heads_per_tile`
 
     def dummy_inputs(self) -> tuple:
         """Makes the smallest arguments of `__call__`, for `init`."""
@@ -111,7 +115,6 @@ class FamilyModule(nn.Module):
         slots: int,
         copies: int = 1,
         encoded: Encoded | None = None,
-        heads_per_tile: int | None = None,
     ) -> Any:
         """Makes the decoder's cache before any of the decoder's tokens is fed.
 
@@ -122,8 +125,6 @@ class FamilyModule(nn.Module):
           slots: S, slots of the self-attention caches.
           copies: rows of the cache for each input, side by side.
           encoded: the encoder's output, where there is an encoder.
-          heads_per_tile: how many heads lie side by side in caches, as for `KVCache`; given only if
-            the family `joins_heads`.
         """
         raise NotImplementedError
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.backends.backend import TPUBackend
 from specdec_jax.backends.kernel_selftest import KernelSelfTest, run_self_test
 from specdec_jax.backends.tpu import fused_step
 from specdec_jax.models import weight_layouts
@@ -22,7 +23,7 @@ def why_not(interpret: Any = False) -> str | None:
 
 
 def _numbers_are_right(interpret: Any) -> bool:
-    module = CONFIG.module(fused=True)
+    module = CONFIG.module(TPUBackend(joins_weights=True))
 
     @jax.jit
     def both():
@@ -35,7 +36,7 @@ def _numbers_are_right(interpret: Any) -> bool:
             return module.apply({"params": params}, *arguments, **how)
 
         inputs = jnp.asarray(_TOKENS)
-        cache = apply(inputs, inputs > 0, 32, heads_per_tile=2, method="prefill")
+        cache = apply(inputs, inputs > 0, 32, method="prefill")
         _, cache = apply(inputs, jnp.array([0, 15]), cache, None, None, method="decode_states")
         positions = jnp.array([2, 17])
         expected = apply(inputs, positions, cache, None, None, method="decode_states")

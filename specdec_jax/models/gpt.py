@@ -1,33 +1,17 @@
 """GPT-like decoder-only networks: GPT-2, and the pair of section 4.2 of Leviathan et al. 2023."""
 
 import dataclasses
-import functools
+import math
 from typing import ClassVar
 
-import flax.linen as nn
-import flax.struct
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32, Int
 
-from specdec_jax.backends.axes import (
-    Inputs,
-    Logits,
-    Mask,
-    PerRow,
-    Seen,
-    States,
-    TokenAndLogprob,
-    Tokens,
-    Valid,
-)
-from specdec_jax.backends.kv_cache import KVCache
-from specdec_jax.backends.matmul import product
-from specdec_jax.backends.tree_positions import AnyNodes
+from specdec_jax.backends.axes import Inputs, Logits, Mask, Tokens
+from specdec_jax.backends.backend import Backend
+from specdec_jax.models.blocks import BlockOptions, Decoder, DecoderCache
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
-from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP
-from specdec_jax.models.norms import LayerNorm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +67,30 @@ class GPTConfig(ModelConfig):
     def with_own_head(self) -> "GPTConfig":
         return dataclasses.replace(self, logits_via_embedding=False)
 
-    def module(self, fused: bool = False, native: bool = False) -> "GPT":
-        return GPT(self, native)  # there are no kernels to join: see `GPTLayer`
+    def module(self, backend: Backend = Backend()) -> "GPT":
+        return GPT(self, backend)
+
+    def block_options(self) -> BlockOptions:
+        """Returns what the decoder is made of."""
+        return BlockOptions(
+            **self.shared_options(),
+            num_encoder_layers=0,
+            activations=(self.mlp_activation,),
+            norm="layer",
+            use_bias=True,
+            # A name by which `weight_layouts.py` neither joins nor splits weights: in checkpoints
+            # too, queries, keys and values have one.
+            self_attention="causal_attention",
+            joint_attention=True,
+            cross_attention=False,
+            relative_buckets=None,
+            relative_bias_per_layer=False,
+            num_positions=self.num_positions,
+            query_divisor=math.sqrt(self.head_dim),
+            embedding_deviation=0.02,
+            scales_outputs=False,
+            inner_dropout=False,
+        )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return _parameter_shapes(self)
@@ -146,181 +152,32 @@ def _parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-@flax.struct.dataclass
-class GPTCache:
-    """The decoder's cache, which it keeps between calls.
-
-    Attributes:
-      layers: the cache of each layer's self-attention.
-    """
-
-    layers: tuple[KVCache, ...]
-
-    def move_nodes(self, sources, starts, native: bool) -> "GPTCache":
-        """Does what `KVCache.move` does, in every layer."""
-        return GPTCache(tuple(layer.move(sources, starts, native) for layer in self.layers))
-
-    def repeated(self, copies: int) -> "GPTCache":
-        """Returns the cache with `copies` rows side by side for each row."""
-        return GPTCache(tuple(layer.repeated(copies) for layer in self.layers))
-
-
-class GPTLayer(nn.Module):
-    config: GPTConfig
-    native: bool = False
-
-    def setup(self):
-        config, dtype = self.config, jnp.dtype(self.config.dtype)
-        common = dict(dtype=dtype, fused=True, matmul_dtype=config.matmul_dtype, use_bias=True)
-        attention = dict(native=self.native, **common)
-        self.pre_self_attention_layer_norm = LayerNorm(dtype)
-        # In checkpoints too, queries, keys and values have one kernel. `weight_layouts.py` joins
-        # and splits kernels under other names than this one.
-        self.causal_attention = Attention(
-            config.num_heads, config.head_dim, config.emb_dim, **attention
-        )
-        self.pre_mlp_layer_norm = LayerNorm(dtype)
-        self.mlp = GatedMLP(config.mlp_dim, (config.mlp_activation,), **attention)
-        self.dropout = nn.Dropout(config.dropout_rate)
-
-    def __call__(
-        self,
-        x: Float[Array, "*N D"],
-        cache: KVCache | None,
-        positions: PerRow | None,
-        mask: Seen,
-        deterministic: bool = True,
-        valid: Valid = None,
-        nodes: AnyNodes | None = None,
-    ) -> tuple[Float[Array, "*N D"], KVCache]:
-        """Runs the layer over T queries per row; with `cache` None, over whole sequences."""
-        drop = functools.partial(self.dropout, deterministic=deterministic)
-        norm, divisor = self.pre_self_attention_layer_norm, np.sqrt(self.config.head_dim)
-        x, cache = self.causal_attention.to_cache(
-            x, norm, cache, positions, mask, None, divisor, valid, drop, nodes
-        )
-        return self.mlp(x, self.pre_mlp_layer_norm, drop, valid=valid), cache
-
-
-class GPTDecoder(nn.Module):
-    config: GPTConfig
-    native: bool = False
-
-    def setup(self):
-        config = self.config
-        self.position_embedder = Embedder(
-            config.num_positions, config.emb_dim, 0.02, config.dtype, self.native
-        )
-        self.layers = [GPTLayer(config, self.native) for _ in range(config.num_decoder_layers)]
-        self.decoder_norm = LayerNorm(jnp.dtype(config.dtype), self.native)
-        self.dropout = nn.Dropout(config.dropout_rate)
-        if not config.logits_via_embedding:
-            self.logits_dense = Dense(
-                config.vocab_size,
-                config.dtype,
-                output_dtype=jnp.float32,
-                matmul_dtype=config.matmul_dtype,
-            )
-
-    def node_cache(self, cache: GPTCache, slots: int, positions: int) -> GPTCache:
-        """Does what `Network.node_cache` does; `positions` is not needed here."""
-        return GPTCache(tuple(layer.widen(slots) for layer in cache.layers))
-
-    def step(
-        self,
-        x: States,
-        positions: PerRow | None,
-        cache: GPTCache,
-        layers: int | None = None,
-        valid: Valid = None,
-        nodes: AnyNodes | None = None,
-    ) -> tuple[States, GPTCache]:
-        """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
-
-        The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and
-        the new cache, in which the layers that were not run stay as they are.
-        """
-        if nodes is not None:
-            query_positions, mask = (
-                nodes.positions,
-                nodes.distances(cache.layers[0].slots)[:, None] >= 0,
-            )
-        else:
-            assert positions is not None, "a call has nodes or positions"
-            query_positions = positions[:, None] + jnp.arange(x.shape[1])
-            mask = jnp.arange(cache.layers[0].slots) <= query_positions[:, None, :, None]
-        x, written = x + self.position_embedder(query_positions, valid), list(cache.layers)
-        shape = x.shape
-        if (
-            not self.native
-        ):  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
-            x, valid = x.reshape(-1, shape[-1]), None if valid is None else valid.reshape(-1)
-        for i, layer in enumerate(self.layers[:layers]):
-            x, written[i] = layer(x, cache.layers[i], positions, mask, valid=valid, nodes=nodes)
-        return self.decoder_norm(x, valid).reshape(shape), GPTCache(tuple(written))
-
-    def __call__(self, x: States, deterministic: bool = True) -> States:
-        """Returns the normalised states of whole sequences with the embeddings `x`, teacher-forced."""
-        length = x.shape[1]
-        mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
-        x = self.dropout(x + self.position_embedder(jnp.arange(length)), deterministic)
-        for layer in self.layers:
-            x, _ = layer(x, None, None, mask, deterministic)
-        return self.decoder_norm(x)
-
-    def logits(self, x: States, embedding: Float[Array, "rows D"], valid: Valid = None) -> Logits:
-        """Applies the head: returns the logits of normalised states `x`."""
-        if not self.config.logits_via_embedding:
-            return self.logits_dense(x, valid)
-        return product(x, embedding.astype(x.dtype), ((2,), (1,)))
-
-    def greedy_token_and_logprob(self, x: States, valid: Valid, normalize: bool) -> TokenAndLogprob:
-        """Does what `Network.greedy_token_and_logprob` does, for normalised states `x`."""
-        return self.logits_dense.greedy_token_and_logprob(x, valid, normalize)
-
-
 class GPT(FamilyModule):
     """The whole network."""
 
     config: GPTConfig
-    native: bool = False
-    joins_heads: ClassVar[bool] = True
+    backend: Backend = Backend()
 
     def setup(self):
-        config = self.config
-        self.token_embedder = Embedder(
-            config.vocab_size, config.emb_dim, 0.02, config.dtype, self.native
-        )
-        self.decoder = GPTDecoder(self.config, self.native)
+        config, options = self.config, self.config.block_options()
+        packed = self.backend.packs_weights
+        self.token_embedder = options.make_embedder(config.vocab_size, packed)
+        self.decoder = Decoder(options, self.backend)
 
     def dummy_inputs(self) -> tuple:
         return (jnp.ones((1, 2), jnp.int32),)
 
     def prefill(
-        self,
-        inputs: Inputs,
-        mask: Mask,
-        slots: int,
-        copies: int = 1,
-        encoded: None = None,
-        heads_per_tile: int | None = None,
-    ) -> GPTCache:
+        self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: None = None
+    ) -> DecoderCache:
         """Makes the cache of sequences of which no token has been fed."""
-        config, shape = (
-            self.config,
-            (len(inputs) * copies, self.config.num_heads, slots, self.config.head_dim),
-        )
-
-        def empty():
-            return KVCache.empty(*shape, jnp.dtype(config.dtype), heads_per_tile)
-
-        return GPTCache(tuple(empty() for _ in range(config.num_decoder_layers)))
+        return self.decoder.init_cache(len(inputs), slots, copies, None, mask)
 
     def __call__(
         self, tokens: Tokens, places: Int[Array, "B N"] | None = None, deterministic: bool = True
     ) -> Logits | Float32[Array, "B N V"]:
         """Returns the teacher-forced logits of whole sequences, or only those at `places`."""
-        states = self.decoder(self.token_embedder(tokens), deterministic)
+        states = self.decoder(self.token_embedder(tokens), deterministic=deterministic)
         return self.head(
             states if places is None else jnp.take_along_axis(states, places[..., None], axis=1)
         )

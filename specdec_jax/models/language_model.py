@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from specdec_jax.backends.axes import Logits
+from specdec_jax.backends.backend import choose_backend
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.int8 import Int8Kernel
 from specdec_jax.backends.jax_settings import check_not_traced, isolated
@@ -24,7 +25,6 @@ from specdec_jax.models.network import (
     check_positions,
     continuation_logits,
     decoder_only,
-    fuses,
     join,
     lay_out,
     random_params,
@@ -110,16 +110,14 @@ class LanguageModel:
         if rules is not None:
             rules.check(config)
             lay_out(params, rules)
-        fused = fuses(rules)
-        packed, module = weight_layouts.pack(params, native, fused), config.module(fused, native)
+        platform = jax.default_backend() if rules is None else rules.mesh.devices.flat[0].platform
+        backend = choose_backend(platform, rules, native)
+        packed = weight_layouts.pack(params, native, backend.joins_weights)
         if (native or self.quantized) and config.logits_via_embedding:
             # An embedding is read by rows, a head by columns.
-            packed, module = (
-                weight_layouts.with_head(packed, True, native),
-                config.with_own_head().module(fused, native),
-            )
-        platform = jax.default_backend() if rules is None else rules.mesh.devices.flat[0].platform
-        self.network = Network(packed, module, rules, platform)
+            packed = weight_layouts.with_head(packed, True, native)
+            config = config.with_own_head()
+        self.network = Network(packed, config.module(backend))
 
     @classmethod
     @isolated

@@ -1,5 +1,6 @@
 """`Network`, a model as jitted functions take it, which hides linen from the rest of the package."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -19,10 +20,9 @@ from specdec_jax.backends.axes import (
     Tokens,
     Valid,
 )
+from specdec_jax.backends.backend import Backend, choose_backend
 from specdec_jax.backends.cpu.packed_weights import input_bits
-from specdec_jax.backends.kv_cache import ROWS, TILE, KVCache
 from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, read
-from specdec_jax.backends.tpu import fused_mesh
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.models import fused_step_selftest, weight_layouts
 from specdec_jax.models.family import FamilyModule, ModelConfig
@@ -35,34 +35,30 @@ class Network:
 
     Attributes:
       params: nested dict of arrays in the loop's layout (`weight_layouts.py`).
-      module: the linen module, hashable.
-      rules: how parameters and caches lie on a mesh; None: on one device.
-      platform: "cpu", "tpu" or another, for which calls and caches are laid out.
+      module: the linen module, hashable, which has the `Backend`.
     """
 
     params: dict
     module: FamilyModule = flax.struct.field(pytree_node=False)
-    rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
-    platform: str = flax.struct.field(pytree_node=False, default="cpu")
 
     def __repr__(self) -> str:
         return f"{type(self.config).__name__} of {parameter_count(self.config):,} parameters"
 
     @property
-    def heads_per_tile(self) -> int | None:
-        """How many heads lie side by side in caches, as for `KVCache`."""
-        return heads_per_tile_of(self.platform, self.module, self.rules)
+    def backend(self) -> Backend:
+        """How the network runs on its devices."""
+        return self.module.backend
 
     @property
-    def min_query_len(self) -> int:
-        """The fewest positions of a single row that `decode` feeds at once.
+    def rules(self) -> ShardingRules | None:
+        """How parameters and caches lie on a mesh; None: on one device."""
+        return self.backend.rules
 
-        A product of a single row would not use an accelerator's units for matrices, and would be
-        added up in the dtype of the operands. For eight rows, a tile of float32, a TPU's compiler
-        fetches more of the weights ahead than for two: by its estimate a plain step of T5-XXL on a
-        v4 takes 9.5 ms, and 10.3 over two positions.
-        """
-        return 1 if self.heads_per_tile is None else ROWS if self.platform == "tpu" else 2
+    def with_backend(self, platform: str, rules: ShardingRules | None = None) -> "Network":
+        """Returns the network for other devices, with the same arrays; not with packed weights."""
+        backend = choose_backend(platform, rules)
+        backend = dataclasses.replace(backend, joins_weights=self.backend.joins_weights)
+        return self.replace(module=self.config.module(backend))
 
     @property
     def config(self) -> ModelConfig:
@@ -76,30 +72,22 @@ class Network:
 
     @property
     def skips_padding(self) -> bool:
-        """Whether positions that are not `valid` cost nothing, so that calls need not be made
-        narrower."""
-        return self.module.native
+        """Whether positions that are not `valid` cost nothing, so that no call is made narrower."""
+        return self.backend.packs_weights
 
     def pairs_are_free(self, cache: Any) -> bool:
-        """Returns whether a call over two positions takes no longer than one over a single
-        position: on an accelerator, which reads the same weights for both.
+        """Returns whether a call over two positions takes no longer than one over a single one.
 
-        Not so for several rows on a TPU, unless the call is one kernel: every row's positions are
-        in tiles of their own, and XLA rearranges them. By its estimate a step of T5-small over 32
-        rows takes 0.43 ms over two positions, 0.30 over one.
+        So it is on an accelerator, which reads the same weights for both.
         """
-        if self.heads_per_tile is None:
-            return False
-        rows = cache.layers[0].batch
-        return self.platform != "tpu" or rows == 1 or self._is_one_kernel((rows, 2), cache)
+        if self.backend.pairs_are_free(cache):
+            return True
+        return self._runs_whole_step(2, cache)
 
-    def _is_one_kernel(self, shape: tuple[int, ...], cache: Any, layers: int | None = None) -> bool:
-        """Returns whether a call with tokens of this shape is the kernel of `fused_step.py` on a
-        TPU."""
-        return (
-            fused_mesh.fits(self.module, self.params, shape, cache, layers)
-            and fused_step_selftest.SELF_TEST.passed()
-        )
+    def _runs_whole_step(self, queries: int, cache: Any, layers: int | None = None) -> bool:
+        """Returns whether a call over so many positions is one kernel of the backend."""
+        whole = self.backend.runs_whole_step(self.module, self.params, queries, cache, layers)
+        return whole and fused_step_selftest.SELF_TEST.passed()
 
     @property
     def encoder_dim(self) -> int | None:
@@ -141,30 +129,9 @@ class Network:
             encoded = self._by_rows(
                 self.encode(inputs, input_lengths) if encoded is None else encoded
             )
-        mask, apply = jnp.arange(inputs.shape[1]) < input_lengths[:, None], self.module.apply
-        more = (
-            {} if self.heads_per_tile is None else {"heads_per_tile": self.heads_per_tile}
-        )  # a family need not have this argument
-        cache = apply(
-            {"params": self.params}, inputs, mask, slots, copies, encoded, **more, method="prefill"
-        )
-        return self._placed(cache)
-
-    def _placed(self, cache):
-        """Returns a new cache with its layout on the mesh set and fixed."""
-
-        def is_layer(node):
-            return isinstance(node, KVCache)
-
-        cache = jax.tree.map(
-            lambda layer: (
-                layer.replace(rules=self.rules, tile_queries=self.platform == "tpu")
-                if is_layer(layer)
-                else layer
-            ),
-            cache,
-            is_leaf=is_layer,
-        )
+        mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
+        how = dict(copies=copies, encoded=encoded, method="prefill")
+        cache = self.module.apply({"params": self.params}, inputs, mask, slots, **how)
         return constrain_sharding(cache, self.rules)
 
     def decode(
@@ -195,16 +162,12 @@ class Network:
     ) -> tuple[States, Any]:
         """Does what `decode` does, but for the head: returns states after the first `layers` layers
         (None: all) and the final norm, and the new cache."""
-        count, alone = tokens.shape[1], len(tokens) == 1
-        if (
-            alone
-            and count < self.min_query_len
-            and not self._is_one_kernel(tokens.shape, cache, layers)
-        ):
-            more = ((0, 0), (0, self.min_query_len - count))
+        whole = self._runs_whole_step(tokens.shape[1], cache, layers)
+        count, fewest = tokens.shape[1], self.backend.min_query_len
+        if len(tokens) == 1 and count < fewest and not whole:
 
             def wider(x):
-                return x if x is None else jnp.pad(x, more, mode="edge")
+                return None if x is None else jnp.pad(x, ((0, 0), (0, fewest - count)), mode="edge")
 
             states, cache = self.decode_states(
                 wider(tokens), positions, cache, layers, wider(valid)
@@ -213,26 +176,19 @@ class Network:
         tokens, positions = self._by_rows(tokens), self._by_rows(positions)
         apply = functools.partial(self.module.apply, {"params": self.params})
 
-        def run(*call):
+        def by_layers(*call):
             return apply(*call, layers, valid, method="decode_states")
 
-        if self._is_one_kernel(tokens.shape, cache, layers):
+        def by_kernel(tokens, positions, cache):
+            x = apply(tokens, method=lambda module, tokens: module.token_embedder(tokens))
+            return self.backend.decode_states(self.module, self.params, x, positions, cache, layers)
 
-            def embed(tokens):
-                return apply(tokens, method=lambda module, tokens: module.token_embedder(tokens))
-
-            fused = functools.partial(
-                fused_mesh.decode_states, self.module, self.params, layers=layers
-            )
-
-            def on_tpu(tokens, positions, cache):
-                return fused(embed(tokens), positions, cache)
-
+        if whole:
             states, cache = jax.lax.platform_dependent(
-                tokens, positions, cache, tpu=on_tpu, default=run
+                tokens, positions, cache, tpu=by_kernel, default=by_layers
             )
         else:
-            states, cache = run(tokens, positions, cache)
+            states, cache = by_layers(tokens, positions, cache)
         return self._by_rows(states), constrain_sharding(cache, self.rules)
 
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
@@ -280,7 +236,7 @@ class Network:
 
     def move_nodes(self, cache: Any, sources: Int[Array, "B M"], starts: PerRow) -> Any:
         """Copies the slots `sources` of every row of the cache to the M slots from `starts` on."""
-        return constrain_sharding(cache.move_nodes(sources, starts, self.module.native), self.rules)
+        return constrain_sharding(cache.move_nodes(sources, starts, self.skips_padding), self.rules)
 
     def head(self, states: States, valid: Valid = None) -> Logits:
         """Returns the logits of the states that `decode_states` or `decode_nodes` returned."""
@@ -306,13 +262,10 @@ class Network:
     def shortlisted(self, ids: Int[Array, " F"]) -> "Network":
         """Returns the network with a head for `ids` only, so that logits are `[B, T, F]`; other
         arrays are shared."""
-        config, native = self.config, self.module.native
-        params = weight_layouts.with_head(
-            self.params, config.logits_via_embedding, native, np.asarray(ids)
-        )
-        return self.replace(
-            params=params, module=config.with_own_head().module(fuses(self.rules), native)
-        )
+        config, packed = self.config, self.backend.packs_weights
+        tied = config.logits_via_embedding
+        params = weight_layouts.with_head(self.params, tied, packed, np.asarray(ids))
+        return self.replace(params=params, module=config.with_own_head().module(self.backend))
 
     def in_int8(self) -> "Network":
         """Returns the network with the kernels of decoder steps, the head's too, in int8; other
@@ -344,24 +297,6 @@ class Network:
             {"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded
         )
         return constrain_sharding(logits, self.rules)
-
-
-def heads_per_tile_of(
-    platform: str, module: FamilyModule, rules: ShardingRules | None
-) -> int | None:
-    """Returns `KVCache.heads_per_tile` for a network's caches on a platform: "cpu", "tpu" or
-    another."""
-    if platform == "cpu" or not module.joins_heads:
-        return None
-    heads, parts = module.config.num_heads, 1 if rules is None else rules.parts
-    most = max(TILE[1] // module.config.head_dim, 1) if platform == "tpu" else 1
-    return next(count for count in range(most, 0, -1) if heads % (count * parts) == 0)
-
-
-def fuses(rules: ShardingRules | None) -> bool:
-    """Returns whether kernels with the same input are joined: not if a mesh divides kernels by
-    their outputs."""
-    return rules is None or rules.parts == 1
 
 
 def lay_out(params: dict, rules: ShardingRules, prefix: str = "") -> None:

@@ -1,6 +1,6 @@
 """The two normalisations: T5's and GPT's.
 
-With `native` the CPU's own kernels compute them (`packed_weights.py`), `valid` as for
+With `packed` the CPU's own kernels compute them (`packed_weights.py`), `valid` as for
 `layers.apply_kernel`: XLA adds up a row in one order in small calls and in another from some
 thousand numbers on, and what comes after the last norm would see the width of the call.
 """
@@ -19,14 +19,14 @@ class RMSNorm(nn.Module):
     """Root-mean-square normalisation in float32, without mean or bias; ε = 1e-6."""
 
     dtype: Any = jnp.float32
-    native: bool = False
+    packed: bool = False
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None
     ) -> Float[Array, "*N D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        if self.native:
+        if self.packed:
             return normalize(x, self.before(), valid)
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
@@ -41,7 +41,7 @@ class LayerNorm(nn.Module):
     """Normalisation by mean and variance in float32, with scale and bias; ε = 1e-5, as in GPT-2."""
 
     dtype: Any = jnp.float32
-    native: bool = False
+    packed: bool = False
 
     @nn.compact
     def __call__(
@@ -49,7 +49,7 @@ class LayerNorm(nn.Module):
     ) -> Float[Array, "*N D"]:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
-        if self.native:
+        if self.packed:
             return normalize(x, self.before(), valid)
         x = x.astype(jnp.float32)
         x = x - jnp.mean(x, axis=-1, keepdims=True)
@@ -61,3 +61,6 @@ class LayerNorm(nn.Module):
         return Before(
             "layer", self.get_variable("params", "scale"), self.get_variable("params", "bias")
         )
+
+
+NORMS = {"rms": RMSNorm, "layer": LayerNorm}

@@ -2,37 +2,15 @@
 configuration."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-import flax.linen as nn
-import flax.struct
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
 
-from specdec_jax.backends.axes import (
-    Bias,
-    Encoded,
-    Inputs,
-    Logits,
-    Mask,
-    PerRow,
-    Seen,
-    States,
-    TokenAndLogprob,
-    Tokens,
-    Valid,
-)
-from specdec_jax.backends.kv_cache import KVCache, padded
-from specdec_jax.backends.matmul import product
-from specdec_jax.backends.tree_positions import AnyNodes
+from specdec_jax.backends.axes import Encoded, Inputs, Logits, Mask, States, Tokens
+from specdec_jax.backends.backend import Backend
+from specdec_jax.models.blocks import BlockOptions, Decoder, DecoderCache, Encoder
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
-from specdec_jax.models.layers import Attention, Dense, Embedder, GatedMLP
-from specdec_jax.models.norms import RMSNorm
-from specdec_jax.models.relative_bias import RelativePositionBias, seen_and_biases
 from specdec_jax.models.t5_shapes import t5_shapes
 
 
@@ -116,8 +94,28 @@ class T5Config(ModelConfig):
         scale = self.scale_decoder_outputs
         return self.logits_via_embedding if scale is None else scale
 
-    def module(self, fused: bool = False, native: bool = False) -> "T5":
-        return T5(self, fused, native)
+    def module(self, backend: Backend = Backend()) -> "T5":
+        return T5(self, backend)
+
+    def block_options(self) -> BlockOptions:
+        """Returns what encoder and decoder are made of."""
+        return BlockOptions(
+            **self.shared_options(),
+            num_encoder_layers=self.num_encoder_layers,
+            activations=self.mlp_activations,
+            norm="rms",
+            use_bias=False,
+            self_attention="self_attention",
+            joint_attention=False,
+            cross_attention=True,
+            relative_buckets=(self.num_buckets, self.max_distance),
+            relative_bias_per_layer=self.relative_bias_per_layer,
+            num_positions=None,
+            query_divisor=1.0,  # T5 folds it into the initial query weight
+            embedding_deviation=1.0,
+            scales_outputs=self.scales_outputs,
+            inner_dropout=True,
+        )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return t5_shapes(self)
@@ -161,341 +159,21 @@ PRESETS = {
 }
 
 
-@flax.struct.dataclass
-class DecoderCache:
-    """The decoder's cache, which it keeps between calls.
-
-    Attributes:
-      layers: the cache of each layer's self-attention.
-      cross: keys and values of each layer's cross-attention, computed once from the encoder's
-        output, with L for S.
-      cross_mask: True at the tokens of the encoder's input.
-      position_bias: the bias of every layer, or one that all share: with the CPU's own kernels, of
-        all query positions; else shifted rows, from which calls slice theirs; for nodes of trees,
-        of the last of P query positions.
-    """
-
-    layers: tuple[KVCache, ...]
-    cross: tuple[KVCache, ...]
-    cross_mask: Mask
-    position_bias: tuple[
-        Float32[Array, "S H S"] | Float32[Array, "shifts H W"] | Float32[Array, "H P"], ...
-    ]
-
-    def move_nodes(self, sources: jax.Array, starts: jax.Array, native: bool) -> "DecoderCache":
-        """Does what `KVCache.move` does, in every layer."""
-        return self.replace(
-            layers=tuple(layer.move(sources, starts, native) for layer in self.layers)
-        )
-
-    def constrain_sharding(self) -> "DecoderCache":
-        """Returns the cache with its layout on the mesh fixed; under jit."""
-        rules = self.layers[0].rules
-        if rules is None:
-            return self
-        layers, cross = (
-            tuple(layer.constrain_sharding() for layer in layers)
-            for layers in (self.layers, self.cross)
-        )
-        mask = rules.constrain(self.cross_mask, "batch", "length")
-
-        def axes(bias):
-            return ("length", "heads", "length")[-bias.ndim :]
-
-        biases = tuple(rules.constrain(bias, *axes(bias)) for bias in self.position_bias)
-        return DecoderCache(layers, cross, mask, biases)
-
-
-def _attention_shape(config: T5Config, fused: bool, native: bool) -> dict:
-    return dict(
-        heads=config.num_heads,
-        features=config.head_dim,
-        model_dim=config.emb_dim,
-        dtype=jnp.dtype(config.dtype),
-        fused=fused,
-        native=native,
-        matmul_dtype=config.matmul_dtype,
-    )
-
-
-def _mlp_shape(config: T5Config, fused: bool, native: bool) -> dict:
-    return dict(
-        mlp_dim=config.mlp_dim,
-        activations=config.mlp_activations,
-        dtype=jnp.dtype(config.dtype),
-        dropout_rate=config.dropout_rate,
-        fused=fused,
-        native=native,
-        matmul_dtype=config.matmul_dtype,
-    )
-
-
-def _relative_bias(
-    config: T5Config, bidirectional: bool, name: str | None = None
-) -> RelativePositionBias:
-    return RelativePositionBias(
-        config.num_heads, config.num_buckets, config.max_distance, bidirectional, name=name
-    )
-
-
-class EncoderLayer(nn.Module):
-    config: T5Config
-    fused: bool = False
-    native: bool = False
-
-    @nn.compact
-    def __call__(self, x: Encoded, mask: Mask, bias: Bias, deterministic: bool = True) -> Encoded:
-        """Runs the layer; `bias` is None where the layer has its own."""
-        config, dtype = self.config, jnp.dtype(self.config.dtype)
-        if bias is None:
-            bias = _relative_bias(config, bidirectional=True, name="relpos_bias")(
-                x.shape[1], x.shape[1]
-            )
-        drop = functools.partial(nn.Dropout(config.dropout_rate), deterministic=deterministic)
-        attention = Attention(**_attention_shape(config, self.fused, self.native), name="attention")
-        x = attention.to_inputs(
-            x, RMSNorm(dtype, name="pre_attention_layer_norm"), mask, bias, drop
-        )
-        mlp = GatedMLP(**_mlp_shape(config, self.fused, self.native), name="mlp")
-        return mlp(x, RMSNorm(dtype, name="pre_mlp_layer_norm"), drop, deterministic, mask)
-
-
-class Encoder(nn.Module):
-    config: T5Config
-    fused: bool = False
-    native: bool = False
-
-    @nn.compact
-    def __call__(self, x: Encoded, mask: Mask, deterministic: bool = True) -> Encoded:
-        """Runs all layers and the final norm."""
-        config, dtype = self.config, jnp.dtype(self.config.dtype)
-        bias = None
-        if not config.relative_bias_per_layer:
-            bias = _relative_bias(config, bidirectional=True, name="relpos_bias")(
-                x.shape[1], x.shape[1]
-            )
-        drop = nn.Dropout(config.dropout_rate)
-        x = drop(x, deterministic)
-        for i in range(config.num_encoder_layers):
-            x = EncoderLayer(config, self.fused, self.native, name=f"layers_{i}")(
-                x, mask, bias, deterministic
-            )
-        return drop(RMSNorm(dtype, self.native, name="encoder_norm")(x, mask), deterministic)
-
-
-class DecoderLayer(nn.Module):
-    config: T5Config
-    fused: bool = False
-    native: bool = False
-
-    def setup(self):
-        config, dtype = self.config, jnp.dtype(self.config.dtype)
-        if config.relative_bias_per_layer:
-            self.relpos_bias = _relative_bias(config, bidirectional=False)
-        self.pre_self_attention_layer_norm = RMSNorm(dtype)
-        self.self_attention = Attention(**_attention_shape(config, self.fused, self.native))
-        self.pre_cross_attention_layer_norm = RMSNorm(dtype)
-        self.encoder_decoder_attention = Attention(
-            **_attention_shape(config, self.fused, self.native)
-        )
-        self.pre_mlp_layer_norm = RMSNorm(dtype)
-        self.mlp = GatedMLP(**_mlp_shape(config, self.fused, self.native))
-        self.dropout = nn.Dropout(config.dropout_rate)
-
-    def cross_cache(
-        self, encoded: Encoded, mask: Mask | None = None, heads_per_tile: int | None = None
-    ) -> KVCache:
-        return self.encoder_decoder_attention.project_key_value(encoded, mask, heads_per_tile)
-
-    def __call__(
-        self,
-        x: Float[Array, "*N D"],
-        cache: KVCache | None,
-        positions: PerRow | None,
-        mask: Seen,
-        bias: Bias,
-        cross: KVCache,
-        cross_mask: Mask,
-        deterministic: bool = True,
-        valid: Valid = None,
-        nodes: AnyNodes | None = None,
-        count: int | None = None,
-    ) -> tuple[Float[Array, "*N D"], KVCache]:
-        """Runs the layer over T queries per row; with `cache` None, over whole sequences
-        (training)."""
-        drop = functools.partial(self.dropout, deterministic=deterministic)
-        norm, more = (
-            self.pre_self_attention_layer_norm,
-            dict(valid=valid, dropped=drop, nodes=nodes, count=count),
-        )
-        x, cache = self.self_attention.to_cache(x, norm, cache, positions, mask, bias, **more)
-        norm = self.pre_cross_attention_layer_norm
-        x = self.encoder_decoder_attention.to_encoded(x, norm, cross, cross_mask, valid, drop)
-        return self.mlp(x, self.pre_mlp_layer_norm, drop, deterministic, valid), cache
-
-
-class Decoder(nn.Module):
-    config: T5Config
-    fused: bool = False
-    native: bool = False
-
-    def setup(self):
-        config = self.config
-        if not config.relative_bias_per_layer:
-            self.relpos_bias = _relative_bias(config, bidirectional=False)
-        self.layers = [
-            DecoderLayer(config, self.fused, self.native) for _ in range(config.num_decoder_layers)
-        ]
-        self.decoder_norm = RMSNorm(jnp.dtype(config.dtype), self.native)
-        if not config.logits_via_embedding:
-            self.logits_dense = Dense(
-                config.vocab_size,
-                config.dtype,
-                output_dtype=jnp.float32,
-                matmul_dtype=config.matmul_dtype,
-            )
-        self.dropout = nn.Dropout(config.dropout_rate)
-
-    def position_biases(self, of: Callable[[RelativePositionBias], Float32[Array, "..."]]) -> tuple:
-        """Returns what `of` gives for the table of every layer, or for one that all layers share."""
-        if not self.config.relative_bias_per_layer:
-            return (of(self.relpos_bias),)
-        return tuple(of(layer.relpos_bias) for layer in self.layers)
-
-    def _of_layers(self, shared: Sequence) -> Sequence:
-        """Repeats what has one element per bias of `position_biases` to one element per layer."""
-        return shared if self.config.relative_bias_per_layer else [*shared] * len(self.layers)
-
-    def init_cache(
-        self,
-        encoded: Encoded,
-        cross_mask: Mask,
-        slots: int,
-        copies: int,
-        heads_per_tile: int | None,
-    ) -> DecoderCache:
-        """Makes the cache: empty self-attention caches of `slots` slots, and the cross-attention
-        keys and values of `encoded`, with `copies` rows side by side for each input."""
-        config, shape = (
-            self.config,
-            (encoded.shape[0] * copies, self.config.num_heads, slots, self.config.head_dim),
-        )
-        empty = [
-            KVCache.empty(*shape, jnp.dtype(config.dtype), heads_per_tile) for _ in self.layers
-        ]
-
-        def repeat(x):
-            return jnp.repeat(x, copies, axis=0) if copies > 1 else x
-
-        cross = tuple(
-            jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask, heads_per_tile))
-            for layer in self.layers
-        )
-        slots, native = empty[0].slots, self.native
-        biases = self.position_biases(
-            lambda table: table(slots, slots) if native else table.shifted(slots)
-        )
-        return DecoderCache(tuple(empty), cross, repeat(cross_mask), biases)
-
-    def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
-        """Does what `Network.node_cache` does: keeps the bias of the last of P = `positions` query
-        positions only."""
-        layers = tuple(layer.widen(slots) for layer in cache.layers)
-        return cache.replace(
-            layers=layers,
-            position_bias=self.position_biases(lambda table: table.of_last(positions)),
-        )
-
-    def step(
-        self,
-        x: States,
-        positions: PerRow | None,
-        cache: DecoderCache,
-        layers: int | None = None,
-        valid: Valid = None,
-        nodes: AnyNodes | None = None,
-    ) -> tuple[States, DecoderCache]:
-        """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
-
-        The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and
-        the new cache, in which the layers that were not run stay as they are.
-        """
-        mask, biases, written, room = None, list(cache.position_bias), list(cache.layers), 0
-        batch, count, width = x.shape
-        if (
-            not self.native
-        ):  # a TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D]
-            room = written[0].filling(count)
-            mask, biases = seen_and_biases(biases, positions, count, written[0].slots, nodes, room)
-            x, valid = (
-                padded(x, 1, room).reshape(-1, width),
-                None if valid is None or room else valid.reshape(-1),
-            )
-        for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._of_layers(biases))):
-            more = dict(
-                cross=cache.cross[i],
-                cross_mask=cache.cross_mask,
-                valid=valid,
-                nodes=nodes,
-                count=count,
-            )
-            x, written[i] = layer(x, cache.layers[i], positions, mask, bias, **more)
-        states = self.decoder_norm(x, valid).reshape(batch, count + room, width)
-        return states[:, :count] if room else states, cache.replace(layers=tuple(written))
-
-    def __call__(
-        self, x: States, encoded: Encoded, encoder_mask: Mask, deterministic: bool = True
-    ) -> States:
-        """Returns the normalised states of whole sequences with the embeddings `x`, teacher-forced."""
-        length = x.shape[1]
-        biases = self._of_layers(
-            self.position_biases(lambda table: table(length, length).transpose(1, 0, 2)[None])
-        )
-        mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
-        x = self.dropout(x, deterministic)
-        for layer, bias in zip(self.layers, biases):
-            cross = layer.cross_cache(encoded)
-            x, _ = layer(x, None, None, mask, bias, cross, encoder_mask, deterministic)
-        return self.dropout(self.decoder_norm(x), deterministic)
-
-    def logits(self, x: States, embedding: Float[Array, "rows D"], valid: Valid = None) -> Logits:
-        """Applies the head: returns the logits of normalised states `x`."""
-        x = self._scaled(x)
-        if not self.config.logits_via_embedding:
-            return self.logits_dense(x, valid)
-        return product(x, embedding.astype(x.dtype), ((2,), (1,)))
-
-    def greedy_token_and_logprob(self, x: States, valid: Valid, normalize: bool) -> TokenAndLogprob:
-        """Does what `Network.greedy_token_and_logprob` does, for normalised states `x`."""
-        return self.logits_dense.greedy_token_and_logprob(self._scaled(x), valid, normalize)
-
-    def _scaled(self, x: States) -> States:
-        return (
-            x / jnp.sqrt(self.config.emb_dim).astype(x.dtype) if self.config.scales_outputs else x
-        )
-
-
 class T5(FamilyModule):
-    """The whole network; `fused` and `native` say how its parameters are stored (see
-    `ModelConfig.module`)."""
+    """The whole network."""
 
     config: T5Config
-    fused: bool = False
-    native: bool = False
-    joins_heads: ClassVar[bool] = True
+    backend: Backend = Backend()
 
     def setup(self):
-        config = self.config
-        self.token_embedder = Embedder(
-            config.vocab_size, config.emb_dim, 1.0, config.dtype, self.native
-        )
+        config, packed = self.config, self.backend.packs_weights
+        options = config.block_options()
+        self.token_embedder = options.make_embedder(config.vocab_size, packed)
         if config.separate_embeddings:
-            self.encoder_embedder = Embedder(
-                config.vocab_size, config.emb_dim, 1.0, config.dtype, self.native
-            )
-        if self.config.encoder_dim is None:
-            self.encoder = Encoder(self.config, self.fused, self.native)
-        self.decoder = Decoder(self.config, self.fused, self.native)
+            self.encoder_embedder = options.make_embedder(config.vocab_size, packed)
+        if config.encoder_dim is None:
+            self.encoder = Encoder(options, self.backend)
+        self.decoder = Decoder(options, self.backend)
 
     def encode(self, inputs: Inputs, mask: Mask, deterministic: bool = True) -> Encoded:
         """Runs the encoder on `inputs`, with `mask` True at tokens."""
@@ -509,12 +187,10 @@ class T5(FamilyModule):
         slots: int,
         copies: int = 1,
         encoded: Encoded | None = None,
-        heads_per_tile: int | None = None,
     ) -> DecoderCache:
-        """Makes the decoder's cache, and runs the encoder once for it unless its output is given as
-        `encoded`."""
+        """Makes the decoder's cache, for which the encoder runs once unless there is `encoded`."""
         encoded = self.encode(inputs, mask) if encoded is None else encoded
-        return self.decoder.init_cache(encoded, mask, slots, copies, heads_per_tile)
+        return self.decoder.init_cache(len(inputs), slots, copies, encoded, mask)
 
     def dummy_inputs(self) -> tuple:
         tokens, width = jnp.ones((1, 2), jnp.int32), self.config.encoder_dim

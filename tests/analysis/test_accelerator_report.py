@@ -18,6 +18,7 @@ from specdec_jax.analysis import machine
 from specdec_jax.analysis.matmul_roofline import Products
 from specdec_jax.analysis.report import page, plots, records, rows
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.backends.backend import TPUBackend
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.gpu import attention as gpu_attention
 from specdec_jax.backends.tpu import fused_step
@@ -71,7 +72,7 @@ def test_the_drafter_of_a_tiny_report_takes_a_tpus_kernel():
             False,
             True,
         )
-        network = Network(params, config.module(fused=True), platform="tpu")
+        network = Network(params, config.module(TPUBackend(True)))
         cache = network.prefill(jnp.ones((1, 4), jnp.int32), jnp.full(1, 4), 16)
         found.append(fused_step.fits(network.module, network.params, (1, 2), cache, None))
 
@@ -397,9 +398,7 @@ def test_the_floor_is_bytes_over_the_bandwidth_of_copies():
 def test_bytes_are_those_of_the_kernels_of_a_step(dtype, width):
     config = ReportSetup(tiny=True, dtype=dtype).config("t5_1_1/large")
     params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
-    network = Network(
-        weight_layouts.pack(params, False, True), config.module(fused=True), platform="tpu"
-    )
+    network = Network(weight_layouts.pack(params, False, True), config.module(TPUBackend(True)))
     # In each of 2 layers: 4 + 2 kernels of the attentions, 3 of the feed-forward block, all 128 to
     # 128. The head.
     kernels = 2 * (4 + 2 + 3) * 128 * 128 + 128 * 512

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from toy_models import tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.backend import TPUBackend
 from specdec_jax.backends.sharding import AXES, ShardingRules
 from specdec_jax.backends.tpu import fused_mesh
 
@@ -64,7 +65,7 @@ def test_which_models_it_takes(rows, replicate, taken):
         network = tiny_t5(
             0, 24, dtype="bfloat16", emb_dim=128, num_heads=4, head_dim=64, mlp_dim=128
         ).network
-        network = network.replace(platform="tpu", module=network.config.module(fused=True))
+        network = network.replace(module=network.config.module(TPUBackend(True)))
         cache = network.prefill(jnp.ones((rows, 4), int), jnp.full(rows, 4), 34)
         layers = tuple(layer.replace(rules=rules) for layer in cache.layers)
         cache = cache.replace(

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.backend import TPUBackend
 from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.backends.tpu import fused_step
 from specdec_jax.models import fused_step_selftest, weight_layouts
@@ -55,7 +56,7 @@ def t5(**shape) -> sd.LanguageModel:
 
 
 def laid_out(model: sd.LanguageModel) -> sd.LanguageModel:
-    model.network = model.network.replace(platform="tpu")
+    model.network = model.network.with_backend("tpu")
     return model
 
 
@@ -214,13 +215,11 @@ def test_calls_that_the_kernel_takes():
 )
 def test_as_many_slots_as_the_page_says_fit(preset, rows, most):
     config = PRESETS[preset].replace(dtype="bfloat16")
-    module, found = config.module(fused=True), {}
+    module, found = config.module(TPUBackend(True)), {}
 
     def begin(slots):
         params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
-        network = Network(
-            weight_layouts.pack(params, use_packed=False, fused=True), module, platform="tpu"
-        )
+        network = Network(weight_layouts.pack(params, use_packed=False, fused=True), module)
         cache = network.prefill(jnp.ones((rows, 128), jnp.int32), jnp.full(rows, 128), slots)
         found[slots] = fused_step.fits(module, network.params, (rows, 2), cache, None)
 

@@ -148,7 +148,7 @@ def test_a_token_of_nan_reaches_only_those_that_see_it():
 
 
 def on_a_gpu(model: sd.LanguageModel) -> sd.LanguageModel:
-    model.network = model.network.replace(platform="gpu")
+    model.network = model.network.with_backend("gpu")
     return model
 
 

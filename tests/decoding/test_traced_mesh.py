@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from toy_models import tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.backend import Backend, TPUBackend
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.sharding import AXES, ShardingRules
 from specdec_jax.decoding import ambient_mesh
@@ -110,9 +111,9 @@ def test_networks_are_laid_out_for_the_programs_devices(few):
 
 def test_one_device_has_its_own_layout():
     network = run.model().network
-    network = network.replace(module=network.config.module(), platform="tpu")
+    network = network.replace(module=network.config.module(TPUBackend()))
     found = ambient_mesh.laid_out(network, 4)
-    assert (found.platform, found.rules) == (jax.default_backend(), None) and ambient_mesh.alone()
+    assert found.backend == Backend() and ambient_mesh.alone()
 
 
 @pytest.mark.slow

@@ -178,10 +178,10 @@ def test_parameters_are_packed_on_a_cpu_only(pair, monkeypatch):
     target, _ = pair
     inputs, lengths = INPUTS, np.array([5, 3, 2])
     packed = network_of(target.params, target.config, 3)
-    assert packed.module.fused
+    assert packed.backend.joins_weights
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     bare = network_of(flax.core.freeze(target.params), target.config, 3)
-    assert not bare.module.fused
+    assert not bare.backend.joins_weights
     logits = [
         jax.jit(Network.teacher_forced)(network, inputs, lengths, PROMPTS)
         for network in (bare, packed)

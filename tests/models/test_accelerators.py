@@ -9,12 +9,13 @@ import pytest
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.backend import choose_backend
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.kv_cache import KVCache, _taken, _taken_one_by_one
 from specdec_jax.backends.tpu import fused_step
 from specdec_jax.backends.tree_positions import Nodes, WindowNodes
+from specdec_jax.backends.xla import AttentionShape
 from specdec_jax.decoding.loop import advance
-from specdec_jax.models.network import heads_per_tile_of
 from tools.compiled_text import loop_copies
 
 pytestmark = pytest.mark.usefixtures("quick", "as_on_an_accelerator")
@@ -42,7 +43,7 @@ def gpt() -> sd.LanguageModel:
 
 
 def laid_out(model: sd.LanguageModel, platform: str) -> sd.LanguageModel:
-    model.network = model.network.replace(platform=platform)
+    model.network = model.network.with_backend(platform)
     return model
 
 
@@ -215,15 +216,15 @@ def test_who_sees_a_value_that_is_not_finite_gets_nan_from_its_key(batch):
 
 
 def test_as_many_heads_lie_side_by_side_as_fill_a_tile_and_a_mesh_can_divide():
-    small, wide = (sd.T5Config(V, 16, 6, features, 1, 1, 32).module() for features in (32, 128))
-    assert [heads_per_tile_of(platform, small, None) for platform in ("cpu", "gpu", "tpu")] == [
-        None,
-        1,
-        3,
-    ]
-    assert heads_per_tile_of("tpu", wide, None) == 1
+    small, wide = (AttentionShape(6, features, jnp.float32) for features in (32, 128))
+
+    def heads_per_tile(platform, shape, rules=None):
+        return choose_backend(platform, rules).heads_per_tile(shape)
+
+    assert [heads_per_tile(platform, small) for platform in ("cpu", "gpu", "tpu")] == [None, 1, 3]
+    assert heads_per_tile("tpu", wide) == 1
     three_parts = type("Rules", (), {"parts": 3})
-    assert heads_per_tile_of("tpu", small, three_parts) == 2
+    assert heads_per_tile("tpu", small, three_parts) == 2
 
 
 def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(monkeypatch):

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 import specdec_jax as sd
+from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.kv_cache import KVCache
+from specdec_jax.backends.xla import DecoderCall
 from specdec_jax.models import families, parameters
+from specdec_jax.models.blocks import Attention, BlockOptions
 from specdec_jax.models.config_validation import check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
-from specdec_jax.models.layers import Attention, Dense
+from specdec_jax.models.layers import Dense
 from specdec_jax.models.network import initial_params
-from specdec_jax.models.norms import RMSNorm
 from specdec_jax.models.t5 import T5Config, t5_only
 
 PACKAGE = pathlib.Path(sd.__file__).parent
@@ -62,8 +64,28 @@ class BagConfig(ModelConfig):
     def with_own_head(self) -> "BagConfig":
         return dataclasses.replace(self, logits_via_embedding=False)
 
-    def module(self, fused: bool = False, native: bool = False) -> "Bag":
-        return Bag(self, fused)
+    def module(self, backend: Backend = Backend()) -> "Bag":
+        # No kernel of a CPU's own: weights are not packed.
+        return Bag(self, Backend(backend.joins_weights, backend.rules))
+
+    def block_options(self) -> BlockOptions:
+        return BlockOptions(
+            **self.shared_options(),
+            num_encoder_layers=0,
+            activations=("relu",),
+            norm="rms",
+            use_bias=False,
+            self_attention="self_attention",
+            joint_attention=False,
+            cross_attention=False,
+            relative_buckets=None,
+            relative_bias_per_layer=False,
+            num_positions=None,
+            query_divisor=1.0,
+            embedding_deviation=1.0,
+            scales_outputs=False,
+            inner_dropout=False,
+        )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         width, square = self.emb_dim, (self.emb_dim, self.emb_dim)
@@ -104,26 +126,27 @@ class BagEmbedder(FamilyModule):
 
 class BagLayer(FamilyModule):
     config: BagConfig
-    fused: bool = False
+    backend: Backend = Backend()
 
     def setup(self):
-        config = self.config
-        self.norm = RMSNorm()
-        self.self_attention = Attention(
-            config.num_heads, config.head_dim, config.emb_dim, fused=self.fused
-        )
+        options = self.config.block_options()
+        self.norm = options.make_norm()
+        self.self_attention = Attention(options, self.backend, self.backend.joins_weights)
 
-    def __call__(self, x, cache, positions, mask):
-        return self.self_attention.to_cache(x, self.norm, cache, positions, mask)
+    def __call__(self, x, cache, call):
+        return self.self_attention.to_cache(x, self.norm, cache, call, None, lambda y: y)
+
+    def over(self, x, mask):
+        return self.self_attention.to_sequence(x, self.norm, mask, None, lambda y: y)
 
 
 class BagDecoder(FamilyModule):
     config: BagConfig
-    fused: bool = False
+    backend: Backend = Backend()
 
     def setup(self):
         self.layers = [
-            BagLayer(self.config, self.fused) for _ in range(self.config.num_decoder_layers)
+            BagLayer(self.config, self.backend) for _ in range(self.config.num_decoder_layers)
         ]
         self.logits_dense = Dense(self.config.vocab_size, output_dtype=jnp.float32)
 
@@ -131,13 +154,13 @@ class BagDecoder(FamilyModule):
         queries, written = positions[:, None] + jnp.arange(x.shape[1]), list(cache.blocks)
         mask = jnp.arange(cache.blocks[0].slots) <= queries[:, None, :, None]
         for i, layer in enumerate(self.layers[:layers]):
-            x, written[i] = layer(x, cache.blocks[i], positions, mask)
+            x, written[i] = layer(x, cache.blocks[i], DecoderCall(positions, mask))
         return x, BagCache(tuple(written))
 
     def __call__(self, x):
         mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None]
         for layer in self.layers:
-            x, _ = layer(x, None, None, mask)
+            x = layer.over(x, mask)
         return x
 
     def logits(self, x, embedding, valid=None):
@@ -146,13 +169,12 @@ class BagDecoder(FamilyModule):
 
 class Bag(FamilyModule):
     config: BagConfig
-    fused: bool = False
-    native: ClassVar[bool] = False
+    backend: Backend = Backend()
 
     def setup(self):
         self.token_embedder, self.decoder = (
             BagEmbedder(self.config),
-            BagDecoder(self.config, self.fused),
+            BagDecoder(self.config, self.backend),
         )
 
     def dummy_inputs(self) -> tuple:

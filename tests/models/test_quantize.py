@@ -82,7 +82,7 @@ def test_stored_8_bits_are_widened_where_they_cannot_be_had(tmp_path, monkeypatc
     assert sd.load(folder, "float32").quantized and not sd.load(folder, "bfloat16").quantized
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     model = sd.load(folder, "float32")
-    assert not model.quantized and not model.network.module.native
+    assert not model.quantized and not model.network.backend.packs_weights
 
 
 def write_stored(folder, arrays):
@@ -162,7 +162,7 @@ def test_every_kernel_is_rounded_by_its_columns(form, tmp_path):
     make.FORMATS[form](tmp_path / "source")
     model = sd.load(tmp_path / "source", "float32", quantize="int8")
     plain = sd.load(tmp_path / "source", "float32")
-    assert model.quantized and not plain.quantized and model.network.module.native
+    assert model.quantized and not plain.quantized and model.network.backend.packs_weights
     rounded = 0
     for name, array in flatten(plain.params).items():
         found = stored_in(model)[name]

@@ -89,7 +89,7 @@ def test_greedy_tokens_are_t5xs(model, drafter):
 def test_without_the_cpus_own_kernels(model, folder, monkeypatch):
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
     plain = sd.load(folder, "float32")
-    assert not plain.network.module.native
+    assert not plain.network.backend.packs_weights
     tokens = engine_tokens(
         plain, IO["inputs"], IO["input_lengths"], IO["greedy"].shape[1], (), drafter="speculative"
     )

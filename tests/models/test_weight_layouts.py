@@ -77,7 +77,7 @@ def test_every_kernel_of_a_float32_model_is_in_panels():
         network = made.network
         kernels = jax.tree.leaves(network.params, is_leaf=weight_layouts.is_kernel)
         kernels = [leaf for leaf in kernels if weight_layouts.is_kernel(leaf)]
-        assert network.module.native and len(kernels) >= 6
+        assert network.backend.packs_weights and len(kernels) >= 6
         assert all(leaf.ndim != 2 for leaf in jax.tree.leaves(kernels) if leaf.dtype == np.float32)
         assert getattr(network.module, "fused", False) == fused
 
@@ -93,7 +93,7 @@ def test_other_dtypes_and_backends_keep_their_kernels(dtype, backend, monkeypatc
 def test_output_does_not_depend_on_the_layout(make, monkeypatch):
     """One row and several, with and without a drafter; layouts differ by rounding."""
     target, other = make(), without_kernels(make, monkeypatch)
-    assert target.network.module.native and not other.network.module.native
+    assert target.network.backend.packs_weights and not other.network.backend.packs_weights
     for inputs in (INPUTS, INPUTS[:1]):
         options = dict(max_new_tokens=10, eos_ids=())
         expected = generate(other, inputs, **options)

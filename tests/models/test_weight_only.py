@@ -73,7 +73,7 @@ def logits(model, rng):
 )
 def test_a_model_computes_what_its_widened_numbers_do(name):
     model = sd.LanguageModel.random(SHAPES[name], quantize="int8")
-    assert model.quantized and model.input_bits is None and not model.network.module.native
+    assert model.quantized and model.input_bits is None and not model.network.backend.packs_weights
     assert " in int8 with inputs as they are" in model.contents
     assert (
         flatten(model.params).keys() == flatten(sd.LanguageModel.random(SHAPES[name]).params).keys()

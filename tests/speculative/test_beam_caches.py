@@ -12,9 +12,9 @@ from toy_models import noisy_copy, tiny_t5
 import specdec_jax as sd
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.decoding import beams
+from specdec_jax.models.blocks import Attention
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.layers import Attention
 from specdec_jax.speculative.beam_iteration import iterate_beams
 from specdec_jax.speculative.beam_tree import live_beams
 

@@ -30,7 +30,7 @@ def difference(mesh: tuple[int, int], rows: int, calls: list) -> float:
     alone = tiny_t5(0, 24, **shape)
     rules = ShardingRules(sd.make_mesh(*mesh), replicate=True)
     model = LanguageModel(alone.config, alone.params, rules=rules)
-    network = model.network.replace(platform="tpu")
+    network = model.network.with_backend("tpu", rules)
     lengths = rules.put(jnp.asarray((INPUTS > 0).sum(1)[:rows]))
     cache = jax.jit(lambda network, *given: network.prefill(*given, 34))(
         network, rules.put(INPUTS[:rows]), lengths

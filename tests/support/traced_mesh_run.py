@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.backends.backend import TPUBackend
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.sharding import AXES, ShardingRules
 from specdec_jax.decoding import ambient_mesh, under_jit
@@ -95,7 +96,7 @@ def main(cases: list[str]) -> dict:
         seen.append(
             [
                 replicate,
-                result.platform,
+                "tpu" if isinstance(result.backend, TPUBackend) else "cpu",
                 None if result.rules is None else [result.rules.rows, result.rules.parts],
             ]
         )

@@ -168,7 +168,10 @@ def knows(module: Any) -> bool:
     """Returns whether there is a kernel for such a module."""
     off = pltpu is None or os.environ.get(native.SETTING) == "off"
     return (
-        not off and module.config.family == "t5" and not module.config.matmul_dtype and module.fused
+        not off
+        and module.config.family == "t5"
+        and not module.config.matmul_dtype
+        and module.backend.joins_weights
     )
 
 

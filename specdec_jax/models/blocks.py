@@ -1,0 +1,565 @@
+"""Encoder and decoder of every family, whose `BlockOptions` say what they are made of.
+
+A family's own file has its configuration, its names of parameters and how it fills the options.
+Names of submodules are those of T5X's parameters. What depends on the device is asked of a
+`Backend`. The letters of axes are in `backends/axes.py`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32
+
+from specdec_jax.backends import xla
+from specdec_jax.backends.axes import (
+    Bias,
+    Encoded,
+    Logits,
+    Mask,
+    PerRow,
+    States,
+    TokenAndLogprob,
+    Valid,
+)
+from specdec_jax.backends.backend import Backend
+from specdec_jax.backends.cpu.packed_weights import Before
+from specdec_jax.backends.kv_cache import KVCache, padded
+from specdec_jax.backends.matmul import product
+from specdec_jax.backends.tree_positions import AnyNodes
+from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS, AttentionShape, DecoderCall, Projected
+from specdec_jax.models.layers import Dense, Embedder
+from specdec_jax.models.norms import NORMS
+from specdec_jax.models.relative_bias import RelativePositionBias, seen_and_biases
+
+_fan_in_normal = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOptions:
+    """What encoder and decoder are made of; static.
+
+    Attributes:
+      emb_dim, num_heads, head_dim, mlp_dim, vocab_size: D, H, K, width of the feed-forward block, V.
+      num_encoder_layers, num_decoder_layers: numbers of layers; without an encoder 0.
+      activations: one activation, or two for a gated feed-forward block.
+      norm: "rms" or "layer", before each block and at the end of a stack.
+      use_bias: whether products have a bias, but for the head.
+      self_attention: name of the decoder's self-attention.
+      joint_attention: whether its queries, keys and values have one weight in checkpoints too.
+      cross_attention: whether the decoder attends to an encoder's output.
+      relative_buckets: number of buckets and greatest distance of T5's relative bias; None: none.
+      relative_bias_per_layer: whether every layer has a table of that bias, or a stack one.
+      num_positions: number of learned positions, added to embeddings; None: none.
+      query_divisor: number by which queries are divided.
+      embedding_deviation: standard deviation of embeddings at first.
+      tied_head: whether the head is the transposed embedding.
+      scales_outputs: whether the decoder's output is multiplied by 1/√D before the head.
+      dropout_rate: rate in training, of embeddings and of what each block adds.
+      inner_dropout: whether it is also that of hidden features and of a stack's output.
+      dtype: dtype of the computation.
+      matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
+    """
+
+    emb_dim: int
+    num_heads: int
+    head_dim: int
+    mlp_dim: int
+    vocab_size: int
+    num_encoder_layers: int
+    num_decoder_layers: int
+    activations: tuple[str, ...]
+    norm: str
+    use_bias: bool
+    self_attention: str
+    joint_attention: bool
+    cross_attention: bool
+    relative_buckets: tuple[int, int] | None
+    relative_bias_per_layer: bool
+    num_positions: int | None
+    query_divisor: float
+    embedding_deviation: float
+    tied_head: bool
+    scales_outputs: bool
+    dropout_rate: float
+    inner_dropout: bool
+    dtype: str
+    matmul_dtype: str | None
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        """The shape of every attention."""
+        return AttentionShape(
+            self.num_heads, self.head_dim, jnp.dtype(self.dtype), self.query_divisor
+        )
+
+    def make_norm(self, packed: bool = False, name: str | None = None) -> nn.Module:
+        """Makes a norm; `packed` as for `norms.py`."""
+        return NORMS[self.norm](jnp.dtype(self.dtype), packed, name=name)
+
+    def make_dense(self, features: int, **options: Any) -> Dense:
+        """Makes a linear map of a block."""
+        dtype = jnp.dtype(self.dtype)
+        return Dense(
+            features, dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias, **options
+        )
+
+    def make_embedder(self, rows: int, packed: bool) -> Embedder:
+        """Makes a table of embeddings."""
+        return Embedder(rows, self.emb_dim, self.embedding_deviation, self.dtype, packed)
+
+    def make_relative_bias(
+        self, bidirectional: bool, name: str | None = None
+    ) -> RelativePositionBias:
+        """Makes a table of T5's relative position bias."""
+        assert self.relative_buckets is not None
+        return RelativePositionBias(
+            self.num_heads, *self.relative_buckets, bidirectional, name=name
+        )
+
+
+class MLP(nn.Module):
+    """A feed-forward block: one activation, or the product of two (gated)."""
+
+    options: BlockOptions
+    backend: Backend
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "*N D"],
+        norm: Callable,
+        dropped: Callable,
+        deterministic: bool,
+        valid: Valid = None,
+    ) -> Float[Array, "*N D"]:
+        """Returns `x + dropped(block(norm(x)))`."""
+        options, names = self.options, self.options.activations
+        count, dense = len(names), options.make_dense
+        joint = "wi" if count == 1 else "wi_fused"
+        if self.backend.packs_weights:
+            hidden = dense(count * options.mlp_dim, name=joint).after(norm, x, valid)
+            gate = Before("activation" if count == 1 else "gate", activations=names)
+            return dense(x.shape[-1], name="wo").with_packed_weights(hidden, valid, gate, x)
+        residual, x = x, norm(x)
+        if self.backend.joins_weights or count == 1:
+            parts = jnp.split(dense(count * options.mlp_dim, name=joint)(x), count, axis=-1)
+        else:
+            parts = [dense(options.mlp_dim, name=f"wi_{i}")(x) for i in range(count)]
+        hidden = ACTIVATION_FUNCTIONS[names[0]](parts[0])
+        for part, activation in zip(parts[1:], names[1:]):
+            hidden = hidden * ACTIVATION_FUNCTIONS[activation](part)
+        rate = options.dropout_rate if options.inner_dropout else 0.0
+        hidden = nn.Dropout(rate)(hidden, deterministic=deterministic)
+        return residual + dropped(dense(x.shape[-1], name="wo")(hidden))
+
+
+class Attention(nn.Module):
+    """Multi-head attention of T queries per row over given keys and values.
+
+    With `joint` the weights of queries, keys and values are one matrix `qkv [D, 3·H·K]`.
+    """
+
+    options: BlockOptions
+    backend: Backend
+    joint: bool
+
+    def setup(self):
+        options, dense = self.options, self.options.make_dense
+        size = options.num_heads * options.head_dim
+
+        # T5 folds the 1/√K of the scores into the initial query weight.
+        def query_init(*args):
+            return _fan_in_normal(*args) / np.sqrt(options.head_dim)
+
+        self.query = dense(size, kernel_init=query_init)
+        self.key = dense(size, kernel_init=_fan_in_normal)
+        self.value = dense(size, kernel_init=_fan_in_normal)
+        self.qkv = dense(3 * size)
+        self.out = dense(options.emb_dim, kernel_init=_fan_in_normal)
+
+    def _project(self, x: Float[Array, "*N D"]) -> Projected:
+        """Returns queries, keys and values of `x`."""
+        return (self.qkv(x),) if self.joint else (self.query(x), self.key(x), self.value(x))
+
+    def project_key_value(self, x: Encoded, valid: Mask | None, backend: Backend) -> KVCache:
+        """Returns the keys and values of cross-attention, in the layout of a backend."""
+        shape = self.options.attention_shape
+        return backend.cross_cache(self.key(x, valid), self.value(x, valid), shape)
+
+    def to_cache(
+        self,
+        x: Float[Array, "*N D"],
+        norm: Callable,
+        cache: KVCache,
+        call: DecoderCall,
+        bias: Bias,
+        dropped: Callable,
+    ) -> tuple[Float[Array, "*N D"], KVCache]:
+        """Returns `x + dropped(self-attention of norm(x))`, and the cache with the new tokens.
+
+        Args:
+          x: states of T tokens for each of B rows, `[B, T, D]`, or for XLA `[B·T, D]`.
+          norm: the norm before the block.
+          cache: keys and values of earlier tokens.
+          call: where the T tokens lie.
+          bias: added to the scores; with the CPU's kernels that of all query positions `[S, H, S]`,
+            for nodes of the last of P positions `[H, P]`.
+          dropped: dropout.
+        """
+        packed, shape = self.backend.packs_weights, self.options.attention_shape
+        qkv = (self.qkv.after(norm, x, call.valid),) if packed else self._project(norm(x))
+        attended, cache = self.backend.attend_to_cache(qkv, cache, call, bias, shape)
+        return self.out.added(attended, x, call.valid, dropped), cache
+
+    def to_sequence(
+        self, x: States, norm: Callable, mask: Bool[Array, "1 1 T T"], bias: Bias, dropped: Callable
+    ) -> States:
+        """Returns `x + dropped(self-attention of norm(x))` of whole sequences, without a cache."""
+        qkv, shape = self._project(norm(x)), self.options.attention_shape
+        attended = xla.attend_to_sequence(qkv, mask, bias, shape)
+        return x + dropped(self.out(attended))
+
+    def to_encoded(
+        self,
+        x: Float[Array, "*N D"],
+        norm: Callable,
+        cross: KVCache,
+        mask: Mask,
+        valid: Valid,
+        dropped: Callable,
+    ) -> Float[Array, "*N D"]:
+        """Returns `x + dropped(cross-attention of norm(x))`.
+
+        `mask` is True at tokens of the inputs, which come first in each row.
+        """
+        packed, shape = self.backend.packs_weights, self.options.attention_shape
+        query = self.query.after(norm, x, valid) if packed else self.query(norm(x))
+        call = DecoderCall(None, valid=valid)
+        attended = self.backend.attend_to_encoded(query, cross, mask, call, shape)
+        return self.out.added(attended, x, valid, dropped)
+
+    def to_inputs(
+        self,
+        x: Encoded,
+        norm: Callable,
+        mask: Mask,
+        bias: Float[Array, "L H L"],
+        dropped: Callable,
+    ) -> Encoded:
+        """Returns `x + dropped(self-attention of norm(x))` in an encoder; `mask` as above."""
+        packed, shape = self.backend.packs_weights, self.options.attention_shape
+        qkv = (self.qkv.after(norm, x, mask),) if packed else self._project(norm(x))
+        attended = self.backend.attend_to_inputs(qkv, mask, bias, shape)
+        return self.out.added(attended, x, mask, dropped)
+
+
+class EncoderLayer(nn.Module):
+    options: BlockOptions
+    backend: Backend
+
+    @nn.compact
+    def __call__(self, x: Encoded, mask: Mask, bias: Bias, deterministic: bool) -> Encoded:
+        """Runs the layer; `bias` is None where the layer has its own."""
+        options, length = self.options, x.shape[1]
+        if bias is None:
+            bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
+        drop = functools.partial(nn.Dropout(options.dropout_rate), deterministic=deterministic)
+        joint = self.backend.joins_weights
+        attention = Attention(options, self.backend, joint, name="attention")
+        norm = options.make_norm(name="pre_attention_layer_norm")
+        x = attention.to_inputs(x, norm, mask, bias, drop)
+        norm = options.make_norm(name="pre_mlp_layer_norm")
+        return MLP(options, self.backend, name="mlp")(x, norm, drop, deterministic, mask)
+
+
+class Encoder(nn.Module):
+    options: BlockOptions
+    backend: Backend
+
+    @nn.compact
+    def __call__(self, x: Encoded, mask: Mask, deterministic: bool = True) -> Encoded:
+        """Runs all layers and the final norm."""
+        options, length, bias = self.options, x.shape[1], None
+        if not options.relative_bias_per_layer:
+            bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
+        drop = nn.Dropout(options.dropout_rate)
+        x = drop(x, deterministic)
+        for i in range(options.num_encoder_layers):
+            layer = EncoderLayer(options, self.backend, name=f"layers_{i}")
+            x = layer(x, mask, bias, deterministic)
+        norm = options.make_norm(self.backend.packs_weights, name="encoder_norm")
+        return drop(norm(x, mask), deterministic)
+
+
+@flax.struct.dataclass
+class DecoderCache:
+    """The decoder's cache, which it keeps between calls.
+
+    Attributes:
+      layers: the cache of each layer's self-attention.
+      cross: keys and values of each layer's cross-attention, computed once from the encoder's
+        output, with L for S; none without cross-attention.
+      cross_mask: True at the tokens of the encoder's input; None without cross-attention.
+      position_bias: the relative bias of every layer, or one that all share: with the CPU's own
+        kernels, of all query positions; else shifted rows, from which calls slice theirs; for nodes
+        of trees, of the last of P query positions.
+    """
+
+    layers: tuple[KVCache, ...]
+    cross: tuple[KVCache, ...] = ()
+    cross_mask: Mask | None = None
+    position_bias: tuple[
+        Float32[Array, "S H S"] | Float32[Array, "shifts H W"] | Float32[Array, "H P"], ...
+    ] = ()
+
+    def move_nodes(self, sources: jax.Array, starts: jax.Array, native: bool) -> "DecoderCache":
+        """Does what `KVCache.move` does, in every layer."""
+        layers = tuple(layer.move(sources, starts, native) for layer in self.layers)
+        return self.replace(layers=layers)
+
+    def repeated(self, copies: int) -> "DecoderCache":
+        """Returns the cache of a decoder-only network with `copies` rows for each row."""
+        return self.replace(layers=tuple(layer.repeated(copies) for layer in self.layers))
+
+    def constrain_sharding(self) -> "DecoderCache":
+        """Returns the cache with its layout on the mesh fixed; under jit."""
+        rules = self.layers[0].rules
+        if rules is None:
+            return self
+        layers, cross = (
+            tuple(layer.constrain_sharding() for layer in layers)
+            for layers in (self.layers, self.cross)
+        )
+        mask = self.cross_mask
+        mask = None if mask is None else rules.constrain(mask, "batch", "length")
+        axes = "length", "heads", "length"
+        biases = tuple(rules.constrain(bias, *axes[-bias.ndim :]) for bias in self.position_bias)
+        return DecoderCache(layers, cross, mask, biases)
+
+
+class DecoderLayer(nn.Module):
+    options: BlockOptions
+    backend: Backend
+
+    def setup(self):
+        options, backend = self.options, self.backend
+        if options.relative_bias_per_layer:
+            self.relpos_bias = options.make_relative_bias(False)
+        self.pre_self_attention_layer_norm = options.make_norm()
+        joint = options.joint_attention or backend.joins_weights
+        setattr(self, options.self_attention, Attention(options, backend, joint))
+        if options.cross_attention:
+            self.pre_cross_attention_layer_norm = options.make_norm()
+            self.encoder_decoder_attention = Attention(options, backend, joint)
+        self.pre_mlp_layer_norm = options.make_norm()
+        self.mlp = MLP(options, backend)
+        self.dropout = nn.Dropout(options.dropout_rate)
+
+    def cross_cache(self, encoded: Encoded, mask: Mask | None, backend: Backend) -> KVCache:
+        """Returns keys and values of the encoder's output, in the layout of a backend."""
+        return self.encoder_decoder_attention.project_key_value(encoded, mask, backend)
+
+    def step(
+        self,
+        x: Float[Array, "*N D"],
+        cache: KVCache,
+        call: DecoderCall,
+        bias: Bias,
+        cross: KVCache | None,
+        cross_mask: Mask | None,
+    ) -> tuple[Float[Array, "*N D"], KVCache]:
+        """Runs the layer over T queries per row."""
+        attention, norm = self._self_attention()
+        drop = functools.partial(self.dropout, deterministic=True)
+        x, cache = attention.to_cache(x, norm, cache, call, bias, drop)
+        return self._rest(x, cross, cross_mask, True, call.valid), cache
+
+    def __call__(
+        self,
+        x: States,
+        mask: Bool[Array, "1 1 T T"],
+        bias: Bias,
+        encoded: Encoded | None,
+        cross_mask: Mask | None,
+        deterministic: bool,
+    ) -> States:
+        """Runs the layer over whole sequences, teacher-forced."""
+        attention, norm = self._self_attention()
+        cross = None if encoded is None else self.cross_cache(encoded, None, Backend())
+        drop = functools.partial(self.dropout, deterministic=deterministic)
+        x = attention.to_sequence(x, norm, mask, bias, drop)
+        return self._rest(x, cross, cross_mask, deterministic)
+
+    def _self_attention(self) -> tuple[Attention, nn.Module]:
+        return getattr(self, self.options.self_attention), self.pre_self_attention_layer_norm
+
+    def _rest(
+        self,
+        x: Float[Array, "*N D"],
+        cross: KVCache | None,
+        cross_mask: Mask | None,
+        deterministic: bool,
+        valid: Valid = None,
+    ) -> Float[Array, "*N D"]:
+        """Runs what follows self-attention."""
+        drop = functools.partial(self.dropout, deterministic=deterministic)
+        if cross is not None:
+            norm, attention = self.pre_cross_attention_layer_norm, self.encoder_decoder_attention
+            x = attention.to_encoded(x, norm, cross, cross_mask, valid, drop)
+        return self.mlp(x, self.pre_mlp_layer_norm, drop, deterministic, valid)
+
+
+class Decoder(nn.Module):
+    options: BlockOptions
+    backend: Backend
+
+    def setup(self):
+        options, packed = self.options, self.backend.packs_weights
+        if options.num_positions is not None:
+            self.position_embedder = options.make_embedder(options.num_positions, packed)
+        if options.relative_buckets and not options.relative_bias_per_layer:
+            self.relpos_bias = options.make_relative_bias(False)
+        layers = range(options.num_decoder_layers)
+        self.layers = [DecoderLayer(options, self.backend) for _ in layers]
+        self.decoder_norm = options.make_norm(packed)
+        if not options.tied_head:
+            self.logits_dense = Dense(
+                options.vocab_size,
+                options.dtype,
+                output_dtype=jnp.float32,
+                matmul_dtype=options.matmul_dtype,
+            )
+        self.dropout = nn.Dropout(options.dropout_rate)
+
+    def position_biases(
+        self, make: Callable[[RelativePositionBias], Float32[Array, "..."]]
+    ) -> tuple:
+        """Returns what `make` gives for the table of every layer, or for one that all share."""
+        if not self.options.relative_buckets:
+            return ()
+        if not self.options.relative_bias_per_layer:
+            return (make(self.relpos_bias),)
+        return tuple(make(layer.relpos_bias) for layer in self.layers)
+
+    def _by_layer(self, biases: Sequence) -> Sequence:
+        """Returns the bias of every layer, where `biases` has one or one for all, or none."""
+        if self.options.relative_bias_per_layer:
+            return biases
+        return [*(biases or [None])] * len(self.layers)
+
+    def init_cache(
+        self, rows: int, slots: int, copies: int, encoded: Encoded | None, cross_mask: Mask
+    ) -> DecoderCache:
+        """Makes the cache before any token is fed.
+
+        Args:
+          rows: number of inputs.
+          slots: S, slots of the self-attention caches.
+          copies: rows of the cache for each input, side by side.
+          encoded: the encoder's output, to which cross-attention attends.
+          cross_mask: True at the tokens of the encoder's input.
+        """
+        shape, backend = self.options.attention_shape, self.backend
+        empty = tuple(backend.empty_cache(rows * copies, slots, shape) for _ in self.layers)
+        if not self.options.cross_attention:
+            return DecoderCache(empty)
+
+        def repeat(x):
+            return jnp.repeat(x, copies, axis=0) if copies > 1 else x
+
+        cross = tuple(
+            jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask, backend))
+            for layer in self.layers
+        )
+        slots, packed = empty[0].slots, backend.packs_weights
+        biases = self.position_biases(
+            lambda table: table(slots, slots) if packed else table.shifted(slots)
+        )
+        return DecoderCache(empty, cross, repeat(cross_mask), biases)
+
+    def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
+        """Does what `Network.node_cache` does.
+
+        It keeps the bias of the last of P = `positions` query positions only.
+        """
+        return cache.replace(
+            layers=tuple(layer.widen(slots) for layer in cache.layers),
+            position_bias=self.position_biases(lambda table: table.of_last(positions)),
+        )
+
+    def step(
+        self,
+        x: States,
+        positions: PerRow | None,
+        cache: DecoderCache,
+        layers: int | None = None,
+        valid: Valid = None,
+        nodes: AnyNodes | None = None,
+    ) -> tuple[States, DecoderCache]:
+        """Runs the first `layers` layers (None: all) over the T tokens with the embeddings `x`.
+
+        The arguments are those of `FamilyModule.decode_states`. Returns the normalised states and
+        the new cache, in which the layers that were not run stay as they are.
+        """
+        (batch, count, width), written = x.shape, list(cache.layers)
+        mask, biases, room = None, list(cache.position_bias), 0
+        if self.options.num_positions is not None:
+            if nodes is None:
+                assert positions is not None, "a call has nodes or positions"
+                places = positions[:, None] + jnp.arange(count)
+            else:
+                places = nodes.positions
+            x = x + self.position_embedder(places, valid)
+        if not self.backend.packs_weights:
+            # A TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D].
+            room = written[0].filling(count) if self.options.relative_buckets else 0
+            mask, biases = seen_and_biases(biases, positions, count, written[0].slots, nodes, room)
+            x = padded(x, 1, room).reshape(-1, width)
+            valid = None if valid is None or room else valid.reshape(-1)
+        call = DecoderCall(positions, mask, valid, nodes, count)
+        cross = cache.cross or [None] * len(self.layers)
+        for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._by_layer(biases))):
+            x, written[i] = layer.step(x, written[i], call, bias, cross[i], cache.cross_mask)
+        states = self.decoder_norm(x, valid).reshape(batch, count + room, width)
+        return states[:, :count] if room else states, cache.replace(layers=tuple(written))
+
+    def __call__(
+        self,
+        x: States,
+        encoded: Encoded | None = None,
+        encoder_mask: Mask | None = None,
+        deterministic: bool = True,
+    ) -> States:
+        """Returns the normalised states of whole sequences with the embeddings `x`."""
+        options, length = self.options, x.shape[1]
+        if options.num_positions is not None:
+            x = x + self.position_embedder(jnp.arange(length))
+        biases = self.position_biases(lambda table: table(length, length).transpose(1, 0, 2)[None])
+        mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
+        x = self.dropout(x, deterministic)
+        for layer, bias in zip(self.layers, self._by_layer(biases)):
+            x = layer(x, mask, bias, encoded, encoder_mask, deterministic)
+        x = self.decoder_norm(x)
+        return self.dropout(x, deterministic) if options.inner_dropout else x
+
+    def logits(self, x: States, embedding: Float[Array, "rows D"], valid: Valid = None) -> Logits:
+        """Applies the head: returns the logits of normalised states `x`."""
+        x = self._scaled(x)
+        if not self.options.tied_head:
+            return self.logits_dense(x, valid)
+        return product(x, embedding.astype(x.dtype), ((2,), (1,)))
+
+    def greedy_token_and_logprob(self, x: States, valid: Valid, normalize: bool) -> TokenAndLogprob:
+        """Does what `Network.greedy_token_and_logprob` does, for normalised states `x`."""
+        return self.logits_dense.greedy_token_and_logprob(self._scaled(x), valid, normalize)
+
+    def _scaled(self, x: States) -> States:
+        divide = self.options.scales_outputs
+        return x / jnp.sqrt(self.options.emb_dim).astype(x.dtype) if divide else x
