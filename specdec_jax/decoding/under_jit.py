@@ -89,13 +89,10 @@ def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
     tree = jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
     if not native(config.dtype):
         return laid_out(Network(tree, config.module()), rows)
-    packed, module = weight_layouts.pack(tree, True), config.module(CPUBackend())
+    packed = weight_layouts.pack(tree, True)
     if config.logits_via_embedding:
-        packed, module = (
-            weight_layouts.with_head(packed, True, True),
-            config.with_own_head().module(fused=True, native=True),
-        )
-    return Network(packed, module)
+        packed, config = weight_layouts.with_head(packed, True, True), config.with_own_head()
+    return Network(packed, config.module(CPUBackend()))
 
 
 def _copied(node):
