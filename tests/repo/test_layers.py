@@ -29,6 +29,7 @@ FACADE = ""
 HEAVY = {"torch", "transformers", "seqio", "tensorflow", "matplotlib", "t5x"}
 MAY_IMPORT = {  # a subclass has to, and what works on TensorFlow's data
     "interop.t5x": {"t5x", "gin"},  # gin says what T5X's functions are called with
+    "decoding.config_files": {"gin"},
     "interop.t5x_run": {"gin"},  # checks what T5X's files have set
     **dict.fromkeys(("interop.seqio_jobs", "interop.tasks"), {"seqio", "tensorflow"}),
 }
