@@ -26,11 +26,10 @@ from specdec_jax.backends.cpu import selftest as cpu_kernels_selftest
 needs_compiler = pytest.mark.skipif(REAL is None or os.name != "posix", reason="no C++ compiler")
 
 settings, libraries, compiler = libraries.settings, libraries.libraries, libraries.compiler
-TRY = """
-from specdec_jax.backends.cpu import native
-print(native.available(), native.available())
-print(native.state())
-"""
+TRY = (
+    "from specdec_jax.backends.cpu import native; "
+    "print(native.available(), native.available()); print(native.state())"
+)
 
 
 def kernels(tmp_path) -> list[str]:
