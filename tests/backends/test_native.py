@@ -26,11 +26,10 @@ from specdec_jax.backends.cpu import selftest as cpu_kernels_selftest
 needs_compiler = pytest.mark.skipif(REAL is None or os.name != "posix", reason="no C++ compiler")
 
 settings, libraries, compiler = libraries.settings, libraries.libraries, libraries.compiler
-TRY = """
-from specdec_jax.backends.cpu import native
-print(native.available(), native.available())
-print(native.state())
-"""
+TRY = (
+    "from specdec_jax.backends.cpu import native; "
+    "print(native.available(), native.available()); print(native.state())"
+)
 
 
 def kernels(tmp_path) -> list[str]:
@@ -123,7 +122,7 @@ def test_the_source_is_installed():
     patterns = tomllib.loads(described.read_text(encoding="utf-8"))["tool"]["setuptools"][
         "package-data"
     ]["specdec_jax"]
-    assert str(native._SOURCE.relative_to(pathlib.Path(native.__file__).parent.parent)) in patterns
+    assert str(native._SOURCE.relative_to(pathlib.Path(native.__file__).parents[2])) in patterns
 
 
 @needs_compiler

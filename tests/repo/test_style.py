@@ -69,10 +69,10 @@ def count_lambdas_in_tuples(folder: str) -> int:
 # The greatest value in each folder. They may only fall; with a bound of 0 in all folders a rule of
 # ruff can take the place of the measure.
 BOUNDS: dict[Callable[[str], float], dict[str, float]] = {
-    count_wide_lines: {"scripts": 0, "specdec_jax": 160, "tests": 0},
-    share_of_long_openings: {"scripts": 0, "specdec_jax": 0.17, "tests": 0},
-    share_of_bare_parameters: {"scripts": 0, "specdec_jax": 0.13},
-    count_functions_of_many_parameters: {"scripts": 0, "specdec_jax": 12, "tests": 4},
+    count_wide_lines: {"scripts": 0, "specdec_jax": 150, "tests": 0},
+    share_of_long_openings: {"scripts": 0, "specdec_jax": 0.145, "tests": 0},
+    share_of_bare_parameters: {"scripts": 0, "specdec_jax": 0.12},
+    count_functions_of_many_parameters: {"scripts": 0, "specdec_jax": 4, "tests": 4},
     count_lambdas_in_tuples: {"scripts": 0, "specdec_jax": 8, "tests": 2},
 }
 
