@@ -257,7 +257,7 @@ def test_prompts_of_long_jobs_are_padded_to_their_own_length(monkeypatch, refill
         "arguments",
         lambda plan, *given: (
             found := arguments(plan, *given),
-            widths.append((found[6].shape[1], found[3])),
+            widths.append((found[4].tokens.shape[1], found[3])),
         )[0],
     )
     found = dict(sd.decode_stream(tiny(), prompts, batch_size=2, refill=refill, **options))
