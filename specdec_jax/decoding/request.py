@@ -368,6 +368,9 @@ def _gammas(gamma, batch: int, drafter, most: int) -> tuple[Policy | None, np.nd
     """Returns the policy of γ for `batch` rows, if there is one, and `[batch]`, the most tokens
     that each drafts."""
     policy = gamma if isinstance(gamma, Policy) else None
+    if policy is None and callable(gamma):
+        got = getattr(gamma, "__name__", type(gamma).__name__)
+        raise ValueError(f"gamma: got {got}, expected an integer or an instance of a Policy")
     gammas = check_per_row("gamma", gamma if policy is None else policy.maximum, batch, 0, most)
     if drafter is None:
         return None, np.zeros_like(gammas)

@@ -18,6 +18,7 @@ from specdec_jax.drafters.drafting import (
 )
 from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models import arguments, weight_layouts
+from specdec_jax.models.family import check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_kernel
 from specdec_jax.models.network import Network
@@ -109,6 +110,7 @@ class EarlyExitDrafter(TreeDrafter):
         """
         arguments.check_model("model", model)
         config = model.config
+        check_uses_backend(config, "an early exit")
         if not arguments.is_integer(layers) or not 1 <= layers < config.num_decoder_layers:
             expected = f"an integer from 1 to {config.num_decoder_layers - 1}"
             if config.num_decoder_layers == 1:

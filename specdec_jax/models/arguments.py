@@ -7,6 +7,7 @@ was meant.
 """
 
 import contextlib
+import inspect
 import operator
 import os
 from collections.abc import Collection, Mapping
@@ -27,6 +28,22 @@ def quoted(value) -> str:
         ):  # keys and traced arrays have no values to show
             value = value.tolist()
     return " ".join(shown(value).split())
+
+
+def check_function(name: str, value: Any, parameters: str) -> None:
+    """Checks that `value` can be called with the positional `parameters`, names divided by ", ";
+    raises ValueError otherwise."""
+    expected = f"a function of ({parameters})"
+    if not callable(value):
+        raise ValueError(f"{name}: got {quoted(value)}, expected {expected}")
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind(*parameters.split(", "))
+    except TypeError:
+        raise ValueError(f"{name}: got a function of {signature}, expected {expected}") from None
 
 
 def is_integer(value) -> bool:

@@ -9,6 +9,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import flax.linen as nn
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
 
 from specdec_jax.backends.axes import (
     Encoded,
@@ -29,13 +32,18 @@ from specdec_jax.backends.tree_positions import AnyNodes
 class ModelConfig:
     """The shape of a network: the base class of every family's configuration, a frozen dataclass.
 
-    Every family has the fields or properties `vocab_size`, `emb_dim`, `num_heads`, `head_dim`,
-    `num_decoder_layers`, `mlp_dim`, `logits_via_embedding`, `dropout_rate`, `dtype` and
-    `matmul_dtype`, as in `T5Config`, beside its own.
+    Every family has the fields `vocab_size`, `emb_dim` and `dtype`, beside its own. One that
+    `uses_backend` also has `num_heads`, `head_dim`, `num_decoder_layers` and `mlp_dim`, as in
+    `T5Config`.
 
     Attributes:
       family: the family's name in the table and in stored models.
       decoder_only: whether there is no encoder; inputs are then prompts, which outputs continue.
+      uses_backend: whether the network asks its `Backend` for all that depends on the device, so
+        that its weights may be joined, packed, rounded to int8 and divided over a mesh. If not, its
+        parameters stay as `init` made them, and the backend is XLA's on one device.
+      logits_via_embedding, dropout_rate, matmul_dtype: as in `T5Config`; fields of it may be
+        declared only with defaults.
       encoder_dim: as in `T5Config`; None for every other family.
       max_positions: the longest sequence of the decoder, prompt and new tokens together; None: no
         limit.
@@ -43,6 +51,7 @@ class ModelConfig:
 
     family: ClassVar[str]
     decoder_only: ClassVar[bool]
+    uses_backend: ClassVar[bool] = True
 
     if TYPE_CHECKING:
 
@@ -50,6 +59,18 @@ class ModelConfig:
 
     @property
     def encoder_dim(self) -> int | None:
+        return None
+
+    @property
+    def logits_via_embedding(self) -> bool:
+        return False
+
+    @property
+    def dropout_rate(self) -> float:
+        return 0.0
+
+    @property
+    def matmul_dtype(self) -> str | None:
         return None
 
     @property
@@ -77,7 +98,10 @@ class ModelConfig:
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every parameter by its name; called through
         `parameters.parameter_shapes`, which caches it."""
-        raise NotImplementedError
+        module = self.module()
+        made = jax.eval_shape(module.init, jax.random.key(0), *module.dummy_inputs())["params"]
+        flat = flax.traverse_util.flatten_dict(made, sep="/")
+        return {name: leaf.shape for name, leaf in flat.items()}
 
     def with_own_head(self) -> Self:
         """Returns the configuration of the same network with a head that is a kernel of its own,
@@ -95,18 +119,35 @@ class ModelConfig:
         return {}
 
 
+def check_uses_backend(config: ModelConfig, got: str) -> None:
+    """Checks that a network uses its backend, as `got` needs; raises ValueError otherwise."""
+    if not config.uses_backend:
+        name = type(config).__name__
+        raise ValueError(f"{name}: got {got}, expected a family that uses a Backend")
+
+
 class FamilyModule(nn.Module):
     """The base class of every family's network, as `Network` runs it.
 
-    A subclass has the fields `config` and `backend`, and its `setup` makes `token_embedder` and
-    `decoder`. A family with an encoder also has `encode` and the
-    teacher-forced `states`, as `T5` has them; in a family without one, `__call__` takes `(tokens,
-    places)`, as in `GPT`.
+    A subclass has the fields `config` and `backend`. It defines `prefill`, and either makes
+    `token_embedder` and `decoder` in `setup` or defines `decode_states` and `head`. A family with
+    an encoder also has `encode`, the teacher-forced `states`, `__call__` and `dummy_inputs`, as
+    `T5` has them.
     """
 
     def dummy_inputs(self) -> tuple:
         """Makes the smallest arguments of `__call__`, for `init`."""
-        raise NotImplementedError
+        return (jnp.ones((1, 2), jnp.int32),)
+
+    def __call__(self, tokens: Tokens, places: Tokens | None = None) -> Logits:
+        """Returns the teacher-forced logits of whole sequences, or only those at `places`, of a
+        family without an encoder."""
+        batch, length = tokens.shape
+        cache = self.prefill(tokens[:, :0], jnp.zeros((batch, 0), bool), length)
+        states, _ = self.decode_states(tokens, jnp.zeros(batch, jnp.int32), cache)
+        if places is not None:
+            states = jnp.take_along_axis(states, places[..., None], axis=1)
+        return self.head(states)
 
     def prefill(
         self,

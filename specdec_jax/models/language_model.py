@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from specdec_jax.backends.axes import Logits
-from specdec_jax.backends.backend import choose_backend
+from specdec_jax.backends.backend import Backend, choose_backend
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.int8 import Int8Kernel
 from specdec_jax.backends.jax_settings import check_not_traced, isolated
@@ -17,7 +17,7 @@ from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.files.reading import shown
 from specdec_jax.models import fingerprints, weight_layouts
 from specdec_jax.models.dummy_weights import dummy_params
-from specdec_jax.models.family import ModelConfig
+from specdec_jax.models.family import ModelConfig, check_uses_backend
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.network import (
@@ -97,7 +97,8 @@ class LanguageModel:
                 lambda leaf: leaf.astype(config.dtype) if leaf.dtype == np.float64 else leaf, params
             )
         self.quantized, self.input_bits = weight_layouts.rounding_of(params)
-        alone = rules is None and not config.matmul_dtype
+        check_own_network(config, rules, self.quantized)
+        alone = rules is None and not config.matmul_dtype and config.uses_backend
         native = (
             alone
             and packed_weights.usable(config.dtype)
@@ -111,7 +112,7 @@ class LanguageModel:
             rules.check(config)
             lay_out(params, rules)
         platform = jax.default_backend() if rules is None else rules.mesh.devices.flat[0].platform
-        backend = choose_backend(platform, rules, native)
+        backend = choose_backend(platform, rules, native) if config.uses_backend else Backend()
         packed = weight_layouts.pack(params, native, backend.joins_weights)
         if (native or self.quantized) and config.logits_via_embedding:
             # An embedding is read by rows, a head by columns.
@@ -188,6 +189,7 @@ class LanguageModel:
         """Returns a model of the parameters that `make` makes, once it is checked that there can be
         one."""
         check_process()
+        check_own_network(config, rules, quantize in packed_weights.INPUT_BITS)
         packed_weights.check_quantize(quantize, config.dtype, rules is not None)
         if rules is not None:
             rules.check(config)
@@ -325,6 +327,16 @@ def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> Non
             f"vocabulary: got {vocabulary.size} pieces, expected at most the {config.vocab_size} logits of the model "
             f"and {_MOST_PAST_LOGITS} more"
         )
+
+
+def check_own_network(config: ModelConfig, rules: ShardingRules | None, quantized: bool) -> None:
+    """Checks that a configuration has the fields that each needs, and that a network without a
+    backend has no mesh and no weights in int8; raises ValueError otherwise."""
+    for name in ("vocab_size", "emb_dim", "dtype"):
+        if not hasattr(config, name):
+            raise ValueError(f"{type(config).__name__}: got no {name}, expected a field {name}")
+    if quantized or rules is not None:
+        check_uses_backend(config, "weights in int8" if quantized else "a mesh")
 
 
 def _expected_encoder(config: ModelConfig) -> str:

@@ -25,7 +25,7 @@ from specdec_jax.backends.cpu.packed_weights import input_bits
 from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, read
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.models import fused_step_selftest, weight_layouts
-from specdec_jax.models.family import FamilyModule, ModelConfig
+from specdec_jax.models.family import FamilyModule, ModelConfig, check_uses_backend
 from specdec_jax.models.parameters import parameter_count
 
 
@@ -200,6 +200,8 @@ class Network:
           slots: S, slots of the new cache.
           positions: P, positions of the longest sequence.
         """
+        if type(self.module).node_cache is FamilyModule.node_cache:
+            check_uses_backend(self.config, "a tree or beams")
         return constrain_sharding(
             self.module.apply(
                 {"params": self.params}, cache, slots, positions, method="node_cache"
@@ -262,6 +264,7 @@ class Network:
     def shortlisted(self, ids: Int[Array, " F"]) -> "Network":
         """Returns the network with a head for `ids` only, so that logits are `[B, T, F]`; other
         arrays are shared."""
+        check_uses_backend(self.config, "a shortlist")
         config, packed = self.config, self.backend.packs_weights
         tied = config.logits_via_embedding
         params = weight_layouts.with_head(self.params, tied, packed, np.asarray(ids))
@@ -270,12 +273,14 @@ class Network:
     def in_int8(self) -> "Network":
         """Returns the network with the kernels of decoder steps, the head's too, in int8; other
         arrays are shared."""
+        check_uses_backend(self.config, "a drafter in int8")
         tied = self.config.logits_via_embedding
         network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
         return network.replace(params=weight_layouts.in_int8(network.params, input_bits("int8")))
 
     def head_alone(self) -> "Network":
         """Returns the part of the network that `head` needs; the arrays are shared."""
+        check_uses_backend(self.config, "drafting heads that share its head")
         decoder = {
             name: node for name, node in self.params["decoder"].items() if name == "logits_dense"
         }

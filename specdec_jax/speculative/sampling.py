@@ -102,10 +102,8 @@ class SamplingConfig:
         )
         if not all(self.forbidden_sequences):
             raise ValueError("forbidden_sequences: got an empty sequence, expected ids in each")
-        if self.processor is not None and not callable(self.processor):
-            raise ValueError(
-                f"processor: got {arguments.quoted(self.processor)}, expected a function"
-            )
+        if self.processor is not None:
+            arguments.check_function("processor", self.processor, "prefixes, lengths, logits")
 
     @functools.cached_property
     def mode(self) -> "SamplingMode":

@@ -144,6 +144,14 @@ class Verifier(BaseVerifier):
     verify: Verify
     verify_greedily: VerifyGreedily | None = None
 
+    def __post_init__(self):
+        super().__post_init__()
+        rule = "target, draft, draft_tokens, num_drafted, randomness, settings"
+        arguments.check_function("verify", self.verify, rule)
+        if self.verify_greedily is not None:
+            rule = "logits, draft_tokens, num_drafted, accept, settings"
+            arguments.check_function("verify_greedily", self.verify_greedily, rule)
+
     @property
     def takes_argmax(self) -> bool:
         return super().takes_argmax and self.verify_greedily is None

@@ -231,7 +231,10 @@ def test_a_token_is_forced_at_the_greatest_temperature(verifier):
         (dict(forced_tokens={-1: 3}), "forced_tokens: got place -1, expected an integer from 0"),
         (dict(forced_tokens={0.5: 3}), "forced_tokens: got place 0.5"),
         (dict(forced_tokens={2**20: 3}), "forced_tokens: got place 1048576"),
-        (dict(processor=3), "processor: got 3, expected a function"),
+        (
+            dict(processor=3),
+            r"processor: got 3, expected a function of \(prefixes, lengths, logits\)",
+        ),
     ],
     ids=str,
 )
