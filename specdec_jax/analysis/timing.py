@@ -155,23 +155,20 @@ def verified_state(
     inputs, lengths = shape.inputs(network)
     vocab, rows = network.vocab_size, lambda value: jnp.full(batch, value, jnp.int32)
     start = (slots - gamma - 1) // 2 + 1
-    state = _prefill_state(
-        network,
-        None,
-        StaticConfig(gamma, config.mode, vocab, VERIFIERS[verifier]),
-        slots,
+    static = StaticConfig(gamma, config.mode, vocab, VERIFIERS[verifier])
+    given = prefill.PrefillInputs(
         inputs,
         lengths,
-        rows(0)[:, None],
-        rows(1),
-        fold_keys(seeded(0), np.arange(batch)),
-        config.rows(batch, vocab),
-        None,
-        rows(slots),
-        rows(-1)[:, None],
-        rows(gamma),
-        rows(0).astype(bool),
+        tokens=rows(0)[:, None],
+        prefix_lengths=rows(1),
+        sampling=config.rows(batch, vocab),
+        limits=rows(slots),
+        eos_ids=rows(-1)[:, None],
+        done=rows(0).astype(bool),
+        keys=fold_keys(seeded(0), np.arange(batch)),
+        gamma=rows(gamma),
     )
+    state = _prefill_state(network, None, static, slots, given)
     return state.replace(lengths=rows(start))
 
 

@@ -3,6 +3,7 @@
 The letters of axes are in `axes.py`.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -103,7 +104,8 @@ class Dense(nn.Module):
         """Returns `residual` + the map of `x`, through dropout unless weights are packed."""
         if isinstance(self.get_variable("params", "kernel"), PackedWeights):
             return self.with_packed_weights(x, valid, residual=residual)
-        return residual + dropped(self(x.reshape(*residual.shape[:-1], -1), valid))
+        width = math.prod(x.shape[residual.ndim - 1 :])  # −1 is ambiguous without inputs
+        return residual + dropped(self(x.reshape(*residual.shape[:-1], width), valid))
 
     def greedy_token_and_logprob(
         self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None, normalize: bool

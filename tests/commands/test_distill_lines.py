@@ -63,7 +63,7 @@ def test_the_start_prints_what_is_needed(tmp_path, monkeypatch):
         f"needs 4 outputs of the target, {size:,} parameters, each of at most 8 tokens; then 30 "
     )
     assert (
-        f"steps of 256 pieces for a drafter of {size:,} parameters" in needs and " MB in " in needs
+        f"steps of 256 tokens for a drafter of {size:,} parameters" in needs and " MB in " in needs
     )
     decoding, learning = 2 * size * 10, 2 * (4 * size * 30 * 256 + 2 * size * 3 * 5)
     seconds = [decoding / 1e6 / 0.2, learning / 1e6 / 0.5]

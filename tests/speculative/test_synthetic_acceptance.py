@@ -181,7 +181,7 @@ def test_benchmark_has_an_variant_for_every_alpha(pair):
         ),
         (
             ["--drafter=lookup"],
-            "drafter: got 'lookup' with --preset and no --synthetic_alpha, expected both",
+            "drafter: got 'lookup' with --preset, expected --synthetic_alpha too",
         ),
         (
             ["--drafter=lookup", "--verifier=synthetic"],
