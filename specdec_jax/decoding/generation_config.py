@@ -274,14 +274,14 @@ def check_unset(config: GenerationConfig, caller: str, *names: str) -> None:
             raise UnsupportedCombination(f"{name}: got {value!r} for {caller}, expected {unset!r}")
 
 
-def takes_options(function: Function) -> Function:
-    """Gives a function with `**options` the signature and the docs of all of them.
+def takes_options(function: Function, without: Sequence[str] = ()) -> Function:
+    """Gives a function with `**options` the signature and the docs of all but those of `without`.
 
     Its docstring has a line `{options}` among the arguments where they are to be listed.
     """
     signature = inspect.signature(function)
     own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-    named = {one.name for one in own}
+    named = {*without, *(one.name for one in own)}
     listed = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
         for name in CallData._fields

@@ -1,11 +1,11 @@
-"""Decodes speculatively inside somebody else's traced function, with the argument names of T5X's
-`decoding.temperature_sample`.
+"""Decodes speculatively inside another program's traced function.
 
-There the target's parameters and the batch are traced, so nothing can be checked, padded or raised
+Arguments have the names of T5X's `decoding.temperature_sample`. There the target's parameters and the batch are traced, so nothing can be checked, padded or raised
 by their values.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +18,15 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints.stored_tensor import check_shapes
 from specdec_jax.decoding.ambient_mesh import laid_out, laid_out_drafter, native
 from specdec_jax.decoding.checks import check_policy, check_sampling, verifier_settings
+from specdec_jax.decoding.generation_config import (
+    FIELDS,
+    CallData,
+    ConfigOrPath,
+    GenerationConfig,
+    check_unset,
+    split_options,
+    takes_options,
+)
 from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import advance
@@ -33,8 +42,6 @@ from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.randomness import seeded, threefry
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
 from specdec_jax.speculative.state import StaticConfig
-from specdec_jax.speculative.trees import DynamicTree, Tree
-from specdec_jax.speculative.verifier import Verifier
 
 # T5X takes the argmax at temperatures up to this.
 _LEAST_TEMPERATURE = 1e-4
@@ -51,8 +58,9 @@ _KNOWN = (
 
 
 class Decoded(NamedTuple):
-    """What `Decoder.decode` returns, as arrays; of a search tokens are `[B, K, L]` and scores `[B,
-    K]`.
+    """What `Decoder.decode` returns, as arrays.
+
+    Of a beam search tokens are `[B, K, L]` and scores `[B, K]`.
 
     Attributes:
       tokens: `[B, L]` int32, the prompt and what follows, EOS included, then 0.
@@ -95,7 +103,7 @@ def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
     return Network(packed, config.module(CPUBackend()))
 
 
-def _copied(node):
+def _copied(node: Any) -> Any:
     """Returns nested mappings of any kind, frozen ones too, as nested dicts."""
     return (
         {name: _copied(value) for name, value in node.items()}
@@ -104,47 +112,80 @@ def _copied(node):
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Decoder:
-    """Settings of a decode; checked when the object is made.
+# Options of `generate` that have no meaning in a traced function, or that its arguments have.
+UNSUPPORTED = (
+    *("synthetic_alpha", "max_new_tokens", "num_samples", "max_input_length", "eos_ids", "stop"),
+    *("deadline", "num_beams", "length_penalty", "beam_style", "early_stopping"),
+    *("num_return_sequences", "non_finite", "generation_config"),
+)
+_GAMMA = 4  # tokens that are drafted where gamma is "auto", as on a mesh
 
-    Attributes:
-      config: the target's configuration.
-      drafter: None is plain decoding.
-      gamma, tree, sampling, verifier, lenience, typical_epsilon, typical_delta: as for `generate`.
-      rescale_log_probs: whether scores are under the distribution that was sampled (0 with argmax),
-        as T5X's are; else they are under the target's own distribution.
+
+def read_options(
+    generation: ConfigOrPath, options: Mapping[str, Any], caller: str
+) -> GenerationConfig:
+    """Returns the options of a traced decode; rejects those that have no meaning there.
+
+    Raises:
+      TypeError: an option that there is not.
+      ValueError: as for `GenerationConfig`, or an option without meaning for `caller`.
     """
+    config, _ = split_options(generation, options)
+    if of_a_call := sorted(options.keys() - FIELDS.keys()):
+        raise TypeError(f"{of_a_call[0]}: got an option that there is not for {caller}")
+    check_unset(config, caller, *UNSUPPORTED)
+    return config
 
-    config: T5Config
-    drafter: Drafter | None = None
-    gamma: int | str | Policy = 4
-    tree: Tree | DynamicTree | None = None
-    sampling: SamplingConfig = SamplingConfig()
-    verifier: str | Verifier = "block"
-    lenience: float | None = None
-    typical_epsilon: float | None = None
-    typical_delta: float | None = None
-    rescale_log_probs: bool = True
 
+class Decoder:
+    """A decode under `jax.jit`; its settings are checked when the object is made."""
+
+    @functools.partial(takes_options, without=(*UNSUPPORTED, *CallData._fields))
     @isolated
-    def __post_init__(self):
+    def __init__(
+        self,
+        config: T5Config,
+        drafter: Drafter | None = None,
+        generation: ConfigOrPath = None,
+        rescale_log_probs: bool = True,
+        **options: Any,
+    ) -> None:
+        """Checks the settings.
+
+        Args:
+          config: the target's configuration.
+          drafter: None is plain decoding.
+          generation: a `GenerationConfig`, or the path of its file, which the options change.
+          rescale_log_probs: whether scores are under the distribution that was sampled (0 with
+            argmax), as T5X's are; else they are under the target's own distribution.
+          options: fields of `GenerationConfig`, but for `UNSUPPORTED`. `gamma="auto"` is 4 tokens,
+            or all nodes of `tree`.
+
+        Raises:
+          TypeError, ValueError: as for `read_options`; or settings that make no sense together.
+        """
+        given = read_options(generation, options, "a traced decode")
+        check_unset(given, "sampling", "beam_width")
+        automatic = isinstance(given.gamma, str) and given.tree is None
+        gamma = _GAMMA if automatic else given.gamma
+        self.config, self.drafter, self.rescale_log_probs = config, drafter, rescale_log_probs
+        self.sampling = given.sampling or SamplingConfig()
         check_sampling(self.sampling)
-        for name, value in (
-            tree_options(self.tree, self.drafter, self.gamma, self.verifier)._asdict().items()
-        ):
-            object.__setattr__(self, name, value)
+        parameters = ("lenience", "typical_epsilon", "typical_delta")
+        self._parameters = {name: getattr(given, name) for name in parameters}
+        self.tree, self.gamma, self.verifier = tree_options(
+            given.tree, drafter, gamma, given.verifier
+        )
         limit = MAX_GAMMA if self.tree is None else self.tree.size - 1
         most = self.gamma.maximum if isinstance(self.gamma, Policy) else self.gamma
         if not arguments.is_integer(most) or not 0 <= most <= limit:
-            raise ValueError(
-                f"gamma: got {self.gamma!r}, expected an integer from 0 to {limit}, or a policy of it"
-            )
-        if self.drafter is not None:
-            check_policy(self.gamma, self.drafter)
-        check_models(self.drafter, self.config)
+            expected = f"an integer from 0 to {limit}, or a policy of it"
+            raise ValueError(f"gamma: got {self.gamma!r}, expected {expected}")
+        if drafter is not None:
+            check_policy(self.gamma, drafter)
+        check_models(drafter, config)
         self._settings(1)
-        self.sampling.rows(1, self.config.vocab_size)
+        self.sampling.rows(1, config.vocab_size)
 
     @property
     def width(self) -> int:
@@ -153,15 +194,9 @@ class Decoder:
             return 0
         return self.gamma.maximum if isinstance(self.gamma, Policy) else int(self.gamma)
 
-    def _settings(self, batch: int):
+    def _settings(self, batch: int) -> dict[str, np.ndarray] | None:
         return verifier_settings(
-            self.verifier,
-            self.sampling,
-            self.width,
-            batch,
-            lenience=self.lenience,
-            typical_epsilon=self.typical_epsilon,
-            typical_delta=self.typical_delta,
+            self.verifier, self.sampling, self.width, batch, **self._parameters
         )
 
     @isolated
@@ -239,14 +274,13 @@ class Decoder:
 
 
 def on_network(drafter: Drafter, network: Network, rows: int) -> Drafter:
-    """Returns a drafter laid out for the program's devices; a part of the target lies as the target
-    does."""
+    """Returns a drafter laid out for the program's devices; parts of the target as the target."""
     part = drafter.on(network)
     return laid_out_drafter(drafter, rows) if part is drafter else part
 
 
 def check_models(drafter: Drafter | None, config: T5Config) -> None:
-    """Rejects a drafter of whose models one cannot read the inputs of a target of this `config`."""
+    """Rejects a drafter with a model that cannot read the inputs of a target of this `config`."""
     for model in drafter.models if drafter is not None else ():
         if decoder_only(model) or model.config.encoder_dim not in (None, config.emb_dim):
             got = (
@@ -261,8 +295,7 @@ def check_models(drafter: Drafter | None, config: T5Config) -> None:
 def known(
     decoder_params: Mapping[str, Any] | None, names: Sequence[str], rng: jax.Array | None
 ) -> dict[str, Any]:
-    """Returns a copy of `decoder_params`; rejects others than `names`, and a key among them beside
-    `rng`."""
+    """Returns a copy of `decoder_params`; rejects unknown names, and a key beside `rng`."""
     given = dict(decoder_params or {})
     unknown = sorted(set(given) - set(names))
     if unknown:
@@ -276,13 +309,13 @@ def known(
     return given
 
 
-def traced(value) -> bool:
+def traced(value: Any) -> bool:
     """Returns whether `value` is one that cannot be looked at."""
     return isinstance(value, jax.core.Tracer)
 
 
 def lengths_of(inputs: jax.Array) -> jax.Array:
-    """Returns `[B]`: the tokens of each row of `inputs [B, L']`, at the end of which 0 is padding."""
+    """Returns `[B]`: the tokens of each row of `inputs [B, L']`, without its padding, 0."""
     places = jnp.arange(inputs.shape[1], dtype=jnp.int32) + 1
     return jnp.max(jnp.where(inputs != 0, places, 0), axis=1)
 
@@ -290,7 +323,7 @@ def lengths_of(inputs: jax.Array) -> jax.Array:
 def _sampling(
     config: SamplingConfig, given: Mapping[str, Any], batch: int, vocab_size: int
 ) -> tuple[SamplingMode, SamplingRows]:
-    """Returns the static and the traced part of `config`, with what one call overrides (`given`)."""
+    """Returns the static and the traced part of `config`, with the changes of one call, `given`."""
     values = {
         ours: given[theirs] for theirs, ours in _PER_CALL.items() if given.get(theirs) is not None
     }
@@ -329,7 +362,7 @@ def _lengths(given: Mapping[str, Any], prompts: jax.Array, length: int) -> jax.A
     return jnp.minimum(prompts + steps, length).astype(jnp.int32)
 
 
-def ends(eos_id, batch: int) -> jax.Array:
+def ends(eos_id: Any, batch: int) -> jax.Array:
     """Returns `[B, E]` int32: the ids that end a row, for all rows the same."""
     return jnp.broadcast_to(
         jnp.asarray(eos_id, jnp.int32).reshape(1, -1), (batch, jnp.size(eos_id))

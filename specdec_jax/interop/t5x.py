@@ -1,7 +1,6 @@
-"""Decodes speculatively inside T5X: `SpeculativeEncoderDecoderModel` replaces
-`models.EncoderDecoderModel` in a gin file.
+"""Decodes speculatively inside T5X.
 
-Needs the extra `t5x`; `configs/t5x/speculative.gin` shows how.
+`SpeculativeEncoderDecoderModel` replaces `models.EncoderDecoderModel` in a gin file. Needs the extra `t5x`; `configs/t5x/speculative.gin` shows how.
 """
 
 import functools
@@ -19,8 +18,14 @@ from t5x.examples.t5 import network
 from specdec_jax.analysis.variants import SentenceBatch, Variant
 from specdec_jax.checkpoints import loader, t5x
 from specdec_jax.decoding.beams import LEVELS, BeamOptions
+from specdec_jax.decoding.generation_config import (
+    CallData,
+    ConfigOrPath,
+    check_unset,
+    takes_options,
+)
 from specdec_jax.decoding.results import GenerationResult
-from specdec_jax.decoding.under_jit import Decoder
+from specdec_jax.decoding.under_jit import UNSUPPORTED, Decoder, read_options
 from specdec_jax.decoding.under_jit_beams import BeamDecoder
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import traced_drafter
@@ -30,10 +35,8 @@ from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import read_tree
-from specdec_jax.speculative.trees import DynamicTree, Tree
 
 # A drafter's weights become constants of T5X's program, unless JAX is told to pass constants as
 # arguments.
@@ -50,19 +53,15 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     default, they have the tokens and scores of that. Several samples of one input are rejected.
     """
 
+    @functools.partial(takes_options, without=(*UNSUPPORTED, *CallData._fields))
     def __init__(
         self,
         module: Any,
-        input_vocabulary,
-        output_vocabulary,
-        optimizer_def,
+        input_vocabulary: Any,
+        output_vocabulary: Any,
+        optimizer_def: Any,
         drafter: Any = None,
-        gamma: int | Policy | None = None,
-        verifier: str = "block",
-        sampling: SamplingConfig | None = None,
-        lenience: float | None = None,
-        typical_epsilon: float | None = None,
-        typical_delta: float | None = None,
+        config: ConfigOrPath = None,
         drafter_dtype: str | None = None,
         drafter_vocabulary: str | None = None,
         rescale_log_probs: bool = True,
@@ -74,21 +73,16 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         z_loss: float = 0.0,
         loss_normalizing_factor: Any = None,
         default_decoder_params: models.DecoderParams | None = None,
-        beam_width: int | None = None,
-        tree: str | Tree | DynamicTree | None = None,
+        **options: Any,
     ):
-        """Arguments that are not listed here are T5X's.
+        """Checks the options; arguments that are not listed here are T5X's.
 
         Args:
           module: `t5x.examples.t5.network.Transformer`, with separate layers, not scanned.
           drafter: a name that `specdec generate --drafter` takes (a folder, a checkpoint, a bundled
             name, "lookup", "exit:2", a table …), loaded once; or a drafter that needs nothing of
             the target, such as `PromptLookupDrafter()`; None decodes plainly.
-          gamma: as for `generate`; None: 4 tokens, 3 levels of a beam search's tree, all nodes of
-            `tree`.
-          tree: as for `generate`, or a text that `specdec generate --tree` takes, for gin.
-          verifier, sampling, lenience, typical_epsilon, typical_delta, beam_width: as for
-          `generate`.
+          config: a `GenerationConfig`, or the path of its file, which the options change.
           drafter_dtype: "float32" or "bfloat16"; None: the module's dtype.
           drafter_vocabulary: vocabulary of a drafter whose checkpoint has none, to be compared with
             the target's.
@@ -96,29 +90,32 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             argmax), which is T5X's default; else they are under the model's own distribution.
           counts: whether `predict_batch_with_aux` returns `target_calls`, `drafted` and `accepted`,
             `[B]` each, beside the scores.
-          report: whether a line at the start says what decodes, and one at the end of the process
+          report: whether a line at the start names what decodes, and one at the end of the process
             counts target calls, drafted and accepted tokens. The program then calls the host once a
             batch, so that JAX's persistent compilation cache does not keep it.
           decode_fn: T5X's `beam_search` or `temperature_sample`, with what gin or
             `functools.partial` bind to it, in place of `sampling` and `rescale_log_probs`; None: as
-            these say.
+            these define.
+          options: the fields of `GenerationConfig` that have a meaning inside T5X. `tree` may be a
+            text that `specdec generate --tree` takes. `gamma="auto"` is 4 tokens, 3 levels of a
+            beam search's tree, or all nodes of `tree`; None is the value of `config`.
 
         Raises:
-          ValueError: something that cannot be decoded speculatively, a drafter of another
-            vocabulary, or as for `load`.
+          TypeError: an option that there is not.
+          ValueError: something that cannot be decoded speculatively, an option without meaning
+            here, a drafter of another vocabulary, or as for `load`.
         """
-        self._bound, searches, function = {}, False, None
+        if options.get("gamma", 0) is None:
+            del options["gamma"]
+        if isinstance(tree := options.get("tree"), str):
+            options["tree"] = read_tree(tree)
+        generation = read_options(config, options, "T5X")
+        self._bound, function = {}, None
         if decode_fn is not None:
             function, self._bound = bound(decode_fn)
-            searches = function is decoding.beam_search
-            _expect_unset("decode_fn", sampling=sampling, rescale_log_probs=rescale_log_probs)
-        if searches:
-            others = dict(
-                lenience=lenience, typical_epsilon=typical_epsilon, typical_delta=typical_delta
-            )
-            _expect_unset("beam search", verifier=verifier, tree=tree, **others)
-        else:
-            _expect_unset("sampling", beam_width=beam_width)
+            check_unset(generation, "decode_fn", "sampling")
+            if not rescale_log_probs:
+                raise ValueError("rescale_log_probs: got False for decode_fn, expected True")
         super().__init__(
             module=module,
             input_vocabulary=input_vocabulary,
@@ -131,40 +128,23 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             loss_normalizing_factor=loss_normalizing_factor,
             default_decoder_params=default_decoder_params,
         )
-        config = config_of(module)
+        shape = config_of(module)
         drafter = _drafter(
-            drafter, config, drafter_dtype or config.dtype, drafter_vocabulary, output_vocabulary
+            drafter, shape, drafter_dtype or shape.dtype, drafter_vocabulary, output_vocabulary
         )
-        levels: Any = LEVELS if gamma is None else gamma
-        self._counts = counts
-
-        def beams():
-            return BeamDecoder(config, drafter, levels, beam_width)
-
-        self._decoder: Decoder | BeamDecoder = (
-            beams()
-            if searches
-            else Decoder(
-                config,
-                drafter,
-                gamma if gamma is not None else 4 if tree is None else "auto",
-                read_tree(tree) if isinstance(tree, str) else tree,
-                sampling or SamplingConfig(),
-                verifier,
-                lenience,
-                typical_epsilon,
-                typical_delta,
-                rescale_log_probs,
-            )
-        )
-        self._report = report
+        self._counts, self._report = counts, report
+        self._decoder: Decoder | BeamDecoder
+        if function is decoding.beam_search:
+            parameters = ("lenience", "typical_epsilon", "typical_delta")
+            check_unset(generation, "beam search", "verifier", "tree", *parameters)
+            gamma: Any = LEVELS if isinstance(generation.gamma, str) else generation.gamma
+            self._decoder = BeamDecoder(shape, drafter, gamma, generation.beam_width)
+        else:
+            self._decoder = Decoder(shape, drafter, generation, rescale_log_probs)
         if report:
-            name, most = function and function.__name__, self._decoder.gamma
-            t5x_run.say(
-                t5x_run.describe(
-                    drafter, most, verifier, name, self._bound, sampling or SamplingConfig()
-                )
-            )
+            name, sampling = function and function.__name__, generation.sampling or SamplingConfig()
+            most, verifier = self._decoder.gamma, generation.verifier
+            t5x_run.say(t5x_run.describe(drafter, most, verifier, name, self._bound, sampling))
 
     def predict_batch_with_aux(
         self,
@@ -176,10 +156,9 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         num_decodes: int | None = None,
         prompt_with_targets: bool = False,
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """Returns what T5X's method does: tokens `[B, L]` and `{"scores": [B]}`; with
-        `return_all_decodes`, `[B, K, L]` and `[B, K]`.
+        """Returns what T5X's method does: tokens `[B, L]` and `{"scores": [B]}`.
 
-        L is the length of `decoder_input_tokens`, K is `num_decodes`. `decoder_params` are those of
+        With `return_all_decodes` they are `[B, K, L]` and `[B, K]`. L is the length of `decoder_input_tokens`, K is `num_decodes`. `decoder_params` are those of
         T5X's function that is meant, without its callbacks and without `min_log_prob`.
 
         Raises:
@@ -194,8 +173,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             options = dict(num_decodes=decodes)
         elif decodes != 1:
             raise ValueError(
-                f"num_decodes: got {decodes}, expected 1, or decode_fn = t5x.decoding.beam_search: several samples are "
-                "t5x.models.EncoderDecoderModel's"
+                f"num_decodes: got {decodes}, expected 1, or decode_fn = "
+                "t5x.decoding.beam_search: several samples are t5x.models.EncoderDecoderModel's"
             )
         eos_id, prompts = self.output_vocabulary.eos_id or 1, batch["decoder_input_tokens"]
         prompts = (
@@ -258,7 +237,8 @@ def bound(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
         from_gin = {} if plain is function else gin.get_bindings(function)
     except ValueError as error:
         raise ValueError(
-            f"decode_fn: got {decode_fn!r}, expected t5x.decoding.beam_search or temperature_sample, outside of scopes"
+            f"decode_fn: got {decode_fn!r}, expected t5x.decoding.beam_search or "
+            "temperature_sample, outside of scopes"
         ) from error
     known = (
         {name: one.default for name, one in inspect.signature(plain).parameters.items()}
@@ -268,15 +248,6 @@ def bound(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
     return plain, {
         name: value for name, value in known.items() if name not in _PASSED and value is not None
     }
-
-
-def _expect_unset(what: str, **given) -> None:
-    """Rejects arguments of the model that mean nothing with `what`, where they are not left at
-    their defaults."""
-    defaults = inspect.signature(SpeculativeEncoderDecoderModel).parameters
-    for name, value in given.items():
-        if value != (expected := defaults[name].default):
-            raise ValueError(f"{name}: got {value!r} with {what}, expected {expected!r}")
 
 
 def config_of(module: Any) -> T5Config:
@@ -301,7 +272,8 @@ def config_of(module: Any) -> T5Config:
     scalable = getattr(module, "scan_layers", False) or hasattr(theirs, "scan_layers")
     if scalable or not all(hasattr(theirs, name) for name in names):
         raise ValueError(
-            f"module: got {type(module).__name__}, expected t5x.examples.t5.network.Transformer, not scanned"
+            f"module: got {type(module).__name__}, expected "
+            "t5x.examples.t5.network.Transformer, not scanned"
         )
     return T5Config(
         **{name: getattr(theirs, name) for name in names},
@@ -317,9 +289,9 @@ def _load(path: str, dtype: str, vocabulary: str | None) -> LanguageModel:
 
 
 def _drafter(
-    given: Any, config: T5Config, dtype: str, vocabulary: str | None, output_vocabulary
+    given: Any, config: T5Config, dtype: str, vocabulary: str | None, output_vocabulary: Any
 ) -> Drafter | None:
-    """The drafter that `given` is, or that it names."""
+    """Returns the drafter that `given` is, or that it names."""
 
     def load(path: str) -> ModelDrafter:
         model = _load(path, dtype, vocabulary)
@@ -335,22 +307,21 @@ def _drafter(
     return given
 
 
-def _check_model(model: LanguageModel, vocabulary) -> None:
-    """Raises ValueError for a drafting model that does not fit T5X's vocabulary, or is too large
-    for a constant."""
+def _check_model(model: LanguageModel, vocabulary: Any) -> None:
+    """Rejects a drafter's model of another vocabulary than T5X's, or too large for a constant."""
     if model.start_token != 0:
         raise ValueError(f"drafter: got start token {model.start_token}, expected T5X's, 0")
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
     if size > _MOST_BYTES and not getattr(jax.config, _CONSTANTS):
         raise ValueError(
-            f"drafter: got {size / 1e9:.1f} GB of weights, expected at most {_MOST_BYTES / 1e9:.0f} as constants of "
-            f"a program ({_CONSTANTS.upper()}=1 in the environment makes arguments of them)"
+            f"drafter: got {size / 1e9:.1f} GB of weights, expected at most "
+            f"{_MOST_BYTES / 1e9:.0f} as constants of a program ({_CONSTANTS.upper()}=1 in the environment makes arguments of them)"
         )
     ours = model.vocabulary
     if ours is not None and difference(ours, vocabulary):
         raise ValueError(
-            f"drafter: got a vocabulary of {ours.size} pieces that differs from T5X's ({vocabulary.vocab_size} "
-            "pieces), expected the same pieces with the same ids"
+            f"drafter: got a vocabulary of {ours.size} tokens that differs from T5X's "
+            f"({vocabulary.vocab_size} tokens), expected the same tokens with the same ids"
         )
 
 
@@ -398,7 +369,7 @@ def greedy(target: LanguageModel) -> Predict:
 
 
 def beams(target: LanguageModel, num_beams: int, length_penalty: float) -> Predict:
-    """T5X's own beam search, as `greedy` is its argmax decoding."""
+    """Returns T5X's own beam search, as `greedy` returns its argmax decoding."""
     return _predictor(
         target, functools.partial(decoding.beam_search, alpha=length_penalty), num_decodes=num_beams
     )
@@ -430,8 +401,7 @@ def _predictor(target: LanguageModel, decode_fn: Callable, **settings) -> Predic
 
 
 def benchmark_variant(target: LanguageModel, max_new_tokens: int) -> Variant:
-    """Returns a variant that decodes from text to text with T5X's own
-    `EncoderDecoderModel.predict_batch`.
+    """Returns a variant that decodes from text to text with T5X's own `predict_batch`.
 
     It takes the argmax, on the same weights and padded inputs.
     """
@@ -439,7 +409,7 @@ def benchmark_variant(target: LanguageModel, max_new_tokens: int) -> Variant:
 
 
 def beam_variant(target: LanguageModel, max_new_tokens: int, options: BeamOptions) -> Variant:
-    """As `benchmark_variant`, with T5X's own beam search."""
+    """Returns what `benchmark_variant` does, with T5X's own beam search."""
     return _variant(target, beams(target, options.num_beams, options.penalty), max_new_tokens)
 
 
@@ -452,9 +422,7 @@ def _variant(target: LanguageModel, predict: Predict, max_new_tokens: int) -> Va
         filled = [len(row) > 0 for row in rows]
         inputs = np.zeros((len(rows), batch.padded), np.int32)
         for number, row in enumerate(rows):
-            row = (
-                row or rows[0]
-            )  # an empty row that fills up the batch would have nothing to attend to
+            row = row or rows[0]  # an empty row would have nothing to attend to
             inputs[number, : len(row)] = row
         tokens, scores = predict(inputs, max_new_tokens)
         tokens = tokens * np.array(filled, np.int32)[:, None]

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import warnings
 
+import gin
 import jax
 import jax.numpy as jnp
 import make_checkpoints as make
@@ -44,6 +45,7 @@ if importlib.util.find_spec("t5x") is None:
     pytest.skip("t5x is not installed", allow_module_level=True)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TensorFlow's
+    import t5x_calls
     from t5x import decoding, models, partitioning, utils
     from t5x.examples.scalable_t5 import network as scalable_t5
     from t5x_calls import STEPS, Ids, predict, speculative, standard_promotion
@@ -334,9 +336,9 @@ def test_bad_configurations_are_rejected(golden, tmp_path):
         ValueError, match="decode_fn: got .*max_decode.*, expected t5x.decoding.beam_search or"
     ):
         speculative(target, decode_fn=max_decode)
-    with pytest.raises(ValueError, match="sampling: got .* with decode_fn, expected None"):
+    with pytest.raises(ValueError, match="sampling: got .* for decode_fn, expected None"):
         speculative(target, decode_fn=decoding.temperature_sample, sampling=sd.SamplingConfig())
-    with pytest.raises(ValueError, match="beam_width: got 4 with sampling, expected None"):
+    with pytest.raises(ValueError, match="beam_width: got 4 for sampling, expected None"):
         speculative(target, beam_width=4)
     with pytest.raises(
         ValueError,
@@ -356,7 +358,7 @@ def test_bad_configurations_are_rejected(golden, tmp_path):
         interop.SpeculativeEncoderDecoderModel(object(), Ids, Ids, None)
     wide = dataclasses.replace(target.config, vocab_size=400)
     sd.save(sd.LanguageModel.random(wide, vocabulary=ByteVocabulary(3)), tmp_path / "bytes")
-    with pytest.raises(ValueError, match="got a vocabulary of 262 pieces that differs from T5X's"):
+    with pytest.raises(ValueError, match="got a vocabulary of 262 tokens that differs from T5X's"):
         speculative(target, drafter=str(tmp_path / "bytes"))
     other = dataclasses.replace(target.config, num_decoder_layers=3)
     model = interop.SpeculativeEncoderDecoderModel(interop.transformer(other), Ids, Ids, None)
@@ -364,6 +366,84 @@ def test_bad_configurations_are_rejected(golden, tmp_path):
         ValueError, match="params: parameter decoder/layers_2/.*: got none, expected"
     ):
         predict(model, target.params, np.ones((1, 4), np.int32))
+
+
+WRITTEN = {
+    "policy": dict(gamma=sd.Heuristic(3), verifier="token"),
+    "sampled": dict(gamma=2, sampling=sd.SamplingConfig(temperature=0.8, top_k=9)),
+    "tree": dict(tree=sd.Tree.uniform((2, 2))),
+}
+MODEL = """
+from __gin__ import dynamic_registration
+from specdec_jax.decoding import generation_config
+from specdec_jax.interop import t5x as speculative
+import t5x_calls
+
+include "{path}"
+
+speculative.SpeculativeEncoderDecoderModel:
+  config = @generation_config.GenerationConfig()
+  module = @t5x_calls.tiny_module()
+  input_vocabulary = @t5x_calls.Ids()
+  output_vocabulary = @t5x_calls.Ids()
+  optimizer_def = None
+  drafter = "lookup"
+  rescale_log_probs = False
+{more}
+t5x_calls.configured.model = @speculative.SpeculativeEncoderDecoderModel()
+"""
+
+
+def configured(path, more: str = ""):
+    """Returns the model of a gin file that includes the one at `path`."""
+    gin.clear_config()
+    try:
+        gin.parse_config(MODEL.format(path=path, more=more))
+        return t5x_calls.configured()
+    finally:
+        gin.clear_config()
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_an_included_file_of_options_decodes_as_generate(case, golden, tmp_path):
+    """A file of `GenerationConfig.save` has the same effect in T5X's gin file."""
+    _, io, target = golden
+    path, key, inputs = tmp_path / "generation.gin", jax.random.key(5), io["encoder_input_tokens"]
+    sd.GenerationConfig(**WRITTEN[case]).save(path)
+    rows = [[int(token) for token in row if token] for row in inputs]
+    drafter, ends = sd.PromptLookupDrafter(), dict(eos_ids=[1], max_new_tokens=STEPS)
+    result = sd.generate(target, rows, drafter=drafter, config=path, key=key, **ends)
+    tokens, aux = predict(
+        configured(path), target.params, inputs, rng=key, decoder_params={"eos_id": 1}
+    )
+    expected = np.zeros_like(tokens)
+    for row, length in enumerate(result.lengths):
+        expected[row, :length] = result.tokens[row, :length]
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_allclose(aux["scores"], result.log_probs.sum(axis=1), atol=1e-4)
+
+
+def test_options_in_gin_change_the_file_or_are_rejected(golden, tmp_path):
+    path = tmp_path / "generation.gin"
+    sd.GenerationConfig(gamma=2, verifier="token").save(path)
+    assert configured(path)._decoder.gamma == 2
+    assert configured(path, "  gamma = None")._decoder.gamma == 2
+    assert configured(path, "  gamma = 5")._decoder.gamma == 5
+    assert configured(
+        path, "  tree = 'widths:2,2'\n  gamma = 3\n  verifier = 'block'"
+    )._decoder.tree
+    for name in ("gama", "stop", "deadline", "num_samples", "num_beams", "key"):
+        with pytest.raises(ValueError, match=f"doesn't have a parameter named '{name}'"):
+            configured(path, f"  {name} = 3")
+    for options in (dict(num_samples=2), dict(stop="x"), dict(deadline=1.0), dict(num_beams=2)):
+        sd.GenerationConfig(**options).save(path)
+        (name,) = options
+        with pytest.raises(ValueError, match=f"{name}: got .* for T5X, expected"):
+            configured(path)
+    with pytest.raises(TypeError, match="gama: got an option that there is not; did you mean"):
+        speculative(golden[2], gama=3)
+    with pytest.raises(TypeError, match="key: got an option that there is not for T5X"):
+        speculative(golden[2], key=3)
 
 
 # The benchmark's variant.

@@ -190,12 +190,12 @@ def test_what_t5xs_search_does_not_take_is_rejected(case, golden):
 MODELS = {
     "verifier": (
         dict(verifier="token"),
-        "verifier: got 'token' with beam search, expected 'block'",
+        "verifier: got 'token' for beam search, expected 'block'",
     ),
-    "lenience": (dict(lenience=0.5), "lenience: got 0.5 with beam search, expected None"),
+    "lenience": (dict(lenience=0.5), "lenience: got 0.5 for beam search, expected None"),
     "scores": (
         dict(rescale_log_probs=False),
-        "rescale_log_probs: got False with decode_fn, expected True",
+        "rescale_log_probs: got False for decode_fn, expected True",
     ),
     "policy": (
         dict(gamma=sd.Heuristic(3)),

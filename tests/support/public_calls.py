@@ -174,7 +174,7 @@ CALLS: dict[str, Callable[[], object]] = {
         map(ord, sd.LanguageModel.random(TINY, 4).fingerprint + noisy_copy(gpt(), 0.0).contents)
     ),
     "traced": lambda: under_jit(
-        Decoder(target().config, drafter(), 2, sampling=sd.SamplingConfig(temperature=1.0))
+        Decoder(target().config, drafter(), gamma=2, sampling=sd.SamplingConfig(temperature=1.0))
     ),
 }
 # Others with the same ways in.

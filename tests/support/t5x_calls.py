@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from specdec_jax.interop import t5x as interop
+from specdec_jax.models.t5 import T5Config
 
 STEPS = 16
 
@@ -42,3 +43,24 @@ def predict(model, params, inputs, prompts=None, rng=None, **options):
     return jax.tree.map(
         np.asarray, jax.jit(lambda params, batch, rng: call(params, batch, rng))(params, batch, rng)
     )
+
+
+def tiny_module():
+    """T5X's module of the golden checkpoint; for gin files."""
+    return interop.transformer(
+        T5Config(
+            vocab_size=128,
+            emb_dim=32,
+            num_heads=2,
+            head_dim=16,
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            mlp_dim=64,
+            dtype="float32",
+        )
+    )
+
+
+def configured(model=None):
+    """The model that gin binds."""
+    return model
