@@ -66,8 +66,10 @@ class Int8Kernel:
 def _rounded(
     x: Float[Array, "N F"], axis: int
 ) -> tuple[Int8[Array, "N F"], Float32[Array, " scales"]]:
-    """Rounds a matrix to integers times scales, with 127 for the greatest magnitude along `axis`;
-    returns both."""
+    """Rounds a matrix to integers times scales, with 127 for the greatest magnitude along `axis`.
+
+    Returns both.
+    """
     x = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(x), axis=axis) / _MOST
     units = jnp.expand_dims(jnp.where(scales > 0, scales, 1), axis)

@@ -16,8 +16,9 @@ _END = object()
 
 
 def package_settings() -> contextlib.ExitStack:
-    """Enters JAX's settings for this package, in this thread; leaving the returned context restores
-    the process's own.
+    """Enters JAX's settings for this package, in this thread.
+
+    Leaving the returned context restores the process's own.
 
     Precision of products, type promotion, devices, `jax_disable_jit` and the checks for leaked
     tracers and for transfers stay as they are set.

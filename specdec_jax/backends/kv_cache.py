@@ -153,8 +153,10 @@ class KVCache:
         return self.append(key, jnp.where(jnp.isfinite(value), value, 0), starts)
 
     def move(self, sources: jax.Array, starts: jax.Array, native: bool = False) -> "KVCache":
-        """Copies the slots `sources [B, M]` of every row to the slots from `starts [B]` on; with
-        `native` by the CPU's own kernel, since XLA on a CPU copies the whole cache to do so."""
+        """Copies the slots `sources [B, M]` of every row to the slots from `starts [B]` on.
+
+        With `native` by the CPU's own kernel, since XLA on a CPU copies the whole cache to do so.
+        """
         if native:
             key, value = packed_weights.move(self.key, self.value, sources, starts)
             return self.replace(key=key, value=value)

@@ -49,8 +49,9 @@ def precision_of(dtype) -> jax.lax.Precision | None:
 def rounded_product(
     x: Float[Array, "N D"], kernel: Float[Array, "D F"], dtype
 ) -> Float32[Array, "N F"]:
-    """Returns `x · kernel` in float32 from operands rounded to `dtype`; the backward pass rounds
-    its operands too.
+    """Returns `x · kernel` in float32 from operands rounded to `dtype`.
+
+    The backward pass rounds its operands too.
 
     JAX's own transpose rule would multiply float32 cotangents, which takes twice as long where
     bfloat16 is native.

@@ -86,8 +86,10 @@ class ShardingRules:
         return 1 if self.replicate else self.mesh.shape["model"]
 
     def sharding(self, *axes: str | None) -> NamedSharding:
-        """Returns the sharding of an array with these logical axes; without any, the array is whole
-        on every device."""
+        """Returns the sharding of an array with these logical axes.
+
+        Without any, the array is whole on every device.
+        """
         names = [RULES[axis] if axis else None for axis in axes]
         return NamedSharding(self.mesh, PartitionSpec(*(self._kept(name) for name in names)))
 
@@ -146,8 +148,10 @@ class ShardingRules:
         return jax.tree.map(put, tree)
 
     def check(self, config: Any) -> None:
-        """Checks that a network of this configuration can be divided so; raises ValueError
-        otherwise."""
+        """Checks that a network of this configuration can be divided so.
+
+        Raises ValueError otherwise.
+        """
         for name in ("num_heads", "mlp_dim"):
             if getattr(config, name) % self.parts:
                 raise ValueError(
@@ -156,8 +160,10 @@ class ShardingRules:
                 )
 
     def check_rows(self, name: str, rows: int) -> None:
-        """Checks that `rows` rows can be divided; raises ValueError otherwise. `name` is the
-        argument to blame."""
+        """Checks that `rows` rows can be divided; raises ValueError otherwise.
+
+        `name` is the argument to blame.
+        """
         if rows % self.rows:
             raise ValueError(
                 f"{name}: got {rows} rows, expected a multiple of the mesh's data axis, {self.rows}"

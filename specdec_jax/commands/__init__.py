@@ -1,2 +1,4 @@
-"""Runs the command line `specdec`: one file for every command; the only package that knows flags
-and gin."""
+"""Runs the command line `specdec`: one file for every command.
+
+The only package that knows flags and gin.
+"""

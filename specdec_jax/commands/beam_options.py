@@ -47,8 +47,10 @@ class SearchFlags:
         return {} if beam_options(**given) is None else given
 
     def given_search(self, **others: Any) -> dict[str, Any]:
-        """Returns what `search` does, before it is known whether there is a search; what is not
-        given is None."""
+        """Returns what `search` does, before it is known whether there is a search.
+
+        What is not given is None.
+        """
         if self.early_stopping not in _EARLY:
             names = ", ".join(filter(None, _EARLY))
             raise ValueError(
@@ -104,7 +106,9 @@ def open_field(name: str) -> Any:
 
 
 def width_option(default: str) -> Any:
-    """Makes the field of several widths, which are timed in turn; `default` is what is timed
-    without it."""
+    """Makes the field of several widths, which are timed in turn.
+
+    `default` is what is timed without it.
+    """
     text = "with --num_beams: nodes in each level of the tree; several, comma-separated, are timed in turn"
     return option((), f"{text} (default: {default})")

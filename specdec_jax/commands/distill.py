@@ -286,8 +286,10 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
 
 
 def _vocabulary(config: DistillConfig, width: int) -> Vocabulary:
-    """Returns the target's vocabulary; raises ValueError for what `train.fit` would reject hours
-    later."""
+    """Returns the target's vocabulary.
+
+    Raises ValueError for what `train.fit` would reject hours later.
+    """
     assert config.target
     ids = of_checkpoint(config.target, "target")
     if config.drafter:

@@ -29,8 +29,10 @@ class Endings:
         self._without_draft: list[int] = []
 
     def add(self, number: int, outputs: Sequence[Output | Piece]) -> dict[str, Any]:
-        """Counts the outputs of one input, and tells what was wrong with it; returns what `restore`
-        takes."""
+        """Counts the outputs of one input, and tells what was wrong with it.
+
+        Returns what `restore` takes.
+        """
         note: dict[str, Any] = {"cut": sum(output.finish_reason == "length" for output in outputs)}
         errors = [output.error for output in outputs if output.error]
         if errors:

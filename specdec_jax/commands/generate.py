@@ -1,5 +1,7 @@
-"""Runs `specdec generate`: decodes many sentences, or the examples of a task; outputs come in
-order."""
+"""Runs `specdec generate`: decodes many sentences, or the examples of a task.
+
+Outputs come in order.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -351,8 +353,10 @@ def _write_file(
     begun: Callable[[], object],
     finish: Callable[[Iterable[str], str], None] | None = None,
 ) -> str | None:
-    """Writes all outputs to a file, whole or not at all; what a killed run had finished is not
-    decoded again. Returns what is wrong with the outputs, if anything is.
+    """Writes all outputs to a file, whole or not at all.
+
+    What a killed run had finished is not decoded again. Returns what is wrong with the outputs, if
+    anything is.
 
     `finish` is called with all lines before the file is written, so that it is called even if a
     kill comes in between; the file is written even if `finish` fails.
@@ -418,8 +422,10 @@ def _costs(plan: Plan) -> dict[str, Any]:
 
 
 def _by_costs(record: Any, options: GenerateOptions) -> dict[str, Any]:
-    """Returns the arguments of `generate` for what `_costs` returned; raises ValueError for
-    anything else."""
+    """Returns the arguments of `generate` for what `_costs` returned.
+
+    Raises ValueError for anything else.
+    """
     match record:
         case {"gamma": 0}:
             how = dict(lenience=None, typical_epsilon=None, typical_delta=None, verifier="block")

@@ -337,8 +337,10 @@ def _numbers(name: str, items: list[str], kind: type) -> tuple[int | float, ...]
 
 
 def _split_gin(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Takes `--gin.NAME=value` out of the arguments, as T5X does; returns (the other arguments,
-    `NAME=value` …)."""
+    """Takes `--gin.NAME=value` out of the arguments, as T5X does.
+
+    Returns (the other arguments, `NAME=value` …).
+    """
     rest: list[str] = []
     bindings: list[str] = []
     for index, argument in enumerate(arguments):

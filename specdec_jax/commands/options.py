@@ -232,8 +232,10 @@ class DecodingOptions:
         self.check_decoding()
 
     def check_decoding(self) -> None:
-        """Checks the same as `check`, except that a target is named; for commands that may do
-        without a checkpoint."""
+        """Checks the same as `check`, except that a target is named.
+
+        For commands that may do without a checkpoint.
+        """
         sampling = self.sampling()
         at_least(1, max_new_tokens=self.token_limit, max_input_length=self.max_input_length)
         if self.verifier not in VERIFIERS:

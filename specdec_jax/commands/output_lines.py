@@ -45,8 +45,10 @@ def _line(output: Output, as_json: bool) -> str:
 
 
 def to_json(record: dict[str, Any]) -> str:
-    """Returns a record as one line of JSON; −inf, which JSON lacks, becomes null. Without an error,
-    or a score, there is no field for it."""
+    """Returns a record as one line of JSON; −inf, which JSON lacks, becomes null.
+
+    Without an error, or a score, there is no field for it.
+    """
     record = {
         name: value
         for name, value in record.items()

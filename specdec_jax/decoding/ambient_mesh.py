@@ -72,8 +72,10 @@ def laid_out(network: Network, rows: int, replicate: bool = False) -> Network:
 
 
 def laid_out_drafter(drafter: Any, rows: int) -> Any:
-    """Returns a drafter whose networks are laid out as by `laid_out`; every device holds them
-    whole."""
+    """Returns a drafter whose networks are laid out as by `laid_out`.
+
+    Every device holds them whole.
+    """
 
     def is_network(node):
         return isinstance(node, Network)

@@ -131,8 +131,10 @@ class Costs(NamedTuple):
 
     @classmethod
     def of(cls, record: Any) -> "Costs":
-        """Returns the costs in JSON values; raises ValueError for anything but what `_asdict`
-        gives."""
+        """Returns the costs in JSON values.
+
+        Raises ValueError for anything but what `_asdict` gives.
+        """
         try:
             costs = cls(**{**record, "iterations": tuple(record["iterations"])})
             values = [
@@ -239,8 +241,10 @@ _described: dict[int, tuple[weakref.ref, str]] = {}
 
 
 def known(key: str) -> Costs | None:
-    """Returns what was measured for a key of `key_of`, by this process or another; None if nothing
-    was."""
+    """Returns what was measured for a key of `key_of`, by this process or another.
+
+    None if nothing was.
+    """
     if key not in _known and (path := _path(key)) is not None:
         try:
             record = read_json(path, _LARGEST)

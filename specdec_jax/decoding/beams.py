@@ -134,8 +134,10 @@ class BeamOptions:
     def config(
         self, ends: int, mode: SamplingMode, vocab_size: int, gamma: int, drafter: Drafter | None
     ) -> BeamConfig:
-        """Returns the static settings; arguments as in `BeamConfig`, and the drafter of its levels,
-        if any."""
+        """Returns the static settings.
+
+        Arguments as in `BeamConfig`, and the drafter of its levels, if any.
+        """
         width = 0
         if drafter is not None:
             width = min(
@@ -155,8 +157,9 @@ class BeamOptions:
 
 
 def beam_options(num_beams: int | None = None, **others) -> BeamOptions | None:
-    """Checks the options of a beam search and returns them; None if `num_beams` is None. Others
-    that are None are at their defaults.
+    """Checks the options of a beam search and returns them; None if `num_beams` is None.
+
+    Others that are None are at their defaults.
 
     Raises:
       ValueError: an option outside its range.
@@ -389,8 +392,10 @@ def begin(
 
 
 def _result(target: LanguageModel, plan: Plan, found: dict, places) -> GenerationResult:
-    """Trims and detokenises the hypotheses of a search; an input whose logits were not finite
-    numbers has none."""
+    """Trims and detokenises the hypotheses of a search.
+
+    An input whose logits were not finite numbers has none.
+    """
     request, best, there = plan.request(places), found["best"], found["there"].reshape(-1)
     source = target_of(target, plan.config)
     errors = [

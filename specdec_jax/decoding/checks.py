@@ -173,8 +173,10 @@ def verifier_settings(
 
 
 def _setting(name: str, value, batch: int, fraction: bool) -> np.ndarray:
-    """Returns a number, or one per input, as `[batch]` float32; raises ValueError unless all are
-    finite or, for a `fraction`, in (0, 1]."""
+    """Returns a number, or one per input, as `[batch]` float32.
+
+    Raises ValueError unless all are finite or, for a `fraction`, in (0, 1].
+    """
     expected = "a number in (0, 1]" if fraction else "a finite number"
     array = arguments.check_numbers(name, value, expected).astype(np.float32)
     if not np.all((array > 0) & (array <= 1) if fraction else np.isfinite(array)):
@@ -205,8 +207,10 @@ def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> 
 
 
 def check_eos_ids(target: LanguageModel, eos_ids) -> tuple[int, ...]:
-    """Returns the ids that stop a row, by default the model's own; raises ValueError for ids that
-    the model lacks."""
+    """Returns the ids that stop a row, by default the model's own.
+
+    Raises ValueError for ids that the model lacks.
+    """
     vocab_size = target.config.vocab_size
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
     expected = f"ids from 0 to {vocab_size - 1}"
@@ -221,8 +225,11 @@ def check_eos_ids(target: LanguageModel, eos_ids) -> tuple[int, ...]:
 
 
 def check_stop(stop, deadline, target: LanguageModel | None = None) -> tuple[str, ...]:
-    """Returns the stop strings; raises ValueError for empty ones, for a deadline that is no
-    positive time, and for stop strings with a target that has no vocabulary."""
+    """Returns the stop strings.
+
+    Raises ValueError for empty ones, for a deadline that is no positive time, and for stop strings
+    with a target that has no vocabulary.
+    """
     stop = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop, Sequence) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"stop: got {stop!r}, expected strings that are not empty")
@@ -234,8 +241,10 @@ def check_stop(stop, deadline, target: LanguageModel | None = None) -> tuple[str
 
 
 def check_non_finite(non_finite) -> bool:
-    """Returns whether rows with logits that are not finite numbers are reported; raises ValueError
-    for another word than "raise" and "report"."""
+    """Returns whether rows with logits that are not finite numbers are reported.
+
+    Raises ValueError for another word than "raise" and "report".
+    """
     if not isinstance(non_finite, str) or non_finite not in NON_FINITE:
         raise ValueError(
             f"non_finite: got {non_finite!r}, expected {' or '.join(map(repr, NON_FINITE))}"
@@ -244,8 +253,10 @@ def check_non_finite(non_finite) -> bool:
 
 
 def check_per_row(name: str, value, batch: int, least: int, most: int) -> np.ndarray:
-    """Returns one integer, or one per input, as `[batch]` int32; raises ValueError for any outside
-    `least` … `most`."""
+    """Returns one integer, or one per input, as `[batch]` int32.
+
+    Raises ValueError for any outside `least` … `most`.
+    """
     expected = f"an integer from {least} to {most}"
     array = arguments.check_numbers(name, value, expected, whole=True)
     if np.any((array < least) | (array > most)):

@@ -229,8 +229,10 @@ def _checked(
 
 @isolated
 def _batches(target: LanguageModel, plan: Plan, size: int, skip: frozenset[int]) -> Iterator:
-    """Yields the outputs of batches of like length; a batch of which every input is skipped is not
-    decoded."""
+    """Yields the outputs of batches of like length.
+
+    A batch of which every input is skipped is not decoded.
+    """
     order = np.argsort(plan.lengths + plan.prefix_lengths, kind="stable").tolist()
     for begin in range(0, len(order), size):
         chosen, begun = order[begin : begin + size], time.monotonic()
@@ -363,8 +365,9 @@ def _padded(sources: np.ndarray, targets: np.ndarray, count: int) -> tuple[np.nd
 
 
 def _leaves(plan: Plan, width: int) -> tuple[tuple[bool, ...], bool]:
-    """Returns which leaves of what `_started` returns its rows share, tables over positions or ids;
-    and whether the target has been fed nothing by then.
+    """Returns which leaves of what `_started` returns its rows share, tables over positions or ids.
+
+    And whether the target has been fed nothing by then.
 
     If so, its caches of self-attention are empty and are left out: to make them and to copy them
     for every input would take a sixth of a job's time.
@@ -402,8 +405,10 @@ def _empty_layers(plan: Plan, size: int, width: int) -> tuple[KVCache, ...]:
 def _blank(
     fresh: DecodeState, layers: tuple[KVCache, ...], total: int, shared: tuple[bool, ...], rules
 ) -> DecodeState:
-    """Returns a state of `total` rows that are done, in all else like the rows of `fresh`;
-    `layers`: what `fresh` lacks."""
+    """Returns a state of `total` rows that are done, in all else like the rows of `fresh`.
+
+    `layers`: what `fresh` lacks.
+    """
     leaves, structure = jax.tree.flatten(fresh)
     copied = np.arange(total) % len(fresh.done)
     state = structure.unflatten(

@@ -181,8 +181,10 @@ def fill_sampling(
 
 
 def _least(defaults: ModelDefaults, starts: np.ndarray, limits: np.ndarray) -> Any:
-    """Returns the least number of new tokens before an EOS, one or one per row; None: there is
-    none."""
+    """Returns the least number of new tokens before an EOS, one or one per row.
+
+    None: there is none.
+    """
     if defaults.min_new_tokens is not None:
         return np.minimum(defaults.min_new_tokens, limits)
     return (

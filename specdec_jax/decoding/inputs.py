@@ -34,8 +34,10 @@ def slots(longest: int, gamma: int) -> int:
 
 
 def listed(name: str, inputs) -> Any:
-    """Returns inputs as a list that can be read again, or as the array of ids that they are; raises
-    ValueError for what is neither."""
+    """Returns inputs as a list that can be read again, or as the array of ids that they are.
+
+    Raises ValueError for what is neither.
+    """
     if hasattr(inputs, "shape"):
         array = arguments.as_array(inputs)
         return array.tolist() if array.ndim == 1 and array.dtype.kind in "OTU" else inputs
@@ -163,8 +165,10 @@ def empty_rows(target: LanguageModel, inputs, lengths: np.ndarray) -> np.ndarray
 def prompt_tokens(
     target: LanguageModel, tokens: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns prompts `[B, P]`, padded to a bucket, and their numbers of ids `[B]`; an empty prompt
-    becomes the start token."""
+    """Returns prompts `[B, P]`, padded to a bucket, and their numbers of ids `[B]`.
+
+    An empty prompt becomes the start token.
+    """
     tokens = pad(tokens, bucket(int(max(lengths))))
     tokens[:, 0] = np.where(lengths == 0, target.start_token, tokens[:, 0])
     return tokens, np.maximum(lengths, 1)
@@ -207,8 +211,9 @@ def _encoder(target: LanguageModel) -> Callable[[str], list[int]]:
 def encode(
     target: LanguageModel, sentences: Sequence[str], max_input_length: int
 ) -> list[list[int]]:
-    """Returns the ids of every sentence, with what the tokenizer puts around a text; an empty
-    sentence has none.
+    """Returns the ids of every sentence, with what the tokenizer puts around a text.
+
+    An empty sentence has none.
 
     For a decoder-only model they are prompts, which get no EOS unless its tokenizer's files say so.
 

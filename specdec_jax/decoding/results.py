@@ -119,8 +119,10 @@ class GenerationResult(NamedTuple):
     errors: Sequence[NonFiniteLogitsError | None] = ()
 
     def checked(self, reports: bool = False) -> "GenerationResult":
-        """Returns the result itself; unless it `reports`, raises the first of its `errors`, the
-        target's before a drafter's."""
+        """Returns the result itself.
+
+        Unless it `reports`, raises the first of its `errors`, the target's before a drafter's.
+        """
         found = [error for error in self.errors if error is not None]
         if found and not reports:
             raise min(found, key=lambda error: error.by_drafter)
@@ -167,8 +169,10 @@ class Committed(NamedTuple):
 
     @classmethod
     def fields(cls, state: DecodeState) -> dict:
-        """Returns the fields that are read of a state, by name, on the device; the state may be
-        traced."""
+        """Returns the fields that are read of a state, by name, on the device.
+
+        The state may be traced.
+        """
         return {name: getattr(state, name) for name in cls._fields if name != "config"}
 
     @classmethod

@@ -20,8 +20,9 @@ def without_end(vocabulary: Vocabulary, ids: Sequence[int], finish_reason: str) 
 
 
 def cut(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int | None:
-    """Returns how many of `ids` come before the first stop string in their text; None if there is
-    none.
+    """Returns how many of `ids` come before the first stop string in their text.
+
+    None if there is none.
 
     The first stop string is the one that ends first, so that it does not matter how many ids were
     decoded past it; of two that end together, the longer one. Only whole tokens are kept: a token

@@ -168,8 +168,10 @@ def _advance_tree(
 
 
 def _read_tree(tokens, parents, valid, path, accepted, p, q) -> TreeStep:
-    """Returns the tree of one row; arguments by number of the node, −1 being no parent, and NaN no
-    distribution."""
+    """Returns the tree of one row.
+
+    Arguments by number of the node, −1 being no parent, and NaN no distribution.
+    """
     there = np.flatnonzero(valid)
     places = {int(number): place for place, number in enumerate(there)} | {-1: -1}
     nodes = [

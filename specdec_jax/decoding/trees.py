@@ -90,8 +90,10 @@ def tree_options(
 
 
 def check_beside_tree(tree: Tree | DynamicTree | None, verifier: str) -> None:
-    """Raises UnsupportedCombination for a chain's verifier beside a tree that is none; for callers
-    that have not loaded a drafter yet."""
+    """Raises UnsupportedCombination for a chain's verifier beside a tree that is none.
+
+    For callers that have not loaded a drafter yet.
+    """
     if tree is not None and not _as_chain(tree):
         _check_verifier(verifier)
 

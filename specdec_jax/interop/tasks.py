@@ -1,4 +1,5 @@
 """Registers seqio tasks: the data of the paper through TensorFlow Datasets, and local TSV files.
+
 Needs the extra `seqio`.
 
 An import registers `wmt_t2t_ende` and `cnn_dailymail`, which T5 calls `wmt_t2t_ende_v003` and
@@ -38,8 +39,10 @@ def bleu(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]
 
 
 def rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-    """Returns ROUGE-1, -2 and -Lsum as 100 times the mean F-measure; T5 reports the middle of a
-    bootstrap around it."""
+    """Returns ROUGE-1, -2 and -Lsum as 100 times the mean F-measure.
+
+    T5 reports the middle of a bootstrap around it.
+    """
     from rouge_score import rouge_scorer
 
     names = ("rouge1", "rouge2", "rougeLsum")
@@ -87,8 +90,10 @@ def cnn_dailymail(
     data_dir: str | None = None,
     name: str = "cnn_dailymail",
 ) -> str:
-    """Registers news articles and their highlights; returns the task's name. Arguments as for
-    `wmt_t2t_ende`."""
+    """Registers news articles and their highlights; returns the task's name.
+
+    Arguments as for `wmt_t2t_ende`.
+    """
     source = seqio.TfdsDataSource(tfds_name="cnn_dailymail:3.4.0", tfds_data_dir=data_dir)
     texts = functools.partial(_texts, prefix="summarize: ", source="article", target="highlights")
     return _register(name, source, texts, _vocabulary(vocabulary, extra_ids), (rouge,))
@@ -102,8 +107,9 @@ def tsv(
     metric_fns: Sequence[Callable[..., Mapping[str, Any]]] = (bleu,),
     name: str = "tsv",
 ) -> str:
-    """Registers a task of local TSV files, gzip or not, with a source and a target on each line;
-    returns its name.
+    """Registers a task of local TSV files, gzip or not, with a source and a target on each line.
+
+    Returns its name.
 
     Args:
       files: one or more files for every split.
@@ -151,8 +157,10 @@ def _texts(dataset: tf.data.Dataset, prefix: str, source: str, target: str) -> t
 def _register(
     name: str, source, texts: Callable, vocabulary: seqio.Vocabulary, metric_fns: Sequence[Callable]
 ) -> str:
-    """Registers a task that makes ids of texts as T5's tasks do; replaces one that was registered
-    here under the same name."""
+    """Registers a task that makes ids of texts as T5's tasks do.
+
+    Replaces one that was registered here under the same name.
+    """
     if name in seqio.TaskRegistry.names():
         if name not in _OURS:
             raise ValueError(

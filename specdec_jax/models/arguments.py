@@ -31,8 +31,10 @@ def quoted(value) -> str:
 
 
 def check_function(name: str, value: Any, parameters: str) -> None:
-    """Checks that `value` can be called with the positional `parameters`, names divided by ", ";
-    raises ValueError otherwise."""
+    """Checks that `value` can be called with the positional `parameters`, names divided by ", ".
+
+    Raises ValueError otherwise.
+    """
     expected = f"a function of ({parameters})"
     if not callable(value):
         raise ValueError(f"{name}: got {quoted(value)}, expected {expected}")

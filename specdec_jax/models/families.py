@@ -45,8 +45,10 @@ def describe(config: ModelConfig) -> dict:
 
 
 def build_config(record: dict) -> ModelConfig:
-    """Returns the configuration that `describe` recorded; older records, without a name of the
-    family, are read too."""
+    """Returns the configuration that `describe` recorded.
+
+    Older records, without a name of the family, are read too.
+    """
     fields = dict(record)
     before = "gpt" if "num_positions" in fields else "t5"  # T5s have no num_positions
     return family_of(fields.pop("architecture", before))(**fields)

@@ -96,8 +96,10 @@ class ModelConfig:
         } | {"tied_head": self.logits_via_embedding}
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of every parameter by its name; called through
-        `parameters.parameter_shapes`, which caches it."""
+        """Returns the shape of every parameter by its name.
+
+        Called through `parameters.parameter_shapes`, which caches it.
+        """
         module = self.module()
         made = jax.eval_shape(module.init, jax.random.key(0), *module.dummy_inputs())["params"]
         flat = flax.traverse_util.flatten_dict(made, sep="/")

@@ -31,8 +31,10 @@ def rounded(params: dict, rules: ShardingRules | None) -> str:
 
 
 def exact(params: dict, rules: ShardingRules | None) -> str:
-    """Returns the digest of the exact weights that a model computes with; the arguments are those
-    of `rounded`."""
+    """Returns the digest of the exact weights that a model computes with.
+
+    The arguments are those of `rounded`.
+    """
     return _digest(params, rules, None)
 
 
@@ -72,8 +74,9 @@ def _copied(array: jax.Array, rules: ShardingRules | None) -> jax.Array:
 
 
 def of_corners(params: dict, rules: ShardingRules | None, last_layer: str) -> str:
-    """Returns the digest that earlier versions stored, before all weights counted; two models may
-    share it.
+    """Returns the digest that earlier versions stored, before all weights counted.
+
+    Two models may share it.
 
     It is made of the corners of the arrays of the embedding, the last decoder layer, the last norm
     and the head.

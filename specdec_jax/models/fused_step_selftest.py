@@ -17,8 +17,11 @@ _TOKENS = np.array([[3, 4], [5, 6]], np.int32)
 
 
 def why_not(interpret: Any = False) -> str | None:
-    """Tries the kernel over two positions of two rows, at other slots in each; returns what is
-    wrong with it, None if nothing is. `interpret` as for `fused_step.decode_states`."""
+    """Tries the kernel over two positions of two rows, at other slots in each.
+
+    Returns what is wrong with it, None if nothing is. `interpret` as for
+    `fused_step.decode_states`.
+    """
     return run_self_test(lambda: _numbers_are_right(interpret))
 
 

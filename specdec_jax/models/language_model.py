@@ -71,8 +71,9 @@ class LanguageModel:
         rules: ShardingRules | None = None,
         generation_config: ModelDefaults = ModelDefaults(),
     ):
-        """Checks the ids and converts the parameters to the loop's layout; arguments without a line
-        are attributes.
+        """Checks the ids and converts the parameters to the loop's layout.
+
+        Arguments without a line are attributes.
 
         Args:
           params: nested dict of arrays, named as in T5X. All its kernels may be `Int8Kernel`s,
@@ -235,8 +236,10 @@ class LanguageModel:
         return f"{exact} {self.config}{f' in int8{inputs}' if self.quantized else ''}"
 
     def has(self, fingerprint: str) -> bool:
-        """Returns whether a stored `fingerprint` is this model's; earlier versions stored a digest
-        of some weights only."""
+        """Returns whether a stored `fingerprint` is this model's.
+
+        Earlier versions stored a digest of some weights only.
+        """
         whole = str(fingerprint).startswith(fingerprints.ROUNDED)
         return fingerprint == (self.fingerprint if whole else self._fingerprint_of_corners)
 
@@ -312,8 +315,10 @@ _MOST_PAST_LOGITS = 128  # ids of a vocabulary for which a model has no logit
 
 
 def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> None:
-    """Checks that every special id has a logit, and all but a few pieces of the vocabulary; raises
-    ValueError otherwise."""
+    """Checks that every special id has a logit, and all but a few pieces of the vocabulary.
+
+    Raises ValueError otherwise.
+    """
     for token in (start_token, *eos_ids):
         whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not whole or not 0 <= token < config.vocab_size:

@@ -81,8 +81,10 @@ class Dense(nn.Module):
         residual: Float[Array, "*N F"] | None = None,
         clear: bool = True,
     ) -> Float[Array, "*N F"]:
-        """Applies the map to `before(x)` and adds `residual`, for a kernel packed; see
-        `PackedWeights.product`."""
+        """Applies the map to `before(x)` and adds `residual`, for a kernel packed.
+
+        See `PackedWeights.product`.
+        """
         kernel, dtype = self.get_variable("params", "kernel"), self.output_dtype or self.dtype
         bias = self.get_variable("params", "bias") if self.use_bias else None
         return kernel.product(x, dtype, valid, before, bias, residual, clear)

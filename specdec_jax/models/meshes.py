@@ -12,8 +12,9 @@ from specdec_jax.models import arguments
 
 
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
-    """Makes a mesh of `data · model` devices; if there is one process and it has more, of the first
-    ones.
+    """Makes a mesh of `data · model` devices.
+
+    If there is one process and it has more, of the first ones.
 
     Raises:
       ValueError: fewer devices than that, or with several processes another number.

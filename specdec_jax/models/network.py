@@ -91,8 +91,10 @@ class Network:
 
     @property
     def encoder_dim(self) -> int | None:
-        """Width of another model's encoder output, to which a network without an encoder attends;
-        else None."""
+        """Width of another model's encoder output, to which a network without an encoder attends.
+
+        Else None.
+        """
         return self.config.encoder_dim
 
     def encode(self, inputs: Inputs, input_lengths: PerRow) -> Encoded:
@@ -217,8 +219,10 @@ class Network:
         valid: Valid = None,
         layers: int | None = None,
     ) -> tuple[States, Any]:
-        """Feeds `tokens` as nodes of trees; the cache is from `node_cache`, `valid` as for
-        `decode`, and `layers` as for `decode_states`.
+        """Feeds `tokens` as nodes of trees.
+
+        The cache is from `node_cache`, `valid` as for `decode`, and `layers` as for
+        `decode_states`.
 
         Returns:
           States, which `head` takes, and the new cache.
@@ -249,8 +253,9 @@ class Network:
     def greedy_token_and_logprob(
         self, states: States, valid: Valid = None, normalize: bool = True
     ) -> TokenAndLogprob:
-        """Returns each position's argmax token and its log-probability without storing logits; only
-        if it `skips_padding`.
+        """Returns each position's argmax token and its log-probability without storing logits.
+
+        Only if it `skips_padding`.
 
         Returns:
           Tokens, the first where logits are equal, −1 where a logit is NaN; and their
@@ -262,8 +267,10 @@ class Network:
         )
 
     def shortlisted(self, ids: Int[Array, " F"]) -> "Network":
-        """Returns the network with a head for `ids` only, so that logits are `[B, T, F]`; other
-        arrays are shared."""
+        """Returns the network with a head for `ids` only, so that logits are `[B, T, F]`.
+
+        Other arrays are shared.
+        """
         check_uses_backend(self.config, "a shortlist")
         config, packed = self.config, self.backend.packs_weights
         tied = config.logits_via_embedding
@@ -271,8 +278,10 @@ class Network:
         return self.replace(params=params, module=config.with_own_head().module(self.backend))
 
     def in_int8(self) -> "Network":
-        """Returns the network with the kernels of decoder steps, the head's too, in int8; other
-        arrays are shared."""
+        """Returns the network with the kernels of decoder steps, the head's too, in int8.
+
+        Other arrays are shared.
+        """
         check_uses_backend(self.config, "a drafter in int8")
         tied = self.config.logits_via_embedding
         network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
@@ -295,8 +304,10 @@ class Network:
         decoder_tokens: Tokens,
         encoded: Encoded | None = None,
     ) -> Logits:
-        """Returns the logits of whole sequences, computed without a cache; other arguments as for
-        `prefill`."""
+        """Returns the logits of whole sequences, computed without a cache.
+
+        Other arguments as for `prefill`.
+        """
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
         logits = self.module.apply(
             {"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded
@@ -332,8 +343,10 @@ def join(
     input_lengths: Int[np.ndarray, " B"],
     tokens: Int[np.ndarray, "B T"],
 ) -> tuple[Int[np.ndarray, "B L+T"], Int[np.ndarray, "B T"]]:
-    """Returns sequences of each row's input, cut at its length, followed by `tokens`; and the
-    places of `tokens`."""
+    """Returns sequences of each row's input, cut at its length, followed by `tokens`.
+
+    And the places of `tokens`.
+    """
     places = input_lengths[:, None] + np.arange(tokens.shape[1])
     sequences = np.pad(inputs, ((0, 0), (0, tokens.shape[1])))
     np.put_along_axis(sequences, places, tokens, axis=1)
@@ -341,8 +354,10 @@ def join(
 
 
 def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> None:
-    """Checks that a model has `length` positions; raises ValueError otherwise. `whose` begins the
-    message."""
+    """Checks that a model has `length` positions; raises ValueError otherwise.
+
+    `whose` begins the message.
+    """
     if config.max_positions is not None and length > config.max_positions:
         raise ValueError(
             f"{whose}: got sequences of up to {length} tokens, new ones included, expected at most "

@@ -11,8 +11,10 @@ from specdec_jax.tokenizers.vocabularies import PAD_ID
 
 
 def padding_id(model) -> int | None:
-    """Returns the id that pads inputs, which is 0 for a model without a vocabulary; None if there
-    is none, as for every decoder-only model."""
+    """Returns the id that pads inputs, which is 0 for a model without a vocabulary.
+
+    None if there is none, as for every decoder-only model.
+    """
     return None if decoder_only(model) else getattr(model.vocabulary, "pad_id", PAD_ID)
 
 

@@ -101,8 +101,9 @@ def seen_from(positions: PerRow, queries: int, slots: int) -> Bool[Array, "B 1 {
 def biases_from(
     positions: PerRow, queries: int, shifted: Float[Array, "shifts H W"], slots: int
 ) -> Float[Array, "B H {queries} {slots}"]:
-    """Returns the bias of `queries` positions from `positions[b]` on, over `slots` slots; `shifted`
-    as from `RelativePositionBias.shifted(slots)`.
+    """Returns the bias of `queries` positions from `positions[b]` on, over `slots` slots.
+
+    `shifted` as from `RelativePositionBias.shifted(slots)`.
 
     On an accelerator slices take less time than rows of `[S, H, S]`, whose layout a TPU's compiler
     changes in every iteration, and less memory: with 64 heads and 2,064 slots that is 1.1 GB.

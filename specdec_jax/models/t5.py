@@ -126,8 +126,9 @@ class T5Config(ModelConfig):
 
 
 def t5_only(name: str, config: ModelConfig) -> T5Config:
-    """Returns `config` if it is a T5's, for functions that need an encoder, such as training; else
-    raises ValueError.
+    """Returns `config` if it is a T5's, for functions that need an encoder, such as training.
+
+    Else raises ValueError.
 
     `name` is the argument to blame.
     """

@@ -80,8 +80,9 @@ def shape_of(kernel: Kernel) -> tuple[int, int]:
 
 
 def _map_step_kernels(function: Callable[[Kernel], Kernel], packed: dict) -> dict:
-    """Returns `packed` with `function` applied to every kernel of a decoder step; all other arrays
-    are shared.
+    """Returns `packed` with `function` applied to every kernel of a decoder step.
+
+    All other arrays are shared.
 
     The key and value kernels of cross-attention are left out: they multiply the encoder's output
     once, before any step.
@@ -114,8 +115,10 @@ def unpack(packed: dict) -> dict:
 
 
 def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], Float[Array, "..."]]]:
-    """Yields the arrays of T5X's tree with their paths; each kernel is unpacked only when its turn
-    comes."""
+    """Yields the arrays of T5X's tree with their paths.
+
+    Each kernel is unpacked only when its turn comes.
+    """
     for path, value in stored_parameters(packed):
         yield path, matrix(value)
 
@@ -158,8 +161,9 @@ def _divide(kernel: Plain, count: int) -> list[Plain]:
 def with_head(
     packed: dict, tied: bool, use_packed: bool, ids: Int[Array, " F"] | None = None
 ) -> dict:
-    """Returns `packed` with a kernel for its head, which is a copy and no parameter; all other
-    arrays are shared.
+    """Returns `packed` with a kernel for its head, which is a copy and no parameter.
+
+    All other arrays are shared.
 
     Args:
       tied: whether the model's head is its embedding; a kernel that was already made of it is used
@@ -182,8 +186,11 @@ def with_head(
 
 
 def in_int8(packed: dict, input_bits: int | None = 16) -> dict:
-    """Returns `packed` with every kernel of a decoder step in int8; all other arrays, and kernels
-    that are in int8 already, are shared. `input_bits`: of an `Int8Kernel`."""
+    """Returns `packed` with every kernel of a decoder step in int8.
+
+    All other arrays, and kernels that are in int8 already, are shared. `input_bits`: of an
+    `Int8Kernel`.
+    """
 
     def rounded(kernel: Kernel) -> Kernel:
         if isinstance(kernel, Int8Kernel) or (
@@ -201,8 +208,9 @@ def in_int8(packed: dict, input_bits: int | None = 16) -> dict:
 
 
 def round_params(params: dict, input_bits: int | None = 16, tied: bool = False) -> dict:
-    """Returns T5X's tree `params` with all kernels in int8, those that are so already as they
-    are; its nested dicts are emptied on the way.
+    """Returns T5X's tree `params` with all kernels in int8, those that are so already as they are.
+
+    Its nested dicts are emptied on the way.
 
     Args:
       input_bits: of an `Int8Kernel`.

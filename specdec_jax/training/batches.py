@@ -52,8 +52,9 @@ class BucketedBatches:
         seed: int = 0,
         target_buckets: Sequence[int] = (),
     ):
-        """Puts every pair into the shortest bucket that holds both sides; with `target_buckets`,
-        each side into its own shortest one.
+        """Puts every pair into the shortest bucket that holds both sides.
+
+        With `target_buckets`, each side into its own shortest one.
 
         Args:
           pairs: (input ids, target ids), both with EOS.

@@ -283,8 +283,10 @@ class HeadsRun(train.Run):
         return self.saved.restore(train.abstract_state(self.init))
 
     def export(self) -> list[pathlib.Path]:
-        """Writes the heads, and the target if it was trained, that had the lowest validation loss;
-        returns the folders."""
+        """Writes the heads, and the target if it was trained, that had the lowest validation loss.
+
+        Returns the folders.
+        """
         output, target = pathlib.Path(self.config.output_dir).absolute(), self.target
         abstract = train.abstract_state(self.init)
         step = self.saved.best.best_step()

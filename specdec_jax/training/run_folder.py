@@ -170,8 +170,9 @@ def _plain(settings: dict) -> dict:
 def record_contents(
     output: pathlib.Path, step: int | None, vocabulary: str, files: Mapping[str, pathlib.Path]
 ) -> list[str]:
-    """Writes `contents.json`, hashes of what a run reads; returns a line for each file that was
-    another before `step`.
+    """Writes `contents.json`, hashes of what a run reads.
+
+    Returns a line for each file that was another before `step`.
 
     Args:
       output: the run's folder.
@@ -200,8 +201,10 @@ def record_contents(
 
 
 def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: int | None) -> None:
-    """Writes the fingerprint of a model that a run depends on; raises ValueError if the run, now at
-    `step`, began with another."""
+    """Writes the fingerprint of a model that a run depends on.
+
+    Raises ValueError if the run, now at `step`, began with another.
+    """
     if step is not None and path.is_file() and not target.has(path.read_text()):
         raise ValueError(
             f"{name}: got {target.name}, expected the model with which the run in {path.parent} began"

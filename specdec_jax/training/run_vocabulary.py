@@ -66,8 +66,9 @@ class RunVocabulary(NamedTuple):
 
 
 def of_run(config: TrainConfig, folder: pathlib.Path) -> RunVocabulary:
-    """Returns the vocabulary and special ids of the run in `folder`; raises ValueError if they
-    cannot be read.
+    """Returns the vocabulary and special ids of the run in `folder`.
+
+    Raises ValueError if they cannot be read.
 
     Earlier versions wrote no record. They trained with SentencePiece models only, in which whatever
     `vocabulary_size` leaves beyond the tokens are sentinels, and with the start tokens of new

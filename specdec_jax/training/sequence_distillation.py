@@ -137,8 +137,9 @@ def _stop_if_asked(signals: list[int], progress: Progress) -> None:
 def _lines(
     config: OutputSettings, target: LanguageModel, job: Job, start: int, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """Yields a line for each output of one shard; "" for none, where logits were not
-    finite numbers, which is said.
+    """Yields a line for each output of one shard.
+
+    "" for none, where logits were not finite numbers, which is said.
 
     Raises:
       NonFiniteLogitsError: there is no output at all.

@@ -64,8 +64,9 @@ def read_pairs(paths: Sequence) -> list[tuple[str, str]]:
 
 
 def read_examples(paths: Sequence) -> list[tuple[str, str, list[int] | None]]:
-    """Returns (source, target, ids) of TSV files with two or three columns; with two, the ids are
-    None.
+    """Returns (source, target, ids) of TSV files with two or three columns.
+
+    With two, the ids are None.
 
     A third column has the target's ids, separated by spaces: what a model wrote need not be what
     its vocabulary makes of the text, and need not end with EOS.
@@ -95,8 +96,9 @@ def read_examples(paths: Sequence) -> list[tuple[str, str, list[int] | None]]:
 
 
 def read_documents(paths: Sequence) -> list[str]:
-    """Returns the documents of text files, one a line, without the spaces around them; empty lines
-    are left out.
+    """Returns the documents of text files, one a line, without the spaces around them.
+
+    Empty lines are left out.
 
     Raises:
       ValueError: a file has no text, or cannot be read.

@@ -231,8 +231,10 @@ class Run:
         self.ids = ids
 
     def record(self) -> list[str]:
-        """Records what the run reads; returns lines for the user about what was different for the
-        steps before."""
+        """Records what the run reads.
+
+        Returns lines for the user about what was different for the steps before.
+        """
         config, names = self.config, ("train_files", "validation_files")
         files = {
             file: path

@@ -85,8 +85,10 @@ def available() -> bool:
 
 
 def state() -> str:
-    """Returns a line for people that says which library is used, or why none is; loads it as
-    `available` does."""
+    """Returns a line for people that says which library is used, or why none is.
+
+    Loads it as `available` does.
+    """
     return _settled().line
 
 
@@ -97,8 +99,10 @@ def origin() -> str | None:
 
 
 def identity() -> str | None:
-    """Returns a digest of the source, compiler, processor and contents of the library in use; None
-    without one."""
+    """Returns a digest of the source, compiler, processor and contents of the library in use.
+
+    None without one.
+    """
     library = _settled().library
     return library and pathlib.Path(library).stem
 
@@ -133,8 +137,10 @@ class _Unusable(Exception):
 
 
 class _Failed(_Unusable):
-    """A failure that would come again, of the compiler or of the library that it made; it is
-    recorded."""
+    """A failure that would come again, of the compiler or of the library that it made.
+
+    It is recorded.
+    """
 
 
 _lock = threading.RLock()
@@ -213,8 +219,10 @@ def _find() -> _Library:
 
 
 def _key(source: bytes, compiler: _Compiler) -> str:
-    """Returns a digest of all that decides what a library contains and where it runs; its name
-    begins with it."""
+    """Returns a digest of all that decides what a library contains and where it runs.
+
+    Its name begins with it.
+    """
     parts = [
         source,
         _PROBE.read_bytes(),
@@ -262,8 +270,10 @@ def _libc() -> str | None:
 
 
 def _compiler() -> _Compiler:
-    """Finds the compiler: CXX, or the first of `_COMPILERS` on PATH; raises `_Unusable` without
-    one."""
+    """Finds the compiler: CXX, or the first of `_COMPILERS` on PATH.
+
+    Raises `_Unusable` without one.
+    """
     named = os.environ.get("CXX", "").strip()
     for words in [shlex.split(named)] if named else [[name] for name in _COMPILERS]:
         path = shutil.which(words[0])
@@ -283,8 +293,10 @@ def _compiler() -> _Compiler:
 
 
 def _remembered(record: pathlib.Path) -> _Library | None:
-    """Returns the library of a record, None if it is missing or damaged; raises `_Unusable` for a
-    recorded failure."""
+    """Returns the library of a record, None if it is missing or damaged.
+
+    Raises `_Unusable` for a recorded failure.
+    """
     try:
         content = json.loads(record.read_bytes())
         if "failed" in content:

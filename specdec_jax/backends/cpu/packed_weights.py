@@ -66,8 +66,10 @@ def check_quantize_name(quantize: str | None) -> None:
 
 
 def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
-    """Checks that a model can be quantised so, given its dtype, its mesh and the device; raises
-    ValueError otherwise."""
+    """Checks that a model can be quantised so, given its dtype, its mesh and the device.
+
+    Raises ValueError otherwise.
+    """
     check_quantize_name(quantize)
     possible = usable(dtype) or (quantize == "int8" and accelerated())
     if quantize in INPUT_BITS and (mesh or not possible):
@@ -235,8 +237,10 @@ def rows(
     numbers: Int[Array, "*N"],
     valid: Bool[Array, "*N"] | None = None,
 ) -> Float32[Array, "*N D"]:
-    """Returns the rows of `table` with the given numbers, which are clipped to the table; 0 where
-    `valid` is False."""
+    """Returns the rows of `table` with the given numbers, which are clipped to the table.
+
+    0 where `valid` is False.
+    """
     result = jax.ShapeDtypeStruct((*numbers.shape, table.shape[1]), jnp.float32)
     call = jax.ffi.ffi_call("specdec_rows", result, vmap_method="sequential")
     return call(table, numbers.astype(jnp.int32), _flags(valid))
@@ -387,7 +391,8 @@ def attend_to_encoded(
 def attend_to_inputs(
     qkv: Float32[Array, "B L QKV"], bias: Float32[Array, "L H L"], lengths: Int32[Array, " B"]
 ) -> Float32[Array, "B L QKV//3"]:
-    """Returns an encoder's attention of the first `lengths` positions of each row over each other;
+    """Returns an encoder's attention of the first `lengths` positions of each row over each other.
+
     0 past them.
 
     Args:

@@ -70,8 +70,10 @@ class _Call(NamedTuple):
         cache: Any,
         layers: int | None,
     ) -> "_Call":
-        """Picks what the first `layers` layers (None: all) read, in as few pieces as VMEM allows;
-        `shape` is (B, T)."""
+        """Picks what the first `layers` layers (None: all) read, in as few pieces as VMEM allows.
+
+        `shape` is (B, T).
+        """
         count, decoder = layers or module.config.num_decoder_layers, params["decoder"]
         parts = [_parts(decoder[f"layers_{i}"], cache.cross[i]) for i in range(count)]
         caches = [_without_rows(layer) for layer in cache.layers[:count]]
@@ -340,8 +342,10 @@ class _Kernel:
     # Copies. Each is described anew where it is awaited: what counts there is its size.
 
     def _fetches(self, layer: int, name: str, piece: int = 0) -> Iterator[Any]:
-        """Yields the copies of a part of a layer to VMEM; `piece` is that of the feed-forward
-        block."""
+        """Yields the copies of a part of a layer to VMEM.
+
+        `piece` is that of the feed-forward block.
+        """
         call, sources, buffers = self.call, self.sources[layer][name], self.scratch["parts"][name]
 
         def features(k):
