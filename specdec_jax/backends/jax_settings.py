@@ -85,6 +85,7 @@ def check_not_traced(name: str, values: Iterable[Any] = ()) -> None:
         not values and get_opaque_trace_state() != _OUTSIDE
     ):
         raise ValueError(
-            f"{name}: got a call inside a function that JAX traces (jit, grad, vmap, scan), expected one outside it, "
-            "where values are known (of decoding, only `advance` can be traced)"
+            f"{name}: got a call inside a function that JAX traces (jit, grad, vmap, scan),"
+            " expected one outside it, where values are known (of decoding, only `advance` can be"
+            " traced)"
         )

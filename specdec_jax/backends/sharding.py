@@ -155,8 +155,9 @@ class ShardingRules:
         for name in ("num_heads", "mlp_dim"):
             if getattr(config, name) % self.parts:
                 raise ValueError(
-                    f"mesh: got {self.parts} devices on the model axis for {name} = {getattr(config, name)}, "
-                    "expected a divisor of it, or a model that every device holds whole"
+                    f"mesh: got {self.parts} devices on the model axis for {name} ="
+                    f" {getattr(config, name)}, expected a divisor of it, or a model that every"
+                    " device holds whole"
                 )
 
     def check_rows(self, name: str, rows: int) -> None:

@@ -17,21 +17,22 @@ class SearchFlags:
 
     num_beams: int | None = option(
         None,
-        "run beam search with so many beams instead of greedy decoding or sampling; a drafter makes it "
-        "speculative, with the same outputs",
+        "run beam search with so many beams instead of greedy decoding or sampling; a drafter makes"
+        " it speculative, with the same outputs",
     )
     length_penalty: float | None = option(
         None,
-        "with --num_beams: exponent of the length penalty, by which scores are divided (default: 0.6, or 1 with "
-        "--beam_style=huggingface)",
+        "with --num_beams: exponent of the length penalty, by which scores are divided (default:"
+        " 0.6, or 1 with --beam_style=huggingface)",
     )
     beam_style: str = option(
         "t5x", f"with --num_beams: whose tokens and scores the search gives: {', '.join(STYLES)}"
     )
     early_stopping: str = option(
         "false",
-        "with --beam_style=huggingface, when a search ends: true (num_beams hypotheses have finished), false "
-        "(the best live beam would not be among them if it ended now) or never (it would not, whatever its length)",
+        "with --beam_style=huggingface, when a search ends: true (num_beams hypotheses have"
+        " finished), false (the best live beam would not be among them if it ended now) or never"
+        " (it would not, whatever its length)",
     )
 
     def search(self, **others: Any) -> dict[str, Any]:
@@ -87,8 +88,8 @@ class BeamFlags(SearchFlags):
     )
     beam_width: int | None = option(
         None,
-        "with --num_beams and a drafter: nodes in each level of the drafted tree (default: twice num_beams); "
-        "--gamma is the number of levels (auto: 3)",
+        "with --num_beams and a drafter: nodes in each level of the drafted tree (default: twice"
+        " num_beams); --gamma is the number of levels (auto: 3)",
     )
 
     def beams(self) -> dict[str, Any]:
@@ -110,5 +111,8 @@ def width_option(default: str) -> Any:
 
     `default` is what is timed without it.
     """
-    text = "with --num_beams: nodes in each level of the tree; several, comma-separated, are timed in turn"
+    text = (
+        "with --num_beams: nodes in each level of the tree; several, comma-separated, are timed in"
+        " turn"
+    )
     return option((), f"{text} (default: {default})")

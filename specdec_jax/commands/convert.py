@@ -16,12 +16,13 @@ class ConvertOptions:
 
     source: str | None = option(
         None,
-        "a Hugging Face folder, a T5X checkpoint (legacy or Orbax), a folder of this package, or a bundled name",
+        "a Hugging Face folder, a T5X checkpoint (legacy or Orbax), a folder of this package, or a"
+        " bundled name",
     )
     output: str | None = option(
         None,
-        "folder to write, which must not exist or be empty; for T5X: checkpoint_<step>, or the folder that is to "
-        "hold it",
+        "folder to write, which must not exist or be empty; for T5X: checkpoint_<step>, or the"
+        " folder that is to hold it",
     )
     format: str | None = option(
         None,
@@ -29,16 +30,19 @@ class ConvertOptions:
     )
     dtype: str | None = option(
         None,
-        "float32 or bfloat16, for specdec also int8 (matrices in int8; not for a target whose drafter or heads "
-        "were trained on its states) (default: bfloat16 if all parameters are stored so, else float32)",
+        "float32 or bfloat16, for specdec also int8 (matrices in int8; not for a target whose"
+        " drafter or heads were trained on its states) (default: bfloat16 if all parameters are"
+        " stored so, else float32)",
     )
     vocabulary: str | None = option(
         None,
-        "SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is written too",
+        "SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is"
+        " written too",
     )
     gated_activation: str | None = option(
         None,
-        "activation of a T5X source's gated feed-forward, which the source does not name: silu for UL2 (default: gelu)",
+        "activation of a T5X source's gated feed-forward, which the source does not name: silu for"
+        " UL2 (default: gelu)",
     )
 
     def check(self) -> None:
@@ -60,7 +64,8 @@ def run(options: ConvertOptions) -> None:
             )
         if t5x.find_step(pathlib.Path(options.source)) is None:
             raise ValueError(
-                f"gated_activation: got it for {options.source}, expected it for a T5X checkpoint only"
+                f"gated_activation: got it for {options.source}, expected it for a T5X checkpoint"
+                " only"
             )
         shape = t5_only("source", loader.load_shape(options.source))
         if len(shape.mlp_activations) == 1:

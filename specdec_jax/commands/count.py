@@ -61,7 +61,8 @@ def run(options: CountOptions) -> None:
     config = loader.load_shape(options.target)
     if vocabulary is None:
         raise ValueError(
-            f"target: got {options.target} without a vocabulary, expected one (spiece.model or tokenizer.json)"
+            f"target: got {options.target} without a vocabulary, expected one (spiece.model or"
+            " tokenizer.json)"
         )
     lines = [line for path in options.input_file for line in _outputs(path)]
     end, prompted = list(vocabulary.eos_ids[:1]), config.decoder_only
@@ -98,8 +99,8 @@ def _outputs(path: str) -> Iterator[str]:
         columns = line.split("\t")
         if len(columns) > 2:
             raise ValueError(
-                f"{path}, line {number}: got {len(columns)} columns, expected one (outputs) or two (source, tab, "
-                "output)"
+                f"{path}, line {number}: got {len(columns)} columns, expected one (outputs) or two"
+                " (source, tab, output)"
             )
         if columns[-1].strip():
             yield columns[-1]

@@ -54,12 +54,13 @@ class DistillConfig:
     )
     drafter: str | None = option(
         None,
-        "model to start from, with the target's vocabulary (--drafter_shape makes a new one instead)",
+        "model to start from, with the target's vocabulary (--drafter_shape makes a new one"
+        " instead)",
     )
     drafter_shape: tuple[int, ...] = option(
         (),
-        f"shape of a new drafter: {', '.join(_SHAPE)}, comma-separated; the rest is as in the target; with 0 "
-        "encoder layers it attends to the target's encoder output",
+        f"shape of a new drafter: {', '.join(_SHAPE)}, comma-separated; the rest is as in the"
+        " target; with 0 encoder layers it attends to the target's encoder output",
     )
     source_files: tuple[str, ...] = option(
         (), "UTF-8 text, gzip or not, one source a line (what follows a tab is ignored); repeatable"
@@ -89,12 +90,13 @@ class DistillConfig:
     )
     distill_temperature: float = option(
         1.0,
-        "temperature of the target's distribution in the divergence; below 1 its argmax counts more",
+        "temperature of the target's distribution in the divergence; below 1 its argmax counts"
+        " more",
     )
     select: str = option(
         "loss",
-        "how the best parameters are chosen: by validation loss, acceptance (alpha at temperature 1) or "
-        "agreement (at 0)",
+        "how the best parameters are chosen: by validation loss, acceptance (alpha at temperature"
+        " 1) or agreement (at 0)",
     )
     steps: int = option(2000, "optimiser steps in all")
     warmup_steps: int | None = option(
@@ -156,7 +158,8 @@ class DistillConfig:
         at_least(0, max_sources=self.max_sources, samples=self.samples)
         if not self.greedy and not self.samples:
             raise ValueError(
-                "samples: got 0 without greedy outputs, expected at least 1: there is nothing to learn from"
+                "samples: got 0 without greedy outputs, expected at least 1: there is nothing to"
+                " learn from"
             )
         if self.samples and not 0 < self.temperature < float("inf"):
             raise ValueError(
@@ -259,8 +262,8 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     read, kinds = sum(map(len, parts.values())), len(jobs) // len(parts)
     used = sum(len(plan.texts) for plan in jobs) // kinds
     print_line(
-        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} tokens or with one that the "
-        "target lacks"
+        f"{used} sources, {read - used} left out: empty, longer than {config.buckets[-1]} tokens or"
+        " with one that the target lacks"
     )
     for line in distill_lines.needs(config, training, target, jobs):
         print_line(line)

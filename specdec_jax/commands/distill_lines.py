@@ -62,11 +62,16 @@ def needs(
     speed = _product_speed(train.computing(training, training.model).dtype)
     seconds = decoding / speed / _DECODING, learning / speed / _TRAINING
     return [
-        f"needs {outputs:,} outputs of the target, {sizes[0]:,} parameters, each of at most {config.max_new_tokens} "
-        f"tokens; then {steps:,} steps of {training.batch_tokens:,} tokens for a drafter of {sizes[1]:,} parameters; "
-        f"{train.saved_bytes(training) / 1e6:,.0f} MB in {config.output_dir}",
-        f"takes about {_duration(sum(seconds))} here (outputs {_duration(seconds[0])}, training "
-        f"{_duration(seconds[1])}), by the speed of a matrix product; compiling comes on top",
+        (
+            f"needs {outputs:,} outputs of the target, {sizes[0]:,} parameters, each of at most"
+            f" {config.max_new_tokens} tokens; then {steps:,} steps of {training.batch_tokens:,}"
+            f" tokens for a drafter of {sizes[1]:,} parameters;"
+            f" {train.saved_bytes(training) / 1e6:,.0f} MB in {config.output_dir}"
+        ),
+        (
+            f"takes about {_duration(sum(seconds))} here (outputs {_duration(seconds[0])}, training"
+            f" {_duration(seconds[1])}), by the speed of a matrix product; compiling comes on top"
+        ),
     ]
 
 
@@ -152,7 +157,8 @@ def _comparison(validations: dict[int, dict[str, Any]], kept: int | None, select
     if before is None:
         shown = ", ".join(f"{name} {after[name]:.4f}" for name in _FIGURES)
         return [
-            f"kept: step {kept} of {last}, the best by {select}: {shown} on the target's outputs for other sources"
+            f"kept: step {kept} of {last}, the best by {select}: {shown} on the target's outputs"
+            " for other sources"
         ]
     shown = ", ".join(f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in _FIGURES)
     if kept == 0:

@@ -63,9 +63,12 @@ class Endings:
             )
         if self._without_draft:
             self.say(
-                f"{listed('sentence', self._without_draft, inputs)}: the drafter gave logits that are not finite "
-                "numbers; the outputs are the target's"
+                f"{listed('sentence', self._without_draft, inputs)}: the drafter gave logits that"
+                " are not finite numbers; the outputs are the target's"
             )
         if not self.failed:
             return None
-        return f"{listed('sentence', self.failed, inputs)}: no output: got logits that are not finite numbers"
+        return (
+            f"{listed('sentence', self.failed, inputs)}: no output: got logits that are not finite"
+            " numbers"
+        )

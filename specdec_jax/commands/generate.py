@@ -72,22 +72,24 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
     )
     deadline: float | None = option(
         None,
-        "seconds after which the outputs of a batch are taken as they are; with it finished rows are not refilled",
+        "seconds after which the outputs of a batch are taken as they are; with it finished rows"
+        " are not refilled",
     )
     input_file: str | None = option(
         None,
-        "UTF-8 text, one sentence a line, gzip or not; -: standard input; ende/sentences.txt: English sentences that "
-        "come with the package",
+        "UTF-8 text, one sentence a line, gzip or not; -: standard input; ende/sentences.txt:"
+        " English sentences that come with the package",
     )
     output_file: str | None = option(
         None,
-        "file for the outputs instead of standard output; what is finished is kept beside it (.partial), so that the "
-        "same command resumes after a kill",
+        "file for the outputs instead of standard output; what is finished is kept beside it"
+        " (.partial), so that the same command resumes after a kill",
     )
     task: str | None = option(
         None,
-        "seqio task or mixture to decode instead of sentences; prints a JSON object for every example, as T5X's "
-        "infer does, with the prediction's ids, then the task's metrics; inputs are cut to --max_input_length",
+        "seqio task or mixture to decode instead of sentences; prints a JSON object for every"
+        " example, as T5X's infer does, with the prediction's ids, then the task's metrics; inputs"
+        " are cut to --max_input_length",
     )
     split: str | None = option(None, "split of --task (default: test)")
     module_import: tuple[str, ...] = option((), "Python module that registers --task; repeatable")
@@ -103,8 +105,9 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
     )
     non_finite: str = option(
         "report",
-        "what becomes of a sentence with logits that are not finite numbers: report (an empty line, with --json a null "
-        "text and the reason; the rest goes on and the exit code is 1) or raise (the command ends)",
+        "what becomes of a sentence with logits that are not finite numbers: report (an empty line,"
+        " with --json a null text and the reason; the rest goes on and the exit code is 1) or raise"
+        " (the command ends)",
     )
     stream: bool = option(
         False, "print each output while it is decoded; with --json, one object for each piece"
@@ -196,7 +199,8 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
         for name, usual in alone.items():
             if getattr(self, name) != usual:
                 raise UnsupportedCombination(
-                    f"{name}: got {getattr(self, name)!r} with task={self.task!r}, expected {usual or 'none'}"
+                    f"{name}: got {getattr(self, name)!r} with task={self.task!r}, expected"
+                    f" {usual or 'none'}"
                 )
 
     @property
@@ -260,7 +264,8 @@ def _run_task(
         from specdec_jax.interop import seqio_jobs
     except ImportError as error:
         raise ValueError(
-            f"task: got {options.task!r} without seqio ({error}), expected the extra: pip install '.[seqio]'"
+            f"task: got {options.task!r} without seqio ({error}), expected the extra: pip install"
+            " '.[seqio]'"
         ) from error
     split = options.split or "test"
     tasks = seqio_jobs.find(options.task, split, options.module_import, options.tfds_data_dir)
@@ -334,7 +339,8 @@ def _passed_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
             yield line
         return
     print(
-        f"{output_file}: not a regular file: outputs are written in order, and a run that is killed begins anew",
+        f"{output_file}: not a regular file: outputs are written in order, and a run that is killed"
+        " begins anew",
         file=sys.stderr,
     )
     with new_file(output_file) as file:

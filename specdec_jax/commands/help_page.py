@@ -144,7 +144,10 @@ EXAMPLES = {
     "generate": (
         f'specdec generate {_PAIR} "Tom is learning German."',
         f"specdec generate {_PAIR} --input_file=ende/sentences.txt --output_file=translations.txt",
-        f'specdec generate {_PAIR} --temperature=1 --top_p=0.95 --num_samples=3 --json "Good morning."',
+        (
+            f'specdec generate {_PAIR} --temperature=1 --top_p=0.95 --num_samples=3 --json "Good'
+            ' morning."'
+        ),
     ),
     "benchmark": (
         f"specdec benchmark {_PAIR} --gamma=3,5 --output=record.json",
@@ -160,18 +163,27 @@ EXAMPLES = {
     ),
     "tune": (f"specdec tune {_PAIR} --config=tuned.gin",),
     "count": (
-        "specdec count --target=ende/target --input_file=translations.txt --order=2 --output=bigrams.npz",
+        (
+            "specdec count --target=ende/target --input_file=translations.txt --order=2"
+            " --output=bigrams.npz"
+        ),
     ),
     "convert": ("specdec convert --source=ende/target --output=target-t5x --format=t5x",),
     "distill": (
-        f"specdec distill {_PAIR} --source_files=configs/examples/train.tsv "
-        "--validation_files=configs/examples/validation.tsv --output_dir=runs/drafter --steps=20 --batch_tokens=512",
+        (
+            f"specdec distill {_PAIR} --source_files=configs/examples/train.tsv"
+            " --validation_files=configs/examples/validation.tsv --output_dir=runs/drafter"
+            " --steps=20 --batch_tokens=512"
+        ),
     ),
     "train": (
         r"specdec train --gin_file=configs/examples/train.gin --gin.OUTPUT_DIR=\"runs/smoke\"",
     ),
     "train_heads": (
-        r"specdec train_heads --gin_file=configs/examples/heads.gin --gin.OUTPUT_DIR=\"runs/heads\"",
+        (
+            r"specdec train_heads --gin_file=configs/examples/heads.gin"
+            r" --gin.OUTPUT_DIR=\"runs/heads\""
+        ),
     ),
 }
 _INDENT, _WIDEST = 28, 100

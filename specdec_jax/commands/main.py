@@ -65,7 +65,8 @@ COMMANDS = {
         arguments="[--] [sentence ...]",
     ),
     "generate": Command(
-        "Decodes sentences from arguments, a file or standard input, or the examples of a seqio task.",
+        "Decodes sentences from arguments, a file or standard input, or the examples of a seqio"
+        " task.",
         "commands.generate",
         "GenerateOptions",
         arguments="[--] [sentence ...]",
@@ -249,7 +250,8 @@ def _define_flags(cls: type, fields) -> flags.FlagValues:
     flags.DEFINE_multi_string(
         "gin_file",
         [],
-        "gin file with settings; repeatable, later files win; it is code: use none from a source you do not trust",
+        "gin file with settings; repeatable, later files win; it is code: use none from a source"
+        " you do not trust",
         **common,
     )
     flags.DEFINE_list(
@@ -261,8 +263,8 @@ def _define_flags(cls: type, fields) -> flags.FlagValues:
     flags.DEFINE_string(
         "compilation_cache_dir",
         None,
-        "folder in which compiled programs are kept between runs; empty: nowhere (default: specdec_jax in your cache "
-        "folder)",
+        "folder in which compiled programs are kept between runs; empty: nowhere (default:"
+        " specdec_jax in your cache folder)",
         **common,
     )
     flags.DEFINE_boolean("debug", False, "show the traceback of an error", **common)
@@ -426,7 +428,10 @@ def _operative(options: Any, given: dict[str, Any] | None) -> str:
     name, text = f"{module}.{cls.__name__}", ""
     if given is None:
         given = {field.name: getattr(options, field.name) for field in dataclasses.fields(cls)}
-        text = f"from __gin__ import dynamic_registration\n\nfrom {'.'.join(package)} import {module}\n\n"
+        text = (
+            f"from __gin__ import dynamic_registration\n\nfrom {'.'.join(package)} import"
+            f" {module}\n\n"
+        )
     else:
         text = gin.operative_config_str()
         found = re.search(

@@ -37,8 +37,8 @@ class DefaultedOptions(DecodingOptions):
 
     generation_config: str = option(
         MODELS,
-        "model: what is not given by flags is as the checkpoint's generation_config.json says, such as num_beams, "
-        "no_repeat_ngram_size or max_length; none: as this page says",
+        "model: what is not given by flags is as the checkpoint's generation_config.json says, such"
+        " as num_beams, no_repeat_ngram_size or max_length; none: as this page says",
     )
     temperature: float | None = _open("temperature")  # type: ignore[assignment]
     top_k: int | None = _open("top_k")  # type: ignore[assignment]

@@ -35,8 +35,8 @@ from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC, VERIFIERS, verifier_of
 
 AUTO_HELP = (
-    "tokens drafted per target call, or auto: as many as pay, possibly none, by the costs on this machine (measured "
-    "when a model is first used) and each sentence's own acceptance"
+    "tokens drafted per target call, or auto: as many as pay, possibly none, by the costs on this"
+    " machine (measured when a model is first used) and each sentence's own acceptance"
 )
 
 
@@ -54,46 +54,49 @@ class DecodingOptions:
     )
     drafter: str | None = option(
         None,
-        "what drafts: a smaller model, named like --target; a folder that `specdec train_heads` wrote; exit:K, the "
-        "target's first K decoder layers; a table (.npz) that `specdec count` wrote; "
+        "what drafts: a smaller model, named like --target; a folder that `specdec train_heads`"
+        " wrote; exit:K, the target's first K decoder layers; a table (.npz) that `specdec count`"
+        " wrote; "
         + "; ".join(f"{name}: {one.summary}" for name, one in WITHOUT_FILES.items())
         + " (default: nothing drafts, which is plain decoding)",
     )
     shortlist_size: int = option(
         0,
-        "let a drafting model propose only this many ids, the most frequent ones, so that its last layer is smaller; "
-        "0: all",
+        "let a drafting model propose only this many ids, the most frequent ones, so that its last"
+        " layer is smaller; 0: all",
     )
     shortlist: str | None = option(
         None,
-        "table (.npz) of `specdec count` that says which ids are frequent (default: the vocabulary's first ids); "
-        "without --shortlist_size, all ids that it counted are proposed",
+        "table (.npz) of `specdec count` that says which ids are frequent (default: the"
+        " vocabulary's first ids); without --shortlist_size, all ids that it counted are proposed",
     )
     drafter_int8: bool = option(False, "let a drafting model multiply with weights of 8 bits")
     vocabulary: str | None = option(
         None,
-        "SentencePiece model or tokenizer.json of both models, for checkpoints that have none (T5X's)",
+        "SentencePiece model or tokenizer.json of both models, for checkpoints that have none"
+        " (T5X's)",
     )
     dtype: str | None = option(
         None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)"
     )
     quantize: str | None = option(
         None,
-        "int8: round the target's weights to 8 bits while they are read (on an accelerator, or in float32 on a CPU); "
-        "w8a8, on a CPU: and the inputs of its products to 8 bits instead of 16, which is faster for many rows; the "
-        "output distribution is then the rounded model's; none: widen weights that are stored in int8 to "
-        "--dtype (default: on "
-        "a CPU use such weights as they are stored, where that is possible); for a drafter see --drafter_int8 and "
-        "--drafter=self:int8",
+        "int8: round the target's weights to 8 bits while they are read (on an accelerator, or in"
+        " float32 on a CPU); w8a8, on a CPU: and the inputs of its products to 8 bits instead of"
+        " 16, which is faster for many rows; the output distribution is then the rounded model's;"
+        " none: widen weights that are stored in int8 to --dtype (default: on a CPU use such"
+        " weights as they are stored, where that is possible); for a drafter see --drafter_int8 and"
+        " --drafter=self:int8",
     )
     mesh: str | None = option(
         None,
-        "DATAxMODEL, such as 1x4: divide rows among DATA devices, the target's parameters and caches among MODEL "
-        "devices (default: one device)",
+        "DATAxMODEL, such as 1x4: divide rows among DATA devices, the target's parameters and"
+        " caches among MODEL devices (default: one device)",
     )
     shard_drafter: bool = option(
         False,
-        "with --mesh: divide a drafting model like the target instead of copying it to every device",
+        "with --mesh: divide a drafting model like the target instead of copying it to every"
+        " device",
     )
     temperature: float = option(
         0.0, "0: always the most probable token; above 0: sample, with logits divided by this"
@@ -120,7 +123,8 @@ class DecodingOptions:
     verifier: str = option("block", f"how drafts are verified: {', '.join(VERIFIERS)}")
     lenience: float | None = option(
         None,
-        "with --verifier=lenient: a token may come up to 1/lenience times as often as it should; 1 is exact",
+        "with --verifier=lenient: a token may come up to 1/lenience times as often as it should; 1"
+        " is exact",
     )
     typical_epsilon: float | None = option(
         None, "with --verifier=typical: accept tokens above this probability (default: 0.09)"
@@ -131,8 +135,9 @@ class DecodingOptions:
     )
     gamma_policy: str = option(
         "fixed",
-        "how the number of drafted tokens, or of a tree's nodes, adapts while decoding, with --gamma as its maximum "
-        f"(if that is auto: 4, of a tree all nodes, up to {MAX_GAMMA}): fixed, {', '.join(POLICIES)}",
+        "how the number of drafted tokens, or of a tree's nodes, adapts while decoding, with"
+        f" --gamma as its maximum (if that is auto: 4, of a tree all nodes, up to {MAX_GAMMA}):"
+        f" fixed, {', '.join(POLICIES)}",
     )
     gamma_settings: tuple[str, ...] = option(
         (),
@@ -206,19 +211,22 @@ class DecodingOptions:
         if self.gamma_policy == "fixed":
             if settings:
                 raise UnsupportedCombination(
-                    f"gamma_settings: got {', '.join(self.gamma_settings)!r} with gamma_policy='fixed', expected none"
+                    f"gamma_settings: got {', '.join(self.gamma_settings)!r} with"
+                    " gamma_policy='fixed', expected none"
                 )
             return gamma
         if self.gamma_policy not in POLICIES:
             raise ValueError(
-                f"gamma_policy: got {self.gamma_policy!r}, expected one of fixed, {', '.join(POLICIES)}"
+                f"gamma_policy: got {self.gamma_policy!r}, expected one of fixed,"
+                f" {', '.join(POLICIES)}"
             )
         policy = POLICIES[self.gamma_policy]
         for name in settings:
             if name not in policy.numbers():
                 expected = ", ".join(policy.numbers())
                 raise ValueError(
-                    f"gamma_settings: got {name!r} with gamma_policy={self.gamma_policy!r}, expected one of {expected}"
+                    f"gamma_settings: got {name!r} with gamma_policy={self.gamma_policy!r},"
+                    f" expected one of {expected}"
                 )
         if gamma == "auto":
             gamma = FIXED if tree is None else min(tree.size - 1, MAX_GAMMA)
@@ -258,8 +266,8 @@ class DecodingOptions:
         )
         if not self.drafts and (self.gamma_policy != "fixed" or self.gamma_settings):
             raise UnsupportedCombination(
-                f"gamma_policy: got {self.gamma_policy!r} for plain decoding, expected a drafter and gamma of at "
-                "least 1"
+                f"gamma_policy: got {self.gamma_policy!r} for plain decoding, expected a drafter"
+                " and gamma of at least 1"
             )
         check_limits(sampling, np.array([self.token_limit]), 1)
         if not 0 <= self.seed < 2**32:
@@ -279,15 +287,16 @@ class DecodingOptions:
         check_quantize_name(self.quantize)
         if self.quantize in INPUT_BITS and self.drafter == SELF_INT8:
             raise UnsupportedCombination(
-                f"drafter: got {self.drafter!r} with quantize={self.quantize!r}, expected a target that is not in "
-                "8 bits"
+                f"drafter: got {self.drafter!r} with quantize={self.quantize!r}, expected a target"
+                " that is not in 8 bits"
             )
         narrow = self.dtype == "bfloat16" and not (self.quantize == "int8" and accelerated())
         if self.quantize in INPUT_BITS and (self.mesh or narrow):
             got = f"mesh={self.mesh!r}" if self.mesh else f"dtype={self.dtype!r}"
             there = "" if self.quantize == "w8a8" else ", or an accelerator"
             raise UnsupportedCombination(
-                f"quantize: got {self.quantize!r} with {got}, expected one device: a CPU in float32{there}"
+                f"quantize: got {self.quantize!r} with {got}, expected one device: a CPU in"
+                f" float32{there}"
             )
 
     @property
@@ -344,7 +353,8 @@ class DecodingOptions:
         table, _ = NGramTable.load(self.shortlist)
         if not table.matches(model.vocabulary):
             raise ValueError(
-                f"shortlist: got a table of {table.vocab_size} ids of another vocabulary, expected the drafter's"
+                f"shortlist: got a table of {table.vocab_size} ids of another vocabulary, expected"
+                " the drafter's"
             )
         counts = np.asarray(table.unigram)
         size = self.shortlist_size or len({*np.flatnonzero(counts), *model.eos_ids})

@@ -162,7 +162,8 @@ class Journal:
                     raise ValueError
         except (ValueError, TypeError, RecursionError):
             raise ValueError(
-                f"{self.path}, line {number + 1}: got {line[:40]!r}, expected a result; remove the file to begin anew"
+                f"{self.path}, line {number + 1}: got {line[:40]!r}, expected a result; remove the"
+                " file to begin anew"
             ) from None
         return record
 
@@ -180,8 +181,8 @@ class Journal:
         for name in {**settings, **before}:
             if before.get(name) != settings.get(name):
                 raise ValueError(
-                    f"{self.path}: got results with {name} {before.get(name)!r}, expected {settings.get(name)!r}; "
-                    "remove the file to begin anew"
+                    f"{self.path}: got results with {name} {before.get(name)!r}, expected"
+                    f" {settings.get(name)!r}; remove the file to begin anew"
                 )
 
 

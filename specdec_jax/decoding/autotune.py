@@ -154,7 +154,8 @@ class Costs(NamedTuple):
             or costs.acceptance > 1
         ):
             raise ValueError(
-                f"costs: got {str(record)[:80]!r}, expected costs of {MAXIMUM + 1} kinds of iterations"
+                f"costs: got {str(record)[:80]!r}, expected costs of {MAXIMUM + 1} kinds of"
+                " iterations"
             )
         return costs
 

@@ -208,7 +208,10 @@ def plan_decoding(
     except UnsupportedCombination as error:
         if config.num_beams is not None:
             raise
-        hint = f"num_beams = {beams.num_beams} is a default of {target.name or 'the model'}; generation_config=None"
+        hint = (
+            f"num_beams = {beams.num_beams} is a default of {target.name or 'the model'};"
+            " generation_config=None"
+        )
         raise UnsupportedCombination(f"{error} ({hint} decodes without)") from None
 
 

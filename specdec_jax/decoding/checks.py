@@ -76,13 +76,14 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
     if not isinstance(drafter, Drafter):
         got = repr(drafter) if isinstance(drafter, str) else type(drafter).__name__
         raise ValueError(
-            f"drafter: got {got}, expected a Drafter, such as ModelDrafter(model) or PromptLookupDrafter() (names "
-            "are for the command line)"
+            f"drafter: got {got}, expected a Drafter, such as ModelDrafter(model) or"
+            " PromptLookupDrafter() (names are for the command line)"
         )
     if jax.tree_util.all_leaves([drafter]):
         name = type(drafter).__name__
         raise ValueError(
-            f"drafter: got {name}, which is no pytree, expected a class decorated with flax.struct.dataclass"
+            f"drafter: got {name}, which is no pytree, expected a class decorated with"
+            " flax.struct.dataclass"
         )
     required: list[tuple[type[Drafter], tuple[str, ...]]] = [
         (TreeDrafter, ("draft_tree",)),
@@ -93,7 +94,8 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
     for base, name in ((base, name) for base, names in required for name in names):
         if isinstance(drafter, base) and getattr(type(drafter), name) is getattr(base, name):
             raise ValueError(
-                f"drafter: got {type(drafter).__name__}, which does not define {name}, expected that it does"
+                f"drafter: got {type(drafter).__name__}, which does not define {name}, expected"
+                " that it does"
             )
     drafter.check(target)
 
@@ -142,13 +144,15 @@ def verifier_settings(
                 if name in dict(one.parameters)
             ]
             raise UnsupportedCombination(
-                f"{name}: got {value} with verifier={verifier.name!r}, expected {' or '.join(map(repr, owners))}"
+                f"{name}: got {value} with verifier={verifier.name!r}, expected"
+                f" {' or '.join(map(repr, owners))}"
             )
     if not verifier.parameters:
         return None
     if not width:
         raise UnsupportedCombination(
-            f"verifier: got {verifier.name!r} for plain decoding, expected a drafter and gamma of at least 1"
+            f"verifier: got {verifier.name!r} for plain decoding, expected a drafter and gamma of"
+            " at least 1"
         )
     chosen = own | {name: value for name, value in given.items() if value is not None}
     values = {name: chosen.get(name, default) for name, default in verifier.parameters}
@@ -164,8 +168,8 @@ def verifier_settings(
             )
     if verifier.sampled_only and not np.all(np.greater(sampling.temperature, 0)):
         raise UnsupportedCombination(
-            f"temperature: got {sampling.temperature} with verifier={verifier.name!r}, expected more than 0 "
-            "(at 0 it would accept the argmax alone)"
+            f"temperature: got {sampling.temperature} with verifier={verifier.name!r}, expected"
+            " more than 0 (at 0 it would accept the argmax alone)"
         )
     return {
         name: _setting(name, value, batch, fraction=name in given) for name, value in values.items()
@@ -197,7 +201,8 @@ def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> 
         )
     if np.any(np.asarray(sampling.min_new_tokens) > limits):
         raise UnsupportedCombination(
-            f"min_new_tokens: got {sampling.min_new_tokens}, expected at most max_new_tokens = {min(limits)}"
+            f"min_new_tokens: got {sampling.min_new_tokens}, expected at most max_new_tokens ="
+            f" {min(limits)}"
         )
     last = max(sampling.forced_tokens or {}, default=-1)
     if last >= max(limits):
@@ -294,8 +299,9 @@ def check_input_lengths(
             f"{option}={worst} takes all" if takes_all else f"the model has {positions:,} positions"
         )
         raise ValueError(
-            f"{listed(name, numbers, len(lengths), first)}: got {'up to ' * (len(numbers) > 1)}{worst:,} tokens, "
-            f"expected at most max_input_length = {most}; {advice}"
+            f"{listed(name, numbers, len(lengths), first)}: got"
+            f" {'up to ' * (len(numbers) > 1)}{worst:,} tokens, expected at most max_input_length ="
+            f" {most}; {advice}"
         )
 
 

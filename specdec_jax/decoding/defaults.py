@@ -74,9 +74,9 @@ def expect_no_search(
             )
     if defaults.num_beams is not None:
         raise UnsupportedCombination(
-            f"num_beams: got {defaults.num_beams}, a default of {target.name or 'the model'}, which "
-            "stream(), trace() and prepare() do not support, expected generation_config=None, or "
-            "one without num_beams"
+            f"num_beams: got {defaults.num_beams}, a default of {target.name or 'the model'}, which"
+            " stream(), trace() and prepare() do not support, expected generation_config=None, or"
+            " one without num_beams"
         )
 
 
@@ -124,8 +124,9 @@ def fill_limits(
         if np.any(value < 1):
             row = int(np.argmin(value))
             raise ValueError(
-                f"{name} {row + first}: got {starts[row]} tokens before the first new one, expected fewer than "
-                f"max_length = {defaults.max_length}, the default of {target.name or 'the model'}, or {option}"
+                f"{name} {row + first}: got {starts[row]} tokens before the first new one, expected"
+                f" fewer than max_length = {defaults.max_length}, the default of"
+                f" {target.name or 'the model'}, or {option}"
             )
     return check_per_row("max_new_tokens", value if given is None else given, len(starts), 1, 2**20)
 
@@ -203,16 +204,17 @@ def _forced(
         alone = np.asarray(starts) == 1
         if np.any(alone) and not np.all(alone):
             raise UnsupportedCombination(
-                "forced_bos_token_id: got a default for inputs of which some have a decoder prefix, or a prompt, and "
-                "others none, expected generation_config=None, or calls with one kind"
+                "forced_bos_token_id: got a default for inputs of which some have a decoder prefix,"
+                " or a prompt, and others none, expected generation_config=None, or calls with one"
+                " kind"
             )
         forced |= {0: defaults.forced_bos_token_id} if np.all(alone) else {}
     if defaults.forced_eos_token_id is not None:
         last = {int(limit) - 1 for limit in limits}
         if len(last) > 1:
             raise UnsupportedCombination(
-                f"forced_eos_token_id: got a default for inputs with {len(last)} different limits of new tokens, "
-                "expected one max_new_tokens for all, or generation_config=None"
+                f"forced_eos_token_id: got a default for inputs with {len(last)} different limits"
+                " of new tokens, expected one max_new_tokens for all, or generation_config=None"
             )
         forced |= dict.fromkeys(last, defaults.forced_eos_token_id)
     return forced or None

@@ -81,7 +81,8 @@ def as_ids(
             inputs = [None if text is None else to_ids(text) for text in inputs]
         if input_lengths is not None:
             raise ValueError(
-                "input_lengths: got lengths with a list of inputs, expected None (lists have lengths)"
+                "input_lengths: got lengths with a list of inputs, expected None (lists have"
+                " lengths)"
             )
         rows = [
             _row_of_ids(name, number, () if row is None else row)
@@ -103,7 +104,8 @@ def as_ids(
         array = np.asarray(inputs)
         if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
-                f"{all_of_them}: got an array of shape {array.shape} and type {array.dtype}, expected integers [B, L]"
+                f"{all_of_them}: got an array of shape {array.shape} and type {array.dtype},"
+                " expected integers [B, L]"
             )
         array, input_lengths = without_padding(target, array, input_lengths, attention_mask)
     inside = np.arange(array.shape[1]) < input_lengths[:, None]
@@ -223,7 +225,8 @@ def encode(
     """
     if target.vocabulary is None:
         raise ValueError(
-            f"target: got {target.name} without a vocabulary, expected one (spiece.model or tokenizer.json)"
+            f"target: got {target.name} without a vocabulary, expected one (spiece.model or"
+            " tokenizer.json)"
         )
     check_texts("sentence", sentences)
     to_ids, vocab_size = _encoder(target), target.config.vocab_size

@@ -423,7 +423,8 @@ def _beginnings(
         return decoder_tokens(target, decoder_prefix, len(lengths))
     if decoder_prefix is not None:
         raise UnsupportedCombination(
-            "decoder_prefix: got a prefix for a decoder-only model, expected None: put it at the end of the input"
+            "decoder_prefix: got a prefix for a decoder-only model, expected None: put it at the"
+            " end of the input"
         )
     return prompt_tokens(target, tokens, lengths)
 

@@ -106,8 +106,8 @@ def _as_chain(tree: Tree | DynamicTree) -> bool:
 def _check_verifier(verifier: str | Verifier) -> None:
     if verifier != _UNSET:
         raise UnsupportedCombination(
-            f"verifier: got {getattr(verifier, 'name', verifier)!r} beside a tree, expected the default: "
-            "a tree has a verifier of its own"
+            f"verifier: got {getattr(verifier, 'name', verifier)!r} beside a tree, expected the"
+            " default: a tree has a verifier of its own"
         )
 
 

@@ -104,7 +104,8 @@ def _check(task: seqio.Task, split: str) -> None:
             )
             got = kind or ", ".join(task.output_features)
             raise ValueError(
-                f"task: got {task.name!r} with {got}, expected sequences of ids called inputs and targets"
+                f"task: got {task.name!r} with {got}, expected sequences of ids called inputs and"
+                " targets"
             )
     try:
         splits = sorted(task.splits)
@@ -295,7 +296,8 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
             wrong = wrong or f"its EOS id is {end}, not one of {target.eos_ids}"
         if wrong:
             raise ValueError(
-                f"task: got {task.name!r}, whose {name} have another vocabulary than the target: {wrong}"
+                f"task: got {task.name!r}, whose {name} have another vocabulary than the target:"
+                f" {wrong}"
             )
 
 

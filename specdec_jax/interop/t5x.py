@@ -314,8 +314,9 @@ def _check_model(model: LanguageModel, vocabulary: Any) -> None:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
     if size > _MOST_BYTES and not getattr(jax.config, _CONSTANTS):
         raise ValueError(
-            f"drafter: got {size / 1e9:.1f} GB of weights, expected at most "
-            f"{_MOST_BYTES / 1e9:.0f} as constants of a program ({_CONSTANTS.upper()}=1 in the environment makes arguments of them)"
+            f"drafter: got {size / 1e9:.1f} GB of weights, expected at most {_MOST_BYTES / 1e9:.0f}"
+            f" as constants of a program ({_CONSTANTS.upper()}=1 in the environment makes arguments"
+            " of them)"
         )
     ours = model.vocabulary
     if ours is not None and difference(ours, vocabulary):

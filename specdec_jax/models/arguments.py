@@ -83,7 +83,8 @@ def check_model(name: str, value) -> None:
         )
     if not (hasattr(value, "network") and hasattr(value, "config")):
         raise ValueError(
-            f"{name}: got {type(value).__name__}, expected a LanguageModel, as from specdec_jax.load"
+            f"{name}: got {type(value).__name__}, expected a LanguageModel, as from"
+            " specdec_jax.load"
         )
 
 

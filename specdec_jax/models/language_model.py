@@ -323,14 +323,15 @@ def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> Non
         whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not whole or not 0 <= token < config.vocab_size:
             raise ValueError(
-                f"special id: got {shown(token)}, expected an id of the vocabulary of {config.vocab_size}"
+                f"special id: got {shown(token)}, expected an id of the vocabulary of"
+                f" {config.vocab_size}"
             )
     # A few added tokens, or T5's sentinels, may lie past the logits: they cannot come out, and as
     # inputs they are rejected where they occur.
     if vocabulary is not None and vocabulary.size > config.vocab_size + _MOST_PAST_LOGITS:
         raise ValueError(
-            f"vocabulary: got {vocabulary.size} pieces, expected at most the {config.vocab_size} logits of the model "
-            f"and {_MOST_PAST_LOGITS} more"
+            f"vocabulary: got {vocabulary.size} pieces, expected at most the {config.vocab_size}"
+            f" logits of the model and {_MOST_PAST_LOGITS} more"
         )
 
 

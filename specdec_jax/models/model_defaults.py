@@ -210,7 +210,10 @@ class ModelDefaults:
         shown_fields = ", ".join(
             f"{field}={shown(value)}" for field, value in self.fields().items()
         )
-        used = f"{name}: {file} sets the defaults of decoding: {shown_fields} (generation_config=None, or "
+        used = (
+            f"{name}: {file} sets the defaults of decoding: {shown_fields}"
+            " (generation_config=None, or "
+        )
         used += "--generation_config=none, decodes without them)"
         names = ", ".join(f"{field}={shown(value)}" for field, value in self.left_out)
         left = (

@@ -49,8 +49,8 @@ def without_padding(
     text = (inputs != (PAD_ID if pad is None else pad)) & (np.arange(width) < lengths[:, None])
     if input_lengths is not None and width and np.any(wrong := text.any(axis=1) & ~text[:, 0]):
         raise ValueError(
-            f"input {np.argmax(wrong)}: got padding before the text with input_lengths, expected attention_mask, or "
-            "text that begins at the left"
+            f"input {np.argmax(wrong)}: got padding before the text with input_lengths, expected"
+            " attention_mask, or text that begins at the left"
         )
     return from_left(inputs, text)
 
@@ -92,6 +92,7 @@ def _marked(attention_mask: Any, shape: tuple[int, ...]) -> Bool[np.ndarray, "B 
     holes = np.sum(np.diff(mask.astype(np.int8), axis=1, prepend=0) == 1, axis=1) > 1
     if holes.any():
         raise ValueError(
-            f"attention_mask: got 0 inside the text of input {np.argmax(holes)}, expected none there"
+            f"attention_mask: got 0 inside the text of input {np.argmax(holes)}, expected none"
+            " there"
         )
     return mask.astype(bool)

@@ -19,7 +19,8 @@ def check_buckets(
             raise ValueError(f"{name}: got {lengths}, expected ascending lengths from 1")
         if batch_tokens < lengths[-1]:
             raise ValueError(
-                f"batch_tokens: got {batch_tokens}, expected at least the longest bucket, {lengths[-1]}"
+                f"batch_tokens: got {batch_tokens}, expected at least the longest bucket,"
+                f" {lengths[-1]}"
             )
 
 

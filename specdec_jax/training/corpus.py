@@ -99,7 +99,10 @@ class Pairs:
         return 0
 
     def summary(self, batches):
-        return f"{batches.dropped} of {batches.pairs} pairs left out as longer than {batches.longest} tokens"
+        return (
+            f"{batches.dropped} of {batches.pairs} pairs left out as longer than {batches.longest}"
+            " tokens"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -247,7 +247,8 @@ class HeadsRun(train.Run):
         self.shape = t5_only("target", target.config)
         if self.shape.encoder_dim is not None:
             raise ValueError(
-                f"target: got {target.name}, which reads another's encoder output, expected an encoder"
+                f"target: got {target.name}, which reads another's encoder output, expected an"
+                " encoder"
             )
         config = settings.run(self.shape)
         self.settings, self.config, self.saved, self.target = settings, config, saved, target

@@ -212,9 +212,10 @@ def train_step(
         "standard"
     ):  # optax raises a float to the number of a step, an integer
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    return TrainState(
-        optax.apply_updates(state.params, updates), opt_state, state.step + 1
-    ), metrics
+    return (
+        TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1),
+        metrics,
+    )
 
 
 def assess(

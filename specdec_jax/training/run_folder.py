@@ -74,7 +74,8 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError) as error:
             folder = self.newest.directory / str(step)
             raise ValueError(
-                f"{folder}: got a checkpoint of another model, expected that of the settings: {error}"
+                f"{folder}: got a checkpoint of another model, expected that of the settings:"
+                f" {error}"
             ) from error
 
     def keep_best(self, step: int, params: dict, loss: float, **more: float) -> bool:
@@ -110,7 +111,10 @@ def _save(manager: ocp.CheckpointManager, step: int, tree, **how) -> None:
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) + _OVERHEAD
     free = shutil.disk_usage(folder).free
     if free < needed:
-        said = f"{os.strerror(errno.ENOSPC)} ({free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB needed)"
+        said = (
+            f"{os.strerror(errno.ENOSPC)} ({free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB"
+            " needed)"
+        )
         raise OSError(errno.ENOSPC, said, str(folder))
     with name_errors(folder):
         manager.save(step, args=ocp.args.StandardSave(tree), **how)
@@ -190,7 +194,8 @@ def record_contents(
     before = reading.read_json(path) if step is not None and path.exists() else {}
     if before.get("vocabulary", vocabulary) != vocabulary:
         raise ValueError(
-            f"vocabulary: got another one, expected the vocabulary with which the run in {output} began"
+            f"vocabulary: got another one, expected the vocabulary with which the run in {output}"
+            " began"
         )
     known = before.get("files", {})
     if not isinstance(known, dict):
@@ -207,7 +212,8 @@ def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: in
     """
     if step is not None and path.is_file() and not target.has(path.read_text()):
         raise ValueError(
-            f"{name}: got {target.name}, expected the model with which the run in {path.parent} began"
+            f"{name}: got {target.name}, expected the model with which the run in {path.parent}"
+            " began"
         )
     write_file(path, target.fingerprint)
 

@@ -88,7 +88,8 @@ def plan_jobs(
         ]
         if not sources:
             raise ValueError(
-                f"{part}: got no source of at most {config.buckets[-1]} tokens, expected at least one"
+                f"{part}: got no source of at most {config.buckets[-1]} tokens, expected at"
+                " least one"
             )
         rows, kept = map(list, zip(*sources))
         jobs += [

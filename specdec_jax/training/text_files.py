@@ -57,7 +57,8 @@ def read_pairs(paths: Sequence) -> list[tuple[str, str]]:
             columns = line.split("\t")
             if len(columns) != 2:
                 raise ValueError(
-                    f"{path}, line {number}: got {len(columns)} columns, expected 2 (source, tab, target)"
+                    f"{path}, line {number}: got {len(columns)} columns, expected 2 (source, tab,"
+                    " target)"
                 )
             pairs.append((columns[0], columns[1]))
     return pairs

@@ -118,9 +118,9 @@ def go_on(run: "Run", settings, begun: Callable[[], object]) -> TrainState:
     for line in changed:
         print_line(line)
     print_line(
-        f"{'resumed at' if start else 'begins at'} step {start} of {config.steps}; {run.batches.per_epoch} batches an "
-        f"epoch, {config.corpus.summary(run.batches)}; {parameter_count(state.params):,} parameters, "
-        f"{run.objective.model.config.dtype}"
+        f"{'resumed at' if start else 'begins at'} step {start} of {config.steps};"
+        f" {run.batches.per_epoch} batches an epoch, {config.corpus.summary(run.batches)};"
+        f" {parameter_count(state.params):,} parameters, {run.objective.model.config.dtype}"
     )
     if start < config.steps:
         with Reporter(
@@ -300,7 +300,8 @@ class Run:
         """Saves the state; raises ValueError if parameters are not finite."""
         if not _finite(state.params):
             raise ValueError(
-                f"step {step}: got parameters that are not finite, expected finite ones: lower learning_rate"
+                f"step {step}: got parameters that are not finite, expected finite ones: lower"
+                " learning_rate"
             )
         self.saved.keep_newest(step, state)
 

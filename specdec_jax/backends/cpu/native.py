@@ -384,7 +384,8 @@ def _try(library: pathlib.Path) -> None:
     ended = _run(command, _PROBE_SECONDS, environment={**settings, "JAX_PLATFORMS": "cpu"})
     if ended.code != 0 or ended.output.strip() != "works":
         raise _Failed(
-            f"the self-test {_why(ended, _PROBE_SECONDS, last=True).replace(str(library), library.name)}"
+            "the self-test"
+            f" {_why(ended, _PROBE_SECONDS, last=True).replace(str(library), library.name)}"
         )
 
 
