@@ -1,7 +1,7 @@
 """Exact, fast decoding for T5-family and GPT-like models in JAX: speculative decoding.
 
-The algorithm is Leviathan, Kalman and Matias's (2023). Importing the package takes milliseconds: the
-module of a public name, and JAX with it, is imported when the name is first used.
+The algorithm is Leviathan, Kalman and Matias's (2023). Importing the package takes milliseconds:
+the module of a public name, and JAX with it, is imported when the name is first used.
 """
 
 # ruff: noqa: F401

@@ -379,7 +379,8 @@ def _write_file(
     found = {"costs": _costs(autotune.autotune(checked))} if automatic else {}
     with Journal(options.output_file, settings, len(inputs), found) as journal:
         begun()
-        if found:  # the costs that the job began with, so that every input gets what it would have got then
+        # The costs that the job began with, so that every input gets what it would have got then.
+        if found:
             how |= _by_costs(journal.found["costs"], options)
         with Progress("decoding", len(inputs), "sentences") as progress:
             if journal.done:

@@ -231,7 +231,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _resumes(run: Callable) -> bool:
-    """Returns whether a command takes `begun`, a function that it calls when its long work begins."""
+    """Returns whether a command takes `begun`, a function to call when its long work begins."""
     return "begun" in inspect.signature(run).parameters
 
 

@@ -88,7 +88,7 @@ class DefaultedOptions(DecodingOptions):
         return defaults_of(target, MODELS if self.generation_config == MODELS else None)
 
     def limits(self, target: LanguageModel, lengths: list[int]) -> np.ndarray:
-        """Returns the most new tokens after prompts of these lengths; 1 is the start token alone."""
+        """Returns the most new tokens after prompts of these lengths; 1: the start token alone."""
         starts, name = np.maximum(lengths, 1), "--max_new_tokens"
         return fill_limits(
             target, self.defaults(target), self.max_new_tokens, starts, "sentence", 1, name

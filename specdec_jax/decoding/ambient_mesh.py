@@ -18,7 +18,7 @@ from specdec_jax.models.network import Network
 
 
 def ambient_mesh() -> Mesh | None:
-    """Returns the mesh that a `with mesh:` around the traced program names; None if there is none."""
+    """Returns the mesh that a `with mesh:` around the traced program names, or None."""
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning

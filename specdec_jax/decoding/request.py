@@ -78,7 +78,7 @@ class Request:
       deadline: seconds after which rows are left as they are, or None.
       empty: `[B]` bool, rows without input.
       inputs: `[B]`, the number of each row's input; −1 for a row that only fills up the batch.
-      costs_key: key under which `autotune.record` keeps how many drafted tokens were accepted; None:
+      costs_key: key under which `autotune.record` keeps the number of accepted tokens; None:
         it keeps nothing, since outputs would depend on it.
     """
 
@@ -247,7 +247,7 @@ class Plan:
         return self.network, self.drafter, self.config, room, given
 
     def request(self, places=None) -> Request:
-        """Returns what the host keeps of the rows of the inputs at `places`, given as for `start`."""
+        """Returns what the host keeps of the inputs at `places`, which are given as for `start`."""
         places = np.arange(len(self.limits)) if places is None else np.asarray(places)
 
         def take(values, filler=None):

@@ -1,4 +1,4 @@
-"""Records the iterations of one input, as in the paper's Figure 1, and the trees that were drafted."""
+"""Records the iterations of one input, as in the paper's Figure 1, and the drafted trees."""
 
 import functools
 from typing import Any, NamedTuple

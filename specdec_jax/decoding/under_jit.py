@@ -1,7 +1,7 @@
 """Decodes speculatively inside another program's traced function.
 
-Arguments have the names of T5X's `decoding.temperature_sample`. There the target's parameters and the batch are traced, so nothing can be checked, padded or raised
-by their values.
+Arguments have the names of T5X's `decoding.temperature_sample`. There the target's parameters and
+the batch are traced, so nothing can be checked, padded or raised by their values.
 """
 
 import dataclasses

@@ -126,7 +126,7 @@ class BeamDecoder:
     def _checked(
         self, given: Mapping[str, Any], num_decodes: int, room: int
     ) -> tuple[BeamOptions, Any, int]:
-        """Options of one call, its penalty, which may be traced, and the length of what comes out."""
+        """Options of one call, its penalty, which may be traced, and the length of the output."""
         penalty, length = given.get("alpha", 0.6), given.get("max_decode_len")
         if not traced(penalty) and not (arguments.is_number(penalty) and 0 <= penalty < np.inf):
             raise ValueError(f"alpha: got {penalty}, expected a finite number of at least 0")

@@ -104,8 +104,8 @@ def _check(task: seqio.Task, split: str) -> None:
             )
             got = kind or ", ".join(task.output_features)
             raise ValueError(
-                f"task: got {task.name!r} with {got}, expected sequences of ids called inputs and"
-                " targets"
+                f"task: got {task.name!r} with {got}, "
+                "expected sequences of ids called inputs and targets"
             )
     try:
         splits = sorted(task.splits)
@@ -251,7 +251,7 @@ class Job:
         return found, notes
 
     def finish(self, lines: Iterable[str], output_file: str | None) -> None:
-        """Evaluates; prints the metrics to standard error and writes them beside the output file."""
+        """Prints the metrics to standard error and writes them beside the output file."""
         found, notes = self.evaluate(lines)
         for task, values in found.items():
             shown = (
@@ -296,8 +296,8 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
             wrong = wrong or f"its EOS id is {end}, not one of {target.eos_ids}"
         if wrong:
             raise ValueError(
-                f"task: got {task.name!r}, whose {name} have another vocabulary than the target:"
-                f" {wrong}"
+                f"task: got {task.name!r}, whose {name} have another vocabulary "
+                f"than the target: {wrong}"
             )
 
 

@@ -1,6 +1,7 @@
 """Decodes speculatively inside T5X.
 
-`SpeculativeEncoderDecoderModel` replaces `models.EncoderDecoderModel` in a gin file. Needs the extra `t5x`; `configs/t5x/speculative.gin` shows how.
+`SpeculativeEncoderDecoderModel` replaces `models.EncoderDecoderModel` in a gin file.
+Needs the extra `t5x`; `configs/t5x/speculative.gin` shows how.
 """
 
 import functools
@@ -158,8 +159,9 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         """Returns what T5X's method does: tokens `[B, L]` and `{"scores": [B]}`.
 
-        With `return_all_decodes` they are `[B, K, L]` and `[B, K]`. L is the length of `decoder_input_tokens`, K is `num_decodes`. `decoder_params` are those of
-        T5X's function that is meant, without its callbacks and without `min_log_prob`.
+        With `return_all_decodes` they are `[B, K, L]` and `[B, K]`. L is the length of
+        `decoder_input_tokens`, K is `num_decodes`. `decoder_params` are those of T5X's function that
+        is meant, without its callbacks and without `min_log_prob`.
 
         Raises:
           ValueError: more than one sample, or unknown `decoder_params`.
@@ -314,9 +316,9 @@ def _check_model(model: LanguageModel, vocabulary: Any) -> None:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.params))
     if size > _MOST_BYTES and not getattr(jax.config, _CONSTANTS):
         raise ValueError(
-            f"drafter: got {size / 1e9:.1f} GB of weights, expected at most {_MOST_BYTES / 1e9:.0f}"
-            f" as constants of a program ({_CONSTANTS.upper()}=1 in the environment makes arguments"
-            " of them)"
+            f"drafter: got {size / 1e9:.1f} GB of weights, expected at most "
+            f"{_MOST_BYTES / 1e9:.0f} as constants of a program "
+            f"({_CONSTANTS.upper()}=1 in the environment makes arguments of them)"
         )
     ours = model.vocabulary
     if ours is not None and difference(ours, vocabulary):

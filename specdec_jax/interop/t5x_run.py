@@ -1,5 +1,4 @@
-"""Says what a run inside T5X decodes with and what came of it, and rejects gin files that decode
-without it."""
+"""Prints what a run inside T5X decodes with and how it went; rejects misplaced gin files."""
 
 import atexit
 import dataclasses
@@ -33,9 +32,9 @@ def check_gin(config: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     ]
     if bound and not any(_is_of(selector, CLASS) for selector in _references(config)):
         raise ValueError(
-            f"{CLASS}: got values for {', '.join(sorted(set(bound)))}, but no MODEL that is one, so"
-            " that T5X would decode without it; expected --gin_file=t5x/speculative.gin after the"
-            " model's own file, which sets MODEL too"
+            f"{CLASS}: got values for {', '.join(sorted(set(bound)))}, but no MODEL that is one, "
+            "so that T5X would decode without it; expected --gin_file=t5x/speculative.gin after "
+            "the model's own file, which sets MODEL too"
         )
     _ignored[:] = sorted(
         f"{_THEIRS}.{name}"
@@ -64,8 +63,7 @@ def _references(value: Any) -> Iterator[str]:
 
 @functools.cache
 def say(text: str) -> None:
-    """Prints a line to standard error, once in a process, and only in the first of several
-    processes."""
+    """Prints a line to standard error, once, and only in the first of several processes."""
     if jax.process_index() == 0:
         print(f"specdec_jax: {text}", file=sys.stderr, flush=True)
 
@@ -97,13 +95,13 @@ def describe(
         temperature = np.max(sampling.temperature)  # a list of one is allowed too
         how = f"samples at temperature {temperature:g}" if temperature else "decodes the argmax"
         parts.append(
-            f"{how}, where T5X's default is a beam search with one beam, which may prefer another"
-            " output (decode_fn = @decoding.beam_search does so here)"
+            f"{how}, where T5X's default is a beam search with one beam, "
+            "which may prefer another output (decode_fn = @decoding.beam_search does so here)"
         )
     if _ignored:
         parts.append(
-            f"of no effect here: {', '.join(_ignored)}, which is T5X's own class's (bind it to"
-            f" {CLASS})"
+            f"of no effect here: {', '.join(_ignored)}, which is T5X's own class's "
+            f"(bind it to {CLASS})"
         )
     return "; ".join(parts)
 
@@ -135,8 +133,8 @@ class Totals:
         rate = f"{accepted / drafted:.1%} of them" if drafted else "none"
         each = f"{(calls + accepted) / max(calls, 1):.2f} {self.what} a call"
         return (
-            f"{self.batches} batches, rows that fill them up included: {calls:,} target calls,"
-            f" {each}; {drafted:,} drafted {self.what}, {accepted:,} accepted ({rate})"
+            f"{self.batches} batches, rows that fill them up included: {calls:,} target calls, "
+            f"{each}; {drafted:,} drafted {self.what}, {accepted:,} accepted ({rate})"
         )
 
 

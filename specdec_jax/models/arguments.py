@@ -137,7 +137,7 @@ def check_list(name: str, value, expected: str) -> tuple[Any, ...]:
 
 
 def described(tree: Any) -> str:
-    """Returns a pytree as text, with the dtype and shape of each array in its place: int32[2, 3]."""
+    """Returns a pytree as text, with dtype and shape of each array in its place: int32[2, 3]."""
     leaves, structure = jax.tree.flatten(tree)
     text = str(structure).removeprefix("PyTreeDef(").removesuffix(")")
     for leaf in leaves:

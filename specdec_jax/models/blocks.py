@@ -46,7 +46,7 @@ class BlockOptions:
     """What encoder and decoder are made of; static.
 
     Attributes:
-      emb_dim, num_heads, head_dim, mlp_dim, vocab_size: D, H, K, width of the feed-forward block, V.
+      emb_dim, num_heads, head_dim, mlp_dim, vocab_size: D, H, K, the MLP's width, V.
       num_encoder_layers, num_decoder_layers: numbers of layers; without an encoder 0.
       activations: one activation, or two for a gated feed-forward block.
       norm: "rms" or "layer", before each block and at the end of a stack.

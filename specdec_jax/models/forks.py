@@ -1,4 +1,4 @@
-"""Tells a process that was forked after JAX had begun that it cannot compute, where it would hang."""
+"""Rejects computing in a process that was forked after JAX had begun, where it would hang."""
 
 import os
 

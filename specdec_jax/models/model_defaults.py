@@ -151,7 +151,8 @@ class ModelDefaults:
                 raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
 
     def __repr__(self) -> str:
-        return f"ModelDefaults({', '.join(f'{name}={value!r}' for name, value in self.fields().items())})"
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.fields().items())
+        return f"ModelDefaults({fields})"
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields that say something, but for `left_out`."""

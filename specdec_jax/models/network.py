@@ -1,4 +1,4 @@
-"""`Network`, a model as jitted functions take it, which hides linen from the rest of the package."""
+"""`Network`, a model as jitted functions take it, which hides linen from the other packages."""
 
 import dataclasses
 import functools

@@ -221,7 +221,7 @@ def train_step(
 def assess(
     params, batch, objective: Objective, teacher_params=None
 ) -> tuple[Metrics, TeacherAgreement | None]:
-    """Returns what `evaluate` sums up: metrics, and the agreement with the teacher if there is one."""
+    """Returns what `evaluate` sums up: metrics, and agreement with the teacher if there is one."""
     logits, teacher_logits = _logits(params, batch, objective, teacher_params)
     likeness = None if teacher_logits is None else _likeness(logits, teacher_logits, batch[1])
     return _metrics(logits, teacher_logits, batch[1], objective), likeness

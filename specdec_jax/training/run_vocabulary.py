@@ -1,4 +1,4 @@
-"""The vocabulary and special ids of a training run: a model's, a file's, or trained on its texts."""
+"""The vocabulary and special ids of a training run: a model's, a file's, or of its own texts."""
 
 import json
 import pathlib

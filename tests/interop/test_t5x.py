@@ -342,8 +342,8 @@ def test_bad_configurations_are_rejected(golden, tmp_path):
         speculative(target, beam_width=4)
     with pytest.raises(
         ValueError,
-        match="drafter: got EarlyExitDrafter, expected a model's folder, or a drafter that needs "
-        "nothing",
+        match="drafter: got EarlyExitDrafter, expected a name as for --drafter, or a drafter "
+        "that needs nothing",
     ):
         speculative(target, drafter=sd.EarlyExitDrafter(target, 1))
     with pytest.raises(ValueError, match="gamma: got -1, expected"):
@@ -399,7 +399,7 @@ def configured(path, more: str = ""):
     gin.clear_config()
     try:
         gin.parse_config(MODEL.format(path=path, more=more))
-        return t5x_calls.configured()
+        return gin.get_configurable(t5x_calls.configured)()
     finally:
         gin.clear_config()
 

@@ -373,7 +373,7 @@ def _native(compiler: _Compiler) -> tuple[tuple[str, ...], str]:
 
 
 def _try(library: pathlib.Path) -> None:
-    """Runs the library's kernels in a process of its own; raises `_Failed` where they do not work."""
+    """Runs the library's kernels in a process of its own; raises `_Failed` if they do not work."""
     if not sys.executable:
         raise _Unusable("no Python interpreter is known to try it with")
     # The process finds the same packages as this one, but sees none of its settings for Python and

@@ -155,7 +155,7 @@ def _in_8_bits(x):
 
 
 def _attentions(rng) -> list[tuple]:
-    """Returns cases, as `_products` does, for the four kinds of attention: two rows of four heads."""
+    """Returns cases, as `_products` does, for four kinds of attention: two rows of four heads."""
     import numpy as np
 
     B, T, H, S, K = 2, 3, 4, 37, 24

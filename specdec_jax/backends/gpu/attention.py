@@ -38,7 +38,7 @@ _FEATURES = (16, 32, 64, 128)
 
 
 def fits(cache: KVCache, queries: int) -> bool:
-    """Returns whether attention of `queries` queries per row over `cache` is one kernel on a GPU."""
+    """Returns whether attention of `queries` queries a row over `cache` is one kernel on a GPU."""
     if (
         cache.heads_per_tile != 1
         or cache.tile_queries

@@ -13,7 +13,7 @@ from specdec_jax.backends.tpu import fused_step
 
 
 def fits(module: Any, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> bool:
-    """Does what `fused_step.fits` does, also for a model that every device of a mesh holds whole."""
+    """Does what `fused_step.fits` does, also for a model that each device of a mesh holds whole."""
     if not fused_step.knows(module):
         return False
     rules, (batch, *rest) = cache.layers[0].rules, shape
