@@ -288,7 +288,7 @@ class DecodingOptions:
         if self.quantize in INPUT_BITS and self.drafter == SELF_INT8:
             raise UnsupportedCombination(
                 f"drafter: got {self.drafter!r} with quantize={self.quantize!r}, expected a target"
-                " that is not in 8 bits"
+                " that is not in int8"
             )
         narrow = self.dtype == "bfloat16" and not (self.quantize == "int8" and accelerated())
         if self.quantize in INPUT_BITS and (self.mesh or narrow):

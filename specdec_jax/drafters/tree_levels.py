@@ -89,7 +89,9 @@ def draft_tree(
     carry: Any,
     greedy_tokens_of: GreedyTokensOf | None = None,
 ) -> tuple[TreeDraft, Any]:
-    """Drafts the tree `state.config.tree`; the arguments are those of `TreeDrafter.draft_tree` and:
+    """Drafts the tree `state.config.tree`.
+
+    Its arguments are those of `TreeDrafter.draft_tree`, and:
 
     Args:
       logits_of: gives the drafter's logits, as wide as the target's vocabulary, level by level.

@@ -97,7 +97,7 @@ def budget(
 
 
 def by_number(state: DecodeState, told: Signals, order: np.ndarray | jax.Array) -> Signals:
-    """Returns the signals `[B, G]` of nodes 1 … G; `order` has the places of nodes 0, 1 …"""
+    """Returns the signals `[B, G]` of nodes 1 … G; `order` is where nodes 0, 1 … are."""
     if told is None or state.policy is None:
         return None
     return DraftSignals(*(_at(values, order)[:, 1 : state.policy.maximum + 1] for values in told))

@@ -160,8 +160,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         """Returns what T5X's method does: tokens `[B, L]` and `{"scores": [B]}`.
 
         With `return_all_decodes` they are `[B, K, L]` and `[B, K]`. L is the length of
-        `decoder_input_tokens`, K is `num_decodes`. `decoder_params` are those of T5X's function that
-        is meant, without its callbacks and without `min_log_prob`.
+        `decoder_input_tokens`, K is `num_decodes`. `decoder_params` are those of T5X's function
+        that is meant, without its callbacks and without `min_log_prob`.
 
         Raises:
           ValueError: more than one sample, or unknown `decoder_params`.

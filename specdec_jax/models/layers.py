@@ -106,7 +106,7 @@ class Dense(nn.Module):
         """Returns `residual` + the map of `x`, through dropout unless weights are packed."""
         if isinstance(self.get_variable("params", "kernel"), PackedWeights):
             return self.with_packed_weights(x, valid, residual=residual)
-        width = math.prod(x.shape[residual.ndim - 1 :])  # −1 is ambiguous without inputs
+        width = -1 if residual.size else math.prod(x.shape[residual.ndim - 1 :])  # no −1 of 0
         return residual + dropped(self(x.reshape(*residual.shape[:-1], width), valid))
 
     def greedy_token_and_logprob(

@@ -20,7 +20,7 @@ CONFIG = sd.GenerationConfig(
     eos_ids=(),
     verifier="token",
 )
-DOORS = [sd.generate, sd.decode_stream, sd.stream, sd.trace, sd.prepare, sd.warm_up]
+ENTRY_POINTS = [sd.generate, sd.decode_stream, sd.stream, sd.trace, sd.prepare, sd.warm_up]
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +52,18 @@ def test_options_change_a_config(models):
     assert found.tokens.shape == (2, 4) and CONFIG.max_new_tokens == 6
 
 
-@pytest.mark.parametrize("door", DOORS, ids=[door.__name__ for door in DOORS])
-def test_every_door_shows_every_option_and_rejects_others(door):
-    parameters = inspect.signature(door).parameters
+@pytest.mark.parametrize(
+    "entry_point", ENTRY_POINTS, ids=[entry_point.__name__ for entry_point in ENTRY_POINTS]
+)
+def test_every_entry_point_shows_every_option_and_rejects_others(entry_point):
+    parameters = inspect.signature(entry_point).parameters
     assert {*FIELDS, *CallData._fields, "config"} <= set(parameters)
     for name, field in FIELDS.items():
-        if (door, name) != (sd.warm_up, "max_input_length"):
+        if (entry_point, name) != (sd.warm_up, "max_input_length"):
             assert parameters[name].default == field.default
-    given = (EchoModel(Words()),) if door is sd.warm_up else (EchoModel(Words()), [[3, 1]])
+    given = (EchoModel(Words()),) if entry_point is sd.warm_up else (EchoModel(Words()), [[3, 1]])
     with pytest.raises(TypeError, match="^lenienc: .* did you mean 'lenience'"):
-        door(*given, lenienc=0.5)
+        entry_point(*given, lenienc=0.5)
 
 
 def test_help_lists_every_option():
