@@ -59,6 +59,11 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
     early_stopping: str | None = open_field("early_stopping")  # type: ignore[assignment]
     num_return_sequences: int | None = open_field("num_return_sequences")  # type: ignore[assignment]
 
+    config: str | None = option(
+        None,
+        "file of options, .json or .gin, that sd.GenerationConfig.save wrote; flags that are given"
+        " count before it",
+    )
     gamma: int | str = option("auto", AUTO_HELP)
     tree: str | None = option(
         None, f"token tree that a drafting model drafts instead of a chain: {EXPECTED}"
@@ -114,6 +119,8 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
     )
 
     def check(self) -> None:
+        if self.config:  # the command line's own has become other options by now
+            raise ValueError(f"config: got {self.config!r} in gin, expected it as --config")
         super().check()
         self.beams()
         self.check_beside_beams(

@@ -25,7 +25,7 @@ from absl import flags
 
 import specdec_jax
 from specdec_jax.backends.jax_settings import package_settings
-from specdec_jax.commands import help_page, paths
+from specdec_jax.commands import config_file, help_page, paths
 from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.decoding.results import NonFiniteLogitsError
@@ -207,6 +207,8 @@ def _main(argv: list[str]) -> int:
     if arguments and not command.arguments:
         raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
     given = _given(cls, fields, values)
+    if config := given.pop("config", None):
+        given = config_file.read_flags(os.path.expanduser(config)) | given
     options = paths.expanded(_options(name, cls, given, values, bindings))
     settings = _operative(options, given if values.gin_file or bindings else None)
     keep_programs(values.compilation_cache_dir)
