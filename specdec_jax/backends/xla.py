@@ -34,7 +34,7 @@ class AttentionShape(NamedTuple):
       divisor: number by which queries are divided.
     """
 
-    count: int
+    count: int  # type: ignore[assignment]  # tuples have a method of this name
     features: int
     dtype: Any
     divisor: float = 1.0
@@ -55,7 +55,7 @@ class DecoderCall(NamedTuple):
     mask: Seen = None
     valid: Valid = None
     nodes: AnyNodes | None = None
-    count: int | None = None
+    count: int | None = None  # type: ignore[assignment]
 
 
 Projected = tuple[Float[Array, "..."], ...]  # queries, keys and values, or one joint array of them

@@ -57,6 +57,7 @@ class CountOptions:
 def run(options: CountOptions) -> None:
     """Runs `specdec count`."""
     options.check()
+    assert options.target  # by its check
     vocabulary, start_token = loader.load_vocabulary(options.target, options.vocabulary)
     config = loader.load_shape(options.target)
     if vocabulary is None:

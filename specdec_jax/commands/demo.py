@@ -395,7 +395,7 @@ def _promise(options: DemoOptions) -> str:
     return "the text is the one that the target alone would have written"
 
 
-def compiling(what: str, tokens: int) -> contextlib.AbstractContextManager[None]:
+def compiling(what: str, tokens: int) -> contextlib.AbstractContextManager[object]:
     """Returns a context manager that shows which programs compile."""
     return waiting(f"compiling {what} (up to {bucket(tokens)} tokens)")
 

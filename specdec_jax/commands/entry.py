@@ -100,7 +100,7 @@ def _interrupt(number: int, frame: Any) -> None:
 def _exit(number: int, frame: Any = None) -> NoReturn:
     """Ends the process without Python's exit, and with one line unless the command has ended."""
     if not _returned.is_set():
-        os.write(2, f"specdec: {_SIGNALS[number]}\n".encode())
+        os.write(2, f"specdec: {_SIGNALS[signal.Signals(number)]}\n".encode())
     os._exit(128 + number)
 
 

@@ -217,7 +217,7 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
     @property
     def resumes(self) -> bool:
         """Whether results are kept beside the output file, for a run after a kill."""
-        return bool(self.output_file) and not passes_through(self.output_file)
+        return bool(self.output_file and not passes_through(self.output_file))
 
     @property
     def rows(self) -> int:

@@ -207,7 +207,7 @@ def _main(argv: list[str]) -> int:
     if arguments and not command.arguments:
         raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
     given = _given(cls, fields, values)
-    if config := given.pop("config", None):
+    if name == "generate" and (config := given.pop("config", None)):  # `tune` writes one
         given = config_file.read_flags(os.path.expanduser(config)) | given
     options = paths.expanded(_options(name, cls, given, values, bindings))
     settings = _operative(options, given if values.gin_file or bindings else None)

@@ -123,6 +123,7 @@ def run(options: TuneOptions) -> None:
     record = (tune_beams if options.num_beams else tune)(target, drafter, batches, others, options)
     text = json.dumps(record, indent=1)
     try:
+        assert options.config
         write_file(options.config, gin_file(record, options))
         accepted = record.get("acceptance", {})
         # Policies count drafted tokens, not positions without a draft.

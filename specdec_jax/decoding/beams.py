@@ -320,7 +320,7 @@ def _search(
         `begin`.
     """
     state = begin(target, drafter, config, most, longest, inputs, penalty)
-    state = search(target, drafter, state)
+    state = search(target, drafter, state)  # type: ignore[arg-type]
     best, there = best_first(state)
 
     def first(x):

@@ -194,7 +194,8 @@ class GenerationConfig:
 
     def without_beams(self) -> "GenerationConfig":
         """Returns the configuration with no option of a beam search."""
-        return dataclasses.replace(self, **dict.fromkeys(BEAM_FIELDS))
+        unset: dict[str, Any] = dict.fromkeys(BEAM_FIELDS)
+        return dataclasses.replace(self, **unset)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(GenerationConfig)}

@@ -121,7 +121,8 @@ class BeamDecoder:
         )
         penalty = jnp.asarray(penalty, jnp.float32)
         state = begin(network, drafter, config, length, length + 1, read, penalty)
-        return _decoded(search(network, drafter, state), length)
+        state = search(network, drafter, state)  # type: ignore[arg-type]
+        return _decoded(state, length)
 
     def _checked(
         self, given: Mapping[str, Any], num_decodes: int, room: int

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.policy_inputs import DraftSignals
-from specdec_jax.speculative.state import DecodeState, Draft, context
+from specdec_jax.speculative.state import AnyRows, DecodeState, Draft, context
 
 # Folded into a request's key: a number that no committed length reaches and that nothing else folds
 # in.
@@ -35,7 +35,7 @@ def keys_apart(state: DecodeState) -> jax.Array:
 
 
 def draft_tokens(
-    state: DecodeState,
+    state: AnyRows,
     num_wanted: jax.Array,
     choose: Callable,
     carry: Any,
@@ -81,7 +81,7 @@ def draft_tokens(
 
 
 def draft_in_pairs(
-    state: DecodeState,
+    state: AnyRows,
     num_wanted: jax.Array,
     choose: Callable,
     carry: Any,
@@ -116,7 +116,7 @@ def draft_in_pairs(
     return _drafted(state, jax.lax.fori_loop(0, state.config.gamma, step, loop))
 
 
-def _take(state: DecodeState, seen: Callable, choose: Callable, loop: tuple) -> tuple:
+def _take(state: AnyRows, seen: Callable, choose: Callable, loop: tuple) -> tuple:
     """Runs one step of the loop over a draft: step, tokens, number of tokens drafted, and carry."""
     step, tokens, num_drafted, carry = loop
     token, carry = choose(step, tokens, carry)
@@ -132,7 +132,7 @@ def _take(state: DecodeState, seen: Callable, choose: Callable, loop: tuple) -> 
     return step + 1, tokens, jnp.where(drawing, most, num_drafted), carry
 
 
-def _drafted(state: DecodeState, loop: tuple) -> tuple[jax.Array, jax.Array, Any]:
+def _drafted(state: AnyRows, loop: tuple) -> tuple[jax.Array, jax.Array, Any]:
     """Returns the drafted tokens `[B, G]`, how many count `[B]`, and the carry of a loop."""
     _, tokens, num_drafted, carry = loop
     places = jnp.minimum(
@@ -141,7 +141,7 @@ def _drafted(state: DecodeState, loop: tuple) -> tuple[jax.Array, jax.Array, Any
     return jnp.take_along_axis(tokens, places, axis=1), num_drafted, carry
 
 
-def empty_distribution(state: DecodeState) -> Categorical | None:
+def empty_distribution(state: AnyRows) -> Categorical | None:
     """Returns an empty buffer for a draft's distribution, None if no verifier will look at it."""
     config = state.config
     if not config.needs_draft_probs:
@@ -153,7 +153,7 @@ def empty_distribution(state: DecodeState) -> Categorical | None:
 
 
 def draw_adjusted(
-    state: DecodeState,
+    state: AnyRows,
     logits: jax.Array,
     tokens: jax.Array,
     step: jax.Array | int,
@@ -171,9 +171,8 @@ def draw_adjusted(
         return distributions.argmax(
             distributions.process(logits, prefixes, state.sampling, config.mode)
         )[:, 0], dist
-    return draw(
-        state, distributions.standardize(logits, prefixes, state.sampling, config.mode), step, dist
-    )
+    here = distributions.standardize(logits, prefixes, state.sampling, config.mode)
+    return draw(state, here, step, dist)  # type: ignore[arg-type]  # rows of beams draw nothing
 
 
 def draw(
@@ -200,7 +199,7 @@ def draw(
 
 
 def record_signals(
-    state: DecodeState,
+    state: AnyRows,
     logits: jax.Array,
     tokens: jax.Array,
     step: jax.Array | int,
@@ -244,13 +243,13 @@ def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
     return logits[..., :vocab_size]
 
 
-def point_mass(state: DecodeState, tokens: jax.Array) -> PointMass | None:
+def point_mass(state: AnyRows, tokens: jax.Array) -> PointMass | None:
     """Returns the point mass at each of `tokens`, None if no verifier will look at it."""
     return PointMass(tokens, state.config.vocab_size) if state.config.needs_draft_probs else None
 
 
 def draft_without_calls(
-    state: DecodeState,
+    state: AnyRows,
     tokens: jax.Array,
     num_drafted: jax.Array,
     dist: Categorical | PointMass | None,

@@ -127,7 +127,9 @@ class Progress:
         # The name comes last: a narrow terminal cuts the end, and the numbers matter more.
         rest = rich.table.Column(ratio=1, no_wrap=True)
         text = "{task.fields[text]}: {task.description}" if self.text else "{task.description}"
-        columns = [rich.progress.TextColumn(text, markup=False, table_column=rest)]
+        columns: list[rich.progress.ProgressColumn] = [
+            rich.progress.TextColumn(text, markup=False, table_column=rest)
+        ]
         if console.width >= 80:
             columns.insert(0, rich.progress.BarColumn(20))
         if self._total is None:

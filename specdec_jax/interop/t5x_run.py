@@ -71,7 +71,7 @@ def say(text: str) -> None:
 def describe(
     drafter: Any,
     gamma: Any,
-    verifier: str,
+    verifier: object,
     decode_fn: str | None,
     bound: Mapping[str, Any],
     sampling,

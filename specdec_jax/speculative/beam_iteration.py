@@ -45,6 +45,7 @@ def iterate_beams(target: Network, drafter: BeamDrafter | None, state: BeamState
     """Runs one iteration for all rows; finished rows are unchanged where it is read later."""
     config, tree, draft_state = state.config, live_beams(state), state.draft_state
     if config.gamma:
+        assert drafter is not None
         draft_state, tree = drafter.draft_beams(draft_state, state, tree)
     live = jnp.broadcast_to(~state.done[:, None], tree.tokens.shape)
     states, cache = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, live)
@@ -56,6 +57,7 @@ def iterate_beams(target: Network, drafter: BeamDrafter | None, state: BeamState
     after, levels = _walk(state.replace(target_cache=None, draft_state=None), tree, found)
     taken = after.steps - state.steps
     if config.gamma:  # the beams of every step move to the slots of plain search
+        assert drafter is not None
         sources, starts = state.starts[:, None] + levels, state.starts + config.beams
         cache, draft_state = (
             target.move_nodes(cache, sources, starts),

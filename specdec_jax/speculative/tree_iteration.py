@@ -87,7 +87,9 @@ def watch_tree(
         logits = target.head(states, draft.valid)
         verified, dist = verify_tree(state, draft, logits)
         logits = along(logits, verified.path)
-        log_prob = distributions.log_prob_under(logits, target.skips_padding)
+        log_prob = distributions.log_prob_under(  # type: ignore[assignment]
+            logits, target.skips_padding
+        )
         adjusted = (
             None
             if dist is None

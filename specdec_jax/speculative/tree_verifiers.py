@@ -269,8 +269,11 @@ def verify_k_sequences(
     token is drawn from norm(p − min(q, p/ρ)·w/β). A child that has that token is accepted too.
     """
 
+    dist = draft.dist
+    assert dist is not None
+
     def step(node: jax.Array, children: jax.Array):
-        p, q = target.row(node), draft.dist.row(at(draft.origins, _first(children)))
+        p, q = target.row(node), dist.row(at(draft.origins, _first(children)))
         count = jnp.maximum(jnp.sum(children, axis=1, keepdims=True), 1).astype(p.dtype)
 
         def shares(rho: jax.Array):
