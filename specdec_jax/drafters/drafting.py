@@ -172,7 +172,7 @@ def draw_adjusted(
             distributions.process(logits, prefixes, state.sampling, config.mode)
         )[:, 0], dist
     here = distributions.standardize(logits, prefixes, state.sampling, config.mode)
-    return draw(state, here, step, dist)  # type: ignore[arg-type]  # rows of beams draw nothing
+    return draw(state, here, step, dist)  # type: ignore[arg-type]
 
 
 def draw(

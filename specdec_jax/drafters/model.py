@@ -177,7 +177,7 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
         # of the two numbers.
         return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
 
-    def init_beams(  # type: ignore[override]  # takes the encoder's output too
+    def init_beams(  # type: ignore[override]
         self,
         inputs: jax.Array,
         input_lengths: jax.Array,

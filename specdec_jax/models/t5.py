@@ -198,7 +198,7 @@ class T5(FamilyModule):
         encoded = None if width is None else jnp.zeros((1, 2, width), self.config.dtype)
         return tokens, tokens > 0, tokens, True, encoded
 
-    def __call__(  # type: ignore[override]  # a family without an encoder has another signature
+    def __call__(  # type: ignore[override]
         self,
         inputs: Inputs,
         mask: Mask,
