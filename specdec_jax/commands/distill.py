@@ -1,15 +1,15 @@
-"""Runs `specdec distill`: a drafter learns from its target's outputs (sequence level) and
-distributions (token level).
+"""Runs `specdec distill`: a drafter learns from its target.
 
-Both happen in one folder, and both resume after a kill: first the target's outputs are written, in
-files for a fixed number of sources each, then `train.fit` learns from them.
+It learns from the target's outputs (sequence level) and distributions (token level). Both happen in
+one folder, and both resume after a kill: first the target's outputs are written, in files for a
+fixed number of sources each, then `train.fit` learns from them.
 """
 
 import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from specdec_jax.checkpoints import loader, native_format
@@ -185,7 +185,11 @@ class DistillConfig:
         )
 
     def training(
-        self, model: T5Config, vocabulary_size: int, train_files, validation_files
+        self,
+        model: T5Config,
+        vocabulary_size: int,
+        train_files: Any,
+        validation_files: Any,
     ) -> TrainConfig:
         """Returns the settings of the second stage."""
         same = (
@@ -220,7 +224,9 @@ class DistillConfig:
 
 
 def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> dict:
-    """Runs `specdec distill`: writes the target's outputs, trains on them, writes the model to
+    """Runs `specdec distill`.
+
+    The target's outputs are written, then the drafter is trained on them and written to
     `output_dir/model`.
 
     Args:
@@ -304,7 +310,7 @@ def _vocabulary(config: DistillConfig, width: int) -> Vocabulary:
     return ids.vocabulary
 
 
-def _sources(config: DistillConfig, paths) -> list[str]:
+def _sources(config: DistillConfig, paths: Iterable[pathlib.Path]) -> list[str]:
     sources = []
     for path in paths:
         lines = [line.partition("\t")[0] for line in text_files.read_lines(path)]
@@ -316,8 +322,9 @@ def _sources(config: DistillConfig, paths) -> list[str]:
 def _record(
     path: pathlib.Path, config: DistillConfig, parts: dict[str, list[str]], contents: dict[str, str]
 ) -> None:
-    """Writes the settings that decide the outputs to `path`, or compares them with those of the run
-    that is resumed.
+    """Writes the settings that decide the outputs to `path`.
+
+    In a run that is resumed, they are compared with those of the earlier run.
 
     `contents` are fingerprints of models and vocabulary, as far as they are known. If an earlier
     run did not record one, it is not compared.
