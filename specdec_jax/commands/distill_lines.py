@@ -126,8 +126,10 @@ def _duration(seconds: float) -> str:
 
 
 def outcome(config: Settings) -> list[str]:
-    """Returns lines on what a finished run came to: which step was kept, before and after, and the
-    next command."""
+    """Returns the last lines of a finished run.
+
+    They name the step that was kept, compare it with the first, and give the next command.
+    """
     output = pathlib.Path(str(config.output_dir))
     records = [
         json.loads(line) for line in (output / "log.jsonl").read_text(encoding="utf-8").splitlines()
