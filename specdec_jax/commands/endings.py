@@ -12,7 +12,9 @@ _SAID = 5
 
 
 class Endings:
-    """How the outputs of a job ended: at `max_new_tokens`, or with logits that are not finite
+    """How the outputs of a job ended.
+
+    Counted are those that ended at `max_new_tokens`, and those with logits that are not finite
     numbers.
 
     Inputs are numbered from 0, and from 1 in messages, like the lines of a file.
