@@ -240,9 +240,11 @@ def _resumes(run: Callable) -> bool:
 # Flags.
 
 
-def _define_flags(cls: type, fields) -> flags.FlagValues:
-    """Returns the flags of one command, apart from absl's global ones, so that commands do not see
-    each other's."""
+def _define_flags(cls: type, fields: Sequence[dataclasses.Field]) -> flags.FlagValues:
+    """Returns the flags of one command.
+
+    They are kept apart from absl's global ones, so that commands do not see each other's.
+    """
     values = flags.FlagValues()
     values.set_gnu_getopt(True)  # flags may follow sentences
     kinds = typing.get_type_hints(cls)
@@ -311,7 +313,9 @@ def _define_flag(values: flags.FlagValues, field: Any, kind: Any) -> None:
         define[kind](field.name, shown, text, flag_values=values)
 
 
-def _given(cls: type, fields, values: flags.FlagValues) -> dict[str, Any]:
+def _given(
+    cls: type, fields: Sequence[dataclasses.Field], values: flags.FlagValues
+) -> dict[str, Any]:
     """Returns the options that the command line sets, without defaults."""
     given, kinds = {}, typing.get_type_hints(cls)
     for field in fields:
