@@ -68,6 +68,5 @@ def to_json(record: dict[str, Any]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Returns `text` with spaces for line ends, so that there is one line per sentence, whatever
-    the model wrote."""
+    """Returns `text` with spaces for line ends, so that each sentence has one line."""
     return re.sub(r"\s*[\r\n]+\s*", " ", text)
