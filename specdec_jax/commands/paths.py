@@ -1,5 +1,4 @@
-"""The options that are paths: a home folder in them, files that are replaced, the file with the
-settings."""
+"""Expands, checks and records the options that are paths."""
 
 import dataclasses
 import os
@@ -70,8 +69,9 @@ def replaced(options: Any) -> Iterator[str]:
 
 
 def record(options: Any, settings: str, unfinished: bool = False) -> None:
-    """Writes the settings of a run as a gin file: to `operative.gin` in its folder, or beside its
-    output file.
+    """Writes the settings of a run as a gin file.
+
+    It is `operative.gin` in the run's folder, or a file beside its output file.
 
     Args:
       options: the options, which name the folder or the file.
