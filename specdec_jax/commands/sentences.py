@@ -17,8 +17,10 @@ def built_in() -> list[str]:
 
 
 def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str]:
-    """Returns the sentences in the arguments, in a file (`BUILT_IN` names the package's own), or,
-    if neither is given, on standard input.
+    """Returns the sentences of a command.
+
+    They are its arguments, or the lines of a file (`BUILT_IN` names the package's own), or, if
+    neither is given, the lines of standard input.
 
     Raises:
       ValueError: two sources, a missing or empty one, or one that is not UTF-8.
