@@ -1,5 +1,4 @@
-"""Finds out for which devices somebody else's program is being traced, and lays networks out for
-them.
+"""Lays networks out for the devices for which somebody else's program is being traced.
 
 T5X traces its programs under `with mesh:`, over all devices. It is they that the program runs on,
 whatever the arrays that are traced say.
@@ -20,13 +19,11 @@ from specdec_jax.models.network import Network
 def ambient_mesh() -> Mesh | None:
     """Returns the mesh that a `with mesh:` around the traced program names, or None."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # JAX's, as long as T5X enters meshes so
+        # JAX's, as long as T5X enters meshes so
+        warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            mesh = importlib.import_module(
-                "jax.interpreters.pxla"
-            ).thread_resources.env.physical_mesh
+            pxla = importlib.import_module("jax.interpreters.pxla")
+            mesh = pxla.thread_resources.env.physical_mesh
         except (ImportError, AttributeError):
             return None
     return None if mesh.empty else mesh
@@ -76,14 +73,11 @@ def laid_out_drafter(drafter: Any, rows: int) -> Any:
 
     Every device holds them whole.
     """
-
-    def is_network(node):
-        return isinstance(node, Network)
-
-    def lay_out(node):
-        return laid_out(node, rows, replicate=True) if is_network(node) else node
-
-    return jax.tree.map(lay_out, drafter, is_leaf=is_network)
+    return jax.tree.map(
+        lambda node: laid_out(node, rows, replicate=True) if isinstance(node, Network) else node,
+        drafter,
+        is_leaf=lambda node: isinstance(node, Network),
+    )
 
 
 def _platform(mesh: Mesh) -> str:
