@@ -38,6 +38,7 @@ from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.full_drafter import FullDrafter
 from specdec_jax.speculative.prefill import PrefillInputs
+from specdec_jax.speculative.sampling import SamplingMode
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 
 # Draft lengths that are timed: the longest for every width of the target's call, and the shortest
@@ -78,8 +79,9 @@ class Costs(NamedTuple):
     acceptance: float = Auto.acceptance
 
     def _expected(self, rows: int) -> np.ndarray:
-        """Returns the expected cost of a token with drafts of 0, 1, … tokens, in iterations of
-        plain decoding.
+        """Returns the expected cost of a token with drafts of 0, 1, … tokens.
+
+        The unit is an iteration of plain decoding.
 
         A single row chooses its own γ, so the acceptance rate is that of a drafter that is nearly
         always right. Several rows share the target's call, which the longest draft widens for all
@@ -106,8 +108,9 @@ class Costs(NamedTuple):
         return bool(gain > _GAIN and loss < (_LOSS_KNOWN if learns and rows == 1 else _LOSS) * gain)
 
     def policy(self, rows: int, learned: "Learned | None" = None) -> Auto | None:
-        """Returns the policy for `rows` rows decoded together, which begin with what earlier
-        requests have learned.
+        """Returns the policy for `rows` rows decoded together.
+
+        They begin with what earlier requests have learned.
 
         None if plain decoding is faster by what was learned; one in `_LOOK` requests drafts all the
         same.
@@ -304,7 +307,7 @@ def key_of(
     Lengths of inputs and room for outputs are rounded up to a power of two.
     """
 
-    def coarse(number):
+    def coarse(number: int) -> int:
         return max(64, 2 ** (int(number) - 1).bit_length())
 
     own, mode = config.mode.processor is not None, config.mode._replace(processor=None)
@@ -321,7 +324,16 @@ def key_of(
 
 
 @functools.lru_cache(1024)
-def _key(target, drafter, verifier, mode, own_processor, rows, length, slots) -> str:
+def _key(
+    target: str,
+    drafter: str,
+    verifier: str,
+    mode: SamplingMode,
+    own_processor: bool,
+    rows: int,
+    length: int,
+    slots: int,
+) -> str:
     key = {
         **machine_key(),
         "target": target,
@@ -367,8 +379,10 @@ def processor() -> str:
 
 
 def _describe(node: Any) -> str:
-    """Returns a hash of what decides how long a network's or drafter's calls take: its kind, its
-    settings, and the shapes and dtypes of all arrays."""
+    """Returns a hash of what decides how long a network's or drafter's calls take.
+
+    It is made of the kind, the settings, and the shapes and dtypes of all arrays.
+    """
     if id(node) in _described and _described[id(node)][0]() is node:
         return _described[id(node)][1]
     leaves, structure = jax.tree.flatten(node)
@@ -386,10 +400,11 @@ def _describe(node: Any) -> str:
 
 @jax.jit
 def iterated_steps(
-    network: Network, drafter: Drafter | None, state: DecodeState, steps
+    network: Network, drafter: Drafter | None, state: DecodeState, steps: jax.Array
 ) -> DecodeState:
-    """Runs `steps` iterations of the decode loop, each from the same committed lengths: draft,
-    score, verify, commit.
+    """Runs `steps` iterations of the decode loop, each from the same committed lengths.
+
+    Each of them drafts, scores, verifies and commits.
 
     What an iteration writes the next one reads, so that the compiler cannot remove anything from
     the loop.
@@ -401,7 +416,7 @@ def iterated_steps(
       steps: number of iterations, traced.
     """
 
-    def body(_, state):
+    def body(_: jax.Array, state: DecodeState) -> DecodeState:
         after = iteration.iterate(network, drafter, state)
         return after.replace(lengths=lengths, done=done)
 
@@ -412,8 +427,9 @@ def iterated_steps(
 def measure(
     network: Network, drafter: Drafter, state: DecodeState, prefill: Callable[[], object]
 ) -> Costs:
-    """Returns the costs of speculative iterations of `state`, timed in turn with iterations of
-    plain decoding.
+    """Returns the costs of speculative iterations of `state`.
+
+    They are timed in turn with iterations of plain decoding.
 
     Args:
       network: the target.
@@ -426,7 +442,7 @@ def measure(
         gamma: functools.partial(speculative_variant, gamma) for gamma in TIMED
     }
 
-    def once(call, *steps):
+    def once(call: Callable[..., object], *steps: int) -> float:
         return _seconds(lambda: call(*map(np.int32, steps)))
 
     for call in calls.values():
@@ -478,7 +494,7 @@ def _variants(network: Network, drafter: Drafter, state: DecodeState):
         gamma=jnp.zeros_like(forever.gamma),
     )
 
-    def speculative_variant(gamma: int, steps):
+    def speculative_variant(gamma: int, steps: jax.Array) -> DecodeState:
         return iterated_steps(
             network, full, drafting.replace(gamma=jnp.full(batch, gamma, jnp.int32)), steps
         )
