@@ -1,5 +1,4 @@
-"""Rejects combinations that do not work: a target and a drafter, a policy of γ, a verifier, limits,
-prompts."""
+"""Rejects models, drafters, policies of γ, verifiers and limits that do not work together."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,15 +33,20 @@ def check_sampling(sampling: SamplingConfig) -> None:
 
 
 class SamplingChanges(NamedTuple):
-    """Fields of a `SamplingConfig` that take the place of the model's, which keeps its others:
-    flags of a command."""
+    """Fields of a `SamplingConfig` that take the place of the model's, from flags of a command.
+
+    The model keeps its other fields.
+    """
 
     fields: Mapping[str, Any]
 
 
 def check_kinds(target: LanguageModel, sampling: SamplingConfig | SamplingChanges | None) -> None:
-    """Raises ValueError for a target that is no model, or reads another's encoder output, or for a
-    `sampling` that is no `SamplingConfig`, where it is not left to the model."""
+    """Raises ValueError for a target or a `sampling` of the wrong kind.
+
+    They are a target that is no model or reads another's encoder output, and a `sampling` that is
+    no `SamplingConfig`, where it is not left to the model.
+    """
     arguments.check_model("target", target)
     if target.config.encoder_dim is not None:
         raise ValueError(
@@ -52,9 +56,15 @@ def check_kinds(target: LanguageModel, sampling: SamplingConfig | SamplingChange
         check_sampling(sampling)
 
 
-def check_prompts(target: LanguageModel, drafter, lengths, limits) -> None:
-    """Raises ValueError if a prompt and its new tokens need more positions than the target or a
-    drafting model has.
+def check_prompts(
+    target: LanguageModel,
+    drafter: Drafter | None,
+    lengths: Sequence[int] | np.ndarray,
+    limits: int | np.ndarray,
+) -> None:
+    """Raises ValueError if a prompt and its new tokens need more positions than a model has.
+
+    The models are the target and a drafting model.
 
     For callers that decode in parts, which would find the longest prompt late; `plan` checks its
     own inputs. Models with an encoder take any length.
@@ -71,8 +81,10 @@ def check_prompts(target: LanguageModel, drafter, lengths, limits) -> None:
 
 
 def check_pair(target: LanguageModel, drafter: Drafter) -> None:
-    """Raises ValueError for a drafter that cannot draft for `target`: of another vocabulary
-    (PITFALLS row 28), kind, mesh or model."""
+    """Raises ValueError for a drafter that cannot draft for `target`.
+
+    It is of another vocabulary (PITFALLS row 28), kind, mesh or model.
+    """
     if not isinstance(drafter, Drafter):
         got = repr(drafter) if isinstance(drafter, str) else type(drafter).__name__
         raise ValueError(
@@ -100,9 +112,11 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
     drafter.check(target)
 
 
-def check_policy(gamma, drafter) -> None:
-    """Raises UnsupportedCombination for a policy of γ that reads the drafter's distributions, with
-    a drafter that provides none."""
+def check_policy(gamma: Any, drafter: Drafter) -> None:
+    """Raises UnsupportedCombination for a policy of γ that lacks the drafter's distributions.
+
+    It reads them, and the drafter provides none.
+    """
     if (
         isinstance(gamma, Policy)
         and gamma.needs_probs
@@ -176,7 +190,7 @@ def verifier_settings(
     }
 
 
-def _setting(name: str, value, batch: int, fraction: bool) -> np.ndarray:
+def _setting(name: str, value: Any, batch: int, fraction: bool) -> np.ndarray:
     """Returns a number, or one per input, as `[batch]` float32.
 
     Raises ValueError unless all are finite or, for a `fraction`, in (0, 1].
@@ -193,8 +207,10 @@ def _setting(name: str, value, batch: int, fraction: bool) -> np.ndarray:
 
 
 def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> None:
-    """Raises UnsupportedCombination if the sampling contradicts the limits `[B]` for new tokens, or
-    if several samples are wanted at temperature 0."""
+    """Raises UnsupportedCombination for sampling that contradicts the limits `[B]` for new tokens.
+
+    It is also raised if several samples are wanted at temperature 0.
+    """
     if samples > 1 and sampling.mode.greedy:
         raise UnsupportedCombination(
             f"num_samples: got {samples} at temperature 0, expected 1, since all would be the same"
@@ -211,7 +227,7 @@ def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> 
         )
 
 
-def check_eos_ids(target: LanguageModel, eos_ids) -> tuple[int, ...]:
+def check_eos_ids(target: LanguageModel, eos_ids: Any) -> tuple[int, ...]:
     """Returns the ids that stop a row, by default the model's own.
 
     Raises ValueError for ids that the model lacks.
@@ -229,7 +245,7 @@ def check_eos_ids(target: LanguageModel, eos_ids) -> tuple[int, ...]:
     return tuple(map(int, ids))
 
 
-def check_stop(stop, deadline, target: LanguageModel | None = None) -> tuple[str, ...]:
+def check_stop(stop: Any, deadline: Any, target: LanguageModel | None = None) -> tuple[str, ...]:
     """Returns the stop strings.
 
     Raises ValueError for empty ones, for a deadline that is no positive time, and for stop strings
@@ -245,7 +261,7 @@ def check_stop(stop, deadline, target: LanguageModel | None = None) -> tuple[str
     return tuple(stop)
 
 
-def check_non_finite(non_finite) -> bool:
+def check_non_finite(non_finite: Any) -> bool:
     """Returns whether rows with logits that are not finite numbers are reported.
 
     Raises ValueError for another word than "raise" and "report".
@@ -257,7 +273,7 @@ def check_non_finite(non_finite) -> bool:
     return non_finite == "report"
 
 
-def check_per_row(name: str, value, batch: int, least: int, most: int) -> np.ndarray:
+def check_per_row(name: str, value: Any, batch: int, least: int, most: int) -> np.ndarray:
     """Returns one integer, or one per input, as `[batch]` int32.
 
     Raises ValueError for any outside `least` … `most`.
@@ -279,7 +295,7 @@ def check_input_lengths(
     most: int,
     positions: int | None,
     first: int = 0,
-    option="max_input_length",
+    option: str = "max_input_length",
 ) -> None:
     """Raises ValueError, which says how many inputs are too long, which, and what would do.
 
