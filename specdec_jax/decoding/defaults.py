@@ -40,8 +40,7 @@ def defaults_of(target: LanguageModel, given: Any) -> ModelDefaults:
 
 
 def fill_search(defaults: ModelDefaults, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a beam search: those that are given, with defaults in the place of
-    None.
+    """Returns the options of a beam search, with defaults in the place of None.
 
     The search has transformers' form where the defaults say anything of one, else T5X's.
     """
