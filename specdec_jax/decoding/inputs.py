@@ -18,14 +18,17 @@ _BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 def bucket(length: int) -> int:
-    """Returns the padded length (the bucket) for `length` ids: one of a few up to 512, then
-    multiples of 256."""
+    """Returns the padded length (the bucket) for `length` ids.
+
+    It is one of a few up to 512, then a multiple of 256.
+    """
     return next((size for size in _BUCKETS if length <= size), -(-length // 256) * 256)
 
 
 def slots(longest: int, gamma: int) -> int:
-    """Returns the number of token and cache slots for rows of at most `longest` tokens, start token
-    included.
+    """Returns the number of token and cache slots for rows of at most `longest` tokens.
+
+    The start token is one of them.
 
     There is room for a whole draft and its bonus token past any limit; otherwise a clamped slice
     would overwrite live slots.
@@ -33,7 +36,7 @@ def slots(longest: int, gamma: int) -> int:
     return bucket(longest - 1) + 1 + gamma + 1
 
 
-def listed(name: str, inputs) -> Any:
+def listed(name: str, inputs: Any) -> Any:
     """Returns inputs as a list that can be read again, or as the array of ids that they are.
 
     Raises ValueError for what is neither.
@@ -49,14 +52,15 @@ def listed(name: str, inputs) -> Any:
 
 def as_ids(
     target: LanguageModel,
-    inputs,
-    input_lengths,
+    inputs: Any,
+    input_lengths: Any,
     framed: bool,
-    attention_mask=None,
+    attention_mask: Any = None,
     name: str = "input",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ids `[B, L]`, padded behind the text, and lengths `[B]` of strings, lists of ids or
-    an array.
+    """Returns ids `[B, L]`, padded behind the text, and lengths `[B]`.
+
+    Inputs are strings, lists of ids or an array.
 
     `framed` says whether strings get what the tokenizer puts around a text; a message calls one of
     them by `name` and its number.
@@ -130,7 +134,7 @@ def _mask_of_rows(attention_mask: Any, lengths: np.ndarray) -> np.ndarray:
     return np.array([np.pad(row, (0, width - len(row))) for row in rows]).reshape(len(rows), width)
 
 
-def _row_of_ids(name: str, number: int, row) -> np.ndarray:
+def _row_of_ids(name: str, number: int, row: Any) -> np.ndarray:
     try:
         ids = np.asarray(row)
     except ValueError:  # lists of different lengths inside
@@ -147,7 +151,7 @@ def _row_of_ids(name: str, number: int, row) -> np.ndarray:
     return ids
 
 
-def empty_rows(target: LanguageModel, inputs, lengths: np.ndarray) -> np.ndarray:
+def empty_rows(target: LanguageModel, inputs: Any, lengths: np.ndarray) -> np.ndarray:
     """Returns `[B]` bool: rows with nothing to decode.
 
     These are None, empty strings and empty lists of ids; a decoder-only model decodes all but None.
@@ -177,10 +181,12 @@ def prompt_tokens(
 
 
 def decoder_tokens(
-    target: LanguageModel, decoder_prefix, batch: int
+    target: LanguageModel, decoder_prefix: Any, batch: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the start token and the decoder prefix `[B, P]`, padded to a bucket, and their
-    numbers of ids `[B]`."""
+    """Returns the start token and the decoder prefix `[B, P]`, and their numbers of ids `[B]`.
+
+    The prefix is padded to a bucket.
+    """
     if decoder_prefix is None:
         return np.full((batch, 1), target.start_token, np.int32), np.ones(batch, np.int32)
     tokens, lengths = as_ids(
@@ -203,11 +209,9 @@ def pad(tokens: np.ndarray, width: int) -> np.ndarray:
 
 
 def _encoder(target: LanguageModel) -> Callable[[str], list[int]]:
-    """Returns the method of the target's vocabulary that encodes what is decoded: an input or a
-    prompt."""
-    return (
-        target.vocabulary.encode_prompt if decoder_only(target) else target.vocabulary.encode_input
-    )
+    """Returns the method of the target's vocabulary that encodes an input or a prompt."""
+    vocabulary = target.vocabulary
+    return vocabulary.encode_prompt if decoder_only(target) else vocabulary.encode_input
 
 
 def encode(
