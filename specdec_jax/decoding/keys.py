@@ -11,23 +11,22 @@ from specdec_jax.speculative.randomness import seeded, threefry
 
 
 @jax.jit
-def fold_keys(key, places):
-    """Returns the keys of the inputs at `places [N]`, folded from one threefry key as in
-    `generate`."""
+def fold_keys(key: jax.Array, places: jax.Array) -> jax.Array:
+    """Returns the keys of the inputs at `places [N]`, folded from one threefry key."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, places)
 
 
 @jax.jit
-def take_keys(keys, rows):
+def take_keys(keys: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns the keys of `rows`."""
     return keys[rows]
 
 
 @jax.jit
-def _sample_keys(keys, samples):
+def _sample_keys(keys: jax.Array, samples: jax.Array) -> jax.Array:
     # A number that no committed length reaches keeps these keys apart from all other uses of a
     # request's key.
-    def fold(key, sample):
+    def fold(key: jax.Array, sample: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), sample)
 
     return jax.vmap(jax.vmap(fold, (None, 0)), (0, None))(keys, samples)
