@@ -1,5 +1,4 @@
-"""Decides, for stop strings and streamed text, which of a row's ids may be shown, so that ids and
-text always agree."""
+"""Decides which ids of a row may be shown, so that ids and text always agree."""
 
 from collections.abc import Sequence
 
@@ -9,8 +8,9 @@ _UNFINISHED = "\ufffd"  # what bytes that are not yet a whole character decode t
 
 
 def without_end(vocabulary: Vocabulary, ids: Sequence[int], finish_reason: str) -> Sequence[int]:
-    """Returns the ids of a row that make its text: all but a special token that ended it, whichever
-    EOS id it is.
+    """Returns the ids of a row that make its text.
+
+    These are all but a special token that ended it, whichever EOS id it is.
 
     An ordinary token, such as a full stop, is text where it ends a row too, as for transformers.
     """
@@ -34,8 +34,10 @@ def cut(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int
 
 
 def shown(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int:
-    """Returns how many of `ids` can be shown now, whatever follows: no part of a character, and
-    nothing that may begin a stop string."""
+    """Returns how many of `ids` can be shown now, whatever follows.
+
+    Not shown are a part of a character, and what may begin a stop string.
+    """
     text = vocabulary.decode(ids)
     whole = text.rstrip(_UNFINISHED)
     begun = max((_overlap(whole, stop) for stop in stops), default=0)
@@ -48,11 +50,10 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _tokens_within(vocabulary: Vocabulary, ids: Sequence[int], text: str, end: int) -> int:
-    """Returns the smallest number of leading ids whose text is the longest that whole tokens give
-    within `text[:end]`.
+    """Returns the number of leading ids whose text is the longest within `text[:end]`.
 
-    The smallest, since further ids that add no text may be the first bytes of a character that lies
-    past `end`.
+    Only whole tokens count. It is the smallest such number, since further ids that add no text may
+    be the first bytes of a character that lies past `end`.
     """
     found = None
     for count in range(len(ids), -1, -1):
