@@ -1,7 +1,7 @@
 """Yields the texts of rows while they are decoded."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from specdec_jax.decoding.stop import shown
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.state import DecodeState
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 
 class Piece(NamedTuple):
@@ -77,7 +78,12 @@ def stream(
 
 @isolated
 def _pieces(
-    target, state: DecodeState, request: Request, every: int, begun: float, reports: bool
+    target: LanguageModel,
+    state: DecodeState,
+    request: Request,
+    every: int,
+    begun: float,
+    reports: bool,
 ) -> Iterator[Piece]:
     vocabulary, sent, closed = target.vocabulary, [0] * len(request.prefix_lengths), set()
     for state in advance_by(target, state, request, np.int32(every), begun):
@@ -102,7 +108,12 @@ def _pieces(
 
 
 def _last_pieces(
-    target, state: DecodeState, request: Request, rows, sent, reports: bool
+    target: LanguageModel,
+    state: DecodeState,
+    request: Request,
+    rows: Sequence[int | np.integer],
+    sent: list[int],
+    reports: bool,
 ) -> Iterator[Piece]:
     if not rows:
         return
@@ -110,13 +121,11 @@ def _last_pieces(
     texts = result.texts or [None] * len(result.tokens)
     for row in map(int, rows):
         ids = result.tokens[row, : result.lengths[row]].tolist()
-        text, error = (
-            (texts[row] or "")[len(target.vocabulary.decode(ids[: sent[row]])) :],
-            result.errors[row],
-        )
-        yield Piece(row, text, ids[sent[row] :], result.finish_reasons[row], error)
+        text = (texts[row] or "")[len(target.vocabulary.decode(ids[: sent[row]])) :]
+        reason, error = result.finish_reasons[row], result.errors[row]
+        yield Piece(row, text, ids[sent[row] :], reason, error)
 
 
-def _after(vocabulary, ids: list[int], count: int) -> str:
+def _after(vocabulary: Vocabulary, ids: list[int], count: int) -> str:
     """Returns the text that `ids` add to the text of their first `count`."""
     return vocabulary.decode(ids)[len(vocabulary.decode(ids[:count])) :]
