@@ -22,8 +22,8 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.state import DecodeState
+from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.tree_iteration import along, at_draft, watch_tree
 
 
@@ -65,8 +65,7 @@ class TreeStep(NamedTuple):
     path: list[int]
 
     def line(self, node: int) -> list[int]:
-        """Returns the nodes that `node` sees beside what is committed: its ancestors from node 0
-        on, then itself."""
+        """Returns the nodes that `node` sees: its ancestors from node 0 on, then itself."""
         parent = self.nodes[node].parent
         return [*(self.line(parent) if parent >= 0 else ()), node]
 
@@ -144,7 +143,7 @@ def trace(
 
 @functools.partial(jax.jit, donate_argnames="state")
 def _advance_tree(
-    target: Network, drafter: Drafter, state: DecodeState
+    target: Network, drafter: TreeDrafter, state: DecodeState
 ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
     """Runs one iteration; returns also what `_read_tree` takes, with a row for each of `state`."""
     after, (draft, states, found) = watch_tree(target, drafter, state)  # type: ignore[arg-type]
@@ -167,7 +166,15 @@ def _advance_tree(
     )
 
 
-def _read_tree(tokens, parents, valid, path, accepted, p, q) -> TreeStep:
+def _read_tree(
+    tokens: np.ndarray,
+    parents: np.ndarray,
+    valid: np.ndarray,
+    path: np.ndarray,
+    accepted: np.ndarray,
+    p: np.ndarray,
+    q: np.ndarray,
+) -> TreeStep:
     """Returns the tree of one row.
 
     Arguments by number of the node, −1 being no parent, and NaN no distribution.
