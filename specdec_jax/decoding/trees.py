@@ -1,5 +1,6 @@
 """Checks the tree of a request and turns it into the options of its decode loop."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
@@ -32,7 +33,7 @@ class TreeOptions(NamedTuple):
 
 
 def tree_options(
-    tree: Tree | DynamicTree | None, drafter: Drafter | None, gamma, verifier: str | Verifier
+    tree: Tree | DynamicTree | None, drafter: Drafter | None, gamma: Any, verifier: str | Verifier
 ) -> TreeOptions:
     """Returns the options with a tree in the place of γ, or as they are where `tree` is None.
 
@@ -64,10 +65,9 @@ def tree_options(
     if isinstance(drafter, Drafter):
         if not isinstance(drafter, TreeDrafter):
             raise UnsupportedCombination(
-                f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None, "
-                "or a ModelDrafter, "
-                "EarlyExitDrafter, HeadsDrafter, NGramDrafter, "
-                "PromptLookupDrafter or a MergedDrafter of two of these"
+                f"tree: got one for {type(drafter).__name__}, which drafts chains, expected None,"
+                " or a ModelDrafter, EarlyExitDrafter, HeadsDrafter, NGramDrafter,"
+                " PromptLookupDrafter or a MergedDrafter of two of these"
             )
         tree = _fitted(tree, drafter)
     _check_verifier(verifier)
@@ -126,7 +126,7 @@ def _fitted(tree: Tree | DynamicTree, drafter: TreeDrafter) -> Tree | DynamicTre
     if isinstance(tree, DynamicTree) or kinds is CHILDREN:
         return tree
 
-    def listed(names):
+    def listed(names: Iterable[str]) -> str:
         return ", ".join(map(repr, names))
 
     children, verifier = tree.children, tree.verifier
