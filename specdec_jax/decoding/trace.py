@@ -146,7 +146,7 @@ def _advance_tree(
     target: Network, drafter: TreeDrafter, state: DecodeState
 ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
     """Runs one iteration; returns also what `_read_tree` takes, with a row for each of `state`."""
-    after, (draft, states, found) = watch_tree(target, drafter, state)  # type: ignore[arg-type]
+    after, (draft, states, found) = watch_tree(target, drafter, state)
     logits = target.head(states, draft.valid)
     dist = at_draft(functools.partial(distributions.standardize, soften=True), state, draft, logits)
     parents = draft.branches.parents
