@@ -116,6 +116,20 @@ def test_the_package_takes_its_own_parameters_either_way():
         ),
         (lambda: sd.Verifier("a", 3), "Verifier: got 'a', 3, expected a name and a function"),
         (
+            lambda: sd.Verifier("a", lambda target, draft: None),
+            r"verify: got a function of \(target, draft\), expected a function of \(target, dr",
+        ),
+        (
+            lambda: sd.Verifier("a", verify, verify_greedily=lambda logits: None),
+            r"verify_greedily: got a function of \(logits\), expected a function of \(logits",
+        ),
+        (
+            lambda: decode(verifier=OWN, tree=sd.Tree.uniform((2, 1))),
+            "verifier: got 'probable' beside a tree",
+        ),
+        (lambda: decode(gamma=sd.Heuristic), "gamma: got Heuristic, expected an integer or an ins"),
+        (lambda: decode(gamma=len), "gamma: got len, expected an integer or an instance of a Pol"),
+        (
             lambda: sd.Verifier("a", verify, parameters=("least",)),
             "parameters: got 'least', expected a list of names",
         ),

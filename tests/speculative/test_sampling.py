@@ -235,6 +235,10 @@ def test_a_token_is_forced_at_the_greatest_temperature(verifier):
             dict(processor=3),
             r"processor: got 3, expected a function of \(prefixes, lengths, logits\)",
         ),
+        (
+            dict(processor=lambda logits: logits),
+            r"processor: got a function of \(logits\), expected a function of \(prefixes, len",
+        ),
     ],
     ids=str,
 )
