@@ -87,6 +87,8 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
     """
     if not isinstance(drafter, Drafter):
         got = repr(drafter) if isinstance(drafter, str) else type(drafter).__name__
+        if isinstance(drafter, type):
+            got = f"the class {drafter.__name__}"
         raise ValueError(
             f"drafter: got {got}, expected a Drafter, such as ModelDrafter(model) or"
             " PromptLookupDrafter() (names are for the command line)"

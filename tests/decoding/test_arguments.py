@@ -35,7 +35,7 @@ GENERATE = [
         "sampling: got {'temperature': 1.0}, expected a SamplingConfig",
     ),
     (dict(sampling={}, **TWO_BEAMS), "sampling: got {}, expected a SamplingConfig"),
-    (dict(drafter=sd.PromptLookupDrafter), "drafter: got type, expected a Drafter"),
+    (dict(drafter=sd.PromptLookupDrafter), "drafter: got the class PromptLookupDrafter, expected"),
     (dict(gamma=True), "gamma: got True, expected an integer"),
     (dict(gamma=[1, True]), r"gamma: got \[1, True\], expected an integer"),
     (dict(gamma=RAGGED), r"gamma: got \[\[1\], \[1, 2\]\], expected an integer"),
