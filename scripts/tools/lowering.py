@@ -240,8 +240,8 @@ class Case:
             program = StaticConfig(self.gamma, config.mode, vocab, tree=self.tree)
             if self.tree is not None:
                 program = program._replace(verifier=TREE_VERIFIERS[self.tree.verify])
-            room = slots(self.new_tokens + 1, program.reach)
-            return prefill.lower(target, drafter, program, room, placed)
+            num_slots = slots(self.new_tokens + 1, program.reach)
+            return prefill.lower(target, drafter, program, num_slots, placed)
         options, most = BeamOptions(self.beams, beam_width=self.beam_width), bucket(self.new_tokens)
         searched = options.config(1, config.mode, vocab, self.gamma, drafter)
         penalty = self.place(jax.ShapeDtypeStruct((), jnp.float32))

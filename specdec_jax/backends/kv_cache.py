@@ -99,8 +99,8 @@ class KVCache:
         Otherwise a TPU's compiler changes layouts in every layer. Several rows fill tiles only if
         that is at most a seventh more.
         """
-        room = -count % ROWS if count > ROWS and self.tile_queries else 0
-        return room if self.batch == 1 or 7 * room <= count else 0
+        padding = -count % ROWS if count > ROWS and self.tile_queries else 0
+        return padding if self.batch == 1 or 7 * padding <= count else 0
 
     def repeated(self, copies: int) -> "KVCache":
         """Returns the cache with `copies` rows side by side for each row."""
@@ -176,8 +176,8 @@ class KVCache:
         more = max(
             _whole_tiles(slots, self.heads_per_tile) - self.slots, 0
         )  # `empty` may have made more than that
-        room = [(0, 0)] * (self.key.ndim - 2) + [(0, more), (0, 0)]
-        return self.replace(key=jnp.pad(self.key, room), value=jnp.pad(self.value, room))
+        widths = [(0, 0)] * (self.key.ndim - 2) + [(0, more), (0, 0)]
+        return self.replace(key=jnp.pad(self.key, widths), value=jnp.pad(self.value, widths))
 
     @property
     def _write(self) -> Callable:
@@ -199,9 +199,13 @@ class KVCache:
         return self.replace(key=pin(self.key), value=pin(self.value))
 
 
-def padded(x: Shaped[Array, "..."], axis: int, room: int) -> Shaped[Array, "..."]:
-    """Returns `x` with `room` zeros after it along an axis."""
-    return x if room == 0 else jnp.pad(x, [(0, room * (axis == other)) for other in range(x.ndim)])
+def padded(x: Shaped[Array, "..."], axis: int, padding: int) -> Shaped[Array, "..."]:
+    """Returns `x` with `padding` zeros after it along an axis."""
+    return (
+        x
+        if padding == 0
+        else jnp.pad(x, [(0, padding * (axis == other)) for other in range(x.ndim)])
+    )
 
 
 def _whole_tiles(slots: int, heads_per_tile: int | None) -> int:

@@ -57,7 +57,9 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
 
     beam_style: str | None = open_field("beam_style")  # type: ignore[assignment]
     early_stopping: str | None = open_field("early_stopping")  # type: ignore[assignment]
-    num_return_sequences: int | None = open_field("num_return_sequences")  # type: ignore[assignment]
+    num_return_sequences: int | None = open_field(  # type: ignore[assignment]
+        "num_return_sequences"
+    )
 
     config: str | None = option(
         None,

@@ -217,12 +217,12 @@ class Plan:
         def per_row(node: Any) -> Any:
             return None if node is None else jax.tree.map(repeat, node)
 
-        inputs, prefix, room = take(self.tokens), take(self.prefix), self.slots
+        inputs, prefix, num_slots = take(self.tokens), take(self.prefix), self.slots
         if width is None:
             width = bucket(int(max(prefix_lengths if self.prompted else lengths)))
         if self.prompted:
             prefix = pad(prefix, width)
-            room = slots(width + int(max(self.limits)), self.config.reach)
+            num_slots = slots(width + int(max(self.limits)), self.config.reach)
         else:
             inputs = pad(inputs, width)
 
@@ -244,7 +244,7 @@ class Plan:
             gamma=repeat(self.gammas),
             policy=per_row(self.policy),
         )
-        return self.network, self.drafter, self.config, room, given
+        return self.network, self.drafter, self.config, num_slots, given
 
     def request(self, places=None) -> Request:
         """Returns what the host keeps of the inputs at `places`, which are given as for `start`."""

@@ -125,14 +125,16 @@ class BeamDecoder:
         return _decoded(state, length)
 
     def _checked(
-        self, given: Mapping[str, Any], num_decodes: int, room: int
+        self, given: Mapping[str, Any], num_decodes: int, longest: int
     ) -> tuple[BeamOptions, Any, int]:
         """Options of one call, its penalty, which may be traced, and the length of the output."""
         penalty, length = given.get("alpha", 0.6), given.get("max_decode_len")
         if not traced(penalty) and not (arguments.is_number(penalty) and 0 <= penalty < np.inf):
             raise ValueError(f"alpha: got {penalty}, expected a finite number of at least 0")
-        length = room if length is None else length
-        length = arguments.check_integer("max_decode_len", length, 1, room, ", the targets' length")
+        length = longest if length is None else length
+        length = arguments.check_integer(
+            "max_decode_len", length, 1, longest, ", the targets' length"
+        )
         least = given.get("min_log_prob", _LEAST_LOG_PROB)
         if traced(least) or least > _LEAST_LOG_PROB:
             # T5X ends all rows by what the best of them has come to, so that each would depend on

@@ -75,12 +75,12 @@ class AssistedNGramDrafter(Drafter):
         self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
     ) -> NGramMemory:
         batch = len(tokens)
-        copies, room = batch // inputs.shape[0], (batch, self.memory)
+        copies, shape = batch // inputs.shape[0], (batch, self.memory)
         return NGramMemory(
             Inputs(jnp.repeat(inputs, copies, axis=0), jnp.repeat(input_lengths, copies)),
-            jnp.full((*room, self.order - 1), -2, jnp.int32),
-            jnp.zeros((*room, self.top_k), jnp.int32),
-            jnp.zeros((*room, self.top_k), jnp.float32),
+            jnp.full((*shape, self.order - 1), -2, jnp.int32),
+            jnp.zeros((*shape, self.top_k), jnp.int32),
+            jnp.zeros((*shape, self.top_k), jnp.float32),
             jnp.zeros(batch, jnp.int32),
         )
 

@@ -87,9 +87,9 @@ class HorizontalCascade(DrafterPair):
             and isinstance(tail.dist, PointMass)
         ):
             dist = PointMass(tokens, config.vocab_size)
-        elif (room := empty_distribution(state)) is not None:
+        elif (empty := empty_distribution(state)) is not None:
             dist = Categorical(
-                *map(joined, room, _as_distribution(head.dist), _as_distribution(tail.dist))
+                *map(joined, empty, _as_distribution(head.dist), _as_distribution(tail.dist))
             )
         calls = head.calls + tail.calls
         draft = Draft(tokens, count + tail.num_drafted, dist, calls, target_cache=head.target_cache)
@@ -185,8 +185,8 @@ class VerticalCascade(DrafterPair):
                 inside, tokens=loop.tokens, lengths=state.lengths + loop.drafted
             )
             lag = view.lengths - 1 - cached
-            room = jnp.maximum(jnp.minimum(width - lag, left - 1), 0)
-            inner_state, guess = inner.draft(loop.inner, view, room)
+            num_proposed = jnp.maximum(jnp.minimum(width - lag, left - 1), 0)
+            inner_state, guess = inner.draft(loop.inner, view, num_proposed)
 
             proposed = _written(loop.tokens, guess.tokens, view.lengths, guess.num_drafted)
             places = jnp.minimum(cached[:, None] + offsets, proposed.shape[1] - 1)

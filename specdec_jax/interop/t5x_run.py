@@ -112,7 +112,7 @@ class Totals:
 
     what: str = "tokens"
     batches: int = 0
-    counts: tuple[int, int, int] = (0, 0, 0)
+    counts: tuple[int, ...] = (0, 0, 0)
 
     def add(self, target_calls: Any, drafted: Any, accepted: Any) -> None:
         """Adds the sums of one batch."""
@@ -120,7 +120,7 @@ class Totals:
             atexit.register(self.finish)
         self.batches += 1
         added = (int(np.asarray(count)) for count in (target_calls, drafted, accepted))
-        self.counts = tuple(old + new for old, new in zip(self.counts, added))  # type: ignore[assignment]
+        self.counts = tuple(old + new for old, new in zip(self.counts, added))
 
     def finish(self) -> None:
         """Prints the line about the end, once all batches are counted."""

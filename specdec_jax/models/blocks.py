@@ -509,7 +509,7 @@ class Decoder(nn.Module):
         the new cache, in which the layers that were not run stay as they are.
         """
         (batch, count, width), written = x.shape, list(cache.layers)
-        mask, biases, room = None, list(cache.position_bias), 0
+        mask, biases, padding = None, list(cache.position_bias), 0
         if self.options.num_positions is not None:
             if nodes is None:
                 assert positions is not None, "a call has nodes or positions"
@@ -519,16 +519,18 @@ class Decoder(nn.Module):
             x = x + self.position_embedder(places, valid)
         if not self.backend.packs_weights:
             # A TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D].
-            room = written[0].filling(count) if self.options.relative_buckets else 0
-            mask, biases = seen_and_biases(biases, positions, count, written[0].slots, nodes, room)
-            x = padded(x, 1, room).reshape(-1, width)
-            valid = None if valid is None or room else valid.reshape(-1)
+            padding = written[0].filling(count) if self.options.relative_buckets else 0
+            mask, biases = seen_and_biases(
+                biases, positions, count, written[0].slots, nodes, padding
+            )
+            x = padded(x, 1, padding).reshape(-1, width)
+            valid = None if valid is None or padding else valid.reshape(-1)
         call = DecoderCall(positions, mask, valid, nodes, count)
         cross = cache.cross or [None] * len(self.layers)
         for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._by_layer(biases))):
             x, written[i] = layer.step(x, written[i], call, bias, cross[i], cache.cross_mask)
-        states = self.decoder_norm(x, valid).reshape(batch, count + room, width)
-        return states[:, :count] if room else states, cache.replace(layers=tuple(written))
+        states = self.decoder_norm(x, valid).reshape(batch, count + padding, width)
+        return states[:, :count] if padding else states, cache.replace(layers=tuple(written))
 
     def __call__(
         self,

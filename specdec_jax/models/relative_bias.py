@@ -131,7 +131,7 @@ def seen_and_biases(
     queries: int,
     slots: int,
     nodes: AnyNodes | None,
-    room: int = 0,
+    padding: int = 0,
 ) -> tuple[Bool[Array, "B 1 T {slots}"], list[Float[Array, "B H T {slots}"]]]:
     """Returns the mask and the biases of a call over `queries` tokens a row, and of T in all.
 
@@ -141,7 +141,7 @@ def seen_and_biases(
       queries: number of tokens a row.
       slots: S, slots of the cache.
       nodes: where the tokens lie if they are nodes of trees.
-      room: number of tokens after them that see nothing.
+      padding: number of tokens after them that see nothing.
     """
     if nodes is not None:
         distances = nodes.distances(slots)
@@ -150,4 +150,4 @@ def seen_and_biases(
         assert positions is not None, "a call over the next tokens of sequences"
         mask = seen_from(positions, queries, slots)
         found = [biases_from(positions, queries, bias, slots) for bias in biases]
-    return padded(mask, 2, room), [padded(bias, 2, room) for bias in found]
+    return padded(mask, 2, padding), [padded(bias, 2, padding) for bias in found]

@@ -185,12 +185,12 @@ def first_hypotheses(
       positions: P, room for the tokens of a sequence.
     """
     batch, far = len(tokens), -_FAR[config.style]
-    room = jnp.zeros((batch, config.beams, positions), jnp.int32)
-    numbers, lengths = jnp.zeros(room.shape, jnp.float32), jnp.zeros(room.shape[:2], jnp.int32)
+    blank = jnp.zeros((batch, config.beams, positions), jnp.int32)
+    numbers, lengths = jnp.zeros(blank.shape, jnp.float32), jnp.zeros(blank.shape[:2], jnp.int32)
     best = config.beams - 1 if config.style == "t5x" else 0
     scores = jnp.where(jnp.arange(config.beams) == best, 0.0, far)
     adjusted = numbers if config.mode.processes else None
-    whole = room.at[:, :, : tokens.shape[1]].set(tokens[:, None])
+    whole = blank.at[:, :, : tokens.shape[1]].set(tokens[:, None])
     live = Hypotheses(whole, numbers, adjusted, lengths, jnp.broadcast_to(scores, lengths.shape))
     return live, Hypotheses(whole, numbers, adjusted, lengths, jnp.full(lengths.shape, far))
 

@@ -245,8 +245,8 @@ class Entropy(Policy):
     def budget(self, state: _Average, seen: DraftSignals) -> Int[Array, " B"]:
         average = state.with_value(seen.evenness[:, 0], self.smoothing)
         even = jnp.clip(average.total / average.weight, 0, 1)
-        room = jnp.asarray(self.maximum - self.minimum, jnp.float32)
-        return jnp.round(self.maximum - room * even).astype(jnp.int32)
+        span = jnp.asarray(self.maximum - self.minimum, jnp.float32)
+        return jnp.round(self.maximum - span * even).astype(jnp.int32)
 
     def update(self, state: _Average, outcome: Outcome) -> _Average:
         assert outcome.seen is not None  # the policy reads distributions

@@ -236,8 +236,8 @@ def follow_steps(config, share: int) -> None:
         ("decay_steps", "warmup_steps", share),
     ):
         if getattr(config, name) is None:
-            room = config.steps - (getattr(config, other) or 0)
-            object.__setattr__(config, name, max(0, min(config.steps // parts, room)))
+            remaining = config.steps - (getattr(config, other) or 0)
+            object.__setattr__(config, name, max(0, min(config.steps // parts, remaining)))
 
 
 def expect(condition: bool, name: str, got, expected: str) -> None:

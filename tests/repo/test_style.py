@@ -69,9 +69,9 @@ def count_lambdas_in_tuples(folder: str) -> int:
 # The greatest value in each folder. They may only fall; with a bound of 0 in all folders a rule of
 # ruff can take the place of the measure.
 BOUNDS: dict[Callable[[str], float], dict[str, float]] = {
-    count_wide_lines: {"scripts": 0, "specdec_jax": 150, "tests": 0},
-    share_of_long_openings: {"scripts": 0, "specdec_jax": 0.145, "tests": 0},
-    share_of_bare_parameters: {"scripts": 0, "specdec_jax": 0.12},
+    count_wide_lines: {"scripts": 0, "specdec_jax": 0, "tests": 0},
+    share_of_long_openings: {"scripts": 0, "specdec_jax": 0.075, "tests": 0},
+    share_of_bare_parameters: {"scripts": 0, "specdec_jax": 0.101},
     count_functions_of_many_parameters: {"scripts": 0, "specdec_jax": 4, "tests": 4},
     count_lambdas_in_tuples: {"scripts": 0, "specdec_jax": 8, "tests": 2},
 }
