@@ -1,9 +1,9 @@
 """Reads the flags of `specdec generate` from a file of a `GenerationConfig`."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
-from specdec_jax.decoding.generation_config import FIELDS, GenerationConfig
+from specdec_jax.decoding.generation_config import GenerationConfig
 from specdec_jax.models import arguments
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.speculative.policies import POLICIES, Policy
@@ -12,8 +12,10 @@ from specdec_jax.speculative.tree_text import text_of
 
 # Options of `generate` whose values are not those of the flag of the same name, or have none.
 _OTHERS = ("gamma", "tree", "sampling", "eos_ids", "synthetic_alpha", "early_stopping")
+_SINGLE = str | int | float | None
 # Fields of a `SamplingConfig` without a flag.
 _UNREACHABLE = ("vocabulary_mask", "processor", "forbidden_sequences")
+_OF_TOKENS = ("forbidden_tokens", "logit_bias", "forced_tokens")
 
 
 def read_flags(path: str) -> dict[str, Any]:
@@ -24,19 +26,11 @@ def read_flags(path: str) -> dict[str, Any]:
         the file and the option.
     """
     config = GenerationConfig.load(path)
-    values = {name: getattr(config, name) for name in FIELDS}
-    given = {
-        name: value
-        for name, value in values.items()
-        if (value is None) != (FIELDS[name].default is None)
-        or not arguments.is_default(value, FIELDS[name].default)
-    }
+    given = config.changed_fields()
     found = {name: value for name, value in given.items() if name not in _OTHERS}
     try:
         for name in ("eos_ids", "synthetic_alpha"):
-            _reject(name, given.get(name))
-        for name in ("verifier", "max_new_tokens"):
-            if not isinstance(given.get(name), int | str | None):
+            if name in given:
                 _reject(name, given[name])
         if isinstance(given.get("generation_config"), ModelDefaults):
             _reject("generation_config", given["generation_config"])
@@ -50,26 +44,31 @@ def read_flags(path: str) -> dict[str, Any]:
             found["tree"] = text_of(config.tree)
         if config.early_stopping is not None:
             found["early_stopping"] = str(config.early_stopping).lower()
+        for name, value in found.items():
+            if name not in ("stop", "gamma_settings") and not isinstance(value, _SINGLE):
+                _reject(name, value)
         return found | _sampling_flags(config.sampling)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _reject(name: str, value: Any) -> None:
-    if value is not None:
-        raise ValueError(f"{name}: got {arguments.quoted(value)}, for which there is no flag")
+def _reject(name: str, value: Any) -> NoReturn:
+    got = arguments.quoted(value)
+    raise ValueError(f"{name}: got {got}, expected a value that a flag can have")
 
 
 def _gamma_flags(gamma: Any) -> dict[str, Any]:
     if not isinstance(gamma, Policy):
-        if not isinstance(gamma, int | str):
-            _reject("gamma", gamma)
         return {"gamma": gamma}
     name = next((name for name, cls in POLICIES.items() if type(gamma) is cls), None)
     if name is None:
         _reject("gamma", gamma)
-    settings = tuple(f"{one}:{getattr(gamma, one)}" for one in gamma.numbers())
-    return {"gamma": int(gamma.maximum), "gamma_policy": name, "gamma_settings": settings}
+    settings = {one: getattr(gamma, one) for one in gamma.numbers()}
+    flags = tuple(f"{one}:{value}" for one, value in settings.items())
+    single = all(isinstance(value, _SINGLE) for value in settings.values())
+    if not (single and type(gamma)(gamma.maximum, **settings) == gamma):  # other fields are set too
+        _reject("gamma", gamma)
+    return {"gamma": int(gamma.maximum), "gamma_policy": name, "gamma_settings": flags}
 
 
 def _sampling_flags(sampling: SamplingConfig | None) -> dict[str, Any]:
@@ -83,8 +82,8 @@ def _sampling_flags(sampling: SamplingConfig | None) -> dict[str, Any]:
             _reject(f"sampling.{name}", values[name])
         del values[name]
     for name, value in values.items():
-        if isinstance(value, list | tuple) and name != "forbidden_tokens":
+        if name not in _OF_TOKENS and not isinstance(value, _SINGLE):
             _reject(f"sampling.{name}", value)
-    for name in ("logit_bias", "forced_tokens"):
+    for name in _OF_TOKENS[1:]:
         values[name] = tuple(f"{key}:{value}" for key, value in (values[name] or {}).items())
     return values | {"forbidden_tokens": tuple(values["forbidden_tokens"] or ())}

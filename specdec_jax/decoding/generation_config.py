@@ -167,16 +167,17 @@ class GenerationConfig:
         Raises:
           ValueError: another suffix, or an option that no file can hold, such as a function.
         """
+        config_files.write_fields(path, self.changed_fields())
+
+    def changed_fields(self) -> dict[str, Any]:
+        """Returns the options that are not at their defaults, by name."""
         given = {name: getattr(self, name) for name in FIELDS}
-        config_files.write_fields(
-            path,
-            {
-                name: value
-                for name, value in given.items()
-                if (value is None) != (FIELDS[name].default is None)
-                or not arguments.is_default(value, FIELDS[name].default)
-            },
-        )
+        return {
+            name: value
+            for name, value in given.items()
+            if (value is None) != (FIELDS[name].default is None)
+            or not arguments.is_default(value, FIELDS[name].default)
+        }
 
     @classmethod
     def load(cls, path: str | PathLike) -> "GenerationConfig":

@@ -72,7 +72,7 @@ def test_trees_are_flags_too(tmp_path):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"eos_ids": [3]}, "eos_ids: got [3], for which there is no flag"),
+        ({"eos_ids": [3]}, "eos_ids: got [3], expected a value that a flag can have"),
         ({"gamma": [1, 2]}, "gamma: got"),
         ({"max_new_tokens": [4, 5]}, "max_new_tokens: got"),
         ({"sampling": {"temperature": [1.0, 2.0]}}, "sampling.temperature: got"),
@@ -88,6 +88,15 @@ def test_what_no_flag_can_say_is_rejected(tmp_path, capsys, fields, message):
     assert main.main(["generate", *flags, "a"]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+def test_policies_that_flags_cannot_make_are_rejected(tmp_path):
+    path = tmp_path / "options.json"
+    sd.GenerationConfig(gamma=sd.Confidence(4, threshold=[0.1, 0.2])).save(path)
+    with pytest.raises(ValueError, match="gamma: got .* expected a value that a flag can have"):
+        config_file.read_flags(path)
+    sd.GenerationConfig(gamma=sd.Confidence(4, threshold=0.25)).save(path)
+    assert config_file.read_flags(path)["gamma_settings"] == ("threshold:0.25",)
 
 
 def test_gin_does_not_name_the_file(capsys):
