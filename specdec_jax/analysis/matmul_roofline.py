@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from specdec_jax.analysis.timing import STEPS
 from specdec_jax.backends.matmul import product
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.layers import apply_kernel
+from specdec_jax.models.layers import apply_weight
 from specdec_jax.models.network import Network
-from specdec_jax.models.weight_layouts import Kernel, matrix, shape_of, step_kernels
+from specdec_jax.models.weight_layouts import Weight, matrix, shape_of, step_weights
 from specdec_jax.speculative.drafter import Drafter
 
 
@@ -20,19 +20,19 @@ class Products(NamedTuple):
     """The weights that one decoder step multiplies with.
 
     Attributes:
-      weights: all weights of the decoder and the head, as `apply_kernel` takes them, except those
+      weights: all weights of the decoder and the head, as `apply_weight` takes them, except those
         of cross-attention's keys and values, which are used once per request.
       axes: for each, the axis of a `[D, F]` weight that is summed over: 0, or 1 for a head that is
         the embedding `[V, D]`.
     """
 
-    weights: list[Kernel]
+    weights: list[Weight]
     axes: tuple[int, ...]
 
     @classmethod
     def from_network(cls, network: Network, packed: bool = True) -> "Products":
         """Returns the weights in the loop's layout, or without `packed` in the checkpoint's."""
-        weights = step_kernels(network.params)
+        weights = step_weights(network.params)
         weights = weights if packed else list(map(matrix, weights))
         axes = [0] * len(weights)
         if network.module.config.logits_via_embedding:
@@ -48,7 +48,7 @@ class Products(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("axes", "steps", "dtype"))
 def bare_products(
-    weights: list[Kernel],
+    weights: list[Weight],
     x: jax.Array,
     *,
     axes: tuple[int, ...],
@@ -67,7 +67,7 @@ def bare_products(
             if axis:
                 y = product(operand, weight, ((1,), (1,)))
             else:
-                y = apply_kernel(operand, weight, jnp.float32)
+                y = apply_weight(operand, weight, jnp.float32)
             carry = jnp.max(y) * 1e-9
         return carry
 

@@ -1,7 +1,7 @@
 """Annotations of arrays that many functions pass on, and the letters of axes.
 
 Axis letters: B batch, I inputs, T queries, S cache slots or keys, L encoder length, H heads, K
-features of one head, D width, E width of the encoder's output, F outputs of a kernel, V vocabulary,
+features of one head, D width, E width of the encoder's output, F outputs of a weight, V vocabulary,
 G γ. `*N` are any axes; `#B` is B or 1.
 """
 

@@ -30,7 +30,7 @@ class Backend:
       joins_weights: whether weights with the same input are one matrix: queries, keys and values of
         a self-attention, and the two inputs of a gated block.
       rules: how parameters and caches lie on a mesh; None: on one device.
-      packs_weights: whether weights are `PackedWeights`, for the CPU's own kernels. These skip
+      packs_weights: whether weights are `PackedWeight`, for the CPU's own kernels. These skip
         positions that are not valid.
       min_query_len: the fewest positions of a single row that a decoder call feeds.
       tile_queries: as for `KVCache`.

@@ -1,8 +1,8 @@
-"""Kernels in int8, and XLA's products with them.
+"""Weights in int8, and XLA's products with them.
 
 An accelerator multiplies inputs as they are, in the dtype of the model, by the integers, which it
 widens while it reads them; the scales come after the sums. On a CPU `packed_weights.py` multiplies
-such kernels, with inputs rounded to 16 or to 8 bits. Where a CPU lacks that product, XLA's rounds
+such weights, with inputs rounded to 16 or to 8 bits. Where a CPU lacks that product, XLA's rounds
 inputs to 8 bits, for drafters alone: what comes before it has other bits in wide calls than in
 narrow ones, which rounding to 8 bits would magnify.
 """
@@ -18,8 +18,8 @@ _MOST = 127
 
 
 @flax.struct.dataclass
-class Int8Kernel:
-    """A kernel in int8, with one scale for each output: column f is about `values[:, f] ·
+class Int8Weight:
+    """A weight matrix in int8, with one scale for each output: column f is about `values[:, f] ·
     scales[f]`.
 
     Attributes:
@@ -34,15 +34,15 @@ class Int8Kernel:
     derived: bool = flax.struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def quantize(cls, kernel: Float[Array, "D F"], input_bits: int | None = 16) -> "Int8Kernel":
-        return cls(*_rounded(kernel, 0), input_bits)
+    def quantize(cls, weight: Float[Array, "D F"], input_bits: int | None = 16) -> "Int8Weight":
+        return cls(*_rounded(weight, 0), input_bits)
 
     def matrix(self) -> Float32[Array, "D F"]:
-        """Returns the kernel as float32."""
+        """Returns the weight as float32."""
         return self.values.astype(jnp.float32) * self.scales
 
     def product(self, x: Float[Array, "*N D"], output_dtype) -> Float[Array, "*N F"]:
-        """Returns `x` times the kernel.
+        """Returns `x` times the weight.
 
         Sums are in float32; where inputs are rounded, every row of `x` with a scale of its own,
         they are exact in int32.
@@ -53,8 +53,8 @@ class Int8Kernel:
             return (sums * self.scales).astype(output_dtype)
         rows = x.reshape(-1, x.shape[-1])
         values, scales = _rounded(rows, 1)
-        # On a CPU, XLA's product of a single row reads a copy of the whole kernel in int32; its
-        # product of two rows reads the kernel itself.
+        # On a CPU, XLA's product of a single row reads a copy of the whole matrix in int32; its
+        # product of two rows reads the weight itself.
         values = jnp.broadcast_to(values, (max(2, len(rows)), rows.shape[1]))
         sums = jax.lax.dot_general(
             values, self.values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32

@@ -47,26 +47,26 @@ def precision_of(dtype) -> jax.lax.Precision | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rounded_product(
-    x: Float[Array, "N D"], kernel: Float[Array, "D F"], dtype
+    x: Float[Array, "N D"], weight: Float[Array, "D F"], dtype
 ) -> Float32[Array, "N F"]:
-    """Returns `x · kernel` in float32 from operands rounded to `dtype`.
+    """Returns `x · weight` in float32 from operands rounded to `dtype`.
 
     The backward pass rounds its operands too.
 
     JAX's own transpose rule would multiply float32 cotangents, which takes twice as long where
     bfloat16 is native.
     """
-    return product(x.astype(dtype), kernel.astype(dtype), ((1,), (0,)))
+    return product(x.astype(dtype), weight.astype(dtype), ((1,), (0,)))
 
 
-def _rounded_forward(x, kernel, dtype):
-    x, kernel = x.astype(dtype), kernel.astype(dtype)
-    return product(x, kernel, ((1,), (0,))), (x, kernel)
+def _rounded_forward(x, weight, dtype):
+    x, weight = x.astype(dtype), weight.astype(dtype)
+    return product(x, weight, ((1,), (0,))), (x, weight)
 
 
 def _rounded_backward(dtype, operands, cotangent):
-    (x, kernel), cotangent = operands, cotangent.astype(dtype)
-    return product(cotangent, kernel, ((1,), (1,))), product(x, cotangent, ((0,), (0,)))
+    (x, weight), cotangent = operands, cotangent.astype(dtype)
+    return product(cotangent, weight, ((1,), (1,))), product(x, cotangent, ((0,), (0,)))
 
 
 rounded_product.defvjp(_rounded_forward, _rounded_backward)

@@ -48,7 +48,7 @@ _PARAMETERS = {
     "wi_1/kernel": ("embed", "mlp"),
     "wo/kernel": ("mlp", "embed"),
     "wi/bias": ("mlp",),
-    # GPT-2's joint kernel. Divided by its outputs, one part would have the queries and another the
+    # GPT-2's joint weight. Divided by its outputs, one part would have the queries and another the
     # values; so it is divided by its inputs and the parts' products are added up, which takes a
     # third collective in each layer.
     "qkv/kernel": ("fused_inputs", None),

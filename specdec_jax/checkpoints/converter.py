@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import huggingface, int8, native_format, t5x
 from specdec_jax.checkpoints.loader import (
@@ -80,7 +80,7 @@ def save(
 
 
 def _wrap_parameter(value: weight_layouts.Plain) -> StoredTensor:
-    if isinstance(value, Int8Kernel):
+    if isinstance(value, Int8Weight):
         parts = map(StoredTensor.from_array, (value.values, value.scales[None]))
         return int8.multiply_parts(*parts)
     return StoredTensor.from_array(value)

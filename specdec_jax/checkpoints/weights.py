@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.cpu import packed_weights
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.backends.sharding import read as read_shards
 from specdec_jax.checkpoints import int8
@@ -70,9 +70,9 @@ def read_params(
       checkpoint: what to read.
       dtype: dtype of the arrays.
       rules: how parameters are divided on a mesh, None without one.
-      int8_weights: from `choose_int8_weights`. Weights in int8 are `Int8Kernel`s; an embedding that
+      int8_weights: from `choose_int8_weights`. Weights in int8 are `Int8Weight`s; an embedding that
         is also the head is then there once more as a weight.
-      input_bits: of the `Int8Kernel`s.
+      input_bits: of the `Int8Weight`s.
       report: called with the size of each parameter once it is on its devices.
     """
     params: dict = {name: None for name in parameter_shapes(checkpoint.config)}
@@ -99,15 +99,15 @@ def _read_floats(
     return array.block_until_ready()
 
 
-def _read_int8(name: str, tensor: StoredTensor, input_bits: int | None) -> Int8Kernel:
+def _read_int8(name: str, tensor: StoredTensor, input_bits: int | None) -> Int8Weight:
     """Returns a weight `[D, F]` in int8: its stored integers if there are any, else rounded."""
     if tensor.parts and int8.is_quantized(name, tensor):
         values, scales = (
             part.load(kind) for part, kind in zip(tensor.parts, (np.int8, np.float32))
         )
-        weight = Int8Kernel(jax.device_put(values), jax.device_put(scales[0]), input_bits)
+        weight = Int8Weight(jax.device_put(values), jax.device_put(scales[0]), input_bits)
     else:
-        weight = Int8Kernel.quantize(jax.device_put(tensor.load(np.float32)), input_bits)
+        weight = Int8Weight.quantize(jax.device_put(tensor.load(np.float32)), input_bits)
     return jax.block_until_ready(weight)
 
 

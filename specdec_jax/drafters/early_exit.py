@@ -20,7 +20,7 @@ from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.family import check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.layers import apply_kernel
+from specdec_jax.models.layers import apply_weight
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
 from specdec_jax.speculative.tree_drafter import TreeDrafter
@@ -32,11 +32,11 @@ class ExitNetwork(Network):
 
     Attributes:
       layers: k, the number of decoder layers that run; the caches of the others stay as they are.
-      kernel: `[D, W]`, a head of its own on the normalised states; None: the network's head.
+      head_weight: `[D, W]`, a head of its own on the normalised states; None: the network's head.
     """
 
     layers: int = flax.struct.field(pytree_node=False, default=1)
-    kernel: weight_layouts.Kernel | None = None
+    head_weight: weight_layouts.Weight | None = None
 
     def decode_states(
         self,
@@ -63,8 +63,8 @@ class ExitNetwork(Network):
     def head(self, states: jax.Array, valid: jax.Array | None = None):
         return (
             super().head(states, valid)
-            if self.kernel is None
-            else apply_kernel(states, self.kernel, jnp.float32, valid)
+            if self.head_weight is None
+            else apply_weight(states, self.head_weight, jnp.float32, valid)
         )
 
 
@@ -103,7 +103,7 @@ class EarlyExitDrafter(TreeDrafter):
         Args:
           model: the target.
           layers: k, from 1 to one less than the target has.
-          head: `[D, W]`, the kernel of a head of its own; None: the target's head.
+          head: `[D, W]`, the weight of a head of its own; None: the target's head.
 
         Raises:
           ValueError: a number of layers out of range, or a head of another shape.
@@ -131,7 +131,7 @@ class EarlyExitDrafter(TreeDrafter):
             network.params,
             network.module,
             layers=self.layers,
-            kernel=head,
+            head_weight=head,
         )
 
     def tree_flatten(self):
@@ -155,11 +155,11 @@ class EarlyExitDrafter(TreeDrafter):
         return {"draft step": self.network}
 
     def identity(self) -> tuple[list[Any], Any]:
-        kernel = self.network.kernel
+        weight = self.network.head_weight
         return [
             self.model.contents,
             self.layers,
-        ], None if kernel is None else weight_layouts.matrix(kernel)
+        ], None if weight is None else weight_layouts.matrix(weight)
 
     def check(self, target: LanguageModel) -> None:
         check_own(self.model, target, "an early exit")

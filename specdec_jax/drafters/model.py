@@ -83,7 +83,7 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
             must be ascending, each once, and contain those that end a sequence (as from
             `shortlist_from_counts`). A number takes that many of the vocabulary's first ids, which
             SentencePiece orders by frequency, and the ending ones.
-          int8: multiply with kernels of 8 bits. They are made now and kept beside the model's own,
+          int8: multiply with weights of 8 bits. They are made now and kept beside the model's own,
             unless those are in int8 already. On a CPU inputs of products are rounded too: in
             float32 to 16 bits, without the package's own kernels to 8.
 

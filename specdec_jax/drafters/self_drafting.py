@@ -13,9 +13,9 @@ from specdec_jax.models.network import decoder_only
 
 @jax.tree_util.register_pytree_node_class
 class SelfDrafter(ModelDrafter):
-    """A drafter made of the target's own weights, with the kernels of decoder steps in int8.
+    """A drafter with the target's own weights, those of decoder steps in int8.
 
-    It has a cache of its own. The target's encoder output, and the embeddings, norms and kernels
+    It has a cache of its own. The target's encoder output, and the embeddings, norms and weights
     for the encoder's output, are the target's. The 8 bits are kept beside the target's weights and
     multiplied as by `ModelDrafter` with `int8`.
 
@@ -26,7 +26,7 @@ class SelfDrafter(ModelDrafter):
     reads_encoder: ClassVar[Any] = property(lambda self: not decoder_only(self.network))
 
     def __init__(self, model: LanguageModel):
-        """Rounds the target's kernels.
+        """Rounds the target's weights.
 
         Raises:
           ValueError: the target's weights are in int8 already.

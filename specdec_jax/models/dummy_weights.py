@@ -18,19 +18,19 @@ from specdec_jax.models.parameters import parameter_shapes, unflatten
 def dummy_params(
     config: ModelConfig,
     rules: ShardingRules | None = None,
-    stored: Callable[[jax.Array], Any] = lambda kernel: kernel,
+    stored: Callable[[jax.Array], Any] = lambda weight: weight,
     report: Callable[[int], None] = lambda count: None,
 ) -> dict:
     """Makes the parameters of a network on the devices, one after the other, in the configuration's
     dtype.
 
     Norms have scale 1. All other numbers are uniform, with the variance of T5's initialisation for
-    embeddings (1) and 1 / D for kernels `[D, F]`, so that activations stay of ordinary size.
+    embeddings (1) and 1 / D for weights `[D, F]`, so that activations stay of ordinary size.
 
     Args:
       config: the network's shape.
       rules: how the parameters lie on a mesh; None: on one device.
-      stored: makes of each kernel what is kept of it.
+      stored: makes of each weight matrix what is kept of it.
       report: called with the size of each parameter.
     """
     found = {}

@@ -106,7 +106,7 @@ class ModelConfig:
         return {name: leaf.shape for name, leaf in flat.items()}
 
     def with_own_head(self) -> Self:
-        """Returns the configuration of the same network with a head that is a kernel of its own,
+        """Returns the configuration of the same network with a head that is a weight of its own,
         not the embedding."""
         raise NotImplementedError
 

@@ -28,7 +28,7 @@ class HeadsConfig:
       vocab_size: V, width of the target's logits.
       num_blocks: number of residual blocks x + silu(W x) in each head.
       share_head: whether logits come from the target's own head, so that a head has only the D²
-        parameters of each block. False gives every head a kernel `[D, V]` of its own.
+        parameters of each block. False gives every head a weight matrix `[D, V]` of its own.
       dtype: name of the computation's dtype, "float32" or "bfloat16".
       matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
     """
@@ -104,7 +104,7 @@ class HeadsNetwork:
 
     Attributes:
       params: nested dict of arrays, in the decode loop's layout or plain.
-      target: the target, or as much of it as its head takes; None for heads with kernels of their
+      target: the target, or as much of it as its head takes; None for heads with weights of their
         own.
       module: the linen module, hashable.
     """
@@ -127,34 +127,34 @@ class HeadsNetwork:
 
 
 def init_params(
-    config: HeadsConfig, key: Key[Array, ""], head_kernel: Float[Array, "D V"] | None = None
+    config: HeadsConfig, key: Key[Array, ""], head_weight: Float[Array, "D V"] | None = None
 ) -> dict:
-    """Makes the parameters of untrained heads, float32 kernels `[in, out]`: blocks of 0, and heads
+    """Makes the parameters of untrained heads, float32 weights `[in, out]`: blocks of 0, and heads
     of their own.
 
     Args:
-      head_kernel: the kernel that every head of its own begins as a copy of; None: random kernels.
+      head_weight: the weight that every head of its own begins as a copy of; None: random weights.
     """
     params = Heads(config).init(key, jnp.zeros((1, config.emb_dim)))["params"]
-    if head_kernel is not None and not config.share_head:
+    if head_weight is not None and not config.share_head:
         for head in params.values():
             head["logits_dense"]["kernel"] = jnp.array(
-                head_kernel, jnp.float32
+                head_weight, jnp.float32
             )  # copies: training donates its buffers
     return params
 
 
-def head_kernel(config: T5Config, params: dict) -> Float[Array, "D V"]:
-    """Returns the kernel by which a T5 with these parameters (T5X's tree) multiplies its last
+def head_weight(config: T5Config, params: dict) -> Float[Array, "D V"]:
+    """Returns the weight by which a T5 with these parameters (T5X's tree) multiplies its last
     states."""
     tied = config.logits_via_embedding
-    kernel = (
+    weight = (
         params["token_embedder"]["embedding"].T
         if tied
         else params["decoder"]["logits_dense"]["kernel"]
     )
     return (
-        kernel / jnp.sqrt(config.emb_dim).astype(kernel.dtype) if config.scales_outputs else kernel
+        weight / jnp.sqrt(config.emb_dim).astype(weight.dtype) if config.scales_outputs else weight
     )
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from specdec_jax.backends.axes import Logits
 from specdec_jax.backends.backend import Backend, choose_backend
 from specdec_jax.backends.cpu import packed_weights
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.jax_settings import check_not_traced, isolated
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.files.reading import shown
@@ -50,7 +50,7 @@ class LanguageModel:
       generation_config: how it decodes where a call of `generate` does not say otherwise; may be
         assigned. `ModelDefaults()` says nothing, and so does None.
       network: the same model as jitted functions take it.
-      quantized: whether the kernels, the head's too, are in int8, with a scale for each output;
+      quantized: whether the weights, the head's too, are in int8, with a scale for each output;
         all else is then in the configuration's dtype, and `params` has the values times the scales.
       input_bits: bits to which inputs of products are rounded, 16 or 8, if the model is `quantized`
         and on a CPU. None: they are not rounded.
@@ -76,15 +76,15 @@ class LanguageModel:
         Arguments without a line are attributes.
 
         Args:
-          params: nested dict of arrays, named as in T5X. All its kernels may be `Int8Kernel`s,
+          params: nested dict of arrays, named as in T5X. All its weights may be `Int8Weight`s,
             whose inputs are rounded only where `use_packed.usable`; a model whose head is its
             embedding then has a head too, "decoder/logits_dense/kernel".
           donate_params: whether the nested dicts of `params` may be emptied during the conversion,
-            so that at most one kernel exists twice.
+            so that at most one weight matrix exists twice.
           rules: how the parameters lie on a mesh; None: on one device.
 
         Raises:
-          ValueError: an id without a logit, a shape that the mesh cannot divide, or kernels in 8
+          ValueError: an id without a logit, a shape that the mesh cannot divide, or weights in 8
             bits where they cannot be used.
         """
         check_process()
@@ -107,7 +107,7 @@ class LanguageModel:
         )
         if self.quantized and not (native or (alone and self.input_bits is None)):
             raise ValueError(
-                f"params: got kernels in int8, expected {packed_weights.needed(config.dtype)}"
+                f"params: got weights in int8, expected {packed_weights.needed(config.dtype)}"
             )
         if rules is not None:
             rules.check(config)
@@ -136,7 +136,7 @@ class LanguageModel:
     ) -> "LanguageModel":
         """Makes a model with random parameters in the configuration's dtype, for tests and timing.
 
-        With `quantize="int8"` or "w8a8" its kernels are rounded to 8 bits, as by `load`; None and
+        With `quantize="int8"` or "w8a8" its weights are rounded to 8 bits, as by `load`; None and
         "none" leave them as they are.
         """
 
@@ -172,9 +172,9 @@ class LanguageModel:
                 return dummy_params(config, rules, report=report)
 
             # Else a model that fits only in int8 would first lie there in full.
-            def rounded(kernel):
+            def rounded(weight):
                 return jax.block_until_ready(
-                    Int8Kernel.quantize(kernel, packed_weights.input_bits(quantize))
+                    Int8Weight.quantize(weight, packed_weights.input_bits(quantize))
                 )
 
             return dummy_params(config, rules, rounded, report)

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from specdec_jax.backends.axes import Valid
 from specdec_jax.backends.cpu import packed_weights
-from specdec_jax.backends.cpu.packed_weights import Before, PackedWeights
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.cpu.packed_weights import Before, PackedWeight
+from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.matmul import product, rounded_product
 
 _fan_in_normal = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -40,7 +40,7 @@ class Embedder(nn.Module):
     def __call__(
         self, indices: Int[Array, "*N"], valid: Bool[Array, "*N"] | None = None
     ) -> Float[Array, "*N F"]:
-        """Returns the rows with these indices; `valid` as for `apply_kernel`."""
+        """Returns the rows with these indices; `valid` as for `apply_weight`."""
         if self.packed:
             return packed_weights.rows(self.embedding, indices, valid)
         # A drafter may meet ids that it lacks, and a draft may reach past the last position: for
@@ -49,7 +49,7 @@ class Embedder(nn.Module):
 
 
 class Dense(nn.Module):
-    """A linear map with a kernel `[D, F]`, without bias, as in T5X's checkpoints, unless
+    """A linear map with a weight matrix `[D, F]`, without bias, as in T5X's checkpoints, unless
     `use_bias`.
 
     `matmul_dtype` is the dtype to which the operands of the product, and nothing else, are rounded:
@@ -67,7 +67,7 @@ class Dense(nn.Module):
     def __call__(
         self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None
     ) -> Float[Array, "*N F"]:
-        """Applies the map to `x`; `valid` as for `apply_kernel`."""
+        """Applies the map to `x`; `valid` as for `apply_weight`."""
         y = self._without_bias(x, valid)
         if not self.use_bias:
             return y
@@ -81,13 +81,13 @@ class Dense(nn.Module):
         residual: Float[Array, "*N F"] | None = None,
         clear: bool = True,
     ) -> Float[Array, "*N F"]:
-        """Applies the map to `before(x)` and adds `residual`, for a kernel packed.
+        """Applies the map to `before(x)` and adds `residual`, for a packed weight.
 
-        See `PackedWeights.product`.
+        See `PackedWeight.product`.
         """
-        kernel, dtype = self.get_variable("params", "kernel"), self.output_dtype or self.dtype
+        weight, dtype = self.get_variable("params", "kernel"), self.output_dtype or self.dtype
         bias = self.get_variable("params", "bias") if self.use_bias else None
-        return kernel.product(x, dtype, valid, before, bias, residual, clear)
+        return weight.product(x, dtype, valid, before, bias, residual, clear)
 
     def after(self, norm: Callable, x: Float[Array, "*N D"], valid: Valid) -> Float[Array, "*N F"]:
         """Applies a norm and the map, with packed weights; what is not valid may be anything.
@@ -104,7 +104,7 @@ class Dense(nn.Module):
         dropped: Callable,
     ) -> Float[Array, "*N F"]:
         """Returns `residual` + the map of `x`, through dropout unless weights are packed."""
-        if isinstance(self.get_variable("params", "kernel"), PackedWeights):
+        if isinstance(self.get_variable("params", "kernel"), PackedWeight):
             return self.with_packed_weights(x, valid, residual=residual)
         width = -1 if residual.size else math.prod(x.shape[residual.ndim - 1 :])  # no −1 of 0
         return residual + dropped(self(x.reshape(*residual.shape[:-1], width), valid))
@@ -112,7 +112,7 @@ class Dense(nn.Module):
     def greedy_token_and_logprob(
         self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None, normalize: bool
     ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
-        """Does what `PackedWeights.greedy_token_and_logprob` does, for a kernel packed without
+        """Does what `PackedWeight.greedy_token_and_logprob` does, for a packed weight without
         bias."""
         return self.get_variable("params", "kernel").greedy_token_and_logprob(x, valid, normalize)
 
@@ -120,34 +120,34 @@ class Dense(nn.Module):
         self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None
     ) -> Float[Array, "*N F"]:
         if self.has_variable("params", "kernel"):
-            kernel = self.get_variable(
+            weight = self.get_variable(
                 "params", "kernel"
             )  # if packed, `self.param` would reject its shape
         else:
-            kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+            weight = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         output_dtype = self.output_dtype or self.dtype
         if self.matmul_dtype is not None:
-            y = rounded_product(x.reshape(-1, x.shape[-1]), kernel, self.matmul_dtype)
+            y = rounded_product(x.reshape(-1, x.shape[-1]), weight, self.matmul_dtype)
             return y.reshape(*x.shape[:-1], self.features).astype(output_dtype)
-        if not isinstance(kernel, PackedWeights | Int8Kernel):
-            kernel = kernel.astype(self.dtype)
-        return apply_kernel(x.astype(self.dtype), kernel, output_dtype, valid)
+        if not isinstance(weight, PackedWeight | Int8Weight):
+            weight = weight.astype(self.dtype)
+        return apply_weight(x.astype(self.dtype), weight, output_dtype, valid)
 
 
-def apply_kernel(
+def apply_weight(
     x: Float[Array, "*N D"],
-    kernel: Float[Array, "D F"] | PackedWeights | Int8Kernel,
+    weight: Float[Array, "D F"] | PackedWeight | Int8Weight,
     output_dtype,
     valid: Bool[Array, "*N"] | None = None,
 ) -> Float[Array, "*N F"]:
-    """Returns `x` times a kernel, however the kernel is stored.
+    """Returns `x` times a weight, however the weight is stored.
 
     Args:
-      valid: False for rows of `x` whose result does not matter; with `PackedWeights` they are not
+      valid: False for rows of `x` whose result does not matter; with `PackedWeight` they are not
         computed.
     """
-    if isinstance(kernel, PackedWeights):
-        return kernel.product(x, output_dtype, valid)
-    if isinstance(kernel, Int8Kernel):
-        return kernel.product(x, output_dtype)
-    return product(x, kernel, ((x.ndim - 1,), (0,)), dtype=output_dtype)
+    if isinstance(weight, PackedWeight):
+        return weight.product(x, output_dtype, valid)
+    if isinstance(weight, Int8Weight):
+        return weight.product(x, output_dtype)
+    return product(x, weight, ((x.ndim - 1,), (0,)), dtype=output_dtype)

@@ -278,7 +278,7 @@ class Network:
         return self.replace(params=params, module=config.with_own_head().module(self.backend))
 
     def in_int8(self) -> "Network":
-        """Returns the network with the kernels of decoder steps, the head's too, in int8.
+        """Returns the network with the weights of decoder steps, the head's too, in int8.
 
         Other arrays are shared.
         """

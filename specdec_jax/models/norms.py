@@ -1,7 +1,7 @@
 """The two normalisations: T5's and GPT's.
 
 With `packed` the CPU's own kernels compute them (`packed_weights.py`), `valid` as for
-`layers.apply_kernel`: XLA adds up a row in one order in small calls and in another from some
+`layers.apply_weight`: XLA adds up a row in one order in small calls and in another from some
 thousand numbers on, and what comes after the last norm would see the width of the call.
 """
 
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         return x.astype(self.dtype) * scale.astype(self.dtype)
 
     def before(self) -> Before:
-        """Returns this norm as what comes before a product with a kernel packed."""
+        """Returns this norm as what comes before a product with a packed weight."""
         return Before("rms", self.get_variable("params", "scale"))
 
 
@@ -57,7 +57,7 @@ class LayerNorm(nn.Module):
         return x.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(self.dtype)
 
     def before(self) -> Before:
-        """Returns this norm as what comes before a product with a kernel packed."""
+        """Returns this norm as what comes before a product with a packed weight."""
         return Before(
             "layer", self.get_variable("params", "scale"), self.get_variable("params", "bias")
         )

@@ -1,9 +1,9 @@
 """The decode loop's own layout of the weights, which makes products fewer and, on a CPU, faster.
 
-Checkpoints and `LanguageModel.params` keep T5X's names and two-dimensional kernels. The jitted loop
-takes another tree with the same numbers: the query, key and value kernels of a self-attention are
-joined into one, the two input kernels of a gated feed-forward block are joined into one, and, where
-the CPU's own kernels are used (`packed_weights.py`), every kernel is stored packed.
+Checkpoints and `LanguageModel.params` keep T5X's names and two-dimensional weights. The jitted loop
+takes another tree with the same numbers: the query, key and value weights of a self-attention are
+joined into one, the two input weights of a gated feed-forward block are joined into one, and, where
+the CPU's own kernels are used (`packed_weights.py`), every weight matrix is stored packed.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,31 +13,31 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.backends.cpu.packed_weights import PackedWeights, is_kernel
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.cpu.packed_weights import PackedWeight, is_weight_object
+from specdec_jax.backends.int8 import Int8Weight
 
-# By the name of the node: the name of the joint kernel, and the names of the kernels joined, along
+# By the name of the node: the name of the joint weight, and the names of the weights joined, along
 # the output axis.
 _FUSED = {
     "self_attention": ("qkv", ("query", "key", "value")),
     "attention": ("qkv", ("query", "key", "value")),
 }
 _GATED = ("wi_fused", ("wi_0", "wi_1"))
-Kernel = Float[Array, "..."] | PackedWeights | Int8Kernel
-Plain = Float[Array, "..."] | Int8Kernel  # a kernel as a checkpoint has it
+Weight = Float[Array, "..."] | PackedWeight | Int8Weight
+Plain = Float[Array, "..."] | Int8Weight  # a weight matrix as a checkpoint has it
 
 
 def pack(params: dict, use_packed: bool, fused: bool = True) -> dict:
     """Converts T5X's tree to the loop's, leaf by leaf, so that the two trees never exist side by
     side.
 
-    What converts a leaf is jitted, so that a kernel is copied only once.
+    What converts a leaf is jitted, so that a weight matrix is copied only once.
 
     Args:
-      params: T5X's tree, whose kernels are arrays `[D, F]` or `Int8Kernel`s. Its nested dicts are
+      params: T5X's tree, whose weights are arrays `[D, F]` or `Int8Weight`s. Its nested dicts are
         emptied on the way.
-      use_packed: whether kernels are stored packed.
-      fused: whether kernels with the same input are joined. On a mesh that divides kernels by their
+      use_packed: whether weights are stored packed.
+      fused: whether weights with the same input are joined. On a mesh that divides weights by their
         outputs they must not be: one device would get the queries and another the values.
     """
     return {name: _pack(name, params.pop(name), use_packed, fused) for name in list(params)}
@@ -46,8 +46,8 @@ def pack(params: dict, use_packed: bool, fused: bool = True) -> dict:
 def _pack(name: str, node: dict, use_packed: bool, fused: bool) -> dict:
     joint, parts = _FUSED.get(name, _GATED)
     if fused and all(part in node for part in parts):
-        kernels = [node.pop(part)["kernel"] for part in parts]
-        node[joint] = {"kernel": jax.tree.map(lambda *parts: _join(parts), *kernels)}
+        weights = [node.pop(part)["kernel"] for part in parts]
+        node[joint] = {"kernel": jax.tree.map(lambda *parts: _join(parts), *weights)}
     for child in list(node):
         value = node.pop(child)
         if child == "kernel":
@@ -59,32 +59,32 @@ def _pack(name: str, node: dict, use_packed: bool, fused: bool) -> dict:
     return node
 
 
-def lay(kernel, use_packed: bool) -> Kernel:
-    """Returns a kernel `[D, F]`, an array or an `Int8Kernel`, as the loop takes it."""
+def lay(weight, use_packed: bool) -> Weight:
+    """Returns a weight matrix `[D, F]`, an array or an `Int8Weight`, as the loop takes it."""
     if use_packed:
-        return PackedWeights.pack(kernel)
+        return PackedWeight.pack(weight)
     # A NumPy array would be copied to the device at every call.
-    return kernel if isinstance(kernel, Int8Kernel) else jnp.asarray(kernel)
+    return weight if isinstance(weight, Int8Weight) else jnp.asarray(weight)
 
 
-def matrix(kernel: Kernel) -> Float[Array, "..."]:
-    """Returns a kernel `[D, F]` as an array, however it is stored."""
-    return kernel.matrix() if is_kernel(kernel) else kernel
+def matrix(weight: Weight) -> Float[Array, "..."]:
+    """Returns a weight matrix `[D, F]` as an array, however it is stored."""
+    return weight.matrix() if is_weight_object(weight) else weight
 
 
-def shape_of(kernel: Kernel) -> tuple[int, int]:
-    """Returns (D, F) of a kernel, however it is stored."""
-    if isinstance(kernel, PackedWeights):
-        return kernel.lines, kernel.columns
-    return kernel.values.shape if isinstance(kernel, Int8Kernel) else kernel.shape
+def shape_of(weight: Weight) -> tuple[int, int]:
+    """Returns (D, F) of a weight, however it is stored."""
+    if isinstance(weight, PackedWeight):
+        return weight.lines, weight.columns
+    return weight.values.shape if isinstance(weight, Int8Weight) else weight.shape
 
 
-def _map_step_kernels(function: Callable[[Kernel], Kernel], packed: dict) -> dict:
-    """Returns `packed` with `function` applied to every kernel of a decoder step.
+def _map_step_weights(function: Callable[[Weight], Weight], packed: dict) -> dict:
+    """Returns `packed` with `function` applied to every weight matrix of a decoder step.
 
     All other arrays are shared.
 
-    The key and value kernels of cross-attention are left out: they multiply the encoder's output
+    The key and value weights of cross-attention are left out: they multiply the encoder's output
     once, before any step.
     """
 
@@ -93,31 +93,31 @@ def _map_step_kernels(function: Callable[[Kernel], Kernel], packed: dict) -> dic
         once = "encoder_decoder_attention" in names and names[-2] in ("key", "value")
         return function(leaf) if names[-1] == "kernel" and not once else leaf
 
-    decoder = jax.tree_util.tree_map_with_path(mapped, packed["decoder"], is_leaf=is_kernel)
+    decoder = jax.tree_util.tree_map_with_path(mapped, packed["decoder"], is_leaf=is_weight_object)
     return {**packed, "decoder": decoder}
 
 
-def step_kernels(packed: dict) -> list[Kernel]:
-    """Returns all kernels by which a decoder step multiplies."""
-    found: list[Kernel] = []
+def step_weights(packed: dict) -> list[Weight]:
+    """Returns all weights by which a decoder step multiplies."""
+    found: list[Weight] = []
 
-    def note(kernel: Kernel) -> Kernel:
-        found.append(kernel)
-        return kernel
+    def note(weight: Weight) -> Weight:
+        found.append(weight)
+        return weight
 
-    _map_step_kernels(note, packed)
+    _map_step_weights(note, packed)
     return found
 
 
 def unpack(packed: dict) -> dict:
-    """Returns T5X's tree again, with new arrays for kernels that were packed."""
+    """Returns T5X's tree again, with new arrays for weights that were packed."""
     return flax.traverse_util.unflatten_dict(dict(parameters(packed)))
 
 
 def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], Float[Array, "..."]]]:
     """Yields the arrays of T5X's tree with their paths.
 
-    Each kernel is unpacked only when its turn comes.
+    Each weight matrix is unpacked only when its turn comes.
     """
     for path, value in stored_parameters(packed):
         yield path, matrix(value)
@@ -126,7 +126,7 @@ def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], Float[Array, "..
 def stored_parameters(
     packed: dict, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Plain]]:
-    """Yields what `parameters` yields, but kernels in int8 as `Int8Kernel`s.
+    """Yields what `parameters` yields, but weights in int8 as `Int8Weight`s.
 
     Args:
       path: the path of `packed` in the whole tree.
@@ -145,13 +145,13 @@ def stored_parameters(
             yield (*path, name), value
 
 
-def _plain(kernel: Kernel) -> Plain:
-    return kernel.kernel() if isinstance(kernel, PackedWeights) else kernel
+def _plain(weight: Weight) -> Plain:
+    return weight.unpack() if isinstance(weight, PackedWeight) else weight
 
 
-def _divide(kernel: Plain, count: int) -> list[Plain]:
-    """Splits a kernel along the output axis into `count` kernels: the inverse of `_join`."""
-    arrays, tree = jax.tree.flatten(kernel)
+def _divide(weight: Plain, count: int) -> list[Plain]:
+    """Splits a weight matrix along the output axis into `count` weights: the inverse of `_join`."""
+    arrays, tree = jax.tree.flatten(weight)
     return [
         tree.unflatten(parts)
         for parts in zip(*(jnp.split(array, count, axis=-1) for array in arrays))
@@ -161,60 +161,58 @@ def _divide(kernel: Plain, count: int) -> list[Plain]:
 def with_head(
     packed: dict, tied: bool, use_packed: bool, ids: Int[Array, " F"] | None = None
 ) -> dict:
-    """Returns `packed` with a kernel for its head, which is a copy and no parameter.
+    """Returns `packed` with a weight matrix for its head, which is a copy and no parameter.
 
     All other arrays are shared.
 
     Args:
-      tied: whether the model's head is its embedding; a kernel that was already made of it is used
+      tied: whether the model's head is its embedding; a weight that was already made of it is used
         if there is one.
       use_packed: as for `pack`.
       ids: the ids for which the head has columns; None: all.
     """
-    kernel: Plain
+    weight: Plain
     if tied and "logits_dense" not in packed["decoder"]:
         embedding = packed["token_embedder"]["embedding"]
-        kernel = (embedding if ids is None else embedding[ids]).T
+        weight = (embedding if ids is None else embedding[ids]).T
     else:
-        kernel = _plain(packed["decoder"]["logits_dense"]["kernel"])
-        kernel = kernel if ids is None else jax.tree.map(lambda array: array[..., ids], kernel)
+        weight = _plain(packed["decoder"]["logits_dense"]["kernel"])
+        weight = weight if ids is None else jax.tree.map(lambda array: array[..., ids], weight)
     if use_packed:
-        kernel = PackedWeights.pack(kernel, derived=True)
-    elif isinstance(kernel, Int8Kernel):
-        kernel = kernel.replace(derived=True)
-    return {**packed, "decoder": {**packed["decoder"], "logits_dense": {"kernel": kernel}}}
+        weight = PackedWeight.pack(weight, derived=True)
+    elif isinstance(weight, Int8Weight):
+        weight = weight.replace(derived=True)
+    return {**packed, "decoder": {**packed["decoder"], "logits_dense": {"kernel": weight}}}
 
 
 def in_int8(packed: dict, input_bits: int | None = 16) -> dict:
-    """Returns `packed` with every kernel of a decoder step in int8.
+    """Returns `packed` with every weight matrix of a decoder step in int8.
 
-    All other arrays, and kernels that are in int8 already, are shared. `input_bits`: of an
-    `Int8Kernel`.
+    All other arrays, and weights that are in int8 already, are shared. `input_bits`: of an
+    `Int8Weight`.
     """
 
-    def rounded(kernel: Kernel) -> Kernel:
-        if isinstance(kernel, Int8Kernel) or (
-            isinstance(kernel, PackedWeights) and kernel.scales is not None
+    def rounded(weight: Weight) -> Weight:
+        if isinstance(weight, Int8Weight) or (
+            isinstance(weight, PackedWeight) and weight.scales is not None
         ):
-            return kernel
-        found = Int8Kernel.quantize(matrix(kernel), input_bits)
+            return weight
+        found = Int8Weight.quantize(matrix(weight), input_bits)
         return (
-            PackedWeights.pack(found, kernel.derived)
-            if isinstance(kernel, PackedWeights)
-            else found
+            PackedWeight.pack(found, weight.derived) if isinstance(weight, PackedWeight) else found
         )
 
-    return _map_step_kernels(rounded, packed)
+    return _map_step_weights(rounded, packed)
 
 
 def round_params(params: dict, input_bits: int | None = 16, tied: bool = False) -> dict:
-    """Returns T5X's tree `params` with all kernels in int8, those that are so already as they are.
+    """Returns T5X's tree `params` with all weights in int8, those that are so already as they are.
 
     Its nested dicts are emptied on the way.
 
     Args:
-      input_bits: of an `Int8Kernel`.
-      tied: whether the head is the embedding, of which a kernel is then made too.
+      input_bits: of an `Int8Weight`.
+      tied: whether the head is the embedding, of which a weight matrix is then made too.
     """
     if tied:
         params["decoder"]["logits_dense"] = {"kernel": params["token_embedder"]["embedding"].T}
@@ -227,18 +225,18 @@ def _round_params(params: dict, input_bits: int | None) -> dict:
         value = params.pop(name)
         if isinstance(value, dict):
             value = _round_params(value, input_bits)
-        rounds = name == "kernel" and not isinstance(value, Int8Kernel)
-        found[name] = Int8Kernel.quantize(value, input_bits) if rounds else value
+        rounds = name == "kernel" and not isinstance(value, Int8Weight)
+        found[name] = Int8Weight.quantize(value, input_bits) if rounds else value
     return found
 
 
 def rounding_of(params: dict) -> tuple[bool, int | None]:
-    """Returns whether kernels of T5X's tree are in int8, and their `input_bits`."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Int8Kernel))
-    found = {leaf.input_bits for leaf in leaves if isinstance(leaf, Int8Kernel)}
+    """Returns whether weights of T5X's tree are in int8, and their `input_bits`."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Int8Weight))
+    found = {leaf.input_bits for leaf in leaves if isinstance(leaf, Int8Weight)}
     return bool(found), next(iter(found), None)
 
 
 @jax.jit
-def _join(kernels):
-    return jnp.concatenate(kernels, axis=-1)
+def _join(weights):
+    return jnp.concatenate(weights, axis=-1)

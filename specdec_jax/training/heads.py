@@ -21,7 +21,7 @@ from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.writing import lock_folder
 from specdec_jax.models.family import FamilyModule, ModelConfig
-from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_kernel, init_params
+from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_weight, init_params
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.models.t5 import T5Config, t5_only
@@ -231,7 +231,7 @@ def assess_heads(
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Returns Adam, with which Medusa's heads were trained.
 
-    Steps relative to an array's size would never move kernels that begin at 0.
+    Steps relative to an array's size would never move weights that begin at 0.
     """
     rate = functools.partial(learning_rate, config)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.98))
@@ -272,8 +272,8 @@ class HeadsRun(train.Run):
 
     def init(self, key) -> TrainState:
         original = self.target.params
-        kernel = head_kernel(self.shape, original)
-        params = {"heads": init_params(self.objective.heads.config, key, kernel)}
+        weight = head_weight(self.shape, original)
+        params = {"heads": init_params(self.objective.heads.config, key, weight)}
         if self.settings.trains_backbone:
             params["target"] = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), original)
         return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))

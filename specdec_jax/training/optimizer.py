@@ -23,7 +23,7 @@ def make_optimizer(config) -> optax.GradientTransformation:
     position biases.
 
     In both, the step is multiplied by the root mean square of the array that it changes, as in
-    Adafactor. T5 needs this: its queries start 1/√K smaller than the other kernels, and steps of
+    Adafactor. T5 needs this: its queries start 1/√K smaller than the other weights, and steps of
     one size would soon saturate the attention, whose scores T5 does not scale down.
     """
 

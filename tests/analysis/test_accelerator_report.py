@@ -395,17 +395,17 @@ def test_the_floor_is_bytes_over_the_bandwidth_of_copies():
 
 
 @pytest.mark.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4)])
-def test_bytes_are_those_of_the_kernels_of_a_step(dtype, width):
+def test_bytes_are_those_of_the_weights_of_a_step(dtype, width):
     config = ReportSetup(tiny=True, dtype=dtype).config("t5_1_1/large")
     params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
     network = Network(weight_layouts.pack(params, False, True), config.module(TPUBackend(True)))
-    # In each of 2 layers: 4 + 2 kernels of the attentions, 3 of the feed-forward block, all 128 to
+    # In each of 2 layers: 4 + 2 weights of the attentions, 3 of the feed-forward block, all 128 to
     # 128. The head.
-    kernels = 2 * (4 + 2 + 3) * 128 * 128 + 128 * 512
-    assert Products.from_network(network).nbytes == width * kernels
+    weights = 2 * (4 + 2 + 3) * 128 * 128 + 128 * 512
+    assert Products.from_network(network).nbytes == width * weights
     columns = 2 * (4 + 2 + 3) * 128 + 512
     assert (
-        Products.from_network(network.in_int8()).nbytes == kernels + 4 * columns
+        Products.from_network(network.in_int8()).nbytes == weights + 4 * columns
     )  # and their scales
 
 

@@ -182,14 +182,14 @@ def test_products_are_those_of_one_step(tied, packed):
     """Count the weights of one step by hand."""
     config = dataclasses.replace(CONFIG, logits_via_embedding=tied)
     network = LanguageModel.random(config).network
-    kernels, axes = matmul_roofline.Products.from_network(network, packed)
+    weights, axes = matmul_roofline.Products.from_network(network, packed)
     inner = config.num_heads * config.head_dim
     layer = (
         6 * config.emb_dim * inner + 3 * config.emb_dim * config.mlp_dim
     )  # q, k, v, out; cross q, out; wi_0, wi_1, wo
     head = config.vocab_size * config.emb_dim
     assert (
-        sum(np.prod(weight_layouts.shape_of(kernel)) for kernel in kernels)
+        sum(np.prod(weight_layouts.shape_of(weight)) for weight in weights)
         == config.num_decoder_layers * layer + head
     )
     assert sum(axes) == (tied and not network.backend.packs_weights)  # whose tied heads are copies
@@ -225,9 +225,9 @@ def test_bare_products_of_calls_and_drafts(target):
 
 
 def test_bare_products_multiply():
-    kernels = [jax.numpy.ones((4, 3)), jax.numpy.ones((5, 2))]
+    weights = [jax.numpy.ones((4, 3)), jax.numpy.ones((5, 2))]
     x = jax.numpy.arange(4.0)[None]
-    assert float(matmul_roofline.bare_products(kernels, x, axes=(0, 1), steps=2)) == pytest.approx(
+    assert float(matmul_roofline.bare_products(weights, x, axes=(0, 1), steps=2)) == pytest.approx(
         1e-9
     )
 

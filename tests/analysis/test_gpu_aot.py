@@ -128,7 +128,7 @@ def test_the_decode_loop_compiles_without_a_gpu(quantize, tmp_path):
     # One more adds up the lengths of inputs, for all layers.
     assert 0 < catch_up["in_layers"] < draft["in_layers"] <= 13 and iteration["in_layers"] <= 18
     assert record["copied_in_loops"] == []  # neither caches nor weights
-    # Kernels in int8, the head's too, are what the products read.
+    # Weights in int8, the head's too, are what the products read.
     assert record["quantize"] == quantize and record["widened"] == []
     text = (tmp_path / "hlo").read_text()
     assert ("s8[512,32128]" in text and "s8[512,1152]" in text) == (quantize is not None)

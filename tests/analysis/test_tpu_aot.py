@@ -55,10 +55,10 @@ def test_a_pair_is_compiled_and_sized():
     assert "tiny with tiny, γ = 2, batch 1, bfloat16" in describe(record)
     assert page.tabulate_times(parse(record)) is None
     assert record["chip"] == "v4" and record["topology"] == "v4:2x2x1"
-    # One layer, in bfloat16: the decoder's kernels (the drafter's three times: twice drafted, and
+    # One layer, in bfloat16: the decoder's weights (the drafter's three times: twice drafted, and
     # once as the target).
-    kernels = 4 * 64 * 16 + 2 * 64 * 16 + 3 * 64 * 24 + 64 * 32000
-    floor = 1e3 * (3 * kernels * 2 / 1e9 + record["state_gb"]) / CHIPS["v4"].bandwidth
+    weights = 4 * 64 * 16 + 2 * 64 * 16 + 3 * 64 * 24 + 64 * 32000
+    floor = 1e3 * (3 * weights * 2 / 1e9 + record["state_gb"]) / CHIPS["v4"].bandwidth
     assert record["floor_ms"] == pytest.approx(floor, abs=1.1e-3)
     assert record["iteration_ms"] == 0  # a CPU's compiler estimates no cycles
     assert "An iteration: 0.25 ms, floor 0." in describe(record | {"iteration_ms": 0.25})
@@ -78,8 +78,8 @@ def test_a_beam_search_is_compiled_and_sized():
 
 def test_what_does_not_fit_exits_with_1_and_8_bits_take_half():
     code, record = compiled("--gamma=0", "--memory_gb=1e-9", "--quantize=int8")
-    kernels, embedding = 8 * 64 * 16 + 4 * 64 * 16 + 2 * 3 * 64 * 24 + 64 * 32000, 2 * 64 * 32000
-    assert record["weights_gb"] == pytest.approx((kernels + embedding) / 1e9, rel=0.05)
+    weights, embedding = 8 * 64 * 16 + 4 * 64 * 16 + 2 * 3 * 64 * 24 + 64 * 32000, 2 * 64 * 32000
+    assert record["weights_gb"] == pytest.approx((weights + embedding) / 1e9, rel=0.05)
     assert "batch 1, bfloat16, target in int8, compiled" in describe(record)
     assert code == 1 and not record["fits"] and record["drafter"] is None
 
@@ -238,7 +238,7 @@ def test_networks_are_shapes_on_the_devices(case):
     assert size(rounded.network("tiny")) < size(whole)
     assert size(rounded.network("tiny", drafts=True)) == size(
         whole
-    )  # only the target's kernels are rounded
+    )  # only the target's weights are rounded
     assert (
         case.model_drafter() is not None
         and dataclasses.replace(case, gamma=0).model_drafter() is None

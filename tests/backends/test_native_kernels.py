@@ -12,8 +12,8 @@ import pytest
 from kernel_inputs import UNIT, normal, same
 
 from specdec_jax.backends.cpu import native, packed_weights
-from specdec_jax.backends.cpu.packed_weights import PackedWeights
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.cpu.packed_weights import PackedWeight
+from specdec_jax.backends.int8 import Int8Weight
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
@@ -39,18 +39,18 @@ SHAPES = [
 CHUNK = 512  # inputs that are rounded together, for weights in int8
 
 
-def kernel(kind, K, F):
-    """A kernel packed, with its values and scales in float64."""
+def weight(kind, K, F):
+    """A weight packed, with its values and scales in float64."""
     if kind == "float32":
         values = normal(K, F, seed=1)
-        return PackedWeights.pack(jnp.asarray(values)), values.astype(np.float64), np.ones(F)
+        return PackedWeight.pack(jnp.asarray(values)), values.astype(np.float64), np.ones(F)
     rng = np.random.default_rng(2)
     values, scales = (
         rng.integers(-127, 128, (K, F), dtype=np.int8),
         rng.random(F, dtype=np.float32) + 0.5,
     )
-    stored = Int8Kernel(jnp.asarray(values), jnp.asarray(scales), packed_weights.INPUT_BITS[kind])
-    return PackedWeights.pack(stored), values.astype(np.float64), scales
+    stored = Int8Weight(jnp.asarray(values), jnp.asarray(scales), packed_weights.INPUT_BITS[kind])
+    return PackedWeight.pack(stored), values.astype(np.float64), scales
 
 
 def times(stored, x, valid=None):
@@ -85,7 +85,7 @@ def test_norms(kind, D):
         np.asarray(run(x.reshape(8, 25, D), valid.reshape(8, 25))).reshape(200, D),
         np.where(valid[:, None], whole, 0),
     )
-    once = PackedWeights.pack(jnp.eye(D, 16, dtype=jnp.float32))
+    once = PackedWeight.pack(jnp.eye(D, 16, dtype=jnp.float32))
     same(
         np.asarray(once.product(jnp.asarray(x), jnp.float32, before=norm))[:, : min(D, 16)],
         whole[:, :16],
@@ -108,7 +108,7 @@ def test_log_sums(V):
     for count in (1, 2, 7):
         same(np.asarray(run(x[:count])[1]), sums[:count])
     same(np.asarray(run(x.reshape(4, 16, V))[1]).reshape(-1), sums)
-    once = PackedWeights.pack(jnp.eye(64, V, dtype=jnp.float32))
+    once = PackedWeight.pack(jnp.eye(64, V, dtype=jnp.float32))
     logits = np.zeros((64, V), np.float32)
     logits[:, : min(64, V)] = 5 * normal(64, 64)[:, :V]
     _, found = once.greedy_token_and_logprob(5 * normal(64, 64), normalize=True)
@@ -130,7 +130,7 @@ def test_log_sums_of_rows_that_are_no_distribution():
 @pytest.mark.parametrize("K, F", SHAPES)
 def test_products(K, F, kind):
     """Products beside float64; a row's bits are those it has alone."""
-    stored, values, scales = kernel(kind, K, F)
+    stored, values, scales = weight(kind, K, F)
     x, order = normal(max(ROWS), K), np.random.default_rng(3).permutation(max(ROWS))
     some = [*range(0, max(ROWS), 17)]
 
@@ -167,7 +167,7 @@ def test_products(K, F, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dimensions_before_the_last_and_none(kind):
-    stored, _, _ = kernel(kind, 33, 40)
+    stored, _, _ = weight(kind, 33, 40)
     x = normal(2, 3, 33)
     same(times(stored, x), times(stored, x.reshape(6, 33)).reshape(2, 3, 40))
     same(times(stored, x[0, 0]), times(stored, x)[0, 0])
@@ -179,7 +179,7 @@ def test_dimensions_before_the_last_and_none(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("M", [5, 40, 200])
 def test_rows_that_do_not_count(M, kind):
-    stored, _, _ = kernel(kind, 300, 50)
+    stored, _, _ = weight(kind, 300, 50)
     x = normal(M, 300)
     whole = times(stored, x)
     for valid in (np.arange(M) % 3 > 0, np.zeros(M, bool), np.ones(M, bool), np.arange(M) == M - 1):
@@ -190,7 +190,7 @@ def test_rows_that_do_not_count(M, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_not_numbers_and_infinities_reach_their_own_outputs(kind):
     K, F, M = 300, 41, 20
-    stored, values, scales = kernel(kind, K, F)
+    stored, values, scales = weight(kind, K, F)
     x = normal(M, K)
     whole, poisoned = times(stored, x), x.copy()
     poisoned[3, K - 1], poisoned[7, 5], poisoned[8, 0] = np.nan, np.inf, -np.inf
@@ -232,8 +232,8 @@ def test_sums_of_8_bits_are_exact(kind):
         x = make((3, K))
         values = rng.integers(-128, 128, (K, 20)) if weights is None else np.full((K, 20), weights)
         x[:, ::CHUNK] = most
-        stored = PackedWeights.pack(
-            Int8Kernel(jnp.asarray(values, jnp.int8), jnp.ones(20), packed_weights.INPUT_BITS[kind])
+        stored = PackedWeight.pack(
+            Int8Weight(jnp.asarray(values, jnp.int8), jnp.ones(20), packed_weights.INPUT_BITS[kind])
         )
         parts = [x[:, k : k + CHUNK] @ values[k : k + CHUNK] for k in range(0, K, CHUNK)]
         expected = np.zeros((3, 20), np.float32)
@@ -244,7 +244,7 @@ def test_sums_of_8_bits_are_exact(kind):
 
 @pytest.mark.parametrize("kind", MOST)
 def test_rows_of_tiny_inputs_and_zeros_in_8_bits(kind):
-    stored, values, scales = kernel(kind, 40, 20)
+    stored, values, scales = weight(kind, 40, 20)
     x = normal(3, 40) * np.array([[0], [1e-25], [1e-33]], np.float32)
     got = times(stored, x)
     expected, tolerance = x[1].astype(np.float64) @ values * scales, 8 / MOST[kind]
@@ -255,7 +255,7 @@ def test_rows_of_tiny_inputs_and_zeros_in_8_bits(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_cleared_changes_nothing_that_counts(kind):
     """Through a block of kernels, rows that do not count hold anything until the last clears."""
-    stored, *_ = kernel(kind, 48, 48)
+    stored, *_ = weight(kind, 48, 48)
     x, valid = jnp.asarray(normal(2, 5, 48)), jnp.asarray(np.arange(5) < np.array([[3], [0]]))
     caches = [jnp.asarray(normal(2, 2, 9, 8, seed=s)) for s in (1, 2)]
 
@@ -335,7 +335,7 @@ def test_what_comes_before_and_after_a_product(how, K):
     M, F = 40, 35
     x = normal(M, 2 * K if name == "gate" else K, seed=21) * 4
     x[1] *= 30  # activations of large numbers
-    stored, values, _ = kernel("float32", K, F)
+    stored, values, _ = weight("float32", K, F)
     added, residual = normal(F, seed=22), normal(M, F, seed=23)
 
     def run(x, residual=residual, valid=None, stored=stored):
@@ -362,7 +362,7 @@ def test_what_comes_before_and_after_a_product(how, K):
     same(run(poisoned), np.where(np.arange(M)[:, None] == 2, np.nan, whole))
     # The same in int8, whose product rounds what was prepared.
     for kind in MOST:
-        rounded, _, scales = kernel(kind, K, F)
+        rounded, _, scales = weight(kind, K, F)
         in_8 = run(x, stored=rounded)
         exact_8 = exact @ np.asarray(rounded.matrix(), np.float64) + added + residual
         # Each input is off by half a step.
@@ -381,7 +381,7 @@ def test_what_comes_before_and_after_a_product(how, K):
 @pytest.mark.parametrize("K, F", [(33, 1), (64, 16), (100, 257), (640, 1000)])
 def test_greedy_tokens(K, F, kind):
     """The first of the greatest columns and its log-probability; a row's bits are its own."""
-    stored, _, _ = kernel(kind, K, F)
+    stored, _, _ = weight(kind, K, F)
     stored = stored.replace(scales=stored.scales / 100) if kind in MOST else stored
     x = normal(200, K, seed=30)
     logits = times(stored, x).astype(np.float64)
@@ -414,12 +414,12 @@ def test_greedy_tokens_of_equal_columns_and_of_what_is_not_finite():
     columns[0, [40, 41, 90]] = 3
     columns[2, [17, 60]] = np.inf, 5
     columns[3, 99] = -np.inf
-    stored = PackedWeights.pack(jnp.asarray(columns))
+    stored = PackedWeight.pack(jnp.asarray(columns))
     x[1] = 0
     tokens, log_probs = map(np.asarray, stored.greedy_token_and_logprob(jnp.asarray(x[:2]), None))
     np.testing.assert_array_equal(tokens, [-1, -1])  # 0 times an infinite weight
     assert np.isnan(log_probs).all()
-    finite = PackedWeights.pack(jnp.asarray(np.where(np.isinf(columns), 0, columns)))
+    finite = PackedWeight.pack(jnp.asarray(np.where(np.isinf(columns), 0, columns)))
     tokens, log_probs = map(np.asarray, finite.greedy_token_and_logprob(jnp.asarray(x), None))
     np.testing.assert_array_equal(tokens, [40, 0, 60, 0])
     np.testing.assert_allclose(
@@ -427,7 +427,7 @@ def test_greedy_tokens_of_equal_columns_and_of_what_is_not_finite():
         [-np.log(3 + 97 * np.exp(-3)), -np.log(100), -np.log(1 + 99 * np.exp(-5)), -np.log(100)],
         rtol=1e-6,
     )
-    lone = PackedWeights.pack(
+    lone = PackedWeight.pack(
         jnp.asarray(np.r_[[np.where(np.arange(40) == 20, np.inf, 1.0)]], jnp.float32)
     )
     tokens, log_probs = map(
@@ -440,12 +440,12 @@ def test_greedy_tokens_of_equal_columns_and_of_what_is_not_finite():
 
 def test_denormals_count_as_zero_on_every_thread():
     """Also on the thread that calls, which handles them as before afterwards."""
-    cells = PackedWeights.pack(jnp.full((640, 2048), 1e-20))
+    cells = PackedWeight.pack(jnp.full((640, 2048), 1e-20))
     run = jax.jit(lambda cells, x: cells.product(x, jnp.float32))
     for _ in range(50):
         assert (np.asarray(run(cells, jnp.full((5, 640), 1e-20))) == 0).all()
     assert (
-        times(PackedWeights.pack(jnp.full((640, 2048), 1e9)), np.full((2, 640), 1e-40, np.float32))
+        times(PackedWeight.pack(jnp.full((640, 2048), 1e9)), np.full((2, 640), 1e-40, np.float32))
         == 0
     ).all()
     assert (np.full(8, 1e-40, np.float32) * np.float32(2) > 0).all()

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from specdec_jax.backends.cpu import native, packed_weights
-from specdec_jax.backends.cpu.packed_weights import PackedWeights
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.cpu.packed_weights import PackedWeight
+from specdec_jax.backends.int8 import Int8Weight
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
@@ -26,14 +26,14 @@ import hashlib, threading
 import jax, jax.numpy as jnp, numpy as np
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.cpu import packed_weights
-from specdec_jax.backends.int8 import Int8Kernel
-from specdec_jax.backends.cpu.packed_weights import PackedWeights
+from specdec_jax.backends.int8 import Int8Weight
+from specdec_jax.backends.cpu.packed_weights import PackedWeight
 
 assert native.available(), native.state()
 rng = np.random.default_rng(0)
 normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
-cells = [PackedWeights.pack(normal(640, 640) / 25) for _ in range(6)]
-cells += [PackedWeights.pack(Int8Kernel.quantize(normal(640, 640) / 25, bits)) for bits in (16, 8)]
+cells = [PackedWeight.pack(normal(640, 640) / 25) for _ in range(6)]
+cells += [PackedWeight.pack(Int8Weight.quantize(normal(640, 640) / 25, bits)) for bits in (16, 8)]
 keys, values, bias = normal(8, 8, 60, 64), normal(8, 8, 60, 64), normal(60, 8, 60)
 positions, lengths = jnp.arange(8, dtype=jnp.int32) * 7, 60 - jnp.arange(8, dtype=jnp.int32) * 5
 
@@ -97,8 +97,8 @@ def loop_arguments():
     bias, weights = (
         normal(40, 2, 40),
         (
-            PackedWeights.pack(normal(32, 96) / 5),
-            PackedWeights.pack(Int8Kernel.quantize(normal(32, 32))),
+            PackedWeight.pack(normal(32, 96) / 5),
+            PackedWeight.pack(Int8Weight.quantize(normal(32, 32))),
         ),
     )
     return (
@@ -148,7 +148,7 @@ def test_a_loop_writes_to_its_own_caches():
 
 
 def test_vmap():
-    x, stored = normal(3, 2, 20), PackedWeights.pack(normal(20, 33))
+    x, stored = normal(3, 2, 20), PackedWeight.pack(normal(20, 33))
     got = jax.vmap(lambda x: stored.product(x, jnp.float32))(x)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(stored.product(x, jnp.float32)))
     qkv, keys, values, bias = (
@@ -168,7 +168,7 @@ def test_vmap():
 
 
 def test_no_gradients():
-    stored = PackedWeights.pack(normal(20, 33))
+    stored = PackedWeight.pack(normal(20, 33))
     with pytest.raises(ValueError, match="cannot be differentiated"):
         jax.grad(lambda x: stored.product(x, jnp.float32).sum())(normal(2, 20))
 
@@ -180,7 +180,7 @@ def test_export_needs_an_exemption():
     """
     from jax import export
 
-    stored, x = PackedWeights.pack(normal(20, 33)), normal(2, 20)
+    stored, x = PackedWeight.pack(normal(20, 33)), normal(2, 20)
     run = jax.jit(lambda x: stored.product(x, jnp.float32))
     with pytest.raises(ValueError, match="specdec_product_f32"):
         export.export(run)(x)

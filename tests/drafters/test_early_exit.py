@@ -104,9 +104,9 @@ def test_greedy_output_is_that_of_plain_decoding():
 
 def test_a_head_of_its_own():
     """The target's own kernel changes nothing; another one changes the drafts alone."""
-    kernel = np.asarray(target().params["decoder"]["logits_dense"]["kernel"])
+    weight = np.asarray(target().params["decoder"]["logits_dense"]["kernel"])
     same, other = (
-        run(sd.EarlyExitDrafter(target(), 3, head)) for head in (kernel, kernel[:, ::-1])
+        run(sd.EarlyExitDrafter(target(), 3, head)) for head in (weight, weight[:, ::-1])
     )
     for result in (same, other):
         assert_same(result, plain())

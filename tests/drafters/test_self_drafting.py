@@ -55,14 +55,16 @@ def test_greedy_output_is_that_of_plain_decoding(family, shape):
     assert found.stats.accepted > 0.5 * found.stats.drafted * (0.5 if shape != "chain" else 1)
 
 
-def test_only_kernels_of_decoder_steps_are_its_own():
+def test_only_weights_of_decoder_steps_are_its_own():
     target, drafter = t5(), sd.SelfDrafter(t5())
     theirs, ours = target.network.params, drafter.network.params
     shared = {id(leaf) for leaf in jax.tree.leaves(theirs)}
     others = [leaf for leaf in jax.tree.leaves(ours) if id(leaf) not in shared]
-    rounded = jax.tree.leaves(weight_layouts.step_kernels(ours))
+    rounded = jax.tree.leaves(weight_layouts.step_weights(ours))
     assert {id(leaf) for leaf in others} == {id(leaf) for leaf in rounded}
-    assert all(weight_layouts.is_kernel(kernel) for kernel in weight_layouts.step_kernels(ours))
+    assert all(
+        weight_layouts.is_weight_object(weight) for weight in weight_layouts.step_weights(ours)
+    )
 
 
 def test_the_targets_encoder_output_takes_the_place_of_its_own():

@@ -149,10 +149,10 @@ def test_learns_from_the_model_whose_encoder_it_reads(language, teacher, tmp_pat
     )
     params = train.fit(config)
 
-    def kernel(params):
+    def weight(params):
         return params["decoder"]["layers_0"]["encoder_decoder_attention"]["key"]["kernel"]
 
-    assert kernel(params).shape[0] == TINY.emb_dim and np.any(kernel(params) != kernel(before))
+    assert weight(params).shape[0] == TINY.emb_dim and np.any(weight(params) != weight(before))
     drafter = sd.ModelDrafter(sd.load(tmp_path / "model", "float32"))
     result = sd.generate(
         sd.load(teacher, "float32"), ["bara ceni"], drafter=drafter, gamma=2, max_new_tokens=8

@@ -1,4 +1,4 @@
-"""Cheaper model drafters: a head for frequent ids only, and kernels in int8."""
+"""Cheaper model drafters: a head for frequent ids only, and weights in int8."""
 
 import jax
 import numpy as np
@@ -10,14 +10,14 @@ from toy_models import HashModel, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.backends.cpu import native
-from specdec_jax.backends.cpu.packed_weights import PackedWeights
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.cpu.packed_weights import PackedWeight
+from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.decoding.generate import prepare
 from specdec_jax.decoding.loop import advance
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.drafters.shortlist import Shortlist
 from specdec_jax.models import weight_layouts
-from specdec_jax.models.layers import apply_kernel
+from specdec_jax.models.layers import apply_weight
 from specdec_jax.speculative import randomness
 from specdec_jax.speculative.sampling import SamplingConfig
 
@@ -206,7 +206,7 @@ def test_reduced_networks_compute_the_whole_ones_logits(how, rows):
         16,
         128,
     )
-    assert isinstance(head, PackedWeights) == (how != "bfloat16" and native.available())
+    assert isinstance(head, PackedWeight) == (how != "bfloat16" and native.available())
     found = step(short.network, cache)
     wide = np.asarray(jax.jit(Shortlist.widen)(short.shortlist, found))
     off = ~np.isin(np.arange(WIDE), [EOS, *IDS])
@@ -230,20 +230,20 @@ def test_a_head_of_its_own_is_scaled_as_before(tied, scale, expected):
     assert not config.logits_via_embedding and config.scale_decoder_outputs is expected
 
 
-def test_int8_kernels():
+def test_int8_weights():
     """Against rounding in numpy; columns and rows of zeros; one row and several."""
     rng = np.random.default_rng(0)
-    kernel, x = (
+    weight, x = (
         rng.normal(size=(12, 7)).astype(np.float32),
         rng.normal(size=(2, 3, 12)).astype(np.float32),
     )
-    kernel[:, 2], x[1, 1] = 0, 0
-    units = np.abs(kernel).max(axis=0) / 127
-    packed = Int8Kernel.quantize(kernel)
+    weight[:, 2], x[1, 1] = 0, 0
+    units = np.abs(weight).max(axis=0) / 127
+    packed = Int8Weight.quantize(weight)
     assert packed.values.dtype == np.int8 and np.abs(packed.values).max() == 127
-    np.testing.assert_allclose(packed.matrix(), kernel, atol=units.max() / 2 * 1.001)
+    np.testing.assert_allclose(packed.matrix(), weight, atol=units.max() / 2 * 1.001)
     for rows in (x, x[:1, :1]):
-        found = np.asarray(apply_kernel(jax.numpy.asarray(rows), packed, np.float32))
+        found = np.asarray(apply_weight(jax.numpy.asarray(rows), packed, np.float32))
         scales = np.abs(rows).max(axis=-1, keepdims=True) / 127
         integers = np.round(rows / np.where(scales > 0, scales, 1)).astype(np.int64)
         np.testing.assert_allclose(

@@ -153,11 +153,11 @@ def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
     }
     assert variants["draft step, unreduced"] is target.network
 
-    def kernel(name):
+    def weight(name):
         return variants[name].params["decoder"]["logits_dense"]["kernel"]
 
-    assert weight_layouts.shape_of(kernel("draft step, shortlist alone")) == (16, 64)
-    assert weight_layouts.shape_of(kernel("draft step, int8 alone")) == (16, WIDE)
+    assert weight_layouts.shape_of(weight("draft step, shortlist alone")) == (16, 64)
+    assert weight_layouts.shape_of(weight("draft step, int8 alone")) == (16, WIDE)
     spread = dict(least=0.1, most=3.0)
     lines = summaries.reduction_lines(
         {

@@ -25,7 +25,7 @@ INPUTS = np.array([[3, 4, 5, 6], [7, 8, 9, 0], [10, 0, 0, 0]], np.int32)
 
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch):
-    """XLA multiplies the kernels, not the CPU's own product."""
+    """XLA multiplies the weights, not the CPU's own product."""
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
 
 
@@ -134,7 +134,7 @@ def test_nine_tokens_are_computed_as_whole_tiles(family):
             return network.decode_states(tokens, jnp.zeros(rows, int), cache)[0]
 
         text = str(jax.make_jaxpr(call)(jnp.zeros((rows, count), int)))
-        hidden = 2 * network.config.mlp_dim  # both parts of the gate; the kernel is [40, hidden]
+        hidden = 2 * network.config.mlp_dim  # both parts of the gate; the weight is [40, hidden]
         (number,) = {int(found) for found in re.findall(rf"\[(\d+),{hidden}\]", text)} - {40}
         return number
 
@@ -390,9 +390,9 @@ def test_what_a_tpu_does_not_waste(program, rows):
     assert changed and not [found for found in changed if shape in found]
     layout = "2,1,0" if rows == 1 else "3,2,1,0"
     assert set(re.findall(rf"bf16{re.escape(shape)}{{([\d,]*)", program)) == {layout}
-    kernels = r"bf16\[(?:512,(?:384|1152|2048|256)|384,512|1024,512)\]"
-    assert re.search(kernels, program)
-    assert not [found for found in results(program, "copy") if re.match(kernels, found)]
+    weights = r"bf16\[(?:512,(?:384|1152|2048|256)|384,512|1024,512)\]"
+    assert re.search(weights, program)
+    assert not [found for found in results(program, "copy") if re.match(weights, found)]
     products = [line for line in program.splitlines() if "/dot_general" in line]
     assert [line for line in products if re.search(r" (?:convolution|dot)\(", line)]
     assert not [line for line in products if " reduce(" in line]
@@ -406,7 +406,7 @@ def test_what_a_tpu_does_not_waste(program, rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("int8", [True])
 @pytest.mark.parametrize("rows", [1, 8])
-def test_a_tpu_reads_8_bits_and_writes_no_widened_kernel(program):
+def test_a_tpu_reads_8_bits_and_writes_no_widened_weight(program):
     """A TPU's matrix unit multiplies bfloat16 by int8 and adds up in float32.
 
     No instruction widens or copies a weight of a decoder step.

@@ -29,12 +29,12 @@ def test_numbers_have_the_shapes_and_the_spread_of_an_initialisation(config):
         expected = 1 if name.endswith("embedding") else values.shape[0] ** -0.5
         if values.size >= 2048:
             assert abs(values.mean()) < 0.1 * expected and abs(values.std() / expected - 1) < 0.05
-    kernels = [
+    weights = [
         np.asarray(leaf, np.float32)
         for name, leaf in found.items()
         if name.endswith("wi/kernel") or "wi_0" in name
     ]
-    first, second = kernels[-2:]
+    first, second = weights[-2:]
     assert (
         abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.1
     )  # each layer has numbers of its own

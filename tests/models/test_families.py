@@ -89,7 +89,7 @@ class BagConfig(ModelConfig):
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         width, square = self.emb_dim, (self.emb_dim, self.emb_dim)
-        kernels = {
+        weights = {
             f"self_attention/{name}/kernel": square for name in ("query", "key", "value", "out")
         }
         layers = range(self.num_decoder_layers)
@@ -99,7 +99,7 @@ class BagConfig(ModelConfig):
             **{
                 f"decoder/layers_{i}/{name}": shape
                 for i in layers
-                for name, shape in kernels.items()
+                for name, shape in weights.items()
             },
             **{f"decoder/layers_{i}/norm/scale": (width,) for i in layers},
         }

@@ -104,10 +104,10 @@ def test_the_bundled_pair_and_folders_with_the_older_fingerprint(tmp_path):
 
 
 def head(seed: int = 0) -> dict:
-    def kernel(*shape):
+    def weight(*shape):
         return {"kernel": np.random.default_rng(seed).normal(size=shape).astype("f")}
 
-    return {"block_0": kernel(16, 16), "logits_dense": kernel(16, 24)}
+    return {"block_0": weight(16, 16), "logits_dense": weight(16, 24)}
 
 
 def test_heads_of_a_target_with_another_encoder_are_rejected():
@@ -125,7 +125,7 @@ def drafters() -> list:
     def table(last, **options):
         return sd.NGramDrafter.count([[3, 4, last]], 24, 2, **options)
 
-    def kernel(seed):
+    def weight(seed):
         return np.random.default_rng(seed).normal(size=(16, 24)).astype("f")
 
     return [
@@ -136,7 +136,7 @@ def drafters() -> list:
             sd.ModelDrafter(model, 5, int8=True),
         ),
         *(sd.EarlyExitDrafter(model, 1), sd.EarlyExitDrafter(other, 1)),
-        *(sd.EarlyExitDrafter(model, 1, kernel(seed)) for seed in (0, 1)),
+        *(sd.EarlyExitDrafter(model, 1, weight(seed)) for seed in (0, 1)),
         *(sd.HeadsDrafter.for_target(model, heads, {"head_0": head(seed)}) for seed in (0, 1)),
         *(
             sd.HeadsDrafter.for_target(other, heads, {"head_0": head()}),

@@ -142,7 +142,7 @@ def test_id_0_is_an_id():
 
 
 def test_what_lies_past_a_prompt_does_not_matter():
-    """To a target, and to a drafter with a short head and kernels of 8 bits."""
+    """To a target, and to a drafter with a short head and weights of 8 bits."""
     rng, lengths = np.random.default_rng(1), np.array([2, 5, 3, 1])
     inputs, junk = rng.integers(0, 24, (2, 4, 7))
     drafter = sd.ModelDrafter(tiny(1), shortlist=range(3, 24), int8=True)

@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16")
 
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch):
-    """Models as they are there: XLA multiplies their kernels, not the CPU's own product."""
+    """Models as they are there: XLA multiplies their weights, not the CPU's own product."""
     monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
 
 
@@ -37,7 +37,7 @@ def gpt(dtype: str) -> sd.LanguageModel:
     return sd.LanguageModel.random(sd.GPTConfig(V, 16, 2, 2, 32, num_positions=32, dtype=dtype))
 
 
-def kernel(dtype: str) -> np.ndarray:
+def weight(dtype: str) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(16, V)).astype(dtype)
 
 
@@ -46,7 +46,7 @@ DECODING = {
     "model": lambda dtype: (t5(dtype), sd.ModelDrafter(t5(dtype), shortlist=12)),
     "early exit with a head": lambda dtype: (
         t5(dtype),
-        sd.EarlyExitDrafter(t5(dtype), 1, kernel(dtype)),
+        sd.EarlyExitDrafter(t5(dtype), 1, weight(dtype)),
     ),
     "heads": lambda dtype: (t5(dtype), random_heads(t5(dtype))),
     "GPT": lambda dtype: (gpt(dtype), sd.ModelDrafter(gpt(dtype))),

@@ -7,13 +7,13 @@ import jax
 import make_checkpoints as make
 import numpy as np
 import pytest
-from int8_models import EMBEDDING, HEAD, INPUTS, TIED, assert_kernel, save_tiny, stored_in
+from int8_models import EMBEDDING, HEAD, INPUTS, TIED, assert_weight, save_tiny, stored_in
 from make_checkpoints import TINY
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.backends.cpu import native, packed_weights
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.checkpoints import int8, loader, native_format, tensorstore_arrays
 from specdec_jax.commands.sentences import built_in
 from specdec_jax.models import weight_layouts
@@ -47,11 +47,11 @@ def test_the_bundled_target_computes_with_the_very_integers_that_are_stored():
     model, widened = bundled(), bundled("none")
     assert model.quantized and not widened.quantized
     leaves = native_format.open_folder(loader.resolve("ende/target")).parameters
-    kernels = {name: value for name, value in stored_in(model).items() if name.endswith("/kernel")}
-    assert len(kernels) == 2 * 7 + 4 * 11 + 1
-    for name, kernel in kernels.items():
+    weights = {name: value for name, value in stored_in(model).items() if name.endswith("/kernel")}
+    assert len(weights) == 2 * 7 + 4 * 11 + 1
+    for name, weight in weights.items():
         values, scales = leaves[name].parts
-        assert_kernel(kernel, values.load(np.int8), scales.load(np.float32)[0])
+        assert_weight(weight, values.load(np.int8), scales.load(np.float32)[0])
     assert_params(model, flatten(widened.params))
     assert model.fingerprint == widened.fingerprint and model.contents != widened.contents
     sizes = [
@@ -118,9 +118,9 @@ def test_a_folder_with_other_scales_is_widened_unless_it_is_to_be_rounded(tmp_pa
         model = sd.load(tmp_path / name, "float32")
         assert not model.quantized
         rounded = sd.load(tmp_path / name, "float32", quantize="int8")
-        kernel = Int8Kernel.quantize(flatten(model.params)[wo])
-        assert_kernel(stored_in(rounded)[wo], kernel.values, kernel.scales)
-        assert_kernel(
+        weight = Int8Weight.quantize(flatten(model.params)[wo])
+        assert_weight(stored_in(rounded)[wo], weight.values, weight.scales)
+        assert_weight(
             stored_in(rounded)[HEAD], stored[f"{HEAD}/values"], stored[f"{HEAD}/scales"][0]
         )
 
@@ -158,7 +158,7 @@ def test_a_drafter_stored_in_8_bits_drafts_as_it_is_stored(encoder, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["safetensors", "flax", "legacy", "orbax", "orbax scan", "own"])
-def test_every_kernel_is_rounded_by_its_columns(form, tmp_path):
+def test_every_weight_is_rounded_by_its_columns(form, tmp_path):
     make.FORMATS[form](tmp_path / "source")
     model = sd.load(tmp_path / "source", "float32", quantize="int8")
     plain = sd.load(tmp_path / "source", "float32")
@@ -167,8 +167,8 @@ def test_every_kernel_is_rounded_by_its_columns(form, tmp_path):
     for name, array in flatten(plain.params).items():
         found = stored_in(model)[name]
         if name.endswith("/kernel"):
-            kernel = Int8Kernel.quantize(array)
-            assert_kernel(found, kernel.values, kernel.scales)
+            weight = Int8Weight.quantize(array)
+            assert_weight(found, weight.values, weight.scales)
             np.testing.assert_array_equal(np.abs(found.values).max(axis=0), 127)
             rounded += 1
         else:
@@ -193,16 +193,16 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored
     np.testing.assert_array_equal(flatten(model.params)[EMBEDDING], embedding)
     if stored:
         values, scales = native_format.open_folder(folder).parameters[EMBEDDING].parts
-        assert_kernel(head.kernel(), values.load(np.int8).T, scales.load(np.float32)[:, 0])
+        assert_weight(head.unpack(), values.load(np.int8).T, scales.load(np.float32)[:, 0])
         assert (
             sd.load(folder, "float32").contents == model.contents
             and model.fingerprint == plain.fingerprint
         )
     else:
-        kernel = Int8Kernel.quantize(embedding.T)
-        assert_kernel(head.kernel(), kernel.values, kernel.scales)
+        weight = Int8Weight.quantize(embedding.T)
+        assert_weight(head.unpack(), weight.values, weight.scales)
     assert HEAD not in flatten(model.params)
-    # The same numbers widened, with that head as a kernel of its own.
+    # The same numbers widened, with that head as a weight of its own.
     config = dataclasses.replace(plain.config.with_own_head(), dtype="float32")
     params = model.params
     params["decoder"]["logits_dense"] = {"kernel": head.matrix()}
@@ -235,11 +235,11 @@ def test_speculative_decoding_gives_what_plain_decoding_gives(tied, quantize):
         np.testing.assert_array_equal(found.tokens, expected.tokens)
         np.testing.assert_array_equal(found.log_probs, expected.log_probs)
     shortlist = sd.ModelDrafter(target, [1, *range(4, 20)])
-    kernel = shortlist.network.params["decoder"]["logits_dense"]["kernel"]
-    whole = target.network.params["decoder"]["logits_dense"]["kernel"].kernel()
+    weight = shortlist.network.params["decoder"]["logits_dense"]["kernel"]
+    whole = target.network.params["decoder"]["logits_dense"]["kernel"].unpack()
     ids = shortlist.shortlist.ids
-    assert_kernel(kernel.kernel(), np.asarray(whole.values)[:, ids], np.asarray(whole.scales)[ids])
-    assert kernel.kernel().input_bits == whole.input_bits == target.input_bits
+    assert_weight(weight.unpack(), np.asarray(whole.values)[:, ids], np.asarray(whole.scales)[ids])
+    assert weight.unpack().input_bits == whole.input_bits == target.input_bits
 
 
 # Inputs in int8.
@@ -253,8 +253,10 @@ def test_inputs_in_8_bits_give_another_distribution_for_the_same_weights(tmp_pat
         len({model.contents for model in models}) == 3
         and len({model.fingerprint for model in models}) == 1
     )
-    for kernel in jax.tree.leaves(models[2].network.params, is_leaf=weight_layouts.is_kernel):
-        assert not weight_layouts.is_kernel(kernel) or kernel.values.shape[2:] == (
+    for weight in jax.tree.leaves(
+        models[2].network.params, is_leaf=weight_layouts.is_weight_object
+    ):
+        assert not weight_layouts.is_weight_object(weight) or weight.values.shape[2:] == (
             16,
             4,
         )  # the head's too

@@ -60,7 +60,7 @@ def test_what_cannot_be_had_is_rejected_before_anything_is_read(tmp_path, monkey
             sd.LanguageModel.random(TINY, quantize=how)
     with pytest.raises(
         ValueError,
-        match="params: got kernels in int8, expected 8 bits only for float32.*no compiler",
+        match="params: got weights in int8, expected 8 bits only for float32.*no compiler",
     ):
         sd.LanguageModel(TINY, weight_layouts.round_params(make.model_of().params))
 

@@ -354,7 +354,7 @@ def test_speculative_decoding_is_plain_decoding(dtype, folder):
 
 
 def test_in_8_bits(folder, model, tmp_path):
-    """The tables stay as they are, however the kernels are stored or kept."""
+    """The tables stay as they are, however the weights are stored or kept."""
     sd.convert(folder, tmp_path / "int8", "specdec", "int8")
     widened = sd.load(tmp_path / "int8", "float32", quantize="none")
     tables = [name for name in parameters.parameter_shapes(SHAPE) if "relpos_bias" in name]

@@ -8,14 +8,14 @@ from toy_models import noisy_copy, tiny_t5
 
 from specdec_jax.analysis import near_ties
 from specdec_jax.backends.cpu import native, packed_weights
-from specdec_jax.backends.cpu.packed_weights import PackedWeights
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.cpu.packed_weights import PackedWeight
+from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.layers import apply_kernel
+from specdec_jax.models.layers import apply_weight
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.integers(2, 64, (5, 6))
@@ -43,47 +43,47 @@ def without_kernels(make, monkeypatch):
 
 
 @pytest.mark.parametrize("outputs", [1, 16, 64, 192, 65])
-def test_products_are_those_of_the_kernel(outputs):
-    kernel = RNG.normal(size=(64, outputs)).astype("f")
-    packed = weight_layouts.pack({"decoder": {"out": {"kernel": kernel}}}, use_packed=True)
+def test_products_are_those_of_the_weight(outputs):
+    weight = RNG.normal(size=(64, outputs)).astype("f")
+    packed = weight_layouts.pack({"decoder": {"out": {"kernel": weight}}}, use_packed=True)
     stored = packed["decoder"]["out"]["kernel"]
-    assert isinstance(stored, PackedWeights) and weight_layouts.shape_of(stored) == kernel.shape
-    np.testing.assert_array_equal(weight_layouts.unpack(packed)["decoder"]["out"]["kernel"], kernel)
+    assert isinstance(stored, PackedWeight) and weight_layouts.shape_of(stored) == weight.shape
+    np.testing.assert_array_equal(weight_layouts.unpack(packed)["decoder"]["out"]["kernel"], weight)
     for shape in ((1, 64), (5, 64), (2, 3, 64)):
         x = jnp.asarray(RNG.normal(size=shape), "f")
-        np.testing.assert_allclose(apply_kernel(x, stored, np.float32), x @ kernel, atol=1e-4)
+        np.testing.assert_allclose(apply_weight(x, stored, np.float32), x @ weight, atol=1e-4)
 
 
-def test_kernels_in_8_bits_are_stored_as_they_are():
-    kernel = Int8Kernel.quantize(RNG.normal(size=(64, 65)).astype("f"))
-    packed = weight_layouts.pack({"decoder": {"out": {"kernel": kernel}}}, use_packed=True)
+def test_weights_in_8_bits_are_stored_as_they_are():
+    weight = Int8Weight.quantize(RNG.normal(size=(64, 65)).astype("f"))
+    packed = weight_layouts.pack({"decoder": {"out": {"kernel": weight}}}, use_packed=True)
     stored, x = packed["decoder"]["out"]["kernel"], jnp.asarray(RNG.normal(size=(3, 64)), "f")
     assert stored.values.dtype == np.int8
-    np.testing.assert_array_equal(stored.matrix(), kernel.matrix())
+    np.testing.assert_array_equal(stored.matrix(), weight.matrix())
     # Inputs are rounded to 16 bits.
-    np.testing.assert_allclose(apply_kernel(x, stored, np.float32), x @ kernel.matrix(), atol=2e-3)
+    np.testing.assert_allclose(apply_weight(x, stored, np.float32), x @ weight.matrix(), atol=2e-3)
     joint = weight_layouts.pack(
-        {"mlp": {name: {"kernel": kernel} for name in ("wi_0", "wi_1")}}, use_packed=True
+        {"mlp": {name: {"kernel": weight} for name in ("wi_0", "wi_1")}}, use_packed=True
     )
     assert weight_layouts.shape_of(joint["mlp"]["wi_fused"]["kernel"]) == (64, 130)
 
 
-def test_every_kernel_of_a_float32_model_is_in_panels():
+def test_every_weight_of_a_float32_model_is_in_panels():
     for made, name in (
         (model(), "self_attention"),
         (model(logits_via_embedding=True), "self_attention"),
         (tiny_gpt(), "causal_attention"),
     ):
         network = made.network
-        kernels = jax.tree.leaves(network.params, is_leaf=weight_layouts.is_kernel)
-        kernels = [leaf for leaf in kernels if weight_layouts.is_kernel(leaf)]
-        assert network.backend.packs_weights and len(kernels) >= 6
-        assert all(leaf.ndim != 2 for leaf in jax.tree.leaves(kernels) if leaf.dtype == np.float32)
+        weights = jax.tree.leaves(network.params, is_leaf=weight_layouts.is_weight_object)
+        weights = [leaf for leaf in weights if weight_layouts.is_weight_object(leaf)]
+        assert network.backend.packs_weights and len(weights) >= 6
+        assert all(leaf.ndim != 2 for leaf in jax.tree.leaves(weights) if leaf.dtype == np.float32)
         assert set(network.params["decoder"]["layers_0"][name]) == {"qkv", "out"}
 
 
 @pytest.mark.parametrize("dtype, backend", [("bfloat16", "cpu"), ("float32", "tpu")])
-def test_other_dtypes_and_backends_keep_their_kernels(dtype, backend, monkeypatch):
+def test_other_dtypes_and_backends_keep_their_weights(dtype, backend, monkeypatch):
     assert packed_weights.usable("float32")
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert not packed_weights.usable(dtype)
@@ -142,10 +142,10 @@ def test_heads_for_some_ids_do_not_depend_on_the_layout(monkeypatch):
 
 def test_8_bits_are_the_same_in_both_layouts(monkeypatch):
     target, other = model(), without_kernels(model, monkeypatch)
-    kernels = [
+    weights = [
         list(
-            map(weight_layouts.matrix, weight_layouts.step_kernels(found.network.in_int8().params))
+            map(weight_layouts.matrix, weight_layouts.step_weights(found.network.in_int8().params))
         )
         for found in (target, other)
     ]
-    jax.tree.map(np.testing.assert_array_equal, *kernels)
+    jax.tree.map(np.testing.assert_array_equal, *weights)

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from int8_models import EMBEDDING, HEAD, INPUTS, TIED, assert_kernel, save_tiny, stored_in
+from int8_models import EMBEDDING, HEAD, INPUTS, TIED, assert_weight, save_tiny, stored_in
 from make_checkpoints import TINY, TINY_1_0
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.backends.cpu import packed_weights
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.checkpoints import weights as checkpoints_weights
 from specdec_jax.commands.options import DecodingOptions
@@ -50,16 +50,16 @@ def test_a_product_is_exact_but_for_the_sums_in_float32(dtype, rows):
     """
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((*rows, 300)), dtype)
-    kernel = Int8Kernel.quantize(jnp.asarray(rng.standard_normal((300, 40)), jnp.float32), None)
+    weight = Int8Weight.quantize(jnp.asarray(rng.standard_normal((300, 40)), jnp.float32), None)
     inputs, integers, scales = (
-        np.asarray(a).astype(np.float64) for a in (x, kernel.values, kernel.scales)
+        np.asarray(a).astype(np.float64) for a in (x, weight.values, weight.scales)
     )
     exact, most = inputs @ integers * scales, np.abs(inputs) @ np.abs(integers) * scales
-    found = jax.jit(lambda x, kernel: kernel.product(x, jnp.float32))(x, kernel)
+    found = jax.jit(lambda x, weight: weight.product(x, jnp.float32))(x, weight)
     assert found.shape == (*rows, 40) and found.dtype == jnp.float32
     assert np.all(np.abs(np.asarray(found) - exact) <= 302 * 2.0**-24 * most)
-    assert kernel.product(x, jnp.bfloat16).dtype == jnp.bfloat16
-    rounded = Int8Kernel(kernel.values, kernel.scales).product(x, jnp.float32)
+    assert weight.product(x, jnp.bfloat16).dtype == jnp.bfloat16
+    rounded = Int8Weight(weight.values, weight.scales).product(x, jnp.float32)
     assert np.abs(rounded - exact).max() > 100 * np.abs(found - exact).max()
 
 
@@ -78,8 +78,8 @@ def test_a_model_computes_what_its_widened_numbers_do(name):
     assert (
         flatten(model.params).keys() == flatten(sd.LanguageModel.random(SHAPES[name]).params).keys()
     )
-    kernels = weight_layouts.step_kernels(model.network.params)
-    assert all(isinstance(kernel, Int8Kernel) and kernel.input_bits is None for kernel in kernels)
+    weights = weight_layouts.step_weights(model.network.params)
+    assert all(isinstance(weight, Int8Weight) and weight.input_bits is None for weight in weights)
     config, params = SHAPES[name].with_own_head(), model.params
     head = model.network.params["decoder"]["logits_dense"]["kernel"]  # of a tied model too
     params["decoder"]["logits_dense"] = {"kernel": head.matrix()}
@@ -111,7 +111,7 @@ def test_speculative_decoding_gives_what_plain_decoding_gives(tied, drafting):
     np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
     assert 0 < found.stats.accepted < found.stats.drafted
     assert exits or all(
-        kernel.input_bits is None for kernel in weight_layouts.step_kernels(drafter.network.params)
+        weight.input_bits is None for weight in weight_layouts.step_weights(drafter.network.params)
     )
 
 
@@ -144,14 +144,14 @@ def test_stored_8_bits_are_used_as_they_are_only_if_asked_for(dtype, tmp_path):
     for name, found in stored_in(asked).items():
         if name.endswith("/kernel"):
             values, scales = leaves[name].parts
-            assert_kernel(found, values.load(np.int8), scales.load(np.float32)[0])
+            assert_weight(found, values.load(np.int8), scales.load(np.float32)[0])
         else:
             assert found.dtype == dtype
     sd.save(asked, tmp_path / "again", dtype="int8")
     for name, found in stored_in(sd.load(tmp_path / "again", dtype, quantize="int8")).items():
         if name.endswith("/kernel"):
             values, scales = leaves[name].parts
-            assert_kernel(found, values.load(np.int8), scales.load(np.float32)[0])
+            assert_weight(found, values.load(np.int8), scales.load(np.float32)[0])
     sd.load(folder, quantize="int8", say=printed.append)
     assert "with the 8-bit weights it is stored with (dtype" in printed[0]
 
@@ -161,9 +161,9 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, tmp_pa
     TIED[form](tmp_path / "model")
     model = sd.load(tmp_path / "model", "bfloat16", quantize="int8")
     embedding = flatten(sd.load(tmp_path / "model", "float32").params)[EMBEDDING]
-    kernel = Int8Kernel.quantize(embedding.T)
-    assert_kernel(
-        model.network.params["decoder"]["logits_dense"]["kernel"], kernel.values, kernel.scales
+    weight = Int8Weight.quantize(embedding.T)
+    assert_weight(
+        model.network.params["decoder"]["logits_dense"]["kernel"], weight.values, weight.scales
     )
     assert HEAD not in flatten(model.params)
 
@@ -179,19 +179,19 @@ def test_memory_is_that_of_8_bits():
     assert required < 0.7 * checkpoints_weights.required_bytes(large, "bfloat16")
 
 
-def test_kernels_of_no_meaning_are_rounded_one_by_one(monkeypatch):
+def test_weights_of_no_meaning_are_rounded_one_by_one(monkeypatch):
     """So that a model which fits only in int8 can be filled."""
-    made, alive, of = [], [], Int8Kernel.quantize
+    made, alive, of = [], [], Int8Weight.quantize
 
-    def noted(kernel, bits):
+    def noted(weight, bits):
         alive.append(sum(one() is not None for one in made))
-        made.append(weakref.ref(kernel))
-        return of(kernel, bits)
+        made.append(weakref.ref(weight))
+        return of(weight, bits)
 
-    monkeypatch.setattr(Int8Kernel, "quantize", noted)
+    monkeypatch.setattr(Int8Weight, "quantize", noted)
     model = sd.LanguageModel.dummy(TINY_1_0, quantize="int8")
     assert len(made) > 20 and max(alive) == 0
-    assert isinstance(weight_layouts.step_kernels(model.network.params)[0], Int8Kernel)
+    assert isinstance(weight_layouts.step_weights(model.network.params)[0], Int8Weight)
 
 
 # Figures, and what is rejected.
@@ -208,7 +208,7 @@ def test_the_report_of_accelerators_times_8_bits(kind, alphas):
     pair = stage.load()
     assert pair.target.quantized == (kind == "int8") and pair.target.config.dtype == "bfloat16"
     rounded = (pair.target if kind == "int8" else pair.drafter).network
-    assert all(kernel.input_bits is None for kernel in weight_layouts.step_kernels(rounded.params))
+    assert all(weight.input_bits is None for weight in weight_layouts.step_weights(rounded.params))
     for figure in stage.figures:
         jax.block_until_ready(figure.variant(pair)())
 
@@ -225,7 +225,7 @@ def test_inputs_in_8_bits_and_meshes_are_rejected(tmp_path, monkeypatch):
             ValueError, match="got 'int8' with a mesh, expected 8 bits only .* without a mesh"
         ):
             sd.load(folder, dtype, quantize="int8", mesh=sd.make_mesh(1, 1))
-    with pytest.raises(ValueError, match="params: got kernels in int8, expected 8 bits only"):
+    with pytest.raises(ValueError, match="params: got weights in int8, expected 8 bits only"):
         sd.LanguageModel(TINY, weight_layouts.round_params(sd.LanguageModel.random(TINY).params))
     monkeypatch.setattr("specdec_jax.commands.options.accelerated", lambda: True)
     options = dict(target="absent", dtype="bfloat16")

@@ -9,7 +9,7 @@ import jaxtyping
 import pytest
 
 from specdec_jax.backends.kv_cache import KVCache
-from specdec_jax.models.layers import apply_kernel
+from specdec_jax.models.layers import apply_weight
 from specdec_jax.speculative import distributions, processors, randomness, verifiers
 
 B, G, V = 2, 3, 5
@@ -27,7 +27,7 @@ WRONG = {
     ),
     "a valid mark for each row": (
         "valid",
-        lambda: apply_kernel(logits, logits[0].T, jnp.float32, ids[:, 0] > 0),
+        lambda: apply_weight(logits, logits[0].T, jnp.float32, ids[:, 0] > 0),
     ),
     "one row's own logits": (
         "logits",

@@ -215,13 +215,13 @@ def resized(model: LanguageModel, vocab: int) -> LanguageModel:
     """`model` with logits and embeddings for `vocab` ids, cut or filled with an improbable id's."""
     params = jax.tree.map(np.asarray, model.params)
     grow = max(0, vocab - V)
-    embedding, kernel = (
+    embedding, weight = (
         params["token_embedder"]["embedding"],
         params["decoder"]["logits_dense"]["kernel"],
     )
     params["token_embedder"]["embedding"] = np.pad(embedding, ((0, grow), (0, 0)))[:vocab]
     params["decoder"]["logits_dense"]["kernel"] = np.pad(
-        kernel, ((0, 0), (0, grow)), constant_values=9
+        weight, ((0, 0), (0, grow)), constant_values=9
     )[:, :vocab]
     return LanguageModel(
         dataclasses.replace(model.config, vocab_size=vocab), jax.tree.map(jnp.asarray, params)

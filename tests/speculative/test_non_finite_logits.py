@@ -220,8 +220,8 @@ def test_nan_from_a_processor_is_no_maximum_in_a_wide_vocabulary(ids):
 
 def damaged(model: LanguageModel) -> LanguageModel:
     params = model.params
-    kernels = params["decoder"]["layers_0"]["mlp"]["wo"]
-    kernels["kernel"] = kernels["kernel"].at[0, 0].set(jnp.nan)
+    weights = params["decoder"]["layers_0"]["mlp"]["wo"]
+    weights["kernel"] = weights["kernel"].at[0, 0].set(jnp.nan)
     return LanguageModel(
         model.config, params, model.vocabulary, eos_ids=model.eos_ids, name="damaged"
     )

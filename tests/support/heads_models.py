@@ -23,9 +23,9 @@ def drafter(share: bool):
     """
     if share:
         return random_heads(t5(), 0.1, share_head=True)
-    kernel = np.asarray(heads_module.head_kernel(t5().config, t5().params))
+    weight = np.asarray(heads_module.head_weight(t5().config, t5().params))
     own = random_heads(t5(), 0.1)
     params = {
-        name: {**head, "logits_dense": {"kernel": kernel}} for name, head in own.params.items()
+        name: {**head, "logits_dense": {"kernel": weight}} for name, head in own.params.items()
     }
     return sd.HeadsDrafter.for_target(t5(), own.config, params)

@@ -7,7 +7,7 @@ from make_checkpoints import TINY_1_0
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.gpt import GPTConfig
 
@@ -23,15 +23,15 @@ def save_tiny(folder, **shape):
 
 
 def stored_in(model) -> dict:
-    """What a model holds by its parameters' names: arrays and `Int8Kernel`s."""
+    """What a model holds by its parameters' names: arrays and `Int8Weight`s."""
     return {
         "/".join(path): value
         for path, value in weight_layouts.stored_parameters(model.network.params)
     }
 
 
-def assert_kernel(result, values, scales):
-    assert isinstance(result, Int8Kernel) and result.values.dtype == np.int8
+def assert_weight(result, values, scales):
+    assert isinstance(result, Int8Weight) and result.values.dtype == np.int8
     np.testing.assert_array_equal(result.values, values)
     np.testing.assert_array_equal(result.scales, scales)
 

@@ -152,7 +152,7 @@ def stack_layers(
 ) -> dict[str, np.ndarray]:
     """Returns parameters in `scalable_t5`'s form: layers stacked on axis 1 under `decoder/decoder`.
 
-    With `heads`, kernels are `[D, H, K]`. `tables` says whether all layers hold an "equal" position
+    With `heads`, weights are `[D, H, K]`. `tables` says whether all layers hold an "equal" position
     table, "different" ones, or whether there is "one" beside the stacks.
     """
     stacked, groups = {}, {}

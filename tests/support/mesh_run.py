@@ -228,11 +228,11 @@ def process(folder: pathlib.Path, number: str, port: str) -> dict:
         reads.append(leaf_read(leaf, dtype, box)) or reads[-1]
     )
     target, drafter = load(folder, sd.make_mesh(1, 2))
-    kernel = target.network.params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+    weight = target.network.params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
     return decode(target, drafter) | {
         "processes": jax.process_count(),
         "largest read": max(part.size for part in reads[len(reads) // 2 :]),
-        "kernel": [kernel.shape, [shard.data.shape for shard in kernel.addressable_shards]],
+        "kernel": [weight.shape, [shard.data.shape for shard in weight.addressable_shards]],
         "rejected": rejected(lambda: sd.generate(target, INPUTS, deadline=1.0)),
         "identity": identity(target),
     }

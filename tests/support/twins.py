@@ -28,11 +28,11 @@ def twins(
     The odd columns of its head equal the even ones up to last bits.
     """
     params, rng = LanguageModel.random(config, seed).params, np.random.default_rng(seed)
-    kernel = np.array(params["decoder"]["logits_dense"]["kernel"])
-    even = kernel[:, ::2]
+    weight = np.array(params["decoder"]["logits_dense"]["kernel"])
+    even = weight[:, ::2]
     towards = rng.choice(np.float32([-np.inf, np.inf]), even.shape)
-    kernel[:, 1::2] = np.where(rng.random(even.shape) < 0.5, even, np.nextafter(even, towards))
-    params["decoder"]["logits_dense"]["kernel"] = kernel
+    weight[:, 1::2] = np.where(rng.random(even.shape) < 0.5, even, np.nextafter(even, towards))
+    params["decoder"]["logits_dense"]["kernel"] = weight
     if quantize is not None:
         params = weight_layouts.round_params(params, packed_weights.input_bits(quantize))
     return LanguageModel(config, params, eos_ids=())

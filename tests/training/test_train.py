@@ -182,12 +182,12 @@ def test_a_checkpoint_has_the_known_names():
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree.leaves_with_path(state)
     }
-    kernel, embedding = "encoder/layers_0/mlp/wi_0/kernel", "token_embedder/embedding"
+    weight, embedding = "encoder/layers_0/mlp/wi_0/kernel", "token_embedder/embedding"
     muon = "opt_state/1/inner_states/muon/inner_state"
     adam = "opt_state/1/inner_states/adam/inner_state"
     assert {
-        f"params/{kernel}",
-        f"{muon}/0/mu/{kernel}",
+        f"params/{weight}",
+        f"{muon}/0/mu/{weight}",
         f"{adam}/0/mu/{embedding}",
         "step",
     } <= names

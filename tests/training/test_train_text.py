@@ -524,10 +524,10 @@ def test_a_checkpoint_has_the_known_names():
     }
     muon = "opt_state/1/inner_states/muon/inner_state"
     adam = "opt_state/1/inner_states/adam/inner_state"
-    kernel = "decoder/layers_0/causal_attention/qkv/kernel"
+    weight = "decoder/layers_0/causal_attention/qkv/kernel"
     assert {
-        f"params/{kernel}",
-        f"{muon}/0/mu/{kernel}",
+        f"params/{weight}",
+        f"{muon}/0/mu/{weight}",
         f"{adam}/0/mu/decoder/position_embedder/embedding",
     } <= names
     assert f"{adam}/0/mu/decoder/logits_dense/kernel" in names

@@ -1,8 +1,8 @@
 """Calls of the CPU's own kernels (`native.cc`), and weight matrices packed, the layout that they
 read.
 
-XLA's product of a few rows strides through a `[D, F]` kernel, so that a call over five positions
-takes up to twice as long as one over a single position. Stored packed of 16 columns, the kernel
+XLA's product of a few rows strides through a `[D, F]` weight, so that a call over five positions
+takes up to twice as long as one over a single position. Stored in panels of 16 columns, the weight
 is read once, from end to end, whatever the number of rows. The bits of a row do not depend on the
 other rows, so that plain and speculative decoding see the same numbers.
 """
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
 from specdec_jax.backends.axes import Valid
 from specdec_jax.backends.cpu import native
-from specdec_jax.backends.int8 import Int8Kernel
+from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.files.reading import shown
 
@@ -29,24 +29,24 @@ _COLUMNS = 16  # columns of a panel
 
 
 def usable(dtype) -> bool:
-    """Returns whether kernels are stored packed: for float32, on a CPU for which `native.cc`
+    """Returns whether weights are stored packed: for float32, on a CPU for which `native.cc`
     could be compiled."""
     return jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32 and native.available()
 
 
 def accelerated() -> bool:
-    """Returns whether XLA multiplies kernels in int8 with inputs that are not rounded: on every
+    """Returns whether XLA multiplies weights in int8 with inputs that are not rounded: on every
     backend but a CPU."""
     return jax.default_backend() != "cpu"
 
 
 def input_bits(quantize: str | None) -> int | None:
-    """Returns the `input_bits` of this device's `Int8Kernel`s."""
+    """Returns the `input_bits` of this device's `Int8Weight`s."""
     return None if accelerated() else INPUT_BITS.get(quantize or "", 16)
 
 
 def needed(dtype, quantize: str | None = None) -> str:
-    """Returns a line, for messages, that says where kernels can be multiplied in int8 (None: in
+    """Returns a line, for messages, that says where weights can be multiplied in int8 (None: in
     any of the ways) and what there is."""
     backend, dtype = jax.default_backend(), np.dtype(dtype).name
     there = (
@@ -106,8 +106,8 @@ class Before(NamedTuple):
 
 
 @flax.struct.dataclass
-class PackedWeights:
-    """A kernel `[D, F]` packed.
+class PackedWeight:
+    """A packed weight matrix `[D, F]`.
 
     Attributes:
       values: ceil(F / 16) panels, 0 past the last line and column. In 8 bits the last axis has as
@@ -126,35 +126,35 @@ class PackedWeights:
 
     @classmethod
     def pack(
-        cls, kernel: Float[Array, "D F"] | Int8Kernel, derived: bool = False
-    ) -> "PackedWeights":
-        """Stores a kernel, in float32 or in int8, packed."""
-        if isinstance(kernel, Int8Kernel):
-            lines, columns = kernel.values.shape
-            assert kernel.input_bits, "the CPU's own kernels round inputs"
+        cls, weight: Float[Array, "D F"] | Int8Weight, derived: bool = False
+    ) -> "PackedWeight":
+        """Stores a weight, in float32 or in int8, packed."""
+        if isinstance(weight, Int8Weight):
+            lines, columns = weight.values.shape
+            assert weight.input_bits, "the CPU's own kernels round inputs"
             return cls(
-                _cut_groups(kernel.values, 32 // kernel.input_bits),
-                kernel.scales,
+                _cut_groups(weight.values, 32 // weight.input_bits),
+                weight.scales,
                 lines,
                 columns,
                 derived,
             )
-        lines, columns = kernel.shape
-        return cls(_cut(jnp.asarray(kernel)), None, lines, columns, derived)
+        lines, columns = weight.shape
+        return cls(_cut(jnp.asarray(weight)), None, lines, columns, derived)
 
-    def kernel(self) -> Float[Array, "D F"] | Int8Kernel:
+    def unpack(self) -> Float[Array, "D F"] | Int8Weight:
         """Returns what `of` was given."""
         values = _joined(self.values, self.lines, self.columns)
         return (
             values
             if self.scales is None
-            else Int8Kernel(values, self.scales, 32 // self.values.shape[-1])
+            else Int8Weight(values, self.scales, 32 // self.values.shape[-1])
         )
 
     def matrix(self) -> Float[Array, "D F"]:
-        """Returns the kernel as float32."""
-        kernel = self.kernel()
-        return kernel.matrix() if isinstance(kernel, Int8Kernel) else kernel
+        """Returns the weight as float32."""
+        weight = self.unpack()
+        return weight.matrix() if isinstance(weight, Int8Weight) else weight
 
     def product(
         self,
@@ -166,7 +166,7 @@ class PackedWeights:
         residual: Float[Array, "*N F"] | None = None,
         clear: bool = True,
     ) -> Float[Array, "*N {self.columns}"]:
-        """Returns `before(x)` times the kernel, plus `bias` and `residual` where they are given.
+        """Returns `before(x)` times the weight, plus `bias` and `residual` where they are given.
 
         Rows that are False in `valid` are not computed. With `clear` they are 0; without, they are
         not written and may hold anything, NaN too.
@@ -196,20 +196,20 @@ class PackedWeights:
         return "f32" if self.scales is None else "s8" if self.values.shape[-1] == 2 else "w8a8"
 
 
-def is_kernel(node) -> bool:
-    """Returns whether `node` is a kernel that is not stored as an array."""
-    return isinstance(node, PackedWeights | Int8Kernel)
+def is_weight_object(node) -> bool:
+    """Returns whether `node` is a weight that is not stored as an array."""
+    return isinstance(node, PackedWeight | Int8Weight)
 
 
 @jax.jit
-def _cut(kernel: Shaped[Array, "D F"]) -> Shaped[Array, "panels D 16"]:
-    padded = jnp.pad(kernel, ((0, 0), (0, -kernel.shape[1] % _COLUMNS)))
-    return padded.reshape(len(kernel), -1, _COLUMNS).transpose(1, 0, 2)
+def _cut(weight: Shaped[Array, "D F"]) -> Shaped[Array, "panels D 16"]:
+    padded = jnp.pad(weight, ((0, 0), (0, -weight.shape[1] % _COLUMNS)))
+    return padded.reshape(len(weight), -1, _COLUMNS).transpose(1, 0, 2)
 
 
 @functools.partial(jax.jit, static_argnames="group")
-def _cut_groups(kernel: Int8[Array, "D F"], group: int) -> Int8[Array, "panels groups 16 {group}"]:
-    padded = _cut(jnp.pad(kernel, ((0, -len(kernel) % group), (0, 0))))
+def _cut_groups(weight: Int8[Array, "D F"], group: int) -> Int8[Array, "panels groups 16 {group}"]:
+    padded = _cut(jnp.pad(weight, ((0, -len(weight) % group), (0, 0))))
     return padded.reshape(len(padded), -1, group, _COLUMNS).swapaxes(2, 3)
 
 
@@ -264,7 +264,7 @@ def normalize(
 
 def log_sums(x: Float32[Array, "*N V"]) -> tuple[Float32[Array, "*N"], Float32[Array, "*N"]]:
     """Returns the greatest number of each row, and log Σ exp(x − greatest), added up as by
-    `PackedWeights.greedy_token_and_logprob`.
+    `PackedWeight.greedy_token_and_logprob`.
 
     The second is 0 where all numbers are −∞, and NaN where one is NaN or +∞.
     """
@@ -286,14 +286,14 @@ def attend_to_cache(
     query's own.
 
     Args:
-      qkv: queries, keys and values side by side, 3·H·K, as their joint kernel gives them.
+      qkv: queries, keys and values side by side, 3·H·K, as their joint weight gives them.
       keys, values: as in `KVCache`.
       bias: added to the scores, by query position; None: nothing.
       positions: the first slot that is written in each row.
       divisor: number by which scores are divided before the bias is added.
       valid: False for positions that are not computed and write nothing; the live ones of a row
         come first. None: all are live.
-      clear: as for `PackedWeights.product`.
+      clear: as for `PackedWeight.product`.
 
     Returns:
       Outputs, keys, values.
@@ -380,7 +380,7 @@ def attend_to_encoded(
     """Returns the attention of queries over the first `lengths` keys and values of each row.
 
     It is 0 for a row of length 0, and for positions that are False in `valid`; `clear` as for
-    `PackedWeights.product`.
+    `PackedWeight.product`.
     """
     result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
     return jax.ffi.ffi_call("specdec_cross_attention", result, vmap_method="sequential")(

@@ -73,8 +73,8 @@ def _products(rng) -> list[tuple]:
     )
     valid, all_valid, none = np.arange(M) != 2, np.zeros(0, bool), np.zeros(0, np.float32)
 
-    def use_packed(kernel):
-        return np.ascontiguousarray(kernel.reshape(K, F // P, P).transpose(1, 0, 2))
+    def use_packed(weight):
+        return np.ascontiguousarray(weight.reshape(K, F // P, P).transpose(1, 0, 2))
 
     def groups(n):
         return np.ascontiguousarray(

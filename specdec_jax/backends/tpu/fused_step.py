@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from specdec_jax.backends.axes import PerRow, States
 from specdec_jax.backends.cpu import native
-from specdec_jax.backends.cpu.packed_weights import is_kernel
+from specdec_jax.backends.cpu.packed_weights import is_weight_object
 from specdec_jax.backends.kv_cache import TILE, KVCache
 from specdec_jax.backends.matmul import precision_of
 from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS, MASKED
@@ -193,8 +193,8 @@ def fits(module: Any, params: dict, shape: tuple[int, ...], cache: Any, layers: 
         return False
     stored = any(
         map(
-            is_kernel,
-            jax.tree.leaves(params["decoder"], is_leaf=is_kernel),
+            is_weight_object,
+            jax.tree.leaves(params["decoder"], is_leaf=is_weight_object),
         )
     )
     return not stored and _Call.of(module, params, shape, cache, layers).fits()
@@ -310,8 +310,8 @@ class _Kernel:
         x = self._rounded(x + self._product(self._attend(query, keys, values, ends, bias), out))
         self._fetch(i + 1, "self", "cache")
 
-        kernel, out, keys, values = self._arrived("cross")
-        query = self._product(self._normed(x, 3 * i + 1), kernel)
+        weight, out, keys, values = self._arrived("cross")
+        query = self._product(self._normed(x, 3 * i + 1), weight)
         ends = [self.lengths[row] for row, _ in self._tokens()]
         x = self._rounded(x + self._product(self._attend(query, keys, values, ends), out))
         self._fetch(i + 1, "cross")
@@ -325,16 +325,16 @@ class _Kernel:
     def _feed_forward(self, i: Int32[Array, ""], x: Rows, piece: int) -> Rows:
         """Returns what a piece of the feed-forward block of layer `i` adds."""
         following = (i, piece + 1) if piece + 1 < self.call.pieces else (i + 1, 0)
-        (kernels,) = self._arrived("wi")
+        (weights,) = self._arrived("wi")
         names = self.call.config.mlp_activations
         factors = [
-            self._rounded(ACTIVATION_FUNCTIONS[name](self._product(x, kernels.at[k])))
+            self._rounded(ACTIVATION_FUNCTIONS[name](self._product(x, weights.at[k])))
             for k, name in enumerate(names)
         ]
         self._fetch(following[0], "wi", piece=following[1])
-        (kernel,) = self._arrived("wo")
+        (weight,) = self._arrived("wo")
         found = self._multiply(
-            math.prod(factors[1:], start=factors[0]).astype(self.dtype), kernel[...], 0
+            math.prod(factors[1:], start=factors[0]).astype(self.dtype), weight[...], 0
         )
         self._fetch(following[0], "wo", piece=following[1])
         return found
@@ -490,8 +490,8 @@ class _Kernel:
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=1, keepdims=True) + 1e-6)
         return self._rounded(self._rounded(x) * self.norms[pl.ds(norm, 1)])
 
-    def _product(self, x: Float32[Array, "M D"], kernel) -> Rows:
-        return self._rounded(self._multiply(x.astype(self.dtype), kernel[...], 0))
+    def _product(self, x: Float32[Array, "M D"], weight) -> Rows:
+        return self._rounded(self._multiply(x.astype(self.dtype), weight[...], 0))
 
     def _multiply(
         self, a: Float[Array, "M D"], b: Float[Array, "..."], contracted: int
