@@ -5,7 +5,7 @@ from typing import Any
 
 from absl import app, flags
 
-from specdec_jax.decoding.beams import BeamOptions
+from specdec_jax.decoding.search_options import BeamOptions
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
 from tools.lowering import Case

@@ -17,17 +17,16 @@ from jax.sharding import Mesh
 from specdec_jax.backends.backend import choose_backend
 from specdec_jax.backends.sharding import AXES, ShardingRules
 from specdec_jax.backends.tree_positions import WindowNodes
-from specdec_jax.decoding.beams import BeamOptions, begin
 from specdec_jax.decoding.inputs import bucket, slots
 from specdec_jax.decoding.loop import advance
-from specdec_jax.decoding.request import prefill
+from specdec_jax.decoding.search_options import BeamOptions
+from specdec_jax.decoding.strategies import AnyConfig, prefill, strategy_of
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.meshes import parse_mesh
 from specdec_jax.models.network import Network, random_params
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative import distributions
-from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import StaticConfig
@@ -221,7 +220,6 @@ class Case:
 
         def prefill_inputs() -> PrefillInputs:
             row = jnp.zeros(batch, jnp.int32)
-            keys = None if self.beams else jax.random.split(jax.random.key(0), batch)
             return PrefillInputs(
                 inputs=jnp.zeros((batch, bucket(self.input_length)), jnp.int32),
                 input_lengths=row,
@@ -229,27 +227,25 @@ class Case:
                 prefix_lengths=row,
                 sampling=config.rows(batch, vocab),
                 limits=row,
-                eos_ids=jnp.zeros((batch, 1 if self.beams else 4), jnp.int32),
+                eos_ids=jnp.zeros((batch, 4), jnp.int32),
                 done=row > 0,
-                keys=keys,
-                gamma=None if self.beams else row,
+                keys=jax.random.split(jax.random.key(0), batch),
+                settings={"length_penalty": jnp.zeros(batch)} if self.beams else None,
+                gamma=row,
             )
 
         placed = self.place(jax.eval_shape(prefill_inputs))
-        if not self.beams:
-            program = StaticConfig(self.gamma, config.mode, vocab, tree=self.tree)
-            if self.tree is not None:
-                program = program._replace(verifier=TREE_VERIFIERS[self.tree.verify])
-            num_slots = slots(self.new_tokens + 1, program.reach)
-            return prefill.lower(target, drafter, program, num_slots, placed)
-        options, most = BeamOptions(self.beams, beam_width=self.beam_width), bucket(self.new_tokens)
-        searched = options.config(1, config.mode, vocab, self.gamma, drafter)
-        penalty = self.place(jax.ShapeDtypeStruct((), jnp.float32))
-        return begin.lower(target, drafter, searched, most, 1 + most, placed, penalty)
+        program: AnyConfig = StaticConfig(self.gamma, config.mode, vocab, tree=self.tree)
+        if self.beams:
+            options = BeamOptions(self.beams, beam_width=self.beam_width)
+            searched = options.config(1, config.mode, vocab, self.gamma, drafter)
+            program = searched._replace(max_new=bucket(self.new_tokens))
+        elif self.tree is not None:
+            program = program._replace(verifier=TREE_VERIFIERS[self.tree.verify])
+        num_slots = strategy_of(program).count_slots(program, 1, self.new_tokens)
+        return prefill.lower(target, drafter, program, num_slots, placed)
 
     def lowered_loop(self, state: Any) -> jax.stages.Lowered:
         """Lowers the loop that starts from a state of placed shapes."""
         target, drafter = self.network(self.target), self.model_drafter()
-        if self.beams:
-            return jax.jit(search, donate_argnums=2).lower(target, drafter, state)
         return advance.lower(target, drafter, state, self.place(_integers()))

@@ -20,7 +20,8 @@ from specdec_jax.analysis.variants import (
     make_decoder,
 )
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.decoding.beams import BeamOptions, plan_decoding
+from specdec_jax.decoding.planning import plan_decoding
+from specdec_jax.decoding.search_options import BeamOptions
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 

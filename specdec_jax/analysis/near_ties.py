@@ -12,8 +12,7 @@ import numpy as np
 
 from specdec_jax.analysis.step_loops import prefill_cache
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.decoding.beams import plan_decoding
-from specdec_jax.decoding.beams import start as start_search
+from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_iteration import (
@@ -95,7 +94,7 @@ def search_margin(model: LanguageModel, given: Any, how: Mapping[str, Any]) -> f
       how: the arguments of `generate`.
     """
     plan = plan_decoding(model, [given], **how)
-    state, least = start_search(plan), np.inf
+    (state, _), least = plan.start(), np.inf
     while not state.done.all():
         margin, state = _margin(model.network, state)
         least = min(least, float(margin))

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from specdec_jax.commands.options import option
-from specdec_jax.decoding.beams import beam_options
 from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.search_options import beam_options
 from specdec_jax.speculative.beam_search import STYLES
 
 _EARLY = {"false": False, "true": True, "never": "never", None: None}

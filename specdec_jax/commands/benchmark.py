@@ -20,8 +20,8 @@ from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.commands.measure import INPUT_FILE_HELP
 from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
 from specdec_jax.commands.sentences import sentences_of
-from specdec_jax.decoding.beams import LEVELS, BeamOptions
 from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.search_options import LEVELS, BeamOptions
 from specdec_jax.drafters.named import without_model
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import check_output

@@ -20,7 +20,6 @@ from specdec_jax.commands.output_lines import Sentences, one_line, to_json
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding import autotune
-from specdec_jax.decoding.beams import beam_options, plan_decoding
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_limits,
@@ -33,8 +32,10 @@ from specdec_jax.decoding.continuous_batching import decode_all, decode_stream, 
 from specdec_jax.decoding.defaults import MODELS, fill_search
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
+from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import NonFiniteLogitsError
+from specdec_jax.decoding.search_options import beam_options
 from specdec_jax.decoding.stream import Piece, stream
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.progress import Progress

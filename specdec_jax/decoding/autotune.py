@@ -28,8 +28,9 @@ import numpy as np
 
 from specdec_jax.backends.cpu import native
 from specdec_jax.decoding.inputs import bucket
-from specdec_jax.decoding.request import Plan, Request, prefill
+from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.results import GenerationResult
+from specdec_jax.decoding.strategies import prefill
 from specdec_jax.files import user_cache, writing
 from specdec_jax.files.reading import read_json
 from specdec_jax.models.network import Network

@@ -26,21 +26,22 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.backends.sharding import constrain_sharding, row_parts
 from specdec_jax.decoding import autotune
-from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generation_config import ConfigOrPath, split_options, takes_options
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import FOREVER, STOP_EVERY, advance, complete, mark_stopped
-from specdec_jax.decoding.request import Plan, prefill
+from specdec_jax.decoding.planning import plan_decoding
+from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import (
-    Committed,
     GenerationResult,
     NonFiniteLogitsError,
     Stats,
     collect,
     in_words,
+    read_state,
 )
+from specdec_jax.decoding.strategies import Committed, prefill, strategy_of
 from specdec_jax.models import arguments
 from specdec_jax.models.blocks import DecoderCache
 from specdec_jax.models.language_model import LanguageModel
@@ -134,9 +135,7 @@ def decode_stream(
         )
     plan = plan_decoding(target, inputs, config=config, batch_size=batch_size, **data._asdict())
     plan = autotune.autotune(plan)
-    refill &= (
-        plan.search is None
-    )  # a search of the longest row takes few steps more than that of another
+    refill &= strategy_of(plan.config).commits_tokens
     outputs = (_refilled if refill else _batches)(
         target, plan, batch_size, frozenset(map(int, left_out))
     )
@@ -243,7 +242,7 @@ def _batches(target: LanguageModel, plan: Plan, size: int, skip: frozenset[int])
         outputs = _outputs(result)
         for number, place in enumerate(chosen):
             if place not in skip:
-                yield place, tuple(outputs[number * plan.samples : (number + 1) * plan.samples])
+                yield place, tuple(outputs[number * plan.outputs : (number + 1) * plan.outputs])
 
 
 def queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]]:
@@ -349,7 +348,7 @@ def _through_one_state(
         if plan.stop:
             state = mark_stopped(target, state, starts, plan.stop)
         over = np.flatnonzero(jax.device_get(state.done) & (owners >= 0))
-        finished = (owners[over], Committed.from_state(state, over)) if len(over) else None
+        finished = (owners[over], read_state(state, over)) if len(over) else None
         owners[over] = -1
     if finished is not None:
         yield from deliver(*finished)

@@ -8,7 +8,6 @@ import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
-from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.generation_config import (
     ConfigOrPath,
     check_unset,
@@ -17,6 +16,7 @@ from specdec_jax.decoding.generation_config import (
 )
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance, complete, decode_plan
+from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.request import plan as plan_request
 from specdec_jax.decoding.results import GenerationResult, finish
@@ -159,9 +159,6 @@ def warm_up(
 
 def _run_once(target: LanguageModel, plan: Plan) -> None:
     """Runs one iteration of a plan, so that its programs are compiled."""
-    if plan.search is not None:
-        complete(target, plan, None, time.monotonic()).checked()
-        return
     request = plan.request()
     if plan.stop or plan.deadline:
         state, _ = plan.start()

@@ -39,12 +39,12 @@ from specdec_jax.decoding.inputs import (
     slots,
 )
 from specdec_jax.decoding.keys import check_keys, row_keys, take_keys
+from specdec_jax.decoding.strategies import AnyConfig, prefill, strategy_of
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models import arguments
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
-from specdec_jax.speculative import prefill as speculative_prefill
 from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import MAX_GAMMA, Policy, call_widths
@@ -56,8 +56,6 @@ from specdec_jax.speculative.verifier import Settings
 # γ = "auto" where nothing can be measured: on a mesh, whose processes would have to agree.
 FIXED = 4
 _PENDING = Auto()  # γ = "auto" until `autotune` has chosen its costs
-
-prefill = jax.jit(speculative_prefill.prefill, static_argnames=("config", "slots"))
 
 
 def measurable(network: Network) -> bool:
@@ -78,6 +76,7 @@ class Request:
       deadline: seconds after which rows are left as they are, or None.
       empty: `[B]` bool, rows without input.
       inputs: `[B]`, the number of each row's input; −1 for a row that only fills up the batch.
+      config: static settings of the loop.
       costs_key: key under which `autotune.record` keeps the number of accepted tokens; None:
         it keeps nothing, since outputs would depend on it.
     """
@@ -91,6 +90,7 @@ class Request:
     deadline: float | None
     empty: np.ndarray
     inputs: np.ndarray
+    config: AnyConfig
     costs_key: str | None = None
 
     def of(self, rows) -> "Request":
@@ -109,7 +109,7 @@ class Plan:
     Attributes:
       network, drafter, eos_ids, stop, deadline: as in `Request`.
       config: static settings, for which the loop is compiled.
-      samples: number of rows for each input.
+      samples: number of rows for each input; each has `config.returned` outputs.
       slots: S, for a state with all inputs; prompts that are padded to less than the longest take
         fewer.
       prompted: whether the target is decoder-only; its inputs are then in `prefix`, and L = 0.
@@ -124,8 +124,6 @@ class Plan:
       auto_rows: number of rows decoded together, for which `autotune` has yet to choose γ; None if
         γ is given or chosen.
       costs_key: key under which `autotune` keeps what γ was chosen by; None if γ was given.
-      search: a beam search (`beams.Search`), whose rows are the hypotheses of each input; else
-        None.
     """
 
     network: Network
@@ -133,7 +131,7 @@ class Plan:
     eos_ids: tuple[int, ...]
     stop: tuple[str, ...]
     deadline: float | None
-    config: StaticConfig
+    config: AnyConfig
     samples: int
     slots: int
     prompted: bool
@@ -151,12 +149,16 @@ class Plan:
     shared: dict[str, np.ndarray | None]
     auto_rows: int | None = None
     costs_key: str | None = None
-    search: Any = None
 
     @property
     def input_lengths(self) -> np.ndarray:
         """`[N]`, number of ids of each input, for a decoder-only target too."""
         return self.prefix_lengths if self.prompted else self.lengths
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs of each input."""
+        return self.samples * self.config.returned
 
     @functools.cached_property
     def keys(self) -> jax.Array:
@@ -222,7 +224,8 @@ class Plan:
             width = bucket(int(max(prefix_lengths if self.prompted else lengths)))
         if self.prompted:
             prefix = pad(prefix, width)
-            num_slots = slots(width + int(max(self.limits)), self.config.reach)
+            new = int(max(self.limits))
+            num_slots = strategy_of(self.config).count_slots(self.config, width, new)
         else:
             inputs = pad(inputs, width)
 
@@ -253,7 +256,7 @@ class Plan:
         def take(values, filler=None):
             return np.repeat(
                 values[places] if filler is None else np.where(places < 0, filler, values[places]),
-                self.samples,
+                self.outputs,
             )
 
         return Request(
@@ -265,8 +268,9 @@ class Plan:
             self.stop,
             self.deadline,
             take(self.empty, filler=True),
-            np.repeat(places, self.samples),
-            self.costs_key if self.config.strict_argmax else None,
+            np.repeat(places, self.outputs),
+            self.config,
+            self.costs_key if self.costs_key and self.config.strict_argmax else None,
         )
 
 

@@ -9,9 +9,10 @@ import numpy as np
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.stop import cut, without_end
+from specdec_jax.decoding.strategies import Committed, strategy_of
 from specdec_jax.files.reading import shown
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
+from specdec_jax.speculative.state import Counts, DecodeState
 
 _SHOWN = 10  # the most rows of a result that are printed
 
@@ -155,33 +156,10 @@ def in_words(
     )
 
 
-class Committed(NamedTuple):
-    """What rows have committed, on the host: the fields of `DecodeState` with the same names."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    done: np.ndarray
-    log_probs: np.ndarray
-    adjusted_log_probs: np.ndarray | None
-    draft_failed: np.ndarray
-    counts: Counts
-    config: StaticConfig
-
-    @classmethod
-    def fields(cls, state: DecodeState) -> dict:
-        """Returns the fields that are read of a state, by name, on the device.
-
-        The state may be traced.
-        """
-        return {name: getattr(state, name) for name in cls._fields if name != "config"}
-
-    @classmethod
-    def from_state(cls, state: DecodeState, rows=None) -> "Committed":
-        """Returns what all rows of a state have committed, or a copy of that for `rows` only."""
-        values = jax.device_get(cls.fields(state))
-        if rows is not None:
-            values = jax.tree.map(lambda leaf: leaf[rows], values)
-        return cls(**values, config=state.config)
+def read_state(state: DecodeState, rows: np.ndarray | None = None) -> Committed:
+    """Returns on the host what all rows of a state have committed, or a copy for `rows` only."""
+    committed = jax.device_get(strategy_of(state.config).read(state))
+    return committed if rows is None else jax.tree.map(lambda leaf: leaf[rows], committed)
 
 
 @isolated
@@ -197,23 +175,16 @@ def finish(
 
 
 def collect(
-    target: LanguageModel,
-    state: DecodeState | Committed,
-    request: Request,
-    errors: Sequence[NonFiniteLogitsError | None] | None = None,
+    target: LanguageModel, state: DecodeState | Committed, request: Request
 ) -> GenerationResult:
     """Returns what `finish` returns, with the errors of rows in the place of an exception.
 
-    A row whose target gave logits that are not finite numbers has no output.
-
-    Args:
-      target, state, request: as for `finish`.
-      errors: those of each row, if they are known; None: they are looked for.
+    A row whose target gave logits that are not finite numbers has no output. Arguments are those of
+    `finish`.
     """
-    if isinstance(state, DecodeState):
-        state = Committed.from_state(state)
-    errors = _errors(target, state, request) if errors is None else errors
-    tokens, ends, done, log_probs, adjusted, _, counts, config = state
+    state = state if isinstance(state, Committed) else read_state(state)
+    errors = _find_errors(target, state, request)
+    tokens, ends, done, log_probs, adjusted, _, counts, search = state
     columns, starts = np.arange(max(request.limits)), request.prefix_lengths
     committed = ends - starts
     # A row with a long prefix and a small limit of its own has fewer slots than the widest row.
@@ -248,19 +219,28 @@ def collect(
         ]
         for row in lost:
             texts[row] = None
-    stats = stats_of(
-        counts, committed, token_by_token=config.verifier.has_rate or config.mode.greedy
-    )
+    config, scores, new_tokens = request.config, None, committed
+    if search is not None:
+        new_tokens = search.steps
+        scores = np.where(request.empty, 0, search.scores).astype(np.float32)
+        for row in np.flatnonzero(~search.exists):
+            reasons[row] = reasons[row] if errors[row] else "none"
+    stats = stats_of(counts, new_tokens, config.mode.greedy or config.verifier.has_rate)
     return GenerationResult(
-        texts, tokens, lengths, log_probs, stats, adjusted, reasons, None, errors
+        texts, tokens, lengths, log_probs, stats, adjusted, reasons, scores, errors
     )
 
 
-def _errors(
+def _find_errors(
     target: LanguageModel, state: Committed, request: Request
 ) -> list[NonFiniteLogitsError | None]:
-    """Returns of each row the target's first logits that are not finite numbers, else the
-    drafter's, or None."""
+    """Returns the first error of each row, the target's before the drafter's, or None."""
+    source = f"the target {target.name}" + " or the processor" * bool(request.config.mode.processor)
+    if state.search is not None:
+        return [
+            NonFiniteLogitsError(source, int(number), int(token) - 1) if token else None
+            for number, token in zip(request.inputs, state.search.failed)
+        ]
     found: list[NonFiniteLogitsError | None] = [None] * len(state.lengths)
     for (row,) in np.argwhere(state.draft_failed):
         token = int(state.draft_failed[row] - request.prefix_lengths[row])
@@ -270,20 +250,11 @@ def _errors(
         )
     slots = np.arange(state.tokens.shape[1])
     committed = (slots >= request.prefix_lengths[:, None]) & (slots < state.lengths[:, None])
-    for row, slot in np.argwhere(committed & ~np.isfinite(state.log_probs))[
-        ::-1
-    ]:  # the first of a row last
-        found[row] = NonFiniteLogitsError(
-            target_of(target, state.config),
-            int(request.inputs[row]),
-            int(slot - request.prefix_lengths[row]),
-        )
+    wrong = np.argwhere(committed & ~np.isfinite(state.log_probs))
+    for row, slot in wrong[::-1]:  # the first of a row last
+        token = int(slot - request.prefix_lengths[row])
+        found[row] = NonFiniteLogitsError(source, int(request.inputs[row]), token)
     return found
-
-
-def target_of(target: LanguageModel, config: StaticConfig) -> str:
-    """Returns whose logits the target's are, in words: a processor may have changed them."""
-    return f"the target {target.name}" + (" or the processor" if config.mode.processor else "")
 
 
 def _finish_reasons(

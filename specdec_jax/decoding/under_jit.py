@@ -30,7 +30,7 @@ from specdec_jax.decoding.generation_config import (
 from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import advance
-from specdec_jax.decoding.request import prefill
+from specdec_jax.decoding.strategies import prefill
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.network import Network, decoder_only

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.decoding.beams import LEVELS, BeamOptions, begin, check_tree
+from specdec_jax.decoding.loop import FOREVER, advance
+from specdec_jax.decoding.search_options import LEVELS, BeamOptions, check_drafting
+from specdec_jax.decoding.strategies import prefill
 from specdec_jax.decoding.under_jit import (
     Decoded,
     check_models,
@@ -23,7 +25,6 @@ from specdec_jax.decoding.under_jit import (
 )
 from specdec_jax.models import arguments
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.speculative.beam_iteration import search
 from specdec_jax.speculative.beam_search import BeamState, best_first
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import MAX_GAMMA
@@ -52,7 +53,7 @@ class BeamDecoder:
 
     @isolated
     def __post_init__(self):
-        check_tree(self.drafter, self.gamma)
+        check_drafting(self.drafter, self.gamma)
         arguments.check_integer("gamma", self.gamma, 0, MAX_GAMMA)
         check_models(self.drafter, self.config)
 
@@ -118,11 +119,10 @@ class BeamDecoder:
             limits=limits,
             eos_ids=eos_ids,
             done=limits == prefix_lengths,
+            settings={"length_penalty": jnp.full(batch, penalty, jnp.float32)},
         )
-        penalty = jnp.asarray(penalty, jnp.float32)
-        state = begin(network, drafter, config, length, length + 1, read, penalty)
-        state = search(network, drafter, state)  # type: ignore[arg-type]
-        return _decoded(state, length)
+        state = prefill(network, drafter, config._replace(max_new=length), length + 1, read)
+        return _decoded(advance(network, drafter, state, FOREVER), length)
 
     def _checked(
         self, given: Mapping[str, Any], num_decodes: int, longest: int

@@ -18,7 +18,6 @@ from t5x.examples.t5 import network
 
 from specdec_jax.analysis.variants import SentenceBatch, Variant
 from specdec_jax.checkpoints import loader, t5x
-from specdec_jax.decoding.beams import LEVELS, BeamOptions
 from specdec_jax.decoding.generation_config import (
     CallData,
     ConfigOrPath,
@@ -26,6 +25,7 @@ from specdec_jax.decoding.generation_config import (
     takes_options,
 )
 from specdec_jax.decoding.results import GenerationResult
+from specdec_jax.decoding.search_options import LEVELS, BeamOptions
 from specdec_jax.decoding.under_jit import UNSUPPORTED, Decoder, read_options
 from specdec_jax.decoding.under_jit_beams import BeamDecoder
 from specdec_jax.drafters.model import ModelDrafter

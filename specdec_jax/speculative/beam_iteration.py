@@ -29,18 +29,6 @@ from specdec_jax.speculative.beam_tree import BeamTree, live_beams
 from specdec_jax.speculative.processors import Context
 
 
-def search(target: Network, drafter: BeamDrafter | None, state: BeamState) -> BeamState:
-    """Runs iterations until every row is done."""
-
-    def more(state: BeamState):
-        return ~jnp.all(state.done)
-
-    return constrain_sharding(
-        jax.lax.while_loop(more, lambda state: iterate_beams(target, drafter, state), state),
-        target.rules,
-    )
-
-
 def iterate_beams(target: Network, drafter: BeamDrafter | None, state: BeamState) -> BeamState:
     """Runs one iteration for all rows; finished rows are unchanged where it is read later."""
     config, tree, draft_state = state.config, live_beams(state), state.draft_state

@@ -43,6 +43,8 @@ class BeamConfig(NamedTuple):
       early_stopping: False, True or "never"; only "huggingface" reads it.
       gamma: γ, levels of the tree that is drafted; 0 is plain search.
       width: u, nodes of each level.
+      max_new: an upper bound of the new tokens of a row.
+      returned: number of hypotheses that are returned for each row.
     """
 
     beams: int
@@ -53,6 +55,13 @@ class BeamConfig(NamedTuple):
     early_stopping: bool | str = False
     gamma: int = 0
     width: int = 0
+    max_new: int = 0
+    returned: int = 1
+
+    @property
+    def strategy(self) -> str:
+        """The name of the decoding strategy."""
+        return "beams"
 
     @property
     def candidates(self) -> int:
@@ -111,7 +120,7 @@ class BeamState:
       failed: `[B]` int32, the number of the first new token, from 1, whose distribution contained
         NaN; 0: none.
       eos_ids: `[B, E]` int32.
-      penalty: scalar float32, the exponent of the length penalty.
+      penalty: `[B]` float32, the exponent of the length penalty.
       sampling: traced parameters of processors.
       paths: `[B, K, P]` int32, by position: the slots of the cache with the ancestors of each live
         beam's last token.

@@ -29,7 +29,8 @@ class PrefillInputs:
       limits: `[B]` int32, the number of tokens, prefix included, at which a row ends.
       eos_ids: `[B, E]` int32, ids that end a row.
       done: `[B]` bool, rows with nothing to decode.
-      keys, settings, gamma, policy: as in `DecodeState`; a beam search reads none of them.
+      settings: as in `DecodeState`; of a beam search its `length_penalty`.
+      keys, gamma, policy: as in `DecodeState`; a beam search reads none of them.
     """
 
     inputs: Int[Array, "I L"]

@@ -43,6 +43,16 @@ class StaticConfig(NamedTuple):
     lag: int = 2
 
     @property
+    def strategy(self) -> str:
+        """The name of the decoding strategy."""
+        return "chain" if self.tree is None else "tree"
+
+    @property
+    def returned(self) -> int:
+        """Number of outputs of each row."""
+        return 1
+
+    @property
     def reach(self) -> int:
         """The most slots past a row's last committed token that a call writes."""
         return self.gamma if self.tree is None else self.tree.window - 1

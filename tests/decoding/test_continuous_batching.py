@@ -9,7 +9,7 @@ from toy_models import HashModel, Words, compilations
 
 import specdec_jax as sd
 from specdec_jax.decoding import continuous_batching, inputs, loop
-from specdec_jax.decoding.results import Committed
+from specdec_jax.decoding.results import read_state
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -217,7 +217,7 @@ def test_bad_arguments_are_rejected_at_the_call(change, message):
 
 def test_a_copy_of_rows_outlives_the_state():
     state, _ = sd.prepare(TARGET, INPUTS[1:4], max_new_tokens=5)
-    kept = Committed.from_state(state, [2])
+    kept = read_state(state, [2])
     before = jax.tree.map(np.copy, kept._replace(config=None))
     sd.advance(TARGET.network, None, state, np.int32(3))
     jax.tree.map(np.testing.assert_array_equal, kept._replace(config=None), before)

@@ -38,7 +38,7 @@ from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.generation_config import GenerationConfig
 from specdec_jax.decoding.loop import _decode, advance
-from specdec_jax.decoding.request import prefill
+from specdec_jax.decoding.strategies import prefill
 from specdec_jax.decoding.stream import stream
 from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.model import ModelDrafter

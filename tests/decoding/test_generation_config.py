@@ -10,9 +10,9 @@ from golden_models import GOLDEN
 
 import specdec_jax as sd
 from specdec_jax.checkpoints.converter import save
-from specdec_jax.decoding.beams import plan_decoding
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generate import prepare
+from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.processors import Context

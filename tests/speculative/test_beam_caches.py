@@ -11,7 +11,7 @@ from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.backends.cpu import packed_weights
-from specdec_jax.decoding import beams
+from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.models.blocks import Attention
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
@@ -66,7 +66,7 @@ def pair(request, monkeypatch):
 def started(target, drafter, **options):
     """The state of a search over `INPUTS`, with prefixes of different lengths, and its drafter."""
     prefix = None if target.config.decoder_only else PREFIXES
-    plan = beams.plan_decoding(
+    plan = plan_decoding(
         target,
         INPUTS,
         drafter=drafter,
@@ -75,7 +75,7 @@ def started(target, drafter, **options):
         decoder_prefix=prefix,
         **options,
     )
-    return beams.start(plan), plan
+    return plan.start()[0], plan
 
 
 def histories(state):

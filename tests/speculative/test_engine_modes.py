@@ -16,7 +16,7 @@ from toy_models import HashModel, Words, compilations, tiny_t5
 from specdec_jax.decoding.generate import generate, prepare, warm_up
 from specdec_jax.decoding.inputs import bucket
 from specdec_jax.decoding.loop import advance
-from specdec_jax.decoding.request import prefill
+from specdec_jax.decoding.strategies import prefill
 from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.speculative import distributions, randomness

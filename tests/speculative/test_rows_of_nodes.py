@@ -11,9 +11,8 @@ from beam_reference import Search
 from toy_models import HashModel
 
 import specdec_jax as sd
-from specdec_jax.decoding.beams import begin
 from specdec_jax.decoding.generate import prepare
-from specdec_jax.speculative.beam_iteration import search
+from specdec_jax.decoding.strategies import prefill
 from specdec_jax.speculative.beam_search import BeamConfig
 from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.trees import DynamicTree, Tree
@@ -56,7 +55,7 @@ def test_processors_of_a_trees_nodes():
 def test_processors_of_beams():
     """Three rows together give what each gives alone, with their own EOS ids and starts."""
     mode, beams = EARLY.mode, 3
-    config = BeamConfig(beams, EOS_IDS.shape[1], mode, V)
+    config = BeamConfig(beams, EOS_IDS.shape[1], mode, V, max_new=LIMIT)
     tokens = np.array([[0, *prefix, *[0] * (3 - len(prefix))] for prefix in PREFIXES], np.int32)
     inputs = np.array([[*row, *[0] * (4 - len(row))] for row in INPUTS], np.int32)
     lengths, starts = (
@@ -76,10 +75,10 @@ def test_processors_of_beams():
             limits=starts[rows] + 1 + np.int32(LIMIT),
             eos_ids=EOS_IDS[rows],
             done=np.zeros(len(rows), bool),
+            settings={"length_penalty": np.full(len(rows), 0.6, np.float32)},
         )
-        penalty = np.float32(0.6)
-        state = begin(TARGET.network, None, config, LIMIT, 4 + LIMIT, given, penalty)
-        state = jax.jit(search)(TARGET.network, None, state)
+        state = prefill(TARGET.network, None, config, 4 + LIMIT, given)
+        state = sd.advance(TARGET.network, None, state, FOREVER)
         return [
             np.asarray(part)
             for part in (state.finished.lengths, state.finished.scores, state.live.tokens)

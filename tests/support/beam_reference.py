@@ -33,7 +33,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """A search; the fields as in `decoding.beams.BeamOptions`, and what known mistakes get wrong.
+    """A search; the fields as in `BeamOptions`, and what known mistakes get wrong.
 
     Attributes:
       kept: candidates for each beam and id that ends, one more than the ids that end if right.
