@@ -19,7 +19,7 @@ from specdec_jax.checkpoints.loader import (
 from specdec_jax.checkpoints.memory import returning_freed_memory
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, StoredTensor, check
 from specdec_jax.files.progress import Progress, print_line
-from specdec_jax.files.reading import PathLike
+from specdec_jax.files.reading import PathLike, mismatch
 from specdec_jax.files.writing import new_folder
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.family import ModelConfig
@@ -155,7 +155,7 @@ def convert(
 
 def _check_format(format: str) -> str:
     if format not in FORMATS:
-        raise ValueError(f"format: got {format!r}, expected one of {', '.join(FORMATS)}")
+        raise mismatch("format", f"{format!r}", f"one of {', '.join(FORMATS)}")
     return format
 
 
@@ -215,7 +215,7 @@ def _check_format_holds(format: str, config: ModelConfig) -> None:
             kind = "a model without an encoder of its own"
         if config.decoder_only:
             kind = "a decoder-only model"
-        raise ValueError(f"format: got {format!r} for {kind}, expected 'specdec'")
+        raise mismatch("format", f"{format!r} for {kind}", "'specdec'")
     if format.startswith("t5x") and t5_only("format", config).separate_embeddings:
         raise ValueError(
             f"format: got {format!r} for a model whose encoder has an embedding of its own, "

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.checkpoints.stored_tensor import FLOATS, StoredTensor, fill_rows
-from specdec_jax.files.reading import check_file, shown
+from specdec_jax.files.reading import check_file, mismatch, shown
 from specdec_jax.models.parameters import flatten
 
 _CHUNKED = "__msgpack_chunked_array__"
@@ -53,7 +53,7 @@ def open_file(path: pathlib.Path) -> dict[str, StoredTensor]:
     """
     tree = read_tree(path)
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: got {shown(tree)}, expected Flax parameters")
+        raise mismatch(path, shown(tree), "Flax parameters")
     return {name: open_array(path, name, array) for name, array in flatten(tree).items()}
 
 
@@ -71,8 +71,7 @@ def read_tree(path: pathlib.Path) -> Any:
             if file.tell() != walk.size:
                 raise ValueError(f"{walk.size} bytes where the headers say {file.tell()}")
     except ValueError as error:
-        got = f"no readable msgpack ({error})"
-        raise ValueError(f"{path}: got {got}, expected Flax's (truncated?)") from None
+        raise mismatch(path, f"no readable msgpack ({error})", "Flax's (truncated?)") from None
     return tree
 
 

@@ -12,6 +12,7 @@ from specdec_jax.checkpoints import (
 )
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTensor
 from specdec_jax.files import reading
+from specdec_jax.files.reading import mismatch, shown
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.tokenizers import huggingface_folders
@@ -51,7 +52,7 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     """
     path = folder / "config.json"
     if not path.exists():
-        raise ValueError(f"{folder}: got no config.json, expected one beside the weights")
+        raise mismatch(folder, "no config.json", "one beside the weights")
     options = reading.read_json(path)
     generation = reading.read_optional_json(folder / "generation_config.json")
     reader = _choose_reader(folder, options)
@@ -60,7 +61,7 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     config, parameters = reader.open_model(folder, options, tensors)
     start = _read_ids(folder, generation, options, reader.START) or (0,)
     if len(start) > 1:
-        raise ValueError(f"{path}: got the start tokens {reading.shown(start)}, expected one")
+        raise mismatch(path, f"the start tokens {shown(start)}", "one")
     eos_ids = _read_ids(folder, generation, options, "eos_token_id")
     eos_ids = reader.NO_EOS if eos_ids is None else eos_ids
     vocabulary = huggingface_folders.open_folder(folder, eos_ids or (), config.vocab_size)
@@ -76,11 +77,11 @@ def _choose_reader(folder: pathlib.Path, options: dict) -> Any:
     known = reader.ARCHITECTURES[kind] if reader else ()
     listed = architectures if isinstance(architectures, list) else [None]
     if not known or any(name not in known for name in listed):
-        got = f"model_type {reading.shown(kind)} with architectures {reading.shown(architectures)}"
+        got = f"model_type {shown(kind)} with architectures {shown(architectures)}"
         pairs = [pair for reader in _READERS for pair in reader.ARCHITECTURES.items()]
         expected = "; ".join(f"{kind} with {' or '.join(names)}" for kind, names in pairs)
         path = folder / "config.json"
-        raise ValueError(f"{path}: unknown architecture: got {got}, expected {expected}")
+        raise mismatch(f"{path}: unknown architecture", got, expected)
     return reader
 
 
@@ -92,11 +93,9 @@ def _open_tensors(folder: pathlib.Path) -> tuple[dict[str, StoredTensor], tuple[
     """
     name = next(iter(list_weights(folder)), None)
     if name in PYTORCH:
-        got = "pytorch_model.bin only"
-        raise ValueError(f"{folder}: got {got}, expected model.safetensors; {_CONVERT}")
+        raise mismatch(folder, "pytorch_model.bin only", f"model.safetensors; {_CONVERT}")
     if name is None:
-        expected = "model.safetensors, its shards, or flax_model.msgpack"
-        raise ValueError(f"{folder}: got no weights, expected {expected}")
+        raise mismatch(folder, "no weights", "model.safetensors, its shards, or flax_model.msgpack")
     if name == FLAX:
         return _unwrap_names(folder, _rename_flax(flax_msgpack.open_file(folder / FLAX)))
     return _unwrap_names(folder, safetensors_files.open_folder(folder))
@@ -158,8 +157,7 @@ def _read_ids(
         return None
     ids = given if isinstance(given, list) else [given]
     if not all(type(i) is int for i in ids):
-        got = reading.shown(given)
-        raise ValueError(f"{folder / file}: {name}: got {got}, expected an integer")
+        raise mismatch(f"{folder / file}: {name}", shown(given), "an integer")
     return tuple(ids)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec_jax.checkpoints.stored_tensor import FLOATS, StoredTensor
-from specdec_jax.files.reading import PathLike
+from specdec_jax.files.reading import PathLike, mismatch
 
 _MOST = 127
 _VALUES, _SCALES = "values", "scales"
@@ -78,9 +78,8 @@ def join_parts(stored: dict[str, StoredTensor], path: PathLike) -> dict[str, Sto
             continue
         other = stored.get(f"{parameter}/{_SCALES if part == _VALUES else _VALUES}")
         if other is None:
-            got = f"8-bit {part} alone"
-            raise ValueError(
-                f"{path}: parameter {parameter}: got {got}, expected values and scales"
+            raise mismatch(
+                f"{path}: parameter {parameter}", f"8-bit {part} alone", "values and scales"
             )
         if part == _SCALES:
             continue

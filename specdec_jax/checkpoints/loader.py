@@ -19,7 +19,7 @@ from specdec_jax.checkpoints.memory import check_memory, returning_freed_memory
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, check
 from specdec_jax.checkpoints.weights import choose_int8_weights, read_params
 from specdec_jax.files.progress import Progress, print_line
-from specdec_jax.files.reading import PathLike
+from specdec_jax.files.reading import PathLike, mismatch
 from specdec_jax.models import arguments
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.forks import check_process
@@ -108,7 +108,7 @@ def load(
     arguments.check_kind("mesh", mesh, Mesh | None, "a mesh, as from make_mesh")
     arguments.check_kind("say", say, Callable, "a function of one line")
     if arguments.check_flag("replicate", replicate) and mesh is None:
-        raise ValueError("replicate: got True without a mesh, expected mesh= too")
+        raise mismatch("replicate", "True without a mesh", "mesh= too")
     rules = None if mesh is None else ShardingRules(mesh, replicate)
     folder = resolve(path)
     checkpoint = open_complete(folder, config, vocabulary, say)
@@ -192,7 +192,7 @@ def _check_dtype(dtype: npt.DTypeLike, known: tuple[str, ...] = DTYPES) -> str:
     except TypeError:
         name = str(dtype)
     if name not in known:
-        raise ValueError(f"dtype: got {name}, expected {' or '.join(known)}")
+        raise mismatch("dtype", name, " or ".join(known))
     return name
 
 
@@ -257,7 +257,7 @@ def resolve(path: PathLike) -> pathlib.Path:
             f"that: `pip install huggingface_hub; hf download {path} --local-dir {local}`, then "
             f"{local}"
         )
-    raise ValueError(f"{path}: got {kind}, expected {expected}")
+    raise mismatch(path, kind, expected)
 
 
 def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
@@ -272,19 +272,17 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
     if step is not None and (config is not None or not (ours or theirs)):
         checkpoint, read = _open_step(step, config), _list_parts(step, folder)[0]
     elif config is not None:
-        expected = "it for a T5X checkpoint only (here is a config.json)"
-        raise ValueError(f"{folder}: got config=, expected {expected}")
+        raise mismatch(folder, "config=", "it for a T5X checkpoint only (here is a config.json)")
     elif ours:
         checkpoint, read = native_format.open_folder(folder), "params"
     elif native_format.is_folder(folder, "heads"):
-        got = "heads, which only draft for their target"
-        raise ValueError(f"{folder}: got {got}, expected a model")
+        raise mismatch(folder, "heads, which only draft for their target", "a model")
     elif huggingface.is_folder(folder):
         checkpoint, read = huggingface.open_folder(folder), next(iter(theirs), "")
     elif (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder}: got {_ADAPTER}")
     else:
-        raise ValueError(f"{folder}: got a folder of no known format, expected {_KNOWN_FORMATS}")
+        raise mismatch(folder, "a folder of no known format", _KNOWN_FORMATS)
     there = ["params"] * ours + huggingface.list_weights(folder) + _list_parts(step, folder)
     others = [name for name in there if name != read]
     if not others:
@@ -330,8 +328,7 @@ def _read_vocabulary(
     arguments.check_kind("vocabulary", path, PathLike, "a Vocabulary, or a path")
     path = pathlib.Path(path)
     if not path.exists():
-        expected = "a SentencePiece model or a tokenizer.json"
-        raise ValueError(f"{path}: got no such file, expected {expected}")
+        raise mismatch(path, "no such file", "a SentencePiece model or a tokenizer.json")
     if path.suffix == ".json":
         return TokenizerJsonVocabulary.load(path, stop_ids=stop_ids)
     pieces = SentencePieceVocabulary.load(path)

@@ -15,6 +15,7 @@ import safetensors
 
 from specdec_jax.checkpoints.stored_tensor import Report, StoredTensor, fill_rows, iterate_names
 from specdec_jax.files import reading
+from specdec_jax.files.reading import mismatch, shown
 from specdec_jax.files.writing import name_errors, write_file
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
@@ -36,14 +37,14 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
         return _open_file(folder / WHOLE)
     shard_of = reading.read_json(index).get("weight_map")
     if not isinstance(shard_of, dict):
-        got, expected = f"weight_map {reading.shown(shard_of)}", "each tensor's file by its name"
+        got, expected = f"weight_map {shown(shard_of)}", "each tensor's file by its name"
         raise ValueError(f"{index}: got {got}, expected {expected}")
     reading.check_names(shard_of, index)
     shards = {name: reading.join_inside(folder, shard, index) for name, shard in shard_of.items()}
     opened = {shard: _open_file(shard) for shard in sorted(set(shards.values()))}
     for name, shard in shards.items():
         if name not in opened[shard]:
-            raise ValueError(f"{shard}: got no tensor {name}, expected it as {index.name} names it")
+            raise mismatch(shard, f"no tensor {name}", f"it as {index.name} names it")
     return {name: tensor for tensors in opened.values() for name, tensor in tensors.items()}
 
 
@@ -56,8 +57,7 @@ def _open_file(path: pathlib.Path) -> dict[str, StoredTensor]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(path.stat().st_size, reading.MOST_BYTES):
-            got = f"a header of {length:,} bytes"
-            raise ValueError(f"{path}: got {got}, expected a safetensors file (truncated?)")
+            raise mismatch(path, f"a header of {length:,} bytes", "a safetensors file (truncated?)")
         header = file.read(length)
     try:
         with safetensors.safe_open(path, "numpy"):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec_jax.files.reading import PathLike
+from specdec_jax.files.reading import PathLike, mismatch
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.parameters import parameter_shapes
@@ -146,13 +146,12 @@ def check_shapes(
     """
     for name, shape in expected.items():
         if name not in parameters:
-            raise ValueError(f"{path}: parameter {name}: got none, expected one of shape {shape}")
+            raise mismatch(f"{path}: parameter {name}", "none", f"one of shape {shape}")
         if (got := tuple(parameters[name].shape)) != shape:
-            raise ValueError(f"{path}: parameter {name}: got shape {got}, expected {shape}")
+            raise mismatch(f"{path}: parameter {name}", f"shape {got}", shape)
     for name in parameters:
         if name not in expected:
-            expected_only = f"expected only those {whose}"
-            raise ValueError(f"{path}: got unexpected parameter {name}, {expected_only}")
+            raise mismatch(path, f"unexpected parameter {name}", f"only those {whose}")
 
 
 _BLOCK_BYTES = 1 << 22  # how much `fill_rows` reads at a time

@@ -13,7 +13,14 @@ from flax import serialization
 
 from specdec_jax.checkpoints import flax_msgpack, tensorstore_arrays
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTensor, iterate_names
-from specdec_jax.files.reading import PathLike, check_file, check_folder, join_inside, shown
+from specdec_jax.files.reading import (
+    PathLike,
+    check_file,
+    check_folder,
+    join_inside,
+    mismatch,
+    shown,
+)
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.family import ModelConfig
@@ -73,8 +80,7 @@ def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoin
     else:
         stored = tensorstore_arrays.open_ocdbt(folder / "state", ("target",))
     if not stored:
-        got = "no parameters under 'target'"
-        raise ValueError(f"{folder}: got {got}, expected those of a T5X checkpoint")
+        raise mismatch(folder, "no parameters under 'target'", "those of a T5X checkpoint")
     per_layer = None if config is None else config.relative_bias_per_layer
     parameters = _unstack(stored, folder, per_layer)
     return Checkpoint(config or infer_config(parameters, folder), parameters)
@@ -85,11 +91,11 @@ def _open_legacy(folder: pathlib.Path) -> dict[str, StoredTensor]:
     contents = flax_msgpack.read_tree(path)
     version = contents.get("version", 0) if isinstance(contents, dict) else 0
     if version not in (2, 3):
-        raise ValueError(f"{path}: got checkpoint version {shown(version)}, expected 3")
+        raise mismatch(path, f"checkpoint version {shown(version)}", "3")
     state = contents.get("optimizer", contents)
     target = state.get("target") if isinstance(state, dict) else None
     if not isinstance(target, dict):
-        raise ValueError(f"{path}: got no 'target', expected the parameters of a T5X checkpoint")
+        raise mismatch(path, "no 'target'", "the parameters of a T5X checkpoint")
     arrays = flatten(_mark_arrays(target))
     return {name: _open_legacy_array(name, value, path) for name, value in arrays.items()}
 
@@ -114,8 +120,7 @@ def _open_legacy_array(name: str, value: Any, path: pathlib.Path) -> StoredTenso
         return flax_msgpack.open_array(path, name, value)
     spec, store = value.spec, value.spec["kvstore"]
     if spec["driver"] != "zarr" or not isinstance(store, dict):
-        got = f"driver {shown(spec['driver'])}"
-        raise ValueError(f"{path}: parameter {name}: got {got}, expected zarr")
+        raise mismatch(f"{path}: parameter {name}", f"driver {shown(spec['driver'])}", "zarr")
     # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
     # Before TensorStore 0.1.14 the path was at the top of the spec.
     array = join_inside(path.parent, store.get("path", spec.get("path")), path)
@@ -207,9 +212,8 @@ def _is_table(name: str) -> bool:
 def _read_tables(tensor: StoredTensor, name: str, folder: pathlib.Path) -> np.ndarray:
     """Returns the position tables `[H, layers, buckets]` of a stack in float32."""
     if len(tensor.shape) != 3 or tensor.size > _TABLE_SIZE:
-        expected = "relative position tables"
-        raise ValueError(
-            f"{folder}: parameter {name}: got shape {tensor.shape}, expected {expected}"
+        raise mismatch(
+            f"{folder}: parameter {name}", f"shape {tensor.shape}", "relative position tables"
         )
     return tensor.load(np.float32)
 
@@ -217,10 +221,10 @@ def _read_tables(tensor: StoredTensor, name: str, folder: pathlib.Path) -> np.nd
 def _share_table(tables: np.ndarray, dtype: str, name: str, folder: pathlib.Path) -> StoredTensor:
     """Returns the table `[H, buckets]` that all layers of `tables [H, layers, buckets]` share."""
     if not (tables == tables[:, :1]).all():
-        raise ValueError(
-            f"{folder}: parameter {name}: got a relative position table of its own for each layer "
-            "(as in umT5), expected one that all layers share, or a configuration with "
-            "relative_bias_per_layer"
+        raise mismatch(
+            f"{folder}: parameter {name}",
+            "a relative position table of its own for each layer (as in umT5)",
+            "one that all layers share, or a configuration with relative_bias_per_layer",
         )
     return dataclasses.replace(StoredTensor.from_array(tables[:, 0]), dtype=dtype)
 
@@ -245,7 +249,7 @@ def infer_config(parameters: dict[str, StoredTensor], path: PathLike) -> T5Confi
             raise ValueError(f"{path}: parameter {name}: got none, expected {expected}")
         shapes[key] = shape = parameters[name].shape
         if len(shape) != 2:
-            raise ValueError(f"{path}: parameter {name}: got shape {shape}, expected 2 axes")
+            raise mismatch(f"{path}: parameter {name}", f"shape {shape}", "2 axes")
     (vocab_size, emb_dim), (num_heads, num_buckets) = shapes["embedding"], shapes["table"]
     inner = shapes["query"][1]
     if not num_heads or inner % num_heads:
