@@ -138,21 +138,12 @@ def load(
 
 def open_complete(
     folder: pathlib.Path,
-    config: T5Config | None,
-    vocabulary: Vocabulary | PathLike | None,
-    say: Callable[[str], None],
+    config: T5Config | None = None,
+    vocabulary: Vocabulary | PathLike | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Checkpoint:
-    """Opens the checkpoint in a folder as `complete` returns it, and passes its notes to `say`."""
-    checkpoint = complete(open_checkpoint(folder, config), vocabulary, folder)
-    for note in checkpoint.notes:
-        say(note)
-    return checkpoint
-
-
-def complete(
-    checkpoint: Checkpoint, vocabulary: Vocabulary | PathLike | None, folder: pathlib.Path
-) -> Checkpoint:
-    """Returns the checkpoint with the chosen vocabulary and special ids; reads no parameter."""
+    """Opens a checkpoint with the chosen vocabulary and special ids; passes its notes to `say`."""
+    checkpoint = open_checkpoint(folder, config)
     check(checkpoint, folder)
     vocabulary = _choose_vocabulary(vocabulary, checkpoint)
     start = 0 if checkpoint.start_token is None else checkpoint.start_token
@@ -163,9 +154,10 @@ def complete(
         check_ids(checkpoint.config, vocabulary, start, eos_ids)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    return dataclasses.replace(
-        checkpoint, vocabulary=vocabulary, start_token=start, eos_ids=tuple(eos_ids)
-    )
+    for note in checkpoint.notes:
+        say(note)
+    special = dict(start_token=start, eos_ids=tuple(eos_ids))
+    return dataclasses.replace(checkpoint, vocabulary=vocabulary, **special)
 
 
 def load_vocabulary(
@@ -217,14 +209,9 @@ def choose_dtype(
     int8_weights: str | None = None,
     input_bits: int | None = 16,
 ) -> str:
-    """Returns the name of `dtype`, or of the machine's default for None.
+    """Returns the name of `dtype`, or for None of the machine's default, which a line states.
 
-    Args:
-      dtype: dtype of the parameters.
-      path: the model's, for the line about a default.
-      say: called with that line.
-      int8_weights: from `choose_int8_weights`.
-      input_bits: of products with such weights.
+    `int8_weights` is from `choose_int8_weights`, `input_bits` that of products with such weights.
     """
     chosen = _name_dtype(dtype)
     if dtype is None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from specdec_jax.checkpoints import int8, tensorstore_arrays
-from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTensor, iterate_names
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, Parameters, Report, iterate_names
 from specdec_jax.files import reading
 from specdec_jax.files.reading import mismatch, shown
 from specdec_jax.files.writing import new_folder, write_file
@@ -85,7 +85,7 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
     )
 
 
-def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, StoredTensor]]:
+def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, Parameters]:
     """Opens a folder that `write_heads` wrote, without reading its parameters.
 
     Returns:
@@ -157,7 +157,7 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
 
 
 def _load_arrays(
-    parameters: dict[str, StoredTensor], dtype: str, report: Report
+    parameters: Parameters, dtype: str, report: Report
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays that are stored for the parameters, one at a time, by name."""
     for name in iterate_names(parameters, report):

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from specdec_jax.checkpoints.stored_tensor import Report, StoredTensor, fill_rows, iterate_names
+from specdec_jax.checkpoints.stored_tensor import (
+    Parameters,
+    Report,
+    StoredTensor,
+    fill_rows,
+    iterate_names,
+)
 from specdec_jax.files import reading
 from specdec_jax.files.reading import mismatch, shown
 from specdec_jax.files.writing import name_errors, write_file
@@ -24,7 +30,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # most bytes of tensors in one file, as in transformers
 
 
-def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
+def open_folder(folder: pathlib.Path) -> Parameters:
     """Returns every tensor of `model.safetensors`, else of the shards that the index names.
 
     That order is transformers': saving a whole model into a folder of shards leaves their index.
@@ -48,7 +54,7 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
     return {name: tensor for tensors in opened.values() for name, tensor in tensors.items()}
 
 
-def _open_file(path: pathlib.Path) -> dict[str, StoredTensor]:
+def _open_file(path: pathlib.Path) -> Parameters:
     """Returns the tensors of one file.
 
     The package `safetensors` checks the header: its lengths, and that the tensors fill the file.
@@ -89,9 +95,7 @@ def _open_tensor(path: pathlib.Path, name: str, entry: dict, base: int) -> Store
     return StoredTensor(shape, read, stored.name)
 
 
-def write_folder(
-    tensors: dict[str, StoredTensor], dtype: str, folder: pathlib.Path, report: Report
-) -> None:
+def write_folder(tensors: Parameters, dtype: str, folder: pathlib.Path, report: Report) -> None:
     """Writes `model.safetensors`, or an index and shards of at most `SHARD_BYTES`.
 
     A larger tensor has a shard of its own.

@@ -92,6 +92,9 @@ def _dtype_error(path: PathLike, name: str, dtype: str) -> ValueError:
     return ValueError(f"{path}: parameter {name}: got dtype {dtype}, {expected}")
 
 
+Parameters = dict[str, StoredTensor]  # by their names
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint of which no parameter has been read yet.
@@ -108,7 +111,7 @@ class Checkpoint:
     """
 
     config: ModelConfig
-    parameters: dict[str, StoredTensor]
+    parameters: Parameters
     vocabulary: Vocabulary | None = None
     start_token: int | None = None
     eos_ids: tuple[int, ...] | None = None
@@ -117,7 +120,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
 
 
-def iterate_names(parameters: dict[str, StoredTensor], report: Report) -> Iterator[str]:
+def iterate_names(parameters: Parameters, report: Report) -> Iterator[str]:
     """Yields the names, and reports the size of each parameter before the next name."""
     for name, tensor in parameters.items():
         yield name

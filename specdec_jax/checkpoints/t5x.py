@@ -12,15 +12,15 @@ import numpy as np
 from flax import serialization
 
 from specdec_jax.checkpoints import flax_msgpack, tensorstore_arrays
-from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTensor, iterate_names
-from specdec_jax.files.reading import (
-    PathLike,
-    check_file,
-    check_folder,
-    join_inside,
-    mismatch,
-    shown,
+from specdec_jax.checkpoints.stored_tensor import (
+    Checkpoint,
+    Parameters,
+    Report,
+    StoredTensor,
+    iterate_names,
 )
+from specdec_jax.files import reading
+from specdec_jax.files.reading import mismatch, shown
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.family import ModelConfig
@@ -86,7 +86,7 @@ def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoin
     return Checkpoint(config or infer_config(parameters, folder), parameters)
 
 
-def _open_legacy(folder: pathlib.Path) -> dict[str, StoredTensor]:
+def _open_legacy(folder: pathlib.Path) -> Parameters:
     path = folder / "checkpoint"
     contents = flax_msgpack.read_tree(path)
     version = contents.get("version", 0) if isinstance(contents, dict) else 0
@@ -123,17 +123,15 @@ def _open_legacy_array(name: str, value: Any, path: pathlib.Path) -> StoredTenso
         raise mismatch(f"{path}: parameter {name}", f"driver {shown(spec['driver'])}", "zarr")
     # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
     # Before TensorStore 0.1.14 the path was at the top of the spec.
-    array = join_inside(path.parent, store.get("path", spec.get("path")), path)
-    check_folder(array)
+    array = reading.join_inside(path.parent, store.get("path", spec.get("path")), path)
+    reading.check_folder(array)
     if (array / ".zarray").exists():
-        check_file(array / ".zarray")
+        reading.check_file(array / ".zarray")
     kvstore = {"driver": "file", "path": f"{array.resolve()}/"}
     return tensorstore_arrays.open_array({"driver": "zarr", "kvstore": kvstore}, name, path.parent)
 
 
-def _unstack(
-    stored: dict[str, StoredTensor], folder: pathlib.Path, per_layer: bool | None
-) -> dict[str, StoredTensor]:
+def _unstack(stored: Parameters, folder: pathlib.Path, per_layer: bool | None) -> Parameters:
     """Returns the parameters of `scalable_t5` as those of separate layers; others as they are.
 
     In `scalable_t5` the layers are stacked on axis 1 under `decoder/decoder` and `encoder/encoder`
@@ -229,7 +227,7 @@ def _share_table(tables: np.ndarray, dtype: str, name: str, folder: pathlib.Path
     return dataclasses.replace(StoredTensor.from_array(tables[:, 0]), dtype=dtype)
 
 
-def infer_config(parameters: dict[str, StoredTensor], path: PathLike) -> T5Config:
+def infer_config(parameters: Parameters, path: reading.PathLike) -> T5Config:
     """Returns the configuration that the parameters' shapes imply.
 
     A gated feed-forward block is taken to be gelu, and the distance limit to be 128.
@@ -276,7 +274,7 @@ def infer_config(parameters: dict[str, StoredTensor], path: PathLike) -> T5Confi
     return build(T5Config, fields, path)
 
 
-def stack_layers(parameters: dict[str, StoredTensor], config: T5Config) -> dict[str, StoredTensor]:
+def stack_layers(parameters: Parameters, config: T5Config) -> Parameters:
     """Returns our parameters as those of the T5X network that can compute with them.
 
     That network is `t5`; or, if every layer has a position table, `scalable_t5` as it is by
@@ -284,7 +282,7 @@ def stack_layers(parameters: dict[str, StoredTensor], config: T5Config) -> dict[
     """
     if not config.relative_bias_per_layer:
         return parameters
-    stored: dict[str, StoredTensor] = {}
+    stored: Parameters = {}
     stacks: dict[str, dict[int, StoredTensor]] = collections.defaultdict(dict)
     for name, tensor in parameters.items():
         stack, *path = name.split("/")
@@ -312,11 +310,7 @@ def _stack(name: str, layers: list[StoredTensor], config: T5Config) -> StoredTen
 
 
 def write_legacy(
-    parameters: dict[str, StoredTensor],
-    dtype: str,
-    folder: pathlib.Path,
-    step: int,
-    report: Report,
+    parameters: Parameters, dtype: str, folder: pathlib.Path, step: int, report: Report
 ) -> None:
     """Writes a `checkpoint_<step>` directory in the legacy format, without optimizer states."""
     target = {}
@@ -329,11 +323,7 @@ def write_legacy(
 
 
 def write_orbax(
-    parameters: dict[str, StoredTensor],
-    dtype: str,
-    folder: pathlib.Path,
-    step: int,
-    report: Report,
+    parameters: Parameters, dtype: str, folder: pathlib.Path, step: int, report: Report
 ) -> None:
     """Writes the same as `write_legacy` in Orbax's format, which T5X writes today."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.checkpoints.stored_tensor import FLOATS, StoredTensor, fill_rows
+from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor, fill_rows
 from specdec_jax.files import reading
 from specdec_jax.files.reading import PathLike, mismatch
 from specdec_jax.files.writing import write_file
@@ -98,7 +98,7 @@ def open_ocdbt(
     folder: pathlib.Path,
     prefix: tuple[str, ...] = (),
     allowed_dtypes: Callable[[str], tuple[str, ...]] | None = None,
-) -> dict[str, StoredTensor]:
+) -> Parameters:
     """Opens the arrays under `prefix` in an Orbax folder, by their `/`-joined names below it.
 
     `allowed_dtypes` gives the dtypes that the array of each name may have; None: `FLOATS`.

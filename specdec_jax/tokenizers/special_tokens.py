@@ -47,11 +47,9 @@ def read_frame(processor: Any, size: int) -> Frame | None:
     try:
         frame = _frame(processor)
     except (AttributeError, KeyError, IndexError, RecursionError, TypeError, ValueError):
-        raise mismatch(
-            "post_processor",
-            f"{shown(processor.get('type') if isinstance(processor, dict) else processor)} that is no frame",
-            f"tokens before and after one text: {_FRAMES} of them",
-        ) from None
+        kind = shown(processor.get("type") if isinstance(processor, dict) else processor)
+        expected = f"tokens before and after one text: {_FRAMES} of them"
+        raise mismatch("post_processor", f"{kind} that is no frame", expected) from None
     for token in (*frame.before, *frame.after):
         if type(token) is not int or not 0 <= token < size:
             expected = f"ids of the vocabulary, below {size}"
