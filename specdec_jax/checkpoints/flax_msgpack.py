@@ -8,6 +8,7 @@ the msgpack of (shape, dtype name, bytes); an array above 1 GiB is a map of such
 (see `flax.serialization`).
 """
 
+import functools
 import math
 import pathlib
 import struct
@@ -201,7 +202,5 @@ def open_array(path: pathlib.Path, name: str, array: Any) -> StoredTensor:
             position += count
         return np.concatenate(blocks).reshape(-1, *array.shape[1:])
 
-    def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
-        return fill_rows(array.shape, dtype, read_rows, transpose)
-
+    read = functools.partial(fill_rows, array.shape, read_rows)
     return StoredTensor(array.shape, read, array.dtype.name)

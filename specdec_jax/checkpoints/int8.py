@@ -5,6 +5,8 @@ floating-point numbers, so that a model stored in this way is used like any othe
 different weights. The CPU's own kernels multiply them as they are stored.
 """
 
+import dataclasses
+
 import numpy as np
 
 from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor
@@ -99,8 +101,6 @@ def multiply_parts(values: StoredTensor, scales: StoredTensor) -> StoredTensor:
         numbers = values.load_part(np.int8, box), scales.load_part(np.float32, scales_box)
         return np.multiply(*numbers, dtype=np.float32).astype(dtype, copy=False)
 
-    def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
-        matrix = read_part(dtype, tuple(slice(0, size) for size in values.shape))
-        return np.ascontiguousarray(matrix.T) if transpose else matrix
-
-    return StoredTensor(values.shape, read, "int8", read_part=read_part, parts=(values, scales))
+    whole = tuple(slice(0, size) for size in values.shape)
+    made = StoredTensor.from_function(values.shape, lambda dtype: read_part(dtype, whole), "int8")
+    return dataclasses.replace(made, read_part=read_part, parts=(values, scales))

@@ -4,6 +4,7 @@ Files are read plainly. A memory map would be simpler, but the pages it touches 
 process's memory, on top of the parameters.
 """
 
+import functools
 import json
 import math
 import pathlib
@@ -89,10 +90,7 @@ def _open_tensor(path: pathlib.Path, name: str, entry: dict, base: int) -> Store
         numbers = np.fromfile(path, stored, (stop - start) * width, offset=place)
         return numbers.reshape(stop - start, *shape[1:])
 
-    def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
-        return fill_rows(shape, dtype, read_rows, transpose)
-
-    return StoredTensor(shape, read, stored.name)
+    return StoredTensor(shape, functools.partial(fill_rows, shape, read_rows), stored.name)
 
 
 def write_folder(tensors: Parameters, dtype: str, folder: pathlib.Path, report: Report) -> None:

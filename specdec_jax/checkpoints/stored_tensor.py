@@ -66,6 +66,18 @@ class StoredTensor:
         return part.T if self.turned else part
 
     @classmethod
+    def from_function(
+        cls, shape: tuple[int, ...], make: Callable[[np.dtype], np.ndarray], dtype: str
+    ) -> "StoredTensor":
+        """Wraps a parameter that `make` returns in any dtype; it is stored in `dtype`."""
+
+        def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
+            array = make(dtype)
+            return np.ascontiguousarray(array.T if transpose else array)
+
+        return cls(shape, read, dtype)
+
+    @classmethod
     def from_array(cls, array: Any) -> "StoredTensor":
         """Wraps a numpy or JAX array in memory."""
 
@@ -162,8 +174,8 @@ _BLOCK_BYTES = 1 << 22  # how much `fill_rows` reads at a time
 
 def fill_rows(
     shape: tuple[int, ...],
-    dtype: npt.DTypeLike,
     read_rows: Callable[[int, int], np.ndarray],
+    dtype: npt.DTypeLike,
     transpose: bool = False,
     multiple: int = 1,
 ) -> np.ndarray:
@@ -171,8 +183,8 @@ def fill_rows(
 
     Args:
       shape: `(rows, …)` as stored.
-      dtype: dtype of the result.
       read_rows: `(start, stop)` -> those rows as stored.
+      dtype: dtype of the result.
       transpose: whether the result is the transpose of the stored matrix.
       multiple: number of rows that are stored together; blocks are multiples of it.
     """
@@ -182,11 +194,8 @@ def fill_rows(
         return out
     rows = _BLOCK_BYTES // (4 * max(1, math.prod(shape[1:])))
     step = multiple * max(1, rows // multiple)
+    by_rows = out.T if transpose else out
     for start in range(0, shape[0], step):
         stop = min(start + step, shape[0])
-        block = read_rows(start, stop)
-        if transpose:
-            out[:, start:stop] = block.T
-        else:
-            out[start:stop] = block
+        by_rows[start:stop] = read_rows(start, stop)
     return out

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,7 +149,11 @@ def _unstack(stored: Parameters, folder: pathlib.Path, per_layer: bool | None) -
     def read_stack(name: str, dtype: np.dtype) -> np.ndarray:
         return stored[name].load(dtype)
 
-    tables = {name: _read_tables(stored[name], name, folder) for name in filter(_is_table, stored)}
+    def read_layer(name: str, i: int, dtype: np.dtype) -> np.ndarray:
+        return read_stack(name, dtype)[:, i]
+
+    is_table = re.compile(r"(encoder|decoder)/\1/relpos_bias(/.*)?").fullmatch
+    tables = {name: _read_tables(stored[name], name, folder) for name in filter(is_table, stored)}
     if per_layer is None:
         per_layer = not all((table == table[:, :1]).all() for table in tables.values())
     parameters = {}
@@ -169,22 +173,11 @@ def _unstack(stored: Parameters, folder: pathlib.Path, per_layer: bool | None) -
                     f"{folder}: parameter {name}: got shape {shape}, expected {expected}"
                 )
             for i in range(shape[1]):
-                layer = _slice_layer(tensor, functools.partial(read_stack, name), i)
+                made = functools.partial(read_layer, name, i)
+                layer = StoredTensor.from_function((shape[0], *shape[2:]), made, tensor.dtype)
                 key = "/".join([stack, f"layers_{i}", *path[1:]])
                 parameters[key] = _join_heads(layer, path[-2])
     return parameters
-
-
-def _slice_layer(
-    stack: StoredTensor, read_stack: Callable[[np.dtype], np.ndarray], i: int
-) -> StoredTensor:
-    """Returns layer `i` of a stacked parameter."""
-
-    def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
-        array = read_stack(dtype)[:, i]
-        return np.ascontiguousarray(array.T if transpose else array)
-
-    return StoredTensor((stack.shape[0], *stack.shape[2:]), read, stack.dtype)
 
 
 def _join_heads(tensor: StoredTensor, module: str) -> StoredTensor:
@@ -193,18 +186,9 @@ def _join_heads(tensor: StoredTensor, module: str) -> StoredTensor:
     if len(shape) != 3:
         return tensor
     shape = (shape[0] * shape[1], shape[2]) if module == "out" else (shape[0], shape[1] * shape[2])
-
-    def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
-        array = tensor.load(dtype).reshape(shape)
-        return np.ascontiguousarray(array.T if transpose else array)
-
-    return StoredTensor(shape, read, tensor.dtype)
-
-
-def _is_table(name: str) -> bool:
-    """Returns whether a parameter is the stacked position tables of `scalable_t5`."""
-    stack, *path = name.split("/")
-    return stack in ("encoder", "decoder") and path[:2] == [stack, "relpos_bias"]
+    return StoredTensor.from_function(
+        shape, lambda dtype: tensor.load(dtype).reshape(shape), tensor.dtype
+    )
 
 
 def _read_tables(tensor: StoredTensor, name: str, folder: pathlib.Path) -> np.ndarray:
@@ -303,10 +287,11 @@ def _stack(name: str, layers: list[StoredTensor], config: T5Config) -> StoredTen
     if "attention" in parent and last == "kernel":
         shape = (*heads, shape[1]) if module == "out" else (shape[0], *heads)
 
-    def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
-        return np.stack([layer.load(dtype).reshape(shape) for layer in layers], axis=1)
-
-    return StoredTensor((shape[0], len(layers), *shape[1:]), read, layers[0].dtype)
+    return StoredTensor.from_function(
+        (shape[0], len(layers), *shape[1:]),
+        lambda dtype: np.stack([layer.load(dtype).reshape(shape) for layer in layers], axis=1),
+        layers[0].dtype,
+    )
 
 
 def write_legacy(

@@ -68,7 +68,7 @@ def open_array(
         def read_rows(start: int, stop: int) -> np.ndarray:
             return read_part(dtype, (slice(start, stop),))
 
-        return fill_rows(shape, dtype, read_rows, transpose, multiple=rows)
+        return fill_rows(shape, read_rows, dtype, transpose, multiple=rows)
 
     return StoredTensor(shape, read, stored, read_part=read_part)
 
