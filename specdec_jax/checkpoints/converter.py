@@ -19,7 +19,7 @@ from specdec_jax.checkpoints.loader import (
 from specdec_jax.checkpoints.memory import returning_freed_memory
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, StoredTensor, check
 from specdec_jax.files.progress import Progress, print_line
-from specdec_jax.files.reading import PathLike
+from specdec_jax.files.reading import PathLike, mismatch
 from specdec_jax.files.writing import new_folder
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.family import ModelConfig
@@ -48,9 +48,8 @@ def save(
 ) -> None:
     """Writes a model to a folder that `load` reads.
 
-    The vocabulary's file goes into the folder, except that for "specdec" it is left out if the
-    folder above holds the same file. The folder appears whole or not at all; an earlier model
-    folder of this package there is replaced.
+    The folder appears whole or not at all, and replaces an earlier model folder of this package.
+    For "specdec" the vocabulary's file is left out if the folder above holds the same.
 
     Args:
       model: the model; its weights in int8 are widened unless `dtype` is "int8".
@@ -80,10 +79,9 @@ def save(
 
 
 def _wrap_parameter(value: weight_layouts.Plain) -> StoredTensor:
-    if isinstance(value, Int8Weight):
-        parts = map(StoredTensor.from_array, (value.values, value.scales[None]))
-        return int8.multiply_parts(*parts)
-    return StoredTensor.from_array(value)
+    if not isinstance(value, Int8Weight):
+        return StoredTensor.from_array(value)
+    return int8.multiply_parts(*map(StoredTensor.from_array, (value.values, value.scales[None])))
 
 
 class Written(NamedTuple):
@@ -155,7 +153,7 @@ def convert(
 
 def _check_format(format: str) -> str:
     if format not in FORMATS:
-        raise ValueError(f"format: got {format!r}, expected one of {', '.join(FORMATS)}")
+        raise mismatch("format", f"{format!r}", f"one of {', '.join(FORMATS)}")
     return format
 
 
@@ -209,18 +207,16 @@ def _check_format_holds(format: str, config: ModelConfig) -> None:
     """Raises ValueError if a format has no names for the parameters of a model."""
     if format == "specdec":
         return
-    if config.encoder_dim is not None or config.family not in _HOLDS[format]:
-        kind = f"a {type(config).__name__}"
-        if config.encoder_dim is not None:
-            kind = "a model without an encoder of its own"
-        if config.decoder_only:
-            kind = "a decoder-only model"
-        raise ValueError(f"format: got {format!r} for {kind}, expected 'specdec'")
-    if format.startswith("t5x") and t5_only("format", config).separate_embeddings:
-        raise ValueError(
-            f"format: got {format!r} for a model whose encoder has an embedding of its own, "
-            "expected 'specdec' or 'huggingface': T5X's networks share one"
-        )
+    kind, expected = None, "'specdec'"
+    if config.encoder_dim is not None:
+        kind = "a model without an encoder of its own"
+    elif config.family not in _HOLDS[format]:
+        kind = "a decoder-only model" if config.decoder_only else f"a {type(config).__name__}"
+    elif format.startswith("t5x") and t5_only("format", config).separate_embeddings:
+        kind = "a model whose encoder has an embedding of its own"
+        expected += " or 'huggingface': T5X's networks share one"
+    if kind:
+        raise mismatch("format", f"{format!r} for {kind}", expected)
 
 
 def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> None:
@@ -232,18 +228,17 @@ def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> 
     expressed = _list_properties(written)
     for name, value in _list_properties(checkpoint).items():
         if (got := expressed.get(name)) != value:
-            back = f"which {format} would give back as {got!r}"
-            raise ValueError(f"format: got {name}={value!r}, {back}")
+            got = f"{name}={value!r}, which {format} would give back as {got!r}"
+            raise ValueError(f"format: got {got}")
 
 
 def _list_properties(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns everything about a model that is to survive a format, but for its parameters."""
     config, vocabulary = checkpoint.config.explicit(), checkpoint.vocabulary
-    properties = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    # Settings of training, and of how parameters are held.
-    for name in ("dropout_rate", "dtype", "matmul_dtype"):
-        properties.pop(name, None)
-    properties |= {
+    # Left out are settings of training, and of how parameters are held.
+    left_out = ("dropout_rate", "dtype", "matmul_dtype")
+    names = [field.name for field in dataclasses.fields(config) if field.name not in left_out]
+    properties = {name: getattr(config, name) for name in names} | {
         "start_token": checkpoint.start_token,
         "eos_ids": checkpoint.eos_ids,
         "encoder": checkpoint.encoder_fingerprint,

@@ -8,6 +8,7 @@ the msgpack of (shape, dtype name, bytes); an array above 1 GiB is a map of such
 (see `flax.serialization`).
 """
 
+import functools
 import math
 import pathlib
 import struct
@@ -16,8 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checkpoints.stored_tensor import FLOATS, StoredTensor, fill_rows
-from specdec_jax.files.reading import check_file, shown
+from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor, fill_rows
+from specdec_jax.files.reading import check_file, mismatch, shown
 from specdec_jax.models.parameters import flatten
 
 _CHUNKED = "__msgpack_chunked_array__"
@@ -25,8 +26,7 @@ _CHUNKED = "__msgpack_chunked_array__"
 _VALUES = 1_000_000  # T5X's checkpoint of 24 + 24 layers has some 20,000
 _DEPTH = 100
 _STRING = 4096
-# The dtypes that an array may have: those of parameters, and of what a training state holds beside
-# them.
+# The dtypes that an array may have: those of parameters, and of what a training state holds too.
 _INTS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 _DTYPES = {name: jnp.dtype(name) for name in (*FLOATS, "bool", *_INTS)}
 
@@ -45,7 +45,7 @@ class Array(NamedTuple):
     parts: tuple[tuple[int, int], ...]
 
 
-def open_file(path: pathlib.Path) -> dict[str, StoredTensor]:
+def open_file(path: pathlib.Path) -> Parameters:
     """Returns every array of the file by its `/`-joined name; none is read yet.
 
     Raises:
@@ -53,7 +53,7 @@ def open_file(path: pathlib.Path) -> dict[str, StoredTensor]:
     """
     tree = read_tree(path)
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: got {shown(tree)}, expected Flax parameters")
+        raise mismatch(path, shown(tree), "Flax parameters")
     return {name: open_array(path, name, array) for name, array in flatten(tree).items()}
 
 
@@ -71,13 +71,12 @@ def read_tree(path: pathlib.Path) -> Any:
             if file.tell() != walk.size:
                 raise ValueError(f"{walk.size} bytes where the headers say {file.tell()}")
     except ValueError as error:
-        got = f"no readable msgpack ({error})"
-        raise ValueError(f"{path}: got {got}, expected Flax's (truncated?)") from None
+        raise mismatch(path, f"no readable msgpack ({error})", "Flax's (truncated?)") from None
     return tree
 
 
-_INTEGERS = {0xCC: "B", 0xCD: "H", 0xCE: "I", 0xCF: "Q", 0xD0: "b", 0xD1: "h", 0xD2: "i", 0xD3: "q"}
-_FLOATS = {0xCA: "f", 0xCB: "d"}
+# By the codes of msgpack, the forms of numbers, or of lengths, as `struct` names them.
+_NUMBERS = dict(zip(range(0xCA, 0xD4), "fdBHIQbhiq"))
 _STRINGS = {0xD9: "B", 0xDA: "H", 0xDB: "I"}
 _BYTES = {0xC4: "B", 0xC5: "H", 0xC6: "I"}
 _EXTENSIONS = {0xC7: "B", 0xC8: "H", 0xC9: "I"}
@@ -119,8 +118,8 @@ class _Walk:
             return [self.value(depth + 1) for _ in range(count)]
         if code <= 0xBF or code in _STRINGS:
             return self._string(code & 0x1F if code <= 0xBF else self._number(_STRINGS[code]))
-        if code in _INTEGERS or code in _FLOATS:
-            return self._number((_INTEGERS | _FLOATS)[code])
+        if code in _NUMBERS:
+            return self._number(_NUMBERS[code])
         if code in _BYTES:
             return self._skip(self._number(_BYTES[code]))
         if code in _EXTENSIONS or code in _FIXED_EXTENSIONS:
@@ -203,7 +202,5 @@ def open_array(path: pathlib.Path, name: str, array: Any) -> StoredTensor:
             position += count
         return np.concatenate(blocks).reshape(-1, *array.shape[1:])
 
-    def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
-        return fill_rows(array.shape, dtype, read_rows, transpose)
-
+    read = functools.partial(fill_rows, array.shape, read_rows)
     return StoredTensor(array.shape, read, array.dtype.name)

@@ -10,8 +10,9 @@ from specdec_jax.checkpoints import (
     huggingface_t5,
     safetensors_files,
 )
-from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTensor
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, Parameters, Report
 from specdec_jax.files import reading
+from specdec_jax.files.reading import mismatch, shown
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.tokenizers import huggingface_folders
@@ -49,42 +50,44 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     Raises:
       ValueError: no weights in a readable format, an unknown architecture, or damaged files.
     """
-    path = folder / "config.json"
+    path, generation_path = folder / "config.json", folder / "generation_config.json"
     if not path.exists():
-        raise ValueError(f"{folder}: got no config.json, expected one beside the weights")
-    options = reading.read_json(path)
-    generation = reading.read_optional_json(folder / "generation_config.json")
-    reader = _choose_reader(folder, options)
+        raise mismatch(folder, "no config.json", "one beside the weights")
+    options, generation = reading.read_json(path), reading.read_optional_json(generation_path)
+    reader = _choose_reader(path, options)
     options = reader.SPECIAL_IDS | options
+    files = (generation_path, generation), (path, options)  # the first that gives a value decides
     tensors, notes = _open_tensors(folder)
     config, parameters = reader.open_model(folder, options, tensors)
-    start = _read_ids(folder, generation, options, reader.START) or (0,)
+    start = _read_ids(files, reader.START) or (0,)
     if len(start) > 1:
-        raise ValueError(f"{path}: got the start tokens {reading.shown(start)}, expected one")
-    eos_ids = _read_ids(folder, generation, options, "eos_token_id")
+        raise mismatch(path, f"the start tokens {shown(start)}", "one")
+    eos_ids = _read_ids(files, "eos_token_id")
     eos_ids = reader.NO_EOS if eos_ids is None else eos_ids
     vocabulary = huggingface_folders.open_folder(folder, eos_ids or (), config.vocab_size)
-    defaults, more = _read_decoding_defaults(folder, generation, options)
-    notes = (*notes, *more)
+    # As in transformers, config.json sets how a model decodes only without the other file, and
+    # its `task_specific_params` count only where a caller asks for them.
+    source, content = files[0 if generation_path.exists() else 1]
+    defaults = ModelDefaults.read(content, source)
+    notes = (*notes, *defaults.lines(folder, source.name))
     return Checkpoint(config, parameters, vocabulary, start[0], eos_ids, None, defaults, notes)
 
 
-def _choose_reader(folder: pathlib.Path, options: dict) -> Any:
+def _choose_reader(path: pathlib.Path, options: dict) -> Any:
     """Returns the module of the family that config.json names."""
     kind, architectures = options.get("model_type"), options.get("architectures") or []
     reader = _READER_OF.get(kind) if isinstance(kind, str) else None
     known = reader.ARCHITECTURES[kind] if reader else ()
     listed = architectures if isinstance(architectures, list) else [None]
     if not known or any(name not in known for name in listed):
-        got = f"model_type {reading.shown(kind)} with architectures {reading.shown(architectures)}"
+        got = f"model_type {shown(kind)} with architectures {shown(architectures)}"
         pairs = [pair for reader in _READERS for pair in reader.ARCHITECTURES.items()]
         expected = "; ".join(f"{kind} with {' or '.join(names)}" for kind, names in pairs)
-        path = folder / "config.json"
-        raise ValueError(f"{path}: unknown architecture: got {got}, expected {expected}")
+        raise mismatch(f"{path}: unknown architecture", got, expected)
     return reader
 
 
-def _open_tensors(folder: pathlib.Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+def _open_tensors(folder: pathlib.Path) -> tuple[Parameters, tuple[str, ...]]:
     """Returns every tensor by PyTorch's name, and lines about what was left out of the names.
 
     Raises:
@@ -92,17 +95,15 @@ def _open_tensors(folder: pathlib.Path) -> tuple[dict[str, StoredTensor], tuple[
     """
     name = next(iter(list_weights(folder)), None)
     if name in PYTORCH:
-        got = "pytorch_model.bin only"
-        raise ValueError(f"{folder}: got {got}, expected model.safetensors; {_CONVERT}")
+        raise mismatch(folder, "pytorch_model.bin only", f"model.safetensors; {_CONVERT}")
     if name is None:
-        expected = "model.safetensors, its shards, or flax_model.msgpack"
-        raise ValueError(f"{folder}: got no weights, expected {expected}")
+        raise mismatch(folder, "no weights", "model.safetensors, its shards, or flax_model.msgpack")
     if name == FLAX:
         return _unwrap_names(folder, _rename_flax(flax_msgpack.open_file(folder / FLAX)))
     return _unwrap_names(folder, safetensors_files.open_folder(folder))
 
 
-def _rename_flax(parameters: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _rename_flax(parameters: Parameters) -> Parameters:
     """Returns Flax's parameters as PyTorch's tensors: their names, and weights `[out, in]`."""
     tensors = {}
     for name, tensor in parameters.items():
@@ -112,11 +113,9 @@ def _rename_flax(parameters: dict[str, StoredTensor]) -> dict[str, StoredTensor]
     return tensors
 
 
-def _unwrap_names(
-    folder: pathlib.Path, tensors: dict[str, StoredTensor]
-) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+def _unwrap_names(folder: pathlib.Path, tensors: Parameters) -> tuple[Parameters, tuple[str, ...]]:
     """Returns the tensors without wrappers' parts in their names, and a line if there were any."""
-    unwrapped: dict[str, StoredTensor] = {}
+    unwrapped: Parameters = {}
     wrappers: dict[str, None] = {}
     for name, tensor in tensors.items():
         parts = name.split(".")
@@ -132,35 +131,15 @@ def _unwrap_names(
     return unwrapped, (f"{folder}: {left}, which a wrapper of the saved module added",)
 
 
-def _read_decoding_defaults(
-    folder: pathlib.Path, generation: dict, options: dict
-) -> tuple[ModelDefaults, tuple[str, ...]]:
-    """Returns how the model decodes by default, and lines about it.
-
-    As in transformers, generation_config.json decides, or, only where there is none, config.json;
-    `task_specific_params` count only where a caller asks for them.
-    """
-    path = folder / "generation_config.json"
-    if not path.exists():
-        path, generation = folder / "config.json", options
-    defaults = ModelDefaults.read(generation, path)
-    return defaults, defaults.lines(folder, path.name)
-
-
-def _read_ids(
-    folder: pathlib.Path, generation: dict, options: dict, name: str
-) -> tuple[int, ...] | None:
-    """Returns the id or ids that generation_config.json gives under `name`, or else config.json."""
-    file, given = "generation_config.json", generation.get(name)
-    if given is None:
-        file, given = "config.json", options.get(name)
-    if given is None:
-        return None
-    ids = given if isinstance(given, list) else [given]
-    if not all(type(i) is int for i in ids):
-        got = reading.shown(given)
-        raise ValueError(f"{folder / file}: {name}: got {got}, expected an integer")
-    return tuple(ids)
+def _read_ids(files: tuple[tuple[pathlib.Path, dict], ...], name: str) -> tuple[int, ...] | None:
+    """Returns the id or ids that the first of the files gives under `name`."""
+    for path, content in files:
+        if (given := content.get(name)) is not None:
+            ids = given if isinstance(given, list) else [given]
+            if not all(type(i) is int for i in ids):
+                raise mismatch(f"{path}: {name}", shown(given), "an integer")
+            return tuple(ids)
+    return None
 
 
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, report: Report) -> None:

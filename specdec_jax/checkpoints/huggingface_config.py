@@ -3,7 +3,7 @@
 import pathlib
 from typing import Any
 
-from specdec_jax.files import reading
+from specdec_jax.files.reading import mismatch, shown
 
 
 def read_fields(options: dict, names: dict[str, str], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -24,8 +24,7 @@ def choose_value(
     """Returns the meaning of an option of config.json; raises ValueError for unknown values."""
     value = options.get(name, default)
     if not isinstance(value, str) or value not in known:
-        expected = f"one of {', '.join(known)}"
-        raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected {expected}")
+        raise mismatch(f"{path}: {name}", shown(value), f"one of {', '.join(known)}")
     return known[value]
 
 
@@ -33,5 +32,4 @@ def check_fixed(path: pathlib.Path, options: dict, fixed: dict[str, Any]) -> Non
     """Raises ValueError if an option of config.json has another value than the one supported."""
     for name, expected in fixed.items():
         if options.get(name, expected) != expected:
-            got = reading.shown(options[name])
-            raise ValueError(f"{path}: {name}: got {got}, expected {expected!r}")
+            raise mismatch(f"{path}: {name}", shown(options[name]), f"{expected!r}")

@@ -4,7 +4,7 @@ import pathlib
 import re
 
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
-from specdec_jax.checkpoints.stored_tensor import StoredTensor
+from specdec_jax.checkpoints.stored_tensor import Parameters
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import parameter_shapes
@@ -35,8 +35,8 @@ _FIELDS = {
 
 
 def open_model(
-    folder: pathlib.Path, options: dict, tensors: dict[str, StoredTensor]
-) -> tuple[GPTConfig, dict[str, StoredTensor]]:
+    folder: pathlib.Path, options: dict, tensors: Parameters
+) -> tuple[GPTConfig, Parameters]:
     """Returns the configuration that config.json gives, and the tensors by our names."""
     config = _read_config(folder, options)
     return config, _rename_tensors(tensors, config, folder)
@@ -92,9 +92,7 @@ def tensor_name(name: str) -> str:
     return f"h.{layer.removeprefix('layers_')}.{_PLACES[place]}.{last}"
 
 
-def _rename_tensors(
-    given: dict[str, StoredTensor], config: GPTConfig, folder: pathlib.Path
-) -> dict[str, StoredTensor]:
+def _rename_tensors(given: Parameters, config: GPTConfig, folder: pathlib.Path) -> Parameters:
     """Returns the tensors by our names; unknown ones keep their names.
 
     Weights other than the head's are `[in, out]` already.

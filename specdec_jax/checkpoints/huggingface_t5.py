@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.checkpoints.huggingface_config import check_fixed, choose_value, read_fields
-from specdec_jax.checkpoints.stored_tensor import FLOATS, StoredTensor
+from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.parameters import parameter_shapes
 from specdec_jax.models.t5 import T5Config
@@ -56,8 +56,8 @@ _FIELDS = {
 
 
 def open_model(
-    folder: pathlib.Path, options: dict, tensors: dict[str, StoredTensor]
-) -> tuple[T5Config, dict[str, StoredTensor]]:
+    folder: pathlib.Path, options: dict, tensors: Parameters
+) -> tuple[T5Config, Parameters]:
     """Returns the configuration that config.json and tensors give, and the tensors by our names."""
     places = {
         part: next((name for name in names if name in tensors), _SHARED)
@@ -73,7 +73,7 @@ def open_model(
     return config, _rename_tensors(tensors, config, places)
 
 
-def _same_tensor(tensors: dict[str, StoredTensor], name: str, other: str) -> bool:
+def _same_tensor(tensors: Parameters, name: str, other: str) -> bool:
     """Returns whether two tensors are one, or have the same bits; a file may hold copies.
 
     What is no matrix of floating-point numbers is never the same: it is rejected by its own name.
@@ -123,6 +123,12 @@ _FIXED = {
     "encoder_embedder/embedding": _ENCODERS,
     "decoder/logits_dense/kernel": _HEAD,
 }
+# The blocks of a layer, whose norms have names of ours, by Hugging Face's number of them.
+_NORMS = {
+    "pre_attention_layer_norm": 0,
+    "pre_self_attention_layer_norm": 0,
+    "pre_cross_attention_layer_norm": 1,
+}
 _ATTENTION = {"query": "q", "key": "k", "value": "v", "out": "o"}
 
 
@@ -142,13 +148,8 @@ def tensor_name(name: str) -> str:
         return f"{stack}.final_layer_norm.weight"
     block = f"{stack}.block.{path[0].removeprefix('layers_')}.layer"
     mlp = 1 if stack == "encoder" else 2
-    norms = {
-        "pre_attention_layer_norm": 0,
-        "pre_self_attention_layer_norm": 0,
-        "pre_cross_attention_layer_norm": 1,
-    }
     if path[1].endswith("layer_norm"):
-        return f"{block}.{norms.get(path[1], mlp)}.layer_norm.weight"
+        return f"{block}.{_NORMS.get(path[1], mlp)}.layer_norm.weight"
     if path[1] == "mlp":
         return f"{block}.{mlp}.DenseReluDense.{path[2]}.weight"
     sublayer = "1.EncDecAttention" if path[1] == "encoder_decoder_attention" else "0.SelfAttention"
@@ -160,17 +161,10 @@ def _transpose_weight(name: str, tensor: StoredTensor) -> StoredTensor:
     return tensor.transposed() if name.endswith(("/kernel", "/rel_embedding")) else tensor
 
 
-def _rename_tensors(
-    tensors: dict[str, StoredTensor], config: T5Config, places: dict[str, str]
-) -> dict[str, StoredTensor]:
-    """Returns Hugging Face's tensors by our names.
+def _rename_tensors(tensors: Parameters, config: T5Config, places: dict[str, str]) -> Parameters:
+    """Returns Hugging Face's tensors by our names; those that no such T5 has keep their names.
 
-    Tensors that no T5 of this configuration has keep their names.
-
-    Args:
-      tensors: by Hugging Face's names.
-      config: shape of the network.
-      places: the tensors that are the "encoder"'s and the "decoder"'s embedding, and the "head".
+    `places` are the tensors that are the "encoder"'s and the "decoder"'s embedding, and the "head".
     """
     special = {
         "token_embedder/embedding": places["decoder"],
@@ -186,11 +180,9 @@ def _rename_tensors(
     return renamed | {name: tensor for name, tensor in tensors.items() if name not in used}
 
 
-def rename_parameters(parameters: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def rename_parameters(parameters: Parameters) -> Parameters:
     """Returns our parameters as Hugging Face's tensors, by their names."""
-    return {
-        tensor_name(name): _transpose_weight(name, tensor) for name, tensor in parameters.items()
-    }
+    return {tensor_name(name): _transpose_weight(name, it) for name, it in parameters.items()}
 
 
 def make_options(config: T5Config, dtype: str) -> dict[str, Any]:

@@ -5,13 +5,12 @@ floating-point numbers, so that a model stored in this way is used like any othe
 different weights. The CPU's own kernels multiply them as they are stored.
 """
 
-import functools
+import dataclasses
 
 import numpy as np
-import numpy.typing as npt
 
-from specdec_jax.checkpoints.stored_tensor import FLOATS, StoredTensor
-from specdec_jax.files.reading import PathLike
+from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor
+from specdec_jax.files.reading import PathLike, mismatch
 
 _MOST = 127
 _VALUES, _SCALES = "values", "scales"
@@ -39,7 +38,7 @@ def quantize(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
 def _check_finite(name: str, array: np.ndarray) -> None:
     if not np.all(np.isfinite(array)):
         got, expected = "numbers that are not finite", "finite ones to store in int8"
-        raise ValueError(f"parameter {name}: got {got}, expected {expected}")
+        raise mismatch(f"parameter {name}", got, expected)
 
 
 def is_quantized(name: str, tensor: StoredTensor) -> bool:
@@ -63,7 +62,7 @@ def allowed_dtypes(name: str) -> tuple[str, ...]:
     return ("int8",) if name.endswith(f"/{_VALUES}") else FLOATS
 
 
-def join_parts(stored: dict[str, StoredTensor], path: PathLike) -> dict[str, StoredTensor]:
+def join_parts(stored: Parameters, path: PathLike) -> Parameters:
     """Returns the parameters that the stored arrays make up.
 
     Raises:
@@ -78,9 +77,8 @@ def join_parts(stored: dict[str, StoredTensor], path: PathLike) -> dict[str, Sto
             continue
         other = stored.get(f"{parameter}/{_SCALES if part == _VALUES else _VALUES}")
         if other is None:
-            got = f"8-bit {part} alone"
-            raise ValueError(
-                f"{path}: parameter {parameter}: got {got}, expected values and scales"
+            raise mismatch(
+                f"{path}: parameter {parameter}", f"8-bit {part} alone", "values and scales"
             )
         if part == _SCALES:
             continue
@@ -95,24 +93,14 @@ def join_parts(stored: dict[str, StoredTensor], path: PathLike) -> dict[str, Sto
 
 def multiply_parts(values: StoredTensor, scales: StoredTensor) -> StoredTensor:
     """Returns the parameter that is stored as these values and scales."""
-    read = functools.partial(_read, values, scales)
-    read_part = functools.partial(_read_part, values, scales)
-    return StoredTensor(values.shape, read, "int8", read_part=read_part, parts=(values, scales))
 
+    def read_part(dtype: np.dtype, box: tuple[slice, ...]) -> np.ndarray:
+        scales_box = tuple(
+            slice(0, 1) if size == 1 else one for size, one in zip(scales.shape, box)
+        )
+        numbers = values.load_part(np.int8, box), scales.load_part(np.float32, scales_box)
+        return np.multiply(*numbers, dtype=np.float32).astype(dtype, copy=False)
 
-def _read(
-    values: StoredTensor, scales: StoredTensor, dtype: npt.DTypeLike, transpose: bool
-) -> np.ndarray:
-    numbers = values.load(np.int8), scales.load(np.float32)
-    matrix = np.multiply(*numbers, dtype=np.float32).astype(dtype, copy=False)
-    return np.ascontiguousarray(matrix.T) if transpose else matrix
-
-
-def _read_part(
-    values: StoredTensor, scales: StoredTensor, dtype: npt.DTypeLike, box: tuple[slice, ...]
-) -> np.ndarray:
-    box_of_scales = tuple(
-        slice(0, 1) if size == 1 else axis for size, axis in zip(scales.shape, box)
-    )
-    numbers = values.load_part(np.int8, box), scales.load_part(np.float32, box_of_scales)
-    return np.multiply(*numbers, dtype=np.float32).astype(dtype, copy=False)
+    whole = tuple(slice(0, size) for size in values.shape)
+    made = StoredTensor.from_function(values.shape, lambda dtype: read_part(dtype, whole), "int8")
+    return dataclasses.replace(made, read_part=read_part, parts=(values, scales))

@@ -19,7 +19,7 @@ from specdec_jax.checkpoints.memory import check_memory, returning_freed_memory
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, check
 from specdec_jax.checkpoints.weights import choose_int8_weights, read_params
 from specdec_jax.files.progress import Progress, print_line
-from specdec_jax.files.reading import PathLike
+from specdec_jax.files.reading import PathLike, mismatch
 from specdec_jax.models import arguments
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.forks import check_process
@@ -108,7 +108,7 @@ def load(
     arguments.check_kind("mesh", mesh, Mesh | None, "a mesh, as from make_mesh")
     arguments.check_kind("say", say, Callable, "a function of one line")
     if arguments.check_flag("replicate", replicate) and mesh is None:
-        raise ValueError("replicate: got True without a mesh, expected mesh= too")
+        raise mismatch("replicate", "True without a mesh", "mesh= too")
     rules = None if mesh is None else ShardingRules(mesh, replicate)
     folder = resolve(path)
     checkpoint = open_complete(folder, config, vocabulary, say)
@@ -138,21 +138,12 @@ def load(
 
 def open_complete(
     folder: pathlib.Path,
-    config: T5Config | None,
-    vocabulary: Vocabulary | PathLike | None,
-    say: Callable[[str], None],
+    config: T5Config | None = None,
+    vocabulary: Vocabulary | PathLike | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Checkpoint:
-    """Opens the checkpoint in a folder as `complete` returns it, and passes its notes to `say`."""
-    checkpoint = complete(open_checkpoint(folder, config), vocabulary, folder)
-    for note in checkpoint.notes:
-        say(note)
-    return checkpoint
-
-
-def complete(
-    checkpoint: Checkpoint, vocabulary: Vocabulary | PathLike | None, folder: pathlib.Path
-) -> Checkpoint:
-    """Returns the checkpoint with the chosen vocabulary and special ids; reads no parameter."""
+    """Opens a checkpoint with the chosen vocabulary and special ids; passes its notes to `say`."""
+    checkpoint = open_checkpoint(folder, config)
     check(checkpoint, folder)
     vocabulary = _choose_vocabulary(vocabulary, checkpoint)
     start = 0 if checkpoint.start_token is None else checkpoint.start_token
@@ -163,9 +154,10 @@ def complete(
         check_ids(checkpoint.config, vocabulary, start, eos_ids)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    return dataclasses.replace(
-        checkpoint, vocabulary=vocabulary, start_token=start, eos_ids=tuple(eos_ids)
-    )
+    for note in checkpoint.notes:
+        say(note)
+    special = dict(start_token=start, eos_ids=tuple(eos_ids))
+    return dataclasses.replace(checkpoint, vocabulary=vocabulary, **special)
 
 
 def load_vocabulary(
@@ -192,7 +184,7 @@ def _check_dtype(dtype: npt.DTypeLike, known: tuple[str, ...] = DTYPES) -> str:
     except TypeError:
         name = str(dtype)
     if name not in known:
-        raise ValueError(f"dtype: got {name}, expected {' or '.join(known)}")
+        raise mismatch("dtype", name, " or ".join(known))
     return name
 
 
@@ -217,14 +209,9 @@ def choose_dtype(
     int8_weights: str | None = None,
     input_bits: int | None = 16,
 ) -> str:
-    """Returns the name of `dtype`, or of the machine's default for None.
+    """Returns the name of `dtype`, or for None of the machine's default, which a line states.
 
-    Args:
-      dtype: dtype of the parameters.
-      path: the model's, for the line about a default.
-      say: called with that line.
-      int8_weights: from `choose_int8_weights`.
-      input_bits: of products with such weights.
+    `int8_weights` is from `choose_int8_weights`, `input_bits` that of products with such weights.
     """
     chosen = _name_dtype(dtype)
     if dtype is None:
@@ -257,7 +244,7 @@ def resolve(path: PathLike) -> pathlib.Path:
             f"that: `pip install huggingface_hub; hf download {path} --local-dir {local}`, then "
             f"{local}"
         )
-    raise ValueError(f"{path}: got {kind}, expected {expected}")
+    raise mismatch(path, kind, expected)
 
 
 def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
@@ -272,19 +259,17 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
     if step is not None and (config is not None or not (ours or theirs)):
         checkpoint, read = _open_step(step, config), _list_parts(step, folder)[0]
     elif config is not None:
-        expected = "it for a T5X checkpoint only (here is a config.json)"
-        raise ValueError(f"{folder}: got config=, expected {expected}")
+        raise mismatch(folder, "config=", "it for a T5X checkpoint only (here is a config.json)")
     elif ours:
         checkpoint, read = native_format.open_folder(folder), "params"
     elif native_format.is_folder(folder, "heads"):
-        got = "heads, which only draft for their target"
-        raise ValueError(f"{folder}: got {got}, expected a model")
+        raise mismatch(folder, "heads, which only draft for their target", "a model")
     elif huggingface.is_folder(folder):
         checkpoint, read = huggingface.open_folder(folder), next(iter(theirs), "")
     elif (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder}: got {_ADAPTER}")
     else:
-        raise ValueError(f"{folder}: got a folder of no known format, expected {_KNOWN_FORMATS}")
+        raise mismatch(folder, "a folder of no known format", _KNOWN_FORMATS)
     there = ["params"] * ours + huggingface.list_weights(folder) + _list_parts(step, folder)
     others = [name for name in there if name != read]
     if not others:
@@ -330,8 +315,7 @@ def _read_vocabulary(
     arguments.check_kind("vocabulary", path, PathLike, "a Vocabulary, or a path")
     path = pathlib.Path(path)
     if not path.exists():
-        expected = "a SentencePiece model or a tokenizer.json"
-        raise ValueError(f"{path}: got no such file, expected {expected}")
+        raise mismatch(path, "no such file", "a SentencePiece model or a tokenizer.json")
     if path.suffix == ".json":
         return TokenizerJsonVocabulary.load(path, stop_ids=stop_ids)
     pieces = SentencePieceVocabulary.load(path)

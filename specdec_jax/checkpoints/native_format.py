@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from specdec_jax.checkpoints import int8, tensorstore_arrays
-from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTensor, iterate_names
+from specdec_jax.checkpoints.stored_tensor import Checkpoint, Parameters, Report, iterate_names
 from specdec_jax.files import reading
+from specdec_jax.files.reading import mismatch, shown
 from specdec_jax.files.writing import new_folder, write_file
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.families import describe, family_of
@@ -69,8 +70,7 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
     given = {name: content.get(name) for name in kinds}
     for name, (kind, expected) in kinds.items():
         if given[name] is not None and not isinstance(given[name], kind):
-            got = reading.shown(given[name])
-            raise ValueError(f"{path}: {name}: got {got}, expected {expected}")
+            raise mismatch(f"{path}: {name}", shown(given[name]), expected)
     eos_ids, entry, encoder, options = given.values()
     defaults = ModelDefaults.read(options or {}, path)
     return Checkpoint(
@@ -85,19 +85,18 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
     )
 
 
-def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, dict[str, StoredTensor]]:
+def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, Parameters]:
     """Opens a folder that `write_heads` wrote, without reading its parameters.
 
     Returns:
       The shape of the heads, the fingerprint of their target, and their parameters.
     """
     if not is_folder(folder, "heads"):
-        raise ValueError(f"{folder}: got no heads, expected a folder with heads of this package")
+        raise mismatch(folder, "no heads", "a folder with heads of this package")
     path, content = folder / "config.json", _read_record(folder)
     config, fingerprint = build(HeadsConfig, content.get("heads"), path), content.get(_TARGET)
     if not isinstance(fingerprint, str):
-        got = reading.shown(fingerprint)
-        raise ValueError(f"{path}: {_TARGET}: got {got}, expected a string")
+        raise mismatch(f"{path}: {_TARGET}", shown(fingerprint), "a string")
     return config, fingerprint, tensorstore_arrays.open_ocdbt(folder / "params")
 
 
@@ -105,7 +104,7 @@ def _read_record(folder: pathlib.Path) -> dict:
     path = folder / "config.json"
     content = reading.read_json(path)
     if (version := content.get("version")) != VERSION:
-        raise ValueError(f"{path}: got version {reading.shown(version)}, expected {VERSION}")
+        raise mismatch(path, f"version {shown(version)}", VERSION)
     return content
 
 
@@ -115,15 +114,13 @@ def open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
     if kind == "bytes":
         return ByteVocabulary(check_extra_ids(extra_ids, file))
     if kind not in ("sentencepiece", "tokenizer_json"):
-        got = f"kind {reading.shown(kind)}"
-        raise ValueError(f"{file}: vocabulary: got {got}, expected one of this package")
+        raise mismatch(f"{file}: vocabulary", f"kind {shown(kind)}", "one of this package")
     # A target and a drafter may share the file in the folder above theirs.
     folders, name = (folder, folder.absolute().parent), entry.get("file")
     places = [reading.join_inside(place, name, file) for place in folders]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
-        expected = "it there or in the folder above"
-        raise ValueError(f"{folder}: got no vocabulary {places[0].name}, expected {expected}")
+        raise mismatch(folder, f"no vocabulary {places[0].name}", "it there or in the folder above")
     if kind == "sentencepiece":
         return SentencePieceVocabulary.load(path, check_extra_ids(extra_ids, file))
     return TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
@@ -147,8 +144,7 @@ def describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, byt
         return entry | {"eos_ids": list(vocabulary.eos_ids)}, vocabulary.text.encode("utf-8")
     if isinstance(vocabulary, ByteVocabulary):
         return {"kind": "bytes", "extra_ids": vocabulary.extra_ids}, b""
-    got = type(vocabulary).__name__
-    raise ValueError(f"vocabulary: got {got}, expected one that this package can store")
+    raise mismatch("vocabulary", type(vocabulary).__name__, "one that this package can store")
 
 
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, report: Report) -> None:
@@ -161,7 +157,7 @@ def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, repor
 
 
 def _load_arrays(
-    parameters: dict[str, StoredTensor], dtype: str, report: Report
+    parameters: Parameters, dtype: str, report: Report
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays that are stored for the parameters, one at a time, by name."""
     for name in iterate_names(parameters, report):

@@ -4,6 +4,7 @@ Files are read plainly. A memory map would be simpler, but the pages it touches 
 process's memory, on top of the parameters.
 """
 
+import functools
 import json
 import math
 import pathlib
@@ -13,8 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from specdec_jax.checkpoints.stored_tensor import Report, StoredTensor, fill_rows, iterate_names
+from specdec_jax.checkpoints.stored_tensor import (
+    Parameters,
+    Report,
+    StoredTensor,
+    fill_rows,
+    iterate_names,
+)
 from specdec_jax.files import reading
+from specdec_jax.files.reading import mismatch, shown
 from specdec_jax.files.writing import name_errors, write_file
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
@@ -23,7 +31,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # most bytes of tensors in one file, as in transformers
 
 
-def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
+def open_folder(folder: pathlib.Path) -> Parameters:
     """Returns every tensor of `model.safetensors`, else of the shards that the index names.
 
     That order is transformers': saving a whole model into a folder of shards leaves their index.
@@ -36,18 +44,18 @@ def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
         return _open_file(folder / WHOLE)
     shard_of = reading.read_json(index).get("weight_map")
     if not isinstance(shard_of, dict):
-        got, expected = f"weight_map {reading.shown(shard_of)}", "each tensor's file by its name"
+        got, expected = f"weight_map {shown(shard_of)}", "each tensor's file by its name"
         raise ValueError(f"{index}: got {got}, expected {expected}")
     reading.check_names(shard_of, index)
     shards = {name: reading.join_inside(folder, shard, index) for name, shard in shard_of.items()}
     opened = {shard: _open_file(shard) for shard in sorted(set(shards.values()))}
     for name, shard in shards.items():
         if name not in opened[shard]:
-            raise ValueError(f"{shard}: got no tensor {name}, expected it as {index.name} names it")
+            raise mismatch(shard, f"no tensor {name}", f"it as {index.name} names it")
     return {name: tensor for tensors in opened.values() for name, tensor in tensors.items()}
 
 
-def _open_file(path: pathlib.Path) -> dict[str, StoredTensor]:
+def _open_file(path: pathlib.Path) -> Parameters:
     """Returns the tensors of one file.
 
     The package `safetensors` checks the header: its lengths, and that the tensors fill the file.
@@ -56,8 +64,7 @@ def _open_file(path: pathlib.Path) -> dict[str, StoredTensor]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(path.stat().st_size, reading.MOST_BYTES):
-            got = f"a header of {length:,} bytes"
-            raise ValueError(f"{path}: got {got}, expected a safetensors file (truncated?)")
+            raise mismatch(path, f"a header of {length:,} bytes", "a safetensors file (truncated?)")
         header = file.read(length)
     try:
         with safetensors.safe_open(path, "numpy"):
@@ -83,15 +90,10 @@ def _open_tensor(path: pathlib.Path, name: str, entry: dict, base: int) -> Store
         numbers = np.fromfile(path, stored, (stop - start) * width, offset=place)
         return numbers.reshape(stop - start, *shape[1:])
 
-    def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
-        return fill_rows(shape, dtype, read_rows, transpose)
-
-    return StoredTensor(shape, read, stored.name)
+    return StoredTensor(shape, functools.partial(fill_rows, shape, read_rows), stored.name)
 
 
-def write_folder(
-    tensors: dict[str, StoredTensor], dtype: str, folder: pathlib.Path, report: Report
-) -> None:
+def write_folder(tensors: Parameters, dtype: str, folder: pathlib.Path, report: Report) -> None:
     """Writes `model.safetensors`, or an index and shards of at most `SHARD_BYTES`.
 
     A larger tensor has a shard of its own.

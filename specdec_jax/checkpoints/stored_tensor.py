@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec_jax.files.reading import PathLike
+from specdec_jax.files.reading import PathLike, mismatch
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.parameters import parameter_shapes
@@ -66,6 +66,18 @@ class StoredTensor:
         return part.T if self.turned else part
 
     @classmethod
+    def from_function(
+        cls, shape: tuple[int, ...], make: Callable[[np.dtype], np.ndarray], dtype: str
+    ) -> "StoredTensor":
+        """Wraps a parameter that `make` returns in any dtype; it is stored in `dtype`."""
+
+        def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
+            array = make(dtype)
+            return np.ascontiguousarray(array.T if transpose else array)
+
+        return cls(shape, read, dtype)
+
+    @classmethod
     def from_array(cls, array: Any) -> "StoredTensor":
         """Wraps a numpy or JAX array in memory."""
 
@@ -92,6 +104,9 @@ def _dtype_error(path: PathLike, name: str, dtype: str) -> ValueError:
     return ValueError(f"{path}: parameter {name}: got dtype {dtype}, {expected}")
 
 
+Parameters = dict[str, StoredTensor]  # by their names
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint of which no parameter has been read yet.
@@ -108,7 +123,7 @@ class Checkpoint:
     """
 
     config: ModelConfig
-    parameters: dict[str, StoredTensor]
+    parameters: Parameters
     vocabulary: Vocabulary | None = None
     start_token: int | None = None
     eos_ids: tuple[int, ...] | None = None
@@ -117,7 +132,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
 
 
-def iterate_names(parameters: dict[str, StoredTensor], report: Report) -> Iterator[str]:
+def iterate_names(parameters: Parameters, report: Report) -> Iterator[str]:
     """Yields the names, and reports the size of each parameter before the next name."""
     for name, tensor in parameters.items():
         yield name
@@ -146,13 +161,12 @@ def check_shapes(
     """
     for name, shape in expected.items():
         if name not in parameters:
-            raise ValueError(f"{path}: parameter {name}: got none, expected one of shape {shape}")
+            raise mismatch(f"{path}: parameter {name}", "none", f"one of shape {shape}")
         if (got := tuple(parameters[name].shape)) != shape:
-            raise ValueError(f"{path}: parameter {name}: got shape {got}, expected {shape}")
+            raise mismatch(f"{path}: parameter {name}", f"shape {got}", shape)
     for name in parameters:
         if name not in expected:
-            expected_only = f"expected only those {whose}"
-            raise ValueError(f"{path}: got unexpected parameter {name}, {expected_only}")
+            raise mismatch(path, f"unexpected parameter {name}", f"only those {whose}")
 
 
 _BLOCK_BYTES = 1 << 22  # how much `fill_rows` reads at a time
@@ -160,8 +174,8 @@ _BLOCK_BYTES = 1 << 22  # how much `fill_rows` reads at a time
 
 def fill_rows(
     shape: tuple[int, ...],
-    dtype: npt.DTypeLike,
     read_rows: Callable[[int, int], np.ndarray],
+    dtype: npt.DTypeLike,
     transpose: bool = False,
     multiple: int = 1,
 ) -> np.ndarray:
@@ -169,8 +183,8 @@ def fill_rows(
 
     Args:
       shape: `(rows, …)` as stored.
-      dtype: dtype of the result.
       read_rows: `(start, stop)` -> those rows as stored.
+      dtype: dtype of the result.
       transpose: whether the result is the transpose of the stored matrix.
       multiple: number of rows that are stored together; blocks are multiples of it.
     """
@@ -180,11 +194,8 @@ def fill_rows(
         return out
     rows = _BLOCK_BYTES // (4 * max(1, math.prod(shape[1:])))
     step = multiple * max(1, rows // multiple)
+    by_rows = out.T if transpose else out
     for start in range(0, shape[0], step):
         stop = min(start + step, shape[0])
-        block = read_rows(start, stop)
-        if transpose:
-            out[:, start:stop] = block.T
-        else:
-            out[start:stop] = block
+        by_rows[start:stop] = read_rows(start, stop)
     return out

@@ -5,15 +5,22 @@ import dataclasses
 import functools
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from flax import serialization
 
 from specdec_jax.checkpoints import flax_msgpack, tensorstore_arrays
-from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTensor, iterate_names
-from specdec_jax.files.reading import PathLike, check_file, check_folder, join_inside, shown
+from specdec_jax.checkpoints.stored_tensor import (
+    Checkpoint,
+    Parameters,
+    Report,
+    StoredTensor,
+    iterate_names,
+)
+from specdec_jax.files import reading
+from specdec_jax.files.reading import mismatch, shown
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.family import ModelConfig
@@ -73,23 +80,22 @@ def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoin
     else:
         stored = tensorstore_arrays.open_ocdbt(folder / "state", ("target",))
     if not stored:
-        got = "no parameters under 'target'"
-        raise ValueError(f"{folder}: got {got}, expected those of a T5X checkpoint")
+        raise mismatch(folder, "no parameters under 'target'", "those of a T5X checkpoint")
     per_layer = None if config is None else config.relative_bias_per_layer
     parameters = _unstack(stored, folder, per_layer)
     return Checkpoint(config or infer_config(parameters, folder), parameters)
 
 
-def _open_legacy(folder: pathlib.Path) -> dict[str, StoredTensor]:
+def _open_legacy(folder: pathlib.Path) -> Parameters:
     path = folder / "checkpoint"
     contents = flax_msgpack.read_tree(path)
     version = contents.get("version", 0) if isinstance(contents, dict) else 0
     if version not in (2, 3):
-        raise ValueError(f"{path}: got checkpoint version {shown(version)}, expected 3")
+        raise mismatch(path, f"checkpoint version {shown(version)}", "3")
     state = contents.get("optimizer", contents)
     target = state.get("target") if isinstance(state, dict) else None
     if not isinstance(target, dict):
-        raise ValueError(f"{path}: got no 'target', expected the parameters of a T5X checkpoint")
+        raise mismatch(path, "no 'target'", "the parameters of a T5X checkpoint")
     arrays = flatten(_mark_arrays(target))
     return {name: _open_legacy_array(name, value, path) for name, value in arrays.items()}
 
@@ -114,21 +120,18 @@ def _open_legacy_array(name: str, value: Any, path: pathlib.Path) -> StoredTenso
         return flax_msgpack.open_array(path, name, value)
     spec, store = value.spec, value.spec["kvstore"]
     if spec["driver"] != "zarr" or not isinstance(store, dict):
-        got = f"driver {shown(spec['driver'])}"
-        raise ValueError(f"{path}: parameter {name}: got {got}, expected zarr")
+        raise mismatch(f"{path}: parameter {name}", f"driver {shown(spec['driver'])}", "zarr")
     # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
     # Before TensorStore 0.1.14 the path was at the top of the spec.
-    array = join_inside(path.parent, store.get("path", spec.get("path")), path)
-    check_folder(array)
+    array = reading.join_inside(path.parent, store.get("path", spec.get("path")), path)
+    reading.check_folder(array)
     if (array / ".zarray").exists():
-        check_file(array / ".zarray")
+        reading.check_file(array / ".zarray")
     kvstore = {"driver": "file", "path": f"{array.resolve()}/"}
     return tensorstore_arrays.open_array({"driver": "zarr", "kvstore": kvstore}, name, path.parent)
 
 
-def _unstack(
-    stored: dict[str, StoredTensor], folder: pathlib.Path, per_layer: bool | None
-) -> dict[str, StoredTensor]:
+def _unstack(stored: Parameters, folder: pathlib.Path, per_layer: bool | None) -> Parameters:
     """Returns the parameters of `scalable_t5` as those of separate layers; others as they are.
 
     In `scalable_t5` the layers are stacked on axis 1 under `decoder/decoder` and `encoder/encoder`
@@ -146,7 +149,11 @@ def _unstack(
     def read_stack(name: str, dtype: np.dtype) -> np.ndarray:
         return stored[name].load(dtype)
 
-    tables = {name: _read_tables(stored[name], name, folder) for name in filter(_is_table, stored)}
+    def read_layer(name: str, i: int, dtype: np.dtype) -> np.ndarray:
+        return read_stack(name, dtype)[:, i]
+
+    is_table = re.compile(r"(encoder|decoder)/\1/relpos_bias(/.*)?").fullmatch
+    tables = {name: _read_tables(stored[name], name, folder) for name in filter(is_table, stored)}
     if per_layer is None:
         per_layer = not all((table == table[:, :1]).all() for table in tables.values())
     parameters = {}
@@ -166,22 +173,11 @@ def _unstack(
                     f"{folder}: parameter {name}: got shape {shape}, expected {expected}"
                 )
             for i in range(shape[1]):
-                layer = _slice_layer(tensor, functools.partial(read_stack, name), i)
+                made = functools.partial(read_layer, name, i)
+                layer = StoredTensor.from_function((shape[0], *shape[2:]), made, tensor.dtype)
                 key = "/".join([stack, f"layers_{i}", *path[1:]])
                 parameters[key] = _join_heads(layer, path[-2])
     return parameters
-
-
-def _slice_layer(
-    stack: StoredTensor, read_stack: Callable[[np.dtype], np.ndarray], i: int
-) -> StoredTensor:
-    """Returns layer `i` of a stacked parameter."""
-
-    def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
-        array = read_stack(dtype)[:, i]
-        return np.ascontiguousarray(array.T if transpose else array)
-
-    return StoredTensor((stack.shape[0], *stack.shape[2:]), read, stack.dtype)
 
 
 def _join_heads(tensor: StoredTensor, module: str) -> StoredTensor:
@@ -190,26 +186,16 @@ def _join_heads(tensor: StoredTensor, module: str) -> StoredTensor:
     if len(shape) != 3:
         return tensor
     shape = (shape[0] * shape[1], shape[2]) if module == "out" else (shape[0], shape[1] * shape[2])
-
-    def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
-        array = tensor.load(dtype).reshape(shape)
-        return np.ascontiguousarray(array.T if transpose else array)
-
-    return StoredTensor(shape, read, tensor.dtype)
-
-
-def _is_table(name: str) -> bool:
-    """Returns whether a parameter is the stacked position tables of `scalable_t5`."""
-    stack, *path = name.split("/")
-    return stack in ("encoder", "decoder") and path[:2] == [stack, "relpos_bias"]
+    return StoredTensor.from_function(
+        shape, lambda dtype: tensor.load(dtype).reshape(shape), tensor.dtype
+    )
 
 
 def _read_tables(tensor: StoredTensor, name: str, folder: pathlib.Path) -> np.ndarray:
     """Returns the position tables `[H, layers, buckets]` of a stack in float32."""
     if len(tensor.shape) != 3 or tensor.size > _TABLE_SIZE:
-        expected = "relative position tables"
-        raise ValueError(
-            f"{folder}: parameter {name}: got shape {tensor.shape}, expected {expected}"
+        raise mismatch(
+            f"{folder}: parameter {name}", f"shape {tensor.shape}", "relative position tables"
         )
     return tensor.load(np.float32)
 
@@ -217,15 +203,15 @@ def _read_tables(tensor: StoredTensor, name: str, folder: pathlib.Path) -> np.nd
 def _share_table(tables: np.ndarray, dtype: str, name: str, folder: pathlib.Path) -> StoredTensor:
     """Returns the table `[H, buckets]` that all layers of `tables [H, layers, buckets]` share."""
     if not (tables == tables[:, :1]).all():
-        raise ValueError(
-            f"{folder}: parameter {name}: got a relative position table of its own for each layer "
-            "(as in umT5), expected one that all layers share, or a configuration with "
-            "relative_bias_per_layer"
+        raise mismatch(
+            f"{folder}: parameter {name}",
+            "a relative position table of its own for each layer (as in umT5)",
+            "one that all layers share, or a configuration with relative_bias_per_layer",
         )
     return dataclasses.replace(StoredTensor.from_array(tables[:, 0]), dtype=dtype)
 
 
-def infer_config(parameters: dict[str, StoredTensor], path: PathLike) -> T5Config:
+def infer_config(parameters: Parameters, path: reading.PathLike) -> T5Config:
     """Returns the configuration that the parameters' shapes imply.
 
     A gated feed-forward block is taken to be gelu, and the distance limit to be 128.
@@ -245,7 +231,7 @@ def infer_config(parameters: dict[str, StoredTensor], path: PathLike) -> T5Confi
             raise ValueError(f"{path}: parameter {name}: got none, expected {expected}")
         shapes[key] = shape = parameters[name].shape
         if len(shape) != 2:
-            raise ValueError(f"{path}: parameter {name}: got shape {shape}, expected 2 axes")
+            raise mismatch(f"{path}: parameter {name}", f"shape {shape}", "2 axes")
     (vocab_size, emb_dim), (num_heads, num_buckets) = shapes["embedding"], shapes["table"]
     inner = shapes["query"][1]
     if not num_heads or inner % num_heads:
@@ -272,7 +258,7 @@ def infer_config(parameters: dict[str, StoredTensor], path: PathLike) -> T5Confi
     return build(T5Config, fields, path)
 
 
-def stack_layers(parameters: dict[str, StoredTensor], config: T5Config) -> dict[str, StoredTensor]:
+def stack_layers(parameters: Parameters, config: T5Config) -> Parameters:
     """Returns our parameters as those of the T5X network that can compute with them.
 
     That network is `t5`; or, if every layer has a position table, `scalable_t5` as it is by
@@ -280,7 +266,7 @@ def stack_layers(parameters: dict[str, StoredTensor], config: T5Config) -> dict[
     """
     if not config.relative_bias_per_layer:
         return parameters
-    stored: dict[str, StoredTensor] = {}
+    stored: Parameters = {}
     stacks: dict[str, dict[int, StoredTensor]] = collections.defaultdict(dict)
     for name, tensor in parameters.items():
         stack, *path = name.split("/")
@@ -301,18 +287,15 @@ def _stack(name: str, layers: list[StoredTensor], config: T5Config) -> StoredTen
     if "attention" in parent and last == "kernel":
         shape = (*heads, shape[1]) if module == "out" else (shape[0], *heads)
 
-    def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
-        return np.stack([layer.load(dtype).reshape(shape) for layer in layers], axis=1)
-
-    return StoredTensor((shape[0], len(layers), *shape[1:]), read, layers[0].dtype)
+    return StoredTensor.from_function(
+        (shape[0], len(layers), *shape[1:]),
+        lambda dtype: np.stack([layer.load(dtype).reshape(shape) for layer in layers], axis=1),
+        layers[0].dtype,
+    )
 
 
 def write_legacy(
-    parameters: dict[str, StoredTensor],
-    dtype: str,
-    folder: pathlib.Path,
-    step: int,
-    report: Report,
+    parameters: Parameters, dtype: str, folder: pathlib.Path, step: int, report: Report
 ) -> None:
     """Writes a `checkpoint_<step>` directory in the legacy format, without optimizer states."""
     target = {}
@@ -325,11 +308,7 @@ def write_legacy(
 
 
 def write_orbax(
-    parameters: dict[str, StoredTensor],
-    dtype: str,
-    folder: pathlib.Path,
-    step: int,
-    report: Report,
+    parameters: Parameters, dtype: str, folder: pathlib.Path, step: int, report: Report
 ) -> None:
     """Writes the same as `write_legacy` in Orbax's format, which T5X writes today."""
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.checkpoints.stored_tensor import FLOATS, StoredTensor, fill_rows
+from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor, fill_rows
 from specdec_jax.files import reading
+from specdec_jax.files.reading import PathLike, mismatch
 from specdec_jax.files.writing import write_file
 
 # An array's file of metadata, by TensorStore's driver.
@@ -23,7 +24,7 @@ _COMMIT_BYTES = 1 << 28  # arrays of this size are held, and written to a databa
 
 
 def open_array(
-    spec: dict, name: str, path: reading.PathLike, dtypes: tuple[str, ...] = FLOATS
+    spec: dict, name: str, path: PathLike, dtypes: tuple[str, ...] = FLOATS
 ) -> StoredTensor:
     """Opens the array of a TensorStore spec; reads only its metadata.
 
@@ -44,20 +45,19 @@ def open_array(
             raise ValueError(f"metadata of {len(metadata):,} bytes")
         store = tensorstore.open(spec, read=True).result()
     except ValueError as error:
-        raise ValueError(f"{whose}: got {_reason(error)}, expected an array there") from None
+        raise mismatch(whose, _reason(error), "an array there") from None
     shape, stored = tuple(store.shape), store.dtype.name
     if stored not in dtypes:
-        raise ValueError(f"{whose}: got dtype {stored}, expected one of {', '.join(dtypes)}")
+        raise mismatch(whose, f"dtype {stored}", f"one of {', '.join(dtypes)}")
     chunk: Any = store.chunk_layout.read_chunk.shape  # whole, of a store that is open
     if any(part > max(size, 1) for part, size in zip(chunk, shape)):
-        raise ValueError(f"{whose}: got chunks of shape {tuple(chunk)}, expected at most {shape}")
+        raise mismatch(whose, f"chunks of shape {tuple(chunk)}", f"at most {shape}")
 
     def read_part(dtype: np.dtype, box: tuple[slice, ...]) -> np.ndarray:
         try:  # a cast while reading makes no copy in the stored dtype
             return np.asarray(tensorstore.cast(store, dtype.name)[box].read().result())
         except ValueError as error:
-            expected = f"{stored} of shape {shape}"
-            raise ValueError(f"{whose}: got {_reason(error)}, expected {expected}") from None
+            raise mismatch(whose, _reason(error), f"{stored} of shape {shape}") from None
 
     def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
         # A chunk is decoded whole whatever part of it is read, so blocks are runs of whole chunks.
@@ -68,7 +68,7 @@ def open_array(
         def read_rows(start: int, stop: int) -> np.ndarray:
             return read_part(dtype, (slice(start, stop),))
 
-        return fill_rows(shape, dtype, read_rows, transpose, multiple=rows)
+        return fill_rows(shape, read_rows, dtype, transpose, multiple=rows)
 
     return StoredTensor(shape, read, stored, read_part=read_part)
 
@@ -83,13 +83,13 @@ def read_structure(folder: pathlib.Path) -> tuple[list[tuple[str, ...]], str]:
     """Returns the paths of all leaves of an Orbax folder, and TensorStore's driver for them."""
     path = folder / "_METADATA"
     if not path.exists():
-        raise ValueError(f"{folder}: got no _METADATA, expected the one of an Orbax checkpoint")
+        raise mismatch(folder, "no _METADATA", "the one of an Orbax checkpoint")
     metadata = reading.read_json(path, _STRUCTURE_BYTES)
     try:
         entries = metadata["tree_metadata"].values()
         paths = [tuple(key["key"] for key in entry["key_metadata"]) for entry in entries]
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path}: got no readable tree_metadata, expected Orbax's") from None
+        raise mismatch(path, "no readable tree_metadata", "Orbax's") from None
     reading.check_names((key for keys in paths for key in keys), path)
     return paths, "zarr3" if metadata.get("use_zarr3") else "zarr"
 
@@ -98,7 +98,7 @@ def open_ocdbt(
     folder: pathlib.Path,
     prefix: tuple[str, ...] = (),
     allowed_dtypes: Callable[[str], tuple[str, ...]] | None = None,
-) -> dict[str, StoredTensor]:
+) -> Parameters:
     """Opens the arrays under `prefix` in an Orbax folder, by their `/`-joined names below it.
 
     `allowed_dtypes` gives the dtypes that the array of each name may have; None: `FLOATS`.

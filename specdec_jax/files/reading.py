@@ -30,6 +30,11 @@ def shown(value: Any) -> str:
     return _short.repr(value)
 
 
+def mismatch(place: Any, got: str, expected: str) -> ValueError:
+    """Makes the error of a wrong input: where it is, what was got and what was expected."""
+    return ValueError(f"{place}: got {got}, expected {expected}")
+
+
 def reason(error: Exception) -> str:
     """Returns a library's error message on one line, cut to 500 characters."""
     return " ".join(str(error).split())[:500]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from specdec_jax.files import reading
+from specdec_jax.files.reading import mismatch, shown
 from specdec_jax.tokenizers import checks
 from specdec_jax.tokenizers.vocabularies import (
     TOKENIZER_BYTES,
@@ -87,7 +88,7 @@ def _class(folder: pathlib.Path, options: dict) -> str:
     kind = _first(options.get("tokenizer_class"), config.get("tokenizer_class"), "")
     if not isinstance(kind, str):
         path = folder / "tokenizer_config.json"
-        raise ValueError(f"{path}: tokenizer_class: got {reading.shown(kind)}, expected a string")
+        raise mismatch(f"{path}: tokenizer_class", shown(kind), "a string")
     return kind.removesuffix("Fast")
 
 
@@ -95,7 +96,7 @@ def _flag(folder: pathlib.Path, options: dict, name: str) -> bool:
     value = _first(options.get(name), False)
     if not isinstance(value, bool):
         path = folder / "tokenizer_config.json"
-        raise ValueError(f"{path}: {name}: got {reading.shown(value)}, expected true or false")
+        raise mismatch(f"{path}: {name}", shown(value), "true or false")
     return value
 
 
@@ -117,8 +118,7 @@ def _with_sentinels(
     extra_ids, sentinels = options.get("extra_ids"), len(_sentinels(added)) or None
     if model.exists():
         if kind not in (*_T5, *_ANY) and not kind.startswith("ByT5"):
-            got = f"the files of a {kind}"
-            raise ValueError(f"{model}: got {got}, expected a T5Tokenizer's, or a tokenizer.json")
+            raise mismatch(model, f"the files of a {kind}", "a T5Tokenizer's, or a tokenizer.json")
         extra_ids = _first(extra_ids, sentinels)
         if extra_ids is None:
             extra_ids = count_sentinels(SentencePieceVocabulary.load(model).size, logits)
@@ -151,14 +151,14 @@ def _content(token: Any, path: pathlib.Path, name: str) -> str:
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         expected = "a string or an object with `content`"
-        raise ValueError(f"{path}: {name}: got {reading.shown(token)}, expected {expected}")
+        raise ValueError(f"{path}: {name}: got {shown(token)}, expected {expected}")
     return _check_utf8(content, path)
 
 
 def _check_utf8(token: str, path: pathlib.Path) -> str:
     """Returns a token; raises ValueError if it has half a surrogate pair, as JSON may give it."""
     if not token.isascii() and any("\ud800" <= character <= "\udfff" for character in token):
-        raise ValueError(f"{path}: got the token {reading.shown(token)}, expected UTF-8 text")
+        raise mismatch(path, f"the token {shown(token)}", "UTF-8 text")
     return token
 
 
@@ -254,7 +254,7 @@ def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
     entries = options.get("added_tokens_decoder") or {}
     numbers = entries if isinstance(entries, dict) else ["no object"]
     if type(listed) is not list or not all(re.fullmatch(r"\d{1,9}", i) for i in numbers):
-        got = reading.shown(entries if type(listed) is list else listed)
+        got = shown(entries if type(listed) is list else listed)
         expected = "a list of tokens, and an object of tokens by id"
         raise ValueError(f"{path}: got added tokens {got}, expected {expected}")
     added: dict[str, int | None] = {_content(token, path, key): None for token in listed}
@@ -263,8 +263,7 @@ def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
     for token, i in numbered.items():
         _check_utf8(token, others)
         if type(i) is not int:
-            got = reading.shown(i)
-            raise ValueError(f"{others}: {reading.shown(token)}: got {got}, expected an id")
+            raise mismatch(f"{others}: {shown(token)}", shown(i), "an id")
     return added | numbered
 
 
@@ -281,10 +280,9 @@ def _check_added(
             continue
         known = vocabulary.encode(token)
         if len(known) != 1 or (i is not None and known != [i]):
-            got = f"added token {reading.shown(token)}" + (f" with id {i}" if i is not None else "")
+            got = f"added token {shown(token)}" + (f" with id {i}" if i is not None else "")
             path = folder / "tokenizer_config.json"
-            expected = "only sentinels <extra_id_0> … or a tokenizer.json"
-            raise ValueError(f"{path}: got {got}, expected {expected}")
+            raise mismatch(path, got, "only sentinels <extra_id_0> … or a tokenizer.json")
 
 
 def make_files(vocabulary: Vocabulary | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdec_jax.files.reading import shown
+from specdec_jax.files.reading import mismatch, shown
 
 _FRAMES = "TemplateProcessing, RobertaProcessing, BertProcessing, ByteLevel, or a Sequence with one"
 _MOST_AROUND = 1000  # ids before a text, or after it
@@ -49,9 +49,7 @@ def read_frame(processor: Any, size: int) -> Frame | None:
     except (AttributeError, KeyError, IndexError, RecursionError, TypeError, ValueError):
         kind = shown(processor.get("type") if isinstance(processor, dict) else processor)
         expected = f"tokens before and after one text: {_FRAMES} of them"
-        raise ValueError(
-            f"post_processor: got {kind} that is no frame, expected {expected}"
-        ) from None
+        raise mismatch("post_processor", f"{kind} that is no frame", expected) from None
     for token in (*frame.before, *frame.after):
         if type(token) is not int or not 0 <= token < size:
             expected = f"ids of the vocabulary, below {size}"

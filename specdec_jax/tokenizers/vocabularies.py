@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.files import reading
+from specdec_jax.files.reading import PathLike, mismatch, shown
 from specdec_jax.tokenizers import checks
 from specdec_jax.tokenizers.special_tokens import (
     Frame,
@@ -46,7 +47,7 @@ def check_texts(name: str, texts: Iterable[str | None], first: int = 1) -> None:
             raise ValueError(f"{name} {number}: got {got}, expected at most {LONGEST_TEXT:,}")
         if lone := _SURROGATE.search(text):
             reason = f"character {lone.start()} is half of a surrogate pair"
-            got = f"{reading.shown(text)}, which is not UTF-8 ({reason})"
+            got = f"{shown(text)}, which is not UTF-8 ({reason})"
             raise ValueError(f"{name} {number}: got {got}, expected UTF-8 text")
 
 
@@ -59,11 +60,11 @@ def count_sentinels(pieces: int, logits: int | None) -> int:
     return 100 if logits is None or logits - pieces >= 100 else 0
 
 
-def check_extra_ids(extra_ids: Any, path: reading.PathLike) -> int:
+def check_extra_ids(extra_ids: Any, path: PathLike) -> int:
     """Returns the number of sentinels that a file gives, checked; raises ValueError for others."""
     if type(extra_ids) is not int or not 0 <= extra_ids <= _MOST_SENTINELS:
         expected = f"an integer from 0 to {_MOST_SENTINELS:,}"
-        raise ValueError(f"{path}: extra_ids: got {reading.shown(extra_ids)}, expected {expected}")
+        raise ValueError(f"{path}: extra_ids: got {shown(extra_ids)}, expected {expected}")
     return extra_ids
 
 
@@ -192,7 +193,7 @@ class SentencePieceVocabulary(Vocabulary):
         self._special = SpecialTokens(special | sentinels)
 
     @classmethod
-    def load(cls, path: reading.PathLike, extra_ids: int = 0) -> "SentencePieceVocabulary":
+    def load(cls, path: PathLike, extra_ids: int = 0) -> "SentencePieceVocabulary":
         """Reads the model in a file; arguments and errors as for the class."""
         model = reading.read_bytes(path, TOKENIZER_BYTES)
         try:
@@ -373,9 +374,9 @@ class TokenizerJsonVocabulary(Vocabulary):
             end = next((i for i in ends if i is not None), None)
             eos_ids = tuple(dict.fromkeys(stop_ids if end is None else (end, *stop_ids)))
         if not isinstance(eos_ids, list | tuple) or not all(isinstance(i, int) for i in eos_ids):
-            raise ValueError(f"eos_ids: got {reading.shown(eos_ids)}, expected ids")
+            raise mismatch("eos_ids", shown(eos_ids), "ids")
         if not eos_ids:
-            got = f"a tokenizer.json without {reading.shown(eos_token)}"
+            got = f"a tokenizer.json without {shown(eos_token)}"
             raise ValueError(f"got {got}, expected it or eos_ids")
         self.eos_ids = tuple(eos_ids)
         self.pad_id = self._tokenizer.token_to_id("<pad>")
@@ -386,7 +387,7 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     @classmethod
     def load(
-        cls, path: reading.PathLike, eos_ids: tuple[int, ...] | None = None, **options: Any
+        cls, path: PathLike, eos_ids: tuple[int, ...] | None = None, **options: Any
     ) -> "TokenizerJsonVocabulary":
         """Reads a file; arguments and errors as for the class."""
         text = reading.read_text(path, TOKENIZER_BYTES)
@@ -407,7 +408,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         ids: dict[str, int] = {}
         for token in (*before, *after):
             if (i := self._tokenizer.token_to_id(token)) is None:
-                got = f"{reading.shown(token)} around a text"
+                got = f"{shown(token)} around a text"
                 raise ValueError(f"got {got}, expected a token of the vocabulary")
             ids[token] = i
         frame = Frame(tuple(ids[token] for token in before), tuple(ids[token] for token in after))

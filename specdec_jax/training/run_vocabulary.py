@@ -95,7 +95,7 @@ def of_checkpoint(path: str, name: str) -> RunVocabulary:
       ValueError: there is no such checkpoint, or it has no vocabulary.
     """
     folder = loader.resolve(path)
-    return _special(loader.complete(loader.open_checkpoint(folder, None), None, folder), path, name)
+    return _special(loader.open_complete(folder), path, name)
 
 
 def of_model(model: LanguageModel, name: str) -> RunVocabulary:

@@ -36,7 +36,7 @@ SPIECE = GOLDEN / "hf_tokenizer" / "spiece.model"
 
 
 def opened(path) -> checkpoints_leaves.Checkpoint:
-    return loader.complete(loader.open_checkpoint(pathlib.Path(path), None), None, path)
+    return loader.open_complete(pathlib.Path(path))
 
 
 def contents(path, dtype="float32") -> dict[str, bytes]:
