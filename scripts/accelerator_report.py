@@ -1,8 +1,8 @@
 """Measures the costs of speculative decoding on a GPU or a TPU in about ten minutes.
 
-    python scripts/accelerator_report.py --output=accelerator.jsonl
-    python scripts/accelerator_report.py --output=accelerator.jsonl     # resumes where it stopped
-    specdec figures --records=accelerator.jsonl
+    python scripts/accelerator_report.py --output=accelerator.json
+    python scripts/accelerator_report.py --output=accelerator.json     # resumes where it stopped
+    specdec figures --records=accelerator.json
 
 It uses whatever device JAX has. The models have the shapes of T5s and dummy weights; acceptance is
 synthetic. It measures:
@@ -14,15 +14,16 @@ synthetic. It measures:
 - the target in int8, and T5X, if the device supports them;
 - the target with its own int8 weights as the drafter.
 
-Every figure is a line of JSON in `--output` as soon as it is measured, and a line on the terminal.
-The file's first line has the machine, the versions and the options. A second run with the same ones
-skips the figures in the file; with others it is rejected. Figures without time left in `--minutes`
-are listed at the end. A figure that runs out of memory is a line too: remove it to try again. The
-programs of a stage are compiled in parallel, in `--threads`, and kept on disk. A stage that has
+Every figure is written to `--output` as soon as it is measured, and is a line on the terminal. The
+record also has the machine, the versions and the options. A second run with the same ones skips the
+figures in the file; with others it is rejected. Figures without time left in `--minutes` are listed
+at the end. A figure that runs out of memory is in the record too: remove it to try again.
+The programs of a stage are compiled in parallel, in `--threads`, and kept on disk. A stage that has
 begun is not cut short: if processes are killed after ten minutes, give `--minutes=6`.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import gc
 import importlib.util
@@ -36,8 +37,10 @@ import jax
 from absl import app, flags
 
 from specdec_jax.analysis import machine, timing
+from specdec_jax.analysis.report.records import write_record
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.decoding.program_cache import keep_programs
+from specdec_jax.files import reading
 from specdec_jax.files.writing import check_output, lock_file
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.tree_text import read_tree
@@ -45,9 +48,7 @@ from tools.accelerator_figures import ModelPair, ReportSetup, TimedFigure, Unsup
 from tools.accelerator_stages import Stage, stages
 
 _DEFAULT = ReportSetup()
-_OUTPUT = flags.DEFINE_string(
-    "output", "accelerator.jsonl", "File of the figures, a line of JSON each."
-)
+_OUTPUT = flags.DEFINE_string("output", "accelerator.json", "File of the record.")
 _MINUTES = flags.DEFINE_float(
     "minutes", 10.0, "Minutes after which no stage begins.", lower_bound=0.0
 )
@@ -85,65 +86,28 @@ _THREADS = flags.DEFINE_integer(
 )
 
 
-class Lines:
-    """The file of figures: its head, then a line for each, in the order of measurement.
+@contextlib.contextmanager
+def open_report(path: str, head: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the record in the file, or a new one; other processes are kept out of the block.
 
-    Attributes:
-      found: the lines by the names of their figures.
+    Raises:
+      ValueError: the file has another machine, version or option, or no figures; or another process
+        is writing it.
     """
-
-    def __init__(self, path: str, head: Mapping[str, Any]):
-        """Opens the file, or creates it.
-
-        Raises:
-          ValueError: the file has another machine, version or option, or no figures.
-        """
-        self._file = open(path, "a+b", buffering=0)
+    with open(f"{path}.lock", "ab") as file:
+        lock_file(file.fileno(), file.name)
         try:
-            lock_file(self._file.fileno(), path)
-            self._file.seek(0)
-            self._read(path, self._file.read(), head)
-        except BaseException:
-            self._file.close()
-            raise
-
-    def _read(self, path: str, text: bytes, head: Mapping[str, Any]) -> None:
-        *lines, cut = text.split(b"\n")
-        first = _line(head)
-        try:
-            if not lines and not first.startswith(cut):
-                raise ValueError
-            before, *figures = map(json.loads, lines or [first])
-            self.found = {line["figure"]: line for line in figures}
-            wrong = [name for name in {**head, **before} if before.get(name) != head.get(name)]
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(
-                f"{path}: got lines of another kind, expected figures of this script"
-            ) from None
-        for name in wrong:
-            raise ValueError(
-                f"{path}: got figures with {name} {before.get(name)!r}, expected "
-                f"{head.get(name)!r}; name another file, or give the same options on the same "
-                "machine"
-            )
-        self._file.truncate(len(text) - len(cut))  # without a line that a kill cut short
-        if not lines:
-            self._file.write(first)
-
-    def __enter__(self) -> "Lines":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Writes a figure's line."""
-        self.found[line["figure"]] = dict(line)
-        self._file.write(_line(line))
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+            before = reading.read_optional_json(path)
+            for name in {**head, **before}.keys() - {"figures"} if before else ():
+                if before.get(name) != head.get(name):
+                    raise ValueError(
+                        f"{path}: got figures with {name} {before.get(name)!r}, expected "
+                        f"{head.get(name)!r}; name another file, or give the same options on the "
+                        "same machine"
+                    )
+            yield {**head, "figures": [], **before}
+        finally:
+            os.unlink(file.name)
 
 
 def say(text: str) -> None:
@@ -284,22 +248,28 @@ def against(setup: ReportSetup) -> dict[str, Any]:
     return {"T5X": lambda target: t5x.benchmark_variant(target, setup.max_new_tokens).decode}
 
 
-def run(lines: Lines, planned: Sequence[Stage], threads: int, seconds: float) -> list[str]:
-    """Measures the figures that are not in the file; returns the names of those without time left.
+def run(
+    path: str, record: dict[str, Any], planned: Sequence[Stage], threads: int, seconds: float
+) -> list[str]:
+    """Measures the figures that the record lacks; returns the names of those without time left.
 
-    A stage does not begin if less time is left than its figures took for the target before.
+    The record is written after each figure. A stage does not begin if less time is left than its
+    figures took for the target before.
     """
     missing, took = [], {}
+    done = {line["figure"]: line for line in record["figures"]}
     for stage in planned:
-        todo = [figure for figure in stage.figures if figure.name not in lines.found]
+        todo = [figure for figure in stage.figures if figure.name not in done]
         begin = time.monotonic()
         if todo and begin - _BEGUN + took.get(stage.kind, 0.0) >= seconds:
             missing += [figure.name for figure in todo]
             continue
         if not todo:
             continue
-        for line in measure(stage, todo, threads, lines.found):
-            lines.add(line)
+        for line in measure(stage, todo, threads, done):
+            done[line["figure"]] = line
+            record["figures"].append(line)
+            write_record(path, record)
             say(describe(line))
         took[stage.kind] = time.monotonic() - begin
         gc.collect()  # the models of the stage
@@ -313,7 +283,6 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
     setup = read_setup()
     keep_programs(_CACHE.value)
-    check_output(_OUTPUT.value)
     planned = stages(setup, against(setup))
     names = [figure.name for stage in planned for figure in stage.figures]
     head = {
@@ -323,22 +292,22 @@ def main(argv: list[str]) -> None:
         "options": dataclasses.asdict(setup),
         "plan": names,
     }
-    head = json.loads(json.dumps(head))
+    output, device, seconds = _OUTPUT.value, head["machine"]["device"], 60 * _MINUTES.value
+    threads = _THREADS.value or min(8, os.cpu_count() or 1)
     try:
-        lines = Lines(_OUTPUT.value, head)
+        check_output(output)
+        with open_report(output, json.loads(json.dumps(head))) as record:
+            figures = record["figures"]
+            say(f"{device}, {len(names)} figures, {_MINUTES.value:g} minutes, to {output}")
+            if figures:
+                say(f"skips {len(figures)} of {len(names)} figures, which are in {output}")
+            missing = run(output, record, planned, threads, seconds)
     except ValueError as error:
         raise app.UsageError(str(error)) from None
-    output, device = _OUTPUT.value, head["machine"]["device"]
-    with lines:
-        say(f"{device}, {len(names)} figures, {_MINUTES.value:g} minutes, to {output}")
-        if lines.found:
-            say(f"skips {len(lines.found)} of {len(names)} figures, which are in {output}")
-        threads = _THREADS.value or min(8, os.cpu_count() or 1)
-        missing = run(lines, planned, threads, 60 * _MINUTES.value)
     if missing:
         say(f"no time was left for: {'; '.join(missing)}; the same command resumes with them")
     draws = f"`specdec figures --records={output}` draws them"
-    say(f"{len(lines.found)} of {len(names)} figures; {draws}")
+    say(f"{len(figures)} of {len(names)} figures; {draws}")
 
 
 if __name__ == "__main__":

@@ -26,14 +26,16 @@ import typing
 from typing import Any
 
 import numpy as np
+import pydantic
 from absl import app, flags
+from absl.flags import FLAGS
 
 from specdec_jax.analysis import machine, timing
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report.records import write_record
 from specdec_jax.analysis.timing import Spread, summarize
 from specdec_jax.analysis.variants import Variant, make_decoder
-from specdec_jax.commands.options import DecodingOptions
+from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma
 from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.inputs import encode
@@ -48,6 +50,8 @@ _TARGET = flags.DEFINE_string("target", "ende/target", "Folder or bundled name o
 _VARIANT = flags.DEFINE_multi_string(
     "variant", None, "DRAFTER[,flag=value ...]; repeatable.", required=True
 )
+# These are the same for all variants.
+_COMMON = ("target", "temperature", "verifier", "max_new_tokens")
 _FILE = flags.DEFINE_string(
     "input_file",
     None,
@@ -59,7 +63,7 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most probable
 _VERIFIER = flags.DEFINE_string(
     "verifier", "token", "As for `specdec generate`; token gives α at every temperature."
 )
-_NEW = flags.DEFINE_integer("max_new_tokens", 64, "The most new tokens.")
+flags.DEFINE_integer("max_new_tokens", 64, "The most new tokens.")
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Passes over the sentences.")
 _STEPS = flags.DEFINE_bool(
     "steps", True, "Time c and v too, which compiles two more programs for every variant."
@@ -68,32 +72,32 @@ _OUTPUT = flags.DEFINE_string("output", None, "File for the JSON record.")
 
 
 def read_variant(variant: str) -> tuple[DecodingOptions, int]:
-    """Returns the options of a variant, and its γ."""
+    """Returns the options of a variant, and its γ; raises ValueError for wrong ones."""
     drafter, *settings = variant.split(",")
     drafter = drafter.split("|")[1] if "|" in drafter else drafter
-    kinds, gamma = typing.get_type_hints(DecodingOptions), 4
-    chosen: dict[str, Any] = {}
+    kinds = typing.get_type_hints(DecodingOptions) | {"gamma": int}
+    chosen: dict[str, Any] = {"gamma": 4}
     for setting in settings:
         name, _, value = setting.partition("=")
-        if name == "gamma":
-            gamma = int(value)
-        elif name not in kinds:
-            expected = "gamma or an option of `specdec generate`"
+        if name not in kinds or name in ("drafter", *_COMMON):
+            expected = "gamma or an option of `specdec generate` that concerns drafting"
             raise ValueError(f"variant: got {setting!r} in {variant!r}, expected {expected}")
-        elif kinds[name] is bool:
-            chosen[name] = value.lower() in ("", "true", "1")
-        elif kinds[name] == tuple[str, ...]:
+        if kinds[name] == tuple[str, ...]:
             chosen[name] = (*chosen.get(name, ()), value)
-        else:
-            chosen[name] = int(value) if kinds[name] is int else value
-    return DecodingOptions(
-        target=_TARGET.value,
-        drafter=drafter,
-        temperature=_TEMPERATURE.value,
-        verifier=_VERIFIER.value,
-        max_new_tokens=_NEW.value,
-        **chosen,
-    ), gamma
+            continue
+        try:  # without a value an option is turned on
+            chosen[name] = pydantic.TypeAdapter(kinds[name]).validate_python(value or "true")
+        except pydantic.ValidationError:
+            expected = f"a value of {name}"
+            raise ValueError(f"variant: got {setting!r}, expected {expected}") from None
+    gamma = chosen.pop("gamma")
+    options = DecodingOptions(
+        drafter=drafter, **{name: FLAGS[name].value for name in _COMMON}, **chosen
+    )
+    options.check()
+    check_gamma(gamma)
+    at_least(1, gamma=gamma)
+    return options, gamma
 
 
 def load_drafter(variant: str, options: DecodingOptions, target: LanguageModel) -> Any:
@@ -124,20 +128,21 @@ def make_variant(
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"got {argv[1]!r}, expected flags only")
-    check_output(_OUTPUT.value)
-    asked = {variant: read_variant(variant) for variant in _VARIANT.value}
-    for options, _ in asked.values():
-        options.check()
-    if len({(one.dtype, one.vocabulary, one.mesh) for one, _ in asked.values()}) > 1:
-        raise ValueError(
-            "variant: got different values of dtype, vocabulary or mesh, expected the same in all, "
-            "which share one target"
-        )
+    try:
+        check_output(_OUTPUT.value)
+        asked = {variant: read_variant(variant) for variant in _VARIANT.value}
+        if len({(one.dtype, one.vocabulary, one.mesh) for one, _ in asked.values()}) > 1:
+            raise ValueError(
+                "variant: got different values of dtype, vocabulary or mesh, expected the same in "
+                "all, which share one target"
+            )
+        lines = read_sentences([], _FILE.value)[: _LIMIT.value or None]
+    except ValueError as error:
+        raise app.UsageError(str(error)) from None
     first = next(iter(asked.values()))[0]
     fixed: dict[str, Any] = dict(gamma_policy="fixed", gamma_settings=())
     plain = dataclasses.replace(first, drafter=None, **fixed, **_WHOLE)
     target, _ = plain.load()
-    lines = read_sentences([], _FILE.value)[: _LIMIT.value or None]
     sentences = [line.partition("\t")[0] for line in lines]
     ids = encode(target, sentences, plain.max_input_length)
     batches = analysis_variants.cut_batches(sentences, ids, 1, plain.seed)

@@ -4,7 +4,7 @@
     export JAX_PLATFORMS=cpu
     python scripts/tpu_aot.py --target=t5_1_1/xxl --drafter=t5_1_1/small --gamma=7
     python scripts/tpu_aot.py --chip=all                      # a line for each TPU
-    python scripts/tpu_aot.py --times                         # times for table 2 of the paper
+    python scripts/tpu_aot.py --times --output=tpu.json       # times for table 2 of the paper
     python scripts/tpu_aot.py --tree=widths:4,3,2,1           # a tree of 65 nodes instead of γ
     python scripts/tpu_aot.py --mesh=1x4                      # on the four chips of a v4-8
     python scripts/tpu_aot.py --num_beams=4 --gamma=3 --iteration     # speculative beam search
@@ -33,8 +33,9 @@ import jax
 from absl import app, flags
 from jax.experimental import topologies
 
+from specdec_jax.analysis.report.records import write_record
 from specdec_jax.files.progress import waiting
-from specdec_jax.files.writing import write_file
+from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.trees import DynamicTree
 from tools.case_flags import CaseFlags
@@ -69,6 +70,9 @@ _TIMES = flags.DEFINE_bool(
 )
 _ITERATION = flags.DEFINE_bool(
     "iteration", False, "Estimate the time of an iteration too, as --chip=all does."
+)
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "File for the JSON record; without it the record is printed."
 )
 _CLOCK = flags.DEFINE_float(
     "clock_ghz", None, "Clock in cycles per nanosecond, if not the chip's.", lower_bound=0.01
@@ -173,7 +177,7 @@ def _check(argv: list[str]) -> None:
         raise app.UsageError(
             f"topology: got {_TOPOLOGY.value} with {chip}, expected one of that chip"
         )
-    single = (_TIMES, _MEMORY, _CLOCK, _CASE.text, _CASE.tree, _CASE.beams)
+    single = (_TIMES, _MEMORY, _CLOCK, _OUTPUT, _CASE.text, _CASE.tree, _CASE.beams)
     for flag in single if _CHIP.value == "all" else ():
         if flag.value:
             raise app.UsageError(f"{flag.name}: got {flag.value} with --chip=all, expected none")
@@ -185,6 +189,7 @@ def main(argv: list[str]) -> None:
         sys.exit(every_chip(sys.argv[1:]))
     case, chip = _CASE.make_case(_devices(), mesh=_MESH.value), _chip()
     try:
+        check_output(_OUTPUT.value)
         if (rules := case.rules()) is not None:
             rules.check(PRESETS[case.target])
             rules.check_rows("batch_size", case.batch)
@@ -201,7 +206,10 @@ def main(argv: list[str]) -> None:
         result |= _tree_calls(case, chip)
     if _TIMES.value:
         result["times"] = times(case, chip)
-    print(json.dumps(result, indent=2))
+    if _OUTPUT.value:
+        write_record(_OUTPUT.value, result)
+    else:
+        print(json.dumps(result, indent=2))
     sys.exit(0 if result["fits"] else 1)
 
 

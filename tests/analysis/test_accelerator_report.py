@@ -1,7 +1,8 @@
-"""Tests `scripts/accelerator_report.py`: a line per figure, none measured twice, and its page."""
+"""Tests `scripts/accelerator_report.py`: figures are kept, not measured twice, and drawn."""
 
 import html
 import json
+import os
 import pathlib
 import re
 import threading
@@ -107,11 +108,18 @@ def rejects(error: Exception):
     return load
 
 
-HEAD = {"accelerator_report": 1, "machine": {"device": "cpu"}, "options": {"gamma": 7}}
+HEAD = {name: value for name, value in ACCELERATOR.items() if name != "figures"}
 
 
-def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys):
-    path, made = tmp_path / "a.jsonl", []
+def run(script, path, planned, threads=2, seconds=1e9):
+    """Returns the figures of the record by name, and the names of those without time left."""
+    with script.open_report(str(path), HEAD) as record:
+        missing = script.run(str(path), record, planned, threads, seconds)
+    return {line["figure"]: line for line in json.loads(path.read_text())["figures"]}, missing
+
+
+def test_every_figure_is_in_the_record_whatever_becomes_of_it(script, tmp_path, capsys):
+    path, made = tmp_path / "a.json", []
 
     def counted(pair):
         made.append(pair)
@@ -128,11 +136,9 @@ def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys)
         Stage("third", "c", [figure("absent")], rejects(UnsupportedHere("no such chip"))),
         Stage("fourth", "d", [figure("heavy")], rejects(RuntimeError("RESOURCE_EXHAUSTED"))),
     ]
-    with script.Lines(str(path), HEAD) as lines:
-        assert script.run(lines, planned, 2, 1e9) == []
-    written = [json.loads(line) for line in path.read_text().splitlines()]
-    assert written[0] == HEAD
-    found = {line["figure"]: line for line in written[1:]}
+    found, missing = run(script, path, planned)
+    written = json.loads(path.read_text())
+    assert missing == [] and written == HEAD | {"figures": list(found.values())}
     assert list(found) == ["good", "big", "later", "absent", "heavy"]
     assert (
         found["good"]["size"] == 2
@@ -153,9 +159,9 @@ def test_every_figure_is_a_line_whatever_becomes_of_it(script, tmp_path, capsys)
         assert text in printed
     # A second start measures nothing that is there.
     repeated = Stage("e", "e", [figure("good")], rejects(AssertionError()))
-    with script.Lines(str(path), HEAD) as again:
-        assert script.run(again, [*planned, repeated], 2, 1e9) == []
-    assert len(made) == 1 and len(path.read_text().splitlines()) == 6
+    assert run(script, path, [*planned, repeated]) == (found, [])
+    assert len(made) == 1 and json.loads(path.read_text()) == written
+    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_what_does_not_compile_is_reported_at_once(script, monkeypatch, tmp_path):
@@ -180,8 +186,8 @@ def test_what_does_not_compile_is_reported_at_once(script, monkeypatch, tmp_path
             ModelPair,
         )
     ]
-    with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
-        assert script.run(lines, planned, 2, 1e9) == [] and "milliseconds" in lines.found["slow"]
+    found, missing = run(script, tmp_path / "a.json", planned)
+    assert missing == [] and "milliseconds" in found["slow"]
     assert (
         sum("big" in text for text in texts) == 3
     )  # with the list of figures, and the line itself
@@ -200,42 +206,40 @@ def test_what_there_is_no_time_for_is_named(script, tmp_path, monkeypatch):
         Stage(name, kind, [figure(name, slow)], ModelPair)
         for name, kind in (("a", "x"), ("b", "x"), ("c", "y"))
     ]
-    with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
+    for _ in range(2):
         # 40 of 60 s are gone: not enough for another of the kind that took 40, but for one of
         # another kind.
-        assert script.run(lines, stages, 1, 60.0) == ["b"] and list(lines.found) == ["a", "c"]
-        assert script.run(lines, stages, 1, 60.0) == ["b"]
+        found, missing = run(script, tmp_path / "a.json", stages, 1, 60.0)
+        assert missing == ["b"] and list(found) == ["a", "c"]
 
 
 @pytest.mark.parametrize(
     "name, value", [("machine", {"device": "gpu"}), ("options", {"gamma": 5}), ("flags", "--xla")]
 )
 def test_figures_of_another_run_are_rejected(script, tmp_path, name, value):
-    path = str(tmp_path / "a.jsonl")
-    with script.Lines(path, HEAD) as lines:
-        lines.add({"figure": "a", "kind": "call"})
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(ACCELERATOR))
     with pytest.raises(ValueError, match=f"got figures with {name}"):
-        script.Lines(path, HEAD | {name: value})
+        with script.open_report(str(path), HEAD | {name: value}):
+            pass
 
 
-def test_a_line_that_was_cut_short_is_measured_again(script, tmp_path):
-    path = tmp_path / "a.jsonl"
-    with script.Lines(str(path), HEAD) as lines:
-        lines.add({"figure": "a", "kind": "call"})
-    whole = path.read_bytes()
-    for begun, figures in ((whole + b'{"figure": "b", "ki', ["a"]), (whole[:9], [])):
-        path.write_bytes(begun)
-        with script.Lines(str(path), HEAD) as lines:
-            assert list(lines.found) == figures
-        assert whole.startswith(path.read_bytes()) and path.read_bytes().endswith(b"}\n")
+def test_one_process_writes_at_a_time(script, tmp_path):
+    path = str(tmp_path / "a.json")
+    with script.open_report(path, HEAD) as record:
+        assert record == HEAD | {"figures": []}
+        with pytest.raises(ValueError, match="another process is writing it"):
+            with script.open_report(path, HEAD):
+                pass
 
 
-@pytest.mark.parametrize("text", ["[1]\n", "nothing\n", "nothing", '{"a": 1}\n', "null\n"])
+@pytest.mark.parametrize("text", ["[1]\n", "nothing", '{"a": 1}\n', "null\n"])
 def test_another_file_is_rejected_and_left_as_it_is(script, tmp_path, text):
-    path = tmp_path / "a.jsonl"
+    path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="expected"):
-        script.Lines(str(path), HEAD)
+        with script.open_report(str(path), HEAD):
+            pass
     assert path.read_text() == text
 
 
@@ -430,9 +434,8 @@ def test_copies_are_one_pass_each_within_one_program():
 
 
 def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
-    path = tmp_path / "gpu.jsonl"
-    head = {name: value for name, value in ACCELERATOR.items() if name != "figures"}
-    path.write_text("".join(json.dumps(line) + "\n" for line in (head, *ACCELERATOR["figures"])))
+    path = tmp_path / "gpu.json"
+    records.write_record(str(path), ACCELERATOR)
     (record,) = records.read_records(str(path))
     assert record == parse(ACCELERATOR) and rows.rows(record) == []
     table = page.tabulate_figures(record)
@@ -455,7 +458,7 @@ def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
         "failed: RESOURCE_EXHAUSTED",
         "not run",
     ]
-    text = html.unescape(page.report([(pathlib.Path("gpu.jsonl"), record)]))
+    text = html.unescape(page.report([(pathlib.Path("gpu.json"), record)]))
     assert (
         text.count("not run") == 1
         and "<th>floor</th>" in text
@@ -481,9 +484,9 @@ def test_the_figures_of_calls_can_be_measured(script, tmp_path):
         stage._replace(figures=[one for one in stage.figures if one.about["kind"] != "speculative"])
         for stage in stages
     ]
-    with script.Lines(str(tmp_path / "a.jsonl"), HEAD) as lines:
-        assert script.run(lines, chosen, 2, 1e9) == []
-    kinds = {line["kind"]: line for line in lines.found.values()}
+    found, missing = run(script, tmp_path / "a.json", chosen)
+    kinds = {line["kind"]: line for line in found.values()}
+    assert missing == []
     assert set(kinds) == {"copy", "call", "draft step", "products", "plain"}
     assert not [line for line in kinds.values() if "milliseconds" not in line]
     assert (
@@ -499,7 +502,7 @@ def test_the_figures_of_calls_can_be_measured(script, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_all_figures_can_be_measured(script, tmp_path, dtype):
-    path = tmp_path / "a.jsonl"
+    path = tmp_path / "a.json"
     flags = [
         "--tiny",
         "--compilation_cache_dir=",

@@ -13,7 +13,7 @@ from absl.flags import FLAGS
 from sample_records import ESTIMATE, parse
 
 import specdec_jax as sd
-from specdec_jax.analysis.report import page
+from specdec_jax.analysis.report import page, records
 from specdec_jax.models import t5
 from tools import tpu_estimates
 from tools.compiled_text import collectives, computations, loop_copies
@@ -36,12 +36,14 @@ app.run(tpu_aot.main, argv=["tpu_aot.py", *sys.argv[2:]])
 TINY = ["--target=tiny", "--drafter=tiny", "--input_length=8", "--max_new_tokens=8"]
 
 
-def compiled(*flags: str) -> tuple[int, dict]:
+def compiled(*flags: str, output: pathlib.Path | None = None) -> tuple[int, dict]:
+    flags += (f"--output={output}",) if output else ()
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, SCRIPTS, *TINY, *flags], capture_output=True, text=True
     )
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
+    text = output.read_text() if output else done.stdout
+    assert text, done.stderr
+    return done.returncode, json.loads(text)
 
 
 def describe(record):
@@ -65,9 +67,11 @@ def test_a_pair_is_compiled_and_sized():
     assert "copy: unknown." in describe(record | {"copied_in_loops": None})
 
 
-def test_a_beam_search_is_compiled_and_sized():
+def test_a_beam_search_is_compiled_and_sized(tmp_path):
+    path = tmp_path / "tpu.json"
     flags = ["--gamma=2", "--num_beams=2", "--batch_size=8", "--max_new_tokens=256", "--iteration"]
-    (code, record), (_, wide) = compiled(*flags), compiled(*flags, "--beam_width=999")
+    (code, record), (_, wide) = compiled(*flags, output=path), compiled(*flags, "--beam_width=999")
+    assert records.read_records(str(path)) == [parse(record)]
     assert (
         code == 0
         and record["fits"]

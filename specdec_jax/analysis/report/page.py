@@ -420,7 +420,7 @@ _EXPECTED: tuple[tuple[str, Callable[[Record], bool], str], ...] = (
     (
         "T5-XXL with T5-small on an accelerator",
         _times_xxl,
-        "python scripts/accelerator_report.py --output=accelerator.jsonl",
+        "python scripts/accelerator_report.py --output=accelerator.json",
     ),
     (
         "T5X's own decoding beside ours",
@@ -431,7 +431,7 @@ _EXPECTED: tuple[tuple[str, Callable[[Record], bool], str], ...] = (
     (
         "The TPU compiler's estimates",
         _has_times,
-        "JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times > tpu.json",
+        "JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times --output=tpu.json",
     ),
 )
 

@@ -388,7 +388,7 @@ class EstimatedTimes(Record):
 
 
 class EstimateRecord(Record):
-    """What scripts/tpu_aot.py prints."""
+    """A record of scripts/tpu_aot.py."""
 
     target: Text
     drafter: Text | None
@@ -415,7 +415,7 @@ class EstimateRecord(Record):
 
 
 class FigureRecord(Record):
-    """A line of scripts/accelerator_report.py after the first.
+    """A figure of scripts/accelerator_report.py.
 
     One without `milliseconds` has `failed` or `unsupported`, the reason.
     """
@@ -453,7 +453,7 @@ class AcceleratorOptions(Record):
 
 
 class AcceleratorRecord(Record):
-    """All lines of scripts/accelerator_report.py: the first, with the others as `figures`."""
+    """A record of scripts/accelerator_report.py."""
 
     accelerator_report: Count
     machine: MachineRecord
@@ -527,15 +527,10 @@ def read_records(path: str) -> list[Record]:
     lines = text.splitlines() if text.partition("\n")[0].endswith("}") else [text]
     names = [f"{path}: line {number}" for number in range(1, len(lines) + 1)]
     names = names if len(lines) > 1 else [path]
-    values, records = [], []
+    records = []
     for name, line in zip(names, lines, strict=True):
         with _naming(name):
-            values.append(reading.parse_json(line))
-    if values and "accelerator_report" in values[0]:
-        names, values = [path], [values[0] | {"figures": values[1:]}]
-    for name, value in zip(names, values, strict=True):
-        with _naming(name):
-            records.append(parse(value))
+            records.append(parse(reading.parse_json(line)))
     return records
 
 
