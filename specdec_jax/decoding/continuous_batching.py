@@ -147,12 +147,12 @@ def decode_all(
     target: LanguageModel,
     inputs: Sequence[Sequence[int]],
     *,
+    config: ConfigOrPath = None,
     batch_size: int,
     seed: int,
-    num_samples: int = 1,
     first: int = 0,
     refill: bool = True,
-    **options,
+    **options: Any,
 ) -> Iterator[Output]:
     """Decodes inputs and yields their outputs in order, `num_samples` for each.
 
@@ -162,11 +162,11 @@ def decode_all(
       batch_size: number of inputs that are decoded together.
       seed: input i draws from `fold_in(key(seed), first + i)`, so that its sample does not depend
         on its batch.
-      num_samples: as for `generate`.
       first: number of the first input, if `inputs` are a part of more.
       refill: as for `decode_stream`; ignored where refilling gains nothing, and with a deadline.
-      options: as for `generate`.
+      config, options: as for `generate`.
     """
+    config, _ = split_options(config, options)
     rows = rows_for(target, batch_size, len(inputs))
     for start in range(0, len(inputs), _WINDOW * max(rows, 1)):
         window = inputs[start : start + _WINDOW * rows]
@@ -174,10 +174,10 @@ def decode_all(
         outputs = decode_stream(
             target,
             window,
+            config=config,
             batch_size=rows,
-            refill=refill and refills(rows, len(window), options.get("deadline")),
+            refill=refill and refills(rows, len(window), config.deadline),
             key=keys,
-            num_samples=num_samples,
             **options,
         )
         try:

@@ -103,7 +103,7 @@ def prepare(
     know how many drafted tokens were accepted.
     """
     config, data = split_options(config, options)
-    check_unset(config, "prepare()", "non_finite")
+    check_unset(config, "for prepare()", "non_finite")
     plan = plan_request(target, inputs, config=config, **data._asdict())
     return autotune.autotune(plan).start()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -154,12 +155,8 @@ class GenerationConfig:
 
     def check_beside_beams(self) -> None:
         """Raises UnsupportedCombination for an option that means nothing with a beam search."""
-        for name in _NOT_WITH_BEAMS:
-            value, unset = getattr(self, name), FIELDS[name].default
-            if not arguments.is_default(value, unset) and not (unset == () and value in ([], "")):
-                raise UnsupportedCombination(
-                    f"{name}: got {value!r} with num_beams, expected {unset!r}"
-                )
+        names = [*_NOT_WITH_BEAMS, "stop"] if self.stop else _NOT_WITH_BEAMS
+        check_unset(self, "with num_beams", *names)
 
     def save(self, path: str | PathLike) -> None:
         """Writes the options that are not at their defaults to a `.json` or `.gin` file.
@@ -171,12 +168,11 @@ class GenerationConfig:
 
     def changed_fields(self) -> dict[str, Any]:
         """Returns the options that are not at their defaults, by name."""
-        given = {name: getattr(self, name) for name in FIELDS}
+        given = {name: (getattr(self, name), field.default) for name, field in FIELDS.items()}
         return {
             name: value
-            for name, value in given.items()
-            if (value is None) != (FIELDS[name].default is None)
-            or not arguments.is_default(value, FIELDS[name].default)
+            for name, (value, unset) in given.items()
+            if (value is None) != (unset is None) or not arguments.is_default(value, unset)
         }
 
     @classmethod
@@ -201,26 +197,12 @@ class GenerationConfig:
 
 FIELDS = {field.name: field for field in dataclasses.fields(GenerationConfig)}
 # The options of a beam search, and those that mean nothing with one.
-BEAM_FIELDS = (
-    "num_beams",
-    "length_penalty",
-    "beam_style",
-    "early_stopping",
-    "num_return_sequences",
-    "beam_width",
+BEAM_FIELDS = tuple(
+    "num_beams length_penalty beam_style early_stopping num_return_sequences beam_width".split()
 )
 _NOT_WITH_BEAMS = (
-    "verifier",
-    "lenience",
-    "typical_epsilon",
-    "typical_delta",
-    "synthetic_alpha",
-    "num_samples",
-    "stop",
-    "deadline",
-    "tree",
-)
-
+    "verifier lenience typical_epsilon typical_delta synthetic_alpha num_samples deadline tree"
+).split()
 
 ConfigOrPath = GenerationConfig | str | PathLike | None
 
@@ -253,14 +235,15 @@ def split_options(
       TypeError: an option that there is not.
       ValueError: `config` is none, or an option is of another kind or outside its range.
     """
-    expected = "a GenerationConfig, the path of its file, or None"
     if isinstance(config, str | PathLike):
         config = GenerationConfig.load(config)
     config = GenerationConfig() if config is None else config
+    expected = "a GenerationConfig, the path of its file, or None"
     arguments.check_kind("config", config, GenerationConfig, expected)
+    known = [*FIELDS, *CallData._fields]
     for name in options:
-        if name not in FIELDS and name not in CallData._fields:
-            near = difflib.get_close_matches(name, [*FIELDS, *CallData._fields], 1)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{name}: got an option that there is not{hint}")
     changes = {name: value for name, value in options.items() if name in FIELDS}
@@ -268,12 +251,12 @@ def split_options(
     return dataclasses.replace(config, **changes) if changes else config, CallData(**data)
 
 
-def check_unset(config: GenerationConfig, caller: str, *names: str) -> None:
-    """Raises UnsupportedCombination for options without meaning for `caller` that are set."""
+def check_unset(config: GenerationConfig, where: str, *names: str) -> None:
+    """Raises UnsupportedCombination for options that are set and mean nothing `where` they are."""
     for name in names:
         value, unset = getattr(config, name), FIELDS[name].default
         if not arguments.is_default(value, unset):
-            raise UnsupportedCombination(f"{name}: got {value!r} for {caller}, expected {unset!r}")
+            raise UnsupportedCombination(f"{name}: got {value!r} {where}, expected {unset!r}")
 
 
 def takes_options(function: Function, without: Sequence[str] = ()) -> Function:
@@ -284,31 +267,13 @@ def takes_options(function: Function, without: Sequence[str] = ()) -> Function:
     signature = inspect.signature(function)
     own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
     named = {*without, *(one.name for one in own)}
-    listed = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for name in CallData._fields
-        if name not in named
-    ]
     fields = [field for name, field in FIELDS.items() if name not in named]
-    listed += [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=field.type,
-        )
-        for field in fields
-    ]
+    parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    others = [parameter(name, default=None) for name in CallData._fields if name not in named]
+    others += [parameter(one.name, default=one.default, annotation=one.type) for one in fields]
     target: Any = function
-    target.__signature__ = signature.replace(parameters=[*own, *listed])
-    docs = [
-        textwrap.fill(
-            f"{field.name}: {field.metadata['doc']}",
-            width=100,
-            initial_indent=" " * 6,
-            subsequent_indent=" " * 8,
-        )
-        for field in fields
-    ]
+    target.__signature__ = signature.replace(parameters=[*own, *others])
+    indents = dict(initial_indent=" " * 6, subsequent_indent=" " * 8)
+    docs = [textwrap.fill(f"{one.name}: {one.metadata['doc']}", 100, **indents) for one in fields]
     function.__doc__ = (function.__doc__ or "").replace("      {options}", "\n".join(docs))
     return function

@@ -106,7 +106,7 @@ def trace(
     Options are those of `generate`, except `num_samples`, `stop` and `deadline`.
     """
     config, data = split_options(config, options)
-    check_unset(config, "a trace", "num_samples", "stop", "deadline")
+    check_unset(config, "for a trace", "num_samples", "stop", "deadline")
     if text is None:
         raise ValueError("text: got None, expected a string, or a list of ids")
     state, request = prepare(target, [text], config=config, **data._asdict())

@@ -133,7 +133,7 @@ def read_options(
     config, _ = split_options(generation, options)
     if of_a_call := sorted(options.keys() - FIELDS.keys()):
         raise TypeError(f"{of_a_call[0]}: got an option that there is not for {caller}")
-    check_unset(config, caller, *UNSUPPORTED)
+    check_unset(config, f"for {caller}", *UNSUPPORTED)
     return config
 
 
@@ -165,7 +165,7 @@ class Decoder:
           TypeError, ValueError: as for `read_options`; or settings that make no sense together.
         """
         given = read_options(generation, options, "a traced decode")
-        check_unset(given, "sampling", "beam_width")
+        check_unset(given, "for sampling", "beam_width")
         automatic = isinstance(given.gamma, str) and given.tree is None
         gamma = _GAMMA if automatic else given.gamma
         self.config, self.drafter, self.rescale_log_probs = config, drafter, rescale_log_probs

@@ -114,7 +114,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         self._bound, function = {}, None
         if decode_fn is not None:
             function, self._bound = bound(decode_fn)
-            check_unset(generation, "decode_fn", "sampling")
+            check_unset(generation, "for decode_fn", "sampling")
             if not rescale_log_probs:
                 raise ValueError("rescale_log_probs: got False for decode_fn, expected True")
         super().__init__(
@@ -137,7 +137,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         self._decoder: Decoder | BeamDecoder
         if function is decoding.beam_search:
             parameters = ("lenience", "typical_epsilon", "typical_delta")
-            check_unset(generation, "beam search", "verifier", "tree", *parameters)
+            check_unset(generation, "for beam search", "verifier", "tree", *parameters)
             gamma: Any = LEVELS if isinstance(generation.gamma, str) else generation.gamma
             self._decoder = BeamDecoder(shape, drafter, gamma, generation.beam_width)
         else:

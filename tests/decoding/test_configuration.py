@@ -8,6 +8,7 @@ import pytest
 from toy_models import EchoModel, Words, noisy_copy, tiny_t5
 
 import specdec_jax as sd
+from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.generation_config import FIELDS, CallData
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -50,6 +51,16 @@ def test_options_change_a_config(models):
     found = sd.generate(target, INPUTS, config=CONFIG, max_new_tokens=4)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     assert found.tokens.shape == (2, 4) and CONFIG.max_new_tokens == 6
+
+
+def test_many_inputs_read_their_deadline_from_the_config(models):
+    """A deadline belongs to a batch, so rows are not refilled, which would be rejected."""
+    target, drafter = models
+    options = dict(batch_size=2, seed=0, drafter=drafter)
+    late = dataclasses.replace(CONFIG, deadline=1e6)
+    found = list(decode_all(target, INPUTS * 2, config=late, **options))
+    expected = list(decode_all(target, INPUTS * 2, config=CONFIG, **options))
+    assert [output.tokens for output in found] == [output.tokens for output in expected]
 
 
 @pytest.mark.parametrize(
