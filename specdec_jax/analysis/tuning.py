@@ -179,8 +179,8 @@ def keep_acceptance(
 ) -> None:
     """Keeps the measured acceptance rate, with which `gamma="auto"` begins for such inputs."""
     key = autotune.autotune(plan(target, inputs, drafter=drafter, **decoding)).costs_key
-    if key is not None and (known := autotune.known(key)) is not None:
-        autotune.keep(key, known._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
+    if key is not None and (known := autotune.load_costs(key)) is not None:
+        autotune.save_costs(key, known._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
 
 
 @isolated

@@ -6,6 +6,7 @@ cache folder. A file that does not hold what was written there is measured anew;
 written, the numbers hold for this process.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -32,14 +33,13 @@ from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.strategies import prefill
 from specdec_jax.files import user_cache, writing
-from specdec_jax.files.reading import read_json
+from specdec_jax.files.reading import read_json, shown
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import iteration
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.full_drafter import FullDrafter
 from specdec_jax.speculative.prefill import PrefillInputs
-from specdec_jax.speculative.sampling import SamplingMode
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 
 # Draft lengths that are timed: the longest for every width of the target's call, and the shortest
@@ -80,19 +80,15 @@ class Costs(NamedTuple):
     acceptance: float = Auto.acceptance
 
     def _expected(self, rows: int) -> np.ndarray:
-        """Returns the expected cost of a token with drafts of 0, 1, … tokens.
-
-        The unit is an iteration of plain decoding.
+        """Returns the expected cost of a token with drafts of 0, 1, … tokens, as for `iterations`.
 
         A single row chooses its own γ, so the acceptance rate is that of a drafter that is nearly
         always right. Several rows share the target's call, which the longest draft widens for all
         of them; there the rate is averaged over rows that differ.
         """
-        hoped = (
-            [_HOPED]
-            if rows == 1
-            else [min(max(self.acceptance + more, 0), 0.97) for more in _SPREAD]
-        )
+        hoped = [_HOPED]
+        if rows > 1:
+            hoped = [min(max(self.acceptance + more, 0), 0.97) for more in _SPREAD]
         tokens = np.mean([np.cumsum(alpha ** np.arange(MAXIMUM + 1)) for alpha in hoped], axis=0)
         return np.array(self.iterations) / tokens
 
@@ -109,59 +105,25 @@ class Costs(NamedTuple):
         return bool(gain > _GAIN and loss < (_LOSS_KNOWN if learns and rows == 1 else _LOSS) * gain)
 
     def policy(self, rows: int, learned: "Learned | None" = None) -> Auto | None:
-        """Returns the policy for `rows` rows decoded together.
-
-        They begin with what earlier requests have learned.
+        """Returns the policy for `rows` rows decoded together, which begin with what was `learned`.
 
         None if plain decoding is faster by what was learned; one in `_LOOK` requests drafts all the
         same.
         """
-        costs = np.array(self.iterations)
+        costs, begun = np.array(self.iterations), {"acceptance": self.acceptance}
         if rows > 1:
             costs[1 + np.argmin(self._expected(rows)) :] = _NEVER
-        begun = {"acceptance": self.acceptance}
         if learned is not None:
-            weight = Auto.weight + learned.examined
-            begun["acceptance"] = (Auto.weight * self.acceptance + learned.accepted) / weight
-            begun |= {"weight": min(weight, _WEIGHT), "look": float(learned.requests % _LOOK == 0)}
-            tokens = np.cumsum(begun["acceptance"] ** np.arange(MAXIMUM + 1))
+            weight, look = Auto.weight + learned.examined, learned.requests % _LOOK == 0
+            acceptance = (Auto.weight * self.acceptance + learned.accepted) / weight
+            begun = dict(acceptance=acceptance, weight=min(weight, _WEIGHT), look=float(look))
             # An iteration without a draft costs a little more in a program that may draft than in
             # one that never does.
-            if not begun["look"] and np.min(costs / tokens) + self.prefill / _TOKENS >= 1 / (
-                1 + _GAIN
-            ):
+            tokens = np.cumsum(acceptance ** np.arange(MAXIMUM + 1))
+            best = np.min(costs / tokens) + self.prefill / _TOKENS
+            if not look and best >= 1 / (1 + _GAIN):
                 return None
         return Auto(MAXIMUM, costs=tuple(costs.tolist()), **begun)
-
-    @classmethod
-    def of(cls, record: Any) -> "Costs":
-        """Returns the costs in JSON values.
-
-        Raises ValueError for anything but what `_asdict` gives.
-        """
-        try:
-            costs = cls(**{**record, "iterations": tuple(record["iterations"])})
-            values = [
-                *costs.iterations,
-                costs.prefill + 1e-9,
-                costs.seconds,
-                costs.acceptance + 1e-9,
-            ]
-            numbers = np.array(
-                values if all(type(value) in (int, float) for value in values) else ()
-            )
-        except (TypeError, KeyError, ValueError):
-            numbers = np.empty(0)
-        if (
-            numbers.shape != (MAXIMUM + 4,)
-            or not np.all((numbers > 0) & (numbers < 1e6))
-            or costs.acceptance > 1
-        ):
-            raise ValueError(
-                f"costs: got {str(record)[:80]!r}, expected costs of {MAXIMUM + 1} kinds of"
-                " iterations"
-            )
-        return costs
 
 
 class Learned(NamedTuple):
@@ -193,17 +155,17 @@ def autotune(plan: Plan, first: bool = False) -> Plan:
         return plan
     assert plan.drafter is not None, "without one γ is 0"
     length, rows = bucket(int(max(plan.input_lengths))), plan.auto_rows
-    key = key_of(plan.network, plan.drafter, plan.config, rows, length, plan.slots)
-    costs = known(key)
+    key = costs_key(plan.network, plan.drafter, plan.config, rows, length, plan.slots)
+    costs = load_costs(key)
     if costs is None:
         arguments = plan.arguments(np.arange(rows // plan.samples) % len(plan.limits), length)
         init = functools.partial(_init_drafter, *arguments)
         costs = measure(plan.network, plan.drafter, prefill(*arguments), init)
-        keep(key, costs)
+        save_costs(key, costs)
     by_requests = plan.config.strict_argmax
     if not costs.pays(rows, by_requests):
         return plan.plainly()
-    policy = costs.policy(rows, learned(key) if by_requests and not first else None)
+    policy = costs.policy(rows, _learned.get(key, Learned()) if by_requests and not first else None)
     if policy is None:
         return dataclasses.replace(plan.plainly(), costs_key=key)
     policy = policy.rows(len(plan.limits))
@@ -216,12 +178,8 @@ def record(request: Request, result: GenerationResult) -> None:
     Results with errors are left out, as are requests whose outputs would depend on it.
     """
     if request.costs_key is not None and not any(result.errors):
-        stats = result.stats
-        learn(
-            request.costs_key,
-            int(stats.examined_by_position.sum()),
-            int(stats.accepted_by_position.sum()),
-        )
+        examined = int(result.stats.examined_by_position.sum())
+        learn(request.costs_key, examined, int(result.stats.accepted_by_position.sum()))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "slots"))
@@ -239,36 +197,50 @@ def _init_drafter(
     return drafter.init(ids, given.input_lengths, given.tokens, slots, **shared)
 
 
-# What this process knows, by the keys of `key_of`; descriptions by `id` of what they describe.
+# What this process knows, by the keys of `costs_key`; descriptions by `id` of what they describe.
 _known: dict[str, Costs] = {}
 _learned: dict[str, Learned] = {}
 _described: dict[int, tuple[weakref.ref, str]] = {}
 
 
-def known(key: str) -> Costs | None:
-    """Returns what was measured for a key of `key_of`, by this process or another.
+def load_costs(key: str) -> Costs | None:
+    """Returns the costs that this process or another has measured for a key of `costs_key`.
 
-    None if nothing was.
+    None if none has.
     """
     if key not in _known and (path := _path(key)) is not None:
-        try:
-            record = read_json(path, _LARGEST)
-            if record["key"] == json.loads(key):
-                _known[key] = Costs.of(record["costs"])
-        except (ValueError, KeyError):
-            return None
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found = read_json(path, _LARGEST)
+            if found["key"] == json.loads(key):
+                _known[key] = read_costs(found["costs"])
     return _known.get(key)
 
 
-def keep(key: str, costs: Costs) -> None:
+def read_costs(values: dict[str, Any]) -> Costs:
+    """Returns the costs in JSON values; raises an error for anything but what `_asdict` gives."""
+    costs = Costs(**{**values, "iterations": tuple(values["iterations"])})
+    positive, others = (*costs.iterations, costs.seconds), (costs.prefill, costs.acceptance)
+    sound = (
+        len(costs.iterations) == MAXIMUM + 1
+        and all(type(number) in (int, float) for number in (*positive, *others))
+        and all(0 < number < 1e6 for number in positive)
+        and 0 <= costs.prefill < 1e6
+        and 0 <= costs.acceptance <= 1
+    )
+    if not sound:
+        expected = f"costs of {MAXIMUM + 1} kinds of iterations"
+        raise ValueError(f"costs: got {shown(values)}, expected {expected}")
+    return costs
+
+
+def save_costs(key: str, costs: Costs) -> None:
     """Keeps costs for this process and, if possible, for others."""
     _known[key] = costs
     if (path := _path(key)) is None or writing.passes_through(path):
         return
+    record = {"key": json.loads(key), "costs": costs._asdict()}
     try:
-        writing.write_file(
-            path, json.dumps({"key": json.loads(key), "costs": costs._asdict()}, indent=1) + "\n"
-        )
+        writing.write_file(path, json.dumps(record, indent=1) + "\n")
     except OSError as error:
         _LOG.info("%s: %s: what was measured holds for this process", path, error)
 
@@ -284,69 +256,29 @@ def learn(key: str, examined: int, accepted: int) -> None:
     _learned[key] = Learned(kept * total, kept * (before.accepted + accepted), before.requests + 1)
 
 
-def learned(key: str) -> Learned:
-    """Returns what the drafts of earlier requests have shown."""
-    return _learned.get(key, Learned())
-
-
-def _path(text: str) -> pathlib.Path | None:
+def _path(key: str) -> pathlib.Path | None:
+    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     try:
-        return (
-            user_cache.private_folder("costs")
-            / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-        )
+        return user_cache.private_folder("costs") / name
     except (ValueError, OSError) as error:
         _LOG.info("%s: what was measured holds for this process", error)
         return None
 
 
-def key_of(
+def costs_key(
     network: Network, drafter: Drafter, config: StaticConfig, rows: int, length: int, slots: int
 ) -> str:
     """Returns what the costs depend on, as JSON.
 
-    Lengths of inputs and room for outputs are rounded up to a power of two.
+    The lengths of inputs and outputs are rounded up to a power of two.
     """
-
-    def coarse(number: int) -> int:
-        return max(64, 2 ** (int(number) - 1).bit_length())
-
-    own, mode = config.mode.processor is not None, config.mode._replace(processor=None)
-    return _key(
-        _describe(network),
-        _describe(drafter),
-        config.verifier.name,
-        mode,
-        own,
-        rows,
-        coarse(length),
-        coarse(slots),
-    )
-
-
-@functools.lru_cache(1024)
-def _key(
-    target: str,
-    drafter: str,
-    verifier: str,
-    mode: SamplingMode,
-    own_processor: bool,
-    rows: int,
-    length: int,
-    slots: int,
-) -> str:
-    key = {
-        **machine_key(),
-        "target": target,
-        "drafter": drafter,
-        "rows": rows,
-        "length": length,
-        "slots": slots,
-        "verifier": verifier,
-        "sampling": {name: value for name, value in mode._asdict().items() if name != "processor"},
-        "own_processor": own_processor,
-    }
-    return json.dumps(key, sort_keys=True)
+    mode = config.mode._asdict()
+    own_processor = mode.pop("processor") is not None
+    length, slots = (max(64, 2 ** (int(size) - 1).bit_length()) for size in (length, slots))
+    of_request = dict(rows=rows, length=length, slots=slots, own_processor=own_processor)
+    of_models = dict(target=_describe(network), drafter=_describe(drafter))
+    key = dict(verifier=config.verifier.name, sampling=mode, **of_models, **of_request)
+    return json.dumps(machine_key() | key, sort_keys=True)
 
 
 @functools.cache
@@ -372,9 +304,8 @@ def processor() -> str:
     """Returns the processor's name, as the system gives it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(
-                line.partition(":")[2].strip() for line in file if line.startswith("model name")
-            )
+            named = next(line for line in file if line.startswith("model name"))
+        return named.partition(":")[2].strip()
     except (OSError, StopIteration):
         return platform.processor() or "unknown"
 
@@ -384,14 +315,14 @@ def _describe(node: Any) -> str:
 
     It is made of the kind, the settings, and the shapes and dtypes of all arrays.
     """
-    if id(node) in _described and _described[id(node)][0]() is node:
-        return _described[id(node)][1]
+    number = id(node)
+    if number in _described and _described[number][0]() is node:
+        return _described[number][1]
     leaves, structure = jax.tree.flatten(node)
     shapes = [(str(jnp.result_type(leaf)), np.shape(leaf)) for leaf in leaves]
     text = re.sub(r"0x[0-9a-f]+", "", f"{type(node).__name__} {structure} {shapes}")
     found = hashlib.sha256(text.encode()).hexdigest()[:16]
     if hasattr(node, "__weakref__"):
-        number = id(node)
         _described[number] = weakref.ref(node, lambda _: _described.pop(number, None)), found
     return found
 
@@ -405,10 +336,8 @@ def iterated_steps(
 ) -> DecodeState:
     """Runs `steps` iterations of the decode loop, each from the same committed lengths.
 
-    Each of them drafts, scores, verifies and commits.
-
-    What an iteration writes the next one reads, so that the compiler cannot remove anything from
-    the loop.
+    Each of them drafts, scores, verifies and commits. What an iteration writes the next one reads,
+    so that the compiler cannot remove anything from the loop.
 
     Args:
       network: the target.
@@ -418,8 +347,7 @@ def iterated_steps(
     """
 
     def body(_: jax.Array, state: DecodeState) -> DecodeState:
-        after = iteration.iterate(network, drafter, state)
-        return after.replace(lengths=lengths, done=done)
+        return iteration.iterate(network, drafter, state).replace(lengths=lengths, done=done)
 
     lengths, done = state.lengths, state.done
     return jax.lax.fori_loop(0, steps, body, state)
@@ -428,9 +356,7 @@ def iterated_steps(
 def measure(
     network: Network, drafter: Drafter, state: DecodeState, prefill: Callable[[], object]
 ) -> Costs:
-    """Returns the costs of speculative iterations of `state`.
-
-    They are timed in turn with iterations of plain decoding.
+    """Returns the costs of speculative iterations, timed in turn with those of plain decoding.
 
     Args:
       network: the target.
@@ -438,52 +364,44 @@ def measure(
       state: after the prefill, with an `Auto` as its policy.
       prefill: makes the drafter's own state.
     """
-    speculative_variant, plain_variant = _variants(network, drafter, state)
-    calls = {"plain": plain_variant} | {
-        gamma: functools.partial(speculative_variant, gamma) for gamma in TIMED
+    plain_state, drafting = _endless(state)
+    run, full = functools.partial(iterated_steps, network), FullDrafter(drafter)
+    variants: dict[int | str, Callable[..., DecodeState]] = {
+        gamma: functools.partial(
+            run, full, drafting.replace(gamma=jnp.full_like(state.gamma, gamma))
+        )
+        for gamma in TIMED
     }
+    variants["plain"] = functools.partial(run, None, plain_state)
 
-    def once(call: Callable[..., object], *steps: int) -> float:
-        return _seconds(lambda: call(*map(np.int32, steps)))
+    def time_steps(name: int | str, steps: int) -> float:
+        return _seconds(functools.partial(variants[name], np.int32(steps))) / steps
 
-    for call in calls.values():
-        once(call, 1)  # compiles
-    seconds = max(once(calls["plain"], 1), 1e-6)
-    steps = int(np.clip(_PASS / seconds, 1, _STEPS))
-    passes: list[dict[Any, float]] = []
-    begun = time.perf_counter()
-    while (
-        len(passes) < _PASSES[0]
-        or len(passes) < _PASSES[1]
-        and time.perf_counter() - begun < _BUDGET
-    ):
-        passes.append({name: once(call, steps) / steps for name, call in calls.items()})
-    over_plain = {
+    for name in variants:
+        time_steps(name, 1)  # compiles
+    steps = int(np.clip(_PASS / max(time_steps("plain", 1), 1e-6), 1, _STEPS))
+    passes, begun, (least, most) = [], time.perf_counter(), _PASSES
+    while len(passes) < least or len(passes) < most and time.perf_counter() - begun < _BUDGET:
+        passes.append({name: time_steps(name, steps) for name in variants})
+    medians = {
         gamma: statistics.median(one[gamma] / one["plain"] for one in passes) for gamma in TIMED
     }
     plain = statistics.median(one["plain"] for one in passes)
     _seconds(prefill)
     first = min(_seconds(prefill) for _ in range(3))
-    return Costs(between(over_plain, bool(state.config.widths)), first / plain, plain)
+    iterations = interpolate_costs(medians, in_steps=bool(state.config.widths))
+    return Costs(iterations, first / plain, plain)
 
 
-def _variants(network: Network, drafter: Drafter, state: DecodeState):
-    """Returns two functions that run iterations of rows that never end.
-
-    The first takes (γ, steps) and drafts γ tokens in each iteration; the second takes (steps) and
-    decodes plainly.
-    """
+def _endless(state: DecodeState) -> tuple[DecodeState, DecodeState]:
+    """Returns states whose rows never end: one for plain decoding, and one that drafts."""
     batch, config = len(state.done), state.config
-    forever = state.replace(
+    endless = state.replace(
         done=jnp.zeros(batch, bool),
         limits=state.lengths + MAXIMUM + 2,
         eos_ids=jnp.full_like(state.eos_ids, -1),
     )
-    # With these costs the longest draft is always the best.
-    longest = Auto(MAXIMUM, costs=tuple(2.0**-gamma for gamma in range(MAXIMUM + 1))).rows(batch)
-    drafting = forever.replace(policy=longest, policy_state=jax.jit(Auto.init)(longest))
-    full = FullDrafter(drafter)
-    plain = forever.replace(
+    plain = endless.replace(
         config=StaticConfig(0, config.mode, config.vocab_size),
         policy=None,
         policy_state=None,
@@ -492,15 +410,11 @@ def _variants(network: Network, drafter: Drafter, state: DecodeState):
         last_draft=jnp.zeros((batch, 0), jnp.int32),
         last_seen=None,
         settings=None,
-        gamma=jnp.zeros_like(forever.gamma),
+        gamma=jnp.zeros_like(state.gamma),
     )
-
-    def speculative_variant(gamma: int, steps: jax.Array) -> DecodeState:
-        return iterated_steps(
-            network, full, drafting.replace(gamma=jnp.full(batch, gamma, jnp.int32)), steps
-        )
-
-    return speculative_variant, functools.partial(iterated_steps, network, None, plain)
+    # With these costs the longest draft is always the best.
+    longest = Auto(MAXIMUM, costs=tuple(2.0**-gamma for gamma in range(MAXIMUM + 1))).rows(batch)
+    return plain, endless.replace(policy=longest, policy_state=jax.jit(Auto.init)(longest))
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -509,19 +423,18 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def between(timed: Mapping[int, float], in_steps: bool) -> tuple[float, ...]:
+def interpolate_costs(timed: Mapping[int, float], in_steps: bool) -> tuple[float, ...]:
     """Returns the costs of iterations that draft 0, 1, … `MAXIMUM` tokens, given those of `TIMED`.
 
     If several widths of the target's call are compiled (`in_steps`), drafts whose calls are equally
-    wide differ by draft steps only; the two timed drafts of the widest call tell what a draft step
+    wide differ by draft steps only; the two timed drafts of the widest call show what a draft step
     costs.
     """
+    gammas = range(MAXIMUM + 1)
     if not in_steps:
-        return tuple(
-            np.interp(np.arange(MAXIMUM + 1), TIMED, [timed[gamma] for gamma in TIMED]).tolist()
-        )
+        return tuple(np.interp(gammas, TIMED, [timed[gamma] for gamma in TIMED]).tolist())
     shortest, longest = TIMED[-2:]
     step = max(0.0, (timed[longest] - timed[shortest]) / (longest - shortest))
     ends = [width - 1 for width in Auto(MAXIMUM).widths]
-    last = [next(end for end in ends if end >= gamma) for gamma in range(MAXIMUM + 1)]
+    last = [next(end for end in ends if end >= gamma) for gamma in gammas]
     return tuple(max(timed[end] - (end - gamma) * step, 1e-6) for gamma, end in enumerate(last))

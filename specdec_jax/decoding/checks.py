@@ -17,19 +17,11 @@ from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_drafter import TreeDrafter, drafts_chains
 from specdec_jax.speculative.verifier import BaseVerifier
 
-# What may become of a row with logits that are not finite numbers.
-NON_FINITE = ("raise", "report")
 _LISTED = 10  # the most numbers of inputs in a message
 
 
 class UnsupportedCombination(ValueError):
     """Options that are valid one by one but make no sense together."""
-
-
-def check_sampling(sampling: SamplingConfig) -> None:
-    """Raises ValueError unless `sampling` is a `SamplingConfig`."""
-    expected = "a SamplingConfig, such as SamplingConfig(temperature=0.7)"
-    arguments.check_kind("sampling", sampling, SamplingConfig, expected)
 
 
 class SamplingChanges(NamedTuple):
@@ -41,19 +33,18 @@ class SamplingChanges(NamedTuple):
     fields: Mapping[str, Any]
 
 
-def check_kinds(target: LanguageModel, sampling: SamplingConfig | SamplingChanges | None) -> None:
-    """Raises ValueError for a target or a `sampling` of the wrong kind.
+def check_sampling(sampling: SamplingConfig) -> None:
+    """Raises ValueError unless `sampling` is a `SamplingConfig`."""
+    expected = "a SamplingConfig, such as SamplingConfig(temperature=0.7)"
+    arguments.check_kind("sampling", sampling, SamplingConfig, expected)
 
-    They are a target that is no model or reads another's encoder output, and a `sampling` that is
-    no `SamplingConfig`, where it is not left to the model.
-    """
+
+def check_target(target: LanguageModel) -> None:
+    """Raises ValueError for a target that is no model or reads another's encoder output."""
     arguments.check_model("target", target)
     if target.config.encoder_dim is not None:
-        raise ValueError(
-            "target: got a model that reads another's encoder output, expected one with an encoder"
-        )
-    if sampling is not None and not isinstance(sampling, SamplingChanges):
-        check_sampling(sampling)
+        got = "a model that reads another's encoder output"
+        raise ValueError(f"target: got {got}, expected one with an encoder")
 
 
 def check_prompts(
@@ -64,14 +55,12 @@ def check_prompts(
 ) -> None:
     """Raises ValueError if a prompt and its new tokens need more positions than a model has.
 
-    The models are the target and a drafting model.
-
     For callers that decode in parts, which would find the longest prompt late; `plan` checks its
     own inputs. Models with an encoder take any length.
 
     Args:
       target: the target.
-      drafter: the drafter, or None.
+      drafter: the drafter, whose models are checked too, or None.
       lengths: `[B]`, number of ids of each prompt.
       limits: the most new tokens, one number or `[B]`.
     """
@@ -83,56 +72,46 @@ def check_prompts(
 def check_pair(target: LanguageModel, drafter: Drafter) -> None:
     """Raises ValueError for a drafter that cannot draft for `target`.
 
-    It is of another vocabulary (PITFALLS row 28), kind, mesh or model.
+    It is of another vocabulary (PITFALLS row 28), kind, mesh or model, or it lacks a method.
     """
+    name = type(drafter).__name__
     if not isinstance(drafter, Drafter):
-        got = repr(drafter) if isinstance(drafter, str) else type(drafter).__name__
-        if isinstance(drafter, type):
-            got = f"the class {drafter.__name__}"
+        got = repr(drafter) if isinstance(drafter, str) else name
+        got = f"the class {drafter.__name__}" if isinstance(drafter, type) else got
+        expected = "a Drafter, such as ModelDrafter(model) or PromptLookupDrafter()"
         raise ValueError(
-            f"drafter: got {got}, expected a Drafter, such as ModelDrafter(model) or"
-            " PromptLookupDrafter() (names are for the command line)"
+            f"drafter: got {got}, expected {expected} (names are for the command line)"
         )
     if jax.tree_util.all_leaves([drafter]):
-        name = type(drafter).__name__
-        raise ValueError(
-            f"drafter: got {name}, which is no pytree, expected a class decorated with"
-            " flax.struct.dataclass"
-        )
-    required: list[tuple[type[Drafter], tuple[str, ...]]] = [
-        (TreeDrafter, ("draft_tree",)),
-        (BeamDrafter, ("init_beams", "draft_beams", "move_beams")),
-    ]
-    if drafts_chains(drafter):
-        required.insert(0, (Drafter, ("init", "draft")))
-    for base, name in ((base, name) for base, names in required for name in names):
-        if isinstance(drafter, base) and getattr(type(drafter), name) is getattr(base, name):
-            raise ValueError(
-                f"drafter: got {type(drafter).__name__}, which does not define {name}, expected"
-                " that it does"
-            )
+        expected = "a class decorated with flax.struct.dataclass"
+        raise ValueError(f"drafter: got {name}, which is no pytree, expected {expected}")
+    required: dict[type[Drafter], tuple[str, ...]] = {
+        Drafter: ("init", "draft") if drafts_chains(drafter) else (),
+        TreeDrafter: ("draft_tree",),
+        BeamDrafter: ("init_beams", "draft_beams", "move_beams"),
+    }
+    for base, method in ((base, method) for base, names in required.items() for method in names):
+        if isinstance(drafter, base) and getattr(type(drafter), method) is getattr(base, method):
+            got = f"{name}, which does not define {method}"
+            raise ValueError(f"drafter: got {got}, expected that it does")
     drafter.check(target)
 
 
-def check_policy(gamma: Any, drafter: Drafter) -> None:
-    """Raises UnsupportedCombination for a policy of γ that lacks the drafter's distributions.
+def check_policy(gamma: Any, drafter: Drafter | None) -> None:
+    """Raises UnsupportedCombination for a policy of γ that needs probabilities of the drafter.
 
-    It reads them, and the drafter provides none.
+    The drafter provides none.
     """
-    if (
-        isinstance(gamma, Policy)
-        and gamma.needs_probs
-        and not (drafter is not None and drafter.provides_probs)
-    ):
-        raise UnsupportedCombination(
-            f"gamma: got {type(gamma).__name__}, which needs draft probabilities, with "
-            f"{type(drafter).__name__}, which "
-            "provides none, expected an integer, Heuristic or CostAware"
-        )
+    if isinstance(gamma, Policy) and gamma.needs_probs:
+        if drafter is None or not drafter.provides_probs:
+            got = f"{type(gamma).__name__}, which needs draft probabilities"
+            other = f"{type(drafter).__name__}, which provides none"
+            expected = "an integer, Heuristic or CostAware"
+            raise UnsupportedCombination(f"gamma: got {got}, with {other}, expected {expected}")
 
 
 def verifier_settings(
-    verifier: BaseVerifier, sampling: SamplingConfig, width: int, batch: int, **given
+    verifier: BaseVerifier, sampling: SamplingConfig, width: int, batch: int, **given: Any
 ) -> dict[str, np.ndarray] | None:
     """Returns the verifier's parameters, `[batch]` float32 each, None for a verifier without any.
 
@@ -147,46 +126,31 @@ def verifier_settings(
       UnsupportedCombination: a parameter of another verifier, a missing one, or a verifier that
         has nothing to verify.
     """
-    own = dict(verifier.given)
-    for name, value in given.items():
-        if value is not None and name in own:
-            raise UnsupportedCombination(
-                f"{name}: got {value} and {own[name]} of the verifier, expected one of them"
-            )
-        if value is not None and name not in dict(verifier.parameters):
-            owners = [
-                one.name
-                for one in (*verifiers.VERIFIERS.values(), verifiers.SYNTHETIC)
-                if name in dict(one.parameters)
-            ]
-            raise UnsupportedCombination(
-                f"{name}: got {value} with verifier={verifier.name!r}, expected"
-                f" {' or '.join(map(repr, owners))}"
-            )
-    if not verifier.parameters:
+    own, parameters = dict(verifier.given), dict(verifier.parameters)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    beside = f"with verifier={verifier.name!r}"
+    for name, value in chosen.items():
+        if name in own:
+            got = f"{value} and {own[name]} of the verifier"
+            raise UnsupportedCombination(f"{name}: got {got}, expected one of them")
+        if name not in parameters:
+            known = (*verifiers.VERIFIERS.values(), verifiers.SYNTHETIC)
+            owners = " or ".join(repr(one.name) for one in known if name in dict(one.parameters))
+            raise UnsupportedCombination(f"{name}: got {value} {beside}, expected {owners}")
+    if not parameters:
         return None
     if not width:
-        raise UnsupportedCombination(
-            f"verifier: got {verifier.name!r} for plain decoding, expected a drafter and gamma of"
-            " at least 1"
-        )
-    chosen = own | {name: value for name, value in given.items() if value is not None}
-    values = {name: chosen.get(name, default) for name, default in verifier.parameters}
-    for name, value in values.items():
-        if value is None:
-            expected = (
-                "a number in (0, 1]"
-                if name in given
-                else f"a number, by Verifier.with_parameters({name}=…)"
-            )
-            raise UnsupportedCombination(
-                f"{name}: got none with verifier={verifier.name!r}, expected {expected}"
-            )
+        got, expected = f"{verifier.name!r} for plain decoding", "a drafter and gamma of at least 1"
+        raise UnsupportedCombination(f"verifier: got {got}, expected {expected}")
+    values = parameters | own | chosen
+    for name in (name for name, value in values.items() if value is None):
+        by = f"a number, by Verifier.with_parameters({name}=…)"
+        expected = "a number in (0, 1]" if name in given else by
+        raise UnsupportedCombination(f"{name}: got none {beside}, expected {expected}")
     if verifier.sampled_only and not np.all(np.greater(sampling.temperature, 0)):
-        raise UnsupportedCombination(
-            f"temperature: got {sampling.temperature} with verifier={verifier.name!r}, expected"
-            " more than 0 (at 0 it would accept the argmax alone)"
-        )
+        expected = "more than 0 (at 0 it would accept the argmax alone)"
+        got = f"{sampling.temperature} {beside}"
+        raise UnsupportedCombination(f"temperature: got {got}, expected {expected}")
     return {
         name: _setting(name, value, batch, fraction=name in given) for name, value in values.items()
     }
@@ -201,10 +165,25 @@ def _setting(name: str, value: Any, batch: int, fraction: bool) -> np.ndarray:
     array = arguments.check_numbers(name, value, expected).astype(np.float32)
     if not np.all((array > 0) & (array <= 1) if fraction else np.isfinite(array)):
         raise ValueError(f"{name}: got {value}, expected {expected}")
+    return _to_rows(name, array, batch)
+
+
+def check_per_row(name: str, value: Any, batch: int, least: int, most: int) -> np.ndarray:
+    """Returns one integer, or one per input, as `[batch]` int32.
+
+    Raises ValueError for any outside `least` … `most`.
+    """
+    expected = f"an integer from {least} to {most}"
+    array = arguments.check_numbers(name, value, expected, whole=True)
+    if np.any((array < least) | (array > most)):
+        raise ValueError(f"{name}: got {value}, expected {expected}")
+    return _to_rows(name, array.astype(np.int32), batch)
+
+
+def _to_rows(name: str, array: np.ndarray, batch: int) -> np.ndarray:
     if array.ndim and array.shape != (batch,):
-        raise ValueError(
-            f"{name}: got {array.size} values, expected one or {batch} (one per input)"
-        )
+        expected = f"one or {batch} (one per input)"
+        raise ValueError(f"{name}: got {array.size} values, expected {expected}")
     return np.broadcast_to(array, (batch,))
 
 
@@ -213,20 +192,17 @@ def check_limits(sampling: SamplingConfig, limits: np.ndarray, samples: int) -> 
 
     It is also raised if several samples are wanted at temperature 0.
     """
-    if samples > 1 and sampling.mode.greedy:
-        raise UnsupportedCombination(
-            f"num_samples: got {samples} at temperature 0, expected 1, since all would be the same"
-        )
-    if np.any(np.asarray(sampling.min_new_tokens) > limits):
-        raise UnsupportedCombination(
-            f"min_new_tokens: got {sampling.min_new_tokens}, expected at most max_new_tokens ="
-            f" {min(limits)}"
-        )
-    last = max(sampling.forced_tokens or {}, default=-1)
-    if last >= max(limits):
-        raise UnsupportedCombination(
-            f"forced_tokens: got place {last}, expected below max_new_tokens = {max(limits)}"
-        )
+    last, least = max(sampling.forced_tokens or {}, default=-1), sampling.min_new_tokens
+    greedy = f"{samples} at temperature 0, expected 1, since all would be the same"
+    short = f"{least}, expected at most max_new_tokens = {min(limits)}"
+    late = f"place {last}, expected below max_new_tokens = {max(limits)}"
+    for name, wrong, message in (
+        ("num_samples", samples > 1 and sampling.mode.greedy, greedy),
+        ("min_new_tokens", np.any(np.asarray(least) > limits), short),
+        ("forced_tokens", last >= max(limits), late),
+    ):
+        if wrong:
+            raise UnsupportedCombination(f"{name}: got {message}")
 
 
 def check_eos_ids(target: LanguageModel, eos_ids: Any) -> tuple[int, ...]:
@@ -236,12 +212,8 @@ def check_eos_ids(target: LanguageModel, eos_ids: Any) -> tuple[int, ...]:
     """
     vocab_size = target.config.vocab_size
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
-    expected = f"ids from 0 to {vocab_size - 1}"
-    ids = (
-        (eos_ids,)
-        if arguments.is_integer(eos_ids)
-        else arguments.check_list("eos_ids", eos_ids, expected)
-    )
+    expected, one = f"ids from 0 to {vocab_size - 1}", arguments.is_integer(eos_ids)
+    ids = (eos_ids,) if one else arguments.check_list("eos_ids", eos_ids, expected)
     if any(not arguments.is_integer(token) or not 0 <= int(token) < vocab_size for token in ids):
         raise ValueError(f"eos_ids: got {arguments.quoted(ids)}, expected {expected}")
     return tuple(map(int, ids))
@@ -263,32 +235,10 @@ def check_stop(stop: Any, deadline: Any, target: LanguageModel | None = None) ->
     return tuple(stop)
 
 
-def check_non_finite(non_finite: Any) -> bool:
-    """Returns whether rows with logits that are not finite numbers are reported.
-
-    Raises ValueError for another word than "raise" and "report".
-    """
-    if not isinstance(non_finite, str) or non_finite not in NON_FINITE:
-        raise ValueError(
-            f"non_finite: got {non_finite!r}, expected {' or '.join(map(repr, NON_FINITE))}"
-        )
-    return non_finite == "report"
-
-
-def check_per_row(name: str, value: Any, batch: int, least: int, most: int) -> np.ndarray:
-    """Returns one integer, or one per input, as `[batch]` int32.
-
-    Raises ValueError for any outside `least` … `most`.
-    """
-    expected = f"an integer from {least} to {most}"
-    array = arguments.check_numbers(name, value, expected, whole=True)
-    if np.any((array < least) | (array > most)):
-        raise ValueError(f"{name}: got {value}, expected {expected}")
-    if array.ndim and array.shape != (batch,):
-        raise ValueError(
-            f"{name}: got {array.size} values, expected one or {batch} (one per input)"
-        )
-    return np.broadcast_to(array.astype(np.int32), (batch,))
+def check_non_finite(non_finite: Any) -> None:
+    """Raises ValueError for another word than "raise" and "report"."""
+    if not isinstance(non_finite, str) or non_finite not in ("raise", "report"):
+        raise ValueError(f"non_finite: got {non_finite!r}, expected 'raise' or 'report'")
 
 
 def check_input_lengths(
@@ -310,17 +260,14 @@ def check_input_lengths(
       option: what sets the limit.
     """
     numbers = [number for number, length in enumerate(lengths) if length > most]
-    if numbers:
-        worst = max(lengths)
-        takes_all = positions is None or worst < positions
-        advice = (
-            f"{option}={worst} takes all" if takes_all else f"the model has {positions:,} positions"
-        )
-        raise ValueError(
-            f"{listed(name, numbers, len(lengths), first)}: got"
-            f" {'up to ' * (len(numbers) > 1)}{worst:,} tokens, expected at most max_input_length ="
-            f" {most}; {advice}"
-        )
+    if not numbers:
+        return
+    worst, which = max(lengths), listed(name, numbers, len(lengths), first)
+    up_to, advice = "up to " * (len(numbers) > 1), f"{option}={worst} takes all"
+    if positions is not None and worst >= positions:
+        advice = f"the model has {positions:,} positions"
+    expected = f"at most max_input_length = {most}; {advice}"
+    raise ValueError(f"{which}: got {up_to}{worst:,} tokens, expected {expected}")
 
 
 def listed(name: str, numbers: Sequence[int], total: int, first: int = 1) -> str:

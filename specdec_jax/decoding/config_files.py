@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from os import PathLike
 from typing import Any
 
@@ -23,8 +23,8 @@ from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import read_tree, text_of
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
-SUFFIXES = (".json", ".gin")
 _LARGEST = 2**20  # bytes of a file
+_IGNORED = config_parser.ImportStatement | config_parser.BlockDeclaration  # in a gin file
 _POLICY = "policy"  # the key of a policy's name
 # The modules of what a gin file refers to, by the name in it.
 _MODULES = {
@@ -36,15 +36,9 @@ _MODULES = {
 }
 _CONFIG, _SAMPLING = "generation_config.GenerationConfig", "sampling.SamplingConfig"
 _TREE, _DEFAULTS = "tree_text.read_tree", "model_defaults.ModelDefaults"
+# What a gin file refers to, by the option; and the names of policies.
+_BLOCKS = {"sampling": _SAMPLING, "tree": _TREE, "generation_config": _DEFAULTS}
 _POLICY_NAMES = {f"policies.{cls.__name__}": name for name, cls in POLICIES.items()}
-
-
-def suffix_of(path: str | PathLike) -> str:
-    """Returns the suffix of a configuration file; raises ValueError for another than these two."""
-    suffix = pathlib.Path(path).suffix
-    if suffix not in SUFFIXES:
-        raise ValueError(f"config: got {str(path)!r}, expected a file named .json or .gin")
-    return suffix
 
 
 def write_fields(path: str | PathLike, fields: Mapping[str, Any]) -> None:
@@ -53,25 +47,23 @@ def write_fields(path: str | PathLike, fields: Mapping[str, Any]) -> None:
     Raises:
       ValueError: a value that no file can hold, such as a function; or another suffix.
     """
-    as_json = suffix_of(path) == ".json"
+    as_json = _is_json(path)
     values = {name: _to_plain(name, value) for name, value in fields.items()}
     write_file(path, json.dumps(values, indent=1) + "\n" if as_json else _to_gin(values))
 
 
-def read_fields(path: str | PathLike, known: Mapping[str, Any]) -> dict[str, Any]:
+def read_fields(path: str | PathLike, known: Collection[str]) -> dict[str, Any]:
     """Returns the fields that a file of `write_fields` holds; `known` are those that there are.
 
     Raises:
       ValueError: a file of another form, or a field that is unknown or wrong, in one line with the
         file's name.
     """
-    as_json = suffix_of(path) == ".json"
-    values = read_json(path, _LARGEST) if as_json else _from_gin(path)
+    values = read_json(path, _LARGEST) if _is_json(path) else _from_gin(path)
     found = {}
     for name, value in values.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = suggest_name(name, known)
             raise ValueError(f"{path}: {name}: got a field that there is not{hint}")
         try:
             found[name] = _from_plain(name, value)
@@ -81,27 +73,29 @@ def read_fields(path: str | PathLike, known: Mapping[str, Any]) -> dict[str, Any
     return found
 
 
-def _set_fields(value: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass that are not at their defaults, as JSON values."""
-    fields = {field.name: field.default for field in dataclasses.fields(value) if field.init}
-    given = {name: getattr(value, name) for name in fields}
-    return {
-        name: _to_plain(name, one)
-        for name, one in given.items()
-        if one is not None and not arguments.is_default(one, fields[name])
-    }
+def suggest_name(name: str, known: Collection[str]) -> str:
+    """Returns the end of a message about an unknown name: the nearest of those that there are."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _is_json(path: str | PathLike) -> bool:
+    """Returns whether a file has JSON, else gin; raises ValueError for another suffix."""
+    suffix = pathlib.Path(path).suffix
+    if suffix not in (".json", ".gin"):
+        raise ValueError(f"config: got {str(path)!r}, expected a file named .json or .gin")
+    return suffix == ".json"
 
 
 def _to_plain(name: str, value: Any) -> Any:
     """Returns a value as JSON values; raises ValueError for one that has no such form."""
-    if isinstance(value, Policy):
-        kinds = {cls: kind for kind, cls in POLICIES.items()}
-        if type(value) in kinds:
-            return {_POLICY: kinds[type(value)], **_set_fields(value)}
+    if isinstance(value, Policy) and type(value) in POLICIES.values():
+        kind = _POLICY_NAMES[f"policies.{type(value).__name__}"]
+        return {_POLICY: kind, **_changed_fields(value)}
     if isinstance(value, Tree | DynamicTree):
         return text_of(value)
     if isinstance(value, SamplingConfig):
-        return _set_fields(value)
+        return _changed_fields(value)
     if isinstance(value, ModelDefaults):
         return value.written()
     if value is None or isinstance(value, str | bool | int | float):
@@ -115,26 +109,39 @@ def _to_plain(name: str, value: Any) -> Any:
     raise ValueError(f"{name}: got {shown(value)}, which no file can hold")
 
 
+def _changed_fields(value: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that are not at their defaults, as JSON values."""
+    fields = [field for field in dataclasses.fields(value) if field.init]
+    given = {field.name: (getattr(value, field.name), field.default) for field in fields}
+    return {
+        name: _to_plain(name, one)
+        for name, (one, unset) in given.items()
+        if not arguments.is_default(one, unset)
+    }
+
+
 def _from_plain(name: str, value: Any) -> Any:
     """Returns the value of the option `name`, from JSON values."""
     if name == "gamma" and isinstance(value, dict):
         kind = value.get(_POLICY)
         if kind not in POLICIES:
             raise ValueError(f"got policy {shown(kind)}, expected one of {', '.join(POLICIES)}")
-        settings = {key: one for key, one in value.items() if key != _POLICY}
-        return _build(POLICIES[kind], settings)
-    if name == "tree" and value is not None:
-        return read_tree(value) if isinstance(value, str) else value
+        return _build(POLICIES[kind], {key: one for key, one in value.items() if key != _POLICY})
+    if name == "tree" and isinstance(value, str):
+        return read_tree(value)
     if name == "generation_config" and isinstance(value, dict):
         return ModelDefaults.read(value, name)
     if name == "sampling" and isinstance(value, dict):
-        by_id = {
-            key: {int(token): one for token, one in value[key].items()}
-            for key in ("logit_bias", "forced_tokens")
-            if isinstance(value.get(key), dict)
-        }
-        return _build(SamplingConfig, value | by_id)
+        return _build(SamplingConfig, _with_ids(value))
     return value
+
+
+def _with_ids(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns fields of a `SamplingConfig` with integers for ids, which JSON has as text."""
+    by_token = [key for key in ("logit_bias", "forced_tokens") if isinstance(fields.get(key), dict)]
+    return fields | {
+        key: {int(token): one for token, one in fields[key].items()} for key in by_token
+    }
 
 
 def _build(cls: Any, values: dict[str, Any]) -> Any:
@@ -149,21 +156,13 @@ def _to_gin(values: dict[str, Any]) -> str:
     """Returns gin bindings of JSON values, which T5X reads too."""
     blocks: dict[str, dict[str, Any]] = {_CONFIG: {}}
     for name, value in values.items():
-        if name == "tree" and value is not None:
-            block, fields = _TREE, {"text": value}
-        elif name in ("gamma", "sampling", "generation_config") and isinstance(value, dict):
-            policies = {kind: block for block, kind in _POLICY_NAMES.items()}
-            block = {"sampling": _SAMPLING, "generation_config": _DEFAULTS}.get(name, "")
-            block = block or policies[value[_POLICY]]
-            fields = {key: one for key, one in value.items() if key != _POLICY}
-            for key in ("logit_bias", "forced_tokens"):
-                if key in fields:
-                    fields[key] = {int(token): one for token, one in fields[key].items()}
-        else:
+        fields = {"text": value} if name == "tree" and value is not None else value
+        if not isinstance(fields, dict):
             blocks[_CONFIG][name] = repr(value)
             continue
+        block = _BLOCKS.get(name) or f"policies.{POLICIES[fields[_POLICY]].__name__}"
         blocks[_CONFIG][name] = f"@{block}()"
-        blocks[block] = {key: repr(one) for key, one in fields.items()}
+        blocks[block] = {key: repr(one) for key, one in _with_ids(fields).items() if key != _POLICY}
     modules = sorted({block.partition(".")[0] for block in blocks})
     lines = ["from __gin__ import dynamic_registration", ""]
     lines += [f"from specdec_jax.{_MODULES[module]} import {module}" for module in modules]
@@ -182,9 +181,8 @@ class _References(config_parser.ParserDelegate):
         return _Reference(f"%{name}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reference:
-    name: str
+class _Reference(str):
+    """The name of what a binding refers to."""
 
 
 def _from_gin(path: str | PathLike) -> dict[str, Any]:
@@ -196,15 +194,11 @@ def _from_gin(path: str | PathLike) -> dict[str, Any]:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
     for statement in statements:
         if isinstance(statement, config_parser.BindingStatement):
-            fields = blocks.setdefault(statement.selector, {})
-            fields[statement.arg_name] = statement.value
-        elif not isinstance(
-            statement, config_parser.ImportStatement | config_parser.BlockDeclaration
-        ):
+            blocks.setdefault(statement.selector, {})[statement.arg_name] = statement.value
+        elif not isinstance(statement, _IGNORED):
             raise ValueError(f"{path}: got {type(statement).__name__}, expected bindings alone")
-    known = (_CONFIG, _SAMPLING, _TREE, _DEFAULTS, *_POLICY_NAMES)
     for block in blocks:
-        if block not in known:
+        if block not in (_CONFIG, *_BLOCKS.values(), *_POLICY_NAMES):
             raise ValueError(f"{path}: {block}: got bindings of it, expected those of {_CONFIG}")
     return {
         name: _resolved(path, name, value, blocks)
@@ -216,11 +210,11 @@ def _resolved(path: Any, name: str, value: Any, blocks: dict[str, dict[str, Any]
     """Returns a binding's value with the bindings that it refers to in the place of a reference."""
     if not isinstance(value, _Reference):
         return value
-    fields = blocks.get(value.name, {})
-    if value.name == _TREE:
+    fields = blocks.get(value, {})
+    if value == _TREE:
         return fields.get("text")
-    if value.name in _POLICY_NAMES:
-        return {_POLICY: _POLICY_NAMES[value.name], **fields}
-    if value.name in (_SAMPLING, _DEFAULTS):
+    if value in _POLICY_NAMES:
+        return {_POLICY: _POLICY_NAMES[value], **fields}
+    if value in (_SAMPLING, _DEFAULTS):
         return dict(fields)
-    raise ValueError(f"{path}: {name}: got @{value.name}, expected a value")
+    raise ValueError(f"{path}: {name}: got @{value}, expected a value")

@@ -4,7 +4,6 @@ An argument of the call counts before the model's default, and the model's befor
 `sampling` is one argument: a `SamplingConfig` takes the place of all the model's settings of it.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,50 +46,34 @@ def fill_search(defaults: ModelDefaults, options: Mapping[str, Any]) -> dict[str
     found = {name: value for name, value in options.items() if value is not None}
     if found.get("num_beams", defaults.num_beams) is None:
         return found
-    of_search = {
-        name: getattr(defaults, name) for name in _OF_SEARCH if getattr(defaults, name) is not None
-    }
-    if defaults.num_beams is not None or of_search:
+    own = {name: getattr(defaults, name) for name in ("num_beams", *_OF_SEARCH)}
+    own = {name: value for name, value in own.items() if value is not None}
+    if own:
         found = {"beam_style": "huggingface"} | found
     style = found.get("beam_style")
     if not isinstance(style, str) or style != "huggingface":  # T5X's length penalty is another one
-        of_search = {}
-    number = {} if defaults.num_beams is None else {"num_beams": defaults.num_beams}
+        own = {name: value for name, value in own.items() if name == "num_beams"}
     if "num_beams" in found:  # the number of outputs belongs to the model's own number of beams
-        of_search.pop("num_return_sequences", None)
-    return number | of_search | found
+        own.pop("num_return_sequences", None)
+    return own | found
 
 
 def expect_no_search(
     target: LanguageModel, config: GenerationConfig, defaults: ModelDefaults
 ) -> None:
     """Rejects a beam search, given or a default, where tokens are read while they are decoded."""
+    callers = "stream(), trace() and prepare()"
     for name in BEAM_FIELDS:
         if (value := getattr(config, name)) is not None:
-            raise UnsupportedCombination(
-                f"{name}: got {arguments.quoted(value)}, expected None: stream(), trace() and "
-                "prepare() do not support beam search"
-            )
+            got = arguments.quoted(value)
+            why = f"{callers} do not support beam search"
+            raise UnsupportedCombination(f"{name}: got {got}, expected None: {why}")
     if defaults.num_beams is not None:
+        got = f"{defaults.num_beams}, a default of {target.name or 'the model'}"
+        expected = "generation_config=None, or one without num_beams"
         raise UnsupportedCombination(
-            f"num_beams: got {defaults.num_beams}, a default of {target.name or 'the model'}, which"
-            " stream(), trace() and prepare() do not support, expected generation_config=None, or"
-            " one without num_beams"
+            f"num_beams: got {got}, which {callers} do not support, expected {expected}"
         )
-
-
-def fill(
-    target: LanguageModel,
-    defaults: ModelDefaults,
-    config: GenerationConfig,
-    starts: np.ndarray,
-    eos_ids: tuple[int, ...],
-) -> tuple[np.ndarray, SamplingConfig]:
-    """Returns what `fill_limits` and `fill_sampling` do, for the options `config`."""
-    limits = fill_limits(target, defaults, config.max_new_tokens, starts)
-    return limits, fill_sampling(
-        config.sampling, defaults, starts, limits, eos_ids, target.config.vocab_size
-    )
 
 
 def fill_limits(
@@ -113,85 +96,77 @@ def fill_limits(
         of `given`.
 
     Raises:
-      ValueError: a limit out of range, or no room for a new token below the default `max_length`.
+      ValueError: a limit out of range, or a default `max_length` that leaves no new token.
     """
-    value: int | np.ndarray = (
-        MAX_NEW_TOKENS if defaults.max_new_tokens is None else defaults.max_new_tokens
-    )
+    limit = MAX_NEW_TOKENS if defaults.max_new_tokens is None else defaults.max_new_tokens
+    value = limit if given is None else given
     if given is None and defaults.max_new_tokens is None and defaults.max_length is not None:
         value = defaults.max_length - np.asarray(starts)
         if np.any(value < 1):
-            row = int(np.argmin(value))
+            row, model = int(np.argmin(value)), target.name or "the model"
+            most = f"max_length = {defaults.max_length}, the default of {model}"
             raise ValueError(
                 f"{name} {row + first}: got {starts[row]} tokens before the first new one, expected"
-                f" fewer than max_length = {defaults.max_length}, the default of"
-                f" {target.name or 'the model'}, or {option}"
+                f" fewer than {most}, or {option}"
             )
-    return check_per_row("max_new_tokens", value if given is None else given, len(starts), 1, 2**20)
+    return check_per_row("max_new_tokens", value, len(starts), 1, 2**20)
 
 
 def fill_sampling(
-    given: Any,
+    target: LanguageModel,
     defaults: ModelDefaults,
+    given: SamplingConfig | SamplingChanges | None,
     starts: np.ndarray,
     limits: np.ndarray,
     eos_ids: tuple[int, ...],
-    vocab_size: int,
 ) -> SamplingConfig:
     """Returns how the tokens of N rows are chosen.
 
     Args:
-      given: the argument `sampling`, or None, or `SamplingChanges`.
+      target: the model, whose vocabulary counts.
       defaults: the defaults of the call.
+      given: the argument `sampling`.
       starts, limits: `[N]`, tokens before the new ones, and the most new ones.
       eos_ids: ids that end a row, which `bad_words_ids` do not forbid.
-      vocab_size: width of the logits.
 
     Raises:
       ValueError: a setting out of range.
       UnsupportedCombination: a forced token that would be accepted at another place in each row.
     """
-    if given is not None and not isinstance(given, SamplingChanges):
+    if isinstance(given, SamplingConfig):
         return given
     changes = {} if given is None else dict(given.fields)
     if defaults == _NONE:
         return SamplingConfig(**changes)
+    words = [
+        word for word in defaults.bad_words_ids or () if len(word) > 1 or word[0] not in eos_ids
+    ]
+    vocab_size = target.config.vocab_size
+    forbidden = {token for token in defaults.suppress_tokens or () if token < vocab_size}
     found: dict[str, Any] = {
         "repetition_penalty": defaults.repetition_penalty,
         "no_repeat_ngram": defaults.no_repeat_ngram_size,
         "min_new_tokens": _least(defaults, starts, limits),
+        "forbidden_tokens": sorted(forbidden | {word[0] for word in words if len(word) == 1}),
+        "forbidden_sequences": tuple(word for word in words if len(word) > 1),
     }
     if defaults.do_sample and changes.get("temperature") != 0:
         found |= {"temperature": 1.0 if defaults.temperature is None else defaults.temperature}
         found |= {"top_k": 50 if defaults.top_k is None else defaults.top_k}
         found |= {"top_p": defaults.top_p, "min_p": defaults.min_p}
-    words = [
-        word for word in defaults.bad_words_ids or () if not (len(word) == 1 and word[0] in eos_ids)
-    ]
-    forbidden = {token for token in defaults.suppress_tokens or () if token < vocab_size}
-    found["forbidden_tokens"] = tuple(
-        sorted(forbidden | {word[0] for word in words if len(word) == 1})
-    )
-    found["forbidden_sequences"] = tuple(word for word in words if len(word) > 1)
     if "forced_tokens" not in changes:
         found["forced_tokens"] = _forced(defaults, starts, limits)
-    return SamplingConfig(
-        **{name: value for name, value in found.items() if value is not None} | changes
-    )
+    chosen = {name: value for name, value in found.items() if value is not None}
+    return SamplingConfig(**chosen | changes)
 
 
-def _least(defaults: ModelDefaults, starts: np.ndarray, limits: np.ndarray) -> Any:
-    """Returns the least number of new tokens before an EOS, one or one per row.
-
-    None: there is none.
-    """
+def _least(defaults: ModelDefaults, starts: np.ndarray, limits: np.ndarray) -> np.ndarray | None:
+    """Returns the least number of new tokens before an EOS, `[N]`, or None."""
     if defaults.min_new_tokens is not None:
         return np.minimum(defaults.min_new_tokens, limits)
-    return (
-        None
-        if defaults.min_length is None
-        else np.clip(defaults.min_length - np.asarray(starts), 0, limits)
-    )
+    if defaults.min_length is not None:
+        return np.clip(defaults.min_length - np.asarray(starts), 0, limits)
+    return None
 
 
 def _forced(
@@ -217,8 +192,3 @@ def _forced(
             )
         forced |= dict.fromkeys(last, defaults.forced_eos_token_id)
     return forced or None
-
-
-def without_search(defaults: ModelDefaults) -> ModelDefaults:
-    """Returns the defaults but for the beam search."""
-    return defaults if defaults.num_beams is None else dataclasses.replace(defaults, num_beams=None)

@@ -1,5 +1,6 @@
 """Decodes texts or ids in one call: `generate`; `prepare` and `warm_up` for what comes before."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
 from specdec_jax.decoding.generation_config import (
+    CallData,
     ConfigOrPath,
     check_unset,
     split_options,
@@ -74,16 +76,8 @@ def generate(
     """
     begun = time.monotonic()
     config, _ = split_options(config, options)
-    plan = plan_decoding(
-        target,
-        inputs,
-        config=config,
-        drafter=drafter,
-        key=key,
-        input_lengths=input_lengths,
-        attention_mask=attention_mask,
-        decoder_prefix=decoder_prefix,
-    )
+    data = CallData(drafter, key, input_lengths, attention_mask, decoder_prefix)
+    plan = plan_decoding(target, inputs, config=config, **data._asdict())
     plan = autotune.autotune(plan)
     result = complete(target, plan, None, begun)
     autotune.record(plan.request(), result)
@@ -133,28 +127,18 @@ def warm_up(
     arguments.check_integer("max_input_length", max_input_length, 1)
     batches = arguments.check_list("batch_sizes", batch_sizes, "a list of integers")
     lengths = sorted({bucket(length) for length in range(1, max_input_length + 1)})
-    options = {"key": seeded(0), **options}
-    for batch in (arguments.check_integer("batch_sizes", size, 1) for size in batches):
-        for length in lengths:
-            inputs = np.full(
-                (batch, min(length, max_input_length)),
-                target.eos_ids[0] if target.eos_ids else 1,
-                np.int32,
-            )
-            plan = plan_decoding(
-                target,
-                inputs,
-                config=config,
-                input_lengths=np.full(batch, inputs.shape[1]),
-                drafter=drafter,
-                max_input_length=max_input_length,
-                **options,
-            )
-            plan = autotune.autotune(plan, first=True)
-            _run_once(target, plan)
-            if plan.costs_key and plan.config.gamma:  # later calls may decode plainly
-                _run_once(target, plan.plainly())
-    return len(lengths) * len(batch_sizes)
+    options = dict(key=seeded(0), drafter=drafter, max_input_length=max_input_length) | options
+    token = target.eos_ids[0] if target.eos_ids else 1
+    sizes = [arguments.check_integer("batch_sizes", size, 1) for size in batches]
+    for batch, length in itertools.product(sizes, lengths):
+        inputs = np.full((batch, min(length, max_input_length)), token, np.int32)
+        whole = np.full(batch, inputs.shape[1])
+        plan = plan_decoding(target, inputs, config=config, input_lengths=whole, **options)
+        plan = autotune.autotune(plan, first=True)
+        _run_once(target, plan)
+        if plan.costs_key and plan.config.gamma:  # later calls may decode plainly
+            _run_once(target, plan.plainly())
+    return len(lengths) * len(sizes)
 
 
 def _run_once(target: LanguageModel, plan: Plan) -> None:

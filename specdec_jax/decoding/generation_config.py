@@ -1,7 +1,6 @@
 """`GenerationConfig`: the options of `generate`, with their types, defaults, docs and checks."""
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import textwrap
@@ -243,8 +242,7 @@ def split_options(
     known = [*FIELDS, *CallData._fields]
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = config_files.suggest_name(name, known)
             raise TypeError(f"{name}: got an option that there is not{hint}")
     changes = {name: value for name, value in options.items() if name in FIELDS}
     data = {name: value for name, value in options.items() if name not in FIELDS}

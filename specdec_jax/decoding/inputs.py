@@ -28,10 +28,8 @@ def bucket(length: int) -> int:
 def slots(longest: int, gamma: int) -> int:
     """Returns the number of token and cache slots for rows of at most `longest` tokens.
 
-    The start token is one of them.
-
-    There is room for a whole draft and its bonus token past any limit; otherwise a clamped slice
-    would overwrite live slots.
+    The start token is one of them. A whole draft and its bonus token fit past any limit; otherwise
+    a clamped slice would overwrite slots that are in use.
     """
     return bucket(longest - 1) + 1 + gamma + 1
 
@@ -60,66 +58,78 @@ def as_ids(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids `[B, L]`, padded behind the text, and lengths `[B]`.
 
-    Inputs are strings, lists of ids or an array.
+    Args:
+      target: the model that reads the ids.
+      inputs: strings, lists of ids or an array.
+      input_lengths, attention_mask: which ids count, as for `generate`.
+      framed: whether strings get what the tokenizer puts around a text.
+      name: what a message calls one of the inputs, before its number.
 
-    `framed` says whether strings get what the tokenizer puts around a text; a message calls one of
-    them by `name` and its number.
+    Raises:
+      ValueError: inputs of another kind, or ids outside the vocabulary.
     """
-    inputs, text = listed("inputs", inputs), False
-    all_of_them = "inputs" if name == "input" else name
-    if not hasattr(inputs, "shape"):
-        text = any(isinstance(row, str) for row in inputs) and all(
-            isinstance(row, str | None) for row in inputs
-        )
+    whole = "inputs" if name == "input" else name
+    inputs = listed(whole, inputs)
+    if hasattr(inputs, "shape"):
+        array = np.asarray(inputs)
+        if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+            got = f"an array of shape {array.shape} and type {array.dtype}"
+            raise ValueError(f"{whole}: got {got}, expected integers [B, L]")
+        array, lengths = without_padding(target, array, input_lengths, attention_mask)
+    else:
+        strings = [row for row in inputs if row is not None]
+        text = bool(strings) and all(isinstance(row, str) for row in strings)
         if text:
             if target.vocabulary is None:
-                raise ValueError(
-                    f"{all_of_them}: got strings for a model without a vocabulary, expected ids"
-                )
+                got = "strings for a model without a vocabulary"
+                raise ValueError(f"{whole}: got {got}, expected ids")
             if attention_mask is not None:
-                raise ValueError(
-                    "attention_mask: got one with strings, expected None (strings have no padding)"
-                )
+                expected = "None (strings have no padding)"
+                raise ValueError(f"attention_mask: got one with strings, expected {expected}")
             check_texts(name, inputs, first=0)
             to_ids = _encoder(target) if framed else target.vocabulary.encode
             inputs = [None if text is None else to_ids(text) for text in inputs]
         if input_lengths is not None:
+            expected = "None (lists have lengths)"
             raise ValueError(
-                "input_lengths: got lengths with a list of inputs, expected None (lists have"
-                " lengths)"
+                f"input_lengths: got lengths with a list of inputs, expected {expected}"
             )
-        rows = [
-            _row_of_ids(name, number, () if row is None else row)
-            for number, row in enumerate(inputs)
-        ]
-        input_lengths = np.array([len(row) for row in rows], np.int32)
-        array = np.zeros((len(rows), max(input_lengths, default=0)), np.int64)
-        for number, ids in enumerate(rows):
-            array[number, : len(ids)] = ids
-        pad = padding_id(target)
+        array, lengths = _as_array(name, inputs)
+        pad_id = padding_id(target)
         if attention_mask is not None:
-            array, input_lengths = without_padding(
-                target, array, None, _mask_of_rows(attention_mask, input_lengths)
-            )
-        elif pad is not None and not text:
-            inside = np.arange(array.shape[1]) < input_lengths[:, None]
-            array, input_lengths = from_left(array, inside & (array != pad))
-    else:
-        array = np.asarray(inputs)
-        if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(
-                f"{all_of_them}: got an array of shape {array.shape} and type {array.dtype},"
-                " expected integers [B, L]"
-            )
-        array, input_lengths = without_padding(target, array, input_lengths, attention_mask)
-    inside = np.arange(array.shape[1]) < input_lengths[:, None]
-    wrong = inside & ((array < 0) | (array >= target.config.vocab_size))
-    if np.any(wrong):
-        row, place = np.argwhere(wrong)[0]
-        expected = f"expected 0 to {target.config.vocab_size - 1}"
-        got = f"ids outside the vocabulary, {expected} ({name} {row}: id {array[row, place]})"
-        raise ValueError(f"{all_of_them}: got {got}")
-    return array.astype(np.int32), input_lengths
+            mask = _mask_of_rows(attention_mask, lengths)
+            array, lengths = without_padding(target, array, None, mask)
+        elif pad_id is not None and not text:
+            inside = np.arange(array.shape[1]) < lengths[:, None]
+            array, lengths = from_left(array, inside & (array != pad_id))
+    inside, vocab_size = np.arange(array.shape[1]) < lengths[:, None], target.config.vocab_size
+    wrong = np.argwhere(inside & ((array < 0) | (array >= vocab_size)))
+    if len(wrong):
+        row, place = wrong[0]
+        which = f"({name} {row}: id {array[row, place]})"
+        expected = f"expected 0 to {vocab_size - 1}"
+        raise ValueError(f"{whole}: got ids outside the vocabulary, {expected} {which}")
+    return array.astype(np.int32), lengths
+
+
+def _as_array(name: str, inputs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns lists of ids as an array, padded with 0, and their lengths; None is an empty one."""
+    rows = []
+    for number, row in enumerate(inputs):
+        try:
+            ids = np.asarray(() if row is None else row)
+        except ValueError:  # lists of different lengths inside
+            ids = np.asarray("")
+        whole = not ids.size or np.issubdtype(ids.dtype, np.integer)
+        if ids.ndim != 1 or not whole or arguments.has_bool(row):
+            expected = "a list of integers (or strings for all inputs)"
+            raise ValueError(f"{name} {number}: got {row!r}, expected {expected}")
+        rows.append(ids)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    array = np.zeros((len(rows), max(lengths, default=0)), np.int64)
+    for number, ids in enumerate(rows):
+        array[number, : len(ids)] = ids
+    return array, lengths
 
 
 def _mask_of_rows(attention_mask: Any, lengths: np.ndarray) -> np.ndarray:
@@ -127,28 +137,10 @@ def _mask_of_rows(attention_mask: Any, lengths: np.ndarray) -> np.ndarray:
     given = arguments.check_list("attention_mask", attention_mask, "lists of 0 and 1")
     rows = [arguments.as_array(row) for row in given]
     if [row.shape for row in rows] != [(length,) for length in lengths]:
-        raise ValueError(
-            "attention_mask: got other lengths than the inputs', expected 0 or 1 for each id"
-        )
+        got, expected = "other lengths than the inputs'", "0 or 1 for each id"
+        raise ValueError(f"attention_mask: got {got}, expected {expected}")
     width = max(lengths, default=0)
     return np.array([np.pad(row, (0, width - len(row))) for row in rows]).reshape(len(rows), width)
-
-
-def _row_of_ids(name: str, number: int, row: Any) -> np.ndarray:
-    try:
-        ids = np.asarray(row)
-    except ValueError:  # lists of different lengths inside
-        ids = np.asarray("")
-    if (
-        ids.ndim != 1
-        or ids.size
-        and not np.issubdtype(ids.dtype, np.integer)
-        or arguments.has_bool(row)
-    ):
-        raise ValueError(
-            f"{name} {number}: got {row!r}, expected a list of integers (or strings for all inputs)"
-        )
-    return ids
 
 
 def empty_rows(target: LanguageModel, inputs: Any, lengths: np.ndarray) -> np.ndarray:
@@ -160,12 +152,9 @@ def empty_rows(target: LanguageModel, inputs: Any, lengths: np.ndarray) -> np.nd
         return (lengths == 0) & (not decoder_only(target))
     if decoder_only(target):
         return np.array([row is None for row in inputs])
-    return np.array(
-        [
-            not (row.strip() if isinstance(row, str) else length)
-            for row, length in zip(inputs, lengths)
-        ]
-    )
+    pairs = zip(inputs, lengths)
+    contents = [row.strip() if isinstance(row, str) else length for row, length in pairs]
+    return np.array([not content for content in contents])
 
 
 def prompt_tokens(
@@ -187,20 +176,16 @@ def decoder_tokens(
 
     The prefix is padded to a bucket.
     """
+    start = np.full((batch, 1), target.start_token, np.int32)
     if decoder_prefix is None:
-        return np.full((batch, 1), target.start_token, np.int32), np.ones(batch, np.int32)
-    tokens, lengths = as_ids(
-        target, listed("decoder_prefix", decoder_prefix), None, framed=False, name="decoder_prefix"
-    )
+        return start, np.ones(batch, np.int32)
+    tokens, lengths = as_ids(target, decoder_prefix, None, framed=False, name="decoder_prefix")
     if len(lengths) != batch:
-        raise ValueError(
-            f"decoder_prefix: got {len(lengths)} prefixes, expected {batch} (one per input)"
-        )
-    width = bucket(int(max(lengths, default=0))) if max(lengths) else 0
-    tokens = np.concatenate(
-        [np.full((batch, 1), target.start_token, np.int32), pad(tokens, width)], axis=1
-    )
-    return tokens, lengths + 1
+        expected = f"{batch} (one per input)"
+        raise ValueError(f"decoder_prefix: got {len(lengths)} prefixes, expected {expected}")
+    longest = int(max(lengths))
+    tokens = pad(tokens, bucket(longest) if longest else 0)
+    return np.concatenate([start, tokens], axis=1), lengths + 1
 
 
 def pad(tokens: np.ndarray, width: int) -> np.ndarray:
@@ -219,19 +204,16 @@ def encode(
 ) -> list[list[int]]:
     """Returns the ids of every sentence, with what the tokenizer puts around a text.
 
-    An empty sentence has none.
-
-    For a decoder-only model they are prompts, which get no EOS unless its tokenizer's files say so.
+    An empty sentence has none. For a decoder-only model they are prompts, which get no EOS unless
+    its tokenizer's files say so.
 
     Raises:
       ValueError: the model has no vocabulary, or a sentence is longer than `max_input_length`
         tokens, or too long to be encoded at all, or has a token for which the model has no logit.
     """
     if target.vocabulary is None:
-        raise ValueError(
-            f"target: got {target.name} without a vocabulary, expected one (spiece.model or"
-            " tokenizer.json)"
-        )
+        got, expected = f"{target.name} without a vocabulary", "spiece.model or tokenizer.json"
+        raise ValueError(f"target: got {got}, expected one ({expected})")
     check_texts("sentence", sentences)
     to_ids, vocab_size = _encoder(target), target.config.vocab_size
     inputs = [to_ids(text) if decoder_only(target) or text.strip() else [] for text in sentences]
@@ -239,15 +221,8 @@ def encode(
         if max(ids, default=0) >= vocab_size:
             token = next(i for i in ids if i >= vocab_size)
             got = f"the token {target.vocabulary.piece(token)!r} with id {token}"
-            raise ValueError(
-                f"sentence {number}: got {got}, expected ids below the model's {vocab_size} logits"
-            )
-    check_input_lengths(
-        "sentence",
-        list(map(len, inputs)),
-        max_input_length,
-        target.config.max_positions,
-        1,
-        "--max_input_length",
-    )
+            expected = f"ids below the model's {vocab_size} logits"
+            raise ValueError(f"sentence {number}: got {got}, expected {expected}")
+    lengths, most = list(map(len, inputs)), target.config.max_positions
+    check_input_lengths("sentence", lengths, max_input_length, most, 1, "--max_input_length")
     return inputs

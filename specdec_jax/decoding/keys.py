@@ -37,7 +37,9 @@ def row_keys(key: jax.Array | None, batch: int, samples: int) -> jax.Array:
 
     An input's first sample has the input's own key, the others have keys folded from it.
     """
-    keys = _input_keys(key, batch)
+    keys = _default_keys(batch) if key is None else threefry(key)
+    if not keys.ndim:
+        keys = fold_keys(keys, np.arange(batch))
     if samples == 1:
         return keys
     others = _sample_keys(keys, np.arange(1, samples))
@@ -54,16 +56,8 @@ def check_keys(key: Any, batch: int) -> None:
     if key is None:
         return
     if not isinstance(key, jax.Array):
-        raise ValueError(
-            f"key: got {key!r}, expected jax.random.key(seed), or one such key per input"
-        )
+        expected = "jax.random.key(seed), or one such key per input"
+        raise ValueError(f"key: got {key!r}, expected {expected}")
     shape = jax.eval_shape(threefry, key).shape
     if shape not in ((), (batch,)):
         raise ValueError(f"key: got {shape[0]} keys, expected one or {batch} (one per input)")
-
-
-def _input_keys(key: jax.Array | None, batch: int) -> jax.Array:
-    if key is None:
-        return _default_keys(batch)
-    key = threefry(key)
-    return key if key.ndim else fold_keys(key, np.arange(batch))

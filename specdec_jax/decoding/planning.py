@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids, check_kinds
-from specdec_jax.decoding.defaults import defaults_of, fill_search, without_search
+from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids, check_target
+from specdec_jax.decoding.defaults import defaults_of, fill_search
 from specdec_jax.decoding.generation_config import (
     BEAM_FIELDS,
     CallData,
@@ -44,7 +44,9 @@ def plan_decoding(
     defaults = defaults_of(target, config.generation_config)
     given = {name: getattr(config, name) for name in BEAM_FIELDS}
     beams = beam_options(**fill_search(defaults, given))
-    others = dataclasses.replace(config.without_beams(), generation_config=without_search(defaults))
+    others = dataclasses.replace(
+        config.without_beams(), generation_config=defaults.replace(num_beams=None)
+    )
     if beams is None:
         return plan_request(target, inputs, config=others, batch_size=batch_size, **data._asdict())
     try:
@@ -74,7 +76,7 @@ def _plan_search(
       UnsupportedCombination: an argument that means nothing with a beam search, or a drafter that
         cannot draft for one.
     """
-    check_kinds(target, config.sampling)
+    check_target(target)
     config.check_beside_beams()
     if isinstance(config.sampling, SamplingConfig):  # else it is known later
         check_greedy(config.sampling.mode, config.sampling.temperature)

@@ -17,16 +17,16 @@ from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_eos_ids,
     check_input_lengths,
-    check_kinds,
     check_limits,
     check_pair,
     check_per_row,
     check_policy,
     check_prompts,
     check_stop,
+    check_target,
     verifier_settings,
 )
-from specdec_jax.decoding.defaults import defaults_of, expect_no_search, fill
+from specdec_jax.decoding.defaults import defaults_of, expect_no_search, fill_limits, fill_sampling
 from specdec_jax.decoding.generation_config import ConfigOrPath, split_options
 from specdec_jax.decoding.inputs import (
     as_ids,
@@ -293,7 +293,7 @@ def plan(
     config, data = split_options(config, options)
     check_not_traced("decoding")
     check_process()
-    check_kinds(target, config.sampling)
+    check_target(target)
     defaults = defaults_of(target, config.generation_config)
     expect_no_search(target, config, defaults)
     inputs, tokens, lengths = _read_inputs(
@@ -314,7 +314,8 @@ def plan(
     _check_mesh(target, "inputs" if batch_size is None else "batch_size", together, config.deadline)
     eos_ids = check_eos_ids(target, config.eos_ids)
     prefix, prefix_lengths = _beginnings(target, tokens, lengths, data.decoder_prefix)
-    limits, sampling = fill(target, defaults, config, prefix_lengths, eos_ids)
+    limits = fill_limits(target, defaults, config.max_new_tokens, prefix_lengths)
+    sampling = fill_sampling(target, defaults, config.sampling, prefix_lengths, limits, eos_ids)
     rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
     settings = verifier_settings(
         verifier,

@@ -8,9 +8,7 @@ _UNFINISHED = "\ufffd"  # what bytes that are not yet a whole character decode t
 
 
 def without_end(vocabulary: Vocabulary, ids: Sequence[int], finish_reason: str) -> Sequence[int]:
-    """Returns the ids of a row that make its text.
-
-    These are all but a special token that ended it, whichever EOS id it is.
+    """Returns the ids of a row that make its text, without a special token that ended it.
 
     An ordinary token, such as a full stop, is text where it ends a row too, as for transformers.
     """
@@ -20,9 +18,7 @@ def without_end(vocabulary: Vocabulary, ids: Sequence[int], finish_reason: str) 
 
 
 def cut(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int | None:
-    """Returns how many of `ids` come before the first stop string in their text.
-
-    None if there is none.
+    """Returns how many of `ids` come before the first stop string in their text, None without one.
 
     The first stop string is the one that ends first, so that it does not matter how many ids were
     decoded past it; of two that end together, the longer one. Only whole tokens are kept: a token
@@ -36,7 +32,7 @@ def cut(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int
 def shown(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int:
     """Returns how many of `ids` can be shown now, whatever follows.
 
-    Not shown are a part of a character, and what may begin a stop string.
+    Parts of a character, and what may begin a stop string, cannot.
     """
     text = vocabulary.decode(ids)
     whole = text.rstrip(_UNFINISHED)
@@ -52,7 +48,7 @@ def _overlap(text: str, stop: str) -> int:
 def _tokens_within(vocabulary: Vocabulary, ids: Sequence[int], text: str, end: int) -> int:
     """Returns the number of leading ids whose text is the longest within `text[:end]`.
 
-    Only whole tokens count. It is the smallest such number, since further ids that add no text may
+    It is the smallest such number, since further ids that add no text may
     be the first bytes of a character that lies past `end`.
     """
     found = None

@@ -64,16 +64,14 @@ def stream(
     begun = time.monotonic()
     arguments.check_model("target", target)
     if target.vocabulary is None:
-        raise ValueError(
-            "stream: got a model without a vocabulary, expected one that has one (text is yielded)"
-        )
+        expected = "one that has one (text is yielded)"
+        raise ValueError(f"stream: got a model without a vocabulary, expected {expected}")
     if not arguments.is_integer(every) or not 1 <= int(every) <= FOREVER:
         raise ValueError(f"every: got {arguments.quoted(every)}, expected an integer of at least 1")
-    every = int(every)
     config, data = split_options(config, options)
     plan = autotune.autotune(plan_request(target, inputs, config=config, **data._asdict()))
     state, request = plan.start()
-    return _pieces(target, state, request, every, begun, config.non_finite == "report")
+    return _pieces(target, state, request, np.int32(every), begun, config.non_finite == "report")
 
 
 @isolated
@@ -81,12 +79,12 @@ def _pieces(
     target: LanguageModel,
     state: DecodeState,
     request: Request,
-    every: int,
+    every: np.int32,
     begun: float,
     reports: bool,
 ) -> Iterator[Piece]:
     vocabulary, sent, closed = target.vocabulary, [0] * len(request.prefix_lengths), set()
-    for state in advance_by(target, state, request, np.int32(every), begun):
+    for state in advance_by(target, state, request, every, begun):
         tokens, lengths, done = jax.device_get((state.tokens, state.lengths, state.done))
         for row, start in enumerate(request.prefix_lengths):
             if done[row]:

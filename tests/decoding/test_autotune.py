@@ -65,7 +65,7 @@ def test_measured_for_real(models, home, kind, monkeypatch):
     assert 0 <= found.prefill < 1000 and 0 < found.seconds < 10
     (file,) = home.iterdir()
     record = json.loads(file.read_text())
-    assert Costs.of(record["costs"]) == found and record["key"]["rows"] == 2
+    assert autotune.read_costs(record["costs"]) == found and record["key"]["rows"] == 2
     assert stat.S_IMODE(home.stat().st_mode) & 0o022 == 0
     autotune._known.clear()
     monkeypatch.setattr(autotune, "measure", None)
@@ -75,12 +75,12 @@ def test_measured_for_real(models, home, kind, monkeypatch):
 
 def test_times_between_those_that_were_timed():
     """Of 0, 2, 4, 5 and 8 tokens; the widest call shows that a draft step takes 0.1."""
-    found = autotune.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.5}, in_steps=True)
+    found = autotune.interpolate_costs({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.5}, in_steps=True)
     np.testing.assert_allclose(found, [1.0, 1.3, 1.4, 1.7, 1.8, 2.2, 2.3, 2.4, 2.5])
-    assert autotune.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.1}, True)[3] == 1.8, (
+    assert autotune.interpolate_costs({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.1}, True)[3] == 1.8, (
         "a step takes no less than nothing"
     )
-    found = autotune.between({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.5}, in_steps=False)
+    found = autotune.interpolate_costs({0: 1.0, 2: 1.4, 4: 1.8, 5: 2.2, 8: 2.5}, in_steps=False)
     np.testing.assert_allclose(found, [1.0, 1.2, 1.4, 1.6, 1.8, 2.2, 2.3, 2.4, 2.5], rtol=1e-6)
 
 
@@ -307,7 +307,7 @@ def test_the_latest_requests_count():
     for accepted, least, most in ((0, 0, 0.01), (8, 0.5, 0.99), (8, 0.75, 1), (0, 0, 0.5)):
         for _ in range(8):
             autotune.learn("a", 8, accepted)
-        seen = autotune.learned("a")
+        seen = autotune._learned["a"]
         assert seen.examined <= 60 and least <= seen.accepted / seen.examined <= most
     policy = CHEAP.policy(1, seen)
     assert (
@@ -382,6 +382,6 @@ def test_only_autotune_measures_and_only_record_remembers(models, home, measured
     result = sd.finish(target, sd.advance(batch.network, batch.drafter, state, FOREVER), batch)
     assert not autotune._learned
     autotune.record(batch, result)
-    assert autotune.learned(batch.costs_key).requests == 1
+    assert autotune._learned[batch.costs_key].requests == 1
     given = plan(target, INPUTS, gamma=3, **options)
     assert given.auto_rows is None and autotune.autotune(given) is given

@@ -2,8 +2,10 @@
 
 import dataclasses
 import inspect
+import re
 
 import numpy as np
+import pages
 import pytest
 from toy_models import EchoModel, Words, noisy_copy, tiny_t5
 
@@ -61,6 +63,20 @@ def test_many_inputs_read_their_deadline_from_the_config(models):
     found = list(decode_all(target, INPUTS * 2, config=late, **options))
     expected = list(decode_all(target, INPUTS * 2, config=CONFIG, **options))
     assert [output.tokens for output in found] == [output.tokens for output in expected]
+
+
+def test_the_page_lists_every_option_with_its_default():
+    pages.require_checkout()
+    text = (pages.PACKAGE / "decoding/README.md").read_text(encoding="utf-8")
+    _, _, table = text.partition("| option | default | meaning |\n")
+    rows = [line.split("|")[1:3] for line in table.partition("\n\n")[0].splitlines()[1:]]
+    listed = {
+        name: default.strip(" `")
+        for names, default in rows
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    expected = {name: repr(field.default).replace("'", '"') for name, field in FIELDS.items()}
+    assert listed == expected
 
 
 @pytest.mark.parametrize(
