@@ -92,15 +92,14 @@ def main(argv: list[str]) -> None:
     lines = read_sentences([], _FILE.value)[: _LIMIT.value or None]
     sentences = [line.partition("\t")[0] for line in lines]
     target, drafter = options.load()
-    how = options.decoding(plain=not options.drafts) | dict(
-        drafter=drafter, gamma=options.gamma_of(options.gamma), key=jax.random.key(options.seed)
-    )
+    config, key = options.configuration(), jax.random.key(options.seed)
+    how = dict(config=config, drafter=drafter, key=key)
     outputs: dict[str, list[list[int]]] = {}
     seconds: dict[str, list[float]] = {name: [] for name in _WAYS}
 
     def one_pass(name: str, what: str) -> float:
         begin, found = time.perf_counter(), {}
-        inputs = encode(target, sentences, options.max_input_length)
+        inputs = encode(target, sentences, config.max_input_length)
         with Progress(what, len(sentences), "sentences") as progress:
             for place, tokens in decode(name, target, inputs, options.rows, how):
                 found[place] = tokens

@@ -15,10 +15,16 @@ from specdec_jax.analysis.report.records import write_record
 from specdec_jax.analysis.variants import SentenceBatch, Variant, make_decoder
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS
 from specdec_jax.checkpoints import loader
-from specdec_jax.commands.beam_options import SearchFlags, width_option
 from specdec_jax.commands.errors import CheckFailed
+from specdec_jax.commands.generation_flags import (
+    SearchFlags,
+    check_beside_beams,
+    check_gamma,
+    option,
+    width_option,
+)
 from specdec_jax.commands.measure import INPUT_FILE_HELP
-from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
+from specdec_jax.commands.options import DecodingOptions, at_least
 from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.search_options import LEVELS, BeamOptions
@@ -169,7 +175,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         for width in self.beam_width or (None,):
             self.search(beam_width=width)
         decoding = dict(temperature=0.0, verifier="block", gamma_policy="fixed")
-        self.check_beside_beams(**decoding, synthetic_alpha=(), suite=None, tree=())
+        check_beside_beams(self, **decoding, synthetic_alpha=(), suite=None, tree=())
         if self.beam_width and not self.drafter:
             raise UnsupportedCombination(
                 f"beam_width: got {self.beam_width} for plain beam search, expected a drafter"

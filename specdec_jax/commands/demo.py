@@ -19,7 +19,8 @@ from specdec_jax.analysis import machine, timing, traces, tree_drawing
 from specdec_jax.analysis.report import plots
 from specdec_jax.analysis.report.records import write_record
 from specdec_jax.backends.cpu import native
-from specdec_jax.commands.options import AUTO_HELP, DecodingOptions, at_least, check_gamma, option
+from specdec_jax.commands.generation_flags import check_gamma, flag, option
+from specdec_jax.commands.options import DecodingOptions, at_least
 from specdec_jax.commands.sentences import built_in
 from specdec_jax.decoding import request
 from specdec_jax.decoding.checks import UnsupportedCombination
@@ -90,9 +91,7 @@ class DemoOptions(DecodingOptions):
         "ende/drafter",
         "smaller model that drafts, or another drafter (`specdec generate --help` lists them)",
     )
-    gamma: int | str | None = option(
-        None, f"{AUTO_HELP} (default: {_GAMMA}; with --tree all of its nodes)"
-    )
+    gamma: int | str | None = flag("gamma", None, f"{_GAMMA}; with --tree all of its nodes")
     tree: str | None = option(
         None,
         f"token tree to draft instead of a chain; one target call is drawn as a tree: {EXPECTED}",

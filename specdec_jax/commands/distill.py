@@ -14,7 +14,8 @@ from typing import Any
 
 from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.commands import distill_lines
-from specdec_jax.commands.options import at_least, option
+from specdec_jax.commands.generation_flags import option
+from specdec_jax.commands.options import at_least
 from specdec_jax.files import reading
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest

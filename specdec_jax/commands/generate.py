@@ -4,18 +4,24 @@ Outputs come in order.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from specdec_jax.checkpoints import native_format
-from specdec_jax.commands.beam_options import BeamFlags, open_field
 from specdec_jax.commands.endings import Endings
-from specdec_jax.commands.model_defaults import DefaultedOptions
-from specdec_jax.commands.options import AUTO_HELP, at_least, check_gamma, option, same_file
+from specdec_jax.commands.generation_flags import (
+    GenerationFlags,
+    check_one_value,
+    option,
+)
+from specdec_jax.commands.options import MOST_TOKENS, ModelOptions, at_least, same_file
 from specdec_jax.commands.output_lines import Sentences, one_line, to_json
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.commands.sentences import read_sentences
@@ -23,19 +29,20 @@ from specdec_jax.decoding import autotune
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_limits,
-    check_non_finite,
     check_prompts,
     check_stop,
     listed,
 )
+from specdec_jax.decoding.config_files import to_plain
 from specdec_jax.decoding.continuous_batching import decode_all, decode_stream, refills, rows_for
-from specdec_jax.decoding.defaults import MODELS, fill_search
+from specdec_jax.decoding.defaults import defaults_of, fill_limits, fill_search
+from specdec_jax.decoding.generation_config import BEAM_FIELDS, GenerationConfig
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import NonFiniteLogitsError
-from specdec_jax.decoding.search_options import beam_options
+from specdec_jax.decoding.search_options import beam_options, check_drafting, check_greedy
 from specdec_jax.decoding.stream import Piece, stream
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.progress import Progress
@@ -45,43 +52,38 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import MAX_GAMMA
 from specdec_jax.speculative.randomness import seeded
-from specdec_jax.speculative.tree_text import EXPECTED, read_tree
-from specdec_jax.speculative.trees import DynamicTree, Tree
+from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.verifiers import LOSSY
 from specdec_jax.tokenizers.vocabularies import check_texts
+
+# Options that do not decide the lines of an output file: the models' and the sentences' contents
+# do, and those of the configuration are compared as its fields.
+_NOT_DECIDING = {
+    *("target", "drafter", "shortlist", "vocabulary", "dtype", "quantize", "stream", "config"),
+    *("input_file", "output_file", "module_import", "tfds_data_dir"),
+    *("gamma_policy", "gamma_settings"),
+    *(field.name for field in dataclasses.fields(GenerationFlags)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateOptions(BeamFlags, DefaultedOptions):
-    """Options of `specdec generate`."""
+class GenerateOptions(GenerationFlags, ModelOptions):
+    """Options of `specdec generate`; those of a `GenerationConfig` are None where not given."""
 
-    beam_style: str | None = open_field("beam_style")  # type: ignore[assignment]
-    early_stopping: str | None = open_field("early_stopping")  # type: ignore[assignment]
-    num_return_sequences: int | None = open_field(  # type: ignore[assignment]
-        "num_return_sequences"
-    )
-
-    config: str | None = option(
+    config: GenerationConfig | str | None = option(
         None,
         "file of options, .json or .gin, that sd.GenerationConfig.save wrote; flags that are given"
         " count before it",
     )
-    gamma: int | str = option("auto", AUTO_HELP)
-    tree: str | None = option(
-        None, f"token tree that a drafting model drafts instead of a chain: {EXPECTED}"
-    )
     batch_size: int | None = option(
         None, "sentences decoded together (default: 8, with --stream 1)"
     )
-    num_samples: int = option(1, "outputs for every sentence, one after the other")
-    stop: tuple[str, ...] = option(
-        (), "a string that ends an output and is left out of it; repeatable"
-    )
-    deadline: float | None = option(
-        None,
-        "seconds after which the outputs of a batch are taken as they are; with it finished rows"
-        " are not refilled",
+    non_finite: str = option(
+        "report",
+        "what becomes of a sentence with logits that are not finite numbers: report (an empty line,"
+        " with --json a null text and the reason; the rest goes on and the exit code is 1) or raise"
+        " (the command ends)",
     )
     input_file: str | None = option(
         None,
@@ -111,42 +113,49 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
         False,
         "print one JSON object a line: text, tokens, log-probabilities, why it ended, statistics",
     )
-    non_finite: str = option(
-        "report",
-        "what becomes of a sentence with logits that are not finite numbers: report (an empty line,"
-        " with --json a null text and the reason; the rest goes on and the exit code is 1) or raise"
-        " (the command ends)",
-    )
     stream: bool = option(
         False, "print each output while it is decoded; with --json, one object for each piece"
     )
 
+    def __post_init__(self) -> None:
+        if isinstance(self.config, str):
+            config = GenerationConfig.load(os.path.expanduser(self.config))
+            object.__setattr__(self, "config", config)
+
+    def configuration(self) -> GenerationConfig:
+        """Returns the options of decoding: flags, then the file's, then the defaults."""
+        given = self.config if isinstance(self.config, GenerationConfig) else GenerationConfig()
+        return self.change(given)
+
+    def sampling(self) -> SamplingConfig:
+        return SamplingConfig(**self._sampling_fields())
+
+    def _sampling_fields(self) -> dict[str, Any]:
+        sampling: Any = self.configuration().sampling
+        return {} if sampling is None else dict(sampling.fields)
+
+    def _temperature_is_known(self) -> bool:
+        given = "temperature" in self._sampling_fields()
+        return given or self.configuration().generation_config is None
+
+    def possible_sampling(self) -> SamplingConfig:
+        if self._temperature_is_known():
+            return self.sampling()
+        return dataclasses.replace(self.sampling(), temperature=1.0)  # the model's may be
+
     def check(self) -> None:
-        if self.config:  # the command line's own has become other options by now
-            raise ValueError(f"config: got {self.config!r} in gin, expected it as --config")
+        if isinstance(self.config, GenerationConfig):
+            check_one_value(self.config)
         super().check()
-        self.beams()
-        self.check_beside_beams(
-            num_samples=1,
-            stop=(),
-            deadline=None,
-            stream=False,
-            temperature=0.0,
-            verifier="block",
-            gamma_policy="fixed",
-            tree=None,
-        )
-        tree = self.shape().get("tree")
-        check_gamma(self.gamma, MAX_GAMMA if tree is None else tree.size - 1)
-        check_beside_tree(tree, self.verifier)
-        self.gamma_of(self.gamma, tree)
-        at_least(1, batch_size=self.rows, num_samples=self.num_samples)
-        if (
-            self.temperature is not None or self.generation_config == "none"
-        ):  # else the model may say how
-            check_limits(self.sampling(), np.array([self.token_limit]), self.num_samples)
-        check_texts("stop", check_stop(self.stop, self.deadline))
-        check_non_finite(self.non_finite)
+        config = self.configuration()
+        self._check_beams(config)
+        tree: Any = config.tree
+        check_beside_tree(tree, config.verifier)
+        at_least(1, batch_size=self.rows)
+        if self._temperature_is_known():
+            limit = MOST_TOKENS if config.max_new_tokens is None else config.max_new_tokens
+            check_limits(self.sampling(), np.array([limit]), config.num_samples)
+        check_texts("stop", check_stop(config.stop, config.deadline))
         check_output(self.output_file, "output_file")
         if self.output_file and self.stream:
             raise UnsupportedCombination(
@@ -156,48 +165,27 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
             raise ValueError(
                 f"output_file: got {self.output_file!r}, which is the input, expected another file"
             )
-        if self.stream and self.rows * self.num_samples > 1:
-            got = f"batch_size={self.rows}, num_samples={self.num_samples}"
+        if self.stream and self.rows * config.num_samples > 1:
+            got = f"batch_size={self.rows}, num_samples={config.num_samples}"
             raise UnsupportedCombination(
                 f"stream: got {got}, expected 1 of each: outputs would run into each other"
             )
-        self._check_task()
+        self._check_task(config)
 
-    def shape(self) -> dict[str, Tree | DynamicTree]:
-        """Returns the argument of `generate` for a tree, none without one."""
-        return {} if self.tree is None else {"tree": read_tree(self.tree)}
+    def _check_beams(self, config: GenerationConfig) -> None:
+        """Rejects options of a beam search without one, and those that mean nothing with one."""
+        if config.num_beams is None and not self.stream and config.generation_config is not None:
+            return  # the model may have a number of beams
+        beam_options(**{name: getattr(config, name) for name in BEAM_FIELDS})
+        if config.num_beams is None:
+            return
+        if self.stream:
+            raise UnsupportedCombination("stream: got True with num_beams, expected none")
+        check_greedy(self.sampling().mode, self.sampling().temperature)
+        check_drafting(None, config.gamma)
 
-    @property
-    def outputs(self) -> int:
-        """Number of outputs for every sentence."""
-        return self.num_samples if self.num_beams is None else self.num_return_sequences or 1
-
-    def search(self, **others: Any) -> dict[str, Any]:
-        if self.num_beams is not None or self.stream or self.generation_config != MODELS:
-            return super().search(**others)
-        # The model may say how many beams there are: `filled` checks the others.
-        return {
-            name: value for name, value in self.given_search(**others).items() if value is not None
-        }
-
-    def filled(self, target: LanguageModel) -> "GenerateOptions":
-        """Returns the options with the model's defaults of how many outputs there are, and how long
-        they can be."""
-        given = self.given_search(
-            num_return_sequences=self.num_return_sequences, beam_width=self.beam_width
-        )
-        search = fill_search(self.defaults(target), given)
-        beam_options(**search)
-        outputs, limit = search.get("num_return_sequences", 1), int(max(self.limits(target, [1])))
-        return dataclasses.replace(
-            self,
-            num_beams=search.get("num_beams"),
-            num_return_sequences=outputs,
-            max_new_tokens=limit,
-        )
-
-    def _check_task(self) -> None:
-        """Raises ValueError for options that mean nothing with a task, or nothing without one."""
+    def _check_task(self, config: GenerationConfig) -> None:
+        """Rejects options that mean nothing with a task, or nothing without one."""
         if not self.task:
             for name in ("split", "module_import", "score_targets", "tfds_data_dir"):
                 if getattr(self, name):
@@ -205,17 +193,18 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
                         f"{name}: got {getattr(self, name)!r} without a task, expected --task"
                     )
             return
-        alone = dict(input_file=None, json=False, stream=False, num_samples=1)
-        for name, usual in alone.items():
-            if getattr(self, name) != usual:
+        samples = None if config.num_samples == 1 else config.num_samples
+        rejected = dict(input_file=self.input_file, json=self.json, stream=self.stream)
+        for name, value in {**rejected, "num_samples": samples}.items():
+            if value:
+                expected = 1 if name == "num_samples" else "none"
                 raise UnsupportedCombination(
-                    f"{name}: got {getattr(self, name)!r} with task={self.task!r}, expected"
-                    f" {usual or 'none'}"
+                    f"{name}: got {value!r} with task={self.task!r}, expected {expected}"
                 )
 
     @property
     def drafts(self) -> bool:
-        return super().drafts and self.gamma != 0
+        return super().drafts and self.policy != 0
 
     @property
     def resumes(self) -> bool:
@@ -227,49 +216,89 @@ class GenerateOptions(BeamFlags, DefaultedOptions):
         return self.batch_size if self.batch_size is not None else 1 if self.stream else 8
 
 
+class _Job(NamedTuple):
+    """What is decoded, and how.
+
+    Attributes:
+      options, config: of the command, and its options of decoding.
+      target, drafter: the models.
+      outputs: number of outputs for every input.
+      source: `Sentences`, or the examples of a task.
+      endings: counts how outputs end.
+    """
+
+    options: GenerateOptions
+    config: GenerationConfig
+    target: LanguageModel
+    drafter: Drafter | None
+    outputs: int
+    source: Any
+    endings: Endings
+
+
 def run(
     options: GenerateOptions, arguments: Sequence[str], begun: Callable[[], object] = lambda: None
 ) -> str | None:
     """Runs `specdec generate`; returns what is wrong with the outputs, if anything is.
 
-    `begun` is called when the settings are found to be right and a file begins that a kill leaves
-    behind.
+    `begun` is called when the settings are right and a file begins that a kill leaves behind.
     """
     options.check()
-    if options.task:
-        return _run_task(options, arguments, begun)
-    sentences = read_sentences(arguments, options.input_file)
-    target, drafter = options.load()
-    plan = Sentences(encode(target, sentences, options.max_input_length), sentences, options.json)
-    lengths = [len(ids) if decoder_only(target) else 1 for ids in plan.inputs]
-    check_prompts(
-        target, drafter if options.drafts else None, lengths, options.limits(target, lengths)
-    )
-    endings = Endings(options.limit_text(target), _say)
-    decoding, options = _decoding(options, drafter), options.filled(target)
-    if options.resumes:
-        return _write_file(target, plan, options, decoding, endings, begun)
-    if options.stream:
-        _print_pieces(target, plan.inputs, options, decoding, endings)
-    else:
-        for _ in _passed_on(
-            _decoded(target, plan, options, decoding, endings), options.output_file
-        ):
-            pass
-    return endings.tell(len(plan.inputs))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def _run_task(
-    options: GenerateOptions, arguments: Sequence[str], begun: Callable[[], object]
-) -> str | None:
-    """Decodes the examples of a seqio task instead of sentences, then computes its metrics."""
-    assert options.task
-    if arguments:
+    if options.task and arguments:
         raise ValueError(f"got sentences and --task={options.task}, expected one of the two")
+    examples = _find_examples(options) if options.task else None
+    sentences = [] if options.task else read_sentences(arguments, options.input_file)
+    target, drafter = options.load()
+    config = options.configuration()
+    limit = f"--max_new_tokens={max(_limits(config, target))}"
+    defaults = defaults_of(target, config.generation_config)
+    if config.max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length:
+        limit = f"max_length={defaults.max_length}, a default of the model"
+    endings = Endings(limit, lambda text: print(text, file=sys.stderr))
+    beams = beam_options(
+        **fill_search(defaults, {name: getattr(config, name) for name in BEAM_FIELDS})
+    )
+    outputs = config.num_samples if beams is None else beams.num_return_sequences
+    source: Any
+    if examples is not None:
+        source = examples(
+            target,
+            input_length=config.max_input_length,
+            output_length=max(_limits(config, target)),
+            batch_size=options.rows,
+        )
+    else:
+        ids = encode(target, sentences, config.max_input_length)
+        source = Sentences(ids, sentences, options.json)
+        lengths = [len(row) if decoder_only(target) else 1 for row in ids]
+        drafts = drafter if options.drafts else None
+        check_prompts(target, drafts, lengths, _limits(config, target, lengths))
+    job = _Job(options, config, target, drafter, outputs, source, endings)
+    if options.resumes:
+        _write_file(job, begun)
+    elif options.stream:
+        _print_pieces(job)
+    else:
+        lines = _pass_on(_decode(job), options.output_file)
+        if options.task:
+            source.finish(lines, None)
+        for _ in lines:
+            pass
+    return endings.tell(len(source.inputs))
+
+
+def _limits(
+    config: GenerationConfig, target: LanguageModel, lengths: Sequence[int] = (1,)
+) -> list[int]:
+    """Returns the most new tokens after prompts of these lengths; 1: the start token alone."""
+    starts, defaults = np.maximum(lengths, 1), defaults_of(target, config.generation_config)
+    name = "--max_new_tokens"
+    most = fill_limits(target, defaults, config.max_new_tokens, starts, "sentence", 1, name)
+    return most.tolist()
+
+
+def _find_examples(options: GenerateOptions) -> Callable[..., Any]:
+    """Returns what reads the examples of the task for a target: `seqio_jobs.Examples`."""
     try:
         from specdec_jax.interop import seqio_jobs
     except ImportError as error:
@@ -277,71 +306,36 @@ def _run_task(
             f"task: got {options.task!r} without seqio ({error}), expected the extra: pip install"
             " '.[seqio]'"
         ) from error
+    assert options.task
     split = options.split or "test"
-    tasks = seqio_jobs.find(options.task, split, options.module_import, options.tfds_data_dir)
-    target, drafter = options.load()
-    endings = Endings(options.limit_text(target), _say)
-    decoding, options = _decoding(options, drafter), options.filled(target)
-    plan = seqio_jobs.Job(
-        tasks,
-        split,
-        target,
-        input_length=options.max_input_length,
-        output_length=options.token_limit,
-        batch_size=options.rows,
-        seed=options.seed,
-        score_targets=options.score_targets,
-    )
-    if options.resumes:
-        return _write_file(target, plan, options, decoding, endings, begun, plan.finish)
-    plan.finish(
-        list(_passed_on(_decoded(target, plan, options, decoding, endings), options.output_file)),
-        None,
-    )
-    return endings.tell(len(plan.inputs))
-
-
-def _decoding(options: GenerateOptions, drafter: Drafter | None) -> dict[str, Any]:
-    """Returns the arguments of `generate`."""
-    shape = options.shape()
-    return options.decoding() | dict(
-        drafter=drafter,
-        gamma=options.gamma_of(options.gamma, shape.get("tree")),
-        stop=options.stop,
-        deadline=options.deadline,
-        **options.beams(),
-        **shape,
+    tasks = seqio_jobs.find_tasks(options.task, split, options.module_import, options.tfds_data_dir)
+    return functools.partial(
+        seqio_jobs.Examples, tasks, split, seed=options.seed, score_targets=options.score_targets
     )
 
 
-def _decoded(
-    target: LanguageModel,
-    plan: Any,
-    options: GenerateOptions,
-    decoding: dict[str, Any],
-    endings: Endings,
-) -> Iterator[str]:
+def _decode(job: _Job) -> Iterator[str]:
     """Yields the lines of all outputs in the order of the inputs, and counts how they ended."""
+    inputs, options = job.source.inputs, job.options
     outputs = decode_all(
-        target,
-        plan.inputs,
+        job.target,
+        inputs,
         batch_size=options.rows,
         seed=options.seed,
-        num_samples=options.num_samples,
-        non_finite=options.non_finite,
-        **decoding,
+        config=job.config,
+        drafter=job.drafter,
     )
-    by_input = zip(*[outputs] * options.outputs)
+    by_input = zip(*[outputs] * job.outputs)
     quiet = sys.stdout.isatty()  # which shows the outputs
-    with Progress("decoding", len(plan.inputs), "sentences", quiet=quiet) as progress:
-        endings.say = progress.message  # above the bar
+    with Progress("decoding", len(inputs), "sentences", quiet=quiet) as progress:
+        job.endings.say = progress.message  # above the bar
         for number, rows_of_one in enumerate(by_input):
-            endings.add(number, rows_of_one)
-            yield from plan.lines(number, rows_of_one)
+            job.endings.add(number, rows_of_one)
+            yield from job.source.lines(number, rows_of_one)
             progress.advance()
 
 
-def _passed_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
+def _pass_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
     """Yields every line after writing it to standard output, or to a device or pipe."""
     if not output_file:
         for line in lines:
@@ -360,73 +354,72 @@ def _passed_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
             yield line
 
 
-def _write_file(
-    target: LanguageModel,
-    plan: Any,
-    options: GenerateOptions,
-    decoding: dict[str, Any],
-    endings: Endings,
-    begun: Callable[[], object],
-    finish: Callable[[Iterable[str], str], None] | None = None,
-) -> str | None:
+def _write_file(job: _Job, begun: Callable[[], object]) -> None:
     """Writes all outputs to a file, whole or not at all.
 
-    What a killed run had finished is not decoded again. Returns what is wrong with the outputs, if
-    anything is.
-
-    `finish` is called with all lines before the file is written, so that it is called even if a
-    kill comes in between; the file is written even if `finish` fails.
+    What a killed run had finished is not decoded again. A task's metrics are computed before the
+    file is written, so that a kill in between leaves the journal; if they fail the file is written
+    all the same.
     """
+    options, config, target, drafter, _, source, endings = job
+    inputs, key = source.inputs, seeded(options.seed)
     assert options.output_file
-    inputs = plan.inputs
     rows = rows_for(target, options.rows, len(inputs))
-    how = dict(key=seeded(options.seed), num_samples=options.num_samples, **decoding)
-    checked = plan_decoding(
-        target, inputs, batch_size=rows, **how
-    )  # rejects bad arguments before there is a journal
-    settings = _deciding(options, target, decoding["drafter"], plan.contents)
-    automatic = how["gamma"] == "auto" and not options.tree
-    found = {"costs": _costs(autotune.autotune(checked))} if automatic else {}
+    # Rejects bad arguments before there is a journal.
+    plan = plan_decoding(target, inputs, config=config, drafter=drafter, key=key, batch_size=rows)
+    found = {"costs": _costs(autotune.autotune(plan))} if _measures(config) else {}
+    settings = _deciding(options, target, drafter, source.contents)
     with Journal(options.output_file, settings, len(inputs), found) as journal:
         begun()
-        # The costs that the job began with, so that every input gets what it would have got then.
         if found:
-            how |= _by_costs(journal.found["costs"], options)
+            # The costs that the job began with: every input gets what it would have got then.
+            config, drafter = _use_costs(journal, config, drafter)
         with Progress("decoding", len(inputs), "sentences") as progress:
-            if journal.done:
-                progress.message(
-                    f"{journal.path}: {len(journal.done)} of {len(inputs)} sentences are there"
-                )
-                progress.skip(len(journal.done))
             endings.say = progress.message  # above the bar
-            for number, note in journal.notes.items():
-                endings.restore(number, note, options.outputs)
-            if endings.failed and options.non_finite == "raise":
-                got = f"{listed('sentence', endings.failed, len(inputs))} without output"
-                raise ValueError(f"{journal.path}: got {got}, expected --non_finite=report")
-            refill = refills(rows, len(inputs), options.deadline)
+            _restore(job, journal, progress)
             outputs = decode_stream(
                 target,
                 inputs,
+                config=config,
+                drafter=drafter,
+                key=key,
                 batch_size=rows,
-                refill=refill,
+                refill=refills(rows, len(inputs), config.deadline),
                 skip=journal.done,
-                non_finite=options.non_finite,
-                **how,
             )
             for number, rows_of_one in outputs:
-                journal.add(
-                    number, plan.lines(number, rows_of_one), endings.add(number, rows_of_one)
-                )
+                lines = source.lines(number, rows_of_one)
+                journal.add(number, lines, endings.add(number, rows_of_one))
                 progress.advance()
         try:
-            if finish:
-                finish(journal.lines(), options.output_file)
+            if options.task:
+                source.finish(journal.lines(), options.output_file)
         except ValueError:  # everything is decoded, which may have taken hours
             journal.finish()
             raise
         journal.finish()
-    return endings.tell(len(inputs))
+
+
+def _restore(job: _Job, journal: Journal, progress: Progress) -> None:
+    """Counts what a killed run had finished.
+
+    Raises:
+      ValueError: an input has no output, and the options do not allow it.
+    """
+    total = len(job.source.inputs)
+    if journal.done:
+        progress.message(f"{journal.path}: {len(journal.done)} of {total} sentences are there")
+        progress.skip(len(journal.done))
+    for number, note in journal.notes.items():
+        job.endings.restore(number, note, job.outputs)
+    if job.endings.failed and job.config.non_finite == "raise":
+        got = f"{listed('sentence', job.endings.failed, total)} without output"
+        raise ValueError(f"{journal.path}: got {got}, expected --non_finite=report")
+
+
+def _measures(config: GenerationConfig) -> bool:
+    """Returns whether γ is chosen by measured costs, of which a tree has none."""
+    return isinstance(config.gamma, str) and config.tree is None
 
 
 def _costs(plan: Plan) -> dict[str, Any]:
@@ -438,65 +431,53 @@ def _costs(plan: Plan) -> dict[str, Any]:
     return {"costs": policy.costs[0].tolist(), **begun}
 
 
-def _by_costs(record: Any, options: GenerateOptions) -> dict[str, Any]:
-    """Returns the arguments of `generate` for what `_costs` returned.
+def _use_costs(
+    journal: Journal, config: GenerationConfig, drafter: Drafter | None
+) -> tuple[GenerationConfig, Drafter | None]:
+    """Returns configuration and drafter with γ by the journal's costs, as `_costs` returned them.
 
-    Raises ValueError for anything else.
+    Raises:
+      ValueError: the journal has anything else.
     """
-    match record:
+    match record := journal.found["costs"]:
         case {"gamma": 0}:
-            how = dict(lenience=None, typical_epsilon=None, typical_delta=None, verifier="block")
-            plain = options.decoding(plain=True)
-            return (
-                how
-                | {name: plain[name] for name in how if name in plain}
-                | dict(drafter=None, gamma=0)
-            )
+            unset = dict.fromkeys(("lenience", "typical_epsilon", "typical_delta"))
+            changes = {**unset, "verifier": "block"} if config.verifier in LOSSY else {}
+            return dataclasses.replace(config, gamma=0, **changes), None
         case {"gamma": int(gamma)}:
-            return {"gamma": gamma}
+            return dataclasses.replace(config, gamma=gamma), drafter
         case {"costs": list(costs), "acceptance": float(), "weight": float(), "look": float()} if (
             len(record) == 4
         ):
-            return {"gamma": Auto(**{**record, "costs": tuple(costs)})}
-    raise ValueError(
-        f"{options.output_file}.partial: got {str(record)[:80]!r}, expected costs of iterations"
-    )
+            gamma = Auto(**{**record, "costs": tuple(costs)})
+            return dataclasses.replace(config, gamma=gamma), drafter
+    got = f"{journal.path}: got {str(record)[:80]!r}"
+    raise ValueError(f"{got}, expected costs of iterations")
 
 
 def _deciding(
     options: GenerateOptions,
     target: LanguageModel,
     drafter: Drafter | None,
-    sentences: Sequence[str],
+    contents: Sequence[str],
 ) -> dict[str, Any]:
-    """Returns what decides the lines of an output file: settings, and fingerprints of models and
-    sentences."""
-    apart = (
-        *(
-            "target",
-            "drafter",
-            "shortlist",
-            "vocabulary",
-            "dtype",
-            "quantize",
-            "input_file",
-            "output_file",
-            "stream",
-        ),
-        *("module_import", "tfds_data_dir", "non_finite"),
-    )
-    settings = {
-        field.name: getattr(options, field.name)
-        for field in dataclasses.fields(options)
-        if field.name not in apart
-    }
-    return settings | {
+    """Returns what decides the lines of an output file, as JSON values.
+
+    It is the configuration, other options, and fingerprints of models and sentences.
+    """
+    names = {field.name for field in dataclasses.fields(options)} - _NOT_DECIDING
+    config = options.configuration()
+    chosen: Any = config.changed_fields() | {"sampling": config.sampling and config.sampling.fields}
+    del chosen["non_finite"]
+    return {
+        **{name: getattr(options, name) for name in sorted(names)},
+        **{name: to_plain(name, value) for name, value in chosen.items()},
         "versions": {
             name: importlib.metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")
         },
         "dtype": target.config.dtype,
         "target in int8": target.quantized,
-        "decoding defaults": repr(options.defaults(target)),
+        "decoding defaults": repr(defaults_of(target, config.generation_config)),
         "bits of the target's inputs": target.input_bits,
         "split": (options.split or "test") if options.task else None,
         "special ids": [target.start_token, *target.eos_ids],
@@ -504,41 +485,32 @@ def _deciding(
             [target.contents.encode(), native_format.vocabulary_contents(target.vocabulary)]
         ),
         "drafter": None if drafter is None else drafter.contents,
-        "sentences": digest(text.encode() for text in sentences),
+        "sentences": digest(text.encode() for text in contents),
     }
 
 
-def _pieces(
-    target: LanguageModel, ids, number: int, keys, non_finite: str, decoding: dict
-) -> Iterator[Piece]:
+def _read_pieces(job: _Job, number: int, key: jax.Array) -> Iterator[Piece]:
     """Decodes one input as it is committed; an error names its number in the job."""
+    ids = [job.source.inputs[number]]
     try:
-        yield from stream(target, [ids], key=keys, non_finite=non_finite, **decoding)
+        yield from stream(job.target, ids, config=job.config, drafter=job.drafter, key=key)
     except NonFiniteLogitsError as error:
         raise error.at(number) from None
 
 
-def _print_pieces(
-    target: LanguageModel,
-    inputs,
-    options: GenerateOptions,
-    decoding: dict[str, Any],
-    endings: Endings,
-) -> None:
+def _print_pieces(job: _Job) -> None:
     """Decodes every sentence alone and prints its text as it is committed."""
-    keys = fold_keys(seeded(options.seed), np.arange(len(inputs)))
-    for number, ids in enumerate(inputs):
+    keys = fold_keys(seeded(job.options.seed), np.arange(len(job.source.inputs)))
+    for number in range(len(job.source.inputs)):
         held = ""  # spaces at the end: with a line end after them they become one
-        for piece in _pieces(
-            target, ids, number, keys[number : number + 1], options.non_finite, decoding
-        ):
+        for piece in _read_pieces(job, number, keys[number : number + 1]):
             if piece.finish_reason:
-                endings.add(number, [piece])
-            if options.json:
+                job.endings.add(number, [piece])
+            if job.options.json:
                 print(to_json({**piece._asdict(), "row": number}), flush=True)
                 continue
             text = held + piece.text
             held = text[len(text.rstrip()) :]
             print(one_line(text.rstrip()), end="", flush=True)
-        if not options.json:
+        if not job.options.json:
             print(one_line(held))

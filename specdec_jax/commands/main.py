@@ -25,8 +25,10 @@ from absl import flags
 
 import specdec_jax
 from specdec_jax.backends.jax_settings import package_settings
-from specdec_jax.commands import config_file, help_page, paths
+from specdec_jax.commands import help_page, paths
 from specdec_jax.commands.errors import CheckFailed
+from specdec_jax.decoding import config_files
+from specdec_jax.decoding.generation_config import GenerationConfig
 from specdec_jax.decoding.program_cache import keep_programs
 from specdec_jax.decoding.results import NonFiniteLogitsError
 
@@ -207,8 +209,6 @@ def _main(argv: list[str]) -> int:
     if arguments and not command.arguments:
         raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
     given = _given(cls, fields, values)
-    if name == "generate" and (config := given.pop("config", None)):  # `tune` writes one
-        given = config_file.read_flags(os.path.expanduser(config)) | given
     options = paths.expanded(_options(name, cls, given, values, bindings))
     settings = _operative(options, given if values.gin_file or bindings else None)
     keep_programs(values.compilation_cache_dir)
@@ -386,8 +386,6 @@ def _options(
         _register(cls)
         gin.parse_config_files_and_bindings(values.gin_file, bindings)
         options = gin.get_configurable(cls)()
-        if given:  # after gin, so that gin counts a setting that a flag overrides as used
-            options = dataclasses.replace(options, **given)
     except RecursionError as error:
         where = ", ".join(values.gin_file) or "--gin.NAME=value"
         raise UsageError(
@@ -408,6 +406,8 @@ def _options(
         raise UsageError(
             f"gin: {text if named else ', '.join(values.gin_file) + ': ' + text}"
         ) from error
+    if given:  # after gin, so that gin counts a setting that a flag overrides as used
+        options = dataclasses.replace(options, **given)
     for field, kind in typing.get_type_hints(cls).items():
         value = getattr(options, field)
         if not _fits(value, kind):
@@ -433,7 +433,7 @@ def _operative(options: Any, given: dict[str, Any] | None) -> str:
     *package, module = cls.__module__.split(".")
     name, text = f"{module}.{cls.__name__}", ""
     if given is None:
-        given = {field.name: getattr(options, field.name) for field in dataclasses.fields(cls)}
+        given = dict.fromkeys(field.name for field in dataclasses.fields(cls))
         text = (
             f"from __gin__ import dynamic_registration\n\nfrom {'.'.join(package)} import"
             f" {module}\n\n"
@@ -445,7 +445,12 @@ def _operative(options: Any, given: dict[str, Any] | None) -> str:
         )  # gin's name of the class
         name = found[1] if found else name
         text += "\n# Flags, which override what is above:\n" if given else ""
-    return text + "".join(f"{name}.{field} = {value!r}\n" for field, value in given.items())
+    shown = {field: repr(getattr(options, field)) for field in given}
+    for field in given:
+        if isinstance(config := getattr(options, field), GenerationConfig):
+            text += config_files.to_gin(config.changed_fields()) + "\n"
+            shown[field] = f"@{config_files.CONFIG}()"
+    return text + "".join(f"{name}.{field} = {value}\n" for field, value in shown.items())
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -8,7 +8,8 @@ from specdec_jax.analysis.expectations import measure
 from specdec_jax.analysis.report import plots
 from specdec_jax.analysis.report.records import MeasureRecord, write_record
 from specdec_jax.analysis.report.summaries import measure_summary
-from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
+from specdec_jax.commands.generation_flags import check_gamma, option
+from specdec_jax.commands.options import DecodingOptions, at_least
 from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.files.writing import check_output

@@ -1,10 +1,8 @@
-"""Defines the options that every decoding command takes (models, drafting, sampling), and the
-checks that need no model."""
+"""Defines the options that every decoding command takes, and the checks that need no model."""
 
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,15 @@ from jax.sharding import Mesh
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS, accelerated, check_quantize_name
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.checkpoints import loader
+from specdec_jax.commands.generation_flags import (
+    POLICY_HELP,
+    SETTINGS_HELP,
+    flag,
+    option,
+    read_gamma,
+    read_options,
+    read_sampling,
+)
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_limits,
@@ -20,7 +27,7 @@ from specdec_jax.decoding.checks import (
     check_policy,
     verifier_settings,
 )
-from specdec_jax.decoding.request import FIXED
+from specdec_jax.decoding.generation_config import GenerationConfig
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import SELF_INT8, WITHOUT_FILES, check_drafter_name, named_drafter
 from specdec_jax.drafters.ngram_table import NGramTable
@@ -29,25 +36,21 @@ from specdec_jax.files.progress import print_line
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.meshes import make_mesh, parse_mesh
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import MAX_GAMMA, POLICIES, Policy
+from specdec_jax.speculative.policies import MAX_GAMMA, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC, VERIFIERS, verifier_of
 
-AUTO_HELP = (
-    "tokens drafted per target call, or auto: as many as pay, possibly none, by the costs on this"
-    " machine (measured when a model is first used) and each sentence's own acceptance"
-)
-
-
-def option(default, text: str):
-    """Returns a field of an options dataclass; `text` is its help on the command line."""
-    return dataclasses.field(default=default, metadata={"help": text})
+_VERIFYING = ("verifier", "lenience", "typical_epsilon", "typical_delta")
+MOST_TOKENS = 2**20  # a limit of new tokens that none exceeds
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodingOptions:
-    """The options that every decoding command takes; each field's help is in its metadata."""
+class ModelOptions:
+    """Options of every decoding command beside those of a `GenerationConfig`: models and devices.
+
+    Each field's help is in its metadata.
+    """
 
     target: str | None = option(
         None, "model whose output you want: a checkpoint's folder or a bundled name (ende/target)"
@@ -98,139 +101,28 @@ class DecodingOptions:
         "with --mesh: divide a drafting model like the target instead of copying it to every"
         " device",
     )
-    temperature: float = option(
-        0.0, "0: always the most probable token; above 0: sample, with logits divided by this"
-    )
-    top_k: int = option(0, "sample among the k most probable tokens; 0: among all")
-    top_p: float = option(
-        1.0, "sample among the most probable tokens that together have at least this probability"
-    )
-    min_p: float = option(
-        0.0, "sample among the tokens with at least this fraction of the greatest probability"
-    )
-    repetition_penalty: float = option(1.0, "above 1: make tokens that have occurred less probable")
-    no_repeat_ngram: int = option(
-        0, "forbid tokens that would repeat an n-gram of this size; 0: none"
-    )
-    min_new_tokens: int = option(0, "minimum length of an output, in tokens before EOS")
-    forbidden_tokens: tuple[int, ...] = option((), "ids that are never chosen, comma-separated")
-    logit_bias: tuple[str, ...] = option(
-        (), "ID:NUMBER, a number to add to the logit of an id; repeatable"
-    )
-    forced_tokens: tuple[str, ...] = option(
-        (), "PLACE:ID, the id that must stand at a place of the output, counted from 0; repeatable"
-    )
-    verifier: str = option("block", f"how drafts are verified: {', '.join(VERIFIERS)}")
-    lenience: float | None = option(
-        None,
-        "with --verifier=lenient: a token may come up to 1/lenience times as often as it should; 1"
-        " is exact",
-    )
-    typical_epsilon: float | None = option(
-        None, "with --verifier=typical: accept tokens above this probability (default: 0.09)"
-    )
-    typical_delta: float | None = option(
-        None,
-        "with --verifier=typical: accept tokens above this times exp(-entropy) too (default: 0.3)",
-    )
-    gamma_policy: str = option(
-        "fixed",
-        "how the number of drafted tokens, or of a tree's nodes, adapts while decoding, with"
-        f" --gamma as its maximum (if that is auto: 4, of a tree all nodes, up to {MAX_GAMMA}):"
-        f" fixed, {', '.join(POLICIES)}",
-    )
-    gamma_settings: tuple[str, ...] = option(
-        (),
-        "NAME:NUMBER, a setting of --gamma_policy; repeatable; "
-        + "; ".join(f"{name} has {', '.join(cls.numbers())}" for name, cls in POLICIES.items()),
-    )
-    max_new_tokens: int = option(64, "maximum length of an output, in tokens")
-    max_input_length: int = option(
-        512, "maximum length of an input, in tokens; a longer one is rejected, never cut"
-    )
     seed: int = option(
         0, "seed of the sampling; input i draws from fold_in(key(seed), i), whatever its batch"
     )
+    gamma_policy: str | None = option(None, f"{POLICY_HELP} (default: fixed)")
+    gamma_settings: tuple[str, ...] = option((), SETTINGS_HELP)
 
-    @property
-    def token_limit(self) -> int:
-        """The most new tokens of an output, as far as it is known before a model is loaded."""
-        return self.max_new_tokens
+    def configuration(self) -> GenerationConfig:
+        """Returns the options of decoding."""
+        raise NotImplementedError
 
     def sampling(self) -> SamplingConfig:
-        """Returns how tokens are chosen."""
-        return SamplingConfig(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            no_repeat_ngram=self.no_repeat_ngram,
-            min_new_tokens=self.min_new_tokens,
-            forbidden_tokens=self.forbidden_tokens,
-            logit_bias=_pairs("logit_bias", self.logit_bias, float),
-            forced_tokens=_pairs("forced_tokens", self.forced_tokens, int),
-        )
+        """Returns how tokens are chosen, as far as the options say it."""
+        raise NotImplementedError
 
     def possible_sampling(self) -> SamplingConfig:
         """Returns `sampling`, as far as it is known before a model is loaded."""
         return self.sampling()
 
-    def decoding(self, plain: bool = False) -> dict[str, Any]:
-        """Returns the arguments of `generate` that every decoding command passes on, except the
-        drafter.
-
-        With `plain`, they are those of plain decoding, where a lossy verifier has nothing to
-        verify.
-        """
-        common: dict[str, Any] = dict(
-            sampling=self.sampling(),
-            max_new_tokens=self.max_new_tokens,
-            max_input_length=self.max_input_length,
-            generation_config=None,
-        )
-        if plain and self.verifier in LOSSY:
-            return common
-        return common | dict(
-            verifier=self.verifier,
-            lenience=self.lenience,
-            typical_epsilon=self.typical_epsilon,
-            typical_delta=self.typical_delta,
-        )
-
-    def gamma_of(
-        self, gamma: int | str, tree: Tree | DynamicTree | None = None
-    ) -> int | str | Policy:
-        """Returns what `generate` takes as γ: `gamma` itself, or the policy with `gamma` (for
-        "auto" 4, with `tree` all its nodes) as its maximum.
-
-        Raises:
-          ValueError: no such policy, or settings that it does not have.
-        """
-        settings = _settings("gamma_settings", self.gamma_settings)
-        if self.gamma_policy == "fixed":
-            if settings:
-                raise UnsupportedCombination(
-                    f"gamma_settings: got {', '.join(self.gamma_settings)!r} with"
-                    " gamma_policy='fixed', expected none"
-                )
-            return gamma
-        if self.gamma_policy not in POLICIES:
-            raise ValueError(
-                f"gamma_policy: got {self.gamma_policy!r}, expected one of fixed,"
-                f" {', '.join(POLICIES)}"
-            )
-        policy = POLICIES[self.gamma_policy]
-        for name in settings:
-            if name not in policy.numbers():
-                expected = ", ".join(policy.numbers())
-                raise ValueError(
-                    f"gamma_settings: got {name!r} with gamma_policy={self.gamma_policy!r},"
-                    f" expected one of {expected}"
-                )
-        if gamma == "auto":
-            gamma = FIXED if tree is None else min(tree.size - 1, MAX_GAMMA)
-        return policy(gamma, **settings) if gamma else 0
+    @property
+    def policy(self) -> Any:
+        """γ, of which a policy may need the drafter's probabilities."""
+        return self.configuration().gamma
 
     def check(self) -> None:
         """Raises ValueError for options that can be seen to be wrong before a model is loaded."""
@@ -244,32 +136,24 @@ class DecodingOptions:
 
         For commands that may do without a checkpoint.
         """
-        sampling = self.sampling()
-        at_least(1, max_new_tokens=self.token_limit, max_input_length=self.max_input_length)
-        if self.verifier not in VERIFIERS:
-            why = (
-                " (--synthetic_alpha of `specdec benchmark` times with it)"
-                if self.verifier == SYNTHETIC.name
-                else ""
-            )
+        config = self.configuration()
+        limit: Any = MOST_TOKENS if config.max_new_tokens is None else config.max_new_tokens
+        at_least(1, max_new_tokens=limit)
+        if config.verifier == SYNTHETIC.name:
             raise ValueError(
-                f"verifier: got {self.verifier!r}, expected one of {', '.join(VERIFIERS)}{why}"
+                f"verifier: got {config.verifier!r}, expected one of {', '.join(VERIFIERS)}"
+                " (--synthetic_alpha of `specdec benchmark` times with it)"
             )
-        verifier_settings(
-            verifier_of(self.verifier),
-            self.possible_sampling(),
-            int(self.drafts),
-            1,
-            lenience=self.lenience,
-            typical_epsilon=self.typical_epsilon,
-            typical_delta=self.typical_delta,
-        )
-        if not self.drafts and (self.gamma_policy != "fixed" or self.gamma_settings):
+        parameters = {name: getattr(config, name) for name in (*_VERIFYING[1:], "synthetic_alpha")}
+        verifier, sampling = verifier_of(config.verifier), self.possible_sampling()
+        verifier_settings(verifier, sampling, int(self.drafts), 1, **parameters)
+        policy = self.gamma_policy or ("fixed" if isinstance(self.policy, int | str) else "one")
+        if not self.drafts and policy != "fixed":
             raise UnsupportedCombination(
-                f"gamma_policy: got {self.gamma_policy!r} for plain decoding, expected a drafter"
+                f"gamma_policy: got {policy!r} for plain decoding, expected a drafter"
                 " and gamma of at least 1"
             )
-        check_limits(sampling, np.array([self.token_limit]), 1)
+        check_limits(self.sampling(), np.array([limit]), 1)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed: got {self.seed}, expected an integer from 0 to {2**32 - 1}")
         at_least(0, shortlist_size=self.shortlist_size)
@@ -314,11 +198,9 @@ class DecodingOptions:
         return make_mesh(*parse_mesh(self.mesh)) if self.mesh else None
 
     def placement(self, drafts: bool) -> ShardingRules | None:
-        """Returns how the target (or with `drafts` the drafter) is divided over the mesh, None
-        without one."""
-        return (
-            ShardingRules(self.devices(), drafts and not self.shard_drafter) if self.mesh else None
-        )
+        """Returns how the target, or the drafter, is divided over the mesh; None without one."""
+        copied = drafts and not self.shard_drafter
+        return ShardingRules(self.devices(), copied) if self.mesh else None
 
     def load(self, target: LanguageModel | None = None) -> tuple[LanguageModel, Drafter | None]:
         """Returns the target (unless it is given) and the drafter, if one is named.
@@ -331,7 +213,7 @@ class DecodingOptions:
         if self.drafter:
             check_drafter_name(self.drafter)
         target = target or load(self.target, quantize=self.quantize)
-        if self.decoding()["generation_config"] is None and target.generation_config.fields():
+        if self.configuration().generation_config is None and target.generation_config.fields():
             print_line(
                 f"{target.name}: decoding by the flags alone, without the model's own defaults"
             )
@@ -342,12 +224,11 @@ class DecodingOptions:
             self.reject_reduction()
         if drafter is not None:
             check_pair(target, drafter)
-            check_policy(self.gamma_of(1), drafter)
+            check_policy(self.policy, drafter)
         return target, drafter
 
     def reduced(self, model: LanguageModel) -> ModelDrafter:
-        """Returns a drafter with `model`, and with the shortlist and 8 bits that the options ask
-        for."""
+        """Returns a drafter with `model`, with the shortlist and 8 bits of the options."""
         if not self.shortlist:
             return ModelDrafter(model, self.shortlist_size or None, self.drafter_int8)
         table, _ = NGramTable.load(self.shortlist)
@@ -371,37 +252,53 @@ class DecodingOptions:
                 )
 
 
-def _pairs(name: str, items: Sequence[str], kind: type) -> dict[int, Any] | None:
-    """Returns `{5: value}` for `("5:value",)`, None for nothing."""
-    try:
-        pairs = [(int(key), kind(value)) for key, value in (item.split(":") for item in items)]
-    except ValueError:
-        expected = "integer:integer" if kind is int else "integer:number"
-        raise ValueError(f"{name}: got {', '.join(items)!r}, expected {expected}") from None
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError(
-            f"{name}: got {', '.join(items)!r}, expected every integer before a colon once"
-        )
-    return dict(pairs) or None
+@dataclasses.dataclass(frozen=True)
+class DecodingOptions(ModelOptions):
+    """Options of a command that decodes by its flags alone, without the model's own defaults."""
 
+    temperature: float = flag("temperature")
+    top_k: int = flag("top_k")
+    top_p: float = flag("top_p")
+    min_p: float = flag("min_p")
+    repetition_penalty: float = flag("repetition_penalty")
+    no_repeat_ngram: int = flag("no_repeat_ngram")
+    min_new_tokens: int = flag("min_new_tokens")
+    forbidden_tokens: tuple[int, ...] = flag("forbidden_tokens")
+    logit_bias: tuple[str, ...] = flag("logit_bias")
+    forced_tokens: tuple[str, ...] = flag("forced_tokens")
+    verifier: str = flag("verifier")
+    lenience: float | None = flag("lenience")
+    typical_epsilon: float | None = flag("typical_epsilon")
+    typical_delta: float | None = flag("typical_delta")
+    gamma_policy: str = option("fixed", POLICY_HELP)
+    max_new_tokens: int = flag("max_new_tokens", 64)
+    max_input_length: int = flag("max_input_length")
 
-def _settings(name: str, items: Sequence[str]) -> dict[str, Any]:
-    """Returns `{"a": value}` for `("a:value",)`; whole numbers are integers."""
-    try:
-        pairs = [(key, float(value)) for key, value in (item.split(":") for item in items)]
-    except ValueError:
-        raise ValueError(f"{name}: got {', '.join(items)!r}, expected name:number") from None
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"{name}: got {', '.join(items)!r}, expected every name once")
-    return {key: int(value) if value.is_integer() else value for key, value in pairs}
+    def sampling(self) -> SamplingConfig:
+        return SamplingConfig(**read_sampling(self))
 
+    def configuration(self, plain: bool = False) -> GenerationConfig:
+        """Returns the options of decoding but for γ.
 
-def check_gamma(gamma: int | str, most: int = MAX_GAMMA) -> None:
-    """Raises ValueError for a γ that is out of range."""
-    if gamma == "auto":
-        return
-    if isinstance(gamma, str) or not 0 <= gamma <= most:
-        raise ValueError(f"gamma: got {gamma}, expected an integer from 0 to {most}, or auto")
+        With `plain` they are those of plain decoding, where a lossy verifier has nothing to verify.
+        """
+        names = () if plain and self.verifier in LOSSY else _VERIFYING
+        given = read_options(self, (*names, "max_new_tokens", "max_input_length"))
+        return GenerationConfig(sampling=self.sampling(), generation_config=None, **given)
+
+    def decoding(self, plain: bool = False) -> dict[str, Any]:
+        """Returns `configuration` as an argument of `generate`."""
+        return {"config": self.configuration(plain)}
+
+    def gamma_of(
+        self, gamma: int | str, tree: Tree | DynamicTree | None = None
+    ) -> int | str | Policy:
+        """Returns what `generate` takes as γ, as `read_gamma` makes it."""
+        return read_gamma(gamma, self.gamma_policy, self.gamma_settings, tree)
+
+    @property
+    def policy(self) -> Any:
+        return self.gamma_of(MAX_GAMMA)
 
 
 def at_least(minimum: int, **values: int) -> None:

@@ -10,9 +10,15 @@ from specdec_jax.analysis.beams import BeamChoice
 from specdec_jax.analysis.expectations import verifiers_to_compare
 from specdec_jax.analysis.report.summaries import tune_summary
 from specdec_jax.analysis.tuning import Choice, keep_acceptance, read_choice, tune, tune_beams
-from specdec_jax.commands.beam_options import SearchFlags, width_option
+from specdec_jax.commands.generation_flags import (
+    SearchFlags,
+    check_beside_beams,
+    check_gamma,
+    option,
+    width_option,
+)
 from specdec_jax.commands.measure import INPUT_FILE_HELP, check_measured
-from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma, option
+from specdec_jax.commands.options import DecodingOptions, at_least
 from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import arguments
@@ -72,8 +78,8 @@ class TuneOptions(SearchFlags, DecodingOptions):
     def check(self) -> None:
         for width in self.beam_width or (None,):
             self.search(beam_width=width)
-        self.check_beside_beams(
-            temperature=0.0, verifier="block", choose_verifier=True, tree_nodes=()
+        check_beside_beams(
+            self, temperature=0.0, verifier="block", choose_verifier=True, tree_nodes=()
         )
         check_measured(self, self.batch_size, self.repeats, self.limit)
         for gamma in self.gamma:

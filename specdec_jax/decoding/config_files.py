@@ -34,7 +34,7 @@ _MODULES = {
     "sampling": "speculative",
     "tree_text": "speculative",
 }
-_CONFIG, _SAMPLING = "generation_config.GenerationConfig", "sampling.SamplingConfig"
+CONFIG, _SAMPLING = "generation_config.GenerationConfig", "sampling.SamplingConfig"
 _TREE, _DEFAULTS = "tree_text.read_tree", "model_defaults.ModelDefaults"
 # What a gin file refers to, by the option; and the names of policies.
 _BLOCKS = {"sampling": _SAMPLING, "tree": _TREE, "generation_config": _DEFAULTS}
@@ -48,8 +48,9 @@ def write_fields(path: str | PathLike, fields: Mapping[str, Any]) -> None:
       ValueError: a value that no file can hold, such as a function; or another suffix.
     """
     as_json = _is_json(path)
-    values = {name: _to_plain(name, value) for name, value in fields.items()}
-    write_file(path, json.dumps(values, indent=1) + "\n" if as_json else _to_gin(values))
+    values = {name: to_plain(name, value) for name, value in fields.items()}
+    as_gin = "from __gin__ import dynamic_registration\n\n" + to_gin(fields)
+    write_file(path, json.dumps(values, indent=1) + "\n" if as_json else as_gin)
 
 
 def read_fields(path: str | PathLike, known: Collection[str]) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _is_json(path: str | PathLike) -> bool:
     return suffix == ".json"
 
 
-def _to_plain(name: str, value: Any) -> Any:
+def to_plain(name: str, value: Any) -> Any:
     """Returns a value as JSON values; raises ValueError for one that has no such form."""
     if isinstance(value, Policy) and type(value) in POLICIES.values():
         kind = _POLICY_NAMES[f"policies.{type(value).__name__}"]
@@ -101,11 +102,11 @@ def _to_plain(name: str, value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _to_plain(name, one) for key, one in value.items()}
+        return {str(key): to_plain(name, one) for key, one in value.items()}
     if hasattr(value, "tolist"):
         return np.asarray(value).tolist()
     if isinstance(value, list | tuple):
-        return [_to_plain(name, one) for one in value]
+        return [to_plain(name, one) for one in value]
     raise ValueError(f"{name}: got {shown(value)}, which no file can hold")
 
 
@@ -114,7 +115,7 @@ def _changed_fields(value: Any) -> dict[str, Any]:
     fields = [field for field in dataclasses.fields(value) if field.init]
     given = {field.name: (getattr(value, field.name), field.default) for field in fields}
     return {
-        name: _to_plain(name, one)
+        name: to_plain(name, one)
         for name, (one, unset) in given.items()
         if not arguments.is_default(one, unset)
     }
@@ -152,20 +153,22 @@ def _build(cls: Any, values: dict[str, Any]) -> Any:
     return cls(**values)
 
 
-def _to_gin(values: dict[str, Any]) -> str:
-    """Returns gin bindings of JSON values, which T5X reads too."""
-    blocks: dict[str, dict[str, Any]] = {_CONFIG: {}}
-    for name, value in values.items():
+def to_gin(given: Mapping[str, Any]) -> str:
+    """Returns imports and gin bindings of the fields of a `GenerationConfig`.
+
+    T5X reads them too. The file must begin with the import of gin's dynamic registration.
+    """
+    blocks: dict[str, dict[str, Any]] = {CONFIG: {}}
+    for name, value in ((name, to_plain(name, one)) for name, one in given.items()):
         fields = {"text": value} if name == "tree" and value is not None else value
         if not isinstance(fields, dict):
-            blocks[_CONFIG][name] = repr(value)
+            blocks[CONFIG][name] = repr(value)
             continue
         block = _BLOCKS.get(name) or f"policies.{POLICIES[fields[_POLICY]].__name__}"
-        blocks[_CONFIG][name] = f"@{block}()"
+        blocks[CONFIG][name] = f"@{block}()"
         blocks[block] = {key: repr(one) for key, one in _with_ids(fields).items() if key != _POLICY}
     modules = sorted({block.partition(".")[0] for block in blocks})
-    lines = ["from __gin__ import dynamic_registration", ""]
-    lines += [f"from specdec_jax.{_MODULES[module]} import {module}" for module in modules]
+    lines = [f"from specdec_jax.{_MODULES[module]} import {module}" for module in modules]
     for block, fields in blocks.items():
         lines += ["", *(f"{block}.{name} = {value}" for name, value in fields.items())]
     return "\n".join(lines) + "\n"
@@ -198,11 +201,10 @@ def _from_gin(path: str | PathLike) -> dict[str, Any]:
         elif not isinstance(statement, _IGNORED):
             raise ValueError(f"{path}: got {type(statement).__name__}, expected bindings alone")
     for block in blocks:
-        if block not in (_CONFIG, *_BLOCKS.values(), *_POLICY_NAMES):
-            raise ValueError(f"{path}: {block}: got bindings of it, expected those of {_CONFIG}")
+        if block not in (CONFIG, *_BLOCKS.values(), *_POLICY_NAMES):
+            raise ValueError(f"{path}: {block}: got bindings of it, expected those of {CONFIG}")
     return {
-        name: _resolved(path, name, value, blocks)
-        for name, value in blocks.get(_CONFIG, {}).items()
+        name: _resolved(path, name, value, blocks) for name, value in blocks.get(CONFIG, {}).items()
     }
 
 

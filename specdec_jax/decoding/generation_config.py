@@ -31,8 +31,16 @@ PerInput = float | Sequence[float]
 Function = TypeVar("Function", bound=Callable)
 
 
-def _option(default: Any, doc: str) -> Any:
-    return dataclasses.field(default=default, metadata={"doc": doc})
+def _option(default: Any, doc: str, unset: str = "", api: str = "") -> Any:
+    """Returns a field with its documentation, for the docstring of `generate` and for `--help`.
+
+    Args:
+      default: the default.
+      doc: what the option means, without a full stop.
+      unset: what its default None stands for.
+      api: what only Python can give it.
+    """
+    return dataclasses.field(default=default, metadata={"doc": doc, "unset": unset, "api": api})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,94 +56,116 @@ class GenerationConfig:
 
     gamma: str | int | Sequence[int] | Policy = _option(
         "auto",
-        "γ ≥ 0, tokens drafted per target call, one or one per input; a policy that adapts it "
-        '(`policies.py`), e.g. `Heuristic(maximum=8)`; or "auto": up to 8, as many as pay by each '
-        "row's acceptance and by what iterations cost on this machine (the first call of a kind "
-        "measures it, `autotune.py`); on a mesh 4. Above temperature 0 the tokens that are drawn "
-        "(not their distribution) then depend on the machine: fix γ to repeat them on another.",
+        'γ ≥ 0, tokens drafted per target call, or "auto": up to 8, as many as pay by each row\'s '
+        "acceptance and by what iterations cost on this machine (measured when a model is first "
+        "used); on a mesh 4. Above temperature 0 the tokens that are drawn (not their "
+        "distribution) then depend on the machine: fix γ to repeat them on another",
+        api="One, or one per input; or a policy that adapts it (`policies.py`), e.g. "
+        "`Heuristic(maximum=8)`.",
     )
     sampling: SamplingConfig | None = _option(
         None,
-        "temperature, filters, processors such as a repetition penalty; None: the model's default, "
-        "else argmax.",
+        "temperature, filters, processors such as a repetition penalty",
+        "the model's, else argmax",
     )
     tree: Tree | DynamicTree | None = _option(
         None,
-        "a tree of drafted tokens in the place of a chain, e.g. `Tree.uniform((3, 2, 1))`: it has "
-        "a verifier of its own, and γ is the most nodes that are drafted, by default all; a policy "
-        "adapts their number.",
+        "tree of drafted tokens in the place of a chain: it has a verifier of its own, and γ is "
+        "the most nodes that are drafted, by default all; a policy adapts their number",
+        api="E.g. `Tree.uniform((3, 2, 1))`.",
     )
     verifier: str | Verifier = _option(
         "block",
-        '"token" (Leviathan et al. 2023, Algorithm 1), "block" (accepts more on average), "gumbel" '
-        '(the output is that of autoregressive decoding with "gumbel" and the same key), '
-        '"rejection" (section A.2, for comparison); lossy: "lenient" and "typical"; `verifiers.py` '
-        "explains each. Or a `Verifier` of your own.",
+        'how drafts are verified: "token" (Leviathan et al. 2023, Algorithm 1), "block" (accepts '
+        'more on average), "gumbel" (the output is that of autoregressive decoding with "gumbel" '
+        'and the same key), "rejection" (section A.2, for comparison); lossy: "lenient" and '
+        '"typical"',
+        api="`verifiers.py` explains each. Or a `Verifier` of your own.",
     )
-    lenience: PerInput | None = _option(None, 'l in (0, 1] of "lenient".')
-    typical_epsilon: PerInput | None = _option(None, 'ε of "typical", by default 0.09.')
-    typical_delta: PerInput | None = _option(None, 'δ of "typical", by default 0.3.')
+    lenience: PerInput | None = _option(
+        None, 'l in (0, 1] of "lenient": a token may come up to 1/l times as often as it should'
+    )
+    typical_epsilon: PerInput | None = _option(
+        None, 'ε of "typical": tokens above this probability are accepted', "0.09"
+    )
+    typical_delta: PerInput | None = _option(
+        None,
+        'δ of "typical": tokens above this times exp(-entropy) are accepted too',
+        "0.3",
+    )
     synthetic_alpha: PerInput | None = _option(
         None,
         'α in (0, 1] of "synthetic", which accepts at random with a given probability, for timing: '
-        "its outputs mean nothing.",
+        "its outputs mean nothing",
     )
     max_new_tokens: int | Sequence[int] | None = _option(
         None,
-        "limit for new tokens, EOS included; one, or one per input; None: the model's default, "
-        "else 64.",
+        "limit for new tokens, EOS included",
+        "the model's, else 64",
+        api="One, or one per input.",
     )
     num_samples: int = _option(
         1,
-        "N ≥ 1 outputs for every input, side by side in N·B rows; each input is encoded, or read, "
-        "once.",
+        "N ≥ 1 outputs for every input, one after the other; each input is encoded, or read, once",
     )
-    max_input_length: int = _option(512, "longer inputs are rejected.")
-    eos_ids: Sequence[int] | None = _option(None, "ids that stop a row; None: the model's own.")
+    max_input_length: int = _option(
+        512, "longest input in tokens; longer ones are rejected, never cut"
+    )
+    eos_ids: Sequence[int] | None = _option(None, "ids that stop a row", "the model's own")
     stop: str | Sequence[str] = _option(
         (),
         "strings that stop a row; neither they nor a token that reaches into one are part of the "
-        "result.",
+        "result",
     )
     deadline: float | None = _option(
         None,
-        "seconds after the call, compilation included (see `warm_up`), until the rows are returned "
-        "as they are.",
+        "seconds until the rows of a batch are returned as they are, compilation included; "
+        "finished rows are then not refilled",
+        api="`warm_up` compiles before.",
     )
     num_beams: int | None = _option(
-        None, "K beams of a beam search; None: the model's default, else none."
+        None,
+        "K beams of a beam search; a drafter makes it speculative, with the same outputs; γ is "
+        "then the number of levels of the drafted tree",
+        "the model's, else none",
     )
     length_penalty: float | None = _option(
         None,
-        "exponent of the length penalty of a beam search, by which scores are divided; None: 0.6 "
-        "in T5X's form, 1 in Hugging Face's.",
+        "exponent of the length penalty of a beam search, by which scores are divided",
+        "the model's, else 0.6 in T5X's form, 1 in Hugging Face's",
     )
     beam_style: str | None = _option(
         None,
-        '"t5x" (the default) or "huggingface": the library whose tokens and scores a beam search '
-        "gives.",
+        "library whose tokens and scores a beam search gives, t5x or huggingface",
+        "huggingface where the model has defaults of a beam search, else t5x",
     )
     early_stopping: bool | str | None = _option(
         None,
-        'False (the default), True or "never", when a beam search in Hugging Face\'s form ends.',
+        "when a beam search in Hugging Face's form ends: True (num_beams hypotheses have "
+        "finished), False (the best active beam would not be among them if it ended now) or "
+        '"never" (it would not, whatever its length)',
+        "the model's, else False",
     )
     num_return_sequences: int | None = _option(
-        None, "number of hypotheses returned for each input, at most K; by default 1."
+        None,
+        "hypotheses of a beam search that are returned for each input, at most K",
+        "the model's, else 1",
     )
     beam_width: int | None = _option(
         None,
-        "nodes in each level of the tree that is drafted for a beam search, at least K; None: the "
-        "drafter's default, mostly 2·K.",
+        "nodes in each level of the tree that is drafted for a beam search, at least K",
+        "the drafter's default, mostly 2·K",
     )
     non_finite: str = _option(
         "raise",
-        '"raise" an error at NaN and infinite logits, or "report" it in the result\'s `errors`, '
-        "row by row.",
+        'what NaN and infinite logits do: "raise" an error, or "report" it row by row',
+        api="The result's `errors` report it.",
     )
     generation_config: ModelDefaults | str | None = _option(
         MODELS,
-        'the defaults: "model" (`target.generation_config`), other `ModelDefaults`, or None for '
-        "none.",
+        'what options that are not given are: "model" (as the checkpoint\'s '
+        "generation_config.json says) or none (as their defaults here)",
+        api="Or other `ModelDefaults`, or None for none.",
     )
 
     def __post_init__(self) -> None:
@@ -257,21 +287,30 @@ def check_unset(config: GenerationConfig, where: str, *names: str) -> None:
             raise UnsupportedCombination(f"{name}: got {value!r} {where}, expected {unset!r}")
 
 
-def takes_options(function: Function, without: Sequence[str] = ()) -> Function:
+def _doc(field: dataclasses.Field) -> str:
+    """Returns what a field means, for a docstring."""
+    unset = field.metadata["unset"] and f"None: {field.metadata['unset']}."
+    return " ".join(filter(None, (f"{field.metadata['doc']}.", unset, field.metadata["api"])))
+
+
+def takes_options(
+    function: Function, without: Sequence[str] = (), others: Sequence[inspect.Parameter] = ()
+) -> Function:
     """Gives a function with `**options` the signature and the docs of all but those of `without`.
 
-    Its docstring has a line `{options}` among the arguments where they are to be listed.
+    Its docstring has a line `{options}` among the arguments where they are to be listed. `others`
+    are further parameters that `**options` takes.
     """
     signature = inspect.signature(function)
     own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
     named = {*without, *(one.name for one in own)}
     fields = [field for name, field in FIELDS.items() if name not in named]
     parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-    others = [parameter(name, default=None) for name in CallData._fields if name not in named]
-    others += [parameter(one.name, default=one.default, annotation=one.type) for one in fields]
+    listed = [parameter(name, default=None) for name in CallData._fields if name not in named]
+    listed += [parameter(one.name, default=one.default, annotation=one.type) for one in fields]
     target: Any = function
-    target.__signature__ = signature.replace(parameters=[*own, *others])
+    target.__signature__ = signature.replace(parameters=[*own, *listed, *others])
     indents = dict(initial_indent=" " * 6, subsequent_indent=" " * 8)
-    docs = [textwrap.fill(f"{one.name}: {one.metadata['doc']}", 100, **indents) for one in fields]
+    docs = [textwrap.fill(f"{one.name}: {_doc(one)}", 100, **indents) for one in fields]
     function.__doc__ = (function.__doc__ or "").replace("      {options}", "\n".join(docs))
     return function

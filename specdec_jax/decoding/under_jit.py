@@ -30,6 +30,7 @@ from specdec_jax.decoding.generation_config import (
 from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.request import FIXED
 from specdec_jax.decoding.strategies import prefill
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models import arguments, weight_layouts
@@ -118,7 +119,6 @@ UNSUPPORTED = (
     *("deadline", "num_beams", "length_penalty", "beam_style", "early_stopping"),
     *("num_return_sequences", "non_finite", "generation_config"),
 )
-_GAMMA = 4  # tokens that are drafted where gamma is "auto", as on a mesh
 
 
 def read_options(
@@ -167,7 +167,7 @@ class Decoder:
         given = read_options(generation, options, "a traced decode")
         check_unset(given, "for sampling", "beam_width")
         automatic = isinstance(given.gamma, str) and given.tree is None
-        gamma = _GAMMA if automatic else given.gamma
+        gamma = FIXED if automatic else given.gamma
         self.config, self.drafter, self.rescale_log_probs = config, drafter, rescale_log_probs
         self.sampling = given.sampling or SamplingConfig()
         check_sampling(self.sampling)

@@ -1,7 +1,7 @@
 """Beam search inside somebody else's traced function, under the names of T5X's
 `decoding.beam_search`."""
 
-import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
+from specdec_jax.decoding.generation_config import (
+    CallData,
+    ConfigOrPath,
+    check_unset,
+    takes_options,
+)
 from specdec_jax.decoding.loop import FOREVER, advance
 from specdec_jax.decoding.search_options import LEVELS, BeamOptions, check_drafting
 from specdec_jax.decoding.strategies import prefill
 from specdec_jax.decoding.under_jit import (
+    UNSUPPORTED,
     Decoded,
     check_models,
     ends,
@@ -21,6 +28,7 @@ from specdec_jax.decoding.under_jit import (
     lengths_of,
     network_of,
     on_network,
+    read_options,
     traced,
 )
 from specdec_jax.models import arguments
@@ -34,28 +42,40 @@ from specdec_jax.speculative.sampling import SamplingConfig
 _KNOWN = ("alpha", "max_decode_len", "max_decode_step", "min_log_prob", "decode_rng", "eos_id")
 # T5X's own, which stops nothing.
 _LEAST_LOG_PROB = -1e7
+# Options without meaning for a beam search, beside those of every traced decode.
+_UNSET = ("sampling", "verifier", "tree", "lenience", "typical_epsilon", "typical_delta")
 
 
-@dataclasses.dataclass(frozen=True)
 class BeamDecoder:
-    """How to search; checked when it is made.
+    """A beam search under `jax.jit`; its settings are checked when the object is made."""
 
-    Attributes:
-      config: of the target.
-      drafter: one that drafts trees; None is plain beam search.
-      gamma, beam_width: levels of the tree, and nodes of each, as for `generate`.
-    """
-
-    config: T5Config
-    drafter: Drafter | None = None
-    gamma: int = LEVELS
-    beam_width: int | None = None
-
+    @functools.partial(takes_options, without=(*UNSUPPORTED, *_UNSET, *CallData._fields))
     @isolated
-    def __post_init__(self):
-        check_drafting(self.drafter, self.gamma)
-        arguments.check_integer("gamma", self.gamma, 0, MAX_GAMMA)
-        check_models(self.drafter, self.config)
+    def __init__(
+        self,
+        config: T5Config,
+        drafter: Drafter | None = None,
+        generation: ConfigOrPath = None,
+        **options: Any,
+    ) -> None:
+        """Checks the settings.
+
+        Args:
+          config: the target's configuration.
+          drafter: one that drafts trees; None is plain beam search.
+          generation: a `GenerationConfig`, or the path of its file, which the options change.
+          options: `gamma`, the levels of the tree, "auto" is 3; `beam_width`.
+
+        Raises:
+          TypeError, ValueError: as for `read_options`; or settings that make no sense together.
+        """
+        given = read_options(generation, options, "beam search")
+        check_unset(given, "for beam search", *_UNSET)
+        self.config, self.drafter, self.beam_width = config, drafter, given.beam_width
+        gamma: Any = LEVELS if isinstance(given.gamma, str) else given.gamma
+        check_drafting(drafter, gamma)
+        self.gamma = arguments.check_integer("gamma", gamma, 0, MAX_GAMMA)
+        check_models(drafter, config)
 
     @isolated
     def decode(

@@ -50,7 +50,7 @@ class Example(NamedTuple):
     targets: list[int]
 
 
-def find(
+def find_tasks(
     name: str, split: str, modules: Sequence[str] = (), data_dir: str | None = None
 ) -> tuple[seqio.Task, ...]:
     """Returns a registered task, or the tasks of a mixture; no data are read.
@@ -120,7 +120,7 @@ def _check(task: seqio.Task, split: str) -> None:
         )
 
 
-class Job:
+class Examples:
     """The examples of one split of some tasks, read for a target: their inputs, lines of output and
     metrics.
 
@@ -145,7 +145,7 @@ class Job:
         """Reads all examples.
 
         Args:
-          tasks: from `find`.
+          tasks: from `find_tasks`.
           split: the split.
           target: the model that decodes.
           input_length, output_length: lengths to which seqio cuts inputs and targets: T5X's

@@ -25,7 +25,7 @@ from specdec_jax.decoding.generation_config import (
     takes_options,
 )
 from specdec_jax.decoding.results import GenerationResult
-from specdec_jax.decoding.search_options import LEVELS, BeamOptions
+from specdec_jax.decoding.search_options import BeamOptions
 from specdec_jax.decoding.under_jit import UNSUPPORTED, Decoder, read_options
 from specdec_jax.decoding.under_jit_beams import BeamDecoder
 from specdec_jax.drafters.model import ModelDrafter
@@ -39,6 +39,12 @@ from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import read_tree
 
+# T5X's arguments that are passed on as they are.
+_THEIRS = {
+    name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    for name, parameter in inspect.signature(models.EncoderDecoderModel).parameters.items()
+    if name not in ("module", "input_vocabulary", "output_vocabulary", "optimizer_def", "decode_fn")
+}
 # A drafter's weights become constants of T5X's program, unless JAX is told to pass constants as
 # arguments.
 _CONSTANTS, _MOST_BYTES = "jax_use_simplified_jaxpr_constants", 2 * 10**9
@@ -54,7 +60,9 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     default, they have the tokens and scores of that. Several samples of one input are rejected.
     """
 
-    @functools.partial(takes_options, without=(*UNSUPPORTED, *CallData._fields))
+    @functools.partial(
+        takes_options, without=(*UNSUPPORTED, *CallData._fields), others=_THEIRS.values()
+    )
     def __init__(
         self,
         module: Any,
@@ -69,13 +77,8 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         counts: bool = False,
         report: bool = True,
         decode_fn: Callable | None = None,
-        feature_converter_cls: Callable | None = None,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        loss_normalizing_factor: Any = None,
-        default_decoder_params: models.DecoderParams | None = None,
         **options: Any,
-    ):
+    ) -> None:
         """Checks the options; arguments that are not listed here are T5X's.
 
         Args:
@@ -97,15 +100,17 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
           decode_fn: T5X's `beam_search` or `temperature_sample`, with what gin or
             `functools.partial` bind to it, in place of `sampling` and `rescale_log_probs`; None: as
             these define.
-          options: the fields of `GenerationConfig` that have a meaning inside T5X. `tree` may be a
-            text that `specdec generate --tree` takes. `gamma="auto"` is 4 tokens, 3 levels of a
-            beam search's tree, or all nodes of `tree`; None is the value of `config`.
+          options: the fields of `GenerationConfig` that have a meaning inside T5X, and further
+            arguments of T5X's class. `tree` may be a text that `specdec generate --tree` takes.
+            `gamma="auto"` is 4 tokens, 3 levels of a beam search's tree, or all nodes of `tree`;
+            None is the value of `config`.
 
         Raises:
           TypeError: an option that there is not.
           ValueError: something that cannot be decoded speculatively, an option without meaning
             here, a drafter of another vocabulary, or as for `load`.
         """
+        theirs = {name: options.pop(name) for name in _THEIRS if name in options}
         if options.get("gamma", 0) is None:
             del options["gamma"]
         if isinstance(tree := options.get("tree"), str):
@@ -123,11 +128,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             output_vocabulary=output_vocabulary,
             optimizer_def=optimizer_def,
             decode_fn=decode_fn or decoding.temperature_sample,
-            feature_converter_cls=feature_converter_cls,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            loss_normalizing_factor=loss_normalizing_factor,
-            default_decoder_params=default_decoder_params,
+            **theirs,
         )
         shape = config_of(module)
         drafter = _drafter(
@@ -136,10 +137,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         self._counts, self._report = counts, report
         self._decoder: Decoder | BeamDecoder
         if function is decoding.beam_search:
-            parameters = ("lenience", "typical_epsilon", "typical_delta")
-            check_unset(generation, "for beam search", "verifier", "tree", *parameters)
-            gamma: Any = LEVELS if isinstance(generation.gamma, str) else generation.gamma
-            self._decoder = BeamDecoder(shape, drafter, gamma, generation.beam_width)
+            self._decoder = BeamDecoder(shape, drafter, generation)
         else:
             self._decoder = Decoder(shape, drafter, generation, rescale_log_probs)
         if report:

@@ -1,4 +1,4 @@
-"""`specdec generate --config`: a file of a `GenerationConfig` gives flags that are not given."""
+"""`specdec generate --config`: a file of a `GenerationConfig` has what no flag gives."""
 
 import json
 
@@ -6,7 +6,8 @@ import pytest
 from golden_models import GOLDEN
 
 import specdec_jax as sd
-from specdec_jax.commands import config_file, main
+from specdec_jax.commands import main
+from specdec_jax.commands.generate import GenerateOptions
 
 pytestmark = pytest.mark.usefixtures("quick")
 TEXTS = ["The ferry stayed", "She"]
@@ -61,27 +62,46 @@ def test_flags_count_before_the_file(decode, tmp_path):
     assert all(len(row) <= 3 for row in actual)
 
 
-def test_trees_are_flags_too(tmp_path):
+def test_the_file_has_what_no_flag_can_give(decode, tmp_path):
+    """Ids that end a row, forbidden sequences, and other defaults than the model's."""
+    first, second = expected(None, max_new_tokens=6)[0][:2]
+    options = [
+        dict(eos_ids=[second]),
+        dict(sampling=sd.SamplingConfig(forbidden_sequences=[[first, second]])),
+        dict(generation_config=sd.ModelDefaults(suppress_tokens=[first])),
+    ]
+    for number, one in enumerate(options):
+        path = tmp_path / f"{number}.json"
+        sd.GenerationConfig(max_new_tokens=6, **one).save(path)
+        actual = decode(f"--config={path}")
+        assert actual == expected(None, config=path) != expected(None, max_new_tokens=6)
+
+
+def test_trees_of_a_file(tmp_path):
     path, tree = tmp_path / "options.json", sd.Tree.uniform((3, 2, 1))
     sd.GenerationConfig(tree=tree, generation_config=None).save(path)
-    flags = config_file.read_flags(path)
-    assert flags == {"tree": flags["tree"], "generation_config": "none"}
-    assert config_file.text_of(tree) == flags["tree"]
+    config = GenerateOptions(config=str(path)).configuration()
+    assert (config.tree, config.generation_config) == (tree, None)
+    other = GenerateOptions(config=str(path), tree="widths:2").configuration()
+    assert other.tree == sd.Tree.uniform((2,))
 
 
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"eos_ids": [3]}, "eos_ids: got [3], expected a value that a flag can have"),
-        ({"gamma": [1, 2]}, "gamma: got"),
-        ({"max_new_tokens": [4, 5]}, "max_new_tokens: got"),
-        ({"sampling": {"temperature": [1.0, 2.0]}}, "sampling.temperature: got"),
-        ({"sampling": {"forbidden_sequences": [[1, 2]]}}, "sampling.forbidden_sequences: got"),
+        ({"gamma": [1, 2]}, "gamma: got [1, 2], expected one value for all inputs"),
+        ({"max_new_tokens": [4, 5]}, "max_new_tokens: got [4, 5], expected one value"),
+        ({"sampling": {"temperature": [1.0, 2.0]}}, "sampling.temperature: got [1.0, 2.0], exp"),
+        (
+            {"gamma": {"policy": "confidence", "maximum": 4, "threshold": [0.1, 0.2]}},
+            "gamma.threshold: got [0.1, 0.2], expected one value",
+        ),
+        ({"synthetic_alpha": 0.5}, "synthetic_alpha: got 0.5 with verifier='block'"),
         ({"gama": 3}, "gama"),
         ({"lenience": 0.5, "verifier": "block"}, "lenience: got"),
     ],
 )
-def test_what_no_flag_can_say_is_rejected(tmp_path, capsys, fields, message):
+def test_what_is_rejected(tmp_path, capsys, fields, message):
     path = tmp_path / "options.json"
     path.write_text(json.dumps(fields))
     flags = [f"--config={path}", "--target=ende/target", "--drafter=lookup"]
@@ -90,15 +110,32 @@ def test_what_no_flag_can_say_is_rejected(tmp_path, capsys, fields, message):
     assert message in err and err.count("\n") == 1
 
 
-def test_policies_that_flags_cannot_make_are_rejected(tmp_path):
-    path = tmp_path / "options.json"
-    sd.GenerationConfig(gamma=sd.Confidence(4, threshold=[0.1, 0.2])).save(path)
-    with pytest.raises(ValueError, match="gamma: got .* expected a value that a flag can have"):
-        config_file.read_flags(path)
-    sd.GenerationConfig(gamma=sd.Confidence(4, threshold=0.25)).save(path)
-    assert config_file.read_flags(path)["gamma_settings"] == ("threshold:0.25",)
+POLICY = sd.Confidence(4, threshold=0.25)
+CHANGED = [
+    ({}, POLICY),
+    ({"gamma": 7}, sd.Confidence(7, threshold=0.25)),
+    ({"gamma": 0}, 0),
+    ({"gamma": "auto"}, POLICY),
+    ({"gamma_policy": "fixed"}, 4),
+    ({"gamma_policy": "heuristic"}, sd.Heuristic(4)),
+    ({"gamma_settings": ("threshold:0.5",)}, sd.Confidence(4, threshold=0.5)),
+]
 
 
-def test_gin_does_not_name_the_file(capsys):
-    assert main.main(["generate", "--target=ende/target", "--gin.GenerateOptions.config='a'"]) == 2
-    assert "config: got 'a' in gin, expected it as --config" in capsys.readouterr().err
+@pytest.mark.parametrize("flags, gamma", CHANGED, ids=[str(flags) for flags, _ in CHANGED])
+def test_flags_change_a_policy_of_the_file(flags, gamma):
+    config = sd.GenerationConfig(gamma=POLICY)
+    assert GenerateOptions(config=config, **flags).configuration().gamma == gamma
+
+
+@pytest.mark.parametrize("suffix", ["gin", "json"])
+def test_the_recorded_settings_hold_the_file(decode, tmp_path, suffix):
+    """They give the same outputs when the file is gone, and flags count before it."""
+    path, output = tmp_path / f"options.{suffix}", tmp_path / "out.jsonl"
+    CONFIGS["sampled"].save(path)
+    whole = decode(f"--config={path}", "--drafter=lookup", "--seed=3")
+    decode(f"--config={path}", "--drafter=lookup", "--seed=3", f"--output_file={output}")
+    path.unlink()
+    again = [f"--gin_file={output}.gin", "--gin_search_paths=/", "--output_file="]
+    assert decode(*again) == whole
+    assert [row[:2] for row in decode(*again, "--max_new_tokens=2")] == [row[:2] for row in whole]

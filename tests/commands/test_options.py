@@ -12,7 +12,7 @@ import specdec_jax as sd
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate
 from specdec_jax.commands.endings import Endings
-from specdec_jax.commands.output_lines import one_line
+from specdec_jax.commands.output_lines import Sentences, one_line
 from specdec_jax.decoding import continuous_batching
 from specdec_jax.decoding.stream import Piece
 
@@ -205,9 +205,9 @@ def test_streamed_line_ends_become_spaces_as_in_a_whole_text(monkeypatch, capsys
         return (Piece(0, text, [], None) for text in pieces)
 
     monkeypatch.setattr(generate, "stream", stream)
-    generate._print_pieces(
-        None, [[3]], generate.GenerateOptions(stream=True), {}, Endings("a limit", print)
-    )
+    options, source = generate.GenerateOptions(stream=True), Sentences([[3]], ["a"], False)
+    config, endings = options.configuration(), Endings("a limit", print)
+    generate._print_pieces(generate._Job(options, config, None, None, 1, source, endings))
     assert capsys.readouterr().out == one_line("".join(pieces)) + "\n"
 
 
@@ -280,12 +280,11 @@ def test_benchmark_takes_the_options(specdec, monkeypatch):
     ]
     assert specdec("benchmark", *command_line.MODELS, *flags)[0] == 0
     sampling = sd.SamplingConfig(temperature=0.7, min_p=0.1)
-    speculative, plain = seen[0].decoding(), seen[0].decoding(plain=True)
-    assert (
-        speculative.items()
-        >= {"verifier": "lenient", "lenience": 0.5, "sampling": sampling}.items()
-    )
-    assert plain["sampling"] == sampling and "verifier" not in plain and seen[0].seed == 4
+    speculative, plain = seen[0].configuration(), seen[0].configuration(plain=True)
+    assert (speculative.verifier, speculative.lenience) == ("lenient", 0.5)
+    assert speculative.sampling == plain.sampling == sampling and seen[0].seed == 4
+    assert (plain.verifier, plain.lenience) == ("block", None)
+    assert seen[0].decoding() == {"config": speculative}
 
 
 # Rejected before anything is loaded: the models do not exist.
@@ -362,7 +361,7 @@ EARLY = {
         ],  # else the model may say how many there are
         "forced_tokens: got place 64, expected below max_new_tokens = 64",
     ),
-    "num_samples": (["--num_samples=0"], "num_samples: got 0, expected at least 1"),
+    "num_samples": (["--num_samples=0"], "num_samples: got 0, expected an integer from 1"),
     "samples of argmax": (
         ["--num_samples=2", "--temperature=0"],
         "num_samples: got 2 at temperature 0",

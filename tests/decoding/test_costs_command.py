@@ -42,7 +42,7 @@ def test_auto_is_the_default(specdec, pair, measured):
         and {code for code, *_ in texts} == {0}
         and measured.calls == 1
     )
-    assert generate.GenerateOptions().gamma == "auto"
+    assert generate.GenerateOptions().configuration().gamma == "auto"
 
 
 @pytest.mark.parametrize("value", ["many", "-1", "1.5", "automatic"])
@@ -66,9 +66,9 @@ def file_job(specdec, tmp_path, monkeypatch, after=None):
     source, gammas, whole = tmp_path / "in.txt", [], continuous_batching.decode_stream
     source.write_text("We asked\nShe was\nTom\nWe\nTom is\n")
 
-    def seen(*positional, gamma, **options):
-        gammas.append(gamma)
-        for number, output in enumerate(whole(*positional, gamma=gamma, **options)):
+    def seen(*positional, config, **options):
+        gammas.append(config.gamma)
+        for number, output in enumerate(whole(*positional, config=config, **options)):
             if number == after:
                 raise Stop
             yield output

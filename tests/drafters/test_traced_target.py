@@ -72,7 +72,7 @@ def test_the_8_bits_of_a_traced_target_search(target):
 
     prompts = np.zeros((2, LENGTH), np.int32)
     decoders = (
-        BeamDecoder(target.config, traced_drafter(name, target.config, None), 2)
+        BeamDecoder(target.config, traced_drafter(name, target.config, None), gamma=2)
         for name in ("self:int8",)
     )
     for decoder in (*decoders, BeamDecoder(target.config)):

@@ -36,7 +36,7 @@ toys, generate, target = seqio_jobs_of.toys, seqio_jobs_of.generate, seqio_jobs_
 def test_where_tensorflow_datasets_keeps_its_data(toys, tmp_path):
     loader = seqio.TaskRegistry.get("wmt_t2t_ende").source.tfds_dataset
     before = loader.data_dir
-    interop.find("toy_text", "test", data_dir=str(tmp_path))
+    interop.find_tasks("toy_text", "test", data_dir=str(tmp_path))
     assert loader.data_dir == str(tmp_path) != before
     seqio.set_tfds_data_dir_override(None)
 
@@ -263,7 +263,7 @@ def test_metrics_of_other_kinds_are_named(toys, target):
     inside = Inside(model_output_type=seqio.metrics.ModelOutputType.SCORE_WITH_INTERMEDIATES)
     objects = [inside, Longest(model_output_type=seqio.metrics.ModelOutputType.PREDICTION)]
     task = seqio.TaskRegistry.get("toy_more").replace(metric_fns=[], metric_objs=objects)
-    job = interop.Job(
+    job = interop.Examples(
         [task], "test", target, input_length=LENGTH, output_length=WIDTH, batch_size=2
     )
     output = continuous_batching.Output("", [5, 6, 1], [-1.0, -2.0, -float("inf")], [], "eos", None)
@@ -286,7 +286,9 @@ def test_ids_that_stand_for_themselves_are_padded_as_t5xs(target):
 
     source = seqio.FunctionDataSource(data, splits=["test"])
     task = seqio.Task("toy_ids", source, {"inputs": feature, "targets": feature})
-    job = interop.Job([task], "test", target, input_length=LENGTH, output_length=4, batch_size=2)
+    job = interop.Examples(
+        [task], "test", target, input_length=LENGTH, output_length=4, batch_size=2
+    )
     assert job.inputs == [[5, 6]] and job.examples[0].targets == [7, 1]
     (line,) = job.lines(
         0, [continuous_batching.Output(None, [9, 1], [-1.0, -0.5], [], "eos", None)]
@@ -306,7 +308,7 @@ def test_an_example_without_output_is_null_and_to_metrics_empty(toys, target):
     task = seqio.TaskRegistry.get("toy_more").replace(
         metric_fns=[seqio_jobs_of.words], metric_objs=[]
     )
-    job = interop.Job(
+    job = interop.Examples(
         [task], "test", target, input_length=LENGTH, output_length=WIDTH, batch_size=2
     )
     result = continuous_batching.Output("", [5, 6, 1], [-1.0, -2.0, -1.0], [], "eos", None)

@@ -122,7 +122,7 @@ NAMED = [
 def test_flags_name_a_policy(flags, policy):
     options = GenerateOptions(**FLAGS, **flags)
     options.check()
-    assert options.gamma_of(6) == policy
+    assert options.configuration().gamma == policy
 
 
 MISNAMED = [
@@ -132,7 +132,7 @@ MISNAMED = [
     ),
     (
         dict(gamma_settings=("threshold:1",)),
-        "gamma_settings: got 'threshold:1' with gamma_policy='fixed', expected none",
+        "gamma_settings: got 'threshold' with gamma_policy='fixed', expected none",
     ),
     (
         dict(gamma_policy="entropy", gamma_settings=("up:1",)),

@@ -41,7 +41,7 @@ def decoders(target: sd.LanguageModel, drafter) -> dict:
         "sampled": Decoder(target.config, drafter, gamma=3, sampling=SAMPLED),
         "tree": Decoder(target.config, drafter, gamma="auto", tree=sd.Tree.uniform((2, 1))),
         "n-grams": Decoder(target.config, sd.PromptLookupDrafter(), gamma=3),
-        "beams": BeamDecoder(target.config, drafter, 2),
+        "beams": BeamDecoder(target.config, drafter, gamma=2),
     }
 
 
