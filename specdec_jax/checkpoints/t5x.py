@@ -6,7 +6,7 @@ import functools
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from flax import serialization
@@ -96,29 +96,19 @@ def _open_legacy(folder: pathlib.Path) -> Parameters:
     target = state.get("target") if isinstance(state, dict) else None
     if not isinstance(target, dict):
         raise mismatch(path, "no 'target'", "the parameters of a T5X checkpoint")
-    arrays = flatten(_mark_arrays(target))
+    arrays = flatten(target, is_leaf=lambda _, value: _is_spec(value))
     return {name: _open_legacy_array(name, value, path) for name, value in arrays.items()}
 
 
-class _Spec(NamedTuple):
-    """A TensorStore spec, kept apart from the nested dicts around it."""
-
-    spec: dict
-
-
-def _mark_arrays(tree: Any) -> Any:
-    """Returns the tree with every TensorStore spec wrapped, so that `flatten` stops there."""
-    if not isinstance(tree, dict):
-        return tree
-    if {"driver", "kvstore"} <= tree.keys():
-        return _Spec(tree)
-    return {key: _mark_arrays(value) for key, value in tree.items()}
+def _is_spec(value: Any) -> bool:
+    """Returns whether a value is a TensorStore spec, which stands for an array."""
+    return isinstance(value, dict) and {"driver", "kvstore"} <= value.keys()
 
 
-def _open_legacy_array(name: str, value: Any, path: pathlib.Path) -> StoredTensor:
-    if not isinstance(value, _Spec):
-        return flax_msgpack.open_array(path, name, value)
-    spec, store = value.spec, value.spec["kvstore"]
+def _open_legacy_array(name: str, spec: Any, path: pathlib.Path) -> StoredTensor:
+    if not _is_spec(spec):
+        return flax_msgpack.open_array(path, name, spec)
+    store = spec["kvstore"]
     if spec["driver"] != "zarr" or not isinstance(store, dict):
         raise mismatch(f"{path}: parameter {name}", f"driver {shown(spec['driver'])}", "zarr")
     # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.

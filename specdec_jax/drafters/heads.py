@@ -190,7 +190,7 @@ class HeadsDrafter(TreeDrafter):
 
 def _check(target: LanguageModel, config: HeadsConfig, fingerprint: str) -> None:
     check_widths(target.config, config)
-    if not target.has(fingerprint):
+    if fingerprint != target.fingerprint:
         raise ValueError(
             "heads: got heads of a target with other weights, expected heads trained on this one"
         )

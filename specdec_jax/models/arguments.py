@@ -1,9 +1,7 @@
-"""Checks the kinds of arguments, the same way everywhere: integers, numbers, flags, lists,
-mappings.
+"""Checks the kinds of arguments, the same way everywhere: integers, numbers, flags, lists.
 
-Integers and numbers may be Python's, numpy's or JAX's. A bool is neither, nor is a string that
-reads like one; so nothing is accepted that would be rounded or understood in another way than it
-was meant.
+Integers and numbers may be Python's, numpy's or JAX's; bools and strings are neither. So nothing
+is accepted that would be rounded, or understood in another way than it was meant.
 """
 
 import contextlib
@@ -17,27 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.files.reading import shown
+from specdec_jax.files.reading import mismatch, shown
 
 
-def quoted(value) -> str:
+def quoted(value: Any) -> str:
     """Returns an argument as a message quotes it: on one line, shortened if it is long."""
     if isinstance(value, np.ndarray | np.generic | jax.Array):
-        with contextlib.suppress(
-            AttributeError, TypeError
-        ):  # keys and traced arrays have no values to show
+        with contextlib.suppress(AttributeError, TypeError):  # keys and traced arrays have none
             value = value.tolist()
     return " ".join(shown(value).split())
 
 
 def check_function(name: str, value: Any, parameters: str) -> None:
-    """Checks that `value` can be called with the positional `parameters`, names divided by ", ".
-
-    Raises ValueError otherwise.
-    """
+    """Raises ValueError unless `value` can be called with `parameters`, names divided by ", "."""
     expected = f"a function of ({parameters})"
     if not callable(value):
-        raise ValueError(f"{name}: got {quoted(value)}, expected {expected}")
+        raise mismatch(name, quoted(value), expected)
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):  # some builtins have none
@@ -45,10 +38,10 @@ def check_function(name: str, value: Any, parameters: str) -> None:
     try:
         signature.bind(*parameters.split(", "))
     except TypeError:
-        raise ValueError(f"{name}: got a function of {signature}, expected {expected}") from None
+        raise mismatch(name, f"a function of {signature}", expected) from None
 
 
-def is_integer(value) -> bool:
+def is_integer(value: Any) -> bool:
     """Returns whether `value` is one integer."""
     try:
         operator.index(value)
@@ -57,82 +50,75 @@ def is_integer(value) -> bool:
     return not isinstance(value, bool)
 
 
-def is_number(value) -> bool:
+def is_number(value: Any) -> bool:
     """Returns whether `value` is one number, an integer or not."""
     array = as_array(value)
     return not array.ndim and _holds_numbers(array, whole=False)
 
 
-def check_kind(name: str, value, kinds, expected: str) -> None:
+def check_kind(name: str, value: Any, kinds: Any, expected: str) -> None:
     """Raises ValueError unless `value` is an instance of one of the classes `kinds`."""
     if not isinstance(value, kinds):
-        raise ValueError(f"{name}: got {quoted(value)}, expected {expected}")
+        raise mismatch(name, quoted(value), expected)
 
 
-def check_path(name: str, value) -> None:
+def check_path(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a path."""
     check_kind(name, value, str | os.PathLike, "a path")
 
 
-def check_model(name: str, value) -> None:
+def check_model(name: str, value: Any) -> None:
     """Raises ValueError unless `value` has the parts of a `LanguageModel`."""
     if isinstance(value, str | os.PathLike):
-        path = str(value)
-        raise ValueError(
-            f"{name}: got {path!r}, expected a LanguageModel, such as specdec_jax.load({path!r})"
-        )
+        path = repr(str(value))
+        raise mismatch(name, path, f"a LanguageModel, such as specdec_jax.load({path})")
     if not (hasattr(value, "network") and hasattr(value, "config")):
-        raise ValueError(
-            f"{name}: got {type(value).__name__}, expected a LanguageModel, as from"
-            " specdec_jax.load"
-        )
+        raise mismatch(name, type(value).__name__, "a LanguageModel, as from specdec_jax.load")
 
 
-def check_integer(name: str, value, least: int, most: int | None = None, what: str = "") -> int:
+def check_integer(
+    name: str, value: Any, least: int, most: int | None = None, what: str = ""
+) -> int:
     """Returns an integer from `least` to `most`; `what` says in a message what `most` is."""
     found = operator.index(value) if is_integer(value) else None
     if found is None or found < least or (most is not None and found > most):
         bound = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name}: got {quoted(value)}, expected an integer {bound}{what}")
+        raise mismatch(name, quoted(value), f"an integer {bound}{what}")
     return found
 
 
-def check_flag(name: str, value) -> bool:
+def check_flag(name: str, value: Any) -> bool:
     """Returns True or False."""
     check_kind(name, value, bool | np.bool_, "True or False")
     return bool(value)
 
 
-def check_numbers(name: str, value, expected: str, whole: bool = False) -> np.ndarray:
+def check_numbers(name: str, value: Any, expected: str, whole: bool = False) -> np.ndarray:
     """Returns one number, or nested lists of numbers, as an array of their own dtype.
 
-    Args:
-      name: name of the argument.
-      value: the argument.
-      expected: what was expected, for the message.
-      whole: whether they must be integers.
+    `expected` is for the message; `whole` numbers must be integers.
 
     Raises:
       ValueError: something that is no number, a bool, or lists of different lengths.
     """
     array = as_array(value)
     if not _holds_numbers(array, whole) or has_bool(value):
-        raise ValueError(f"{name}: got {quoted(value)}, expected {expected}")
+        raise mismatch(name, quoted(value), expected)
     return array
 
 
-def check_number(name: str, value, expected: str) -> float:
+def check_number(name: str, value: Any, expected: str) -> float:
     """Returns one number as a float; otherwise as `check_numbers`."""
     if not is_number(value):
-        raise ValueError(f"{name}: got {quoted(value)}, expected {expected}")
+        raise mismatch(name, quoted(value), expected)
     return float(value)
 
 
-def check_list(name: str, value, expected: str) -> tuple[Any, ...]:
+def check_list(name: str, value: Any, expected: str) -> tuple[Any, ...]:
     """Returns the items of a list, tuple, set or array; a string or a mapping is none of these."""
     listed = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
     if not listed or not getattr(value, "ndim", 1):
-        raise ValueError(f"{name}: got {quoted(value)}, expected {expected}")
+        raise mismatch(name, quoted(value), expected)
     return tuple(value)
 
 
@@ -145,7 +131,7 @@ def described(tree: Any) -> str:
     return text
 
 
-def is_default(value, default) -> bool:
+def is_default(value: Any, default: Any) -> bool:
     """Returns whether an argument is None or equals its default."""
     try:
         return value is None or bool(value == default)
@@ -153,7 +139,7 @@ def is_default(value, default) -> bool:
         return False
 
 
-def as_array(value) -> np.ndarray:
+def as_array(value: Any) -> np.ndarray:
     """Returns `value` as an array, of objects where it is no array of one kind."""
     try:
         return np.asarray(value)
@@ -166,7 +152,6 @@ def _holds_numbers(array: np.ndarray, whole: bool) -> bool:
     return any(jnp.issubdtype(array.dtype, kind) for kind in kinds)
 
 
-def has_bool(value) -> bool:
-    """Returns whether a list has a bool among its items, which numpy turns into an integer beside
-    others."""
+def has_bool(value: Any) -> bool:
+    """Returns whether a list has a bool, which numpy turns into an integer beside others."""
     return isinstance(value, list | tuple) and bool in map(type, value)

@@ -1,14 +1,13 @@
-"""Types and ranges of the fields of configurations, in one table, and the check of a configuration
-by it."""
+"""Checks the fields of configurations by one table of their types and ranges."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from specdec_jax.backends.xla import ACTIVATIONS
-from specdec_jax.files.reading import shown
+from specdec_jax.files.reading import PathLike, mismatch, shown
 
 Shape = TypeVar("Shape")
 
@@ -50,12 +49,12 @@ class FieldError(ValueError):
       problem: what was got and what was expected.
     """
 
-    def __init__(self, config, field: str, problem: str):
+    def __init__(self, config: Any, field: str, problem: str):
         super().__init__(f"{type(config).__name__}.{field}: {problem}")
         self.field, self.problem = field, problem
 
 
-def check_fields(config) -> None:
+def check_fields(config: Any) -> None:
     """Checks every field of a configuration by the table; None is allowed where it is the default.
 
     Raises:
@@ -65,66 +64,57 @@ def check_fields(config) -> None:
         value = getattr(config, field.name)
         if value is None and field.default is None:
             continue
-        expected = _expected(field.name, value)
-        if expected:
+        if expected := _find_expected(field.name, value):
             raise FieldError(config, field.name, f"got {shown(value)}, expected {expected}")
 
 
-def _expected(name: str, value) -> str | None:
-    """Returns what was expected of the field `name`; None if `value` is allowed."""
+def _find_expected(name: str, value: Any) -> str | None:
+    """Returns what is expected of the field `name`; None if `value` is allowed."""
     number = isinstance(value, int | float | np.integer) and not isinstance(value, bool)
     if name in _COUNTS:
         least, most = _COUNTS[name]
         if not number or isinstance(value, float):
             return "an integer"
-        return (
-            f"at least {least}" if value < least else f"at most {most:,}" if value > most else None
-        )
+        if value < least:
+            return f"at least {least}"
+        return f"at most {most:,}" if value > most else None
     if name in _FLAGS:
         return None if isinstance(value, bool) else "true or false"
-    if name in _CHOICES:
-        return (
-            None
-            if isinstance(value, str) and value in _CHOICES[name]
-            else f"one of {', '.join(_CHOICES[name])}"
-        )
     if name == "dropout_rate":
         return None if number and 0 <= value < 1 else "a number in [0, 1)"
     if name == "mlp_activations":
-        fits = isinstance(value, list | tuple) and len(value) in (1, 2)
-        fits = fits and all(
-            isinstance(activation, str) and activation in ACTIVATIONS for activation in value
-        )
-        return None if fits else f"one name or two (gated) from {ACTIVATIONS}"
-    raise AssertionError(f"{name} is not in the table")
+        listed = isinstance(value, list | tuple) and len(value) in (1, 2)
+        known = listed and all(isinstance(one, str) and one in ACTIVATIONS for one in value)
+        return None if known else f"one name or two (gated) from {ACTIVATIONS}"
+    known = isinstance(value, str) and value in _CHOICES[name]
+    return None if known else f"one of {', '.join(_CHOICES[name])}"
 
 
-def build(shape: type[Shape], values, path, names: Mapping[str, str] | None = None) -> Shape:
+def build(
+    shape: type[Shape], values: Any, path: PathLike, names: Mapping[str, str] | None = None
+) -> Shape:
     """Makes a configuration of the class `shape` from values that were read from a file.
 
     Args:
+      shape: a dataclass.
       values: values by the fields' names.
       path: the file, for messages.
       names: the fields' names in the file, where they differ; for messages.
 
     Raises:
-      ValueError: a field is unknown, missing or outside its range; the message names the file and
-      the field.
+      ValueError: a field is unknown, missing or outside its range.
     """
     known = {field.name: field for field in dataclasses.fields(shape)}  # type: ignore[arg-type]
-    unknown = (
-        [name for name in values if name not in known] if isinstance(values, dict) else [values]
-    )
+    unknown = [name for name in values if name not in known] if type(values) is dict else [values]
     if unknown:
-        raise ValueError(
-            f"{path}: got {shown(unknown[0])}, expected a configuration of {', '.join(known)}"
-        )
+        raise mismatch(path, shown(unknown[0]), f"a configuration of {', '.join(known)}")
+    names = {name: name for name in known} | dict(names or {})
     for name, field in known.items():
         if name not in values and field.default is dataclasses.MISSING:
-            raise ValueError(f"{path}: {(names or {}).get(name, name)}: got none, expected one")
+            raise mismatch(f"{path}: {names[name]}", "none", "one")
     try:
         return shape(**values)
     except FieldError as error:
         raise ValueError(
-            f"{path}: {(names or {}).get(error.field, error.field)}: {error.problem}"
+            f"{path}: {names.get(error.field, error.field)}: {error.problem}"
         ) from None

@@ -15,8 +15,8 @@ def check_process() -> None:
         _owner = os.getpid()
     elif _owner != os.getpid():
         raise RuntimeError(
-            f"process {os.getpid()}: got a fork of process {_owner}, in which JAX had computed"
-            " before, expected a process of its own: JAX's threads are not copied by a fork, and"
-            ' this call would hang. Start it with multiprocessing.get_context("spawn"), or fork'
-            " before the first model is loaded."
+            f"process {os.getpid()}: got a fork of process {_owner}, in which JAX had computed "
+            "before, expected a process of its own: JAX's threads are not copied by a fork, and "
+            'this call would hang. Start it with multiprocessing.get_context("spawn"), or fork '
+            "before the first model is loaded."
         )

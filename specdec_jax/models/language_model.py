@@ -218,7 +218,7 @@ class LanguageModel:
 
         What was trained on the states of a model stores it, since it fits no other model.
         """
-        return fingerprints.rounded(self.network.params, self.network.rules)
+        return fingerprints.digest_rounded(self.network.params, self.network.rules)
 
     @functools.cached_property
     @isolated
@@ -229,25 +229,11 @@ class LanguageModel:
         Models that may compute different numbers differ in it. Weights in int8 count as different
         from the same numbers in float32, because inputs of their products are rounded.
         """
-        exact = fingerprints.exact(self.network.params, self.network.rules)
+        exact = fingerprints.digest_exact(self.network.params, self.network.rules)
         inputs = {None: " with inputs as they are", 16: "", 8: " with inputs in int8"}[
             self.input_bits
         ]
         return f"{exact} {self.config}{f' in int8{inputs}' if self.quantized else ''}"
-
-    def has(self, fingerprint: str) -> bool:
-        """Returns whether a stored `fingerprint` is this model's.
-
-        Earlier versions stored a digest of some weights only.
-        """
-        whole = str(fingerprint).startswith(fingerprints.ROUNDED)
-        return fingerprint == (self.fingerprint if whole else self._fingerprint_of_corners)
-
-    @functools.cached_property
-    @isolated
-    def _fingerprint_of_corners(self) -> str:
-        last = f"layers_{self.config.num_decoder_layers - 1}"
-        return fingerprints.of_corners(self.network.params, self.network.rules, last)
 
     @isolated
     def logits(

@@ -8,31 +8,25 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from specdec_jax.backends.sharding import AXES
+from specdec_jax.files.reading import mismatch
 from specdec_jax.models import arguments
 
 
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
-    """Makes a mesh of `data · model` devices.
-
-    If there is one process and it has more, of the first ones.
+    """Makes a mesh of `data · model` devices: the first ones, if there is one process with more.
 
     Raises:
       ValueError: fewer devices than that, or with several processes another number.
     """
     for name, value in (("data", data), ("model", model)):
         arguments.check_integer(name, value, 1)
-    devices, count = jax.devices(), data * model
-    if count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
-        expected = (
-            f"all of the {len(devices)}"
-            if jax.process_count() > 1
-            else f"1 to {len(devices)}, which there are"
-        )
-        raise ValueError(f"mesh: got {data}x{model} devices, expected {expected}")
-    if count == len(devices):
-        return Mesh(
-            mesh_utils.create_device_mesh((data, model), devices), AXES
-        )  # neighbours on a TPU's links
+    devices, count, several = jax.devices(), data * model, jax.process_count() > 1
+    if count > len(devices) or (several and count != len(devices)):
+        there = len(devices)
+        expected = f"all of the {there}" if several else f"1 to {there}, which there are"
+        raise mismatch("mesh", f"{data}x{model} devices", expected)
+    if count == len(devices):  # neighbours on a TPU's links
+        return Mesh(mesh_utils.create_device_mesh((data, model), devices), AXES)
     return Mesh(np.array(devices[:count]).reshape(data, model), AXES)
 
 
@@ -40,7 +34,5 @@ def parse_mesh(text: str) -> tuple[int, int]:
     """Returns (2, 4) for "2x4"; raises ValueError for a text of another form."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not match:
-        raise ValueError(
-            f"mesh: got {text!r}, expected DATAxMODEL, two numbers of devices, such as 1x4"
-        )
+        raise mismatch("mesh", repr(text), "DATAxMODEL, two numbers of devices, such as 1x4")
     return int(match[1]), int(match[2])

@@ -1,34 +1,33 @@
-"""`ModelDefaults`: how a model decodes where a call does not say otherwise, by transformers'
-names."""
+"""`ModelDefaults`: how a model decodes where a call sets nothing, by transformers' names."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specdec_jax.files.reading import shown
+from specdec_jax.files.reading import mismatch, shown
 
 _Check = tuple[Callable[[Any], bool], str]
 
 
-def _integer(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**31
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _ids(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(_integer(item) for item in value)
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_integer, value))
 
 
-def _sequences(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(_ids(item) and len(item) > 0 for item in value)
+def _is_sequences(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_is_ids(item) and len(item) for item in value)
 
 
-_INTEGER: _Check = (_integer, "an integer of at least 0")
-_NUMBER: _Check = (_number, "a finite number")
+_INTEGER: _Check = (_is_integer, "an integer of at least 0")
+_NUMBER: _Check = (_is_number, "a finite number")
 # Each field, the value that says the same as none, and what may be accepted there.
 _FIELDS: dict[str, tuple[Any, _Check]] = {
     "max_length": (None, _INTEGER),
@@ -42,8 +41,8 @@ _FIELDS: dict[str, tuple[Any, _Check]] = {
     "min_p": (0.0, _NUMBER),
     "repetition_penalty": (1.0, _NUMBER),
     "no_repeat_ngram_size": (0, _INTEGER),
-    "suppress_tokens": ((), (_ids, "a list of ids")),
-    "bad_words_ids": ((), (_sequences, "a list of lists of ids")),
+    "suppress_tokens": ((), (_is_ids, "a list of ids")),
+    "bad_words_ids": ((), (_is_sequences, "a list of lists of ids")),
     "forced_bos_token_id": (None, _INTEGER),
     "forced_eos_token_id": (None, _INTEGER),
     "num_beams": (1, _INTEGER),
@@ -137,10 +136,7 @@ class ModelDefaults:
     left_out: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), hash=False)
 
     def __post_init__(self):
-        for name in (
-            "suppress_tokens",
-            "bad_words_ids",
-        ):  # lists too, as in files; the object is hashable
+        for name in ("suppress_tokens", "bad_words_ids"):  # lists too, as in files; hashable
             if isinstance(value := getattr(self, name), list | tuple):
                 rows = [tuple(item) if isinstance(item, list) else item for item in value]
                 object.__setattr__(self, name, tuple(rows))
@@ -148,7 +144,7 @@ class ModelDefaults:
         for name, (fits, expected) in checks:
             value = getattr(self, name)
             if value is not None and not fits(value):
-                raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
+                raise mismatch(name, shown(value), expected)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.fields().items())
@@ -170,29 +166,19 @@ class ModelDefaults:
           ValueError: a value of the wrong kind, or one that counts and is out of range.
         """
         given = {name: options.get(name) for name in _FIELDS}
-        left = {
-            name: value
-            for name, usual in _OTHERS.items()
-            if (value := options.get(name)) not in (None, usual, [])
-        }
+        left = {name: options.get(name) for name in _OTHERS}
+        left = {name: it for name, it in left.items() if it not in (None, _OTHERS[name], [])}
         forced = given["forced_eos_token_id"]
-        if isinstance(
-            forced, list
-        ):  # of several, transformers takes whichever is the most probable
+        if isinstance(forced, list):  # of several, transformers takes the most probable one
             given["forced_eos_token_id"] = forced[0] if len(forced) == 1 else None
             left |= {"forced_eos_token_id": forced} if len(forced) > 1 else {}
         for name, (usual, (fits, expected)) in _FIELDS.items():
             value = given[name]
             if value is not None and not fits(value):
-                raise ValueError(f"{path}: {name}: got {shown(value)}, expected {expected}")
+                raise mismatch(f"{path}: {name}", shown(value), expected)
             if value == usual or value == []:
                 given[name] = None
-        given["suppress_tokens"] = _tuple(given["suppress_tokens"])
-        words = given["bad_words_ids"]
-        given["bad_words_ids"] = None if words is None else tuple(map(tuple, words))
-        if given[
-            "do_sample"
-        ]:  # there are neither beams that sample, nor a number of samples as a default
+        if given["do_sample"]:  # there are no beams that sample, and no default number of samples
             for name in ("num_beams", "num_return_sequences"):
                 left |= {} if given[name] is None else {name: given[name]}
                 given[name] = None
@@ -206,34 +192,23 @@ class ModelDefaults:
             raise ValueError(f"{path}: {error}") from None
 
     def lines(self, name: Any, file: str) -> tuple[str, ...]:
-        """Returns what is to be said when a model is loaded: the fields that count, and those that
-        do not."""
-        shown_fields = ", ".join(
-            f"{field}={shown(value)}" for field, value in self.fields().items()
+        """Returns lines for when a model is loaded: fields that count, and fields that do not."""
+        used, left = (
+            ", ".join(f"{field}={shown(value)}" for field, value in fields)
+            for fields in (self.fields().items(), self.left_out)
         )
-        used = (
-            f"{name}: {file} sets the defaults of decoding: {shown_fields}"
-            " (generation_config=None, or "
+        lines = (
+            f"{name}: {file} sets the defaults of decoding: {used} (generation_config=None, or "
+            "--generation_config=none, decodes without them)",
+            f"{name}: {file} also sets what decoding here does not have, and does without: {left}",
         )
-        used += "--generation_config=none, decodes without them)"
-        names = ", ".join(f"{field}={shown(value)}" for field, value in self.left_out)
-        left = (
-            f"{name}: {file} also sets what decoding here does not have, and does without: {names}"
-        )
-        return (used,) * bool(shown_fields) + (left,) * bool(names)
+        return lines[:1] * bool(used) + lines[1:] * bool(left)
 
     def written(self) -> dict[str, Any]:
         """Returns what `read` reads again, as JSON values."""
-        lists = {"suppress_tokens": self.suppress_tokens, "bad_words_ids": self.bad_words_ids}
-        found = self.fields() | {
-            name: _lists(value) for name, value in lists.items() if value is not None
-        }
-        return found | dict(self.left_out)
+        fields = {name: _to_json(value) for name, value in self.fields().items()}
+        return fields | dict(self.left_out)
 
 
-def _tuple(value: Any) -> tuple | None:
-    return None if value is None else tuple(value)
-
-
-def _lists(value: Any) -> Any:
-    return [_lists(item) for item in value] if isinstance(value, tuple) else value
+def _to_json(value: Any) -> Any:
+    return [_to_json(item) for item in value] if isinstance(value, tuple) else value

@@ -1,25 +1,26 @@
-"""Tells padding from text in arrays of ids, and moves it behind the text."""
+"""Separates padding from text in arrays of ids, and moves it behind the text."""
 
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
+from specdec_jax.files.reading import mismatch
 from specdec_jax.models import arguments
 from specdec_jax.models.network import decoder_only, padded_lengths
 from specdec_jax.tokenizers.vocabularies import PAD_ID
 
 
-def padding_id(model) -> int | None:
-    """Returns the id that pads inputs, which is 0 for a model without a vocabulary.
-
-    None if there is none, as for every decoder-only model.
-    """
+def padding_id(model: Any) -> int | None:
+    """Returns the id that pads inputs, 0 without a vocabulary; None for a decoder-only model."""
     return None if decoder_only(model) else getattr(model.vocabulary, "pad_id", PAD_ID)
 
 
 def without_padding(
-    model, inputs: Integer[np.ndarray, "B L"], input_lengths=None, attention_mask=None
+    model: Any,
+    inputs: Integer[np.ndarray, "B L"],
+    input_lengths: Any = None,
+    attention_mask: Any = None,
 ) -> tuple[Integer[np.ndarray, "B L"], Int[np.ndarray, " B"]]:
     """Returns ids whose rows begin with their text, and how many ids of each row are text.
 
@@ -38,9 +39,9 @@ def without_padding(
     rows, width = inputs.shape
     lengths = np.full(rows, width, np.int32)
     if input_lengths is not None:
-        lengths = _checked_lengths(input_lengths, attention_mask, rows, width)
+        lengths = _check_lengths(input_lengths, attention_mask, rows, width)
     if attention_mask is not None:
-        return from_left(inputs, _marked(attention_mask, inputs.shape))
+        return from_left(inputs, _check_mask(attention_mask, inputs.shape))
     if decoder_only(model) or (
         input_lengths is not None and getattr(model, "vocabulary", None) is None
     ):
@@ -48,9 +49,10 @@ def without_padding(
     pad = padding_id(model)
     text = (inputs != (PAD_ID if pad is None else pad)) & (np.arange(width) < lengths[:, None])
     if input_lengths is not None and width and np.any(wrong := text.any(axis=1) & ~text[:, 0]):
-        raise ValueError(
-            f"input {np.argmax(wrong)}: got padding before the text with input_lengths, expected"
-            " attention_mask, or text that begins at the left"
+        raise mismatch(
+            f"input {np.argmax(wrong)}",
+            "padding before the text with input_lengths",
+            "attention_mask, or text that begins at the left",
         )
     return from_left(inputs, text)
 
@@ -58,41 +60,37 @@ def without_padding(
 def from_left(
     ids: Integer[np.ndarray, "B L"], text: Bool[np.ndarray, "B L"]
 ) -> tuple[Integer[np.ndarray, "B L"], Int[np.ndarray, " B"]]:
-    """Returns ids that begin with the first id of each row that is text, and the number of ids up
-    to the last one that is."""
+    """Returns ids whose rows begin with their first text, and each row's length of text."""
     width, marked = text.shape[1], text.astype(np.int32)
     ends = padded_lengths(marked)
     starts = np.where(ends > 0, width - padded_lengths(marked[:, ::-1]), 0)
     places = starts[:, None] + np.arange(width)
     if starts.any():
-        ids = np.where(
-            places < width, np.take_along_axis(ids, np.minimum(places, width - 1), axis=1), PAD_ID
-        )
+        moved = np.take_along_axis(ids, np.minimum(places, width - 1), axis=1)
+        ids = np.where(places < width, moved, PAD_ID)
     return ids, (ends - starts).astype(np.int32)
 
 
-def _checked_lengths(input_lengths, attention_mask, rows: int, width: int) -> Int[np.ndarray, " B"]:
+def _check_lengths(
+    input_lengths: Any, attention_mask: Any, rows: int, width: int
+) -> Int[np.ndarray, " B"]:
     if attention_mask is not None:
-        raise ValueError("attention_mask: got one beside input_lengths, expected one of the two")
+        raise mismatch("attention_mask", "one beside input_lengths", "one of the two")
     expected = f"{rows} integers from 0 to {width}"
     lengths = arguments.check_numbers("input_lengths", input_lengths, expected, whole=True)
     if lengths.shape != (rows,) or np.any((lengths < 0) | (lengths > width)):
-        raise ValueError(f"input_lengths: got {input_lengths}, expected {expected}")
+        raise mismatch("input_lengths", input_lengths, expected)
     return lengths.astype(np.int32)
 
 
-def _marked(attention_mask: Any, shape: tuple[int, ...]) -> Bool[np.ndarray, "B L"]:
+def _check_mask(attention_mask: Any, shape: tuple[int, ...]) -> Bool[np.ndarray, "B L"]:
     """Returns the mask as booleans, once it is checked."""
     mask = arguments.as_array(attention_mask)
     if mask.shape != shape or mask.dtype.kind not in "biuf" or np.any((mask != 0) & (mask != 1)):
         got = f"shape {mask.shape}" if mask.shape != shape else "other values"
-        raise ValueError(
-            f"attention_mask: got {got}, expected 0 or 1 for each id, in shape {shape}"
-        )
+        raise mismatch("attention_mask", got, f"0 or 1 for each id, in shape {shape}")
     holes = np.sum(np.diff(mask.astype(np.int8), axis=1, prepend=0) == 1, axis=1) > 1
     if holes.any():
-        raise ValueError(
-            f"attention_mask: got 0 inside the text of input {np.argmax(holes)}, expected none"
-            " there"
-        )
+        got = f"0 inside the text of input {np.argmax(holes)}"
+        raise mismatch("attention_mask", got, "none there")
     return mask.astype(bool)

@@ -160,7 +160,7 @@ def check_model(target: LanguageModel, model: LanguageModel) -> None:
             f"drafter: got a model that reads encoder outputs of width {reads}, expected {expected}"
         )
     trained_on = model.encoder_fingerprint if reads is not None else None
-    if trained_on is not None and not target.has(trained_on):
+    if trained_on is not None and trained_on != target.fingerprint:
         raise ValueError(
             "drafter: got a model that was trained on another target's encoder output, "
             "expected one trained on "

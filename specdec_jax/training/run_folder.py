@@ -210,7 +210,7 @@ def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: in
 
     Raises ValueError if the run, now at `step`, began with another.
     """
-    if step is not None and path.is_file() and not target.has(path.read_text()):
+    if step is not None and path.is_file() and path.read_text() != target.fingerprint:
         raise ValueError(
             f"{name}: got {target.name}, expected the model with which the run in {path.parent}"
             " began"

@@ -27,8 +27,6 @@ from specdec_jax.tokenizers.vocabularies import (
 
 cache = command_line.cache
 pytestmark = pytest.mark.usefixtures("quick")
-# What the bundled drafter's folder stored of its target when only corners counted.
-OF_CORNERS = "40f9e0e74796a2e96846b661c1c5c51d4e5b16137fb16746914415cb8bcd54a1"
 SHAPES = {
     "t5": tiny_t5(1).config,
     "gpt": GPTConfig(24, 16, 2, 2, 32, num_positions=16),
@@ -37,7 +35,7 @@ SHAPES = {
 
 
 def changed(model: sd.LanguageModel, name: str, factor: float = 1.5) -> sd.LanguageModel:
-    """`model` with one element of one parameter, not a corner, times `factor`."""
+    """`model` with one element of one parameter times `factor`."""
     flat = flatten(model.params)
     array = np.array(flat[name])
     array.flat[array.size - 2] = array.flat[array.size - 2] * np.asarray(factor, array.dtype) or 1
@@ -53,9 +51,6 @@ def test_every_weight_counts(shape):
     others = [model, *(changed(model, name) for name in names)]
     assert len(names) > 20 and len({other.fingerprint for other in others}) == len(others)
     assert len({other.contents for other in others}) == len(others)
-    assert model.has(model.fingerprint) and not any(
-        model.has(other.fingerprint) for other in others[1:]
-    )
 
 
 def test_the_last_bit_counts_for_a_job_but_not_for_a_pair():
@@ -87,17 +82,14 @@ def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout
         assert other.quantized == (dtype == "int8" and usable)
 
 
-def test_the_bundled_pair_and_folders_with_the_older_fingerprint(tmp_path):
+def test_the_bundled_pair_and_stored_heads(tmp_path):
     drafter = sd.load("ende/drafter", "float32")
     for dtype in ("float32", "bfloat16"):
         target = sd.load("ende/target", dtype)
-        assert target.fingerprint == drafter.encoder_fingerprint and target.has(OF_CORNERS)
+        assert target.fingerprint == drafter.encoder_fingerprint
     model = tiny_t5(1)
-    assert not model.has(OF_CORNERS) and not model.has(target.fingerprint)
     heads = sd.HeadsDrafter.for_target(model, sd.HeadsConfig(1, 16, 24), {"head_0": head()})
     heads.save(tmp_path / "heads")
-    path = tmp_path / "heads/config.json"
-    path.write_text(path.read_text().replace(model.fingerprint, model._fingerprint_of_corners))
     assert sd.HeadsDrafter.load(tmp_path / "heads", model).fingerprint == model.fingerprint
     with pytest.raises(ValueError, match="heads: got heads of a target with other weights"):
         sd.HeadsDrafter.load(tmp_path / "heads", tiny_t5(2))

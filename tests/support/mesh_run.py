@@ -113,7 +113,7 @@ def printed(command: str, *arguments: str) -> str:
 
 
 def identity(model: sd.LanguageModel) -> list[str]:
-    return [model.fingerprint, model.contents, model._fingerprint_of_corners]
+    return [model.fingerprint, model.contents]
 
 
 def tables() -> dict:
