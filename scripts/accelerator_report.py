@@ -285,7 +285,7 @@ def main(argv: list[str]) -> None:
     keep_programs(_CACHE.value)
     planned = stages(setup, against(setup))
     names = [figure.name for stage in planned for figure in stage.figures]
-    head = {
+    head: dict[str, Any] = {
         "accelerator_report": 1,
         "machine": machine.describe_machine(),
         "flags": os.environ.get("XLA_FLAGS", ""),

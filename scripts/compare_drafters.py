@@ -91,9 +91,8 @@ def read_variant(variant: str) -> tuple[DecodingOptions, int]:
             expected = f"a value of {name}"
             raise ValueError(f"variant: got {setting!r}, expected {expected}") from None
     gamma = chosen.pop("gamma")
-    options = DecodingOptions(
-        drafter=drafter, **{name: FLAGS[name].value for name in _COMMON}, **chosen
-    )
+    chosen |= {name: FLAGS[name].value for name in _COMMON}
+    options = DecodingOptions(drafter=drafter, **chosen)
     options.check()
     check_gamma(gamma)
     at_least(1, gamma=gamma)

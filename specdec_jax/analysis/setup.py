@@ -10,8 +10,7 @@ from specdec_jax.speculative.trees import DynamicTree, Tree
 class Setup(Protocol):
     """How sentences are decoded and timed.
 
-    The options of every measuring command implement it, and go into its record whole. Members are
-    properties since options are frozen, as in the protocols below.
+    The options of the measuring commands derive from the classes here, and go into records whole.
 
     Attributes:
       verifier: name of the verifier.
@@ -22,29 +21,19 @@ class Setup(Protocol):
       seed: seed of the sampling.
     """
 
-    @property
-    def verifier(self) -> str: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def max_input_length(self) -> int: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def repeats(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
+    verifier: str
+    temperature: float
+    max_new_tokens: int
+    max_input_length: int
+    batch_size: int
+    repeats: int
+    seed: int
 
     def sampling(self) -> SamplingConfig:
         """Returns how tokens are chosen."""
 
     def decoding(self, plain: bool = False) -> dict[str, Any]:
-        """Returns the arguments of `generate` but for the drafter's.
-
-        With `plain` they are those of plain decoding.
-        """
+        """Returns the arguments of `generate` but for the drafter's; `plain`: all of them."""
 
 
 class BeamSetup(Setup, Protocol):
@@ -54,12 +43,14 @@ class BeamSetup(Setup, Protocol):
       num_beams: beams of a search; None: none.
       beam_width: the numbers of nodes in a level of the tree that are timed; (): each command's
         default.
+      gammas: the γ that are timed, or numbers of levels.
     """
 
+    num_beams: int | None
+    beam_width: tuple[int, ...]
+
     @property
-    def num_beams(self) -> int | None: ...
-    @property
-    def beam_width(self) -> tuple[int, ...]: ...
+    def gammas(self) -> tuple[int, ...]: ...
 
     def search(self, **others: Any) -> dict[str, Any]:
         """Returns the arguments of `generate` for a beam search; `others` are added to them."""
@@ -69,7 +60,6 @@ class BenchmarkSetup(BeamSetup, Protocol):
     """The further options of `benchmark`.
 
     Attributes:
-      gammas: the γ that are timed.
       gamma_policy: name of the policy of γ.
       synthetic_alpha: probabilities with which drafted tokens are accepted at random; (): the
         models decide.
@@ -78,16 +68,11 @@ class BenchmarkSetup(BeamSetup, Protocol):
       samples_preset: whether the cost of sampling is measured.
     """
 
-    @property
-    def gammas(self) -> tuple[int, ...]: ...
-    @property
-    def gamma_policy(self) -> str: ...
-    @property
-    def synthetic_alpha(self) -> tuple[float, ...]: ...
-    @property
-    def tree(self) -> tuple[str, ...]: ...
-    @property
-    def preset(self) -> str | None: ...
+    gamma_policy: str
+    synthetic_alpha: tuple[float, ...]
+    tree: tuple[str, ...]
+    preset: str | None
+
     @property
     def samples_preset(self) -> bool: ...
 
@@ -107,18 +92,13 @@ class MeasureSetup(Setup, Protocol):
       drafter, shortlist, shortlist_size, drafter_int8: the drafter, for a message.
     """
 
-    @property
-    def gamma_max(self) -> int: ...
-    @property
-    def compare_alpha(self) -> bool: ...
-    @property
-    def drafter(self) -> str | None: ...
-    @property
-    def shortlist(self) -> str | None: ...
-    @property
-    def shortlist_size(self) -> int: ...
-    @property
-    def drafter_int8(self) -> bool: ...
+    gamma_max: int
+    compare_alpha: bool
+    drafter: str | None
+    shortlist: str | None
+    shortlist_size: int
+    drafter_int8: bool
+
     @property
     def timed_gammas(self) -> tuple[int, ...]: ...
 
@@ -127,14 +107,11 @@ class TuneSetup(BeamSetup, Protocol):
     """The further options of `tuning.tune`.
 
     Attributes:
-      gammas: the γ to choose from.
       verifiers: the verifiers to choose from.
       tree_nodes: the sizes of trees to choose from, in positions of a target call; (): no trees.
     """
 
-    @property
-    def gammas(self) -> tuple[int, ...]: ...
+    tree_nodes: tuple[int, ...]
+
     @property
     def verifiers(self) -> tuple[str, ...]: ...
-    @property
-    def tree_nodes(self) -> tuple[int, ...]: ...

@@ -12,6 +12,7 @@ from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
 from specdec_jax.analysis.report import plots, summaries
 from specdec_jax.analysis.report.records import write_record
+from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.variants import SentenceBatch, Variant, make_decoder
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS
 from specdec_jax.checkpoints import loader
@@ -60,7 +61,7 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchmarkOptions(SearchFlags, DecodingOptions):
+class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
     """Options of `specdec benchmark`."""
 
     gamma: tuple[int, ...] = option(

@@ -8,6 +8,7 @@ from specdec_jax.analysis.expectations import measure
 from specdec_jax.analysis.report import plots
 from specdec_jax.analysis.report.records import MeasureRecord, write_record
 from specdec_jax.analysis.report.summaries import measure_summary
+from specdec_jax.analysis.setup import MeasureSetup
 from specdec_jax.commands.generation_flags import check_gamma, option
 from specdec_jax.commands.options import DecodingOptions, at_least
 from specdec_jax.commands.sentences import sentences_of
@@ -21,7 +22,7 @@ INPUT_FILE_HELP = (
 
 
 @dataclasses.dataclass(frozen=True)
-class MeasureOptions(DecodingOptions):
+class MeasureOptions(DecodingOptions, MeasureSetup):
     """Options of `specdec measure`."""
 
     gamma_max: int = option(

@@ -9,6 +9,7 @@ from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.beams import BeamChoice
 from specdec_jax.analysis.expectations import verifiers_to_compare
 from specdec_jax.analysis.report.summaries import tune_summary
+from specdec_jax.analysis.setup import TuneSetup
 from specdec_jax.analysis.tuning import Choice, keep_acceptance, read_choice, tune, tune_beams
 from specdec_jax.commands.generation_flags import (
     SearchFlags,
@@ -38,7 +39,7 @@ _OF_DRAFTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class TuneOptions(SearchFlags, DecodingOptions):
+class TuneOptions(SearchFlags, DecodingOptions, TuneSetup):
     """Options of `specdec tune`."""
 
     gamma: tuple[int, ...] = option(

@@ -89,7 +89,7 @@ def test_what_int8_contributes_is_told_apart(target):
         and record["rounded_differences"] == 1
     )
     assert record["improvement"].keys() == {"plain", comparison.UNROUNDED}
-    text = "\n".join(summaries.against_lines(record))
+    text = summaries.PARTS.other(record)
     assert (
         "of this int8 contributes 2.50 times (2.00 to 3.00)" in text
         and "changes the tokens of 1 inputs" in text

@@ -128,7 +128,7 @@ def test_figure_shows_the_record(monkeypatch):
     assert curves["k most probable ids"] == [0.8, 0.9]
     assert curves["chain, block"] == [0.8, 0.875]
     assert curves["tree, k = 2: k most probable ids"] == [0.9, 0.85]
-    assert "         0.900 0.850 (tree, k = 2: k most probable ids)" in summaries.depth_lines(
+    assert "         0.900 0.850 (tree, k = 2: k most probable ids)" in summaries.PARTS.curves(
         record["acceptance"]
     )
 

@@ -159,13 +159,13 @@ def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
     assert weight_layouts.shape_of(weight("draft step, shortlist alone")) == (16, 64)
     assert weight_layouts.shape_of(weight("draft step, int8 alone")) == (16, WIDE)
     spread = dict(least=0.1, most=3.0)
-    lines = summaries.reduction_lines(
+    text = summaries.PARTS.reductions(
         {
             "draft step": spread | dict(median=1.0),
             "draft step, unreduced": spread | dict(median=2.0),
         }
     )
-    assert lines == ["  unreduced 2.000 s (0.100 to 3.000), of which it takes 0.500"]
+    assert text == "  unreduced 2.000 s (0.100 to 3.000), of which it takes 0.500\n"
 
 
 BAD = {

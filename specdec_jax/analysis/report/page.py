@@ -60,7 +60,7 @@ def report(read: Sequence[tuple[pathlib.Path, Record]]) -> str:
       read: (file, record) pairs, of `read_records`.
     """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent / "templates"),
         autoescape=True,
         finalize=_finalize,
         undefined=jinja2.StrictUndefined,
