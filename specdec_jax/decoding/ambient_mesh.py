@@ -1,7 +1,7 @@
-"""Lays networks out for the devices for which somebody else's program is being traced.
+"""Adapts networks to the devices that another framework's program is traced for.
 
-T5X traces its programs under `with mesh:`, over all devices. It is they that the program runs on,
-whatever the arrays that are traced say.
+T5X traces its programs under `with mesh:`. The program runs on that mesh's devices, whatever the
+traced arrays say.
 """
 
 import importlib
@@ -29,23 +29,22 @@ def ambient_mesh() -> Mesh | None:
     return None if mesh.empty else mesh
 
 
-def alone() -> bool:
+def is_on_one_device() -> bool:
     """Returns whether the program runs on one device, as far as that can be known."""
     mesh: Any = ambient_mesh() or jax.sharding.get_abstract_mesh()
     return jax.device_count() == 1 if mesh.empty else mesh.size == 1
 
 
-def native(dtype: str) -> bool:
+def can_call_cpu_kernels(dtype: str) -> bool:
     """Returns whether the CPU's own kernels can be called, for which nothing can be divided."""
-    return packed_weights.usable(dtype) and alone()
+    return packed_weights.usable(dtype) and is_on_one_device()
 
 
-def laid_out(network: Network, rows: int, replicate: bool = False) -> Network:
+def adapt_to_mesh(network: Network, rows: int, replicate: bool = False) -> Network:
     """Returns a network whose calls and caches are laid out for the program's devices.
 
-    On several devices that are not known, or that do not divide the network or the rows evenly, it
-    is what is right anywhere, and slower: a CPU's layout, without kernels of accelerators, which
-    the compiler cannot divide.
+    Falls back to the portable layout, a CPU's, without kernels of accelerators (which the compiler
+    cannot divide), where the devices are unknown or do not divide the network or the rows evenly.
 
     Args:
       network: the network, in any layout.
@@ -55,7 +54,7 @@ def laid_out(network: Network, rows: int, replicate: bool = False) -> Network:
     if network.skips_padding:
         return network
     mesh = ambient_mesh()
-    if alone():
+    if is_on_one_device():
         return network.with_backend(jax.default_backend() if mesh is None else _platform(mesh))
     try:
         if mesh is None:
@@ -68,15 +67,12 @@ def laid_out(network: Network, rows: int, replicate: bool = False) -> Network:
     return network.with_backend(_platform(mesh), rules)
 
 
-def laid_out_drafter(drafter: Any, rows: int) -> Any:
-    """Returns a drafter whose networks are laid out as by `laid_out`.
-
-    Every device holds them whole.
-    """
-    return jax.tree.map(
-        lambda node: laid_out(node, rows, replicate=True) if isinstance(node, Network) else node,
-        drafter,
-        is_leaf=lambda node: isinstance(node, Network),
+def adapt_drafter_to_mesh(drafter: Any, rows: int) -> Any:
+    """Returns a drafter with networks adapted by `adapt_to_mesh`; every device holds them whole."""
+    leaves, structure = jax.tree.flatten(drafter, lambda node: isinstance(node, Network))
+    return jax.tree.unflatten(
+        structure,
+        [adapt_to_mesh(leaf, rows, True) if isinstance(leaf, Network) else leaf for leaf in leaves],
     )
 
 

@@ -218,11 +218,6 @@ class GenerationConfig:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
-    def without_beams(self) -> "GenerationConfig":
-        """Returns the configuration with no option of a beam search."""
-        unset: dict[str, Any] = dict.fromkeys(BEAM_FIELDS)
-        return dataclasses.replace(self, **unset)
-
 
 FIELDS = {field.name: field for field in dataclasses.fields(GenerationConfig)}
 # The options of a beam search, and those that mean nothing with one.
@@ -237,11 +232,7 @@ ConfigOrPath = GenerationConfig | str | PathLike | None
 
 
 class CallData(NamedTuple):
-    """The arguments of `generate` that belong to one call, beside the target and the inputs.
-
-    Attributes:
-      drafter, key, input_lengths, attention_mask, decoder_prefix: as for `generate`.
-    """
+    """The arguments of `generate` that belong to one call, beside the target and the inputs."""
 
     drafter: Drafter | None = None
     key: Any = None

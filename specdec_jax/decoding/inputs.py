@@ -34,7 +34,7 @@ def slots(longest: int, gamma: int) -> int:
     return bucket(longest - 1) + 1 + gamma + 1
 
 
-def listed(name: str, inputs: Any) -> Any:
+def as_list(name: str, inputs: Any) -> Any:
     """Returns inputs as a list that can be read again, or as the array of ids that they are.
 
     Raises ValueError for what is neither.
@@ -69,7 +69,7 @@ def as_ids(
       ValueError: inputs of another kind, or ids outside the vocabulary.
     """
     whole = "inputs" if name == "input" else name
-    inputs = listed(whole, inputs)
+    inputs = as_list(whole, inputs)
     if hasattr(inputs, "shape"):
         array = np.asarray(inputs)
         if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):

@@ -15,7 +15,7 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.sharding import constrain_sharding
 from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.results import GenerationResult, collect
-from specdec_jax.decoding.stop import cut
+from specdec_jax.decoding.stop import find_stop
 from specdec_jax.decoding.strategies import AnyConfig, Committed, strategy_of
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
@@ -145,7 +145,7 @@ def mark_stopped(
     """
     lengths, done, tokens = jax.device_get((state.lengths, state.done, state.tokens))
     met = [
-        cut(target.vocabulary, tokens[row, start : lengths[row]].tolist(), stop) is not None
+        find_stop(target.vocabulary, tokens[row, start : lengths[row]].tolist(), stop) is not None
         for row, start in enumerate(starts)
     ]
     done, rules = done | met, target.network.rules

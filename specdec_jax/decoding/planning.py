@@ -44,9 +44,9 @@ def plan_decoding(
     defaults = defaults_of(target, config.generation_config)
     given = {name: getattr(config, name) for name in BEAM_FIELDS}
     beams = beam_options(**fill_search(defaults, given))
-    others = dataclasses.replace(
-        config.without_beams(), generation_config=defaults.replace(num_beams=None)
-    )
+    unset: dict[str, Any] = dict.fromkeys(BEAM_FIELDS)
+    defaults = defaults.replace(num_beams=None)
+    others = dataclasses.replace(config, generation_config=defaults, **unset)
     if beams is None:
         return plan_request(target, inputs, config=others, batch_size=batch_size, **data._asdict())
     try:

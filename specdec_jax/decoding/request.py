@@ -30,10 +30,10 @@ from specdec_jax.decoding.defaults import defaults_of, expect_no_search, fill_li
 from specdec_jax.decoding.generation_config import ConfigOrPath, split_options
 from specdec_jax.decoding.inputs import (
     as_ids,
+    as_list,
     bucket,
     decoder_tokens,
     empty_rows,
-    listed,
     pad,
     prompt_tokens,
     slots,
@@ -392,7 +392,7 @@ def _read_inputs(
       ValueError: no input, or one that is too long.
     """
     longest = arguments.check_integer("max_input_length", longest, 1)
-    inputs = listed("inputs", inputs)
+    inputs = as_list("inputs", inputs)
     tokens, lengths = as_ids(target, inputs, input_lengths, True, attention_mask)
     if not len(lengths):
         raise ValueError("inputs: got 0 inputs, expected at least 1")

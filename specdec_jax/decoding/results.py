@@ -8,7 +8,7 @@ import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.request import Request
-from specdec_jax.decoding.stop import cut, without_end
+from specdec_jax.decoding.stop import find_stop, strip_end
 from specdec_jax.decoding.strategies import Committed, strategy_of
 from specdec_jax.files.reading import shown
 from specdec_jax.models.language_model import LanguageModel
@@ -196,8 +196,8 @@ def collect(
     for row in lost:
         lengths[row], reasons[row] = 0, "error"
     for row in range(len(lengths)) if request.stop else ():
-        ids = without_end(target.vocabulary, tokens[row, : lengths[row]].tolist(), reasons[row])
-        kept = cut(target.vocabulary, ids, request.stop)
+        ids = strip_end(target.vocabulary, tokens[row, : lengths[row]].tolist(), reasons[row])
+        kept = find_stop(target.vocabulary, ids, request.stop)
         if kept is not None:
             lengths[row], reasons[row] = kept, "stop"
     valid = columns < lengths[:, None]
@@ -214,7 +214,7 @@ def collect(
     )
     if target.vocabulary is not None:
         texts = [
-            target.vocabulary.decode(without_end(target.vocabulary, row[:length], reason))
+            target.vocabulary.decode(strip_end(target.vocabulary, row[:length], reason))
             for row, length, reason in zip(tokens, lengths, reasons)
         ]
         for row in lost:

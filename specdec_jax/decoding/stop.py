@@ -7,7 +7,7 @@ from specdec_jax.tokenizers.vocabularies import Vocabulary
 _UNFINISHED = "\ufffd"  # what bytes that are not yet a whole character decode to
 
 
-def without_end(vocabulary: Vocabulary, ids: Sequence[int], finish_reason: str) -> Sequence[int]:
+def strip_end(vocabulary: Vocabulary, ids: Sequence[int], finish_reason: str) -> Sequence[int]:
     """Returns the ids of a row that make its text, without a special token that ended it.
 
     An ordinary token, such as a full stop, is text where it ends a row too, as for transformers.
@@ -17,7 +17,7 @@ def without_end(vocabulary: Vocabulary, ids: Sequence[int], finish_reason: str) 
     return ids[:-1] if finish_reason == "eos" and special(int(ids[-1])) else ids
 
 
-def cut(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int | None:
+def find_stop(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int | None:
     """Returns how many of `ids` come before the first stop string in their text, None without one.
 
     The first stop string is the one that ends first, so that it does not matter how many ids were
@@ -29,7 +29,7 @@ def cut(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int
     return _tokens_within(vocabulary, ids, text, min(found)[1]) if found else None
 
 
-def shown(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int:
+def count_visible(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[str]) -> int:
     """Returns how many of `ids` can be shown now, whatever follows.
 
     Parts of a character, and what may begin a stop string, cannot.

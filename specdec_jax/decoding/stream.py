@@ -14,7 +14,7 @@ from specdec_jax.decoding.loop import FOREVER, advance_by
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.request import plan as plan_request
 from specdec_jax.decoding.results import NonFiniteLogitsError, collect
-from specdec_jax.decoding.stop import shown
+from specdec_jax.decoding.stop import count_visible
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.state import DecodeState
@@ -90,7 +90,7 @@ def _pieces(
             if done[row]:
                 continue
             ids = tokens[row, start : lengths[row]].tolist()
-            count = shown(vocabulary, ids, request.stop)
+            count = count_visible(vocabulary, ids, request.stop)
             text = _after(vocabulary, ids[:count], sent[row])
             if text:
                 yield Piece(row, text, ids[sent[row] : count], None)

@@ -16,7 +16,11 @@ import numpy as np
 from specdec_jax.backends.backend import CPUBackend
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints.stored_tensor import check_shapes
-from specdec_jax.decoding.ambient_mesh import laid_out, laid_out_drafter, native
+from specdec_jax.decoding.ambient_mesh import (
+    adapt_drafter_to_mesh,
+    adapt_to_mesh,
+    can_call_cpu_kernels,
+)
 from specdec_jax.decoding.checks import check_policy, check_sampling, verifier_settings
 from specdec_jax.decoding.generation_config import (
     FIELDS,
@@ -96,8 +100,8 @@ def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
         flatten(tree), parameter_shapes(config), "params", "of a T5 of the module's configuration"
     )
     tree = jax.tree.map(lambda leaf: leaf.astype(config.dtype), tree)
-    if not native(config.dtype):
-        return laid_out(Network(tree, config.module()), rows)
+    if not can_call_cpu_kernels(config.dtype):
+        return adapt_to_mesh(Network(tree, config.module()), rows)
     packed = weight_layouts.pack(tree, True)
     if config.logits_via_embedding:
         packed, config = weight_layouts.with_head(packed, True, True), config.with_own_head()
@@ -276,7 +280,7 @@ class Decoder:
 def on_network(drafter: Drafter, network: Network, rows: int) -> Drafter:
     """Returns a drafter laid out for the program's devices; parts of the target as the target."""
     part = drafter.on(network)
-    return laid_out_drafter(drafter, rows) if part is drafter else part
+    return adapt_drafter_to_mesh(drafter, rows) if part is drafter else part
 
 
 def check_models(drafter: Drafter | None, config: T5Config) -> None:

@@ -16,7 +16,7 @@ from specdec_jax.decoding import generate as generate_module
 from specdec_jax.decoding import loop
 from specdec_jax.decoding import stream as stream_module
 from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.stop import cut, shown
+from specdec_jax.decoding.stop import count_visible, find_stop
 from specdec_jax.decoding.stream import stream
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -89,7 +89,7 @@ def test_cut_keeps_all_whole_tokens_before_the_first_stop_string(name):
     for stops, _ in itertools.product(STOPS, range(40)):
         ids = some_ids(rng, name, stops)
         text = decode(ids)
-        kept, start = cut(vocabulary(name), ids, stops), first_stop(text, stops)
+        kept, start = find_stop(vocabulary(name), ids, stops), first_stop(text, stops)
         assert (kept is None) == (start is None)
         if kept is None:
             continue
@@ -111,7 +111,9 @@ def test_cut_keeps_all_whole_tokens_before_the_first_stop_string(name):
         complete = next(
             n for n in range(len(ids) + 1) if first_stop(decode(ids[:n]), stops) is not None
         )
-        assert all(cut(vocabulary(name), ids[:n], stops) == kept for n in range(complete, len(ids)))
+        assert all(
+            find_stop(vocabulary(name), ids[:n], stops) == kept for n in range(complete, len(ids))
+        )
     impossible = {"bytes": {"a token that reaches into it"}, "pieces": set()}
     assert len(met) == 5 and all(
         count > 5 for rule, count in met.items() if rule not in impossible[name]
@@ -123,13 +125,13 @@ def test_what_is_shown_is_never_taken_back(name):
     decode, rng = vocabulary(name).decode, np.random.default_rng(1)
     for stops, _ in itertools.product([(), *STOPS], range(40)):
         ids = some_ids(rng, name)
-        kept = cut(vocabulary(name), ids, stops)
+        kept = find_stop(vocabulary(name), ids, stops)
         final = decode(ids if kept is None else ids[:kept])
         seen = 0
         for n in range(len(ids) + 1):
             if stops and first_stop(decode(ids[:n]), stops) is not None:
                 break
-            count = shown(vocabulary(name), ids[:n], stops)
+            count = count_visible(vocabulary(name), ids[:n], stops)
             assert seen <= count <= n and final.startswith(decode(ids[:count]))
             assert kept is None or count <= kept
             seen = count
@@ -142,20 +144,24 @@ def test_worked_examples():
     """
     bytes_ = vocabulary("bytes")
     ids = bytes_.encode("a €")
-    assert [shown(bytes_, ids[:n], ()) for n in range(6)] == [0, 1, 2, 2, 2, 5]
-    assert [shown(bytes_, bytes_.encode("wx" + c), ("xy",)) for c in ("", "z", "x")] == [1, 3, 2]
+    assert [count_visible(bytes_, ids[:n], ()) for n in range(6)] == [0, 1, 2, 2, 2, 5]
+    assert [count_visible(bytes_, bytes_.encode("wx" + c), ("xy",)) for c in ("", "z", "x")] == [
+        1,
+        3,
+        2,
+    ]
     assert (
-        cut(bytes_, bytes_.encode("wxyz"), ("xy",)) == 1
-        and cut(bytes_, bytes_.encode("wxz"), ("xy",)) is None
+        find_stop(bytes_, bytes_.encode("wxyz"), ("xy",)) == 1
+        and find_stop(bytes_, bytes_.encode("wxz"), ("xy",)) is None
     )
-    assert cut(bytes_, bytes_.encode("aü"), ("ü",)) == 1, "none of its bytes"
-    assert cut(bytes_, bytes_.encode("abc"), ("abc", "b")) == 1, "b was complete first"
-    assert cut(bytes_, bytes_.encode("abc"), ("c", "bc")) == 1, (
+    assert find_stop(bytes_, bytes_.encode("aü"), ("ü",)) == 1, "none of its bytes"
+    assert find_stop(bytes_, bytes_.encode("abc"), ("abc", "b")) == 1, "b was complete first"
+    assert find_stop(bytes_, bytes_.encode("abc"), ("c", "bc")) == 1, (
         "the longer of two that end together"
     )
     pieces = vocabulary("pieces")
     ids = pieces.encode("ab abc")
-    kept = cut(pieces, ids, ("bc",))
+    kept = find_stop(pieces, ids, ("bc",))
     assert "ab a".startswith(pieces.decode(ids[:kept])) and len(
         pieces.decode(ids[: kept + 1])
     ) > len("ab a")
@@ -213,7 +219,7 @@ def test_texts_are_cut_and_streamed(name):
         for row, text in enumerate(texts):
             ids = vocabulary(name).encode(text)
             start = first_stop(vocabulary(name).decode(ids), stops)
-            wanted = [*ids, 1] if start is None else ids[: cut(vocabulary(name), ids, stops)]
+            wanted = [*ids, 1] if start is None else ids[: find_stop(vocabulary(name), ids, stops)]
             assert result.tokens[row].tolist() == wanted + [0] * (LIMIT - len(wanted))
             assert result.lengths[row] == len(wanted) == np.count_nonzero(result.log_probs[row])
             assert result.finish_reasons[row] == ("eos" if start is None else "stop")

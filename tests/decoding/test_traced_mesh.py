@@ -112,8 +112,8 @@ def test_networks_are_laid_out_for_the_programs_devices(few):
 def test_one_device_has_its_own_layout():
     network = run.model().network
     network = network.replace(module=network.config.module(TPUBackend()))
-    found = ambient_mesh.laid_out(network, 4)
-    assert found.backend == Backend() and ambient_mesh.alone()
+    found = ambient_mesh.adapt_to_mesh(network, 4)
+    assert found.backend == Backend() and ambient_mesh.is_on_one_device()
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def main(cases: list[str]) -> dict:
     if "native" not in cases:
         packed_weights.usable = lambda dtype: False
     seen: list = []
-    lay_out = ambient_mesh.laid_out
+    lay_out = ambient_mesh.adapt_to_mesh
 
     def noted(network, rows, replicate=False):
         result = lay_out(network, rows, replicate)
@@ -102,7 +102,7 @@ def main(cases: list[str]) -> dict:
         )
         return result
 
-    ambient_mesh.laid_out = under_jit.laid_out = noted
+    ambient_mesh.adapt_to_mesh = under_jit.adapt_to_mesh = noted
     ambient_mesh._platform = lambda mesh: "tpu"  # so that caches have a TPU's layout
     devices, result = np.array(jax.devices()), {}
     meshes = {
