@@ -9,17 +9,15 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 PerRow = Int[Array, " B"]
 Tokens = Int[Array, "B T"]
-Valid = (
-    Bool[Array, "*N"] | None
-)  # False at positions that need not be computed; see `Network.decode`
+Valid = Bool[Array, "*N"] | None  # False at positions that need not be computed
 States = Float[Array, "B T D"]
 Logits = Float32[Array, "B T V"]
-TokenAndLogprob = tuple[
-    Int32[Array, "B T"], Float32[Array, "B T"]
-]  # tokens and log-probabilities, as `Network.greedy_token_and_logprob` returns
+TokenAndLogprob = tuple[Int32[Array, "B T"], Float32[Array, "B T"]]  # and log-probabilities
 Inputs = Int[Array, "B L"]
 Mask = Bool[Array, "B L"]  # True at tokens
 Encoded = Float[Array, "B L E"]
+Query = Float[Array, "*N HK"]
+ByHeads = Float[Array, "B H T K"]
 Seen = Bool[Array, "#B 1 T S"] | None  # True where a query may attend to a key
 # Position biases, added to scores: per query of a call; for every query position; for the last of P
 # query positions, from which calls over nodes of trees take theirs by distance.

@@ -10,16 +10,26 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from specdec_jax.backends import xla
-from specdec_jax.backends.axes import Mask, PerRow, States
+from specdec_jax.backends.axes import ByHeads, Mask, PerRow, Query, States, Valid
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.gpu import attention as gpu_attention
-from specdec_jax.backends.kv_cache import ROWS, TILE, KVCache
+from specdec_jax.backends.kv_cache import (
+    ROWS,
+    TILE,
+    KVCache,
+    lay_row_by_row,
+    take_slots,
+    take_slots_one_by_one,
+    write_slots,
+)
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.backends.tpu import fused_mesh
 from specdec_jax.backends.xla import AttentionShape, DecoderCall, Projected
+
+_MAX_MOVED = 64  # slots that are moved one by one on a TPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,50 +40,109 @@ class Backend:
       joins_weights: whether weights with the same input are one matrix: queries, keys and values of
         a self-attention, and the two inputs of a gated block.
       rules: how parameters and caches lie on a mesh; None: on one device.
-      packs_weights: whether weights are `PackedWeight`, for the CPU's own kernels. These skip
+      packs_weights: whether weights are `PackedWeight`s, for the CPU's own kernels. These skip
         positions that are not valid.
       min_query_len: the fewest positions of a single row that a decoder call feeds.
-      tile_queries: as for `KVCache`.
     """
 
     joins_weights: bool = False
     rules: ShardingRules | None = None
     packs_weights: ClassVar[bool] = False
     min_query_len: ClassVar[int] = 1
-    tile_queries: ClassVar[bool] = False
+
+    # Caches.
 
     def heads_per_tile(self, heads: AttentionShape) -> int | None:
-        """Returns how many heads lie side by side in caches, as for `KVCache`."""
+        """Returns how many heads lie side by side in caches; None: one, in a CPU's layout."""
         return None
 
     def empty_cache(self, batch: int, slots: int, heads: AttentionShape) -> KVCache:
-        """Makes the empty cache of one self-attention, of at least `slots` slots."""
-        shape = batch, heads.count, slots, heads.features
-        cache = KVCache.empty(*shape, heads.dtype, self.heads_per_tile(heads))
-        return cache.replace(rules=self.rules, tile_queries=self.tile_queries)
+        """Makes the cache of one self-attention: zeros, of at least `slots` slots."""
+        return KVCache.empty(batch, heads.count, slots, heads.features, heads.dtype)
 
     def cross_cache(
         self, key: Float[Array, "B L HK"], value: Float[Array, "B L HK"], heads: AttentionShape
     ) -> KVCache:
         """Makes the cache of a cross-attention of keys and values."""
-        heads_per_tile = self.heads_per_tile(heads)
-        key, value = (
-            xla.split_heads(part, len(part), heads.features, heads_per_tile)
-            for part in (key, value)
-        )
-        return KVCache(key, value, self.rules, heads_per_tile, self.tile_queries)
+        how = len(key), heads.features, self.heads_per_tile(heads)
+        return KVCache(xla.split_heads(key, *how), xla.split_heads(value, *how))
+
+    def widen(self, cache: KVCache, slots: int) -> KVCache:
+        """Returns the cache with at least S = `slots` slots."""
+        return cache.widen(slots)
+
+    def append(self, cache: KVCache, key: ByHeads, value: ByHeads, positions: PerRow) -> KVCache:
+        """Overwrites slots `positions[b] … positions[b] + T − 1` of every row.
+
+        Later values are set to 0. `positions[b] + T` must not exceed S, since XLA clamps the start of a slice and would
+        overwrite valid slots instead. The decode loop chooses S accordingly.
+        """
+        valid = jnp.arange(cache.slots) < positions[:, None] + key.shape[2]
+        valid = valid[:, None, :, None] if cache.value.ndim == 4 else valid[:, :, None]
+        value = jnp.where(valid, write_slots(cache.value, value, positions, self.rules), 0)
+        return KVCache(write_slots(cache.key, key, positions, self.rules), value)
+
+    def append_nodes(self, cache: KVCache, key: ByHeads, value: ByHeads, starts: PerRow) -> KVCache:
+        """Does what `append` does, for nodes of trees, from slots `starts[b]` on.
+
+        Values that are not finite are set to 0. A query that does not see a node multiplies its
+        value by 0, and must not get NaN from a node that may never become a token. The node's own
+        logits are NaN all the same, by way of its hidden state.
+        """
+        return self.append(cache, key, jnp.where(jnp.isfinite(value), value, 0), starts)
+
+    def move_slots(self, cache: KVCache, sources: Int[Array, "B M"], starts: PerRow) -> KVCache:
+        """Copies the slots `sources` of every row to the slots from `starts` on."""
+        key, value = self._take(cache.key, sources), self._take(cache.value, sources)
+        key = write_slots(cache.key, key, starts, self.rules)
+        return KVCache(key, write_slots(cache.value, value, starts, self.rules))
+
+    def _take(self, buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> ByHeads:
+        return take_slots(buffer, sources)
+
+    # Decoder calls.
+
+    def count_padding(self, batch: int, count: int) -> int:
+        """Returns how many tokens a call over `count` tokens a row computes besides, for nothing."""
+        return 0
 
     def attend_to_cache(
         self, qkv: Projected, cache: KVCache, call: DecoderCall, bias: Any, heads: AttentionShape
     ) -> tuple[States, KVCache]:
-        """Does what `xla.attend_to_cache` does."""
-        return xla.attend_to_cache(qkv, cache, call, bias, heads)
+        """Writes new keys and values to the cache, and attends to it.
+
+        Args:
+          qkv: queries, keys and values of T tokens for each row.
+          cache: keys and values of earlier tokens.
+          call: where the tokens lie.
+          bias: position bias, added to the scores; None: nothing.
+          heads: the attention's shape.
+
+        Returns:
+          The output, and the new cache.
+        """
+        heads_per_tile = self.heads_per_tile(heads)
+        parts = xla.split_projected(qkv, cache.batch, heads.features, heads_per_tile)
+        query, key, value = parts[0], parts[1][:, :, : call.count], parts[2][:, :, : call.count]
+        query = xla.divide(query, heads.divisor)
+        if call.nodes is not None:
+            cache = self.append_nodes(cache, key, value, call.nodes.starts)
+        else:
+            cache = self.append(cache, key, value, call.positions)
+        return xla.attend(query, cache, call.mask, bias, heads, heads_per_tile), cache
 
     def attend_to_encoded(
-        self, query: Float[Array, "*N HK"], cross: KVCache, mask: Mask, call: DecoderCall, heads
+        self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape
     ) -> States:
-        """Does what `xla.attend_to_encoded` does."""
-        return xla.attend_to_encoded(query, cross, mask, heads)
+        """Attends to the encoder's output, whose tokens are True in `mask`; `valid` as in calls."""
+        heads_per_tile = self.heads_per_tile(heads)
+        if heads_per_tile is not None:
+            # Else a TPU's compiler would transpose the product, and for that copy its weight at the
+            # beginning of every program.
+            barrier = jax.lax.optimization_barrier
+            query = jax.lax.platform_dependent(query, tpu=barrier, default=lambda query: query)
+        query = xla.split_heads(query, cross.batch, heads.features, heads_per_tile)
+        return xla.attend(query, cross, mask[:, None, None, :], None, heads, heads_per_tile)
 
     def attend_to_inputs(
         self, qkv: Projected, mask: Mask, bias: Float[Array, "L H L"], heads: AttentionShape
@@ -86,16 +155,17 @@ class Backend:
         """Returns whether XLA's decoder call over two positions takes no longer than over one."""
         return False
 
-    def runs_whole_step(
-        self, module: Any, params: dict, queries: int, cache: Any, layers: int | None
-    ) -> bool:
+    def runs_whole_step(self, network: Any, queries: int, cache: Any, layers: int | None) -> bool:
         """Returns whether a decoder call over so many positions is one kernel."""
         return False
 
     def decode_states(
-        self, module: Any, params: dict, x: States, positions: PerRow, cache: Any, layers
+        self, network: Any, x: States, positions: PerRow, cache: Any, layers: int | None
     ) -> tuple[States, Any]:
-        """Runs that kernel; arguments as for `FamilyModule.decode_states`, `x` the embeddings."""
+        """Runs that kernel of a `Network` over tokens with the embeddings `x`.
+
+        The other arguments are those of `FamilyModule.decode_states`.
+        """
         raise NotImplementedError
 
 
@@ -106,7 +176,14 @@ class CPUBackend(Backend):
     joins_weights: bool = True
     packs_weights: ClassVar[bool] = True
 
-    def attend_to_cache(self, qkv, cache, call, bias, heads):
+    def move_slots(self, cache: KVCache, sources: Int[Array, "B M"], starts: PerRow) -> KVCache:
+        """Does what `Backend.move_slots` does, in place; XLA would copy the whole cache."""
+        return KVCache(*packed_weights.move_slots(cache.key, cache.value, sources, starts))
+
+    def attend_to_cache(
+        self, qkv: Projected, cache: KVCache, call: DecoderCall, bias: Any, heads: AttentionShape
+    ) -> tuple[States, KVCache]:
+        """Does what `Backend.attend_to_cache` does."""
         # Positions that are not valid need not be cleared: the next product does not read them.
         how = dict(divisor=heads.divisor, valid=call.valid, clear=False)
         arrays = qkv[0], cache.key, cache.value, bias
@@ -114,69 +191,129 @@ class CPUBackend(Backend):
             found = packed_weights.attend_to_cache(*arrays, call.positions, **how)
         else:
             found = packed_weights.attend_to_nodes(*arrays, call.nodes, **how)
-        attended, key, value = found
-        return attended, cache.replace(key=key, value=value)
+        return found[0], KVCache(*found[1:])
 
-    def attend_to_encoded(self, query, cross, mask, call, heads):
+    def attend_to_encoded(
+        self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape
+    ) -> States:
+        """Does what `Backend.attend_to_encoded` does."""
         return packed_weights.attend_to_encoded(
-            query, cross.key, cross.value, _lengths(mask), call.valid, clear=False
+            query, cross.key, cross.value, _count_tokens(mask), valid, clear=False
         )
 
-    def attend_to_inputs(self, qkv, mask, bias, heads):
-        return packed_weights.attend_to_inputs(qkv[0], bias, _lengths(mask))
+    def attend_to_inputs(
+        self, qkv: Projected, mask: Mask, bias: Float[Array, "L H L"], heads: AttentionShape
+    ) -> States:
+        """Does what `Backend.attend_to_inputs` does."""
+        return packed_weights.attend_to_inputs(qkv[0], bias, _count_tokens(mask))
+
+
+class AcceleratorBackend(Backend):
+    """What GPUs and TPUs have in common: caches in whole tiles, whose stale slots keep their values.
+
+    A product of a single row would not use an accelerator's units for matrices, and would be added
+    up in the dtype of the operands. So more positions are fed for one.
+    """
+
+    def heads_per_tile(self, heads: AttentionShape) -> int:
+        """Returns how many heads lie side by side in caches."""
+        return 1
+
+    def empty_cache(self, batch: int, slots: int, heads: AttentionShape) -> KVCache:
+        """Makes a cache of whole tiles.
+
+        For a single row it has more slots, by which a call of `Network.decode` may be wider than
+        was asked for.
+        """
+        side_by_side, more = self.heads_per_tile(heads), ROWS - 1 if batch == 1 else 0
+        shape = batch, heads.count // side_by_side, _whole_tiles(slots + more)
+        return KVCache.empty(*shape, side_by_side * heads.features, heads.dtype)
+
+    def widen(self, cache: KVCache, slots: int) -> KVCache:
+        """Returns the cache with at least S = `slots` slots, in whole tiles."""
+        return cache.widen(_whole_tiles(slots))
+
+    def append(self, cache: KVCache, key: ByHeads, value: ByHeads, positions: PerRow) -> KVCache:
+        """Does what `Backend.append` does, but leaves the values past the new ones.
+
+        A value that is not finite is stored as 0, and the same feature of its key as NaN: only
+        queries that attend to the token become NaN.
+        """
+        finite = jnp.isfinite(value)
+        key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
+        if len(key) > 1 and self.rules is None:
+            key, value = (
+                jax.lax.platform_dependent(x, tpu=lay_row_by_row, default=lambda x: x)
+                for x in (key, value)
+            )
+        key = write_slots(cache.key, key, positions, self.rules)
+        return KVCache(key, write_slots(cache.value, value, positions, self.rules))
+
+    append_nodes = append  # no value is NaN
+
+    def _take(self, buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> ByHeads:
+        if self.rules is not None or sources.size > _MAX_MOVED:
+            return take_slots(buffer, sources)
+        return jax.lax.platform_dependent(
+            buffer, sources, tpu=take_slots_one_by_one, default=take_slots
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class GPUBackend(Backend):
-    """A network on GPUs, whose attention is a kernel where `gpu.attention.fits`.
-
-    A product of a single row would not use an accelerator's units for matrices, and would be added
-    up in the dtype of the operands. So two positions are fed for one.
-    """
+class GPUBackend(AcceleratorBackend):
+    """A network on GPUs, whose attention is a kernel where `gpu.attention.supports_call`."""
 
     min_query_len: ClassVar[int] = 2
 
-    def heads_per_tile(self, heads: AttentionShape) -> int:
-        return 1
+    def _is_one_kernel(self, query: Float[Array, "*N D"], cache: KVCache) -> bool:
+        queries = math.prod(query.shape[:-1]) // cache.batch
+        return self.rules is None and gpu_attention.supports_call(cache, queries)
 
-    def attend_to_cache(self, qkv, cache, call, bias, heads):
-        takes = call.nodes is None and len(qkv) == 1
-        if not (takes and gpu_attention.fits(cache, _count_queries(qkv[0], cache))):
-            return super().attend_to_cache(qkv, cache, call, bias, heads)
+    def attend_to_cache(
+        self, qkv: Projected, cache: KVCache, call: DecoderCall, bias: Any, heads: AttentionShape
+    ) -> tuple[States, KVCache]:
+        """Does what `Backend.attend_to_cache` does."""
+        by_layers = super().attend_to_cache
+        if call.nodes is not None or len(qkv) > 1 or not self._is_one_kernel(qkv[0], cache):
+            return by_layers(qkv, cache, call, bias, heads)
 
-        def by_xla(qkv, key, value, bias, positions, mask):
-            before, same = cache.replace(key=key, value=value), DecoderCall(positions, mask)
-            attended, after = xla.attend_to_cache((qkv,), before, same, bias, heads)
-            return attended, after.key, after.value
+        def by_xla(qkv, cache, bias, positions, mask):
+            return by_layers((qkv,), cache, DecoderCall(positions, mask), bias, heads)
 
-        def by_kernel(qkv, key, value, bias, positions, mask):
-            return gpu_attention.attend_to_cache(qkv, key, value, bias, positions, heads.divisor)
+        def by_kernel(qkv, cache, bias, positions, mask):
+            arrays = qkv, cache.key, cache.value, bias, positions
+            attended, key, value = gpu_attention.attend_to_cache(*arrays, heads.divisor)
+            return attended, KVCache(key, value)
 
         joint = qkv[0].reshape(cache.batch, -1, qkv[0].shape[-1])
-        given = joint, cache.key, cache.value, bias, call.positions, call.mask
-        attended, key, value = jax.lax.platform_dependent(*given, cuda=by_kernel, default=by_xla)
-        return attended, cache.replace(key=key, value=value)
-
-    def attend_to_encoded(self, query, cross, mask, call, heads):
-        if not gpu_attention.fits(cross, _count_queries(query, cross)):
-            return super().attend_to_encoded(query, cross, mask, call, heads)
-
-        def by_xla(query, key, value, mask):
-            return xla.attend_to_encoded(query, cross.replace(key=key, value=value), mask, heads)
-
-        def by_kernel(query, key, value, mask):
-            query = query.reshape(cross.batch, -1, query.shape[-1])
-            return gpu_attention.attend_to_encoded(query, key, value, _lengths(mask))
-
-        given = query, cross.key, cross.value, mask
+        given = joint, cache, bias, call.positions, call.mask
         return jax.lax.platform_dependent(*given, cuda=by_kernel, default=by_xla)
 
+    def attend_to_encoded(
+        self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape
+    ) -> States:
+        """Does what `Backend.attend_to_encoded` does."""
+        by_layers = super().attend_to_encoded
+        if not self._is_one_kernel(query, cross):
+            return by_layers(query, cross, mask, valid, heads)
+
+        def by_xla(query, cross, mask):
+            return by_layers(query, cross, mask, valid, heads)
+
+        def by_kernel(query, cross, mask):
+            query = query.reshape(cross.batch, -1, query.shape[-1])
+            lengths = _count_tokens(mask)
+            return gpu_attention.attend_to_encoded(query, cross.key, cross.value, lengths)
+
+        return jax.lax.platform_dependent(query, cross, mask, cuda=by_kernel, default=by_xla)
+
     def pairs_are_free(self, cache: Any) -> bool:
+        """Returns True: a call over one position is fed two."""
         return True
 
 
 @dataclasses.dataclass(frozen=True)
-class TPUBackend(Backend):
+class TPUBackend(AcceleratorBackend):
     """A network on TPUs, whose call over few positions of a small T5 is one kernel.
 
     For eight rows, a tile of float32, a TPU's compiler fetches more of the weights ahead than for
@@ -184,12 +321,21 @@ class TPUBackend(Backend):
     """
 
     min_query_len: ClassVar[int] = ROWS
-    tile_queries: ClassVar[bool] = True
 
     def heads_per_tile(self, heads: AttentionShape) -> int:
+        """Returns how many heads lie side by side: as many as fill a tile and divide its number."""
         parts, most = (1 if self.rules is None else self.rules.parts), TILE[1] // heads.features
         counts = range(max(most, 1), 0, -1)
         return next(count for count in counts if heads.count % (count * parts) == 0)
+
+    def count_padding(self, batch: int, count: int) -> int:
+        """Returns how many tokens a call over `count` tokens a row computes besides, for nothing.
+
+        Otherwise a TPU's compiler changes layouts in every layer. Several rows fill tiles only if
+        that is at most a seventh more.
+        """
+        padding = -count % ROWS if count > ROWS else 0
+        return padding if batch == 1 or 7 * padding <= count else 0
 
     def pairs_are_free(self, cache: Any) -> bool:
         """Returns whether XLA's decoder call over two positions takes no longer than over one.
@@ -200,12 +346,17 @@ class TPUBackend(Backend):
         """
         return cache.layers[0].batch == 1
 
-    def runs_whole_step(self, module, params, queries, cache, layers):
+    def runs_whole_step(self, network: Any, queries: int, cache: Any, layers: int | None) -> bool:
+        """Returns whether `fused_mesh` has a kernel for such a call."""
         shape = cache.layers[0].batch, queries
-        return fused_mesh.fits(module, params, shape, cache, layers)
+        return fused_mesh.supports_call(network.module, network.params, shape, cache, layers)
 
-    def decode_states(self, module, params, x, positions, cache, layers):
-        return fused_mesh.decode_states(module, params, x, positions, cache, layers=layers)
+    def decode_states(
+        self, network: Any, x: States, positions: PerRow, cache: Any, layers: int | None
+    ) -> tuple[States, Any]:
+        """Runs that kernel."""
+        arguments = x, positions, cache, layers
+        return fused_mesh.decode_states(network.module, network.params, *arguments)
 
 
 def choose_backend(
@@ -225,10 +376,11 @@ def choose_backend(
     return kind(rules is None or rules.parts == 1, rules)
 
 
-def _count_queries(x: Float[Array, "*N D"], cache: KVCache) -> int:
-    """Returns T, the tokens of each row."""
-    return math.prod(x.shape[:-1]) // cache.batch
-
-
-def _lengths(mask: Mask) -> PerRow:
+def _count_tokens(mask: Mask) -> PerRow:
+    """Returns how many tokens each row of a mask has."""
     return jnp.sum(mask.astype(jnp.int32), axis=-1)
+
+
+def _whole_tiles(slots: int) -> int:
+    """Returns `slots`, rounded up to whole tiles."""
+    return -(-slots // TILE[0]) * TILE[0]

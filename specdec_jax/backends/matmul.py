@@ -1,42 +1,55 @@
-"""Matrix products at the precision that their operands' dtype promises, whatever the device does by
-default."""
+"""Matrix products at the precision of their operands' dtype, whatever a device does by default."""
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 
-def product(
-    a: Float[Array, "..."], b: Float[Array, "..."], contracted, batch=((), ()), dtype=jnp.float32
+Axes = tuple[Sequence[int], Sequence[int]]  # of the two operands
+
+
+def multiply(
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    contracted: Axes,
+    batch: Axes = ((), ()),
+    dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "..."]:
-    """Returns `lax.dot_general` of `a` and `b`, which have one dtype, at the precision of
-    `precision_of`.
+    """Returns `lax.dot_general` of operands of one dtype, at the precision of `precision_of`."""
+    axes, precision = (contracted, batch), precision_of(a.dtype)
+    return jax.lax.dot_general(a, b, axes, precision, preferred_element_type=dtype)
 
-    The result is in `dtype`.
+
+def product(
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    contracted: Axes,
+    batch: Axes = ((), ()),
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "..."]:
+    """Does what `multiply` does; on an accelerator a single row is multiplied twice.
+
+    Its compiler would not use the units for matrices for one, and would add up in the dtype of the
+    operands.
     """
-
-    def multiply(a, b):
-        return jax.lax.dot_general(
-            a, b, (contracted, batch), precision_of(a.dtype), preferred_element_type=dtype
-        )
-
+    how = dict(contracted=contracted, batch=batch, dtype=dtype)
+    by_rows = functools.partial(multiply, **how)
     if math.prod(a.shape[:-1]) > 1 or (contracted[0], batch) != ((a.ndim - 1,), ((), ())):
-        return multiply(a, b)
+        return by_rows(a, b)
 
-    # For a single row an accelerator's compiler would not use the units for matrices, and would add
-    # up in the dtype of the operands.
-    def twice(a, b):
-        return multiply(jnp.concatenate([a, a], axis=a.ndim - 2), b)[..., :1, :]
+    def multiply_twice(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
+        return by_rows(jnp.concatenate([a, a], axis=a.ndim - 2), b)[..., :1, :]
 
-    return jax.lax.platform_dependent(a, b, cpu=multiply, default=twice)
+    return jax.lax.platform_dependent(a, b, cpu=by_rows, default=multiply_twice)
 
 
-def precision_of(dtype) -> jax.lax.Precision | None:
-    """Returns the precision that products of operands of this dtype ask for: the highest for
-    float32, else None.
+def precision_of(dtype: DTypeLike) -> jax.lax.Precision | None:
+    """Returns the precision of products of this dtype: the highest for float32, else None.
 
     By default a TPU rounds float32 operands to bfloat16 and an NVIDIA GPU rounds them to TF32, but
     perhaps not in a product over a single row: calls over one position and over several would then
@@ -47,24 +60,26 @@ def precision_of(dtype) -> jax.lax.Precision | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rounded_product(
-    x: Float[Array, "N D"], weight: Float[Array, "D F"], dtype
+    x: Float[Array, "N D"], weight: Float[Array, "D F"], dtype: DTypeLike
 ) -> Float32[Array, "N F"]:
     """Returns `x · weight` in float32 from operands rounded to `dtype`.
 
-    The backward pass rounds its operands too.
-
-    JAX's own transpose rule would multiply float32 cotangents, which takes twice as long where
-    bfloat16 is native.
+    The backward pass rounds its operands too. JAX's own transpose rule would multiply float32
+    cotangents, which takes twice as long where bfloat16 is native.
     """
     return product(x.astype(dtype), weight.astype(dtype), ((1,), (0,)))
 
 
-def _rounded_forward(x, weight, dtype):
+def _rounded_forward(
+    x: Float[Array, "N D"], weight: Float[Array, "D F"], dtype: DTypeLike
+) -> tuple[Float32[Array, "N F"], tuple]:
     x, weight = x.astype(dtype), weight.astype(dtype)
     return product(x, weight, ((1,), (0,))), (x, weight)
 
 
-def _rounded_backward(dtype, operands, cotangent):
+def _rounded_backward(
+    dtype: DTypeLike, operands: tuple, cotangent: Float[Array, "N F"]
+) -> tuple[Float[Array, "N D"], Float[Array, "D F"]]:
     (x, weight), cotangent = operands, cotangent.astype(dtype)
     return product(cotangent, weight, ((1,), (1,))), product(x, cotangent, ((0,), (0,)))
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from specdec_jax.backends.axes import Mask, PerRow, Seen, States, Valid
-from specdec_jax.backends.kv_cache import ROWS, KVCache, gather, spread
+from specdec_jax.backends.axes import PerRow, Seen, States, Valid
+from specdec_jax.backends.kv_cache import ROWS, KVCache, gather_heads, spread_heads
 from specdec_jax.backends.matmul import precision_of
 from specdec_jax.backends.tree_positions import AnyNodes
 
@@ -70,7 +70,8 @@ def split_heads(
       x: the arrays of T positions of each of `batch` rows.
       batch: B.
       features: K, features of one head.
-      heads_per_tile: how many heads stay side by side, as for `KVCache`.
+      heads_per_tile: how many heads stay side by side, as in caches on accelerators; None: one, in
+        a CPU's layout.
     """
     features *= heads_per_tile or 1
     count = math.prod(x.shape[:-1]) // batch
@@ -90,48 +91,12 @@ def split_projected(
     return [split_heads(part, batch, features, heads_per_tile) for part in parts]
 
 
-def attend_to_cache(
-    qkv: Projected, cache: KVCache, call: DecoderCall, bias: Any, heads: AttentionShape
-) -> tuple[States, KVCache]:
-    """Writes new keys and values to the cache, and attends to it; returns the output and the cache.
-
-    Args:
-      qkv: queries, keys and values of T tokens for each row.
-      cache: keys and values of earlier tokens.
-      call: where the tokens lie.
-      bias: position bias, added to the scores; None: nothing.
-      heads: the attention's shape.
-    """
-    parts = split_projected(qkv, cache.batch, heads.features, cache.heads_per_tile)
-    query, key, value = parts[0], parts[1][:, :, : call.count], parts[2][:, :, : call.count]
-    query = _divided(query, heads.divisor)
-    if call.nodes is not None:
-        cache = cache.append_nodes(key, value, call.nodes.starts)
-    else:
-        cache = cache.append(key, value, call.positions)
-    return attend(query, cache, call.mask, bias, heads), cache
-
-
 def attend_to_sequence(
     qkv: Projected, mask: Bool[Array, "#B 1 #T T"], bias: Any, heads: AttentionShape
 ) -> States:
     """Attends to the tokens of the sequences themselves, `[B, T, H·K]`, without a cache."""
     query, key, value = split_projected(qkv, len(qkv[0]), heads.features)
-    return attend(_divided(query, heads.divisor), KVCache(key, value), mask, bias, heads)
-
-
-def attend_to_encoded(
-    query: Float[Array, "*N HK"], cross: KVCache, mask: Mask, heads: AttentionShape
-) -> States:
-    """Attends to the encoder's output, whose tokens are True in `mask`."""
-    if cross.heads_per_tile is not None:
-        # Else a TPU's compiler would transpose the product, and for that copy its weight at the
-        # beginning of every program.
-        query = jax.lax.platform_dependent(
-            query, tpu=jax.lax.optimization_barrier, default=lambda query: query
-        )
-    query = split_heads(query, cross.batch, heads.features, cross.heads_per_tile)
-    return attend(query, cross, mask[:, None, None, :], None, heads)
+    return attend(divide(query, heads.divisor), KVCache(key, value), mask, bias, heads)
 
 
 def attend(
@@ -140,6 +105,7 @@ def attend(
     mask: Bool[Array, "#B 1 #T S"],
     bias: Float[Array, "#B heads T S"] | None,
     heads: AttentionShape,
+    heads_per_tile: int | None = None,
 ) -> States:
     """Returns the output of attention before the last product.
 
@@ -150,15 +116,16 @@ def attend(
       mask: True where a query attends to a key.
       bias: position bias, added to the scores.
       heads: the attention's shape.
+      heads_per_tile: as for `split_heads`.
     """
-    heads_per_tile, batch = cache.heads_per_tile or 1, query.shape[0]
-    query = spread(query, heads_per_tile)
+    side_by_side, batch = heads_per_tile or 1, query.shape[0]
+    query = spread_heads(query, side_by_side)
     query = query if cache.key.ndim == 4 else query[0]
     einsum = functools.partial(jnp.einsum, precision=precision_of(query.dtype))
     scores = einsum("...htk,...hsk->...hts", query, cache.key, preferred_element_type=jnp.float32)
     shape = scores.shape
-    if heads_per_tile > 1:
-        mask = jnp.tile(mask, (1, 1, heads_per_tile if mask.shape[2] > 1 else 1, 1))
+    if side_by_side > 1:
+        mask = jnp.tile(mask, (1, 1, side_by_side if mask.shape[2] > 1 else 1, 1))
         bias = None if bias is None else bias.reshape(len(bias), *shape[-3:])
     if bias is not None and len(bias) == len(mask):
         # One array for both, the same in all layers: with two, a TPU's compiler makes three kernels
@@ -169,15 +136,15 @@ def attend(
     scores = scores if bias is None else scores + bias.astype(jnp.float32)
     weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1)
     weights = weights.astype(heads.dtype).reshape(shape)
-    if cache.heads_per_tile is None:
+    if heads_per_tile is None:
         output = einsum("...hts,...hsk->...thk", weights, cache.value)
     else:
-        output = einsum(
-            "...hts,...hsk->...htk", weights, cache.value, preferred_element_type=jnp.float32
-        )
-        output = jnp.swapaxes(gather(output, heads_per_tile).astype(heads.dtype), -3, -2)
+        precise = functools.partial(einsum, preferred_element_type=jnp.float32)
+        output = precise("...hts,...hsk->...htk", weights, cache.value)
+        output = jnp.swapaxes(gather_heads(output, side_by_side).astype(heads.dtype), -3, -2)
     return output.reshape(batch, -1, heads.count * heads.features)
 
 
-def _divided(query: Float[Array, "..."], divisor: float) -> Float[Array, "..."]:
+def divide(query: Float[Array, "..."], divisor: float) -> Float[Array, "..."]:
+    """Returns queries divided by a number, in their own dtype."""
     return query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)

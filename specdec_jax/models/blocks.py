@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from specdec_jax.backends import xla
 from specdec_jax.backends.axes import (
@@ -32,6 +32,7 @@ from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.cpu.packed_weights import Before
 from specdec_jax.backends.kv_cache import KVCache, padded
 from specdec_jax.backends.matmul import product
+from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS, AttentionShape, DecoderCall, Projected
 from specdec_jax.models.layers import Dense, Embedder
@@ -234,15 +235,16 @@ class Attention(nn.Module):
         mask: Mask,
         valid: Valid,
         dropped: Callable,
+        backend: Backend,
     ) -> Float[Array, "*N D"]:
         """Returns `x + dropped(cross-attention of norm(x))`.
 
-        `mask` is True at tokens of the inputs, which come first in each row.
+        `mask` is True at tokens of the inputs, which come first in each row; `backend` made
+        `cross`.
         """
         packed, shape = self.backend.packs_weights, self.options.attention_shape
         query = self.query.after(norm, x, valid) if packed else self.query(norm(x))
-        call = DecoderCall(None, valid=valid)
-        attended = self.backend.attend_to_encoded(query, cross, mask, call, shape)
+        attended = backend.attend_to_encoded(query, cross, mask, valid, shape)
         return self.out.added(attended, x, valid, dropped)
 
     def to_inputs(
@@ -310,6 +312,7 @@ class DecoderCache:
       position_bias: the relative bias of every layer, or one that all share: with the CPU's own
         kernels, of all query positions; else shifted rows, from which calls slice theirs; for nodes
         of trees, of the last of P query positions.
+      rules: how the cache lies on a mesh; None: on one device.
     """
 
     layers: tuple[KVCache, ...]
@@ -318,10 +321,13 @@ class DecoderCache:
     position_bias: tuple[
         Float32[Array, "S H S"] | Float32[Array, "shifts H W"] | Float32[Array, "H P"], ...
     ] = ()
+    rules: ShardingRules | None = flax.struct.field(pytree_node=False, default=None)
 
-    def move_nodes(self, sources: jax.Array, starts: jax.Array, native: bool) -> "DecoderCache":
-        """Does what `KVCache.move` does, in every layer."""
-        layers = tuple(layer.move(sources, starts, native) for layer in self.layers)
+    def move_nodes(
+        self, sources: Int[Array, "B M"], starts: PerRow, backend: Backend
+    ) -> "DecoderCache":
+        """Does what `Backend.move_slots` does, in every layer."""
+        layers = tuple(backend.move_slots(layer, sources, starts) for layer in self.layers)
         return self.replace(layers=layers)
 
     def repeated(self, copies: int) -> "DecoderCache":
@@ -330,18 +336,18 @@ class DecoderCache:
 
     def constrain_sharding(self) -> "DecoderCache":
         """Returns the cache with its layout on the mesh fixed; under jit."""
-        rules = self.layers[0].rules
+        rules = self.rules
         if rules is None:
             return self
         layers, cross = (
-            tuple(layer.constrain_sharding() for layer in layers)
+            tuple(layer.constrain(rules) for layer in layers)
             for layers in (self.layers, self.cross)
         )
         mask = self.cross_mask
         mask = None if mask is None else rules.constrain(mask, "batch", "length")
         axes = "length", "heads", "length"
         biases = tuple(rules.constrain(bias, *axes[-bias.ndim :]) for bias in self.position_bias)
-        return DecoderCache(layers, cross, mask, biases)
+        return DecoderCache(layers, cross, mask, biases, rules)
 
 
 class DecoderLayer(nn.Module):
@@ -379,7 +385,7 @@ class DecoderLayer(nn.Module):
         attention, norm = self._self_attention()
         drop = functools.partial(self.dropout, deterministic=True)
         x, cache = attention.to_cache(x, norm, cache, call, bias, drop)
-        return self._rest(x, cross, cross_mask, True, call.valid), cache
+        return self._rest(x, cross, cross_mask, True, call.valid, self.backend), cache
 
     def __call__(
         self,
@@ -392,10 +398,12 @@ class DecoderLayer(nn.Module):
     ) -> States:
         """Runs the layer over whole sequences, teacher-forced."""
         attention, norm = self._self_attention()
-        cross = None if encoded is None else self.cross_cache(encoded, None, Backend())
+        # Whole sequences need no accelerator's layout of caches.
+        backend = self.backend if self.backend.packs_weights else Backend()
+        cross = None if encoded is None else self.cross_cache(encoded, None, backend)
         drop = functools.partial(self.dropout, deterministic=deterministic)
         x = attention.to_sequence(x, norm, mask, bias, drop)
-        return self._rest(x, cross, cross_mask, deterministic)
+        return self._rest(x, cross, cross_mask, deterministic, None, backend)
 
     def _self_attention(self) -> tuple[Attention, nn.Module]:
         return getattr(self, self.options.self_attention), self.pre_self_attention_layer_norm
@@ -406,13 +414,14 @@ class DecoderLayer(nn.Module):
         cross: KVCache | None,
         cross_mask: Mask | None,
         deterministic: bool,
-        valid: Valid = None,
+        valid: Valid,
+        backend: Backend,
     ) -> Float[Array, "*N D"]:
         """Runs what follows self-attention."""
         drop = functools.partial(self.dropout, deterministic=deterministic)
         if cross is not None:
             norm, attention = self.pre_cross_attention_layer_norm, self.encoder_decoder_attention
-            x = attention.to_encoded(x, norm, cross, cross_mask, valid, drop)
+            x = attention.to_encoded(x, norm, cross, cross_mask, valid, drop, backend)
         return self.mlp(x, self.pre_mlp_layer_norm, drop, deterministic, valid)
 
 
@@ -469,7 +478,7 @@ class Decoder(nn.Module):
         shape, backend = self.options.attention_shape, self.backend
         empty = tuple(backend.empty_cache(rows * copies, slots, shape) for _ in self.layers)
         if not self.options.cross_attention:
-            return DecoderCache(empty)
+            return DecoderCache(empty, rules=backend.rules)
 
         def repeat(x):
             return jnp.repeat(x, copies, axis=0) if copies > 1 else x
@@ -482,7 +491,7 @@ class Decoder(nn.Module):
         biases = self.position_biases(
             lambda table: table(slots, slots) if packed else table.shifted(slots)
         )
-        return DecoderCache(empty, cross, repeat(cross_mask), biases)
+        return DecoderCache(empty, cross, repeat(cross_mask), biases, backend.rules)
 
     def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
         """Does what `Network.node_cache` does.
@@ -490,7 +499,7 @@ class Decoder(nn.Module):
         It keeps the bias of the last of P = `positions` query positions only.
         """
         return cache.replace(
-            layers=tuple(layer.widen(slots) for layer in cache.layers),
+            layers=tuple(self.backend.widen(layer, slots) for layer in cache.layers),
             position_bias=self.position_biases(lambda table: table.of_last(positions)),
         )
 
@@ -519,7 +528,8 @@ class Decoder(nn.Module):
             x = x + self.position_embedder(places, valid)
         if not self.backend.packs_weights:
             # A TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D].
-            padding = written[0].filling(count) if self.options.relative_buckets else 0
+            if self.options.relative_buckets:
+                padding = self.backend.count_padding(batch, count)
             mask, biases = seen_and_biases(
                 biases, positions, count, written[0].slots, nodes, padding
             )

@@ -16,7 +16,7 @@ CONFIG = T5Config(64, 128, 2, 64, 1, 2, 128, dtype="bfloat16")
 _TOKENS = np.array([[3, 4], [5, 6]], np.int32)
 
 
-def why_not(interpret: Any = False) -> str | None:
+def find_fault(interpret: Any = False) -> str | None:
     """Tries the kernel over two positions of two rows, at other slots in each.
 
     Returns what is wrong with it, None if nothing is. `interpret` as for
@@ -55,5 +55,5 @@ def _numbers_are_right(interpret: Any) -> bool:
 
 
 SELF_TEST = KernelSelfTest(
-    "tpu", "the kernel of a draft step on TPUs is not used, XLA's layers are", lambda: why_not()
+    "tpu", "the kernel of a draft step on TPUs is not used, XLA's layers are", lambda: find_fault()
 )

@@ -86,7 +86,7 @@ class Network:
 
     def _runs_whole_step(self, queries: int, cache: Any, layers: int | None = None) -> bool:
         """Returns whether a call over so many positions is one kernel of the backend."""
-        whole = self.backend.runs_whole_step(self.module, self.params, queries, cache, layers)
+        whole = self.backend.runs_whole_step(self, queries, cache, layers)
         return whole and fused_step_selftest.SELF_TEST.passed()
 
     @property
@@ -183,7 +183,7 @@ class Network:
 
         def by_kernel(tokens, positions, cache):
             x = apply(tokens, method=lambda module, tokens: module.token_embedder(tokens))
-            return self.backend.decode_states(self.module, self.params, x, positions, cache, layers)
+            return self.backend.decode_states(self, x, positions, cache, layers)
 
         if whole:
             states, cache = jax.lax.platform_dependent(
@@ -242,7 +242,7 @@ class Network:
 
     def move_nodes(self, cache: Any, sources: Int[Array, "B M"], starts: PerRow) -> Any:
         """Copies the slots `sources` of every row of the cache to the M slots from `starts` on."""
-        return constrain_sharding(cache.move_nodes(sources, starts, self.skips_padding), self.rules)
+        return constrain_sharding(cache.move_nodes(sources, starts, self.backend), self.rules)
 
     def head(self, states: States, valid: Valid = None) -> Logits:
         """Returns the logits of the states that `decode_states` or `decode_nodes` returned."""

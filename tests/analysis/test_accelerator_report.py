@@ -75,7 +75,7 @@ def test_the_drafter_of_a_tiny_report_takes_a_tpus_kernel():
         )
         network = Network(params, config.module(TPUBackend(True)))
         cache = network.prefill(jnp.ones((1, 4), jnp.int32), jnp.full(1, 4), 16)
-        found.append(fused_step.fits(network.module, network.params, (1, 2), cache, None))
+        found.append(fused_step.supports_call(network.module, network.params, (1, 2), cache, None))
 
     jax.eval_shape(begin)
     assert found == [True]

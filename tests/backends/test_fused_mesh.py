@@ -67,11 +67,8 @@ def test_which_models_it_takes(rows, replicate, taken):
         ).network
         network = network.replace(module=network.config.module(TPUBackend(True)))
         cache = network.prefill(jnp.ones((rows, 4), int), jnp.full(rows, 4), 34)
-        layers = tuple(layer.replace(rules=rules) for layer in cache.layers)
-        cache = cache.replace(
-            layers=layers, cross=tuple(layer.replace(rules=rules) for layer in cache.cross)
-        )
-        found.append(fused_mesh.fits(network.module, network.params, (rows, 1), cache, None))
+        meshed = network.config.module(TPUBackend(True, rules))
+        found.append(fused_mesh.supports_call(meshed, network.params, (rows, 1), cache, None))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specdec_jax.backends.cpu.packed_weights.usable", lambda dtype: False)
@@ -83,5 +80,5 @@ def test_a_gpt_is_not_taken():
     model = sd.LanguageModel.random(sd.GPTConfig(24, 16, 2, 2, 32, num_positions=16), eos_ids=())
     rules = ShardingRules(Mesh(np.array(jax.devices()[:1]).reshape(1, 1), AXES), True)
     cache = model.network.prefill(jnp.ones((1, 0), int), jnp.zeros(1, int), 16)
-    cache = cache.replace(layers=tuple(layer.replace(rules=rules) for layer in cache.layers))
-    assert not fused_mesh.fits(model.network.module, model.network.params, (1, 1), cache, None)
+    module = model.config.module(TPUBackend(True, rules))
+    assert not fused_mesh.supports_call(module, model.network.params, (1, 1), cache, None)

@@ -193,7 +193,9 @@ def test_calls_that_the_kernel_takes():
             network = t5(**shape).network  # shapes only
             cache = network.prefill(inputs, lengths, SLOTS)
             found.append(
-                fused_step.fits(network.module, network.params, (rows, length), cache, layers)
+                fused_step.supports_call(
+                    network.module, network.params, (rows, length), cache, layers
+                )
             )
 
         jax.eval_shape(ask, INPUTS[:rows], LENGTHS[:rows])
@@ -221,7 +223,7 @@ def test_as_many_slots_as_the_page_says_fit(preset, rows, most):
         params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
         network = Network(weight_layouts.pack(params, use_packed=False, fused=True), module)
         cache = network.prefill(jnp.ones((rows, 128), jnp.int32), jnp.full(rows, 128), slots)
-        found[slots] = fused_step.fits(module, network.params, (rows, 2), cache, None)
+        found[slots] = fused_step.supports_call(module, network.params, (rows, 2), cache, None)
 
     for slots in (most, most + 16):
         jax.eval_shape(functools.partial(begin, slots))
@@ -264,7 +266,7 @@ class TestTrial:
         jax.eval_shape(network.decode_states, jnp.ones((2, 2), int), positions, cache)
 
     def test_elsewhere_programs_are_compiled_ahead_of_time(self, monkeypatch):
-        monkeypatch.setattr(fused_step_selftest, "why_not", lambda: "never asked")
+        monkeypatch.setattr(fused_step_selftest, "find_fault", lambda: "never asked")
         assert fused_step_selftest.SELF_TEST.passed()
         monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
         assert not fused_step_selftest.SELF_TEST.passed()

@@ -15,9 +15,11 @@ from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.backends import kernel_selftest
+from specdec_jax.backends.backend import GPUBackend
 from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.backends.gpu import attention as gpu_attention
 from specdec_jax.backends.kv_cache import KVCache
+from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.backends.xla import MASKED
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -132,17 +134,18 @@ def test_cross_attention_reads_the_tokens_of_each_row(length):
 def test_a_token_of_nan_reaches_only_those_that_see_it():
     """Only queries that attend to the token become NaN.
 
-    The second of three new tokens is not finite. The cache holds what `KVCache.append` would store.
+    The second of three new tokens is not finite. The cache holds what `GPUBackend.append` would
+    store.
     """
     qkv = np.array(drawn(0, "float32", 1, 3, 3 * 16))
     qkv[0, 1, 2 * 16 + 5] = np.inf
-    cache = KVCache.empty(1, 1, 32, 16, jnp.float32, heads_per_tile=1)
+    cache = KVCache.empty(1, 1, 32, 16, jnp.float32)
     found, key, value = gpu_attention.attend_to_cache(
         jnp.asarray(qkv), cache.key, cache.value, None, jnp.array([4])
     )
     assert np.all(np.isfinite(found[0, 0])) and np.all(np.isnan(found[0, 1:]))
     parts = (jnp.asarray(part)[:, None] for part in np.split(qkv, 3, axis=-1)[1:])
-    expected = cache.append(*parts, jnp.array([4]))
+    expected = GPUBackend().append(cache, *parts, jnp.array([4]))
     np.testing.assert_array_equal(key, expected.key)
     np.testing.assert_array_equal(value, expected.value)
 
@@ -198,21 +201,19 @@ def test_tokens_are_those_of_xla(interpreted, family, options):
 
 
 def test_which_calls_are_kernels(monkeypatch):
-    def cache(features=64, heads_per_tile=1):
-        return KVCache.empty(1, 2, 16, features, jnp.bfloat16, heads_per_tile)
+    def takes(queries, features=64, backend=GPUBackend()):
+        cache = KVCache.empty(1, 2, 16, features, jnp.bfloat16)
+        return backend._is_one_kernel(jnp.ones((1, queries, 1)), cache)
 
-    fits = gpu_attention.fits
-    assert fits(cache(), 1) and fits(cache(), 64) and fits(cache(128), 8)
-    assert not fits(cache(), 65) and not fits(cache(24), 8)  # too many queries; no power of two
-    assert not fits(cache(heads_per_tile=2), 8) and not fits(
-        cache(heads_per_tile=None), 8
-    )  # a TPU's and a CPU's
-    assert not fits(cache().replace(rules=object()), 8)  # on a mesh
+    assert takes(1) and takes(64) and takes(8, 128)
+    assert not takes(65) and not takes(8, 24)  # too many queries; no power of two
+    mesh = ShardingRules(sd.make_mesh(1, 1))
+    assert not takes(8, backend=GPUBackend(rules=mesh))
     monkeypatch.setenv(native.SETTING, "off")
-    assert not fits(cache(), 8)
+    assert not takes(8)
     monkeypatch.delenv(native.SETTING)
     monkeypatch.setattr(gpu_attention.SELF_TEST, "passed", lambda **case: False)
-    assert not fits(cache(), 8)
+    assert not takes(8)
 
 
 class TestTrial:
@@ -226,7 +227,7 @@ class TestTrial:
         gpu_attention.SELF_TEST.forget()
 
     def test_good_kernels_are_used(self, capsys):
-        assert gpu_attention.why_not() is None
+        assert gpu_attention.find_fault() is None
         assert gpu_attention.SELF_TEST.passed() and capsys.readouterr().err == ""
 
     @pytest.mark.parametrize(
@@ -241,8 +242,8 @@ class TestTrial:
             return tried.append((qkv, key)) or kernel(qkv, key, *rest, **how)
 
         monkeypatch.setattr(gpu_attention, "attend_to_cache", noted)
-        cache = KVCache.empty(1, 2, 16, features, dtype, heads_per_tile=1)
-        assert gpu_attention.fits(cache, queries) and gpu_attention.fits(cache, max(queries - 1, 1))
+        cache, takes = KVCache.empty(1, 2, 16, features, dtype), gpu_attention.supports_call
+        assert takes(cache, queries) and takes(cache, max(queries - 1, 1))
         ((qkv, key),) = tried
         padded = max(16, 1 << (queries - 1).bit_length())
         assert (key.dtype, key.shape[-1]) == (dtype, features) and padded // 2 < max(
@@ -261,7 +262,7 @@ class TestTrial:
         monkeypatch.setattr(gpu_attention, "attend_to_cache", wrong)
 
         def fits(dtype):
-            return gpu_attention.fits(KVCache.empty(1, 2, 16, 16, dtype, heads_per_tile=1), 3)
+            return gpu_attention.supports_call(KVCache.empty(1, 2, 16, 16, dtype), 3)
 
         assert fits("bfloat16") and not fits("float32")
         message = (
@@ -298,6 +299,4 @@ class TestTrial:
 
     def test_without_triton(self, monkeypatch):
         monkeypatch.setattr(gpu_attention, "triton", None)
-        assert not gpu_attention.fits(
-            KVCache.empty(1, 2, 16, 64, jnp.bfloat16, heads_per_tile=1), 1
-        )
+        assert not gpu_attention.supports_call(KVCache.empty(1, 2, 16, 64, jnp.bfloat16), 1)

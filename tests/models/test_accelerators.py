@@ -9,9 +9,9 @@ import pytest
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.backends.backend import choose_backend
+from specdec_jax.backends.backend import Backend, GPUBackend, TPUBackend, choose_backend
 from specdec_jax.backends.cpu import packed_weights
-from specdec_jax.backends.kv_cache import KVCache, _taken, _taken_one_by_one
+from specdec_jax.backends.kv_cache import KVCache, take_slots, take_slots_one_by_one
 from specdec_jax.backends.tpu import fused_step
 from specdec_jax.backends.tree_positions import Nodes, WindowNodes
 from specdec_jax.backends.xla import AttentionShape
@@ -144,25 +144,20 @@ def test_nine_tokens_are_computed_as_whole_tiles(family):
 
 
 def test_how_many_tokens_fill_tiles():
-    def tile_queries(rows):
-        return KVCache.empty(rows, 4, 5, 2, jnp.float32, 2).replace(tile_queries=True)
+    def paddings(rows, *counts):
+        return [TPUBackend().count_padding(rows, count) for count in counts]
 
-    one, several, apart = (
-        tile_queries(1),
-        tile_queries(4),
-        KVCache.empty(1, 4, 5, 2, jnp.float32, 1),
-    )
-    assert [one.filling(count) for count in (1, 5, 8, 9, 16, 28, 65)] == [0, 0, 0, 7, 0, 4, 7]
-    assert [several.filling(count) for count in (8, 9, 13, 15, 28, 65)] == [0, 0, 0, 1, 4, 7]
-    assert apart.filling(9) == 0 == KVCache.empty(1, 4, 5, 2, jnp.float32).filling(9)
+    assert paddings(1, 1, 5, 8, 9, 16, 28, 65) == [0, 0, 0, 7, 0, 4, 7]
+    assert paddings(4, 8, 9, 13, 15, 28, 65) == [0, 0, 0, 1, 4, 7]
+    assert GPUBackend().count_padding(1, 9) == 0 == Backend().count_padding(1, 9)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_slots_are_taken_one_by_one_or_together(rows):
-    cache = KVCache.empty(rows, 4, 16, 2, jnp.float32, heads_per_tile=2)
+    cache = KVCache.empty(rows, 2, 16, 4, jnp.float32)
     keys = jnp.arange(cache.key.size, dtype=jnp.float32).reshape(cache.key.shape)
     sources = jnp.array([[3, 15, 0], [1, 1, 7], [14, 2, 5]])[:rows]
-    np.testing.assert_array_equal(_taken_one_by_one(keys, sources), _taken(keys, sources))
+    np.testing.assert_array_equal(take_slots_one_by_one(keys, sources), take_slots(keys, sources))
 
 
 @pytest.mark.slow
@@ -200,9 +195,8 @@ def test_a_token_of_nan_that_is_rejected_reaches_nothing(platform):
 def test_who_sees_a_value_that_is_not_finite_gets_nan_from_its_key(batch):
     new = jnp.ones((batch, 1, 2, 4))
     bad = new.at[:, :, 1, 2].set(jnp.inf)
-    cache = KVCache.empty(batch, 2, 5, 2, jnp.float32, heads_per_tile=2).append(
-        new, bad, jnp.full(batch, 3)
-    )
+    backend, heads = TPUBackend(), AttentionShape(2, 2, jnp.float32)
+    cache = backend.append(backend.empty_cache(batch, 5, heads), new, bad, jnp.full(batch, 3))
     key, value = (np.asarray(x).reshape(batch, 16, 4) for x in (cache.key, cache.value))
     assert (
         np.all(np.isfinite(value))
@@ -242,7 +236,7 @@ def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(
         and not free("tpu", 2)
     )
     monkeypatch.setattr(
-        fused_step, "fits", lambda module, params, shape, cache, layers: shape == (2, 2)
+        fused_step, "supports_call", lambda module, params, shape, cache, layers: shape == (2, 2)
     )
     assert free("tpu", 2) and not free("tpu", 3)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
+from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.models.layers import apply_weight
 from specdec_jax.speculative import distributions, processors, randomness, verifiers
@@ -23,7 +24,7 @@ WRONG = {
     ),
     "positions of another batch": (
         "positions",
-        lambda: cache.append(update, update, jnp.zeros(B + 1, jnp.int32)),
+        lambda: Backend().append(cache, update, update, jnp.zeros(B + 1, jnp.int32)),
     ),
     "a valid mark for each row": (
         "valid",

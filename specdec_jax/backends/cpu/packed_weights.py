@@ -1,5 +1,4 @@
-"""Calls of the CPU's own kernels (`native.cc`), and weight matrices packed, the layout that they
-read.
+"""Weight matrices as the CPU's own kernels (`native.cc`) read them, and calls of these kernels.
 
 XLA's product of a few rows strides through a `[D, F]` weight, so that a call over five positions
 takes up to twice as long as one over a single position. Stored in panels of 16 columns, the weight
@@ -8,12 +7,14 @@ other rows, so that plain and speculative decoding see the same numbers.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
 from specdec_jax.backends.axes import Valid
@@ -28,15 +29,13 @@ QUANTIZE = (*INPUT_BITS, "none")
 _COLUMNS = 16  # columns of a panel
 
 
-def usable(dtype) -> bool:
-    """Returns whether weights are stored packed: for float32, on a CPU for which `native.cc`
-    could be compiled."""
+def usable(dtype: DTypeLike) -> bool:
+    """Returns whether weights are packed: for float32, on a CPU that has the kernels."""
     return jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32 and native.available()
 
 
 def accelerated() -> bool:
-    """Returns whether XLA multiplies weights in int8 with inputs that are not rounded: on every
-    backend but a CPU."""
+    """Returns whether XLA multiplies int8 weights by unrounded inputs: on all but CPUs."""
     return jax.default_backend() != "cpu"
 
 
@@ -45,15 +44,14 @@ def input_bits(quantize: str | None) -> int | None:
     return None if accelerated() else INPUT_BITS.get(quantize or "", 16)
 
 
-def needed(dtype, quantize: str | None = None) -> str:
-    """Returns a line, for messages, that says where weights can be multiplied in int8 (None: in
-    any of the ways) and what there is."""
+def needed(dtype: DTypeLike, quantize: str | None = None) -> str:
+    """Returns, for messages, where weights can be multiplied in int8, and what there is.
+
+    `quantize` is the way to quantise them; None: any.
+    """
     backend, dtype = jax.default_backend(), np.dtype(dtype).name
-    there = (
-        native.state()
-        if (backend, dtype) == ("cpu", "float32")
-        else f"{dtype} on the backend {backend}"
-    )
+    there = f"{dtype} on the backend {backend}"
+    there = native.state() if (backend, dtype) == ("cpu", "float32") else there
     places = "for float32 on a CPU with the package's own kernel"
     places += "" if quantize == "w8a8" else " or on an accelerator"
     return f"8 bits only {places}, without a mesh or matmul_dtype (here: {there})"
@@ -65,7 +63,7 @@ def check_quantize_name(quantize: str | None) -> None:
         raise ValueError(f"quantize: got {shown(quantize)}, expected one of {', '.join(QUANTIZE)}")
 
 
-def check_quantize(quantize: str | None, dtype, mesh: bool) -> None:
+def check_quantize(quantize: str | None, dtype: DTypeLike, mesh: bool) -> None:
     """Checks that a model can be quantised so, given its dtype, its mesh and the device.
 
     Raises ValueError otherwise.
@@ -100,9 +98,11 @@ class Before(NamedTuple):
     def attributes(self) -> dict[str, np.int64]:
         """Returns the numbers by which `native.cc` knows the kind and the activations."""
         first, second = (*map(_ACTIVATIONS.index, self.activations), 0, 0)[:2]
-        return dict(
-            before=np.int64(_KINDS.index(self.kind)), first=np.int64(first), second=np.int64(second)
-        )
+        numbers = dict(before=_KINDS.index(self.kind), first=first, second=second)
+        return {name: np.int64(number) for name, number in numbers.items()}
+
+
+Panels = Float[Array, "panels D 16"] | Int8[Array, "panels groups 16 group"]
 
 
 @flax.struct.dataclass
@@ -118,7 +118,7 @@ class PackedWeight:
       derived: whether it is made of another parameter, and is no parameter itself.
     """
 
-    values: Float[Array, "panels D 16"] | Int8[Array, "panels groups 16 group"]
+    values: Panels
     scales: Float32[Array, " F"] | None
     lines: int = flax.struct.field(pytree_node=False)
     columns: int = flax.struct.field(pytree_node=False)
@@ -128,28 +128,19 @@ class PackedWeight:
     def pack(
         cls, weight: Float[Array, "D F"] | Int8Weight, derived: bool = False
     ) -> "PackedWeight":
-        """Stores a weight, in float32 or in int8, packed."""
+        """Packs a weight."""
         if isinstance(weight, Int8Weight):
-            lines, columns = weight.values.shape
             assert weight.input_bits, "the CPU's own kernels round inputs"
-            return cls(
-                _cut_groups(weight.values, 32 // weight.input_bits),
-                weight.scales,
-                lines,
-                columns,
-                derived,
-            )
-        lines, columns = weight.shape
-        return cls(_cut(jnp.asarray(weight)), None, lines, columns, derived)
+            values = _cut_groups(weight.values, 32 // weight.input_bits)
+            return cls(values, weight.scales, *weight.values.shape, derived)
+        return cls(_cut(jnp.asarray(weight)), None, *weight.shape, derived)
 
     def unpack(self) -> Float[Array, "D F"] | Int8Weight:
-        """Returns what `of` was given."""
+        """Returns what `pack` was given."""
         values = _joined(self.values, self.lines, self.columns)
-        return (
-            values
-            if self.scales is None
-            else Int8Weight(values, self.scales, 32 // self.values.shape[-1])
-        )
+        if self.scales is None:
+            return values
+        return Int8Weight(values, self.scales, 32 // self.values.shape[-1])
 
     def matrix(self) -> Float[Array, "D F"]:
         """Returns the weight as float32."""
@@ -159,8 +150,8 @@ class PackedWeight:
     def product(
         self,
         x: Float[Array, "*N D"],
-        output_dtype,
-        valid: Bool[Array, "*N"] | None = None,
+        output_dtype: DTypeLike,
+        valid: Valid = None,
         before: Before = Before("nothing"),
         bias: Float[Array, " F"] | None = None,
         residual: Float[Array, "*N F"] | None = None,
@@ -171,24 +162,22 @@ class PackedWeight:
         Rows that are False in `valid` are not computed. With `clear` they are 0; without, they are
         not written and may hold anything, NaN too.
         """
-        result = jax.ShapeDtypeStruct((*x.shape[:-1], self.columns), jnp.float32)
-        call = jax.ffi.ffi_call(f"specdec_product_{self._kind}", result, vmap_method="sequential")
         more = [_or_none(array) for array in (before.scale, before.bias, bias, residual)]
         arguments = x.astype(jnp.float32), self.values, _or_none(self.scales), _flags(valid), *more
+        call = _kernel(f"product_{self._kind}", (*x.shape[:-1], self.columns))
         return call(*arguments, **before.attributes(), clear=clear).astype(output_dtype)
 
     def greedy_token_and_logprob(
-        self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None, normalize=True
+        self, x: Float[Array, "*N D"], valid: Valid = None, normalize: bool = True
     ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
-        """Returns the argmax of each row of `product` and its log-probability, without storing the
-        product.
+        """Returns the argmax of each row of `product` and its log-probability.
 
-        The argmax is the first of equal columns, or −1 where a column is NaN; the log-probability
+        The product is not stored. The argmax is the first of equal columns, or −1 where a column is NaN; the log-probability
         there is NaN, and without `normalize` it is meaningless.
         """
         results = [jax.ShapeDtypeStruct(x.shape[:-1], dtype) for dtype in (jnp.int32, jnp.float32)]
-        call = jax.ffi.ffi_call(f"specdec_head_{self._kind}", results, vmap_method="sequential")
         arguments = x.astype(jnp.float32), self.values, _or_none(self.scales), _flags(valid)
+        call = jax.ffi.ffi_call(f"specdec_head_{self._kind}", results, vmap_method="sequential")
         return tuple(call(*arguments, columns=np.int64(self.columns), summed=bool(normalize)))
 
     @property
@@ -196,7 +185,7 @@ class PackedWeight:
         return "f32" if self.scales is None else "s8" if self.values.shape[-1] == 2 else "w8a8"
 
 
-def is_weight_object(node) -> bool:
+def is_weight_object(node: Any) -> bool:
     """Returns whether `node` is a weight that is not stored as an array."""
     return isinstance(node, PackedWeight | Int8Weight)
 
@@ -214,35 +203,43 @@ def _cut_groups(weight: Int8[Array, "D F"], group: int) -> Int8[Array, "panels g
 
 
 @functools.partial(jax.jit, static_argnames=("lines", "columns"))
-def _joined(
-    values: Float[Array, "panels D 16"] | Int8[Array, "panels groups 16 group"],
-    lines: int,
-    columns: int,
-) -> Shaped[Array, "{lines} {columns}"]:
+def _joined(values: Panels, lines: int, columns: int) -> Shaped[Array, "{lines} {columns}"]:
     if values.ndim == 4:  # in groups
         values = values.swapaxes(2, 3).reshape(len(values), -1, _COLUMNS)
     return values.transpose(1, 0, 2).reshape(values.shape[1], -1)[:lines, :columns]
 
 
-def _or_none(array: Float[Array, "*N"] | None) -> Float32[Array, "..."]:
-    return jnp.zeros(0) if array is None else array.astype(jnp.float32)
+def _or_none(array: Float[Array, "*N"] | None, axes: int = 1) -> Float32[Array, "..."]:
+    """Returns the array, or an empty one with so many axes."""
+    return jnp.zeros([0] * axes) if array is None else array.astype(jnp.float32)
 
 
 def _flags(valid: Bool[Array, "..."] | None) -> Bool[Array, "..."]:
     return jnp.zeros(0, bool) if valid is None else valid
 
 
+def _kernel(name: str, *shapes: tuple[int, ...], aliases: dict[int, int] | None = None) -> Callable:
+    """Returns the function that calls a kernel, with float32 results of these shapes.
+
+    `aliases` are the arguments that it overwrites with results.
+    """
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.ffi.ffi_call(
+        f"specdec_{name}",
+        results[0] if len(results) == 1 else results,
+        vmap_method="sequential",
+        input_output_aliases=aliases,
+    )
+
+
 def rows(
-    table: Float32[Array, "lines D"],
-    numbers: Int[Array, "*N"],
-    valid: Bool[Array, "*N"] | None = None,
+    table: Float32[Array, "lines D"], numbers: Int[Array, "*N"], valid: Valid = None
 ) -> Float32[Array, "*N D"]:
     """Returns the rows of `table` with the given numbers, which are clipped to the table.
 
     0 where `valid` is False.
     """
-    result = jax.ShapeDtypeStruct((*numbers.shape, table.shape[1]), jnp.float32)
-    call = jax.ffi.ffi_call("specdec_rows", result, vmap_method="sequential")
+    call = _kernel("rows", (*numbers.shape, table.shape[1]))
     return call(table, numbers.astype(jnp.int32), _flags(valid))
 
 
@@ -250,40 +247,35 @@ def normalize(
     x: Float32[Array, "*N D"], norm: Before, valid: Bool[Array, "*N"] | None = None
 ) -> Float32[Array, "*N D"]:
     """Returns what `norm` makes of each row, 0 where `valid` is False."""
-    call = jax.ffi.ffi_call(
-        "specdec_norm", jax.ShapeDtypeStruct(x.shape, x.dtype), vmap_method="sequential"
-    )
-    return call(
-        x,
-        _or_none(norm.scale),
-        _or_none(norm.bias),
-        _flags(valid),
-        before=norm.attributes()["before"],
-    )
+    arguments = x, _or_none(norm.scale), _or_none(norm.bias), _flags(valid)
+    return _kernel("norm", x.shape)(*arguments, before=norm.attributes()["before"])
 
 
 def log_sums(x: Float32[Array, "*N V"]) -> tuple[Float32[Array, "*N"], Float32[Array, "*N"]]:
-    """Returns the greatest number of each row, and log Σ exp(x − greatest), added up as by
-    `PackedWeight.greedy_token_and_logprob`.
+    """Returns the greatest number of each row, and log Σ exp(x − greatest).
 
-    The second is 0 where all numbers are −∞, and NaN where one is NaN or +∞.
+    Both are added up as by `PackedWeight.greedy_token_and_logprob`. The second is 0 where all
+    numbers are −∞, and NaN where one is NaN or +∞.
     """
-    result = [jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)] * 2
-    return tuple(jax.ffi.ffi_call("specdec_log_sums", result, vmap_method="sequential")(x))
+    return tuple(_kernel("log_sums", *[x.shape[:-1]] * 2)(x))
+
+
+_Cache = Float32[Array, "*B H S K"]
 
 
 def attend_to_cache(
     qkv: Float32[Array, "B T QKV"],
-    keys: Float32[Array, "*B H S K"],
-    values: Float32[Array, "*B H S K"],
+    keys: _Cache,
+    values: _Cache,
     bias: Float32[Array, "S H S"] | None,
     positions: Int32[Array, " B"],
     divisor: float,
     valid: Valid = None,
     clear: bool = True,
-) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:
-    """Writes new keys and values to the caches, in place, and attends to all slots up to each
-    query's own.
+) -> tuple[Float32[Array, "B T H*K"], _Cache, _Cache]:
+    """Writes new keys and values to the caches, in place, and attends to them.
+
+    Each query attends to all slots up to its own.
 
     Args:
       qkv: queries, keys and values side by side, 3·H·K, as their joint weight gives them.
@@ -291,49 +283,31 @@ def attend_to_cache(
       bias: added to the scores, by query position; None: nothing.
       positions: the first slot that is written in each row.
       divisor: number by which scores are divided before the bias is added.
-      valid: False for positions that are not computed and write nothing; the live ones of a row
-        come first. None: all are live.
+      valid: False for positions that are not computed and write nothing; the valid ones of a row
+        come first. None: all are valid.
       clear: as for `PackedWeight.product`.
 
     Returns:
       Outputs, keys, values.
     """
-    batch, queries, width = qkv.shape
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
-    output = jax.ShapeDtypeStruct((batch, queries, width // 3), jnp.float32)
-    call = jax.ffi.ffi_call(
-        "specdec_self_attention",
-        (output, *shapes),
-        vmap_method="sequential",
-        input_output_aliases={1: 1, 2: 2},
-    )
-    bias = jnp.zeros((0, 0, 0)) if bias is None else bias
-    return tuple(
-        call(
-            qkv,
-            keys,
-            values,
-            bias,
-            positions,
-            _flags(valid),
-            divisor=np.float32(divisor),
-            clear=clear,
-        )
-    )
+    bias, how = _or_none(bias, 3), dict(divisor=np.float32(divisor), clear=clear)
+    call = _cached_attention("self_attention", qkv, keys, values)
+    return tuple(call(qkv, keys, values, bias, positions, _flags(valid), **how))
 
 
 def attend_to_nodes(
     qkv: Float32[Array, "B T QKV"],
-    keys: Float32[Array, "*B H S K"],
-    values: Float32[Array, "*B H S K"],
+    keys: _Cache,
+    values: _Cache,
     bias: Float32[Array, "H P"] | None,
     nodes: AnyNodes,
     divisor: float,
     valid: Valid = None,
     clear: bool = True,
-) -> tuple[Float32[Array, "B T H*K"], Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:
-    """Does what `attend_to_cache` does, for nodes of trees, each of which attends to its ancestors
-    and itself.
+) -> tuple[Float32[Array, "B T H*K"], _Cache, _Cache]:
+    """Does what `attend_to_cache` does, for nodes of trees.
+
+    Each attends to its ancestors and itself.
 
     Args:
       bias: the bias of the last of P query positions, from which each node's is taken by distance;
@@ -341,31 +315,23 @@ def attend_to_nodes(
       nodes: slots, positions and paths of the T nodes.
       The others are those of `attend_to_cache`.
     """
-    batch, queries, width = qkv.shape
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
-    output = jax.ShapeDtypeStruct((batch, queries, width // 3), jnp.float32)
-    call = jax.ffi.ffi_call(
-        "specdec_node_attention",
-        (output, *shapes),
-        vmap_method="sequential",
-        input_output_aliases={1: 1, 2: 2},
-    )
-    bias = jnp.zeros((0, 0)) if bias is None else bias
-    arguments = qkv, keys, values, bias, nodes.starts, nodes.positions, nodes.paths, _flags(valid)
-    return tuple(call(*arguments, divisor=np.float32(divisor), clear=clear))
+    bias, how = _or_none(bias, 2), dict(divisor=np.float32(divisor), clear=clear)
+    call = _cached_attention("node_attention", qkv, keys, values)
+    where = nodes.starts, nodes.positions, nodes.paths
+    return tuple(call(qkv, keys, values, bias, *where, _flags(valid), **how))
 
 
-def move(
-    keys: Float32[Array, "*B H S K"],
-    values: Float32[Array, "*B H S K"],
-    sources: Int32[Array, "B M"],
-    starts: Int32[Array, " B"],
-) -> tuple[Float32[Array, "*B H S K"], Float32[Array, "*B H S K"]]:
-    """Does what `KVCache.move` does, in place."""
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values))
-    call = jax.ffi.ffi_call(
-        "specdec_move", shapes, vmap_method="sequential", input_output_aliases={0: 0, 1: 1}
-    )
+def _cached_attention(name: str, qkv: jax.Array, keys: _Cache, values: _Cache) -> Callable:
+    """Returns the function that calls a kernel which overwrites keys and values."""
+    output = (*qkv.shape[:2], qkv.shape[2] // 3)
+    return _kernel(name, output, keys.shape, values.shape, aliases={1: 1, 2: 2})
+
+
+def move_slots(
+    keys: _Cache, values: _Cache, sources: Int32[Array, "B M"], starts: Int32[Array, " B"]
+) -> tuple[_Cache, _Cache]:
+    """Does what `Backend.move_slots` does, in place."""
+    call = _kernel("move", keys.shape, values.shape, aliases={0: 0, 1: 1})
     return tuple(call(keys, values, sources, starts))
 
 
@@ -382,10 +348,8 @@ def attend_to_encoded(
     It is 0 for a row of length 0, and for positions that are False in `valid`; `clear` as for
     `PackedWeight.product`.
     """
-    result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
-    return jax.ffi.ffi_call("specdec_cross_attention", result, vmap_method="sequential")(
-        query, keys, values, lengths, _flags(valid), clear=clear
-    )
+    call = _kernel("cross_attention", query.shape)
+    return call(query, keys, values, lengths, _flags(valid), clear=clear)
 
 
 def attend_to_inputs(
@@ -399,7 +363,5 @@ def attend_to_inputs(
       qkv: queries, keys and values side by side, 3·H·K.
       bias: added to the scores, by query position.
     """
-    result = jax.ShapeDtypeStruct((*qkv.shape[:2], qkv.shape[2] // 3), jnp.float32)
-    return jax.ffi.ffi_call("specdec_encoder_attention", result, vmap_method="sequential")(
-        qkv, bias, lengths
-    )
+    call = _kernel("encoder_attention", (*qkv.shape[:2], qkv.shape[2] // 3))
+    return call(qkv, bias, lengths)

@@ -2,29 +2,31 @@
 
 XLA makes dozens of kernels of every layer, and in each the multiplying waits for the weights. Here
 all layers are one kernel, in which weights and caches stream from HBM to VMEM while others are
-multiplied. VMEM has room for what one layer reads, in parts (`_parts`), or for a half or a quarter
-of a feed-forward block that is too large. As soon as a part has been used, the copy of what follows
+multiplied. VMEM holds what one layer reads, in parts (`_parts`), or a half or a quarter of a
+feed-forward block that is too large. As soon as a part has been used, the copy of what follows
 begins in its place, the next layer's or the next piece, so that copies hardly ever pause.
 
 Numbers are rounded where the layers of `t5.py` round them. The head is left to XLA: it is a single
 product.
 """
 
+import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from specdec_jax.backends.axes import PerRow, States
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.cpu.packed_weights import is_weight_object
 from specdec_jax.backends.kv_cache import TILE, KVCache
-from specdec_jax.backends.matmul import precision_of
+from specdec_jax.backends.matmul import multiply
 from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS, MASKED
 
 try:
@@ -38,6 +40,7 @@ _PIECES = (1, 2, 4)  # of a feed-forward block
 _VMEM = 16 * 2**20  # bytes of VMEM that a v4's core has
 _MOST_BUFFERS = 14 * 2**20  # of them for `_Call.scratch`; the compiler needs the others
 
+Ref = Any  # a reference to an array in some memory, or a tree of them
 Rows = Float32[Array, "M F"]  # one row for each token of a call, M = B · T
 
 
@@ -62,15 +65,10 @@ class _Call(NamedTuple):
     pieces: int = 1
 
     @classmethod
-    def of(
-        cls,
-        module: Any,
-        params: dict,
-        shape: tuple[int, ...],
-        cache: Any,
-        layers: int | None,
+    def select(
+        cls, module: Any, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None
     ) -> "_Call":
-        """Picks what the first `layers` layers (None: all) read, in as few pieces as VMEM allows.
+        """Selects what the first `layers` layers (None: all) read, in as few pieces as VMEM allows.
 
         `shape` is (B, T).
         """
@@ -79,14 +77,16 @@ class _Call(NamedTuple):
         caches = [_without_rows(layer) for layer in cache.layers[:count]]
         call = cls(parts, caches, list(cache.position_bias), module.config, *shape)
         *fewer, most = (call._replace(pieces=count) for count in _PIECES)
-        return next((call for call in fewer if call.fits()), most)
+        return next((call for call in fewer if call.fits_memory()), most)
 
     @property
     def rows(self) -> int:
+        """M, the number of tokens."""
         return self.batch * self.positions
 
     @property
     def slots(self) -> int:
+        """S, the slots of a cache."""
         return self.caches[0][0].shape[1]
 
     @property
@@ -104,29 +104,26 @@ class _Call(NamedTuple):
         keys, heads = self.caches[0][0], self.config.num_heads
         width, count = self.config.emb_dim, len(self.config.mlp_activations)
 
-        def buffer(*shape):
-            return pltpu.VMEM(shape, keys.dtype)
+        def make_buffer(*shape: int, dtype: DTypeLike = keys.dtype) -> Any:
+            return pltpu.VMEM(shape, dtype)
 
-        window = buffer(len(keys), self.window, keys.shape[2])
-        parts = jax.tree.map(
-            lambda leaf: buffer(*leaf.shape), {"cache": self.caches[0]} | self.parts[0]
-        )
-        parts |= {"wi": [buffer(count, width, self.width)], "wo": [buffer(self.width, width)]}
+        sources = {"cache": self.caches[0]} | self.parts[0]
+        parts = jax.tree.map(lambda leaf: make_buffer(*leaf.shape), sources)
+        parts["wi"] = [make_buffer(count, width, self.width)]
+        parts["wo"] = [make_buffer(self.width, width)]
+        precise = functools.partial(make_buffer, dtype=jnp.float32)
         return dict(
             parts=parts,
-            windows=[window, window],
-            shifted=[
-                pltpu.VMEM((self.positions, *bias.shape[1:]), jnp.float32) for bias in self.biases
-            ],
-            biases=pltpu.VMEM((len(self.biases), self.rows, heads, self.slots), jnp.float32),
-            attended=pltpu.VMEM((self.rows, heads * self.config.head_dim), jnp.float32),
+            windows=[make_buffer(len(keys), self.window, keys.shape[2])] * 2,
+            shifted=[precise(self.positions, *bias.shape[1:]) for bias in self.biases],
+            biases=precise(len(self.biases), self.rows, heads, self.slots),
+            attended=precise(self.rows, heads * self.config.head_dim),
             arrived=dict.fromkeys(parts, pltpu.SemaphoreType.DMA),
             written=pltpu.SemaphoreType.DMA,
         )
 
-    def fits(self) -> bool:
-        """Returns whether dtypes and shapes are those that the kernel takes, and its buffers have
-        room in VMEM."""
+    def fits_memory(self) -> bool:
+        """Returns whether the kernel takes these dtypes and shapes, and VMEM holds its buffers."""
         leaves, dtype = jax.tree.leaves((self.parts, self.caches)), jnp.dtype(self.config.dtype)
         whole = all(leaf.dtype == dtype and leaf.shape[-1] % TILE[1] == 0 for leaf in leaves)
         whole = whole and self.config.mlp_dim % (self.pieces * TILE[1]) == 0
@@ -134,15 +131,14 @@ class _Call(NamedTuple):
         return whole and sum(_bytes(buffer) for buffer in buffers) <= _MOST_BUFFERS
 
 
-def _bytes(buffer) -> int:
+def _bytes(buffer: Any) -> int:
     """Returns the bytes of a buffer, whose tiles are whole."""
     lines, columns = (-(-size // tile) * tile for size, tile in zip(buffer.shape[-2:], TILE))
     return math.prod(buffer.shape[:-2]) * lines * columns * jnp.dtype(buffer.dtype).itemsize
 
 
 def _parts(layer: dict, cross: KVCache) -> dict[str, list]:
-    """Returns a layer's arrays in the order in which they are used: what is in one part is fetched
-    at once."""
+    """Returns a layer's arrays in the order of their use; those of one part are fetched at once."""
     own, encoded, mlp = layer["self_attention"], layer["encoder_decoder_attention"], layer["mlp"]
     return {
         "self": [own["qkv"]["kernel"], own["out"]["kernel"]],
@@ -166,38 +162,30 @@ def _without_rows(cache: KVCache) -> list[Float[Array, "BH S K"]]:
     return [x.reshape(-1, *x.shape[-2:]) for x in (cache.key, cache.value)]
 
 
-def knows(module: Any) -> bool:
+def supports_module(module: Any) -> bool:
     """Returns whether there is a kernel for such a module."""
-    off = pltpu is None or os.environ.get(native.SETTING) == "off"
     return (
-        not off
+        pltpu is not None
+        and os.environ.get(native.SETTING) != "off"
         and module.config.family == "t5"
         and not module.config.matmul_dtype
         and module.backend.joins_weights
     )
 
 
-def fits(module: Any, params: dict, shape: tuple[int, ...], cache: Any, layers: int | None) -> bool:
-    """Returns whether on a TPU a call over B × T tokens runs as this kernel: of a T5 in the layout
-    for one accelerator, of few rows, if VMEM has room for a layer. Arguments as for
-    `decode_states`."""
-    if not knows(module):
+def supports_call(
+    module: Any, params: dict, shape: tuple[int, int], cache: Any, layers: int | None
+) -> bool:
+    """Returns whether a call over B × T tokens runs as this kernel on one TPU.
+
+    The network is a T5 whose layers fit VMEM, and there are few rows. `shape` is (B, T), the other
+    arguments are those of `decode_states`.
+    """
+    if not supports_module(module) or shape[0] > MOST_ROWS or shape[1] > _MOST_POSITIONS:
         return False
-    first = cache.layers[0]
-    if (
-        first.heads_per_tile is None
-        or first.rules is not None
-        or shape[0] > MOST_ROWS
-        or shape[1] > _MOST_POSITIONS
-    ):
-        return False
-    stored = any(
-        map(
-            is_weight_object,
-            jax.tree.leaves(params["decoder"], is_leaf=is_weight_object),
-        )
-    )
-    return not stored and _Call.of(module, params, shape, cache, layers).fits()
+    weights = jax.tree.leaves(params["decoder"], is_leaf=is_weight_object)
+    in_int8 = any(map(is_weight_object, weights))
+    return not in_int8 and _Call.select(module, params, shape, cache, layers).fits_memory()
 
 
 def decode_states(
@@ -209,7 +197,7 @@ def decode_states(
     layers: int | None = None,
     interpret: Any = False,
 ) -> tuple[States, Any]:
-    """Does what `FamilyModule.decode_states` does, where `fits`.
+    """Does what `FamilyModule.decode_states` does, where `supports_call`.
 
     Args:
       module, params: the network's.
@@ -218,26 +206,18 @@ def decode_states(
       layers: number of decoder layers to run; None: all.
       interpret: as for `pallas_call`: how a CPU runs the kernel, in tests.
     """
-    call = _Call.of(module, params, x.shape[:2], cache, layers)
-    scalars, vmem, hbm = (
-        pl.BlockSpec(memory_space=space) for space in (pltpu.SMEM, pltpu.VMEM, pl.ANY)
-    )
+    call = _Call.select(module, params, x.shape[:2], cache, layers)
+    spaces = pltpu.SMEM, pltpu.VMEM, pl.ANY
+    scalars, vmem, hbm = (pl.BlockSpec(memory_space=space) for space in spaces)
     lengths = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)
-    small = (
-        positions,
-        lengths,
-        x.reshape(call.rows, -1),
-        _norms(params["decoder"], len(call.parts)),
-    )
-    large = (call.biases, call.parts, call.caches)
+    x, shape = x.reshape(call.rows, -1), x.shape
+    small = positions, lengths, x, _norms(params["decoder"], len(call.parts))
+    large = call.biases, call.parts, call.caches
     first, leaves = len(small) + len(jax.tree.leaves(large[:-1])), jax.tree.leaves(large[1:])
-
-    def like(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
+    out = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (x, call.caches))
     states, written = pl.pallas_call(
-        lambda *refs: _Kernel(call, *refs).run(),
-        out_shape=jax.tree.map(like, (small[2], call.caches)),
+        lambda *refs: _Kernel(call, refs).run(),
+        out_shape=out,
         in_specs=(scalars, scalars, vmem, vmem, *jax.tree.map(lambda _: hbm, large)),
         out_specs=(vmem, jax.tree.map(lambda _: hbm, call.caches)),
         scratch_shapes=[call.scratch()],
@@ -256,41 +236,29 @@ def decode_states(
         old.replace(key=key.reshape(old.key.shape), value=value.reshape(old.value.shape))
         for old, (key, value) in zip(cache.layers, written)
     ]
-    return states.reshape(x.shape), cache.replace(layers=(*new, *cache.layers[len(new) :]))
+    return states.reshape(shape), cache.replace(layers=(*new, *cache.layers[len(new) :]))
 
 
 class _Kernel:
-    """The kernel: its arguments are references to arrays in SMEM, VMEM and HBM.
+    """The kernel, whose arrays are references to SMEM, VMEM and HBM.
 
     All numbers that it computes with are float32, since a v4 adds no others.
     """
 
-    def __init__(
-        self,
-        call: _Call,
-        positions,
-        lengths,
-        x,
-        norms,
-        biases,
-        parts,
-        caches,
-        states,
-        written,
-        scratch,
-    ):
+    def __init__(self, call: _Call, refs: Sequence[Ref]):
+        """`refs` are the arguments of `pallas_call`, its results, and `_Call.scratch`."""
         self.call, self.dtype = call, jnp.dtype(call.config.dtype)
-        self.positions, self.lengths, self.x, self.norms = positions, lengths, x, norms
+        self.positions, self.lengths, self.x, self.norms, self.biases, *refs = refs
+        parts, caches, self.states, self.written, self.scratch = refs
         self.sources = [{"cache": cache} | part for part, cache in zip(parts, caches)]
-        self.biases, self.states, self.written, self.scratch = biases, states, written, scratch
 
     def run(self) -> None:
         """Runs all layers and the final norm."""
-        for copy in (
-            *self._bias_copies(),
-            *(copy for name in self.sources[0] for copy in self._fetches(0, name)),
-        ):
+        for copy in self._bias_copies():
             copy.start()
+        for name in self.sources[0]:
+            for copy in self._fetches(0, name):
+                copy.start()
         self._wait_for(self._bias_copies())
         self._slice_biases()
         x = jax.lax.fori_loop(0, len(self.sources), self._layer, self.x[...].astype(jnp.float32))
@@ -317,10 +285,8 @@ class _Kernel:
         self._fetch(i + 1, "cross")
 
         x, before = self._normed(x, 3 * i + 2), x
-        pieces = range(self.call.pieces)
-        return self._rounded(
-            before + self._rounded(sum(self._feed_forward(i, x, piece) for piece in pieces))
-        )
+        added = sum(self._feed_forward(i, x, piece) for piece in range(self.call.pieces))
+        return self._rounded(before + self._rounded(added))
 
     def _feed_forward(self, i: Int32[Array, ""], x: Rows, piece: int) -> Rows:
         """Returns what a piece of the feed-forward block of layer `i` adds."""
@@ -333,9 +299,8 @@ class _Kernel:
         ]
         self._fetch(following[0], "wi", piece=following[1])
         (weight,) = self._arrived("wo")
-        found = self._multiply(
-            math.prod(factors[1:], start=factors[0]).astype(self.dtype), weight[...], 0
-        )
+        hidden = math.prod(factors[1:], start=factors[0]).astype(self.dtype)
+        found = multiply(hidden, weight[...], ((1,), (0,)))
         self._fetch(following[0], "wo", piece=following[1])
         return found
 
@@ -348,19 +313,16 @@ class _Kernel:
         """
         call, sources, buffers = self.call, self.sources[layer][name], self.scratch["parts"][name]
 
-        def features(k):
-            return pl.ds(k * call.config.mlp_dim + piece * call.width, call.width)
-
-        if name == "wi":
-            pairs = [
-                (sources[0].at[:, features(k)], buffers[0].at[k])
-                for k in range(len(call.config.mlp_activations))
-            ]
-        elif name == "wo":
-            pairs = [(sources[0].at[features(0)], buffers[0])]
-        else:
-            pairs = list(zip(sources, buffers))
-        for source, buffer in pairs:
+        if name in ("wi", "wo"):
+            count = len(call.config.mlp_activations) if name == "wi" else 1
+            starts = [k * call.config.mlp_dim + piece * call.width for k in range(count)]
+            features = [pl.ds(start, call.width) for start in starts]
+            if name == "wi":
+                sources = [sources[0].at[:, own] for own in features]
+                buffers = [buffers[0].at[k] for k in range(count)]
+            else:
+                sources = [sources[0].at[features[0]]]
+        for source, buffer in zip(sources, buffers):
             yield pltpu.make_async_copy(source, buffer, self.scratch["arrived"][name])
 
     def _fetch(self, layer: Int32[Array, ""], *names: str, piece: int = 0) -> None:
@@ -379,27 +341,22 @@ class _Kernel:
         for cache, window in zip(self.written[layer], self.scratch["windows"]):
             heads = len(cache) // self.call.batch
             for row in range(self.call.batch):
-                of_row, slots = (
-                    pl.ds(row * heads, heads),
-                    pl.ds(self._window(row), self.call.window),
-                )
-                yield pltpu.make_async_copy(
-                    window.at[of_row], cache.at[of_row, slots], self.scratch["written"]
-                )
+                own, slots = pl.ds(row * heads, heads), pl.ds(self._window(row), self.call.window)
+                source, place = window.at[own], cache.at[own, slots]
+                yield pltpu.make_async_copy(source, place, self.scratch["written"])
 
     def _bias_copies(self) -> Iterator[Any]:
         """Yields the copies of the shifted rows of the position biases."""
         for bias, buffer in zip(self.biases, self.scratch["shifted"]):
-            yield pltpu.make_async_copy(
-                bias.at[pl.ds(0, self.call.positions)], buffer, self.scratch["written"]
-            )
+            source = bias.at[pl.ds(0, self.call.positions)]
+            yield pltpu.make_async_copy(source, buffer, self.scratch["written"])
 
     def _start(self, layer: Int32[Array, ""], copies: Callable[[int], Iterator[Any]]) -> None:
         """Starts the copies of the layer with a number that is known only when the kernel runs."""
         for i in range(len(self.sources)):
 
             @pl.when(layer == i)
-            def start(i=i):
+            def start(i: int = i) -> None:
                 for copy in copies(i):
                     copy.start()
 
@@ -413,10 +370,8 @@ class _Kernel:
         """Does what `biases_from` does, for the tokens of the call."""
         for i, shifted in enumerate(self.scratch["shifted"]):
             for token, (row, t) in enumerate(self._tokens()):
-                left = self.call.slots - 1 - self._first(row)
-                turned = pltpu.roll(
-                    shifted[t], jax.lax.rem(shifted.shape[2] - left, shifted.shape[2]), axis=1
-                )
+                left, width = self.call.slots - 1 - self._first(row), shifted.shape[2]
+                turned = pltpu.roll(shifted[t], jax.lax.rem(width - left, width), axis=1)
                 self.scratch["biases"][i, token] = turned[:, : self.call.slots]
 
     def _tokens(self) -> list[tuple[int, int]]:
@@ -432,8 +387,8 @@ class _Kernel:
         tile = jax.lax.div(self._first(row), TILE[0]) * TILE[0]
         return pl.multiple_of(jnp.minimum(tile, self.call.slots - self.call.window), TILE[0])
 
-    def _append(self, key: Rows, value: Rows, keys, values) -> None:
-        """Does what `KVCache.append` does, in the buffers and in the windows that are written."""
+    def _append(self, key: Rows, value: Rows, keys: Ref, values: Ref) -> None:
+        """Does what `TPUBackend.append` does, in the buffers and the windows that are written."""
         finite = jnp.isfinite(value)
         key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
         heads, features, size = len(keys) // self.call.batch, keys.shape[2], self.call.window
@@ -450,24 +405,24 @@ class _Kernel:
                         window = jnp.where(slots == self._first(row) + t, own, window)
                     buffer[at, pl.ds(start, size)] = written[at] = window.astype(self.dtype)
 
-    def _attend(self, query: Rows, keys, values, ends: list, bias=None) -> Rows:
+    def _attend(
+        self, query: Rows, keys: Ref, values: Ref, ends: list, bias: Ref | None = None
+    ) -> Rows:
         """Returns the output of attention before its last product.
 
         Each token has a row for each head, with 0 at the features of other heads. `ends` are the
         first slots that tokens do not see; `bias`, by token, head and slot, is added to the scores.
         """
         call, heads, features = self.call, len(keys) // self.call.batch, keys.shape[2]
-        line, column = (
-            jax.lax.broadcasted_iota(jnp.int32, (call.config.num_heads, query.shape[1]), i)
-            for i in (0, 1)
-        )
+        shape = call.config.num_heads, query.shape[1]
+        line, column = (jax.lax.broadcasted_iota(jnp.int32, shape, i) for i in (0, 1))
         own = jax.lax.div(column, call.config.head_dim) == line
         slots = jax.lax.broadcasted_iota(jnp.int32, (1, keys.shape[1]), 1)
         cuts = [slice(head * features, (head + 1) * features) for head in range(heads)]
         for token, (row, _) in enumerate(self._tokens()):
             apart = jnp.where(own, query[token : token + 1], 0).astype(self.dtype)
             scores = sum(
-                self._multiply(apart[:, cut], keys[row * heads + i], 1)
+                multiply(apart[:, cut], keys[row * heads + i], ((1,), (1,)))
                 for i, cut in enumerate(cuts)
             )
             scores = scores if bias is None else scores + bias[token]
@@ -475,12 +430,9 @@ class _Kernel:
             weights = jnp.exp(weights - jnp.max(weights, axis=1, keepdims=True))
             weights = (weights / jnp.sum(weights, axis=1, keepdims=True)).astype(self.dtype)
             for i, cut in enumerate(cuts):
-                found = jnp.where(
-                    own[:, cut], self._multiply(weights, values[row * heads + i], 0), 0
-                )
-                self.scratch["attended"][pl.ds(token, 1), cut] = jnp.sum(
-                    found, axis=0, keepdims=True
-                )
+                found = multiply(weights, values[row * heads + i], ((1,), (0,)))
+                found = jnp.sum(jnp.where(own[:, cut], found, 0), axis=0, keepdims=True)
+                self.scratch["attended"][pl.ds(token, 1), cut] = found
         return self._rounded(self.scratch["attended"][...])
 
     # Numbers.
@@ -490,16 +442,8 @@ class _Kernel:
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=1, keepdims=True) + 1e-6)
         return self._rounded(self._rounded(x) * self.norms[pl.ds(norm, 1)])
 
-    def _product(self, x: Float32[Array, "M D"], weight) -> Rows:
-        return self._rounded(self._multiply(x.astype(self.dtype), weight[...], 0))
-
-    def _multiply(
-        self, a: Float[Array, "M D"], b: Float[Array, "..."], contracted: int
-    ) -> Float32[Array, "M F"]:
-        axes = ((1,), (contracted,)), ((), ())
-        return jax.lax.dot_general(
-            a, b, axes, precision_of(a.dtype), preferred_element_type=jnp.float32
-        )
+    def _product(self, x: Float32[Array, "M D"], weight: Ref) -> Rows:
+        return self._rounded(multiply(x.astype(self.dtype), weight[...], ((1,), (0,))))
 
     def _rounded(self, x: Rows) -> Rows:
         return x.astype(self.dtype).astype(jnp.float32)
