@@ -74,8 +74,8 @@ class Backend:
     def append(self, cache: KVCache, key: ByHeads, value: ByHeads, positions: PerRow) -> KVCache:
         """Overwrites slots `positions[b] … positions[b] + T − 1` of every row.
 
-        Later values are set to 0. `positions[b] + T` must not exceed S, since XLA clamps the start of a slice and would
-        overwrite valid slots instead. The decode loop chooses S accordingly.
+        Later values are set to 0. `positions[b] + T` must not exceed S, since XLA clamps the start
+        of a slice and would overwrite valid slots instead. The decode loop chooses S accordingly.
         """
         valid = jnp.arange(cache.slots) < positions[:, None] + key.shape[2]
         valid = valid[:, None, :, None] if cache.value.ndim == 4 else valid[:, :, None]
@@ -103,7 +103,7 @@ class Backend:
     # Decoder calls.
 
     def count_padding(self, batch: int, count: int) -> int:
-        """Returns how many tokens a call over `count` tokens a row computes besides, for nothing."""
+        """Returns how many tokens a call over `count` tokens a row computes for nothing."""
         return 0
 
     def attend_to_cache(
@@ -209,7 +209,7 @@ class CPUBackend(Backend):
 
 
 class AcceleratorBackend(Backend):
-    """What GPUs and TPUs have in common: caches in whole tiles, whose stale slots keep their values.
+    """What GPUs and TPUs have in common: caches of whole tiles, whose stale slots are not cleared.
 
     A product of a single row would not use an accelerator's units for matrices, and would be added
     up in the dtype of the operands. So more positions are fed for one.
@@ -329,7 +329,7 @@ class TPUBackend(AcceleratorBackend):
         return next(count for count in counts if heads.count % (count * parts) == 0)
 
     def count_padding(self, batch: int, count: int) -> int:
-        """Returns how many tokens a call over `count` tokens a row computes besides, for nothing.
+        """Returns how many tokens a call over `count` tokens a row computes for nothing.
 
         Otherwise a TPU's compiler changes layouts in every layer. Several rows fill tiles only if
         that is at most a seventh more.

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-
 Axes = tuple[Sequence[int], Sequence[int]]  # of the two operands
 
 

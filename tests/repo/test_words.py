@@ -28,6 +28,7 @@ WORDS = {
     "block_stand|rejection_stand": "accept_probs",
     "NotNumbers": "NonFiniteLogitsError",
     "Renewal": "CostAware",
+    "Int8Kernel|apply_kernel|step_kernels": "weight",
 }
 # Where the words mean what they mean everywhere: in sentences to translate, in others' names.
 ALLOWED = (

@@ -172,8 +172,8 @@ class PackedWeight:
     ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
         """Returns the argmax of each row of `product` and its log-probability.
 
-        The product is not stored. The argmax is the first of equal columns, or −1 where a column is NaN; the log-probability
-        there is NaN, and without `normalize` it is meaningless.
+        The product is not stored. The argmax is the first of equal columns, or −1 where a column
+        is NaN; the log-probability there is NaN, and without `normalize` it is meaningless.
         """
         results = [jax.ShapeDtypeStruct(x.shape[:-1], dtype) for dtype in (jnp.int32, jnp.float32)]
         arguments = x.astype(jnp.float32), self.values, _or_none(self.scales), _flags(valid)
