@@ -8,8 +8,8 @@ narrow ones, which rounding to 8 bits would magnify.
 """
 
 import flax.struct
-import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8
 
 from specdec_jax.backends import matmul
@@ -19,8 +19,7 @@ _MOST = 127
 
 @flax.struct.dataclass
 class Int8Weight:
-    """A weight matrix in int8, with one scale for each output: column f is about `values[:, f] ·
-    scales[f]`.
+    """A weight matrix in int8: its column f is about `values[:, f] · scales[f]`.
 
     Attributes:
       input_bits: bits to which `packed_weights.py` rounds the inputs of its products, 16 or 8, in
@@ -41,7 +40,7 @@ class Int8Weight:
         """Returns the weight as float32."""
         return self.values.astype(jnp.float32) * self.scales
 
-    def product(self, x: Float[Array, "*N D"], output_dtype) -> Float[Array, "*N F"]:
+    def product(self, x: Float[Array, "*N D"], output_dtype: DTypeLike) -> Float[Array, "*N F"]:
         """Returns `x` times the weight.
 
         Sums are in float32; where inputs are rounded, every row of `x` with a scale of its own,
@@ -56,9 +55,7 @@ class Int8Weight:
         # On a CPU, XLA's product of a single row reads a copy of the whole matrix in int32; its
         # product of two rows reads the weight itself.
         values = jnp.broadcast_to(values, (max(2, len(rows)), rows.shape[1]))
-        sums = jax.lax.dot_general(
-            values, self.values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32
-        )
+        sums = matmul.multiply(values, self.values, ((1,), (0,)), dtype=jnp.int32)
         y = sums[: len(rows)].astype(jnp.float32) * scales[:, None] * self.scales
         return y.astype(output_dtype).reshape(*x.shape[:-1], -1)
 
@@ -66,10 +63,7 @@ class Int8Weight:
 def _rounded(
     x: Float[Array, "N F"], axis: int
 ) -> tuple[Int8[Array, "N F"], Float32[Array, " scales"]]:
-    """Rounds a matrix to integers times scales, with 127 for the greatest magnitude along `axis`.
-
-    Returns both.
-    """
+    """Returns a matrix as integers and scales, with 127 for the greatest magnitude on `axis`."""
     x = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(x), axis=axis) / _MOST
     units = jnp.expand_dims(jnp.where(scales > 0, scales, 1), axis)

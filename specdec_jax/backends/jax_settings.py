@@ -1,5 +1,4 @@
-"""Runs the package's functions under the JAX settings that they are written for, whatever the
-process has set."""
+"""Runs the package's functions under their own JAX settings, whatever the process has set."""
 
 import contextlib
 import functools
@@ -18,10 +17,8 @@ _END = object()
 def package_settings() -> contextlib.ExitStack:
     """Enters JAX's settings for this package, in this thread.
 
-    Leaving the returned context restores the process's own.
-
-    Precision of products, type promotion, devices, `jax_disable_jit` and the checks for leaked
-    tracers and for transfers stay as they are set.
+    Leaving the returned context restores the process's own. Precision of products, type promotion,
+    devices, `jax_disable_jit` and the checks for leaked tracers and for transfers stay as they are.
     """
     stack = contextlib.ExitStack()
     for setting in (
@@ -81,9 +78,8 @@ def check_not_traced(name: str, values: Iterable[Any] = ()) -> None:
     With `values` only if one of them is traced.
     """
     values = tuple(values)
-    if any(isinstance(value, jax.core.Tracer) for value in values) or (
-        not values and get_opaque_trace_state() != _OUTSIDE
-    ):
+    traced = any(isinstance(value, jax.core.Tracer) for value in values)
+    if traced or (not values and get_opaque_trace_state() != _OUTSIDE):
         raise ValueError(
             f"{name}: got a call inside a function that JAX traces (jit, grad, vmap, scan),"
             " expected one outside it, where values are known (of decoding, only `advance` can be"

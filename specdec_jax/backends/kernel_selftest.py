@@ -1,5 +1,8 @@
-"""Self-tests of kernels for accelerators: before a process uses such a kernel it tries it once, on
-small arrays, and does without it if that fails."""
+"""Self-tests of kernels for accelerators.
+
+Before a process uses such a kernel it tries it once, on small arrays, and does without it if that
+fails.
+"""
 
 import concurrent.futures
 import sys
@@ -33,16 +36,16 @@ class KernelSelfTest:
       backend: where the kernel runs: "gpu" or "tpu".
     """
 
-    def __init__(self, backend: str, rejected: str, why_not: Callable[..., str | None]):
+    def __init__(self, backend: str, rejected: str, find_fault: Callable[..., str | None]):
         """Makes a self-test that has not run yet.
 
         Args:
           backend: as above.
           rejected: what a line on standard error says if a self-test fails, before the case and the
             reason.
-          why_not: runs the self-test of a case and returns what is wrong, None if nothing is.
+          find_fault: runs the self-test of a case and returns what is wrong, None if nothing is.
         """
-        self.backend, self._rejected, self._why_not = backend, rejected, why_not
+        self.backend, self._rejected, self._find_fault = backend, rejected, find_fault
         self._lock = threading.Lock()  # several programs may be traced side by side
         self.forget()
 
@@ -65,10 +68,10 @@ class KernelSelfTest:
             if key not in self._found:
                 # The caller is being traced, another thread is not.
                 with concurrent.futures.ThreadPoolExecutor(1) as apart:
-                    self._found[key] = why = apart.submit(isolated(self._why_not), **case).result()
-                if why:
-                    which = (
-                        f" ({', '.join(f'{name} {value}' for name, value in key)})" if key else ""
-                    )
-                    print(f"{self._rejected}{which}: {why}", file=sys.stderr)
+                    fault = apart.submit(isolated(self._find_fault), **case).result()
+                self._found[key] = fault
+                if fault:
+                    which = ", ".join(f"{name} {value}" for name, value in key)
+                    which = f" ({which})" if which else ""
+                    print(f"{self._rejected}{which}: {fault}", file=sys.stderr)
             return self._found[key]

@@ -1,5 +1,4 @@
-"""The division of parameters, caches and rows over a mesh of devices, by T5X's rules for logical
-axes.
+"""Parameters, caches and rows on a mesh of devices, by T5X's rules for logical axes.
 
 A mesh has two axes. "model" divides every layer: each of its devices holds some of the heads, of
 the feed-forward's columns and of the vocabulary, and their partial results are added up. "data"
@@ -102,39 +101,28 @@ class ShardingRules:
         A vocabulary whose size the number of parts does not divide is whole on every device.
         """
         axes = _PARAMETERS.get("/".join(name.split("/")[-2:]), ())
-        return self.sharding(
-            *(
-                None if axis == "vocab" and size % self.parts else axis
-                for axis, size in zip(axes, shape)
-            )
-        )
+        whole = [axis == "vocab" and size % self.parts for axis, size in zip(axes, shape)]
+        return self.sharding(*(None if skip else axis for skip, axis in zip(whole, axes)))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Returns `x` with the sharding of these logical axes; under jit."""
         return jax.lax.with_sharding_constraint(x, self.sharding(*axes))
 
     def locally(self, function: Callable, axes: tuple, result: tuple) -> Callable:
-        """Returns a function that applies `function` on each device to the device's parts of the
-        arguments.
+        """Returns `function` applied on each device to the device's parts of the arguments.
 
         Args:
           axes: the logical axes of each argument.
           result: the logical axes of the result.
         """
+        *given, out = (self.sharding(*names).spec for names in (*axes, result))
+        return jax.shard_map(function, mesh=self.mesh, in_specs=tuple(given), out_specs=out)
 
-        def spec(axes):
-            return self.sharding(*axes).spec
-
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=tuple(map(spec, axes)), out_specs=spec(result)
-        )
-
-    def put(self, tree):
-        """Returns `tree` with every array that is not yet on this mesh copied whole to each of its
-        devices."""
+    def put(self, tree: Any) -> Any:
+        """Copies every array of `tree` that is not yet on this mesh whole to each of its devices."""
         whole = self.sharding()
 
-        def put(leaf):
+        def put(leaf: Any) -> jax.Array:
             if isinstance(leaf, jax.Array):
                 if leaf.sharding.device_set == whole.device_set:
                     return leaf
@@ -179,45 +167,38 @@ def row_parts(rules: ShardingRules | None) -> int:
 def read(
     sharding: NamedSharding, shape: tuple[int, ...], load: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-    """Makes an array on the mesh, of which each process reads, once, only what its own devices
-    hold.
+    """Makes an array on the mesh, of which each process reads once what its own devices hold.
 
     Args:
       load: returns the part of the array in a box, which is a tuple of one slice for each axis.
     """
-    held = [
-        [slice(*index.indices(size)) for index, size in zip(indices, shape)]
-        for indices in sharding.addressable_devices_indices_map(shape).values()
-    ]
-    box = tuple(slice(min(i.start for i in axis), max(i.stop for i in axis)) for axis in zip(*held))
-    part = load(box)
 
-    def shard(indices):
-        whole = [slice(*index.indices(size)) for index, size in zip(indices, shape)]
-        return part[
-            tuple(
-                slice(i.start - outer.start, i.stop - outer.start) for i, outer in zip(whole, box)
-            )
-        ]
+    def bounds(indices: tuple[slice, ...]) -> list[tuple[int, int]]:
+        return [index.indices(size)[:2] for index, size in zip(indices, shape)]
+
+    held = map(bounds, sharding.addressable_devices_indices_map(shape).values())
+    box = [(min(starts), max(stops)) for starts, stops in (zip(*axis) for axis in zip(*held))]
+    part = load(tuple(slice(*outer) for outer in box))
+
+    def shard(indices: tuple[slice, ...]) -> np.ndarray:
+        inner = zip(bounds(indices), box)
+        return part[tuple(slice(a - first, b - first) for (a, b), (first, _) in inner)]
 
     return jax.make_array_from_callback(shape, sharding, shard)
 
 
-def constrain_sharding(tree, rules: ShardingRules | None):
-    """Returns `tree` with its layout fixed: caches by their own `constrain_sharding`, all else
-    whole on every device; under jit.
+def constrain_sharding(tree: Any, rules: ShardingRules | None) -> Any:
+    """Returns `tree` with its layout fixed; under jit.
 
-    Otherwise the compiler chooses a layout for what a program returns, and the next call, which
-    gets that layout, compiles a new program.
+    Caches have a `constrain_sharding` of their own; all else is whole on every device. Otherwise
+    the compiler chooses a layout for what a program returns, and the next call, which gets that
+    layout, compiles a new program.
     """
     if rules is None:
         return tree
 
-    def owns(node):
-        return hasattr(node, "constrain_sharding")
+    def constrain(node: Any) -> Any:
+        own = getattr(node, "constrain_sharding", None)
+        return own() if own else rules.constrain(node)
 
-    return jax.tree.map(
-        lambda node: node.constrain_sharding() if owns(node) else rules.constrain(node),
-        tree,
-        is_leaf=owns,
-    )
+    return jax.tree.map(constrain, tree, is_leaf=lambda node: hasattr(node, "constrain_sharding"))

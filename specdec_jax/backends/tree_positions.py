@@ -1,8 +1,8 @@
-"""Positions and slots of the tokens of a call that are nodes of a tree, not the next tokens of a
-sequence: `Nodes` for any tree, `WindowNodes` for one that continues a single sequence.
+"""Positions and slots of tokens that are nodes of a tree, not the next tokens of a sequence.
 
-All nodes of a tree share one row of the key/value cache. A node is written to a slot of its own,
-which does not tell its position; that is given separately, and so are the slots of its ancestors.
+`Nodes` are those of any tree, `WindowNodes` those of one that continues a single sequence. All
+nodes of a tree share one row of the key/value cache. A node is written to a slot of its own, which
+does not give its position; that is given separately, and so are the slots of its ancestors.
 Branches never see each other, and a sequence whose tokens lie scattered over the cache costs no
 more than one whose tokens lie side by side.
 """
@@ -28,27 +28,25 @@ class Nodes:
     paths: jax.Array
 
     def distances(self, slots: int) -> jax.Array:
-        """Returns `[B, T, S]` int32: how many positions the token in each of S = `slots` slots
-        stands before each node; 0 for the node itself, −1 where the token is not an ancestor."""
+        """Returns `[B, T, S]` int32: how far before each node each of S = `slots` slots' tokens is.
 
-        def found(positions, paths):
+        The distance is in positions: 0 for the node itself, −1 where a token is not an ancestor.
+        """
+
+        def measure(positions: jax.Array, paths: jax.Array) -> jax.Array:
             ahead = positions[..., None] - jnp.arange(paths.shape[2], dtype=jnp.int32)
             here = paths[..., None] == jnp.arange(slots, dtype=jnp.int32)
             return jnp.max(jnp.where(here & (ahead >= 0)[..., None], ahead[..., None], -1), axis=2)
 
-        def found_in_eights(positions, paths):
+        def measure_eights(positions: jax.Array, paths: jax.Array) -> jax.Array:
             # A TPU takes seven times as long for 28 nodes as for 32.
             nodes = positions.shape[1]
-            padding = (0, -nodes % 8 if nodes > 8 else 0)
-            positions, paths = (
-                jnp.pad(positions, ((0, 0), padding)),
-                jnp.pad(paths, ((0, 0), padding, (0, 0))),
-            )
-            return found(positions, paths)[:, :nodes]
+            widths = (0, 0), (0, -nodes % 8 if nodes > 8 else 0), (0, 0)
+            positions, paths = jnp.pad(positions, widths[:2]), jnp.pad(paths, widths)
+            return measure(positions, paths)[:, :nodes]
 
-        return jax.lax.platform_dependent(
-            self.positions, self.paths, cpu=found, default=found_in_eights
-        )
+        given = self.positions, self.paths
+        return jax.lax.platform_dependent(*given, cpu=measure, default=measure_eights)
 
 
 def node_paths(paths: jax.Array, positions: jax.Array, slots: jax.Array) -> jax.Array:
@@ -95,10 +93,8 @@ class WindowNodes:
         """`[B, T, P]`, as for `Nodes`."""
         here = jnp.arange(self.span, dtype=jnp.int32)
         after = here - self.origins[:, None]
-        deepest = self.lines.shape[2] - 1
-        depth = jnp.broadcast_to(
-            jnp.clip(after, 0, deepest)[:, None], (*self.depths.shape, self.span)
-        )
+        depth = jnp.clip(after, 0, self.lines.shape[2] - 1)
+        depth = jnp.broadcast_to(depth[:, None], (*self.depths.shape, self.span))
         inside = self.origins[:, None, None] + jnp.take_along_axis(self.lines, depth, axis=2)
         return jnp.where((after >= 0)[:, None], inside, here)
 

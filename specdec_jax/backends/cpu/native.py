@@ -1,10 +1,9 @@
-"""The CPU's own kernels: compiles `native.cc` at first use with the system's C++ compiler, and
-tries and loads it.
+"""The CPU's own kernels: compiles `native.cc` at first use with the system's C++ compiler.
 
 The library lies in the user's cache under a name made of all that it depends on, processor
 included, so that one made for another machine, jaxlib or compiler is never loaded. A process of its
-own tries it first (`selftest.py`), since a faulty library may end the process that
-loads it. The result, a failure too, is recorded in a file beside it.
+own tries it first (`selftest.py`), since a faulty library may end the process that loads it. The
+result, a failure too, is recorded in a file beside it.
 """
 
 import contextlib
@@ -28,12 +27,11 @@ from typing import NamedTuple
 import jax
 import jaxlib
 
-from specdec_jax.backends.cpu import selftest as selftest
+from specdec_jax.backends.cpu import selftest
 from specdec_jax.files import user_cache
 from specdec_jax.files.writing import write_file
 
-# FFI target -> symbol of its handler in the library. Each needs a case in
-# `selftest.check`.
+# FFI target -> symbol of its handler in the library. Each needs a case in `selftest.check`.
 TARGETS = {
     "specdec_product_f32": "SpecdecProductF32",
     "specdec_product_s8": "SpecdecProductS8",
@@ -93,8 +91,10 @@ def state() -> str:
 
 
 def origin() -> str | None:
-    """Returns how the library in use was made, without a path: "built with g++ 12.2 for znver4
-    (avx512)"; None without a library."""
+    """Returns how the library in use was made, without a path; None without one.
+
+    Example: "built with g++ 12.2 for znver4 (avx512)".
+    """
     return _settled().origin
 
 
@@ -108,8 +108,7 @@ def identity() -> str | None:
 
 
 class _State(NamedTuple):
-    """The library that a process uses: its path and how it was made, both None without one, and a
-    line that says so."""
+    """The library of a process: its path and how it was made, or None, and a line about it."""
 
     library: str | None
     origin: str | None
@@ -124,8 +123,7 @@ class _Library(NamedTuple):
 
 
 class _Compiler(NamedTuple):
-    """A compiler: the words of a command that calls it, its name, and the first line of what it
-    says of its version."""
+    """A compiler: the words of its command, its name, and the first line of its version."""
 
     command: tuple[str, ...]
     name: str
@@ -137,10 +135,7 @@ class _Unusable(Exception):
 
 
 class _Failed(_Unusable):
-    """A failure that would come again, of the compiler or of the library that it made.
-
-    It is recorded.
-    """
+    """A lasting failure of the compiler or of the library that it made; it is recorded."""
 
 
 _lock = threading.RLock()
@@ -178,9 +173,8 @@ def _register(library: str) -> None:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(
-        OSError, AttributeError, ValueError
-    ):  # standard error may be closed, or None
+    # Standard error may be closed, or None.
+    with contextlib.suppress(OSError, AttributeError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
@@ -212,33 +206,17 @@ def _find() -> _Library:
             with contextlib.suppress(OSError):
                 write_file(record, json.dumps({"failed": str(error)}))
             raise
-        write_file(
-            record, json.dumps({"library": os.path.basename(found.path), "origin": found.origin})
-        )
+        content = {"library": os.path.basename(found.path), "origin": found.origin}
+        write_file(record, json.dumps(content))
     return found
 
 
 def _key(source: bytes, compiler: _Compiler) -> str:
-    """Returns a digest of all that decides what a library contains and where it runs.
-
-    Its name begins with it.
-    """
-    parts = [
-        source,
-        _PROBE.read_bytes(),
-        jaxlib.__version__,
-        *compiler.command,
-        os.path.realpath(compiler.command[0]),
-        compiler.version,
-        _FLAGS,
-        _NATIVE,
-        TARGETS,
-        platform.system(),
-        platform.machine(),
-        _features(),
-        _libc(),
-    ]
-    return _digest(repr(parts).encode())
+    """Returns a digest of all that a library depends on, with which its name begins."""
+    calls = *compiler.command, os.path.realpath(compiler.command[0]), compiler.version
+    machine = platform.system(), platform.machine(), _features(), _libc()
+    here = _PROBE.read_bytes(), jaxlib.__version__, _FLAGS, _NATIVE, TARGETS
+    return _digest(repr([source, calls, machine, here]).encode())
 
 
 def _digest(content: bytes) -> str:
@@ -246,23 +224,20 @@ def _digest(content: bytes) -> str:
 
 
 def _features() -> str:
-    """Returns a text that differs between processors for which a compiler generates different
-    instructions."""
+    """Returns a text that differs between processors that get different instructions."""
     if sys.platform == "darwin":
         return _run(["sysctl", "-n", "machdep.cpu.brand_string"], _ASK_SECONDS).output
     try:
-        lines = (
-            pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        )
+        text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return platform.processor()
     named = ("flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.partition(":")[0].strip() in named}))
+    lines = {line for line in text.splitlines() if line.partition(":")[0].strip() in named}
+    return "\n".join(sorted(lines))
 
 
 def _libc() -> str | None:
-    """Returns the version of the C library, since a library linked here may not load with an older
-    one; None: unknown."""
+    """Returns the version of the C library, None if unknown: an older one may not load ours."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION")
     except (OSError, ValueError):
@@ -280,9 +255,8 @@ def _compiler() -> _Compiler:
         if path is None:
             continue
         command = (os.path.abspath(path), *words[1:])
-        name = os.path.basename(
-            next((word for word in reversed(words) if not word.startswith("-")), words[0])
-        )
+        last = next((word for word in reversed(words) if not word.startswith("-")), words[0])
+        name = os.path.basename(last)
         asked = _run([*command, "--version"], _ASK_SECONDS)
         if asked.code != 0:
             raise _Unusable(f"{named or name} --version {_why(asked, _ASK_SECONDS)}")
@@ -302,9 +276,8 @@ def _remembered(record: pathlib.Path) -> _Library | None:
         if "failed" in content:
             if time.time() - record.stat().st_mtime > _FORGOTTEN:
                 return None
-            raise _Unusable(
-                f"{content['failed']} (remembered for a day; {SETTING}=rebuild tries again)"
-            )
+            again = f"(remembered for a day; {SETTING}=rebuild tries again)"
+            raise _Unusable(f"{content['failed']} {again}")
         path = record.with_name(os.path.basename(content["library"]))
         whole = path.name == _library_name(record.stem, path.read_bytes())
         return _Library(str(path), str(content["origin"])) if whole else None
@@ -331,17 +304,8 @@ def _build(folder: pathlib.Path, key: str, source: bytes, compiler: _Compiler) -
         _say("specdec_jax: compiling its CPU kernel (once, a few seconds) ...")
         made = temporary / "kernel.so"
         native, target = _native(compiler)
-        command = [
-            *compiler.command,
-            *_FLAGS,
-            *native,
-            f"-I{jax.ffi.include_dir()}",
-            "-o",
-            str(made),
-            "-x",
-            "c++",
-            "-",
-        ]
+        flags = *_FLAGS, *native, f"-I{jax.ffi.include_dir()}"
+        command = [*compiler.command, *flags, "-o", str(made), "-x", "c++", "-"]
         ended = _run(command, _COMPILE_SECONDS, source)
         if ended.code != 0 or not made.is_file():
             raise _Failed(f"{compiler.name} {_why(ended, _COMPILE_SECONDS)}")
@@ -350,26 +314,20 @@ def _build(folder: pathlib.Path, key: str, source: bytes, compiler: _Compiler) -
         path = folder / _library_name(key, content)
         write_file(path, content)
     number = re.search(r"\d+\.\d+", re.sub(r"\(.*?\)", "", compiler.version))
-    return _Library(
-        str(path), f"built with {compiler.name}{f' {number[0]}' if number else ''} for {target}"
-    )
+    name = f"{compiler.name} {number[0]}" if number else compiler.name
+    return _Library(str(path), f"built with {name} for {target}")
 
 
 def _native(compiler: _Compiler) -> tuple[tuple[str, ...], str]:
-    """Returns the flags for this processor, and how the compiler describes it with them: "znver4
-    (avx512)"."""
+    """Returns the flags for this processor, and its name for the compiler: "znver4 (avx512)"."""
     for flags in _NATIVE:
         asked = _run([*compiler.command, *flags, "-dM", "-E", "-x", "c++", "-"], _ASK_SECONDS)
         if asked.code == 0:
             break
     macros = {line.split()[1] for line in asked.output.splitlines() if line.startswith("#define ")}
-    tuned = sorted(
-        match[1] for macro in macros if (match := re.fullmatch(r"__tune_(\w+?)__", macro))
-    )
-    vectors = next(
-        (name for macro, name in _VECTORS.items() if macro in macros), "no vectors known"
-    )
-    return flags, f"{tuned[0] if tuned and flags else platform.machine()} ({vectors})"
+    tuned = sorted(re.findall(r"\b__tune_(\w+?)__\b", " ".join(macros)))
+    vectors = [name for macro, name in _VECTORS.items() if macro in macros] or ["no vectors known"]
+    return flags, f"{tuned[0] if tuned and flags else platform.machine()} ({vectors[0]})"
 
 
 def _try(library: pathlib.Path) -> None:
@@ -383,10 +341,8 @@ def _try(library: pathlib.Path) -> None:
     command = [sys.executable, "-I", str(_PROBE), asked]
     ended = _run(command, _PROBE_SECONDS, environment={**settings, "JAX_PLATFORMS": "cpu"})
     if ended.code != 0 or ended.output.strip() != "works":
-        raise _Failed(
-            "the self-test"
-            f" {_why(ended, _PROBE_SECONDS, last=True).replace(str(library), library.name)}"
-        )
+        why = _why(ended, _PROBE_SECONDS, last=True).replace(str(library), library.name)
+        raise _Failed(f"the self-test {why}")
 
 
 # Other processes.
@@ -406,8 +362,9 @@ def _run(
     given: bytes = b"",
     environment: Mapping[str, str | None] | None = None,
 ) -> _Ended:
-    """Runs a command, and ends it and all its children when its time is over or this process is
-    interrupted.
+    """Runs a command.
+
+    It ends with all its children when its time is over or this process is interrupted.
 
     Args:
       seconds: its time.
@@ -415,15 +372,10 @@ def _run(
       environment: changes of the environment variables that it sees; None removes one.
     """
     settings = {**os.environ, "LC_ALL": "C", **(environment or {})}
+    env = {name: value for name, value in settings.items() if value is not None}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     try:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env={name: value for name, value in settings.items() if value is not None},
-        )
+        child = subprocess.Popen(command, **pipes, start_new_session=True, env=env)
     except OSError as error:  # 126 is also a shell's status for what cannot be started
         return _Ended(126, "", str(error))
     with child:
@@ -441,8 +393,10 @@ def _run(
 
 
 def _why(ended: _Ended, seconds: float, last: bool = False) -> str:
-    """Returns how a process failed, with a line of its standard error: the first with "error", or
-    the `last` one."""
+    """Returns how a process failed, with a line of its standard error.
+
+    That is the first with "error", or the `last` one.
+    """
     if ended.code is None:
         return f"took more than {seconds} seconds"
     if ended.code < 0:
