@@ -119,7 +119,7 @@ class ShardingRules:
         return jax.shard_map(function, mesh=self.mesh, in_specs=tuple(given), out_specs=out)
 
     def put(self, tree: Any) -> Any:
-        """Copies every array of `tree` that is not yet on this mesh whole to each of its devices."""
+        """Copies every array of `tree` that is not yet on this mesh whole to all its devices."""
         whole = self.sharding()
 
         def put(leaf: Any) -> jax.Array:
