@@ -185,13 +185,10 @@ class CPUBackend(Backend):
     ) -> tuple[States, KVCache]:
         """Does what `Backend.attend_to_cache` does."""
         # Positions that are not valid need not be cleared: the next product does not read them.
-        how = dict(divisor=heads.divisor, valid=call.valid, clear=False)
-        arrays = qkv[0], cache.key, cache.value, bias
-        if call.nodes is None:
-            found = packed_weights.attend_to_cache(*arrays, call.positions, **how)
-        else:
-            found = packed_weights.attend_to_nodes(*arrays, call.nodes, **how)
-        return found[0], KVCache(*found[1:])
+        where = call.positions if call.nodes is None else call.nodes
+        arrays = qkv[0], cache.key, cache.value, bias, where, heads.divisor, call.valid
+        attended, *cached = packed_weights.attend_to_cache(*arrays, clear=False)
+        return attended, KVCache(*cached)
 
     def attend_to_encoded(
         self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape

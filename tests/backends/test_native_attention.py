@@ -307,7 +307,7 @@ class Tree:
         return tuple(
             map(
                 np.asarray,
-                packed_weights.attend_to_nodes(*arrays, bias, nodes, self.divisor, valid),
+                packed_weights.attend_to_cache(*arrays, bias, nodes, self.divisor, valid),
             )
         )
 

@@ -267,21 +267,22 @@ def attend_to_cache(
     qkv: Float32[Array, "B T QKV"],
     keys: _Cache,
     values: _Cache,
-    bias: Float32[Array, "S H S"] | None,
-    positions: Int32[Array, " B"],
+    bias: Float32[Array, "S H S"] | Float32[Array, "H P"] | None,
+    where: Int32[Array, " B"] | AnyNodes,
     divisor: float,
     valid: Valid = None,
     clear: bool = True,
 ) -> tuple[Float32[Array, "B T H*K"], _Cache, _Cache]:
     """Writes new keys and values to the caches, in place, and attends to them.
 
-    Each query attends to all slots up to its own.
+    Each query attends to all slots up to its own; a node of a tree to its ancestors and itself.
 
     Args:
       qkv: queries, keys and values side by side, 3·H·K, as their joint weight gives them.
       keys, values: as in `KVCache`.
-      bias: added to the scores, by query position; None: nothing.
-      positions: the first slot that is written in each row.
+      bias: added to the scores, by query position; for nodes that of the last of P positions, from
+        which each node's is taken by distance; None: nothing.
+      where: the first slot that is written in each row, or the nodes.
       divisor: number by which scores are divided before the bias is added.
       valid: False for positions that are not computed and write nothing; the valid ones of a row
         come first. None: all are valid.
@@ -290,41 +291,13 @@ def attend_to_cache(
     Returns:
       Outputs, keys, values.
     """
-    bias, how = _or_none(bias, 3), dict(divisor=np.float32(divisor), clear=clear)
-    call = _cached_attention("self_attention", qkv, keys, values)
-    return tuple(call(qkv, keys, values, bias, positions, _flags(valid), **how))
-
-
-def attend_to_nodes(
-    qkv: Float32[Array, "B T QKV"],
-    keys: _Cache,
-    values: _Cache,
-    bias: Float32[Array, "H P"] | None,
-    nodes: AnyNodes,
-    divisor: float,
-    valid: Valid = None,
-    clear: bool = True,
-) -> tuple[Float32[Array, "B T H*K"], _Cache, _Cache]:
-    """Does what `attend_to_cache` does, for nodes of trees.
-
-    Each attends to its ancestors and itself.
-
-    Args:
-      bias: the bias of the last of P query positions, from which each node's is taken by distance;
-        None: nothing.
-      nodes: slots, positions and paths of the T nodes.
-      The others are those of `attend_to_cache`.
-    """
-    bias, how = _or_none(bias, 2), dict(divisor=np.float32(divisor), clear=clear)
-    call = _cached_attention("node_attention", qkv, keys, values)
-    where = nodes.starts, nodes.positions, nodes.paths
-    return tuple(call(qkv, keys, values, bias, *where, _flags(valid), **how))
-
-
-def _cached_attention(name: str, qkv: jax.Array, keys: _Cache, values: _Cache) -> Callable:
-    """Returns the function that calls a kernel which overwrites keys and values."""
-    output = (*qkv.shape[:2], qkv.shape[2] // 3)
-    return _kernel(name, output, keys.shape, values.shape, aliases={1: 1, 2: 2})
+    name, axes, places = "self_attention", 3, [where]
+    if isinstance(where, AnyNodes):
+        name, axes, places = "node_attention", 2, [where.starts, where.positions, where.paths]
+    shapes = (*qkv.shape[:2], qkv.shape[2] // 3), keys.shape, values.shape
+    arrays = qkv, keys, values, _or_none(bias, axes), *places, _flags(valid)
+    call = _kernel(name, *shapes, aliases={1: 1, 2: 2})
+    return tuple(call(*arrays, divisor=np.float32(divisor), clear=clear))
 
 
 def move_slots(
