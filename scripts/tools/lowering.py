@@ -158,7 +158,7 @@ class Case:
             if rules is None:
                 return leaf
             name = "/".join(key.key for key in path)
-            return _with_sharding(leaf, rules.of_parameter(name, leaf.shape))
+            return _with_sharding(leaf, rules.parameter_sharding(name, leaf.shape))
 
         params = jax.tree.map_with_path(shard, jax.eval_shape(build))
         config = config.with_own_head() if int8 else config

@@ -82,7 +82,7 @@ class KVCache:
         return jax.tree.map(lambda x: rules.constrain(x, *_AXES[-x.ndim :]), self)
 
 
-def padded(x: Shaped[Array, "..."], axis: int, padding: int) -> Shaped[Array, "..."]:
+def pad(x: Shaped[Array, "..."], axis: int, padding: int) -> Shaped[Array, "..."]:
     """Returns `x` with `padding` zeros after it along an axis."""
     widths = [(0, padding * (axis == other)) for other in range(x.ndim)]
     return jnp.pad(x, widths) if padding else x
@@ -162,7 +162,7 @@ def write_slots(
     # Every device writes its own rows and heads; left to the compiler, all rows of a sharded axis
     # would first be gathered.
     whole, rows = _AXES[-buffer.ndim :], ("batch",) if buffer.ndim == 4 else (None,)
-    write = rules.locally(_write_rows, (whole, (*rows, *_AXES[1:]), rows), whole)
+    write = rules.run_on_devices(_write_rows, (whole, (*rows, *_AXES[1:]), rows), whole)
     return write(buffer, update, positions)
 
 

@@ -95,7 +95,7 @@ class ShardingRules:
     def _kept(self, name: str | None) -> str | None:
         return None if name == "model" and self.replicate else name
 
-    def of_parameter(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
+    def parameter_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         """Returns the sharding of the parameter `name`, which is T5X's name, `/`-joined.
 
         A vocabulary whose size the number of parts does not divide is whole on every device.
@@ -108,7 +108,7 @@ class ShardingRules:
         """Returns `x` with the sharding of these logical axes; under jit."""
         return jax.lax.with_sharding_constraint(x, self.sharding(*axes))
 
-    def locally(self, function: Callable, axes: tuple, result: tuple) -> Callable:
+    def run_on_devices(self, function: Callable, axes: tuple, result: tuple) -> Callable:
         """Returns `function` applied on each device to the device's parts of the arguments.
 
         Args:
@@ -164,7 +164,7 @@ def row_parts(rules: ShardingRules | None) -> int:
     return 1 if rules is None else rules.rows
 
 
-def read(
+def read_parts(
     sharding: NamedSharding, shape: tuple[int, ...], load: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
     """Makes an array on the mesh, of which each process reads once what its own devices hold.

@@ -10,8 +10,7 @@ import numpy as np
 
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.int8 import Int8Weight
-from specdec_jax.backends.sharding import ShardingRules
-from specdec_jax.backends.sharding import read as read_shards
+from specdec_jax.backends.sharding import ShardingRules, read_parts
 from specdec_jax.checkpoints import int8
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Report, StoredTensor
 from specdec_jax.models.family import ModelConfig
@@ -38,7 +37,9 @@ def choose_int8_weights(
     """
     packed_weights.check_quantize(quantize, dtype, rules is not None)
     asked = quantize in packed_weights.INPUT_BITS
-    if not asked and (quantize == "none" or rules is not None or not packed_weights.usable(dtype)):
+    if not asked and (
+        quantize == "none" or rules is not None or not packed_weights.can_pack(dtype)
+    ):
         return None
     return "stored" if _are_stored(checkpoint) else "rounded" if asked else None
 
@@ -94,8 +95,8 @@ def _read_floats(
     if rules is None:
         array = jax.device_put(tensor.load(dtype))
     else:
-        sharding = rules.of_parameter(name, tensor.shape)
-        array = read_shards(sharding, tensor.shape, functools.partial(tensor.load_part, dtype))
+        sharding = rules.parameter_sharding(name, tensor.shape)
+        array = read_parts(sharding, tensor.shape, functools.partial(tensor.load_part, dtype))
     return array.block_until_ready()
 
 
@@ -131,9 +132,11 @@ def required_bytes(
     shapes: Mapping[str, tuple[int, ...]] = parameter_shapes(config)
     devices = 1
     if rules is not None:
-        shapes = {name: rules.of_parameter(name, x).shard_shape(x) for name, x in shapes.items()}
+        shapes = {
+            name: rules.parameter_sharding(name, x).shard_shape(x) for name, x in shapes.items()
+        }
         devices = len(rules.mesh.local_devices) if jax.default_backend() == "cpu" else 1
-    elif config.logits_via_embedding and (int8_weights or packed_weights.usable(dtype)):
+    elif config.logits_via_embedding and (int8_weights or packed_weights.can_pack(dtype)):
         # A copy of the embedding, read by columns.
         shapes = {**shapes, _HEAD: shapes[_EMBEDDING][::-1]}
     itemsize = jnp.dtype(dtype).itemsize

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from specdec_jax.backends.cpu.packed_weights import INPUT_BITS, accelerated, check_quantize_name
+from specdec_jax.backends.cpu.packed_weights import INPUT_BITS, check_quantize_name, has_accelerator
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands.generation_flags import (
@@ -174,7 +174,7 @@ class ModelOptions:
                 f"drafter: got {self.drafter!r} with quantize={self.quantize!r}, expected a target"
                 " that is not in int8"
             )
-        narrow = self.dtype == "bfloat16" and not (self.quantize == "int8" and accelerated())
+        narrow = self.dtype == "bfloat16" and not (self.quantize == "int8" and has_accelerator())
         if self.quantize in INPUT_BITS and (self.mesh or narrow):
             got = f"mesh={self.mesh!r}" if self.mesh else f"dtype={self.dtype!r}"
             there = "" if self.quantize == "w8a8" else ", or an accelerator"

@@ -37,7 +37,7 @@ def is_on_one_device() -> bool:
 
 def can_call_cpu_kernels(dtype: str) -> bool:
     """Returns whether the CPU's own kernels can be called, for which nothing can be divided."""
-    return packed_weights.usable(dtype) and is_on_one_device()
+    return packed_weights.can_pack(dtype) and is_on_one_device()
 
 
 def adapt_to_mesh(network: Network, rows: int, replicate: bool = False) -> Network:

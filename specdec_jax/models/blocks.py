@@ -30,7 +30,7 @@ from specdec_jax.backends.axes import (
 )
 from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.cpu.packed_weights import Before
-from specdec_jax.backends.kv_cache import KVCache, padded
+from specdec_jax.backends.kv_cache import KVCache, pad
 from specdec_jax.backends.matmul import product
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.backends.tree_positions import AnyNodes
@@ -533,7 +533,7 @@ class Decoder(nn.Module):
             mask, biases = seen_and_biases(
                 biases, positions, count, written[0].slots, nodes, padding
             )
-            x = padded(x, 1, padding).reshape(-1, width)
+            x = pad(x, 1, padding).reshape(-1, width)
             valid = None if valid is None or padding else valid.reshape(-1)
         call = DecoderCall(positions, mask, valid, nodes, count)
         cross = cache.cross or [None] * len(self.layers)

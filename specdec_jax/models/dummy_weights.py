@@ -35,7 +35,7 @@ def dummy_params(
     """
     found = {}
     for number, (name, shape) in enumerate(parameter_shapes(config).items()):
-        sharding = None if rules is None else rules.of_parameter(name, shape)
+        sharding = None if rules is None else rules.parameter_sharding(name, shape)
         if name.endswith("scale"):
             spread, least = 0.0, 1.0
         else:

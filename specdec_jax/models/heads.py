@@ -161,7 +161,7 @@ def head_weight(config: T5Config, params: dict) -> Float[Array, "D V"]:
 def pack(params: dict, dtype: str) -> dict:
     """Returns `params` in the decode loop's layout; the dicts that were given stay as they are."""
     return weight_layouts.pack(
-        jax.tree.map(lambda leaf: leaf, params), packed_weights.usable(dtype)
+        jax.tree.map(lambda leaf: leaf, params), packed_weights.can_pack(dtype)
     )
 
 

@@ -77,7 +77,7 @@ class LanguageModel:
 
         Args:
           params: nested dict of arrays, named as in T5X. All its weights may be `Int8Weight`s,
-            whose inputs are rounded only where `use_packed.usable`; a model whose head is its
+            whose inputs are rounded only where `packed_weights.can_pack`; a model whose head is its
             embedding then has a head too, "decoder/logits_dense/kernel".
           donate_params: whether the nested dicts of `params` may be emptied during the conversion,
             so that at most one weight matrix exists twice.
@@ -102,13 +102,12 @@ class LanguageModel:
         alone = rules is None and not config.matmul_dtype and config.uses_backend
         native = (
             alone
-            and packed_weights.usable(config.dtype)
+            and packed_weights.can_pack(config.dtype)
             and not (self.quantized and self.input_bits is None)
         )
         if self.quantized and not (native or (alone and self.input_bits is None)):
-            raise ValueError(
-                f"params: got weights in int8, expected {packed_weights.needed(config.dtype)}"
-            )
+            expected = packed_weights.describe_support(config.dtype)
+            raise ValueError(f"params: got weights in int8, expected {expected}")
         if rules is not None:
             rules.check(config)
             lay_out(params, rules)

@@ -42,7 +42,7 @@ class Embedder(nn.Module):
     ) -> Float[Array, "*N F"]:
         """Returns the rows with these indices; `valid` as for `apply_weight`."""
         if self.packed:
-            return packed_weights.rows(self.embedding, indices, valid)
+            return packed_weights.take_rows(self.embedding, indices, valid)
         # A drafter may meet ids that it lacks, and a draft may reach past the last position: for
         # these the default mode would give NaN, which would stay in the cache.
         return jnp.take(self.embedding, indices, axis=0, mode="clip").astype(self.dtype)

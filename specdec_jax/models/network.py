@@ -22,7 +22,7 @@ from specdec_jax.backends.axes import (
 )
 from specdec_jax.backends.backend import Backend, choose_backend
 from specdec_jax.backends.cpu.packed_weights import input_bits
-from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, read
+from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, read_parts
 from specdec_jax.backends.tree_positions import AnyNodes
 from specdec_jax.models import fused_step_selftest, weight_layouts
 from specdec_jax.models.family import FamilyModule, ModelConfig, check_uses_backend
@@ -325,11 +325,11 @@ def lay_out(params: dict, rules: ShardingRules, prefix: str = "") -> None:
         if isinstance(value, dict):
             lay_out(value, rules, f"{prefix}{name}/")
             continue
-        sharding = rules.of_parameter(prefix + name, value.shape)
+        sharding = rules.parameter_sharding(prefix + name, value.shape)
         if isinstance(value, jax.Array) and value.sharding.device_set == sharding.device_set:
             params[name] = jax.device_put(value, sharding)
         else:
-            params[name] = read(sharding, value.shape, lambda box: np.asarray(value)[box])
+            params[name] = read_parts(sharding, value.shape, lambda box: np.asarray(value)[box])
 
 
 def decoder_only(model) -> bool:
@@ -409,7 +409,7 @@ def random_params(
         return params
 
     def place(name, leaf):
-        return jax.lax.with_sharding_constraint(leaf, rules.of_parameter(name, leaf.shape))
+        return jax.lax.with_sharding_constraint(leaf, rules.parameter_sharding(name, leaf.shape))
 
     return jax.tree.map_with_path(
         lambda path, leaf: place("/".join(key.key for key in path), leaf), params

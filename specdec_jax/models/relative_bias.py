@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from specdec_jax.backends.axes import PerRow
-from specdec_jax.backends.kv_cache import MAX_UNROLLED_ROWS, TILE, padded
+from specdec_jax.backends.kv_cache import MAX_UNROLLED_ROWS, TILE, pad
 from specdec_jax.backends.tree_positions import AnyNodes
 
 SHIFTS = 8  # query positions whose bias one slice of shifted rows gives
@@ -150,4 +150,4 @@ def seen_and_biases(
         assert positions is not None, "a call over the next tokens of sequences"
         mask = seen_from(positions, queries, slots)
         found = [biases_from(positions, queries, bias, slots) for bias in biases]
-    return padded(mask, 2, padding), [padded(bias, 2, padding) for bias in found]
+    return pad(mask, 2, padding), [pad(bias, 2, padding) for bias in found]

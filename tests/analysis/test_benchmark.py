@@ -203,7 +203,7 @@ def test_both_layouts_of_the_products_are_timed(monkeypatch):
     assert float(variants["products"]()) == pytest.approx(
         float(variants["products, checkpoint's layout"]()), rel=1e-3
     )
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
     assert list(
         matmul_roofline.products_variants(LanguageModel.random(config).network, batch=1)
     ) == ["products"]

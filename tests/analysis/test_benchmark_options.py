@@ -100,7 +100,7 @@ def test_what_int8_contributes_is_told_apart(target):
 
 
 @pytest.mark.skipif(
-    not packed_weights.usable("float32"), reason="no weights in int8 without a C++ compiler"
+    not packed_weights.can_pack("float32"), reason="no weights in int8 without a C++ compiler"
 )
 def test_a_target_in_int8_is_timed_without_it_too(tmp_path):
     sd.save(tiny_t5(1), tmp_path / "stored", dtype="int8")

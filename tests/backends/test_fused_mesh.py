@@ -71,7 +71,7 @@ def test_which_models_it_takes(rows, replicate, taken):
         found.append(fused_mesh.supports_call(meshed, network.params, (rows, 1), cache, None))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec_jax.backends.cpu.packed_weights.usable", lambda dtype: False)
+        patch.setattr("specdec_jax.backends.cpu.packed_weights.can_pack", lambda dtype: False)
         jax.eval_shape(ask)
     assert found == [taken]
 

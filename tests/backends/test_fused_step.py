@@ -29,7 +29,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def as_on_a_tpu(monkeypatch):
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
 
 
 def run_as_kernel(monkeypatch, interpret) -> list[tuple[int, ...]]:

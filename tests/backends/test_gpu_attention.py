@@ -32,7 +32,7 @@ SLOW = pytest.mark.slow
 def interpreted(monkeypatch):
     """Runs the kernels of a GPU in Pallas' interpreter; returns the names of those that ran."""
     found = []
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
     for name in ("attend_to_cache", "attend_to_encoded"):
         kernel = functools.partial(getattr(gpu_attention, name), interpret=True)
 

@@ -279,11 +279,15 @@ def test_what_is_not_cleared_changes_nothing_that_counts(kind):
 def test_rows_of_a_table():
     table, numbers = normal(11, 21), np.array([[0, 10, 3], [-7, 99, 2**31 - 1]], np.int32)
     expected = table[np.clip(numbers, 0, 10)]
-    same(np.asarray(packed_weights.rows(jnp.asarray(table), jnp.asarray(numbers))), expected)
+    same(np.asarray(packed_weights.take_rows(jnp.asarray(table), jnp.asarray(numbers))), expected)
     valid = np.array([[True, False, True], [False, True, False]])
-    some = packed_weights.rows(jnp.asarray(table), jnp.asarray(numbers), jnp.asarray(valid))
+    some = packed_weights.take_rows(jnp.asarray(table), jnp.asarray(numbers), jnp.asarray(valid))
     same(np.asarray(some), np.where(valid[..., None], expected, 0))
-    assert packed_weights.rows(jnp.asarray(table), jnp.zeros((2, 0), jnp.int32)).shape == (2, 0, 21)
+    assert packed_weights.take_rows(jnp.asarray(table), jnp.zeros((2, 0), jnp.int32)).shape == (
+        2,
+        0,
+        21,
+    )
 
 
 def activation(name, x):

@@ -27,7 +27,7 @@ def poisoned(plan, size, width, make=continuous_batching._empty_layers):
 def test_what_lies_past_a_row_reaches_nobody(options, kernel, monkeypatch):
     """Caches begin full of NaN, and outputs of various lengths refill rows at various times."""
     if not kernel:
-        monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+        monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
     target = tiny_t5(0, V)
     drafter = sd.ModelDrafter(noisy_copy(target, 0.3)) if options else None
     how = dict(

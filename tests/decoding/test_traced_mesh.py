@@ -128,7 +128,7 @@ def test_a_tpus_compiler_takes_the_program(mesh, monkeypatch):
     from jax.experimental import topologies
 
     monkeypatch.setenv("XLA_FLAGS", "")  # libtpu ends the process at flags of a CPU's compiler
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name="v4:2x2x1", chip_config_name="megacore"
     )
@@ -141,7 +141,7 @@ def test_a_tpus_compiler_takes_the_program(mesh, monkeypatch):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     params = {
-        name: make_shape(leaf, rules.of_parameter(name, leaf.shape))
+        name: make_shape(leaf, rules.parameter_sharding(name, leaf.shape))
         for name, leaf in flatten(target.params).items()
     }
     decoder = Decoder(target.config, sd.ModelDrafter(drafter), gamma=7)

@@ -179,7 +179,7 @@ def test_parameters_are_packed_on_a_cpu_only(pair, monkeypatch):
     inputs, lengths = INPUTS, np.array([5, 3, 2])
     packed = network_of(target.params, target.config, 3)
     assert packed.backend.joins_weights
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
     bare = network_of(flax.core.freeze(target.params), target.config, 3)
     assert not bare.backend.joins_weights
     logits = [

@@ -115,7 +115,8 @@ def test_what_cannot_be_is_rejected():
     with pytest.raises(ValueError, match="drafter: got the 8 bits of another model"):
         sd.generate(other, INPUTS, drafter=sd.SelfDrafter(t5()))
     rounded = weight_layouts.round_params(
-        t5().params, packed_weights.input_bits("int8") if packed_weights.usable("float32") else None
+        t5().params,
+        packed_weights.input_bits("int8") if packed_weights.can_pack("float32") else None,
     )
     with pytest.raises(
         ValueError, match=r"got the 8 bits of a target that is in int8 itself \(rounded\), expected"

@@ -8,7 +8,7 @@ import pytest
 from toy_models import tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.backends.cpu.packed_weights import usable
+from specdec_jax.backends.cpu.packed_weights import can_pack
 from specdec_jax.decoding.under_jit import Decoder
 from specdec_jax.drafters.named import named_drafter, traced_drafter
 from specdec_jax.models.heads import HeadsConfig, init_params
@@ -62,7 +62,7 @@ def test_a_named_drafter_drafts_for_a_traced_target(kind, names, target):
         found.drafted.sum() == expected.stats.drafted
         and found.target_calls.sum() == expected.stats.target_calls
     )
-    if kind == "self:int8" and usable("float32"):
+    if kind == "self:int8" and can_pack("float32"):
         assert found.accepted.sum() == expected.stats.accepted > 0
     assert expected.stats.drafted > 0
 

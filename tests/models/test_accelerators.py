@@ -26,7 +26,7 @@ INPUTS = np.array([[3, 4, 5, 6], [7, 8, 9, 0], [10, 0, 0, 0]], np.int32)
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch):
     """XLA multiplies the weights, not the CPU's own product."""
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
 
 
 def t5(**shape) -> sd.LanguageModel:
@@ -351,7 +351,7 @@ def program(rows, int8, optimised, monkeypatch) -> str:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
 
     shape = dict(num_heads=6, head_dim=64, emb_dim=512, mlp_dim=1024, dtype="bfloat16")
-    monkeypatch.setattr(packed_weights, "accelerated", lambda: True)
+    monkeypatch.setattr(packed_weights, "has_accelerator", lambda: True)
     target = laid_out(tiny_t5(0, 256, **shape), "tpu")
     if int8:
         target = laid_out(sd.LanguageModel.random(target.config, quantize="int8"), "tpu")

@@ -75,7 +75,7 @@ def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout
     sd.convert(tmp_path / "model", tmp_path / "t5x", "t5x", "bfloat16")
     assert sd.load(tmp_path / "t5x", "float32").fingerprint == first.fingerprint
     for usable in (True, False) if native.available() else (False,):
-        monkeypatch.setattr(packed_weights, "usable", lambda dtype, usable=usable: usable)
+        monkeypatch.setattr(packed_weights, "can_pack", lambda dtype, usable=usable: usable)
         other = sd.load(tmp_path / "model", "float32")
         assert other.fingerprint == first.fingerprint
         assert (other.contents == first.contents) == (other.quantized == first.quantized)
@@ -158,7 +158,7 @@ def drafters() -> list:
 def test_fingerprints_of_drafters_differ_by_their_contents(monkeypatch):
     found = [drafter.contents for drafter in drafters()]
     assert len(set(found)) == len(found)
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
     assert [drafter.contents for drafter in drafters()] == found
 
 

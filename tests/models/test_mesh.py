@@ -182,7 +182,7 @@ def rules(parts: int, replicate: bool = False) -> ShardingRules:
 
 def test_parameters_follow_the_rules_of_their_logical_axes():
     def get_spec(name, *shape):
-        return tuple(rules(4).of_parameter(name, shape).spec)
+        return tuple(rules(4).parameter_sharding(name, shape).spec)
 
     assert get_spec("decoder/layers_0/self_attention/query/kernel", 16, 16) == (None, "model")
     assert get_spec("decoder/layers_0/self_attention/out/kernel", 16, 16) == ("model", None)
@@ -197,7 +197,9 @@ def test_parameters_follow_the_rules_of_their_logical_axes():
     assert get_spec("token_embedder/embedding", 50257, 16) == (None, None), (
         "whole where it is no whole number of parts"
     )
-    assert set(rules(4, replicate=True).of_parameter("mlp/wo/kernel", (32, 16)).spec) == {None}
+    assert set(rules(4, replicate=True).parameter_sharding("mlp/wo/kernel", (32, 16)).spec) == {
+        None
+    }
     names = [
         name
         for name in parameters.parameter_shapes(

@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16")
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch):
     """Models as they are there: XLA multiplies their weights, not the CPU's own product."""
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
 
 
 @functools.cache

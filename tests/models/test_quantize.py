@@ -80,7 +80,7 @@ def test_the_bundled_target_decodes_what_it_does_widened():
 def test_stored_8_bits_are_widened_where_they_cannot_be_had(tmp_path, monkeypatch):
     folder = save_tiny(tmp_path / "model")
     assert sd.load(folder, "float32").quantized and not sd.load(folder, "bfloat16").quantized
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
     model = sd.load(folder, "float32")
     assert not model.quantized and not model.network.backend.packs_weights
 

@@ -49,7 +49,7 @@ def test_what_cannot_be_had_is_rejected_before_anything_is_read(tmp_path, monkey
             ValueError, match=f"{got}, expected 8 bits .*here: bfloat16 on the backend cpu"
         ):
             sd.load(folder, "bfloat16", quantize=how)
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
     monkeypatch.setattr(native, "state", lambda: "CPU kernel: none, no compiler")
     for how in packed_weights.INPUT_BITS:
         with pytest.raises(

@@ -87,7 +87,7 @@ def test_greedy_tokens_are_t5xs(model, drafter):
 
 
 def test_without_the_cpus_own_kernels(model, folder, monkeypatch):
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
     plain = sd.load(folder, "float32")
     assert not plain.network.backend.packs_weights
     tokens = engine_tokens(
@@ -361,7 +361,7 @@ def test_in_8_bits(folder, model, tmp_path):
     flat, before = parameters.flatten(widened.params), parameters.flatten(model.params)
     error = {name: float(jnp.abs(flat[name] - before[name]).max()) for name in before}
     assert all(error[name] < 0.05 for name in error) and len(tables) == 5
-    if not packed_weights.usable("float32"):
+    if not packed_weights.can_pack("float32"):
         pytest.skip("no kernels of the CPU's own")
     for quantized in (
         sd.load(tmp_path / "int8", "float32"),

@@ -38,7 +38,7 @@ MODELS = [model, lambda: model(logits_via_embedding=True), tiny_gpt]
 
 def without_kernels(make, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(packed_weights, "usable", lambda dtype: False)
+        patch.setattr(packed_weights, "can_pack", lambda dtype: False)
         return make()
 
 
@@ -84,9 +84,9 @@ def test_every_weight_of_a_float32_model_is_in_panels():
 
 @pytest.mark.parametrize("dtype, backend", [("bfloat16", "cpu"), ("float32", "tpu")])
 def test_other_dtypes_and_backends_keep_their_weights(dtype, backend, monkeypatch):
-    assert packed_weights.usable("float32")
+    assert packed_weights.can_pack("float32")
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert not packed_weights.usable(dtype)
+    assert not packed_weights.can_pack(dtype)
 
 
 @pytest.mark.parametrize("make", MODELS)

@@ -31,8 +31,8 @@ SHAPES = {"T5": TINY, "T5 1.0": TINY_1_0, "GPT": GPT}
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch):
     """XLA multiplies, with the operands that an accelerator would get."""
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: False)
-    monkeypatch.setattr(packed_weights, "accelerated", lambda: True)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
+    monkeypatch.setattr(packed_weights, "has_accelerator", lambda: True)
     monkeypatch.setattr(
         jax.lax, "platform_dependent", lambda *arguments, cpu, default: default(*arguments)
     )
@@ -227,7 +227,7 @@ def test_inputs_in_8_bits_and_meshes_are_rejected(tmp_path, monkeypatch):
             sd.load(folder, dtype, quantize="int8", mesh=sd.make_mesh(1, 1))
     with pytest.raises(ValueError, match="params: got weights in int8, expected 8 bits only"):
         sd.LanguageModel(TINY, weight_layouts.round_params(sd.LanguageModel.random(TINY).params))
-    monkeypatch.setattr("specdec_jax.commands.options.accelerated", lambda: True)
+    monkeypatch.setattr("specdec_jax.commands.options.has_accelerator", lambda: True)
     options = dict(target="absent", dtype="bfloat16")
     DecodingOptions(**options, quantize="int8").check()
     for more in (dict(quantize="w8a8"), dict(quantize="int8", mesh="1x1")):

@@ -35,7 +35,7 @@ def t5(**shape):
 def without_kernel(make, monkeypatch):
     """The model as XLA alone runs it."""
     with monkeypatch.context() as patch:
-        patch.setattr(packed_weights, "usable", lambda dtype: False)
+        patch.setattr(packed_weights, "can_pack", lambda dtype: False)
         return make()
 
 
@@ -159,7 +159,7 @@ def test_a_draft_that_is_no_number_reaches_nothing(pair):
     params = jax.tree.map(np.array, target.params)
     params["token_embedder"]["embedding"][BAD] = np.nan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_weights, "usable", lambda dtype: target.network.skips_padding)
+        patch.setattr(packed_weights, "can_pack", lambda dtype: target.network.skips_padding)
         damaged = LanguageModel(target.config, params, eos_ids=(1,))
     options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=LIMIT)
     options["sampling"] = sd.SamplingConfig(forbidden_tokens=(BAD,))

@@ -461,9 +461,9 @@ def plain_of(row, limit):
 @pytest.mark.parametrize("native", [False, True])
 def test_no_copy_of_a_cache_where_the_width_varies(optimised, native, monkeypatch):
     """The CPU's own kernels leave out what was not drafted: there one width is enough."""
-    if native and not packed_weights.usable("float32"):
+    if native and not packed_weights.can_pack("float32"):
         pytest.skip("no kernels here")
-    monkeypatch.setattr(packed_weights, "usable", lambda dtype: native)
+    monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: native)
     target, draft = (
         tiny_t5(seed, 53, 1, num_heads=5, head_dim=6, emb_dim=22, mlp_dim=34) for seed in (0, 1)
     )

@@ -48,13 +48,13 @@ MODELS = {
 @functools.cache
 def pair(name="t5", kernel=True):
     """A target and a model that drafts for it, in the CPU's kernels or as XLA alone runs them."""
-    usable = packed_weights.usable
-    packed_weights.usable = usable if kernel else lambda dtype: False
+    usable = packed_weights.can_pack
+    packed_weights.can_pack = usable if kernel else lambda dtype: False
     try:
         target = MODELS[name]()
         return target, sd.ModelDrafter(noisy_copy(target, 0.15, 1))
     finally:
-        packed_weights.usable = usable
+        packed_weights.can_pack = usable
 
 
 def run(name="t5", kernel=True, inputs=INPUTS, speculative=True, **options):

@@ -60,7 +60,7 @@ def difference(mesh: tuple[int, int], rows: int, calls: list) -> float:
 
 
 def main() -> dict:
-    packed_weights.usable = lambda dtype: False
+    packed_weights.can_pack = lambda dtype: False
     calls: list = []
     step = functools.partial(fused_step.decode_states, interpret=True)
 

@@ -53,7 +53,7 @@ def placed(params: dict, mesh: Mesh | None) -> dict:
 
     def put(name, leaf):
         try:
-            return jax.device_put(leaf, rules.of_parameter(name, leaf.shape))
+            return jax.device_put(leaf, rules.parameter_sharding(name, leaf.shape))
         except ValueError:  # too few heads
             return jax.device_put(leaf, rules.sharding())
 
@@ -87,7 +87,7 @@ CASES = [f"{mesh}, {kind}" for mesh in MESHES for kind in KINDS] + [
 
 def main(cases: list[str]) -> dict:
     if "native" not in cases:
-        packed_weights.usable = lambda dtype: False
+        packed_weights.can_pack = lambda dtype: False
     seen: list = []
     lay_out = ambient_mesh.adapt_to_mesh
 

@@ -29,22 +29,22 @@ QUANTIZE = (*INPUT_BITS, "none")
 _COLUMNS = 16  # columns of a panel
 
 
-def usable(dtype: DTypeLike) -> bool:
+def can_pack(dtype: DTypeLike) -> bool:
     """Returns whether weights are packed: for float32, on a CPU that has the kernels."""
     return jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32 and native.available()
 
 
-def accelerated() -> bool:
+def has_accelerator() -> bool:
     """Returns whether XLA multiplies int8 weights by unrounded inputs: on all but CPUs."""
     return jax.default_backend() != "cpu"
 
 
 def input_bits(quantize: str | None) -> int | None:
     """Returns the `input_bits` of this device's `Int8Weight`s."""
-    return None if accelerated() else INPUT_BITS.get(quantize or "", 16)
+    return None if has_accelerator() else INPUT_BITS.get(quantize or "", 16)
 
 
-def needed(dtype: DTypeLike, quantize: str | None = None) -> str:
+def describe_support(dtype: DTypeLike, quantize: str | None = None) -> str:
     """Returns, for messages, where weights can be multiplied in int8, and what there is.
 
     `quantize` is the way to quantise them; None: any.
@@ -69,10 +69,10 @@ def check_quantize(quantize: str | None, dtype: DTypeLike, mesh: bool) -> None:
     Raises ValueError otherwise.
     """
     check_quantize_name(quantize)
-    possible = usable(dtype) or (quantize == "int8" and accelerated())
+    possible = can_pack(dtype) or (quantize == "int8" and has_accelerator())
     if quantize in INPUT_BITS and (mesh or not possible):
         got = f"{quantize!r}{' with a mesh' if mesh else ''}"
-        raise ValueError(f"quantize: got {got}, expected {needed(dtype, quantize)}")
+        raise ValueError(f"quantize: got {got}, expected {describe_support(dtype, quantize)}")
 
 
 # In the order in which `native.cc` numbers them.
@@ -232,7 +232,7 @@ def _kernel(name: str, *shapes: tuple[int, ...], aliases: dict[int, int] | None 
     )
 
 
-def rows(
+def take_rows(
     table: Float32[Array, "lines D"], numbers: Int[Array, "*N"], valid: Valid = None
 ) -> Float32[Array, "*N D"]:
     """Returns the rows of `table` with the given numbers, which are clipped to the table.
