@@ -190,6 +190,6 @@ def _write_one_by_one(
     buffer: Float[Array, "B H S K"], update: Float[Array, "B H T K"], positions: PerRow
 ) -> Float[Array, "B H S K"]:
     for row in range(buffer.shape[0]):
-        start = (row, 0, positions[row], 0)
-        buffer = jax.lax.dynamic_update_slice(buffer, update[row : row + 1], start)
+        new = update[row : row + 1]
+        buffer = jax.lax.dynamic_update_slice(buffer, new, (row, 0, positions[row], 0))
     return buffer

@@ -312,7 +312,6 @@ class _Kernel:
         `piece` is that of the feed-forward block.
         """
         call, sources, buffers = self.call, self.sources[layer][name], self.scratch["parts"][name]
-
         if name in ("wi", "wo"):
             count = len(call.config.mlp_activations) if name == "wi" else 1
             starts = [k * call.config.mlp_dim + piece * call.width for k in range(count)]
