@@ -183,7 +183,6 @@ class CPUBackend(Backend):
     def attend_to_cache(
         self, qkv: Projected, cache: KVCache, call: DecoderCall, bias: Any, heads: AttentionShape
     ) -> tuple[States, KVCache]:
-        """Does what `Backend.attend_to_cache` does."""
         # Positions that are not valid need not be cleared: the next product does not read them.
         where = call.positions if call.nodes is None else call.nodes
         arrays = qkv[0], cache.key, cache.value, bias, where, heads.divisor, call.valid
@@ -193,7 +192,6 @@ class CPUBackend(Backend):
     def attend_to_encoded(
         self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape
     ) -> States:
-        """Does what `Backend.attend_to_encoded` does."""
         return packed_weights.attend_to_encoded(
             query, cross.key, cross.value, _count_tokens(mask), valid, clear=False
         )
@@ -201,7 +199,6 @@ class CPUBackend(Backend):
     def attend_to_inputs(
         self, qkv: Projected, mask: Mask, bias: Float[Array, "L H L"], heads: AttentionShape
     ) -> States:
-        """Does what `Backend.attend_to_inputs` does."""
         return packed_weights.attend_to_inputs(qkv[0], bias, _count_tokens(mask))
 
 
@@ -269,7 +266,6 @@ class GPUBackend(AcceleratorBackend):
     def attend_to_cache(
         self, qkv: Projected, cache: KVCache, call: DecoderCall, bias: Any, heads: AttentionShape
     ) -> tuple[States, KVCache]:
-        """Does what `Backend.attend_to_cache` does."""
         by_layers = super().attend_to_cache
         if call.nodes is not None or len(qkv) > 1 or not self._is_one_kernel(qkv[0], cache):
             return by_layers(qkv, cache, call, bias, heads)
@@ -289,7 +285,6 @@ class GPUBackend(AcceleratorBackend):
     def attend_to_encoded(
         self, query: Query, cross: KVCache, mask: Mask, valid: Valid, heads: AttentionShape
     ) -> States:
-        """Does what `Backend.attend_to_encoded` does."""
         by_layers = super().attend_to_encoded
         if not self._is_one_kernel(query, cross):
             return by_layers(query, cross, mask, valid, heads)

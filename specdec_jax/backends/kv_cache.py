@@ -162,7 +162,9 @@ def write_slots(
     # Every device writes its own rows and heads; left to the compiler, all rows of a sharded axis
     # would first be gathered.
     whole, rows = _AXES[-buffer.ndim :], ("batch",) if buffer.ndim == 4 else (None,)
-    write = rules.run_on_devices(_write_rows, (whole, (*rows, *_AXES[1:]), rows), whole)
+    axes = whole, (*rows, *_AXES[1:]), rows, whole
+    *given, out = (rules.sharding(*names).spec for names in axes)
+    write = jax.shard_map(_write_rows, mesh=rules.mesh, in_specs=tuple(given), out_specs=out)
     return write(buffer, update, positions)
 
 

@@ -89,11 +89,9 @@ class ShardingRules:
 
         Without any, the array is whole on every device.
         """
-        names = [RULES[axis] if axis else None for axis in axes]
-        return NamedSharding(self.mesh, PartitionSpec(*(self._kept(name) for name in names)))
-
-    def _kept(self, name: str | None) -> str | None:
-        return None if name == "model" and self.replicate else name
+        names = (RULES[axis] if axis else None for axis in axes)
+        kept = (None if name == "model" and self.replicate else name for name in names)
+        return NamedSharding(self.mesh, PartitionSpec(*kept))
 
     def parameter_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         """Returns the sharding of the parameter `name`, which is T5X's name, `/`-joined.
@@ -107,16 +105,6 @@ class ShardingRules:
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Returns `x` with the sharding of these logical axes; under jit."""
         return jax.lax.with_sharding_constraint(x, self.sharding(*axes))
-
-    def run_on_devices(self, function: Callable, axes: tuple, result: tuple) -> Callable:
-        """Returns `function` applied on each device to the device's parts of the arguments.
-
-        Args:
-          axes: the logical axes of each argument.
-          result: the logical axes of the result.
-        """
-        *given, out = (self.sharding(*names).spec for names in (*axes, result))
-        return jax.shard_map(function, mesh=self.mesh, in_specs=tuple(given), out_specs=out)
 
     def put(self, tree: Any) -> Any:
         """Copies every array of `tree` that is not yet on this mesh whole to all its devices."""

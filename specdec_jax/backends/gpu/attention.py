@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from specdec_jax.backends.axes import PerRow, States
@@ -272,7 +271,7 @@ def find_fault(
 def _numbers_are_right(dtype: str, features: int, queries: int, interpret: Any) -> bool:
     random = np.random.default_rng(0)
 
-    def draw(*shape: int, dtype: DTypeLike = dtype) -> jax.Array:
+    def draw(*shape: int) -> jax.Array:
         return jnp.asarray(random.standard_normal(shape), dtype)
 
     positions, lengths, slots = jnp.array([0, 70]), jnp.array([40, 130]), 144
