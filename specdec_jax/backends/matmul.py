@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Shaped
 
 Axes = tuple[Sequence[int], Sequence[int]]  # of the two operands
 
 
 def multiply(
-    a: Float[Array, "..."],
-    b: Float[Array, "..."],
+    a: Shaped[Array, "..."],
+    b: Shaped[Array, "..."],
     contracted: Axes,
     batch: Axes = ((), ()),
     dtype: DTypeLike = jnp.float32,
-) -> Float[Array, "..."]:
+) -> Shaped[Array, "..."]:
     """Returns `lax.dot_general` of operands of one dtype, at the precision of `precision_of`."""
     axes, precision = (contracted, batch), precision_of(a.dtype)
     return jax.lax.dot_general(a, b, axes, precision, preferred_element_type=dtype)
