@@ -83,15 +83,15 @@ def check_calls(network, widths, rows):
         )
         assert equal(found[4:5], found[3:4]), "log-probabilities of the argmax"
         expected.append(jax.tree.map(np.asarray, found))
-    heads_per_tile = [np.concatenate(part, axis=1) for part in zip(*expected)]
+    all_rows = [np.concatenate(part, axis=1) for part in zip(*expected)]
     for width in widths:
         found, _ = call(network, TOKENS[:1, :width], np.zeros(1, np.int32), cache_of(network, 1))
-        assert equal(found, [part[:, :width] for part in heads_per_tile]), width
+        assert equal(found, [part[:, :width] for part in all_rows]), width
     for count in rows:
         fed = np.broadcast_to(TOKENS[:1, :3], (count, 3))
         found, _ = call(network, fed, np.zeros(count, np.int32), cache_of(network, count))
         assert all(
-            equal([part[row] for part in found], [part[0, :3] for part in heads_per_tile])
+            equal([part[row] for part in found], [part[0, :3] for part in all_rows])
             for row in range(count)
         )
 
@@ -118,8 +118,8 @@ def test_encoders(rows, length):
     network = model("t5", 512).network
     encode = jax.jit(lambda network, inputs, lengths: network.encode(inputs, lengths))
     alone = encode(network, jnp.asarray(TOKENS[:1, :3]), np.full(1, 3))
-    heads_per_tile = encode(network, jnp.asarray(TOKENS[:rows, :length]), np.full(rows, 3))
-    np.testing.assert_array_equal(heads_per_tile[0, :3], alone[0])
+    all_rows = encode(network, jnp.asarray(TOKENS[:rows, :length]), np.full(rows, 3))
+    np.testing.assert_array_equal(all_rows[0, :3], alone[0])
 
 
 # Decoding.
