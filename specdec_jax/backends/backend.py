@@ -82,14 +82,16 @@ class Backend:
         value = jnp.where(valid, write_slots(cache.value, value, positions, self.rules), 0)
         return KVCache(write_slots(cache.key, key, positions, self.rules), value)
 
-    def append_nodes(self, cache: KVCache, key: ByHeads, value: ByHeads, starts: PerRow) -> KVCache:
-        """Does what `append` does, for nodes of trees, from slots `starts[b]` on.
+    def append_nodes(
+        self, cache: KVCache, key: ByHeads, value: ByHeads, positions: PerRow
+    ) -> KVCache:
+        """Does what `append` does, for nodes of trees, from slots `positions[b]` on.
 
         Values that are not finite are set to 0. A query that does not see a node multiplies its
         value by 0, and must not get NaN from a node that may never become a token. The node's own
         logits are NaN all the same, by way of its hidden state.
         """
-        return self.append(cache, key, jnp.where(jnp.isfinite(value), value, 0), starts)
+        return self.append(cache, key, jnp.where(jnp.isfinite(value), value, 0), positions)
 
     def move_slots(self, cache: KVCache, sources: Int[Array, "B M"], starts: PerRow) -> KVCache:
         """Copies the slots `sources` of every row to the slots from `starts` on."""

@@ -36,8 +36,7 @@ def product(
     Its compiler would not use the units for matrices for one, and would add up in the dtype of the
     operands.
     """
-    how = dict(contracted=contracted, batch=batch, dtype=dtype)
-    by_rows = functools.partial(multiply, **how)
+    by_rows = functools.partial(multiply, contracted=contracted, batch=batch, dtype=dtype)
     if math.prod(a.shape[:-1]) > 1 or (contracted[0], batch) != ((a.ndim - 1,), ((), ())):
         return by_rows(a, b)
 

@@ -373,9 +373,11 @@ def _run(
     """
     settings = {**os.environ, "LC_ALL": "C", **(environment or {})}
     env = {name: value for name, value in settings.items() if value is not None}
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    pipe = subprocess.PIPE
     try:
-        child = subprocess.Popen(command, **pipes, start_new_session=True, env=env)
+        child = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env=env
+        )
     except OSError as error:  # 126 is also a shell's status for what cannot be started
         return _Ended(126, "", str(error))
     with child:

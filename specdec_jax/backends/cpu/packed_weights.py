@@ -132,8 +132,10 @@ class PackedWeight:
         if isinstance(weight, Int8Weight):
             assert weight.input_bits, "the CPU's own kernels round inputs"
             values = _cut_groups(weight.values, 32 // weight.input_bits)
-            return cls(values, weight.scales, *weight.values.shape, derived)
-        return cls(_cut(jnp.asarray(weight)), None, *weight.shape, derived)
+            lines, columns = weight.values.shape
+            return cls(values, weight.scales, lines, columns, derived)
+        lines, columns = weight.shape
+        return cls(_cut(jnp.asarray(weight)), None, lines, columns, derived)
 
     def unpack(self) -> Float[Array, "D F"] | Int8Weight:
         """Returns what `pack` was given."""

@@ -100,11 +100,11 @@ def _products(rng: Any) -> list[tuple]:
         inputs = [_in_8_bits(part) if kind == "w8a8" else part for part in (gated, linear)]
         hidden, logits = (part.astype(np.float64) @ matrix for part in inputs)
         logprobs = -np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1))
-        arguments, result = (given, *weights, valid, none, none, bias, residual), [(M, F)]
-        product = (hidden + bias + residual) * valid[:, None]
-        cases.append((f"product_{kind}", arguments, gate, result, product))
-        arguments, result = (linear, *weights, all_valid), [(M,), (M,)]
-        cases.append((f"head_{kind}", arguments, head, result, logits.argmax(axis=1), logprobs))
+        given_all, product = (given, *weights, valid, none, none, bias, residual), hidden + bias
+        product = (product + residual) * valid[:, None]
+        cases.append((f"product_{kind}", given_all, gate, [(M, F)], product))
+        found = logits.argmax(axis=1), logprobs
+        cases.append((f"head_{kind}", (linear, *weights, all_valid), head, [(M,), (M,)], *found))
     return cases
 
 
@@ -161,8 +161,8 @@ def _attentions(rng: Any) -> list[tuple]:
     inside = (slots < lengths[:, None])[:, None]
     crossed = attend(query, keys, values, 0, inside)
     parts = [part.reshape(B, S, H, K) for part in np.split(whole, 3, axis=-1)]
-    others = [part.transpose(0, 2, 1, 3) for part in parts[1:]]
-    encoded = attend(parts[0], *others, table, inside) * inside.transpose(0, 2, 1)
+    key, value = (part.transpose(0, 2, 1, 3) for part in parts[1:])
+    encoded = attend(parts[0], key, value, table, inside) * inside.transpose(0, 2, 1)
 
     queries, how = qkv[..., : H * K].copy(), {"divisor": divisor, "clear": True}
     results, all_valid = [(B, T, H * K), keys.shape, values.shape], valid[:0]
