@@ -200,22 +200,16 @@ class _Program:
         added = None if bias is None else self.read_bias(bias, at)
         return self.add_keys(sums, key, value, inside[None], added)
 
-    def store(self, target: Ref, lines: jax.Array, columns: jax.Array, new: jax.Array) -> None:
-        """Stores numbers of each query that exists, at its row, head and lines of `target`."""
-        place = (
-            self.row,
-            *([self.head] if len(target.shape) == 4 else []),
-            lines[:, None],
-            columns,
-        )
+    def store(self, target: Ref, place: tuple[jax.Array, ...], new: jax.Array) -> None:
+        """Stores numbers of each query that exists, at its row and `place` of `target`."""
         mask = jnp.broadcast_to(self.exists[:, None], new.shape)
-        triton.store(target.at[place], new.astype(target.dtype), mask=mask)
+        triton.store(target.at[self.row, *place], new.astype(target.dtype), mask=mask)
 
     def store_output(self, out: Ref, sums: tuple[jax.Array, ...]) -> None:
         """Stores the output of attention over all keys that were added."""
         _, total, weighted = sums
         columns = self.head * self.columns.size + self.columns
-        self.store(out, self.lines, columns, weighted / total[:, None])
+        self.store(out, (self.lines[:, None], columns), weighted / total[:, None])
 
 
 def _self_attention(
@@ -234,8 +228,9 @@ def _self_attention(
     places = jnp.minimum(start + lines, slots - 1)
     own = None if bias is None else program.read_bias(bias, places)
     sums = program.add_keys(program.make_sums(), added, vector, mask, own)
-    for buffer, new in ((new_key, added), (new_value, vector)):
-        program.store(buffer, start + lines, program.columns, new)
+    own_slots = program.head, (start + lines)[:, None], program.columns
+    program.store(new_key, own_slots, added)
+    program.store(new_value, own_slots, vector)
     add = functools.partial(program.add_block, cache=(key, value), limit=start, bias=bias)
     program.store_output(out, jax.lax.fori_loop(0, pl.cdiv(start, _BLOCK), add, sums))
 
