@@ -293,11 +293,13 @@ def attend_to_cache(
     Returns:
       Outputs, keys, values.
     """
-    name, axes, places = "self_attention", 3, [where]
     if isinstance(where, AnyNodes):
-        name, axes, places = "node_attention", 2, [where.starts, where.positions, where.paths]
+        name, bias = "node_attention", _or_none(bias, 2)
+        places = [where.starts, where.positions, where.paths]
+    else:
+        name, bias, places = "self_attention", _or_none(bias, 3), [where]
     shapes = (*qkv.shape[:2], qkv.shape[2] // 3), keys.shape, values.shape
-    arrays = qkv, keys, values, _or_none(bias, axes), *places, _flags(valid)
+    arrays = qkv, keys, values, bias, *places, _flags(valid)
     call = _kernel(name, *shapes, aliases={1: 1, 2: 2})
     return tuple(call(*arrays, divisor=np.float32(divisor), clear=clear))
 
