@@ -13,6 +13,7 @@ Valid = (
     Bool[Array, "*N"] | None
 )  # False at positions that need not be computed; see `Network.decode`
 States = Float[Array, "B T D"]
+AnyStates = Float[Array, "*N D"]
 Logits = Float32[Array, "B T V"]
 TokenAndLogprob = tuple[
     Int32[Array, "B T"], Float32[Array, "B T"]
