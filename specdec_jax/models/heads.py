@@ -1,5 +1,7 @@
-"""Drafting heads on a target's last hidden state, one per future token (Stern et al. 2018;
-Medusa-1, Cai et al. 2024)."""
+"""Drafting heads on a target's last hidden state, one per future token.
+
+Stern et al. 2018; Medusa-1, Cai et al. 2024.
+"""
 
 import dataclasses
 
@@ -44,11 +46,8 @@ class HeadsConfig:
     def __post_init__(self):
         check_fields(self)
         if self.num_blocks < self.share_head:
-            raise FieldError(
-                self,
-                "num_blocks",
-                f"got {self.num_blocks}, expected at least {int(self.share_head)}",
-            )
+            problem = f"got {self.num_blocks}, expected at least {int(self.share_head)}"
+            raise FieldError(self, "num_blocks", problem)
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -65,8 +64,7 @@ class HeadsConfig:
 
 
 class Head(nn.Module):
-    """One head: maps states to logits in float32, or with `share_head` to states for the target's
-    head."""
+    """One head: maps states to float32 logits, with `share_head` to states for the target's."""
 
     config: HeadsConfig
 

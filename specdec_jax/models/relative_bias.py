@@ -1,5 +1,4 @@
-"""T5's relative position bias: a learned number for each head and bucket of distances, added to
-attention scores."""
+"""T5's relative position bias: a learned number for each head and bucket of distances."""
 
 from collections.abc import Sequence
 
@@ -17,8 +16,7 @@ SHIFTS = 8  # query positions whose bias one slice of shifted rows gives
 
 
 class RelativePositionBias(nn.Module):
-    """T5's bucketed relative position bias, from one table `[H, buckets]`, which a stack or a layer
-    has."""
+    """T5's bucketed relative position bias, added to scores; one table of a stack or a layer."""
 
     heads: int
     num_buckets: int
@@ -111,7 +109,7 @@ def slice_biases(
     changes in every iteration, and less memory: with 64 heads and 2,064 slots that is 1.1 GB.
     """
 
-    def take(first):
+    def take(first: jax.Array) -> jax.Array:
         starts = range(0, queries, len(shifted))
         parts = [shifted[: queries - start] for start in starts]
         parts = [
