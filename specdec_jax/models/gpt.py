@@ -102,8 +102,7 @@ def _gpt2(emb_dim: int, num_heads: int, layers: int) -> GPTConfig:
 def _paper(emb_dim: int, num_heads: int, layers: int, mlp_dim: int) -> GPTConfig:
     # Section 4.2 gives these widths, 8k tokens, and the total numbers of parameters, which are
     # reached only with a head beside the embedding.
-    more = dict(num_positions=512, logits_via_embedding=False)
-    return GPTConfig(8000, emb_dim, num_heads, layers, mlp_dim, **more)
+    return GPTConfig(8000, emb_dim, num_heads, layers, mlp_dim, 512, logits_via_embedding=False)
 
 
 GPT_PRESETS = {

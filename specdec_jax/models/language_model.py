@@ -90,7 +90,8 @@ class LanguageModel:
         """
         check_process()
         check_ids(config, vocabulary, start_token, eos_ids)
-        self.config, self.vocabulary, self.name = config, vocabulary, name
+        self.config, self.name = config, name
+        self.vocabulary: Any = vocabulary  # callers that decode texts know that there is one
         self.encoder_fingerprint, self.generation_config = encoder_fingerprint, generation_config
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         if not donate_params:

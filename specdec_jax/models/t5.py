@@ -139,20 +139,17 @@ def _list_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
     wi = ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
     mlp = {f"mlp/{name}/kernel": (width, config.mlp_dim) for name in wi}
     mlp["mlp/wo/kernel"] = (config.mlp_dim, width)
-    # For each stack its layers, and the attentions of a layer with the width of what each attends
-    # to.
-    own, others = (
-        {"self_attention": width},
-        {"encoder_decoder_attention": config.encoder_dim or width},
-    )
+    # Of each stack the number of layers, and a layer's attentions with the width of what each
+    # attends to.
+    decoder = {"self_attention": width, "encoder_decoder_attention": config.encoder_dim or width}
     stacks = {
         "encoder": (config.num_encoder_layers, {"attention": width}),
-        "decoder": (config.num_decoder_layers, own | others),
+        "decoder": (config.num_decoder_layers, decoder),
     }
     for stack, (layers, attentions) in stacks.items():
         if not layers:
             continue
-        layer = dict(mlp)
+        layer: dict[str, tuple[int, ...]] = dict(mlp)
         for attention, attended in attentions.items():
             layer[f"{attention}/query/kernel"] = (width, inner)
             layer |= {f"{attention}/{name}/kernel": (attended, inner) for name in ("key", "value")}
