@@ -151,10 +151,8 @@ def _plain(weight: Weight) -> Plain:
 def _divide(weight: Plain, count: int) -> list[Plain]:
     """Splits a weight matrix along the output axis into `count` weights: the inverse of `_join`."""
     arrays, tree = jax.tree.flatten(weight)
-    return [
-        tree.unflatten(parts)
-        for parts in zip(*(jnp.split(array, count, axis=-1) for array in arrays))
-    ]
+    split = [jnp.split(array, count, axis=-1) for array in arrays]
+    return [tree.unflatten(parts) for parts in zip(*split)]
 
 
 def with_head(
@@ -192,14 +190,11 @@ def in_int8(packed: dict, input_bits: int | None = 16) -> dict:
     """
 
     def rounded(weight: Weight) -> Weight:
-        if isinstance(weight, Int8Weight) or (
-            isinstance(weight, PackedWeight) and weight.scales is not None
-        ):
+        is_packed = isinstance(weight, PackedWeight)
+        if isinstance(weight, Int8Weight) or (is_packed and weight.scales is not None):
             return weight
-        found = Int8Weight.quantize(matrix(weight), input_bits)
-        return (
-            PackedWeight.pack(found, weight.derived) if isinstance(weight, PackedWeight) else found
-        )
+        made = Int8Weight.quantize(matrix(weight), input_bits)
+        return PackedWeight.pack(made, weight.derived) if is_packed else made
 
     return _map_step_weights(rounded, packed)
 
