@@ -11,6 +11,7 @@ PerRow = Int[Array, " B"]
 Tokens = Int[Array, "B T"]
 Valid = Bool[Array, "*N"] | None  # False at positions that need not be computed
 States = Float[Array, "B T D"]
+AnyStates = Float[Array, "*N D"]
 Logits = Float32[Array, "B T V"]
 TokenAndLogprob = tuple[Int32[Array, "B T"], Float32[Array, "B T"]]  # and log-probabilities
 Inputs = Int[Array, "B L"]

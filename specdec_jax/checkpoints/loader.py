@@ -5,6 +5,7 @@ import pathlib
 import re
 import shlex
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,7 @@ def open_complete(
         raise ValueError(f"{folder}: {error}") from None
     for note in checkpoint.notes:
         say(note)
-    special = dict(start_token=start, eos_ids=tuple(eos_ids))
+    special: dict[str, Any] = dict(start_token=start, eos_ids=tuple(eos_ids))
     return dataclasses.replace(checkpoint, vocabulary=vocabulary, **special)
 
 

@@ -125,7 +125,9 @@ class EarlyExitDrafter(TreeDrafter):
         head = (
             None
             if head is None
-            else weight_layouts.lay(jnp.asarray(head, config.dtype), network.backend.packs_weights)
+            else weight_layouts.lay_weight(
+                jnp.asarray(head, config.dtype), network.backend.packs_weights
+            )
         )
         self.network = ExitNetwork(
             network.params,

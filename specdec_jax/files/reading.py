@@ -30,7 +30,7 @@ def shown(value: Any) -> str:
     return _short.repr(value)
 
 
-def mismatch(place: Any, got: str, expected: str) -> ValueError:
+def mismatch(place: object, got: object, expected: object) -> ValueError:
     """Makes the error of a wrong input: where it is, what was got and what was expected."""
     return ValueError(f"{place}: got {got}, expected {expected}")
 

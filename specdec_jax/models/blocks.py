@@ -1,12 +1,14 @@
-"""Encoder and decoder of every family, whose `BlockOptions` say what they are made of.
+"""Encoder and decoder of every family, whose `BlockOptions` state what they are made of.
 
-A family's own file has its configuration, its names of parameters and how it fills the options.
+From small to large: feed-forward block, attention, layers, stacks, and the two networks,
+`DecoderOnly` and `EncoderDecoder`. A family's own file has its configuration and fills the options.
 Names of submodules are those of T5X's parameters. What depends on the device is asked of a
 `Backend`. The letters of axes are in `backends/axes.py`.
 """
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,13 +21,16 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from specdec_jax.backends import xla
 from specdec_jax.backends.axes import (
+    AnyStates,
     Bias,
     Encoded,
+    Inputs,
     Logits,
     Mask,
     PerRow,
     States,
     TokenAndLogprob,
+    Tokens,
     Valid,
 )
 from specdec_jax.backends.backend import Backend
@@ -34,12 +39,10 @@ from specdec_jax.backends.kv_cache import KVCache, pad
 from specdec_jax.backends.matmul import product
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.backends.tree_positions import AnyNodes
-from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS, AttentionShape, DecoderCall, Projected
-from specdec_jax.models.layers import Dense, Embedder
-from specdec_jax.models.norms import NORMS
-from specdec_jax.models.relative_bias import RelativePositionBias, seen_and_biases
-
-_fan_in_normal = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+from specdec_jax.backends.xla import ACTIVATION_FUNCTIONS, AttentionShape, DecoderCall
+from specdec_jax.models.family import FamilyModule, LogitsAt, ModelConfig, Places
+from specdec_jax.models.layers import NORMS, Dense, Embedder, fan_in_normal
+from specdec_jax.models.relative_bias import RelativePositionBias, make_mask_and_biases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,7 @@ class BlockOptions:
       inner_dropout: whether it is also that of hidden features and of a stack's output.
       dtype: dtype of the computation.
       matmul_dtype: dtype to which operands of products are rounded (training); None: `dtype`.
+      separate_embeddings: whether the encoder has an embedding of its own.
     """
 
     emb_dim: int
@@ -92,41 +96,35 @@ class BlockOptions:
     inner_dropout: bool
     dtype: str
     matmul_dtype: str | None
+    separate_embeddings: bool = False
 
     @property
     def attention_shape(self) -> AttentionShape:
         """The shape of every attention."""
-        return AttentionShape(
-            self.num_heads, self.head_dim, jnp.dtype(self.dtype), self.query_divisor
-        )
+        dtype = jnp.dtype(self.dtype)
+        return AttentionShape(self.num_heads, self.head_dim, dtype, self.query_divisor)
 
     def make_norm(self, packed: bool = False, name: str | None = None) -> nn.Module:
-        """Makes a norm; `packed` as for `norms.py`."""
+        """Makes a norm; `packed` as for `layers.RMSNorm`."""
         return NORMS[self.norm](jnp.dtype(self.dtype), packed, name=name)
 
     def make_dense(self, features: int, **options: Any) -> Dense:
         """Makes a linear map of a block."""
-        dtype = jnp.dtype(self.dtype)
-        return Dense(
-            features, dtype, matmul_dtype=self.matmul_dtype, use_bias=self.use_bias, **options
-        )
+        shared = dict(matmul_dtype=self.matmul_dtype, use_bias=self.use_bias)
+        return Dense(features, jnp.dtype(self.dtype), **shared, **options)
 
     def make_embedder(self, rows: int, packed: bool) -> Embedder:
         """Makes a table of embeddings."""
         return Embedder(rows, self.emb_dim, self.embedding_deviation, self.dtype, packed)
 
-    def make_relative_bias(
-        self, bidirectional: bool, name: str | None = None
-    ) -> RelativePositionBias:
+    def make_relative_bias(self, bidirectional: bool, **name: str) -> RelativePositionBias:
         """Makes a table of T5's relative position bias."""
         assert self.relative_buckets is not None
-        return RelativePositionBias(
-            self.num_heads, *self.relative_buckets, bidirectional, name=name
-        )
+        return RelativePositionBias(self.num_heads, *self.relative_buckets, bidirectional, **name)
 
 
 class MLP(nn.Module):
-    """A feed-forward block: one activation, or the product of two (gated)."""
+    """A feed-forward block of one activation, or of the product of two (gated)."""
 
     options: BlockOptions
     backend: Backend
@@ -134,37 +132,37 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: Float[Array, "*N D"],
+        x: AnyStates,
         norm: Callable,
-        dropped: Callable,
+        dropout: Callable,
         deterministic: bool,
         valid: Valid = None,
-    ) -> Float[Array, "*N D"]:
-        """Returns `x + dropped(block(norm(x)))`."""
+    ) -> AnyStates:
+        """Returns `x + dropout(block(norm(x)))`."""
         options, names = self.options, self.options.activations
         count, dense = len(names), options.make_dense
         joint = "wi" if count == 1 else "wi_fused"
         if self.backend.packs_weights:
-            hidden = dense(count * options.mlp_dim, name=joint).after(norm, x, valid)
+            hidden = dense(count * options.mlp_dim, name=joint).apply_after(norm, x, valid)
             gate = Before("activation" if count == 1 else "gate", activations=names)
-            return dense(x.shape[-1], name="wo").with_packed_weights(hidden, valid, gate, x)
+            return dense(x.shape[-1], name="wo").apply_packed(hidden, valid, gate, x)
         residual, x = x, norm(x)
         if self.backend.joins_weights or count == 1:
             parts = jnp.split(dense(count * options.mlp_dim, name=joint)(x), count, axis=-1)
         else:
             parts = [dense(options.mlp_dim, name=f"wi_{i}")(x) for i in range(count)]
-        hidden = ACTIVATION_FUNCTIONS[names[0]](parts[0])
-        for part, activation in zip(parts[1:], names[1:]):
-            hidden = hidden * ACTIVATION_FUNCTIONS[activation](part)
+        activated = (ACTIVATION_FUNCTIONS[name](part) for name, part in zip(names, parts))
+        hidden = functools.reduce(operator.mul, activated)
         rate = options.dropout_rate if options.inner_dropout else 0.0
         hidden = nn.Dropout(rate)(hidden, deterministic=deterministic)
-        return residual + dropped(dense(x.shape[-1], name="wo")(hidden))
+        return residual + dropout(dense(x.shape[-1], name="wo")(hidden))
 
 
 class Attention(nn.Module):
     """Multi-head attention of T queries per row over given keys and values.
 
-    With `joint` the weights of queries, keys and values are one matrix `qkv [D, 3·H·K]`.
+    With `joint` the weights of queries, keys and values are one matrix `qkv [D, 3·H·K]`. Every
+    `attend_to_…` returns `x + dropout(attention of norm(x))`.
     """
 
     options: BlockOptions
@@ -176,34 +174,35 @@ class Attention(nn.Module):
         size = options.num_heads * options.head_dim
 
         # T5 folds the 1/√K of the scores into the initial query weight.
-        def query_init(*args):
-            return _fan_in_normal(*args) / np.sqrt(options.head_dim)
+        def init_query(*shape: Any) -> jax.Array:
+            return fan_in_normal(*shape) / np.sqrt(options.head_dim)
 
-        self.query = dense(size, kernel_init=query_init)
-        self.key = dense(size, kernel_init=_fan_in_normal)
-        self.value = dense(size, kernel_init=_fan_in_normal)
+        self.query = dense(size, kernel_init=init_query)
+        self.key = dense(size, kernel_init=fan_in_normal)
+        self.value = dense(size, kernel_init=fan_in_normal)
         self.qkv = dense(3 * size)
-        self.out = dense(options.emb_dim, kernel_init=_fan_in_normal)
+        self.out = dense(options.emb_dim, kernel_init=fan_in_normal)
 
-    def _project(self, x: Float[Array, "*N D"]) -> Projected:
+    def _project(self, x: AnyStates) -> xla.Projected:
         """Returns queries, keys and values of `x`."""
         return (self.qkv(x),) if self.joint else (self.query(x), self.key(x), self.value(x))
 
-    def project_key_value(self, x: Encoded, valid: Mask | None, backend: Backend) -> KVCache:
-        """Returns the keys and values of cross-attention, in the layout of a backend."""
-        shape = self.options.attention_shape
-        return backend.cross_cache(self.key(x, valid), self.value(x, valid), shape)
+    def _project_after(self, norm: Callable, x: AnyStates, valid: Valid) -> xla.Projected:
+        """Returns queries, keys and values of `norm(x)`, with packed weights in one kernel."""
+        if self.backend.packs_weights:
+            return (self.qkv.apply_after(norm, x, valid),)
+        return self._project(norm(x))
 
-    def to_cache(
+    def attend_to_cache(
         self,
-        x: Float[Array, "*N D"],
+        x: AnyStates,
         norm: Callable,
         cache: KVCache,
         call: DecoderCall,
         bias: Bias,
-        dropped: Callable,
-    ) -> tuple[Float[Array, "*N D"], KVCache]:
-        """Returns `x + dropped(self-attention of norm(x))`, and the cache with the new tokens.
+        dropout: Callable,
+    ) -> tuple[AnyStates, KVCache]:
+        """Attends to earlier tokens and the call's own; also returns the cache with these.
 
         Args:
           x: states of T tokens for each of B rows, `[B, T, D]`, or for XLA `[B·T, D]`.
@@ -212,57 +211,55 @@ class Attention(nn.Module):
           call: where the T tokens lie.
           bias: added to the scores; with the CPU's kernels that of all query positions `[S, H, S]`,
             for nodes of the last of P positions `[H, P]`.
-          dropped: dropout.
+          dropout: dropout.
         """
-        packed, shape = self.backend.packs_weights, self.options.attention_shape
-        qkv = (self.qkv.after(norm, x, call.valid),) if packed else self._project(norm(x))
+        qkv, shape = self._project_after(norm, x, call.valid), self.options.attention_shape
         attended, cache = self.backend.attend_to_cache(qkv, cache, call, bias, shape)
-        return self.out.added(attended, x, call.valid, dropped), cache
+        return self.out.add_to(x, attended, call.valid, dropout), cache
 
-    def to_sequence(
-        self, x: States, norm: Callable, mask: Bool[Array, "1 1 T T"], bias: Bias, dropped: Callable
+    def attend_to_sequence(
+        self, x: States, norm: Callable, mask: Bool[Array, "1 1 T T"], bias: Bias, dropout: Callable
     ) -> States:
-        """Returns `x + dropped(self-attention of norm(x))` of whole sequences, without a cache."""
+        """Attends within whole sequences, without a cache."""
         qkv, shape = self._project(norm(x)), self.options.attention_shape
-        attended = xla.attend_to_sequence(qkv, mask, bias, shape)
-        return x + dropped(self.out(attended))
+        return x + dropout(self.out(xla.attend_to_sequence(qkv, mask, bias, shape)))
 
-    def to_encoded(
+    def project_key_value(self, x: Encoded, valid: Mask | None, backend: Backend) -> KVCache:
+        """Returns the keys and values of cross-attention, in the layout of a backend."""
+        shape = self.options.attention_shape
+        return backend.cross_cache(self.key(x, valid), self.value(x, valid), shape)
+
+    def attend_to_encoded(
         self,
-        x: Float[Array, "*N D"],
+        x: AnyStates,
         norm: Callable,
         cross: KVCache,
         mask: Mask,
         valid: Valid,
-        dropped: Callable,
+        dropout: Callable,
         backend: Backend,
-    ) -> Float[Array, "*N D"]:
-        """Returns `x + dropped(cross-attention of norm(x))`.
+    ) -> AnyStates:
+        """Attends to the encoder's output; `mask` is True at tokens, which come first in a row.
 
-        `mask` is True at tokens of the inputs, which come first in each row; `backend` made
-        `cross`.
+        `backend` made `cross`.
         """
         packed, shape = self.backend.packs_weights, self.options.attention_shape
-        query = self.query.after(norm, x, valid) if packed else self.query(norm(x))
+        query = self.query.apply_after(norm, x, valid) if packed else self.query(norm(x))
         attended = backend.attend_to_encoded(query, cross, mask, valid, shape)
-        return self.out.added(attended, x, valid, dropped)
+        return self.out.add_to(x, attended, valid, dropout)
 
-    def to_inputs(
-        self,
-        x: Encoded,
-        norm: Callable,
-        mask: Mask,
-        bias: Float[Array, "L H L"],
-        dropped: Callable,
+    def attend_to_inputs(
+        self, x: Encoded, norm: Callable, mask: Mask, bias: Float[Array, "L H L"], dropout: Callable
     ) -> Encoded:
-        """Returns `x + dropped(self-attention of norm(x))` in an encoder; `mask` as above."""
-        packed, shape = self.backend.packs_weights, self.options.attention_shape
-        qkv = (self.qkv.after(norm, x, mask),) if packed else self._project(norm(x))
+        """Attends to all tokens of an encoder's inputs; `mask` as above."""
+        qkv, shape = self._project_after(norm, x, mask), self.options.attention_shape
         attended = self.backend.attend_to_inputs(qkv, mask, bias, shape)
-        return self.out.added(attended, x, mask, dropped)
+        return self.out.add_to(x, attended, mask, dropout)
 
 
 class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward block, each after a norm."""
+
     options: BlockOptions
     backend: Backend
 
@@ -272,32 +269,34 @@ class EncoderLayer(nn.Module):
         options, length = self.options, x.shape[1]
         if bias is None:
             bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
-        drop = functools.partial(nn.Dropout(options.dropout_rate), deterministic=deterministic)
+        dropout = functools.partial(nn.Dropout(options.dropout_rate), deterministic=deterministic)
         joint = self.backend.joins_weights
         attention = Attention(options, self.backend, joint, name="attention")
         norm = options.make_norm(name="pre_attention_layer_norm")
-        x = attention.to_inputs(x, norm, mask, bias, drop)
+        x = attention.attend_to_inputs(x, norm, mask, bias, dropout)
         norm = options.make_norm(name="pre_mlp_layer_norm")
-        return MLP(options, self.backend, name="mlp")(x, norm, drop, deterministic, mask)
+        return MLP(options, self.backend, name="mlp")(x, norm, dropout, deterministic, mask)
 
 
 class Encoder(nn.Module):
+    """All layers of an encoder, and the norm after them."""
+
     options: BlockOptions
     backend: Backend
 
     @nn.compact
     def __call__(self, x: Encoded, mask: Mask, deterministic: bool = True) -> Encoded:
-        """Runs all layers and the final norm."""
+        """Runs all layers over the embeddings `x` and normalises; `mask` is True at tokens."""
         options, length, bias = self.options, x.shape[1], None
         if not options.relative_bias_per_layer:
             bias = options.make_relative_bias(True, name="relpos_bias")(length, length)
-        drop = nn.Dropout(options.dropout_rate)
-        x = drop(x, deterministic)
+        dropout = nn.Dropout(options.dropout_rate)
+        x = dropout(x, deterministic)
         for i in range(options.num_encoder_layers):
             layer = EncoderLayer(options, self.backend, name=f"layers_{i}")
             x = layer(x, mask, bias, deterministic)
         norm = options.make_norm(self.backend.packs_weights, name="encoder_norm")
-        return drop(norm(x, mask), deterministic)
+        return dropout(norm(x, mask), deterministic)
 
 
 @flax.struct.dataclass
@@ -351,6 +350,8 @@ class DecoderCache:
 
 
 class DecoderLayer(nn.Module):
+    """Self-attention, cross-attention if there is an encoder, and feed-forward block."""
+
     options: BlockOptions
     backend: Backend
 
@@ -374,18 +375,18 @@ class DecoderLayer(nn.Module):
 
     def step(
         self,
-        x: Float[Array, "*N D"],
+        x: AnyStates,
         cache: KVCache,
         call: DecoderCall,
         bias: Bias,
         cross: KVCache | None,
         cross_mask: Mask | None,
-    ) -> tuple[Float[Array, "*N D"], KVCache]:
+    ) -> tuple[AnyStates, KVCache]:
         """Runs the layer over T queries per row."""
         attention, norm = self._self_attention()
-        drop = functools.partial(self.dropout, deterministic=True)
-        x, cache = attention.to_cache(x, norm, cache, call, bias, drop)
-        return self._rest(x, cross, cross_mask, True, call.valid, self.backend), cache
+        dropout = functools.partial(self.dropout, deterministic=True)
+        x, cache = attention.attend_to_cache(x, norm, cache, call, bias, dropout)
+        return self._finish(x, cross, cross_mask, True, call.valid, self.backend), cache
 
     def __call__(
         self,
@@ -401,31 +402,33 @@ class DecoderLayer(nn.Module):
         # Whole sequences need no accelerator's layout of caches.
         backend = self.backend if self.backend.packs_weights else Backend()
         cross = None if encoded is None else self.cross_cache(encoded, None, backend)
-        drop = functools.partial(self.dropout, deterministic=deterministic)
-        x = attention.to_sequence(x, norm, mask, bias, drop)
-        return self._rest(x, cross, cross_mask, deterministic, None, backend)
+        dropout = functools.partial(self.dropout, deterministic=deterministic)
+        x = attention.attend_to_sequence(x, norm, mask, bias, dropout)
+        return self._finish(x, cross, cross_mask, deterministic, None, backend)
 
     def _self_attention(self) -> tuple[Attention, nn.Module]:
         return getattr(self, self.options.self_attention), self.pre_self_attention_layer_norm
 
-    def _rest(
+    def _finish(
         self,
-        x: Float[Array, "*N D"],
+        x: AnyStates,
         cross: KVCache | None,
         cross_mask: Mask | None,
         deterministic: bool,
         valid: Valid,
         backend: Backend,
-    ) -> Float[Array, "*N D"]:
+    ) -> AnyStates:
         """Runs what follows self-attention."""
-        drop = functools.partial(self.dropout, deterministic=deterministic)
+        dropout = functools.partial(self.dropout, deterministic=deterministic)
         if cross is not None:
             norm, attention = self.pre_cross_attention_layer_norm, self.encoder_decoder_attention
-            x = attention.to_encoded(x, norm, cross, cross_mask, valid, drop, backend)
-        return self.mlp(x, self.pre_mlp_layer_norm, drop, deterministic, valid)
+            x = attention.attend_to_encoded(x, norm, cross, cross_mask, valid, dropout, backend)
+        return self.mlp(x, self.pre_mlp_layer_norm, dropout, deterministic, valid)
 
 
 class Decoder(nn.Module):
+    """All layers of a decoder, the norm after them, and the head."""
+
     options: BlockOptions
     backend: Backend
 
@@ -439,26 +442,22 @@ class Decoder(nn.Module):
         self.layers = [DecoderLayer(options, self.backend) for _ in layers]
         self.decoder_norm = options.make_norm(packed)
         if not options.tied_head:
-            self.logits_dense = Dense(
-                options.vocab_size,
-                options.dtype,
-                output_dtype=jnp.float32,
-                matmul_dtype=options.matmul_dtype,
-            )
+            dtypes = dict(output_dtype=jnp.float32, matmul_dtype=options.matmul_dtype)
+            self.logits_dense = Dense(options.vocab_size, options.dtype, **dtypes)
         self.dropout = nn.Dropout(options.dropout_rate)
 
-    def position_biases(
+    def _map_tables(
         self, make: Callable[[RelativePositionBias], Float32[Array, "..."]]
-    ) -> tuple:
-        """Returns what `make` gives for the table of every layer, or for one that all share."""
+    ) -> tuple[Float32[Array, "..."], ...]:
+        """Returns what `make` gives for the bias table of each layer, or for one that all share."""
         if not self.options.relative_buckets:
             return ()
         if not self.options.relative_bias_per_layer:
             return (make(self.relpos_bias),)
         return tuple(make(layer.relpos_bias) for layer in self.layers)
 
-    def _by_layer(self, biases: Sequence) -> Sequence:
-        """Returns the bias of every layer, where `biases` has one or one for all, or none."""
+    def _spread_biases(self, biases: Sequence) -> Sequence:
+        """Returns each layer's bias, where `biases` has one for each, one for all, or none."""
         if self.options.relative_bias_per_layer:
             return biases
         return [*(biases or [None])] * len(self.layers)
@@ -480,28 +479,21 @@ class Decoder(nn.Module):
         if not self.options.cross_attention:
             return DecoderCache(empty, rules=backend.rules)
 
-        def repeat(x):
-            return jnp.repeat(x, copies, axis=0) if copies > 1 else x
-
-        cross = tuple(
-            jax.tree.map(repeat, layer.cross_cache(encoded, cross_mask, backend))
-            for layer in self.layers
-        )
+        cross = tuple(layer.cross_cache(encoded, cross_mask, backend) for layer in self.layers)
+        if copies > 1:
+            repeat = functools.partial(jnp.repeat, repeats=copies, axis=0)
+            cross, cross_mask = jax.tree.map(repeat, (cross, cross_mask))
         slots, packed = empty[0].slots, backend.packs_weights
-        biases = self.position_biases(
+        biases = self._map_tables(
             lambda table: table(slots, slots) if packed else table.shifted(slots)
         )
-        return DecoderCache(empty, cross, repeat(cross_mask), biases, backend.rules)
+        return DecoderCache(empty, cross, cross_mask, biases, backend.rules)
 
     def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
-        """Does what `Network.node_cache` does.
-
-        It keeps the bias of the last of P = `positions` query positions only.
-        """
-        return cache.replace(
-            layers=tuple(self.backend.widen(layer, slots) for layer in cache.layers),
-            position_bias=self.position_biases(lambda table: table.of_last(positions)),
-        )
+        """Does what `Network.node_cache` does; keeps the bias of the last query position only."""
+        layers = tuple(self.backend.widen(layer, slots) for layer in cache.layers)
+        biases = self._map_tables(lambda table: table.last_query_bias(positions))
+        return cache.replace(layers=layers, position_bias=biases)
 
     def step(
         self,
@@ -528,16 +520,15 @@ class Decoder(nn.Module):
             x = x + self.position_embedder(places, valid)
         if not self.backend.packs_weights:
             # A TPU's compiler multiplies a matrix [B·T, D] faster than rows [B, T, D].
+            slots = written[0].slots
             if self.options.relative_buckets:
                 padding = self.backend.count_padding(batch, count)
-            mask, biases = seen_and_biases(
-                biases, positions, count, written[0].slots, nodes, padding
-            )
+            mask, biases = make_mask_and_biases(biases, positions, count, slots, nodes, padding)
             x = pad(x, 1, padding).reshape(-1, width)
             valid = None if valid is None or padding else valid.reshape(-1)
         call = DecoderCall(positions, mask, valid, nodes, count)
         cross = cache.cross or [None] * len(self.layers)
-        for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._by_layer(biases))):
+        for i, (layer, bias) in enumerate(zip(self.layers[:layers], self._spread_biases(biases))):
             x, written[i] = layer.step(x, written[i], call, bias, cross[i], cache.cross_mask)
         states = self.decoder_norm(x, valid).reshape(batch, count + padding, width)
         return states[:, :count] if padding else states, cache.replace(layers=tuple(written))
@@ -553,25 +544,140 @@ class Decoder(nn.Module):
         options, length = self.options, x.shape[1]
         if options.num_positions is not None:
             x = x + self.position_embedder(jnp.arange(length))
-        biases = self.position_biases(lambda table: table(length, length).transpose(1, 0, 2)[None])
+        biases = self._map_tables(lambda table: table(length, length).transpose(1, 0, 2)[None])
         mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
         x = self.dropout(x, deterministic)
-        for layer, bias in zip(self.layers, self._by_layer(biases)):
+        for layer, bias in zip(self.layers, self._spread_biases(biases)):
             x = layer(x, mask, bias, encoded, encoder_mask, deterministic)
         x = self.decoder_norm(x)
         return self.dropout(x, deterministic) if options.inner_dropout else x
 
     def logits(self, x: States, embedding: Float[Array, "rows D"], valid: Valid = None) -> Logits:
         """Applies the head: returns the logits of normalised states `x`."""
-        x = self._scaled(x)
+        x = self._scale(x)
         if not self.options.tied_head:
             return self.logits_dense(x, valid)
         return product(x, embedding.astype(x.dtype), ((2,), (1,)))
 
     def greedy_token_and_logprob(self, x: States, valid: Valid, normalize: bool) -> TokenAndLogprob:
         """Does what `Network.greedy_token_and_logprob` does, for normalised states `x`."""
-        return self.logits_dense.greedy_token_and_logprob(self._scaled(x), valid, normalize)
+        return self.logits_dense.greedy_token_and_logprob(self._scale(x), valid, normalize)
 
-    def _scaled(self, x: States) -> States:
+    def _scale(self, x: States) -> States:
         divide = self.options.scales_outputs
         return x / jnp.sqrt(self.options.emb_dim).astype(x.dtype) if divide else x
+
+
+class DecoderOnly(FamilyModule):
+    """A decoder without an encoder, such as GPT-2."""
+
+    config: ModelConfig
+    backend: Backend = Backend()
+
+    def setup(self):
+        options = self.config.block_options()
+        packed = self.backend.packs_weights
+        self.token_embedder = options.make_embedder(options.vocab_size, packed)
+        self.decoder = Decoder(options, self.backend)
+
+    def prefill(
+        self,
+        inputs: Inputs,
+        mask: Mask,
+        slots: int,
+        copies: int = 1,
+        encoded: Encoded | None = None,
+    ) -> DecoderCache:
+        return self.decoder.init_cache(len(inputs), slots, copies, encoded, mask)
+
+    def decode_states(
+        self,
+        tokens: Tokens,
+        positions: PerRow | None,
+        cache: DecoderCache,
+        layers: int | None = None,
+        valid: Valid = None,
+        nodes: AnyNodes | None = None,
+    ) -> tuple[States, DecoderCache]:
+        x = self.embed(tokens, valid)
+        return self.decoder.step(x, positions, cache, layers, valid, nodes)
+
+    def embed(self, tokens: Tokens, valid: Valid = None) -> States:
+        """Returns the embeddings of the decoder's tokens."""
+        return self.token_embedder(tokens, valid)
+
+    def node_cache(self, cache: DecoderCache, slots: int, positions: int) -> DecoderCache:
+        return self.decoder.node_cache(cache, slots, positions)
+
+    def head(self, states: States, valid: Valid = None) -> Logits:
+        return self.decoder.logits(states, self.token_embedder.embedding, valid)
+
+    def greedy_token_and_logprob(
+        self, states: States, valid: Valid, normalize: bool
+    ) -> TokenAndLogprob:
+        """Does what `Network.greedy_token_and_logprob` does."""
+        return self.decoder.greedy_token_and_logprob(states, valid, normalize)
+
+    def __call__(
+        self, tokens: Tokens, places: Places = None, deterministic: bool = True
+    ) -> LogitsAt:
+        states = self.decoder(self.token_embedder(tokens), deterministic=deterministic)
+        return self.head_at(states, places)
+
+
+class EncoderDecoder(DecoderOnly):
+    """An encoder and a decoder that attends to its output, such as T5."""
+
+    def setup(self):
+        super().setup()
+        options = self.config.block_options()
+        if options.separate_embeddings:
+            packed = self.backend.packs_weights
+            self.encoder_embedder = options.make_embedder(options.vocab_size, packed)
+        if options.num_encoder_layers:
+            self.encoder = Encoder(options, self.backend)
+
+    def encode(self, inputs: Inputs, mask: Mask, deterministic: bool = True) -> Encoded:
+        """Runs the encoder on `inputs`, with `mask` True at tokens."""
+        separate = self.config.block_options().separate_embeddings
+        embedder = self.encoder_embedder if separate else self.token_embedder
+        return self.encoder(embedder(inputs, mask), mask, deterministic)
+
+    def prefill(
+        self,
+        inputs: Inputs,
+        mask: Mask,
+        slots: int,
+        copies: int = 1,
+        encoded: Encoded | None = None,
+    ) -> DecoderCache:
+        encoded = self.encode(inputs, mask) if encoded is None else encoded
+        return super().prefill(inputs, mask, slots, copies, encoded)
+
+    def dummy_inputs(self) -> tuple:
+        tokens, width = jnp.ones((1, 2), jnp.int32), self.config.encoder_dim
+        encoded = None if width is None else jnp.zeros((1, 2, width), self.config.dtype)
+        return tokens, tokens > 0, tokens, True, encoded
+
+    def __call__(  # type: ignore[override]
+        self,
+        inputs: Inputs,
+        mask: Mask,
+        decoder_tokens: Tokens,
+        deterministic: bool = True,
+        encoded: Encoded | None = None,
+    ) -> Logits:
+        """Returns teacher-forced logits."""
+        return self.head(self.states(inputs, mask, decoder_tokens, deterministic, encoded))
+
+    def states(
+        self,
+        inputs: Inputs,
+        mask: Mask,
+        decoder_tokens: Tokens,
+        deterministic: bool = True,
+        encoded: Encoded | None = None,
+    ) -> States:
+        """Returns teacher-forced states, which `head` takes."""
+        encoded = self.encode(inputs, mask, deterministic) if encoded is None else encoded
+        return self.decoder(self.token_embedder(decoder_tokens), encoded, mask, deterministic)

@@ -1,5 +1,8 @@
-"""Fills parameters with dummy weights, for timing: no random bits, and one small program for
-every shape, where an initialisation of T5-XXL compiles for minutes and takes longer on a CPU."""
+"""Fills parameters with dummy weights, for timing.
+
+There are no random bits, and one small program for every shape, where an initialisation of T5-XXL
+compiles for minutes and takes longer on a CPU.
+"""
 
 import functools
 import math
@@ -21,8 +24,7 @@ def dummy_params(
     stored: Callable[[jax.Array], Any] = lambda weight: weight,
     report: Callable[[int], None] = lambda count: None,
 ) -> dict:
-    """Makes the parameters of a network on the devices, one after the other, in the configuration's
-    dtype.
+    """Makes the parameters of a network on the devices, one by one, in its dtype.
 
     Norms have scale 1. All other numbers are uniform, with the variance of T5's initialisation for
     embeddings (1) and 1 / D for weights `[D, F]`, so that activations stay of ordinary size.
@@ -50,7 +52,14 @@ def dummy_params(
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _uniform(seed, least, spread, shape: tuple[int, ...], dtype: str, sharding) -> jax.Array:
+def _uniform(
+    seed: np.uint32,
+    least: np.float32,
+    spread: np.float32,
+    shape: tuple[int, ...],
+    dtype: str,
+    sharding: jax.sharding.Sharding | None,
+) -> jax.Array:
     """Returns numbers from `least` to `least` + `spread`, each from a hash of its place."""
     place = jnp.full(shape, seed * np.uint32(7919))
     for axis, size in enumerate(shape):

@@ -1,5 +1,4 @@
-"""The base classes of a model family: its configuration, `ModelConfig`, and its linen module,
-`FamilyModule`.
+"""The base classes of a model family: of its configuration, and of its linen module.
 
 A new family is a file beside this one that subclasses both, and a row in the table of
 `families.py`.
@@ -12,6 +11,7 @@ import flax.linen as nn
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int
 
 from specdec_jax.backends.axes import (
     Encoded,
@@ -20,12 +20,16 @@ from specdec_jax.backends.axes import (
     Mask,
     PerRow,
     States,
-    TokenAndLogprob,
     Tokens,
     Valid,
 )
 from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.tree_positions import AnyNodes
+from specdec_jax.files.reading import mismatch
+
+# The places of a sequence whose logits are wanted, None for all, and these logits.
+Places = Int[Array, "B N"] | None
+LogitsAt = Logits | Float32[Array, "B N V"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +81,7 @@ class ModelConfig:
     def max_positions(self) -> int | None:
         return None
 
-    def replace(self, **fields) -> Self:
+    def replace(self, **fields: Any) -> Self:
         """Returns the same shape with other values of these fields."""
         return dataclasses.replace(self, **fields)
 
@@ -87,13 +91,11 @@ class ModelConfig:
 
     def shared_options(self) -> dict[str, Any]:
         """Returns the `BlockOptions` that have the name of a field or property."""
-        return {
-            name: getattr(self, name)
-            for name in (
-                *("vocab_size", "emb_dim", "num_heads", "head_dim", "num_decoder_layers"),
-                *("mlp_dim", "dropout_rate", "dtype", "matmul_dtype"),
-            )
-        } | {"tied_head": self.logits_via_embedding}
+        names = ["vocab_size", "emb_dim", "num_heads", "head_dim", "num_decoder_layers", "mlp_dim"]
+        names += ["dropout_rate", "dtype", "matmul_dtype"]
+        return {name: getattr(self, name) for name in names} | {
+            "tied_head": self.logits_via_embedding
+        }
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every parameter by its name.
@@ -106,13 +108,11 @@ class ModelConfig:
         return {name: leaf.shape for name, leaf in flat.items()}
 
     def with_own_head(self) -> Self:
-        """Returns the configuration of the same network with a head that is a weight of its own,
-        not the embedding."""
+        """Returns the same network's configuration with a head of its own, not the embedding."""
         raise NotImplementedError
 
     def explicit(self) -> Self:
-        """Returns the same shape with the values that None stands for in its place, so that equal
-        shapes compare equal."""
+        """Returns the same shape without None for other values, so that equal shapes are equal."""
         return self
 
     @classmethod
@@ -122,31 +122,32 @@ class ModelConfig:
 
 
 def check_uses_backend(config: ModelConfig, got: str) -> None:
-    """Checks that a network uses its backend, as `got` needs; raises ValueError otherwise."""
+    """Raises ValueError unless a network uses its backend, which `got` needs."""
     if not config.uses_backend:
-        name = type(config).__name__
-        raise ValueError(f"{name}: got {got}, expected a family that uses a Backend")
+        raise mismatch(type(config).__name__, got, "a family that uses a Backend")
 
 
 class FamilyModule(nn.Module):
     """The base class of every family's network, as `Network` runs it.
 
-    A subclass has the fields `config` and `backend`. It defines `prefill`, and either makes
-    `token_embedder` and `decoder` in `setup` or defines `decode_states` and `head`. A family with
-    an encoder also has `encode`, the teacher-forced `states`, `__call__` and `dummy_inputs`, as
-    `T5` has them.
+    A subclass has the fields `config` and `backend`, and defines `prefill`, `decode_states` and
+    `head`. One with an encoder also has `encode`, the teacher-forced `states`, `__call__` and
+    `dummy_inputs`, as `blocks.EncoderDecoder` has them.
     """
 
     def dummy_inputs(self) -> tuple:
         """Makes the smallest arguments of `__call__`, for `init`."""
         return (jnp.ones((1, 2), jnp.int32),)
 
-    def __call__(self, tokens: Tokens, places: Tokens | None = None) -> Logits:
-        """Returns the teacher-forced logits of whole sequences, or only those at `places`, of a
-        family without an encoder."""
+    def __call__(self, tokens: Tokens, places: Places = None) -> LogitsAt:
+        """Returns teacher-forced logits without an encoder: of all positions, or at `places`."""
         batch, length = tokens.shape
         cache = self.prefill(tokens[:, :0], jnp.zeros((batch, 0), bool), length)
         states, _ = self.decode_states(tokens, jnp.zeros(batch, jnp.int32), cache)
+        return self.head_at(states, places)
+
+    def head_at(self, states: States, places: Places) -> LogitsAt:
+        """Returns the logits of states, or only those at `places`."""
         if places is not None:
             states = jnp.take_along_axis(states, places[..., None], axis=1)
         return self.head(states)
@@ -167,7 +168,7 @@ class FamilyModule(nn.Module):
           mask: True at tokens, False at padding.
           slots: S, slots of the self-attention caches.
           copies: rows of the cache for each input, side by side.
-          encoded: the encoder's output, where there is an encoder.
+          encoded: the encoder's output, for which the encoder runs if it is None.
         """
         raise NotImplementedError
 
@@ -180,32 +181,23 @@ class FamilyModule(nn.Module):
         valid: Valid = None,
         nodes: AnyNodes | None = None,
     ) -> tuple[States, Any]:
-        """Feeds `tokens` and returns the decoder's hidden states after the final norm, and the new
-        cache.
+        """Feeds `tokens`; returns the decoder's states after the final norm, and the new cache.
 
         Args:
+          tokens: T tokens of each row.
           positions: the first position of each row; None with `nodes`.
+          cache: from `prefill`, or an earlier call.
           layers: number of decoder layers to run, from the first; None: all.
           valid: as for `Network.decode`.
-          nodes: where the tokens lie if they are nodes of trees.
+          nodes: where the tokens lie if they are nodes of trees; not given otherwise.
         """
-        more = (
-            {} if nodes is None else {"nodes": nodes}
-        )  # a family without calls over nodes has no such argument
-        return self.decoder.step(
-            self.token_embedder(tokens, valid), positions, cache, layers, valid, **more
-        )
+        raise NotImplementedError
 
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
-        """Does what `Network.node_cache` does."""
-        return self.decoder.node_cache(cache, slots, positions)
+        """Does what `Network.node_cache` does, in a family that decodes trees and beams."""
+        check_uses_backend(self.config, "a tree or beams")
+        raise NotImplementedError
 
     def head(self, states: States, valid: Valid = None) -> Logits:
         """Returns the logits of the states that `decode_states` returns."""
-        return self.decoder.logits(states, self.token_embedder.embedding, valid)
-
-    def greedy_token_and_logprob(
-        self, states: States, valid: Valid, normalize: bool
-    ) -> TokenAndLogprob:
-        """Does what `Network.greedy_token_and_logprob` does."""
-        return self.decoder.greedy_token_and_logprob(states, valid, normalize)
+        raise NotImplementedError

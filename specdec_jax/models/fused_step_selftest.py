@@ -43,7 +43,7 @@ def _numbers_are_right(interpret: Any) -> bool:
         _, cache = apply(inputs, jnp.array([0, 15]), cache, None, None, method="decode_states")
         positions = jnp.array([2, 17])
         expected = apply(inputs, positions, cache, None, None, method="decode_states")
-        embedded = apply(inputs, method=lambda module, tokens: module.token_embedder(tokens))
+        embedded = apply(inputs, method="embed")
         return fused_step.decode_states(
             module, params, embedded, positions, cache, interpret=interpret
         ), expected

@@ -4,20 +4,15 @@ import dataclasses
 import math
 from typing import ClassVar
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int
-
-from specdec_jax.backends.axes import Inputs, Logits, Mask, Tokens
 from specdec_jax.backends.backend import Backend
-from specdec_jax.models.blocks import BlockOptions, Decoder, DecoderCache
+from specdec_jax.models.blocks import BlockOptions, DecoderOnly
 from specdec_jax.models.config_validation import FieldError, check_fields
-from specdec_jax.models.family import FamilyModule, ModelConfig
+from specdec_jax.models.family import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig(ModelConfig):
-    """The shape of a GPT-like network: learned positions, normalisation before each block, biases
-    and gelu, as in GPT-2.
+    """The shape of a GPT-like network: learned positions, pre-norm, biases and gelu, as in GPT-2.
 
     Attributes:
       vocab_size: rows of the embedding and width V of the logits.
@@ -67,8 +62,8 @@ class GPTConfig(ModelConfig):
     def with_own_head(self) -> "GPTConfig":
         return dataclasses.replace(self, logits_via_embedding=False)
 
-    def module(self, backend: Backend = Backend()) -> "GPT":
-        return GPT(self, backend)
+    def module(self, backend: Backend = Backend()) -> DecoderOnly:
+        return DecoderOnly(self, backend)
 
     def block_options(self) -> BlockOptions:
         """Returns what the decoder is made of."""
@@ -93,23 +88,21 @@ class GPTConfig(ModelConfig):
         )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return _parameter_shapes(self)
+        return _list_shapes(self)
 
     @classmethod
     def presets(cls) -> dict[str, "GPTConfig"]:
         return GPT_PRESETS
 
 
-def _gpt2(emb_dim, num_heads, layers):
+def _gpt2(emb_dim: int, num_heads: int, layers: int) -> GPTConfig:
     return GPTConfig(50257, emb_dim, num_heads, layers, 4 * emb_dim)
 
 
-def _paper(emb_dim, num_heads, layers, mlp_dim):
+def _paper(emb_dim: int, num_heads: int, layers: int, mlp_dim: int) -> GPTConfig:
     # Section 4.2 gives these widths, 8k tokens, and the total numbers of parameters, which are
     # reached only with a head beside the embedding.
-    return GPTConfig(
-        8000, emb_dim, num_heads, layers, mlp_dim, num_positions=512, logits_via_embedding=False
-    )
+    return GPTConfig(8000, emb_dim, num_heads, layers, mlp_dim, 512, logits_via_embedding=False)
 
 
 GPT_PRESETS = {
@@ -122,62 +115,27 @@ GPT_PRESETS = {
 }
 
 
-def _parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    width = config.emb_dim
-
-    def norm(name):
-        return {f"{name}/{part}": (width,) for part in ("scale", "bias")}
-
-    def dense(name, shape):
-        return {f"{name}/kernel": shape, f"{name}/bias": shape[1:]}
-
-    layer: dict[str, tuple[int, ...]] = {
-        **norm("pre_self_attention_layer_norm"),
-        **norm("pre_mlp_layer_norm"),
-        **dense("causal_attention/qkv", (width, 3 * width)),
-        **dense("causal_attention/out", (width, width)),
-        **dense("mlp/wi", (width, config.mlp_dim)),
-        **dense("mlp/wo", (config.mlp_dim, width)),
+def _list_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    width, mlp_dim = config.emb_dim, config.mlp_dim
+    weights: dict[str, tuple[int, ...]] = {
+        "causal_attention/qkv": (width, 3 * width),
+        "causal_attention/out": (width, width),
+        "mlp/wi": (width, mlp_dim),
+        "mlp/wo": (mlp_dim, width),
     }
-    shapes: dict[str, tuple[int, ...]] = {
+    layer: dict[str, tuple[int, ...]] = {}
+    for norm in ("pre_self_attention_layer_norm", "pre_mlp_layer_norm"):
+        layer |= {f"{norm}/scale": (width,), f"{norm}/bias": (width,)}
+    for name, shape in weights.items():
+        layer |= {f"{name}/kernel": shape, f"{name}/bias": shape[1:]}
+    shapes = {
         "token_embedder/embedding": (config.vocab_size, width),
         "decoder/position_embedder/embedding": (config.num_positions, width),
-        **norm("decoder/decoder_norm"),
+        "decoder/decoder_norm/scale": (width,),
+        "decoder/decoder_norm/bias": (width,),
     }
     if not config.logits_via_embedding:
         shapes["decoder/logits_dense/kernel"] = (width, config.vocab_size)
-    layers = range(config.num_decoder_layers)
-    return shapes | {
-        f"decoder/layers_{i}/{name}": shape for i in layers for name, shape in layer.items()
-    }
-
-
-class GPT(FamilyModule):
-    """The whole network."""
-
-    config: GPTConfig
-    backend: Backend = Backend()
-
-    def setup(self):
-        config, options = self.config, self.config.block_options()
-        packed = self.backend.packs_weights
-        self.token_embedder = options.make_embedder(config.vocab_size, packed)
-        self.decoder = Decoder(options, self.backend)
-
-    def dummy_inputs(self) -> tuple:
-        return (jnp.ones((1, 2), jnp.int32),)
-
-    def prefill(
-        self, inputs: Inputs, mask: Mask, slots: int, copies: int = 1, encoded: None = None
-    ) -> DecoderCache:
-        """Makes the cache of sequences of which no token has been fed."""
-        return self.decoder.init_cache(len(inputs), slots, copies, None, mask)
-
-    def __call__(
-        self, tokens: Tokens, places: Int[Array, "B N"] | None = None, deterministic: bool = True
-    ) -> Logits | Float32[Array, "B N V"]:
-        """Returns the teacher-forced logits of whole sequences, or only those at `places`."""
-        states = self.decoder(self.token_embedder(tokens), deterministic=deterministic)
-        return self.head(
-            states if places is None else jnp.take_along_axis(states, places[..., None], axis=1)
-        )
+    for i in range(config.num_decoder_layers):
+        shapes |= {f"decoder/layers_{i}/{name}": shape for name, shape in layer.items()}
+    return shapes

@@ -1,5 +1,7 @@
-"""Drafting heads on a target's last hidden state, one per future token (Stern et al. 2018;
-Medusa-1, Cai et al. 2024)."""
+"""Drafting heads on a target's last hidden state, one per future token.
+
+Stern et al. 2018; Medusa-1, Cai et al. 2024.
+"""
 
 import dataclasses
 
@@ -44,29 +46,23 @@ class HeadsConfig:
     def __post_init__(self):
         check_fields(self)
         if self.num_blocks < self.share_head:
-            raise FieldError(
-                self,
-                "num_blocks",
-                f"got {self.num_blocks}, expected at least {int(self.share_head)}",
-            )
+            problem = f"got {self.num_blocks}, expected at least {int(self.share_head)}"
+            raise FieldError(self, "num_blocks", problem)
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every parameter by its name."""
         shapes: dict[str, tuple[int, ...]] = {}
         for head in range(self.num_heads):
-            blocks = range(self.num_blocks)
-            shapes |= {
-                f"head_{head}/block_{i}/kernel": (self.emb_dim, self.emb_dim) for i in blocks
-            }
+            for i in range(self.num_blocks):
+                shapes[f"head_{head}/block_{i}/kernel"] = (self.emb_dim, self.emb_dim)
             if not self.share_head:
                 shapes[f"head_{head}/logits_dense/kernel"] = (self.emb_dim, self.vocab_size)
         return shapes
 
 
 class Head(nn.Module):
-    """One head: maps states to logits in float32, or with `share_head` to states for the target's
-    head."""
+    """One head: maps states to float32 logits, with `share_head` to states for the target's."""
 
     config: HeadsConfig
 
@@ -129,40 +125,33 @@ class HeadsNetwork:
 def init_params(
     config: HeadsConfig, key: Key[Array, ""], head_weight: Float[Array, "D V"] | None = None
 ) -> dict:
-    """Makes the parameters of untrained heads, float32 weights `[in, out]`: blocks of 0, and heads
-    of their own.
+    """Makes the parameters of untrained heads in float32: blocks of 0, and weights of their own.
 
-    Args:
-      head_weight: the weight that every head of its own begins as a copy of; None: random weights.
+    The latter begin as copies of `head_weight`, or at random without one.
     """
     params = Heads(config).init(key, jnp.zeros((1, config.emb_dim)))["params"]
     if head_weight is not None and not config.share_head:
         for head in params.values():
-            head["logits_dense"]["kernel"] = jnp.array(
-                head_weight, jnp.float32
-            )  # copies: training donates its buffers
+            # A copy each, since training donates its buffers.
+            head["logits_dense"]["kernel"] = jnp.array(head_weight, jnp.float32)
     return params
 
 
 def head_weight(config: T5Config, params: dict) -> Float[Array, "D V"]:
-    """Returns the weight by which a T5 with these parameters (T5X's tree) multiplies its last
-    states."""
-    tied = config.logits_via_embedding
-    weight = (
-        params["token_embedder"]["embedding"].T
-        if tied
-        else params["decoder"]["logits_dense"]["kernel"]
-    )
-    return (
-        weight / jnp.sqrt(config.emb_dim).astype(weight.dtype) if config.scales_outputs else weight
-    )
+    """Returns the weight by which a T5 of these parameters (T5X's tree) multiplies last states."""
+    if config.logits_via_embedding:
+        weight = params["token_embedder"]["embedding"].T
+    else:
+        weight = params["decoder"]["logits_dense"]["kernel"]
+    if not config.scales_outputs:
+        return weight
+    return weight / jnp.sqrt(config.emb_dim).astype(weight.dtype)
 
 
 def pack(params: dict, dtype: str) -> dict:
     """Returns `params` in the decode loop's layout; the dicts that were given stay as they are."""
-    return weight_layouts.pack(
-        jax.tree.map(lambda leaf: leaf, params), packed_weights.can_pack(dtype)
-    )
+    copied = jax.tree.map(lambda leaf: leaf, params)
+    return weight_layouts.pack(copied, packed_weights.can_pack(dtype))
 
 
 def unpack(packed: dict) -> dict:

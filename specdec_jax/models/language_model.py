@@ -1,8 +1,8 @@
-"""`LanguageModel`, a network with its parameters, vocabulary and special ids: what `load` returns
-and `generate` takes."""
+"""`LanguageModel`: a network with its parameters, vocabulary and special ids."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.jax_settings import check_not_traced, isolated
 from specdec_jax.backends.sharding import ShardingRules
-from specdec_jax.files.reading import shown
+from specdec_jax.files.reading import mismatch, shown
 from specdec_jax.models import fingerprints, weight_layouts
 from specdec_jax.models.dummy_weights import dummy_params
 from specdec_jax.models.family import ModelConfig, check_uses_backend
@@ -31,6 +31,7 @@ from specdec_jax.models.network import (
     teacher_forced_logits,
 )
 from specdec_jax.models.padding import without_padding
+from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 
 class LanguageModel:
@@ -60,13 +61,13 @@ class LanguageModel:
     def __init__(
         self,
         config: ModelConfig,
-        params,
-        vocabulary=None,
+        params: dict,
+        vocabulary: Vocabulary | None = None,
         *,
-        start_token=0,
-        eos_ids=(1,),
-        name="",
-        donate_params=False,
+        start_token: int = 0,
+        eos_ids: Sequence[int] = (1,),
+        name: str = "",
+        donate_params: bool = False,
         encoder_fingerprint: str | None = None,
         rules: ShardingRules | None = None,
         generation_config: ModelDefaults = ModelDefaults(),
@@ -89,7 +90,8 @@ class LanguageModel:
         """
         check_process()
         check_ids(config, vocabulary, start_token, eos_ids)
-        self.config, self.vocabulary, self.name = config, vocabulary, name
+        self.config, self.name = config, name
+        self.vocabulary: Any = vocabulary  # callers that decode texts know that there is one
         self.encoder_fingerprint, self.generation_config = encoder_fingerprint, generation_config
         self.start_token, self.eos_ids = int(start_token), tuple(int(token) for token in eos_ids)
         if not donate_params:
@@ -100,14 +102,12 @@ class LanguageModel:
         self.quantized, self.input_bits = weight_layouts.rounding_of(params)
         check_own_network(config, rules, self.quantized)
         alone = rules is None and not config.matmul_dtype and config.uses_backend
-        native = (
-            alone
-            and packed_weights.can_pack(config.dtype)
-            and not (self.quantized and self.input_bits is None)
-        )
-        if self.quantized and not (native or (alone and self.input_bits is None)):
-            expected = packed_weights.describe_support(config.dtype)
-            raise ValueError(f"params: got weights in int8, expected {expected}")
+        weight_only = self.quantized and self.input_bits is None  # inputs of products as they are
+        native = alone and packed_weights.can_pack(config.dtype) and not weight_only
+        if self.quantized and not (native or (alone and weight_only)):
+            raise mismatch(
+                "params", "weights in int8", packed_weights.describe_support(config.dtype)
+            )
         if rules is not None:
             rules.check(config)
             lay_out(params, rules)
@@ -125,27 +125,25 @@ class LanguageModel:
     def random(
         cls,
         config: ModelConfig,
-        seed=0,
-        vocabulary=None,
+        seed: int = 0,
+        vocabulary: Vocabulary | None = None,
         *,
-        eos_ids=(1,),
-        name="random",
-        rules=None,
+        rules: ShardingRules | None = None,
         quantize: str | None = None,
+        **options: Any,
     ) -> "LanguageModel":
         """Makes a model with random parameters in the configuration's dtype, for tests and timing.
 
         With `quantize="int8"` or "w8a8" its weights are rounded to 8 bits, as by `load`; None and
-        "none" leave them as they are.
+        "none" leave them as they are. Other options, such as `eos_ids`, are those of the class.
         """
 
         def make() -> dict:
             key = jax.random.key(seed) if rules is None else rules.put(jax.random.key(seed))
             return random_params(key, module=config.module(), dtype=config.dtype, rules=rules)
 
-        return cls._made(
-            config, make, vocabulary, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize
-        )
+        options = {"name": "random", "vocabulary": vocabulary, **options}
+        return cls._from_function(config, make, rules, quantize, **options)
 
     @classmethod
     @isolated
@@ -153,11 +151,10 @@ class LanguageModel:
         cls,
         config: ModelConfig,
         *,
-        eos_ids=(1,),
-        name="dummy",
-        rules=None,
-        quantize=None,
+        rules: ShardingRules | None = None,
+        quantize: str | None = None,
         report: Callable[[int], None] = lambda count: None,
+        **options: Any,
     ) -> "LanguageModel":
         """Makes a model whose parameters are dummy weights, for timing.
 
@@ -171,23 +168,24 @@ class LanguageModel:
                 return dummy_params(config, rules, report=report)
 
             # Else a model that fits only in int8 would first lie there in full.
-            def rounded(weight):
-                return jax.block_until_ready(
-                    Int8Weight.quantize(weight, packed_weights.input_bits(quantize))
-                )
+            def round_weight(weight: jax.Array) -> Int8Weight:
+                bits = packed_weights.input_bits(quantize)
+                return jax.block_until_ready(Int8Weight.quantize(weight, bits))
 
-            return dummy_params(config, rules, rounded, report)
+            return dummy_params(config, rules, round_weight, report)
 
-        return cls._made(
-            config, make, None, eos_ids=eos_ids, name=name, rules=rules, quantize=quantize
-        )
+        return cls._from_function(config, make, rules, quantize, **{"name": "dummy", **options})
 
     @classmethod
-    def _made(
-        cls, config: ModelConfig, make: Callable[[], dict], vocabulary, *, rules, quantize, **how
-    ):
-        """Returns a model of the parameters that `make` makes, once it is checked that there can be
-        one."""
+    def _from_function(
+        cls,
+        config: ModelConfig,
+        make: Callable[[], dict],
+        rules: ShardingRules | None,
+        quantize: str | None,
+        **options: Any,
+    ) -> "LanguageModel":
+        """Checks that there can be a model, and makes it of the parameters that `make` returns."""
         check_process()
         check_own_network(config, rules, quantize in packed_weights.INPUT_BITS)
         packed_weights.check_quantize(quantize, config.dtype, rules is not None)
@@ -195,10 +193,9 @@ class LanguageModel:
             rules.check(config)
         params = make()
         if quantize in packed_weights.INPUT_BITS:
-            params = weight_layouts.round_params(
-                params, packed_weights.input_bits(quantize), config.logits_via_embedding
-            )
-        return cls(config, params, vocabulary, donate_params=True, rules=rules, **how)
+            bits = packed_weights.input_bits(quantize)
+            params = weight_layouts.round_params(params, bits, config.logits_via_embedding)
+        return cls(config, params, donate_params=True, rules=rules, **options)
 
     def __repr__(self) -> str:
         kind = f"{self.config.dtype}{', weights in int8' * self.quantized}"
@@ -222,26 +219,24 @@ class LanguageModel:
     @functools.cached_property
     @isolated
     def contents(self) -> str:
-        """A digest of the exact weights, with the configuration and whether the weights, and the
-        inputs of products, are in int8.
+        """A digest of the exact weights, with the configuration and what of products is in int8.
 
         Models that may compute different numbers differ in it. Weights in int8 count as different
         from the same numbers in float32, because inputs of their products are rounded.
         """
         exact = fingerprints.digest_exact(self.network.params, self.network.rules)
-        inputs = {None: " with inputs as they are", 16: "", 8: " with inputs in int8"}[
-            self.input_bits
-        ]
-        return f"{exact} {self.config}{f' in int8{inputs}' if self.quantized else ''}"
+        inputs = {None: " with inputs as they are", 16: "", 8: " with inputs in int8"}
+        rounded = f" in int8{inputs[self.input_bits]}" if self.quantized else ""
+        return f"{exact} {self.config}{rounded}"
 
     @isolated
     def logits(
         self,
-        inputs,
-        decoder_tokens,
-        input_lengths=None,
+        inputs: Any,
+        decoder_tokens: Any,
+        input_lengths: Any = None,
         encoder: "LanguageModel | None" = None,
-        attention_mask=None,
+        attention_mask: Any = None,
     ) -> Logits:
         """Returns the teacher-forced logits of the token after each of `decoder_tokens`.
 
@@ -266,73 +261,56 @@ class LanguageModel:
         check_not_traced("logits", [inputs, decoder_tokens, input_lengths, attention_mask])
         if (encoder and encoder.config.emb_dim) != self.config.encoder_dim:
             got = f"one of width {encoder.config.emb_dim}" if encoder else "none"
-            raise ValueError(f"encoder: got {got}, expected {_expected_encoder(self.config)}")
+            width = self.config.encoder_dim
+            own = width is None
+            expected = "none: the model has its own" if own else f"a model of width {width}"
+            raise mismatch("encoder", got, expected)
         decoder_tokens = np.asarray(decoder_tokens, np.int32)
         if inputs is None:
             if not decoder_only(self):
-                raise ValueError(
-                    "inputs: got None for a model with an encoder, expected ids [B, L]"
-                )
+                raise mismatch("inputs", "None for a model with an encoder", "ids [B, L]")
             inputs = np.zeros((len(decoder_tokens), 0))
-        inputs, input_lengths = without_padding(
-            self, np.asarray(inputs, np.int32), input_lengths, attention_mask
-        )
+        inputs = np.asarray(inputs, np.int32)
+        inputs, input_lengths = without_padding(self, inputs, input_lengths, attention_mask)
         inside = np.arange(inputs.shape[1]) < input_lengths[:, None]
         self._check_tokens("inputs", inputs[inside])
         self._check_tokens("decoder_tokens", decoder_tokens)
         if not decoder_only(self):
-            encoding = encoder and encoder.network
-            return teacher_forced_logits(
-                self.network, inputs, input_lengths, decoder_tokens, encoding
-            )
+            call = inputs, input_lengths, decoder_tokens, encoder and encoder.network
+            return teacher_forced_logits(self.network, *call)
         check_positions(self.config, int(max(input_lengths, default=0)) + decoder_tokens.shape[1])
         return continuation_logits(self.network, *join(inputs, input_lengths, decoder_tokens))
 
     def _check_tokens(self, name: str, tokens: Int[np.ndarray, "..."]) -> None:
         wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
         if wrong.size:
-            raise ValueError(
-                f"{name}: got id {wrong[0]}, expected 0 to {self.config.vocab_size - 1}"
-            )
+            raise mismatch(name, f"id {wrong[0]}", f"0 to {self.config.vocab_size - 1}")
 
 
 _MOST_PAST_LOGITS = 128  # ids of a vocabulary for which a model has no logit
 
 
-def check_ids(config: ModelConfig, vocabulary, start_token: int, eos_ids) -> None:
-    """Checks that every special id has a logit, and all but a few pieces of the vocabulary.
-
-    Raises ValueError otherwise.
-    """
+def check_ids(
+    config: ModelConfig, vocabulary: Vocabulary | None, start_token: int, eos_ids: Sequence[int]
+) -> None:
+    """Raises ValueError unless special ids, and all but a few of the vocabulary, have a logit."""
     for token in (start_token, *eos_ids):
         whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not whole or not 0 <= token < config.vocab_size:
-            raise ValueError(
-                f"special id: got {shown(token)}, expected an id of the vocabulary of"
-                f" {config.vocab_size}"
-            )
+            expected = f"an id of the vocabulary of {config.vocab_size}"
+            raise mismatch("special id", shown(token), expected)
     # A few added tokens, or T5's sentinels, may lie past the logits: they cannot come out, and as
     # inputs they are rejected where they occur.
     if vocabulary is not None and vocabulary.size > config.vocab_size + _MOST_PAST_LOGITS:
-        raise ValueError(
-            f"vocabulary: got {vocabulary.size} pieces, expected at most the {config.vocab_size}"
-            f" logits of the model and {_MOST_PAST_LOGITS} more"
-        )
+        logits = f"the {config.vocab_size} logits of the model"
+        expected = f"at most {logits} and {_MOST_PAST_LOGITS} more"
+        raise mismatch("vocabulary", f"{vocabulary.size} pieces", expected)
 
 
 def check_own_network(config: ModelConfig, rules: ShardingRules | None, quantized: bool) -> None:
-    """Checks that a configuration has the fields that each needs, and that a network without a
-    backend has no mesh and no weights in int8; raises ValueError otherwise."""
+    """Raises ValueError for a missing field, or what only a network with a backend can have."""
     for name in ("vocab_size", "emb_dim", "dtype"):
         if not hasattr(config, name):
-            raise ValueError(f"{type(config).__name__}: got no {name}, expected a field {name}")
+            raise mismatch(type(config).__name__, f"no {name}", f"a field {name}")
     if quantized or rules is not None:
         check_uses_backend(config, "weights in int8" if quantized else "a mesh")
-
-
-def _expected_encoder(config: ModelConfig) -> str:
-    return (
-        "none: the model has its own"
-        if config.encoder_dim is None
-        else f"a model of width {config.encoder_dim}"
-    )

@@ -1,6 +1,7 @@
-"""Building blocks of T5-family and GPT-like networks, with T5X's parameter names and numerics.
+"""Embeddings, linear maps and norms, with T5X's parameter names and numerics.
 
-The letters of axes are in `axes.py`.
+`valid` is False for rows whose result does not matter: the CPU's own kernels skip them. The letters
+of axes are in `backends/axes.py`.
 """
 
 import math
@@ -8,16 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from specdec_jax.backends.axes import Valid
+from specdec_jax.backends.axes import AnyStates, Valid
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.cpu.packed_weights import Before, PackedWeight
 from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.matmul import product, rounded_product
 
-_fan_in_normal = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+fan_in_normal = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 _fan_in_truncated = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 
@@ -40,7 +42,7 @@ class Embedder(nn.Module):
     def __call__(
         self, indices: Int[Array, "*N"], valid: Bool[Array, "*N"] | None = None
     ) -> Float[Array, "*N F"]:
-        """Returns the rows with these indices; `valid` as for `apply_weight`."""
+        """Returns the rows with these indices."""
         if self.packed:
             return packed_weights.take_rows(self.embedding, indices, valid)
         # A drafter may meet ids that it lacks, and a draft may reach past the last position: for
@@ -49,8 +51,7 @@ class Embedder(nn.Module):
 
 
 class Dense(nn.Module):
-    """A linear map with a weight matrix `[D, F]`, without bias, as in T5X's checkpoints, unless
-    `use_bias`.
+    """A linear map with a weight `[D, F]`, however it is stored; without bias unless `use_bias`.
 
     `matmul_dtype` is the dtype to which the operands of the product, and nothing else, are rounded:
     for training on a CPU with bfloat16 instructions.
@@ -65,89 +66,130 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None = None
+        self, x: AnyStates, valid: Bool[Array, "*N"] | None = None
     ) -> Float[Array, "*N F"]:
-        """Applies the map to `x`; `valid` as for `apply_weight`."""
-        y = self._without_bias(x, valid)
+        """Applies the map to `x`."""
+        weight, dtype = self._weight(), self.output_dtype or self.dtype
+        if weight is None:  # `self.param` would reject the shape of a packed one
+            weight = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+        if self.matmul_dtype is None:
+            y = apply_weight(x.astype(self.dtype), weight, dtype, valid)
+        else:
+            y = rounded_product(x.reshape(-1, x.shape[-1]), weight, self.matmul_dtype)
+            y = y.reshape(*x.shape[:-1], self.features).astype(dtype)
         if not self.use_bias:
             return y
         return y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(y.dtype)
 
-    def with_packed_weights(
+    def _weight(self) -> Any:
+        """Returns the weight, None before it is initialised."""
+        return self.get_variable("params", "kernel")
+
+    def apply_packed(
         self,
-        x: Float[Array, "*N D"],
+        x: AnyStates,
         valid: Bool[Array, "*N"] | None = None,
         before: Before = Before("nothing"),
         residual: Float[Array, "*N F"] | None = None,
         clear: bool = True,
     ) -> Float[Array, "*N F"]:
-        """Applies the map to `before(x)` and adds `residual`, for a packed weight.
+        """Applies the map with a packed weight to `before(x)` and adds `residual`.
 
         See `PackedWeight.product`.
         """
-        weight, dtype = self.get_variable("params", "kernel"), self.output_dtype or self.dtype
         bias = self.get_variable("params", "bias") if self.use_bias else None
-        return weight.product(x, dtype, valid, before, bias, residual, clear)
+        dtype = self.output_dtype or self.dtype
+        return self._weight().product(x, dtype, valid, before, bias, residual, clear)
 
-    def after(self, norm: Callable, x: Float[Array, "*N D"], valid: Valid) -> Float[Array, "*N F"]:
-        """Applies a norm and the map, with packed weights; what is not valid may be anything.
+    def apply_after(self, norm: Callable, x: AnyStates, valid: Valid) -> Float[Array, "*N F"]:
+        """Applies a norm and the map with a packed weight; rows that are not valid may be anything.
 
-        It need not be cleared, since the next product does not read it.
+        They need not be cleared, since the next product does not read them.
         """
-        return self.with_packed_weights(x, valid, norm.before(), clear=False)
+        return self.apply_packed(x, valid, norm.before(), clear=False)
 
-    def added(
+    def add_to(
         self,
-        x: Float[Array, "..."],
         residual: Float[Array, "*N F"],
+        x: Float[Array, "..."],
         valid: Valid,
-        dropped: Callable,
+        dropout: Callable,
     ) -> Float[Array, "*N F"]:
         """Returns `residual` + the map of `x`, through dropout unless weights are packed."""
-        if isinstance(self.get_variable("params", "kernel"), PackedWeight):
-            return self.with_packed_weights(x, valid, residual=residual)
+        if isinstance(self._weight(), PackedWeight):
+            return self.apply_packed(x, valid, residual=residual)
         width = -1 if residual.size else math.prod(x.shape[residual.ndim - 1 :])  # no −1 of 0
-        return residual + dropped(self(x.reshape(*residual.shape[:-1], width), valid))
+        return residual + dropout(self(x.reshape(*residual.shape[:-1], width), valid))
 
     def greedy_token_and_logprob(
-        self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None, normalize: bool
+        self, x: AnyStates, valid: Bool[Array, "*N"] | None, normalize: bool
     ) -> tuple[Int32[Array, "*N"], Float32[Array, "*N"]]:
-        """Does what `PackedWeight.greedy_token_and_logprob` does, for a packed weight without
-        bias."""
-        return self.get_variable("params", "kernel").greedy_token_and_logprob(x, valid, normalize)
-
-    def _without_bias(
-        self, x: Float[Array, "*N D"], valid: Bool[Array, "*N"] | None
-    ) -> Float[Array, "*N F"]:
-        if self.has_variable("params", "kernel"):
-            weight = self.get_variable(
-                "params", "kernel"
-            )  # if packed, `self.param` would reject its shape
-        else:
-            weight = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
-        output_dtype = self.output_dtype or self.dtype
-        if self.matmul_dtype is not None:
-            y = rounded_product(x.reshape(-1, x.shape[-1]), weight, self.matmul_dtype)
-            return y.reshape(*x.shape[:-1], self.features).astype(output_dtype)
-        if not isinstance(weight, PackedWeight | Int8Weight):
-            weight = weight.astype(self.dtype)
-        return apply_weight(x.astype(self.dtype), weight, output_dtype, valid)
+        """Does what `PackedWeight.greedy_token_and_logprob` does, without bias."""
+        return self._weight().greedy_token_and_logprob(x, valid, normalize)
 
 
 def apply_weight(
-    x: Float[Array, "*N D"],
+    x: AnyStates,
     weight: Float[Array, "D F"] | PackedWeight | Int8Weight,
-    output_dtype,
+    output_dtype: Any,
     valid: Bool[Array, "*N"] | None = None,
 ) -> Float[Array, "*N F"]:
-    """Returns `x` times a weight, however the weight is stored.
-
-    Args:
-      valid: False for rows of `x` whose result does not matter; with `PackedWeight` they are not
-        computed.
-    """
+    """Returns `x` times a weight, however the weight is stored."""
     if isinstance(weight, PackedWeight):
         return weight.product(x, output_dtype, valid)
     if isinstance(weight, Int8Weight):
         return weight.product(x, output_dtype)
-    return product(x, weight, ((x.ndim - 1,), (0,)), dtype=output_dtype)
+    return product(x, weight.astype(x.dtype), ((x.ndim - 1,), (0,)), dtype=output_dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation in float32, without mean or bias; ε = 1e-6, as in T5.
+
+    With `packed` the CPU's own kernels compute it: XLA adds up a row in one order in small calls
+    and in another from some thousand numbers on, and what comes after the last norm would see the
+    width of the call.
+    """
+
+    dtype: Any = jnp.float32
+    packed: bool = False
+
+    @nn.compact
+    def __call__(self, x: AnyStates, valid: Bool[Array, "*N"] | None = None) -> AnyStates:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        if self.packed:
+            return packed_weights.normalize(x, self.before(), valid)
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        return x.astype(self.dtype) * scale.astype(self.dtype)
+
+    def before(self) -> Before:
+        """Returns this norm as what a packed weight computes before its product."""
+        return Before("rms", self.get_variable("params", "scale"))
+
+
+class LayerNorm(nn.Module):
+    """Normalisation by mean and variance in float32, with scale and bias; ε = 1e-5, as in GPT-2.
+
+    `packed` as in `RMSNorm`.
+    """
+
+    dtype: Any = jnp.float32
+    packed: bool = False
+
+    @nn.compact
+    def __call__(self, x: AnyStates, valid: Bool[Array, "*N"] | None = None) -> AnyStates:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        if self.packed:
+            return packed_weights.normalize(x, self.before(), valid)
+        x = x.astype(jnp.float32)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
+        return x.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(self.dtype)
+
+    def before(self) -> Before:
+        """Returns this norm as what a packed weight computes before its product."""
+        return Before("layer", *(self.get_variable("params", name) for name in ("scale", "bias")))
+
+
+NORMS = {"rms": RMSNorm, "layer": LayerNorm}

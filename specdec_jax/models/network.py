@@ -24,9 +24,10 @@ from specdec_jax.backends.backend import Backend, choose_backend
 from specdec_jax.backends.cpu.packed_weights import input_bits
 from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, read_parts
 from specdec_jax.backends.tree_positions import AnyNodes
+from specdec_jax.files.reading import mismatch
 from specdec_jax.models import fused_step_selftest, weight_layouts
 from specdec_jax.models.family import FamilyModule, ModelConfig, check_uses_backend
-from specdec_jax.models.parameters import parameter_count
+from specdec_jax.models.parameters import flatten, parameter_count, unflatten
 
 
 @flax.struct.dataclass
@@ -80,9 +81,7 @@ class Network:
 
         So it is on an accelerator, which reads the same weights for both.
         """
-        if self.backend.pairs_are_free(cache):
-            return True
-        return self._runs_whole_step(2, cache)
+        return self.backend.pairs_are_free(cache) or self._runs_whole_step(2, cache)
 
     def _runs_whole_step(self, queries: int, cache: Any, layers: int | None = None) -> bool:
         """Returns whether a call over so many positions is one kernel of the backend."""
@@ -91,19 +90,18 @@ class Network:
 
     @property
     def encoder_dim(self) -> int | None:
-        """Width of another model's encoder output, to which a network without an encoder attends.
-
-        Else None.
-        """
+        """Width of another model's encoder output, to which the network attends; else None."""
         return self.config.encoder_dim
 
     def encode(self, inputs: Inputs, input_lengths: PerRow) -> Encoded:
         """Runs the encoder; arguments as for `prefill`."""
         inputs, input_lengths = self._by_rows(inputs), self._by_rows(input_lengths)
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
-        return self._by_rows(
-            self.module.apply({"params": self.params}, inputs, mask, method="encode")
-        )
+        return self._by_rows(self._apply("encode", inputs, mask))
+
+    def _apply(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Calls a method of the module with the parameters."""
+        return self.module.apply({"params": self.params}, *arguments, **options, method=method)
 
     def _by_rows(self, x: Shaped[Array, "*N"]) -> Shaped[Array, "*N"]:
         """Returns `x` with its rows divided over the mesh's data axis."""
@@ -117,36 +115,37 @@ class Network:
         copies: int = 1,
         encoded: Encoded | None = None,
     ) -> Any:
-        """Runs the encoder once and makes the decoder's cache, `copies` rows side by side for each
-        input.
+        """Runs the encoder once and makes the decoder's cache.
 
         Args:
           inputs: ids, which do not matter past a row's length. L = 0 for a decoder-only network,
             whose prompt is fed to the decoder (`prefill.fill_cache`).
+          input_lengths: number of ids of each row.
           slots: S, slots of the self-attention caches.
+          copies: rows of the cache for each input, side by side.
           encoded: the encoder's output, of another model where there is an `encoder_dim`; None: run
             the encoder.
         """
         if not decoder_only(self):
-            encoded = self._by_rows(
-                self.encode(inputs, input_lengths) if encoded is None else encoded
-            )
+            encoded = self.encode(inputs, input_lengths) if encoded is None else encoded
+            encoded = self._by_rows(encoded)
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
-        how = dict(copies=copies, encoded=encoded, method="prefill")
-        cache = self.module.apply({"params": self.params}, inputs, mask, slots, **how)
+        cache = self._apply("prefill", inputs, mask, slots, copies=copies, encoded=encoded)
         return constrain_sharding(cache, self.rules)
 
     def decode(
         self, tokens: Tokens, positions: PerRow, cache: Any, valid: Valid = None
     ) -> tuple[Logits, Any]:
-        """Feeds `tokens` at positions `positions[b] … positions[b] + T − 1`, overwriting those
-        slots.
+        """Feeds `tokens` at positions `positions[b] … positions[b] + T − 1`, whose slots they take.
 
         Args:
+          tokens: T tokens of each row.
+          positions: the first position of each row.
+          cache: from `prefill` or an earlier call.
           valid: False for positions whose result does not matter, such as those of a row that is
-            done; the live ones of a row come first. With the CPU's own kernels the others take no
+            done; the valid ones of a row come first. With the CPU's own kernels the others take no
             time, write nothing, and give 0; elsewhere they are computed like the rest. None: all
-            are live.
+            are valid.
 
         Returns:
           Logits of the next token at each position, and the new cache.
@@ -162,35 +161,31 @@ class Network:
         layers: int | None = None,
         valid: Valid = None,
     ) -> tuple[States, Any]:
-        """Does what `decode` does, but for the head: returns states after the first `layers` layers
-        (None: all) and the final norm, and the new cache."""
+        """Does what `decode` does, without the head.
+
+        Returns:
+          States after the first `layers` layers (None: all) and the final norm; the new cache.
+        """
         whole = self._runs_whole_step(tokens.shape[1], cache, layers)
-        count, fewest = tokens.shape[1], self.backend.min_query_len
-        if len(tokens) == 1 and count < fewest and not whole:
-
-            def wider(x):
-                return None if x is None else jnp.pad(x, ((0, 0), (0, fewest - count)), mode="edge")
-
-            states, cache = self.decode_states(
-                wider(tokens), positions, cache, layers, wider(valid)
-            )
+        count, least = tokens.shape[1], self.backend.min_query_len
+        if len(tokens) == 1 and count < least and not whole:
+            widen = functools.partial(jnp.pad, pad_width=((0, 0), (0, least - count)), mode="edge")
+            tokens, valid = jax.tree.map(widen, (tokens, valid))
+            states, cache = self.decode_states(tokens, positions, cache, layers, valid)
             return states[:, :count], cache
-        tokens, positions = self._by_rows(tokens), self._by_rows(positions)
-        apply = functools.partial(self.module.apply, {"params": self.params})
+        call = self._by_rows(tokens), self._by_rows(positions), cache
 
-        def by_layers(*call):
-            return apply(*call, layers, valid, method="decode_states")
+        def run_layers(*call: Any) -> tuple[States, Any]:
+            return self._apply("decode_states", *call, layers, valid)
 
-        def by_kernel(tokens, positions, cache):
-            x = apply(tokens, method=lambda module, tokens: module.token_embedder(tokens))
+        def run_kernel(tokens: Tokens, positions: PerRow, cache: Any) -> tuple[States, Any]:
+            x = self._apply("embed", tokens)
             return self.backend.decode_states(self, x, positions, cache, layers)
 
         if whole:
-            states, cache = jax.lax.platform_dependent(
-                tokens, positions, cache, tpu=by_kernel, default=by_layers
-            )
+            states, cache = jax.lax.platform_dependent(*call, tpu=run_kernel, default=run_layers)
         else:
-            states, cache = by_layers(tokens, positions, cache)
+            states, cache = run_layers(*call)
         return self._by_rows(states), constrain_sharding(cache, self.rules)
 
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
@@ -202,14 +197,7 @@ class Network:
           slots: S, slots of the new cache.
           positions: P, positions of the longest sequence.
         """
-        if type(self.module).node_cache is FamilyModule.node_cache:
-            check_uses_backend(self.config, "a tree or beams")
-        return constrain_sharding(
-            self.module.apply(
-                {"params": self.params}, cache, slots, positions, method="node_cache"
-            ),
-            self.rules,
-        )
+        return constrain_sharding(self._apply("node_cache", cache, slots, positions), self.rules)
 
     def decode_nodes(
         self,
@@ -227,17 +215,8 @@ class Network:
         Returns:
           States, which `head` takes, and the new cache.
         """
-        tokens, apply = self._by_rows(tokens), self.module.apply
-        states, cache = apply(
-            {"params": self.params},
-            tokens,
-            None,
-            cache,
-            layers,
-            valid,
-            nodes,
-            method="decode_states",
-        )
+        call = self._by_rows(tokens), None, cache, layers, valid, nodes
+        states, cache = self._apply("decode_states", *call)
         return self._by_rows(states), constrain_sharding(cache, self.rules)
 
     def move_nodes(self, cache: Any, sources: Int[Array, "B M"], starts: PerRow) -> Any:
@@ -246,9 +225,7 @@ class Network:
 
     def head(self, states: States, valid: Valid = None) -> Logits:
         """Returns the logits of the states that `decode_states` or `decode_nodes` returned."""
-        return self._by_rows(
-            self.module.apply({"params": self.params}, states, valid, method="head")
-        )
+        return self._by_rows(self._apply("head", states, valid))
 
     def greedy_token_and_logprob(
         self, states: States, valid: Valid = None, normalize: bool = True
@@ -262,9 +239,7 @@ class Network:
           log-probabilities, NaN there and where a logit is infinite. Without `normalize` the
           log-probabilities are meaningless.
         """
-        return self.module.apply(
-            {"params": self.params}, states, valid, normalize, method="greedy_token_and_logprob"
-        )
+        return self._apply("greedy_token_and_logprob", states, valid, normalize)
 
     def shortlisted(self, ids: Int[Array, " F"]) -> "Network":
         """Returns the network with a head for `ids` only, so that logits are `[B, T, F]`.
@@ -290,12 +265,9 @@ class Network:
     def head_alone(self) -> "Network":
         """Returns the part of the network that `head` needs; the arrays are shared."""
         check_uses_backend(self.config, "drafting heads that share its head")
-        decoder = {
-            name: node for name, node in self.params["decoder"].items() if name == "logits_dense"
-        }
-        return self.replace(
-            params={"token_embedder": self.params["token_embedder"], "decoder": decoder}
-        )
+        embedder, decoder = self.params["token_embedder"], self.params["decoder"]
+        head = {name: node for name, node in decoder.items() if name == "logits_dense"}
+        return self.replace(params={"token_embedder": embedder, "decoder": head})
 
     def teacher_forced(
         self,
@@ -309,17 +281,14 @@ class Network:
         Other arguments as for `prefill`.
         """
         mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
-        logits = self.module.apply(
-            {"params": self.params}, inputs, mask, decoder_tokens, encoded=encoded
-        )
+        logits = self._apply("__call__", inputs, mask, decoder_tokens, encoded=encoded)
         return constrain_sharding(logits, self.rules)
 
 
 def lay_out(params: dict, rules: ShardingRules, prefix: str = "") -> None:
-    """Moves the arrays of a nested dict to their places on the mesh, one after the other, in place.
+    """Moves the arrays of a nested dict to their places on the mesh, one by one, in place.
 
-    Args:
-      prefix: of the names in `params`, with a "/" at its end.
+    `prefix` is that of the names in `params`, with a "/" at its end.
     """
     for name, value in params.items():
         if isinstance(value, dict):
@@ -332,9 +301,8 @@ def lay_out(params: dict, rules: ShardingRules, prefix: str = "") -> None:
             params[name] = read_parts(sharding, value.shape, lambda box: np.asarray(value)[box])
 
 
-def decoder_only(model) -> bool:
-    """Returns whether a model has no encoder: its inputs are then prompts, which its outputs
-    continue."""
+def decoder_only(model: Any) -> bool:
+    """Returns whether a model has no encoder: its inputs are prompts, which outputs continue."""
     return model.config.decoder_only
 
 
@@ -343,10 +311,7 @@ def join(
     input_lengths: Int[np.ndarray, " B"],
     tokens: Int[np.ndarray, "B T"],
 ) -> tuple[Int[np.ndarray, "B L+T"], Int[np.ndarray, "B T"]]:
-    """Returns sequences of each row's input, cut at its length, followed by `tokens`.
-
-    And the places of `tokens`.
-    """
+    """Returns each row's input, cut at its length, followed by `tokens`; and their places."""
     places = input_lengths[:, None] + np.arange(tokens.shape[1])
     sequences = np.pad(inputs, ((0, 0), (0, tokens.shape[1])))
     np.put_along_axis(sequences, places, tokens, axis=1)
@@ -354,25 +319,16 @@ def join(
 
 
 def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> None:
-    """Checks that a model has `length` positions; raises ValueError otherwise.
-
-    `whose` begins the message.
-    """
+    """Raises ValueError, which begins with `whose`, unless a model has `length` positions."""
     if config.max_positions is not None and length > config.max_positions:
-        raise ValueError(
-            f"{whose}: got sequences of up to {length} tokens, new ones included, expected at most "
-            f"num_positions = {config.max_positions}"
-        )
+        got = f"sequences of up to {length} tokens, new ones included"
+        raise mismatch(whose, got, f"at most num_positions = {config.max_positions}")
 
 
 def padded_lengths(tokens: Int[np.ndarray, "B L"]) -> Int[np.ndarray, " B"]:
     """Returns one past the place of the last id other than 0 in each row."""
-    length = tokens.shape[1]
-    if not length:
-        return np.zeros(len(tokens), np.int32)
-    return np.where(tokens.any(axis=1), length - np.argmax(tokens[:, ::-1] != 0, axis=1), 0).astype(
-        np.int32
-    )
+    ends = np.where(tokens != 0, np.arange(1, tokens.shape[1] + 1), 0)
+    return ends.max(axis=1, initial=0).astype(np.int32)
 
 
 @jax.jit
@@ -390,9 +346,8 @@ def teacher_forced_logits(
 @jax.jit
 def continuation_logits(network: Network, sequences: Inputs, places: Tokens) -> Logits:
     """Returns the logits at `places` of `sequences`, for a decoder-only network."""
-    return constrain_sharding(
-        network.module.apply({"params": network.params}, sequences, places), network.rules
-    )
+    logits = network.module.apply({"params": network.params}, sequences, places)
+    return constrain_sharding(logits, network.rules)
 
 
 def initial_params(module: FamilyModule, key: Key[Array, ""]) -> dict:
@@ -402,15 +357,15 @@ def initial_params(module: FamilyModule, key: Key[Array, ""]) -> dict:
 
 @functools.partial(jax.jit, static_argnames=("module", "dtype", "rules"))
 def random_params(
-    key: Key[Array, ""], *, module: FamilyModule, dtype, rules: ShardingRules | None = None
+    key: Key[Array, ""], *, module: FamilyModule, dtype: str, rules: ShardingRules | None = None
 ) -> dict:
+    """Makes random parameters in a dtype, on one device or divided over a mesh."""
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), initial_params(module, key))
     if rules is None:
         return params
 
-    def place(name, leaf):
-        return jax.lax.with_sharding_constraint(leaf, rules.parameter_sharding(name, leaf.shape))
-
-    return jax.tree.map_with_path(
-        lambda path, leaf: place("/".join(key.key for key in path), leaf), params
-    )
+    constrained = {
+        name: jax.lax.with_sharding_constraint(leaf, rules.parameter_sharding(name, leaf.shape))
+        for name, leaf in flatten(params).items()
+    }
+    return unflatten(constrained)

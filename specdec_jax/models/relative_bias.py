@@ -1,5 +1,4 @@
-"""T5's relative position bias: a learned number for each head and bucket of distances, added to
-attention scores."""
+"""T5's relative position bias: a learned number for each head and bucket of distances."""
 
 from collections.abc import Sequence
 
@@ -17,8 +16,7 @@ SHIFTS = 8  # query positions whose bias one slice of shifted rows gives
 
 
 class RelativePositionBias(nn.Module):
-    """T5's bucketed relative position bias, from one table `[H, buckets]`, which a stack or a layer
-    has."""
+    """T5's bucketed relative position bias, added to scores; one table of a stack or a layer."""
 
     heads: int
     num_buckets: int
@@ -33,12 +31,12 @@ class RelativePositionBias(nn.Module):
         """Returns the bias for query positions 0 … queries − 1 and key positions 0 … keys − 1."""
         return self._at(np.arange(keys)[None, :] - np.arange(queries)[:, None]).transpose(1, 0, 2)
 
-    def of_last(self, positions: int) -> Float32[Array, "H {positions}"]:
-        """Returns the bias of the last of so many query positions, which `node_biases` takes."""
+    def last_query_bias(self, positions: int) -> Float32[Array, "H {positions}"]:
+        """Returns the bias of the last of so many query positions, which `gather_biases` takes."""
         return self._at(np.arange(positions) - (positions - 1))
 
     def shifted(self, slots: int) -> Float32[Array, "shifts H W"]:
-        """Returns the bias of S = `slots` keys for any query position, which `biases_from` takes.
+        """Returns the bias of S = `slots` keys for any query position, which `slice_biases` takes.
 
         A bias depends on distance only, so that W ≥ 2·S − 1 columns have all of them: column c of
         row t is for the key S − 1 + t − c positions before its query.
@@ -78,7 +76,7 @@ def relative_position_bucket(
     return offset + np.where(distance < exact, distance, np.minimum(large, num_buckets - 1))
 
 
-def node_biases(
+def gather_biases(
     bias: Float32[Array, "H P"], distances: Int[Array, "B T S"]
 ) -> Float32[Array, "B H T S"]:
     """Returns the bias of keys that are accepted `distances` positions before their queries.
@@ -92,13 +90,15 @@ def node_biases(
     )
 
 
-def seen_from(positions: PerRow, queries: int, slots: int) -> Bool[Array, "B 1 {queries} {slots}"]:
+def make_causal_mask(
+    positions: PerRow, queries: int, slots: int
+) -> Bool[Array, "B 1 {queries} {slots}"]:
     """Returns the causal mask of `queries` positions from `positions[b]` on, over `slots` slots."""
     query_positions = positions[:, None] + jnp.arange(queries)
     return jnp.arange(slots) <= query_positions[:, None, :, None]
 
 
-def biases_from(
+def slice_biases(
     positions: PerRow, queries: int, shifted: Float[Array, "shifts H W"], slots: int
 ) -> Float[Array, "B H {queries} {slots}"]:
     """Returns the bias of `queries` positions from `positions[b]` on, over `slots` slots.
@@ -109,7 +109,7 @@ def biases_from(
     changes in every iteration, and less memory: with 64 heads and 2,064 slots that is 1.1 GB.
     """
 
-    def take(first):
+    def take(first: jax.Array) -> jax.Array:
         starts = range(0, queries, len(shifted))
         parts = [shifted[: queries - start] for start in starts]
         parts = [
@@ -125,7 +125,7 @@ def biases_from(
     return bias.transpose(0, 2, 1, 3)
 
 
-def seen_and_biases(
+def make_mask_and_biases(
     biases: Sequence[Array],
     positions: PerRow | None,
     queries: int,
@@ -136,7 +136,7 @@ def seen_and_biases(
     """Returns the mask and the biases of a call over `queries` tokens a row, and of T in all.
 
     Args:
-      biases: for nodes as for `node_biases`, else as for `biases_from`.
+      biases: for nodes as for `gather_biases`, else as for `slice_biases`.
       positions: `[B]`, the first position of each row; None for nodes.
       queries: number of tokens a row.
       slots: S, slots of the cache.
@@ -145,9 +145,9 @@ def seen_and_biases(
     """
     if nodes is not None:
         distances = nodes.distances(slots)
-        mask, found = distances[:, None] >= 0, [node_biases(bias, distances) for bias in biases]
+        mask, found = distances[:, None] >= 0, [gather_biases(bias, distances) for bias in biases]
     else:
         assert positions is not None, "a call over the next tokens of sequences"
-        mask = seen_from(positions, queries, slots)
-        found = [biases_from(positions, queries, bias, slots) for bias in biases]
+        mask = make_causal_mask(positions, queries, slots)
+        found = [slice_biases(positions, queries, bias, slots) for bias in biases]
     return pad(mask, 2, padding), [pad(bias, 2, padding) for bias in found]

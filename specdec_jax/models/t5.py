@@ -1,17 +1,13 @@
-"""T5-family encoder–decoder: T5 1.0, 1.1, LM-adapted, Flan-T5, mT5, umT5, UL2 and ByT5 by
-configuration."""
+"""The T5 family by configuration: T5 1.0 and 1.1, Flan-T5, mT5, umT5, UL2 and ByT5."""
 
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
-
-from specdec_jax.backends.axes import Encoded, Inputs, Logits, Mask, States, Tokens
 from specdec_jax.backends.backend import Backend
-from specdec_jax.models.blocks import BlockOptions, Decoder, DecoderCache, Encoder
+from specdec_jax.files.reading import mismatch
+from specdec_jax.models.blocks import BlockOptions, EncoderDecoder
 from specdec_jax.models.config_validation import FieldError, check_fields
-from specdec_jax.models.family import FamilyModule, ModelConfig
-from specdec_jax.models.t5_shapes import t5_shapes
+from specdec_jax.models.family import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,20 +60,14 @@ class T5Config(ModelConfig):
     def __post_init__(self):
         check_fields(self)
         object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
-        own = self.encoder_dim is None
-        if own != (self.num_encoder_layers > 0):
-            expected = (
-                "at least 1"
-                if own
-                else "0 with encoder_dim, which says that the encoder is another model's"
-            )
-            raise FieldError(
-                self, "num_encoder_layers", f"got {self.num_encoder_layers}, expected {expected}"
-            )
+        own, layers = self.encoder_dim is None, self.num_encoder_layers
+        if own != (layers > 0):
+            other = "0 with encoder_dim, which means that the encoder is another model's"
+            expected = "at least 1" if own else other
+            raise FieldError(self, "num_encoder_layers", f"got {layers}, expected {expected}")
         if self.separate_embeddings and not own:
-            raise FieldError(
-                self, "separate_embeddings", "got True without an encoder, expected False"
-            )
+            problem = "got True without an encoder, expected False"
+            raise FieldError(self, "separate_embeddings", problem)
         if self.max_distance <= self.num_buckets // 2:
             expected = f"more than half of num_buckets = {self.num_buckets}"
             raise FieldError(self, "max_distance", f"got {self.max_distance}, expected {expected}")
@@ -94,14 +84,15 @@ class T5Config(ModelConfig):
         scale = self.scale_decoder_outputs
         return self.logits_via_embedding if scale is None else scale
 
-    def module(self, backend: Backend = Backend()) -> "T5":
-        return T5(self, backend)
+    def module(self, backend: Backend = Backend()) -> EncoderDecoder:
+        return EncoderDecoder(self, backend)
 
     def block_options(self) -> BlockOptions:
         """Returns what encoder and decoder are made of."""
         return BlockOptions(
             **self.shared_options(),
             num_encoder_layers=self.num_encoder_layers,
+            separate_embeddings=self.separate_embeddings,
             activations=self.mlp_activations,
             norm="rms",
             use_bias=False,
@@ -118,7 +109,7 @@ class T5Config(ModelConfig):
         )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return t5_shapes(self)
+        return _list_shapes(self)
 
     @classmethod
     def presets(cls) -> dict[str, "T5Config"]:
@@ -128,21 +119,59 @@ class T5Config(ModelConfig):
 def t5_only(name: str, config: ModelConfig) -> T5Config:
     """Returns `config` if it is a T5's, for functions that need an encoder, such as training.
 
-    Else raises ValueError.
-
-    `name` is the argument to blame.
+    Else raises ValueError, which names the argument `name`.
     """
     if isinstance(config, T5Config):
         return config
-    kind = "a decoder-only model" if config.decoder_only else f"a {type(config).__name__}"
-    raise ValueError(f"{name}: got {kind}, expected a T5")
+    got = "a decoder-only model" if config.decoder_only else f"a {type(config).__name__}"
+    raise mismatch(name, got, "a T5")
 
 
-def _t5_1_0(emb_dim, num_heads, head_dim, layers, mlp_dim):
+def _list_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter by its name, which is T5X's."""
+    width, inner = config.emb_dim, config.num_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"token_embedder/embedding": (config.vocab_size, width)}
+    if config.separate_embeddings:
+        shapes["encoder_embedder/embedding"] = (config.vocab_size, width)
+    if not config.logits_via_embedding:
+        shapes["decoder/logits_dense/kernel"] = (width, config.vocab_size)
+    count = len(config.mlp_activations)
+    wi = ["wi"] if count == 1 else [f"wi_{i}" for i in range(count)]
+    mlp = {f"mlp/{name}/kernel": (width, config.mlp_dim) for name in wi}
+    mlp["mlp/wo/kernel"] = (config.mlp_dim, width)
+    # Of each stack the number of layers, and a layer's attentions with the width of what each
+    # attends to.
+    decoder = {"self_attention": width, "encoder_decoder_attention": config.encoder_dim or width}
+    stacks = {
+        "encoder": (config.num_encoder_layers, {"attention": width}),
+        "decoder": (config.num_decoder_layers, decoder),
+    }
+    for stack, (layers, attentions) in stacks.items():
+        if not layers:
+            continue
+        layer: dict[str, tuple[int, ...]] = dict(mlp)
+        for attention, attended in attentions.items():
+            layer[f"{attention}/query/kernel"] = (width, inner)
+            layer |= {f"{attention}/{name}/kernel": (attended, inner) for name in ("key", "value")}
+            layer[f"{attention}/out/kernel"] = (inner, width)
+        norms = ("attention",) if stack == "encoder" else ("self_attention", "cross_attention")
+        layer |= {f"pre_{norm}_layer_norm/scale": (width,) for norm in (*norms, "mlp")}
+        table = "relpos_bias/rel_embedding", (config.num_heads, config.num_buckets)
+        if config.relative_bias_per_layer:
+            layer |= [table]
+        else:
+            shapes[f"{stack}/{table[0]}"] = table[1]
+        shapes[f"{stack}/{stack}_norm/scale"] = (width,)
+        for i in range(layers):
+            shapes |= {f"{stack}/layers_{i}/{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _t5_1_0(emb_dim: int, num_heads: int, head_dim: int, layers: int, mlp_dim: int) -> T5Config:
     return T5Config(32128, emb_dim, num_heads, head_dim, layers, layers, mlp_dim, ("relu",), True)
 
 
-def _t5_1_1(emb_dim, num_heads, layers, mlp_dim):
+def _t5_1_1(emb_dim: int, num_heads: int, layers: int, mlp_dim: int) -> T5Config:
     return T5Config(32128, emb_dim, num_heads, 64, layers, layers, mlp_dim)
 
 
@@ -158,65 +187,3 @@ PRESETS = {
     "t5_1_1/xl": _t5_1_1(2048, 32, 24, 5120),
     "t5_1_1/xxl": _t5_1_1(4096, 64, 24, 10240),
 }
-
-
-class T5(FamilyModule):
-    """The whole network."""
-
-    config: T5Config
-    backend: Backend = Backend()
-
-    def setup(self):
-        config, packed = self.config, self.backend.packs_weights
-        options = config.block_options()
-        self.token_embedder = options.make_embedder(config.vocab_size, packed)
-        if config.separate_embeddings:
-            self.encoder_embedder = options.make_embedder(config.vocab_size, packed)
-        if config.encoder_dim is None:
-            self.encoder = Encoder(options, self.backend)
-        self.decoder = Decoder(options, self.backend)
-
-    def encode(self, inputs: Inputs, mask: Mask, deterministic: bool = True) -> Encoded:
-        """Runs the encoder on `inputs`, with `mask` True at tokens."""
-        embedder = self.encoder_embedder if self.config.separate_embeddings else self.token_embedder
-        return self.encoder(embedder(inputs, mask), mask, deterministic)
-
-    def prefill(
-        self,
-        inputs: Inputs,
-        mask: Mask,
-        slots: int,
-        copies: int = 1,
-        encoded: Encoded | None = None,
-    ) -> DecoderCache:
-        """Makes the decoder's cache, for which the encoder runs once unless there is `encoded`."""
-        encoded = self.encode(inputs, mask) if encoded is None else encoded
-        return self.decoder.init_cache(len(inputs), slots, copies, encoded, mask)
-
-    def dummy_inputs(self) -> tuple:
-        tokens, width = jnp.ones((1, 2), jnp.int32), self.config.encoder_dim
-        encoded = None if width is None else jnp.zeros((1, 2, width), self.config.dtype)
-        return tokens, tokens > 0, tokens, True, encoded
-
-    def __call__(  # type: ignore[override]
-        self,
-        inputs: Inputs,
-        mask: Mask,
-        decoder_tokens: Tokens,
-        deterministic: bool = True,
-        encoded: Encoded | None = None,
-    ) -> Logits:
-        """Returns teacher-forced logits."""
-        return self.head(self.states(inputs, mask, decoder_tokens, deterministic, encoded))
-
-    def states(
-        self,
-        inputs: Inputs,
-        mask: Mask,
-        decoder_tokens: Tokens,
-        deterministic: bool = True,
-        encoded: Encoded | None = None,
-    ) -> States:
-        """Returns teacher-forced states, which `head` takes."""
-        encoded = self.encode(inputs, mask, deterministic) if encoded is None else encoded
-        return self.decoder(self.token_embedder(decoder_tokens), encoded, mask, deterministic)

@@ -6,7 +6,7 @@ joined into one, the two input weights of a gated feed-forward block are joined 
 the CPU's own kernels are used (`packed_weights.py`), every weight matrix is stored packed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import flax.traverse_util
 import jax
@@ -28,8 +28,7 @@ Plain = Float[Array, "..."] | Int8Weight  # a weight matrix as a checkpoint has 
 
 
 def pack(params: dict, use_packed: bool, fused: bool = True) -> dict:
-    """Converts T5X's tree to the loop's, leaf by leaf, so that the two trees never exist side by
-    side.
+    """Converts T5X's tree to the loop's, leaf by leaf; the two never exist side by side.
 
     What converts a leaf is jitted, so that a weight matrix is copied only once.
 
@@ -51,7 +50,7 @@ def _pack(name: str, node: dict, use_packed: bool, fused: bool) -> dict:
     for child in list(node):
         value = node.pop(child)
         if child == "kernel":
-            node[child] = lay(value, use_packed)
+            node[child] = lay_weight(value, use_packed)
         elif isinstance(value, dict):
             node[child] = _pack(child, value, use_packed, fused)
         else:
@@ -59,7 +58,7 @@ def _pack(name: str, node: dict, use_packed: bool, fused: bool) -> dict:
     return node
 
 
-def lay(weight, use_packed: bool) -> Weight:
+def lay_weight(weight: Plain, use_packed: bool) -> Weight:
     """Returns a weight matrix `[D, F]`, an array or an `Int8Weight`, as the loop takes it."""
     if use_packed:
         return PackedWeight.pack(weight)
@@ -152,10 +151,8 @@ def _plain(weight: Weight) -> Plain:
 def _divide(weight: Plain, count: int) -> list[Plain]:
     """Splits a weight matrix along the output axis into `count` weights: the inverse of `_join`."""
     arrays, tree = jax.tree.flatten(weight)
-    return [
-        tree.unflatten(parts)
-        for parts in zip(*(jnp.split(array, count, axis=-1) for array in arrays))
-    ]
+    split = [jnp.split(array, count, axis=-1) for array in arrays]
+    return [tree.unflatten(parts) for parts in zip(*split)]
 
 
 def with_head(
@@ -193,14 +190,11 @@ def in_int8(packed: dict, input_bits: int | None = 16) -> dict:
     """
 
     def rounded(weight: Weight) -> Weight:
-        if isinstance(weight, Int8Weight) or (
-            isinstance(weight, PackedWeight) and weight.scales is not None
-        ):
+        is_packed = isinstance(weight, PackedWeight)
+        if isinstance(weight, Int8Weight) or (is_packed and weight.scales is not None):
             return weight
-        found = Int8Weight.quantize(matrix(weight), input_bits)
-        return (
-            PackedWeight.pack(found, weight.derived) if isinstance(weight, PackedWeight) else found
-        )
+        made = Int8Weight.quantize(matrix(weight), input_bits)
+        return PackedWeight.pack(made, weight.derived) if is_packed else made
 
     return _map_step_weights(rounded, packed)
 
@@ -238,5 +232,5 @@ def rounding_of(params: dict) -> tuple[bool, int | None]:
 
 
 @jax.jit
-def _join(weights):
+def _join(weights: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate(weights, axis=-1)

@@ -16,7 +16,7 @@ from make_checkpoints import FORMATS, PARAMS, TENSORS, TINY, TINY_1_0, model_of
 
 from specdec_jax.checkpoints import converter, huggingface_t5, loader, stored_tensor
 from specdec_jax.models import network, parameters
-from specdec_jax.models.t5 import PRESETS, T5
+from specdec_jax.models.t5 import PRESETS
 from specdec_jax.tokenizers import vocabularies
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -87,7 +87,9 @@ def test_large_leaves_are_read_in_blocks(tmp_path, monkeypatch):
 )
 def test_expected_shapes_are_those_of_the_network(config):
     tokens = jnp.ones((1, 1), jnp.int32)
-    tree = jax.eval_shape(T5(config).init, jax.random.key(0), tokens, tokens > 0, tokens)["params"]
+    tree = jax.eval_shape(config.module().init, jax.random.key(0), tokens, tokens > 0, tokens)[
+        "params"
+    ]
     assert parameters.parameter_shapes(config) == {
         name: leaf.shape for name, leaf in parameters.flatten(tree).items()
     }

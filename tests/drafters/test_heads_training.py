@@ -16,7 +16,6 @@ from specdec_jax import checkpoints
 from specdec_jax.commands import main
 from specdec_jax.models import heads as heads_module
 from specdec_jax.models.heads import Heads, HeadsConfig
-from specdec_jax.models.t5 import T5
 from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import heads as training_heads
 
@@ -38,7 +37,9 @@ def test_loss_is_the_sum_over_tokens_and_heads(smoothing, soft, backbone):
         lambda x: x + rng.normal(size=x.shape, scale=0.3),
         heads_module.init_params(config, jax.random.key(0)),
     )
-    objective = training_heads.HeadsObjective(T5(TINY), Heads(config), 2, smoothing, soft, backbone)
+    objective = training_heads.HeadsObjective(
+        TINY.module(), Heads(config), 2, smoothing, soft, backbone
+    )
     given = ({"heads": params, "target": target}, None) if backbone else ({"heads": params}, target)
     loss, metrics = jax.jit(training_heads.heads_loss, static_argnums=2)(
         given[0], (inputs, targets), objective, given[1]
@@ -49,7 +50,7 @@ def test_loss_is_the_sum_over_tokens_and_heads(smoothing, soft, backbone):
     @jax.jit
     def dists(target, params):
         fed, before = np.maximum(inputs, 0), np.maximum(shifted, 0)
-        apply = functools.partial(T5(TINY).apply, {"params": target}, fed, inputs >= 0, before)
+        apply = functools.partial(TINY.module().apply, {"params": target}, fed, inputs >= 0, before)
         ahead = Heads(config).apply({"params": params}, apply(method="states").reshape(-1, 16))
         return jax.nn.log_softmax(apply()), jax.nn.log_softmax(ahead).reshape(3, 5, 6, 64)
 

@@ -23,7 +23,7 @@ from specdec_jax.commands import distill, main, measure
 from specdec_jax.commands.output_lines import one_line
 from specdec_jax.decoding.generate import prepare
 from specdec_jax.models import parameters, t5
-from specdec_jax.models.gpt import GPT, GPT_PRESETS
+from specdec_jax.models.gpt import GPT_PRESETS
 from specdec_jax.speculative.sampling import SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -216,7 +216,7 @@ def test_own_folder(tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_shapes_are_those_of_the_network(tied):
     config, tokens = dataclasses.replace(TINY, logits_via_embedding=tied), jnp.ones((1, 2), int)
-    params = jax.eval_shape(GPT(config).init, jax.random.key(0), tokens)["params"]
+    params = jax.eval_shape(config.module().init, jax.random.key(0), tokens)["params"]
     assert {
         name: leaf.shape for name, leaf in parameters.flatten(params).items()
     } == parameters.parameter_shapes(config)

@@ -16,7 +16,7 @@ from specdec_jax.checkpoints import t5x
 from specdec_jax.models import parameters
 from specdec_jax.models.families import build_config, describe
 from specdec_jax.models.network import initial_params
-from specdec_jax.models.relative_bias import RelativePositionBias, biases_from
+from specdec_jax.models.relative_bias import RelativePositionBias, slice_biases
 from specdec_jax.training.depth_expansion import deepen
 from specdec_jax.training.losses import Objective, loss_fn
 
@@ -162,11 +162,11 @@ def test_slices_of_shifted_rows_are_the_bias_of_every_query(slots, queries, rows
     shifted = table.apply(params, slots, method="shifted")
     positions = np.arange(rows) * 7 % (slots - queries + 1)
     positions[-1] = slots - queries
-    found = biases_from(jnp.asarray(positions), queries, shifted, slots)
+    found = slice_biases(jnp.asarray(positions), queries, shifted, slots)
     expected = [whole[first : first + queries].transpose(1, 0, 2) for first in positions]
     seen = np.arange(slots) <= (positions[:, None] + np.arange(queries))[:, None, :, None]
     np.testing.assert_array_equal(np.where(seen, found, 0), np.where(seen, expected, 0))
-    np.testing.assert_array_equal(table.apply(params, slots, method="of_last"), whole[-1])
+    np.testing.assert_array_equal(table.apply(params, slots, method="last_query_bias"), whole[-1])
 
 
 # Formats.

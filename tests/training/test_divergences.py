@@ -12,7 +12,6 @@ from distill_models import SMALL, _optimizer, same
 from toy_training import TINY, config_of, random_params
 
 from specdec_jax.checkpoints import loader
-from specdec_jax.models.t5 import T5
 from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import batches as training_batches
 from specdec_jax.training import losses, run_folder, train
@@ -107,7 +106,7 @@ def random_batch():
 @functools.partial(jax.jit, static_argnames="shape")
 def forward(params, inputs, targets, shape):
     before = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
-    return T5(shape).apply(
+    return shape.module().apply(
         {"params": params}, jnp.maximum(inputs, 0), inputs >= 0, jnp.maximum(before, 0)
     )
 
@@ -121,7 +120,7 @@ def logits_of(params, batch, shape=TINY):
 )
 def test_loss_is_the_sum_over_target_tokens(name, weight, temperature):
     params, teacher, batch = random_params(), random_params(seed=1), random_batch()
-    objective = losses.Objective(T5(TINY), 0.0, T5(TINY), weight, name, temperature)
+    objective = losses.Objective(TINY.module(), 0.0, TINY.module(), weight, name, temperature)
     loss, metrics = jax.jit(losses.loss_fn, static_argnums=2)(params, batch, objective, teacher)
     q, p = dist(logits_of(params, batch)), dist(logits_of(teacher, batch) / temperature)
     expected = sum(
@@ -143,7 +142,7 @@ def test_acceptance_and_agreement_are_those_of_the_pair():
         (rng.integers(2, 64, 5).tolist(), rng.integers(2, 64, n).tolist()) for n in (2, 7, 4, 6, 3)
     ]
     batches = training_batches.BucketedBatches(pairs, (8,), 16)
-    objective = losses.Objective(T5(SMALL), 0.1, T5(TINY), 0.5, distill_temperature=0.3)
+    objective = losses.Objective(SMALL.module(), 0.1, TINY.module(), 0.5, distill_temperature=0.3)
     metrics, likeness = losses.evaluate(student, batches, objective, teacher)
     batch = np.full((2, 5, 8), -1, np.int32)  # all at once, padded
     for row, pair in enumerate(pairs):
@@ -158,7 +157,7 @@ def test_acceptance_and_agreement_are_those_of_the_pair():
     np.testing.assert_allclose(likeness.acceptance, accepted, rtol=1e-5)
     assert likeness.agreement == agreeing
     assert losses.evaluate(
-        teacher, batches, dataclasses.replace(objective, model=T5(TINY)), teacher
+        teacher, batches, dataclasses.replace(objective, model=TINY.module()), teacher
     )[1] == (
         pytest.approx(22, rel=1e-5),
         22,

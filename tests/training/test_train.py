@@ -12,7 +12,7 @@ import pytest
 from toy_training import CONFIGS, TINY, config_of, random_params
 
 from specdec_jax.checkpoints import loader
-from specdec_jax.models.t5 import PRESETS, T5, T5Config
+from specdec_jax.models.t5 import PRESETS, T5Config
 from specdec_jax.training import config as training_config
 from specdec_jax.training import losses, train
 from specdec_jax.training import optimizer as training_optimizer
@@ -30,7 +30,7 @@ def random_batch(rows=3, length=6, seed=0):
 @jax.jit
 def forward(params, inputs, tokens):
     fed = jnp.maximum(inputs, 0), inputs >= 0, jnp.maximum(tokens, 0)
-    return jax.nn.log_softmax(T5(TINY).apply({"params": params}, *fed))
+    return jax.nn.log_softmax(TINY.module().apply({"params": params}, *fed))
 
 
 def dists(params, batch):
@@ -48,7 +48,9 @@ def dists(params, batch):
 )
 def test_loss_is_the_sum_over_target_tokens(smoothing, weight):
     params, teacher, batch = random_params(), random_params(seed=1), random_batch()
-    objective = losses.Objective(T5(TINY), smoothing, T5(TINY) if weight else None, weight)
+    objective = losses.Objective(
+        TINY.module(), smoothing, TINY.module() if weight else None, weight
+    )
     loss, metrics = jax.jit(losses.loss_fn, static_argnums=2)(
         params, batch, objective, teacher if weight else None
     )
@@ -70,7 +72,7 @@ def test_loss_is_the_sum_over_target_tokens(smoothing, weight):
 
 def test_divergence_from_itself_is_zero_with_a_zero_gradient():
     params, batch = random_params(), random_batch()
-    objective = losses.Objective(T5(TINY), teacher=T5(TINY), distill_weight=1.0)
+    objective = losses.Objective(TINY.module(), teacher=TINY.module(), distill_weight=1.0)
     loss, grads = jax.jit(
         jax.value_and_grad(lambda p: losses.loss_fn(p, batch, objective, params)[0])
     )(params)
@@ -80,7 +82,7 @@ def test_divergence_from_itself_is_zero_with_a_zero_gradient():
 
 def test_gradients_flow_to_the_student_only():
     params, teacher, batch = random_params(), random_params(seed=1), random_batch()
-    objective = losses.Objective(T5(TINY), teacher=T5(TINY), distill_weight=0.5)
+    objective = losses.Objective(TINY.module(), teacher=TINY.module(), distill_weight=0.5)
 
     def loss(student, teacher):
         return losses.loss_fn(student, batch, objective, teacher)[0]
@@ -117,7 +119,7 @@ def steps(config, model, count, seed=0):
     """Parameters and metrics after `count` steps on one batch."""
     params, optimizer = random_params(model), optimizer_of(config)
     state = losses.TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
-    arguments = dict(objective=losses.Objective(T5(model), 0.1), optimizer=optimizer)
+    arguments = dict(objective=losses.Objective(model.module(), 0.1), optimizer=optimizer)
     history = []
     for _ in range(count):
         state, metrics = losses.train_step(state, random_batch(), None, seed, **arguments)

@@ -25,7 +25,7 @@ from specdec_jax.checkpoints import converter, loader
 from specdec_jax.commands import main
 from specdec_jax.files import progress
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.models.t5 import T5Config
 from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import corpus, losses, run_folder, train
 
@@ -71,7 +71,7 @@ def test_a_run_logs_and_writes_a_model(finished, language):
     text = model.vocabulary.encode("bara ceni") + [1]
     got, tokens = model.logits([text], [[0] + text]), np.array([text], np.int32)
     apply = jax.jit(
-        lambda params: T5(TINY).apply(
+        lambda params: TINY.module().apply(
             {"params": params}, tokens, tokens > 0, np.array([[0] + text])
         )
     )

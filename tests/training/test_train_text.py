@@ -30,7 +30,7 @@ import specdec_jax as sd
 from specdec_jax.analysis import expectations, tuning, variants
 from specdec_jax.commands import main, measure, tune
 from specdec_jax.models import parameters
-from specdec_jax.models.gpt import GPT, GPT_PRESETS
+from specdec_jax.models.gpt import GPT_PRESETS
 from specdec_jax.tokenizers import vocabularies
 from specdec_jax.training import config as training_config
 from specdec_jax.training import corpus, losses, optimizer, run_folder, train
@@ -138,7 +138,7 @@ def test_loss_is_that_of_the_next_token():
     inputs, targets = stream[:, :-1], stream[:, 1:].copy()
     targets[1, 5:] = -1
     dist = jax.jit(
-        lambda params: jax.nn.log_softmax(GPT(TINY_GPT).apply({"params": params}, inputs))
+        lambda params: jax.nn.log_softmax(TINY_GPT.module().apply({"params": params}, inputs))
     )
     dists = [np.asarray(dist(p), np.float64) for p in (params, teacher)]
     expected, nll, overlap = 0.0, 0.0, 0.0
@@ -149,7 +149,7 @@ def test_loss_is_that_of_the_next_token():
         expected += 0.4 * -np.sum(reference * log_q) + 0.6 * np.sum(np.exp(log_p) * (log_p - log_q))
         nll -= log_q[targets[b, t]]
         overlap += np.minimum(np.exp(log_p), np.exp(log_q)).sum()
-    objective = losses.Objective(GPT(TINY_GPT), 0.1, GPT(TINY_GPT), 0.6)
+    objective = losses.Objective(TINY_GPT.module(), 0.1, TINY_GPT.module(), 0.6)
 
     def both(*given):
         return (losses.loss_fn(*given), losses.assess(*given)[1])
@@ -165,7 +165,7 @@ def test_loss_is_that_of_the_next_token():
 
 
 def test_dropout_depends_on_its_key():
-    model = GPT(dataclasses.replace(TINY_GPT, dropout_rate=0.5))
+    model = dataclasses.replace(TINY_GPT, dropout_rate=0.5).module()
     objective, batch = losses.Objective(model), (np.arange(6)[None], np.arange(1, 7)[None])
     loss = jax.jit(lambda params, key: losses.loss_fn(params, batch, objective, None, key)[0])
     params = random_params(TINY_GPT)

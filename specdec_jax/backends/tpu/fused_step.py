@@ -366,7 +366,7 @@ class _Kernel:
     # Caches and attention.
 
     def _slice_biases(self) -> None:
-        """Does what `biases_from` does, for the tokens of the call."""
+        """Does what `slice_biases` does, for the tokens of the call."""
         for i, shifted in enumerate(self.scratch["shifted"]):
             for token, (row, t) in enumerate(self._tokens()):
                 left, width = self.call.slots - 1 - self._first(row), shifted.shape[2]
