@@ -21,14 +21,13 @@ from specdec_jax.commands.generation_flags import (
     check_one_value,
     option,
 )
-from specdec_jax.commands.options import MOST_TOKENS, ModelOptions, at_least, same_file
+from specdec_jax.commands.options import ModelOptions, at_least, same_file
 from specdec_jax.commands.output_lines import Sentences, one_line, to_json
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding import autotune
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
-    check_limits,
     check_prompts,
     check_stop,
     listed,
@@ -128,20 +127,15 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         return self.change(given)
 
     def sampling(self) -> SamplingConfig:
-        return SamplingConfig(**self._sampling_fields())
-
-    def _sampling_fields(self) -> dict[str, Any]:
-        sampling: Any = self.configuration().sampling
-        return {} if sampling is None else dict(sampling.fields)
-
-    def _temperature_is_known(self) -> bool:
-        given = "temperature" in self._sampling_fields()
-        return given or self.configuration().generation_config is None
+        changes: Any = self.configuration().sampling
+        return SamplingConfig(**(changes.fields if changes else {}))
 
     def possible_sampling(self) -> SamplingConfig:
-        if self._temperature_is_known():
+        config = self.configuration()
+        changes: Any = config.sampling
+        if config.generation_config is None or (changes and "temperature" in changes.fields):
             return self.sampling()
-        return dataclasses.replace(self.sampling(), temperature=1.0)  # the model's may be
+        return dataclasses.replace(self.sampling(), temperature=1.0)  # the model may sample
 
     def check(self) -> None:
         if isinstance(self.config, GenerationConfig):
@@ -149,12 +143,8 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         super().check()
         config = self.configuration()
         self._check_beams(config)
-        tree: Any = config.tree
-        check_beside_tree(tree, config.verifier)
+        check_beside_tree(config.tree, config.verifier)
         at_least(1, batch_size=self.rows)
-        if self._temperature_is_known():
-            limit = MOST_TOKENS if config.max_new_tokens is None else config.max_new_tokens
-            check_limits(self.sampling(), np.array([limit]), config.num_samples)
         check_texts("stop", check_stop(config.stop, config.deadline))
         check_output(self.output_file, "output_file")
         if self.output_file and self.stream:
@@ -186,21 +176,17 @@ class GenerateOptions(GenerationFlags, ModelOptions):
 
     def _check_task(self, config: GenerationConfig) -> None:
         """Rejects options that mean nothing with a task, or nothing without one."""
+        where, expected = f"with task={self.task!r}", "none"
+        names: tuple[str, ...] = ("input_file", "json", "stream")
         if not self.task:
-            for name in ("split", "module_import", "score_targets", "tfds_data_dir"):
-                if getattr(self, name):
-                    raise UnsupportedCombination(
-                        f"{name}: got {getattr(self, name)!r} without a task, expected --task"
-                    )
-            return
-        samples = None if config.num_samples == 1 else config.num_samples
-        rejected = dict(input_file=self.input_file, json=self.json, stream=self.stream)
-        for name, value in {**rejected, "num_samples": samples}.items():
-            if value:
-                expected = 1 if name == "num_samples" else "none"
-                raise UnsupportedCombination(
-                    f"{name}: got {value!r} with task={self.task!r}, expected {expected}"
-                )
+            where, expected = "without a task", "--task"
+            names = ("split", "module_import", "score_targets", "tfds_data_dir")
+        elif config.num_samples > 1:
+            got = f"num_samples: got {config.num_samples} {where}"
+            raise UnsupportedCombination(f"{got}, expected 1")
+        for name in names:
+            if value := getattr(self, name):
+                raise UnsupportedCombination(f"{name}: got {value!r} {where}, expected {expected}")
 
     @property
     def drafts(self) -> bool:

@@ -258,6 +258,14 @@ def _values(fields: Any) -> dict[str, Any]:
     return {field.name: getattr(fields, field.name) for field in known}
 
 
+def unset_flags(config: GenerationConfig) -> dict[str, Any]:
+    """Returns flags, not given, of the options that a configuration has off their defaults."""
+    names = {*config.changed_fields(), *_values(config.sampling)} - {*_NO_FLAG, "non_finite"}
+    unset = {field.name: field.default for field in dataclasses.fields(GenerationFlags)}
+    policy = {"gamma_policy": None, "gamma_settings": ()} if "gamma" in names else {}
+    return {name: unset[name] for name in names} | policy
+
+
 def check_one_value(config: GenerationConfig) -> None:
     """Raises ValueError for a configuration with an option that has one value per input."""
     parts: dict[str, Any] = {"": config, "sampling.": config.sampling, "gamma.": config.gamma}

@@ -42,7 +42,7 @@ from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC, VERIFIERS, verifier_of
 
 _VERIFYING = ("verifier", "lenience", "typical_epsilon", "typical_delta")
-MOST_TOKENS = 2**20  # a limit of new tokens that none exceeds
+_MOST_TOKENS = 2**20  # a limit of new tokens that none exceeds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class ModelOptions:
         For commands that may do without a checkpoint.
         """
         config = self.configuration()
-        limit: Any = MOST_TOKENS if config.max_new_tokens is None else config.max_new_tokens
+        limit: Any = _MOST_TOKENS if config.max_new_tokens is None else config.max_new_tokens
         at_least(1, max_new_tokens=limit)
         if config.verifier == SYNTHETIC.name:
             raise ValueError(
@@ -153,7 +153,7 @@ class ModelOptions:
                 f"gamma_policy: got {policy!r} for plain decoding, expected a drafter"
                 " and gamma of at least 1"
             )
-        check_limits(self.sampling(), np.array([limit]), 1)
+        check_limits(sampling, np.array([limit]), config.num_samples)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed: got {self.seed}, expected an integer from 0 to {2**32 - 1}")
         at_least(0, shortlist_size=self.shortlist_size)

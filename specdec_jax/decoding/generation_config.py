@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple, TypeVar
 
@@ -285,7 +285,7 @@ def _doc(field: dataclasses.Field) -> str:
 
 
 def takes_options(
-    function: Function, without: Sequence[str] = (), others: Sequence[inspect.Parameter] = ()
+    function: Function, without: Sequence[str] = (), others: Iterable[inspect.Parameter] = ()
 ) -> Function:
     """Gives a function with `**options` the signature and the docs of all but those of `without`.
 

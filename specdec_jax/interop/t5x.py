@@ -45,6 +45,9 @@ _THEIRS = {
     for name, parameter in inspect.signature(models.EncoderDecoderModel).parameters.items()
     if name not in ("module", "input_vocabulary", "output_vocabulary", "optimizer_def", "decode_fn")
 }
+# Fields of both configurations, T5X's and ours.
+_SIZES = ("vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim")
+_SIZES += ("num_encoder_layers", "num_decoder_layers")
 # A drafter's weights become constants of T5X's program, unless JAX is told to pass constants as
 # arguments.
 _CONSTANTS, _MOST_BYTES = "jax_use_simplified_jaxpr_constants", 2 * 10**9
@@ -147,7 +150,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
 
     def predict_batch_with_aux(
         self,
-        params,
+        params: Mapping[str, Any],
         batch: Mapping[str, jax.Array],
         rng: jax.Array | None = None,
         decoder_params: MutableMapping[str, Any] | None = None,
@@ -258,25 +261,16 @@ def config_of(module: Any) -> T5Config:
         `t5x.examples.t5.network.Transformer`.
     """
     theirs: Any = getattr(module, "config", None)
-    names = (
-        "vocab_size",
-        "emb_dim",
-        "num_heads",
-        "head_dim",
-        "num_encoder_layers",
-        "num_decoder_layers",
-        "mlp_dim",
-    )
     # Only `scalable_t5` has the field at all; its layers have a position table each, even if they
     # are not scanned.
     scalable = getattr(module, "scan_layers", False) or hasattr(theirs, "scan_layers")
-    if scalable or not all(hasattr(theirs, name) for name in names):
+    if scalable or not all(hasattr(theirs, name) for name in _SIZES):
         raise ValueError(
             f"module: got {type(module).__name__}, expected "
             "t5x.examples.t5.network.Transformer, not scanned"
         )
     return T5Config(
-        **{name: getattr(theirs, name) for name in names},
+        **{name: getattr(theirs, name) for name in _SIZES},
         mlp_activations=tuple(theirs.mlp_activations),
         logits_via_embedding=theirs.logits_via_embedding,
         dtype=jnp.dtype(theirs.dtype).name,
@@ -334,18 +328,9 @@ def transformer(config: ModelConfig) -> network.Transformer:
     """
     if lack := t5x.explain_unsupported(config):
         raise ValueError(f"t5x: {lack}")
-    names = (
-        "vocab_size",
-        "emb_dim",
-        "num_heads",
-        "head_dim",
-        "num_encoder_layers",
-        "num_decoder_layers",
-        "mlp_dim",
-    )
     return network.Transformer(
         network.T5Config(
-            **{name: getattr(config, name) for name in names},
+            **{name: getattr(config, name) for name in _SIZES},
             mlp_activations=config.mlp_activations,
             logits_via_embedding=config.logits_via_embedding,
             dtype=jnp.dtype(config.dtype),
@@ -376,7 +361,7 @@ def beams(target: LanguageModel, num_beams: int, length_penalty: float) -> Predi
     )
 
 
-def _predictor(target: LanguageModel, decode_fn: Callable, **settings) -> Predict:
+def _predictor(target: LanguageModel, decode_fn: Callable, **settings: Any) -> Predict:
     module = transformer(target.config)
     if len(target.eos_ids) > 1 or target.start_token != 0:
         got = f"EOS ids {target.eos_ids}, start token {target.start_token}"
@@ -386,7 +371,7 @@ def _predictor(target: LanguageModel, decode_fn: Callable, **settings) -> Predic
     params = target.params
 
     @functools.partial(jax.jit, static_argnames="steps")
-    def predict(params, inputs, steps):
+    def predict(params: Any, inputs: np.ndarray, steps: int) -> tuple[jax.Array, jax.Array]:
         batch = dict(
             encoder_input_tokens=inputs,
             decoder_input_tokens=jnp.zeros((len(inputs), steps), jnp.int32),

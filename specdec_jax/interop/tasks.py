@@ -48,13 +48,9 @@ def rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float
     names = ("rouge1", "rouge2", "rougeLsum")
     scorer = rouge_scorer.RougeScorer(names)
 
-    def lines(text):
-        return text.replace(" . ", " .\n")  # Lsum treats a line as a sentence
-
-    scores = [
-        scorer.score(lines(target), lines(found))
-        for target, found in zip(targets, predictions, strict=True)
-    ]
+    # Lsum treats a line as a sentence.
+    lines = [[text.replace(" . ", " .\n") for text in texts] for texts in (targets, predictions)]
+    scores = [scorer.score(target, found) for target, found in zip(*lines, strict=True)]
     return {
         name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in names
     }
@@ -145,17 +141,21 @@ def tsv(
 def _texts(dataset: tf.data.Dataset, prefix: str, source: str, target: str) -> tf.data.Dataset:
     """Returns examples with `source` after `prefix` as inputs and `target` as targets."""
 
-    def example(found):
-        return {
+    return dataset.map(
+        lambda found: {
             "inputs": tf.strings.join([prefix, found[source]]),
             "targets": found[target],
-        }
-
-    return dataset.map(example, num_parallel_calls=tf.data.AUTOTUNE)
+        },
+        num_parallel_calls=tf.data.AUTOTUNE,
+    )
 
 
 def _register(
-    name: str, source, texts: Callable, vocabulary: seqio.Vocabulary, metric_fns: Sequence[Callable]
+    name: str,
+    source: seqio.DataSource,
+    texts: Callable,
+    vocabulary: seqio.Vocabulary,
+    metric_fns: Sequence[Callable],
 ) -> str:
     """Registers a task that makes ids of texts as T5's tasks do.
 

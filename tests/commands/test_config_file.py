@@ -110,6 +110,19 @@ def test_what_is_rejected(tmp_path, capsys, fields, message):
     assert message in err and err.count("\n") == 1
 
 
+def test_the_file_counts_before_gin(decode, tmp_path):
+    path = tmp_path / "options.json"
+    CONFIGS["sampled"].save(path)
+    bound = dict(gamma=1, gamma_policy="'heuristic'", max_new_tokens=3, top_k=2, seed=3)
+    bindings = [f"--gin.GenerateOptions.{name}={value}" for name, value in bound.items()]
+    flags = ["--drafter=lookup", f"--config={path}", f"--output_file={tmp_path / 'out'}"]
+    expected = decode(*flags[:2], "--seed=3")
+    assert decode(*flags[:2], *bindings) == expected
+    decode(*flags, *bindings)
+    again = [f"--gin_file={tmp_path / 'out.gin'}", "--gin_search_paths=/", "--output_file="]
+    assert decode(*again) == expected
+
+
 POLICY = sd.Confidence(4, threshold=0.25)
 CHANGED = [
     ({}, POLICY),
