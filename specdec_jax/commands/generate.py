@@ -258,7 +258,7 @@ def run(
         source = Sentences(ids, sentences, options.json)
         lengths = [len(row) if decoder_only(target) else 1 for row in ids]
         drafts = drafter if options.drafts else None
-        check_prompts(target, drafts, lengths, _limits(config, target, lengths))
+        check_prompts(target, drafts, lengths, np.array(_limits(config, target, lengths)))
     job = _Job(options, config, target, drafter, outputs, source, endings)
     if options.resumes:
         _write_file(job, begun)
@@ -428,15 +428,15 @@ def _use_costs(
     match record := journal.found["costs"]:
         case {"gamma": 0}:
             unset = dict.fromkeys(("lenience", "typical_epsilon", "typical_delta"))
-            changes = {**unset, "verifier": "block"} if config.verifier in LOSSY else {}
+            changes: Any = {**unset, "verifier": "block"} if config.verifier in LOSSY else {}
             return dataclasses.replace(config, gamma=0, **changes), None
         case {"gamma": int(gamma)}:
             return dataclasses.replace(config, gamma=gamma), drafter
         case {"costs": list(costs), "acceptance": float(), "weight": float(), "look": float()} if (
             len(record) == 4
         ):
-            gamma = Auto(**{**record, "costs": tuple(costs)})
-            return dataclasses.replace(config, gamma=gamma), drafter
+            policy = Auto(**{**record, "costs": tuple(costs)})
+            return dataclasses.replace(config, gamma=policy), drafter
     got = f"{journal.path}: got {str(record)[:80]!r}"
     raise ValueError(f"{got}, expected costs of iterations")
 
@@ -453,8 +453,9 @@ def _deciding(
     """
     names = {field.name for field in dataclasses.fields(options)} - _NOT_DECIDING
     config = options.configuration()
-    chosen: Any = config.changed_fields() | {"sampling": config.sampling and config.sampling.fields}
-    del chosen["non_finite"]
+    changes: Any = config.sampling
+    chosen = config.changed_fields() | {"sampling": changes and changes.fields}
+    chosen.pop("non_finite", None)
     return {
         **{name: getattr(options, name) for name in sorted(names)},
         **{name: to_plain(name, value) for name, value in chosen.items()},

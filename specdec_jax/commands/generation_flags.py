@@ -26,8 +26,10 @@ from specdec_jax.speculative.trees import DynamicTree, Tree
 
 _SAMPLING = {field.name: field for field in dataclasses.fields(SamplingConfig)}
 # Fields without a flag: no text gives their value; `sampling` has a flag for each of its fields.
-_NO_FLAG = ("sampling", "eos_ids", "synthetic_alpha", "vocabulary_mask", "processor")
-_NO_FLAG += ("forbidden_sequences",)
+_NO_FLAG = (
+    *("sampling", "eos_ids", "synthetic_alpha"),
+    *("vocabulary_mask", "processor", "forbidden_sequences"),
+)
 # How flags write what is no number or word, after the help.
 _FORMS = {
     "tree": f": {EXPECTED}",
@@ -36,7 +38,7 @@ _FORMS = {
     "logit_bias": ", as ID:NUMBER; repeatable",
     "forced_tokens": ", as PLACE:ID; repeatable",
 }
-_EARLY_STOPPING = {"false": False, "true": True, "never": "never"}
+_EARLY_STOPPING: dict[str, bool | str] = {"false": False, "true": True, "never": "never"}
 # Fields whose lists are one value for all inputs.
 _LISTS = ("eos_ids", "stop", "vocabulary_mask", "forbidden_tokens", "forbidden_sequences")
 POLICY_HELP = (
@@ -88,9 +90,10 @@ def _flag_type(kind: Any) -> Any:
     parts = {part: typing.get_origin(part) for part in (*typing.get_args(kind), kind)}
     if Sequence[str] in parts or Mapping in parts.values():
         return tuple[str, ...]
-    if single := [part for part in (int, float, str) if part in parts and kind != Sequence[part]]:
-        return functools.reduce(operator.or_, single)
-    return tuple[int, ...] if kind == Sequence[int] else str
+    if kind == Sequence[int]:
+        return tuple[int, ...]
+    single = [one for one in (int, float, str) if one in parts] or [str]
+    return functools.reduce(operator.or_, single)
 
 
 def is_given(value: Any) -> bool:

@@ -435,7 +435,7 @@ def _operative(options: Any, given: dict[str, Any] | None) -> str:
     cls = type(options)
     *package, module = cls.__module__.split(".")
     name, text = f"{module}.{cls.__name__}", ""
-    if given is None:
+    if given is None or isinstance(given.get("config"), GenerationConfig):
         given = dict.fromkeys(field.name for field in dataclasses.fields(cls))
         text = (
             f"from __gin__ import dynamic_registration\n\nfrom {'.'.join(package)} import"

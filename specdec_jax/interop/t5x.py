@@ -46,8 +46,10 @@ _THEIRS = {
     if name not in ("module", "input_vocabulary", "output_vocabulary", "optimizer_def", "decode_fn")
 }
 # Fields of both configurations, T5X's and ours.
-_SIZES = ("vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim")
-_SIZES += ("num_encoder_layers", "num_decoder_layers")
+_SIZES = (
+    *("vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim"),
+    *("num_encoder_layers", "num_decoder_layers"),
+)
 # A drafter's weights become constants of T5X's program, unless JAX is told to pass constants as
 # arguments.
 _CONSTANTS, _MOST_BYTES = "jax_use_simplified_jaxpr_constants", 2 * 10**9
