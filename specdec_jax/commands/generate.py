@@ -52,7 +52,6 @@ from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.randomness import seeded
-from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.verifiers import LOSSY
 from specdec_jax.tokenizers.vocabularies import check_texts
 
@@ -126,17 +125,6 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         given = self.config if isinstance(self.config, GenerationConfig) else GenerationConfig()
         return self.change(given)
 
-    def sampling(self) -> SamplingConfig:
-        changes: Any = self.configuration().sampling
-        return SamplingConfig(**(changes.fields if changes else {}))
-
-    def possible_sampling(self) -> SamplingConfig:
-        config = self.configuration()
-        changes: Any = config.sampling
-        if config.generation_config is None or (changes and "temperature" in changes.fields):
-            return self.sampling()
-        return dataclasses.replace(self.sampling(), temperature=1.0)  # the model may sample
-
     def check(self) -> None:
         if isinstance(self.config, GenerationConfig):
             check_one_value(self.config)
@@ -148,18 +136,15 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         check_texts("stop", check_stop(config.stop, config.deadline))
         check_output(self.output_file, "output_file")
         if self.output_file and self.stream:
-            raise UnsupportedCombination(
-                f"stream: got True with output_file={self.output_file!r}, expected one of the two"
-            )
+            got = f"stream: got True with output_file={self.output_file!r}"
+            raise UnsupportedCombination(f"{got}, expected one of the two")
         if self.output_file and self.input_file and same_file(self.output_file, self.input_file):
-            raise ValueError(
-                f"output_file: got {self.output_file!r}, which is the input, expected another file"
-            )
+            got = f"output_file: got {self.output_file!r}, which is the input"
+            raise ValueError(f"{got}, expected another file")
         if self.stream and self.rows * config.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={config.num_samples}"
-            raise UnsupportedCombination(
-                f"stream: got {got}, expected 1 of each: outputs would run into each other"
-            )
+            expected = "1 of each: outputs would run into each other"
+            raise UnsupportedCombination(f"stream: got {got}, expected {expected}")
         self._check_task(config)
 
     def _check_beams(self, config: GenerationConfig) -> None:
@@ -187,10 +172,6 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         for name in names:
             if value := getattr(self, name):
                 raise UnsupportedCombination(f"{name}: got {value!r} {where}, expected {expected}")
-
-    @property
-    def drafts(self) -> bool:
-        return super().drafts and self.policy != 0
 
     @property
     def resumes(self) -> bool:
@@ -241,9 +222,8 @@ def run(
     if config.max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length:
         limit = f"max_length={defaults.max_length}, a default of the model"
     endings = Endings(limit, lambda text: print(text, file=sys.stderr))
-    beams = beam_options(
-        **fill_search(defaults, {name: getattr(config, name) for name in BEAM_FIELDS})
-    )
+    search = fill_search(defaults, {name: getattr(config, name) for name in BEAM_FIELDS})
+    beams = beam_options(**search)
     outputs = config.num_samples if beams is None else beams.num_return_sequences
     source: Any
     if examples is not None:
@@ -288,10 +268,8 @@ def _find_examples(options: GenerateOptions) -> Callable[..., Any]:
     try:
         from specdec_jax.interop import seqio_jobs
     except ImportError as error:
-        raise ValueError(
-            f"task: got {options.task!r} without seqio ({error}), expected the extra: pip install"
-            " '.[seqio]'"
-        ) from error
+        got = f"task: got {options.task!r} without seqio ({error})"
+        raise ValueError(f"{got}, expected the extra: pip install '.[seqio]'") from error
     assert options.task
     split = options.split or "test"
     tasks = seqio_jobs.find_tasks(options.task, split, options.module_import, options.tfds_data_dir)
@@ -328,11 +306,8 @@ def _pass_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
             print(line, flush=True)
             yield line
         return
-    print(
-        f"{output_file}: not a regular file: outputs are written in order, and a run that is killed"
-        " begins anew",
-        file=sys.stderr,
-    )
+    what = "outputs are written in order, and a run that is killed begins anew"
+    print(f"{output_file}: not a regular file: {what}", file=sys.stderr)
     with new_file(output_file) as file:
         for line in lines:
             file.write(line.encode() + b"\n")
@@ -353,7 +328,8 @@ def _write_file(job: _Job, begun: Callable[[], object]) -> None:
     rows = rows_for(target, options.rows, len(inputs))
     # Rejects bad arguments before there is a journal.
     plan = plan_decoding(target, inputs, config=config, drafter=drafter, key=key, batch_size=rows)
-    found = {"costs": _costs(autotune.autotune(plan))} if _measures(config) else {}
+    measures = config.gamma == "auto" and config.tree is None
+    found = {"costs": _costs(autotune.autotune(plan))} if measures else {}
     settings = _deciding(options, target, drafter, source.contents)
     with Journal(options.output_file, settings, len(inputs), found) as journal:
         begun()
@@ -401,11 +377,6 @@ def _restore(job: _Job, journal: Journal, progress: Progress) -> None:
     if job.endings.failed and job.config.non_finite == "raise":
         got = f"{listed('sentence', job.endings.failed, total)} without output"
         raise ValueError(f"{journal.path}: got {got}, expected --non_finite=report")
-
-
-def _measures(config: GenerationConfig) -> bool:
-    """Returns whether γ is chosen by measured costs, of which a tree has none."""
-    return isinstance(config.gamma, str) and config.tree is None
 
 
 def _costs(plan: Plan) -> dict[str, Any]:

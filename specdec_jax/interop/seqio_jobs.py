@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from specdec_jax.decoding.continuous_batching import Output
 from specdec_jax.files.writing import write_file
-from specdec_jax.interop.vocabularies import difference
+from specdec_jax.interop.vocabularies import find_difference
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 
@@ -265,7 +265,7 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
             most = target.config.vocab_size
             wrong = f"it has {size} pieces, expected at most {most}" if size > most else None
         else:
-            wrong = difference(target.vocabulary, vocabulary)
+            wrong = find_difference(target.vocabulary, vocabulary)
         if name == "targets" and end is not None and end not in target.eos_ids:
             wrong = wrong or f"its EOS id is {end}, not one of {target.eos_ids}"
         if wrong:

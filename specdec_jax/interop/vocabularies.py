@@ -13,7 +13,7 @@ from specdec_jax.tokenizers.vocabularies import (
 _SENTINEL = re.compile(r" <extra_id_\d+>")  # seqio's begin with a space
 
 
-def difference(ours: Vocabulary, theirs: Any) -> str | None:
+def find_difference(ours: Vocabulary, theirs: Any) -> str | None:
     """Returns how a model's vocabulary differs from a `seqio.Vocabulary`, or None.
 
     SentencePiece and `tokenizer.json` are compared piece by piece, bytes with bytes; of
