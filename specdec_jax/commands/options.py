@@ -28,6 +28,7 @@ from specdec_jax.decoding.checks import (
     check_policy,
     verifier_settings,
 )
+from specdec_jax.decoding.defaults import MAX_NEW_TOKENS
 from specdec_jax.decoding.generation_config import GenerationConfig
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import SELF_INT8, WITHOUT_FILES, check_drafter_name, named_drafter
@@ -264,7 +265,7 @@ class DecodingOptions(ModelOptions):
     typical_epsilon: float | None = flag("typical_epsilon")
     typical_delta: float | None = flag("typical_delta")
     gamma_policy: str = option("fixed", POLICY_HELP)
-    max_new_tokens: int = flag("max_new_tokens", 64)
+    max_new_tokens: int = flag("max_new_tokens", MAX_NEW_TOKENS)
     max_input_length: int = flag("max_input_length")
 
     def configuration(self, plain: bool = False) -> GenerationConfig:

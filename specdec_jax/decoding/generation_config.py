@@ -301,7 +301,7 @@ def takes_options(
     listed += [parameter(one.name, default=one.default, annotation=one.type) for one in fields]
     target: Any = function
     target.__signature__ = signature.replace(parameters=[*own, *listed, *others])
-    indents = dict(initial_indent=" " * 6, subsequent_indent=" " * 8)
+    indents: Any = dict(initial_indent=" " * 6, subsequent_indent=" " * 8)
     docs = [textwrap.fill(f"{one.name}: {_doc(one)}", 100, **indents) for one in fields]
     function.__doc__ = (function.__doc__ or "").replace("      {options}", "\n".join(docs))
     return function

@@ -123,6 +123,18 @@ def test_the_file_counts_before_gin(decode, tmp_path):
     assert decode(*again) == expected
 
 
+def test_the_models_tokens_stay_where_neither_file_nor_flags_have_any():
+    sampling = sd.SamplingConfig(top_k=3, forbidden_tokens=(4,))
+    options = GenerateOptions(
+        config=sd.GenerationConfig(sampling=sampling), forced_tokens=("0:7",), top_p=0.5
+    )
+    fields = options.configuration().sampling.fields
+    assert (fields["temperature"], fields["top_k"], fields["top_p"]) == (0, 3, 0.5)
+    assert (fields["forbidden_tokens"], fields["forced_tokens"]) == ((4,), {0: 7})
+    assert "logit_bias" not in fields
+    assert GenerateOptions().configuration().sampling is None
+
+
 POLICY = sd.Confidence(4, threshold=0.25)
 CHANGED = [
     ({}, POLICY),
