@@ -329,11 +329,11 @@ def _write_file(job: _Job, begun: Callable[[], object]) -> None:
     # Rejects bad arguments before there is a journal.
     plan = plan_decoding(target, inputs, config=config, drafter=drafter, key=key, batch_size=rows)
     measures = config.gamma == "auto" and config.tree is None
-    found = {"costs": _costs(autotune.autotune(plan))} if measures else {}
+    measured = {"costs": _costs(autotune.autotune(plan))} if measures else {}
     settings = _deciding(options, target, drafter, source.contents)
-    with Journal(options.output_file, settings, len(inputs), found) as journal:
+    with Journal(options.output_file, settings, len(inputs), measured) as journal:
         begun()
-        if found:
+        if measured:
             # The costs that the job began with: every input gets what it would have got then.
             config, drafter = _use_costs(journal, config, drafter)
         with Progress("decoding", len(inputs), "sentences") as progress:
@@ -396,7 +396,7 @@ def _use_costs(
     Raises:
       ValueError: the journal has anything else.
     """
-    match record := journal.found["costs"]:
+    match record := journal.measured["costs"]:
         case {"gamma": 0}:
             unset = dict.fromkeys(("lenience", "typical_epsilon", "typical_delta"))
             changes: Any = {**unset, "verifier": "block"} if config.verifier in LOSSY else {}

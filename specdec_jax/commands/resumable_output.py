@@ -24,7 +24,7 @@ class Journal:
     Attributes:
       path: path of the journal.
       done: numbers of the inputs whose results are there.
-      found: what the process that began the journal had measured.
+      measured: what the process that began the journal had measured.
       notes: of each input that is there, by its number, the note that `add` got.
     """
 
@@ -33,7 +33,7 @@ class Journal:
         output: str | os.PathLike,
         settings: Mapping[str, Any],
         total: int,
-        found: Mapping[str, Any] | None = None,
+        measured: Mapping[str, Any] | None = None,
     ):
         """Begins a journal, or resumes an existing one.
 
@@ -41,8 +41,8 @@ class Journal:
           output: path of the output file.
           settings: what decides the results, as JSON values.
           total: number of inputs.
-          found: what this process has measured and results depend on, as JSON values. An existing
-            journal's own are used instead.
+          measured: what this process has measured and results depend on, as JSON values. Those of an
+            existing journal are used instead.
 
         Raises:
           ValueError: the journal has other settings, is damaged, or is being written by another
@@ -63,7 +63,7 @@ class Journal:
         self._file = open(self.path, "ab", buffering=0)
         try:
             lock_file(self._file.fileno(), self.path)
-            self.found = json.loads(json.dumps(dict(found or {})))
+            self.measured = json.loads(json.dumps(dict(measured or {})))
             self._read(json.loads(json.dumps({**settings, "inputs": total})))
         except BaseException:
             self._file.close()
@@ -135,7 +135,7 @@ class Journal:
         self._file.truncate(end)
         if not end:
             try:
-                self._append({**settings, **self.found})
+                self._append({**settings, **self.measured})
             except OSError:
                 self.path.unlink()  # it holds nothing yet
                 raise
@@ -163,15 +163,15 @@ class Journal:
     def _begins(self, line: bytes, settings: dict[str, Any]) -> bool:
         """Returns whether a first line that was cut short may be of these settings.
 
-        What was `found` may differ.
+        What was measured may differ.
         """
         own = _line(settings)[:-2]  # without the bracket and the end of the line
         return own.startswith(line) or line.startswith(own)
 
     def _compare(self, before: Any, settings: dict[str, Any]) -> None:
         before = before if isinstance(before, dict) else {}
-        missing = self.found.keys() - before.keys()
-        self.found = {name: before.pop(name) for name in self.found.keys() - missing}
+        missing = self.measured.keys() - before.keys()
+        self.measured = {name: before.pop(name) for name in self.measured.keys() - missing}
         settings = settings | dict.fromkeys(missing, "what was measured")
         for name in {**settings, **before}:
             if before.get(name) != settings.get(name):

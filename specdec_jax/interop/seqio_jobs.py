@@ -217,29 +217,29 @@ class Examples:
         records = [json.loads(line) for line in lines]
         lost = sum("error" in record for record in records)
         notes = [f"no output, which metrics take for an empty one: {lost} examples"] * bool(lost)
-        found = {}
+        metrics = {}
         for task in self._tasks:
             members = [pair for pair in zip(self.examples, records) if pair[0].task is task]
             fields = [example.fields for example, _ in members]
             own = [record for _, record in members]
             try:
-                found[task.name] = _compute_metrics(task, fields, own, self._width, notes)
+                metrics[task.name] = _compute_metrics(task, fields, own, self._width, notes)
             except Exception as error:
                 raise ValueError(
                     f"task: got {task.name!r}, whose metrics fail ({_first_line(error)})"
                 ) from error
-        return found, notes
+        return metrics, notes
 
     def finish(self, lines: Iterable[str], output_file: str | None) -> None:
         """Prints the metrics to standard error and writes them beside the output file."""
-        found, notes = self.evaluate(lines)
-        for task, values in found.items():
+        metrics, notes = self.evaluate(lines)
+        for task, values in metrics.items():
             shown = ", ".join(f"{name} {_short(value)}" for name, value in values.items())
             print(f"{task} ({self._split}): {shown or 'no metrics'}", file=sys.stderr)
         for note in notes:
             print(note, file=sys.stderr)
         if output_file:
-            record = {"split": self._split, "metrics": found, "not computed": notes}
+            record = {"split": self._split, "metrics": metrics, "not computed": notes}
             write_file(f"{output_file}.metrics.json", json.dumps(record, indent=2) + "\n")
 
 
@@ -263,7 +263,7 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
             ) from error
         if target.vocabulary is None or isinstance(vocabulary, seqio.PassThroughVocabulary):
             most = target.config.vocab_size
-            wrong = f"it has {size} pieces, expected at most {most}" if size > most else None
+            wrong = f"it has {size} tokens, expected at most {most}" if size > most else None
         else:
             wrong = find_difference(target.vocabulary, vocabulary)
         if name == "targets" and end is not None and end not in target.eos_ids:
@@ -278,14 +278,14 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
 def _read(task: seqio.Task, split: str, lengths: Mapping[str, int], seed: int) -> list[Example]:
     try:
         data = task.get_dataset(lengths, split=split, shuffle=False, seed=seed, num_epochs=1)
-        found = list(data.as_numpy_iterator())
+        examples = list(data.as_numpy_iterator())
     except Exception as error:  # from TensorFlow, its data sets, or the task's own functions
         raise ValueError(
             f"task: got {task.name!r}, whose data cannot be read ({_first_line(error)})"
         ) from error
     return [
         Example(task, fields, *(np.asarray(fields.get(name, ())).tolist() for name in FEATURES))
-        for fields in found
+        for fields in examples
     ]
 
 
@@ -314,7 +314,7 @@ def _compute_metrics(
     }
     if all("score" in record for record in records):
         outputs[kinds.SCORE] = np.array([record["score"] for record in records], np.float32)
-    found: dict[str, Any] = {}
+    computed: dict[str, Any] = {}
     for metric in task.metric_objs:
         kind = metric.model_output_type
         if kind not in outputs:
@@ -326,16 +326,16 @@ def _compute_metrics(
         else:
             values = made.compute()
         for name, value in values.items():
-            if name in found:
+            if name in computed:
                 raise ValueError(f"two metrics are called {name}")
             plain = _plain(getattr(value, "value", getattr(value, "textdata", value)))
             if isinstance(plain, int | float | str):
-                found[name] = _finite(plain)
+                computed[name] = _finite(plain)
             else:
                 notes.append(
                     f"not written: {name} of {task.name}, which is a {type(value).__name__}"
                 )
-    return found
+    return computed
 
 
 class _TargetScores:
@@ -346,7 +346,7 @@ class _TargetScores:
     """
 
     def __init__(self, target: LanguageModel, examples: Sequence[Example], batch_size: int):
-        self._target, self._examples, self._found = target, examples, dict[int, float]()
+        self._target, self._examples, self._scores = target, examples, dict[int, float]()
         shapes = [(_padded(len(one.inputs)), _padded(len(one.targets))) for one in examples]
         self._batch_of: dict[int, tuple[tuple[int, int], list[int]]] = {}
         by_shape = sorted(range(len(examples)), key=shapes.__getitem__)
@@ -358,7 +358,7 @@ class _TargetScores:
                 self._batch_of |= dict.fromkeys(batch, (padded, filled))
 
     def __call__(self, number: int) -> float:
-        if number not in self._found:
+        if number not in self._scores:
             widths, batch = self._batch_of[number]
             members = [self._examples[member] for member in batch]
             inputs, input_lengths = _array([member.inputs for member in members], widths[0])
@@ -366,9 +366,9 @@ class _TargetScores:
             start = self._target.start_token
             fed = np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=start)
             logits = self._target.logits(inputs, fed, input_lengths)
-            found = np.asarray(_log_likelihood(logits, targets, lengths)).tolist()
-            self._found |= dict(zip(batch, found))
-        return self._found[number]
+            scores = np.asarray(_log_likelihood(logits, targets, lengths)).tolist()
+            self._scores |= dict(zip(batch, scores))
+        return self._scores[number]
 
 
 @jax.jit

@@ -50,7 +50,7 @@ _SIZES = (
     *("vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim"),
     *("num_encoder_layers", "num_decoder_layers"),
 )
-# A drafter's weights become constants of T5X's program, unless JAX is told to pass constants as
+# A drafter's weights become constants of T5X's program, unless JAX is set to pass constants as
 # arguments.
 _CONSTANTS, _MOST_BYTES = "jax_use_simplified_jaxpr_constants", 2 * 10**9
 

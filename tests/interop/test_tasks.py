@@ -179,7 +179,7 @@ BAD_TASKS = {
     ),
     "vocabulary": (
         ["--task=toy_text", "--target=STRANGER", "--drafter="],
-        "task: got 'toy_text', whose inputs have another vocabulary than the target: piece",
+        "task: got 'toy_text', whose inputs have another vocabulary than the target: token",
     ),
     "a file that is not there": (
         ["--task=toy_lost"],
@@ -240,7 +240,7 @@ def test_what_is_no_task_of_ids_is_rejected(target):
             interop._check(task, "test")
     with pytest.raises(
         ValueError,
-        match="another vocabulary than the target: it has 65 pieces, expected at most 64",
+        match="another vocabulary than the target: it has 65 tokens, expected at most 64",
     ):
         interop.check_vocabularies([make(inputs=wide, targets=feature)], target)
     ends = seqio.Feature(seqio.PassThroughVocabulary(64, eos_id=3), add_eos=False)
@@ -348,12 +348,12 @@ def test_vocabularies_are_compared_token_by_token():
         )
         assert (found is None) == (0 in (mine, sentinels) or mine == sentinels), found
     assert vocabularies.find_difference(SentencePieceVocabulary(model), theirs(other)).startswith(
-        "piece "
+        "token "
     )
     fewer = SentencePieceVocabulary.train(command_line.TEXT, 35)
     assert vocabularies.find_difference(fewer, theirs(model)) is not None
     assert (
-        vocabularies.find_difference(ByteVocabulary(), theirs(model)) == "it has 36 pieces, not 384"
+        vocabularies.find_difference(ByteVocabulary(), theirs(model)) == "it has 36 tokens, not 384"
     )
     bytes_of_seqio = type("ByteVocabulary", (), {"vocab_size": 259})()
     assert vocabularies.find_difference(ByteVocabulary(), bytes_of_seqio) is None
