@@ -9,7 +9,7 @@ import inspect
 import operator
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,11 @@ _FORMS = {
     "logit_bias": ", as ID:NUMBER; repeatable",
     "forced_tokens": ", as PLACE:ID; repeatable",
 }
-_EARLY_STOPPING: dict[str, bool | str] = {"false": False, "true": True, "never": "never"}
+# The values of words.
+_WORDS: dict[str, dict[str, Any]] = {
+    "early_stopping": {"false": False, "true": True, "never": "never"},
+    "generation_config": {MODELS: MODELS, "none": None},
+}
 # Fields whose lists are one value for all inputs.
 _LISTS = ("eos_ids", "stop", "vocabulary_mask", "forbidden_tokens", "forbidden_sequences")
 POLICY_HELP = (
@@ -81,8 +85,8 @@ def _documentation() -> Mapping[str, str]:
     """Returns what each field means; for a `SamplingConfig` its docstring has it."""
     listed = (inspect.getdoc(SamplingConfig) or "").partition("Attributes:\n  ")[2]
     items = [item.partition(": ") for item in re.split(r"\n  (?=\S)", listed.split("\n\n")[0])]
-    found = {name: " ".join(text.split()).lstrip("* ").rstrip(".") for name, _, text in items}
-    return found | {name: field.metadata["doc"] for name, field in FIELDS.items()}
+    texts = {name: " ".join(text.split()).lstrip("* ").rstrip(".") for name, _, text in items}
+    return texts | {name: field.metadata["doc"] for name, field in FIELDS.items()}
 
 
 def _flag_type(kind: Any) -> Any:
@@ -166,30 +170,20 @@ def read_gamma(
 
 def check_gamma(gamma: int | str, most: int = MAX_GAMMA) -> None:
     """Raises ValueError for a γ that is out of range."""
-    if gamma == "auto":
-        return
-    if isinstance(gamma, str) or not 0 <= gamma <= most:
+    if gamma != "auto" and (isinstance(gamma, str) or not 0 <= gamma <= most):
         raise ValueError(f"gamma: got {gamma}, expected an integer from 0 to {most}, or auto")
 
 
-def _read_early_stopping(text: str) -> bool | str:
-    if text.lower() not in _EARLY_STOPPING:
-        expected = f"one of {', '.join(_EARLY_STOPPING)}"
-        raise ValueError(f"early_stopping: got {text!r}, expected {expected}")
-    return _EARLY_STOPPING[text.lower()]
-
-
-def _read_defaults(text: str) -> str | None:
-    if text not in (MODELS, "none"):
-        raise ValueError(f"generation_config: got {text!r}, expected {MODELS} or none")
-    return MODELS if text == MODELS else None
-
-
-_READERS: dict[str, Callable[[str], Any]] = {
-    "tree": read_tree,
-    "early_stopping": _read_early_stopping,
-    "generation_config": _read_defaults,
-}
+def _read_value(name: str, value: Any) -> Any:
+    """Returns the value of an option that a flag gives."""
+    if name == "tree":
+        return read_tree(value)
+    words = _WORDS.get(name)
+    if words is None:
+        return value
+    if value.lower() not in words:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(words)}")
+    return words[value.lower()]
 
 
 def read_options(flags: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -199,21 +193,19 @@ def read_options(flags: Any, names: Iterable[str]) -> dict[str, Any]:
       ValueError: text of another form.
     """
     given = {name: value for name in names if is_given(value := getattr(flags, name))}
-    return {
-        name: _READERS[name](value) if name in _READERS else value for name, value in given.items()
-    }
+    return {name: _read_value(name, value) for name, value in given.items()}
 
 
 def _unset_flags() -> list[tuple[str, Any, Any]]:
     """Returns name, type and field of each flag, with None, or (), for what is not given."""
-    found = []
+    flags = []
     for name in (name for name in FIELDS | _SAMPLING if name not in _NO_FLAG):
         default, kind = flag(name).default, _flag_type((FIELDS | _SAMPLING)[name].type)
         model = "the model's, else " if name in _SAMPLING else ""
         unset = f"{model}{default}" if is_given(default) else ""
         several = typing.get_origin(kind) is tuple
-        found.append((name, kind if several else kind | None, flag(name, None, unset)))
-    return found
+        flags.append((name, kind if several else kind | None, flag(name, None, unset)))
+    return flags
 
 
 _Unset: Any = dataclasses.make_dataclass("_Unset", _unset_flags(), frozen=True)

@@ -41,8 +41,8 @@ class Journal:
           output: path of the output file.
           settings: what decides the results, as JSON values.
           total: number of inputs.
-          measured: what this process has measured and results depend on, as JSON values. Those of an
-            existing journal are used instead.
+          measured: what this process has measured and results depend on, as JSON values; those of
+            an existing journal are used instead.
 
         Raises:
           ValueError: the journal has other settings, is damaged, or is being written by another
