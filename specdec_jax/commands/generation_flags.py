@@ -291,8 +291,10 @@ def check_beside_beams(flags: Any, **usual: Any) -> None:
 class SearchFlags:
     """Flags that say which beam search it is, for commands that time it."""
 
-    num_beams: int | None = flag("num_beams")
-    length_penalty: float | None = flag("length_penalty")
+    num_beams: int | None = flag("num_beams", None, "none")
+    length_penalty: float | None = flag(
+        "length_penalty", None, "0.6, or 1 with --beam_style=huggingface"
+    )
     beam_style: str = flag("beam_style", "t5x")
     early_stopping: str = flag("early_stopping", "false")
 

@@ -59,11 +59,10 @@ class ModelOptions:
     )
     drafter: str | None = option(
         None,
-        "what drafts: a smaller model, named like --target; a folder that `specdec train_heads`"
-        " wrote; exit:K, the target's first K decoder layers; a table (.npz) that `specdec count`"
-        " wrote; "
+        "a smaller model, named like --target; a folder that `specdec train_heads` wrote;"
+        " exit:K, the target's first K decoder layers; a table (.npz) that `specdec count` wrote; "
         + "; ".join(f"{name}: {one.summary}" for name, one in WITHOUT_FILES.items())
-        + " (default: nothing drafts, which is plain decoding)",
+        + " (default: none, which is autoregressive decoding)",
     )
     shortlist_size: int = option(
         0,
@@ -75,7 +74,7 @@ class ModelOptions:
         "table (.npz) of `specdec count` that says which ids are frequent (default: the"
         " vocabulary's first ids); without --shortlist_size, all ids that it counted are proposed",
     )
-    drafter_int8: bool = option(False, "let a drafting model multiply with weights of 8 bits")
+    drafter_int8: bool = option(False, "let a drafting model multiply with int8 weights")
     vocabulary: str | None = option(
         None,
         "SentencePiece model or tokenizer.json of both models, for checkpoints that have none"
@@ -86,12 +85,12 @@ class ModelOptions:
     )
     quantize: str | None = option(
         None,
-        "int8: round the target's weights to 8 bits while they are read (on an accelerator, or in"
-        " float32 on a CPU); w8a8, on a CPU: and the inputs of its products to 8 bits instead of"
-        " 16, which is faster for many rows; the output distribution is then the rounded model's;"
-        " none: widen weights that are stored in int8 to --dtype (default: on a CPU use such"
-        " weights as they are stored, where that is possible); for a drafter see --drafter_int8 and"
-        " --drafter=self:int8",
+        "int8: round the target's weights to int8 while they are read (on an accelerator, or in"
+        " float32 on a CPU); w8a8, on a CPU: and the inputs of its products to int8 instead of"
+        " int16, which is faster for many rows; the output distribution is then the rounded"
+        " model's; none: widen weights that are stored in int8 to --dtype (default: on a CPU use"
+        " such weights as they are stored, where that is possible); for a drafter see"
+        " --drafter_int8 and --drafter=self:int8",
     )
     mesh: str | None = option(
         None,
@@ -226,7 +225,7 @@ class ModelOptions:
         return target, drafter
 
     def reduced(self, model: LanguageModel) -> ModelDrafter:
-        """Returns a drafter with `model`, with the shortlist and 8 bits of the options."""
+        """Returns a drafter with `model`, with the shortlist and int8 weights of the options."""
         if not self.shortlist:
             return ModelDrafter(model, self.shortlist_size or None, self.drafter_int8)
         table, _ = NGramTable.load(self.shortlist)
