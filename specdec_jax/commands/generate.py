@@ -213,11 +213,12 @@ def run(
     options.check()
     if options.task and arguments:
         raise ValueError(f"got sentences and --task={options.task}, expected one of the two")
-    examples = _find_examples(options) if options.task else None
+    config = options.configuration()
+    read_examples = _find_examples(options, config) if options.task else None
     sentences = [] if options.task else read_sentences(arguments, options.input_file)
     target, drafter = options.load()
-    config = options.configuration()
-    limit = f"--max_new_tokens={max(_limits(config, target))}"
+    most = max(_limits(config, target))
+    limit = f"--max_new_tokens={most}"
     defaults = defaults_of(target, config.generation_config)
     if config.max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length:
         limit = f"max_length={defaults.max_length}, a default of the model"
@@ -226,13 +227,8 @@ def run(
     beams = beam_options(**search)
     outputs = config.num_samples if beams is None else beams.num_return_sequences
     source: Any
-    if examples is not None:
-        source = examples(
-            target,
-            input_length=config.max_input_length,
-            output_length=max(_limits(config, target)),
-            batch_size=options.rows,
-        )
+    if read_examples is not None:
+        source = read_examples(target, output_length=most)
     else:
         ids = encode(target, sentences, config.max_input_length)
         source = Sentences(ids, sentences, options.json)
@@ -263,7 +259,7 @@ def _limits(
     return most.tolist()
 
 
-def _find_examples(options: GenerateOptions) -> Callable[..., Any]:
+def _find_examples(options: GenerateOptions, config: GenerationConfig) -> Callable[..., Any]:
     """Returns what reads the examples of the task for a target: `seqio_jobs.Examples`."""
     try:
         from specdec_jax.interop import seqio_jobs
@@ -274,7 +270,13 @@ def _find_examples(options: GenerateOptions) -> Callable[..., Any]:
     split = options.split or "test"
     tasks = seqio_jobs.find_tasks(options.task, split, options.module_import, options.tfds_data_dir)
     return functools.partial(
-        seqio_jobs.Examples, tasks, split, seed=options.seed, score_targets=options.score_targets
+        seqio_jobs.Examples,
+        tasks,
+        split,
+        input_length=config.max_input_length,
+        batch_size=options.rows,
+        seed=options.seed,
+        score_targets=options.score_targets,
     )
 
 
