@@ -245,7 +245,7 @@ def against(setup: ReportSetup) -> dict[str, Any]:
         return {"T5X": None}
     from specdec_jax.interop import t5x
 
-    return {"T5X": lambda target: t5x.benchmark_variant(target, setup.max_new_tokens).decode}
+    return {"T5X": lambda target: t5x.make_variant(target, setup.max_new_tokens).decode}
 
 
 def run(

@@ -55,7 +55,7 @@ def search(
 def main() -> None:
     folder, io = unpack_t5x(pathlib.Path(tempfile.mkdtemp()))
     target, rng = sd.load(folder, "float32"), np.random.default_rng(0)
-    model = models.EncoderDecoderModel(interop.transformer(target.config), Ids, Ids, None)
+    model = models.EncoderDecoderModel(interop.make_transformer(target.config), Ids, Ids, None)
     shaken = jax.tree.map(
         lambda x: x * (1 + 1e-6 * rng.standard_normal(x.shape).astype(np.float32)), target.params
     )

@@ -256,10 +256,8 @@ def make_others(options: BenchmarkOptions, target: LanguageModel) -> dict[str, V
         return {}
     from specdec_jax.interop import t5x
 
-    if options.num_beams:
-        theirs = t5x.beam_variant(target, options.max_new_tokens, BeamOptions(**options.search()))
-    else:
-        theirs = t5x.benchmark_variant(target, options.max_new_tokens)
+    beams = BeamOptions(**options.search()) if options.num_beams else None
+    theirs = t5x.make_variant(target, options.max_new_tokens, beams)
     return {options.against: theirs} | unrounded_variant(options, target)
 
 

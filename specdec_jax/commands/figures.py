@@ -5,7 +5,7 @@ import pathlib
 
 from specdec_jax.analysis.report.page import report
 from specdec_jax.analysis.report.records import MOST_ITEMS, read_records
-from specdec_jax.commands.options import option
+from specdec_jax.commands.generation_flags import option
 from specdec_jax.files.writing import check_output, write_file
 
 

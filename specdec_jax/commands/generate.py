@@ -21,14 +21,13 @@ from specdec_jax.commands.generation_flags import (
     check_one_value,
     option,
 )
-from specdec_jax.commands.options import MOST_TOKENS, ModelOptions, at_least, same_file
+from specdec_jax.commands.options import ModelOptions, at_least, same_file
 from specdec_jax.commands.output_lines import Sentences, one_line, to_json
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding import autotune
 from specdec_jax.decoding.checks import (
     UnsupportedCombination,
-    check_limits,
     check_prompts,
     check_stop,
     listed,
@@ -53,7 +52,6 @@ from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.randomness import seeded
-from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.verifiers import LOSSY
 from specdec_jax.tokenizers.vocabularies import check_texts
 
@@ -127,49 +125,26 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         given = self.config if isinstance(self.config, GenerationConfig) else GenerationConfig()
         return self.change(given)
 
-    def sampling(self) -> SamplingConfig:
-        return SamplingConfig(**self._sampling_fields())
-
-    def _sampling_fields(self) -> dict[str, Any]:
-        sampling: Any = self.configuration().sampling
-        return {} if sampling is None else dict(sampling.fields)
-
-    def _temperature_is_known(self) -> bool:
-        given = "temperature" in self._sampling_fields()
-        return given or self.configuration().generation_config is None
-
-    def possible_sampling(self) -> SamplingConfig:
-        if self._temperature_is_known():
-            return self.sampling()
-        return dataclasses.replace(self.sampling(), temperature=1.0)  # the model's may be
-
     def check(self) -> None:
         if isinstance(self.config, GenerationConfig):
             check_one_value(self.config)
         super().check()
         config = self.configuration()
         self._check_beams(config)
-        tree: Any = config.tree
-        check_beside_tree(tree, config.verifier)
+        check_beside_tree(config.tree, config.verifier)
         at_least(1, batch_size=self.rows)
-        if self._temperature_is_known():
-            limit = MOST_TOKENS if config.max_new_tokens is None else config.max_new_tokens
-            check_limits(self.sampling(), np.array([limit]), config.num_samples)
         check_texts("stop", check_stop(config.stop, config.deadline))
         check_output(self.output_file, "output_file")
         if self.output_file and self.stream:
-            raise UnsupportedCombination(
-                f"stream: got True with output_file={self.output_file!r}, expected one of the two"
-            )
+            got = f"stream: got True with output_file={self.output_file!r}"
+            raise UnsupportedCombination(f"{got}, expected one of the two")
         if self.output_file and self.input_file and same_file(self.output_file, self.input_file):
-            raise ValueError(
-                f"output_file: got {self.output_file!r}, which is the input, expected another file"
-            )
+            got = f"output_file: got {self.output_file!r}, which is the input"
+            raise ValueError(f"{got}, expected another file")
         if self.stream and self.rows * config.num_samples > 1:
             got = f"batch_size={self.rows}, num_samples={config.num_samples}"
-            raise UnsupportedCombination(
-                f"stream: got {got}, expected 1 of each: outputs would run into each other"
-            )
+            expected = "1 of each: outputs would run into each other"
+            raise UnsupportedCombination(f"stream: got {got}, expected {expected}")
         self._check_task(config)
 
     def _check_beams(self, config: GenerationConfig) -> None:
@@ -186,25 +161,17 @@ class GenerateOptions(GenerationFlags, ModelOptions):
 
     def _check_task(self, config: GenerationConfig) -> None:
         """Rejects options that mean nothing with a task, or nothing without one."""
+        where, expected = f"with task={self.task!r}", "none"
+        names: tuple[str, ...] = ("input_file", "json", "stream")
         if not self.task:
-            for name in ("split", "module_import", "score_targets", "tfds_data_dir"):
-                if getattr(self, name):
-                    raise UnsupportedCombination(
-                        f"{name}: got {getattr(self, name)!r} without a task, expected --task"
-                    )
-            return
-        samples = None if config.num_samples == 1 else config.num_samples
-        rejected = dict(input_file=self.input_file, json=self.json, stream=self.stream)
-        for name, value in {**rejected, "num_samples": samples}.items():
-            if value:
-                expected = 1 if name == "num_samples" else "none"
-                raise UnsupportedCombination(
-                    f"{name}: got {value!r} with task={self.task!r}, expected {expected}"
-                )
-
-    @property
-    def drafts(self) -> bool:
-        return super().drafts and self.policy != 0
+            where, expected = "without a task", "--task"
+            names = ("split", "module_import", "score_targets", "tfds_data_dir")
+        elif config.num_samples > 1:
+            got = f"num_samples: got {config.num_samples} {where}"
+            raise UnsupportedCombination(f"{got}, expected 1")
+        for name in names:
+            if value := getattr(self, name):
+                raise UnsupportedCombination(f"{name}: got {value!r} {where}, expected {expected}")
 
     @property
     def resumes(self) -> bool:
@@ -246,33 +213,28 @@ def run(
     options.check()
     if options.task and arguments:
         raise ValueError(f"got sentences and --task={options.task}, expected one of the two")
-    examples = _find_examples(options) if options.task else None
+    config = options.configuration()
+    read_examples = _find_examples(options, config) if options.task else None
     sentences = [] if options.task else read_sentences(arguments, options.input_file)
     target, drafter = options.load()
-    config = options.configuration()
-    limit = f"--max_new_tokens={max(_limits(config, target))}"
+    most = max(_limits(config, target))
+    limit = f"--max_new_tokens={most}"
     defaults = defaults_of(target, config.generation_config)
     if config.max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length:
         limit = f"max_length={defaults.max_length}, a default of the model"
     endings = Endings(limit, lambda text: print(text, file=sys.stderr))
-    beams = beam_options(
-        **fill_search(defaults, {name: getattr(config, name) for name in BEAM_FIELDS})
-    )
+    search = fill_search(defaults, {name: getattr(config, name) for name in BEAM_FIELDS})
+    beams = beam_options(**search)
     outputs = config.num_samples if beams is None else beams.num_return_sequences
     source: Any
-    if examples is not None:
-        source = examples(
-            target,
-            input_length=config.max_input_length,
-            output_length=max(_limits(config, target)),
-            batch_size=options.rows,
-        )
+    if read_examples is not None:
+        source = read_examples(target, output_length=most)
     else:
         ids = encode(target, sentences, config.max_input_length)
         source = Sentences(ids, sentences, options.json)
         lengths = [len(row) if decoder_only(target) else 1 for row in ids]
         drafts = drafter if options.drafts else None
-        check_prompts(target, drafts, lengths, _limits(config, target, lengths))
+        check_prompts(target, drafts, lengths, np.array(_limits(config, target, lengths)))
     job = _Job(options, config, target, drafter, outputs, source, endings)
     if options.resumes:
         _write_file(job, begun)
@@ -297,20 +259,24 @@ def _limits(
     return most.tolist()
 
 
-def _find_examples(options: GenerateOptions) -> Callable[..., Any]:
+def _find_examples(options: GenerateOptions, config: GenerationConfig) -> Callable[..., Any]:
     """Returns what reads the examples of the task for a target: `seqio_jobs.Examples`."""
     try:
         from specdec_jax.interop import seqio_jobs
     except ImportError as error:
-        raise ValueError(
-            f"task: got {options.task!r} without seqio ({error}), expected the extra: pip install"
-            " '.[seqio]'"
-        ) from error
+        got = f"task: got {options.task!r} without seqio ({error})"
+        raise ValueError(f"{got}, expected the extra: pip install '.[seqio]'") from error
     assert options.task
     split = options.split or "test"
     tasks = seqio_jobs.find_tasks(options.task, split, options.module_import, options.tfds_data_dir)
     return functools.partial(
-        seqio_jobs.Examples, tasks, split, seed=options.seed, score_targets=options.score_targets
+        seqio_jobs.Examples,
+        tasks,
+        split,
+        input_length=config.max_input_length,
+        batch_size=options.rows,
+        seed=options.seed,
+        score_targets=options.score_targets,
     )
 
 
@@ -342,11 +308,8 @@ def _pass_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
             print(line, flush=True)
             yield line
         return
-    print(
-        f"{output_file}: not a regular file: outputs are written in order, and a run that is killed"
-        " begins anew",
-        file=sys.stderr,
-    )
+    what = "outputs are written in order, and a run that is killed begins anew"
+    print(f"{output_file}: not a regular file: {what}", file=sys.stderr)
     with new_file(output_file) as file:
         for line in lines:
             file.write(line.encode() + b"\n")
@@ -367,11 +330,12 @@ def _write_file(job: _Job, begun: Callable[[], object]) -> None:
     rows = rows_for(target, options.rows, len(inputs))
     # Rejects bad arguments before there is a journal.
     plan = plan_decoding(target, inputs, config=config, drafter=drafter, key=key, batch_size=rows)
-    found = {"costs": _costs(autotune.autotune(plan))} if _measures(config) else {}
+    measures = config.gamma == "auto" and config.tree is None
+    measured = {"costs": _costs(autotune.autotune(plan))} if measures else {}
     settings = _deciding(options, target, drafter, source.contents)
-    with Journal(options.output_file, settings, len(inputs), found) as journal:
+    with Journal(options.output_file, settings, len(inputs), measured) as journal:
         begun()
-        if found:
+        if measured:
             # The costs that the job began with: every input gets what it would have got then.
             config, drafter = _use_costs(journal, config, drafter)
         with Progress("decoding", len(inputs), "sentences") as progress:
@@ -417,11 +381,6 @@ def _restore(job: _Job, journal: Journal, progress: Progress) -> None:
         raise ValueError(f"{journal.path}: got {got}, expected --non_finite=report")
 
 
-def _measures(config: GenerationConfig) -> bool:
-    """Returns whether γ is chosen by measured costs, of which a tree has none."""
-    return isinstance(config.gamma, str) and config.tree is None
-
-
 def _costs(plan: Plan) -> dict[str, Any]:
     """Returns what `gamma="auto"` has become, as JSON values: a number, or costs and acceptance."""
     if plan.policy is None:
@@ -439,18 +398,18 @@ def _use_costs(
     Raises:
       ValueError: the journal has anything else.
     """
-    match record := journal.found["costs"]:
+    match record := journal.measured["costs"]:
         case {"gamma": 0}:
             unset = dict.fromkeys(("lenience", "typical_epsilon", "typical_delta"))
-            changes = {**unset, "verifier": "block"} if config.verifier in LOSSY else {}
+            changes: Any = {**unset, "verifier": "block"} if config.verifier in LOSSY else {}
             return dataclasses.replace(config, gamma=0, **changes), None
         case {"gamma": int(gamma)}:
             return dataclasses.replace(config, gamma=gamma), drafter
         case {"costs": list(costs), "acceptance": float(), "weight": float(), "look": float()} if (
             len(record) == 4
         ):
-            gamma = Auto(**{**record, "costs": tuple(costs)})
-            return dataclasses.replace(config, gamma=gamma), drafter
+            policy = Auto(**{**record, "costs": tuple(costs)})
+            return dataclasses.replace(config, gamma=policy), drafter
     got = f"{journal.path}: got {str(record)[:80]!r}"
     raise ValueError(f"{got}, expected costs of iterations")
 
@@ -467,8 +426,9 @@ def _deciding(
     """
     names = {field.name for field in dataclasses.fields(options)} - _NOT_DECIDING
     config = options.configuration()
-    chosen: Any = config.changed_fields() | {"sampling": config.sampling and config.sampling.fields}
-    del chosen["non_finite"]
+    changes: Any = config.sampling
+    chosen = config.changed_fields() | {"sampling": changes and changes.fields}
+    chosen.pop("non_finite", None)
     return {
         **{name: getattr(options, name) for name in sorted(names)},
         **{name: to_plain(name, value) for name, value in chosen.items()},

@@ -9,7 +9,7 @@ import inspect
 import operator
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,10 @@ from specdec_jax.speculative.trees import DynamicTree, Tree
 
 _SAMPLING = {field.name: field for field in dataclasses.fields(SamplingConfig)}
 # Fields without a flag: no text gives their value; `sampling` has a flag for each of its fields.
-_NO_FLAG = ("sampling", "eos_ids", "synthetic_alpha", "vocabulary_mask", "processor")
-_NO_FLAG += ("forbidden_sequences",)
+_NO_FLAG = (
+    *("sampling", "eos_ids", "synthetic_alpha"),
+    *("vocabulary_mask", "processor", "forbidden_sequences"),
+)
 # How flags write what is no number or word, after the help.
 _FORMS = {
     "tree": f": {EXPECTED}",
@@ -36,7 +38,11 @@ _FORMS = {
     "logit_bias": ", as ID:NUMBER; repeatable",
     "forced_tokens": ", as PLACE:ID; repeatable",
 }
-_EARLY_STOPPING = {"false": False, "true": True, "never": "never"}
+# The values of words.
+_WORDS: dict[str, dict[str, Any]] = {
+    "early_stopping": {"false": False, "true": True, "never": "never"},
+    "generation_config": {MODELS: MODELS, "none": None},
+}
 # Fields whose lists are one value for all inputs.
 _LISTS = ("eos_ids", "stop", "vocabulary_mask", "forbidden_tokens", "forbidden_sequences")
 POLICY_HELP = (
@@ -79,8 +85,8 @@ def _documentation() -> Mapping[str, str]:
     """Returns what each field means; for a `SamplingConfig` its docstring has it."""
     listed = (inspect.getdoc(SamplingConfig) or "").partition("Attributes:\n  ")[2]
     items = [item.partition(": ") for item in re.split(r"\n  (?=\S)", listed.split("\n\n")[0])]
-    found = {name: " ".join(text.split()).lstrip("* ").rstrip(".") for name, _, text in items}
-    return found | {name: field.metadata["doc"] for name, field in FIELDS.items()}
+    texts = {name: " ".join(text.split()).lstrip("* ").rstrip(".") for name, _, text in items}
+    return texts | {name: field.metadata["doc"] for name, field in FIELDS.items()}
 
 
 def _flag_type(kind: Any) -> Any:
@@ -88,9 +94,10 @@ def _flag_type(kind: Any) -> Any:
     parts = {part: typing.get_origin(part) for part in (*typing.get_args(kind), kind)}
     if Sequence[str] in parts or Mapping in parts.values():
         return tuple[str, ...]
-    if single := [part for part in (int, float, str) if part in parts and kind != Sequence[part]]:
-        return functools.reduce(operator.or_, single)
-    return tuple[int, ...] if kind == Sequence[int] else str
+    if kind == Sequence[int]:
+        return tuple[int, ...]
+    single = [one for one in (int, float, str) if one in parts] or [str]
+    return functools.reduce(operator.or_, single)
 
 
 def is_given(value: Any) -> bool:
@@ -163,30 +170,20 @@ def read_gamma(
 
 def check_gamma(gamma: int | str, most: int = MAX_GAMMA) -> None:
     """Raises ValueError for a γ that is out of range."""
-    if gamma == "auto":
-        return
-    if isinstance(gamma, str) or not 0 <= gamma <= most:
+    if gamma != "auto" and (isinstance(gamma, str) or not 0 <= gamma <= most):
         raise ValueError(f"gamma: got {gamma}, expected an integer from 0 to {most}, or auto")
 
 
-def _read_early_stopping(text: str) -> bool | str:
-    if text.lower() not in _EARLY_STOPPING:
-        expected = f"one of {', '.join(_EARLY_STOPPING)}"
-        raise ValueError(f"early_stopping: got {text!r}, expected {expected}")
-    return _EARLY_STOPPING[text.lower()]
-
-
-def _read_defaults(text: str) -> str | None:
-    if text not in (MODELS, "none"):
-        raise ValueError(f"generation_config: got {text!r}, expected {MODELS} or none")
-    return MODELS if text == MODELS else None
-
-
-_READERS: dict[str, Callable[[str], Any]] = {
-    "tree": read_tree,
-    "early_stopping": _read_early_stopping,
-    "generation_config": _read_defaults,
-}
+def _read_value(name: str, value: Any) -> Any:
+    """Returns the value of an option that a flag gives."""
+    if name == "tree":
+        return read_tree(value)
+    words = _WORDS.get(name)
+    if words is None:
+        return value
+    if value.lower() not in words:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(words)}")
+    return words[value.lower()]
 
 
 def read_options(flags: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -196,21 +193,19 @@ def read_options(flags: Any, names: Iterable[str]) -> dict[str, Any]:
       ValueError: text of another form.
     """
     given = {name: value for name in names if is_given(value := getattr(flags, name))}
-    return {
-        name: _READERS[name](value) if name in _READERS else value for name, value in given.items()
-    }
+    return {name: _read_value(name, value) for name, value in given.items()}
 
 
 def _unset_flags() -> list[tuple[str, Any, Any]]:
     """Returns name, type and field of each flag, with None, or (), for what is not given."""
-    found = []
+    flags = []
     for name in (name for name in FIELDS | _SAMPLING if name not in _NO_FLAG):
         default, kind = flag(name).default, _flag_type((FIELDS | _SAMPLING)[name].type)
         model = "the model's, else " if name in _SAMPLING else ""
         unset = f"{model}{default}" if is_given(default) else ""
         several = typing.get_origin(kind) is tuple
-        found.append((name, kind if several else kind | None, flag(name, None, unset)))
-    return found
+        flags.append((name, kind if several else kind | None, flag(name, None, unset)))
+    return flags
 
 
 _Unset: Any = dataclasses.make_dataclass("_Unset", _unset_flags(), frozen=True)
@@ -258,6 +253,14 @@ def _values(fields: Any) -> dict[str, Any]:
     return {field.name: getattr(fields, field.name) for field in known}
 
 
+def unset_flags(config: GenerationConfig) -> dict[str, Any]:
+    """Returns flags, not given, of the options that a configuration has off their defaults."""
+    names = {*config.changed_fields(), *_values(config.sampling)} - {*_NO_FLAG, "non_finite"}
+    unset = {field.name: field.default for field in dataclasses.fields(GenerationFlags)}
+    policy = {"gamma_policy": None, "gamma_settings": ()} if "gamma" in names else {}
+    return {name: unset[name] for name in names} | policy
+
+
 def check_one_value(config: GenerationConfig) -> None:
     """Raises ValueError for a configuration with an option that has one value per input."""
     parts: dict[str, Any] = {"": config, "sampling.": config.sampling, "gamma.": config.gamma}
@@ -288,8 +291,10 @@ def check_beside_beams(flags: Any, **usual: Any) -> None:
 class SearchFlags:
     """Flags that say which beam search it is, for commands that time it."""
 
-    num_beams: int | None = flag("num_beams")
-    length_penalty: float | None = flag("length_penalty")
+    num_beams: int | None = flag("num_beams", None, "none")
+    length_penalty: float | None = flag(
+        "length_penalty", None, "0.6, or 1 with --beam_style=huggingface"
+    )
     beam_style: str = flag("beam_style", "t5x")
     early_stopping: str = flag("early_stopping", "false")
 

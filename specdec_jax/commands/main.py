@@ -25,7 +25,7 @@ from absl import flags
 
 import specdec_jax
 from specdec_jax.backends.jax_settings import package_settings
-from specdec_jax.commands import help_page, paths
+from specdec_jax.commands import generation_flags, help_page, paths
 from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.decoding import config_files
 from specdec_jax.decoding.generation_config import GenerationConfig
@@ -209,6 +209,9 @@ def _main(argv: list[str]) -> int:
     if arguments and not command.arguments:
         raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
     given = _given(cls, fields, values)
+    if name == "generate" and "config" in given:  # the file counts before gin, as flags do
+        config = GenerationConfig.load(os.path.expanduser(given["config"]))
+        given = generation_flags.unset_flags(config) | given | {"config": config}
     options = paths.expanded(_options(name, cls, given, values, bindings))
     settings = _operative(options, given if values.gin_file or bindings else None)
     keep_programs(values.compilation_cache_dir)
@@ -432,7 +435,7 @@ def _operative(options: Any, given: dict[str, Any] | None) -> str:
     cls = type(options)
     *package, module = cls.__module__.split(".")
     name, text = f"{module}.{cls.__name__}", ""
-    if given is None:
+    if given is None or isinstance(given.get("config"), GenerationConfig):
         given = dict.fromkeys(field.name for field in dataclasses.fields(cls))
         text = (
             f"from __gin__ import dynamic_registration\n\nfrom {'.'.join(package)} import"

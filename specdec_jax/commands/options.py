@@ -21,12 +21,14 @@ from specdec_jax.commands.generation_flags import (
     read_sampling,
 )
 from specdec_jax.decoding.checks import (
+    SamplingChanges,
     UnsupportedCombination,
     check_limits,
     check_pair,
     check_policy,
     verifier_settings,
 )
+from specdec_jax.decoding.defaults import MAX_NEW_TOKENS
 from specdec_jax.decoding.generation_config import GenerationConfig
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import SELF_INT8, WITHOUT_FILES, check_drafter_name, named_drafter
@@ -42,7 +44,7 @@ from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC, VERIFIERS, verifier_of
 
 _VERIFYING = ("verifier", "lenience", "typical_epsilon", "typical_delta")
-MOST_TOKENS = 2**20  # a limit of new tokens that none exceeds
+_MOST_TOKENS = 2**20  # a limit of new tokens that none exceeds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +59,10 @@ class ModelOptions:
     )
     drafter: str | None = option(
         None,
-        "what drafts: a smaller model, named like --target; a folder that `specdec train_heads`"
-        " wrote; exit:K, the target's first K decoder layers; a table (.npz) that `specdec count`"
-        " wrote; "
+        "a smaller model, named like --target; a folder that `specdec train_heads` wrote;"
+        " exit:K, the target's first K decoder layers; a table (.npz) that `specdec count` wrote; "
         + "; ".join(f"{name}: {one.summary}" for name, one in WITHOUT_FILES.items())
-        + " (default: nothing drafts, which is plain decoding)",
+        + " (default: none, which is autoregressive decoding)",
     )
     shortlist_size: int = option(
         0,
@@ -73,7 +74,7 @@ class ModelOptions:
         "table (.npz) of `specdec count` that says which ids are frequent (default: the"
         " vocabulary's first ids); without --shortlist_size, all ids that it counted are proposed",
     )
-    drafter_int8: bool = option(False, "let a drafting model multiply with weights of 8 bits")
+    drafter_int8: bool = option(False, "let a drafting model multiply with int8 weights")
     vocabulary: str | None = option(
         None,
         "SentencePiece model or tokenizer.json of both models, for checkpoints that have none"
@@ -84,12 +85,12 @@ class ModelOptions:
     )
     quantize: str | None = option(
         None,
-        "int8: round the target's weights to 8 bits while they are read (on an accelerator, or in"
-        " float32 on a CPU); w8a8, on a CPU: and the inputs of its products to 8 bits instead of"
-        " 16, which is faster for many rows; the output distribution is then the rounded model's;"
-        " none: widen weights that are stored in int8 to --dtype (default: on a CPU use such"
-        " weights as they are stored, where that is possible); for a drafter see --drafter_int8 and"
-        " --drafter=self:int8",
+        "int8: round the target's weights to int8 while they are read (on an accelerator, or in"
+        " float32 on a CPU); w8a8, on a CPU: and the inputs of its products to int8 instead of"
+        " int16, which is faster for many rows; the output distribution is then the rounded"
+        " model's; none: widen weights that are stored in int8 to --dtype (default: on a CPU use"
+        " such weights as they are stored, where that is possible); for a drafter see"
+        " --drafter_int8 and --drafter=self:int8",
     )
     mesh: str | None = option(
         None,
@@ -112,12 +113,18 @@ class ModelOptions:
         raise NotImplementedError
 
     def sampling(self) -> SamplingConfig:
-        """Returns how tokens are chosen, as far as the options say it."""
-        raise NotImplementedError
+        """Returns how tokens are chosen, without the model's own defaults."""
+        given = self.configuration().sampling
+        if isinstance(given, SamplingChanges):
+            return SamplingConfig(**given.fields)
+        return given or SamplingConfig()
 
-    def possible_sampling(self) -> SamplingConfig:
-        """Returns `sampling`, as far as it is known before a model is loaded."""
-        return self.sampling()
+    def _possible_sampling(self) -> SamplingConfig:
+        """Returns `sampling`, with temperature 1 where the model may have one."""
+        config: Any = self.configuration()
+        fields = getattr(config.sampling, "fields", {})
+        known = config.generation_config is None or "temperature" in fields
+        return self.sampling() if known else SamplingConfig(**{**fields, "temperature": 1.0})
 
     @property
     def policy(self) -> Any:
@@ -132,12 +139,9 @@ class ModelOptions:
         self.check_decoding()
 
     def check_decoding(self) -> None:
-        """Checks the same as `check`, except that a target is named.
-
-        For commands that may do without a checkpoint.
-        """
+        """Checks the same as `check`, except that a target is named."""
         config = self.configuration()
-        limit: Any = MOST_TOKENS if config.max_new_tokens is None else config.max_new_tokens
+        limit: Any = _MOST_TOKENS if config.max_new_tokens is None else config.max_new_tokens
         at_least(1, max_new_tokens=limit)
         if config.verifier == SYNTHETIC.name:
             raise ValueError(
@@ -145,15 +149,13 @@ class ModelOptions:
                 " (--synthetic_alpha of `specdec benchmark` times with it)"
             )
         parameters = {name: getattr(config, name) for name in (*_VERIFYING[1:], "synthetic_alpha")}
-        verifier, sampling = verifier_of(config.verifier), self.possible_sampling()
+        verifier, sampling = verifier_of(config.verifier), self._possible_sampling()
         verifier_settings(verifier, sampling, int(self.drafts), 1, **parameters)
-        policy = self.gamma_policy or ("fixed" if isinstance(self.policy, int | str) else "one")
-        if not self.drafts and policy != "fixed":
-            raise UnsupportedCombination(
-                f"gamma_policy: got {policy!r} for plain decoding, expected a drafter"
-                " and gamma of at least 1"
-            )
-        check_limits(self.sampling(), np.array([limit]), 1)
+        adapts = isinstance(self.policy, Policy) or self.gamma_policy not in (None, "fixed")
+        if adapts and not self.drafts:
+            got = f"gamma_policy: got {self.gamma_policy or self.policy!r} for plain decoding"
+            raise UnsupportedCombination(f"{got}, expected a drafter and gamma of at least 1")
+        check_limits(sampling, np.array([limit]), config.num_samples)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed: got {self.seed}, expected an integer from 0 to {2**32 - 1}")
         at_least(0, shortlist_size=self.shortlist_size)
@@ -170,23 +172,19 @@ class ModelOptions:
     def _check_quantize(self) -> None:
         check_quantize_name(self.quantize)
         if self.quantize in INPUT_BITS and self.drafter == SELF_INT8:
-            raise UnsupportedCombination(
-                f"drafter: got {self.drafter!r} with quantize={self.quantize!r}, expected a target"
-                " that is not in int8"
-            )
+            got = f"drafter: got {self.drafter!r} with quantize={self.quantize!r}"
+            raise UnsupportedCombination(f"{got}, expected a target that is not in int8")
         narrow = self.dtype == "bfloat16" and not (self.quantize == "int8" and has_accelerator())
         if self.quantize in INPUT_BITS and (self.mesh or narrow):
             got = f"mesh={self.mesh!r}" if self.mesh else f"dtype={self.dtype!r}"
+            got = f"quantize: got {self.quantize!r} with {got}"
             there = "" if self.quantize == "w8a8" else ", or an accelerator"
-            raise UnsupportedCombination(
-                f"quantize: got {self.quantize!r} with {got}, expected one device: a CPU in"
-                f" float32{there}"
-            )
+            raise UnsupportedCombination(f"{got}, expected one device: a CPU in float32{there}")
 
     @property
     def drafts(self) -> bool:
         """Whether anything is to be drafted; without it a lossy verifier makes no sense."""
-        return bool(self.drafter)
+        return bool(self.drafter) and self.policy != 0
 
     @property
     def rows(self) -> int:
@@ -214,9 +212,8 @@ class ModelOptions:
             check_drafter_name(self.drafter)
         target = target or load(self.target, quantize=self.quantize)
         if self.configuration().generation_config is None and target.generation_config.fields():
-            print_line(
-                f"{target.name}: decoding by the flags alone, without the model's own defaults"
-            )
+            what = "decoding by the flags alone, without the model's own defaults"
+            print_line(f"{target.name}: {what}")
         load = functools.partial(load, replicate=bool(self.mesh) and not self.shard_drafter)
         self.sampling().rows(1, target.config.vocab_size)  # rejects ids that the vocabulary lacks
         drafter = named_drafter(self.drafter, target, load, self.reduced) if self.drafter else None
@@ -228,28 +225,24 @@ class ModelOptions:
         return target, drafter
 
     def reduced(self, model: LanguageModel) -> ModelDrafter:
-        """Returns a drafter with `model`, with the shortlist and 8 bits of the options."""
+        """Returns a drafter with `model`, with the shortlist and int8 weights of the options."""
         if not self.shortlist:
             return ModelDrafter(model, self.shortlist_size or None, self.drafter_int8)
         table, _ = NGramTable.load(self.shortlist)
         if not table.matches(model.vocabulary):
-            raise ValueError(
-                f"shortlist: got a table of {table.vocab_size} ids of another vocabulary, expected"
-                " the drafter's"
-            )
+            got = f"shortlist: got a table of {table.vocab_size} ids of another vocabulary"
+            raise ValueError(f"{got}, expected the drafter's")
         counts = np.asarray(table.unigram)
         size = self.shortlist_size or len({*np.flatnonzero(counts), *model.eos_ids})
-        return ModelDrafter(
-            model, shortlist_from_counts(counts, size, model.eos_ids), self.drafter_int8
-        )
+        ids = shortlist_from_counts(counts, size, model.eos_ids)
+        return ModelDrafter(model, ids, self.drafter_int8)
 
     def reject_reduction(self) -> None:
         """Raises UnsupportedCombination for options about a drafting model if no model drafts."""
         for name in ("shortlist_size", "shortlist", "drafter_int8", "shard_drafter"):
-            if getattr(self, name):
-                raise UnsupportedCombination(
-                    f"{name}: got {getattr(self, name)!r}, expected a drafter that is a model"
-                )
+            if given := getattr(self, name):
+                expected = "expected a drafter that is a model"
+                raise UnsupportedCombination(f"{name}: got {given!r}, {expected}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,11 +264,8 @@ class DecodingOptions(ModelOptions):
     typical_epsilon: float | None = flag("typical_epsilon")
     typical_delta: float | None = flag("typical_delta")
     gamma_policy: str = option("fixed", POLICY_HELP)
-    max_new_tokens: int = flag("max_new_tokens", 64)
+    max_new_tokens: int = flag("max_new_tokens", MAX_NEW_TOKENS)
     max_input_length: int = flag("max_input_length")
-
-    def sampling(self) -> SamplingConfig:
-        return SamplingConfig(**read_sampling(self))
 
     def configuration(self, plain: bool = False) -> GenerationConfig:
         """Returns the options of decoding but for γ.
@@ -284,7 +274,8 @@ class DecodingOptions(ModelOptions):
         """
         names = () if plain and self.verifier in LOSSY else _VERIFYING
         given = read_options(self, (*names, "max_new_tokens", "max_input_length"))
-        return GenerationConfig(sampling=self.sampling(), generation_config=None, **given)
+        sampling = SamplingConfig(**read_sampling(self))
+        return GenerationConfig(sampling=sampling, generation_config=None, **given)
 
     def decoding(self, plain: bool = False) -> dict[str, Any]:
         """Returns `configuration` as an argument of `generate`."""

@@ -1,5 +1,4 @@
-"""Keeps the results of continuous batching as they are finished, and puts them together in order at
-the end."""
+"""Keeps results as they are finished, and puts them together in order at the end."""
 
 import json
 import os
@@ -15,8 +14,7 @@ _SYNC = 1.0
 
 
 class Journal:
-    """Results in `<output>.partial`, in the order in which they were finished, until `finish`
-    writes the output file.
+    """Results in `<output>.partial`, as they are finished, until `finish` writes the output file.
 
     The first line holds the settings; every other line the number of an input, its lines of output
     and a note on them if there is one, as JSON. If the process is killed, nothing is lost but a
@@ -26,16 +24,16 @@ class Journal:
     Attributes:
       path: path of the journal.
       done: numbers of the inputs whose results are there.
-      found: what the process that began the journal had measured.
-      notes: of each input that is there, by its number, what `add` was told of it.
+      measured: what the process that began the journal had measured.
+      notes: of each input that is there, by its number, the note that `add` got.
     """
 
     def __init__(
         self,
-        output,
+        output: str | os.PathLike,
         settings: Mapping[str, Any],
         total: int,
-        found: Mapping[str, Any] | None = None,
+        measured: Mapping[str, Any] | None = None,
     ):
         """Begins a journal, or resumes an existing one.
 
@@ -43,18 +41,16 @@ class Journal:
           output: path of the output file.
           settings: what decides the results, as JSON values.
           total: number of inputs.
-          found: what this process has measured and results depend on, as JSON values. An existing
-            journal's own are used instead.
+          measured: what this process has measured and results depend on, as JSON values; those of
+            an existing journal are used instead.
 
         Raises:
           ValueError: the journal has other settings, is damaged, or is being written by another
             process.
           OSError: a system error, with the journal's name.
         """
-        self._output, self._total = (
-            pathlib.Path(os.path.realpath(output) if os.path.islink(output) else output),
-            total,
-        )
+        self._total = total
+        self._output = pathlib.Path(os.path.realpath(output) if os.path.islink(output) else output)
         self.path = self._output.with_name(self._output.name + ".partial")
         if passes_through(self.path):
             raise ValueError(
@@ -67,12 +63,8 @@ class Journal:
         self._file = open(self.path, "ab", buffering=0)
         try:
             lock_file(self._file.fileno(), self.path)
-
-            def plain(values):
-                return json.loads(json.dumps(values))
-
-            self.found = plain(dict(found or {}))
-            self._read(plain({**settings, "inputs": total}))
+            self.measured = json.loads(json.dumps(dict(measured or {})))
+            self._read(json.loads(json.dumps({**settings, "inputs": total})))
         except BaseException:
             self._file.close()
             raise
@@ -85,12 +77,14 @@ class Journal:
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
 
     def add(self, number: int, lines: Sequence[str], note: Mapping[str, Any] | None = None) -> None:
-        """Keeps the lines of one input, none of which contains a line end, and a note on it, as
-        JSON values."""
+        """Keeps the lines of one input, and a note on it, as JSON values.
+
+        No line contains a line end.
+        """
         self.notes[number] = dict(note or {})
         self._places[number] = self._append([number, list(lines), *([note] if note else [])])
 
@@ -141,14 +135,13 @@ class Journal:
         self._file.truncate(end)
         if not end:
             try:
-                self._append({**settings, **self.found})
+                self._append({**settings, **self.measured})
             except OSError:
                 self.path.unlink()  # it holds nothing yet
                 raise
 
     def _record(self, number: int, line: bytes) -> Any:
-        """Returns what line `number` holds: the settings if it is the first one, else the number of
-        an input and its lines."""
+        """Returns what line `number` holds: the settings if it is 0, else an input's results."""
         try:
             record = json.loads(line)
             if number:
@@ -168,15 +161,17 @@ class Journal:
         return record
 
     def _begins(self, line: bytes, settings: dict[str, Any]) -> bool:
-        """Returns whether a first line that was cut short may be of these settings, whatever
-        `found` was."""
+        """Returns whether a first line that was cut short may be of these settings.
+
+        What was measured may differ.
+        """
         own = _line(settings)[:-2]  # without the bracket and the end of the line
         return own.startswith(line) or line.startswith(own)
 
     def _compare(self, before: Any, settings: dict[str, Any]) -> None:
         before = before if isinstance(before, dict) else {}
-        missing = self.found.keys() - before.keys()
-        self.found = {name: before.pop(name) for name in self.found.keys() - missing}
+        missing = self.measured.keys() - before.keys()
+        self.measured = {name: before.pop(name) for name in self.measured.keys() - missing}
         settings = settings | dict.fromkeys(missing, "what was measured")
         for name in {**settings, **before}:
             if before.get(name) != settings.get(name):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple, TypeVar
 
@@ -285,7 +285,7 @@ def _doc(field: dataclasses.Field) -> str:
 
 
 def takes_options(
-    function: Function, without: Sequence[str] = (), others: Sequence[inspect.Parameter] = ()
+    function: Function, without: Sequence[str] = (), others: Iterable[inspect.Parameter] = ()
 ) -> Function:
     """Gives a function with `**options` the signature and the docs of all but those of `without`.
 
@@ -301,7 +301,7 @@ def takes_options(
     listed += [parameter(one.name, default=one.default, annotation=one.type) for one in fields]
     target: Any = function
     target.__signature__ = signature.replace(parameters=[*own, *listed, *others])
-    indents = dict(initial_indent=" " * 6, subsequent_indent=" " * 8)
+    indents: Any = dict(initial_indent=" " * 6, subsequent_indent=" " * 8)
     docs = [textwrap.fill(f"{one.name}: {_doc(one)}", 100, **indents) for one in fields]
     function.__doc__ = (function.__doc__ or "").replace("      {options}", "\n".join(docs))
     return function

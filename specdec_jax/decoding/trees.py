@@ -89,7 +89,7 @@ def tree_options(
     return TreeOptions(tree, gamma, TREE_VERIFIERS[tree.verify])
 
 
-def check_beside_tree(tree: Tree | DynamicTree | None, verifier: str) -> None:
+def check_beside_tree(tree: Tree | DynamicTree | None, verifier: str | Verifier) -> None:
     """Raises UnsupportedCombination for a chain's verifier beside a tree that is none.
 
     For callers that have not loaded a drafter yet.

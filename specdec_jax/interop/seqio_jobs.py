@@ -1,5 +1,4 @@
-"""Decodes registered seqio tasks with this package: read, written and evaluated as by T5X's `infer`
-and `eval`.
+"""Reads, writes and evaluates registered seqio tasks as T5X's `infer` and `eval` do.
 
 Needs the extra `seqio`, which brings TensorFlow.
 """
@@ -22,7 +21,7 @@ import tensorflow as tf
 
 from specdec_jax.decoding.continuous_batching import Output
 from specdec_jax.files.writing import write_file
-from specdec_jax.interop.vocabularies import difference
+from specdec_jax.interop.vocabularies import find_difference
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 
@@ -94,19 +93,18 @@ def find_tasks(
 
 
 def _check(task: seqio.Task, split: str) -> None:
-    """Raises ValueError for a task that is not from ids to ids, has no such split, or has metrics
-    that seqio cannot call."""
+    """Raises ValueError for a task not from ids to ids, without the split, or with bad metrics."""
     for name in FEATURES:
-        feature = task.output_features.get(name)
-        if feature is None or feature.rank != 1 or not tf.as_dtype(feature.dtype).is_integer:
-            kind = (
-                feature and f"{name} of rank {feature.rank} and {tf.as_dtype(feature.dtype).name}"
-            )
-            got = kind or ", ".join(task.output_features)
-            raise ValueError(
-                f"task: got {task.name!r} with {got}, "
-                "expected sequences of ids called inputs and targets"
-            )
+        feature, got = task.output_features.get(name), ", ".join(task.output_features)
+        if feature is not None:
+            dtype = tf.as_dtype(feature.dtype)
+            if feature.rank == 1 and dtype.is_integer:
+                continue
+            got = f"{name} of rank {feature.rank} and {dtype.name}"
+        raise ValueError(
+            f"task: got {task.name!r} with {got}, "
+            "expected sequences of ids called inputs and targets"
+        )
     try:
         splits = sorted(task.splits)
         task.metric_objs  # a property that makes them
@@ -121,8 +119,7 @@ def _check(task: seqio.Task, split: str) -> None:
 
 
 class Examples:
-    """The examples of one split of some tasks, read for a target: their inputs, lines of output and
-    metrics.
+    """The examples of one split of some tasks: their inputs, lines of output and metrics.
 
     Attributes:
       examples: examples of one task after the other, each in the order of its data.
@@ -176,46 +173,34 @@ class Examples:
         self._scores = _TargetScores(target, self.examples, batch_size) if scored else None
 
     def lines(self, number: int, outputs: Sequence[Output]) -> list[str]:
-        """Returns the line of one example, as T5X's `infer` writes it in its mode predict_with_aux,
-        with the prediction's ids.
+        """Returns the line of one example, as T5X's `infer` does, with the prediction's ids.
 
-        `aux` has the prediction's log-probability under the target's own distribution, or its score
-        in a beam search. `score`, if targets are scored, is T5X's score in its mode score. `task`,
-        if there are several, names the example's task. Several outputs, which come the best first,
-        are listed with the best last, as in T5X. An output that is missing, since its logits were
-        not finite numbers, is null, and `error` says why; to metrics it is an empty one.
+        It is that of the mode predict_with_aux. `aux` has the prediction's log-probability under
+        the target's own distribution, or its score in a beam search. `score`, if targets are
+        scored, is T5X's score in its mode score. `task`, if there are several, names the example's
+        task. Several outputs, which come the best first, are listed with the best last, as in T5X.
+        An output that is missing, since its logits were not finite numbers, is null, and `error`
+        says why; to metrics it is an empty one.
         """
-        example = self.examples[number]
+        example, rows = self.examples[number], []
         vocabulary = example.task.output_features["targets"].vocabulary
-
-        def prediction(tokens: list[int]) -> Any:
-            if isinstance(vocabulary, seqio.PassThroughVocabulary):  # what T5X writes is padded
-                return tokens + [0] * (self._width - len(tokens))
-            return _plain(vocabulary.decode(tokens))
-
-        lost = [output.finish_reason == "error" for output in outputs]
-
-        def score(output):
-            return math.fsum(output.log_probs) if output.score is None else output.score
-
-        def listed(values):
-            return values[0] if len(outputs) == 1 else values[::-1]
-
+        for output in reversed(outputs):
+            prediction, score = None, None
+            if output.finish_reason != "error":
+                prediction = _prediction(vocabulary, output.tokens, self._width)
+                score = math.fsum(output.log_probs) if output.score is None else output.score
+            rows.append((prediction, output.tokens, _finite(score)))
+        predictions, tokens, scores = rows[0] if len(rows) == 1 else map(list, zip(*rows))
         record: dict[str, Any] = {"task": example.task.name} if len(self._tasks) > 1 else {}
         record |= {
             "inputs": _pretokenized(example.fields),
-            "prediction": listed(
-                [None if bad else prediction(output.tokens) for output, bad in zip(outputs, lost)]
-            ),
-            "prediction_tokens": listed([output.tokens for output in outputs]),
-            "aux": {
-                "scores": listed(
-                    [None if bad else _finite(score(output)) for output, bad in zip(outputs, lost)]
-                )
-            },
+            "prediction": predictions,
+            "prediction_tokens": tokens,
+            "aux": {"scores": scores},
         }
-        if any(lost):
-            record["error"] = next(output.error.reason for output in outputs if output.error)
+        errors = [one.error for one in outputs if one.error and one.finish_reason == "error"]
+        if errors:
+            record["error"] = errors[0].reason
         if self._scores:
             record["score"] = _finite(self._scores(number))
         return [json.dumps(record, ensure_ascii=False, allow_nan=False)]
@@ -231,49 +216,38 @@ class Examples:
         """
         records = [json.loads(line) for line in lines]
         lost = sum("error" in record for record in records)
-        found, notes = (
-            {},
-            [f"no output, which metrics take for an empty one: {lost} examples"] if lost else [],
-        )
+        notes = [f"no output, which metrics take for an empty one: {lost} examples"] * bool(lost)
+        metrics = {}
         for task in self._tasks:
-            members = [
-                number for number, example in enumerate(self.examples) if example.task is task
-            ]
-            fields = [self.examples[number].fields for number in members]
+            members = [pair for pair in zip(self.examples, records) if pair[0].task is task]
+            fields = [example.fields for example, _ in members]
+            own = [record for _, record in members]
             try:
-                found[task.name] = _metrics(
-                    task, fields, [records[number] for number in members], self._width, notes
-                )
+                metrics[task.name] = _compute_metrics(task, fields, own, self._width, notes)
             except Exception as error:
                 raise ValueError(
                     f"task: got {task.name!r}, whose metrics fail ({_first_line(error)})"
                 ) from error
-        return found, notes
+        return metrics, notes
 
     def finish(self, lines: Iterable[str], output_file: str | None) -> None:
         """Prints the metrics to standard error and writes them beside the output file."""
-        found, notes = self.evaluate(lines)
-        for task, values in found.items():
-            shown = (
-                ", ".join(f"{name} {_short(value)}" for name, value in values.items())
-                or "no metrics"
-            )
-            print(f"{task} ({self._split}): {shown}", file=sys.stderr)
+        metrics, notes = self.evaluate(lines)
+        for task, values in metrics.items():
+            shown = ", ".join(f"{name} {_short(value)}" for name, value in values.items())
+            print(f"{task} ({self._split}): {shown or 'no metrics'}", file=sys.stderr)
         for note in notes:
             print(note, file=sys.stderr)
         if output_file:
-            text = json.dumps(
-                {"split": self._split, "metrics": found, "not computed": notes}, indent=2
-            )
-            write_file(f"{output_file}.metrics.json", text + "\n")
+            record = {"split": self._split, "metrics": metrics, "not computed": notes}
+            write_file(f"{output_file}.metrics.json", json.dumps(record, indent=2) + "\n")
 
 
 def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> None:
-    """Raises ValueError, with the first piece that differs, for tasks whose ids do not mean the
-    same to the target.
+    """Raises ValueError for tasks whose ids do not mean the same to the target.
 
-    For a target without a vocabulary, and for ids that stand for themselves, only sizes can be
-    compared.
+    The message has the first token that differs. For a target without a vocabulary, and for ids
+    that stand for themselves, only sizes can be compared.
     """
     if decoder_only(target):
         raise ValueError(
@@ -289,9 +263,9 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
             ) from error
         if target.vocabulary is None or isinstance(vocabulary, seqio.PassThroughVocabulary):
             most = target.config.vocab_size
-            wrong = f"it has {size} pieces, expected at most {most}" if size > most else None
+            wrong = f"it has {size} tokens, expected at most {most}" if size > most else None
         else:
-            wrong = difference(target.vocabulary, vocabulary)
+            wrong = find_difference(target.vocabulary, vocabulary)
         if name == "targets" and end is not None and end not in target.eos_ids:
             wrong = wrong or f"its EOS id is {end}, not one of {target.eos_ids}"
         if wrong:
@@ -304,44 +278,43 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
 def _read(task: seqio.Task, split: str, lengths: Mapping[str, int], seed: int) -> list[Example]:
     try:
         data = task.get_dataset(lengths, split=split, shuffle=False, seed=seed, num_epochs=1)
-        found = list(data.as_numpy_iterator())
+        examples = list(data.as_numpy_iterator())
     except Exception as error:  # from TensorFlow, its data sets, or the task's own functions
         raise ValueError(
             f"task: got {task.name!r}, whose data cannot be read ({_first_line(error)})"
         ) from error
-
-    def ids(fields, name):
-        return np.asarray(fields.get(name, ())).tolist()
-
-    return [Example(task, fields, *(ids(fields, name) for name in FEATURES)) for fields in found]
+    return [
+        Example(task, fields, *(np.asarray(fields.get(name, ())).tolist() for name in FEATURES))
+        for fields in examples
+    ]
 
 
 # Metrics.
 
 
-def _metrics(
+def _compute_metrics(
     task: seqio.Task, fields: list[dict], records: list[dict], width: int, notes: list[str]
 ) -> dict[str, Any]:
-    """Returns the value of each of the task's metrics by name, of the best prediction where a
-    record lists several; what cannot be computed goes to `notes`."""
+    """Returns the value of each of the task's metrics by name; what there is not goes to `notes`.
+
+    It is that of the best prediction where a record lists several.
+    """
     kinds = seqio.metrics.ModelOutputType
     if not fields:
         notes.append(f"not computed: metrics of {task.name}, which has no examples")
         return {}
-    several = isinstance(records[0]["aux"]["scores"], list)
-
-    def best(values):
-        return [value[-1] if several else value for value in values]
-
-    tokens, _ = _array(best(record["prediction_tokens"] for record in records), width)
-    scores = np.array(best(record["aux"]["scores"] for record in records), np.float32)
+    pairs = [(record["prediction_tokens"], record["aux"]["scores"]) for record in records]
+    if isinstance(pairs[0][1], list):
+        pairs = [(several[-1], values[-1]) for several, values in pairs]
+    tokens, _ = _array([ids for ids, _ in pairs], width)
+    scores = np.array([score for _, score in pairs], np.float32)
     outputs: dict[Any, Any] = {
         kinds.PREDICTION: tokens,
         kinds.PREDICTION_WITH_AUX: (tokens, {"scores": scores}),
     }
     if all("score" in record for record in records):
         outputs[kinds.SCORE] = np.array([record["score"] for record in records], np.float32)
-    found: dict[str, Any] = {}
+    computed: dict[str, Any] = {}
     for metric in task.metric_objs:
         kind = metric.model_output_type
         if kind not in outputs:
@@ -353,16 +326,16 @@ def _metrics(
         else:
             values = made.compute()
         for name, value in values.items():
-            if name in found:
+            if name in computed:
                 raise ValueError(f"two metrics are called {name}")
             plain = _plain(getattr(value, "value", getattr(value, "textdata", value)))
             if isinstance(plain, int | float | str):
-                found[name] = _finite(plain)
+                computed[name] = _finite(plain)
             else:
                 notes.append(
                     f"not written: {name} of {task.name}, which is a {type(value).__name__}"
                 )
-    return found
+    return computed
 
 
 class _TargetScores:
@@ -373,18 +346,11 @@ class _TargetScores:
     """
 
     def __init__(self, target: LanguageModel, examples: Sequence[Example], batch_size: int):
-        self._target, self._examples, self._found = target, examples, dict[int, float]()
-
-        def shape(number):
-            return (
-                _padded(len(examples[number].inputs)),
-                _padded(len(examples[number].targets)),
-            )
-
+        self._target, self._examples, self._scores = target, examples, dict[int, float]()
+        shapes = [(_padded(len(one.inputs)), _padded(len(one.targets))) for one in examples]
         self._batch_of: dict[int, tuple[tuple[int, int], list[int]]] = {}
-        for padded, group in itertools.groupby(
-            sorted(range(len(examples)), key=lambda n: (*shape(n), n)), shape
-        ):
+        by_shape = sorted(range(len(examples)), key=shapes.__getitem__)
+        for padded, group in itertools.groupby(by_shape, shapes.__getitem__):
             members = list(group)
             for begin in range(0, len(members), batch_size):
                 batch = members[begin : begin + batch_size]
@@ -392,36 +358,29 @@ class _TargetScores:
                 self._batch_of |= dict.fromkeys(batch, (padded, filled))
 
     def __call__(self, number: int) -> float:
-        if number not in self._found:
+        if number not in self._scores:
             widths, batch = self._batch_of[number]
-            sides = zip(
-                *[
-                    (self._examples[member].inputs, self._examples[member].targets)
-                    for member in batch
-                ]
-            )
-            (inputs, input_lengths), (targets, lengths) = map(_array, sides, widths)
-            fed = np.concatenate(
-                [np.full((len(batch), 1), self._target.start_token, np.int32), targets[:, :-1]],
-                axis=1,
-            )
+            members = [self._examples[member] for member in batch]
+            inputs, input_lengths = _array([member.inputs for member in members], widths[0])
+            targets, lengths = _array([member.targets for member in members], widths[1])
+            start = self._target.start_token
+            fed = np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=start)
             logits = self._target.logits(inputs, fed, input_lengths)
-            self._found |= dict(
-                zip(batch, np.asarray(_log_likelihood(logits, targets, lengths)).tolist())
-            )
-        return self._found[number]
+            scores = np.asarray(_log_likelihood(logits, targets, lengths)).tolist()
+            self._scores |= dict(zip(batch, scores))
+        return self._scores[number]
 
 
 @jax.jit
-def _log_likelihood(logits, targets, lengths):
-    """Returns `[B]`, the log-probability of `targets [B, T]` up to `lengths [B]` under `logits [B,
-    T, V]`."""
+def _log_likelihood(logits: jax.Array, targets: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Returns `[B]`, the log-probability of `targets [B, T]` up to `lengths [B]`.
+
+    `logits` are `[B, T, V]`.
+    """
     dists = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(dists, targets[..., None], axis=-1)[..., 0]
     inside = jnp.arange(targets.shape[1]) < lengths[:, None]
-    return jnp.sum(
-        jnp.where(inside, jnp.take_along_axis(dists, targets[..., None], axis=-1)[..., 0], 0.0),
-        axis=-1,
-    )
+    return jnp.sum(jnp.where(inside, chosen, 0.0), axis=-1)
 
 
 def _padded(length: int) -> int:
@@ -437,6 +396,13 @@ def _array(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.nd
 
 
 # JSON.
+
+
+def _prediction(vocabulary: seqio.Vocabulary, tokens: list[int], width: int) -> Any:
+    """Returns an output as T5X writes it: its text, or ids that stand for themselves, padded."""
+    if isinstance(vocabulary, seqio.PassThroughVocabulary):
+        return tokens + [0] * (width - len(tokens))
+    return _plain(vocabulary.decode(tokens))
 
 
 def _pretokenized(fields: Mapping[str, Any]) -> dict[str, Any]:

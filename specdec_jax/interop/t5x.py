@@ -31,7 +31,7 @@ from specdec_jax.decoding.under_jit_beams import BeamDecoder
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.drafters.named import traced_drafter
 from specdec_jax.interop import t5x_run
-from specdec_jax.interop.vocabularies import difference
+from specdec_jax.interop.vocabularies import find_difference
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config
@@ -45,7 +45,12 @@ _THEIRS = {
     for name, parameter in inspect.signature(models.EncoderDecoderModel).parameters.items()
     if name not in ("module", "input_vocabulary", "output_vocabulary", "optimizer_def", "decode_fn")
 }
-# A drafter's weights become constants of T5X's program, unless JAX is told to pass constants as
+# Fields of both configurations, T5X's and ours.
+_SIZES = (
+    *("vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim"),
+    *("num_encoder_layers", "num_decoder_layers"),
+)
+# A drafter's weights become constants of T5X's program, unless JAX is set to pass constants as
 # arguments.
 _CONSTANTS, _MOST_BYTES = "jax_use_simplified_jaxpr_constants", 2 * 10**9
 
@@ -118,7 +123,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         generation = read_options(config, options, "T5X")
         self._bound, function = {}, None
         if decode_fn is not None:
-            function, self._bound = bound(decode_fn)
+            function, self._bound = read_decode_fn(decode_fn)
             check_unset(generation, "for decode_fn", "sampling")
             if not rescale_log_probs:
                 raise ValueError("rescale_log_probs: got False for decode_fn, expected True")
@@ -130,7 +135,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             decode_fn=decode_fn or decoding.temperature_sample,
             **theirs,
         )
-        shape = config_of(module)
+        shape = read_config(module)
         drafter = _drafter(
             drafter, shape, drafter_dtype or shape.dtype, drafter_vocabulary, output_vocabulary
         )
@@ -147,7 +152,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
 
     def predict_batch_with_aux(
         self,
-        params,
+        params: Mapping[str, Any],
         batch: Mapping[str, jax.Array],
         rng: jax.Array | None = None,
         decoder_params: MutableMapping[str, Any] | None = None,
@@ -165,10 +170,9 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
           ValueError: more than one sample, or unknown `decoder_params`.
         """
         defaults = self._default_decoder_params
-        everything = (
-            defaults.return_all_decodes if return_all_decodes is None else return_all_decodes
-        )
         decodes, options = defaults.num_decodes if num_decodes is None else num_decodes, {}
+        if return_all_decodes is None:
+            return_all_decodes = defaults.return_all_decodes
         if isinstance(self._decoder, BeamDecoder):
             options = dict(num_decodes=decodes)
         elif decodes != 1:
@@ -176,16 +180,13 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
                 f"num_decodes: got {decodes}, expected 1, or decode_fn = "
                 "t5x.decoding.beam_search: several samples are t5x.models.EncoderDecoderModel's"
             )
-        eos_id, prompts = self.output_vocabulary.eos_id or 1, batch["decoder_input_tokens"]
-        prompts = (
-            jnp.where(prompts == eos_id, 0, prompts)
-            if prompt_with_targets
-            else jnp.zeros_like(prompts)
-        )
+        eos_id, targets = self.output_vocabulary.eos_id or 1, batch["decoder_input_tokens"]
+        prompts = jnp.zeros_like(targets)
+        if prompt_with_targets:
+            prompts = jnp.where(targets == eos_id, 0, targets)
         # A key that is given replaces one that is bound, to T5X's function too.
-        given = (
-            self._bound | ({} if rng is None else {"decode_rng": None}) | dict(decoder_params or {})
-        )
+        replaced = {} if rng is None else {"decode_rng": None}
+        given = self._bound | replaced | dict(decoder_params or {})
         decoded = self._decoder.decode(
             params,
             batch["encoder_input_tokens"],
@@ -201,23 +202,17 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         tokens, scores = decoded.tokens, decoded.scores
         if not options:
             tokens, scores = tokens[:, None], scores[:, None]
-        if not everything:
+        if not return_all_decodes:
             tokens, scores = tokens[:, -1], scores[:, -1]
-        aux = {"scores": scores}
-        if self._counts:
-            aux |= dict(
-                target_calls=decoded.target_calls,
-                drafted=decoded.drafted,
-                accepted=decoded.accepted,
-            )
-        return tokens, aux
+        names = ("target_calls", "drafted", "accepted") if self._counts else ()
+        return tokens, {"scores": scores} | {name: getattr(decoded, name) for name in names}
 
 
 # What `EncoderDecoderModel` itself passes to a decode function.
 _PASSED = ("inputs", "cache", "tokens_to_logits", "eos_id", "num_decodes", "cache_offset")
 
 
-def bound(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
+def read_decode_fn(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
     """Returns which of T5X's two functions `decode_fn` is, and the arguments that it will have.
 
     Those are what the signature, gin and `functools.partial` say, but for what is None and what
@@ -250,7 +245,7 @@ def bound(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
     }
 
 
-def config_of(module: Any) -> T5Config:
+def read_config(module: Any) -> T5Config:
     """Returns the configuration of T5X's module.
 
     Raises:
@@ -258,25 +253,16 @@ def config_of(module: Any) -> T5Config:
         `t5x.examples.t5.network.Transformer`.
     """
     theirs: Any = getattr(module, "config", None)
-    names = (
-        "vocab_size",
-        "emb_dim",
-        "num_heads",
-        "head_dim",
-        "num_encoder_layers",
-        "num_decoder_layers",
-        "mlp_dim",
-    )
     # Only `scalable_t5` has the field at all; its layers have a position table each, even if they
     # are not scanned.
     scalable = getattr(module, "scan_layers", False) or hasattr(theirs, "scan_layers")
-    if scalable or not all(hasattr(theirs, name) for name in names):
+    if scalable or not all(hasattr(theirs, name) for name in _SIZES):
         raise ValueError(
             f"module: got {type(module).__name__}, expected "
             "t5x.examples.t5.network.Transformer, not scanned"
         )
     return T5Config(
-        **{name: getattr(theirs, name) for name in names},
+        **{name: getattr(theirs, name) for name in _SIZES},
         mlp_activations=tuple(theirs.mlp_activations),
         logits_via_embedding=theirs.logits_via_embedding,
         dtype=jnp.dtype(theirs.dtype).name,
@@ -319,14 +305,14 @@ def _check_model(model: LanguageModel, vocabulary: Any) -> None:
             f"({_CONSTANTS.upper()}=1 in the environment makes arguments of them)"
         )
     ours = model.vocabulary
-    if ours is not None and difference(ours, vocabulary):
+    if ours is not None and find_difference(ours, vocabulary):
         raise ValueError(
             f"drafter: got a vocabulary of {ours.size} tokens that differs from T5X's "
             f"({vocabulary.vocab_size} tokens), expected the same tokens with the same ids"
         )
 
 
-def transformer(config: ModelConfig) -> network.Transformer:
+def make_transformer(config: ModelConfig) -> network.Transformer:
     """Returns T5X's module of this shape.
 
     Raises:
@@ -334,18 +320,9 @@ def transformer(config: ModelConfig) -> network.Transformer:
     """
     if lack := t5x.explain_unsupported(config):
         raise ValueError(f"t5x: {lack}")
-    names = (
-        "vocab_size",
-        "emb_dim",
-        "num_heads",
-        "head_dim",
-        "num_encoder_layers",
-        "num_decoder_layers",
-        "mlp_dim",
-    )
     return network.Transformer(
         network.T5Config(
-            **{name: getattr(config, name) for name in names},
+            **{name: getattr(config, name) for name in _SIZES},
             mlp_activations=config.mlp_activations,
             logits_via_embedding=config.logits_via_embedding,
             dtype=jnp.dtype(config.dtype),
@@ -359,41 +336,30 @@ def transformer(config: ModelConfig) -> network.Transformer:
 Predict = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
 
-def greedy(target: LanguageModel) -> Predict:
-    """Returns T5X's own argmax decoding of a model of this package.
+def make_predictor(target: LanguageModel, beams: BeamOptions | None = None) -> Predict:
+    """Returns T5X's own decoding of a model of this package, a compiled function.
 
-    It is a compiled function `(inputs [B, L], number of new tokens) -> tokens [B, that number]`:
-    `EncoderDecoderModel.predict_batch` with `decoding.temperature_sample` at temperature 0, on the
-    model's own arrays.
+    It is `EncoderDecoderModel.predict_batch` on the model's own arrays, with T5X's
+    `decoding.beam_search`, or where `beams` is None `decoding.temperature_sample` at temperature 0.
     """
-    return _predictor(target, functools.partial(decoding.temperature_sample, temperature=0.0))
-
-
-def beams(target: LanguageModel, num_beams: int, length_penalty: float) -> Predict:
-    """Returns T5X's own beam search, as `greedy` returns its argmax decoding."""
-    return _predictor(
-        target, functools.partial(decoding.beam_search, alpha=length_penalty), num_decodes=num_beams
-    )
-
-
-def _predictor(target: LanguageModel, decode_fn: Callable, **settings) -> Predict:
-    module = transformer(target.config)
+    module = make_transformer(target.config)
     if len(target.eos_ids) > 1 or target.start_token != 0:
         got = f"EOS ids {target.eos_ids}, start token {target.start_token}"
         raise ValueError(f"t5x: got {got}, expected one EOS id and start token 0, as T5X decodes")
+    decode_fn = functools.partial(decoding.temperature_sample, temperature=0.0)
+    if beams is not None:
+        decode_fn = functools.partial(decoding.beam_search, alpha=beams.penalty)
     model = models.EncoderDecoderModel(module, None, None, None, decode_fn=decode_fn)
-    eos = target.eos_ids[0] if target.eos_ids else -1  # an id that never occurs
+    options: dict[str, Any] = {} if beams is None else {"num_decodes": beams.num_beams}
+    # Without EOS ids one that never occurs.
+    options["decoder_params"] = {"eos_id": target.eos_ids[0] if target.eos_ids else -1}
     params = target.params
 
     @functools.partial(jax.jit, static_argnames="steps")
-    def predict(params, inputs, steps):
-        batch = dict(
-            encoder_input_tokens=inputs,
-            decoder_input_tokens=jnp.zeros((len(inputs), steps), jnp.int32),
-        )
-        tokens, aux = model.predict_batch_with_aux(
-            params, batch, decoder_params={"eos_id": eos}, **settings
-        )
+    def predict(params: Any, inputs: np.ndarray, steps: int) -> tuple[jax.Array, jax.Array]:
+        prompts = jnp.zeros((len(inputs), steps), jnp.int32)
+        batch = dict(encoder_input_tokens=inputs, decoder_input_tokens=prompts)
+        tokens, aux = model.predict_batch_with_aux(params, batch, **options)
         return tokens, aux["scores"]
 
     return lambda inputs, steps: jax.device_get(
@@ -401,43 +367,33 @@ def _predictor(target: LanguageModel, decode_fn: Callable, **settings) -> Predic
     )
 
 
-def benchmark_variant(target: LanguageModel, max_new_tokens: int) -> Variant:
+def make_variant(
+    target: LanguageModel, max_new_tokens: int, beams: BeamOptions | None = None
+) -> Variant:
     """Returns a variant that decodes from text to text with T5X's own `predict_batch`.
 
-    It takes the argmax, on the same weights and padded inputs.
+    It takes the argmax, or searches with `beams`, on the same weights and padded inputs.
     """
-    return _variant(target, greedy(target), max_new_tokens)
+    predict, vocabulary = make_predictor(target, beams), target.vocabulary
 
-
-def beam_variant(target: LanguageModel, max_new_tokens: int, options: BeamOptions) -> Variant:
-    """Returns what `benchmark_variant` does, with T5X's own beam search."""
-    return _variant(target, beams(target, options.num_beams, options.penalty), max_new_tokens)
-
-
-def _variant(target: LanguageModel, predict: Predict, max_new_tokens: int) -> Variant:
     def decode(batch: SentenceBatch) -> GenerationResult:
-        rows, vocabulary = list(batch.inputs), target.vocabulary
+        rows = list(batch.inputs)
         if rows and isinstance(rows[0], str):
             rows = [vocabulary.encode_input(text) if text and text.strip() else [] for text in rows]
         rows = [row or [] for row in rows]
-        filled = [len(row) > 0 for row in rows]
+        filled = np.array([len(row) > 0 for row in rows])
         inputs = np.zeros((len(rows), batch.padded), np.int32)
         for number, row in enumerate(rows):
             row = row or rows[0]  # an empty row would have nothing to attend to
             inputs[number, : len(row)] = row
         tokens, scores = predict(inputs, max_new_tokens)
-        tokens = tokens * np.array(filled, np.int32)[:, None]
+        tokens = tokens * filled[:, None]
         ends = np.isin(tokens, target.eos_ids)
         lengths = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, tokens.shape[1]) * filled
-        texts = (
-            [vocabulary.decode(row[:end]) for row, end in zip(tokens, lengths)]
-            if vocabulary
-            else None
-        )
-        nothing = np.zeros(tokens.shape, np.float32)
-        stats: Any = None  # T5X counts nothing
-        return GenerationResult(
-            texts, tokens, lengths.astype(np.int32), nothing, stats, nothing, [], scores
-        )
+        texts = [vocabulary.decode(row[:end]) for row, end in zip(tokens, lengths) if vocabulary]
+        nothing, stats = np.zeros(tokens.shape, np.float32), None  # T5X counts nothing
+        lengths = lengths.astype(np.int32)
+        result: Any = (tokens, lengths, nothing, stats, nothing, [], scores)
+        return GenerationResult(texts if vocabulary else None, *result)
 
     return Variant(0, decode)

@@ -11,9 +11,11 @@ import gin
 import jax
 import numpy as np
 
+from specdec_jax.speculative.sampling import SamplingConfig
+
 CLASS = "SpeculativeEncoderDecoderModel"
 _THEIRS = "models.EncoderDecoderModel"
-# What T5X's class is told about decoding; a model's own gin file tells it the rest.
+# Arguments of T5X's class that are about decoding; a model's own gin file binds the others.
 _DECODING = ("decode_fn", "default_decoder_params", "num_decodes", "return_all_decodes")
 _ignored: list[str] = []
 
@@ -74,7 +76,7 @@ def describe(
     verifier: object,
     decode_fn: str | None,
     bound: Mapping[str, Any],
-    sampling,
+    sampling: SamplingConfig,
 ) -> str:
     """Returns the line about what decodes.
 

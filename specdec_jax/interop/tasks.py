@@ -4,7 +4,7 @@ Needs the extra `seqio`.
 
 An import registers `wmt_t2t_ende` and `cnn_dailymail`, which T5 calls `wmt_t2t_ende_v003` and
 `cnn_dailymail_v002`, with T5's vocabulary. The functions register a task anew with other settings
-and return its name, so that a gin file can say `task = @tasks.tsv()`, or T5X's
+and return its name, so that a gin file can bind `task = @tasks.tsv()`, or T5X's
 `MIXTURE_OR_TASK_NAME = @tasks.tsv()`.
 """
 
@@ -48,13 +48,9 @@ def rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float
     names = ("rouge1", "rouge2", "rougeLsum")
     scorer = rouge_scorer.RougeScorer(names)
 
-    def lines(text):
-        return text.replace(" . ", " .\n")  # Lsum treats a line as a sentence
-
-    scores = [
-        scorer.score(lines(target), lines(found))
-        for target, found in zip(targets, predictions, strict=True)
-    ]
+    # Lsum treats a line as a sentence.
+    lines = [[text.replace(" . ", " .\n") for text in texts] for texts in (targets, predictions)]
+    scores = [scorer.score(target, output) for target, output in zip(*lines, strict=True)]
     return {
         name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in names
     }
@@ -62,7 +58,7 @@ def rouge(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float
 
 def exact_match(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
     """Returns the percentage of predictions that equal their target."""
-    same = [target == found for target, found in zip(targets, predictions, strict=True)]
+    same = [target == output for target, output in zip(targets, predictions, strict=True)]
     return {"exact_match": 100 * sum(same) / len(same)}
 
 
@@ -114,7 +110,7 @@ def tsv(
     Args:
       files: one or more files for every split.
       vocabulary: a SentencePiece file, or the folder or bundled name of a model with a vocabulary.
-      extra_ids: number of T5's sentinels to add after the pieces of a SentencePiece file.
+      extra_ids: number of T5's sentinels to add after the tokens of a SentencePiece file.
       prefix: text put before every source, e.g. "translate English to German: ".
       metric_fns: metric functions as seqio takes them.
       name: name of the task.
@@ -124,15 +120,15 @@ def tsv(
         the name.
     """
     paths = {
-        split: [found] if isinstance(found, str) else list(found) for split, found in files.items()
+        split: [given] if isinstance(given, str) else list(given) for split, given in files.items()
     }
-    for path in (path for found in paths.values() for path in found):
+    for path in (path for given in paths.values() for path in given):
         if not pathlib.Path(path).is_file():
             raise ValueError(f"files: got {path!r}, which is no file, expected a TSV file")
 
     def pairs(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
-        found = text_files.read_pairs(paths[split])
-        sides = {side: [pair[i] for pair in found] for i, side in enumerate(("source", "target"))}
+        read = text_files.read_pairs(paths[split])
+        sides = {side: [pair[i] for pair in read] for i, side in enumerate(("source", "target"))}
         return tf.data.Dataset.from_tensor_slices(
             {side: tf.constant(texts, tf.string) for side, texts in sides.items()}
         )
@@ -145,17 +141,21 @@ def tsv(
 def _texts(dataset: tf.data.Dataset, prefix: str, source: str, target: str) -> tf.data.Dataset:
     """Returns examples with `source` after `prefix` as inputs and `target` as targets."""
 
-    def example(found):
-        return {
-            "inputs": tf.strings.join([prefix, found[source]]),
-            "targets": found[target],
-        }
-
-    return dataset.map(example, num_parallel_calls=tf.data.AUTOTUNE)
+    return dataset.map(
+        lambda example: {
+            "inputs": tf.strings.join([prefix, example[source]]),
+            "targets": example[target],
+        },
+        num_parallel_calls=tf.data.AUTOTUNE,
+    )
 
 
 def _register(
-    name: str, source, texts: Callable, vocabulary: seqio.Vocabulary, metric_fns: Sequence[Callable]
+    name: str,
+    source: seqio.DataSource,
+    texts: Callable,
+    vocabulary: seqio.Vocabulary,
+    metric_fns: Sequence[Callable],
 ) -> str:
     """Registers a task that makes ids of texts as T5's tasks do.
 

@@ -110,6 +110,31 @@ def test_what_is_rejected(tmp_path, capsys, fields, message):
     assert message in err and err.count("\n") == 1
 
 
+def test_the_file_counts_before_gin(decode, tmp_path):
+    path = tmp_path / "options.json"
+    CONFIGS["sampled"].save(path)
+    bound = dict(gamma=1, gamma_policy="'heuristic'", max_new_tokens=3, top_k=2, seed=3)
+    bindings = [f"--gin.GenerateOptions.{name}={value}" for name, value in bound.items()]
+    flags = ["--drafter=lookup", f"--config={path}", f"--output_file={tmp_path / 'out'}"]
+    expected = decode(*flags[:2], "--seed=3")
+    assert decode(*flags[:2], *bindings) == expected
+    decode(*flags, *bindings)
+    again = [f"--gin_file={tmp_path / 'out.gin'}", "--gin_search_paths=/", "--output_file="]
+    assert decode(*again) == expected
+
+
+def test_the_models_tokens_stay_where_neither_file_nor_flags_have_any():
+    sampling = sd.SamplingConfig(top_k=3, forbidden_tokens=(4,))
+    options = GenerateOptions(
+        config=sd.GenerationConfig(sampling=sampling), forced_tokens=("0:7",), top_p=0.5
+    )
+    fields = options.configuration().sampling.fields
+    assert (fields["temperature"], fields["top_k"], fields["top_p"]) == (0, 3, 0.5)
+    assert (fields["forbidden_tokens"], fields["forced_tokens"]) == ((4,), {0: 7})
+    assert "logit_bias" not in fields
+    assert GenerateOptions().configuration().sampling is None
+
+
 POLICY = sd.Confidence(4, threshold=0.25)
 CHANGED = [
     ({}, POLICY),

@@ -73,7 +73,7 @@ def test_beams_to_a_file_and_what_they_reject(decode, tmp_path):
     _, err = decode(folder, "--temperature=0.7", code=2)
     assert "temperature: got 0.7 with num_beams" in err and "num_beams = 2 is a default of" in err
     _, err = decode(folder, "--generation_config=off", code=2)
-    assert "generation_config: got 'off', expected model or none" in err
+    assert "generation_config: got 'off', expected one of model, none" in err
 
 
 def test_commands_that_measure_print_that_they_use_no_defaults(capsys, tmp_path):

@@ -1,7 +1,9 @@
 """Every option of sampling, verification and stopping arrives, or is rejected in one line."""
 
+import dataclasses
 import json
 import types
+import typing
 
 import command_line
 import jax
@@ -12,6 +14,7 @@ import specdec_jax as sd
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate
 from specdec_jax.commands.endings import Endings
+from specdec_jax.commands.options import DecodingOptions
 from specdec_jax.commands.output_lines import Sentences, one_line
 from specdec_jax.decoding import continuous_batching
 from specdec_jax.decoding.stream import Piece
@@ -50,6 +53,25 @@ def library(pair):
         return [(row[:length].tolist(), text) for row, length, text in rows]
 
     return run
+
+
+def test_flags_have_the_types_and_defaults_of_their_fields():
+    """In `generate` all are derived; where other commands name a type, it is the same."""
+    configs = (sd.GenerationConfig, sd.SamplingConfig)
+    fields = {field.name: field for config in configs for field in dataclasses.fields(config)}
+    derived = typing.get_type_hints(generate.GenerateOptions)
+    own = typing.get_type_hints(DecodingOptions)
+    shared = [field for field in dataclasses.fields(DecodingOptions) if field.name in fields]
+    assert len(shared) > 14
+    for flag in shared:
+        name, kind, default = flag.name, own[flag.name], fields[flag.name].default
+        assert derived[name] in (kind, kind | None) and flag.metadata["help"]
+        unset = () if default is None and kind == tuple[str, ...] else default
+        assert flag.default == (64 if name == "max_new_tokens" else unset)
+    assert derived["gamma"] == int | str | None and derived["stop"] == tuple[str, ...]
+    no_flag = {"sampling", "eos_ids", "synthetic_alpha"}
+    no_flag |= {"vocabulary_mask", "processor", "forbidden_sequences"}
+    assert fields.keys() - derived.keys() == no_flag
 
 
 # Flags -> fields of SamplingConfig, arguments of generate.

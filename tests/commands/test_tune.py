@@ -225,7 +225,7 @@ def test_both_commands_take_the_file(specdec, pair, tmp_path, arrived, gamma, na
             "",
         )
     generating, timing = arrived
-    assert (generating.gamma, timing.gamma) == ((gamma, (gamma,)) if gamma else ("auto", ()))
+    assert (generating.gamma, timing.gamma) == ((gamma, (gamma,)) if gamma else (None, ()))
     assert (
         generating.batch_size == timing.batch_size == 2 and generating.generation_config == "none"
     )
@@ -268,7 +268,7 @@ def test_both_commands_take_the_file_of_a_tree(specdec, pair, tmp_path, arrived,
     generating, timing = arrived
     assert (generating.tree, generating.gamma, generating.verifier) == (
         "parents:0,0,1",
-        "auto",
+        None,  # "auto"
         "block",
     )
     assert (tuple(timing.tree), timing.gamma, timing.verifier) == (
@@ -452,7 +452,7 @@ def test_both_commands_take_the_file_of_a_search(specdec, pair, tmp_path, arrive
             "",
         )
     generating, timing = arrived
-    assert (generating.gamma, generating.beam_width) == ((2, 5) if gamma else ("auto", None))
+    assert (generating.gamma, generating.beam_width) == ((2, 5) if gamma else (None, None))
     assert (tuple(timing.gamma), tuple(timing.beam_width)) == (((2,), (5,)) if gamma else ((), ()))
     for found in arrived:
         assert {name: getattr(found, name) for name in search} == search and bool(

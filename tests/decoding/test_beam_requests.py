@@ -195,8 +195,8 @@ def test_the_command_line(pair, specdec):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--num_beams=4", "--temperature=1"], "temperature: got 1.0 with num_beams, expected 0.0"),
-        (["--num_beams=4", "--stop=x"], "stop: got ('x',) with num_beams, expected none"),
+        (["--num_beams=4", "--temperature=1"], "temperature: got 1.0 with num_beams, expected 0"),
+        (["--num_beams=4", "--stop=x"], "stop: got ('x',) with num_beams, expected ()"),
         (["--num_beams=4", "--stream"], "stream: got True with num_beams, expected none"),
         (["--num_beams=4", "--num_samples=2"], "num_samples: got 2 with num_beams"),
         (

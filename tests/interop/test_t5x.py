@@ -76,7 +76,7 @@ SHAPES = {
 def network_of(config: sd.T5Config):
     """T5X's network of this shape: `scalable_t5`'s, where every layer has a position table."""
     if not config.relative_bias_per_layer:
-        return interop.transformer(config)
+        return interop.make_transformer(config)
     names = (
         "vocab_size",
         "emb_dim",
@@ -206,7 +206,11 @@ def test_options_of_one_call_are_t5xs(case, golden):
         decoder_params=given, return_all_decodes=everything, prompt_with_targets=prompted
     )
     theirs = models.EncoderDecoderModel(
-        interop.transformer(target.config), Ids, Ids, None, decode_fn=decoding.temperature_sample
+        interop.make_transformer(target.config),
+        Ids,
+        Ids,
+        None,
+        decode_fn=decoding.temperature_sample,
     )
     ours = speculative(
         target, drafter=str(folder), gamma=3, sampling=sd.SamplingConfig(temperature=0.7, top_k=5)
@@ -250,7 +254,7 @@ def test_scores_of_given_targets_are_t5xs(golden):
         for name in ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
     }
     batch["decoder_loss_weights"] = (batch["decoder_target_tokens"] > 0).astype(np.float32)
-    theirs = models.EncoderDecoderModel(interop.transformer(target.config), Ids, Ids, None)
+    theirs = models.EncoderDecoderModel(interop.make_transformer(target.config), Ids, Ids, None)
     scores = [
         jax.jit(model.score_batch)(target.params, batch) for model in (theirs, speculative(target))
     ]
@@ -279,7 +283,7 @@ def test_distribution_with_keys_of_every_kind(impl, drafts):
     target, drafter = tiny_t5(0, V, decoder_layers=1), tiny_t5(1, V, decoder_layers=1)
     vocabulary = type("Letters", (), dict(eos_id=EOS, vocab_size=V))
     model = interop.SpeculativeEncoderDecoderModel(
-        interop.transformer(target.config),
+        interop.make_transformer(target.config),
         vocabulary,
         vocabulary,
         None,
@@ -361,7 +365,7 @@ def test_bad_configurations_are_rejected(golden, tmp_path):
     with pytest.raises(ValueError, match="got a vocabulary of 262 tokens that differs from T5X's"):
         speculative(target, drafter=str(tmp_path / "bytes"))
     other = dataclasses.replace(target.config, num_decoder_layers=3)
-    model = interop.SpeculativeEncoderDecoderModel(interop.transformer(other), Ids, Ids, None)
+    model = interop.SpeculativeEncoderDecoderModel(interop.make_transformer(other), Ids, Ids, None)
     with pytest.raises(
         ValueError, match="params: parameter decoder/layers_2/.*: got none, expected"
     ):
@@ -522,7 +526,7 @@ def test_t5x_cannot_decode_every_model(golden):
     ):
         model = sd.LanguageModel(target.config, target.params, **change)
         with pytest.raises(ValueError, match=f"t5x: got .*{message}.*, expected one EOS id"):
-            interop.greedy(model)
+            interop.make_predictor(model)
     for change in (dict(max_distance=64), dict(scale_decoder_outputs=True)):
         with pytest.raises(ValueError, match="t5x: got"):
-            interop.transformer(dataclasses.replace(target.config, **change))
+            interop.make_transformer(dataclasses.replace(target.config, **change))

@@ -79,7 +79,7 @@ def test_predictions_and_scores_are_t5xs(case, drafting, golden):
         drafter=drafter and sd.ModelDrafter(drafter),
         counts=True,
     )
-    theirs = models.EncoderDecoderModel(interop.transformer(target.config), Ids, Ids, None)
+    theirs = models.EncoderDecoderModel(interop.make_transformer(target.config), Ids, Ids, None)
     options = dict(num_decodes=beams, prompt_with_targets=prompted, return_all_decodes=True)
 
     def decode(model):
@@ -108,7 +108,7 @@ def test_the_best_alone_and_defaults(golden):
         decoding.beam_search, alpha=1.5, decode_rng=jax.random.PRNGKey(1), num_decodes=3
     )
     defaults = models.DecoderParams(num_decodes=2)
-    module = interop.transformer(target.config)
+    module = interop.make_transformer(target.config)
     options = dict(decode_fn=function, default_decoder_params=defaults)
     theirs = models.EncoderDecoderModel(module, Ids, Ids, None, **options)
 
@@ -139,11 +139,13 @@ models.BaseTransformerModel.decode_fn = @narrow/decoding.beam_search
         scoped = gin.get_bindings("t5x.models.BaseTransformerModel")["decode_fn"]
         assert actual is not decoding.beam_search
         expected = {"alpha": 1.5, "max_decode_step": -1, "min_log_prob": -1e7}
-        assert interop.bound(actual) == (decoding.beam_search, expected)
-        assert interop.bound(functools.partial(actual, alpha=2.0))[1] == expected | {"alpha": 2.0}
-        assert interop.bound(decoding.beam_search)[1] == expected | {"alpha": 0.6}
+        assert interop.read_decode_fn(actual) == (decoding.beam_search, expected)
+        assert interop.read_decode_fn(functools.partial(actual, alpha=2.0))[1] == expected | {
+            "alpha": 2.0
+        }
+        assert interop.read_decode_fn(decoding.beam_search)[1] == expected | {"alpha": 0.6}
         with pytest.raises(ValueError, match="decode_fn: got .*beam_search.*, outside of scopes"):
-            interop.bound(scoped)
+            interop.read_decode_fn(scoped)
     finally:
         gin.clear_config()
 

@@ -144,7 +144,7 @@ def test_the_vocabulary_of_a_model(tmp_path):
     ours = SentencePieceVocabulary(pieces.model, 100)
     sd.save(sd.LanguageModel.random(config, vocabulary=ours), tmp_path / "hf", format="huggingface")
     found = tasks._vocabulary(str(tmp_path / "hf"), 0)
-    assert found.vocab_size == 136 and vocabularies.difference(ours, found) is None
+    assert found.vocab_size == 136 and vocabularies.find_difference(ours, found) is None
     assert (
         tasks._vocabulary("ende/target", 0).vocab_size
         == checkpoints.load_vocabulary("ende/target")[0].size
@@ -179,7 +179,7 @@ BAD_TASKS = {
     ),
     "vocabulary": (
         ["--task=toy_text", "--target=STRANGER", "--drafter="],
-        "task: got 'toy_text', whose inputs have another vocabulary than the target: piece",
+        "task: got 'toy_text', whose inputs have another vocabulary than the target: token",
     ),
     "a file that is not there": (
         ["--task=toy_lost"],
@@ -240,7 +240,7 @@ def test_what_is_no_task_of_ids_is_rejected(target):
             interop._check(task, "test")
     with pytest.raises(
         ValueError,
-        match="another vocabulary than the target: it has 65 pieces, expected at most 64",
+        match="another vocabulary than the target: it has 65 tokens, expected at most 64",
     ):
         interop.check_vocabularies([make(inputs=wide, targets=feature)], target)
     ends = seqio.Feature(seqio.PassThroughVocabulary(64, eos_id=3), add_eos=False)
@@ -343,19 +343,24 @@ def test_vocabularies_are_compared_token_by_token():
         command_line.TEXT[::-1] + ["eight eight eight eight"], 36
     ).model
     for mine, sentinels in itertools.product((0, 3), (0, 3, 5)):
-        found = vocabularies.difference(
+        found = vocabularies.find_difference(
             SentencePieceVocabulary(model, mine), theirs(model, sentinels)
         )
         assert (found is None) == (0 in (mine, sentinels) or mine == sentinels), found
-    assert vocabularies.difference(SentencePieceVocabulary(model), theirs(other)).startswith(
-        "piece "
+    assert vocabularies.find_difference(SentencePieceVocabulary(model), theirs(other)).startswith(
+        "token "
     )
     fewer = SentencePieceVocabulary.train(command_line.TEXT, 35)
-    assert vocabularies.difference(fewer, theirs(model)) is not None
-    assert vocabularies.difference(ByteVocabulary(), theirs(model)) == "it has 36 pieces, not 384"
+    assert vocabularies.find_difference(fewer, theirs(model)) is not None
+    assert (
+        vocabularies.find_difference(ByteVocabulary(), theirs(model)) == "it has 36 tokens, not 384"
+    )
     bytes_of_seqio = type("ByteVocabulary", (), {"vocab_size": 259})()
-    assert vocabularies.difference(ByteVocabulary(), bytes_of_seqio) is None
-    assert vocabularies.difference(ByteVocabulary(0), types.SimpleNamespace(vocab_size=259)) is None
+    assert vocabularies.find_difference(ByteVocabulary(), bytes_of_seqio) is None
+    assert (
+        vocabularies.find_difference(ByteVocabulary(0), types.SimpleNamespace(vocab_size=259))
+        is None
+    )
 
 
 def test_split_and_module_do_not_decide_alone(pair):

@@ -145,7 +145,7 @@ def test_t5x_itself_computes_the_same(scanned, tmp_path):
     with pytest.raises(
         ValueError, match="expected t5x.examples.t5.network.Transformer, not scanned"
     ):
-        interop.config_of(module)
+        interop.read_config(module)
 
 
 # A bias depends on distance only.

@@ -185,6 +185,12 @@ def test_generate_with_a_policy(specdec, pair):
     )
 
 
+def test_a_policy_with_a_minimum(specdec):
+    flags = ["--gamma_policy=heuristic", "--gamma_settings=minimum:2", "We asked"]
+    fixed = specdec("generate", *command_line.MODELS, "We asked")
+    assert specdec("generate", *command_line.MODELS, *flags) == fixed
+
+
 def test_benchmark_with_a_policy(specdec):
     flags = [
         "--gamma_policy=heuristic",

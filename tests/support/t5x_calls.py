@@ -27,7 +27,7 @@ class Ids:
 
 def speculative(target, **options) -> interop.SpeculativeEncoderDecoderModel:
     return interop.SpeculativeEncoderDecoderModel(
-        interop.transformer(target.config), Ids, Ids, None, **options
+        interop.make_transformer(target.config), Ids, Ids, None, **options
     )
 
 
@@ -47,7 +47,7 @@ def predict(model, params, inputs, prompts=None, rng=None, **options):
 
 def tiny_module():
     """T5X's module of the golden checkpoint; for gin files."""
-    return interop.transformer(
+    return interop.make_transformer(
         T5Config(
             vocab_size=128,
             emb_dim=32,
