@@ -10,17 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.decoding.loop import FOREVER, advance
 from specdec_jax.decoding.search_options import LEVELS, BeamOptions, check_drafting
-from specdec_jax.decoding.strategies import prefill
 from specdec_jax.decoding.under_jit import (
     Decoded,
     check_models,
     ends,
     known,
     lengths_of,
-    network_of,
-    on_network,
+    run_loop,
     traced,
 )
 from specdec_jax.models import arguments
@@ -108,9 +105,7 @@ class BeamDecoder:
         if prompted:
             tokens, prefix_lengths = _prefixes(prompts, length, most)
         limits = jnp.broadcast_to(most + 1, prefix_lengths.shape)
-        network = network_of(params, self.config, batch)
-        drafter = None if drafter is None else on_network(drafter, network, batch)
-        read = PrefillInputs(
+        begin = PrefillInputs(
             inputs=inputs,
             input_lengths=lengths_of(inputs),
             tokens=tokens,
@@ -121,8 +116,9 @@ class BeamDecoder:
             done=limits == prefix_lengths,
             settings={"length_penalty": jnp.full(batch, penalty, jnp.float32)},
         )
-        state = prefill(network, drafter, config._replace(max_new=length), length + 1, read)
-        return _decoded(advance(network, drafter, state, FOREVER), length)
+        config = config._replace(max_new=length)
+        state = run_loop(params, self.config, drafter, config, length + 1, begin)
+        return _decoded(state, length)
 
     def _checked(
         self, given: Mapping[str, Any], num_decodes: int, longest: int
