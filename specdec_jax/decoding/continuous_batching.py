@@ -14,6 +14,7 @@ job that resumes after a kill gives every input what it would have got.
 import collections
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,8 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.backends.kv_cache import KVCache
-from specdec_jax.backends.sharding import constrain_sharding, row_parts
+from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, row_parts
 from specdec_jax.decoding import autotune
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generation_config import ConfigOrPath, split_options, takes_options
@@ -43,9 +43,7 @@ from specdec_jax.decoding.results import (
 )
 from specdec_jax.decoding.strategies import Committed, prefill, strategy_of
 from specdec_jax.models import arguments
-from specdec_jax.models.blocks import DecoderCache
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative import prefill as speculative_prefill
 from specdec_jax.speculative.randomness import seeded
 from specdec_jax.speculative.state import DecodeState
 
@@ -120,10 +118,8 @@ def decode_stream(
       ValueError: as for `generate`, before anything compiles.
       UnsupportedCombination: a deadline with `refill`; only batches can have one.
     """
-    batch_size, refill = (
-        arguments.check_integer("batch_size", batch_size, 1),
-        arguments.check_flag("refill", refill),
-    )
+    batch_size = arguments.check_integer("batch_size", batch_size, 1)
+    refill = arguments.check_flag("refill", refill)
     left_out = arguments.check_list("skip", skip, "numbers of inputs")
     if not all(map(arguments.is_integer, left_out)):
         raise ValueError(f"skip: got {arguments.quoted(left_out)}, expected numbers of inputs")
@@ -134,11 +130,10 @@ def decode_stream(
             "only a batch has an end"
         )
     plan = plan_decoding(target, inputs, config=config, batch_size=batch_size, **data._asdict())
-    plan = autotune.autotune(plan)
+    plan, skipped = autotune.autotune(plan), frozenset(map(int, left_out))
     refill &= strategy_of(plan.config).commits_tokens
-    outputs = (_refilled if refill else _batches)(
-        target, plan, batch_size, frozenset(map(int, left_out))
-    )
+    decode = _decode_queues if refill else _decode_batches
+    outputs = decode(target, plan, batch_size, skipped)
     return outputs if config.non_finite == "report" else _checked(outputs)
 
 
@@ -193,156 +188,131 @@ def decode_all(
 
 
 def rows_for(target: LanguageModel, batch_size: int, inputs: int) -> int:
-    """Returns the batch size for a number of inputs: no larger than needed, and divisible over a
-    mesh."""
+    """Returns the batch size for so many inputs: the least that a mesh can divide."""
     parts = row_parts(target.network.rules)
     return min(batch_size, -(-inputs // parts) * parts)
 
 
 def refills(batch_size: int, inputs: int, deadline: float | None) -> bool:
-    """Returns whether rows are refilled: a single row waits for none, and a deadline belongs to a
-    batch."""
+    """Returns whether to refill rows: one alone waits for none, a deadline belongs to a batch."""
     return 1 < batch_size < inputs and deadline is None
 
 
 def _in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Output]:
     """Yields single outputs in the order of their inputs."""
     waiting: dict[int, tuple[Output, ...]] = {}
-    number = 0
-    for place, found in outputs:
-        waiting[place] = found
-        while number in waiting:
-            yield from waiting.pop(number)
-            number += 1
+    due = 0
+    for number, rows in outputs:
+        waiting[number] = rows
+        while due in waiting:
+            yield from waiting.pop(due)
+            due += 1
 
 
 def _checked(
     outputs: Iterable[tuple[int, tuple[Output, ...]]],
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
-    """Yields what it is given; raises the first error of an output."""
-    for number, found in outputs:
-        for error in (output.error for output in found if output.error):
+    """Yields `outputs` as they are; raises the first error of one."""
+    for number, rows in outputs:
+        for error in (output.error for output in rows if output.error):
             raise error
-        yield number, found
+        yield number, rows
 
 
 @isolated
-def _batches(target: LanguageModel, plan: Plan, size: int, skip: frozenset[int]) -> Iterator:
-    """Yields the outputs of batches of like length.
-
-    A batch of which every input is skipped is not decoded.
-    """
+def _decode_batches(
+    target: LanguageModel, plan: Plan, size: int, skip: frozenset[int]
+) -> Iterator[tuple[int, tuple[Output, ...]]]:
+    """Yields the outputs of batches of like length, but of those that are skipped whole."""
     order = np.argsort(plan.lengths + plan.prefix_lengths, kind="stable").tolist()
-    for begin in range(0, len(order), size):
-        chosen, begun = order[begin : begin + size], time.monotonic()
-        if skip.issuperset(chosen):
+    for first in range(0, len(order), size):
+        numbers, begun = order[first : first + size], time.monotonic()
+        if skip.issuperset(numbers):
             continue
-        result = complete(target, plan, chosen + [-1] * (size - len(chosen)), begun)
+        result = complete(target, plan, numbers + [-1] * (size - len(numbers)), begun)
         autotune.record(plan.request(), result)
-        outputs = _outputs(result)
-        for number, place in enumerate(chosen):
-            if place not in skip:
-                yield place, tuple(outputs[number * plan.outputs : (number + 1) * plan.outputs])
+        outputs = iter(_outputs(result))
+        for number in numbers:
+            rows = tuple(itertools.islice(outputs, plan.outputs))
+            if number not in skip:
+                yield number, rows
 
 
-def queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]]:
-    """Returns the padded length and the inputs of every queue, from the longest inputs to the
-    shortest.
+def make_queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]]:
+    """Returns the padded length and the inputs of every queue, the longest inputs first.
 
     If fewer than `_LEAST` times `size` inputs have a padded length, the next shorter ones join
-    them.
+    them. The last rows, which decode alone, are short.
     """
-    found: list[tuple[int, list[int]]] = []
-    for place in sorted(
-        range(len(lengths)), key=lambda i: -lengths[i]
-    ):  # the last rows, which decode alone, are short
-        width = bucket(int(lengths[place]))
-        if not found or width < found[-1][0] and len(found[-1][1]) >= _LEAST * size:
-            found.append((width, []))
-        found[-1][1].append(place)
-    if len(found) > 1 and len(found[-1][1]) < size:
-        found[-2][1].extend(found.pop()[1])
-    return found
+    queues: list[tuple[int, list[int]]] = []
+    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        width = bucket(int(lengths[number]))
+        if not queues or width < queues[-1][0] and len(queues[-1][1]) >= _LEAST * size:
+            queues.append((width, []))
+        queues[-1][1].append(number)
+    if len(queues) > 1 and len(queues[-1][1]) < size:
+        queues[-2][1].extend(queues.pop()[1])
+    return queues
 
 
 @isolated
-def _refilled(target: LanguageModel, plan: Plan, size: int, skip: frozenset[int]) -> Iterator:
-    for width, places in queues(plan.input_lengths.tolist(), size):
-        places = [place for place in places if place not in skip]
-        if places:
-            yield from _through_one_state(target, plan, size, width, places)
+def _decode_queues(
+    target: LanguageModel, plan: Plan, size: int, skip: frozenset[int]
+) -> Iterator[tuple[int, tuple[Output, ...]]]:
+    for width, numbers in make_queues(plan.input_lengths.tolist(), size):
+        numbers = [number for number in numbers if number not in skip]
+        if numbers:
+            yield from _decode_queue(target, plan, size, width, numbers)
 
 
-def _through_one_state(
-    target: LanguageModel, plan: Plan, size: int, width: int, places: list[int]
-) -> Iterator:
-    """Yields the outputs of the inputs `places`, padded to `width`, from one state with room for
-    `size` inputs."""
-    rules, multiple = plan.network.rules, row_parts(plan.network.rules)
-    samples, total, ahead = (
-        plan.samples,
-        size * plan.samples,
-        min(size, -(-max(2, size // _AHEAD) // multiple) * multiple),
-    )
-    (shared, unfed), every, whole = (
-        _leaves(plan, width),
-        STOP_EVERY if plan.stop else FOREVER,
-        plan.request(),
-    )
-    queue, state, fresh = collections.deque(places), None, None
-    ready: collections.deque[tuple[int, int]] = (
-        collections.deque()
-    )  # (row of `fresh`, row of the job)
-    owners, starts = (
-        np.full(total, -1),
-        np.ones(total, np.int32),
-    )  # the job's row in each row of the state, or -1
+def _decode_queue(
+    target: LanguageModel, plan: Plan, size: int, width: int, numbers: list[int]
+) -> Iterator[tuple[int, tuple[Output, ...]]]:
+    """Yields the outputs of inputs, padded to `width`, from one state of `size` inputs."""
+    rules, samples, request = plan.network.rules, plan.samples, plan.request()
+    total, multiple = size * samples, row_parts(rules)
+    ahead = min(size, -(-max(2, size // _AHEAD) // multiple) * multiple)
+    shared, unfed = _inspect_leaves(plan, width)
+    every = np.int32(STOP_EVERY if plan.stop else FOREVER)
+    queue, state, fresh = collections.deque(numbers), None, None
+    # (row of `fresh`, row of the request), and the request's row in each row of the state, or −1.
+    ready: collections.deque[tuple[int, int]] = collections.deque()
+    owners, starts = np.full(total, -1), np.ones(total, np.int32)
     finished: tuple[np.ndarray, Committed] | None = None
     gathered: dict[int, dict[int, Output]] = collections.defaultdict(dict)
 
     def deliver(rows: np.ndarray, committed: Committed) -> Iterator:
-        result = collect(target, committed, whole.of(rows))
-        autotune.record(whole, result)
+        result = collect(target, committed, request.take(rows))
+        autotune.record(request, result)
         for row, output in zip(rows.tolist(), _outputs(result), strict=True):
-            place, sample = divmod(row, samples)
-            gathered[place][sample] = output
-            if len(gathered[place]) == samples:
-                found = gathered.pop(place)
-                yield place, tuple(found[sample] for sample in range(samples))
+            number, sample = divmod(row, samples)
+            gathered[number][sample] = output
+            if len(gathered[number]) == samples:
+                yield number, tuple(output for _, output in sorted(gathered.pop(number).items()))
 
     while queue or ready or np.any(owners >= 0):
         while (queue or ready) and np.any(owners < 0):
             if not ready:
                 chosen = [queue.popleft() if queue else -1 for _ in range(ahead)]
-                fresh = _started(plan, chosen, width, unfed and total > 1)
-                rows = [
-                    place * samples + sample
-                    for place in chosen
-                    if place >= 0
-                    for sample in range(samples)
-                ]
-                ready.extend(enumerate(rows))
+                fresh = _start_rows(plan, chosen, width, unfed and total > 1)
+                rows = (np.array(chosen)[:, None] * samples + np.arange(samples)).reshape(-1)
+                ready.extend((source, row) for source, row in enumerate(rows.tolist()) if row >= 0)
                 if state is None and total > 1:
-                    state = _blank(
-                        fresh,
-                        _empty_layers(plan, size, width) if unfed else (),
-                        total,
-                        shared,
-                        rules,
-                    )
+                    layers = _empty_layers(plan, size, width) if unfed else ()
+                    state = _make_done_rows(fresh, layers, total, shared, rules)
             free = np.flatnonzero(owners < 0)[: len(ready)]
             sources, rows = np.array([ready.popleft() for _ in free]).T
-            owners[free], starts[free] = rows, whole.prefix_lengths[rows]
-            moved = _padded(sources, free, ahead * samples)
-            state = (
-                fresh
-                if total == 1
-                else _place(state, fresh, *moved, np.int32(len(free)), shared, rules)
-            )
+            owners[free], starts[free] = rows, request.prefix_lengths[rows]
+            if total == 1:
+                state = fresh
+                continue
+            moves = np.zeros((2, ahead * samples), np.int32)  # always of one shape, which compiles
+            moves[:, : len(free)] = sources, free
+            state = _place_rows(state, fresh, *moves, np.int32(len(free)), shared, rules)
         # `generate` looks for stop strings every `STOP_EVERY` iterations of a row. For the same
         # statistics, rows must begin at such a moment.
         most = max(1, total // _PARTS) if (queue or ready) and not plan.stop else total
-        state = advance(plan.network, plan.drafter, state, np.int32(every), np.int32(most))
+        state = advance(plan.network, plan.drafter, state, every, np.int32(most))
         if finished is not None:
             yield from deliver(*finished)  # while the device is busy
         if plan.stop:
@@ -354,55 +324,49 @@ def _through_one_state(
         yield from deliver(*finished)
 
 
-def _padded(sources: np.ndarray, targets: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns both arrays padded to `count` values, so that one shape compiles."""
+def _inspect_leaves(plan: Plan, width: int) -> tuple[tuple[bool, ...], bool]:
+    """Returns which leaves of `_start_rows` all rows share, and whether it leaves out caches.
 
-    def padded(values):
-        return np.pad(values.astype(np.int32), (0, count - len(values)))
-
-    return padded(sources), padded(targets)
-
-
-def _leaves(plan: Plan, width: int) -> tuple[tuple[bool, ...], bool]:
-    """Returns which leaves of what `_started` returns its rows share, tables over positions or ids.
-
-    And whether the target has been fed nothing by then.
-
-    If so, its caches of self-attention are empty and are left out: to make them and to copy them
-    for every input would take a sixth of a job's time.
+    Shared are tables over positions or ids. The target's caches of self-attention are left out
+    where it has been fed nothing by then, and its cache can be `with_layers` of another: to make
+    empty ones and to copy them for every input would take a sixth of a job's time.
     """
     counts = [count * row_parts(plan.network.rules) for count in (2, 3)]
-    states = [prefill.eval_shape(*plan.arguments([-1] * count, width)) for count in counts]
-    cache = states[0].target_cache
-    encoded = isinstance(cache, DecoderCache) and bool(cache.cross)
-    unfed = plan.prefix.shape[1] == 1 and encoded
+    given = [plan.arguments([-1] * count, width) for count in counts]
+    states = [prefill.eval_shape(*arguments) for arguments in given]
+    fed = given[0][-1].tokens.shape[1] - 1
+    unfed = not fed and hasattr(states[0].target_cache, "with_layers")
     two, three = (jax.tree.leaves(_with_layers(state, ()) if unfed else state) for state in states)
     return tuple(a.shape == b.shape for a, b in zip(two, three, strict=True)), unfed
 
 
-def _started(plan: Plan, places: list[int], width: int, unfed: bool) -> DecodeState:
-    """Prefills the inputs `places`; `unfed`: as from `_leaves`."""
-    return _prefilled(*plan.arguments(places, width)) if unfed else plan.start(places, width)[0]
+def _start_rows(plan: Plan, numbers: list[int], width: int, unfed: bool) -> DecodeState:
+    """Prefills inputs; `unfed`: without the target's caches of self-attention."""
+    return (_prefill_unfed if unfed else prefill)(*plan.arguments(numbers, width))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _prefilled(*arguments) -> DecodeState:
-    return _with_layers(speculative_prefill.prefill(*arguments), ())
+def _prefill_unfed(*arguments: Any) -> DecodeState:
+    return _with_layers(strategy_of(arguments[2]).prefill(*arguments), ())
 
 
-def _with_layers(state: DecodeState, layers: tuple[KVCache, ...]) -> DecodeState:
-    return dataclasses.replace(state, target_cache=state.target_cache.replace(layers=layers))
+def _with_layers(state: DecodeState, layers: tuple[Any, ...]) -> DecodeState:
+    return dataclasses.replace(state, target_cache=state.target_cache.with_layers(layers))
 
 
-def _empty_layers(plan: Plan, size: int, width: int) -> tuple[KVCache, ...]:
+def _empty_layers(plan: Plan, size: int, width: int) -> tuple[Any, ...]:
     """Makes the target's caches of self-attention for `size` inputs."""
     shapes = prefill.eval_shape(*plan.arguments([-1] * size, width)).target_cache.layers
     return jax.tree.map(lambda layer: jnp.zeros(layer.shape, layer.dtype), shapes)
 
 
 @functools.partial(jax.jit, static_argnames=("total", "shared", "rules"))
-def _blank(
-    fresh: DecodeState, layers: tuple[KVCache, ...], total: int, shared: tuple[bool, ...], rules
+def _make_done_rows(
+    fresh: DecodeState,
+    layers: tuple[Any, ...],
+    total: int,
+    shared: tuple[bool, ...],
+    rules: ShardingRules | None,
 ) -> DecodeState:
     """Returns a state of `total` rows that are done, in all else like the rows of `fresh`.
 
@@ -418,35 +382,41 @@ def _blank(
 
 
 @functools.partial(jax.jit, static_argnames=("shared", "rules"), donate_argnames="state")
-def _place(
-    state: DecodeState, fresh: DecodeState, sources, targets, count, shared: tuple[bool, ...], rules
+def _place_rows(
+    state: DecodeState,
+    fresh: DecodeState,
+    sources: np.ndarray,
+    targets: np.ndarray,
+    count: np.int32,
+    shared: tuple[bool, ...],
+    rules: ShardingRules | None,
 ) -> DecodeState:
-    """Returns `state` with the first `count` of the rows `sources` of `fresh` written at `targets`,
-    in place.
+    """Returns `state` with the first `count` of the rows `sources` of `fresh` put at `targets`.
 
-    One row after the other: XLA's scatter on a CPU copies number by number. Caches that `fresh`
-    lacks
-    keep what they have of earlier rows, which no reader sees: it lies past the new row's length.
+    They are written in place, one row after the other: XLA's scatter on a CPU copies number by
+    number. Caches that `fresh` lacks keep what they have of earlier rows, which no reader sees: it
+    lies past the new row's length.
     """
     new, structure = jax.tree.flatten(fresh)
     unfed = structure != jax.tree.structure(state)
     layers = state.target_cache.layers if unfed else ()
     old = jax.tree.leaves(_with_layers(state, ()) if unfed else state)
-    own = [place for place, same in enumerate(shared) if not same]
+    own = [index for index, same in enumerate(shared) if not same]
 
-    def put(number, rows):
-        def take(place):
-            return jax.lax.dynamic_index_in_dim(new[place], sources[number], keepdims=False)
-
+    def put(number: jax.Array, rows: list[jax.Array]) -> list[jax.Array]:
+        take = functools.partial(
+            jax.lax.dynamic_index_in_dim, index=sources[number], keepdims=False
+        )
         return [
-            jax.lax.dynamic_update_index_in_dim(row, take(place), targets[number], 0)
-            for row, place in zip(rows, own)
+            jax.lax.dynamic_update_index_in_dim(row, take(new[index]), targets[number], 0)
+            for row, index in zip(rows, own)
         ]
 
-    for place, rows in zip(own, jax.lax.fori_loop(0, count, put, [old[place] for place in own])):
-        old[place] = rows
-    placed = structure.unflatten(old)
-    return constrain_sharding(_with_layers(placed, layers) if unfed else placed, rules)
+    placed = jax.lax.fori_loop(0, count, put, [old[index] for index in own])
+    for index, rows in zip(own, placed):
+        old[index] = rows
+    whole = structure.unflatten(old)
+    return constrain_sharding(_with_layers(whole, layers) if unfed else whole, rules)
 
 
 def _outputs(result: GenerationResult) -> list[Output]:

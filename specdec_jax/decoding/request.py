@@ -50,7 +50,7 @@ from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import MAX_GAMMA, Policy, call_widths
 from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.sampling import SamplingRows
-from specdec_jax.speculative.state import DecodeState, StaticConfig
+from specdec_jax.speculative.state import StaticConfig
 from specdec_jax.speculative.verifier import Settings
 
 # γ = "auto" where nothing can be measured: on a mesh, whose processes would have to agree.
@@ -93,12 +93,10 @@ class Request:
     config: AnyConfig
     costs_key: str | None = None
 
-    def of(self, rows) -> "Request":
+    def take(self, rows: np.ndarray) -> "Request":
         """Returns the request of `rows` only."""
-        per_row = {
-            name: getattr(self, name)[rows]
-            for name in ("prefix_lengths", "limits", "empty", "inputs")
-        }
+        names = "prefix_lengths", "limits", "empty", "inputs"
+        per_row: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
         return dataclasses.replace(self, **per_row)
 
 
@@ -168,11 +166,10 @@ class Plan:
 
     def plainly(self) -> "Plan":
         """Returns the plan for plain decoding, without a drafter."""
-        config = StaticConfig(0, self.config.mode, self.config.vocab_size)
         return dataclasses.replace(
             self,
             drafter=None,
-            config=config,
+            config=StaticConfig(0, self.config.mode, self.config.vocab_size),
             slots=self.slots - self.config.gamma,
             gammas=np.zeros_like(self.gammas),
             settings=None,
@@ -180,95 +177,75 @@ class Plan:
             auto_rows=None,
         )
 
-    def start(self, places=None, width: int | None = None) -> tuple[DecodeState, Request]:
-        """Prefills the inputs at `places` and returns the decode loop's state and the request.
+    def start(
+        self, numbers: ArrayLike | None = None, width: int | None = None
+    ) -> tuple[Any, Request]:
+        """Prefills inputs and returns the decode loop's state and the request.
 
         Args:
-          places: `[I]`, numbers of inputs; None: all, in order. −1 makes rows that are done, to
+          numbers: `[I]`, those of the inputs; None: all, in order. −1 makes rows that are done, to
             fill up the batch to a size that is compiled.
           width: length to which the inputs are padded; None: the bucket of the longest of them.
         """
-        return prefill(*self.arguments(places, width)), self.request(places)
+        return prefill(*self.arguments(numbers, width)), self.request(numbers)
 
     def arguments(
-        self, places: ArrayLike | None = None, width: int | None = None
-    ) -> tuple[Network, Drafter | None, StaticConfig, int, PrefillInputs]:
-        """Returns `prefill`'s arguments for the inputs at `places`; parameters as for `start`."""
-        lengths, prefix_lengths, empty, keys = (
-            self.lengths,
-            self.prefix_lengths,
-            self.empty,
-            self.keys,
-        )
-
-        def take(values):
-            return values
-
-        if places is not None:
-            places = np.asarray(places)
-            take, filler = lambda values: values[places], places < 0
-            lengths, empty = np.where(filler, 0, lengths[places]), empty[places] | filler
-            prefix_lengths = np.where(filler, 1, prefix_lengths[places])
-            keys = take_keys(
-                keys, (places[:, None] * self.samples + np.arange(self.samples)).reshape(-1)
-            )
-
-        def repeat(values):
-            return np.repeat(take(values), self.samples, axis=0)
-
-        def per_row(node: Any) -> Any:
-            return None if node is None else jax.tree.map(repeat, node)
-
-        inputs, prefix, num_slots = take(self.tokens), take(self.prefix), self.slots
+        self, numbers: ArrayLike | None = None, width: int | None = None
+    ) -> tuple[Network, Drafter | None, AnyConfig, int, PrefillInputs]:
+        """Returns the arguments of `prefill` for inputs; parameters as for `start`."""
+        keys, num_slots, chosen = self.keys, self.slots, np.arange(len(self.limits))
+        if numbers is not None:
+            chosen = np.asarray(numbers)
+            rows = chosen[:, None] * self.samples + np.arange(self.samples)
+            keys = take_keys(keys, rows.reshape(-1))
+        filler = chosen < 0
+        lengths = np.where(filler, 0, self.lengths[chosen])
+        prefix_lengths = np.where(filler, 1, self.prefix_lengths[chosen])
+        inputs, prefix = self.tokens[chosen], self.prefix[chosen]
         if width is None:
             width = bucket(int(max(prefix_lengths if self.prompted else lengths)))
         if self.prompted:
-            prefix = pad(prefix, width)
-            new = int(max(self.limits))
+            prefix, new = pad(prefix, width), int(max(self.limits))
             num_slots = strategy_of(self.config).count_slots(self.config, width, new)
         else:
             inputs = pad(inputs, width)
-
-        def copied(values):
-            return np.repeat(values, self.samples, axis=0)
-
-        ends = copied(prefix_lengths + take(self.limits))
+        repeat = functools.partial(np.repeat, repeats=self.samples, axis=0)
+        sampling, settings, gamma, policy = jax.tree.map(
+            lambda values: repeat(np.asarray(values)[chosen]),
+            (self.rows, self.settings, self.gammas, self.policy),
+        )
+        ends = repeat(prefix_lengths + self.limits[chosen])
         given = PrefillInputs(
             inputs=inputs,
             input_lengths=lengths,
-            tokens=copied(prefix),
-            prefix_lengths=copied(prefix_lengths),
-            sampling=dataclasses.replace(per_row(self.rows), **self.shared),
+            tokens=repeat(prefix),
+            prefix_lengths=repeat(prefix_lengths),
+            sampling=dataclasses.replace(sampling, **self.shared),
             limits=ends,
             eos_ids=_stop_ids(self.eos_ids, len(ends)),
-            done=copied(empty),
+            done=repeat(self.empty[chosen] | filler),
             keys=keys,
-            settings=per_row(self.settings),
-            gamma=repeat(self.gammas),
-            policy=per_row(self.policy),
+            settings=settings,
+            gamma=gamma,
+            policy=policy,
         )
         return self.network, self.drafter, self.config, num_slots, given
 
-    def request(self, places=None) -> Request:
-        """Returns what the host keeps of the inputs at `places`, which are given as for `start`."""
-        places = np.arange(len(self.limits)) if places is None else np.asarray(places)
-
-        def take(values, filler=None):
-            return np.repeat(
-                values[places] if filler is None else np.where(places < 0, filler, values[places]),
-                self.outputs,
-            )
-
+    def request(self, numbers: ArrayLike | None = None) -> Request:
+        """Returns what the host keeps of inputs, whose `numbers` are as for `start`."""
+        numbers = np.arange(len(self.limits)) if numbers is None else numbers
+        numbers = np.repeat(np.asarray(numbers), self.outputs)
+        filler = numbers < 0
         return Request(
             self.network,
             self.drafter,
-            take(self.prefix_lengths, filler=1),
-            take(self.limits),
+            np.where(filler, 1, self.prefix_lengths[numbers]),
+            self.limits[numbers],
             self.eos_ids,
             self.stop,
             self.deadline,
-            take(self.empty, filler=True),
-            np.repeat(places, self.outputs),
+            filler | self.empty[numbers],
+            numbers,
             self.config,
             self.costs_key if self.costs_key and self.config.strict_argmax else None,
         )

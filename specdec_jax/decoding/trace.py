@@ -18,13 +18,14 @@ from specdec_jax.decoding.generation_config import (
 )
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.results import finish
+from specdec_jax.decoding.strategies import TreeDecoding, strategy_of
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_drafter import TreeDrafter
-from specdec_jax.speculative.tree_iteration import along, at_draft, watch_tree
+from specdec_jax.speculative.tree_iteration import along, at_draft
 
 
 class TreeNode(NamedTuple):
@@ -110,84 +111,80 @@ def trace(
     if text is None:
         raise ValueError("text: got None, expected a string, or a list of ids")
     state, request = prepare(target, [text], config=config, **data._asdict())
-    steps, length, tree = [], int(request.prefix_lengths[0]), None
+    strategy, steps, tree = strategy_of(state.config), [], None
+    length = int(request.prefix_lengths[0])
     while not bool(state.done[0]):
-        if state.config.tree is None:
-            state = advance(request.network, request.drafter, state, np.int32(1))
-        else:
+        if isinstance(strategy, TreeDecoding):
             state, seen = _advance_tree(request.network, request.drafter, state)
-            tree = _read_tree(*(np.asarray(values)[0] for values in seen))
+            seen = jax.tree.map(lambda values: np.asarray(values)[0], seen)
+            tree, drawn = _read_tree(seen), np.flatnonzero(seen.valid[1:])
+        else:
+            state = advance(request.network, request.drafter, state, np.int32(1))
         new = [int(token) for token in np.asarray(state.tokens)[0, length : int(state.lengths[0])]]
         length += len(new)
         draft, drafted, accepted = (
             np.asarray(x)[0] for x in (state.last_draft, state.last_drafted, state.last_accepted)
         )
         if tree is None:
-            rejected, there = (
-                int(draft[accepted]) if accepted < drafted else None,
-                np.arange(drafted),
-            )
+            drawn = np.arange(drafted)
+            rejected = int(draft[accepted]) if accepted < drafted else None
         else:
-            _, _, valid, *_ = seen
-            there = np.flatnonzero(np.asarray(valid)[0, 1:])
-            rejected = next(
-                (tree.nodes[child].token for child in tree.children(tree.path[-1])), None
-            )
+            children = tree.children(tree.path[-1])
+            rejected = tree.nodes[children[0]].token if children else None
         corrected = new[accepted] if len(new) > accepted else None
-        entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, there].tolist()
+        entropies = state.last_seen and np.asarray(state.last_seen.entropy)[0, drawn].tolist()
         steps.append(TraceStep(new[:accepted], rejected, corrected, int(drafted), entropies, tree))
     result = finish(target, state, request)  # raises NonFiniteLogitsError
     autotune.record(request, result)
     return steps
 
 
+class _SeenTree(NamedTuple):
+    """A tree that was drafted, by number of the node, as arrays with a row for each of the state.
+
+    Attributes:
+      tokens, parents, valid, path, accepted: as in `TreeDraft` and `TreeVerification`.
+      p, q: as in `TreeNode`; NaN for a probability that there is not.
+    """
+
+    tokens: Any
+    parents: Any
+    valid: Any
+    path: Any
+    accepted: Any
+    p: Any
+    q: Any
+
+
 @functools.partial(jax.jit, donate_argnames="state")
 def _advance_tree(
     target: Network, drafter: TreeDrafter, state: DecodeState
-) -> tuple[DecodeState, tuple[jax.Array, ...]]:
-    """Runs one iteration; returns also what `_read_tree` takes, with a row for each of `state`."""
-    after, (draft, states, found) = watch_tree(target, drafter, state)
+) -> tuple[DecodeState, _SeenTree]:
+    """Runs one iteration; returns the tree that it drafted too."""
+    strategy = strategy_of(state.config)
+    assert isinstance(strategy, TreeDecoding)
+    after, (draft, states, verified) = strategy.watch(target, drafter, state)
     logits = target.head(states, draft.valid)
     dist = at_draft(functools.partial(distributions.standardize, soften=True), state, draft, logits)
-    parents = draft.branches.parents
+    parents, path, accepted = draft.branches.parents, verified.path, verified.num_accepted
     above = jnp.maximum(parents, 0)
-    log_p = Categorical(along(dist.logits, above), along(dist.log_normalizer, above)).log_prob(
-        jnp.maximum(draft.tokens, 0)
-    )
-    log_q = jnp.full(log_p.shape, jnp.nan) if draft.log_q is None else draft.log_q
-    return after, (
-        draft.tokens,
-        parents,
-        draft.valid,
-        found.path,
-        found.num_accepted,
-        jnp.exp(log_p),
-        jnp.exp(log_q),
-    )
+    dist = Categorical(along(dist.logits, above), along(dist.log_normalizer, above))
+    p = jnp.exp(dist.log_prob(jnp.maximum(draft.tokens, 0)))
+    q = jnp.full(p.shape, jnp.nan) if draft.log_q is None else jnp.exp(draft.log_q)
+    return after, _SeenTree(draft.tokens, parents, draft.valid, path, accepted, p, q)
 
 
-def _read_tree(
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    valid: np.ndarray,
-    path: np.ndarray,
-    accepted: np.ndarray,
-    p: np.ndarray,
-    q: np.ndarray,
-) -> TreeStep:
-    """Returns the tree of one row.
-
-    Arguments by number of the node, −1 being no parent, and NaN no distribution.
-    """
-    there = np.flatnonzero(valid)
-    places = {int(number): place for place, number in enumerate(there)} | {-1: -1}
+def _read_tree(seen: _SeenTree) -> TreeStep:
+    """Returns the tree of one row."""
+    valid = np.flatnonzero(seen.valid)
+    places = {int(number): place for place, number in enumerate(valid)} | {-1: -1}
     nodes = [
         TreeNode(
-            int(tokens[node]),
-            places[int(parents[node])],
-            float(p[node]) if node else 1.0,
-            None if np.isnan(q[node]) else float(q[node]),
+            int(seen.tokens[node]),
+            places[int(seen.parents[node])],
+            float(seen.p[node]) if node else 1.0,
+            None if np.isnan(seen.q[node]) else float(seen.q[node]),
         )
-        for node in there
+        for node in valid
     ]
-    return TreeStep(nodes, [places[int(node)] for node in path[: accepted + 1]])
+    return TreeStep(nodes, [places[int(node)] for node in seen.path[: seen.accepted + 1]])

@@ -33,9 +33,9 @@ from specdec_jax.decoding.generation_config import (
 )
 from specdec_jax.decoding.inputs import slots
 from specdec_jax.decoding.keys import fold_keys
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.loop import FOREVER, advance
 from specdec_jax.decoding.request import FIXED
-from specdec_jax.decoding.strategies import prefill
+from specdec_jax.decoding.strategies import AnyConfig, prefill
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.network import Network, decoder_only
@@ -236,9 +236,6 @@ class Decoder:
         rng = given.get("decode_rng") if rng is None else rng
         batch, length = prompts.shape
         mode, rows = _sampling(self.sampling, given, batch, self.config.vocab_size)
-        network, drafter = network_of(params, self.config, batch), None
-        if self.width and self.drafter is not None:
-            drafter = on_network(self.drafter, network, batch)
         policy = self.gamma.rows(batch) if isinstance(self.gamma, Policy) and self.width else None
         varies = self.drafter is not None and self.drafter.varies
         adapts = self.width and self.tree is None and (varies or policy is not None)
@@ -247,7 +244,7 @@ class Decoder:
         config = StaticConfig(depth, mode, self.config.vocab_size, self.verifier, widths, self.tree)
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
-        read = PrefillInputs(
+        begin = PrefillInputs(
             inputs=inputs,
             input_lengths=lengths_of(inputs),
             tokens=tokens,
@@ -261,8 +258,9 @@ class Decoder:
             gamma=jnp.full(batch, self.width, jnp.int32),
             policy=policy,
         )
-        state = prefill(network, drafter, config, slots(length + 1, config.reach), read)
-        state = advance(network, drafter, state, np.int32(2**31 - 1))
+        drafter = self.drafter if self.width else None
+        num_slots = slots(length + 1, config.reach)
+        state = run_loop(params, self.config, drafter, config, num_slots, begin)
         columns = jnp.arange(1, length + 1)
         decoded = jnp.where(columns < state.lengths[:, None], state.tokens[:, 1 : length + 1], 0)
         log_probs = state.log_probs
@@ -277,10 +275,29 @@ class Decoder:
         )
 
 
-def on_network(drafter: Drafter, network: Network, rows: int) -> Drafter:
-    """Returns a drafter laid out for the program's devices; parts of the target as the target."""
-    part = drafter.on(network)
-    return adapt_drafter_to_mesh(drafter, rows) if part is drafter else part
+def run_loop(
+    params: Mapping,
+    model: T5Config,
+    drafter: Drafter | None,
+    config: AnyConfig,
+    num_slots: int,
+    inputs: PrefillInputs,
+) -> Any:
+    """Returns the last state of the loop that `prefill` begins with these arguments.
+
+    Both networks are laid out for the devices of the program.
+
+    Args:
+      params, model: parameters of the target, as for `network_of`, and its configuration.
+      drafter, config, num_slots, inputs: as for `prefill`.
+    """
+    rows = len(inputs.tokens)
+    network = network_of(params, model, rows)
+    if drafter is not None:
+        part = drafter.on(network)  # a part of the target lies as the target does
+        drafter = adapt_drafter_to_mesh(drafter, rows) if part is drafter else part
+    state = prefill(network, drafter, config, num_slots, inputs)
+    return advance(network, drafter, state, FOREVER)
 
 
 def check_models(drafter: Drafter | None, config: T5Config) -> None:

@@ -16,9 +16,7 @@ from specdec_jax.decoding.generation_config import (
     check_unset,
     takes_options,
 )
-from specdec_jax.decoding.loop import FOREVER, advance
 from specdec_jax.decoding.search_options import LEVELS, BeamOptions, check_drafting
-from specdec_jax.decoding.strategies import prefill
 from specdec_jax.decoding.under_jit import (
     UNSUPPORTED,
     Decoded,
@@ -26,9 +24,8 @@ from specdec_jax.decoding.under_jit import (
     ends,
     known,
     lengths_of,
-    network_of,
-    on_network,
     read_options,
+    run_loop,
     traced,
 )
 from specdec_jax.models import arguments
@@ -128,9 +125,7 @@ class BeamDecoder:
         if prompted:
             tokens, prefix_lengths = _prefixes(prompts, length, most)
         limits = jnp.broadcast_to(most + 1, prefix_lengths.shape)
-        network = network_of(params, self.config, batch)
-        drafter = None if drafter is None else on_network(drafter, network, batch)
-        read = PrefillInputs(
+        begin = PrefillInputs(
             inputs=inputs,
             input_lengths=lengths_of(inputs),
             tokens=tokens,
@@ -141,8 +136,9 @@ class BeamDecoder:
             done=limits == prefix_lengths,
             settings={"length_penalty": jnp.full(batch, penalty, jnp.float32)},
         )
-        state = prefill(network, drafter, config._replace(max_new=length), length + 1, read)
-        return _decoded(advance(network, drafter, state, FOREVER), length)
+        config = config._replace(max_new=length)
+        state = run_loop(params, self.config, drafter, config, length + 1, begin)
+        return _decoded(state, length)
 
     def _checked(
         self, given: Mapping[str, Any], num_decodes: int, longest: int

@@ -329,6 +329,13 @@ class DecoderCache:
         layers = tuple(backend.move_slots(layer, sources, starts) for layer in self.layers)
         return self.replace(layers=layers)
 
+    def with_layers(self, layers: tuple[KVCache, ...]) -> "DecoderCache":
+        """Returns the cache with these `layers`, which are zeros until a token is fed.
+
+        Continuous batching leaves them out of the rows that it starts.
+        """
+        return self.replace(layers=layers)
+
     def repeated(self, copies: int) -> "DecoderCache":
         """Returns the cache of a decoder-only network with `copies` rows for each row."""
         return self.replace(layers=tuple(layer.repeated(copies) for layer in self.layers))
