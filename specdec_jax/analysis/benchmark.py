@@ -344,13 +344,10 @@ def _tree_records(
             }
         )
 
-    chain, tree_variant = (
-        min(those, key=lambda variant: float(np.median(variant.seconds_per_token)))
-        for those in (
-            [variant for variant in variants.values() if variant.gamma and variant.tree is None],
-            [variant for variant in variants.values() if variant.tree is not None],
-        )
-    )
+    drafting = [variant for variant in variants.values() if variant.gamma]
+    drafting.sort(key=lambda variant: float(np.median(variant.seconds_per_token)))
+    chain = next(variant for variant in drafting if variant.tree is None)
+    tree_variant = next(variant for variant in drafting if variant.tree is not None)
     beside = {
         "tree": tree_variant.tree,
         "gamma": chain.gamma,

@@ -25,7 +25,6 @@ def find_best(seconds: Mapping[str, np.ndarray], plain: str = "plain") -> dict[s
       next: the name of the next best way of drafting; None if there is none.
       over_next: the time of the next best over its own, or None.
     """
-
     arrays = {name: np.asarray(values) for name, values in seconds.items()}
     base = arrays.pop(plain)
     ranked = sorted(arrays, key=lambda name: -float(np.median(base / arrays[name])))
