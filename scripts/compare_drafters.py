@@ -35,7 +35,8 @@ from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report.records import write_record
 from specdec_jax.analysis.timing import Spread, summarize
 from specdec_jax.analysis.variants import Variant, make_decoder
-from specdec_jax.commands.options import DecodingOptions, at_least, check_gamma
+from specdec_jax.commands.generation_flags import check_gamma
+from specdec_jax.commands.options import DecodingOptions, at_least
 from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.inputs import encode

@@ -172,9 +172,11 @@ def score(
         for key, rows in expected.items():  # a batch runs until its last row is done
             calls, draft_calls = map(max, zip(*rows, strict=True))
             work[key].append(Work(batch.padded, calls, draft_calls))
+    alpha, error = formulas.clustered_mean(sums, counts) if sum(counts) else (None, None)
     return Acceptance(
         "scored",
-        *(formulas.clustered_mean(sums, counts) if sum(counts) else (None, None)),
+        alpha,
+        error,
         sum(counts),
         {name: _mean_survival(rows, gamma) for name, rows in survivals.items()},
         lengths,

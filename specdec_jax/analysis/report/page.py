@@ -390,8 +390,10 @@ def tabulate_times(record: EstimateRecord) -> Table | None:
 def _times_xxl(record: Record) -> bool:
     if isinstance(record, AcceleratorRecord):
         timed = [one.target for one in record.figures if one.improvement is not None]
+    elif isinstance(record, BenchmarkRecord):
+        timed = [record.target.name]
     else:
-        timed = [record.target.name] if isinstance(record, BenchmarkRecord) else []
+        return False
     return "t5_1_1/xxl" in timed and not record.machine.device.startswith("cpu")
 
 
