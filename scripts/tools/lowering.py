@@ -240,7 +240,7 @@ class Case:
             options = BeamOptions(self.beams, beam_width=self.beam_width)
             searched = options.config(1, config.mode, vocab, self.gamma, drafter)
             program = searched._replace(max_new=bucket(self.new_tokens))
-        elif self.tree is not None:
+        elif self.tree is not None and isinstance(program, StaticConfig):
             program = program._replace(verifier=TREE_VERIFIERS[self.tree.verify])
         num_slots = strategy_of(program).count_slots(program, 1, self.new_tokens)
         return prefill.lower(target, drafter, program, num_slots, placed)

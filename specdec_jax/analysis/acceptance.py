@@ -6,7 +6,7 @@ pass serves every γ. Otherwise the engine decodes with the greatest γ (`count`
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -15,12 +15,7 @@ from specdec_jax.analysis import formulas
 from specdec_jax.analysis.agreement import Agreement, agreement
 from specdec_jax.analysis.predictions import Work, counted_work, mean_drafting
 from specdec_jax.analysis.setup import Setup
-from specdec_jax.analysis.top_k_hit_rate import (
-    HitRates,
-    Rates,
-    by_rank,
-    mean_hit_rate,
-)
+from specdec_jax.analysis.top_k_hit_rate import HitRates, Rates, by_rank, mean_hit_rate
 from specdec_jax.analysis.variants import SentenceBatch, make_decoder
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.generate import prepare
@@ -35,10 +30,7 @@ from specdec_jax.speculative.sampling import SamplingConfig
 # Computes P(at least i drafted tokens are accepted), given the target's output.
 Survival = Callable[[np.ndarray], np.ndarray]
 # The verifiers that `score` knows.
-SURVIVAL: dict[str, Survival] = {
-    "token": formulas.token_survival,
-    "block": formulas.block_survival,
-}
+SURVIVAL: dict[str, Survival] = dict(token=formulas.token_survival, block=formulas.block_survival)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +72,6 @@ class Acceptance:
 
     def record(self) -> dict[str, Any]:
         """Returns the acceptance as a record has it."""
-        survival, hit_rate = self.survival.items(), self.hit_rate.items()
         return {
             "how": self.how,
             "alpha": self.alpha,
@@ -88,25 +79,30 @@ class Acceptance:
             "drafting": self.drafting,
             "standard_error": self.error,
             "positions": self.positions,
-            "by_position": {name: _rates_record("accepted", rates) for name, rates in survival},
-            "by_depth": {
-                name: _rates_record("accepted", rates) for name, rates in self.by_depth.items()
-            },
-            "tokens_per_target_call": {
-                name: formulas.tokens_by_survival([mean for mean, _ in rates])
-                for name, rates in survival
-            },
-            "hit_rate": {kind: _rates_record("covered", rates) for kind, rates in hit_rate},
+            "by_position": _records("accepted", self.survival),
+            "by_depth": _records("accepted", self.by_depth),
+            "tokens_per_target_call": self.tokens_per_call(),
+            "hit_rate": _records("covered", self.hit_rate),
             "hit_rate_by_depth": {
-                kind: [_rates_record("covered", rates) for rates in widths]
+                kind: list(_records("covered", dict(enumerate(widths))).values())
                 for kind, widths in self.hit_rate_by_depth.items()
             },
-            "by_rank": {kind: by_rank(rates) for kind, rates in hit_rate},
+            "by_rank": {kind: by_rank(rates) for kind, rates in self.hit_rate.items()},
+        }
+
+    def tokens_per_call(self) -> dict[str, list[float]]:
+        """Returns the tokens per target call by verifier, for γ = 0 … G."""
+        return {
+            name: formulas.tokens_by_survival([kept for kept, _ in rates])
+            for name, rates in self.survival.items()
         }
 
 
-def _rates_record(name: str, rates: Rates) -> list[dict[str, Any]]:
-    return [{name: mean, "standard_error": error} for mean, error in rates]
+def _records(name: str, rates: Mapping[Any, Rates]) -> dict[Any, list[dict[str, Any]]]:
+    return {
+        key: [{name: mean, "standard_error": error} for mean, error in values]
+        for key, values in rates.items()
+    }
 
 
 @isolated
@@ -130,7 +126,7 @@ def measure_acceptance(
     greedy = options.sampling().mode.greedy
     known = {*SURVIVAL, "gumbel", "rejection"} if greedy else set(SURVIVAL)
     if drafter.scorable and known >= set(verifiers):
-        return score(target, cast(ModelDrafter, drafter), batches, verifiers, gamma, options)
+        return score(target, drafter, batches, verifiers, gamma, options)
     return count(target, drafter, batches, verifiers, gamma, options)
 
 
@@ -160,8 +156,8 @@ def score(
             sums.append(float(agreed.overlap[row, :length].sum()))
             counts.append(int(length))
             hit_sums.append(agreed.hit_rates.sums(row, length))
-            for kind, found in agreed.hit_rates.log_given.items():
-                columns = found[row, :length].T
+            for kind, given in agreed.hit_rates.log_given.items():
+                columns = given[row, :length].T
                 trees.setdefault(kind, []).append(
                     [windowed_survival(column, gamma, SURVIVAL["token"]) for column in columns]
                 )
@@ -188,15 +184,10 @@ def score(
         mean_hit_rate(hit_sums, counts),
         {name: _by_depth(rows, gamma) for name, rows in survivals.items()},
         {
-            kind: [_by_depth(rows, gamma) for rows in zip(*found, strict=True)]
-            for kind, found in trees.items()
+            kind: [_by_depth(rows, gamma) for rows in zip(*columns, strict=True)]
+            for kind, columns in trees.items()
         },
     )
-
-
-def _get_model(drafter: Drafter) -> LanguageModel:
-    """Returns the model of a drafter that is `scorable`."""
-    return cast(ModelDrafter, drafter).model
 
 
 def _score_batch(
@@ -211,9 +202,8 @@ def _score_batch(
     Raises:
       NonFiniteLogitsError: the drafter is damaged.
     """
-    agreed = agreement(
-        target, _get_model(drafter), batch.ids, result.tokens, result.lengths, config
-    )
+    model = cast(ModelDrafter, drafter).model
+    agreed = agreement(target, model, batch.ids, result.tokens, result.lengths, config)
     for row, length in enumerate(result.lengths):
         sound = np.isfinite(agreed.overlap[row, :length])
         if not sound.all():
@@ -259,12 +249,12 @@ def _mean_survival(rows: Sequence[np.ndarray], gamma: int) -> Rates:
 
     They are over all positions that have at least i tokens after them.
     """
-    found = []
-    for i in range(1, gamma + 1):
-        complete = [row[: max(0, len(row) - i + 1), i - 1] for row in rows]
+    means: Rates = []
+    for i in range(gamma):
+        complete = [row[: max(0, len(row) - i), i] for row in rows]
         sums, counts = [row.sum() for row in complete], [len(row) for row in complete]
-        found.append(formulas.clustered_mean(sums, counts) if any(counts) else (0.0, None))
-    return found
+        means.append(formulas.clustered_mean(sums, counts) if any(counts) else (0.0, None))
+    return means
 
 
 def _by_depth(rows: Sequence[np.ndarray], gamma: int) -> Rates:
@@ -272,7 +262,7 @@ def _by_depth(rows: Sequence[np.ndarray], gamma: int) -> Rates:
 
     The sums are over the positions of `_mean_survival`. Depths that are never reached are left out.
     """
-    found: Rates = []
+    means: Rates = []
     for depth in range(gamma):
         complete = [
             np.pad(row, ((0, 0), (1, 0)), constant_values=1)[: max(0, len(row) - depth)]
@@ -281,8 +271,8 @@ def _by_depth(rows: Sequence[np.ndarray], gamma: int) -> Rates:
         above, kept = ([row[:, place].sum() for row in complete] for place in (depth, depth + 1))
         if not any(above):
             break
-        found.append(formulas.clustered_mean(kept, above))
-    return found
+        means.append(formulas.clustered_mean(kept, above))
+    return means
 
 
 def count(
@@ -297,37 +287,30 @@ def count(
 
     A smaller γ is expected to accept as many at its positions as G does at its first ones.
     """
-    alpha: float | None = None
-    error: float | None = None
-    where_drafted: float | None = None
+    alpha = error = where_drafted = None
     positions, drafting, lengths = 0, 1.0, []
     survival: dict[str, Rates] = {}
     by_depth: dict[str, Rates] = {}
     work: dict[tuple[str, int], list[Work]] = {}
     for name in verifiers:
         how = options.decoding() | dict(drafter=drafter, gamma=gamma, verifier=name)
-        decode = make_decoder(target, how)
-        results = [
-            batch.decode_with(decode)
-            for batch in track(batches, len(batches), f"counting, {name} verification")
-        ]
+        decode, what = make_decoder(target, how), f"counting, {name} verification"
+        results = [batch.decode_with(decode) for batch in track(batches, len(batches), what)]
         rows = [row for result in results for row in result.stats.per_row]
-        examined = [int(row.examined_by_position.sum()) for row in rows]
+        kept, calls = [row.accepted for row in rows], [row.target_calls for row in rows]
+        accepted = np.array([row.accepted_by_position for row in rows]).T
+        examined = np.array([row.examined_by_position for row in rows]).T
         if alpha is None and any(result.stats.acceptance_rate is not None for result in results):
-            wanted = [row.undrafted + count for row, count in zip(rows, examined, strict=True)]
-            alpha, error = formulas.clustered_mean([row.accepted for row in rows], wanted)
-            where_drafted = sum(row.accepted for row in rows) / sum(examined)
-            positions = sum(wanted)
-        calls = [row.target_calls for row in rows]
-        by_position = np.array([row.accepted_by_position for row in rows])
+            wanted = examined.sum(axis=0) + [row.undrafted for row in rows]
+            alpha, error = formulas.clustered_mean(kept, wanted)
+            where_drafted, positions = sum(kept) / int(examined.sum()), int(wanted.sum())
         survival[name] = [
-            formulas.clustered_mean(by_position[:, i], calls) if any(calls) else (0.0, None)
-            for i in range(gamma)
+            formulas.clustered_mean(column, calls) if any(calls) else (0.0, None)
+            for column in accepted
         ]
-        reached_by_position = np.array([row.examined_by_position for row in rows])
         by_depth[name] = [
-            formulas.clustered_mean(kept, reached)
-            for kept, reached in zip(by_position.T, reached_by_position.T, strict=True)
+            formulas.clustered_mean(column, reached)
+            for column, reached in zip(accepted, examined, strict=True)
             if any(reached)
         ]
         per_call = formulas.tokens_by_survival([mean for mean, _ in survival[name]])
@@ -343,18 +326,8 @@ def count(
                 dataclasses.replace(one, calls=n, draft_calls=g * n)
                 for one, n in zip(made, calls, strict=True)
             ]
-    return Acceptance(
-        "counted",
-        alpha,
-        error,
-        positions,
-        survival,
-        lengths,
-        work,
-        by_depth=by_depth,
-        alpha_where_drafted=where_drafted,
-        drafting=drafting,
-    )
+    measured = ("counted", alpha, error, positions, survival, lengths, work, {}, by_depth, {})
+    return Acceptance(*measured, where_drafted, drafting)
 
 
 class Comparison(NamedTuple):
@@ -399,24 +372,23 @@ def compare(
     decoding = options.decoding() | dict(drafter=drafter, gamma=gamma) | token
     for batch in track(batches, len(batches), "comparing"):
         state, request = prepare(target, batch.inputs, key=batch.keys, **decoding)
-        found: list[list[int]] = [[] for _ in batch.ids]
+        places: list[list[int]] = [[] for _ in batch.ids]
         lengths, seen = np.array(state.lengths), np.zeros(len(batch.ids), np.int64)
         while not np.all(state.done):
             state = advance(request.network, request.drafter, state, np.int32(1))
             examined = np.array(state.counts.examined_by_position).sum(axis=1)
-            for row, places in enumerate(found):
+            for row, own in enumerate(places):
                 first = int(lengths[row] - request.prefix_lengths[row])
-                places += range(first, first + int(examined[row] - seen[row]))
+                own += range(first, first + int(examined[row] - seen[row]))
             lengths, seen = np.array(state.lengths), examined
         accepted = np.array(state.counts.accepted)
         result = finish(target, state, request)
-        agreed = agreement(
-            target, _get_model(drafter), batch.ids, result.tokens, result.lengths, config
-        )
-        for row, places in enumerate(found):
-            counts.append(len(places))
+        model = cast(ModelDrafter, drafter).model
+        agreed = agreement(target, model, batch.ids, result.tokens, result.lengths, config)
+        for row, own in enumerate(places):
+            counts.append(len(own))
             kept.append(int(accepted[row]))
-            overlaps.append(float(agreed.overlap[row, places].sum()))
+            overlaps.append(float(agreed.overlap[row, own].sum()))
     if not sum(counts):
         return None
     differences = np.array(kept) - np.array(overlaps)

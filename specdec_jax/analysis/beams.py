@@ -16,11 +16,12 @@ from specdec_jax.analysis.timing import summarize
 from specdec_jax.analysis.variants import (
     SentenceBatch,
     Variant,
-    first_differences,
+    list_differences,
     make_decoder,
 )
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.planning import plan_decoding
+from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.search_options import BeamOptions
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
@@ -162,19 +163,13 @@ def _differences(
     how: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Returns the inputs whose best output differs from plain beam search's, with its margin."""
-    found = []
-    for batch, other, ours, row, position in first_differences(theirs, plain, batches):
+
+    def measure(
+        batch: SentenceBatch, other: GenerationResult, ours: GenerationResult, row: int, _: int
+    ) -> dict[str, Any]:
         assert ours.scores is not None and other.scores is not None, "both are of beam searches"
         margin = near_ties.search_margin(target, batch.inputs[row], how)
-        found.append(
-            {
-                "input": batch.numbers[row],
-                "position": position,
-                "plain": int(ours.tokens[row, position]),
-                "theirs": int(other.tokens[row, position]),
-                "margin": margin,
-                "near_tie": margin <= MARGIN,
-                "scores": [float(ours.scores[row]), float(other.scores[row])],
-            }
-        )
-    return found
+        scores = [float(ours.scores[row]), float(other.scores[row])]
+        return {"margin": margin, "near_tie": margin <= MARGIN, "scores": scores}
+
+    return list_differences(theirs, plain, batches, measure)

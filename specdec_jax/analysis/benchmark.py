@@ -30,10 +30,12 @@ from specdec_jax.analysis.tuning import Choice
 from specdec_jax.analysis.variants import (
     SentenceBatch,
     Variant,
-    first_differences,
+    describe_differing,
+    list_differences,
     make_decoder,
 )
 from specdec_jax.backends.jax_settings import isolated
+from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.trees import tree_options
 from specdec_jax.files.progress import waiting
 from specdec_jax.models.language_model import LanguageModel
@@ -223,10 +225,7 @@ def _record(
             "cost_ratio": None if bare_draft is None else bare_draft.median / own,
             "verify_cost": {gamma: times[f"bare verify {gamma}"].median / own for gamma in gammas},
         },
-        "plain": {
-            **plain.record(),
-            "seconds_per_token": seconds / max(plain.tokens, 1),
-        },
+        "plain": plain.record() | {"seconds_per_token": seconds / max(plain.tokens, 1)},
         "speculative": [
             _variant_record(variant, plain, target, times, batches, options)
             for variant in variants.values()
@@ -345,13 +344,10 @@ def _tree_records(
             }
         )
 
-    chain, tree_variant = (
-        min(those, key=lambda variant: float(np.median(variant.seconds_per_token)))
-        for those in (
-            [variant for variant in variants.values() if variant.gamma and variant.tree is None],
-            [variant for variant in variants.values() if variant.tree is not None],
-        )
-    )
+    drafting = [variant for variant in variants.values() if variant.gamma]
+    drafting.sort(key=lambda variant: float(np.median(variant.seconds_per_token)))
+    chain = next(variant for variant in drafting if variant.tree is None)
+    tree_variant = next(variant for variant in drafting if variant.tree is not None)
     beside = {
         "tree": tree_variant.tree,
         "gamma": chain.gamma,
@@ -380,26 +376,18 @@ def _differences(
     variant: Variant, plain: Variant, target: LanguageModel, batches: Sequence[SentenceBatch]
 ) -> list[dict[str, Any]]:
     """Returns the inputs with other argmax tokens than plain decoding's, with their margins."""
-    found = []
-    for batch, ours, theirs, row, position in first_differences(variant, plain, batches):
-        prefix = [target.start_token, *theirs.tokens[row, :position].tolist()]
+
+    def measure(
+        batch: SentenceBatch, _: object, expected: GenerationResult, row: int, position: int
+    ) -> dict[str, Any]:
+        prefix = [target.start_token, *expected.tokens[row, :position].tolist()]
         if decoder_only(target):
             prefix = [*(batch.ids[row] or prefix[:1]), *prefix[1:]]
-        how = near_ties.measure_difference(
-            target, batch.ids[row], prefix, variant.gamma + 1, len(batch.ids)
-        )
-        found.append(
-            {
-                "input": batch.numbers[row],
-                "position": position,
-                "plain": int(theirs.tokens[row, position]),
-                "speculative": int(ours.tokens[row, position]),
-                "margin": how.margin,
-                "noise": how.noise,
-                "near_tie": how.near_tie,
-            }
-        )
-    return found
+        width, rows = variant.gamma + 1, len(batch.ids)
+        how = near_ties.measure_difference(target, batch.ids[row], prefix, width, rows)
+        return how._asdict() | {"near_tie": how.near_tie}
+
+    return list_differences(variant, plain, batches, measure)
 
 
 def _problems(
@@ -411,10 +399,6 @@ def _problems(
         return problems
     for one in [*record["speculative"], *record.get("trees", ())]:
         name = f"tree {one['tree']}" if "tree" in one else f"gamma {one['gamma']}"
-        wrong = [str(item["input"] + 1) for item in one["differences"] if not item["near_tie"]]
-        if wrong:
-            problems.append(
-                f"{name}: got other tokens than plain decoding for sentences {', '.join(wrong)}, "
-                "expected the same but for near-ties"
-            )
+        wrong = [item["input"] for item in one["differences"] if not item["near_tie"]]
+        problems += describe_differing(name, wrong)
     return problems

@@ -10,8 +10,10 @@ from specdec_jax.analysis.variants import (
     SentenceBatch,
     Variant,
     count_differing,
-    first_differences,
+    describe_differing,
+    list_differences,
 )
+from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.models.language_model import LanguageModel
 
 # Two implementations add up in different orders; a float32 argmax may differ if the two largest
@@ -68,29 +70,19 @@ def _differences(
     theirs: Variant, plain: Variant, target: LanguageModel, batches: Sequence[SentenceBatch]
 ) -> list[dict[str, Any]]:
     """Returns the inputs with different tokens, with the margin of the first difference."""
-    found = []
-    for batch, other, ours, row, position in first_differences(theirs, plain, batches):
-        fed = [target.start_token, *ours.tokens[row, :position].tolist()]
+
+    def measure(
+        batch: SentenceBatch, _: object, expected: GenerationResult, row: int, position: int
+    ) -> dict[str, Any]:
+        fed = [target.start_token, *expected.tokens[row, :position].tolist()]
         logits = np.asarray(target.logits([batch.ids[row]], [fed]))[0, -1]
         second, first = np.partition(logits, -2)[-2:]
-        found.append(
-            {
-                "input": batch.numbers[row],
-                "position": position,
-                "plain": int(ours.tokens[row, position]),
-                "theirs": int(other.tokens[row, position]),
-                "margin": float(first - second),
-            }
-        )
-    return found
+        return {"margin": float(first - second)}
+
+    return list_differences(theirs, plain, batches, measure)
 
 
 def problems(record: Mapping[str, Any], dtype: str, margin: float = MARGIN) -> list[str]:
     """Returns a message if float32 tokens differ that are no near-ties."""
-    wrong = [str(item["input"] + 1) for item in record["differences"] if item["margin"] > margin]
-    if dtype != "float32" or not wrong:
-        return []
-    return [
-        f"{record['name']}: got other tokens than plain decoding for sentences {', '.join(wrong)}, "
-        "expected the same but for near-ties"
-    ]
+    wrong = [item["input"] for item in record["differences"] if item["margin"] > margin]
+    return describe_differing(record["name"], wrong) if dtype == "float32" else []

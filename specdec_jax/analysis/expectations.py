@@ -161,10 +161,7 @@ def expectations(
     """
     verify_cost, alpha, table = interpolate(v, gamma_max), accepted.alpha, []
     mean_cost = [1 + accepted.drafting * (value - 1) for value in verify_cost]
-    tokens = {
-        name: formulas.tokens_by_survival([kept for kept, _ in rates])
-        for name, rates in accepted.survival.items()
-    }
+    tokens = accepted.tokens_per_call()
     for gamma in range(1, gamma_max + 1):
         width = mean_cost[gamma]
         of_alpha: dict[str, float | None] = dict.fromkeys(

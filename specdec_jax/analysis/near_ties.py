@@ -68,13 +68,13 @@ def measure_difference(
     padded[: len(prefix)] = prefix
 
     def logits(step: int) -> np.ndarray:
-        network, found = model.network, []
+        network, computed = model.network, []
         cache = prefill_cache(network, rows, lengths, slots=len(padded))
         for start in range(0, len(padded), step):
             tokens = np.tile(padded[start : start + step], (batch, 1))
             out, cache = _decode(network, tokens, np.full(batch, start, np.int32), cache)
-            found.append(np.asarray(out[0]))
-        return np.concatenate(found)[: len(prefix)]
+            computed.append(np.asarray(out[0]))
+        return np.concatenate(computed)[: len(prefix)]
 
     single, wide = logits(1), logits(width)
     second, first = np.partition(single[-1], -2)[-2:]
@@ -104,15 +104,15 @@ def search_margin(model: LanguageModel, given: Any, how: Mapping[str, Any]) -> f
 @jax.jit
 def _margin(target: Network, state: BeamState) -> tuple[jax.Array, BeamState]:
     """Returns the margin of one step of plain search, of one row, and the state after it."""
-    tree, live = live_beams(state), jnp.ones((1, state.config.beams), bool)
-    states, _ = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, live)
-    own, adjusted = scored(state, target.head(states, live), tree)
+    tree, valid = live_beams(state), jnp.ones((1, state.config.beams), bool)
+    states, _ = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, valid)
+    own, adjusted = scored(state, target.head(states, valid), tree)
     sums = node_sums(tree, state.live.scores, own if adjusted is None else adjusted)
-    found = candidates(own, adjusted, sums, state.config).sums.reshape(-1)
-    found, _ = jax.lax.top_k(found, min(state.config.candidates + 1, len(found)))
+    best = candidates(own, adjusted, sums, state.config).sums.reshape(-1)
+    best, _ = jax.lax.top_k(best, min(state.config.candidates + 1, len(best)))
     after = iterate_beams(target, None, state)
     finished = jnp.where(after.is_finished, after.finished.scores, -jnp.inf)[0]
-    return jnp.minimum(_least_gap(found), _least_gap(finished)), after
+    return jnp.minimum(_least_gap(best), _least_gap(finished)), after
 
 
 def _least_gap(numbers: jax.Array) -> jax.Array:

@@ -153,7 +153,7 @@ def verified_state(
     """Returns a state in the middle of rows of `shape.slots` tokens, for `verified_steps`."""
     batch, _, slots = shape
     inputs, lengths = shape.inputs(network)
-    vocab, rows = network.vocab_size, lambda value: jnp.full(batch, value, jnp.int32)
+    vocab, rows = network.vocab_size, functools.partial(jnp.full, batch, dtype=jnp.int32)
     start = (slots - gamma - 1) // 2 + 1
     static = StaticConfig(gamma, config.mode, vocab, VERIFIERS[verifier])
     given = prefill.PrefillInputs(

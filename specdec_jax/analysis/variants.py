@@ -5,7 +5,7 @@ The variants are interleaved batch by batch, since the speed of a shared machine
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -93,12 +93,8 @@ class Variant:
 
     def record(self) -> dict[str, Any]:
         """Returns the seconds and tokens as records have them."""
-        seconds = timing.summarize(self.seconds)
-        return {
-            "seconds": seconds,
-            "tokens": self.tokens,
-            "compile_seconds": self.compile_seconds,
-        }
+        seconds, compiling = timing.summarize(self.seconds), self.compile_seconds
+        return {"seconds": seconds, "tokens": self.tokens, "compile_seconds": compiling}
 
     def total(self, name: str) -> int:
         """Returns a field of `Stats` summed over all batches."""
@@ -106,16 +102,9 @@ class Variant:
 
     def totals(self) -> dict[str, Any]:
         """Returns the counts of all batches together, as JSON values."""
-        names = (
-            "target_calls",
-            "draft_calls",
-            "drafted",
-            "accepted",
-            "examined_by_position",
-            "accepted_by_position",
-            "undrafted",
-        )
-        return {name: np.asarray(self.total(name)).tolist() for name in names}
+        names = "target_calls draft_calls drafted accepted examined_by_position"
+        names += " accepted_by_position undrafted"
+        return {name: np.asarray(self.total(name)).tolist() for name in names.split()}
 
 
 def cut_batches(
@@ -150,10 +139,8 @@ def make_batches(
     target: LanguageModel, sentences: Sequence[str], options: Setup
 ) -> list[SentenceBatch]:
     """Returns sentences in batches."""
-    ids, parts = (
-        encode(target, sentences, options.max_input_length),
-        row_parts(target.network.rules),
-    )
+    ids = encode(target, sentences, options.max_input_length)
+    parts = row_parts(target.network.rules)
     return cut_batches(list(sentences), ids, options.batch_size, options.seed, parts)
 
 
@@ -213,32 +200,53 @@ def missing_outputs(variants: Mapping[str, Variant]) -> list[str]:
     """Returns messages about variants that lack outputs which the plain one has."""
     problems, expected = [], [result.lengths > 0 for result in variants["plain"].results]
     for name, variant in variants.items():
-        found = variant.results
-        if len(found) != len(expected):
-            message = f"got outputs for {len(found)} batches, expected {len(expected)}"
-            problems.append(f"{name}: {message}")
-        missing = sum(int(np.sum(want & (got.lengths == 0))) for want, got in zip(expected, found))
-        if missing:
-            message = f"got no output for {missing} inputs, expected one as in plain decoding"
-            problems.append(f"{name}: {message}")
+        got, most = len(variant.results), len(expected)
+        if got != most:
+            problems.append(f"{name}: got outputs for {got} batches, expected {most}")
+        pairs = zip(expected, variant.results)
+        if missing := sum(int(np.sum(want & (got.lengths == 0))) for want, got in pairs):
+            how = "expected one as in plain decoding"
+            problems.append(f"{name}: got no output for {missing} inputs, {how}")
     return problems
 
 
-def first_differences(
-    ours: Variant, theirs: Variant, batches: Sequence[SentenceBatch]
-) -> Iterator[tuple[SentenceBatch, GenerationResult, GenerationResult, int, int]]:
-    """Yields (batch, our result, their result, row, position) where tokens first differ.
+def list_differences(
+    ours: Variant,
+    plain: Variant,
+    batches: Sequence[SentenceBatch],
+    measure: Callable[[SentenceBatch, GenerationResult, GenerationResult, int, int], dict],
+) -> list[dict[str, Any]]:
+    """Returns a record of every input with other tokens than plain decoding, in their order.
 
-    There is one for every input with different tokens, in the order of the inputs.
+    `measure` returns the further fields, "margin" among them, of (batch, our result, plain
+    decoding's, row, first position with another token).
     """
     found = []
-    for batch, one, other in zip(batches, ours.results, theirs.results, strict=True):
-        differs = one.tokens != other.tokens
-        for row in np.flatnonzero(np.any(differs, axis=1)):
+    for batch, other, expected in zip(batches, ours.results, plain.results, strict=True):
+        differs = other.tokens != expected.tokens
+        for row in map(int, np.flatnonzero(differs.any(axis=1))):
             position = int(np.argmax(differs[row]))
-            found.append((batch.numbers[row], (batch, one, other, int(row), position)))
-    for _, item in sorted(found, key=lambda pair: pair[0]):
-        yield item
+            found.append(
+                {
+                    "input": batch.numbers[row],
+                    "position": position,
+                    "plain": int(expected.tokens[row, position]),
+                    "other": int(other.tokens[row, position]),
+                    **measure(batch, other, expected, row, position),
+                }
+            )
+    return sorted(found, key=lambda item: item["input"])
+
+
+def describe_differing(name: str, numbers: Sequence[int]) -> list[str]:
+    """Returns a message about the inputs of these numbers, whose tokens differ; [] for none."""
+    if not numbers:
+        return []
+    sentences = ", ".join(str(number + 1) for number in numbers)
+    return [
+        f"{name}: got other tokens than plain decoding for sentences {sentences}, expected the "
+        "same but for near-ties"
+    ]
 
 
 def count_differing(ours: Variant, theirs: Variant) -> int:

@@ -25,7 +25,6 @@ def find_best(seconds: Mapping[str, np.ndarray], plain: str = "plain") -> dict[s
       next: the name of the next best way of drafting; None if there is none.
       over_next: the time of the next best over its own, or None.
     """
-
     arrays = {name: np.asarray(values) for name, values in seconds.items()}
     base = arrays.pop(plain)
     ranked = sorted(arrays, key=lambda name: -float(np.median(base / arrays[name])))
@@ -41,18 +40,18 @@ def find_best(seconds: Mapping[str, np.ndarray], plain: str = "plain") -> dict[s
 
 
 def describe_best(
-    found: Mapping[str, Any], passes: int, advice: str, plain: str = "plain decoding"
+    verdict: Mapping[str, Any], passes: int, advice: str, plain: str = "plain decoding"
 ) -> list[str]:
     """Returns the result of `find_best` in words, the verdict first.
 
     Args:
-      found: the result of `find_best`.
+      verdict: the result of `find_best`.
       passes: number of passes; one shows no spread.
       advice: an alternative to try if drafting does not pay.
       plain: the name of the baseline.
     """
-    gain = found["improvement"]
-    shown = f"{_spread(gain, passes)} the speed of {plain}, with {found['best']}"
+    gain = verdict["improvement"]
+    shown = f"{_spread(gain, passes)} the speed of {plain}, with {verdict['best']}"
     if passes == 1:
         pays = "seems to pay" if gain["median"] > 1 else "does not seem to pay"
         lines = [f"drafting {pays} here: {shown}; one pass shows no spread, --repeats=3 does"]
@@ -64,10 +63,10 @@ def describe_best(
     else:
         within = f"within the spread of {passes} passes"
         lines = [f"drafting may or may not pay here: {shown}, {within}; try {advice}"]
-    if found["next"] is not None:
-        ahead = found["over_next"]
+    if verdict["next"] is not None:
+        ahead = verdict["over_next"]
         where = "beyond" if ahead["least"] > 1 else "within"
-        names = f"{found['best']} over {found['next']}, the next best"
+        names = f"{verdict['best']} over {verdict['next']}, the next best"
         line = f"{names}: {_spread(ahead, passes)} as fast"
         lines.append(line + (f", {where} the spread" if passes > 1 else ""))
     return lines

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+from typing import Any
 
 import numpy as np
 
@@ -119,35 +120,29 @@ class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
     json: bool = option(False, "print the JSON record instead of the summary")
 
     def check(self) -> None:
-        for name, preset in (("preset", self.preset), ("drafter_preset", self.drafter_preset)):
+        presets = {"preset": self.preset, "drafter_preset": self.drafter_preset}
+        for name, preset in presets.items():
             if preset and preset not in PRESETS:
                 raise ValueError(f"{name}: got {preset!r}, expected one of {', '.join(PRESETS)}")
         names = ["target", "input_file", "vocabulary", "limit"]
         names += [] if without_model(self.drafter or "") else ["drafter"]
         for name in names if self.preset else ():
             if getattr(self, name):
-                raise ValueError(
-                    f"got --preset={self.preset} with --{name}, expected one or the other"
-                )
-        if self.drafter_preset:
-            if not self.preset:
-                raise ValueError(
-                    f"got --drafter_preset={self.drafter_preset} alone, expected --preset too"
-                )
-            if PRESETS[self.drafter_preset].family != PRESETS[self.preset].family:
-                raise ValueError(
-                    f"drafter_preset: got {self.drafter_preset!r}, expected a shape of the same "
-                    f"family as {self.preset!r}"
-                )
-        if self.input_length is not None and not self.preset:
-            raise ValueError(f"got --input_length={self.input_length} alone, expected --preset too")
+                got = f"got --preset={self.preset} with --{name}"
+                raise ValueError(f"{got}, expected one or the other")
+        for name in ("drafter_preset", "input_length"):
+            if (value := getattr(self, name)) not in (None, "") and not self.preset:
+                raise ValueError(f"got --{name}={value} alone, expected --preset too")
+        shapes = [PRESETS[preset] for preset in presets.values() if preset]
+        if len({shape.family for shape in shapes}) > 1:
+            got = f"drafter_preset: got {self.drafter_preset!r}"
+            raise ValueError(f"{got}, expected a shape of the same family as {self.preset!r}")
         if self.report:
             got = f"report: got {self.report!r} without a suite"
             raise ValueError(f"{got}, expected --suite (or `specdec figures`)")
         if self.drafter and self.drafter_preset:
-            raise ValueError(
-                f"got --drafter={self.drafter} with --drafter_preset, expected one or the other"
-            )
+            got = f"got --drafter={self.drafter} with --drafter_preset"
+            raise ValueError(f"{got}, expected one or the other")
         self._check_beams()
         super().check() if not self.preset else self.check_decoding()
         self._check_synthetic()
@@ -157,14 +152,13 @@ class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
             check_gamma(gamma)
             at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always timed
             self.gamma_of(gamma)
-        at_least(
-            1, batch_size=self.batch_size, repeats=self.repeats, input_length=self.preset_length
-        )
+        at_least(1, batch_size=self.batch_size, repeats=self.repeats)
+        at_least(1, input_length=self.preset_length)
         at_least(0, limit=self.limit)
         if self.preset and self.preset_length > self.max_input_length:
             most = f"max_input_length = {self.max_input_length}"
             raise ValueError(f"input_length: got {self.preset_length}, expected at most {most}")
-        for name, preset in (("preset", self.preset), ("drafter_preset", self.drafter_preset)):
+        for name, preset in presets.items():
             if preset:
                 check_positions(PRESETS[preset], self.preset_length + self.max_new_tokens, name)
         check_output(self.output)
@@ -312,15 +306,9 @@ def _preset(
         config = PRESETS[preset].replace(dtype=dtype)
         # Without EOS ids every output has full length.
         rules = options.placement(drafts)
+        how: dict[str, Any] = dict(name=preset, eos_ids=(), rules=rules, quantize=quantize)
         with Progress(f"making {preset}", parameter_count(config), "parameters") as progress:
-            return LanguageModel.dummy(
-                config,
-                name=preset,
-                eos_ids=(),
-                rules=rules,
-                quantize=quantize,
-                report=progress.advance,
-            )
+            return LanguageModel.dummy(config, report=progress.advance, **how)
 
     assert options.preset
     target = target or model(options.preset)

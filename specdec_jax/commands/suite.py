@@ -148,10 +148,10 @@ def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
         if failed:
             raise CheckFailed("; ".join(failed))
         journal.finish()
-    found = read_records(options.output)
-    print(_table([line for record in found for line in read_rows(record)]))
+    records = read_records(options.output)
+    print(_table([line for record in records for line in read_rows(record)]))
     if options.report:
-        page = report_page.report([(pathlib.Path(options.output), record) for record in found])
+        page = report_page.report([(pathlib.Path(options.output), record) for record in records])
         write_file(options.report, page)
         print(f"wrote {options.output} and {options.report}")
     else:
@@ -193,11 +193,9 @@ def _measure(
 
 def _with_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
     """Returns whether T5X is installed and can decode the row: argmax, with a shape it supports."""
-    if (
-        row.temperature > 0
-        or row.sampling().mode.processes
-        or t5x.explain_unsupported(target.config)
-    ):
+    if row.temperature > 0 or row.sampling().mode.processes:
+        return False
+    if t5x.explain_unsupported(target.config):
         return False
     known = target.start_token == 0 and len(target.eos_ids) <= 1
     return known and importlib.util.find_spec("t5x") is not None
@@ -210,13 +208,13 @@ def _title(row: BenchmarkOptions) -> str:
     return f"== {target} with {drafter}, gamma {gammas}, temperature {row.temperature:g}{lenience}"
 
 
-def _table(found: Sequence[Row]) -> str:
+def _table(measured: Sequence[Row]) -> str:
     """Returns rows as in tables 2 and 4.
 
     "expected" is theorem 3.8 with the measured v, encoders and lengths.
     """
     lines = [f"{'drafter':<28} T  verification          γ  α      c      v     expected  measured"]
-    for row in found:
+    for row in measured:
         kind = f"{row.drafter:<28} {row.temperature:g}  {row.verifier:<20} {row.gamma:>2}"
         numbers = (row.alpha, 3), (row.cost_ratio, 3), (row.verify_cost, 2), (row.predicted, 2)
         alpha, c, v, expected = (

@@ -55,7 +55,7 @@ def test_record_against_another(target):
         difference["input"],
         difference["position"],
         difference["plain"],
-        difference["theirs"],
+        difference["other"],
     ) == (
         0,
         0,

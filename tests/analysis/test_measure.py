@@ -340,7 +340,7 @@ def test_counting_and_overlap_are_one_with_argmax():
 
 
 def test_another_drafters_distribution_does_not_agree(monkeypatch):
-    """The comparison tells a drafter from a worse one, and positions from their neighbours."""
+    """The comparison separates a drafter from a worse one, and positions from their neighbours."""
     drafter, inputs = (
         ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)),
         [[2 + i % 8, 3] for i in range(256)],

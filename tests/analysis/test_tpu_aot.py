@@ -217,7 +217,7 @@ def test_estimates_of_table_2_are_what_the_page_reads(monkeypatch):
     monkeypatch.setattr(tpu_estimates, "call_seconds", of_call)
     found = tpu_estimates.times(PAIR, CHIPS["v4"])
     lines = page.tabulate_times(parse(ESTIMATE | {"times": found})).lines
-    assert len(lines) == 12 and lines[0][:5] == ("EnDe, t5_1_1/small", "0", 7, "0.75", "0.02")
+    assert len(lines) == 12 and lines[0][:5] == ("EnDe, t5_1_1/small", "0", "7", "0.75", "0.02")
     tokens = (1 - 0.75**8) / 0.25
     c, v, gain, c_two, v_two, gain_two = map(float, lines[0][5:11])
     assert (c, v) == (0.033, 0.5) and gain == pytest.approx(tokens / (7 * 0.1 / 3 + 0.5), abs=0.006)

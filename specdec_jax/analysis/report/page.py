@@ -2,7 +2,7 @@
 
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
@@ -17,7 +17,6 @@ from specdec_jax.analysis.report.records import (
     BenchmarkRecord,
     DemoRecord,
     DrawnTree,
-    EstimatedCosts,
     EstimateRecord,
     ExampleVariant,
     FigureRecord,
@@ -45,6 +44,19 @@ class Table(NamedTuple):
     caption: str
     head: Sequence[str]
     lines: Sequence[Sequence[Any]]
+
+    @classmethod
+    def build(
+        cls, caption: str, rows: Iterable[Any], *columns: tuple[str, str | Callable[[Any], Any]]
+    ) -> "Table":
+        """Returns a table with a line for each of `rows`.
+
+        A column is its head, and how its cells are made: by a format string that takes the row, or
+        a function of it.
+        """
+        cells = [text.format if isinstance(text, str) else text for _, text in columns]
+        lines = [tuple(cell(row) for cell in cells) for row in rows]
+        return cls(caption, [head for head, _ in columns], lines)
 
     @property
     def is_text(self) -> list[bool]:
@@ -104,60 +116,50 @@ def _draw_timeline(variants: Sequence[ExampleVariant]) -> Markup:
 
 
 def _theory() -> dict[str, Any]:
-    table_1 = [
-        (
-            f"{row.alpha:.1f}",
-            row.gamma,
-            f"{row.operations:.2f}",
-            f"{formulas.operations(row.alpha, row.gamma):.2f}",
-            f"{row.speed:.2f}",
-            f"{formulas.improvement(row.alpha, row.gamma, 0.0):.2f}",
-        )
-        for row in paper.TABLE_1
-    ]
-    table_4 = [
-        (
-            f"{row.task}, {row.drafter}",
-            row.temperature,
-            row.gamma,
-            f"{row.alpha:.2f}",
-            f"{row.cost_ratio:.2f}",
-            f"{row.expected:.1f}",
-            f"{formulas.improvement(row.alpha, row.gamma, row.cost_ratio):.2f}",
-            f"{row.measured:.1f}",
-            formulas.optimal_gamma(row.alpha, row.cost_ratio),
-            f"{formulas.oracle_improvement(row.alpha, row.cost_ratio):.2f}",
-        )
-        for row in paper.TABLE_4
-    ]
-    table_5 = [
-        (name, *(f"{alpha:.2f}" for alpha in alphas)) for name, alphas in paper.TABLE_5.items()
-    ]
-    costs = ("drafter", "T", "γ", "α", "c")
-    factors = ("expected, printed", "computed", "measured (paper)", "best γ", "oracle of γ")
-    operations = ("operations, printed", "computed", "speed, printed", "computed")
+    gains = {
+        row: formulas.improvement(row.alpha, row.gamma, row.cost_ratio) for row in paper.TABLE_4
+    }
     return {
         "expected_tokens": Markup(plots.svg(plots.draw_expected_tokens())),
         "optimal_gammas": Markup(plots.svg(plots.draw_optimal_gammas())),
         "operations": Markup(plots.svg(plots.draw_operations())),
-        "table_1": Table(
+        "table_1": Table.build(
             "Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
-            ("α", "γ", *operations),
-            table_1,
+            paper.TABLE_1,
+            ("α", "{0.alpha:.1f}"),
+            ("γ", "{0.gamma}"),
+            ("operations, printed", "{0.operations:.2f}"),
+            ("computed", lambda row: f"{formulas.operations(row.alpha, row.gamma):.2f}"),
+            ("speed, printed", "{0.speed:.2f}"),
+            ("computed", lambda row: f"{formulas.improvement(row.alpha, row.gamma, 0.0):.2f}"),
         ),
-        "table_4": Table(
+        "table_4": Table.build(
             "Tables 2 and 4. Improvement of T5-XXL on one TPU v4, batch 1",
-            (*costs, *factors),
-            table_4,
+            paper.TABLE_4,
+            ("drafter", "{0.task}, {0.drafter}"),
+            ("T", "{0.temperature}"),
+            ("γ", "{0.gamma}"),
+            ("α", "{0.alpha:.2f}"),
+            ("c", "{0.cost_ratio:.2f}"),
+            ("expected, printed", "{0.expected:.1f}"),
+            ("computed", lambda row: f"{gains[row]:.2f}"),
+            ("measured (paper)", "{0.measured:.1f}"),
+            ("best γ", lambda row: formulas.optimal_gamma(row.alpha, row.cost_ratio)),
+            (
+                "oracle of γ",
+                lambda row: f"{formulas.oracle_improvement(row.alpha, row.cost_ratio):.2f}",
+            ),
         ),
         "table_5": Table(
             "Table 5. α of standard sampling over lenience, T5-XXL, EnDe (printed)",
             ("drafter", *(f"l = {value:g}" for value in paper.LENIENCES)),
-            table_5,
+            [
+                (name, *(f"{alpha:.2f}" for alpha in alphas))
+                for name, alphas in paper.TABLE_5.items()
+            ],
         ),
         "blurred": "; ".join(
-            f"{row.task}, {row.drafter}, temperature {row.temperature}: "
-            f"{formulas.improvement(row.alpha, row.gamma, row.cost_ratio):.2f} where "
+            f"{row.task}, {row.drafter}, temperature {row.temperature}: {gains[row]:.2f} where "
             f"{row.expected:.1f} is printed"
             for row in BLURRED
         ),
@@ -176,10 +178,10 @@ def _section(record: Any) -> dict[str, Any]:
         pair = f"{record.target.name} with {record.drafter.name}"
         about = f"{pair}, temperature {record.options.temperature:g}"
         return section | {"about": about, "demo": record}
-    found, figures = rows(record), []
-    section["about"] = found[0].about if found else ""
+    measured, figures = rows(record), []
+    section["about"] = measured[0].about if measured else ""
     beams = isinstance(record, BeamRecord)
-    section["table"] = _tabulate_rows(found, "beam search" if beams else "decoding")
+    section["table"] = _tabulate_rows(measured, "beam search" if beams else "decoding")
     if isinstance(record, MeasureRecord):
         figures.append(plots.draw_measurement(record))
         if record.same_positions:
@@ -187,7 +189,7 @@ def _section(record: Any) -> dict[str, Any]:
             section["same_positions"] = summaries.describe_same_positions(same)
     bars = [
         (_name_bar(row, beams), row.improvement, row.predicted)
-        for row in found
+        for row in measured
         if row.improvement is not None
     ]
     if bars:
@@ -208,53 +210,49 @@ def _name_bar(row: Row, beams: bool) -> str:
     return ", ".join([row.drafter, *gamma, *([row.verifier] if named else [])])
 
 
-def _tabulate_rows(found: Sequence[Row], what: str) -> Table:
-    costs = ("drafter", "verification", "γ", "α", "c (products)", "v (products)")
-    gains = ("tokens per call", "predicted", "measured", "measured / predicted")
-    lines = [
-        (
-            row.drafter,
-            row.verifier,
-            _decimal(row.gamma, 0),
-            _rate(row),
-            _with_bare(row.cost_ratio, row.bare_cost_ratio, 3),
-            _with_bare(row.verify_cost, row.bare_verify_cost, 2),
-            _decimal(row.tokens_per_call, 2),
-            _decimal(row.predicted, 3),
-            _spread(row.improvement),
-            _spread(row.reached),
-            _decimal(row.differ, 0),
-        )
-        for row in found
-    ]
-    return Table(f"Improvement over plain {what}", (*costs, *gains, "outputs that differ"), lines)
+def _tabulate_rows(measured: Sequence[Row], what: str) -> Table:
+    return Table.build(
+        f"Improvement over plain {what}",
+        measured,
+        ("drafter", "{0.drafter}"),
+        ("verification", "{0.verifier}"),
+        ("γ", lambda row: _decimal(row.gamma, 0)),
+        ("α", _rate),
+        ("c (products)", lambda row: _with_bare(row.cost_ratio, row.bare_cost_ratio, 3)),
+        ("v (products)", lambda row: _with_bare(row.verify_cost, row.bare_verify_cost, 2)),
+        ("tokens per call", lambda row: _decimal(row.tokens_per_call, 2)),
+        ("predicted", lambda row: _decimal(row.predicted, 3)),
+        ("measured", lambda row: _spread(row.improvement)),
+        ("measured / predicted", lambda row: _spread(row.reached)),
+        ("outputs that differ", lambda row: _decimal(row.differ, 0)),
+    )
 
 
 def _tabulate_against(against: AgainstRecord) -> Table:
-    caption = f"Time of {against.name}'s own decoding over ours, on the same weights and inputs"
-    lines = [(ours, _spread(times.spread())) for ours, times in against.improvement.items()]
-    return Table(caption, ("ours", "factor"), lines)
+    return Table.build(
+        f"Time of {against.name}'s own decoding over ours, on the same weights and inputs",
+        against.improvement.items(),
+        ("ours", lambda item: item[0]),
+        ("factor", lambda item: _spread(item[1].spread())),
+    )
 
 
 def _tabulate_trees(trees: Sequence[TreeRecord]) -> Table:
-    lines = [
-        (
-            f"tree {tree.tree}",
-            tree.nodes,
-            tree.depth,
-            _decimal(tree.predicted, 2),
-            _decimal(tree.stats.tokens_per_target_call, 2),
-        )
-        for tree in trees
-    ]
-    head = ("tree", "positions", "depth", "predicted", "measured")
-    return Table("Tokens per target call of trees", head, lines)
+    return Table.build(
+        "Tokens per target call of trees",
+        trees,
+        ("tree", "tree {0.tree}"),
+        ("positions", "{0.nodes}"),
+        ("depth", "{0.depth}"),
+        ("predicted", lambda tree: _decimal(tree.predicted, 2)),
+        ("measured", "{0.stats.tokens_per_target_call:.2f}"),
+    )
 
 
-def _tabulate_rates(found: Sequence[Row]) -> Table:
+def _tabulate_rates(measured: Sequence[Row]) -> Table:
     """Returns table 3: the paper's α, then the records'."""
     ours: dict[tuple[str, str, str], dict[bool, str]] = {}
-    for row in found:
+    for row in measured:
         exact = row.verifier.partition(",")[0] not in (SYNTHETIC.name, *LOSSY)
         if row.alpha is not None and row.temperature in (0, 1) and exact:
             by_argmax = ours.setdefault((row.target, row.drafter, row.sentences), {})
@@ -369,31 +367,23 @@ def tabulate_times(record: EstimateRecord) -> Table | None:
     """Returns table 2 by the compiler's estimates; None if the record has no times."""
     if record.times is None or not record.times.rows:
         return None
-
-    def cells(costs: EstimatedCosts) -> tuple[str, str, str]:
-        return f"{costs.c:.3f}", f"{costs.v:.2f}", f"{costs.improvement:.2f}"
-
-    lines = [
-        (
-            f"{row.task}, {row.drafter}",
-            f"{row.temperature:g}",
-            row.gamma,
-            f"{row.alpha_paper:.2f}",
-            f"{row.c_paper:.2f}",
-            *cells(row.as_compiled),
-            *cells(row.as_for_two_positions),
-            f"{row.expected_paper:.1f}",
-            f"{row.measured_paper:.1f}",
-        )
-        for row in record.times.rows
-    ]
-    ours = ("c", "v", "improvement", "c, plain step of two positions", "v", "improvement")
-    head = ("drafter", "T", "γ", "α (paper)", "c (paper)", *ours)
-    caption = f"T5-XXL on {record.devices}, batch {record.batch_size}"
-    return Table(
-        f"Table 2 by the compiler's estimates: {caption}",
-        (*head, "expected (paper)", "measured (paper)"),
-        lines,
+    return Table.build(
+        "Table 2 by the compiler's estimates: "
+        f"T5-XXL on {record.devices}, batch {record.batch_size}",
+        record.times.rows,
+        ("drafter", "{0.task}, {0.drafter}"),
+        ("T", "{0.temperature:g}"),
+        ("γ", "{0.gamma}"),
+        ("α (paper)", "{0.alpha_paper:.2f}"),
+        ("c (paper)", "{0.c_paper:.2f}"),
+        ("c", "{0.as_compiled.c:.3f}"),
+        ("v", "{0.as_compiled.v:.2f}"),
+        ("improvement", "{0.as_compiled.improvement:.2f}"),
+        ("c, plain step of two positions", "{0.as_for_two_positions.c:.3f}"),
+        ("v", "{0.as_for_two_positions.v:.2f}"),
+        ("improvement", "{0.as_for_two_positions.improvement:.2f}"),
+        ("expected (paper)", "{0.expected_paper:.1f}"),
+        ("measured (paper)", "{0.measured_paper:.1f}"),
     )
 
 
@@ -407,41 +397,19 @@ def _times_xxl(record: Record) -> bool:
     return "t5_1_1/xxl" in timed and not record.machine.device.startswith("cpu")
 
 
-def _has_against(record: Record) -> bool:
-    return isinstance(record, BenchmarkRecord) and record.against is not None
-
-
-def _has_times(record: Record) -> bool:
-    return isinstance(record, EstimateRecord) and record.times is not None
-
-
-# What a complete page has, how to recognise a record that holds it, and the command that makes one.
-_EXPECTED: tuple[tuple[str, Callable[[Record], bool], str], ...] = (
-    (
-        "T5-XXL with T5-small on an accelerator",
-        _times_xxl,
-        "python scripts/accelerator_report.py --output=accelerator.json",
-    ),
-    (
-        "T5X's own decoding beside ours",
-        _has_against,
-        "specdec benchmark --target=ende/target --drafter=ende/drafter --against=t5x "
-        "--output=t5x.json",
-    ),
-    (
-        "The TPU compiler's estimates",
-        _has_times,
-        "JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times --output=tpu.json",
-    ),
-)
-
-
 def _tabulate_missing(records: Sequence[Record]) -> Table | None:
-    lines = [
-        (what, "not measured", command)
-        for what, holds, command in _EXPECTED
-        if not any(map(holds, records))
-    ]
+    """Returns what a complete page has and this one lacks, with the command that measures it."""
+    missing = []
+    if not any(map(_times_xxl, records)):
+        command = "python scripts/accelerator_report.py --output=accelerator.json"
+        missing.append(("T5-XXL with T5-small on an accelerator", command))
+    if not any(isinstance(record, BenchmarkRecord) and record.against for record in records):
+        command = "specdec benchmark --target=ende/target --drafter=ende/drafter --against=t5x"
+        missing.append(("T5X's own decoding beside ours", f"{command} --output=t5x.json"))
+    if not any(isinstance(record, EstimateRecord) and record.times for record in records):
+        command = "JAX_PLATFORMS=cpu python scripts/tpu_aot.py --times --output=tpu.json"
+        missing.append(("The TPU compiler's estimates", command))
+    lines = [(what, "not measured", command) for what, command in missing]
     caption = "Not measured: no such record was given"
     return Table(caption, ("what", "", "command"), lines) if lines else None
 
