@@ -284,7 +284,7 @@ def run(
             source.finish(lines, None)
         for _ in lines:
             pass
-    return endings.tell(len(source.inputs))
+    return endings.report(len(source.inputs))
 
 
 def _limits(

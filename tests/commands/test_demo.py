@@ -238,7 +238,7 @@ def test_printed_times_give_the_printed_ratio(monkeypatch):
         return decode
 
     monkeypatch.setattr(demo.time, "perf_counter", lambda: clock[0])
-    text = demo.comparison({name: variant(name) for name in passes}, [0], 3)
+    text = demo.compare_times({name: variant(name) for name in passes}, [0], 3)
     plain, speculative = (
         float(re.search(f"^{name} +([0-9.]+) ms", text, re.MULTILINE)[1]) for name in passes
     )

@@ -38,7 +38,14 @@ def test_loss_is_the_sum_over_tokens_and_heads(smoothing, soft, backbone):
         lambda x: x + rng.normal(size=x.shape, scale=0.3),
         heads_module.init_params(config, jax.random.key(0)),
     )
-    objective = training_heads.HeadsObjective(T5(TINY), Heads(config), 2, smoothing, soft, backbone)
+    objective = training_heads.HeadsObjective(
+        T5(TINY),
+        smoothing,
+        distill_weight=soft,
+        start_token=2,
+        heads=Heads(config),
+        backbone_weight=backbone,
+    )
     given = ({"heads": params, "target": target}, None) if backbone else ({"heads": params}, target)
     loss, metrics = jax.jit(training_heads.heads_loss, static_argnums=2)(
         given[0], (inputs, targets), objective, given[1]
@@ -259,7 +266,7 @@ def test_the_configuration_of_the_bundled_target(tmp_path):
     gin.parse_config_files_and_bindings([str(CONFIGS / "ende_heads.gin")], bindings)
     config = gin.get_configurable(training_heads.HeadsTrainConfig)()
     gin.clear_config()
-    shapes = config.heads(checkpoints.load_shape(config.target)).parameter_shapes
+    shapes = config.heads_config(checkpoints.load_shape(config.target)).parameter_shapes
     assert config.target in sd.bundled() and sum(map(math.prod, shapes.values())) == 4 * 640**2
 
 
