@@ -1,7 +1,7 @@
 """Cuts examples into batches of similar lengths, in an order that a seed decides."""
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,7 @@ def check_buckets(
             raise ValueError(f"batch_tokens: got {batch_tokens}, expected {expected}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """One padded batch.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from typing import Any, ClassVar
+from typing import Any
 
 from specdec_jax.models.arguments import option
 from specdec_jax.models.family import ModelConfig
@@ -71,7 +71,7 @@ class ExamplesConfig(RunConfig):
       ValueError: a setting outside its range.
     """
 
-    DECAY_SHARE: ClassVar[int] = 4  # the decay's part of the steps, as a divisor
+    decay_share = 4  # the part of the steps in which the learning rate falls, as a divisor
 
     train_files: tuple[str, ...] = option(
         (), "TSV (source, target, perhaps the target's ids) or text, a document a line; gzip or not"
@@ -91,7 +91,7 @@ class ExamplesConfig(RunConfig):
         for name in ("steps", "log_every", "save_every", "evaluate_every"):
             self.expect(name, getattr(self, name) >= 1, "at least 1")
         self._set_schedule("warmup_steps", 20, self.decay_steps)
-        self._set_schedule("decay_steps", self.DECAY_SHARE, self.warmup_steps)
+        self._set_schedule("decay_steps", self.decay_share, self.warmup_steps)
         for name in ("warmup_steps", "decay_steps", "seed"):
             self.expect(name, getattr(self, name) >= 0, "at least 0")
         parts = (self.warmup_steps or 0) + (self.decay_steps or 0)

@@ -3,17 +3,18 @@
 A corpus makes batches (inputs, targets) of files; `losses.py` says what a network does with them.
 """
 
+import abc
 import dataclasses
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 
 from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary, Vocabulary
 from specdec_jax.training import text_files
-from specdec_jax.training.batches import BucketedBatches
+from specdec_jax.training.batches import BucketedBatches, Example
 
 Paths = Sequence[pathlib.Path]
 
@@ -22,17 +23,17 @@ Paths = Sequence[pathlib.Path]
 _PART = re.compile(r".{1,1000}(?=\s|$)|.{1,1000}")
 
 
-class Corpus(Protocol):
+class Corpus(abc.ABC):
     """What training does differently for each kind of model.
 
     Attributes:
       files: what the files are called in messages.
+      buckets, target_buckets: lengths, as for `BucketedBatches`.
     """
 
-    files: str
-
-    def texts(self, paths: Paths) -> Iterator[str]:
-        """Yields the texts on which a vocabulary is trained."""
+    files: ClassVar[str]
+    buckets: tuple[int, ...]
+    target_buckets: tuple[int, ...]
 
     def batches(
         self,
@@ -55,46 +56,55 @@ class Corpus(Protocol):
         Raises:
           ValueError: a file cannot be read, has nothing in it, or has an id that the model lacks.
         """
+        pairs, largest = self._read(vocabulary, paths, start_token)
+        try:
+            if largest >= ids:
+                raise ValueError(f"got the id {largest}, expected at most {ids - 1}")
+            return BucketedBatches(pairs, self.buckets, batch_tokens, seed, self.target_buckets)
+        except ValueError as error:
+            raise ValueError(f"{', '.join(map(str, paths))}: {error}") from None
 
+    @abc.abstractmethod
+    def _read(
+        self, vocabulary: Vocabulary, paths: Paths, start_token: int | None
+    ) -> tuple[list[Example], int]:
+        """Returns the examples of files, and their largest id."""
+
+    @abc.abstractmethod
+    def texts(self, paths: Paths) -> Iterator[str]:
+        """Yields the texts on which a vocabulary is trained."""
+
+    @abc.abstractmethod
     def start_token(self, vocabulary: Vocabulary) -> int:
         """Returns the id that a sequence of a new model begins with."""
 
+    @abc.abstractmethod
     def summary(self, batches: BucketedBatches) -> str:
         """Returns a few words on what `batches` are made of."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
+class Pairs(Corpus):
     """Sources and targets, for models with an encoder; lengths as for `BucketedBatches`."""
 
+    files = "a TSV file"
     buckets: tuple[int, ...]
     target_buckets: tuple[int, ...]
-    files = "a TSV file"
 
-    def texts(self, paths: Paths) -> Iterator[str]:
-        return (text for pair in text_files.read_pairs(paths) for text in pair)
-
-    def batches(
-        self,
-        vocabulary: Vocabulary,
-        paths: Paths,
-        ids: int,
-        batch_tokens: int,
-        seed: int,
-        start_token: int | None = None,
-    ) -> BucketedBatches:
-        names, pairs = ", ".join(map(str, paths)), []
+    def _read(
+        self, vocabulary: Vocabulary, paths: Paths, start_token: int | None
+    ) -> tuple[list[Example], int]:
+        pairs: list[Example] = []
         for number, (source, target, given) in enumerate(text_files.read_examples(paths), 1):
             output = vocabulary.encode_output(target) if given is None else given
             pairs.append((vocabulary.encode_input(source), output))
             if not all(pairs[-1]):  # the tokenizer may make no token of a text
-                got = "a text without tokens"
-                raise ValueError(f"{names}, example {number}: got {got}, expected at least one")
-        _check_ids(paths, max((max(side) for pair in pairs for side in pair), default=0), ids)
-        try:
-            return BucketedBatches(pairs, self.buckets, batch_tokens, seed, self.target_buckets)
-        except ValueError as error:
-            raise ValueError(f"{names}: {error}") from None
+                got = f"{', '.join(map(str, paths))}, example {number}: got a text without tokens"
+                raise ValueError(f"{got}, expected at least one")
+        return pairs, max((max(side) for pair in pairs for side in pair), default=0)
+
+    def texts(self, paths: Paths) -> Iterator[str]:
+        return (text for pair in text_files.read_pairs(paths) for text in pair)
 
     def start_token(self, vocabulary: Vocabulary) -> int:
         return 0
@@ -105,7 +115,7 @@ class Pairs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class Text(Corpus):
     """Documents, one a line, for decoder-only models.
 
     They make one stream of ids with EOS after each document, cut into blocks. A start token that is
@@ -117,45 +127,35 @@ class Text:
         beginning of a document.
     """
 
-    sequence_length: int
     files = "a text file"
+    sequence_length: int
 
-    def texts(self, paths: Paths) -> Iterator[str]:
-        return (part for text in text_files.read_documents(paths) for part in _PART.findall(text))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "buckets", (self.sequence_length,))
+        object.__setattr__(self, "target_buckets", ())
 
-    def batches(
-        self,
-        vocabulary: Vocabulary,
-        paths: Paths,
-        ids: int,
-        batch_tokens: int,
-        seed: int,
-        start_token: int | None = None,
-    ) -> BucketedBatches:
-        end = vocabulary.eos_ids[0]
+    def _read(
+        self, vocabulary: Vocabulary, paths: Paths, start_token: int | None
+    ) -> tuple[list[Example], int]:
+        end, length = vocabulary.eos_ids[0], self.sequence_length
         start = end if start_token is None else start_token
         between = [end] if start == end else [end, start]
         parts = [vocabulary.encode(text) + between for text in text_files.read_documents(paths)]
         stream = np.concatenate([[start], *parts], dtype=np.int32)
         stream = stream[: len(stream) + 1 - len(between)]  # nothing follows the last EOS
-        _check_ids(paths, int(stream.max()), ids)
-        before, after, length = stream[:-1], stream[1:], self.sequence_length
+        before, after = stream[:-1], stream[1:]
         starts = range(0, len(after), length)
         blocks = [(before[i : i + length], after[i : i + length]) for i in starts]
-        return BucketedBatches(blocks, (length,), batch_tokens, seed)
+        return blocks, int(stream.max())
+
+    def texts(self, paths: Paths) -> Iterator[str]:
+        return (part for text in text_files.read_documents(paths) for part in _PART.findall(text))
 
     def start_token(self, vocabulary: Vocabulary) -> int:
         return vocabulary.eos_ids[0]
 
     def summary(self, batches: BucketedBatches) -> str:
         return f"{batches.pairs} blocks of {batches.longest} tokens"
-
-
-def _check_ids(paths: Paths, largest: int, ids: int) -> None:
-    # From a file with ids, or of a vocabulary with more tokens than the model has logits.
-    if largest >= ids:
-        names = ", ".join(map(str, paths))
-        raise ValueError(f"{names}: got the id {largest}, expected at most {ids - 1}")
 
 
 def train_vocabulary(corpus: Corpus, paths: Paths, size: int) -> bytes:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,10 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.models.t5 import T5Config, t5_only
 from specdec_jax.training import losses, optimizer, train
+from specdec_jax.training.batches import Batch
 from specdec_jax.training.config import ExamplesConfig, TrainConfig
 from specdec_jax.training.corpus import Pairs
-from specdec_jax.training.losses import BatchArrays, Metrics, TrainState
+from specdec_jax.training.losses import Metrics, TrainState
 from specdec_jax.training.run_folder import Checkpoints, record_target
 from specdec_jax.training.run_vocabulary import RunVocabulary
 
@@ -40,7 +41,7 @@ class HeadsTrainConfig(ExamplesConfig):
       ValueError: a setting outside its range, or settings that contradict each other.
     """
 
-    DECAY_SHARE: ClassVar[int] = 2
+    decay_share = 2
 
     target: str = option(
         dataclasses.MISSING, "model on whose states the heads are put: a folder or a bundled name"
@@ -120,7 +121,7 @@ class HeadsObjective(losses.Objective):
 
 def heads_loss(
     params: dict,
-    batch: BatchArrays,
+    batch: Batch,
     objective: HeadsObjective,
     target_params: dict | None = None,
     dropout_key: jax.Array | None = None,
@@ -165,7 +166,7 @@ def heads_loss(
 
 def assess_heads(
     params: dict,
-    batch: BatchArrays,
+    batch: Batch,
     objective: HeadsObjective,
     target_params: dict | None = None,
 ) -> tuple[Metrics, None]:

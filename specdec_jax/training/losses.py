@@ -11,14 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from specdec_jax.models.family import FamilyModule
 from specdec_jax.speculative import distributions
-from specdec_jax.training.batches import BucketedBatches
-
-# Inputs `[B, L]` and targets `[B, T]` of a batch, int32, padded with `PADDING`.
-BatchArrays = tuple[Array, Array]
+from specdec_jax.training.batches import Batch, BucketedBatches
 
 # Divergences `[...]` between the teacher's distribution p and the student's distribution q, given
 # log p and log q `[..., V]`; all but the total variation are in nats. The forward divergence makes
@@ -121,7 +118,7 @@ def shift_right(targets: Array, start_token: int) -> Array:
 
 def _compute_logits(
     params: dict,
-    batch: BatchArrays,
+    batch: Batch,
     objective: Objective,
     teacher_params: dict | None,
     dropout_key: Array | None = None,
@@ -176,7 +173,7 @@ def _sum_agreement(logits: Array, teacher_logits: Array, targets: Array) -> Teac
 
 def loss_fn(
     params: dict,
-    batch: BatchArrays,
+    batch: Batch,
     objective: Objective,
     teacher_params: dict | None = None,
     dropout_key: Array | None = None,
@@ -223,7 +220,7 @@ class TrainState:
 @functools.partial(jax.jit, static_argnames=("objective", "optimizer", "loss"), donate_argnums=0)
 def train_step(
     state: TrainState,
-    batch: BatchArrays,
+    batch: Batch,
     teacher_params: dict | None,
     seed: int,
     *,
@@ -247,7 +244,7 @@ def train_step(
 
 
 def assess(
-    params: dict, batch: BatchArrays, objective: Objective, teacher_params: dict | None = None
+    params: dict, batch: Batch, objective: Objective, teacher_params: dict | None = None
 ) -> tuple[Metrics, TeacherAgreement | None]:
     """Returns what `evaluate` sums up: metrics, and agreement with the teacher if there is one."""
     logits, teacher_logits = _compute_logits(params, batch, objective, teacher_params)
@@ -257,16 +254,9 @@ def assess(
     return sum_metrics(logits, teacher_logits, batch[1], objective), agreement
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "assess"))
-def _evaluate(
-    params: dict,
-    batch: BatchArrays,
-    teacher_params: dict | None,
-    *,
-    objective: Objective,
-    assess: Callable,
-) -> PyTree:
-    return assess(params, batch, objective, teacher_params)
+@functools.cache
+def _compile(assess: Callable) -> Callable:
+    return jax.jit(assess, static_argnums=2)
 
 
 def evaluate(
@@ -281,7 +271,6 @@ def evaluate(
     Dropout and label smoothing are off.
     """
     objective = dataclasses.replace(objective, label_smoothing=0.0)
-    run = functools.partial(_evaluate, params, objective=objective, assess=assess)
     epoch = (batches[step] for step in range(batches.per_epoch))
-    sums = [run((batch.inputs, batch.targets), teacher_params) for batch in epoch]
+    sums = [_compile(assess)(params, batch, objective, teacher_params) for batch in epoch]
     return jax.tree.map(lambda *values: np.sum(values), *jax.device_get(sums))

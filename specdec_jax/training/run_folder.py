@@ -47,11 +47,10 @@ class Checkpoints:
             "agreement".
         """
         self._select = select
-        common: dict[str, Any] = dict(enable_async_checkpointing=False)
-        common |= dict(cleanup_tmp_directories=resume)
-        newest = ocp.CheckpointManagerOptions(max_to_keep=2, **common)
-        common |= dict(best_fn=self._score, best_mode="min")
-        best = ocp.CheckpointManagerOptions(max_to_keep=1, **common)
+        shared = dict(enable_async_checkpointing=False, cleanup_tmp_directories=resume)
+        newest = ocp.CheckpointManagerOptions(max_to_keep=2, **shared)
+        score = dict(best_fn=self._score, best_mode="min")
+        best = ocp.CheckpointManagerOptions(max_to_keep=1, **score, **shared)
         for folder in ("checkpoints", "best"):
             (output / folder).mkdir(parents=True, exist_ok=True)
         self.newest = ocp.CheckpointManager(output / "checkpoints", options=newest)

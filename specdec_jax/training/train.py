@@ -261,10 +261,9 @@ class Run:
 
     def step(self, state: TrainState, step: int) -> tuple[TrainState, Metrics]:
         """Takes the step with number `step`."""
-        batch = self.batches[step]
         return train_step(
             state,
-            (batch.inputs, batch.targets),
+            self.batches[step],
             self.teacher_params,
             self.config.seed,
             objective=self.objective,
@@ -426,10 +425,8 @@ def _without_rounding(model: ModelConfig) -> ModelConfig:
 def _load_teacher(config: TrainConfig) -> LanguageModel | None:
     if config.teacher is None:
         return None
-    teacher, model = (
-        loader.load(config.teacher, set_dtype(config, config.model).dtype),
-        config.model,
-    )
+    model = config.model
+    teacher = loader.load(config.teacher, set_dtype(config, model).dtype)
     shape = teacher.config
     kind, expected = type(shape).__name__, type(model).__name__
     expect(kind == expected, "teacher", kind, f"{expected}, like the model")

@@ -150,7 +150,7 @@ def test_a_traced_chain_is_the_chain(pair, verifier):
             key=jax.random.key(2),
             **{"drafter": drafter, **options.decoding(), **how},
         )
-        for how in ({"gamma": 3}, options.traced(drafter))
+        for how in ({"gamma": 3}, options.choose_traced(drafter))
     )
     assert [step._replace(tree=None) for step in drawn] == chain and all(
         step.tree for step in drawn
