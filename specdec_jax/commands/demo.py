@@ -218,10 +218,9 @@ class Demo:
         first = {number: length for length, number in self.shapes.items()}
         calls = []
         for number, sentence in enumerate(self.sentences):
-            key, compiling = self.keys[number : number + 1], contextlib.nullcontext()
-            if number in first:
-                compiling = show_compiling("speculative decoding", first[number])
-            with compiling:
+            key, compiles = self.keys[number : number + 1], number in first
+            announced = "speculative decoding", first.get(number, 0)
+            with show_compiling(*announced) if compiles else contextlib.nullcontext():
                 calls.append(trace(self.target, sentence, key=key, **decoding))
             say(f"\n{sentence}")
             lines = traces.trace_lines(calls[-1], self.target)

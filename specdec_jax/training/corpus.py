@@ -145,7 +145,7 @@ class Text(Corpus):
         stream = stream[: len(stream) + 1 - len(between)]  # nothing follows the last EOS
         before, after = stream[:-1], stream[1:]
         starts = range(0, len(after), length)
-        blocks = [(before[i : i + length], after[i : i + length]) for i in starts]
+        blocks: list[Example] = [(before[i : i + length], after[i : i + length]) for i in starts]
         return blocks, int(stream.max())
 
     def texts(self, paths: Paths) -> Iterator[str]:

@@ -140,7 +140,8 @@ def heads_loss(
       dropout_key: not used; nothing is dropped.
     """
     inputs, targets = batch
-    target = Network(params.get("target", target_params), objective.model)
+    trained = params["target"] if target_params is None else target_params
+    target = Network(trained, objective.model)
     fed = losses.replace_padding(inputs), inputs >= 0
     before = losses.shift_right(targets, objective.start_token)
     states = objective.model.apply({"params": target.params}, *fed, before, method="states")

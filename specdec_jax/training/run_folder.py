@@ -24,7 +24,7 @@ from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import name_errors, write_file
 from specdec_jax.models.families import describe
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.training.config import RunConfig
+from specdec_jax.training.config import RunConfig, TrainConfig
 from specdec_jax.training.losses import TrainState
 
 # The most bytes that a checkpoint has beside its arrays.
@@ -165,7 +165,7 @@ def record_settings(config: RunConfig, output: pathlib.Path) -> None:
 def _describe_settings(config: RunConfig) -> dict:
     """Returns the settings of a run as its config.json holds them."""
     settings = dataclasses.asdict(config)
-    if "model" in settings:
+    if isinstance(config, TrainConfig):
         settings["model"] = describe(config.model)
     return json.loads(json.dumps(settings))
 

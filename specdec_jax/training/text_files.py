@@ -1,6 +1,7 @@
 """Reads texts, pairs and documents from files, gzip or not."""
 
 import gzip
+import io
 import pathlib
 import zlib
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,9 @@ def read_lines(path: PathLike) -> Iterator[str]:
         yield from read_open_file(file, path)
 
 
-def read_open_file(file: BinaryIO, name: PathLike) -> Iterator[str]:
+def read_open_file(
+    file: BinaryIO | gzip.GzipFile | io.BufferedReader, name: PathLike
+) -> Iterator[str]:
     """Yields lines as `read_lines` does, from an open file that messages call `name`."""
     number = 0
     try:
