@@ -7,7 +7,7 @@ import sys
 from specdec_jax.backends.xla import ACTIVATIONS
 from specdec_jax.checkpoints import converter, loader, t5x
 from specdec_jax.commands.generation_flags import option
-from specdec_jax.models.t5 import t5_only
+from specdec_jax.models.t5 import T5Config, t5_only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,38 +58,27 @@ def run(options: ConvertOptions) -> None:
     assert options.source and options.output and options.format
     config = None
     if options.gated_activation:
-        if options.gated_activation not in ACTIVATIONS:
-            raise ValueError(
-                f"gated_activation: got {options.gated_activation!r}, expected one of {ACTIVATIONS}"
-            )
-        if t5x.find_step(pathlib.Path(options.source)) is None:
-            raise ValueError(
-                f"gated_activation: got it for {options.source}, expected it for a T5X checkpoint"
-                " only"
-            )
-        shape = t5_only("source", loader.load_shape(options.source))
-        if len(shape.mlp_activations) == 1:
-            raise ValueError(
-                "gated_activation: got a value for a checkpoint without gates, expected none"
-            )
-        config = dataclasses.replace(shape, mlp_activations=(options.gated_activation, "linear"))
-    written = converter.convert(
-        options.source,
-        options.output,
-        options.format,
-        options.dtype,
-        config=config,
-        vocabulary=options.vocabulary,
-    )
-    kept = (
-        set(written.stored) == {written.dtype}
-        or written.dtype == "float32"
-        and "float64" not in written.stored
-    )
-    kept |= written.dtype == "int8" in written.stored
+        config = _read_gated_config(options.source, options.gated_activation)
+    paths = options.source, options.output, options.format, options.dtype
+    written = converter.convert(*paths, config=config, vocabulary=options.vocabulary)
+    kept = set(written.stored) == {written.dtype} or written.dtype == "int8" in written.stored
+    kept |= written.dtype == "float32" and "float64" not in written.stored
     source = ", ".join(written.stored) + ("" if kept else ", rounded")
     print(
         f"{written.folder}: {options.format}, {written.parameters:,} parameters in {written.dtype} "
         f"(from {source}), {written.size / 1e6:,.1f} MB",
         file=sys.stderr,
     )
+
+
+def _read_gated_config(source: str, activation: str) -> T5Config:
+    """Returns the shape of a T5X checkpoint whose gated feed-forward has this activation."""
+    name = "gated_activation"
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{name}: got {activation!r}, expected one of {ACTIVATIONS}")
+    if t5x.find_step(pathlib.Path(source)) is None:
+        raise ValueError(f"{name}: got it for {source}, expected it for a T5X checkpoint only")
+    shape = t5_only("source", loader.load_shape(source))
+    if len(shape.mlp_activations) == 1:
+        raise ValueError(f"{name}: got a value for a checkpoint without gates, expected none")
+    return shape.replace(mlp_activations=(activation, "linear"))

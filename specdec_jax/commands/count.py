@@ -44,13 +44,11 @@ class CountOptions:
             raise ValueError("input_file: got nothing, expected a UTF-8 text file")
         for path in self.input_file:
             if not pathlib.Path(path).is_file():
-                raise ValueError(
-                    f"input_file: got {path!r}, which is no file, expected a UTF-8 text file"
-                )
+                got = f"{path!r}, which is no file"
+                raise ValueError(f"input_file: got {got}, expected a UTF-8 text file")
         if not self.output or not self.output.endswith(".npz"):
-            raise ValueError(
-                f"output: got {self.output!r}, expected the name of a file that ends in .npz"
-            )
+            expected = "the name of a file that ends in .npz"
+            raise ValueError(f"output: got {self.output!r}, expected {expected}")
         at_least(1, order=self.order, continuations=self.continuations)
         check_output(self.output)
 
@@ -58,15 +56,13 @@ class CountOptions:
 def run(options: CountOptions) -> None:
     """Runs `specdec count`."""
     options.check()
-    assert options.target  # by its check
+    assert options.target and options.output  # by its check
     vocabulary, start_token = loader.load_vocabulary(options.target, options.vocabulary)
     config = loader.load_shape(options.target)
     if vocabulary is None:
-        raise ValueError(
-            f"target: got {options.target} without a vocabulary, expected one (spiece.model or"
-            " tokenizer.json)"
-        )
-    lines = [line for path in options.input_file for line in _outputs(path)]
+        expected = "one (spiece.model or tokenizer.json)"
+        raise ValueError(f"target: got {options.target} without a vocabulary, expected {expected}")
+    lines = [line for path in options.input_file for line in _read_outputs(path)]
     end, prompted = list(vocabulary.eos_ids[:1]), config.decoder_only
     sequences = [  # what stands before a prompt is not drafted: the start token is in its place
         vocabulary.encode(line) + end if prompted else vocabulary.encode_output(line)
@@ -82,16 +78,13 @@ def run(options: CountOptions) -> None:
         sampled=options.sampled,
         vocabulary=vocabulary,
     )
-    assert options.output
     drafter.save(options.output)
     tokens, contexts = sum(map(len, sequences)), len(drafter.table.starts) - 1
-    print(
-        f"{options.output}: {len(lines)} outputs of {tokens} tokens, {contexts} contexts",
-        file=sys.stderr,
-    )
+    counts = f"{len(lines)} outputs of {tokens} tokens, {contexts} contexts"
+    print(f"{options.output}: {counts}", file=sys.stderr)
 
 
-def _outputs(path: str) -> Iterator[str]:
+def _read_outputs(path: str) -> Iterator[str]:
     """Yields the last of one or two columns of every line, if it has any text.
 
     Raises:
@@ -100,9 +93,8 @@ def _outputs(path: str) -> Iterator[str]:
     for number, line in enumerate(text_files.read_lines(path), 1):
         columns = line.split("\t")
         if len(columns) > 2:
-            raise ValueError(
-                f"{path}, line {number}: got {len(columns)} columns, expected one (outputs) or two"
-                " (source, tab, output)"
-            )
+            expected = "one (outputs) or two (source, tab, output)"
+            got = f"got {len(columns)} columns"
+            raise ValueError(f"{path}, line {number}: {got}, expected {expected}")
         if columns[-1].strip():
             yield columns[-1]

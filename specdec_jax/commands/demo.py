@@ -114,10 +114,9 @@ class DemoOptions(DecodingOptions):
     def check(self) -> None:
         super().check()
         if not self.drafter:
-            raise ValueError(
-                "drafter: got nothing, expected a checkpoint's folder or a bundled name"
-            )
-        gamma, tree = self.wanted, self.shape()
+            expected = "a checkpoint's folder or a bundled name"
+            raise ValueError(f"drafter: got nothing, expected {expected}")
+        gamma, tree = self.max_drafted, self.parse_tree()
         check_gamma(gamma, MAX_GAMMA if tree is None else tree.size - 1)
         check_beside_tree(tree, self.verifier)
         at_least(1, repeats=self.repeats, gamma=1 if isinstance(gamma, str) else gamma)
@@ -130,54 +129,46 @@ class DemoOptions(DecodingOptions):
             raise UnsupportedCombination(f"{got}, expected one of {', '.join(_AS_TREE)}")
         if self.plot:
             if not (self.tree or self.trace):
-                raise UnsupportedCombination(
-                    f"plot: got {self.plot!r} without a tree, expected --tree or --trace too"
-                )
+                got = f"plot: got {self.plot!r} without a tree"
+                raise UnsupportedCombination(f"{got}, expected --tree or --trace too")
             plots.check(self.plot)
         if self.picture and not self.picture.endswith(".svg"):
-            raise ValueError(
-                f"picture: got {self.picture!r}, expected the name of a file that ends in .svg"
-            )
+            expected = "the name of a file that ends in .svg"
+            raise ValueError(f"picture: got {self.picture!r}, expected {expected}")
         check_output(self.picture, "picture")
         check_output(self.output)
 
     @property
-    def wanted(self) -> int | str:
+    def max_drafted(self) -> int | str:
         """γ, or the most nodes of a tree."""
         if self.gamma is not None:
             return self.gamma
         return _GAMMA if self.tree is None else "auto"
 
-    def shape(self) -> Tree | DynamicTree | None:
+    def parse_tree(self) -> Tree | DynamicTree | None:
         """Returns the tree that is drafted, None for a chain."""
         return None if self.tree is None else read_tree(self.tree)
 
-    def traced(self, drafter: Drafter) -> dict[str, Any]:
+    def choose_traced(self, drafter: Drafter) -> dict[str, Any]:
         """Returns γ, tree and verifier for `trace`.
 
         A chain whose tokens are to be drawn is traced as the tree with one branch that draws the
         same tokens.
         """
-        tree = self.shape()
+        gamma, tree = self.max_drafted, self.parse_tree()
         chain = tree is None or tree.is_chain and tree.children == tree.verifier == AUTO
         if not (self.trace and chain):
-            return {
-                "gamma": self.gamma_of(self.wanted, tree),
-                "verifier": self.verifier,
-                "tree": tree,
-            }
+            return dict(gamma=self.gamma_of(gamma, tree), verifier=self.verifier, tree=tree)
         if not isinstance(drafter, TreeDrafter):
-            raise UnsupportedCombination(
-                f"trace: got True with {drafter.name}, which provides no probabilities, expected "
-                "another drafter"
-            )
+            got = f"trace: got True with {drafter.name}, which provides no probabilities"
+            raise UnsupportedCombination(f"{got}, expected another drafter")
         children, verifier = _AS_TREE[self.verifier]
         if children not in drafter.kinds:
             children, verifier = "top", "point"
-        length = tree.depth if tree is not None and isinstance(self.wanted, str) else self.wanted
+        length = tree.depth if tree is not None and isinstance(gamma, str) else gamma
         assert isinstance(length, int)
         one_branch = Tree.chain(length, children=children, verifier=verifier)
-        return {"gamma": "auto", "verifier": "block", "tree": one_branch}
+        return dict(gamma="auto", verifier="block", tree=one_branch)
 
 
 def run(options: DemoOptions, arguments: Sequence[str]) -> None:
@@ -185,158 +176,149 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     options.check()
     check_texts("sentence", arguments)
     sentences = list(arguments) or built_in()[:_SENTENCES]
-    screen = Screen()
     target, drafter = options.load()
-    ids = encode(target, sentences, options.max_input_length)
     assert drafter is not None, "the options were checked"
-    traced = options.traced(drafter)
-    screen.say(
-        f"The drafter, {options.drafter}, proposes {_proposal(options)}. The target, "
-        f"{options.target}, checks them all in one\ncall and adds one token of its own; "
-        f"{_promise(options)}.\nEach line below is one such call:"
-    )
-    screen.show(traces.LEGEND)
-    if options.trace:
-        screen.say(_COLUMNS_OF_A_TREE)
-    keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
-    shapes: dict[int, int] = {}  # padded length -> number of the first sentence that has it
-    seen = []
-    for number, sentence in enumerate(sentences):
-        length = len(ids[number])
-        new = shapes.setdefault(bucket(length), number) == number
-        how = {"drafter": drafter, **options.decoding(), **traced}
-        with compiling("speculative decoding", length) if new else contextlib.nullcontext():
-            seen.append(trace(target, sentence, key=keys[number : number + 1], **how))
-        screen.say(f"\n{sentence}")
-        _show(options, screen, target, seen[-1])
-    screen.say("")
-    drawn = _draw_one(options, screen, target, sentences, seen)
-    if options.output:
-        write_record(options.output, _record(options, target, drafter, sentences, seen, drawn))
-    if options.wanted == "auto" and not any(step.gamma for steps in seen for step in steps):
-        screen.say(
-            "nothing was drafted: plain decoding is as fast on this machine, as measured "
-            "(--gamma=4 drafts anyway)\n"
+    Demo(options, target, drafter, sentences).run()
+
+
+class Demo:
+    """What the parts of the demo share: models, sentences with their keys, and the screen.
+
+    Attributes:
+      shapes: number of the first sentence of each padded length.
+    """
+
+    def __init__(
+        self,
+        options: DemoOptions,
+        target: LanguageModel,
+        drafter: Drafter,
+        sentences: Sequence[str],
+    ):
+        self.options, self.target, self.drafter = options, target, drafter
+        self.sentences, self.screen = sentences, Screen()
+        self.keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
+        self.shapes: dict[int, int] = {}
+        for number, ids in enumerate(encode(target, sentences, options.max_input_length)):
+            self.shapes.setdefault(bucket(len(ids)), number)
+
+    def run(self) -> None:
+        """Prints a trace of every sentence, and one call as a tree; then times."""
+        options, say = self.options, self.screen.say
+        traced = options.choose_traced(self.drafter)
+        say(
+            f"The drafter, {options.drafter}, proposes {_describe_draft(options)}. The target, "
+            f"{options.target}, checks them all in one\ncall and adds one token of its own; "
+            f"{_describe_promise(options)}.\nEach line below is one such call:"
         )
-    _time(options, screen, target, drafter, sentences, keys, shapes)
-    screen.save(options.picture)
-
-
-def _show(
-    options: DemoOptions, screen: "Screen", target: LanguageModel, steps: Sequence[TraceStep]
-) -> None:
-    """Prints a line for each call of one sentence, and with `trace` the tree of each."""
-    for step, parts in zip(steps, traces.trace_lines(steps, target), strict=True):
-        screen.show(parts)
+        self.screen.show(traces.LEGEND)
         if options.trace:
-            _draw(screen, step, target, numbers=True)
+            say(_COLUMNS_OF_A_TREE)
+        decoding = {"drafter": self.drafter, **options.decoding(), **traced}
+        first = {number: length for length, number in self.shapes.items()}
+        calls = []
+        for number, sentence in enumerate(self.sentences):
+            key, compiles = self.keys[number : number + 1], number in first
+            announced = "speculative decoding", first.get(number, 0)
+            with show_compiling(*announced) if compiles else contextlib.nullcontext():
+                calls.append(trace(self.target, sentence, key=key, **decoding))
+            say(f"\n{sentence}")
+            lines = traces.trace_lines(calls[-1], self.target)
+            for step, parts in zip(calls[-1], lines, strict=True):
+                self.screen.show(parts)
+                if options.trace:
+                    self._draw(step, numbers=True)
+        say("")
+        drawn = self._draw_one(calls)
+        if options.output:
+            write_record(options.output, self._make_record(calls, drawn))
+        if options.max_drafted == "auto" and not any(step.gamma for one in calls for step in one):
+            say(
+                "nothing was drafted: plain decoding is as fast on this machine, as measured "
+                "(--gamma=4 drafts anyway)\n"
+            )
+        self._time()
+        self.screen.save(options.picture)
 
+    def _draw(self, step: TraceStep, numbers: bool = False) -> None:
+        if step.tree is not None:
+            for parts in tree_drawing.tree_lines(step, self.target, numbers):
+                self.screen.show(parts)
 
-def _draw_one(
-    options: DemoOptions,
-    screen: "Screen",
-    target: LanguageModel,
-    sentences: Sequence[str],
-    seen: Sequence[Sequence[TraceStep]],
-) -> dict[str, Any] | None:
-    """Draws one call as a tree, on the screen and with `--plot` as a figure.
+    def _draw_one(self, calls: Sequence[Sequence[TraceStep]]) -> dict[str, Any] | None:
+        """Draws one call as a tree, on the screen and with `--plot` as a figure.
 
-    With `--trace` all calls are on the screen already. Returns the tree as a record has it; None if
-    no call has a tree.
-    """
-    calls = [
-        (sentence, number, step)
-        for sentence, steps in zip(sentences, seen)
-        for number, step in enumerate(steps)
-    ]
-    chosen = tree_drawing.choose_step([step for *_, step in calls])
-    if chosen is None:
+        With `--trace` all calls are on the screen already. Returns the tree as a record has it;
+        None if no call has a tree.
+        """
+        options = self.options
+        steps = [
+            (sentence, number, step)
+            for sentence, one in zip(self.sentences, calls)
+            for number, step in enumerate(one, 1)
+        ]
+        chosen = tree_drawing.choose_step([step for *_, step in steps])
+        if chosen is None:
+            if options.plot:
+                got = f"plot: got {options.plot!r}, but nothing was drafted as a tree"
+                raise ValueError(f"{got}, expected more tokens")
+            return None
+        sentence, number, step = steps[chosen]
+        if not options.trace:
+            self.screen.say(
+                f"Call {number} of “{sentence}” as a tree of {step.gamma} drafted tokens,\n"
+                f"of which {len(step.accepted)} are accepted. ■: the drafted tokens that a token "
+                "attends to."
+            )
+            self._draw(step)
+            self.screen.say("")
+        drawn = tree_drawing.Drawn.from_step(step, self.target)
         if options.plot:
-            got = f"plot: got {options.plot!r}, but nothing was drafted as a tree"
-            raise ValueError(f"{got}, expected more tokens")
-        return None
-    sentence, number, step = calls[chosen]
-    if not options.trace:
-        screen.say(
-            f"Call {number + 1} of “{sentence}” as a tree of {step.gamma} drafted tokens,\n"
-            f"of which {len(step.accepted)} are accepted. ■: the drafted tokens that a token "
-            "attends to."
-        )
-        _draw(screen, step, target)
-        screen.say("")
-    drawn = tree_drawing.Drawn.from_step(step, target)
-    if options.plot:
-        plots.save(plots.draw_tree(drawn), options.plot)
-    return {
-        "tree": options.tree or "chain",
-        "call": number + 1,
-        "input": sentence,
-        **drawn.record(),
-    }
+            plots.save(plots.draw_tree(drawn), options.plot)
+        call = {"tree": options.tree or "chain", "call": number, "input": sentence}
+        return call | drawn.record()
 
+    def _make_record(
+        self, calls: Sequence[Sequence[TraceStep]], drawn: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Returns the calls and the drawn tree as JSON values."""
+        lines = [traces.trace_lines(steps, self.target) for steps in calls]
+        return {
+            "machine": machine.describe_machine(),
+            "options": dataclasses.asdict(self.options),
+            "target": machine.describe_model(self.target),
+            "drafter": machine.describe_drafter(self.drafter),
+            "calls": [
+                {"input": sentence, "lines": parts}
+                for sentence, parts in zip(self.sentences, lines)
+            ],
+            "tree": drawn,
+        }
 
-def _record(
-    options: DemoOptions,
-    target: LanguageModel,
-    drafter: Drafter,
-    sentences: Sequence[str],
-    seen: Sequence[Sequence[TraceStep]],
-    drawn: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Returns the calls and the drawn tree as JSON values."""
-    return {
-        "machine": machine.describe_machine(),
-        "options": dataclasses.asdict(options),
-        "target": machine.describe_model(target),
-        "drafter": machine.describe_drafter(drafter),
-        "calls": [
-            {"input": sentence, "lines": traces.trace_lines(steps, target)}
-            for sentence, steps in zip(sentences, seen)
-        ],
-        "tree": drawn,
-    }
+    def _time(self) -> None:
+        """Times plain and speculative decoding in turn, and prints how they compare."""
+        options, tree = self.options, self.options.parse_tree()
+        gamma = options.gamma_of(options.max_drafted, tree)
+        speculative = options.decoding() | dict(drafter=self.drafter, gamma=gamma, tree=tree)
+        variants = {
+            "plain": functools.partial(self._decode, options.decoding(plain=True)),
+            "speculative": functools.partial(self._decode, speculative),
+        }
+        numbers = [number for number, text in enumerate(self.sentences) if text.strip()]
+        if not numbers:
+            return self.screen.say("nothing to time: no sentence has any text")
+        for length, number in self.shapes.items():
+            if number in numbers:
+                with show_compiling("plain decoding", length):
+                    for variant in variants.values():
+                        variant(number)
+        kernel = [native.state()] if jax.default_backend() == "cpu" else []
+        self.screen.say(compare_times(variants, numbers, options.repeats))
+        print(*kernel, _NEXT, sep="\n")
 
-
-def _draw(screen: "Screen", step: TraceStep, target: LanguageModel, numbers: bool = False) -> None:
-    if step.tree is not None:
-        for parts in tree_drawing.tree_lines(step, target, numbers):
-            screen.show(parts)
-
-
-def _time(
-    options: DemoOptions,
-    screen: "Screen",
-    target: LanguageModel,
-    drafter: Drafter,
-    sentences: Sequence[str],
-    keys: jax.Array,
-    shapes: Mapping[int, int],
-) -> None:
-    """Times plain and speculative decoding in turn, and prints how they compare.
-
-    `shapes` has the number of a sentence of each padded length.
-    """
-    tree = options.shape()
-    speculative = dict(drafter=drafter, gamma=options.gamma_of(options.wanted, tree), tree=tree)
-
-    def decode(how: Mapping[str, Any], number: int) -> GenerationResult:
-        return generate(target, [sentences[number]], key=keys[number : number + 1], **how)
-
-    variants: dict[str, Callable[[int], GenerationResult]] = {
-        "plain": functools.partial(decode, options.decoding(plain=True)),
-        "speculative": functools.partial(decode, options.decoding() | speculative),
-    }
-    numbers = [number for number, text in enumerate(sentences) if text.strip()]
-    if not numbers:
-        return screen.say("nothing to time: no sentence has any text")
-    for padded, number in shapes.items():
-        if number in numbers:
-            with compiling("plain decoding", padded):
-                for variant in variants.values():
-                    variant(number)
-    kernel = [native.state()] if jax.default_backend() == "cpu" else []
-    screen.say(comparison(variants, numbers, options.repeats))
-    print(*kernel, _NEXT, sep="\n")
+    def _decode(self, options: Mapping[str, Any], number: int) -> GenerationResult:
+        key = self.keys[number : number + 1]
+        return generate(self.target, [self.sentences[number]], key=key, **options)
 
 
 class Screen:
@@ -345,9 +327,14 @@ class Screen:
     def __init__(self) -> None:
         self._console = Console()
         self._colours = self._console.is_terminal and "NO_COLOR" not in os.environ
-        colours: dict[str, Any] = dict(force_terminal=True, color_system="truecolor")
-        colours |= dict(width=_COLUMNS, legacy_windows=False)
-        self._picture = Console(file=io.StringIO(), record=True, **colours)
+        self._picture = Console(
+            file=io.StringIO(),
+            record=True,
+            force_terminal=True,
+            color_system="truecolor",
+            width=_COLUMNS,
+            legacy_windows=False,
+        )
 
     def say(self, text: str) -> None:
         """Prints plain text."""
@@ -373,9 +360,9 @@ class Screen:
             write_file(path, svg.replace("Fira Code", fonts))
 
 
-def _proposal(options: DemoOptions) -> str:
+def _describe_draft(options: DemoOptions) -> str:
     """Returns how much is drafted at most."""
-    gamma, tree = options.wanted, options.shape()
+    gamma, tree = options.max_drafted, options.parse_tree()
     if tree is not None:
         return f"a tree of up to {tree.size - 1 if isinstance(gamma, str) else gamma} tokens"
     if gamma == "auto":
@@ -383,9 +370,9 @@ def _proposal(options: DemoOptions) -> str:
     return f"up to {gamma} tokens"
 
 
-def _promise(options: DemoOptions) -> str:
+def _describe_promise(options: DemoOptions) -> str:
     """Returns the verifier's guarantee about the output."""
-    tree = options.shape()
+    tree = options.parse_tree()
     verifier = options.verifier if tree is None or tree.verify not in LOSSY_TREES else tree.verify
     if not verifier_of(verifier).exact:
         return f"{verifier} verification accepts tokens that the target would not choose"
@@ -394,9 +381,9 @@ def _promise(options: DemoOptions) -> str:
     return "the text is the one that the target alone would have written"
 
 
-def compiling(what: str, tokens: int) -> contextlib.AbstractContextManager[object]:
-    """Returns a context manager that shows which programs compile."""
-    return waiting(f"compiling {what} (up to {bucket(tokens)} tokens)")
+def show_compiling(what: str, tokens: int) -> contextlib.AbstractContextManager[object]:
+    """Returns a context manager that shows which programs compile, for a padded length."""
+    return waiting(f"compiling {what} (up to {tokens} tokens)")
 
 
 def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
@@ -410,7 +397,7 @@ def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
     return line
 
 
-def comparison(
+def compare_times(
     variants: Mapping[str, Callable[[int], GenerationResult]],
     numbers: Sequence[int],
     repeats: int,
@@ -425,7 +412,7 @@ def comparison(
       numbers: numbers of the sentences that have anything to decode.
       repeats: number of passes.
     """
-    seconds: dict[str, list[float]] = {name: [0.0] * repeats for name in variants}
+    seconds = {name: np.zeros(repeats) for name in variants}
     results: dict[str, list[GenerationResult]] = {}
     for repeat in range(repeats):
         results = {name: [] for name in variants}
@@ -436,7 +423,7 @@ def comparison(
                 seconds[name][repeat] += time.perf_counter() - start
     tokens = {name: int(sum(result.lengths.sum() for result in results[name])) for name in variants}
     calls = sum(result.stats.target_calls for result in results["speculative"])
-    per_token = {name: np.array(seconds[name]) / tokens[name] for name in variants}
+    per_token = {name: seconds[name] / tokens[name] for name in variants}
     ratios = per_token["plain"] / per_token["speculative"]
     middle, passes = int(np.argsort(ratios)[repeats // 2]), "passes" if repeats > 1 else "pass"
     lines = []

@@ -1,4 +1,4 @@
-"""Counts how the outputs of a job ended, and tells it on standard error."""
+"""Counts how the outputs of a command ended, and reports it on standard error."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,15 +7,12 @@ from specdec_jax.decoding.checks import listed
 from specdec_jax.decoding.continuous_batching import Output
 from specdec_jax.decoding.stream import Piece
 
-# So many messages about single inputs are printed; the line at the end has all numbers that matter.
-_SAID = 5
+# Messages about single inputs beyond these are not printed; the line at the end has all numbers.
+_MOST_MESSAGES = 5
 
 
 class Endings:
-    """How the outputs of a job ended.
-
-    Counted are those that ended at `max_new_tokens`, and those with logits that are not finite
-    numbers.
+    """Counts outputs that ended at the limit, or had logits that are not finite numbers.
 
     Inputs are numbered from 0, and from 1 in messages, like the lines of a file.
 
@@ -25,13 +22,13 @@ class Endings:
     """
 
     def __init__(self, limit: str, say: Callable[[str], None]):
-        """Begins to count; `limit` says what outputs are cut by."""
-        self.say, self._limit, self._outputs, self._cut, self._said = say, limit, 0, 0, 0
+        """Begins to count; `limit` is the text of what outputs are cut by."""
+        self.say, self._limit, self._outputs, self._cut, self._messages = say, limit, 0, 0, 0
         self.failed: list[int] = []
         self._without_draft: list[int] = []
 
     def add(self, number: int, outputs: Sequence[Output | Piece]) -> dict[str, Any]:
-        """Counts the outputs of one input, and tells what was wrong with it.
+        """Counts the outputs of one input, and prints what was wrong with it.
 
         Returns what `restore` takes.
         """
@@ -39,8 +36,8 @@ class Endings:
         errors = [output.error for output in outputs if output.error]
         if errors:
             note["lost"] = any(not error.by_drafter for error in errors)
-            self._said += 1
-            if self._said <= _SAID:
+            self._messages += 1
+            if self._messages <= _MOST_MESSAGES:
                 what = "no output" if note["lost"] else "nothing was drafted from there on"
                 self.say(f"sentence {number + 1}: {what}: {errors[0].reason}")
         self.restore(number, note, len(outputs))
@@ -53,24 +50,16 @@ class Endings:
         if "lost" in note:
             (self.failed if note["lost"] else self._without_draft).append(number)
 
-    def tell(self, inputs: int) -> str | None:
-        """Tells how many outputs were cut; returns what is wrong with the job, if anything is.
-
-        `inputs` is the number of inputs.
-        """
+    def report(self, inputs: int) -> str | None:
+        """Prints how many of the outputs were cut; returns which of the `inputs` have none."""
         if self._cut:
-            plural = "s" * (self._outputs != 1)
-            self.say(
-                f"{self._cut} of {self._outputs} output{plural} ended by length: {self._limit}"
-            )
+            of_all = f"of {self._outputs} output{'s' * (self._outputs != 1)}"
+            self.say(f"{self._cut} {of_all} ended by length: {self._limit}")
         if self._without_draft:
-            self.say(
-                f"{listed('sentence', self._without_draft, inputs)}: the drafter gave logits that"
-                " are not finite numbers; the outputs are the target's"
-            )
+            which = listed("sentence", self._without_draft, inputs)
+            reason = "the drafter gave logits that are not finite numbers"
+            self.say(f"{which}: {reason}; the outputs are the target's")
         if not self.failed:
             return None
-        return (
-            f"{listed('sentence', self.failed, inputs)}: no output: got logits that are not finite"
-            " numbers"
-        )
+        which = listed("sentence", self.failed, inputs)
+        return f"{which}: no output: got logits that are not finite numbers"

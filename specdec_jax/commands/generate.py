@@ -246,7 +246,7 @@ def run(
             source.finish(lines, None)
         for _ in lines:
             pass
-    return endings.tell(len(source.inputs))
+    return endings.report(len(source.inputs))
 
 
 def _limits(

@@ -19,6 +19,7 @@ from specdec_jax.decoding.generation_config import FIELDS, MODELS, GenerationCon
 from specdec_jax.decoding.request import FIXED
 from specdec_jax.decoding.search_options import beam_options
 from specdec_jax.models import arguments
+from specdec_jax.models.arguments import option
 from specdec_jax.speculative.policies import MAX_GAMMA, POLICIES, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
@@ -53,11 +54,6 @@ POLICY_HELP = (
 SETTINGS_HELP = "NAME:NUMBER, a setting of --gamma_policy; repeatable; " + "; ".join(
     f"{name} has {', '.join(cls.numbers())}" for name, cls in POLICIES.items()
 )
-
-
-def option(default: Any, text: str) -> Any:
-    """Returns a field of an options dataclass; `text` is its help on the command line."""
-    return dataclasses.field(default=default, metadata={"help": text})
 
 
 _OWN: Any = object()  # the default of a field

@@ -1,137 +1,47 @@
 """Builds what `specdec COMMAND --help` prints: examples first, then flags in groups."""
 
 import dataclasses
-import inspect
-import re
 import shutil
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from absl.flags import Flag, FlagValues
+
 # Flags of all commands, in the order of the page.
-GROUPS = {
+_NAMES = {
     "models": (
-        "target",
-        "drafter",
-        "drafter_shape",
-        "vocabulary",
-        "dtype",
-        "quantize",
-        "gated_activation",
-        "mesh",
-        "shard_drafter",
-        "shortlist_size",
-        "shortlist",
-        "drafter_int8",
+        "target drafter drafter_shape vocabulary dtype quantize gated_activation mesh "
+        "shard_drafter shortlist_size shortlist drafter_int8"
     ),
     "input and output": (
-        "records",
-        "source",
-        "format",
-        "input_file",
-        "limit",
-        "sweep",
-        "output_file",
-        "output",
-        "config",
-        "json",
-        "plot",
-        "report",
-        "picture",
-        "trace",
-        "stream",
-        "source_files",
-        "validation_files",
-        "data_dir",
-        "output_dir",
-        "max_sources",
+        "records source format input_file limit sweep output_file output config json plot report "
+        "picture trace stream source_files validation_files data_dir output_dir max_sources"
     ),
     "drafting and verifying": (
-        "gamma",
-        "gamma_max",
-        "gamma_policy",
-        "gamma_settings",
-        "tree",
-        "tree_nodes",
-        "verifier",
-        "choose_verifier",
-        "lenience",
-        "typical_epsilon",
-        "typical_delta",
+        "gamma gamma_max gamma_policy gamma_settings tree tree_nodes verifier choose_verifier "
+        "lenience typical_epsilon typical_delta"
     ),
     "sampling and lengths": (
-        "greedy",
-        "samples",
-        "generation_config",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "seed",
-        "num_samples",
-        "max_new_tokens",
-        "min_new_tokens",
-        "stop",
-        "repetition_penalty",
-        "no_repeat_ngram",
-        "forbidden_tokens",
-        "forced_tokens",
-        "logit_bias",
+        "greedy samples generation_config temperature top_k top_p min_p seed num_samples "
+        "max_new_tokens min_new_tokens stop repetition_penalty no_repeat_ngram forbidden_tokens "
+        "forced_tokens logit_bias"
     ),
     "beam search": (
-        "num_beams",
-        "beam_style",
-        "length_penalty",
-        "early_stopping",
-        "num_return_sequences",
-        "beam_width",
+        "num_beams beam_style length_penalty early_stopping num_return_sequences beam_width"
     ),
-    "batches and limits": (
-        "batch_size",
-        "max_input_length",
-        "deadline",
-        "non_finite",
-        "shard_size",
-    ),
-    "seqio tasks instead of sentences": (
-        "task",
-        "split",
-        "module_import",
-        "score_targets",
-        "tfds_data_dir",
-    ),
-    "what is measured": ("repeats", "widths", "compare_alpha", "against", "suite"),
-    "random weights instead of models": (
-        "preset",
-        "drafter_preset",
-        "input_length",
-        "synthetic_alpha",
-    ),
-    "the table": ("order", "continuations", "sampled"),
+    "batches and limits": "batch_size max_input_length deadline non_finite shard_size",
+    "seqio tasks instead of sentences": "task split module_import score_targets tfds_data_dir",
+    "what is measured": "repeats widths compare_alpha against suite",
+    "random weights instead of models": "preset drafter_preset input_length synthetic_alpha",
+    "the table": "order continuations sampled",
     "training": (
-        "distill_weight",
-        "divergence",
-        "distill_temperature",
-        "select",
-        "steps",
-        "warmup_steps",
-        "decay_steps",
-        "learning_rate",
-        "batch_tokens",
-        "buckets",
-        "matmul_dtype",
-        "log_every",
-        "save_every",
-        "evaluate_every",
+        "distill_weight divergence distill_temperature select steps warmup_steps decay_steps "
+        "learning_rate batch_tokens buckets matmul_dtype log_every save_every evaluate_every"
     ),
-    "settings, cache and errors": (
-        "gin_file",
-        "gin_search_paths",
-        "compilation_cache_dir",
-        "debug",
-        "help",
-    ),
+    "settings, cache and errors": "gin_file gin_search_paths compilation_cache_dir debug help",
 }
+GROUPS = {title: names.split() for title, names in _NAMES.items()}
 
 _PAIR = "--target=ende/target --drafter=ende/drafter"
 EXAMPLES = {
@@ -189,8 +99,8 @@ EXAMPLES = {
 _INDENT, _WIDEST = 28, 100
 
 
-def page(
-    name: str, summary: str, arguments: str, cls: type, names: Sequence[str], flags: Any
+def make_page(
+    name: str, summary: str, arguments: str, cls: type, names: Sequence[str], flags: FlagValues
 ) -> str:
     """Returns the help of a command.
 
@@ -202,62 +112,44 @@ def page(
       flags: absl's flags by name.
     """
     width = min(shutil.get_terminal_size((88, 24)).columns, _WIDEST) - 1
-    lines = [
-        f"usage: specdec {name} [flags] {arguments}".rstrip(),
-        "",
-        *textwrap.wrap(summary, width),
-        "",
-        "examples:",
-    ]
+    lines = [f"usage: specdec {name} [flags] {arguments}".rstrip(), ""]
+    lines += [*textwrap.wrap(summary, width), "", "examples:"]
     lines += [f"  {example}" for example in EXAMPLES[name]]
+    shown = {*names, *GROUPS["settings, cache and errors"]}
     for title, members in GROUPS.items():
-        found = [
-            flag
-            for flag in members
-            if flag in names or flag in GROUPS["settings, cache and errors"]
-        ]
-        if found:
+        chosen = [flags[member] for member in members if member in shown]
+        if chosen:
             lines += ["", f"{title}:"]
-            lines += [line for flag in found for line in _flag(flag, flags[flag], width)]
-    fields = ", ".join(field.name for field in dataclasses.fields(cls))
-    settings = f"{cls.__name__} has " + ("the flags above" if names else fields)
-    lines += _entry(
-        "--gin.NAME=value",
-        f"one gin binding, {cls.__name__}.FIELD=value; repeatable; {settings}",
-        width,
-    )
-    return "\n".join(lines if names else [*lines, "", *_attributes(cls, width)])
+            lines += [line for flag in chosen for line in _describe_flag(flag, width)]
+    binding = f"one gin binding, {cls.__name__}.FIELD=value; repeatable"
+    where = "the flags above" if names else "these fields"
+    lines += _wrap("--gin.NAME=value", f"{binding}; {cls.__name__} has {where}", width)
+    if not names:
+        lines += ["", f"fields of {cls.__name__}:"]
+        for field in dataclasses.fields(cls):
+            lines += _wrap(field.name, _add_default(field.metadata["help"], field.default), width)
+    return "\n".join(lines)
 
 
-def _attributes(cls: type, width: int) -> list[str]:
-    """Returns the fields of a dataclass as its docstring describes them."""
-    items = re.split(r"\n  (?=\S)", (inspect.getdoc(cls) or "").partition("Attributes:\n  ")[2])
-    return [
-        line
-        for item in items
-        for line in textwrap.wrap(
-            " ".join(item.split()), width, initial_indent="  ", subsequent_indent="      "
-        )
-    ]
-
-
-def _flag(name: str, flag: Any, width: int) -> list[str]:
+def _describe_flag(flag: Flag, width: int) -> list[str]:
     text = flag.help.splitlines()[0].rstrip(";")  # absl appends lines to some
-    shown = ",".join(flag.default) if isinstance(flag.default, list) else flag.default
-    given = shown is not None and shown is not False and shown != ""
-    return _entry(
-        f"--[no]{name}" if shown is True else f"--{name}",
-        text + (f" (default: {shown})" if given else ""),
-        width,
-    )
+    name = f"--[no]{flag.name}" if flag.default is True else f"--{flag.name}"
+    return _wrap(name, _add_default(text, flag.default), width)
 
 
-def _entry(name: str, text: str, width: int) -> list[str]:
-    start = f"  {name}".ljust(_INDENT - 1) + " "
+def _add_default(text: str, default: Any) -> str:
+    if isinstance(default, list | tuple):
+        default = ",".join(map(str, default))
+    given = default not in (dataclasses.MISSING, None, "") and default is not False
+    return f"{text} (default: {default})" if given else text
+
+
+def _wrap(name: str, text: str, width: int) -> list[str]:
+    """Returns the lines of an entry: the name, and beside it the text."""
     return textwrap.wrap(
         text,
         max(width, 2 * _INDENT),
-        initial_indent=start,
+        initial_indent=f"  {name}".ljust(_INDENT - 1) + " ",
         subsequent_indent=" " * _INDENT,
         break_long_words=False,
         break_on_hyphens=False,

@@ -7,6 +7,7 @@ overrides the default.
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import os
@@ -18,37 +19,36 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from tokenize import TokenError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import gin
 from absl import flags
 
 import specdec_jax
-from specdec_jax.backends.jax_settings import package_settings
-from specdec_jax.commands import generation_flags, help_page, paths
+from specdec_jax.commands import help_page, paths
 from specdec_jax.commands.errors import CheckFailed
-from specdec_jax.decoding import config_files
-from specdec_jax.decoding.generation_config import GenerationConfig
-from specdec_jax.decoding.program_cache import keep_programs
-from specdec_jax.decoding.results import NonFiniteLogitsError
+
+# What gin raises for a file that is no valid code, beside ValueError, TypeError and OSError.
+_BAD_CODE = (SyntaxError, ImportError, NameError, AttributeError, TokenError)
+_SENTENCES = "[--] [sentence ...]"
 
 
 class Command(NamedTuple):
     """One command of the command line.
 
     Attributes:
-      summary: one line for `--help`.
       module: module of this package, imported when the command is used.
       options: name of the frozen dataclass of options in that module.
+      summary: one line for `--help`.
       run: name of the function there that takes the options, and the positional arguments if there
         are any.
       arguments: placeholder for the positional arguments in `--help`; "" if it takes none.
       by_flags: whether the options have flags of their own; otherwise they come from gin alone.
     """
 
-    summary: str
     module: str
     options: str
+    summary: str
     run: str = "run"
     arguments: str = ""
     by_flags: bool = True
@@ -61,58 +61,55 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command(
-        "Shows and times speculative decoding.",
         "commands.demo",
         "DemoOptions",
-        arguments="[--] [sentence ...]",
+        "Shows and times speculative decoding.",
+        arguments=_SENTENCES,
     ),
     "generate": Command(
-        "Decodes sentences from arguments, a file or standard input, or the examples of a seqio"
-        " task.",
         "commands.generate",
         "GenerateOptions",
-        arguments="[--] [sentence ...]",
+        "Decodes sentences (arguments, a file, standard input), or examples of a seqio task.",
+        arguments=_SENTENCES,
     ),
     "benchmark": Command(
-        "Times plain against speculative decoding.", "commands.suite", "BenchmarkOptions"
+        "commands.suite", "BenchmarkOptions", "Times plain against speculative decoding."
     ),
     "measure": Command(
-        "Measures acceptance and costs, and what they promise.",
-        "commands.measure",
-        "MeasureOptions",
+        "commands.measure", "MeasureOptions", "Measures acceptance and costs, and predicts times."
     ),
     "figures": Command(
-        "Draws the paper's tables and figures, and measured records.",
         "commands.figures",
         "FiguresOptions",
+        "Draws the paper's tables and figures, and measured records.",
     ),
     "tune": Command(
-        "Chooses the number of drafted tokens, and writes a gin file.",
         "commands.tune",
         "TuneOptions",
+        "Chooses the number of drafted tokens, and writes a gin file.",
     ),
-    "count": Command("Counts an n-gram table to draft with.", "commands.count", "CountOptions"),
+    "count": Command("commands.count", "CountOptions", "Counts an n-gram table to draft with."),
     "convert": Command(
-        "Writes a checkpoint in another format: Hugging Face, T5X, our own.",
         "commands.convert",
         "ConvertOptions",
+        "Writes a checkpoint in another format: Hugging Face, T5X, our own.",
     ),
     "distill": Command(
-        "Trains a drafter on a target's outputs and distributions, or resumes a run.",
         "commands.distill",
         "DistillConfig",
+        "Trains a drafter on a target's outputs and distributions, or resumes a run.",
     ),
     "train": Command(
-        "Trains a model or resumes a run; settings come from gin.",
         "training.train",
         "TrainConfig",
+        "Trains a model or resumes a run; settings come from gin.",
         run="fit",
         by_flags=False,
     ),
     "train_heads": Command(
-        "Trains heads on a target, to draft with; settings come from gin.",
         "training.heads",
         "HeadsTrainConfig",
+        "Trains heads on a target, to draft with; settings come from gin.",
         run="fit",
         by_flags=False,
     ),
@@ -131,8 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        with package_settings():
-            code = _main(argv)
+        code = _main(argv)
         _flush()
         return code
     except KeyboardInterrupt as error:
@@ -146,13 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         with contextlib.suppress(OSError):  # the error that is printed next matters more
             _flush()
-        # Commands number sentences from 1, like the lines of a file.
-        text = (
-            f"sentence {error.input + 1}: {error.reason}"
-            if isinstance(error, NonFiniteLogitsError)
-            else str(error)
-        )
-        _say(f"error: {' '.join(text.split())}")
+        _say(f"error: {' '.join(str(error).split())}")
         return 1 if isinstance(error, CheckFailed) else 2
 
 
@@ -162,7 +152,7 @@ def _say(text: str) -> None:
     _flush(sys.stderr)
 
 
-def _flush(*streams) -> None:
+def _flush(*streams: TextIO) -> None:
     """Flushes standard error and standard output while a failure can still be reported.
 
     Raises:
@@ -172,9 +162,8 @@ def _flush(*streams) -> None:
         try:
             stream.flush()
         except OSError:
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), stream.fileno()
-            )  # the interpreter's last flush must not fail too
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())  # the interpreter's last flush must not fail too
             if stream is sys.stdout:
                 raise
 
@@ -187,57 +176,62 @@ def _main(argv: list[str]) -> int:
     name, rest = argv[0], argv[1:]
     if name not in COMMANDS:
         raise UsageError(f"unknown command: got {name!r}, expected one of {', '.join(COMMANDS)}")
-    command = COMMANDS[name]
+    return _run_command(name, COMMANDS[name], rest)
+
+
+def _run_command(name: str, command: Command, rest: list[str]) -> int:
+    """Runs a command on its arguments, under the package's JAX settings; returns the exit code."""
+    # Imported here, since JAX takes a second that the lines above do not need.
+    from specdec_jax.backends.jax_settings import package_settings
+    from specdec_jax.commands import generation_flags
+    from specdec_jax.decoding.generation_config import GenerationConfig
+    from specdec_jax.decoding.program_cache import keep_programs
+    from specdec_jax.decoding.results import NonFiniteLogitsError
+
     cls, run = command.load()
     fields = dataclasses.fields(cls) if command.by_flags else ()
     rest, bindings = _split_gin(rest)
     values = _define_flags(cls, fields)
-    arguments = _parsed(values, rest, command)
+    arguments = _parse_flags(values, rest, command)
     paths.expand_flags(values, ("gin_file", "gin_search_paths", "compilation_cache_dir"))
     if values.help:
-        print(
-            help_page.page(
-                name,
-                command.summary,
-                command.arguments,
-                cls,
-                [field.name for field in fields],
-                values,
-            )
-        )
+        names = [field.name for field in fields]
+        print(help_page.make_page(name, command.summary, command.arguments, cls, names, values))
         return 0
     if arguments and not command.arguments:
         raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
-    given = _given(cls, fields, values)
-    if name == "generate" and "config" in given:  # the file counts before gin, as flags do
-        config = GenerationConfig.load(os.path.expanduser(given["config"]))
-        given = generation_flags.unset_flags(config) | given | {"config": config}
-    options = paths.expanded(_options(name, cls, given, values, bindings))
-    settings = _operative(options, given if values.gin_file or bindings else None)
-    keep_programs(values.compilation_cache_dir)
-
-    # What may be killed and resumed records its settings when it begins.
-    begun = (
-        {"begun": lambda: paths.record(options, settings, unfinished=True)} if _resumes(run) else {}
-    )
-    replaced = list(paths.replaced(options))
-    if replaced and not getattr(options, "suite", None):  # whose options are checked row by row
-        options.check()  # so that an error is the only line
-    for file in replaced:
-        print(f"{file}: this file is there and will be replaced", file=sys.stderr)
-    problem = run(options, *([arguments] if command.arguments else []), **begun)
-    if not hasattr(
-        options, "output_dir"
-    ):  # of a training, whose settings were recorded when it began
-        paths.record(options, settings)
+    given = _read_given(cls, fields, values)
+    with package_settings():
+        if name == "generate" and "config" in given:  # the file counts before gin, as flags do
+            file = GenerationConfig.load(os.path.expanduser(given["config"]))
+            given = generation_flags.unset_flags(file) | given | {"config": file}
+        options = paths.expand_options(_make_options(name, cls, given, values, bindings))
+        settings = _describe_options(options, given if values.gin_file or bindings else None)
+        keep_programs(values.compilation_cache_dir)
+        try:
+            problem = _run_recorded(run, options, settings, [arguments] * bool(command.arguments))
+        except NonFiniteLogitsError as error:  # commands number sentences from 1, as a file's lines
+            raise ValueError(f"sentence {error.input + 1}: {error.reason}") from error
     if isinstance(problem, str):
         raise CheckFailed(problem)
     return 0
 
 
-def _resumes(run: Callable) -> bool:
-    """Returns whether a command takes `begun`, a function to call when its long work begins."""
-    return "begun" in inspect.signature(run).parameters
+def _run_recorded(run: Callable, options: Any, settings: str, arguments: list[list[str]]) -> Any:
+    """Runs a command, and writes its settings beside its output; returns what it returns."""
+    resumes = "begun" in inspect.signature(run).parameters
+    begun = {}
+    if resumes:  # so that what is killed can be resumed by its settings
+        begun["begun"] = functools.partial(paths.record, options, settings, unfinished=True)
+    replaced = list(paths.find_replaced(options))
+    if replaced and not getattr(options, "suite", None):  # whose options are checked row by row
+        options.check()  # so that an error is the only line
+    for file in replaced:
+        print(f"{file}: this file is there and will be replaced", file=sys.stderr)
+    problem = run(options, *arguments, **begun)
+    if not hasattr(options, "output_dir"):  # a training run's were recorded when it began
+        paths.record(options, settings)
+    return problem
 
 
 # Flags.
@@ -254,32 +248,24 @@ def _define_flags(cls: type, fields: Sequence[dataclasses.Field]) -> flags.FlagV
     for field in fields:
         _define_flag(values, field, kinds[field.name])
     common: dict[str, Any] = {"flag_values": values}
-    flags.DEFINE_multi_string(
-        "gin_file",
-        [],
+    text = (
         "gin file with settings; repeatable, later files win; it is code: use none from a source"
-        " you do not trust",
-        **common,
+        " you do not trust"
     )
-    flags.DEFINE_list(
-        "gin_search_paths",
-        ["."],
-        "folders in which gin files are looked up, comma-separated",
-        **common,
-    )
-    flags.DEFINE_string(
-        "compilation_cache_dir",
-        None,
+    flags.DEFINE_multi_string("gin_file", [], text, **common)
+    text = "folders in which gin files are looked up, comma-separated"
+    flags.DEFINE_list("gin_search_paths", ["."], text, **common)
+    text = (
         "folder in which compiled programs are kept between runs; empty: nowhere (default:"
-        " specdec_jax in your cache folder)",
-        **common,
+        " specdec_jax in your cache folder)"
     )
+    flags.DEFINE_string("compilation_cache_dir", None, text, **common)
     flags.DEFINE_boolean("debug", False, "show the traceback of an error", **common)
     flags.DEFINE_boolean("help", False, "show this help", short_name="h", **common)
     return values
 
 
-def _parsed(values: flags.FlagValues, arguments: list[str], command: Command) -> list[str]:
+def _parse_flags(values: flags.FlagValues, arguments: list[str], command: Command) -> list[str]:
     """Reads the flags; returns the other arguments."""
     try:
         return values(["specdec", *arguments])[1:]
@@ -289,11 +275,11 @@ def _parsed(values: flags.FlagValues, arguments: list[str], command: Command) ->
         raise UsageError(f"{error}; write -- before sentences that begin with a dash") from None
     except flags.IllegalFlagValueError as error:
         kinds = {"int": "an integer", "float": "a number", "bool": "true or false"}
-        found = re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL)
-        expected = kinds.get(values[found[1]].flag_type()) if found else None
-        if not found or not expected:
+        match = re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL)
+        expected = kinds.get(values[match[1]].flag_type()) if match else None
+        if not match or not expected:
             raise
-        raise UsageError(f"{found[1]}: got {found[2]!r}, expected {expected}") from None
+        raise UsageError(f"{match[1]}: got {match[2]!r}, expected {expected}") from None
 
 
 def _define_flag(values: flags.FlagValues, field: Any, kind: Any) -> None:
@@ -316,32 +302,30 @@ def _define_flag(values: flags.FlagValues, field: Any, kind: Any) -> None:
         define[kind](field.name, shown, text, flag_values=values)
 
 
-def _given(
+def _read_given(
     cls: type, fields: Sequence[dataclasses.Field], values: flags.FlagValues
 ) -> dict[str, Any]:
     """Returns the options that the command line sets, without defaults."""
     given, kinds = {}, typing.get_type_hints(cls)
     for field in fields:
-        if values[field.name].present:
-            value: Any = values[field.name].value
-            if isinstance(values[field.name].parser, flags.ListParser):
-                value = _numbers(field.name, value, typing.get_args(kinds[field.name])[0])
-            if {int, str} <= {*typing.get_args(kinds[field.name])} and re.fullmatch(
-                r"[+-]?\d+", value
-            ):
-                value = int(value)
-            given[field.name] = tuple(value) if isinstance(value, list) else value
+        flag, kinds_of_field = values[field.name], typing.get_args(kinds[field.name])
+        if not flag.present:
+            continue
+        value: Any = flag.value
+        if isinstance(flag.parser, flags.ListParser):
+            value = _read_numbers(field.name, value, kinds_of_field[0])
+        if {int, str} <= set(kinds_of_field) and re.fullmatch(r"[+-]?\d+", value):
+            value = int(value)
+        given[field.name] = tuple(value) if isinstance(value, list) else value
     return given
 
 
-def _numbers(name: str, items: list[str], kind: type) -> tuple[int | float, ...]:
+def _read_numbers(name: str, items: list[str], kind: type) -> tuple[int | float, ...]:
     try:
         return tuple(kind(item) for item in items)
     except ValueError:
-        expected = {int: "integers", float: "numbers"}[kind]
-        raise UsageError(
-            f"{name}: got {','.join(items)!r}, expected comma-separated {expected}"
-        ) from None
+        expected = f"comma-separated { {int: 'integers', float: 'numbers'}[kind] }"
+        raise UsageError(f"{name}: got {','.join(items)!r}, expected {expected}") from None
 
 
 # gin.
@@ -366,7 +350,7 @@ def _split_gin(arguments: list[str]) -> tuple[list[str], list[str]]:
     return rest, bindings
 
 
-def _options(
+def _make_options(
     name: str, cls: type, given: dict[str, Any], values: flags.FlagValues, bindings: list[str]
 ) -> Any:
     """Returns a command's options from defaults, gin and the given flags."""
@@ -374,49 +358,41 @@ def _options(
         try:
             return cls(**given)
         except TypeError:  # fields without a default
-            raise UsageError(
-                f"specdec {name}: got no settings, expected --gin_file or --gin.NAME=value"
-            ) from None
+            expected = "--gin_file or --gin.NAME=value"
+            raise UsageError(f"specdec {name}: got no settings, expected {expected}") from None
+    folders = values.gin_search_paths
     for file in values.gin_file:
-        if not any(pathlib.Path(folder, file).is_file() for folder in values.gin_search_paths):
-            raise UsageError(
-                f"gin_file: got {file!r}, expected a file in {', '.join(values.gin_search_paths)}"
-            )
+        if not any(pathlib.Path(folder, file).is_file() for folder in folders):
+            raise UsageError(f"gin_file: got {file!r}, expected a file in {', '.join(folders)}")
     gin.clear_config()
-    for folder in values.gin_search_paths:
+    for folder in folders:
         gin.add_config_file_search_path(folder)
+    where = ", ".join(values.gin_file) or "--gin.NAME=value"
     try:
         _register(cls)
         gin.parse_config_files_and_bindings(values.gin_file, bindings)
         options = gin.get_configurable(cls)()
     except RecursionError as error:
-        where = ", ".join(values.gin_file) or "--gin.NAME=value"
-        raise UsageError(
-            f"gin: {where}: got settings nested too deeply or in a circle, expected plain ones"
-        ) from error
-    except (
-        ValueError,
-        SyntaxError,
-        ImportError,
-        NameError,
-        AttributeError,
-        TypeError,
-        OSError,
-        TokenError,
-    ) as error:
+        got = "settings nested too deeply or in a circle"
+        raise UsageError(f"gin: {where}: got {got}, expected plain ones") from error
+    except (ValueError, TypeError, OSError, *_BAD_CODE) as error:
         text = str(error).partition(" in config string")[0][:500]
         named = not values.gin_file or any(file in text for file in values.gin_file)
-        raise UsageError(
-            f"gin: {text if named else ', '.join(values.gin_file) + ': ' + text}"
-        ) from error
+        raise UsageError(f"gin: {text if named else f'{where}: {text}'}") from error
     if given:  # after gin, so that gin counts a setting that a flag overrides as used
         options = dataclasses.replace(options, **given)
-    for field, kind in typing.get_type_hints(cls).items():
-        value = getattr(options, field)
-        if not _fits(value, kind):
-            raise UsageError(
-                f"gin: {field}: got {value!r}, expected {getattr(kind, '__name__', kind)}"
-            )
+    kinds = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        value, kind = getattr(options, field.name), kinds[field.name]
+        if not _has_kind(value, kind):
+            expected = getattr(kind, "__name__", kind)
+            raise UsageError(f"gin: {field.name}: got {value!r}, expected {expected}")
+    _check_used(name, bindings)
+    return options
+
+
+def _check_used(name: str, bindings: list[str]) -> None:
+    """Raises UsageError for a binding of the command line that gin did not use."""
     used = gin.operative_config_str()
     for binding in bindings:
         key = binding.partition("=")[0].strip()
@@ -424,29 +400,26 @@ def _options(
         tail = re.escape(".".join(binding_name.split(".")[-2:]))
         if not re.search(rf"^{re.escape(scope + slash)}(\S*[./])?{tail} =", used, re.MULTILINE):
             raise UsageError(f"gin: got --gin.{key}, expected a name that `specdec {name}` uses")
-    return options
 
 
-def _operative(options: Any, given: dict[str, Any] | None) -> str:
+def _describe_options(options: Any, given: dict[str, Any] | None) -> str:
     """Returns the settings as a gin file that gives the same run.
 
     `given` are flags that override gin's operative configuration; None: everything came from flags.
     """
+    from specdec_jax.decoding import config_files
+    from specdec_jax.decoding.generation_config import GenerationConfig
+
     cls = type(options)
-    *package, module = cls.__module__.split(".")
-    name, text = f"{module}.{cls.__name__}", ""
+    package, _, module = cls.__module__.rpartition(".")
+    name = f"{module}.{cls.__name__}"
     if given is None or isinstance(given.get("config"), GenerationConfig):
         given = dict.fromkeys(field.name for field in dataclasses.fields(cls))
-        text = (
-            f"from __gin__ import dynamic_registration\n\nfrom {'.'.join(package)} import"
-            f" {module}\n\n"
-        )
+        text = f"from __gin__ import dynamic_registration\n\nfrom {package} import {module}\n\n"
     else:
         text = gin.operative_config_str()
-        found = re.search(
-            rf"^(\S*\b{cls.__name__})\.\w+ =", text, re.MULTILINE
-        )  # gin's name of the class
-        name = found[1] if found else name
+        match = re.search(rf"^(\S*\b{cls.__name__})\.\w+ =", text, re.MULTILINE)
+        name = match[1] if match else name  # gin's name of the class
         text += "\n# Flags, which override what is above:\n" if given else ""
     shown = {field: repr(getattr(options, field)) for field in given}
     for field in given:
@@ -456,13 +429,13 @@ def _operative(options: Any, given: dict[str, Any] | None) -> str:
     return text + "".join(f"{name}.{field} = {value}\n" for field, value in shown.items())
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _has_kind(value: Any, kind: Any) -> bool:
     """Returns whether a value from gin, which checks no types, is of a field's type."""
     if isinstance(kind, types.UnionType):
-        return any(_fits(value, part) for part in typing.get_args(kind))
+        return any(_has_kind(value, part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         return isinstance(value, list | tuple) and all(
-            _fits(item, typing.get_args(kind)[0]) for item in value
+            _has_kind(item, typing.get_args(kind)[0]) for item in value
         )
     if kind in (int, float):
         return isinstance(value, int | kind) and not isinstance(value, bool)

@@ -15,7 +15,6 @@ from specdec_jax.commands.generation_flags import (
     POLICY_HELP,
     SETTINGS_HELP,
     flag,
-    option,
     read_gamma,
     read_options,
     read_sampling,
@@ -35,6 +34,7 @@ from specdec_jax.drafters.named import SELF_INT8, WITHOUT_FILES, check_drafter_n
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.files.progress import print_line
+from specdec_jax.models.arguments import option
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.meshes import make_mesh, parse_mesh
 from specdec_jax.speculative.drafter import Drafter

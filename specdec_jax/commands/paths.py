@@ -13,57 +13,41 @@ from specdec_jax.files import writing
 # Options that are paths, of all commands; some may have other values too, such as the name of a
 # drafter.
 INPUTS = (
-    "target",
-    "drafter",
-    "shortlist",
-    "vocabulary",
-    "input_file",
-    "source",
-    "records",
-    "source_files",
-    "validation_files",
-    "train_files",
-    "data_dir",
-    "tfds_data_dir",
-    "initialise_from",
-    "teacher",
-)
-OUTPUTS = ("output", "output_file", "output_dir", "config", "plot", "picture", "report")
+    "target drafter shortlist vocabulary input_file source records source_files validation_files"
+    " train_files data_dir tfds_data_dir initialise_from teacher"
+).split()
+OUTPUTS = "output output_file output_dir config plot picture report".split()
 
 
-def expanded(options: Any) -> Any:
+def expand_options(options: Any) -> Any:
     """Returns options with the user's home folder for `~` in those that are paths.
 
     A shell leaves the `~` of `--target=~/model` as it is.
     """
-    names = [
-        field.name for field in dataclasses.fields(options) if field.name in (*INPUTS, *OUTPUTS)
-    ]
-    return dataclasses.replace(
-        options, **{name: _expanded(getattr(options, name)) for name in names}
-    )
+    names = {field.name for field in dataclasses.fields(options)} & {*INPUTS, *OUTPUTS}
+    paths = {name: _expand(getattr(options, name)) for name in names}
+    return dataclasses.replace(options, **paths)
 
 
 def expand_flags(values: flags.FlagValues, names: Sequence[str]) -> None:
-    """Does what `expanded` does, for flags that are no options of a command."""
+    """Does what `expand_options` does, for flags that are no options of a command."""
     for name in names:
-        values[name].value = _expanded(values[name].value)
+        values[name].value = _expand(values[name].value)
 
 
-def _expanded(value: Any) -> Any:
+def _expand(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(map(_expanded, value))
+        return type(value)(map(_expand, value))
     if not isinstance(value, str):
         return value
     return ",".join(map(os.path.expanduser, value.split(",")))  # a suite takes several drafters
 
 
-def replaced(options: Any) -> Iterator[str]:
+def find_replaced(options: Any) -> Iterator[str]:
     """Yields the files that a command replaces because an option names them."""
     for name in OUTPUTS:
-        path = (
-            getattr(options, name, None) if name != "output_dir" else None
-        )  # a folder, which replaces no file
+        # A folder replaces no file.
+        path = None if name == "output_dir" else getattr(options, name, None)
         if isinstance(path, str) and os.path.isfile(path) and not writing.passes_through(path):
             yield path
 

@@ -35,7 +35,7 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
             raise ValueError(
                 "got no sentences, expected them as arguments, in --input_file or on standard input"
             )
-        sentences = list(text_files.lines_of(sys.stdin.buffer, "standard input"))
+        sentences = list(text_files.read_open_file(sys.stdin.buffer, "standard input"))
     elif input_file == BUILT_IN and not pathlib.Path(input_file).exists():
         sentences = built_in()
     else:

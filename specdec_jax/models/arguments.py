@@ -5,6 +5,7 @@ is accepted that would be rounded, or understood in another way than it was mean
 """
 
 import contextlib
+import dataclasses
 import inspect
 import operator
 import os
@@ -16,6 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.files.reading import mismatch, shown
+
+
+def option(default: Any, text: str) -> Any:
+    """Returns a field of a dataclass of options; `text` is its help on the command line."""
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 def quoted(value: Any) -> str:

@@ -1,42 +1,44 @@
-"""Makes batches of what models are trained on: pairs of texts with an encoder, plain text without
-one.
+"""Makes batches of what models are trained on: pairs of texts, or plain text.
 
-A corpus makes batches (inputs, targets) of files; `losses.py` says what a network does with the
-two.
+A corpus makes batches (inputs, targets) of files; `losses.py` says what a network does with them.
 """
 
+import abc
 import dataclasses
+import pathlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 
-from specdec_jax.tokenizers import vocabularies
+from specdec_jax.tokenizers.vocabularies import SentencePieceVocabulary, Vocabulary
 from specdec_jax.training import text_files
-from specdec_jax.training.batches import BucketedBatches
+from specdec_jax.training.batches import BucketedBatches, Example
+
+Paths = Sequence[pathlib.Path]
 
 # SentencePiece skips lines of more than 4,192 bytes: longer ones are cut, between words if
 # possible.
 _PART = re.compile(r".{1,1000}(?=\s|$)|.{1,1000}")
 
 
-class Corpus(Protocol):
+class Corpus(abc.ABC):
     """What training does differently for each kind of model.
 
     Attributes:
       files: what the files are called in messages.
+      buckets, target_buckets: lengths, as for `BucketedBatches`.
     """
 
-    files: str
-
-    def texts(self, paths: Sequence) -> Iterator[str]:
-        """Yields the texts on which a vocabulary is trained."""
+    files: ClassVar[str]
+    buckets: tuple[int, ...]
+    target_buckets: tuple[int, ...]
 
     def batches(
         self,
-        vocabulary,
-        paths: Sequence,
+        vocabulary: Vocabulary,
+        paths: Paths,
         ids: int,
         batch_tokens: int,
         seed: int,
@@ -54,107 +56,109 @@ class Corpus(Protocol):
         Raises:
           ValueError: a file cannot be read, has nothing in it, or has an id that the model lacks.
         """
+        pairs, largest = self._read(vocabulary, paths, start_token)
+        try:
+            if largest >= ids:
+                raise ValueError(f"got the id {largest}, expected at most {ids - 1}")
+            return BucketedBatches(pairs, self.buckets, batch_tokens, seed, self.target_buckets)
+        except ValueError as error:
+            raise ValueError(f"{', '.join(map(str, paths))}: {error}") from None
 
-    def start_token(self, vocabulary) -> int:
+    @abc.abstractmethod
+    def _read(
+        self, vocabulary: Vocabulary, paths: Paths, start_token: int | None
+    ) -> tuple[list[Example], int]:
+        """Returns the examples of files, and their largest id."""
+
+    @abc.abstractmethod
+    def texts(self, paths: Paths) -> Iterator[str]:
+        """Yields the texts on which a vocabulary is trained."""
+
+    @abc.abstractmethod
+    def start_token(self, vocabulary: Vocabulary) -> int:
         """Returns the id that a sequence of a new model begins with."""
 
+    @abc.abstractmethod
     def summary(self, batches: BucketedBatches) -> str:
         """Returns a few words on what `batches` are made of."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
+class Pairs(Corpus):
     """Sources and targets, for models with an encoder; lengths as for `BucketedBatches`."""
 
+    files = "a TSV file"
     buckets: tuple[int, ...]
     target_buckets: tuple[int, ...]
-    files = "a TSV file"
 
-    def texts(self, paths):
+    def _read(
+        self, vocabulary: Vocabulary, paths: Paths, start_token: int | None
+    ) -> tuple[list[Example], int]:
+        pairs: list[Example] = []
+        for number, (source, target, given) in enumerate(text_files.read_examples(paths), 1):
+            output = vocabulary.encode_output(target) if given is None else given
+            pairs.append((vocabulary.encode_input(source), output))
+            if not all(pairs[-1]):  # the tokenizer may make no token of a text
+                got = f"{', '.join(map(str, paths))}, example {number}: got a text without tokens"
+                raise ValueError(f"{got}, expected at least one")
+        return pairs, max((max(side) for pair in pairs for side in pair), default=0)
+
+    def texts(self, paths: Paths) -> Iterator[str]:
         return (text for pair in text_files.read_pairs(paths) for text in pair)
 
-    def batches(self, vocabulary, paths, ids, batch_tokens, seed, start_token=None):
-        pairs = [
-            (
-                vocabulary.encode_input(source),
-                vocabulary.encode_output(target) if given is None else given,
-            )
-            for source, target, given in text_files.read_examples(paths)
-        ]
-        for number, pair in enumerate(pairs, 1):
-            if not all(
-                pair
-            ):  # the tokenizer neither makes a token of the text nor puts one around it
-                name = ", ".join(map(str, paths))
-                raise ValueError(
-                    f"{name}, example {number}: got a text without tokens, expected at least one"
-                )
-        _check_ids(paths, max((max(side) for pair in pairs for side in pair), default=0), ids)
-        try:
-            return BucketedBatches(pairs, self.buckets, batch_tokens, seed, self.target_buckets)
-        except ValueError as error:
-            raise ValueError(f"{', '.join(map(str, paths))}: {error}") from None
-
-    def start_token(self, vocabulary):
+    def start_token(self, vocabulary: Vocabulary) -> int:
         return 0
 
-    def summary(self, batches):
-        return (
-            f"{batches.dropped} of {batches.pairs} pairs left out as longer than {batches.longest}"
-            " tokens"
-        )
+    def summary(self, batches: BucketedBatches) -> str:
+        left_out = f"{batches.dropped} of {batches.pairs} pairs left out"
+        return f"{left_out} as longer than {batches.longest} tokens"
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
-    """Documents, one a line, for decoder-only models: one stream of ids with EOS after each
-    document, cut into blocks. A start token that is not EOS stands before each.
+class Text(Corpus):
+    """Documents, one a line, for decoder-only models.
+
+    They make one stream of ids with EOS after each document, cut into blocks. A start token that is
+    not EOS stands before each document.
 
     Attributes:
       sequence_length: number of tokens that a block predicts. The token before its first one is fed
-        too; before the very first that is the start token, for a new model EOS: it says that a
-        document begins.
+        too; before the very first that is the start token, for a new model EOS, which marks the
+        beginning of a document.
     """
 
-    sequence_length: int
     files = "a text file"
+    sequence_length: int
 
-    def texts(self, paths):
-        return (part for text in text_files.read_documents(paths) for part in _PART.findall(text))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "buckets", (self.sequence_length,))
+        object.__setattr__(self, "target_buckets", ())
 
-    def batches(self, vocabulary, paths, ids, batch_tokens, seed, start_token=None):
-        end = vocabulary.eos_ids[0]
+    def _read(
+        self, vocabulary: Vocabulary, paths: Paths, start_token: int | None
+    ) -> tuple[list[Example], int]:
+        end, length = vocabulary.eos_ids[0], self.sequence_length
         start = end if start_token is None else start_token
         between = [end] if start == end else [end, start]
-        documents = text_files.read_documents(paths)
-        stream = np.concatenate(
-            [[start], *(vocabulary.encode(text) + between for text in documents)], dtype=np.int32
-        )
+        parts = [vocabulary.encode(text) + between for text in text_files.read_documents(paths)]
+        stream = np.concatenate([[start], *parts], dtype=np.int32)
         stream = stream[: len(stream) + 1 - len(between)]  # nothing follows the last EOS
-        _check_ids(paths, int(stream.max()), ids)
-        before, after, length = stream[:-1], stream[1:], self.sequence_length
-        blocks = [
-            (before[i : i + length], after[i : i + length]) for i in range(0, len(after), length)
-        ]
-        return BucketedBatches(blocks, (length,), batch_tokens, seed)
+        before, after = stream[:-1], stream[1:]
+        starts = range(0, len(after), length)
+        blocks: list[Example] = [(before[i : i + length], after[i : i + length]) for i in starts]
+        return blocks, int(stream.max())
 
-    def start_token(self, vocabulary):
+    def texts(self, paths: Paths) -> Iterator[str]:
+        return (part for text in text_files.read_documents(paths) for part in _PART.findall(text))
+
+    def start_token(self, vocabulary: Vocabulary) -> int:
         return vocabulary.eos_ids[0]
 
-    def summary(self, batches):
+    def summary(self, batches: BucketedBatches) -> str:
         return f"{batches.pairs} blocks of {batches.longest} tokens"
 
 
-def _check_ids(paths: Sequence, largest: int, ids: int) -> None:
-    if (
-        largest >= ids
-    ):  # from a file with ids, or of a vocabulary with more tokens than the model has logits
-        raise ValueError(
-            f"{', '.join(map(str, paths))}: got the id {largest}, expected at most {ids - 1}"
-        )
-
-
-def trained_vocabulary(corpus: Corpus, paths: Sequence, size: int) -> bytes:
+def train_vocabulary(corpus: Corpus, paths: Paths, size: int) -> bytes:
     """Returns a SentencePiece model of `size` tokens, trained on the files of a corpus.
 
     Raises:
@@ -162,9 +166,8 @@ def trained_vocabulary(corpus: Corpus, paths: Sequence, size: int) -> bytes:
     """
     texts = corpus.texts(paths)
     try:
-        return vocabularies.SentencePieceVocabulary.train(texts, size).model
+        return SentencePieceVocabulary.train(texts, size).model
     except RuntimeError as error:  # too many tokens for the text, too few for its characters
         reason = str(error).rpartition("] ")[2]
-        raise ValueError(
-            f"vocabulary_size: got {size}, expected a number that fits: {reason}"
-        ) from None
+        expected = f"a number that fits: {reason}"
+        raise ValueError(f"vocabulary_size: got {size}, expected {expected}") from None

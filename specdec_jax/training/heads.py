@@ -13,153 +13,119 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import orbax.checkpoint as ocp
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.files.progress import print_line
-from specdec_jax.files.writing import lock_folder
-from specdec_jax.models.family import FamilyModule, ModelConfig
+from specdec_jax.models.arguments import option
+from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_weight, init_params
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.models.t5 import T5Config, t5_only
-from specdec_jax.training import optimizer, run_vocabulary, train
-from specdec_jax.training.config import TrainConfig, follow_steps
-from specdec_jax.training.losses import Metrics, TrainState, fed
-from specdec_jax.training.optimizer import learning_rate
-from specdec_jax.training.run_folder import Checkpoints, changed_settings, record_target
+from specdec_jax.training import losses, optimizer, train
+from specdec_jax.training.batches import Batch
+from specdec_jax.training.config import ExamplesConfig, TrainConfig
+from specdec_jax.training.corpus import Pairs
+from specdec_jax.training.losses import Metrics, TrainState
+from specdec_jax.training.run_folder import Checkpoints, record_target
+from specdec_jax.training.run_vocabulary import RunVocabulary
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadsTrainConfig:
-    """Settings of a run that trains heads; what is not listed is as in `TrainConfig`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadsTrainConfig(ExamplesConfig):
+    """The settings of a run that trains heads.
 
-    Attributes:
-      target: path or bundled name of the model on whose states the heads are put.
-      num_heads, num_blocks, share_head: as in `HeadsConfig`.
-      output_dir: the heads are written to `heads` in it; the target, if it is trained too, to
-        `target`.
-      warmup_steps, decay_steps: as in `TrainConfig`. None: a twentieth and a half of `steps`.
-      label_smoothing: probability mass that is spread over the vocabulary.
-      soft_weight: w in (1 − w) · cross-entropy + w · KL(target ‖ head). The target's distribution
-        is the one after the tokens in between, which a head does not see.
-      learning_rate: learning rate of Adam, for the heads.
-      backbone_learning_rate: learning rate of the target, in the sense of `TrainConfig`; 0 leaves
-        the target as it is.
-      backbone_weight: weight of the target's own cross-entropy beside the heads' loss; above 0 if
-        and only if the target is trained.
-      matmul_dtype: as in `T5Config`.
+    Raises:
+      ValueError: a setting outside its range, or settings that contradict each other.
     """
 
-    target: str
-    train_files: tuple[str, ...]
-    validation_files: tuple[str, ...]
-    output_dir: str
-    data_dir: str = ""
-    num_heads: int = 4
-    num_blocks: int = 1
-    share_head: bool = True
-    steps: int = 1000
-    warmup_steps: int | None = None
-    decay_steps: int | None = None
-    learning_rate: float = 0.001
-    batch_tokens: int = 4096
-    buckets: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 32, 48, 64)
-    target_buckets: tuple[int, ...] = ()
-    label_smoothing: float = 0.0
-    soft_weight: float = 0.0
-    backbone_learning_rate: float = 0.0
-    backbone_weight: float = 0.0
-    seed: int = 0
-    log_every: int = 20
-    save_every: int = 100
-    evaluate_every: int = 200
-    dtype: str | None = None
-    matmul_dtype: str | None = None
+    decay_share = 2
 
-    def __post_init__(self):
-        follow_steps(self, 2)
-        run = self.run(T5Config(1, 1, 1, 1, 1, 1, 1))  # which checks what it shares with other runs
-        for name in ("train_files", "validation_files", "buckets", "target_buckets"):
-            object.__setattr__(self, name, getattr(run, name))
-        self.heads(run.model)
-        if not 0 <= self.soft_weight <= 1:
-            raise ValueError(f"soft_weight: got {self.soft_weight}, expected a number in [0, 1]")
-        if not 0 <= self.backbone_learning_rate < float("inf"):
-            raise ValueError(
-                f"backbone_learning_rate: got {self.backbone_learning_rate}, expected at least 0"
-            )
-        if (
-            not 0 <= self.backbone_weight < float("inf")
-            or (self.backbone_weight > 0) != self.trains_backbone
-        ):
-            expected = "a number above 0 with a backbone_learning_rate, 0 without"
-            raise ValueError(f"backbone_weight: got {self.backbone_weight}, expected {expected}")
+    target: str = option(
+        dataclasses.MISSING, "model on whose states the heads are put: a folder or a bundled name"
+    )
+    num_heads: int = option(4, "number of heads; each predicts one token more ahead")
+    num_blocks: int = option(1, "residual blocks in each head")
+    share_head: bool = option(
+        True, "whether logits come from the target's own output layer, not from one of each head"
+    )
+    steps: int = option(1000, "optimiser steps in all; a run may be resumed with another number")
+    decay_steps: int | None = option(
+        None, "steps of linear decay to zero at the end (default: half of the steps)"
+    )
+    learning_rate: float = option(0.001, "learning rate of Adam, for the heads")
+    label_smoothing: float = option(0.0, "probability that is spread over the vocabulary")
+    soft_weight: float = option(
+        0.0,
+        "w in (1 - w) * cross-entropy + w * KL(target || head), with the target's distribution"
+        " after the tokens in between, which a head does not see",
+    )
+    backbone_learning_rate: float = option(
+        0.0, "learning rate of the target, as that of a model's training; 0: the target stays"
+    )
+    backbone_weight: float = option(
+        0.0,
+        "weight of the target's own cross-entropy beside the heads' loss; above 0 if and only if"
+        " the target is trained",
+    )
+    matmul_dtype: str | None = option(
+        None, "dtype to which operands of products are rounded (default: they are not)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.heads_config(T5Config(1, 1, 1, 1, 1, 1, 1))  # which checks it
+        self.expect("soft_weight", 0 <= self.soft_weight <= 1, "a number in [0, 1]")
+        finite = 0 <= self.backbone_learning_rate < float("inf")
+        self.expect("backbone_learning_rate", finite, "at least 0")
+        allowed = 0 <= self.backbone_weight < float("inf")
+        allowed = allowed and (self.backbone_weight > 0) == self.trains_backbone
+        expected = "a number above 0 with a backbone_learning_rate, 0 without"
+        self.expect("backbone_weight", allowed, expected)
 
     @property
     def trains_backbone(self) -> bool:
         """Whether the target is trained too."""
         return self.backbone_learning_rate > 0
 
-    def run(self, shape: T5Config, **settings) -> TrainConfig:
-        """Returns the settings that a run on a target of this shape shares with the training of a
-        model."""
-        names = {field.name for field in dataclasses.fields(TrainConfig)}
-        shared = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name in names
-        }
-        model = dataclasses.replace(
-            shape, dtype="float32", matmul_dtype=self.matmul_dtype, dropout_rate=0.0
-        )
-        return TrainConfig(model=model, vocabulary_size=1, **{**shared, **settings})
+    def model_config(self, target: T5Config) -> TrainConfig:
+        """Returns the settings by which a model of the target's shape would be trained."""
+        rounding = dict(dtype="float32", matmul_dtype=self.matmul_dtype, dropout_rate=0.0)
+        model = target.replace(**rounding)
+        return TrainConfig(model=model, vocabulary_size=1, **self.shared_settings())
 
-    def heads(self, shape: ModelConfig) -> HeadsConfig:
+    def heads_config(self, target: ModelConfig) -> HeadsConfig:
         """Returns the configuration of the heads on a target of this shape."""
-        return HeadsConfig(
-            self.num_heads,
-            shape.emb_dim,
-            shape.vocab_size,
-            self.num_blocks,
-            self.share_head,
-            shape.dtype,
-            shape.matmul_dtype,
-        )
-
-
-def _fixed(settings: dict) -> dict:
-    names = ("num_heads", "num_blocks", "share_head")
-    trained = {
-        "backbone_learning_rate": settings["backbone_learning_rate"] > 0
-    }  # decides what a checkpoint holds
-    return {name: settings[name] for name in names} | trained
+        own = {name: getattr(self, name) for name in ("num_heads", "num_blocks", "share_head")}
+        names = ("emb_dim", "vocab_size", "dtype", "matmul_dtype")
+        return HeadsConfig(**own, **{name: getattr(target, name) for name in names})
 
 
 # The loss.
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadsObjective:
-    """What is minimised; hashable, so that it is static under jit.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadsObjective(losses.Objective):
+    """What is minimised; `distill_weight` is that of the target's own distribution.
 
     Attributes:
-      model, heads: the networks.
-      start_token: the target's start token.
-      label_smoothing, soft_weight, backbone_weight: as in `HeadsTrainConfig`.
+      heads: the network of the heads.
+      backbone_weight: as in `HeadsTrainConfig`.
     """
 
-    model: FamilyModule
     heads: Heads
-    start_token: int = 0
-    label_smoothing: float = 0.0
-    soft_weight: float = 0.0
     backbone_weight: float = 0.0
 
 
-def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dropout_key=None):
+def heads_loss(
+    params: dict,
+    batch: Batch,
+    objective: HeadsObjective,
+    target_params: dict | None = None,
+    dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, Metrics]:
     """Returns the mean loss, and sums over the tokens that heads predict.
 
     The loss is the mean over these tokens, plus `backbone_weight` times the mean over the tokens
@@ -168,58 +134,42 @@ def heads_loss(params, batch, objective: HeadsObjective, target_params=None, dro
 
     Args:
       params: {"heads": …}, and {"target": …} if the target is trained.
-      batch: (inputs `[B, L]`, targets `[B, T]`), int32, padded with `PADDING`.
+      batch: inputs and targets.
       objective: what is minimised.
       target_params: parameters of a target that is not trained.
       dropout_key: not used; nothing is dropped.
     """
     inputs, targets = batch
-    target = Network(params.get("target", target_params), objective.model)
-    decoder_tokens = jnp.pad(
-        targets[:, :-1], ((0, 0), (1, 0)), constant_values=objective.start_token
-    )
-    variables, shown = {"params": target.params}, fed(decoder_tokens)
-    states = objective.model.apply(variables, fed(inputs), inputs >= 0, shown, method="states")
+    trained = params["target"] if target_params is None else target_params
+    target = Network(trained, objective.model)
+    fed = losses.replace_padding(inputs), inputs >= 0
+    before = losses.shift_right(targets, objective.start_token)
+    states = objective.model.apply({"params": target.params}, *fed, before, method="states")
     heads = HeadsNetwork(params["heads"], target, objective.heads)
-    logits = heads.logits(states.reshape(-1, states.shape[-1])).reshape(
-        *targets.shape, -1, target.vocab_size
-    )
-    own = target.head(states) if objective.soft_weight or objective.backbone_weight else None
+    logits = heads.logits(states.reshape(-1, states.shape[-1]))
+    logits = logits.reshape(*targets.shape, -1, target.vocab_size)
+    own = target.head(states) if objective.distill_weight or objective.backbone_weight else None
+    soft = jax.lax.stop_gradient(own) if objective.distill_weight else None
 
     total = Metrics(*[jnp.zeros((), jnp.float32)] * 3)
     for head in range(1, objective.heads.config.num_heads + 1):
-        known = max(
-            targets.shape[1] - head, 0
-        )  # positions from which the predicted token lies inside the batch
-        soft = own[:, head:] if own is not None and objective.soft_weight else None
-        sums = _sums(logits[:, :known, head - 1], targets[:, head:], objective, soft)
+        known = max(targets.shape[1] - head, 0)  # positions whose token lies inside the batch
+        soft_logits = None if soft is None else soft[:, head:]
+        ahead = logits[:, :known, head - 1]
+        sums = losses.sum_metrics(ahead, soft_logits, targets[:, head:], objective)
         total = jax.tree.map(jnp.add, total, sums)
     loss = total.loss / jnp.maximum(total.tokens, 1)
     if objective.backbone_weight:
-        sums = _sums(own, targets, objective)
+        sums = losses.sum_metrics(own, None, targets, objective)
         loss += objective.backbone_weight * sums.loss / jnp.maximum(sums.tokens, 1)
     return loss, total._replace(loss=loss * total.tokens)
 
 
-def _sums(logits, targets, objective: HeadsObjective, soft=None) -> Metrics:
-    """Returns sums over the tokens of `targets [B, T]` for `logits [B, T, V]`.
-
-    `soft` are the target's logits at the same tokens.
-    """
-    log_q, weights = jax.nn.log_softmax(logits), (targets >= 0).astype(jnp.float32)
-    nll = -jnp.take_along_axis(log_q, fed(targets)[..., None], axis=-1)[..., 0]
-    loss = (1 - objective.label_smoothing) * nll - objective.label_smoothing * jnp.mean(
-        log_q, axis=-1
-    )
-    if soft is not None:
-        log_p = jax.nn.log_softmax(jax.lax.stop_gradient(soft))
-        divergence = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-        loss = (1 - objective.soft_weight) * loss + objective.soft_weight * divergence
-    return Metrics(jnp.sum(loss * weights), jnp.sum(nll * weights), jnp.sum(weights))
-
-
 def assess_heads(
-    params, batch, objective: HeadsObjective, target_params=None
+    params: dict,
+    batch: Batch,
+    objective: HeadsObjective,
+    target_params: dict | None = None,
 ) -> tuple[Metrics, None]:
     """Returns the metrics of heads on a batch; takes the place of `losses.assess`."""
     return heads_loss(params, batch, objective, target_params)[1], None
@@ -233,7 +183,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
     Steps relative to an array's size would never move weights that begin at 0.
     """
-    rate = functools.partial(learning_rate, config)
+    rate = functools.partial(optimizer.learning_rate, config)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.98))
 
 
@@ -246,75 +196,62 @@ class HeadsRun(train.Run):
     def __init__(self, settings: HeadsTrainConfig, target: LanguageModel, saved: Checkpoints):
         self.shape = t5_only("target", target.config)
         if self.shape.encoder_dim is not None:
-            raise ValueError(
-                f"target: got {target.name}, which reads another's encoder output, expected an"
-                " encoder"
-            )
-        config = settings.run(self.shape)
+            got = f"got {target.name}, which reads another's encoder output"
+            raise ValueError(f"target: {got}, expected an encoder")
+        config = settings.model_config(self.shape)
         self.settings, self.config, self.saved, self.target = settings, config, saved, target
-        network = train.computing(config, config.model)
+        network = train.set_dtype(config, config.model)
         self.objective: Any = HeadsObjective(
             network.module(),
-            Heads(settings.heads(network)),
-            target.start_token,
             settings.label_smoothing,
-            settings.soft_weight,
-            settings.backbone_weight,
+            distill_weight=settings.soft_weight,
+            start_token=target.start_token,
+            heads=Heads(settings.heads_config(network)),
+            backbone_weight=settings.backbone_weight,
         )
         self.optimizer = make_optimizer(config)
         self.teacher_params = None if settings.trains_backbone else target.params
         if settings.trains_backbone:
-            backbone = optimizer.make_optimizer(
-                settings.run(self.shape, learning_rate=settings.backbone_learning_rate)
-            )
-            self.optimizer = optax.partition({"heads": self.optimizer, "target": backbone}, _owners)
-        self.read(run_vocabulary.of_model(target, "target"))
+            rate = settings.backbone_learning_rate
+            backbone = optimizer.make_optimizer(dataclasses.replace(config, learning_rate=rate))
+            optimizers = {"heads": self.optimizer, "target": backbone}
+            self.optimizer = optax.partition(optimizers, _label_owners)
+        self.read(RunVocabulary.from_model(target, "target"))
 
-    def init(self, key) -> TrainState:
+    @staticmethod
+    def fixed(settings: dict) -> dict:
+        names = ("num_heads", "num_blocks", "share_head")
+        trained = settings["backbone_learning_rate"] > 0  # decides what a checkpoint holds
+        return {name: settings[name] for name in names} | {"backbone_learning_rate": trained}
+
+    def init(self, key: jax.Array) -> TrainState:
         original = self.target.params
         weight = head_weight(self.shape, original)
         params = {"heads": init_params(self.objective.heads.config, key, weight)}
         if self.settings.trains_backbone:
             params["target"] = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), original)
-        return TrainState(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
+        return TrainState.begin(params, self.optimizer)
 
-    def initial_state(self) -> TrainState:
-        if self.saved.newest.latest_step() is None:
-            return self.init(jax.random.key(self.config.seed))
-        return self.saved.restore(train.abstract_state(self.init))
+    def begin(self) -> TrainState:
+        return self.init(jax.random.key(self.config.seed))
 
-    def export(self) -> list[pathlib.Path]:
-        """Writes the heads, and the target if it was trained, that had the lowest validation loss.
-
-        Returns the folders.
-        """
+    def export(self) -> None:
+        """Writes the heads, and a trained target, that had the lowest validation loss."""
         output, target = pathlib.Path(self.config.output_dir).absolute(), self.target
-        abstract = train.abstract_state(self.init)
-        step = self.saved.best.best_step()
-        if step is None:  # no validation loss was finite
-            params = self.saved.restore(abstract).params
-        else:
-            params = self.saved.best.restore(step, args=ocp.args.StandardRestore(abstract.params))
+        params = self.saved.restore_best(train.abstract_state(self.init))
         if self.settings.trains_backbone:
-            target = LanguageModel(
-                target.config.replace(dtype="float32"),
-                params["target"],
-                target.vocabulary,
-                start_token=target.start_token,
-                eos_ids=target.eos_ids,
-                name="target",
-            )
+            shape = target.config.replace(dtype="float32")
+            ids = dict(start_token=target.start_token, eos_ids=target.eos_ids, name="target")
+            target = LanguageModel(shape, params["target"], target.vocabulary, **ids)
             converter.save(target, output / "target", dtype="bfloat16")
-        drafter = HeadsDrafter.for_target(target, self.settings.heads(self.shape), params["heads"])
+            print_line(f"wrote {output / 'target'}")
+        heads = self.settings.heads_config(self.shape)
+        drafter = HeadsDrafter.for_target(target, heads, params["heads"])
         drafter.save(output / "heads", dtype="bfloat16")
-        return [
-            output / name
-            for name in ("target", "heads")
-            if self.settings.trains_backbone or name == "heads"
-        ]
+        print_line(f"wrote {output / 'heads'}")
 
 
-def _owners(params: dict) -> dict:
+def _label_owners(params: dict) -> dict:
     return {name: jax.tree.map(lambda _: name, tree) for name, tree in params.items()}
 
 
@@ -330,20 +267,14 @@ def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) 
         longer finite.
       KeyboardInterrupt: after a signal, when the run is saved.
     """
-    train.check_files(settings.run(T5Config(1, 1, 1, 1, 1, 1, 1)))
-    output = pathlib.Path(settings.output_dir).absolute()
+    train.check_files(settings, Pairs.files)
     dtype = "float32" if settings.trains_backbone else settings.dtype
     target = loader.load(settings.target, dtype)
-    run_vocabulary.of_model(target, "target")  # rejected before there is a folder
-    output.mkdir(parents=True, exist_ok=True)
-    with lock_folder(output):
-        saved = Checkpoints(output, resume=True)
-        step = saved.newest.latest_step()
-        record_target(output / "target_fingerprint", "target", target, step)
-        for line in changed_settings(settings, output, step, _fixed):
-            print_line(line)
-        run = HeadsRun(settings, target, saved)
-        state = train.go_on(run, settings, begun)
-        for folder in run.export():
-            print_line(f"wrote {folder}")
-    return state.params
+    RunVocabulary.from_model(target, "target")  # rejected before there is a folder
+
+    def make_run(saved: Checkpoints) -> HeadsRun:
+        path = pathlib.Path(settings.output_dir, "target_fingerprint")
+        record_target(path, "target", target, saved.step)
+        return HeadsRun(settings, target, saved)
+
+    return train.run_to_end(settings, HeadsRun.fixed, make_run, begun).params

@@ -1,43 +1,44 @@
-"""Defines the losses of training (cross-entropy with label smoothing, divergences from a teacher's
-distributions) and one step."""
+"""Defines the losses of training, from examples and from a teacher, and one step of training."""
 
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array
 
 from specdec_jax.models.family import FamilyModule
 from specdec_jax.speculative import distributions
-from specdec_jax.training.batches import BucketedBatches
+from specdec_jax.training.batches import Batch, BucketedBatches
 
 # Divergences `[...]` between the teacher's distribution p and the student's distribution q, given
 # log p and log q `[..., V]`; all but the total variation are in nats. The forward divergence makes
 # q cover p, the reverse one keeps q where p is large.
 
 
-def forward_kl(log_p, log_q) -> jax.Array:
+def forward_kl(log_p: Array, log_q: Array) -> Array:
     """Returns KL(p ‖ q) = Σ_v p(v) log(p(v) / q(v))."""
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
-def reverse_kl(log_p, log_q) -> jax.Array:
+def reverse_kl(log_p: Array, log_q: Array) -> Array:
     """Returns KL(q ‖ p)."""
     return forward_kl(log_q, log_p)
 
 
-def jensen_shannon(log_p, log_q) -> jax.Array:
+def jensen_shannon(log_p: Array, log_q: Array) -> Array:
     """Returns (KL(p ‖ m) + KL(q ‖ m)) / 2 with m = (p + q) / 2."""
     log_m = jnp.logaddexp(log_p, log_q) - math.log(2)
     return (forward_kl(log_p, log_m) + forward_kl(log_q, log_m)) / 2
 
 
-def total_variation(log_p, log_q) -> jax.Array:
+def total_variation(log_p: Array, log_q: Array) -> Array:
     """Returns 1 − Σ_v min(p(v), q(v)), the paper's D_LK (lemma 3.3).
 
     It is the probability that a token drafted from q is rejected (theorem 3.5). Its mean over the
@@ -87,58 +88,71 @@ class Metrics(NamedTuple):
       tokens: number of target tokens, EOS included.
     """
 
-    loss: jax.Array
-    nll: jax.Array
-    tokens: jax.Array
+    loss: Array
+    nll: Array
+    tokens: Array
 
 
 class TeacherAgreement(NamedTuple):
-    """How well the student would draft for its teacher: sums over the target tokens, each `[]`
-    float32.
+    """How well the student would draft for its teacher: sums over target tokens, `[]` float32.
 
     Attributes:
       acceptance: sum of Σ_v min(p(v), q(v)) at temperature 1; its mean is α there (corollary 3.6).
       agreement: number of tokens with the same argmax; its mean is α at temperature 0.
     """
 
-    acceptance: jax.Array
-    agreement: jax.Array
+    acceptance: Array
+    agreement: Array
 
 
-def fed(ids: jax.Array) -> jax.Array:
+def replace_padding(ids: Array) -> Array:
     """Returns ids that a network can be fed: 0 where there is padding, which is masked."""
     return jnp.maximum(ids, 0)
 
 
-def _logits(params, batch, objective: Objective, teacher_params, dropout_key=None):
-    """Returns the student's logits `[B, T, V]`, and the teacher's or None, after the prefixes of
-    the targets."""
-    inputs, targets = batch
-    teacher, variables = objective.teacher, {"params": teacher_params}
-    arguments: tuple = (fed(inputs),)
-    own, teachers = {}, {}
-    if not objective.model.config.decoder_only:
-        before = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=objective.start_token)
-        arguments, encoded = (fed(inputs), inputs >= 0, fed(before)), None
+def shift_right(targets: Array, start_token: int) -> Array:
+    """Returns what a decoder with an encoder is fed: for each target the token before it."""
+    before = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=start_token)
+    return replace_padding(before)
+
+
+def _compute_logits(
+    params: dict,
+    batch: Batch,
+    objective: Objective,
+    teacher_params: dict | None,
+    dropout_key: Array | None = None,
+) -> tuple[Array, Array | None]:
+    """Returns the student's logits `[B, T, V]` after prefixes of the targets, and the teacher's."""
+    (inputs, targets), teacher = batch, objective.teacher
+    config, variables = objective.model.config, {"params": teacher_params}
+    arguments: tuple[Array, ...] = (replace_padding(inputs),)
+    student_options, teacher_options = {}, {}
+    if not config.decoder_only:
+        encoded = None
+        arguments += (inputs >= 0,)
         if teacher is not None:
-            encoded = jax.lax.stop_gradient(
-                teacher.apply(variables, *arguments[:2], method="encode")
-            )
-        own = {"encoded": encoded if objective.model.config.encoder_dim is not None else None}
-        teachers = {"encoded": encoded}
-    rngs = {} if dropout_key is None else {"dropout": dropout_key}
-    logits = objective.model.apply(
-        {"params": params}, *arguments, deterministic=dropout_key is None, rngs=rngs, **own
-    )
+            encoded = teacher.apply(variables, *arguments, method="encode")
+            encoded = jax.lax.stop_gradient(encoded)
+        arguments += (shift_right(targets, objective.start_token),)
+        student_options = {"encoded": encoded if config.encoder_dim is not None else None}
+        teacher_options = {"encoded": encoded}
+    student_options |= {"deterministic": dropout_key is None}
+    student_options |= {"rngs": {} if dropout_key is None else {"dropout": dropout_key}}
+    logits = objective.model.apply({"params": params}, *arguments, **student_options)
     if teacher is None:
         return logits, None
-    return logits, jax.lax.stop_gradient(teacher.apply(variables, *arguments, **teachers))
+    return logits, jax.lax.stop_gradient(teacher.apply(variables, *arguments, **teacher_options))
 
 
-def _metrics(logits, teacher_logits, targets, objective: Objective) -> Metrics:
+def sum_metrics(
+    logits: Array, teacher_logits: Array | None, targets: Array, objective: Objective
+) -> Metrics:
+    """Returns the sums over `targets [B, T]` for logits `[B, T, V]`, from a teacher's or alone."""
     weights = (targets >= 0).astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
-    nll = log_z - jnp.take_along_axis(logits, fed(targets)[..., None], axis=-1)[..., 0]
+    chosen = jnp.take_along_axis(logits, replace_padding(targets)[..., None], axis=-1)
+    nll = log_z - chosen[..., 0]
     smooth = log_z - jnp.mean(logits, axis=-1)
     loss = (1 - objective.label_smoothing) * nll + objective.label_smoothing * smooth
     if teacher_logits is not None:
@@ -148,7 +162,7 @@ def _metrics(logits, teacher_logits, targets, objective: Objective) -> Metrics:
     return Metrics(jnp.sum(loss * weights), jnp.sum(nll * weights), jnp.sum(weights))
 
 
-def _likeness(logits, teacher_logits, targets) -> TeacherAgreement:
+def _sum_agreement(logits: Array, teacher_logits: Array, targets: Array) -> TeacherAgreement:
     accepted = jnp.sum(jnp.minimum(jax.nn.softmax(teacher_logits), jax.nn.softmax(logits)), axis=-1)
     agreeing = distributions.argmax(teacher_logits) == distributions.argmax(logits)
     return TeacherAgreement(
@@ -158,8 +172,12 @@ def _likeness(logits, teacher_logits, targets) -> TeacherAgreement:
 
 
 def loss_fn(
-    params, batch, objective: Objective, teacher_params=None, dropout_key=None
-) -> tuple[jax.Array, Metrics]:
+    params: dict,
+    batch: Batch,
+    objective: Objective,
+    teacher_params: dict | None = None,
+    dropout_key: Array | None = None,
+) -> tuple[Array, Metrics]:
     """Returns the mean loss of a target token, and the sums over the tokens.
 
     Per token the loss is (1 − w) · cross-entropy with label smoothing + w · D(p, q). Here p is the
@@ -168,14 +186,14 @@ def loss_fn(
 
     Args:
       params: the student's parameters.
-      batch: (inputs `[B, L]`, targets `[B, T]`), int32, padded with `PADDING`. For a decoder-only
-        model L = T, and the inputs are the tokens that stand before the targets.
+      batch: inputs and targets. For a decoder-only model L = T, and the inputs are the tokens
+        before the targets.
       objective: what is minimised.
       teacher_params: parameters of `objective.teacher`; no gradient flows to them.
       dropout_key: None switches dropout off.
     """
-    logits, teacher_logits = _logits(params, batch, objective, teacher_params, dropout_key)
-    metrics = _metrics(logits, teacher_logits, batch[1], objective)
+    logits, teacher_logits = _compute_logits(params, batch, objective, teacher_params, dropout_key)
+    metrics = sum_metrics(logits, teacher_logits, batch[1], objective)
     return metrics.loss / jnp.maximum(metrics.tokens, 1), metrics
 
 
@@ -191,54 +209,68 @@ class TrainState:
 
     params: dict
     opt_state: optax.OptState
-    step: jax.Array
+    step: Array
+
+    @classmethod
+    def begin(cls, params: dict, optimizer: optax.GradientTransformation) -> "TrainState":
+        """Returns the state before the first step."""
+        return cls(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "optimizer", "loss"), donate_argnums=0)
 def train_step(
-    state: TrainState, batch, teacher_params, seed, *, objective, optimizer, loss=loss_fn
-):
-    """Takes one optimiser step; returns the new state and `Metrics`.
+    state: TrainState,
+    batch: Batch,
+    teacher_params: dict | None,
+    seed: int,
+    *,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    loss: Callable[..., tuple[Array, Metrics]] = loss_fn,
+) -> tuple[TrainState, Metrics]:
+    """Takes one optimiser step; returns the new state and the metrics before it.
 
-    `teacher_params` is None without a teacher. `loss` computes what is minimised from `objective`,
-    which for `loss_fn` is an `Objective`.
+    `teacher_params` is None without a teacher. `loss` computes what is minimised, as `loss_fn`.
     """
     key = None
     if objective.model.config.dropout_rate > 0:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
     gradient = jax.value_and_grad(loss, has_aux=True)
     (_, metrics), grads = gradient(state.params, batch, objective, teacher_params, key)
-    with jax.numpy_dtype_promotion(
-        "standard"
-    ):  # optax raises a float to the number of a step, an integer
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer step's power
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    return (
-        TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1),
-        metrics,
-    )
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(params, opt_state, state.step + 1), metrics
 
 
 def assess(
-    params, batch, objective: Objective, teacher_params=None
+    params: dict, batch: Batch, objective: Objective, teacher_params: dict | None = None
 ) -> tuple[Metrics, TeacherAgreement | None]:
     """Returns what `evaluate` sums up: metrics, and agreement with the teacher if there is one."""
-    logits, teacher_logits = _logits(params, batch, objective, teacher_params)
-    likeness = None if teacher_logits is None else _likeness(logits, teacher_logits, batch[1])
-    return _metrics(logits, teacher_logits, batch[1], objective), likeness
+    logits, teacher_logits = _compute_logits(params, batch, objective, teacher_params)
+    agreement = None
+    if teacher_logits is not None:
+        agreement = _sum_agreement(logits, teacher_logits, batch[1])
+    return sum_metrics(logits, teacher_logits, batch[1], objective), agreement
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "assess"))
-def _evaluate(params, batch, teacher_params, *, objective, assess):
-    return assess(params, batch, objective, teacher_params)
+@functools.cache
+def _compile(assess: Callable) -> Callable:
+    return jax.jit(assess, static_argnums=2)
 
 
-def evaluate(params, batches: BucketedBatches, objective, teacher_params=None, assess=assess):
-    """Returns the sums of what `assess` returns over one epoch of `batches`, without dropout and
-    label smoothing."""
+def evaluate(
+    params: dict,
+    batches: BucketedBatches,
+    objective: Objective,
+    teacher_params: dict | None = None,
+    assess: Callable = assess,
+) -> Any:
+    """Returns the sums of what `assess` returns over one epoch of `batches`.
+
+    Dropout and label smoothing are off.
+    """
     objective = dataclasses.replace(objective, label_smoothing=0.0)
     epoch = (batches[step] for step in range(batches.per_epoch))
-    sums = [
-        _evaluate(params, (b.inputs, b.targets), teacher_params, objective=objective, assess=assess)
-        for b in epoch
-    ]
+    sums = [_compile(assess)(params, batch, objective, teacher_params) for batch in epoch]
     return jax.tree.map(lambda *values: np.sum(values), *jax.device_get(sums))

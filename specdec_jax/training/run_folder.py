@@ -1,10 +1,8 @@
-"""What a training run keeps and shows: settings, checkpoints, log, progress, and signals that wait
-for the end of a step."""
+"""What a training run keeps and shows: settings, checkpoints, log, progress, and late signals."""
 
 import contextlib
 import dataclasses
 import errno
-import functools
 import hashlib
 import json
 import math
@@ -15,15 +13,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jaxtyping import PyTree
 
 from specdec_jax.files import reading
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import name_errors, write_file
-from specdec_jax.models.families import build_config, describe
+from specdec_jax.models.families import describe
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.training.config import RunConfig, TrainConfig
 from specdec_jax.training.losses import TrainState
 
 # The most bytes that a checkpoint has beside its arrays.
@@ -45,42 +46,52 @@ class Checkpoints:
           select: what the best is chosen by: the lowest "loss", or the highest "acceptance" or
             "agreement".
         """
-        options = functools.partial(
-            ocp.CheckpointManagerOptions,
-            enable_async_checkpointing=False,
-            cleanup_tmp_directories=resume,
-        )
-        # Lower is better. Parameters that were kept when another figure was the verify are worse
-        # than any others.
-        name, sign = ("validation_loss", 1) if select == "loss" else (select, -1)
-        self._score = lambda metrics: sign * metrics[name] if name in metrics else math.inf
+        self._select = select
+        shared = dict(enable_async_checkpointing=False, cleanup_tmp_directories=resume)
+        newest = ocp.CheckpointManagerOptions(max_to_keep=2, **shared)
+        score = dict(best_fn=self._score, best_mode="min")
+        best = ocp.CheckpointManagerOptions(max_to_keep=1, **score, **shared)
         for folder in ("checkpoints", "best"):
             (output / folder).mkdir(parents=True, exist_ok=True)
-        self.newest = ocp.CheckpointManager(output / "checkpoints", options=options(max_to_keep=2))
-        self.best = ocp.CheckpointManager(
-            output / "best", options=options(max_to_keep=1, best_fn=self._score, best_mode="min")
-        )
-        if resume and self.newest.latest_step() is None:
+        self.newest = ocp.CheckpointManager(output / "checkpoints", options=newest)
+        self.best = ocp.CheckpointManager(output / "best", options=best)
+        if resume and self.step is None:
             # They are from a run that was killed before it saved a state, perhaps with other
             # training files.
             for step in self.best.all_steps():
                 self.best.delete(step)
 
+    @property
+    def step(self) -> int | None:
+        """The step of the newest state; None before one is saved."""
+        return self.newest.latest_step()
+
+    def _score(self, metrics: Mapping[str, float]) -> float:
+        """Returns the figure to choose by, lower is better; inf where another one was chosen by."""
+        loss = self._select == "loss"
+        name, sign = ("validation_loss", 1) if loss else (self._select, -1)
+        return sign * metrics[name] if name in metrics else math.inf
+
     def restore(self, state: TrainState) -> TrainState:
         """Returns the newest saved state; `state` gives shapes and dtypes."""
-        step = self.newest.latest_step()
         try:
-            return self.newest.restore(step, args=ocp.args.StandardRestore(state))
+            return self.newest.restore(self.step, args=ocp.args.StandardRestore(state))
         except (ValueError, KeyError, TypeError) as error:
-            folder = self.newest.directory / str(step)
+            folder = self.newest.directory / str(self.step)
             raise ValueError(
                 f"{folder}: got a checkpoint of another model, expected that of the settings:"
                 f" {error}"
             ) from error
 
+    def restore_best(self, state: TrainState) -> dict:
+        """Returns the best parameters, the newest if none are kept; `state` gives shapes."""
+        step = self.best.best_step()
+        if step is None:
+            return self.restore(state).params
+        return self.best.restore(step, args=ocp.args.StandardRestore(state.params))
+
     def keep_best(self, step: int, params: dict, loss: float, **more: float) -> bool:
-        """Keeps `params` if they are the best so far, by the validation loss or by one of the
-        figures in `more`.
+        """Keeps `params` if they are the best so far by the loss, or a figure in `more`.
 
         Parameters whose loss is not finite are never kept. Returns whether these were.
         """
@@ -100,28 +111,25 @@ class Checkpoints:
         _save(self.newest, step, state)
 
 
-def _save(manager: ocp.CheckpointManager, step: int, tree, **how) -> None:
+def _save(manager: ocp.CheckpointManager, step: int, tree: PyTree, **options: Any) -> None:
     """Saves a checkpoint.
 
     Raises:
-      OSError: with the folder's name. A full disk is found before Orbax begins, since later its
+      OSError: with the folder's name. A full disk is noticed before Orbax begins, since later its
         threads and TensorStore's would each print a traceback.
     """
     folder = pathlib.Path(manager.directory)
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) + _OVERHEAD
     free = shutil.disk_usage(folder).free
     if free < needed:
-        said = (
-            f"{os.strerror(errno.ENOSPC)} ({free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB"
-            " needed)"
-        )
-        raise OSError(errno.ENOSPC, said, str(folder))
+        sizes = f"({free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB needed)"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} {sizes}", str(folder))
     with name_errors(folder):
-        manager.save(step, args=ocp.args.StandardSave(tree), **how)
+        manager.save(step, args=ocp.args.StandardSave(tree), **options)
 
 
-def changed_settings(
-    config, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]
+def list_changed_settings(
+    config: RunConfig, output: pathlib.Path, step: int | None, fixed: Callable[[dict], dict]
 ) -> list[str]:
     """Returns a line for each setting that differs from the run that is resumed at `step`.
 
@@ -130,44 +138,35 @@ def changed_settings(
     Raises:
       ValueError: one of those differs, or `steps` is below `step`.
     """
-    if step is not None and step > config.steps:
-        raise ValueError(
-            f"steps: got {config.steps}, expected at least the {step} steps that the run has saved"
-        )
-    path, settings = output / "config.json", _settings(config)
-    if step is not None and path.exists():
-        # The default of a setting is what runs did before there was the setting.
-        before: dict = {
-            field.name: field.default for field in dataclasses.fields(config)
-        } | reading.read_json(path)
-        if "model" in settings:  # likewise
-            before["model"] = _plain(describe(build_config(before["model"])))
-        for name, value in fixed(settings).items():
-            if fixed(before)[name] != value:
-                expected = f"that of the run in {config.output_dir}: {before[name]}"
-                raise ValueError(f"{name}: got {settings[name]!r}, expected {expected}")
-        changed = [
-            name for name in settings if name != "output_dir" and before[name] != settings[name]
-        ]
-        return [
-            f"changed since step {step}: {name} {before[name]} -> {settings[name]}"
-            for name in changed
-        ]
-    return []
+    path, settings = output / "config.json", _describe_settings(config)
+    if step is None:
+        return []
+    if step > config.steps:
+        expected = f"at least the {step} steps that the run has saved"
+        raise ValueError(f"steps: got {config.steps}, expected {expected}")
+    before = settings | (reading.read_json(path) if path.exists() else {})
+    for name, value in fixed(settings).items():
+        if fixed(before)[name] != value:
+            expected = f"that of the run in {config.output_dir}: {before[name]}"
+            raise ValueError(f"{name}: got {settings[name]!r}, expected {expected}")
+    changed = [name for name in settings if before[name] != settings[name]]
+    return [
+        f"changed since step {step}: {name} {before[name]} -> {settings[name]}"
+        for name in changed
+        if name != "output_dir"
+    ]
 
 
-def record_settings(config, output: pathlib.Path) -> None:
+def record_settings(config: RunConfig, output: pathlib.Path) -> None:
     """Writes `config.json`, with which a run is resumed and exported."""
-    write_file(output / "config.json", json.dumps(_settings(config), indent=1))
+    write_file(output / "config.json", json.dumps(_describe_settings(config), indent=1))
 
 
-def _settings(config) -> dict:
+def _describe_settings(config: RunConfig) -> dict:
     """Returns the settings of a run as its config.json holds them."""
     settings = dataclasses.asdict(config)
-    return _plain(settings | {"model": describe(config.model)} if "model" in settings else settings)
-
-
-def _plain(settings: dict) -> dict:
+    if isinstance(config, TrainConfig):
+        settings["model"] = describe(config.model)
     return json.loads(json.dumps(settings))
 
 
@@ -176,7 +175,7 @@ def record_contents(
 ) -> list[str]:
     """Writes `contents.json`, hashes of what a run reads.
 
-    Returns a line for each file that was another before `step`.
+    Returns a line for each file with other contents before `step`.
 
     Args:
       output: the run's folder.
@@ -193,10 +192,8 @@ def record_contents(
             digests[name] = hashlib.file_digest(opened, "sha256").hexdigest()
     before = reading.read_json(path) if step is not None and path.exists() else {}
     if before.get("vocabulary", vocabulary) != vocabulary:
-        raise ValueError(
-            f"vocabulary: got another one, expected the vocabulary with which the run in {output}"
-            " began"
-        )
+        expected = f"the vocabulary with which the run in {output} began"
+        raise ValueError(f"vocabulary: got another one, expected {expected}")
     known = before.get("files", {})
     if not isinstance(known, dict):
         raise ValueError(f"{path}: files: got {reading.shown(known)}, expected digests by name")
@@ -211,10 +208,8 @@ def record_target(path: pathlib.Path, name: str, target: LanguageModel, step: in
     Raises ValueError if the run, now at `step`, began with another.
     """
     if step is not None and path.is_file() and path.read_text() != target.fingerprint:
-        raise ValueError(
-            f"{name}: got {target.name}, expected the model with which the run in {path.parent}"
-            " began"
-        )
+        expected = f"the model with which the run in {path.parent} began"
+        raise ValueError(f"{name}: got {target.name}, expected {expected}")
     write_file(path, target.fingerprint)
 
 
@@ -256,44 +251,37 @@ class Reporter:
         best: bool,
         **more: tuple[float, dict[str, float]],
     ) -> None:
-        """Reports the validation loss over all files and by file, and other figures (`more`) in the
-        same way.
+        """Reports the validation loss over all files and by file, and the figures in `more` alike.
 
-        `best` says that the loss is the best so far.
+        `best`: whether the parameters are the best so far.
         """
         totals = {name: total for name, (total, _) in more.items()}
         by_files = {f"{name}_by_file": values for name, (_, values) in more.items()}
         self._write(step, validation_loss=loss, validation_losses=by_file, **totals, **by_files)
         parts = []
         for name, (total, values) in {"validation loss": (loss, by_file), **more}.items():
-            each = (
-                ", ".join(f"{file} {value:.4f}" for file, value in values.items())
-                if len(values) > 1
-                else ""
-            )
-            parts.append(f"{name} {total:.4f}{each and f' ({each})'}")
+            each = ", ".join(f"{file} {value:.4f}" for file, value in values.items())
+            parts.append(f"{name} {total:.4f}" + (f" ({each})" if len(values) > 1 else ""))
         self.message(f"step {step}/{self._steps}: {', '.join(parts)}{' (best)' * best}")
 
     def message(self, text: str) -> None:
         """Prints one line."""
         self._progress.message(text)
 
-    def _write(self, step: int, **values) -> None:
+    def _write(self, step: int, **values: Any) -> None:
+        record = {"step": step, **values, "time": round(time.time(), 1)}
         with name_errors(self._log.name):
-            self._log.write(
-                json.dumps({"step": step, **values, "time": round(time.time(), 1)}) + "\n"
-            )
+            self._log.write(json.dumps(record) + "\n")
             self._log.flush()
 
 
 def trim_log(path: pathlib.Path, last: int) -> None:
-    """Removes the records of steps after `last` from a log of JSON lines, and a line that a kill
-    cut short."""
+    """Removes the records of steps after `last`, and damaged lines, from a log of JSON lines."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        # A line that a kill cut short, or that this package did not write, is not kept.
+        # A line that a kill cut short, or that another program wrote, is not kept.
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             if json.loads(line)["step"] <= last:
                 kept.append(line + "\n")
@@ -301,7 +289,7 @@ def trim_log(path: pathlib.Path, last: int) -> None:
 
 
 @contextlib.contextmanager
-def deferred_signals() -> Iterator[list[int]]:
+def defer_signals() -> Iterator[list[int]]:
     """Turns the first SIGINT or SIGTERM into an item of the list; a second one acts as usual.
 
     Outside the main thread Python handles no signals, and the list stays empty.
@@ -312,16 +300,16 @@ def deferred_signals() -> Iterator[list[int]]:
         return
     usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def restore():
+    def restore() -> None:
         for number, handler in usual.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def note(number, frame):
+    def receive(number: int, frame: object) -> None:
         received.append(number)
         restore()
 
     for number in usual:
-        signal.signal(number, note)
+        signal.signal(number, receive)
     try:
         yield received
     finally:

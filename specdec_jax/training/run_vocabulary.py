@@ -3,7 +3,7 @@
 import json
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.files import reading
@@ -13,9 +13,7 @@ from specdec_jax.tokenizers.vocabularies import (
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,
     Vocabulary,
-    check_extra_ids,
 )
-from specdec_jax.training.config import TrainConfig
 from specdec_jax.training.corpus import Corpus
 
 TRAINED, _RECORD = "vocabulary.model", "vocabulary.json"  # files in a run's folder
@@ -42,12 +40,8 @@ class RunVocabulary(NamedTuple):
             entry |= {"file": TRAINED}
         if contents:
             write_file(folder / entry["file"], contents)
-        record = {
-            "vocabulary": entry,
-            "start_token": self.start_token,
-            "eos_ids": list(self.eos_ids),
-        }
-        write_file(folder / _RECORD, json.dumps(record, indent=1) + "\n")
+        ids = {"start_token": self.start_token, "eos_ids": list(self.eos_ids)}
+        write_file(folder / _RECORD, json.dumps({"vocabulary": entry} | ids, indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> "RunVocabulary":
@@ -59,55 +53,35 @@ class RunVocabulary(NamedTuple):
                 raise TypeError("ids")
             return cls(native_format.open_vocabulary(folder, entry), start, tuple(ends))
         except (KeyError, TypeError, AttributeError) as error:
+            got = f"{folder / _RECORD}: got {reading.shown(record)}"
             expected = "the vocabulary and special ids of a training run"
-            raise ValueError(
-                f"{folder / _RECORD}: got {reading.shown(record)}, expected {expected}"
-            ) from error
+            raise ValueError(f"{got}, expected {expected}") from error
 
+    @classmethod
+    def from_checkpoint(cls, path: str, name: str) -> "RunVocabulary":
+        """Returns the vocabulary and special ids of a checkpoint, whose parameters are not read.
 
-def of_run(config: TrainConfig, folder: pathlib.Path) -> RunVocabulary:
-    """Returns the vocabulary and special ids of the run in `folder`.
+        Args:
+          path: path or bundled name of the checkpoint.
+          name: what it is called in messages.
 
-    Raises ValueError if they cannot be read.
+        Raises:
+          ValueError: there is no such checkpoint, or it has no vocabulary.
+        """
+        folder = loader.resolve(path)
+        return cls._from_parts(loader.open_complete(folder), path, name)
 
-    Earlier versions wrote no record. They trained with SentencePiece models only, in which whatever
-    `vocabulary_size` leaves beyond the tokens are sentinels, and with the start tokens of new
-    models.
-    """
-    if (folder / _RECORD).exists():
-        return RunVocabulary.read(folder)
-    file = pathlib.Path(config.vocabulary or folder / TRAINED)
-    tokens = SentencePieceVocabulary.load(file)
-    vocabulary = SentencePieceVocabulary.load(
-        file, check_extra_ids(config.vocabulary_size - tokens.size, file)
-    )
-    return RunVocabulary(vocabulary, config.corpus.start_token(vocabulary), vocabulary.eos_ids)
+    @classmethod
+    def from_model(cls, model: LanguageModel, name: str) -> "RunVocabulary":
+        """Returns the vocabulary and special ids of a model; raises ValueError if it has none."""
+        return cls._from_parts(model, model.name, name)
 
-
-def of_checkpoint(path: str, name: str) -> RunVocabulary:
-    """Returns the vocabulary and special ids of a checkpoint, whose parameters are not read.
-
-    Args:
-      path: path or bundled name of the checkpoint.
-      name: what it is called in messages.
-
-    Raises:
-      ValueError: there is no such checkpoint, or it has no vocabulary.
-    """
-    folder = loader.resolve(path)
-    return _special(loader.open_complete(folder), path, name)
-
-
-def of_model(model: LanguageModel, name: str) -> RunVocabulary:
-    """Returns the vocabulary and special ids of a model; raises ValueError if it has none."""
-    return _special(model, model.name, name)
-
-
-def _special(model, path: str, name: str) -> RunVocabulary:
-    if model.vocabulary is None:
-        expected = "one with a vocabulary (spiece.model or tokenizer.json)"
-        raise ValueError(f"{name}: got {path} without a vocabulary, expected {expected}")
-    return RunVocabulary(model.vocabulary, model.start_token, tuple(model.eos_ids))
+    @classmethod
+    def _from_parts(cls, model: Any, path: str, name: str) -> "RunVocabulary":
+        if model.vocabulary is None:
+            expected = "one with a vocabulary (spiece.model or tokenizer.json)"
+            raise ValueError(f"{name}: got {path} without a vocabulary, expected {expected}")
+        return cls(model.vocabulary, model.start_token, tuple(model.eos_ids))
 
 
 def check_same(name: str, got: RunVocabulary, other: str, expected: RunVocabulary) -> None:
@@ -115,12 +89,11 @@ def check_same(name: str, got: RunVocabulary, other: str, expected: RunVocabular
     if got.vocabulary.fingerprint() != expected.vocabulary.fingerprint():
         raise ValueError(f"{name}: got another vocabulary, expected {other}'s tokens")
     if got.start_token != expected.start_token:
-        raise ValueError(
-            f"{name}: got start token {got.start_token}, expected {other}'s, {expected.start_token}"
-        )
+        wanted = f"{other}'s, {expected.start_token}"
+        raise ValueError(f"{name}: got start token {got.start_token}, expected {wanted}")
 
 
-def choose(
+def choose_vocabulary(
     path: str,
     output: pathlib.Path,
     size: int,
@@ -128,8 +101,7 @@ def choose(
     corpus: Corpus,
     make: Callable[[], bytes],
 ) -> RunVocabulary:
-    """Returns the vocabulary of a run: that of the models it begins with, else of a file, else a
-    new one.
+    """Returns the vocabulary of the models that a run begins with, else of a file, else a new one.
 
     Args:
       path: file of a SentencePiece model or a tokenizer.json; written if there is none; "": in
@@ -138,7 +110,7 @@ def choose(
       size: number of ids, sentinels included.
       given: what the models have that a run begins with, by the models' names in messages. All must
         have the same tokens, and the file too.
-      corpus: says what a sequence begins with if no model does.
+      corpus: knows what a sequence begins with if no model does.
       make: trains a SentencePiece model if there is neither a model nor a file.
 
     Raises:
@@ -150,18 +122,17 @@ def choose(
     file = pathlib.Path(path or output / TRAINED)
     kept = None if owner is None else given[owner].vocabulary
     if file.exists() and (path or kept is None or isinstance(kept, SentencePieceVocabulary)):
-        found = _load(file, kept)
-        if kept is not None and kept.fingerprint() != found.fingerprint():
+        loaded = _load(file, kept)
+        if kept is not None and kept.fingerprint() != loaded.fingerprint():
             raise ValueError(f"vocabulary: got {file}, expected {owner}'s tokens")
     elif kept is None or isinstance(kept, SentencePieceVocabulary) or path:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, make() if kept is None else _contents(kept, file, str(owner)))
+        write_file(file, make() if kept is None else _describe_file(kept, file, str(owner)))
     vocabulary = _load(file, None) if kept is None else kept
     if vocabulary.size != size:
         extra = getattr(vocabulary, "extra_ids", 0)
-        got = f"{vocabulary.size - extra} tokens of {owner or file}" + (
-            f" and {extra} sentinels" if extra else ""
-        )
+        got = f"{vocabulary.size - extra} tokens of {owner or file}"
+        got += f" and {extra} sentinels" if extra else ""
         raise ValueError(f"vocabulary: got {got}, expected vocabulary_size = {size}")
     if owner is not None:
         return given[owner]
@@ -171,18 +142,16 @@ def choose(
 def _load(file: pathlib.Path, kept: Vocabulary | None) -> Vocabulary:
     if file.suffix == ".json":
         return TokenizerJsonVocabulary.load(file)
-    return SentencePieceVocabulary.load(
-        file, kept.extra_ids if isinstance(kept, SentencePieceVocabulary) else 0
-    )
+    extra_ids = kept.extra_ids if isinstance(kept, SentencePieceVocabulary) else 0
+    return SentencePieceVocabulary.load(file, extra_ids)
 
 
-def _contents(vocabulary: Vocabulary, file: pathlib.Path, owner: str) -> bytes:
+def _describe_file(vocabulary: Vocabulary, file: pathlib.Path, owner: str) -> bytes:
     """Returns what to write to a file of the vocabulary's kind."""
     entry, contents = native_format.describe_vocabulary(vocabulary)
     assert entry is not None
     if not contents or (file.suffix == ".json") != (entry["kind"] == "tokenizer_json"):
         expected = "none: bytes need no file" if not contents else f"a name like {entry['file']}"
-        raise ValueError(
-            f"vocabulary: got {str(file)!r} for {owner}'s vocabulary, expected {expected}"
-        )
+        got = f"{str(file)!r} for {owner}'s vocabulary"
+        raise ValueError(f"vocabulary: got {got}, expected {expected}")
     return contents

@@ -1,40 +1,122 @@
-"""Writes a target's outputs for many sources, from which a drafter learns, to files that survive a
-kill."""
+"""Writes a target's outputs for many sources, from which a drafter learns.
 
+The files survive a kill.
+"""
+
+import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import write_file
+from specdec_jax.models.arguments import option
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.t5 import T5Config, t5_only
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.training.run_folder import deferred_signals
+from specdec_jax.tokenizers.vocabularies import Vocabulary
+from specdec_jax.training.batches import check_buckets
+from specdec_jax.training.config import TeacherConfig, TrainConfig
+from specdec_jax.training.run_folder import defer_signals
+
+_SHAPE = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
 
 
-class OutputSettings(Protocol):
-    """What decides the outputs: `DistillConfig`, which says what each field is and is frozen, hence
-    the properties."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillConfig(TeacherConfig):
+    """The settings of `specdec distill`."""
 
-    @property
-    def output_dir(self) -> str | None: ...
-    @property
-    def greedy(self) -> bool: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def buckets(self) -> tuple[int, ...]: ...
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def shard_size(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
+    target: str | None = option(
+        None, "model to learn from: a checkpoint's folder or a bundled name"
+    )
+    drafter: str | None = option(
+        None,
+        "model to start from, with the target's vocabulary (--drafter_shape makes a new one"
+        " instead)",
+    )
+    drafter_shape: tuple[int, ...] = option(
+        (),
+        f"shape of a new drafter: {', '.join(_SHAPE)}, comma-separated; the rest is as in the"
+        " target; with 0 encoder layers it attends to the target's encoder output",
+    )
+    source_files: tuple[str, ...] = option(
+        (), "UTF-8 text, gzip or not, one source a line (what follows a tab is ignored); repeatable"
+    )
+    max_sources: int = option(0, "sources to take from each file, evenly spread; 0: all")
+    greedy: bool = option(True, "train and validate on the target's argmax output for every source")
+    samples: int = option(
+        0, "train and validate on this many samples of the target for every source"
+    )
+    temperature: float = option(1.0, "temperature of the samples")
+    max_new_tokens: int = option(64, "maximum length of an output, in tokens; a longer one is cut")
+    batch_size: int = option(64, "sources decoded together")
+    shard_size: int = option(
+        2048, "sources whose outputs are written together; a kill loses at most as many"
+    )
+    distill_weight: float = option(
+        1.0, "w in the loss of every token, (1 - w) * cross-entropy + w * divergence"
+    )
+    matmul_dtype: str | None = option(
+        None, "dtype to which operands of products are rounded (default: they are not)"
+    )
+
+    def check(self) -> None:
+        """Raises ValueError for settings that can be seen to be wrong before a model is loaded."""
+        files = "at least one UTF-8 text file"
+        for name, expected in (
+            ("target", " or ".join(["a checkpoint's folder", *loader.bundled()])),
+            ("output_dir", "a folder for the run"),
+            ("source_files", files),
+            ("validation_files", files),
+        ):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: got nothing, expected {expected}")
+        for name in ("source_files", "validation_files"):
+            for path in self.paths(name):
+                if not path.is_file():
+                    got = f"{str(path)!r}, which is no file"
+                    raise ValueError(f"{name}: got {got}, expected a UTF-8 text file")
+        if bool(self.drafter) == bool(self.drafter_shape):
+            got = "both" if self.drafter else "nothing"
+            raise ValueError(f"drafter, drafter_shape: got {got}, expected one of them")
+        known = len(self.drafter_shape) in (0, len(_SHAPE))
+        self.expect("drafter_shape", known, ", ".join(_SHAPE))
+        for name in ("max_new_tokens", "batch_size", "shard_size"):
+            self.expect(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("max_sources", "samples"):
+            self.expect(name, getattr(self, name) >= 0, "at least 0")
+        if not self.greedy and not self.samples:
+            expected = "at least 1: there is nothing to learn from"
+            raise ValueError(f"samples: got 0 without greedy outputs, expected {expected}")
+        positive = not self.samples or 0 < self.temperature < float("inf")
+        self.expect("temperature", positive, "a positive number (greedy is 0)")
+        check_buckets(self.buckets, self.batch_tokens)
+        longest = self.buckets[-1]
+        expected = f"at most the longest bucket, {longest}"
+        self.expect("max_new_tokens", self.max_new_tokens <= longest, expected)
+
+    def drafter_config(self, target: T5Config) -> T5Config:
+        """Returns the drafter's configuration."""
+        network = t5_only("drafter", loader.load_shape(self.drafter)) if self.drafter else target
+        shape: dict[str, Any] = dict(zip(_SHAPE, self.drafter_shape))
+        if shape and not shape["num_encoder_layers"]:
+            shape["encoder_dim"] = target.emb_dim
+        return network.replace(**shape, dtype="float32", matmul_dtype=self.matmul_dtype)
+
+    def train_config(self, model: T5Config, vocabulary_size: int, files: list[str]) -> TrainConfig:
+        """Returns the settings of the second stage, which learns from files of outputs."""
+        own: dict[str, Any] = dict(
+            train_files=[name for name in files if name.startswith("outputs-train")],
+            validation_files=[name for name in files if name.startswith("outputs-validation")],
+            data_dir=self.output_dir,
+            initialise_from=self.drafter,
+            vocabulary_size=vocabulary_size,
+            teacher=self.target,
+            label_smoothing=0.0,
+        )
+        return TrainConfig(model=model, **self.shared_settings() | own)
 
 
 class Job(NamedTuple):
@@ -60,13 +142,12 @@ class Job(NamedTuple):
         return self.samples or 1
 
     def shard(self, start: int) -> pathlib.Path:
-        """Returns the path of the file with the outputs for the sources from `start` on, which is
-        kept until all are there."""
+        """Returns the path of the outputs for sources from `start` on, kept until all are there."""
         return self.path.with_suffix(f".{start:09}.tsv")
 
 
 def plan_jobs(
-    config: OutputSettings, vocabulary, ids: int, parts: dict[str, list[str]]
+    config: DistillConfig, vocabulary: Vocabulary, ids: int, parts: dict[str, list[str]]
 ) -> list[Job]:
     """Returns the files of outputs to write, one for each part and kind of output.
 
@@ -75,36 +156,28 @@ def plan_jobs(
     Raises:
       ValueError: no source of a part is left.
     """
-    assert config.output_dir
     output, first, jobs = pathlib.Path(config.output_dir), 0, []
     kinds = {"greedy": 0} if config.greedy else {}
     kinds |= {"sampled": config.samples} if config.samples else {}
+    longest = config.buckets[-1]
     for part, texts in parts.items():
-        sources = [(vocabulary.encode_input(text), text) for text in texts if text.strip()]
-        sources = [
-            (row, text)
-            for row, text in sources
-            if 0 < len(row) <= config.buckets[-1] and max(row) < ids
-        ]
-        if not sources:
-            raise ValueError(
-                f"{part}: got no source of at most {config.buckets[-1]} tokens, expected at"
-                " least one"
-            )
-        rows, kept = map(list, zip(*sources))
-        jobs += [
-            Job(output / f"outputs-{part}-{kind}.tsv", rows, kept, first, n)
-            for kind, n in kinds.items()
-        ]
-        first += len(sources)
+        encoded = ((vocabulary.encode_input(text), text) for text in texts if text.strip())
+        pairs = [(row, text) for row, text in encoded if 0 < len(row) <= longest and max(row) < ids]
+        if not pairs:
+            got = f"no source of at most {longest} tokens"
+            raise ValueError(f"{part}: got {got}, expected at least one")
+        rows, kept = map(list, zip(*pairs))
+        for kind, samples in kinds.items():
+            jobs.append(Job(output / f"outputs-{part}-{kind}.tsv", rows, kept, first, samples))
+        first += len(pairs)
     return jobs
 
 
-def write_outputs(config: OutputSettings, target: LanguageModel, jobs: list[Job]) -> None:
+def write_outputs(config: DistillConfig, target: LanguageModel, jobs: list[Job]) -> None:
     """Writes every file of outputs that is not there yet."""
     total = sum(len(job.texts) * job.per_source for job in jobs)
     with (
-        deferred_signals() as signals,
+        defer_signals() as signals,
         Progress("generating targets", total, "targets") as progress,
     ):
         for job in jobs:
@@ -129,18 +202,21 @@ def write_outputs(config: OutputSettings, target: LanguageModel, jobs: list[Job]
 
 def _stop_if_asked(signals: list[int], progress: Progress) -> None:
     if signals:
-        progress.message(
-            "interrupted: files of outputs are kept; the same command resumes from there"
-        )
+        kept = "files of outputs are kept; the same command resumes from there"
+        progress.message(f"interrupted: {kept}")
         raise KeyboardInterrupt(signals[0])
 
 
 def _lines(
-    config: OutputSettings, target: LanguageModel, job: Job, start: int, say: Callable[[str], None]
+    config: DistillConfig,
+    target: LanguageModel,
+    job: Job,
+    start: int,
+    say: Callable[[str], None],
 ) -> Iterator[str]:
-    """Yields a line for each output of one shard.
+    """Yields a line for each output of one shard, "" for one whose logits were not finite.
 
-    "" for none, where logits were not finite numbers, which is said.
+    `say` prints how many those were.
 
     Raises:
       NonFiniteLogitsError: there is no output at all.

@@ -1,20 +1,21 @@
 """Reads texts, pairs and documents from files, gzip or not."""
 
 import gzip
+import io
 import pathlib
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
+from specdec_jax.files.reading import PathLike
 from specdec_jax.tokenizers.vocabularies import LONGEST_TEXT
 
 _LONGEST_LINE = 4 * LONGEST_TEXT  # bytes; a longer line is too long a text to be encoded
 _COUNTED = 1 << 25  # how many bytes of a longer line are read, for the message
 
 
-def read_lines(path) -> Iterator[str]:
-    """Yields the lines of a UTF-8 text file, gzip or not, without their ends and without a byte
-    order mark.
+def read_lines(path: PathLike) -> Iterator[str]:
+    """Yields the lines of a UTF-8 text file, gzip or not, without line ends or byte order mark.
 
     Raises:
       ValueError: the file is not UTF-8, has a line that is too long to be encoded, or is a damaged
@@ -22,10 +23,12 @@ def read_lines(path) -> Iterator[str]:
     """
     path = pathlib.Path(path)
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-        yield from lines_of(file, path)
+        yield from read_open_file(file, path)
 
 
-def lines_of(file: BinaryIO, name) -> Iterator[str]:
+def read_open_file(
+    file: BinaryIO | gzip.GzipFile | io.BufferedReader, name: PathLike
+) -> Iterator[str]:
     """Yields lines as `read_lines` does, from an open file that messages call `name`."""
     number = 0
     try:
@@ -40,63 +43,54 @@ def lines_of(file: BinaryIO, name) -> Iterator[str]:
         reason = f"got bytes that are not UTF-8 ({error.reason}), expected UTF-8 text"
         raise ValueError(f"{name}, line {number}: {reason}") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(
-            f"{name}, after line {number}: got a damaged gzip file ({error})"
-        ) from None
+        got = f"got a damaged gzip file ({error})"
+        raise ValueError(f"{name}, after line {number}: {got}") from None
 
 
-def read_pairs(paths: Sequence) -> list[tuple[str, str]]:
+def read_pairs(paths: Sequence[PathLike]) -> list[tuple[str, str]]:
     """Returns the (source, target) pairs of TSV files with two columns.
 
     Raises:
       ValueError: a line has another number of columns, or a file cannot be read.
     """
-    pairs = []
-    for path in paths:
-        for number, line in enumerate(read_lines(path), 1):
-            columns = line.split("\t")
-            if len(columns) != 2:
-                raise ValueError(
-                    f"{path}, line {number}: got {len(columns)} columns, expected 2 (source, tab,"
-                    " target)"
-                )
-            pairs.append((columns[0], columns[1]))
-    return pairs
+    return [(row[0], row[1]) for _, _, row in _read_rows(paths, (2,), "2 (source, tab, target)")]
 
 
-def read_examples(paths: Sequence) -> list[tuple[str, str, list[int] | None]]:
+def read_examples(paths: Sequence[PathLike]) -> list[tuple[str, str, list[int] | None]]:
     """Returns (source, target, ids) of TSV files with two or three columns.
 
-    With two, the ids are None.
-
-    A third column has the target's ids, separated by spaces: what a model wrote need not be what
-    its vocabulary makes of the text, and need not end with EOS.
+    With two, the ids are None. A third column has the target's ids, separated by spaces: what a
+    model wrote need not be what its vocabulary makes of the text, and need not end with EOS.
 
     Raises:
       ValueError: a line has another number of columns or no ids in the third, or a file cannot be
         read.
     """
     examples: list[tuple[str, str, list[int] | None]] = []
-    for path in paths:
-        for number, line in enumerate(read_lines(path), 1):
-            source, *rest = line.split("\t")
-            if len(rest) not in (1, 2):
-                expected = "2 (source, tab, target) or 3 (and the target's ids)"
-                raise ValueError(
-                    f"{path}, line {number}: got {len(rest) + 1} columns, expected {expected}"
-                )
-            ids = rest[1].split() if rest[1:] else None
-            if ids is not None and not (ids and all(token.isdecimal() for token in ids)):
-                raise ValueError(
-                    f"{path}, line {number}: got {rest[1]!r} in column 3, expected the target's ids"
-                )
-            examples.append(
-                (source, rest[0], None if ids is None else [int(token) for token in ids])
-            )
+    expected = "2 (source, tab, target) or 3 (and the target's ids)"
+    for path, number, (source, target, *rest) in _read_rows(paths, (2, 3), expected):
+        ids = rest[0].split() if rest else None
+        if ids is not None and not (ids and all(token.isdecimal() for token in ids)):
+            got = f"got {rest[0]!r} in column 3, expected the target's ids"
+            raise ValueError(f"{path}, line {number}: {got}")
+        examples.append((source, target, None if ids is None else [int(token) for token in ids]))
     return examples
 
 
-def read_documents(paths: Sequence) -> list[str]:
+def _read_rows(
+    paths: Sequence[PathLike], counts: tuple[int, ...], expected: str
+) -> Iterator[tuple[PathLike, int, list[str]]]:
+    """Yields (path, number of the line, columns) for each line of TSV files."""
+    for path in paths:
+        for number, line in enumerate(read_lines(path), 1):
+            columns = line.split("\t")
+            if len(columns) not in counts:
+                got = f"got {len(columns)} columns, expected {expected}"
+                raise ValueError(f"{path}, line {number}: {got}")
+            yield path, number, columns
+
+
+def read_documents(paths: Sequence[PathLike]) -> list[str]:
     """Returns the documents of text files, one a line, without the spaces around them.
 
     Empty lines are left out.
@@ -106,8 +100,8 @@ def read_documents(paths: Sequence) -> list[str]:
     """
     documents = []
     for path in paths:
-        found = [line.strip() for line in read_lines(path) if line.strip()]
-        if not found:
+        texts = [line.strip() for line in read_lines(path) if line.strip()]
+        if not texts:
             raise ValueError(f"{path}: got no text, expected at least one line that is not empty")
-        documents += found
+        documents += texts
     return documents

@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
+import optax
+from jaxtyping import PyTree
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader, native_format
@@ -22,9 +23,9 @@ from specdec_jax.models.families import build_config
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import initial_params
-from specdec_jax.training import corpus, losses, run_vocabulary
+from specdec_jax.training import corpus, losses
 from specdec_jax.training.batches import BucketedBatches
-from specdec_jax.training.config import TrainConfig, expect
+from specdec_jax.training.config import ExamplesConfig, TrainConfig, expect
 from specdec_jax.training.depth_expansion import deepen
 from specdec_jax.training.losses import (
     Metrics,
@@ -39,13 +40,13 @@ from specdec_jax.training.optimizer import make_optimizer
 from specdec_jax.training.run_folder import (
     Checkpoints,
     Reporter,
-    changed_settings,
-    deferred_signals,
+    defer_signals,
+    list_changed_settings,
     record_contents,
     record_settings,
     record_target,
 )
-from specdec_jax.training.run_vocabulary import RunVocabulary
+from specdec_jax.training.run_vocabulary import RunVocabulary, choose_vocabulary
 
 # Files in a run's folder with the fingerprint of the teacher: if its encoder output is read, or if
 # it is not.
@@ -60,7 +61,7 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
     """Trains a model and writes it to `output_dir/model`; resumes an earlier run in `output_dir`.
 
     `output_dir` also holds the two newest checkpoints (`checkpoints`), the parameters that did best
-    on the validation files (`best`, verified by `select`), which become the model, and `log.jsonl`.
+    on the validation files (`best`, chosen by `select`), which become the model, and `log.jsonl`.
     SIGINT and SIGTERM end the step in progress and save it.
 
     Args:
@@ -75,63 +76,66 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
         finite.
       KeyboardInterrupt: after a signal, when the run is saved.
     """
-    check_files(config)
-    output = pathlib.Path(config.output_dir).absolute()
-    output.mkdir(parents=True, exist_ok=True)
+    check_files(config, config.corpus.files)
     print_line("reading the files of examples")
-    with lock_folder(output):
-        saved = Checkpoints(output, resume=True, select=config.select)
-        for line in changed_settings(config, output, saved.newest.latest_step(), _fixed):
-            print_line(line)
-        run = Run(config, saved)
-
-        def record() -> None:
-            run.ids.write(output)
-            begun()
-
-        state = go_on(run, config, record)
-        export(output, output / "model")
-    kept = saved.best.best_step()
-    which = (
-        "the newest parameters"
-        if kept is None
-        else f"those of step {kept}, the best by {config.select}"
-    )
-    print_line(f"wrote {output / 'model'}: {which}")
-    return state.params
+    make_run = functools.partial(Run, config)
+    return run_to_end(config, Run.fixed, make_run, begun, config.select).params
 
 
-def go_on(run: "Run", settings, begun: Callable[[], object]) -> TrainState:
-    """Records `settings`, now that nothing can reject the run, calls `begun`, and takes the
-    remaining steps.
+def run_to_end(
+    settings: ExamplesConfig,
+    fixed: Callable[[dict], dict],
+    make_run: Callable[[Checkpoints], "Run"],
+    begun: Callable[[], object],
+    select: str = "loss",
+) -> TrainState:
+    """Takes the remaining steps of the run in `settings.output_dir`, and writes its result.
+
+    Args:
+      settings: the settings as the run's folder records them.
+      fixed: picks the settings that must not differ in a run that is resumed.
+      make_run: makes the run from its checkpoints.
+      begun: called before the first step, when nothing can reject the run any more.
+      select: figure by which the best parameters are chosen.
 
     Returns:
       The state of the last step.
     """
-    config = run.config
-    print_line("compiling the initial state")
-    state = run.initial_state()
-    changed = run.record()
-    record_settings(settings, pathlib.Path(config.output_dir).absolute())
-    begun()
-    start = int(state.step)
-    for line in changed:
-        print_line(line)
-    print_line(
-        f"{'resumed at' if start else 'begins at'} step {start} of {config.steps};"
-        f" {run.batches.per_epoch} batches an epoch, {config.corpus.summary(run.batches)};"
-        f" {parameter_count(state.params):,} parameters, {run.objective.model.config.dtype}"
-    )
-    if start < config.steps:
-        with Reporter(
-            pathlib.Path(config.output_dir, "log.jsonl"), start, config.steps
-        ) as reporter:
-            state = _loop(run, state, reporter)
+    output = pathlib.Path(settings.output_dir).absolute()
+    output.mkdir(parents=True, exist_ok=True)
+    with lock_folder(output):
+        saved = Checkpoints(output, resume=True, select=select)
+        for line in list_changed_settings(settings, output, saved.step, fixed):
+            print_line(line)
+        run = make_run(saved)
+        config = run.config
+        print_line("compiling the initial state")
+        state = run.initial_state()
+        changed = run.record()
+        record_settings(settings, output)
+        begun()
+        for line in changed:
+            print_line(line)
+        start = int(state.step)
+        print_line(
+            f"{'resumed at' if start else 'begins at'} step {start} of {config.steps};"
+            f" {run.batches.per_epoch} batches an epoch, {config.corpus.summary(run.batches)};"
+            f" {optax.tree.size(state.params):,} parameters, {run.objective.model.config.dtype}"
+        )
+        if start < config.steps:
+            with Reporter(output / "log.jsonl", start, config.steps) as reporter:
+                state = _take_steps(run, state, reporter)
+        run.export()
     return state
 
 
 @isolated
-def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16") -> None:
+def export(
+    output_dir: reading.PathLike,
+    path: reading.PathLike,
+    which: str = "best",
+    dtype: str | None = "bfloat16",
+) -> None:
     """Writes the model of the run in `output_dir` to the folder `path`, replacing a model there.
 
     Args:
@@ -140,6 +144,9 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
       which: "best" takes the parameters that did best on the validation files (the newest if there
         are none), "newest" those of the newest checkpoint.
       dtype: dtype in which the parameters are stored; None keeps float32.
+
+    Raises:
+      ValueError: there is no run, or it has saved nothing.
     """
     expect(which in ("best", "newest"), "which", which, "'best' or 'newest'")
     output, path = pathlib.Path(output_dir).absolute(), pathlib.Path(path)
@@ -150,19 +157,14 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
     stored = reading.read_json(output / "config.json")
     config = TrainConfig(**{**stored, "model": _recorded_shape(stored), "output_dir": str(output)})
     saved = Checkpoints(output, select=config.select)
-    state = _abstract_state(config)
-    if which == "best" and saved.best.latest_step() is not None:
-        params = saved.best.restore(
-            saved.best.best_step(), args=ocp.args.StandardRestore(state.params)
-        )
-    elif saved.newest.latest_step() is not None:
-        params = saved.restore(state).params
-    else:
+    if saved.step is None and (which == "newest" or saved.best.best_step() is None):
         raise ValueError(
             f"{output_dir}: got no checkpoint, expected a training run that has saved one"
         )
+    state = _abstract_state(config)
+    params = saved.restore_best(state) if which == "best" else saved.restore(state).params
     network = config.model.replace(matmul_dtype=None, dropout_rate=0.0)
-    ids, fingerprint = run_vocabulary.of_run(config, output), output / _ENCODER
+    ids, fingerprint = RunVocabulary.read(output), output / _ENCODER
     model = LanguageModel(
         network,
         params,
@@ -173,11 +175,6 @@ def export(output_dir, path, which: str = "best", dtype: str | None = "bfloat16"
         encoder_fingerprint=fingerprint.read_text() if fingerprint.is_file() else None,
     )
     converter.save(model, path, dtype=dtype)
-
-
-def parameter_count(params) -> int:
-    """Returns the number of parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 class Run:
@@ -193,26 +190,21 @@ class Run:
 
     def __init__(self, config: TrainConfig, saved: Checkpoints):
         self.config, self.saved = config, saved
-        teacher = _teacher(config)
-        ids = _vocabulary(config, teacher)
-        self._initial = _initial_params(config) if saved.newest.latest_step() is None else None
-        network = computing(config, config.model)
+        teacher = _load_teacher(config)
+        ids = _choose_vocabulary(config, teacher)
+        self._initial = _load_initial_params(config) if saved.step is None else None
+        network = set_dtype(config, config.model)
         self.objective = Objective(
             network.module(), config.label_smoothing, start_token=ids.start_token
         )
         self.teacher_params = None
         if teacher is not None:
             name = _TEACHER if config.model.encoder_dim is None else _ENCODER
-            record_target(
-                pathlib.Path(config.output_dir, name),
-                "teacher",
-                teacher,
-                saved.newest.latest_step(),
-            )
+            record_target(pathlib.Path(config.output_dir, name), "teacher", teacher, saved.step)
             shape = teacher.config.replace(matmul_dtype=config.model.matmul_dtype)
             self.objective = dataclasses.replace(
                 self.objective,
-                teacher=computing(config, shape).module(),
+                teacher=set_dtype(config, shape).module(),
                 distill_weight=config.distill_weight,
                 divergence=config.divergence,
                 distill_temperature=config.distill_temperature,
@@ -221,46 +213,57 @@ class Run:
         self.optimizer = make_optimizer(config)
         self.read(ids)
 
+    @staticmethod
+    def fixed(settings: dict) -> dict:
+        """Returns the settings that must not differ in a run that is resumed."""
+        model = _without_rounding(_recorded_shape(settings))
+        return {"model": model, "initialise_from": settings["initialise_from"]}
+
     def read(self, ids: RunVocabulary) -> None:
         """Reads the training and validation files."""
-        config, batches = self.config, lambda path: _batches(self.config, ids, [path])
-        self.batches = _batches(config, ids, config.paths("train_files"))
-        self.validation = dict(
-            zip(config.validation_files, map(batches, config.paths("validation_files")))
-        )
-        self.ids = ids
+        config, self.ids = self.config, ids
+        self.batches = _make_batches(config, ids, config.paths("train_files"))
+        validation = [
+            _make_batches(config, ids, [path]) for path in config.paths("validation_files")
+        ]
+        self.validation = dict(zip(config.validation_files, validation))
 
     def record(self) -> list[str]:
-        """Records what the run reads.
+        """Records the vocabulary and what the run reads.
 
         Returns lines for the user about what was different for the steps before.
         """
-        config, names = self.config, ("train_files", "validation_files")
-        files = {
-            file: path
-            for name in names
-            for file, path in zip(getattr(config, name), config.paths(name))
-        }
-        output, step = pathlib.Path(config.output_dir), self.saved.newest.latest_step()
-        return record_contents(
-            output, step, digest([native_format.vocabulary_contents(self.ids.vocabulary)]), files
-        )
+        config, output = self.config, pathlib.Path(self.config.output_dir)
+        names = config.train_files + config.validation_files
+        paths = config.paths("train_files") + config.paths("validation_files")
+        vocabulary = digest([native_format.vocabulary_contents(self.ids.vocabulary)])
+        changed = record_contents(output, self.saved.step, vocabulary, dict(zip(names, paths)))
+        self.ids.write(output)
+        return changed
 
-    def initial_state(self) -> TrainState:
-        """Returns the state to begin with: the saved one, else given or random parameters."""
+    def begin(self) -> TrainState:
+        """Returns the state before the first step."""
         if self._initial is not None:
             params, self._initial = self._initial, None
-            return _state_of(self.config, params)
-        if self.saved.newest.latest_step() is None:
-            return jax.jit(functools.partial(_init, self.config))(jax.random.key(self.config.seed))
-        return self.saved.restore(_abstract_state(self.config))
+            return TrainState.begin(params, self.optimizer)
+        init = functools.partial(_init, self.config)
+        return jax.jit(init)(jax.random.key(self.config.seed))
+
+    def init(self, key: jax.Array) -> TrainState:
+        """Returns a state like the run's, with random parameters."""
+        return _init(self.config, key)
+
+    def initial_state(self) -> TrainState:
+        """Returns the newest saved state, else the one before the first step."""
+        if self.saved.step is None:
+            return self.begin()
+        return self.saved.restore(abstract_state(self.init))
 
     def step(self, state: TrainState, step: int) -> tuple[TrainState, Metrics]:
         """Takes the step with number `step`."""
-        batch = self.batches[step]
         return train_step(
             state,
-            (batch.inputs, batch.targets),
+            self.batches[step],
             self.teacher_params,
             self.config.seed,
             objective=self.objective,
@@ -269,59 +272,58 @@ class Run:
         )
 
     def validate(self, state: TrainState, step: int, reporter: Reporter) -> None:
-        """Reports means over the tokens, by file and in total, and keeps the parameters if they are
-        the best."""
+        """Reports means over the tokens, by file and in total; keeps the best parameters."""
         sums = {
             name: evaluate(state.params, batches, self.objective, self.teacher_params, self.assess)
             for name, batches in self.validation.items()
         }
         tokens = {name: metrics.tokens for name, (metrics, _) in sums.items()}
 
-        def mean(of: dict[str, np.ndarray]) -> tuple[float, dict[str, float]]:
-            each = {name: float(value / tokens[name]) for name, value in of.items()}
-            return float(sum(of.values()) / sum(tokens.values())), each
+        def mean(part: int, field: str) -> tuple[float, dict[str, float]]:
+            values = {name: getattr(pair[part], field) for name, pair in sums.items()}
+            by_file = {name: float(value / tokens[name]) for name, value in values.items()}
+            return float(sum(values.values()) / sum(tokens.values())), by_file
 
-        loss, by_file = mean({name: metrics.loss for name, (metrics, _) in sums.items()})
-        fields = (
-            TeacherAgreement._fields
-            if all(likeness is not None for _, likeness in sums.values())
-            else ()
-        )
-        more = {
-            field: mean({name: getattr(likeness, field) for name, (_, likeness) in sums.items()})
-            for field in fields
-        }
-        best = self.saved.keep_best(
-            step, state.params, loss, **{field: value for field, (value, _) in more.items()}
-        )
+        loss, by_file = mean(0, "loss")
+        agrees = all(agreement is not None for _, agreement in sums.values())
+        more = {field: mean(1, field) for field in TeacherAgreement._fields if agrees}
+        totals = {field: total for field, (total, _) in more.items()}
+        best = self.saved.keep_best(step, state.params, loss, **totals)
         reporter.validation(step, loss, by_file, best, **more)
 
     def save(self, state: TrainState, step: int) -> None:
         """Saves the state; raises ValueError if parameters are not finite."""
-        if not _finite(state.params):
+        if not _are_finite(state.params):
             raise ValueError(
                 f"step {step}: got parameters that are not finite, expected finite ones: lower"
                 " learning_rate"
             )
         self.saved.keep_newest(step, state)
 
+    def export(self) -> None:
+        """Writes the model, and prints which parameters it has."""
+        output, kept = pathlib.Path(self.config.output_dir).absolute(), self.saved.best.best_step()
+        export(output, output / "model")
+        which = "the newest parameters"
+        if kept is not None:
+            which = f"those of step {kept}, the best by {self.config.select}"
+        print_line(f"wrote {output / 'model'}: {which}")
+
 
 @jax.jit
-def _finite(params):
+def _are_finite(params: dict) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
 
 
-def _loop(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
+def _take_steps(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
     config, window = run.config, []
-    with deferred_signals() as signals:
+    with defer_signals() as signals:
         if config.initialise_from is not None and run.saved.best.latest_step() is None:
             run.validate(state, 0, reporter)  # the best is then no worse than the beginning
         clock = time.perf_counter()
         for done in range(int(state.step) + 1, config.steps + 1):
             state, metrics = run.step(state, done - 1)
-            if (
-                window
-            ):  # the host is at most one step ahead: progress is true, and a signal is soon obeyed
+            if window:  # the host is at most one step ahead, so that a signal is soon obeyed
                 jax.block_until_ready(window[-1])
             window.append(metrics)
             reporter.advance(done)
@@ -353,48 +355,43 @@ def _report(window: list[Metrics], step: int, clock: float, reporter: Reporter) 
             f"step {step}: got a loss of {sums.loss}, expected a finite one: lower learning_rate"
         )
     speed = float(sums.tokens) / (time.perf_counter() - clock)
-    reporter.training(
-        step, float(sums.loss / sums.tokens), speed, nll=float(sums.nll / sums.tokens)
-    )
+    loss, nll = float(sums.loss / sums.tokens), float(sums.nll / sums.tokens)
+    reporter.training(step, loss, speed, nll=nll)
 
 
-def _init(config: TrainConfig, key) -> TrainState:
-    return _state_of(config, initial_params(computing(config, config.model).module(), key))
-
-
-def _state_of(config: TrainConfig, params: dict) -> TrainState:
-    """Returns the state before the first step."""
-    return TrainState(params, make_optimizer(config).init(params), jnp.zeros((), jnp.int32))
+def _init(config: TrainConfig, key: jax.Array) -> TrainState:
+    params = initial_params(set_dtype(config, config.model).module(), key)
+    return TrainState.begin(params, make_optimizer(config))
 
 
 def _abstract_state(config: TrainConfig) -> TrainState:
     return abstract_state(functools.partial(_init, config))
 
 
-def abstract_state(init) -> TrainState:
-    """Returns shapes and dtypes of the state that `init` makes from a key, placed on the first
-    device."""
+def abstract_state(init: Callable[[jax.Array], TrainState]) -> TrainState:
+    """Returns shapes and dtypes of what `init` makes from a key, placed on the first device."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes
+    )
 
-    def place(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(place, jax.eval_shape(init, jax.random.key(0)))
-
-
-def saved_bytes(config: TrainConfig) -> int:
+def count_saved_bytes(config: TrainConfig) -> int:
     """Returns the bytes of a run's files: the two newest states, the best parameters, the model."""
-
-    def size(tree):
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
     state = _abstract_state(config)
-    return 2 * size(state) + size(state.params) * 3 // 2
+    return 2 * _count_bytes(state) + _count_bytes(state.params) * 3 // 2
 
 
-def computing(config: TrainConfig, shape: ModelConfig) -> ModelConfig:
-    """Returns `shape` with the dtype of the computation, and without a `matmul_dtype` that is the
-    same, which would round nothing."""
+def _count_bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def set_dtype(config: TrainConfig, shape: ModelConfig) -> ModelConfig:
+    """Returns `shape` with the dtype of the computation.
+
+    A `matmul_dtype` that is the same is left out: it would round nothing.
+    """
     dtype = config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     rounded = None if shape.matmul_dtype == dtype else shape.matmul_dtype
     return shape.replace(dtype=dtype, matmul_dtype=rounded)
@@ -403,26 +400,16 @@ def computing(config: TrainConfig, shape: ModelConfig) -> ModelConfig:
 # Files.
 
 
-def check_files(config: TrainConfig) -> None:
-    """Raises ValueError for missing training or validation files, and for an `output_dir` that is
-    no folder."""
+def check_files(config: ExamplesConfig, kind: str) -> None:
+    """Raises ValueError for files of examples that are missing, or an `output_dir` that is a file.
+
+    `kind` is what the files should be, for the message.
+    """
     for name in ("train_files", "validation_files"):
         for path in config.paths(name):
-            expect(path.is_file(), name, str(path), config.corpus.files)
+            expect(path.is_file(), name, str(path), kind)
     output = pathlib.Path(config.output_dir)
-    expect(
-        output.is_dir() or not output.exists(),
-        "output_dir",
-        config.output_dir,
-        "a folder, or none yet",
-    )
-
-
-def _fixed(settings: dict) -> dict:
-    return {
-        "model": _shape(_recorded_shape(settings)),
-        "initialise_from": settings["initialise_from"],
-    }
+    config.expect("output_dir", output.is_dir() or not output.exists(), "a folder, or none yet")
 
 
 def _recorded_shape(settings: dict) -> ModelConfig:
@@ -430,88 +417,67 @@ def _recorded_shape(settings: dict) -> ModelConfig:
     return build_config(settings["model"])
 
 
-def _shape(model: ModelConfig) -> ModelConfig:
-    """Returns the part of a configuration that decides the parameters and what is computed with
-    them."""
+def _without_rounding(model: ModelConfig) -> ModelConfig:
+    """Returns the part of a configuration that decides the parameters and what they compute."""
     return model.replace(dropout_rate=0.0, dtype="float32", matmul_dtype=None)
 
 
-def _teacher(config: TrainConfig) -> LanguageModel | None:
+def _load_teacher(config: TrainConfig) -> LanguageModel | None:
     if config.teacher is None:
         return None
-    teacher = loader.load(config.teacher, computing(config, config.model).dtype)
-    kinds = [type(shape).__name__ for shape in (teacher.config, config.model)]
-    expect(kinds[0] == kinds[1], "teacher", kinds[0], f"{kinds[1]}, like the model")
-    positions, expected = teacher.config.max_positions, config.sequence_length
-    if positions is not None and expected is not None:
-        expect(
-            positions >= expected,
-            "teacher",
-            f"{positions} positions",
-            f"at least sequence_length = {expected}",
-        )
-    width, expected = teacher.config.vocab_size, config.model.vocab_size
-    expect(width == expected, "teacher", f"{width} logits", f"model.vocab_size = {expected}")
-    expect(
-        teacher.config.encoder_dim is None,
-        "teacher",
-        config.teacher,
-        "a model with an encoder of its own",
-    )
-    width, expected = teacher.config.emb_dim, config.model.encoder_dim or teacher.config.emb_dim
-    expect(
-        width == expected,
-        "teacher",
-        f"an encoder of width {width}",
-        f"model.encoder_dim = {expected}",
-    )
+    model = config.model
+    teacher = loader.load(config.teacher, set_dtype(config, model).dtype)
+    shape = teacher.config
+    kind, expected = type(shape).__name__, type(model).__name__
+    expect(kind == expected, "teacher", kind, f"{expected}, like the model")
+    positions, length = shape.max_positions, config.sequence_length
+    enough = positions is None or length is None or positions >= length
+    expect(enough, "teacher", f"{positions} positions", f"at least sequence_length = {length}")
+    same_width = shape.vocab_size == model.vocab_size
+    expected = f"model.vocab_size = {model.vocab_size}"
+    expect(same_width, "teacher", f"{shape.vocab_size} logits", expected)
+    expected = "a model with an encoder of its own"
+    expect(shape.encoder_dim is None, "teacher", config.teacher, expected)
+    same_width = model.encoder_dim in (None, shape.emb_dim)
+    expected = f"model.encoder_dim = {model.encoder_dim}"
+    expect(same_width, "teacher", f"an encoder of width {shape.emb_dim}", expected)
     return teacher
 
 
-def _initial_params(config: TrainConfig) -> dict | None:
+def _load_initial_params(config: TrainConfig) -> dict | None:
     if config.initialise_from is None:
         return None
     model = loader.load(config.initialise_from, "float32")
     more = {}
     for stack in ("encoder", "decoder"):
-        layers, wanted = (
-            getattr(shape, f"num_{stack}_layers", 0) for shape in (model.config, config.model)
-        )
+        name = f"num_{stack}_layers"
+        layers, wanted = (getattr(shape, name, 0) for shape in (model.config, config.model))
         if 0 < layers < wanted:
             more[stack] = wanted
-    counts: dict[str, Any] = {f"num_{stack}_layers": wanted for stack, wanted in more.items()}
-    fits = _shape(dataclasses.replace(model.config, **counts)) == _shape(config.model)
-    expect(
-        fits, "initialise_from", model.config, f"the shape {config.model}, or it with fewer layers"
-    )
+    counts = {f"num_{stack}_layers": wanted for stack, wanted in more.items()}
+    deeper = _without_rounding(model.config.replace(**counts))
+    expected = f"the shape {config.model}, or it with fewer layers"
+    expect(deeper == _without_rounding(config.model), "initialise_from", model.config, expected)
     params = model.params
     for stack, wanted in more.items():
         params = deepen(params, stack, wanted)
     return params
 
 
-def _vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> RunVocabulary:
-    given = {}
+def _choose_vocabulary(config: TrainConfig, teacher: LanguageModel | None) -> RunVocabulary:
+    given, path, size = {}, config.initialise_from, config.vocabulary_size
     if teacher is not None:
-        given["the teacher"] = run_vocabulary.of_model(teacher, "teacher")
-    if config.initialise_from is not None:
-        given[config.initialise_from] = run_vocabulary.of_checkpoint(
-            config.initialise_from, "initialise_from"
-        )
-
-    def make():
-        return corpus.trained_vocabulary(
-            config.corpus, config.paths("train_files"), config.vocabulary_size
-        )
-
+        given["the teacher"] = RunVocabulary.from_model(teacher, "teacher")
+    if path is not None:
+        given[path] = RunVocabulary.from_checkpoint(path, "initialise_from")
+    files = config.paths("train_files")
+    make = functools.partial(corpus.train_vocabulary, config.corpus, files, size)
     output = pathlib.Path(config.output_dir)
-    return run_vocabulary.choose(
-        config.vocabulary, output, config.vocabulary_size, given, config.corpus, make
-    )
+    return choose_vocabulary(config.vocabulary, output, size, given, config.corpus, make)
 
 
-def _batches(config: TrainConfig, ids: RunVocabulary, paths) -> BucketedBatches:
-    width, start = config.model.vocab_size, ids.start_token
-    return config.corpus.batches(
-        ids.vocabulary, paths, width, config.batch_tokens, config.seed, start
-    )
+def _make_batches(
+    config: TrainConfig, ids: RunVocabulary, paths: Sequence[pathlib.Path]
+) -> BucketedBatches:
+    limits = config.model.vocab_size, config.batch_tokens, config.seed, ids.start_token
+    return config.corpus.batches(ids.vocabulary, paths, *limits)

@@ -150,7 +150,7 @@ def test_a_traced_chain_is_the_chain(pair, verifier):
             key=jax.random.key(2),
             **{"drafter": drafter, **options.decoding(), **how},
         )
-        for how in ({"gamma": 3}, options.traced(drafter))
+        for how in ({"gamma": 3}, options.choose_traced(drafter))
     )
     assert [step._replace(tree=None) for step in drawn] == chain and all(
         step.tree for step in drawn
@@ -238,7 +238,7 @@ def test_printed_times_give_the_printed_ratio(monkeypatch):
         return decode
 
     monkeypatch.setattr(demo.time, "perf_counter", lambda: clock[0])
-    text = demo.comparison({name: variant(name) for name in passes}, [0], 3)
+    text = demo.compare_times({name: variant(name) for name in passes}, [0], 3)
     plain, speculative = (
         float(re.search(f"^{name} +([0-9.]+) ms", text, re.MULTILINE)[1]) for name in passes
     )

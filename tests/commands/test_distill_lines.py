@@ -26,13 +26,14 @@ from specdec_jax.training.sequence_distillation import Job
 )
 def test_warm_up_and_decay_follow_the_steps(given, expected):
     """`train`, `distill` and `train_heads` follow a number of steps set after gin."""
-    config = TrainConfig(TINY, ("a",), ("b",), "c", vocabulary_size=64, **given)
+    files = dict(train_files=("a",), validation_files=("b",), output_dir="c")
+    config = TrainConfig(model=TINY, vocabulary_size=64, **files, **given)
     assert (config.warmup_steps, config.decay_steps) == expected
-    stage = distill.DistillConfig(target="x", output_dir="y", **given).training(
-        TINY, 64, ["a"], ["b"]
+    stage = distill.DistillConfig(target="x", output_dir="y", **given).train_config(
+        TINY, 64, ["outputs-train", "outputs-validation"]
     )
     assert (stage.warmup_steps, stage.decay_steps) == expected
-    made = heads.HeadsTrainConfig("x", ("a",), ("b",), "c", **given)
+    made = heads.HeadsTrainConfig(target="x", **files, **given)
     assert made.warmup_steps + made.decay_steps <= made.steps and made.warmup_steps == expected[0]
     assert "decay_steps" in given or made.decay_steps == min(
         made.steps // 2, made.steps - made.warmup_steps
@@ -47,7 +48,7 @@ def test_given_parts_that_exceed_the_steps_are_rejected():
 
 
 def test_the_start_prints_what_is_needed(tmp_path, monkeypatch):
-    monkeypatch.setattr(distill_lines, "_product_speed", lambda dtype: 1e6)
+    monkeypatch.setattr(distill_lines, "_measure_product_speed", lambda dtype: 1e6)
     sources = [[5, 6, 1], [7, 1]]
     jobs = [
         Job(tmp_path / f"outputs-{part}-greedy.tsv", sources, ["a", "b"], 0, 0)
@@ -57,7 +58,7 @@ def test_the_start_prints_what_is_needed(tmp_path, monkeypatch):
         tmp_path, tmp_path, steps=30, warmup_steps=0, decay_steps=0, evaluate_every=10
     )
     config = distill.DistillConfig(target="x", output_dir=str(tmp_path), max_new_tokens=8)
-    needs, takes = distill_lines.needs(config, training, TINY, jobs)
+    needs, takes = distill_lines.describe_needs(config, training, TINY, jobs)
     size = distill_lines.parameter_count(TINY)
     assert needs.startswith(
         f"needs 4 outputs of the target, {size:,} parameters, each of at most 8 tokens; then 30 "
@@ -67,20 +68,20 @@ def test_the_start_prints_what_is_needed(tmp_path, monkeypatch):
     )
     decoding, learning = 2 * size * 10, 2 * (4 * size * 30 * 256 + 2 * size * 3 * 5)
     seconds = [decoding / 1e6 / 0.2, learning / 1e6 / 0.5]
-    shown = [distill_lines._duration(part) for part in (sum(seconds), *seconds)]
+    shown = [distill_lines._format_duration(part) for part in (sum(seconds), *seconds)]
     assert takes.startswith(
         f"takes about {shown[0]} here (outputs {shown[1]}, training {shown[2]})"
     )
     # What an earlier run did is not needed again.
     jobs[0].path.touch()
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
-    needs, _ = distill_lines.needs(config, training, TINY, jobs)
+    needs, _ = distill_lines.describe_needs(config, training, TINY, jobs)
     assert needs.startswith("needs 2 outputs") and "then 10 steps" in needs
 
 
 def test_the_speed_of_a_product_is_measured():
-    assert 1e7 < distill_lines._product_speed("float32") < 1e16
-    assert [distill_lines._duration(seconds) for seconds in (0, 89, 600, 7200)] == [
+    assert 1e7 < distill_lines._measure_product_speed("float32") < 1e16
+    assert [distill_lines._format_duration(seconds) for seconds in (0, 89, 600, 7200)] == [
         "1 s",
         "89 s",
         "10 min",
@@ -153,7 +154,7 @@ def test_the_end_prints_the_outcome(validations, select, expected, tmp_path):
     config = distill.DistillConfig(
         target="a target", output_dir=str(tmp_path), select=select, greedy=False, samples=1
     )
-    *actual, command = distill_lines.outcome(config)
+    *actual, command = distill_lines.describe_outcome(config)
     assert actual == expected
     argv = shlex.split(command.removeprefix("next: "))
     assert argv[:4] == [

@@ -122,4 +122,4 @@ def test_many_inputs_without_output_are_few_lines():
 
     notes = [endings.add(number, [output(number)]) for number in range(40)]
     assert notes == [{"lost": True}] * 40 and len(printed) == 5
-    assert endings.tell(40).startswith("sentences 1, 2, ") and len(printed) == 5
+    assert endings.report(40).startswith("sentences 1, 2, ") and len(printed) == 5

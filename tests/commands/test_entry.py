@@ -129,7 +129,7 @@ def run():
 
 
 def test_training_ends_by_itself():
-    """As `deferred_signals` does: its own handler notes the signal and gives back the usual one."""
+    """As `defer_signals` does: its own handler notes the signal and gives back the usual one."""
     body = """
 def run():
     usual = signal.getsignal(SIGTERM)
@@ -254,6 +254,16 @@ def test_modules_are_the_command_too(module, tmp_path):
         [sys.executable, "-m", module, "--version"], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0 and done.stdout.startswith("specdec ")
+
+
+def test_overview_and_unknown_commands_need_no_jax():
+    """Importing JAX takes a second."""
+    program = (
+        "import sys; from specdec_jax.commands.main import main;"
+        "codes = [main([argument]) for argument in ('--help', '--version', 'frobnicate')];"
+        "assert codes == [0, 0, 2] and not {'jax', 'numpy'} & {*sys.modules}"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 def test_standard_output_on_a_full_disk_is_one_line(tmp_path):

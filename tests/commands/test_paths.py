@@ -71,13 +71,13 @@ def test_every_option_that_is_a_path_begins_at_home(name, home):
             (None, None),
             (("~/a", "b"), (f"{home}/a", "b")),
         ]:
-            assert getattr(paths.expanded(made(given)), field) == expected
+            assert getattr(paths.expand_options(made(given)), field) == expected
     assert not {*paths.INPUTS, *paths.OUTPUTS} & OTHERS
 
 
 def test_several_drafters_of_a_suite(home):
     options = dataclasses.replace(GenerateOptions(), drafter="~/small,lookup,~/base")
-    assert paths.expanded(options).drafter == f"{home}/small,lookup,{home}/base"
+    assert paths.expand_options(options).drafter == f"{home}/small,lookup,{home}/base"
 
 
 def test_paths_of_a_command_begin_at_home(specdec, pair, home):
@@ -112,10 +112,10 @@ def test_a_sentence_that_begins_with_a_dash_needs_two(text):
         return main._define_flags(GenerateOptions, dataclasses.fields(GenerateOptions))
 
     with pytest.raises(main.UsageError, match="write -- before sentences that begin with a dash"):
-        main._parsed(define(), ["--gamma=2", text], command)
-    assert main._parsed(define(), ["--gamma=2", "--", text, "b"], command) == [text, "b"]
+        main._parse_flags(define(), ["--gamma=2", text], command)
+    assert main._parse_flags(define(), ["--gamma=2", "--", text, "b"], command) == [text, "b"]
     with pytest.raises(flags.UnrecognizedFlagError):  # a command without sentences
-        main._parsed(define(), [text], main.COMMANDS["benchmark"])
+        main._parse_flags(define(), [text], main.COMMANDS["benchmark"])
 
 
 def test_a_file_that_is_replaced_is_named_before_it_is(specdec, pair, tmp_path, monkeypatch):
@@ -181,6 +181,6 @@ def test_a_file_in_the_place_of_a_folder_is_not_reported_as_replaced(tmp_path):
     options = dataclasses.make_dataclass("Options", ["output", "output_dir"], frozen=True)
     for name in ("output", "output_dir"):
         write_file(tmp_path / name, "a file")
-    assert [*paths.replaced(options(str(tmp_path / "output"), str(tmp_path / "output_dir")))] == [
-        f"{tmp_path}/output"
-    ]
+    assert [
+        *paths.find_replaced(options(str(tmp_path / "output"), str(tmp_path / "output_dir")))
+    ] == [f"{tmp_path}/output"]

@@ -38,7 +38,12 @@ def test_loss_is_the_sum_over_tokens_and_heads(smoothing, soft, backbone):
         heads_module.init_params(config, jax.random.key(0)),
     )
     objective = training_heads.HeadsObjective(
-        TINY.module(), Heads(config), 2, smoothing, soft, backbone
+        TINY.module(),
+        smoothing,
+        distill_weight=soft,
+        start_token=2,
+        heads=Heads(config),
+        backbone_weight=backbone,
     )
     given = ({"heads": params, "target": target}, None) if backbone else ({"heads": params}, target)
     loss, metrics = jax.jit(training_heads.heads_loss, static_argnums=2)(
@@ -260,7 +265,7 @@ def test_the_configuration_of_the_bundled_target(tmp_path):
     gin.parse_config_files_and_bindings([str(CONFIGS / "ende_heads.gin")], bindings)
     config = gin.get_configurable(training_heads.HeadsTrainConfig)()
     gin.clear_config()
-    shapes = config.heads(checkpoints.load_shape(config.target)).parameter_shapes
+    shapes = config.heads_config(checkpoints.load_shape(config.target)).parameter_shapes
     assert config.target in sd.bundled() and sum(map(math.prod, shapes.values())) == 4 * 640**2
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import optax
 import pytest
 from toy_training import TINY, TINY_GPT, config_of
 
@@ -29,7 +30,7 @@ def test_it_begins_as_nearly_what_the_model_is(monkeypatch, shape):
         params = shallow.params
         for stack in stacks:
             params = depth_expansion.deepen(params, stack, 5)
-        assert parameters.parameter_count(deep) == train.parameter_count(params)
+        assert parameters.parameter_count(deep) == optax.tree.size(params)
         buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)]
         assert len(set(buffers)) == len(buffers), "training writes over them"
         return LanguageModel(deep, params).logits(None if len(stacks) == 1 else ids, ids)

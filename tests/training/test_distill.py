@@ -9,16 +9,16 @@ import signal
 
 import distill_models
 import gin
-import jax
 import pytest
 from distill_models import SMALL, _optimizer, same
-from toy_training import CONFIGS, TINY, config_of, random_params
+from toy_training import CONFIGS, TINY, config_of
 
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import distill, main
 from specdec_jax.decoding import continuous_batching
 from specdec_jax.models.families import build_config
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.parameters import parameter_count
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.training import config as training_config
 from specdec_jax.training import corpus, losses, run_folder, run_vocabulary, train
@@ -26,6 +26,7 @@ from specdec_jax.training import sequence_distillation as training_outputs
 
 pytestmark = pytest.mark.usefixtures("quick")
 
+FILES = ["outputs-train-greedy.tsv", "outputs-validation-1-greedy.tsv"]
 models, one_optimizer = distill_models.models, distill_models.one_optimizer
 
 
@@ -40,8 +41,8 @@ def test_ids_of_a_third_column_are_taken_as_they_are(models, tmp_path, monkeypat
         corpus, "BucketedBatches", lambda pairs, *rest: (seen.extend(pairs), make(pairs, *rest))[1]
     )
     config = config_of(tmp_path, tmp_path / "run", train_files="a.tsv")
-    ids = run_vocabulary.of_checkpoint(models / "target", "target")
-    train._batches(config, ids, config.paths("train_files"))
+    ids = run_vocabulary.RunVocabulary.from_checkpoint(models / "target", "target")
+    train._make_batches(config, ids, config.paths("train_files"))
     source = vocabulary.encode("bara") + [1]
     assert seen == [(source, vocabulary.encode("ceni") + [1]), (source, [63, 5, 7])]
     for line, message in (
@@ -53,7 +54,7 @@ def test_ids_of_a_third_column_are_taken_as_they_are(models, tmp_path, monkeypat
     ):
         (tmp_path / "a.tsv").write_text(line + "\n")
         with pytest.raises(ValueError, match=message):
-            train._batches(config, ids, config.paths("train_files"))
+            train._make_batches(config, ids, config.paths("train_files"))
 
 
 # `specdec distill`.
@@ -414,8 +415,8 @@ def test_a_new_drafter_is_shaped_like_its_target_for_the_rest(models, language, 
         TINY, mlp_activations=("relu",), logits_via_embedding=True, dtype="bfloat16"
     )
     expected = dataclasses.replace(SMALL, mlp_activations=("relu",), logits_via_embedding=True)
-    assert config.shape(target) == expected
-    given = dataclasses.replace(config, matmul_dtype="bfloat16").shape(target)
+    assert config.drafter_config(target) == expected
+    given = dataclasses.replace(config, matmul_dtype="bfloat16").drafter_config(target)
     assert given == dataclasses.replace(expected, matmul_dtype="bfloat16")
 
 
@@ -433,8 +434,8 @@ def test_configuration():
         for name in ("source_files", "validation_files")
         for path in config.paths(name)
     )
-    model = config.shape(loader.load_shape(config.target))
-    training = config.training(model, 6144, ["a"], ["b"])
+    model = config.drafter_config(loader.load_shape(config.target))
+    training = config.train_config(model, 6144, FILES)
     assert (training.teacher, training.initialise_from) == ("ende/target", "ende/drafter")
     assert model == dataclasses.replace(
         loader.load_shape("ende/drafter"), dtype="float32", matmul_dtype="bfloat16"
@@ -456,10 +457,7 @@ def test_configuration_of_the_bundled_drafter(tmp_path):
         path.touch()
     config.check()
     target, bundled = (loader.load_shape(f"ende/{name}") for name in ("target", "drafter"))
-    assert dataclasses.replace(config.shape(target), dtype=bundled.dtype) == bundled
-
-    def count(shape):
-        return train.parameter_count(jax.eval_shape(lambda: random_params(shape)))
-
-    assert count(bundled) == 2_491_392 and 8 * count(bundled) <= count(target)
-    assert config.training(config.shape(target), 6144, ["a"], ["b"]).select == "agreement"
+    assert dataclasses.replace(config.drafter_config(target), dtype=bundled.dtype) == bundled
+    count = parameter_count(bundled)
+    assert count == 2_491_392 and 8 * count <= parameter_count(target)
+    assert config.train_config(config.drafter_config(target), 6144, FILES).select == "agreement"

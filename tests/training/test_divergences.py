@@ -221,7 +221,7 @@ def test_a_run_begins_with_the_parameters_of_a_model(models, language, tmp_path)
     ],
 )
 def test_a_start_that_does_not_fit(models, language, tmp_path, monkeypatch, settings, message):
-    monkeypatch.setattr(losses, "_logits", None)  # nothing is computed before
+    monkeypatch.setattr(losses, "_compute_logits", None)  # nothing is computed before
     known = {"STRANGER": str(models / "stranger"), "TARGET": str(models / "target")}
     settings = {name: known.get(value, value) for name, value in settings.items()}
     given = dict(model=SMALL, initialise_from=str(models / "drafter")) | settings

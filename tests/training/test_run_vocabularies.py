@@ -124,7 +124,9 @@ def test_a_run_keeps_the_vocabulary_of_its_model(kind, vocabularies, language, t
     vocabulary = vocabularies[kind]
     given = {"x": run_vocabulary.RunVocabulary(vocabulary, 3, (5, 7))}
     corpus = config_of(language, tmp_path).corpus
-    ids = run_vocabulary.choose("", tmp_path, vocabulary.size, given, corpus, pytest.fail)
+    ids = run_vocabulary.choose_vocabulary(
+        "", tmp_path, vocabulary.size, given, corpus, pytest.fail
+    )
     assert ids == given["x"] and not list(tmp_path.iterdir())
     ids.write(tmp_path)
     read = run_vocabulary.RunVocabulary.read(tmp_path)
@@ -141,7 +143,9 @@ def test_a_run_keeps_the_vocabulary_of_its_model(kind, vocabularies, language, t
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            run_vocabulary.choose(path, tmp_path, size, given | more, corpus, pytest.fail)
+            run_vocabulary.choose_vocabulary(
+                path, tmp_path, size, given | more, corpus, pytest.fail
+            )
 
 
 def test_a_damaged_record_names_its_file(vocabularies, tmp_path):
@@ -155,17 +159,6 @@ def test_a_damaged_record_names_its_file(vocabularies, tmp_path):
             ValueError, match="vocabulary.json: got .*, expected the vocabulary and special ids"
         ):
             run_vocabulary.RunVocabulary.read(tmp_path)
-
-
-def test_a_run_of_an_earlier_version_is_exported(vocabularies, language, tmp_path):
-    """It has a SentencePiece model and no record."""
-    train.fit(config_of(language, tmp_path / "run", steps=1, warmup_steps=0, decay_steps=0))
-    expected = sd.load(tmp_path / "run/model")
-    (tmp_path / "run/vocabulary.json").unlink()
-    train.export(tmp_path / "run", tmp_path / "model")
-    model = sd.load(tmp_path / "model")
-    assert model.vocabulary.fingerprint() == expected.vocabulary.fingerprint()
-    assert (model.start_token, model.eos_ids) == (0, (1,))
 
 
 def test_a_text_without_tokens_is_rejected_by_its_number(language, vocabularies, tmp_path):
@@ -266,7 +259,7 @@ def test_a_text_has_one_eos_where_a_model_stops_at_several(vocabularies, languag
     """The first ends a text; the others are ordinary tokens at which the model stops too."""
     several = TokenizerJsonVocabulary(vocabularies["tokenizer.json"].text, (1, 7))
     ids = run_vocabulary.RunVocabulary(several, 0, (1, 7))
-    pair = train._batches(
+    pair = train._make_batches(
         config_of(language, tmp_path, buckets=(32,)), ids, [language / "more.tsv"]
     )._pairs[0]
     assert all(side[-1] == 1 and 1 not in side[:-1] and side[-2] != 7 for side in pair)

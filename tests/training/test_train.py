@@ -96,9 +96,7 @@ def test_gradients_flow_to_the_student_only():
 
 
 def test_learning_rate_rises_stays_and_falls():
-    config = training_config.TrainConfig(
-        TINY, ("a",), ("b",), "c", vocabulary_size=64, steps=10, warmup_steps=2, decay_steps=4
-    )
+    config = config_of(".", ".", steps=10, warmup_steps=2, decay_steps=4)
     got = [
         float(training_optimizer.learning_rate(config, step)) / config.learning_rate
         for step in range(11)
@@ -149,7 +147,7 @@ def test_dropout_depends_on_seed_and_step():
 )
 def test_rounded_training_keeps_float32_parameters(given):
     config = config_of(".", ".", warmup_steps=0, decay_steps=0, steps=20, **given)
-    computing = train.computing(config, config.model)
+    computing = train.set_dtype(config, config.model)
     assert (computing.dtype, computing.matmul_dtype) == (
         config.dtype or "float32",
         config.model.matmul_dtype,
@@ -167,8 +165,8 @@ def test_dtype_follows_the_backend(monkeypatch):
 
     def shape():
         return (
-            train.computing(config, config.model).dtype,
-            train.computing(config, config.model).matmul_dtype,
+            train.set_dtype(config, config.model).dtype,
+            train.set_dtype(config, config.model).matmul_dtype,
         )
 
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
@@ -298,6 +296,6 @@ def test_configurations(name, parameters, tmp_path):
     assert config.paths("train_files")[0].parent in (tmp_path / "ende", tmp_path)
     shapes = jax.eval_shape(lambda: random_params(config.model))
     if parameters is not None:
-        assert train.parameter_count(shapes) == parameters
+        assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == parameters
         bundled = loader.load_shape("ende/target")
         assert dataclasses.replace(config.model, dropout_rate=0.0, dtype=bundled.dtype) == bundled

@@ -267,7 +267,7 @@ def test_damaged_files_of_a_run_are_named(language, tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "contents.json").write_text(text)
     for read in (
-        lambda: run_folder.changed_settings(config, tmp_path, 1, lambda settings: settings),
+        lambda: run_folder.list_changed_settings(config, tmp_path, 1, lambda settings: settings),
         lambda: run_folder.record_contents(tmp_path, 1, "vocabulary", {}),
         lambda: train.export(tmp_path, tmp_path / "model"),
     ):
