@@ -1,7 +1,7 @@
 """The ways to decode (chains, trees, beam search) behind one protocol, `DecodingStrategy`."""
 
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 from specdec_jax.speculative.tree_iteration import Watched, watch_tree
 
-AnyConfig = StaticConfig | BeamConfig
-AnyArray = jax.Array | np.ndarray
+AnyConfig: TypeAlias = StaticConfig | BeamConfig
+AnyArray: TypeAlias = jax.Array | np.ndarray
 
 
 class SearchOutcome(NamedTuple):
