@@ -145,7 +145,9 @@ class Case:
         """Returns the placed shapes of a network in the loop's layout for an accelerator."""
         rules = self.rules(drafts)
         backend, int8 = choose_backend(self.platform, rules), self.int8 and not drafts
-        few = {"num_encoder_layers": 1, "num_decoder_layers": self.layers} if self.layers else {}
+        few: dict[str, Any] = {}
+        if self.layers:
+            few = {"num_encoder_layers": 1, "num_decoder_layers": self.layers}
         config = dataclasses.replace(PRESETS[preset], dtype="bfloat16", **few)
 
         def build():

@@ -154,6 +154,7 @@ def autotune(plan: Plan, first: bool = False) -> Plan:
     if plan.auto_rows is None:
         return plan
     assert plan.drafter is not None, "without one γ is 0"
+    assert isinstance(plan.config, StaticConfig), "a beam search has no automatic γ"
     length, rows = bucket(int(max(plan.input_lengths))), plan.auto_rows
     key = costs_key(plan.network, plan.drafter, plan.config, rows, length, plan.slots)
     costs = load_costs(key)

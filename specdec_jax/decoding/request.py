@@ -236,6 +236,7 @@ class Plan:
         numbers = np.arange(len(self.limits)) if numbers is None else numbers
         numbers = np.repeat(np.asarray(numbers), self.outputs)
         filler = numbers < 0
+        keeps_acceptance = isinstance(self.config, StaticConfig) and self.config.strict_argmax
         return Request(
             self.network,
             self.drafter,
@@ -247,7 +248,7 @@ class Plan:
             filler | self.empty[numbers],
             numbers,
             self.config,
-            self.costs_key if self.costs_key and self.config.strict_argmax else None,
+            self.costs_key if keeps_acceptance else None,
         )
 
 

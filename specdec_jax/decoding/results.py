@@ -12,6 +12,7 @@ from specdec_jax.decoding.stop import find_stop, strip_end
 from specdec_jax.decoding.strategies import Committed, strategy_of
 from specdec_jax.files.reading import shown
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.speculative.beam_search import BeamConfig
 from specdec_jax.speculative.state import Counts, DecodeState
 
 _SHOWN = 10  # the most rows of a result that are printed
@@ -219,13 +220,13 @@ def collect(
         ]
         for row in lost:
             texts[row] = None
-    config, scores, new_tokens = request.config, None, committed
+    scores, config = None, request.config
     if search is not None:
-        new_tokens = search.steps
         scores = np.where(request.empty, 0, search.scores).astype(np.float32)
         for row in np.flatnonzero(~search.exists):
             reasons[row] = reasons[row] if errors[row] else "none"
-    stats = stats_of(counts, new_tokens, config.mode.greedy or config.verifier.has_rate)
+    has_rate = isinstance(config, BeamConfig) or config.mode.greedy or config.verifier.has_rate
+    stats = stats_of(counts, committed if search is None else search.steps, has_rate)
     return GenerationResult(
         texts, tokens, lengths, log_probs, stats, adjusted, reasons, scores, errors
     )
