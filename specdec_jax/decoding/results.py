@@ -223,8 +223,8 @@ def collect(
     scores, config = None, request.config
     if search is not None:
         scores = np.where(request.empty, 0, search.scores).astype(np.float32)
-        for row in np.flatnonzero(~search.exists):
-            reasons[row] = reasons[row] if errors[row] else "none"
+        for empty in np.flatnonzero(~search.exists):
+            reasons[empty] = reasons[empty] if errors[empty] else "none"
     has_rate = isinstance(config, BeamConfig) or config.mode.greedy or config.verifier.has_rate
     stats = stats_of(counts, committed if search is None else search.steps, has_rate)
     return GenerationResult(
