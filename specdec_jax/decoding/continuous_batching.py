@@ -272,7 +272,7 @@ def _decode_queue(
     rules, samples, request = plan.network.rules, plan.samples, plan.request()
     total, multiple = size * samples, row_parts(rules)
     ahead = min(size, -(-max(2, size // _AHEAD) // multiple) * multiple)
-    shared, unfed = _inspect_leaves(plan, width)
+    shared, unfed = _inspect_leaves(plan, size, width) if total > 1 else ((), False)
     every = np.int32(STOP_EVERY if plan.stop else FOREVER)
     queue, state, fresh = collections.deque(numbers), None, None
     # (row of `fresh`, row of the request), and the request's row in each row of the state, or −1.
@@ -294,7 +294,7 @@ def _decode_queue(
         while (queue or ready) and np.any(owners < 0):
             if not ready:
                 chosen = [queue.popleft() if queue else -1 for _ in range(ahead)]
-                fresh = _start_rows(plan, chosen, width, unfed and total > 1)
+                fresh = _start_rows(plan, chosen, width, unfed)
                 rows = (np.array(chosen)[:, None] * samples + np.arange(samples)).reshape(-1)
                 ready.extend((source, row) for source, row in enumerate(rows.tolist()) if row >= 0)
                 if state is None and total > 1:
@@ -324,19 +324,21 @@ def _decode_queue(
         yield from deliver(*finished)
 
 
-def _inspect_leaves(plan: Plan, width: int) -> tuple[tuple[bool, ...], bool]:
+def _inspect_leaves(plan: Plan, size: int, width: int) -> tuple[tuple[bool, ...], bool]:
     """Returns which leaves of `_start_rows` all rows share, and whether it leaves out caches.
 
     Shared are tables over positions or ids. The target's caches of self-attention are left out
     where it has been fed nothing by then, and its cache can be `with_layers` of another: to make
     empty ones and to copy them for every input would take a sixth of a job's time.
     """
+    whole = plan.arguments([-1] * size, width)
+    unfed = whole[-1].tokens.shape[1] == 1
+    unfed &= hasattr(prefill.eval_shape(*whole).target_cache, "with_layers")
+    start = _prefill_unfed if unfed else prefill
     counts = [count * row_parts(plan.network.rules) for count in (2, 3)]
-    given = [plan.arguments([-1] * count, width) for count in counts]
-    states = [prefill.eval_shape(*arguments) for arguments in given]
-    fed = given[0][-1].tokens.shape[1] - 1
-    unfed = not fed and hasattr(states[0].target_cache, "with_layers")
-    two, three = (jax.tree.leaves(_with_layers(state, ()) if unfed else state) for state in states)
+    two, three = (
+        jax.tree.leaves(start.eval_shape(*plan.arguments([-1] * count, width))) for count in counts
+    )
     return tuple(a.shape == b.shape for a, b in zip(two, three, strict=True)), unfed
 
 
