@@ -6,7 +6,7 @@ import sys
 
 from specdec_jax.backends.xla import ACTIVATIONS
 from specdec_jax.checkpoints import converter, loader, t5x
-from specdec_jax.commands.generation_flags import option
+from specdec_jax.models.arguments import option
 from specdec_jax.models.t5 import T5Config, t5_only
 
 

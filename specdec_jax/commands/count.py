@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 
 from specdec_jax.checkpoints import loader
-from specdec_jax.commands.generation_flags import option
 from specdec_jax.commands.options import at_least
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.files.progress import track
 from specdec_jax.files.writing import check_output
+from specdec_jax.models.arguments import option
 from specdec_jax.training import text_files
 
 

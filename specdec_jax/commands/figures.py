@@ -5,8 +5,8 @@ import pathlib
 
 from specdec_jax.analysis.report.page import report
 from specdec_jax.analysis.report.records import MOST_ITEMS, read_records
-from specdec_jax.commands.generation_flags import option
 from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.models.arguments import option
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,7 +102,7 @@ def test_export_takes_the_best_or_the_newest(finished, tmp_path):
     gone = dataclasses.replace(
         config, output_dir=str(tmp_path / "gone")
     )  # the copy of a run that is no more
-    (copy / "config.json").write_text(json.dumps(dataclasses.asdict(gone)))
+    run_folder.record_settings(gone, copy)
     train.export(copy, tmp_path / "best", dtype=None)
     train.export(copy, tmp_path / "newest", "newest", dtype=None)
 
@@ -448,7 +448,7 @@ def test_settings_are_written_when_a_run_starts(finished, language, tmp_path, mo
     def stops(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "_loop", stops)
+    monkeypatch.setattr(train, "_take_steps", stops)
     assert command(tmp_path / "run") == 130
     written, config = (tmp_path / "run" / name for name in ("operative.gin", "config.json"))
     before = config.read_text()
