@@ -71,7 +71,11 @@ def commands(text: str) -> list[list[str]]:
 
 def written_by_shell(text: str) -> set[str]:
     """Returns the files that lines of fenced blocks write with `>`, or scripts with `--output`."""
-    return set(re.findall(r"(?: > |^(?:\w+=\S+ )*python scripts/.* --output=)(\S+)", shell(text), re.MULTILINE))
+    return set(
+        re.findall(
+            r"(?: > |^(?:\w+=\S+ )*python scripts/.* --output=)(\S+)", shell(text), re.MULTILINE
+        )
+    )
 
 
 def links(text: str) -> list[str]:
