@@ -1,2 +1,1 @@
-"""Leads from the arguments of `generate` to its result: requests, the decode loop, streams, long
-jobs."""
+"""From the arguments of `generate` to its result: requests, the decode loop, streams, batching."""

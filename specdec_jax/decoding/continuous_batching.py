@@ -1,5 +1,4 @@
-"""Continuous batching: a finished row gives its place in the state to the next input, so that no
-row waits for the slowest.
+"""Continuous batching: the place of a finished row in the state is taken by the next input.
 
 The loop is `advance`, which returns as soon as enough rows are done. Their outputs are taken out,
 and rows that were prefilled ahead overwrite them in place. Always the same number of inputs is

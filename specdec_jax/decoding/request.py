@@ -295,16 +295,9 @@ def plan(
     limits = fill_limits(target, defaults, config.max_new_tokens, prefix_lengths)
     sampling = fill_sampling(target, defaults, config.sampling, prefix_lengths, limits, eos_ids)
     rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
-    settings = verifier_settings(
-        verifier,
-        sampling,
-        width,
-        batch,
-        lenience=config.lenience,
-        typical_epsilon=config.typical_epsilon,
-        typical_delta=config.typical_delta,
-        synthetic_alpha=config.synthetic_alpha,
-    )
+    parameters = "lenience", "typical_epsilon", "typical_delta", "synthetic_alpha"
+    given = {name: getattr(config, name) for name in parameters}
+    settings = verifier_settings(verifier, sampling, width, batch, **given)
     check_limits(sampling, limits, samples)
     stop = check_stop(config.stop, config.deadline, target)
     empty, drafter = empty_rows(target, inputs, lengths), drafter if width else None
@@ -347,9 +340,10 @@ def plan(
     )
 
 
-def _gammas(gamma, batch: int, drafter, most: int) -> tuple[Policy | None, np.ndarray]:
-    """Returns the policy of γ for `batch` rows, if there is one, and `[batch]`, the most tokens
-    that each drafts."""
+def _gammas(
+    gamma: Any, batch: int, drafter: Drafter | None, most: int
+) -> tuple[Policy | None, np.ndarray]:
+    """Returns the policy of γ for `batch` rows, or None, and the most tokens that each drafts."""
     policy = gamma if isinstance(gamma, Policy) else None
     if policy is None and callable(gamma):
         got = getattr(gamma, "__name__", type(gamma).__name__)
@@ -361,10 +355,9 @@ def _gammas(gamma, batch: int, drafter, most: int) -> tuple[Policy | None, np.nd
 
 
 def _read_inputs(
-    target: LanguageModel, inputs, input_lengths, attention_mask, longest
+    target: LanguageModel, inputs: Any, input_lengths: Any, attention_mask: Any, longest: Any
 ) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Returns the inputs in a form that can be read again, their ids `[N, L]`, and how many of them
-    count `[N]`.
+    """Returns the inputs as a list or an array, their ids `[N, L]` and their lengths `[N]`.
 
     Raises:
       ValueError: no input, or one that is too long.
@@ -378,24 +371,24 @@ def _read_inputs(
     return inputs, tokens, lengths
 
 
-def _check_mesh(target: LanguageModel, name: str, rows: int, deadline) -> None:
-    """Raises for a number of rows that a mesh cannot divide, and for a deadline, on which its
-    processes cannot agree.
+def _check_mesh(target: LanguageModel, name: str, rows: int, deadline: float | None) -> None:
+    """Raises for rows, given by the argument `name`, that a mesh cannot divide, and for a deadline.
 
-    `name` is the argument that gives `rows`.
+    Processes of a mesh cannot agree on one.
     """
     rules = target.network.rules
     if rules is None:
         return
     rules.check_rows(name, rows)
     if deadline is not None and jax.process_count() > 1:
+        expected = "None: their clocks differ"
         raise UnsupportedCombination(
-            "deadline: got one for several processes, expected None: their clocks differ"
+            f"deadline: got one for several processes, expected {expected}"
         )
 
 
 def _beginnings(
-    target: LanguageModel, tokens, lengths, decoder_prefix
+    target: LanguageModel, tokens: np.ndarray, lengths: np.ndarray, decoder_prefix: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns what the decoder begins with, `[N, P]`, and its lengths, `[N]`.
 
@@ -405,10 +398,8 @@ def _beginnings(
     if not decoder_only(target):
         return decoder_tokens(target, decoder_prefix, len(lengths))
     if decoder_prefix is not None:
-        raise UnsupportedCombination(
-            "decoder_prefix: got a prefix for a decoder-only model, expected None: put it at the"
-            " end of the input"
-        )
+        got, expected = "a prefix for a decoder-only model", "None: put it at the end of the input"
+        raise UnsupportedCombination(f"decoder_prefix: got {got}, expected {expected}")
     return prompt_tokens(target, tokens, lengths)
 
 
@@ -417,17 +408,12 @@ def _widths(
 ) -> tuple[int, ...]:
     """Returns the widths of the target's calls that are compiled; () means the widest alone."""
     varies = drafter is not None and drafter.varies
-    # A network that skips dead positions needs no narrower calls, except that whatever is done with
-    # logits other than the argmax is done for all positions, which takes long beside a step in
-    # int8.
+    # A network that skips padding needs no narrower calls, except that whatever is done with logits
+    # other than the argmax is done for all positions, which takes long beside a step in int8.
     if isinstance(policy, Auto) and not (target.network.skips_padding and config.commits_argmax):
         return policy.widths
-    if (
-        target.network.skips_padding
-        or not config.gamma
-        or config.tree
-        or not (varies or policy is not None)
-    ):
+    adapts = (varies or policy is not None) and config.gamma and not config.tree
+    if target.network.skips_padding or not adapts:
         return ()
     return call_widths(config.gamma, none=varies)
 
@@ -436,19 +422,13 @@ def _number_or_policy(gamma: Any, target: LanguageModel, drafter: Drafter | None
     """Returns `gamma`; for "auto" a policy with costs to be measured, or a number."""
     if not isinstance(gamma, str):
         return gamma
-    if gamma != "auto":
-        raise ValueError(
-            f"gamma: got {gamma!r}, expected 'auto', an integer from 0 to {MAX_GAMMA}, or a policy"
-        )
     if drafter is None:
         return 0
     return _PENDING if measurable(target.network) else FIXED
 
 
 def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:
-    """Returns the EOS ids `[B, E]`, padded with −1 to a multiple of 4, so that another number of
-    ids rarely compiles anew."""
+    """Returns the EOS ids `[B, E]`, padded with −1 to a multiple of 4, so that few E compile."""
     width = max(4, -(-len(eos_ids) // 4) * 4)
-    return np.broadcast_to(
-        np.array([*eos_ids, *[-1] * (width - len(eos_ids))], np.int32), (batch, width)
-    )
+    ids = np.array([*eos_ids, *[-1] * (width - len(eos_ids))], np.int32)
+    return np.broadcast_to(ids, (batch, width))

@@ -84,8 +84,7 @@ class NonFiniteLogitsError(ValueError):
         super().__init__(f"input {input}: {self.reason}")
 
     def at(self, input: int) -> "NonFiniteLogitsError":
-        """Returns the same error with `input` as the number of the input, for inputs that are a
-        part of more."""
+        """Returns the same error with another number of the input, for a part of more inputs."""
         return NonFiniteLogitsError(self.source, input, self.token, self.by_drafter)
 
 
@@ -135,9 +134,7 @@ class GenerationResult(NamedTuple):
         for row, length in enumerate(self.lengths[:_SHOWN].tolist()):
             what = self.tokens[row, :length].tolist() if self.texts is None else self.texts[row]
             score = None if self.scores is None else float(self.scores[row])
-            reason = (
-                self.finish_reasons[row] if self.finish_reasons else ""
-            )  # T5X's loop tells none
+            reason = self.finish_reasons[row] if self.finish_reasons else ""  # T5X's loop has none
             rows.append(f"\n  {row}: {in_words(what, length, reason, score)}")
         more = f"\n  … {len(self.lengths) - _SHOWN:,} more" if len(self.lengths) > _SHOWN else ""
         per_call = getattr(self.stats, "tokens_per_target_call", None)
@@ -149,12 +146,10 @@ class GenerationResult(NamedTuple):
 def in_words(
     what: str | list[int] | None, length: int, reason: str = "", score: float | None = None
 ) -> str:
-    """Returns a row's text or tokens with their number, the finish reason and the score, on one
-    short line."""
+    """Returns a row's text or tokens, their number, finish reason and score on one short line."""
+    number = f"{length} token{'s' * (length != 1)}"
     scored = "" if score is None else f", score {score:.4g}"
-    return (
-        f"{shown(what)} ({reason}{', ' * bool(reason)}{length} token{'s' * (length != 1)}{scored})"
-    )
+    return f"{shown(what)} ({reason}{', ' * bool(reason)}{number}{scored})"
 
 
 def read_state(state: DecodeState, rows: np.ndarray | None = None) -> Committed:
@@ -203,16 +198,13 @@ def collect(
             lengths[row], reasons[row] = kept, "stop"
     valid = columns < lengths[:, None]
 
-    def only_valid(values):
-        return np.where(valid, values, values.dtype.type(0))
-
-    tokens, log_probs = only_valid(tokens), only_valid(np.take_along_axis(log_probs, slots, axis=1))
     # Under argmax the sampled distribution is one-hot: every chosen token has log-probability 0.
-    adjusted = (
-        np.zeros_like(log_probs)
-        if adjusted is None
-        else only_valid(np.take_along_axis(adjusted, slots, axis=1))
+    adjusted = np.zeros_like(log_probs) if adjusted is None else adjusted
+    log_probs, adjusted = (
+        np.where(valid, np.take_along_axis(values, slots, axis=1), np.float32(0))
+        for values in (log_probs, adjusted)
     )
+    tokens = np.where(valid, tokens, np.int32(0))
     if target.vocabulary is not None:
         texts = [
             target.vocabulary.decode(strip_end(target.vocabulary, row[:length], reason))
@@ -272,34 +264,35 @@ def _finish_reasons(
 
 
 def stats_of(counts: Counts, new_tokens: np.ndarray, token_by_token: bool) -> Stats:
-    def one(counts, new_tokens, per_row=None):
-        examined, calls = int(counts.examined_by_position.sum()), int(counts.target_calls)
+    """Returns the statistics of all rows in total, and of each row.
 
-        def per_call(number):
-            return int(number) / calls if calls else None
-
-        undrafted, rated = int(counts.undrafted), examined and token_by_token
-
-        def rate(positions):
-            return int(counts.accepted) / positions if rated else None
-
-        return Stats(
-            calls,
-            int(counts.draft_calls),
-            int(counts.drafted),
-            int(counts.accepted),
-            counts.accepted_by_position,
-            counts.examined_by_position,
-            rate(examined),
-            per_call(new_tokens),
-            per_row,
-            per_call(counts.accepted),
-            undrafted,
-            rate(examined + undrafted),
-        )
-
-    rows = range(len(new_tokens))
+    Args:
+      counts: what was counted, with a row for each of `new_tokens`.
+      new_tokens: `[B]`, number of new tokens.
+      token_by_token: whether tokens were verified one by one, so that they have an acceptance rate.
+    """
+    rows = (jax.tree.map(lambda leaf: leaf[row], counts) for row in range(len(new_tokens)))
     per_row = tuple(
-        one(jax.tree.map(lambda leaf: leaf[row], counts), new_tokens[row]) for row in rows
+        _stats(row, number, token_by_token) for row, number in zip(rows, new_tokens, strict=True)
     )
-    return one(jax.tree.map(lambda leaf: leaf.sum(axis=0), counts), new_tokens.sum(), per_row)
+    total = jax.tree.map(lambda leaf: leaf.sum(axis=0), counts)
+    return _stats(total, new_tokens.sum(), token_by_token)._replace(per_row=per_row)
+
+
+def _stats(counts: Counts, new_tokens: np.integer, token_by_token: bool) -> Stats:
+    calls, accepted = int(counts.target_calls), int(counts.accepted)
+    examined, undrafted = int(counts.examined_by_position.sum()), int(counts.undrafted)
+    rated = examined and token_by_token
+    return Stats(
+        target_calls=calls,
+        draft_calls=int(counts.draft_calls),
+        drafted=int(counts.drafted),
+        accepted=accepted,
+        accepted_by_position=counts.accepted_by_position,
+        examined_by_position=counts.examined_by_position,
+        acceptance_rate=accepted / examined if rated else None,
+        tokens_per_target_call=int(new_tokens) / calls if calls else None,
+        accepted_per_target_call=accepted / calls if calls else None,
+        undrafted=undrafted,
+        acceptance_rate_per_position=accepted / (examined + undrafted) if rated else None,
+    )

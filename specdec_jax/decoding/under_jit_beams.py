@@ -1,5 +1,4 @@
-"""Beam search inside somebody else's traced function, under the names of T5X's
-`decoding.beam_search`."""
+"""Beam search inside another framework's traced function, as T5X's `decoding.beam_search`."""
 
 import functools
 from collections.abc import Mapping
@@ -143,25 +142,22 @@ class BeamDecoder:
     def _checked(
         self, given: Mapping[str, Any], num_decodes: int, longest: int
     ) -> tuple[BeamOptions, Any, int]:
-        """Options of one call, its penalty, which may be traced, and the length of the output."""
+        """Returns a call's options, its penalty (maybe traced) and the length of its output."""
         penalty, length = given.get("alpha", 0.6), given.get("max_decode_len")
         if not traced(penalty) and not (arguments.is_number(penalty) and 0 <= penalty < np.inf):
             raise ValueError(f"alpha: got {penalty}, expected a finite number of at least 0")
         length = longest if length is None else length
-        length = arguments.check_integer(
-            "max_decode_len", length, 1, longest, ", the targets' length"
-        )
+        what = ", the targets' length"
+        length = arguments.check_integer("max_decode_len", length, 1, longest, what)
         least = given.get("min_log_prob", _LEAST_LOG_PROB)
         if traced(least) or least > _LEAST_LOG_PROB:
-            # T5X ends all rows by what the best of them has come to, so that each would depend on
-            # the others.
+            # T5X ends all rows by the best of them, so that each would depend on the others.
             raise ValueError(f"min_log_prob: got {least}, expected none")
         return BeamOptions(num_decodes, beam_width=self.beam_width), penalty, length
 
 
 def _prefixes(prompts: jax.Array, length: int, most: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Start tokens with what T5X forces after them `[B, length + 1]`, and how many of these count,
-    `[B]`.
+    """Returns start tokens and what T5X forces after them `[B, length + 1]`, and lengths `[B]`.
 
     Where a prompt fills all of its places, T5X's last step, which has none to look at, forces the
     last token once more.
@@ -172,7 +168,7 @@ def _prefixes(prompts: jax.Array, length: int, most: jax.Array) -> tuple[jax.Arr
 
 
 def _decoded(state: BeamState, length: int) -> Decoded:
-    """What a search came to, in T5X's order and form."""
+    """Returns the result of a search in T5X's order and form."""
     best, there = jax.tree.map(lambda x: x[:, ::-1], best_first(state))
     lengths = (state.prefix_lengths[:, None] + best.lengths)[..., None]
     filled = there[..., None] & (jnp.arange(1, length + 1) < lengths)
