@@ -21,11 +21,8 @@ class BeamChainDrafter(BeamDrafter):
 
     def beam_width(self, beams: int, wanted: int | None) -> int:
         if wanted not in (None, beams):
-            name = type(self).__name__
-            raise ValueError(
-                f"beam_width: got {wanted} with {name}, expected {beams}: "
-                "it drafts one chain for each beam"
-            )
+            got, expected = f"{wanted} with {type(self).__name__}", f"{beams}: it drafts one chain"
+            raise ValueError(f"beam_width: got {got}, expected {expected} for each beam")
         return beams
 
     def init_beams(

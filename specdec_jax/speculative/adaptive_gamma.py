@@ -1,9 +1,7 @@
 """The policy of `gamma="auto"`: weighs measured costs against each row's acceptance.
 
-It may draft nothing.
-
-A row's γ depends on its own past and on numbers that were fixed before it began, never on other
-rows: so its draws do not depend on which rows it is decoded with.
+It may draft nothing. A row's γ depends on its own past and on numbers that were fixed before it
+began, never on other rows: so its draws do not depend on which rows it is decoded with.
 """
 
 import dataclasses
@@ -14,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.speculative.policies import PerInput, Policy, call_widths, number
-from specdec_jax.speculative.policy_inputs import Outcome
+from specdec_jax.speculative.policies import Outcome, PerInput, Policy, call_widths, number
 
 # G of `gamma="auto"`.
 MAXIMUM = 8
@@ -48,12 +45,10 @@ class AutoState(NamedTuple):
 class Auto(Policy):
     """A policy that drafts the γ with the most expected tokens per time, which may be 0.
 
-    That is (1 + α̂ + … + α̂^γ) / cost(γ).
-
-    α̂ is the row's acceptance rate so far, in which the assumed rate `acceptance` counts for
-    `weight` tokens. A row that drafts nothing learns nothing; it tries `PROBE` tokens at its
-    beginning, and then so seldom that all tries together take less than 1 % of its time: each one
-    that fails doubles the number of iterations until the next.
+    That is (1 + α̂ + … + α̂^γ) / cost(γ). α̂ is the row's acceptance rate so far, in which the
+    assumed rate `acceptance` counts for `weight` tokens. A row that drafts nothing learns nothing;
+    it tries `PROBE` tokens at its beginning, and then so seldom that all tries together take less
+    than 1 % of its time: each one that fails doubles the number of iterations until the next.
 
     The defaults come from simulations of rows of 64 tokens with α from 0 to 0.9, with target calls
     that take up to 1.4 times as long at 5 positions as at one and 1.7 times at 9, and with draft
@@ -89,9 +84,8 @@ class Auto(Policy):
         except (ValueError, TypeError):
             costs = np.empty(0)
         if costs.shape != (self.maximum + 1,) or not np.all((costs > 0) & (costs <= 1e6)):
-            raise ValueError(
-                f"costs: got {self.costs!r}, expected {self.maximum + 1} numbers above 0, up to 1e6"
-            )
+            expected = f"{self.maximum + 1} numbers above 0, up to 1e6"
+            raise ValueError(f"costs: got {self.costs!r}, expected {expected}")
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -99,11 +93,8 @@ class Auto(Policy):
 
         They are those of other policies but for 2, to save one compilation.
         """
-        return tuple(
-            width
-            for width in call_widths(self.maximum, none=True)
-            if width != 2 or self.maximum == 1
-        )
+        widths = call_widths(self.maximum, none=True)
+        return tuple(width for width in widths if width != 2 or self.maximum == 1)
 
     def rows(self, batch: int) -> "Auto":
         costs = np.broadcast_to(np.asarray(self.costs, np.float32), (batch, self.maximum + 1))
@@ -132,9 +123,8 @@ class Auto(Policy):
     def _best(self, state: AutoState) -> Int[Array, " B"]:
         """Returns the γ with the most expected tokens per time."""
         rate = (state.accepted + self.weight * self.acceptance) / (state.examined + self.weight)
-        tokens = jnp.cumsum(
-            rate[:, None] ** jnp.arange(self.maximum + 1, dtype=jnp.float32), axis=1
-        )
+        gammas = jnp.arange(self.maximum + 1, dtype=jnp.float32)
+        tokens = jnp.cumsum(rate[:, None] ** gammas, axis=1)
         return jnp.argmax(tokens / self.costs, axis=1).astype(jnp.int32)
 
     def wanted(self, state: AutoState) -> Int[Array, " B"]:

@@ -17,7 +17,7 @@ changing them never recompiles; `maximum` (G) and the kind of policy are static.
 
 import copy
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specdec_jax.models import arguments
-from specdec_jax.speculative.policy_inputs import DraftSignals, Outcome
 
 MAX_GAMMA = 64
 # A number, or an array of one number per input.
@@ -41,14 +40,64 @@ def number(default: float, least: float, most: float, below: bool = False):
     return dataclasses.field(default=default, metadata={"range": (least, most, below)})
 
 
+class DraftSignals(NamedTuple):
+    """The numbers that policies read of a draft's distributions.
+
+    They are arbitrary at positions that were not drafted. The distributions q are those drawn from,
+    after processors, temperature and filters. A row at temperature 0, where they would be one-hot,
+    gives the numbers at temperature 1. Of a tree they are by number of the node, from node 1 on.
+
+    Attributes:
+      prob: q(x) of the drafted tokens; in a tree the product of it along a node's path.
+      entropy: H(q) in nats.
+      evenness: H(q) / log V; 1 for a uniform distribution.
+    """
+
+    prob: Float[Array, "B G"]
+    entropy: Float[Array, "B G"]
+    evenness: Float[Array, "B G"]
+
+
+class NodeOutcomes(NamedTuple):
+    """What an iteration showed of the N nodes of a tree.
+
+    Attributes:
+      depths: of the nodes that were drafted; 0 for the others, and for node 0.
+      ranks: places of the nodes among their siblings.
+      examined: whether the parent is accepted and no earlier sibling is.
+      accepted: whether the node is accepted.
+    """
+
+    depths: Int[Array, "B N"]
+    ranks: Int[Array, "B N"]
+    examined: Bool[Array, "B N"]
+    accepted: Bool[Array, "B N"]
+
+
+class Outcome(NamedTuple):
+    """The outcome of an iteration.
+
+    Attributes:
+      drafted, accepted: how many tokens were drafted, and how many of them were accepted. Of a
+        tree: at how many depths of its path children were verified, and at how many one was
+        accepted; they are equal if the path ends at a leaf.
+      seen: what was read of the distributions.
+      node_outcomes: of a tree, its nodes.
+    """
+
+    drafted: Int[Array, " B"]
+    accepted: Int[Array, " B"]
+    seen: DraftSignals | None
+    node_outcomes: NodeOutcomes | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """The base class of policies.
 
-    A policy's `state` holds what it keeps for each row, `[B]` or `[B, G]` arrays.
-
-    A policy is a frozen dataclass. Its fields that are declared by `number` are traced, and hold an
-    array `[B]` where the methods that follow are called; all other fields are static and hashable.
+    A policy's `state` holds what it keeps for each row, `[B]` or `[B, G]` arrays. A policy is a
+    frozen dataclass. Its fields that are declared by `number` are traced, and hold an array `[B]`
+    where the methods that follow are called; all other fields are static and hashable.
 
     Attributes:
       maximum: G, the most tokens, or nodes of a tree, drafted in one iteration; static.
@@ -100,13 +149,11 @@ class Policy:
         for name in self.numbers():
             value = np.asarray(getattr(self, name), np.int32 if self._whole(name) else np.float32)
             if value.ndim and value.shape != (batch,):
-                raise ValueError(
-                    f"{name}: got {value.size} values, expected one or {batch} (one per input)"
-                )
+                expected = f"one or {batch} (one per input)"
+                raise ValueError(f"{name}: got {value.size} values, expected {expected}")
             values[name] = np.broadcast_to(value, (batch,))
-        policy = copy.copy(
-            self
-        )  # not by its constructor, which would check all fields again for every request
+        # Not by its constructor, which would check all fields again for every request.
+        policy = copy.copy(self)
         for name, value in values.items():
             object.__setattr__(policy, name, value)
         return policy
@@ -171,6 +218,45 @@ class Policy:
         return state
 
 
+# These three check, while the program is traced, what a policy returns.
+
+
+def init_policy(policy: Policy, batch: int) -> Any:
+    """Returns the policy's first state of `batch` rows."""
+    state = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (batch,)) if jnp.ndim(x) == 0 else jnp.asarray(x),
+        policy.init(),
+    )
+    for leaf in jax.tree.leaves(state):
+        if leaf.shape[0] != batch:
+            _raise(policy, "init", f"shape {leaf.shape}", "one value for each row")
+    return state
+
+
+def next_gamma(policy: Policy | None, state: Any, most: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Returns how many tokens each row wants to draft: `most`, or fewer by the policy."""
+    if policy is None:
+        return most
+    wanted = policy.wanted(state)
+    got = arguments.described(wanted)
+    if got not in (f"int32[{len(most)}]", "int32[]"):
+        _raise(policy, "wanted", got, "an integer for each row")
+    return jnp.minimum(most, wanted)
+
+
+def next_state(policy: Policy, state: Any, outcome: Outcome) -> Any:
+    """Returns the policy's state after an iteration."""
+    after = policy.update(state, outcome)
+    got, expected = arguments.described(after), arguments.described(state)
+    if got != expected:
+        _raise(policy, "update", got, f"what init makes, {expected}")
+    return after
+
+
+def _raise(policy: Policy, method: str, got: str, expected: str) -> NoReturn:
+    raise ValueError(f"gamma: got {got} from {type(policy).__name__}.{method}, expected {expected}")
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Heuristic(Policy):
@@ -200,9 +286,8 @@ class Heuristic(Policy):
     def update(self, state: Int[Array, " B"], outcome: Outcome) -> Int[Array, " B"]:
         full = outcome.accepted == outcome.drafted
         changed = jnp.clip(state + jnp.where(full, self.up, -self.down), self.minimum, self.maximum)
-        return jnp.where(
-            outcome.drafted > 0, changed, state
-        )  # a drafter that proposed nothing teaches nothing
+        # A drafter that proposed nothing teaches nothing.
+        return jnp.where(outcome.drafted > 0, changed, state)
 
 
 class _Average(NamedTuple):
@@ -221,11 +306,9 @@ class _Average(NamedTuple):
 class Entropy(Policy):
     """A policy that drafts more where the drafter's first distribution is surer (EGAG).
 
-    γ = γ_max − (γ_max − γ_min) · h, rounded.
-
-    h is the entropy of the draft's first distribution, over that of a uniform distribution and
-    smoothed over iterations by an exponential moving average: h ← β · h + (1 − β) · H(q) / log V.
-    It is known before anything is drawn.
+    γ = γ_max − (γ_max − γ_min) · h, rounded. h is the entropy of the draft's first distribution,
+    over that of a uniform distribution and smoothed over iterations by an exponential moving
+    average: h ← β · h + (1 − β) · H(q) / log V. It is known before anything is drawn.
 
     Attributes:
       maximum: γ_max, where h = 0.
@@ -283,10 +366,8 @@ class EntropyBound(Policy):
 class Confidence(Policy):
     """A policy that ends a draft after a token with q(x) < θ.
 
-    In a tree it ends a path after a node with Π q(x) < θ along the path.
-
-    For drafts without a tree it is that of Mamou et al. 2024 (arXiv 2405.04304, section 2), and of
-    Hugging Face transformers.
+    In a tree it ends a path after a node with Π q(x) < θ along the path. Otherwise it is that of
+    Mamou et al. 2024 (arXiv 2405.04304, section 2), and of Hugging Face transformers.
 
     Attributes:
       maximum: G.
@@ -364,14 +445,12 @@ class CostAware(Policy):
     def wanted(self, state: CostAwareState) -> Int[Array, " B"]:
         weight = self.weight[:, None]
 
-        def share(accepted: jax.Array, examined: jax.Array, prior: jax.Array):
-            return (accepted + weight * prior) / (examined + weight)
-
-        def total(counts: jax.Array):
-            return jnp.sum(counts, axis=1, keepdims=True)
-
-        overall = share(total(state.accepted), total(state.examined), self.acceptance[:, None])
-        reach = jnp.cumprod(share(state.accepted, state.examined, overall), axis=1)
+        accepted, examined = (
+            jnp.sum(counts, axis=1, keepdims=True) for counts in (state.accepted, state.examined)
+        )
+        overall = (accepted + weight * self.acceptance[:, None]) / (examined + weight)
+        shares = (state.accepted + weight * overall) / (state.examined + weight)
+        reach = jnp.cumprod(shares, axis=1)
         worth = reach >= (state.tokens / state.time * self._step())[:, None]
         # Each rate is at most 1, so `reach` never rises, and the positions that are worth it come
         # first.

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.policy_inputs import DraftSignals
+from specdec_jax.speculative.policies import DraftSignals
 
 
 class Branches(NamedTuple):

@@ -82,15 +82,11 @@ class Kinds:
             raise ValueError(
                 f"children: got {self.children!r}, expected {listed(self.allowed)}{self.reason}"
             )
-        verifiers = (*CHILDREN[self.kind], *LOSSY_TREES)
+        verifiers, why = (*CHILDREN[self.kind], *LOSSY_TREES), ""
         if self.verifier not in (AUTO, *verifiers):
-            known = any(self.verifier in exact for exact in CHILDREN.values())
-            why = (
-                ", under which the output distribution is exactly the target's for children "
-                f"{self.kind!r}"
-                if known
-                else ""
-            )
+            if any(self.verifier in exact for exact in CHILDREN.values()):
+                why = ", under which the output distribution is exactly the target's for children "
+                why += repr(self.kind)
             raise ValueError(f"verifier: got {self.verifier!r}, expected {listed(verifiers)}{why}")
 
     @property
@@ -132,19 +128,16 @@ class Tree(Kinds):
             raise ValueError(f"parents: got {len(parents)} nodes, expected 1 to {MAX_NODES - 1}")
         for node, parent in enumerate(parents, 1):
             if not arguments.is_integer(parent) or not 0 <= parent < node:
-                got = arguments.quoted(parent)
-                raise ValueError(
-                    f"parents: got {got} for node {node}, expected a number from 0 to {node - 1}"
-                )
+                got, expected = f"{arguments.quoted(parent)} for node {node}", f"0 to {node - 1}"
+                raise ValueError(f"parents: got {got}, expected a number from {expected}")
         object.__setattr__(self, "parents", tuple(map(int, parents)))
         self.check_kinds()
 
     @classmethod
     def chain(cls, length: int, **kinds: str) -> "Tree":
         """Returns the tree with one branch of `length` nodes; `kinds`: `children`, `verifier`."""
-        return cls.uniform(
-            (1,) * arguments.check_integer("length", length, 1, MAX_NODES - 1), **kinds
-        )
+        length = arguments.check_integer("length", length, 1, MAX_NODES - 1)
+        return cls.uniform((1,) * length, **kinds)
 
     @classmethod
     def uniform(cls, widths: Sequence[int], **kinds: str) -> "Tree":
@@ -157,9 +150,8 @@ class Tree(Kinds):
         if not widths or not all(arguments.is_integer(width) and width >= 1 for width in widths):
             raise ValueError(f"widths: got {arguments.quoted(widths)}, expected {expected}")
         if sum(np.cumprod([float(width) for width in widths])) >= MAX_NODES:
-            raise ValueError(
-                f"widths: got {tuple(widths)}, expected at most {MAX_NODES - 1} nodes in all"
-            )
+            expected = f"at most {MAX_NODES - 1} nodes in all"
+            raise ValueError(f"widths: got {tuple(widths)}, expected {expected}")
         nodes: list[Node] = [()]
         level = nodes
         for width in widths:
@@ -290,13 +282,8 @@ class Tree(Kinds):
 
     def branches(self, batch: int) -> "Branches":
         """Returns the shape of the trees of `batch` rows."""
-        parents = np.array((-1, *self.parents), np.int32)
-        return Branches(
-            *(
-                jnp.broadcast_to(x, (batch, *x.shape))
-                for x in (parents, self.ranks, self.depths, self.lines)
-            )
-        )
+        shapes = np.array((-1, *self.parents), np.int32), self.ranks, self.depths, self.lines
+        return Branches(*(jnp.broadcast_to(x, (batch, *x.shape)) for x in shapes))
 
 
 class Chains(Tree):
@@ -316,10 +303,8 @@ class Chains(Tree):
         """Describes `count` drafts of `length` tokens each; `verifier` is as for `Tree`."""
         arguments.check_integer("count", count, 1, MAX_NODES - 1)
         arguments.check_integer("length", length, 1, (MAX_NODES - 1) // count)
-        starts = range(1, count * length + 1, length)
-        parents = tuple(
-            parent for start in starts for parent in (0, *range(start, start + length - 1))
-        )
+        nodes = range(count * length)
+        parents = tuple(node if node % length else 0 for node in nodes)
         super().__init__(parents, children, verifier)
 
 
@@ -327,12 +312,11 @@ class Chains(Tree):
 class DynamicTree(Kinds):
     """A tree whose shape the drafter's distribution decides; static and hashable.
 
-    The method is that of EAGLE-2 (Li et al. 2024, arXiv 2406.16858).
-
-    A node's score is the product of the drafter's probabilities of the tokens on the way to it. At
-    each level the `width` nodes of the greatest score get their `width` best children; of all the
-    nodes that were drafted, the N − 1 of the greatest score are kept. Parents score no less than
-    their children, and of equal scores the smaller number is kept, so that these are a tree.
+    The method is that of EAGLE-2 (Li et al. 2024, arXiv 2406.16858). A node's score is the product
+    of the drafter's probabilities of the tokens on the way to it. At each level the `width` nodes
+    of the greatest score get their `width` best children; of all the nodes that were drafted, the N
+    − 1 of the greatest score are kept. Parents score no less than their children, and of equal
+    scores the smaller number is kept, so that these are a tree.
 
     Attributes:
       depth: D, the number of levels.
@@ -354,20 +338,18 @@ class DynamicTree(Kinds):
     is_chain: ClassVar[bool] = False
     allowed: ClassVar[tuple[str, ...]] = ("gumbel", "top")
     reason: ClassVar[str] = (
-        ": where children are drawn otherwise, "
-        "the output distribution is exactly the target's only if the "
-        "shape does not depend on them"
+        ": where children are drawn otherwise, the output distribution is exactly the target's only"
+        " if the shape does not depend on them"
     )
 
     def __post_init__(self):
-        for name, least in (("depth", 1), ("width", 2)):
-            object.__setattr__(
-                self, name, arguments.check_integer(name, getattr(self, name), least, MAX_NODES - 1)
-            )
-        most = min(self.drafted + 1, MAX_NODES)
-        object.__setattr__(
-            self, "nodes", arguments.check_integer("nodes", self.nodes, self.depth + 1, most)
-        )
+        def check(name: str, least: int, most: int):
+            value = arguments.check_integer(name, getattr(self, name), least, most)
+            object.__setattr__(self, name, value)
+
+        check("depth", 1, MAX_NODES - 1)
+        check("width", 2, MAX_NODES - 1)
+        check("nodes", self.depth + 1, min(self.drafted + 1, MAX_NODES))
         self.check_kinds()
 
     def fixed(self) -> Tree:
@@ -386,10 +368,7 @@ class DynamicTree(Kinds):
 
     @property
     def window(self) -> int:
-        """The slots that calls over its nodes write.
-
-        Those of the N nodes, or of all that a drafter expands where these are more.
-        """
+        """The slots that calls write: those of the N nodes, or of all that a drafter expands."""
         return max(self.nodes, 1 + (self.depth - 1) * self.width)
 
     @property
