@@ -38,14 +38,8 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
     from specdec_jax.models.model_defaults import ModelDefaults
     from specdec_jax.models.t5 import T5Config
     from specdec_jax.speculative.drafter import Drafter
-    from specdec_jax.speculative.policies import (
-        Confidence,
-        CostAware,
-        Entropy,
-        EntropyBound,
-        Heuristic,
-        Policy,
-    )
+    from specdec_jax.speculative.policies import Confidence, CostAware, Entropy, EntropyBound, Heuristic
+    from specdec_jax.speculative.policy import Policy
     from specdec_jax.speculative.sampling import SamplingConfig
     from specdec_jax.speculative.trees import Chains, DynamicTree, Tree
     from specdec_jax.speculative.verifier import Verifier
@@ -83,7 +77,8 @@ _NAMES = {
     "models.meshes": "make_mesh",
     "models.t5": "T5Config",
     "speculative.drafter": "Drafter",
-    "speculative.policies": "Confidence CostAware Entropy EntropyBound Heuristic Policy",
+    "speculative.policies": "Confidence CostAware Entropy EntropyBound Heuristic",
+    "speculative.policy": "Policy",
     "speculative.sampling": "SamplingConfig",
     "speculative.trees": "Chains DynamicTree Tree",
     "speculative.verifier": "Verifier",

@@ -35,7 +35,7 @@ from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 from specdec_jax.speculative.drafter import Drafter, TreeDrafter
-from specdec_jax.speculative.policies import MAX_GAMMA
+from specdec_jax.speculative.policy import MAX_GAMMA
 from specdec_jax.speculative.randomness import seeded
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.trees import AUTO, LOSSY_TREES, DynamicTree, Tree

@@ -12,7 +12,7 @@ from specdec_jax.models.network import check_positions
 from specdec_jax.speculative import verifiers
 from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.drafter import Drafter, TreeDrafter, drafts_chains
-from specdec_jax.speculative.policies import Policy
+from specdec_jax.speculative.policy import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.verifier import BaseVerifier
 

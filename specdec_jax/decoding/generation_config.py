@@ -19,7 +19,7 @@ from specdec_jax.decoding.checks import (
 from specdec_jax.models import arguments
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import MAX_GAMMA, Policy
+from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifier import BaseVerifier

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
 from specdec_jax.models import arguments
 from specdec_jax.speculative.drafter import Drafter, TreeDrafter, drafts_chains
-from specdec_jax.speculative.policies import MAX_GAMMA, Policy
+from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.tree_budgets import of_tree
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeVerifier
 from specdec_jax.speculative.trees import AUTO, CHILDREN, LOSSY_TREES, DynamicTree, Tree

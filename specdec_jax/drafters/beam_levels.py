@@ -22,7 +22,7 @@ def draft_levels(
 ) -> tuple[Any, BeamTree]:
     """Adds γ levels of the u nodes with the greatest sums of log-probabilities to the tree.
 
-    The sums begin with the target's own sums of the live beams; the drafted tokens add their
+    The sums begin with the target's own sums of the active beams; the drafted tokens add their
     log-probabilities under `network`. A token that ends a sequence is never a node, since nothing
     follows it.
 
@@ -31,11 +31,11 @@ def draft_levels(
       widened: a function that brings its logits to the width of the target's vocabulary.
       cache: its cache, from `Network.node_cache`, with the same slots as the target's.
       state: the search.
-      tree: the live beams' last tokens.
+      tree: the active beams' last tokens.
 
     Returns:
       The cache, which has all nodes but those of the last level, and the tree. If the search takes
-      nodes of the last level, the next call feeds them, before the live beams that follow them.
+      nodes of the last level, the next call feeds them, before the active beams that follow them.
     """
     config, sums, width = state.config, state.live.scores, state.config.beams
     fed, valid = _with_parents(state, tree), ~state.done[:, None]
@@ -68,11 +68,11 @@ def _best(totals: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def _with_parents(state: BeamState, tree: BeamTree) -> BeamTree:
-    """Returns the live beams' last tokens and, before them, the tokens in the K slots before.
+    """Returns the active beams' last tokens and, before them, the tokens in the K slots before.
 
     If all of a draft was accepted, those K tokens were nodes of its last level, which have never
     been fed; else they are fed again, which writes the same keys and values. A slot of which no
-    live beam is a continuation is never read again; any token may be written there, and the one
+    active beam is a continuation is never read again; any token may be written there, and the one
     before the first beam's last is.
     """
     beams = state.config.beams

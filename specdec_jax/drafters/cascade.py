@@ -13,7 +13,7 @@ from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.drafter import Drafter, drafts_chains
-from specdec_jax.speculative.iteration import verify
+from specdec_jax.speculative.iteration import verify, write
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
 from specdec_jax.speculative.verifiers import VERIFIERS
 
@@ -133,7 +133,7 @@ class HorizontalCascade(DrafterPair):
         ended = (count > 0) & jnp.any(end == state.eos_ids, axis=1)
         behind = dataclasses.replace(
             state,
-            tokens=_written(state.tokens, head.tokens, state.lengths, count),
+            tokens=write(state.tokens, head.tokens, state.lengths, count),
             lengths=state.lengths + count,
             keys=keys_apart(state),
         )
@@ -141,8 +141,8 @@ class HorizontalCascade(DrafterPair):
         other, tail = then.draft(draft_state.second, behind, left)
 
         def join(buffer: jax.Array, of_head: jax.Array, of_tail: jax.Array):
-            buffer = _written(buffer, of_head, count * 0, count)
-            return _written(buffer, of_tail, count, tail.num_drafted)
+            buffer = write(buffer, of_head, count * 0, count)
+            return write(buffer, of_tail, count, tail.num_drafted)
 
         tokens = join(jnp.zeros_like(tail.tokens), head.tokens, tail.tokens)
         dist: Categorical | PointMass | None = empty_distribution(state)
@@ -220,7 +220,7 @@ class VerticalCascade(DrafterPair):
         """Drafts with a loop of model calls over a fixed number of positions.
 
         A call begins at the first token that the model's cache lacks. After the target has accepted
-        a whole draft that is one more than the last token; the call then has room for one proposal
+        a whole draft that is one more than the last token; the call then takes one proposal
         less, and no step is needed to catch up.
         """
         (model_drafter, inner), config = self.parts, state.config
@@ -242,7 +242,7 @@ class VerticalCascade(DrafterPair):
             num_proposed = jnp.maximum(jnp.minimum(width - lag, left - 1), 0)
             inner_state, guess = inner.draft(loop.inner, view, num_proposed)
 
-            proposed = _written(loop.tokens, guess.tokens, lengths, guess.num_drafted)
+            proposed = write(loop.tokens, guess.tokens, lengths, guess.num_drafted)
             places = jnp.minimum(cached[:, None] + offsets, proposed.shape[1] - 1)
             fed = jnp.take_along_axis(proposed, places, axis=1)
             logits, cache = network.decode(fed, cached, cache)
@@ -259,9 +259,9 @@ class VerticalCascade(DrafterPair):
             # A row that lags by more only catches up.
             num_new = jnp.where((left > 0) & (lag <= width), num_new, 0)
             drafted, now = loop.drafted + num_new, jnp.minimum(lag + num_new, width + 1)
-            place = functools.partial(_written, starts=loop.drafted, counts=num_new)
+            place = functools.partial(write, starts=loop.drafted, counts=num_new)
             return _Loop(
-                tokens=_written(loop.tokens, new, lengths, num_new),
+                tokens=write(loop.tokens, new, lengths, num_new),
                 drafted=drafted,
                 wanted=jnp.where(first_eos < num_new, drafted, loop.wanted),
                 model=ModelDraftState(cache, jnp.where(left > 0, cached + now, cached)),
@@ -277,17 +277,6 @@ class VerticalCascade(DrafterPair):
         places = jnp.minimum(places, state.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(loop.tokens, places, axis=1)
         return PairState(loop.model, loop.inner), Draft(tokens, loop.drafted, loop.dist, loop.calls)
-
-
-def _written(
-    buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array
-) -> jax.Array:
-    """Returns `buffer [B, N, …]` with `counts [B]` of `values [B, T, …]` from `starts [B]` on."""
-    offsets, ones = jnp.arange(buffer.shape[1]) - starts[:, None], [1] * (buffer.ndim - 2)
-    inside = (offsets >= 0) & (offsets < counts[:, None])
-    places = jnp.clip(offsets, 0, values.shape[1] - 1).reshape(*offsets.shape, *ones)
-    spread = jnp.take_along_axis(values, places, axis=1)
-    return jnp.where(inside.reshape(places.shape), spread, buffer)
 
 
 def _check_drafters(**drafters) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical, PointMass
-from specdec_jax.speculative.policies import DraftSignals
+from specdec_jax.speculative.policy import DraftSignals
 from specdec_jax.speculative.state import AnyRows, DecodeState, Draft, context, empty_signals
 
 Step = jax.Array | int

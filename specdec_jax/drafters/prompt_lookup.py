@@ -28,9 +28,9 @@ class PromptLookupDrafter(BeamChainDrafter, TreeDrafter):
     """A drafter that copies what followed the last tokens of a row where they stood before.
 
     It looks in the row's output (for a decoder-only target in its prompt too) and in the encoder's
-    input. The longest ending of at most `max_match` ids that is found counts. Of several places it
-    takes the latest in the output (start token and decoder prefix included), else the latest in the
-    input, because what is nearest is most like what is being written. The draft, a point mass,
+    input. The longest ending of at most `max_match` ids that occurs there counts. Of several places
+    it takes the latest in the output (start token and decoder prefix included), else the latest in
+    the input, because what is nearest is most like what is being written. The draft, a point mass,
     reaches to the end of what is known there. If nothing is found, nothing is drafted. (Prompt
     lookup decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487.)
 

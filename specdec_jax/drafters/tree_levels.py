@@ -15,7 +15,7 @@ from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions, randomness, tree_growth
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.policies import DraftSignals
+from specdec_jax.speculative.policy import DraftSignals
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_growth import choose_children

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.speculative.policies import Outcome, PerInput, Policy, call_widths, number
+from specdec_jax.speculative.policies import call_widths
+from specdec_jax.speculative.policy import Outcome, PerInput, Policy, number
 
 # G of `gamma="auto"`.
 MAXIMUM = 8
@@ -102,16 +103,6 @@ class Auto(Policy):
         object.__setattr__(policy, "costs", costs)
         return policy
 
-    def tree_flatten(self):
-        values, maximum = super().tree_flatten()
-        return (self.costs, *values), maximum
-
-    @classmethod
-    def tree_unflatten(cls, maximum: int, values: Any):
-        policy = super().tree_unflatten(maximum, values[1:])
-        object.__setattr__(policy, "costs", values[0])
-        return policy
-
     def _first_wait(self) -> Float[Array, " B"]:
         added = self.costs[:, min(PROBE, self.maximum)] / self.costs[:, 0] - 1
         return jnp.maximum(added / _SHARE, 2 * PROBE)
@@ -135,13 +126,13 @@ class Auto(Policy):
         drew, accepted = outcome.drafted > 0, outcome.accepted
         examined = jnp.minimum(accepted + 1, outcome.drafted)
 
-        def older(old: Any, new: Any):
+        def add(old: jax.Array, new: jax.Array):
             return jnp.where(drew, self.memory * old + new.astype(jnp.float32), old)
 
         again = jnp.where(accepted > 0, self._first_wait(), 2 * state.wait)
         return AutoState(
-            examined=older(state.examined, examined),
-            accepted=older(state.accepted, accepted),
+            examined=add(state.examined, examined),
+            accepted=add(state.accepted, accepted),
             idle=jnp.where(drew, 0, state.idle + 1),
             wait=jnp.where(drew & (self._best(state) == 0), again, state.wait),
         )

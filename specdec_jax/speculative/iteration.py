@@ -48,7 +48,7 @@ from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions, randomness, verifiers
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import Outcome, next_gamma, next_state
+from specdec_jax.speculative.policy import Outcome, next_gamma, next_state
 from specdec_jax.speculative.state import Counts, DecodeState, Draft, Scored, StaticConfig, context
 from specdec_jax.speculative.verifier import Randomness, Verification, Verifier, check_verification
 
@@ -71,7 +71,7 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     fed = jnp.concatenate([last, draft.tokens], axis=1)
     observed = drafter is not None and drafter.observes
     before = state.replace(target_cache=cache, draft_state=None)
-    after, outputs = _score(target, before, draft, fed, observed)
+    after, outputs = _score_and_commit(target, before, draft, fed, observed)
     after = after.replace(draft_state=draft_state)
     if drafter is not None and observed:
         scored = Scored(fed, *outputs, after.lengths - state.lengths)
@@ -145,7 +145,7 @@ def _no_draft(batch: int, config: StaticConfig) -> Draft:
     return Draft(jnp.zeros((batch, 0), jnp.int32), zeros, dist, zeros)
 
 
-def _score(
+def _score_and_commit(
     target: Network, state: DecodeState, draft: Draft, fed: Tokens, observed: bool
 ) -> tuple[DecodeState, tuple[Float[Array, "B T ..."], ...]]:
     """Scores the T = G + 1 tokens `fed` in one call of the target, verifies and commits.
@@ -183,14 +183,14 @@ def _score(
     widths, needed = state.config.widths, jnp.max(draft.num_drafted) + 1
     if not widths:
         return verify_width(state, fed.shape[1])
-    write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=0, axis=1)
+    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=0, axis=1)
 
     def run_width(carry: tuple, width: int):
         # A loop that runs once for the width that is needed and never for the others, because
         # `lax.switch` would copy the caches.
         def body(carry: tuple):
             state, outputs = verify_width(carry[1], width)
-            return jnp.zeros((), bool), state, jax.tree.map(write, carry[2], outputs)
+            return jnp.zeros((), bool), state, jax.tree.map(put, carry[2], outputs)
 
         return jax.lax.while_loop(lambda carry: carry[0] & (needed <= width), body, carry)
 
@@ -229,7 +229,7 @@ def verify(
     config, keys, lengths = state.config, state.keys, state.lengths
     tokens, width = state.tokens, config.gamma + 1
     if config.mode.reads_prefix and config.gamma:
-        tokens = _write(tokens, draft.tokens, lengths, draft.num_drafted)
+        tokens = write(tokens, draft.tokens, lengths, draft.num_drafted)
     prefixes = context(state, tokens)
     processed = distributions.process(logits, prefixes, state.sampling, config.mode)
     verifier, offsets = config.verifier, jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
@@ -303,7 +303,7 @@ def commit(
     adjusted_log_probs = state.adjusted_log_probs
     if adjusted is not None:
         values = adjusted.log_prob(new)
-        adjusted_log_probs = _write(adjusted_log_probs, values, state.lengths, num_new)
+        adjusted_log_probs = write(adjusted_log_probs, values, state.lengths, num_new)
     lengths = state.lengths + num_new
     ended = (first_eos < width) | (verified.next_token < 0)
     done = state.done | ended & active | (lengths >= state.limits)
@@ -329,8 +329,8 @@ def commit(
         outcome = Outcome(draft.num_drafted, num_accepted, draft.seen, draft.node_outcomes)
         policy_state = next_state(state.policy, policy_state, outcome)
     return state.replace(
-        tokens=_write(state.tokens, new, state.lengths, num_new),
-        log_probs=_write(state.log_probs, log_probs, state.lengths, num_new),
+        tokens=write(state.tokens, new, state.lengths, num_new),
+        log_probs=write(state.log_probs, log_probs, state.lengths, num_new),
         adjusted_log_probs=adjusted_log_probs,
         lengths=lengths,
         done=done,
@@ -359,15 +359,20 @@ def _find_undrafted(
     return whole & (num_accepted < _count_wanted(state))  # where a row is done, nothing is wanted
 
 
-def _write(
-    buffer: Shaped[Array, "B S"], values: Shaped[Array, "B T"], starts: PerRow, counts: PerRow
-) -> Shaped[Array, "B S"]:
+def write(
+    buffer: Shaped[Array, "B S ..."],
+    values: Shaped[Array, "B T ..."],
+    starts: PerRow,
+    counts: PerRow,
+) -> Shaped[Array, "B S ..."]:
     """Returns `buffer` with the first `counts[b]` of `values` written from slot `starts[b]` on.
 
     This is a select over the whole buffer, because on a CPU XLA expands a scatter into a loop,
     which takes longer than S elements do.
     """
     offsets = jnp.arange(buffer.shape[1]) - starts[:, None]
-    spread = jnp.take_along_axis(values, jnp.clip(offsets, 0, values.shape[1] - 1), axis=1)
     inside = (offsets >= 0) & (offsets < counts[:, None])
-    return jnp.where(inside, spread.astype(buffer.dtype), buffer)
+    shape = *offsets.shape, *[1] * (buffer.ndim - 2)
+    places = jnp.clip(offsets, 0, values.shape[1] - 1).reshape(shape)
+    spread = jnp.take_along_axis(values, places, axis=1).astype(buffer.dtype)
+    return jnp.where(inside.reshape(shape), spread, buffer)

@@ -209,10 +209,6 @@ class SamplingMode(NamedTuple):
     native: bool = False
     sequences: tuple[tuple[int, ...], ...] = ()
 
-    def of(self, native: bool) -> "SamplingMode":
-        """Returns the same mode with `native`."""
-        return self._replace(native=native)
-
     @property
     def processes(self) -> bool:
         """Whether any processor is on."""

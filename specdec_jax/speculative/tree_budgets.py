@@ -8,13 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.speculative.policies import (
-    CostAware,
-    CostAwareState,
-    NodeOutcomes,
-    Outcome,
-    Policy,
-)
+from specdec_jax.speculative.policies import CostAware, CostAwareState
+from specdec_jax.speculative.policy import NodeOutcomes, Outcome, Policy
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TreeVerification
 from specdec_jax.speculative.trees import RANK_SHARES, DynamicTree, Tree

@@ -7,8 +7,8 @@ the way to it, its *value*, and the values of all nodes, 1 for node 0, add up to
 call of the target commits.
 
 No value exceeds that of the parent or of the sibling before. So the n nodes of the greatest values
-always are a tree, and no tree of n nodes has more. Taking nodes in this order thus gives what
-Sequoia's dynamic programme gives, for every n at once, and an order of priority too.
+are a tree, and no tree of n nodes has more: taking nodes in this order gives what Sequoia's dynamic
+programme gives, for every n at once, and an order of priority too.
 """
 
 import heapq
@@ -20,8 +20,7 @@ import numpy as np
 
 from specdec_jax.models import arguments
 
-# A node, given by the ranks on the way to it, from 0; () is node 0.
-Node = tuple[int, ...]
+Node = tuple[int, ...]  # the ranks on the way to it, from 0; () is node 0
 # One share per rank; or such a list for each depth, the last of which serves all greater depths.
 Shares = Sequence[float] | Sequence[Sequence[float]]
 

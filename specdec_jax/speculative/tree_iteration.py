@@ -23,7 +23,7 @@ from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.iteration import commit, most_probable
-from specdec_jax.speculative.policies import next_gamma
+from specdec_jax.speculative.policy import next_gamma
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, context
 from specdec_jax.speculative.tree_budgets import node_outcomes

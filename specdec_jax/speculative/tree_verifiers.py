@@ -24,7 +24,7 @@ from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.verifier import BaseVerifier, Settings
-from specdec_jax.speculative.verifiers import VERIFIERS, at, typical_threshold
+from specdec_jax.speculative.verifiers import TYPICAL, at, typical_threshold
 
 Nodes = Bool[Array, "B N"]
 
@@ -139,9 +139,11 @@ def verify_points(
 
     Each token is drawn from p; a child is accepted iff it has that token.
     """
-    return walk(
-        draft, lambda node, children: (draw(target.row(node), at(random.final, node)), children)
-    )
+
+    def step(node: jax.Array, children: jax.Array):
+        return draw(target.row(node), at(random.final, node)), children
+
+    return walk(draft, step)
 
 
 def verify_coupled(
@@ -167,14 +169,13 @@ def verify_recursively(
     settings: Any = None,
     last: bool = False,
 ) -> TreeVerification:
-    """Verifies by recursive rejection; the output distribution is exactly the target's.
+    """Verifies by recursive rejection, exactly (Miao et al. 2023, arXiv 2305.09781).
 
-    (Miao et al. 2023, arXiv 2305.09781; without replacement: Chen et al. 2024, arXiv 2402.12374.)
-
-    Children are verified one after another. With r = p at first and s the distribution that child x
-    was drawn from, which lacks the siblings drawn before it, x is accepted iff u < r(x) / s(x);
-    else r becomes norm(max(0, r − s)). Where none is accepted, the token is drawn from r. For one
-    child this is `verifiers.verify_tokens`.
+    (Without replacement: Chen et al. 2024, arXiv 2402.12374.) Children are verified one after
+    another. With r = p at first and s the distribution that child x was drawn from, which lacks the
+    siblings drawn before it, x is accepted iff u < r(x) / s(x); else r becomes norm(max(0, r − s)).
+    Where none is accepted, the token is drawn from r. For one child this is
+    `verifiers.verify_tokens`.
 
     Args:
       last: only the last child of each node was drawn, and the others need not be verified (Hu et
@@ -245,13 +246,12 @@ _HALVINGS = 24
 def verify_k_sequences(
     target: Categorical, draft: TreeDraft, kind: str, random: TreeRandomness, settings: Any = None
 ) -> TreeVerification:
-    """Verifies k-SEQ, for k children that are each drawn from q itself, exactly.
+    """Verifies by k-SEQ, for k children that are each drawn from q itself, exactly.
 
-    (SpecTr, Sun et al. 2023, arXiv 2310.15141.)
-
-    With β(ρ) = Σ min(q, p/ρ) and w = 1 − (1 − β)^k, ρ in [1, k] is the least found with w ≤ ρ·β.
-    The first child with u < p(x) / (ρ·q(x)) is accepted, which one is with probability w; else the
-    token is drawn from norm(p − min(q, p/ρ)·w/β). A child that has that token is accepted too.
+    (SpecTr, Sun et al. 2023, arXiv 2310.15141.) With β(ρ) = Σ min(q, p/ρ) and w = 1 − (1 − β)^k, ρ
+    in [1, k] is the least found with w ≤ ρ·β. The first child with u < p(x) / (ρ·q(x)) is accepted,
+    which one is with probability w; else the token is drawn from norm(p − min(q, p/ρ)·w/β). A child
+    that has that token is accepted too.
     """
 
     dist = draft.dist
@@ -290,9 +290,7 @@ def verify_k_sequences(
 def verify_traversal(
     target: Categorical, draft: TreeDraft, kind: str, random: TreeRandomness, settings: Any = None
 ) -> TreeVerification:
-    """Verifies a tree from its leaves to its root; the output distribution is the target's.
-
-    (Traversal Verification, Weng et al. 2025, arXiv 2505.12398.)
+    """Verifies a tree from its leaves to its root, exactly (Weng et al. 2025, arXiv 2505.12398).
 
     On average at least as many tokens are accepted as with `verify_recursively`; for a chain this
     is `verifiers.verify_blocks`. With α = 1 and p' = p at node 0, and s as in `verify_recursively`,
@@ -354,7 +352,7 @@ def verify_traversal(
 def verify_typical(
     target: Categorical, draft: TreeDraft, kind: str, random: TreeRandomness, settings: Settings
 ) -> TreeVerification:
-    """Verifies by typical acceptance, as `verifiers.verify_typical` does a chain, which is lossy.
+    """Verifies by typical acceptance, as `verifiers.verify_typical` does a chain; lossy.
 
     Of the paths whose tokens all are accepted, the longest one is taken, of equals the one whose
     last node comes first.
@@ -377,13 +375,6 @@ _KNOWN = (
     TreeVerifier("recursive", verify_recursively),
     TreeVerifier("kseq", verify_k_sequences),
     TreeVerifier("traversal", verify_traversal, has_rate=False),
-    TreeVerifier(
-        "typical",
-        verify_typical,
-        exact=False,
-        needs_draft_probs=False,
-        sampled_only=True,
-        parameters=VERIFIERS["typical"].parameters,
-    ),
+    TreeVerifier("typical", verify_typical, **TYPICAL),
 )
 TREE_VERIFIERS: dict[str, TreeVerifier] = {verifier.name: verifier for verifier in _KNOWN}

@@ -68,26 +68,19 @@ class Kinds:
     reason: ClassVar[str] = ""
 
     def check_kinds(self) -> None:
-        """Checks `children` and `verifier`.
+        """Checks `children` and `verifier`; raises ValueError for a pair that is not listed."""
 
-        Raises:
-          ValueError: another name, or a pair under which the output distribution would not be the
-            target's.
-        """
+        def check(name: str, expected: Iterable[str], why: str):
+            given, expected = getattr(self, name), (AUTO, *expected)
+            if given not in expected:
+                listed = ", ".join(map(repr, expected))
+                raise ValueError(f"{name}: got {given!r}, expected {listed}{why}")
 
-        def listed(names: Iterable[str]):
-            return ", ".join(map(repr, (AUTO, *names)))
-
-        if self.children not in (AUTO, *self.allowed):
-            raise ValueError(
-                f"children: got {self.children!r}, expected {listed(self.allowed)}{self.reason}"
-            )
-        verifiers, why = (*CHILDREN[self.kind], *LOSSY_TREES), ""
-        if self.verifier not in (AUTO, *verifiers):
-            if any(self.verifier in exact for exact in CHILDREN.values()):
-                why = ", under which the output distribution is exactly the target's for children "
-                why += repr(self.kind)
-            raise ValueError(f"verifier: got {self.verifier!r}, expected {listed(verifiers)}{why}")
+        check("children", self.allowed, self.reason)
+        why = ", under which the output distribution is exactly the target's for children "
+        known = any(self.verifier in exact for exact in CHILDREN.values())
+        verifiers = (*CHILDREN[self.kind], *LOSSY_TREES)
+        check("verifier", verifiers, f"{why}{self.kind!r}" if known else "")
 
     @property
     def kind(self) -> str:
@@ -111,9 +104,8 @@ class Tree(Kinds):
       verifier: how the tree is verified, one of those that `CHILDREN` lists; "auto": the first.
 
     Raises:
-      ValueError: a parent that does not come before its child, more than 256 drafted nodes, or a
-        pair of `children` and `verifier` under which the output distribution would not be the
-        target's.
+      ValueError: a parent that does not come before its child, more than 256 drafted nodes, or
+        `children` with a `verifier` that `CHILDREN` does not list for them.
     """
 
     parents: tuple[int, ...]
@@ -192,8 +184,8 @@ class Tree(Kinds):
         """
         arguments.check_integer("nodes", nodes, 2, MAX_NODES)
         arguments.check_integer("depth", depth, 1, MAX_NODES - 1)
-        found = tree_choice.fastest(acceptance_by_rank, nodes, depth, verify_costs, cost_ratio)
-        return None if found is None else cls(_parents(found), **kinds)
+        best = tree_choice.fastest(acceptance_by_rank, nodes, depth, verify_costs, cost_ratio)
+        return None if best is None else cls(_parents(best), **kinds)
 
     def expected(self, acceptance_by_rank: Shares) -> float:
         """Returns the expected number of tokens that one call of the target commits.
@@ -256,8 +248,7 @@ class Tree(Kinds):
     def fed(self) -> np.ndarray:
         """`[N]` int32, the place of each node that has children among all such nodes.
 
-        They are ordered by depth and then by number, as a drafter's model is fed them. −1 for the
-        others.
+        They are ordered by depth, then number, as a drafter's model is fed them; −1 for the others.
         """
         fed = np.full(self.size, -1, np.int32)
         inner = np.concatenate([self.inner(depth) for depth in range(self.depth)])
@@ -274,11 +265,10 @@ class Tree(Kinds):
 
     def children_of(self, nodes: np.ndarray) -> np.ndarray:
         """Returns `[J, K]`: the numbers of the children of `nodes [J]` by rank; 0 past the last."""
-        found = np.zeros((len(nodes), self.width), np.int32)
-        for row, node in enumerate(nodes):
-            children = 1 + np.flatnonzero(np.asarray(self.parents) == node)
-            found[row, : len(children)] = children
-        return found[:, : np.max(np.sum(found > 0, axis=1), initial=1)]
+        parents = np.asarray(self.parents)
+        children = [1 + np.flatnonzero(parents == node) for node in nodes]
+        most = max(map(len, children), default=1) or 1
+        return np.array([np.pad(one, (0, most - len(one))) for one in children], np.int32)
 
     def branches(self, batch: int) -> "Branches":
         """Returns the shape of the trees of `batch` rows."""
@@ -327,7 +317,7 @@ class DynamicTree(Kinds):
 
     Raises:
       ValueError: fewer than D + 1 nodes, or more than are drafted or than 257; or children that are
-        drawn, or a verifier under which the output distribution would not be the target's.
+        drawn, or a verifier that does not suit them.
     """
 
     depth: int

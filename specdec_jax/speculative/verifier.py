@@ -106,10 +106,7 @@ class BaseVerifier:
     def with_parameters(self, **values: Any) -> Self:
         """Returns the verifier with values of its parameters, each one number or one per input.
 
-        Other values compile nothing anew.
-
-        Raises:
-          ValueError: a parameter that it does not have, or something that is no number.
+        Other values compile nothing anew. Raises ValueError for another parameter, or no number.
         """
         known = [name for name, _ in self.parameters]
         for name, value in values.items():
@@ -160,11 +157,9 @@ class Verifier(BaseVerifier):
 def check_verification(
     verifier: BaseVerifier, returned: Any, batch: int, kind: Any = Verification
 ) -> Any:
-    """Returns what a verifier's rule returned for `batch` rows.
+    """Returns what a verifier's rule returned for `batch` rows, a `kind` of integers.
 
-    Raises:
-      ValueError: it is something else than a `kind` of integers; raised while the program is
-        traced.
+    Raises ValueError for anything else, while the program is traced.
     """
     if not isinstance(returned, kind):
         got = f"{type(returned).__name__} from its rule"

@@ -1,9 +1,8 @@
 """Verifiers: pure functions that decide how many drafted tokens are accepted, and what follows.
 
 p is the target's distribution (`target`), q the drafter's (`draft`), and there are γ = G drafted
-positions. `Verifier.verify` describes the arguments. A new verifier is a function like these and a
-row of the table `VERIFIERS`. To verify "exactly" means that the output distribution is exactly the
-target's. Sections are those of Leviathan et al. 2023.
+positions. `Verifier.verify` describes the arguments. To verify "exactly" means that the output
+distribution is exactly the target's. Sections are those of Leviathan et al. 2023.
 """
 
 from typing import Any
@@ -74,8 +73,8 @@ def verify_tokens(
     """
     target_probs = leading_distribution(target).prob(draft_tokens)
     accepted = draws.accept * draft.prob(draft_tokens) < target_probs
-    num_accepted = count_leading(accepted, num_drafted)
-    return correct(target, draft, num_accepted, num_drafted, draws.final)
+    accepted = count_leading(accepted, num_drafted)
+    return correct(target, draft, accepted, num_drafted, draws.final)
 
 
 def verify_leniently(
@@ -195,13 +194,11 @@ def verify_typical(
     draws: Randomness,
     settings: Settings,
 ) -> Verification:
-    """Verifies by typical acceptance, which is lossy and ignores q.
+    """Verifies by typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774); lossy.
 
-    (Medusa, Cai et al. 2024, arXiv 2401.10774.)
-
-    x_i is accepted while p_i(x_i) > min(ε, δ · exp(−H(p_i))). The token after the last that is
-    accepted is drawn from p. So the last token of each iteration is the target's own, and every
-    other one has more than that threshold of probability under the target.
+    It ignores q. x_i is accepted while p_i(x_i) > min(ε, δ · exp(−H(p_i))). The token after the
+    last that is accepted is drawn from p. So the last token of each iteration is the target's own,
+    and every other one has more than that threshold of probability under the target.
     """
     here = leading_distribution(target)
     num_accepted = count_leading(
@@ -243,6 +240,13 @@ def verify_synthetically_at_zero(
     return _leading(accept < settings["synthetic_alpha"][:, None], num_drafted, argmax(logits))
 
 
+# What typical acceptance declares, of chains and of trees; the defaults are Medusa's constants.
+TYPICAL: dict[str, Any] = dict(
+    exact=False,
+    needs_draft_probs=False,
+    sampled_only=True,
+    parameters=(("typical_epsilon", 0.09), ("typical_delta", 0.3)),
+)
 _KNOWN = (
     Verifier("token", verify_tokens),
     Verifier("block", verify_blocks, has_rate=False),
@@ -255,15 +259,7 @@ _KNOWN = (
         parameters=(("lenience", None),),
         verify_greedily=verify_greedy_leniently,
     ),
-    # The defaults are Medusa's constants.
-    Verifier(
-        "typical",
-        verify_typical,
-        exact=False,
-        needs_draft_probs=False,
-        sampled_only=True,
-        parameters=(("typical_epsilon", 0.09), ("typical_delta", 0.3)),
-    ),
+    Verifier("typical", verify_typical, **TYPICAL),
     Verifier("rejection", verify_by_rejection),
 )
 VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _KNOWN}

@@ -13,7 +13,7 @@ from toy_models import HashModel, compilations
 import specdec_jax as sd
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.drafters.drafting import point_mass
-from specdec_jax.speculative.policies import number
+from specdec_jax.speculative.policy import number
 from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.state import Draft
 from specdec_jax.speculative.tree_verifiers import TreeVerifier, walk
