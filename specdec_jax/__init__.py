@@ -38,7 +38,13 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
     from specdec_jax.models.model_defaults import ModelDefaults
     from specdec_jax.models.t5 import T5Config
     from specdec_jax.speculative.drafter import Drafter
-    from specdec_jax.speculative.policies import Confidence, CostAware, Entropy, EntropyBound, Heuristic
+    from specdec_jax.speculative.policies import (
+        Confidence,
+        CostAware,
+        Entropy,
+        EntropyBound,
+        Heuristic,
+    )
     from specdec_jax.speculative.policy import Policy
     from specdec_jax.speculative.sampling import SamplingConfig
     from specdec_jax.speculative.trees import Chains, DynamicTree, Tree

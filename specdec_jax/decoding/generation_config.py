@@ -80,7 +80,7 @@ class GenerationConfig:
         'more on average), "gumbel" (the output is that of autoregressive decoding with "gumbel" '
         'and the same key), "rejection" (section A.2, for comparison); lossy: "lenient" and '
         '"typical"',
-        api="`verifiers.py` explains each. Or a `Verifier` of your own, with a tree a `TreeVerifier`.",
+        api="`verifiers.py` explains each. Or your own `Verifier`, with a tree a `TreeVerifier`.",
     )
     lenience: PerInput | None = _option(
         None, 'l in (0, 1] of "lenient": a token may come up to 1/l times as often as it should'
