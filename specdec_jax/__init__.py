@@ -44,8 +44,8 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
         Entropy,
         EntropyBound,
         Heuristic,
-        Policy,
     )
+    from specdec_jax.speculative.policy import Policy
     from specdec_jax.speculative.sampling import SamplingConfig
     from specdec_jax.speculative.trees import Chains, DynamicTree, Tree
     from specdec_jax.speculative.verifier import Verifier
@@ -83,7 +83,8 @@ _NAMES = {
     "models.meshes": "make_mesh",
     "models.t5": "T5Config",
     "speculative.drafter": "Drafter",
-    "speculative.policies": "Confidence CostAware Entropy EntropyBound Heuristic Policy",
+    "speculative.policies": "Confidence CostAware Entropy EntropyBound Heuristic",
+    "speculative.policy": "Policy",
     "speculative.sampling": "SamplingConfig",
     "speculative.trees": "Chains DynamicTree Tree",
     "speculative.verifier": "Verifier",

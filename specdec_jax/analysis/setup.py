@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from specdec_jax.speculative.policies import Policy
+from specdec_jax.speculative.policy import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
 

@@ -37,8 +37,7 @@ from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
 from specdec_jax.models.parameters import parameter_count
-from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.full_drafter import FullDrafter
+from specdec_jax.speculative.drafter import Drafter, FullDrafter
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.verifiers import LOSSY

@@ -34,10 +34,9 @@ from specdec_jax.files.progress import track, waiting
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
-from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import MAX_GAMMA
+from specdec_jax.speculative.drafter import Drafter, TreeDrafter
+from specdec_jax.speculative.policy import MAX_GAMMA
 from specdec_jax.speculative.randomness import seeded
-from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.trees import AUTO, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifiers import verifier_of

@@ -20,7 +20,8 @@ from specdec_jax.decoding.request import FIXED
 from specdec_jax.decoding.search_options import beam_options
 from specdec_jax.models import arguments
 from specdec_jax.models.arguments import option
-from specdec_jax.speculative.policies import MAX_GAMMA, POLICIES, Policy
+from specdec_jax.speculative.policies import POLICIES
+from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.trees import DynamicTree, Tree

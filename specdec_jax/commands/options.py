@@ -38,7 +38,7 @@ from specdec_jax.models.arguments import option
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.meshes import make_mesh, parse_mesh
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import MAX_GAMMA, Policy
+from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC, VERIFIERS, verifier_of

@@ -37,8 +37,7 @@ from specdec_jax.files.reading import read_json, shown
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import iteration
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
-from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.full_drafter import FullDrafter
+from specdec_jax.speculative.drafter import Drafter, FullDrafter
 from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
 

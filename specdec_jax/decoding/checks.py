@@ -11,10 +11,9 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
 from specdec_jax.speculative import verifiers
 from specdec_jax.speculative.beam_drafter import BeamDrafter
-from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import Policy
+from specdec_jax.speculative.drafter import Drafter, TreeDrafter, drafts_chains
+from specdec_jax.speculative.policy import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.speculative.tree_drafter import TreeDrafter, drafts_chains
 from specdec_jax.speculative.verifier import BaseVerifier
 
 _LISTED = 10  # the most numbers of inputs in a message
@@ -86,7 +85,7 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
         expected = "a class decorated with flax.struct.dataclass"
         raise ValueError(f"drafter: got {name}, which is no pytree, expected {expected}")
     required: dict[type[Drafter], tuple[str, ...]] = {
-        Drafter: ("init", "draft") if drafts_chains(drafter) else (),
+        Drafter: ("draft",) if drafts_chains(drafter) else (),
         TreeDrafter: ("draft_tree",),
         BeamDrafter: ("init_beams", "draft_beams", "move_beams"),
     }

@@ -18,7 +18,8 @@ from specdec_jax.files.reading import read_json, read_text, shown
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import arguments
 from specdec_jax.models.model_defaults import ModelDefaults
-from specdec_jax.speculative.policies import POLICIES, Policy
+from specdec_jax.speculative.policies import POLICIES
+from specdec_jax.speculative.policy import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.tree_text import read_tree, text_of
 from specdec_jax.speculative.trees import DynamicTree, Tree

@@ -19,10 +19,10 @@ from specdec_jax.decoding.checks import (
 from specdec_jax.models import arguments
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import MAX_GAMMA, Policy
+from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
-from specdec_jax.speculative.verifier import Verifier
+from specdec_jax.speculative.verifier import BaseVerifier
 from specdec_jax.speculative.verifiers import verifier_of
 
 MODELS = "model"  # the value of `generation_config` that means the model's own
@@ -74,13 +74,13 @@ class GenerationConfig:
         "the most nodes that are drafted, by default all; a policy adapts their number",
         api="E.g. `Tree.uniform((3, 2, 1))`.",
     )
-    verifier: str | Verifier = _option(
+    verifier: str | BaseVerifier = _option(
         "block",
         'how drafts are verified: "token" (Leviathan et al. 2023, Algorithm 1), "block" (accepts '
         'more on average), "gumbel" (the output is that of autoregressive decoding with "gumbel" '
         'and the same key), "rejection" (section A.2, for comparison); lossy: "lenient" and '
         '"typical"',
-        api="`verifiers.py` explains each. Or a `Verifier` of your own.",
+        api="`verifiers.py` explains each. Or your own `Verifier`, with a tree a `TreeVerifier`.",
     )
     lenience: PerInput | None = _option(
         None, 'l in (0, 1] of "lenient": a token may come up to 1/l times as often as it should'

@@ -10,7 +10,7 @@ from specdec_jax.models import arguments
 from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.beam_search import STYLES, BeamConfig
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import Policy
+from specdec_jax.speculative.policy import Policy
 from specdec_jax.speculative.sampling import SamplingMode
 
 # The default exponents of the length penalty, in T5X and in transformers.

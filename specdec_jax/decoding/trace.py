@@ -23,8 +23,8 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
+from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import DecodeState
-from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.tree_iteration import along, at_draft
 
 

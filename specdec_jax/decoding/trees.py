@@ -5,13 +5,12 @@ from typing import Any, NamedTuple
 
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
 from specdec_jax.models import arguments
-from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import MAX_GAMMA, Policy
+from specdec_jax.speculative.drafter import Drafter, TreeDrafter, drafts_chains
+from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.tree_budgets import of_tree
-from specdec_jax.speculative.tree_drafter import TreeDrafter, drafts_chains
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeVerifier
 from specdec_jax.speculative.trees import AUTO, CHILDREN, LOSSY_TREES, DynamicTree, Tree
-from specdec_jax.speculative.verifier import Verifier
+from specdec_jax.speculative.verifier import BaseVerifier, Verifier
 from specdec_jax.speculative.verifiers import verifier_of
 
 # What `generate` takes where no verifier is named.
@@ -33,22 +32,30 @@ class TreeOptions(NamedTuple):
 
 
 def tree_options(
-    tree: Tree | DynamicTree | None, drafter: Drafter | None, gamma: Any, verifier: str | Verifier
+    tree: Tree | DynamicTree | None,
+    drafter: Drafter | None,
+    gamma: Any,
+    verifier: str | BaseVerifier,
 ) -> TreeOptions:
     """Returns the options with a tree in the place of γ, or as they are where `tree` is None.
 
     Raises:
       ValueError: `tree` is no tree.
       UnsupportedCombination: no drafter, or one that drafts no trees, or not this one; no tree with
-        a drafter that drafts nothing else; a policy that does not count nodes; a verifier beside
-        the tree's own.
+        a drafter that drafts nothing else; a policy that does not count nodes; a verifier of chains
+        with a tree, one of trees without, or one that reads distributions that there are not.
     """
+    own = verifier if isinstance(verifier, TreeVerifier) else None
     if tree is None:
+        if own is not None:
+            raise UnsupportedCombination(
+                f"verifier: got the tree verifier {own.name!r} without a tree, expected a Verifier"
+            )
         if drafter is not None and not drafts_chains(drafter):
             raise UnsupportedCombination(
                 f"tree: got None with {type(drafter).__name__}, expected a Tree"
             )
-        return TreeOptions(None, gamma, verifier_of(verifier))
+        return TreeOptions(None, gamma, verifier_of(verifier))  # type: ignore[arg-type]
     if not isinstance(tree, Tree | DynamicTree):
         raise ValueError(
             f"tree: got {arguments.quoted(tree)}, expected a Tree, such as sd.Tree.uniform((3, 2, "
@@ -57,11 +64,11 @@ def tree_options(
     if drafter is None:
         raise UnsupportedCombination("tree: got one without a drafter, expected None")
     automatic = isinstance(gamma, str) and gamma == "auto"
-    if drafts_chains(drafter) and _as_chain(tree):
+    if own is None and drafts_chains(drafter) and _as_chain(tree):
         gamma = tree.depth if automatic else gamma
         most = gamma.maximum if isinstance(gamma, Policy) else gamma
         check_per_row("gamma", most, arguments.as_array(most).size, 0, tree.depth)
-        return TreeOptions(None, gamma, verifier_of(verifier))
+        return TreeOptions(None, gamma, verifier_of(verifier))  # type: ignore[arg-type]
     if isinstance(drafter, Drafter):
         if not isinstance(drafter, TreeDrafter):
             raise UnsupportedCombination(
@@ -69,8 +76,11 @@ def tree_options(
                 " or a ModelDrafter, EarlyExitDrafter, HeadsDrafter, NGramDrafter,"
                 " PromptLookupDrafter or a MergedDrafter of two of these"
             )
+        if own is not None:
+            _check_own(own, tree, drafter)
         tree = _fitted(tree, drafter)
-    _check_verifier(verifier)
+    if own is None:
+        _check_verifier(verifier)
     if automatic:
         gamma = tree.size - 1
     if isinstance(gamma, Policy) and gamma.counts_nodes:
@@ -86,7 +96,7 @@ def tree_options(
     else:
         most = gamma
     check_per_row("gamma", most, arguments.as_array(most).size, 1, tree.size - 1)
-    return TreeOptions(tree, gamma, TREE_VERIFIERS[tree.verify])
+    return TreeOptions(tree, gamma, own or TREE_VERIFIERS[tree.verify])
 
 
 def check_beside_tree(tree: Tree | DynamicTree | None, verifier: str | Verifier) -> None:
@@ -103,11 +113,24 @@ def _as_chain(tree: Tree | DynamicTree) -> bool:
     return tree.is_chain and tree.children == tree.verifier == AUTO and tree.depth <= MAX_GAMMA
 
 
-def _check_verifier(verifier: str | Verifier) -> None:
+def _check_verifier(verifier: str | BaseVerifier) -> None:
     if verifier != _UNSET:
         raise UnsupportedCombination(
             f"verifier: got {getattr(verifier, 'name', verifier)!r} beside a tree, expected the"
-            " default: a tree has a verifier of its own"
+            " default or a TreeVerifier: a tree has a verifier of its own"
+        )
+
+
+def _check_own(own: TreeVerifier, tree: Tree | DynamicTree, drafter: TreeDrafter) -> None:
+    """Rejects a verifier of one's own for a tree that names one, or without what it reads."""
+    if tree.verifier != AUTO:
+        raise UnsupportedCombination(
+            f"verifier: got {own.name!r} beside a tree with {tree.verifier!r}, expected one of them"
+        )
+    if own.needs_draft_probs and (isinstance(tree, DynamicTree) or "drawn" not in drafter.kinds):
+        raise UnsupportedCombination(
+            f"verifier: got {own.name!r}, which needs draft probabilities, with a"
+            f" {type(tree).__name__} of {type(drafter).__name__}, expected needs_draft_probs=False"
         )
 
 
@@ -119,12 +142,12 @@ def _fitted(tree: Tree | DynamicTree, drafter: TreeDrafter) -> Tree | DynamicTre
         distribution is the target's.
     """
     name, kinds = type(drafter).__name__, drafter.kinds
-    if isinstance(tree, DynamicTree) and not drafter.dynamic:
+    if kinds == CHILDREN:
+        return tree
+    if isinstance(tree, DynamicTree):
         raise UnsupportedCombination(
             f"tree: got {tree} with {name}, expected a Tree, whose shape is fixed"
         )
-    if isinstance(tree, DynamicTree) or kinds is CHILDREN:
-        return tree
 
     def listed(names: Iterable[str]) -> str:
         return ", ".join(map(repr, names))

@@ -42,7 +42,8 @@ from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.models.parameters import flatten, parameter_shapes
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import MAX_GAMMA, Policy, call_widths
+from specdec_jax.speculative.policies import call_widths
+from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.randomness import seeded, threefry
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows

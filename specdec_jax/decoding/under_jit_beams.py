@@ -31,7 +31,7 @@ from specdec_jax.models import arguments
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.beam_search import BeamState, best_first
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import MAX_GAMMA
+from specdec_jax.speculative.policy import MAX_GAMMA
 from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.sampling import SamplingConfig
 

@@ -1,12 +1,12 @@
 """Drafts by n-grams that are learnt, while decoding, from the target's own calls."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.drafters.drafting import draft_tokens, draft_without_calls, point_mass
+from specdec_jax.drafters.drafting import Step, draft_tokens, draft_without_calls, point_mass
 from specdec_jax.drafters.prompt_lookup import Inputs, match_lengths
 from specdec_jax.models import arguments
 from specdec_jax.speculative import distributions
@@ -58,7 +58,6 @@ class AssistedNGramDrafter(Drafter):
       memory: N, how many of the latest scored positions are remembered for each row.
     """
 
-    observes: ClassVar[bool] = True
     order: int = flax.struct.field(pytree_node=False, default=4)
     top_k: int = flax.struct.field(pytree_node=False, default=4)
     memory: int = flax.struct.field(pytree_node=False, default=64)
@@ -91,60 +90,51 @@ class AssistedNGramDrafter(Drafter):
         slots, columns = jnp.arange(state.tokens.shape[1]), jnp.arange(inputs.tokens.shape[1])
         weights = draft_state.weights.reshape(remembered)
 
-        def choose(step: jax.Array | int, tokens: jax.Array, carry: Any):
+        def choose(step: Step, tokens: jax.Array, carry: Any):
             lengths = state.lengths + step
             ending = _ending(tokens, lengths, self.order - 1, -1)
             same = draft_state.contexts == ending[:, None]
             in_memory = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=2), axis=2)
+            # The start token, or the first id of a prompt, follows nothing.
+            in_output = (slots > 0) & (slots < lengths[:, None])
+            in_input = columns < inputs.lengths[:, None]
             texts = tokens, inputs.tokens, draft_state.tokens.reshape(remembered)
+            counts = in_output.astype(jnp.float32), in_input.astype(jnp.float32), weights
             matches = (
                 match_lengths(tokens, lengths, ending),
                 match_lengths(inputs.tokens, inputs.lengths, ending),
                 jnp.repeat(in_memory, self.top_k, axis=1),
             )
-            # The start token, or the first id of a prompt, follows nothing.
-            inside = (slots > 0) & (slots < lengths[:, None]), columns < inputs.lengths[:, None]
-            counts = *(mask.astype(jnp.float32) for mask in inside), weights
-            return _heaviest(
-                *(jnp.concatenate(parts, axis=1) for parts in (texts, matches, counts))
-            ), carry
+            candidates = (jnp.concatenate(parts, axis=1) for parts in (texts, matches, counts))
+            return _heaviest(*candidates), carry
 
         tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, ())
-        return draft_state, draft_without_calls(
-            state, tokens, num_drafted, point_mass(state, tokens)
-        )
+        dist = point_mass(state, tokens)
+        return draft_state, draft_without_calls(state, tokens, num_drafted, dist)
 
     def observe(self, draft_state: NGramMemory, state: DecodeState, scored: Scored) -> NGramMemory:
         """Remembers the target's most probable ids at every position that the target was fed."""
         batch, width = scored.tokens.shape
         # The first id that was fed stands in the last slot before the new ones.
-        before = _ending(state.tokens, state.lengths - scored.num_new - 1, self.order - 2, -2)[
-            :, ::-1
-        ]
+        start = state.lengths - scored.num_new - 1
+        before = _ending(state.tokens, start, self.order - 2, -2)[:, ::-1]
         fed = jnp.concatenate([before, scored.tokens], axis=1)
         ends = jnp.arange(width)[:, None] + self.order - 2 - jnp.arange(self.order - 1)
-        logits, tokens = scored.logits, []
+        logits, tokens, ids = scored.logits, [], jnp.arange(scored.logits.shape[-1])
         for _ in range(self.top_k):  # a sort of the vocabulary would cost far more
             tokens.append(distributions.argmax(logits))
-            logits = jnp.where(
-                jnp.arange(logits.shape[-1]) == tokens[-1][..., None], -jnp.inf, logits
-            )
+            logits = jnp.where(ids == tokens[-1][..., None], -jnp.inf, logits)
         tokens = jnp.stack(tokens, axis=-1)
-        weights = jnp.exp(
-            jnp.take_along_axis(scored.logits, tokens, axis=-1)
-            - jax.nn.logsumexp(scored.logits, axis=-1, keepdims=True)
-        )
+        total = jax.nn.logsumexp(scored.logits, axis=-1, keepdims=True)
+        weights = jnp.exp(jnp.take_along_axis(scored.logits, tokens, axis=-1) - total)
         count = jnp.where(scored.num_new > 0, state.last_drafted + 1, 0)
         # Where there are more positions than fit into the ring, the last ones stay.
         age = (draft_state.written + count - 1)[:, None] - jnp.arange(self.memory)
         place = (count - 1)[:, None] - age % self.memory
 
         def write(old: jax.Array, new: jax.Array):
-            return jnp.where(
-                (place >= 0)[..., None],
-                jnp.take_along_axis(new, jnp.maximum(place, 0)[..., None], axis=1),
-                old,
-            )
+            new = jnp.take_along_axis(new, jnp.maximum(place, 0)[..., None], axis=1)
+            return jnp.where((place >= 0)[..., None], new, old)
 
         return draft_state._replace(
             contexts=write(draft_state.contexts, fed[:, ends]),
@@ -160,9 +150,8 @@ def _ending(tokens: jax.Array, lengths: jax.Array, size: int, missing: int) -> j
     They are `missing` where there are fewer.
     """
     places = lengths[:, None] - jnp.arange(1, size + 1)
-    return jnp.where(
-        places >= 0, jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1), missing
-    )
+    ids = jnp.take_along_axis(tokens, jnp.maximum(places, 0), axis=1)
+    return jnp.where(places >= 0, ids, missing)
 
 
 def _heaviest(tokens: jax.Array, matches: jax.Array, weights: jax.Array) -> jax.Array:

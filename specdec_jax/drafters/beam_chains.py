@@ -1,4 +1,4 @@
-"""Drafts for a beam search without a model: one chain after each live beam."""
+"""Drafts for a beam search without a model: one chain after each active beam."""
 
 from typing import Any
 
@@ -15,17 +15,14 @@ class BeamChainDrafter(BeamDrafter):
     """A drafter that drafts a chain after each beam of a search, with its own `draft`.
 
     That method gets `ChainRows` in the place of a `DecodeState`. Every level of the tree has one
-    node for each beam. Since a draft serves a search only as long as each live beam is a node, this
-    pays where the beams differ in their earlier tokens and then go on as what was copied.
+    node for each beam. Since a draft serves a search only as long as each active beam is a node,
+    this pays where the beams differ in their earlier tokens and then go on as what was copied.
     """
 
     def beam_width(self, beams: int, wanted: int | None) -> int:
         if wanted not in (None, beams):
-            name = type(self).__name__
-            raise ValueError(
-                f"beam_width: got {wanted} with {name}, expected {beams}: "
-                "it drafts one chain for each beam"
-            )
+            got, expected = f"{wanted} with {type(self).__name__}", f"{beams}: it drafts one chain"
+            raise ValueError(f"beam_width: got {got}, expected {expected} for each beam")
         return beams
 
     def init_beams(

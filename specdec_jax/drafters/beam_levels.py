@@ -22,7 +22,7 @@ def draft_levels(
 ) -> tuple[Any, BeamTree]:
     """Adds γ levels of the u nodes with the greatest sums of log-probabilities to the tree.
 
-    The sums begin with the target's own sums of the live beams; the drafted tokens add their
+    The sums begin with the target's own sums of the active beams; the drafted tokens add their
     log-probabilities under `network`. A token that ends a sequence is never a node, since nothing
     follows it.
 
@@ -31,30 +31,25 @@ def draft_levels(
       widened: a function that brings its logits to the width of the target's vocabulary.
       cache: its cache, from `Network.node_cache`, with the same slots as the target's.
       state: the search.
-      tree: the live beams' last tokens.
+      tree: the active beams' last tokens.
 
     Returns:
       The cache, which has all nodes but those of the last level, and the tree. If the search takes
-      nodes of the last level, the next call feeds them, before the live beams that follow them.
+      nodes of the last level, the next call feeds them, before the active beams that follow them.
     """
-    config, beams = state.config, state.config.beams
-    fed = _with_parents(state, tree)
-    states, cache = network.decode_nodes(fed.tokens, fed.nodes, cache, _live(state, fed))
-    states, width = states[:, beams:], beams
-    dists = None
+    config, sums, width = state.config, state.live.scores, state.config.beams
+    fed, valid = _with_parents(state, tree), ~state.done[:, None]
+    ends = jnp.any(jnp.arange(config.vocab_size) == state.eos_ids[..., None], axis=1)
     for level in range(config.gamma):
         if level:
             fed, width = tree.last(config.width), config.width
-            states, cache = network.decode_nodes(fed.tokens, fed.nodes, cache, _live(state, fed))
-        logits = widened(
-            network.head(states, jnp.broadcast_to(~state.done[:, None], states.shape[:2]))
-        )
+        every = jnp.broadcast_to(valid, fed.tokens.shape)
+        states, cache = network.decode_nodes(fed.tokens, fed.nodes, cache, every)
+        states = states[:, -width:]
+        logits = widened(network.head(states, jnp.broadcast_to(valid, states.shape[:2])))
         own, adjusted = scored(state, logits, tree.last(width))
-        own = own if adjusted is None else adjusted
-        sums = state.live.scores if dists is None else dists
-        ends = jnp.any(jnp.arange(config.vocab_size) == state.eos_ids[..., None], axis=1)
-        totals = jnp.where(ends[:, None], -jnp.inf, own + sums[..., None])
-        dists, parents, tokens = _best(totals, config.width)
+        totals = (own if adjusted is None else adjusted) + sums[..., None]
+        sums, parents, tokens = _best(jnp.where(ends[:, None], -jnp.inf, totals), config.width)
         tree = tree.grow(parents + tree.tokens.shape[1] - width, tokens)
     return cache, tree
 
@@ -68,23 +63,16 @@ def _best(totals: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Arra
     each = min(count, vocab)
     values, tokens = jax.lax.top_k(totals, each)
     values, which = jax.lax.top_k(values.reshape(batch, -1), count)
-    return (
-        values,
-        (which // each).astype(jnp.int32),
-        pick(tokens.reshape(batch, -1), which).astype(jnp.int32),
-    )
-
-
-def _live(state: BeamState, tree: BeamTree) -> jax.Array:
-    return jnp.broadcast_to(~state.done[:, None], tree.tokens.shape)
+    tokens = pick(tokens.reshape(batch, -1), which)
+    return values, (which // each).astype(jnp.int32), tokens.astype(jnp.int32)
 
 
 def _with_parents(state: BeamState, tree: BeamTree) -> BeamTree:
-    """Returns the live beams' last tokens and, before them, the tokens in the K slots before.
+    """Returns the active beams' last tokens and, before them, the tokens in the K slots before.
 
     If all of a draft was accepted, those K tokens were nodes of its last level, which have never
     been fed; else they are fed again, which writes the same keys and values. A slot of which no
-    live beam is a continuation is never read again; any token may be written there, and the one
+    active beam is a continuation is never read again; any token may be written there, and the one
     before the first beam's last is.
     """
     beams = state.config.beams
@@ -95,14 +83,8 @@ def _with_parents(state: BeamState, tree: BeamTree) -> BeamTree:
     child = jnp.argmax(own[:, None] == slots[..., None], axis=2)
     tokens = pick(jnp.take_along_axis(state.live.tokens, at, axis=2)[..., 0], child)
 
-    def add(old: jax.Array, new: jax.Array):
-        return jnp.concatenate([old, new], axis=1)
-
-    nodes = Nodes(
-        state.starts - beams,
-        add(jnp.broadcast_to(before, slots.shape), tree.nodes.positions),
-        add(pick(state.paths, child), tree.nodes.paths),
-    )
-    return BeamTree(
-        add(tokens, tree.tokens), add(jnp.full_like(tokens, -1), tree.parents), nodes, None
-    )
+    positions = jnp.broadcast_to(before, slots.shape)
+    first = tokens, jnp.full_like(tokens, -1), positions, pick(state.paths, child)
+    then = tree.tokens, tree.parents, tree.nodes.positions, tree.nodes.paths
+    tokens, parents, positions, paths = (jnp.concatenate(both, axis=1) for both in zip(first, then))
+    return BeamTree(tokens, parents, Nodes(state.starts - beams, positions, paths), None)

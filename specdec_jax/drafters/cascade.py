@@ -1,33 +1,100 @@
 """Drafters made of drafters (cascade speculative drafting, Chen et al. 2023, arXiv 2312.11462)."""
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specdec_jax.drafters.drafting import empty_distribution, keys_apart
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
-from specdec_jax.drafters.pair import DrafterPair, PairState
 from specdec_jax.models import arguments
+from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.distributions import Categorical, PointMass
-from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.iteration import verify
-from specdec_jax.speculative.state import DecodeState, Draft
-from specdec_jax.speculative.tree_drafter import drafts_chains
+from specdec_jax.speculative.drafter import Drafter, drafts_chains
+from specdec_jax.speculative.iteration import verify, write
+from specdec_jax.speculative.state import DecodeState, Draft, Scored
 from specdec_jax.speculative.verifiers import VERIFIERS
+
+
+class PairState(NamedTuple):
+    """The states of the two drafters of a `DrafterPair`."""
+
+    first: Any
+    second: Any
+
+
+def _any_part(name: str) -> Any:
+    """Returns a property: whether the attribute `name` is true of either part."""
+    return property(lambda self: any(getattr(part, name) for part in self.parts))
+
+
+class DrafterPair(Drafter):
+    """Two drafters as one."""
+
+    parts: tuple[Any, Any]
+    number: int = 0  # a static setting
+    reads_encoder: ClassVar[Any] = _any_part("reads_encoder")
+    observes: ClassVar[Any] = _any_part("observes")
+    needs_target_state: ClassVar[Any] = _any_part("needs_target_state")
+
+    def tree_flatten(self):
+        return self.parts, self.number
+
+    @classmethod
+    def tree_unflatten(cls, number: int, parts: Any):
+        pair = object.__new__(cls)
+        pair.parts, pair.number = tuple(parts), number
+        return pair
+
+    @property
+    def models(self) -> tuple[LanguageModel, ...]:
+        return tuple(model for part in self.parts for model in part.models)
+
+    def identity(self) -> tuple[list[Any], Any]:
+        return [self.number, *(part.contents for part in self.parts)], None
+
+    def check(self, target: LanguageModel) -> None:
+        for part in self.parts:
+            part.check(target)
+
+    def init(self, *given: Any, **encoded: jax.Array) -> PairState:  # type: ignore[override]
+        return self.begin("init", *given, **encoded)
+
+    def begin(self, method: str, *given: Any, **encoded: jax.Array) -> PairState:
+        """Returns the states of both drafters, made by their method `init` or `init_tree`."""
+        return PairState(
+            *(
+                getattr(part, method)(*given, **encoded if part.reads_encoder else {})
+                for part in self.parts
+            )
+        )
+
+    def rewind(self, draft_state: PairState, lengths: jax.Array) -> PairState:
+        """Forgets what either drafter has cached past `lengths`.
+
+        A drafter whose part begins past the committed tokens cannot see that they were rejected: it
+        gets what was drafted before its part as if it were committed, and would take what its last
+        draft put there for cached.
+        """
+        states = zip(self.parts, draft_state)
+        return PairState(*(part.rewind(state, lengths) for part, state in states))
+
+    def observe(self, draft_state: PairState, state: DecodeState, scored: Scored) -> PairState:
+        """Passes what the target made of the draft on to those drafters that learn from it."""
+        states = zip(self.parts, draft_state)
+        return PairState(*(part.observe(own, state, scored) for part, own in states))
 
 
 @jax.tree_util.register_pytree_node_class
 class HorizontalCascade(DrafterPair):
     """One drafter for the first positions of a draft and another, cheaper one for later ones.
 
-    Later positions count for less.
-
-    The second also takes over where the first has nothing more to propose: with a copying drafter
-    before a model, the copy goes as far as it can and the model drafts the rest. Each position has
-    the distribution of the drafter that it comes from; a point mass beside a distribution becomes a
-    one-hot distribution.
+    Later positions count for less. The second also takes over where the first has nothing more to
+    propose: with a copying drafter before a model, the copy goes as far as it can and the model
+    drafts the rest. Each position has the distribution of the drafter that it comes from; a point
+    mass beside a distribution becomes a one-hot distribution.
     """
 
     def __init__(self, first: Drafter, then: Drafter, switch: int):
@@ -66,31 +133,25 @@ class HorizontalCascade(DrafterPair):
         ended = (count > 0) & jnp.any(end == state.eos_ids, axis=1)
         behind = dataclasses.replace(
             state,
-            tokens=_written(state.tokens, head.tokens, state.lengths, count),
+            tokens=write(state.tokens, head.tokens, state.lengths, count),
             lengths=state.lengths + count,
             keys=keys_apart(state),
         )
-        other, tail = then.draft(
-            draft_state.second, behind, jnp.where(ended, 0, num_wanted - count)
-        )
+        left = jnp.where(ended, 0, num_wanted - count)
+        other, tail = then.draft(draft_state.second, behind, left)
 
-        def joined(buffer: jax.Array, of_head: jax.Array, of_tail: jax.Array):
-            return _written(
-                _written(buffer, of_head, count * 0, count), of_tail, count, tail.num_drafted
-            )
+        def join(buffer: jax.Array, of_head: jax.Array, of_tail: jax.Array):
+            buffer = write(buffer, of_head, count * 0, count)
+            return write(buffer, of_tail, count, tail.num_drafted)
 
-        tokens = joined(jnp.zeros_like(tail.tokens), head.tokens, tail.tokens)
-        dist: Categorical | PointMass | None = None
-        if (
-            config.needs_draft_probs
-            and isinstance(head.dist, PointMass)
-            and isinstance(tail.dist, PointMass)
-        ):
+        tokens = join(jnp.zeros_like(tail.tokens), head.tokens, tail.tokens)
+        dist: Categorical | PointMass | None = empty_distribution(state)
+        dists = head.dist, tail.dist
+        if dist is not None and all(isinstance(one, PointMass) for one in dists):
             dist = PointMass(tokens, config.vocab_size)
-        elif (empty := empty_distribution(state)) is not None:
-            dist = Categorical(
-                *map(joined, empty, _as_distribution(head.dist), _as_distribution(tail.dist))
-            )
+        elif dist is not None:
+            dists = (one.dist() if isinstance(one, PointMass) else one for one in dists)
+            dist = Categorical(*map(join, dist, *dists))
         calls = head.calls + tail.calls
         draft = Draft(tokens, count + tail.num_drafted, dist, calls, target_cache=head.target_cache)
         return PairState(own, other), draft
@@ -141,15 +202,12 @@ class VerticalCascade(DrafterPair):
           ValueError: another kind of argument.
         """
         if not isinstance(model_drafter, Drafter) or model_drafter.second_model is None:
-            raise ValueError(
-                f"model_drafter: got {type(model_drafter).__name__}, expected a ModelDrafter"
-            )
+            got = type(model_drafter).__name__
+            raise ValueError(f"model_drafter: got {got}, expected a ModelDrafter")
         _check_drafters(inner=inner)
         _check_behind("inner", inner)
-        self.parts, self.number = (
-            (model_drafter, inner),
-            arguments.check_integer("inner_gamma", inner_gamma, 1),
-        )
+        self.parts = model_drafter, inner
+        self.number = arguments.check_integer("inner_gamma", inner_gamma, 1)
 
     @property
     def name(self) -> str:
@@ -162,7 +220,7 @@ class VerticalCascade(DrafterPair):
         """Drafts with a loop of model calls over a fixed number of positions.
 
         A call begins at the first token that the model's cache lacks. After the target has accepted
-        a whole draft that is one more than the last token; the call then has room for one proposal
+        a whole draft that is one more than the last token; the call then takes one proposal
         less, and no step is needed to catch up.
         """
         (model_drafter, inner), config = self.parts, state.config
@@ -177,52 +235,36 @@ class VerticalCascade(DrafterPair):
         offsets, network = jnp.arange(width + 1), model_drafter.network
 
         def body(loop: _Loop) -> _Loop:
-            left, (cache, cached) = (
-                loop.wanted - loop.drafted,
-                (loop.model.cache, loop.model.cached),
-            )
-            view = dataclasses.replace(
-                inside, tokens=loop.tokens, lengths=state.lengths + loop.drafted
-            )
-            lag = view.lengths - 1 - cached
+            left, cache, cached = loop.wanted - loop.drafted, loop.model.cache, loop.model.cached
+            lengths = state.lengths + loop.drafted
+            view = dataclasses.replace(inside, tokens=loop.tokens, lengths=lengths)
+            lag = lengths - 1 - cached
             num_proposed = jnp.maximum(jnp.minimum(width - lag, left - 1), 0)
             inner_state, guess = inner.draft(loop.inner, view, num_proposed)
 
-            proposed = _written(loop.tokens, guess.tokens, view.lengths, guess.num_drafted)
+            proposed = write(loop.tokens, guess.tokens, lengths, guess.num_drafted)
             places = jnp.minimum(cached[:, None] + offsets, proposed.shape[1] - 1)
-            logits, cache = network.decode(
-                jnp.take_along_axis(proposed, places, axis=1), cached, cache
-            )
+            fed = jnp.take_along_axis(proposed, places, axis=1)
+            logits, cache = network.decode(fed, cached, cache)
+            logits = model_drafter.widened(logits, config.vocab_size)
             scored = jnp.minimum(lag[:, None] + offsets, width)[..., None]
-            logits = jnp.take_along_axis(
-                model_drafter.widened(logits, config.vocab_size), scored, axis=1
-            )
-            verified, dist = verify(view, guess, logits)
+            verified, dist = verify(view, guess, jnp.take_along_axis(logits, scored, axis=1))
 
             at_end = offsets == verified.num_accepted[:, None]
-            new = jnp.where(
-                at_end, verified.next_token[:, None], jnp.pad(guess.tokens, ((0, 0), (0, 1)))
-            )
+            new = jnp.pad(guess.tokens, ((0, 0), (0, 1)))
+            new = jnp.where(at_end, verified.next_token[:, None], new)
             is_eos = jnp.any(new[:, :, None] == state.eos_ids[:, None, :], axis=-1)
             first_eos = jnp.min(jnp.where(is_eos, offsets, width + 1), axis=1)
             num_new = jnp.minimum(verified.num_accepted, first_eos) + 1
-            num_new = jnp.where(
-                (left > 0) & (lag <= width), num_new, 0
-            )  # a row that lags by more only catches up
-
-            drafted = loop.drafted + num_new
-
-            def place(buffer: jax.Array, values: jax.Array):
-                return _written(buffer, values, loop.drafted, num_new)
-
+            # A row that lags by more only catches up.
+            num_new = jnp.where((left > 0) & (lag <= width), num_new, 0)
+            drafted, now = loop.drafted + num_new, jnp.minimum(lag + num_new, width + 1)
+            place = functools.partial(write, starts=loop.drafted, counts=num_new)
             return _Loop(
-                tokens=_written(loop.tokens, new, view.lengths, num_new),
+                tokens=write(loop.tokens, new, lengths, num_new),
                 drafted=drafted,
                 wanted=jnp.where(first_eos < num_new, drafted, loop.wanted),
-                model=ModelDraftState(
-                    cache,
-                    jnp.where(left > 0, cached + jnp.minimum(lag + num_new, width + 1), cached),
-                ),
+                model=ModelDraftState(cache, jnp.where(left > 0, cached + now, cached)),
                 inner=inner_state,
                 dist=loop.dist and dist and Categorical(*map(place, loop.dist, dist)),
                 calls=loop.calls + jnp.where(left > 0, guess.calls + 1, 0),
@@ -231,28 +273,10 @@ class VerticalCascade(DrafterPair):
         none, draft_state = jnp.zeros_like(state.lengths), self.rewind(draft_state, state.lengths)
         loop = _Loop(state.tokens, none, num_wanted, *draft_state, empty_distribution(state), none)
         loop = jax.lax.while_loop(lambda loop: jnp.any(loop.drafted < loop.wanted), body, loop)
-        places = jnp.minimum(
-            state.lengths[:, None] + jnp.arange(config.gamma), state.tokens.shape[1] - 1
-        )
+        places = state.lengths[:, None] + jnp.arange(config.gamma)
+        places = jnp.minimum(places, state.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(loop.tokens, places, axis=1)
         return PairState(loop.model, loop.inner), Draft(tokens, loop.drafted, loop.dist, loop.calls)
-
-
-def _written(
-    buffer: jax.Array, values: jax.Array, starts: jax.Array, counts: jax.Array
-) -> jax.Array:
-    """Returns `buffer [B, N, …]` with `counts [B]` of `values [B, T, …]` from `starts [B]` on."""
-    offsets = jnp.arange(buffer.shape[1]) - starts[:, None]
-
-    def wide(x: jax.Array):
-        return x.reshape(*x.shape, *[1] * (buffer.ndim - 2))
-
-    spread = jnp.take_along_axis(values, wide(jnp.clip(offsets, 0, values.shape[1] - 1)), axis=1)
-    return jnp.where(wide((offsets >= 0) & (offsets < counts[:, None])), spread, buffer)
-
-
-def _as_distribution(dist: Categorical | PointMass) -> Categorical:
-    return dist.dist() if isinstance(dist, PointMass) else dist
 
 
 def _check_drafters(**drafters) -> None:
@@ -267,8 +291,5 @@ def _check_behind(name: str, drafter: Drafter) -> None:
     They do not hold the tokens drafted before it.
     """
     if drafter.needs_target_state:
-        got = type(drafter).__name__
-        raise ValueError(
-            f"{name}: got {got}, expected a drafter that needs nothing of the target's cache or "
-            "states"
-        )
+        expected = "a drafter that needs nothing of the target's cache or states"
+        raise ValueError(f"{name}: got {type(drafter).__name__}, expected {expected}")

@@ -3,19 +3,37 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical, PointMass
-from specdec_jax.speculative.policy_inputs import DraftSignals
-from specdec_jax.speculative.state import AnyRows, DecodeState, Draft, context
+from specdec_jax.speculative.policy import DraftSignals
+from specdec_jax.speculative.state import AnyRows, DecodeState, Draft, context, empty_signals
 
+Step = jax.Array | int
 # Folded into a request's key: a number that no committed length reaches and that nothing else folds
 # in.
 _APART = 2**31 - 2
+
+
+class Recorded(NamedTuple):
+    """What is kept of a draft's distributions.
+
+    Attributes:
+      dist: the distributions that its tokens were drawn from; None if no verifier reads them.
+      signals: what the policy of γ reads of them; None if it reads nothing.
+    """
+
+    dist: Categorical | None
+    signals: DraftSignals | None
+
+    @classmethod
+    def empty(cls, state: AnyRows) -> "Recorded":
+        """Returns empty buffers."""
+        return cls(empty_distribution(state), empty_signals(state.policy, len(state.lengths)))
 
 
 def keys_apart(state: DecodeState) -> jax.Array:
@@ -27,11 +45,37 @@ def keys_apart(state: DecodeState) -> jax.Array:
     """
     if state.config.verifier.coupled:
         return state.keys
+    fold = jax.vmap(jax.random.fold_in)
+    return fold(fold(state.keys, jnp.full_like(state.lengths, _APART)), state.lengths)
 
-    def fold(key: jax.Array, length: jax.Array):
-        return jax.random.fold_in(jax.random.fold_in(key, _APART), length)
 
-    return jax.vmap(fold)(state.keys, state.lengths)
+def draft_from_logits(
+    state: AnyRows, num_wanted: jax.Array, logits_of: Callable, carry: Any = ()
+) -> tuple[Draft, Any]:
+    """Drafts tokens that are drawn from a drafter's logits, one after another.
+
+    The logits pass through the same processors, temperature and filters as the target's.
+
+    Args:
+      state: the committed tokens and what goes with them.
+      num_wanted: `[B]`, the most tokens to draft.
+      logits_of: (step, tokens `[B, S]` with what was drafted so far, carry) -> (logits `[B, 1, W]`
+        of the next token, carry), for step = 0, 1 …; see `match_width` for W.
+      carry: what `logits_of` keeps from step to step.
+
+    Returns:
+      The draft, one of whose `calls` gave each token, and the last carry.
+    """
+
+    def choose(step: Step, tokens: jax.Array, carry: tuple):
+        logits, own = logits_of(step, tokens, carry[1])
+        token, recorded = draw_adjusted(state, logits, tokens, step, carry[0])
+        return token, (recorded, own)
+
+    tokens, num_drafted, (recorded, carry) = draft_tokens(
+        state, num_wanted, choose, (Recorded.empty(state), carry), signals_of=lambda c: c[0].signals
+    )
+    return Draft(tokens, num_drafted, recorded.dist, num_drafted, recorded.signals), carry
 
 
 def draft_tokens(
@@ -39,9 +83,9 @@ def draft_tokens(
     num_wanted: jax.Array,
     choose: Callable,
     carry: Any,
-    lag: jax.Array | int = 0,
+    lag: Step = 0,
     catch_up: Callable | None = None,
-    seen: Callable[[Any], DraftSignals | None] = lambda carry: None,
+    signals_of: Callable[[Any], DraftSignals | None] = lambda carry: None,
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Drafts one token after another; a model that lags first catches up, two positions a call.
 
@@ -49,8 +93,7 @@ def draft_tokens(
     the draft. That token stays in the draft, because dropping it would bias the distribution.
 
     Args:
-      state: the committed tokens and what goes with them.
-      num_wanted: `[B]`, the most tokens to draft.
+      state, num_wanted: as for `draft_from_logits`.
       choose: (step, tokens `[B, S]` with what was drafted so far, carry) -> (token `[B]`, carry),
         for step = 0, 1 …
       carry: what `choose` keeps from step to step.
@@ -58,26 +101,25 @@ def draft_tokens(
       catch_up: like `choose`, but also feeds the token before this step's; called for step = 1 −
         lag, 3 − lag … up to 0 or −1. What it chooses for a step below 0 is thrown away. Not needed
         if nothing lags.
-      seen: takes a carry and returns what the policy of γ has read from the distributions so far.
+      signals_of: takes a carry and returns what the policy of γ reads of the distributions so far.
 
     Returns:
       The drafted tokens `[B, G]`, how many of them count `[B]`, and the last carry.
     """
-
-    def more(loop: tuple):
-        step, _, num_drafted, _ = loop
-        return jnp.any(step < num_drafted)
-
-    take = functools.partial(_take, state, seen)
+    take = functools.partial(_take, state, signals_of)
     loop = -jnp.asarray(lag, jnp.int32), state.tokens, num_wanted, carry
     if catch_up is not None:
         # It mostly runs once or never, but is a loop: the branches of a `lax.cond` would copy the
         # caches.
-        def pair(loop: tuple):
-            return take(catch_up, (loop[0] + 1, *loop[1:]))
-
-        loop = jax.lax.while_loop(lambda loop: loop[0] < 0, pair, loop)
-    return _drafted(state, jax.lax.while_loop(more, functools.partial(take, choose), loop))
+        loop = jax.lax.while_loop(
+            lambda loop: loop[0] < 0, lambda loop: take(catch_up, (loop[0] + 1, *loop[1:])), loop
+        )
+    return _drafted(
+        state,
+        jax.lax.while_loop(
+            lambda loop: jnp.any(loop[0] < loop[2]), functools.partial(take, choose), loop
+        ),
+    )
 
 
 def draft_in_pairs(
@@ -90,33 +132,28 @@ def draft_in_pairs(
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Does what `draft_tokens` does, where a call over two positions costs as much as over one.
 
-    That is so on an accelerator. Every step feeds the token before it once more.
-
-    So a lag of one token costs no step of its own. There are G steps whether or not a row drafts so
-    many, since a GPU's host waits before every step of a loop whose number of steps is not known.
+    That is so on an accelerator. Every step feeds the token before it once more, so that a lag of
+    one token costs no step of its own. There are G steps whether or not a row drafts so many, since
+    a GPU's host waits before every step of a loop whose number of steps is not known.
 
     Args:
-      state, num_wanted, carry: as for `draft_tokens`.
+      state, num_wanted, carry, lag: as for `draft_tokens`.
       choose: as for `draft_tokens`; it also feeds the token before this step's.
-      lag: scalar, how many tokens before the last committed one must be fed first.
       feed: (step, carry) -> carry; feeds this step's token and the one before it. Called for step =
         1 − lag, 3 − lag … below 0.
     """
     first = jnp.minimum(1 - jnp.asarray(lag, jnp.int32), 0)
-
-    def pair(loop: tuple):
-        return (loop[0] + 2, feed(*loop))
-
-    _, carry = jax.lax.while_loop(lambda loop: loop[0] < 0, pair, (first, carry))
-
-    def step(_: Any, loop: tuple):
-        return _take(state, lambda carry: None, choose, loop)
-
+    _, carry = jax.lax.while_loop(
+        lambda loop: loop[0] < 0, lambda loop: (loop[0] + 2, feed(*loop)), (first, carry)
+    )
+    take = functools.partial(_take, state, lambda carry: None, choose)
     loop = jnp.int32(0), state.tokens, num_wanted, carry
-    return _drafted(state, jax.lax.fori_loop(0, state.config.gamma, step, loop))
+    return _drafted(
+        state, jax.lax.fori_loop(0, state.config.gamma, lambda _, loop: take(loop), loop)
+    )
 
 
-def _take(state: AnyRows, seen: Callable, choose: Callable, loop: tuple) -> tuple:
+def _take(state: AnyRows, signals_of: Callable, choose: Callable, loop: tuple) -> tuple:
     """Runs one step of the loop over a draft: step, tokens, number of tokens drafted, and carry."""
     step, tokens, num_drafted, carry = loop
     token, carry = choose(step, tokens, carry)
@@ -125,9 +162,9 @@ def _take(state: AnyRows, seen: Callable, choose: Callable, loop: tuple) -> tupl
     tokens = jnp.where(written, token[:, None], tokens)
     is_eos = jnp.any(token[:, None] == state.eos_ids, axis=1)
     most = jnp.where(is_eos, step + 1, num_drafted)
-    if seen(carry) is not None:
+    if signals_of(carry) is not None:
         assert state.policy is not None, "only a policy reads the distributions of a draft"
-        limit = state.policy.limit(state.policy_state, jnp.maximum(step, 0), seen(carry))
+        limit = state.policy.limit(state.policy_state, jnp.maximum(step, 0), signals_of(carry))
         most = jnp.minimum(most, jnp.maximum(limit, step + 1))
     return step + 1, tokens, jnp.where(drawing, most, num_drafted), carry
 
@@ -135,48 +172,47 @@ def _take(state: AnyRows, seen: Callable, choose: Callable, loop: tuple) -> tupl
 def _drafted(state: AnyRows, loop: tuple) -> tuple[jax.Array, jax.Array, Any]:
     """Returns the drafted tokens `[B, G]`, how many count `[B]`, and the carry of a loop."""
     _, tokens, num_drafted, carry = loop
-    places = jnp.minimum(
-        state.lengths[:, None] + jnp.arange(state.config.gamma), tokens.shape[1] - 1
-    )
+    places = state.lengths[:, None] + jnp.arange(state.config.gamma)
+    places = jnp.minimum(places, tokens.shape[1] - 1)
     return jnp.take_along_axis(tokens, places, axis=1), num_drafted, carry
 
 
 def empty_distribution(state: AnyRows) -> Categorical | None:
     """Returns an empty buffer for a draft's distribution, None if no verifier will look at it."""
-    config = state.config
-    if not config.needs_draft_probs:
+    if not state.config.needs_draft_probs:
         return None
-    shape = (len(state.lengths), config.gamma)
-    return Categorical(
-        jnp.zeros((*shape, config.vocab_size), jnp.float32), jnp.zeros(shape, jnp.float32)
-    )
+    shape = len(state.lengths), state.config.gamma
+    logits = jnp.zeros((*shape, state.config.vocab_size), jnp.float32)
+    return Categorical(logits, jnp.zeros(shape, jnp.float32))
 
 
 def draw_adjusted(
-    state: AnyRows,
-    logits: jax.Array,
-    tokens: jax.Array,
-    step: jax.Array | int,
-    dist: Categorical | None,
-) -> tuple[jax.Array, Categorical | None]:
-    """Returns a token `[B]`, drawn from `logits [B, 1, V]` after processors, and `dist`.
+    state: AnyRows, logits: jax.Array, tokens: jax.Array, step: Step, recorded: Recorded
+) -> tuple[jax.Array, Recorded]:
+    """Returns a token `[B]` drawn from `logits [B, 1, V]`, and the record with its distribution.
 
-    At temperature 0 it is their argmax.
-
-    `dist` then holds, at position `step`, the distribution that the token was drawn from. `tokens
-    [B, S]` holds what was drafted before.
+    The logits are adjusted first; at temperature 0 the token is their argmax. `tokens [B, S]` holds
+    what was drafted before.
     """
     config, prefixes = state.config, context(state, tokens, jnp.maximum(step, 0))
+    adjusted = prefixes, state.sampling, config.mode
     if config.mode.greedy:
-        return distributions.argmax(
-            distributions.process(logits, prefixes, state.sampling, config.mode)
-        )[:, 0], dist
-    here = distributions.standardize(logits, prefixes, state.sampling, config.mode)
-    return draw(state, here, step, dist)  # type: ignore[arg-type]
+        token = distributions.argmax(distributions.process(logits, *adjusted))[:, 0]
+        dist = recorded.dist
+    else:
+        here = distributions.standardize(logits, *adjusted)
+        token, dist = draw(state, here, step, recorded.dist)  # type: ignore[arg-type]
+    if recorded.signals is None:
+        return token, Recorded(dist, None)
+    soft = distributions.standardize(logits, *adjusted, soften=True)
+    entropy = soft.entropy()
+    evenness = entropy / max(math.log(logits.shape[-1]), 1e-9)
+    signals = DraftSignals(soft.prob(token[:, None]), entropy, evenness)
+    return token, Recorded(dist, _record(recorded.signals, signals, step))
 
 
 def draw(
-    state: DecodeState, here: Categorical, step: jax.Array | int, dist: Categorical | None
+    state: DecodeState, here: Categorical, step: Step, dist: Categorical | None
 ) -> tuple[jax.Array, Categorical | None]:
     """Returns one token `[B]` drawn from `here` over `[B, 1, V]`, and `dist` with `here` at `step`.
 
@@ -189,58 +225,28 @@ def draw(
     offsets = jnp.broadcast_to(step, state.lengths[:, None].shape)
     random = randomness.random_bits(state.keys, state.lengths, offsets, randomness.DRAFT)[:, 0]
     drawn = randomness.draw(here.probs()[:, 0], random)
-    if dist is not None:
-        # While catching up position 0 is written, which step 0 then overwrites.
-        def write(buffer: jax.Array, new: jax.Array):
-            return jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
-
-        dist = Categorical(*map(write, dist, here))
-    return drawn, dist
+    return drawn, None if dist is None else _record(dist, here, step)
 
 
-def record_signals(
-    state: AnyRows,
-    logits: jax.Array,
-    tokens: jax.Array,
-    step: jax.Array | int,
-    token: jax.Array,
-    seen: DraftSignals | None,
-) -> DraftSignals | None:
-    """Returns `seen` with what the policy reads of the distribution of `token [B]`.
+def _record(buffers: Any, new: Any, step: Step) -> Any:
+    """Returns a tuple of buffers `[B, G, …]` with `new`, of `[B, 1, …]`, at position `step`.
 
-    The other arguments are those of `draw_adjusted`.
+    While catching up position 0 is written, which step 0 then overwrites.
     """
-    if seen is None:
-        return None
-    prefixes = context(state, tokens, jnp.maximum(step, 0))
-    dist = distributions.standardize(
-        logits, prefixes, state.sampling, state.config.mode, soften=True
-    )
-    entropy = dist.entropy()
-    here = DraftSignals(
-        dist.prob(token[:, None]), entropy, entropy / max(math.log(logits.shape[-1]), 1e-9)
-    )
-
-    # While catching up position 0 is written, which step 0 then overwrites.
-    def write(buffer: jax.Array, new: jax.Array):
-        return jax.lax.dynamic_update_slice_in_dim(buffer, new, jnp.maximum(step, 0), axis=1)
-
-    return DraftSignals(*map(write, seen, here))
+    place = jnp.maximum(step, 0)
+    write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=place, axis=1)
+    return type(buffers)(*map(write, buffers, new))
 
 
 def match_width(logits: jax.Array, vocab_size: int) -> jax.Array:
     """Returns `logits [..., W]` as `[..., vocab_size]`.
 
-    Ids that the drafter lacks get probability 0; ids that the target lacks are cut off.
-
-    The cut comes before any adjustment, so that the distribution is the one that is drawn from.
+    Ids that the drafter lacks get probability 0; ids that the target lacks are cut off. The cut
+    comes before any adjustment, so that the distribution is the one that is drawn from.
     """
-    missing = vocab_size - logits.shape[-1]
-    if missing > 0:
-        return jnp.pad(
-            logits, ((0, 0),) * (logits.ndim - 1) + ((0, missing),), constant_values=-jnp.inf
-        )
-    return logits[..., :vocab_size]
+    missing = max(vocab_size - logits.shape[-1], 0)
+    widths = ((0, 0),) * (logits.ndim - 1) + ((0, missing),)
+    return jnp.pad(logits[..., :vocab_size], widths, constant_values=-jnp.inf)
 
 
 def point_mass(state: AnyRows, tokens: jax.Array) -> PointMass | None:

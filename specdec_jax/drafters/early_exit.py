@@ -1,5 +1,6 @@
 """Early exit: the first decoder layers of the target as drafter, on the target's own cache."""
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -9,21 +10,15 @@ import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.tree_positions import AnyNodes
-from specdec_jax.drafters.drafting import (
-    draft_tokens,
-    draw_adjusted,
-    empty_distribution,
-    match_width,
-    record_signals,
-)
+from specdec_jax.drafters.drafting import Step, draft_from_logits, match_width
 from specdec_jax.drafters.tree_levels import draft_with_model
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.family import check_uses_backend
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_weight
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
-from specdec_jax.speculative.tree_drafter import TreeDrafter
+from specdec_jax.speculative.drafter import TreeDrafter
+from specdec_jax.speculative.state import DecodeState, Draft
 
 
 @flax.struct.dataclass
@@ -166,45 +161,24 @@ class EarlyExitDrafter(TreeDrafter):
     def check(self, target: LanguageModel) -> None:
         check_own(self.model, target, "an early exit")
 
-    def init(
-        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
-    ) -> tuple:
-        return ()
-
     def draft(
         self, draft_state: tuple, state: DecodeState, num_wanted: jax.Array
     ) -> tuple[tuple, Draft]:
-        last, vocab_size = state.lengths - 1, state.config.vocab_size
-
-        def choose(step: jax.Array | int, tokens: jax.Array, carry: Any):
-            cache, dist, seen = carry
-            position = last + step
+        def logits_of(step: Step, tokens: jax.Array, cache: Any):
+            position = state.lengths - 1 + step
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
             logits, cache = self.network.decode(fed, position, cache, (step < num_wanted)[:, None])
-            logits = match_width(logits, vocab_size)
-            drawn, dist = draw_adjusted(state, logits, tokens, step, dist)
-            return drawn, (cache, dist, record_signals(state, logits, tokens, step, drawn, seen))
+            return match_width(logits, state.config.vocab_size), cache
 
-        carry = (
-            state.target_cache,
-            empty_distribution(state),
-            empty_signals(state.policy, len(last)),
-        )
-        tokens, num_drafted, (cache, dist, seen) = draft_tokens(
-            state, num_wanted, choose, carry, seen=lambda carry: carry[2]
-        )
+        draft, cache = draft_from_logits(state, num_wanted, logits_of, state.target_cache)
         # The written cache is handed on, though the target overwrites it: to keep the old one means
         # to copy it.
-        return (), Draft(
-            tokens, num_drafted, dist, calls=num_drafted, seen=seen, target_cache=cache
-        )
+        return (), draft._replace(target_cache=cache)
 
     def draft_tree(
         self, draft_state: Any, state: DecodeState, num_wanted: jax.Array, max_depth: jax.Array
     ):
-        def widened(logits: jax.Array):
-            return match_width(logits, state.config.vocab_size)
-
+        widened = functools.partial(match_width, vocab_size=state.config.vocab_size)
         cache, draft = draft_with_model(
             self.network, widened, state.target_cache, state, num_wanted, max_depth, lag=1
         )

@@ -16,16 +16,14 @@ import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import native_format, stored_tensor
-from specdec_jax.drafters.drafting import draft_tokens, draw_adjusted, empty_distribution
+from specdec_jax.drafters.drafting import Step, draft_from_logits
 from specdec_jax.drafters.tree_levels import Level, draft_tree
 from specdec_jax.models import arguments, heads, parameters
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.drafter import Drafter, TreeDrafter
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
-from specdec_jax.speculative.tree_drafter import TreeDrafter
 
 
 @flax.struct.dataclass
@@ -45,14 +43,12 @@ class HeadsState:
 class HeadsDrafter(TreeDrafter):
     """A drafter with N heads on the state of the target that predicted the last committed token.
 
-    Head i predicts the i-th token after it.
-
-    A head does not see the tokens in between, so its distribution is the same whatever the heads
-    before it drew. The distribution passes through the target's processors, temperature and filters
-    before the token is drawn. One call of the heads serves a whole draft of at most N tokens. The
-    first iteration of a request drafts nothing, since there is no state before the first call of
-    the target. In a tree all nodes of depth i have the distribution of head i; nodes deeper than N
-    are not drafted.
+    Head i predicts the i-th token after it. A head does not see the tokens in between, so its
+    distribution is the same whatever the heads before it drew. The distribution passes through the
+    target's processors, temperature and filters before the token is drawn. One call of the heads
+    serves a whole draft of at most N tokens. The first iteration of a request drafts nothing, since
+    there is no state before the first call of the target. In a tree all nodes of depth i have the
+    distribution of head i; nodes deeper than N are not drafted.
 
     Attributes:
       network: the heads, and the target's own head if they share it.
@@ -60,7 +56,7 @@ class HeadsDrafter(TreeDrafter):
     """
 
     needs_target_state: ClassVar[bool] = True
-    observes: ClassVar[bool] = True
+
     network: HeadsNetwork
     fingerprint: str = flax.struct.field(pytree_node=False)
 
@@ -76,9 +72,8 @@ class HeadsDrafter(TreeDrafter):
         config = dataclasses.replace(config, dtype=target.config.dtype, matmul_dtype=None)
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.dtype), params)
         head = target.network.head_alone() if config.share_head else None
-        return cls(
-            HeadsNetwork(heads.pack(params, config.dtype), head, Heads(config)), target.fingerprint
-        )
+        network = HeadsNetwork(heads.pack(params, config.dtype), head, Heads(config))
+        return cls(network, target.fingerprint)
 
     @classmethod
     @isolated
@@ -90,25 +85,19 @@ class HeadsDrafter(TreeDrafter):
         """
         arguments.check_path("path", path)
         arguments.check_model("target", target)
-        config, fingerprint, stored = native_format.open_heads(pathlib.Path(path))
-        stored_tensor.check_shapes(stored, config.parameter_shapes, path, "of these heads")
+        config, fingerprint, params = read_heads(path, target.config)
         try:
             _check(target, config, fingerprint)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        params = {name: leaf.load(jnp.dtype(target.config.dtype)) for name, leaf in stored.items()}
-        return cls.for_target(target, config, parameters.unflatten(params))
+        return cls.for_target(target, config, params)
 
     @isolated
     def save(self, path: str | os.PathLike[str], dtype: Any = None) -> None:
         """Writes a folder that `load` reads, in `dtype`, by default the parameters' own."""
-        params = jax.tree.map(
-            lambda leaf: np.asarray(leaf) if dtype is None else np.asarray(leaf).astype(dtype),
-            self.params,
-        )
-        native_format.write_heads(
-            self.config, self.fingerprint, params, pathlib.Path(path).absolute()
-        )
+        params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), self.params)
+        folder = pathlib.Path(path).absolute()
+        native_format.write_heads(self.config, self.fingerprint, params, folder)
 
     def check(self, target: LanguageModel) -> None:
         """Raises ValueError unless `target` is the model whose states the heads take."""
@@ -135,10 +124,8 @@ class HeadsDrafter(TreeDrafter):
     def init(
         self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
     ) -> HeadsState:
-        batch = tokens.shape[0]
-        return HeadsState(
-            jnp.zeros((batch, self.config.emb_dim), self.config.dtype), jnp.zeros(batch, bool)
-        )
+        states = jnp.zeros((len(tokens), self.config.emb_dim), self.config.dtype)
+        return HeadsState(states, jnp.zeros(len(tokens), bool))
 
     def draft(
         self, draft_state: HeadsState, state: DecodeState, num_wanted: jax.Array
@@ -146,15 +133,11 @@ class HeadsDrafter(TreeDrafter):
         num_wanted = jnp.where(draft_state.known, jnp.minimum(num_wanted, self.config.num_heads), 0)
         logits = self.network.logits(draft_state.states)
 
-        def choose(step: jax.Array | int, tokens: jax.Array, dist: Categorical | None):
-            return draw_adjusted(
-                state, jax.lax.dynamic_slice_in_dim(logits, step, 1, axis=1), tokens, step, dist
-            )
+        def logits_of(step: Step, tokens: jax.Array, carry: Any):
+            return jax.lax.dynamic_slice_in_dim(logits, step, 1, axis=1), carry
 
-        tokens, num_drafted, dist = draft_tokens(
-            state, num_wanted, choose, empty_distribution(state)
-        )
-        return draft_state, Draft(tokens, num_drafted, dist, (num_wanted > 0).astype(jnp.int32))
+        draft, _ = draft_from_logits(state, num_wanted, logits_of)
+        return draft_state, draft._replace(calls=(num_wanted > 0).astype(jnp.int32))
 
     def draft_tree(
         self,
@@ -172,20 +155,26 @@ class HeadsDrafter(TreeDrafter):
             return jnp.broadcast_to(here, (batch, level.tokens.shape[1], vocab_size)), carry
 
         draft, _ = draft_tree(state, num_wanted, max_depth, logits_of, ())
-        return draft_state, draft._replace(
-            calls=jnp.any(draft.valid[:, 1:], axis=1).astype(jnp.int32)
-        )
+        called = jnp.any(draft.valid[:, 1:], axis=1)
+        return draft_state, draft._replace(calls=called.astype(jnp.int32))
 
     def observe(self, draft_state: HeadsState, state: DecodeState, scored: Scored) -> HeadsState:
         """Keeps the state that gave the last committed token; rows that are done keep theirs."""
-        last = jnp.maximum(scored.num_new - 1, 0)[:, None, None]
-        newest = jnp.take_along_axis(scored.states, last, axis=1)[:, 0].astype(
-            draft_state.states.dtype
-        )
-        moved = scored.num_new > 0
-        return HeadsState(
-            jnp.where(moved[:, None], newest, draft_state.states), draft_state.known | moved
-        )
+        last, moved = jnp.maximum(scored.num_new - 1, 0)[:, None, None], scored.num_new > 0
+        newest = jnp.take_along_axis(scored.states, last, axis=1)[:, 0]
+        newest = newest.astype(draft_state.states.dtype)
+        states = jnp.where(moved[:, None], newest, draft_state.states)
+        return HeadsState(states, draft_state.known | moved)
+
+
+def read_heads(
+    path: str | os.PathLike[str], target: ModelConfig
+) -> tuple[HeadsConfig, str, dict[str, Any]]:
+    """Reads a folder of heads; returns their shape, their target's fingerprint and parameters."""
+    config, fingerprint, stored = native_format.open_heads(pathlib.Path(path))
+    stored_tensor.check_shapes(stored, config.parameter_shapes, path, "of these heads")
+    params = {name: leaf.load(jnp.dtype(target.dtype)) for name, leaf in stored.items()}
+    return config, fingerprint, parameters.unflatten(params)
 
 
 def _check(target: LanguageModel, config: HeadsConfig, fingerprint: str) -> None:

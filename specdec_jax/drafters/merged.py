@@ -7,26 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.drafters.cascade import DrafterPair, PairState
 from specdec_jax.drafters.drafting import keys_apart
-from specdec_jax.drafters.pair import DrafterPair, PairState
 from specdec_jax.speculative.distributions import Categorical
+from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_draft import TreeDraft
-from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.trees import CHILDREN, Tree
 
 # Those under which siblings may come from different distributions.
-_KINDS = {
-    kind: tuple(rule for rule in CHILDREN[kind] if rule != "kseq")
-    for kind in ("drawn", "iid", "top", "gumbel")
-}
+_KINDS = {kind: CHILDREN[kind] for kind in ("drawn", "iid", "top", "gumbel")}
+_KINDS["iid"] = tuple(rule for rule in CHILDREN["iid"] if rule != "kseq")
 
 
 @jax.tree_util.register_pytree_node_class
 class MergedDrafter(DrafterPair, TreeDrafter):
-    """Two drafters, each of which drafts a tree of its own after the last committed token.
-
-    The target scores both trees in one call.
+    """Two drafters, each of which drafts a tree of its own; the target scores both in one call.
 
     The children of node 0 are dealt out, the first to the first drafter, the second to the second,
     the third to the first again, with all that follows them. Each child is verified against the
@@ -37,8 +33,6 @@ class MergedDrafter(DrafterPair, TreeDrafter):
     cascade one resumes where the other stopped.
     """
 
-    trees_only = True
-    dynamic = False
     kinds: ClassVar[Any] = property(
         lambda self: {
             kind: rules
@@ -66,10 +60,8 @@ class MergedDrafter(DrafterPair, TreeDrafter):
         first, second = self.parts
         return f"{first.name} beside {second.name}"
 
-    def init_tree(
-        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int, **encoded
-    ) -> PairState:
-        return self.begin("init_tree", inputs, input_lengths, tokens, slots, **encoded)
+    def init_tree(self, *given: Any, **encoded: jax.Array) -> PairState:
+        return self.begin("init_tree", *given, **encoded)
 
     def draft_tree(
         self,
@@ -80,9 +72,8 @@ class MergedDrafter(DrafterPair, TreeDrafter):
     ):
         config, tree = state.config, state.config.tree
         assert isinstance(tree, Tree)
-        lag = max(
-            config.lag, config.gamma + 1
-        )  # of a path by one drafter the other has been fed nothing
+        # Of a path by one drafter the other has been fed nothing.
+        lag = max(config.lag, config.gamma + 1)
         states, drafts, cache = [], [], state.target_cache
         for part, own, numbers, keys in zip(
             self.parts, draft_state, _dealt(tree), (state.keys, keys_apart(state)), strict=True
@@ -119,23 +110,20 @@ def _dealt(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
 def _merged(tree: Tree, drafts: list[TreeDraft], target_cache: Any) -> TreeDraft:
     """Returns the tree whose nodes were dealt out, drafted by two drafters."""
     first, second = drafts
-    # Where each node is accepted among the first drafter's nodes, followed by the second's.
+    # The place of each node among the first drafter's nodes, followed by the second's.
     places = np.argsort(np.concatenate(_dealt(tree)), kind="stable")
     places = np.delete(places, 1)  # node 0 is among both
 
-    def joined(a: jax.Array, b: jax.Array):
-        return jnp.concatenate([a, b], axis=1)
+    def put(*both: jax.Array):
+        return jnp.concatenate(both, axis=1)[:, places]
 
-    def put(a: jax.Array, b: jax.Array):
-        return joined(a, b)[:, places]
-
-    dist, origins = None, second.origins
+    dist, origins, log_q = None, second.origins, None
     if first.dist is not None and second.dist is not None:
-        dist, origins = (
-            Categorical(*map(joined, first.dist, second.dist)),
-            origins + first.dist.logits.shape[1],
-        )
-    told = None if first.log_q is None or second.log_q is None else put(first.log_q, second.log_q)
+        pairs = zip(first.dist, second.dist)
+        dist = Categorical(*(jnp.concatenate(pair, axis=1) for pair in pairs))
+        origins = origins + first.dist.logits.shape[1]
+    if first.log_q is not None and second.log_q is not None:
+        log_q = put(first.log_q, second.log_q)
     return TreeDraft(
         tokens=put(first.tokens, second.tokens),
         branches=tree.branches(len(first.tokens)),
@@ -143,6 +131,6 @@ def _merged(tree: Tree, drafts: list[TreeDraft], target_cache: Any) -> TreeDraft
         dist=dist,
         origins=put(first.origins, origins),
         calls=first.calls + second.calls,
-        log_q=told,
+        log_q=log_q,
         target_cache=target_cache,
     )

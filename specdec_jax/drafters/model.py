@@ -1,5 +1,6 @@
 """A smaller model of the same vocabulary as drafter (Leviathan et al. 2023, section 2.3)."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -11,12 +12,12 @@ import numpy as np
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.drafters.beam_levels import draft_levels
 from specdec_jax.drafters.drafting import (
+    Recorded,
+    Step,
     draft_in_pairs,
     draft_tokens,
     draw_adjusted,
-    empty_distribution,
     match_width,
-    record_signals,
 )
 from specdec_jax.drafters.shortlist import Shortlist, check_shortlist
 from specdec_jax.drafters.tree_levels import draft_with_model
@@ -26,10 +27,10 @@ from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.beam_search import BeamState
 from specdec_jax.speculative.beam_tree import BeamTree
+from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.prefill import fill_cache
-from specdec_jax.speculative.state import DecodeState, Draft, empty_signals
+from specdec_jax.speculative.state import DecodeState, Draft
 from specdec_jax.speculative.tree_draft import TreeDraft
-from specdec_jax.speculative.tree_drafter import TreeDrafter
 
 
 @flax.struct.dataclass
@@ -83,7 +84,7 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
             must be ascending, each once, and contain those that end a sequence (as from
             `shortlist_from_counts`). A number takes that many of the vocabulary's first ids, which
             SentencePiece orders by frequency, and the ending ones.
-          int8: multiply with weights of 8 bits. They are made now and kept beside the model's own,
+          int8: multiply with weights in int8. They are made now and kept beside the model's own,
             unless those are in int8 already. On a CPU inputs of products are rounded too: in
             float32 to 16 bits, without the package's own kernels to 8.
 
@@ -105,19 +106,6 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
     def reduced(self) -> bool:
         """Whether a shortlist or 8 bits give the drafter another distribution than its model's."""
         return self.network is not self.model.network
-
-    def variants(self) -> dict[str, Network]:
-        """Returns the network without the shortlist, without int8, and without both, by name.
-
-        So what each gains can be timed.
-        """
-        found = {}
-        if self.int8 and self.shortlist is not None:
-            found["shortlist alone"] = self.model.network.shortlisted(self.shortlist.ids)
-            found["int8 alone"] = self.model.network.in_int8()
-        if self.reduced:
-            found["unreduced"] = self.model.network
-        return found
 
     def tree_flatten(self):
         return (self.network, self.shortlist), None
@@ -141,9 +129,13 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
         return self.model
 
     def steps(self) -> dict[str, Network]:
-        return {"draft step": self.network} | {
-            f"draft step, {name}": network for name, network in self.variants().items()
-        }
+        networks, whole = {"draft step": self.network}, self.model.network
+        if self.int8 and self.shortlist is not None:
+            networks["draft step, shortlist alone"] = whole.shortlisted(self.shortlist.ids)
+            networks["draft step, int8 alone"] = whole.in_int8()
+        if self.reduced:
+            networks["draft step, unreduced"] = whole
+        return networks
 
     def identity(self) -> tuple[list[Any], Any]:
         return [self.model.contents, self.int8], self.shortlist
@@ -152,15 +144,14 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
         super().check(target)
         width = target.config.vocab_size
         if self.shortlist is not None and int(self.shortlist.ids[0]) >= width:
-            raise ValueError(
-                f"drafter: got a shortlist without any id below {width}, the target's number of ids"
-            )
+            got = f"a shortlist without any id below {width}, the target's number of ids"
+            raise ValueError(f"drafter: got {got}")
 
     def widened(self, logits: jax.Array, vocab_size: int) -> jax.Array:
         """Returns logits as `[..., vocab_size]`, −inf for ids that are not proposed."""
-        return match_width(
-            logits if self.shortlist is None else self.shortlist.widen(logits), vocab_size
-        )
+        if self.shortlist is not None:
+            logits = self.shortlist.widen(logits)
+        return match_width(logits, vocab_size)
 
     def init(
         self,
@@ -168,16 +159,15 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
         input_lengths: jax.Array,
         tokens: jax.Array,
         slots: int,
-        encoded: jax.Array | None = None,
+        **encoded: jax.Array,
     ) -> ModelDraftState:
         batch, prefix = tokens.shape
-        shared = {} if encoded is None else {"encoded": encoded}
-        cache = fill_cache(self.network, inputs, input_lengths, tokens, slots, **shared)
+        cache = fill_cache(self.network, inputs, input_lengths, tokens, slots, **encoded)
         # A row with a shorter prefix has garbage past its own last token; `draft` takes the smaller
         # of the two numbers.
         return ModelDraftState(cache, jnp.full(batch, prefix - 1, jnp.int32))
 
-    def init_beams(  # type: ignore[override]
+    def init_beams(
         self,
         inputs: jax.Array,
         input_lengths: jax.Array,
@@ -185,16 +175,13 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
         beams: int,
         slots: int,
         positions: int,
-        encoded: jax.Array | None = None,
+        **encoded: jax.Array,
     ) -> Any:
-        shared = {} if encoded is None else {"encoded": encoded}
-        cache = fill_cache(self.network, inputs, input_lengths, tokens, tokens.shape[1], **shared)
+        cache = fill_cache(self.network, inputs, input_lengths, tokens, tokens.shape[1], **encoded)
         return self.network.node_cache(cache, slots, positions)
 
     def draft_beams(self, draft_state: Any, state: BeamState, tree: BeamTree):
-        def widened(logits: jax.Array):
-            return self.widened(logits, state.config.vocab_size)
-
+        widened = functools.partial(self.widened, vocab_size=state.config.vocab_size)
         return draft_levels(self.network, widened, draft_state, state, tree)
 
     def move_beams(self, draft_state: Any, sources: jax.Array, starts: jax.Array):
@@ -209,9 +196,7 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
     def draft_tree(
         self, draft_state: Any, state: DecodeState, num_wanted: jax.Array, max_depth: jax.Array
     ):
-        def widened(logits: jax.Array):
-            return self.widened(logits, state.config.vocab_size)
-
+        widened = functools.partial(self.widened, vocab_size=state.config.vocab_size)
         whole, lag = self.shortlist is None, state.config.lag
         return draft_with_model(
             self.network, widened, draft_state, state, num_wanted, max_depth, lag, whole
@@ -238,15 +223,16 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
         last = state.lengths - 1
         lag = jnp.where(num_wanted > 0, last - jnp.minimum(draft_state.cached, last), 0)
 
-        def choose(step: jax.Array | int, tokens: jax.Array, carry: Any):
-            cache, dist, seen = carry
+        def choose(step: Step, tokens: jax.Array, carry: tuple):
+            cache, recorded = carry
             position = last + step
             fed = jnp.take_along_axis(tokens, position[:, None], axis=1)
             valid = (step < num_wanted)[:, None]
             states, cache = self.network.decode_states(fed, position, cache, valid=valid)
-            return self._chosen(state, step, tokens, states, valid, (cache, dist, seen))
+            token, recorded = self._choose(state, step, tokens, states, valid, recorded)
+            return token, (cache, recorded)
 
-        def fed_pair(step: jax.Array | int, tokens: jax.Array, cache: Any):
+        def feed_pair(step: Step, tokens: jax.Array, cache: Any):
             # At position 0 the second token is fed needlessly. Past its draft a row may feed
             # anything, but only to slots that no row commits: the last two are among them.
             position = jnp.clip(last + step, 0, tokens.shape[1] - 1)
@@ -254,77 +240,51 @@ class ModelDrafter(TreeDrafter, BeamDrafter):
             fed = jnp.take_along_axis(tokens, first[:, None] + jnp.arange(2), axis=1)
             valid = jnp.broadcast_to((num_wanted > 0)[:, None], fed.shape)
             states, cache = self.network.decode_states(fed, first, cache, valid=valid)
-            return (
-                jnp.take_along_axis(states, (position - first)[:, None, None], axis=1),
-                valid[:, :1],
-                cache,
-            )
+            states = jnp.take_along_axis(states, (position - first)[:, None, None], axis=1)
+            return states, valid[:, :1], cache
 
-        def choose_by_pair(step: jax.Array | int, tokens: jax.Array, carry: tuple):
-            cache, dist, seen = carry
-            states, valid, cache = fed_pair(step, tokens, cache)
-            return self._chosen(state, step, tokens, states, valid, (cache, dist, seen))
+        def choose_by_pair(step: Step, tokens: jax.Array, carry: tuple):
+            states, valid, cache = feed_pair(step, tokens, carry[0])
+            token, recorded = self._choose(state, step, tokens, states, valid, carry[1])
+            return token, (cache, recorded)
 
-        carry = draft_state.cache, empty_distribution(state), empty_signals(state.policy, len(last))
+        def feed(step: Step, carry: tuple):
+            return feed_pair(step, state.tokens, carry[0])[2], carry[1]
+
+        carry, most = (draft_state.cache, Recorded.empty(state)), jnp.max(lag)
         if state.policy is None and self.network.pairs_are_free(draft_state.cache):
-
-            def feed(step: jax.Array | int, carry: Any):
-                return (fed_pair(step, state.tokens, carry[0])[2], *carry[1:])
-
-            found = draft_in_pairs(state, num_wanted, choose_by_pair, carry, jnp.max(lag), feed)
+            drafted = draft_in_pairs(state, num_wanted, choose_by_pair, carry, most, feed)
         else:
-            found = draft_tokens(
-                state,
-                num_wanted,
-                choose,
-                carry,
-                jnp.max(lag),
-                choose_by_pair,
-                seen=lambda carry: carry[2],
+            drafted = draft_tokens(
+                state, num_wanted, choose, carry, most, choose_by_pair, lambda c: c[1].signals
             )
-        tokens, num_drafted, (cache, dist, seen) = found
-        draft = Draft(
-            tokens=tokens,
-            num_drafted=num_drafted,
-            dist=dist,
-            calls=jnp.where(
-                num_wanted > 0, num_drafted + lag // 2, 0
-            ),  # with an odd lag the last of them drafts too
-            seen=seen,
-        )
+        tokens, num_drafted, (cache, recorded) = drafted
+        # With an odd lag the last call that catches up drafts too.
+        calls = jnp.where(num_wanted > 0, num_drafted + lag // 2, 0)
         # A row that drafted nothing has cached nothing new. Its prefix's padding is no longer
         # hidden by `last`.
-        cached = jnp.where(
-            num_wanted > 0, last + num_drafted, jnp.minimum(draft_state.cached, last)
-        )
+        cached = jnp.minimum(draft_state.cached, last)
+        cached = jnp.where(num_wanted > 0, last + num_drafted, cached)
+        draft = Draft(tokens, num_drafted, recorded.dist, calls, recorded.signals)
         return ModelDraftState(cache, cached), draft
 
-    def _chosen(
+    def _choose(
         self,
         state: DecodeState,
-        step: jax.Array | int,
+        step: Step,
         tokens: jax.Array,
         states: jax.Array,
         valid: jax.Array,
-        carry: tuple,
-    ) -> tuple[jax.Array, tuple]:
-        """Returns the token `[B]` that is drafted after `states`, and `draft`'s carry."""
-        (cache, dist, seen), vocab_size = carry, state.config.vocab_size
-        bare = state.config.mode.greedy and not state.config.mode.processes and seen is None
-        if (
-            bare
-            and self.shortlist is None
-            and self.network.skips_padding
-            and self.network.vocab_size <= vocab_size
-        ):
-            return self.network.greedy_token_and_logprob(states, valid, normalize=False)[0][:, 0], (
-                cache,
-                dist,
-                seen,
-            )
-        logits = self.network.head(states, valid)
+        recorded: Recorded,
+    ) -> tuple[jax.Array, Recorded]:
+        """Returns the token `[B]` that is drafted after `states`, and the record with it."""
+        network, config, vocab_size = self.network, state.config, state.config.vocab_size
+        bare = config.mode.greedy and not config.mode.processes and recorded.signals is None
+        whole = self.shortlist is None and network.vocab_size <= vocab_size
+        if bare and whole and network.skips_padding:
+            token, _ = network.greedy_token_and_logprob(states, valid, normalize=False)
+            return token[:, 0], recorded
+        logits = network.head(states, valid)
         if self.shortlist is not None and bare:  # nothing as wide as the vocabulary is needed
-            return self.shortlist.argmax(logits, vocab_size)[:, 0], (cache, dist, seen)
-        logits = self.widened(logits, vocab_size)
-        drawn, dist = draw_adjusted(state, logits, tokens, step, dist)
-        return drawn, (cache, dist, record_signals(state, logits, tokens, step, drawn, seen))
+            return self.shortlist.argmax(logits, vocab_size)[:, 0], recorded
+        return draw_adjusted(state, self.widened(logits, vocab_size), tokens, step, recorded)

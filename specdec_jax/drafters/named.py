@@ -1,9 +1,7 @@
-"""Makes drafters from their names on the command line.
-
-`--drafter=` takes `lookup`, `self:int8`, `exit:3`, a table, or a folder.
-"""
+"""Makes drafters from their names on the command line: `lookup`, `exit:3`, a table, a folder …."""
 
 import pathlib
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -77,12 +75,6 @@ def named_drafter(
     return reduced(load(name))
 
 
-class _Traced(NamedTuple):
-    """As much of a traced target as a drafter without files asks for."""
-
-    config: ModelConfig
-
-
 def traced_drafter(name: str, config: ModelConfig, load: Callable[[str], ModelDrafter]) -> Drafter:
     """Returns the drafter that `--drafter=name` means, for a target whose parameters are traced.
 
@@ -94,20 +86,17 @@ def traced_drafter(name: str, config: ModelConfig, load: Callable[[str], ModelDr
     check_drafter_name(name)
     if name == SELF_INT8:
         return TracedSelf()
-    if name in WITHOUT_FILES:
-        made: Any = _Traced(config)
-        return WITHOUT_FILES[name].make(made)
+    if name in WITHOUT_FILES:  # they ask for nothing but the configuration
+        target: Any = types.SimpleNamespace(config=config)
+        return WITHOUT_FILES[name].make(target)
     if name.startswith("exit:"):
         return TracedExit(_exit_layer(name, config.num_decoder_layers), config)
     if name.endswith(".npz"):
         drafter = NGramDrafter.load(name)
         drafter.check_ids(config.vocab_size, 0)
         return drafter
-    return (
-        TracedHeads(name, config)
-        if native_format.is_folder(pathlib.Path(name), "heads")
-        else load(name)
-    )
+    heads = native_format.is_folder(pathlib.Path(name), "heads")
+    return TracedHeads(name, config) if heads else load(name)
 
 
 def check_drafter_name(name: str) -> None:
@@ -123,20 +112,15 @@ def check_drafter_name(name: str) -> None:
 
 
 def _exit_layer(name: str, num_layers: int) -> int:
+    expected = "exit:K with a number of decoder layers K"
     try:
-        layers, most = int(name.removeprefix("exit:")), num_layers - 1
+        layers = int(name.removeprefix("exit:"))
     except ValueError:
-        raise ValueError(
-            f"drafter: got {name!r}, expected exit:K with a number of decoder layers K"
-        ) from None
-    if not 1 <= layers <= most:
-        expected = (
-            f"exit:K with K from 1 to {most}"
-            if most
-            else "a target with more than one decoder layer"
-        )
-        raise ValueError(
-            f"drafter: got {name!r}, expected {expected} (the target has {num_layers} decoder "
-            "layers)"
-        )
+        raise ValueError(f"drafter: got {name!r}, expected {expected}") from None
+    if not 1 <= layers < num_layers:
+        expected = "a target with more than one decoder layer"
+        if num_layers > 1:
+            expected = f"exit:K with K from 1 to {num_layers - 1}"
+        expected += f" (the target has {num_layers} decoder layers)"
+        raise ValueError(f"drafter: got {name!r}, expected {expected}")
     return layers

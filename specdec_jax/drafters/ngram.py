@@ -6,26 +6,25 @@ from typing import Any, ClassVar
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.drafters.beam_chains import BeamChainDrafter
 from specdec_jax.drafters.drafting import (
+    Step,
+    draft_from_logits,
     draft_tokens,
     draft_without_calls,
-    draw_adjusted,
-    empty_distribution,
     match_width,
     point_mass,
-    record_signals,
 )
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.tree_levels import Children, Level, draft_children, draft_tree
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.state import AnyRows, DecodeState, Draft, empty_signals
-from specdec_jax.speculative.tree_drafter import TreeDrafter
+from specdec_jax.speculative.drafter import Drafter, TreeDrafter
+from specdec_jax.speculative.state import AnyRows, DecodeState, Draft
 from specdec_jax.speculative.trees import CHILDREN, POINTS
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
@@ -50,7 +49,6 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
 
     provides_probs: ClassVar[Any] = property(lambda self: self.sampled)
     kinds: ClassVar[Any] = property(lambda self: CHILDREN if self.sampled else POINTS)
-    dynamic: ClassVar[Any] = property(lambda self: self.sampled)
 
     @classmethod
     @isolated
@@ -110,12 +108,7 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
             vocabulary.
         """
         table, values = NGramTable.load(path)
-        if vocabulary is not None and not table.matches(vocabulary):
-            raise ValueError(
-                f"{path}: got a table of {table.vocab_size} ids of another vocabulary, "
-                "expected that of the "
-                f"target ({vocabulary.size} pieces)"
-            )
+        _check_vocabulary(str(path), table, vocabulary)
         return cls(table, bool(values.get("sampled", False)) if sampled is None else sampled)
 
     __repr__ = Drafter.__repr__  # not the dataclass's, with all arrays
@@ -126,73 +119,58 @@ class NGramDrafter(BeamChainDrafter, TreeDrafter):
 
     def check(self, target: LanguageModel) -> None:
         super().check(target)
-        arguments.check_kind(
-            "table", self.table, NGramTable, "an NGramTable (NGramDrafter.load and count make one)"
-        )
-        ours, width, table = target.vocabulary, target.config.vocab_size, self.table
-        if not table.matches(ours):
-            raise ValueError(
-                f"drafter: got a table of {table.vocab_size} ids of another vocabulary, "
-                "expected that of the target "
-                f"({ours.size} pieces)"
-            )
-        self.check_ids(width, target.start_token)
+        expected = "an NGramTable (NGramDrafter.load and count make one)"
+        arguments.check_kind("table", self.table, NGramTable, expected)
+        _check_vocabulary("drafter", self.table, target.vocabulary)
+        self.check_ids(target.config.vocab_size, target.start_token)
 
     def check_ids(self, width: int, start_token: int) -> None:
         """Raises ValueError for a target with fewer ids than the table, or another start token."""
         table = self.table
         if table.vocab_size > width:
-            raise ValueError(
-                f"drafter: got a table of {table.vocab_size} ids, "
-                f"expected at most the target's {width}"
-            )
+            expected = f"at most the target's {width}"
+            raise ValueError(f"drafter: got a table of {table.vocab_size} ids, expected {expected}")
         if table.start_token != start_token:
-            raise ValueError(
-                f"drafter: got start token {table.start_token}, expected the target's {start_token}"
-            )
-
-    def init(
-        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
-    ) -> tuple:
-        return ()
+            got, expected = f"start token {table.start_token}", f"the target's {start_token}"
+            raise ValueError(f"drafter: got {got}, expected {expected}")
 
     def draft(
         self, draft_state: tuple, state: AnyRows, num_wanted: jax.Array
     ) -> tuple[tuple, Draft]:
-        vocab_size = state.config.vocab_size
-
-        def choose(step: jax.Array | int, tokens: jax.Array, carry: Any):
+        def choose(step: Step, tokens: jax.Array, carry: Any):
             rows = self.table.rows(tokens, state.lengths + step)
-            if not self.sampled:
-                return self.table.most_frequent(rows), carry
-            dist, seen = carry
-            logits = match_width(self.table.logits(rows)[:, None], vocab_size)
-            drawn, dist = draw_adjusted(state, logits, tokens, step, dist)
-            return drawn, (dist, record_signals(state, logits, tokens, step, drawn, seen))
+            return self.table.ranked(rows, 1)[:, 0], carry
 
-        if not self.sampled:
-            tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, None)
-            return (), draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
-        carry = empty_distribution(state), empty_signals(state.policy, len(state.lengths))
-        tokens, num_drafted, (dist, seen) = draft_tokens(
-            state, num_wanted, choose, carry, seen=lambda carry: carry[1]
-        )
-        return (), draft_without_calls(state, tokens, num_drafted, dist)._replace(seen=seen)
+        def logits_of(step: Step, tokens: jax.Array, carry: Any):
+            logits = self.table.logits(self.table.rows(tokens, state.lengths + step))
+            return match_width(logits[:, None], state.config.vocab_size), carry
+
+        if self.sampled:
+            draft, _ = draft_from_logits(state, num_wanted, logits_of)
+            return (), draft._replace(calls=jnp.zeros_like(state.lengths))
+        tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, ())
+        return (), draft_without_calls(state, tokens, num_drafted, point_mass(state, tokens))
 
     def draft_tree(
         self, draft_state: tuple, state: DecodeState, num_wanted: jax.Array, max_depth: jax.Array
     ):
-        def after(level: Level):
-            return self.table.rows(*level.rows(state))
-
         def logits_of(level: Level, carry: Any):
-            logits = match_width(self.table.logits(after(level)), state.config.vocab_size)
+            logits = self.table.logits(self.table.rows(*level.rows(state)))
+            logits = match_width(logits, state.config.vocab_size)
             return logits.reshape(*level.tokens.shape, -1), carry
 
         def children_of(level: Level, carry: Any):
-            tokens = self.table.ranked(after(level), max(level.counts))
+            rows = self.table.rows(*level.rows(state))
+            tokens = self.table.ranked(rows, max(level.counts))
             return Children(tokens.reshape(*level.tokens.shape, -1)), carry
 
         if self.sampled:
             return (), draft_tree(state, num_wanted, max_depth, logits_of, ())[0]
         return (), draft_children(state, num_wanted, max_depth, children_of)[0]
+
+
+def _check_vocabulary(name: str, table: NGramTable, vocabulary: Vocabulary | None) -> None:
+    if vocabulary is not None and not table.matches(vocabulary):
+        got = f"a table of {table.vocab_size} ids of another vocabulary"
+        expected = f"that of the target ({vocabulary.size} pieces)"
+        raise ValueError(f"{name}: got {got}, expected {expected}")

@@ -8,13 +8,12 @@ of all rows are one sorted list of pairs of int32: no hashes, no collisions, no 
 """
 
 import io
-import math
 import os
 import pathlib
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import flax.struct
@@ -44,9 +43,9 @@ _UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-# A file may unpack to `_COMPRESSION` times its size, ten times what tables do, and `_LEAST_ROOM`
+# A file may unpack to `_COMPRESSION` times its size, ten times what tables do, and `_LEAST_BYTES`
 # bytes more: the counts of 250,000 ids of which none occurs are all zeros.
-_LEAST_ROOM, _COMPRESSION, _MOST_ARRAYS = 1 << 24, 50, 100
+_LEAST_BYTES, _COMPRESSION, _MOST_ARRAYS = 1 << 24, 50, 100
 
 
 @flax.struct.dataclass
@@ -95,51 +94,37 @@ class NGramTable:
         fingerprint: str = "",
     ) -> "NGramTable":
         """Counts `sequences` in numpy; arguments as for `NGramDrafter.count`."""
-        for name, value, most in (
-            ("vocab_size", vocab_size, 2**31 - 1),
-            ("order", order, _MAX_ORDER),
-            ("continuations", continuations, 2**20),
-        ):
-            arguments.check_integer(name, value, 1, most)
+        arguments.check_integer("vocab_size", vocab_size, 1, 2**31 - 1)
+        arguments.check_integer("order", order, 1, _MAX_ORDER)
+        arguments.check_integer("continuations", continuations, 1, 2**20)
         if not arguments.is_integer(start_token) or not 0 <= start_token < vocab_size:
             got = arguments.quoted(start_token)
             raise ValueError(f"start_token: got {got}, expected an id from 0 to {vocab_size - 1}")
         ids, places, padded = _padded(sequences, vocab_size, order - 1, start_token)
         rows, number = np.zeros(len(ids), np.int64), 1
-        keys, kept = (
-            [np.zeros((2, 0), np.int64)],
-            [_continuations(rows, ids, vocab_size, continuations)],
-        )
+        keys = [np.zeros((2, 0), np.int64)]
+        kept = [_continuations(rows, ids, vocab_size, continuations)]
         for length in range(1, order):
-            pairs, inverse = np.unique(
-                rows * vocab_size + padded[places - length], return_inverse=True
-            )
+            pairs = rows * vocab_size + padded[places - length]
+            pairs, inverse = np.unique(pairs, return_inverse=True)
             keys.append(np.stack(np.divmod(pairs, vocab_size)))
             rows, number = number + inverse, number + len(pairs)
             kept.append(_continuations(rows, ids, vocab_size, continuations))
         (parents, extras), (of_row, next_tokens, counts) = (
             np.concatenate(parts, axis=1) for parts in (keys, kept)
         )
-        starts, unigram = (
-            np.searchsorted(of_row, np.arange(number + 1)),
-            np.bincount(ids, minlength=vocab_size),
-        )
-        return cls(
-            **_on_device(parents, extras, starts, next_tokens, counts, unigram),
-            vocab_size=int(vocab_size),
-            order=int(order),
-            start_token=int(start_token),
-            continuations=int(continuations),
-            fingerprint=fingerprint,
-        )
+        starts = np.searchsorted(of_row, np.arange(number + 1))
+        unigram = np.bincount(ids, minlength=vocab_size)
+        arrays = _on_device(parents, extras, starts, next_tokens, counts, unigram)
+        numbers = map(int, (vocab_size, order, start_token, continuations))
+        return cls(**arrays, **dict(zip(_NUMBERS, numbers)), fingerprint=fingerprint)
 
     def save(self, path: str | os.PathLike[str], **values) -> None:
         """Writes one .npz file at `path`, with further `values` if there are any."""
-        fields: dict[str, Any] = {
-            name: np.asarray(getattr(self, name)) for name in _ARRAYS + _NUMBERS
-        }
+        names = (*_ARRAYS, *_NUMBERS, "fingerprint")
+        fields: dict[str, Any] = {name: np.asarray(getattr(self, name)) for name in names}
         file = io.BytesIO()
-        np.savez_compressed(file, format=_FORMAT, fingerprint=self.fingerprint, **fields, **values)
+        np.savez_compressed(file, format=_FORMAT, **fields, **values)
         write_file(path, file.getvalue())
 
     @classmethod
@@ -156,36 +141,25 @@ class NGramTable:
         try:
             values = _read_arrays(path)
         except _UNREADABLE as error:
-            raise ValueError(
-                f"{path}: got a file that cannot be read ({reason(error)}), "
-                "expected an n-gram table"
-            ) from None
-        if str(values.pop("format", "")) != _FORMAT or not {
-            *_ARRAYS,
-            *_NUMBERS,
-            "fingerprint",
-        } <= set(values):
+            got = f"a file that cannot be read ({reason(error)})"
+            raise ValueError(f"{path}: got {got}, expected an n-gram table") from None
+        known = {*_ARRAYS, *_NUMBERS, "fingerprint"}
+        if str(values.pop("format", "")) != _FORMAT or not known <= set(values):
             raise ValueError(f"{path}: got something else, expected a {_FORMAT}")
         arrays = [values.pop(name) for name in _ARRAYS]
-        found = {name: values.pop(name) for name in _NUMBERS}
-        if not all(
-            number.shape == () and np.issubdtype(number.dtype, np.integer)
-            for number in found.values()
-        ):
-            raise ValueError(
-                f"{path}: got {', '.join(_NUMBERS)} that are no integers, expected an n-gram table"
-            )
-        numbers = {name: int(number) for name, number in found.items()}
-        _check(path, arrays, numbers)
-        return cls(
-            **_on_device(*arrays), **numbers, fingerprint=str(values.pop("fingerprint"))
-        ), values
+        numbers = [values.pop(name) for name in _NUMBERS]
+        if not all(x.shape == () and np.issubdtype(x.dtype, np.integer) for x in numbers):
+            got = f"{', '.join(_NUMBERS)} that are no integers"
+            raise ValueError(f"{path}: got {got}, expected an n-gram table")
+        numbers = list(map(int, numbers))
+        if not _is_sound(arrays, numbers):
+            got = "arrays that contradict each other"
+            raise ValueError(f"{path}: got {got}, expected an n-gram table")
+        fields = _on_device(*arrays) | dict(zip(_NUMBERS, numbers))
+        return cls(**fields, fingerprint=str(values.pop("fingerprint"))), values
 
     def matches(self, vocabulary: Vocabulary | None) -> bool:
-        """Returns whether the table may have been counted with `vocabulary`.
-
-        That is True unless both are known and differ.
-        """
+        """Returns whether `vocabulary` or the table's own is unknown, or both are the same."""
         return vocabulary is None or self.fingerprint in ("", vocabulary.fingerprint())
 
     def rows(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -197,10 +171,9 @@ class NGramTable:
         for length in range(1, self.order):
             place = lengths - length
             before = jnp.take_along_axis(tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
-            longer, found = self._find(rows, jnp.where(place >= 0, before, self.start_token))
-            # Whoever saw a context saw all its endings, so that after a miss nothing longer is
-            # found.
-            seen &= found
+            longer, known = self._find(rows, jnp.where(place >= 0, before, self.start_token))
+            # All endings of a known context are known: after a miss no longer one is.
+            seen &= known
             rows = jnp.where(seen, longer, rows)
         return rows
 
@@ -222,10 +195,6 @@ class NGramTable:
         index = jnp.minimum(jax.lax.fori_loop(0, size.bit_length(), halve, bounds)[0], size - 1)
         return index + 1, (self.parents[index] == parents) & (self.extras[index] == extras)
 
-    def most_frequent(self, rows: jax.Array) -> jax.Array:
-        """Returns the most frequent id `[B]` after the contexts `rows [B]`."""
-        return self.ranked(rows, 1)[:, 0]
-
     def ranked(self, rows: jax.Array, count: int) -> jax.Array:
         """Returns the `count` most frequent ids `[B, count]` after the contexts `rows [B]`.
 
@@ -233,9 +202,8 @@ class NGramTable:
         """
         places = self.starts[rows][:, None] + jnp.arange(count)
         inside = places < self.starts[rows + 1][:, None]
-        return jnp.where(
-            inside, self.next_tokens[jnp.minimum(places, len(self.next_tokens) - 1)], -1
-        )
+        tokens = self.next_tokens[jnp.minimum(places, len(self.next_tokens) - 1)]
+        return jnp.where(inside, tokens, -1)
 
     def logits(self, rows: jax.Array) -> jax.Array:
         """Returns log counts `[B, V]` of the kept continuations of the contexts `rows [B]`.
@@ -243,17 +211,14 @@ class NGramTable:
         For the empty context they are those of all ids.
         """
         tokens = self.ranked(rows, self.continuations)
-        places = jnp.minimum(
-            self.starts[rows][:, None] + jnp.arange(self.continuations), len(self.counts) - 1
-        )
+        places = self.starts[rows][:, None] + jnp.arange(self.continuations)
+        places = jnp.minimum(places, len(self.counts) - 1)
         # The few continuations kept are scattered; unused places get an id past the vocabulary and
         # are dropped.
         tokens = jnp.where(tokens < 0, self.vocab_size, tokens)
         nothing = jnp.full((len(rows), self.vocab_size), -jnp.inf, jnp.float32)
-        row = jnp.arange(len(rows))[:, None]
-        some = nothing.at[row, tokens].set(
-            jnp.log(self.counts[places].astype(jnp.float32)), mode="drop"
-        )
+        values = jnp.log(self.counts[places].astype(jnp.float32))
+        some = nothing.at[jnp.arange(len(rows))[:, None], tokens].set(values, mode="drop")
         return jnp.where((rows == 0)[:, None], jnp.log(self.unigram.astype(jnp.float32)), some)
 
 
@@ -262,36 +227,20 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
     Raises ValueError if they would take far more memory than a table in a file of its size.
     """
-    most, found = _LEAST_ROOM + _COMPRESSION * pathlib.Path(path).stat().st_size, {}
+    most = _LEAST_BYTES + _COMPRESSION * os.path.getsize(path)
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-        size = sum(entry.file_size for entry in entries)
-        if size > most or len(entries) > _MOST_ARRAYS:
-            raise ValueError(f"{len(entries)} arrays of {size:,} bytes where {most:,} are the most")
-        if any(
-            entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-            for entry in entries
-        ):
-            raise ValueError("a compression that numpy does not write")
-        for entry in entries:
-            with archive.open(entry) as member:
-                version = np.lib.format.read_magic(member)
-                read_header = {
-                    (1, 0): np.lib.format.read_array_header_1_0,
-                    (2, 0): np.lib.format.read_array_header_2_0,
-                }
-                if version not in read_header:
-                    raise ValueError(f"version {version} of numpy's format")
-                shape, is_fortran, dtype = read_header[version](member)
-                length = math.prod(shape) * dtype.itemsize
-                if dtype.hasobject or length != entry.file_size - member.tell():
-                    raise ValueError(f"{entry.file_size:,} bytes for {dtype} of shape {shape}")
-                # `read` without a length would decompress everything that there is.
-                array = np.frombuffer(member.read(length), dtype)
-                found[entry.filename.removesuffix(".npy")] = array.reshape(
-                    shape, order="F" if is_fortran else "C"
-                )
-    return found
+    size = sum(entry.file_size for entry in entries)
+    if size > most or len(entries) > _MOST_ARRAYS:
+        raise ValueError(f"{len(entries)} arrays of {size:,} bytes where {most:,} are the most")
+    usual = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
+    if any(entry.compress_type not in usual for entry in entries):
+        raise ValueError("a compression that numpy does not write")
+    with np.load(path, allow_pickle=False) as arrays:
+        values = dict(arrays)
+    if not all(isinstance(value, np.ndarray) for value in values.values()):
+        raise ValueError("entries that are no arrays")
+    return values
 
 
 def _padded(
@@ -339,31 +288,26 @@ def _on_device(*arrays: np.ndarray) -> dict[str, jax.Array]:
     }
 
 
-def _check(
-    path: str | os.PathLike[str], arrays: Sequence[np.ndarray], numbers: Mapping[str, int]
-) -> None:
-    """Raises ValueError for a file whose arrays do not match, which a gather would not notice."""
+def _is_sound(arrays: Sequence[np.ndarray], numbers: Sequence[int]) -> bool:
+    """Returns whether the arrays and numbers of a file match, which a gather would not notice."""
+    if not all(array.ndim == 1 and np.issubdtype(array.dtype, np.integer) for array in arrays):
+        return False
     parents, extras, starts, next_tokens, counts, unigram = arrays
-    vocab_size, order, start_token, continuations = (numbers[name] for name in _NUMBERS)
-    sound = all(array.ndim == 1 and np.issubdtype(array.dtype, np.integer) for array in arrays)
-    sound = (
-        sound and 1 <= order <= _MAX_ORDER and 0 <= start_token < vocab_size and continuations >= 1
+    vocab_size, order, start_token, continuations = numbers
+    if not len(parents) == len(extras) == len(starts) - 2 or len(unigram) != vocab_size:
+        return False
+    if not (len(next_tokens) == len(counts) == starts[-1] and starts[0] == 0):
+        return False
+    if not (1 <= order <= _MAX_ORDER and 0 <= start_token < vocab_size and continuations >= 1):
+        return False
+    kept, key = np.diff(starts), parents.astype(np.int64) * 2**31 + extras
+    return bool(
+        np.all((1 <= kept) & (kept <= continuations))
+        and np.all((0 <= parents) & (parents < np.arange(1, len(parents) + 1)))
+        and np.all(np.diff(key) > 0)
+        and np.all((0 <= next_tokens) & (next_tokens < vocab_size))
+        and np.all((0 <= extras) & (extras < vocab_size))
+        and counts.min() >= 1
+        and unigram.min() >= 0
+        and (order == 1) == (len(parents) == 0)
     )
-    sound = sound and len(unigram) == vocab_size and len(parents) == len(extras) == len(starts) - 2
-    sound = sound and len(next_tokens) == len(counts) == starts[-1] and starts[0] == 0
-    if sound:
-        kept = np.diff(starts)
-        rows = np.arange(1, len(parents) + 1)
-        key = parents.astype(np.int64) * 2**31 + extras
-        sound = bool(
-            np.all((1 <= kept) & (kept <= continuations))
-            and np.all((0 <= parents) & (parents < rows))
-            and np.all(np.diff(key) > 0)
-            and np.all((0 <= next_tokens) & (next_tokens < vocab_size))
-            and np.all((0 <= extras) & (extras < vocab_size))
-            and counts.min() >= 1
-            and unigram.min() >= 0
-            and (order == 1) == (len(parents) == 0)
-        )
-    if not sound:
-        raise ValueError(f"{path}: got arrays that contradict each other, expected an n-gram table")

@@ -11,8 +11,8 @@ from specdec_jax.drafters.drafting import draft_without_calls, point_mass
 from specdec_jax.drafters.tree_levels import Children, Level, draft_children
 from specdec_jax.models import arguments
 from specdec_jax.speculative import distributions
+from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import AnyRows, DecodeState, Draft
-from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.trees import POINTS
 
 
@@ -28,9 +28,9 @@ class PromptLookupDrafter(BeamChainDrafter, TreeDrafter):
     """A drafter that copies what followed the last tokens of a row where they stood before.
 
     It looks in the row's output (for a decoder-only target in its prompt too) and in the encoder's
-    input. The longest ending of at most `max_match` ids that is found counts. Of several places it
-    takes the latest in the output (start token and decoder prefix included), else the latest in the
-    input, because what is nearest is most like what is being written. The draft, a point mass,
+    input. The longest ending of at most `max_match` ids that occurs there counts. Of several places
+    it takes the latest in the output (start token and decoder prefix included), else the latest in
+    the input, because what is nearest is most like what is being written. The draft, a point mass,
     reaches to the end of what is known there. If nothing is found, nothing is drafted. (Prompt
     lookup decoding, Saxena 2023; LLMA, Yang et al. 2023, arXiv 2304.04487.)
 
@@ -44,7 +44,6 @@ class PromptLookupDrafter(BeamChainDrafter, TreeDrafter):
     max_match: int = flax.struct.field(pytree_node=False, default=3)
     varies: ClassVar[bool] = True
     kinds: ClassVar[Any] = POINTS
-    dynamic: ClassVar[bool] = False
 
     def __post_init__(self):
         arguments.check_integer("max_match", self.max_match, 1, 64)
@@ -63,22 +62,19 @@ class PromptLookupDrafter(BeamChainDrafter, TreeDrafter):
         self, draft_state: Inputs, state: AnyRows, num_wanted: jax.Array
     ) -> tuple[Inputs, Draft]:
         slots, lengths = state.tokens.shape[1], state.lengths
-        known, order = self._ranked(draft_state, state.tokens, lengths)
-        place = distributions.argmax(order)
-        found = jnp.max(order, axis=1) >= 0
+        known, order = self._rank(draft_state, state.tokens, lengths)
+        place, any_match = distributions.argmax(order), jnp.max(order, axis=1) >= 0
         end = jnp.where(place < slots, lengths, slots + draft_state.lengths)
         offsets = jnp.arange(state.config.gamma)
-        tokens = jnp.take_along_axis(
-            known, jnp.minimum(place[:, None] + offsets, known.shape[1] - 1), axis=1
-        )
-        num_drafted = jnp.where(found, jnp.minimum(num_wanted, end - place), 0)
+        places = jnp.minimum(place[:, None] + offsets, known.shape[1] - 1)
+        tokens = jnp.take_along_axis(known, places, axis=1)
+        num_drafted = jnp.where(any_match, jnp.minimum(num_wanted, end - place), 0)
         # Nothing comes after an EOS, which itself may be accepted.
         is_eos = jnp.any(tokens[:, :, None] == state.eos_ids[:, None, :], axis=-1)
         first_eos = jnp.min(jnp.where(is_eos, offsets, state.config.gamma), axis=1)
         num_drafted = jnp.minimum(num_drafted, first_eos + 1)
-        return draft_state, draft_without_calls(
-            state, tokens, num_drafted, point_mass(state, tokens)
-        )
+        dist = point_mass(state, tokens)
+        return draft_state, draft_without_calls(state, tokens, num_drafted, dist)
 
     def draft_tree(
         self, draft_state: Inputs, state: DecodeState, num_wanted: jax.Array, max_depth: jax.Array
@@ -86,7 +82,7 @@ class PromptLookupDrafter(BeamChainDrafter, TreeDrafter):
         def children_of(level: Level, carry: Any):
             copies, shape = level.tokens.shape[1], (*level.tokens.shape, -1)
             inputs = Inputs(*(jnp.repeat(x, copies, axis=0) for x in draft_state))
-            known, order = self._ranked(inputs, *level.rows(state))
+            known, order = self._rank(inputs, *level.rows(state))
             tokens = []
             for _ in range(max(level.counts)):
                 place = distributions.argmax(order)[:, None]
@@ -96,26 +92,22 @@ class PromptLookupDrafter(BeamChainDrafter, TreeDrafter):
             return Children(jnp.concatenate(tokens, axis=1).reshape(shape)), carry
 
         draft, _ = draft_children(state, num_wanted, max_depth, children_of)
-        return draft_state, draft._replace(
-            tokens=jnp.maximum(draft.tokens, 0)
-        )  # to find nothing is no failure
+        # To find nothing is no failure, which −1 would mean.
+        return draft_state, draft._replace(tokens=jnp.maximum(draft.tokens, 0))
 
-    def _ranked(
+    def _rank(
         self, inputs: Inputs, output: jax.Array, lengths: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the tokens `[B, S + L]` of output and input, and how good it is to copy each.
 
-        The second are numbers `[B, S + L]` that are greater the better a place is, −1 where nothing
-        is to be copied.
-
-        A place is as good as the ending before it is long; of equally good ones the output's come
-        first, and the latest of each.
+        The second are numbers `[B, S + L]`, greater for better places, −1 where nothing is to be
+        copied. A place is as good as the ending before it is long; of equally good ones the
+        output's come first, and the latest of each.
         """
         slots, columns = output.shape[1], inputs.tokens.shape[1]
         back = lengths[:, None] - jnp.arange(1, self.max_match + 1)
-        ending = jnp.where(
-            back >= 0, jnp.take_along_axis(output, jnp.maximum(back, 0), axis=1), -1
-        )  # last id first
+        ending = jnp.take_along_axis(output, jnp.maximum(back, 0), axis=1)  # last id first
+        ending = jnp.where(back >= 0, ending, -1)
         in_output = 2 * match_lengths(output, lengths, ending) + 1
         in_input = 2 * match_lengths(inputs.tokens, inputs.lengths, ending)
         matches = jnp.concatenate([in_output, in_input], axis=1)
@@ -127,9 +119,8 @@ class PromptLookupDrafter(BeamChainDrafter, TreeDrafter):
 def match_lengths(source: jax.Array, lengths: jax.Array, ending: jax.Array) -> jax.Array:
     """Returns how many ids `[B, N]` before each place of `source [B, N]` equal `ending [B, K]`.
 
-    `ending` has its last id first.
-
-    The result is 0 at and past `lengths [B]`, where there is nothing to copy.
+    `ending` has its last id first. The result is 0 at and past `lengths [B]`, where there is
+    nothing to copy.
     """
     matches, total = jnp.ones(source.shape, bool), jnp.zeros(source.shape, jnp.int32)
     for back in range(1, ending.shape[1] + 1):

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.drafters.drafting import (
+    Step,
     draft_tokens,
     draft_without_calls,
     draw,
@@ -40,30 +41,20 @@ class RandomDrafter(Drafter):
     def name(self) -> str:
         return "random tokens"
 
-    def init(
-        self, inputs: jax.Array, input_lengths: jax.Array, tokens: jax.Array, slots: int
-    ) -> tuple:
-        return ()
-
     def draft(
         self, draft_state: tuple, state: DecodeState, num_wanted: jax.Array
     ) -> tuple[tuple, Draft]:
         config = state.config
-        uniform = match_width(
-            jnp.zeros((len(state.lengths), 1, self.vocab_size)), config.vocab_size
-        )
+        logits = jnp.zeros((len(state.lengths), 1, self.vocab_size))
+        uniform = match_width(logits, config.vocab_size)
 
-        def choose(step: jax.Array | int, tokens: jax.Array, dist: Categorical | None):
+        def choose(step: Step, tokens: jax.Array, dist: Categorical | None):
             # No temperature and no filters: a uniform distribution stays as it is under them,
             # except under argmax.
-            here = Categorical.from_logits(
-                distributions.process(
-                    uniform, context(state, tokens, step), state.sampling, config.mode
-                )
-            )
-            return draw(state, here, step, dist)
+            prefixes = context(state, tokens, step)
+            logits = distributions.process(uniform, prefixes, state.sampling, config.mode)
+            return draw(state, Categorical.from_logits(logits), step, dist)
 
-        tokens, num_drafted, dist = draft_tokens(
-            state, num_wanted, choose, empty_distribution(state)
-        )
+        empty = empty_distribution(state)
+        tokens, num_drafted, dist = draft_tokens(state, num_wanted, choose, empty)
         return (), draft_without_calls(state, tokens, num_drafted, dist)

@@ -55,33 +55,21 @@ def check_shortlist(shortlist: Any, vocab_size: int, eos_ids: Sequence[int]) -> 
     if arguments.is_integer(shortlist):
         return shortlist_from_counts(-np.arange(vocab_size), int(shortlist), eos_ids)
     ids = arguments.as_array(shortlist)
-    if (
-        arguments.has_bool(shortlist)
-        or ids.ndim != 1
-        or not ids.size
-        or not np.issubdtype(ids.dtype, np.integer)
-    ):
-        raise ValueError(
-            f"shortlist: got {shortlist!r}, expected a number of ids, or ids (at least one)"
-        )
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(
-            f"shortlist: got id {wrong}, expected ids of the drafter's model, 0 to {vocab_size - 1}"
-        )
-    if np.any(np.diff(ids) <= 0):
+    whole = np.issubdtype(ids.dtype, np.integer) and not arguments.has_bool(shortlist)
+    if not whole or ids.ndim != 1 or not ids.size:
+        got, expected = repr(shortlist), "a number of ids, or ids (at least one)"
+    elif ids.min() < 0 or ids.max() >= vocab_size:
+        got = f"id {ids[(ids < 0) | (ids >= vocab_size)][0]}"
+        expected = f"ids of the drafter's model, 0 to {vocab_size - 1}"
+    elif np.any(np.diff(ids) <= 0):
         wrong = int(np.argmax(np.diff(ids) <= 0))
-        raise ValueError(
-            f"shortlist: got id {ids[wrong + 1]} after {ids[wrong]}, expected ascending ids, "
-            "each once"
-        )
-    missing = set(eos_ids) - set(ids.tolist())
-    if missing:
-        raise ValueError(
-            f"shortlist: got ids without {min(missing)}, which ends a sequence, "
-            "expected it among them"
-        )
-    return ids
+        got, expected = f"id {ids[wrong + 1]} after {ids[wrong]}", "ascending ids, each once"
+    elif missing := set(eos_ids) - set(ids.tolist()):
+        got = f"ids without {min(missing)}, which ends a sequence"
+        expected = "it among them"
+    else:
+        return ids
+    raise ValueError(f"shortlist: got {got}, expected {expected}")
 
 
 def shortlist_from_counts(counts: Any, size: int, eos_ids: Sequence[int] = ()) -> np.ndarray:
@@ -95,13 +83,11 @@ def shortlist_from_counts(counts: Any, size: int, eos_ids: Sequence[int] = ()) -
     """
     counts = arguments.check_numbers("counts", counts, "one number for each id")
     if counts.ndim != 1 or not counts.size:
-        raise ValueError(
-            f"counts: got an array of shape {counts.shape}, expected one number for each id"
-        )
+        expected = "one number for each id"
+        raise ValueError(f"counts: got an array of shape {counts.shape}, expected {expected}")
     least = max(1, len(set(eos_ids)))
     if not arguments.is_integer(size) or not least <= size <= len(counts):
-        raise ValueError(
-            f"shortlist: got a size of {size!r}, expected an integer from {least} to {len(counts)}"
-        )
+        expected = f"an integer from {least} to {len(counts)}"
+        raise ValueError(f"shortlist: got a size of {size!r}, expected {expected}")
     first = np.isin(np.arange(len(counts)), list(eos_ids))
     return np.sort(np.lexsort((-counts, ~first))[:size])

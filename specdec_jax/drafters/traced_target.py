@@ -5,22 +5,19 @@ Each takes the place of a drafter of the same name until `on` makes that of the 
 
 import dataclasses
 import os
-import pathlib
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.checkpoints import native_format, stored_tensor
 from specdec_jax.drafters.early_exit import EarlyExitDrafter, ExitNetwork
-from specdec_jax.drafters.heads import HeadsDrafter, check_widths
+from specdec_jax.drafters.heads import HeadsDrafter, check_widths, read_heads
 from specdec_jax.drafters.self_drafting import SelfDrafter
-from specdec_jax.models import parameters, weight_layouts
+from specdec_jax.models import weight_layouts
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsNetwork
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.tree_drafter import TreeDrafter
+from specdec_jax.speculative.drafter import Drafter, TreeDrafter
 
 
 class TracedExit(EarlyExitDrafter):
@@ -58,26 +55,20 @@ class TracedHeads(TreeDrafter):
     """Heads on a traced target; whether they were trained on it cannot be checked."""
 
     needs_target_state: ClassVar[bool] = True
-    observes: ClassVar[bool] = True
 
     def __init__(self, path: str | os.PathLike[str], config: ModelConfig):
         """Reads the heads; raises ValueError if their widths are not those of `config`."""
-        shape, self._fingerprint, stored = native_format.open_heads(pathlib.Path(path))
-        stored_tensor.check_shapes(stored, shape.parameter_shapes, path, "of these heads")
+        shape, self._fingerprint, params = read_heads(path, config)
         check_widths(config, shape)
         self._heads = Heads(dataclasses.replace(shape, dtype=config.dtype, matmul_dtype=None))
-        read = {
-            name: jnp.asarray(leaf.load(jnp.dtype(config.dtype))) for name, leaf in stored.items()
-        }
-        self._params = parameters.unflatten(read)
+        self._params = jax.tree.map(jnp.asarray, params)
 
     @property
     def name(self) -> str:
         return f"{self._heads.config.num_heads} heads"
 
     def on(self, network: Network) -> Drafter:
-        params = weight_layouts.pack(
-            jax.tree.map(lambda leaf: leaf, self._params), network.backend.packs_weights
-        )
+        params = jax.tree.map(lambda leaf: leaf, self._params)  # a copy
+        params = weight_layouts.pack(params, network.backend.packs_weights)
         head = network.head_alone() if self._heads.config.share_head else None
         return HeadsDrafter(HeadsNetwork(params, head, self._heads), self._fingerprint)

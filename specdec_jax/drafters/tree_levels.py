@@ -1,7 +1,8 @@
 """Drafts trees level by level, with one call for all nodes of a level that have children."""
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,14 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specdec_jax.backends.axes import TokenAndLogprob
 from specdec_jax.backends.tree_positions import WindowNodes
-from specdec_jax.drafters import tree_signals
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions, randomness, tree_growth
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.policy_inputs import DraftSignals
+from specdec_jax.speculative.policy import DraftSignals
 from specdec_jax.speculative.state import DecodeState
-from specdec_jax.speculative.tree_children import choose_children
 from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.tree_growth import choose_children
 from specdec_jax.speculative.tree_iteration import at_nodes, sequences
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
@@ -47,6 +47,11 @@ class Level(NamedTuple):
     counts: list[int]
     texts: Int[Array, "B J S"]
 
+    @property
+    def depths(self) -> Int[Array, "B J"]:
+        """The depth of each of them."""
+        return jnp.full(self.tokens.shape, self.depth, jnp.int32)
+
     def rows(self, state: DecodeState) -> tuple[Int[Array, "N S"], Int[Array, " N"]]:
         """Returns `texts` as N = B · J rows, and how many tokens of each count."""
         lengths = jnp.repeat(state.lengths, self.tokens.shape[1]) + self.depth
@@ -58,6 +63,8 @@ LogitsOf = Callable[[Level, Any], tuple[Float[Array, "B J V"], Any]]
 # (level, carry) -> (argmax token after each of its nodes, −1 where a logit is NaN, and its
 # log-probability; carry)
 GreedyTokensOf = Callable[[Level, Any], tuple[TokenAndLogprob, Any]]
+# What a policy of γ reads, in columns by node; None if it reads nothing.
+Signals = DraftSignals | None
 
 
 class Children(NamedTuple):
@@ -68,13 +75,13 @@ class Children(NamedTuple):
         contained NaN.
       dist: the distributions that they were chosen from; None where no verifier will ask.
       log_q: log-probabilities of `tokens`; None where the drafter provides no probabilities.
-      seen: what a policy of γ reads of them; None if it reads nothing.
+      signals: `[B, J · K]`, what a policy of γ reads of them.
     """
 
     tokens: Int[Array, "B J K"]
     dist: Categorical | None = None
     log_q: Float[Array, "B J K"] | None = None
-    seen: DraftSignals | None = None
+    signals: Signals = None
 
 
 # (level, carry) -> (the children of its nodes; carry)
@@ -89,11 +96,10 @@ def draft_tree(
     carry: Any,
     greedy_tokens_of: GreedyTokensOf | None = None,
 ) -> tuple[TreeDraft, Any]:
-    """Drafts the tree `state.config.tree`.
-
-    Its arguments are those of `TreeDrafter.draft_tree`, and:
+    """Drafts the tree `state.config.tree` from a drafter's logits.
 
     Args:
+      state, num_wanted, max_depth: as for `TreeDrafter.draft_tree`.
       logits_of: gives the drafter's logits, as wide as the target's vocabulary, level by level.
       carry: what `logits_of` keeps from level to level.
       greedy_tokens_of: does so for the greatest logits alone, where that takes less time.
@@ -101,17 +107,12 @@ def draft_tree(
     Returns:
       The draft, whose `calls` are 0, and the last carry.
     """
-    tree = state.config.tree
+    tree, mode = state.config.tree, state.config.mode
     if isinstance(tree, DynamicTree):
         return _grow(state, num_wanted, max_depth, logits_of, carry)
     assert tree is not None, "a program of trees"
-    random_bits = _random_bits(state, tree)
-
-    bare = (
-        state.config.mode.greedy
-        and not state.config.mode.processes
-        and not tree_signals.of_root(state)
-    )
+    bits = _random_bits(state, tree)
+    bare = mode.greedy and not mode.processes and not _reads_signals(state)
 
     def children_of(level: Level, carry: Any):
         if greedy_tokens_of is not None and bare and max(level.counts) == 1:
@@ -119,11 +120,10 @@ def draft_tree(
             return Children(tokens[..., None], log_q=log_probs[..., None]), carry
         logits, carry = logits_of(level, carry)
         assert level.numbers is not None
-        own = None if random_bits is None else random_bits[:, tree.children_of(level.numbers) - 1]
+        own = None if bits is None else bits[:, tree.children_of(level.numbers) - 1]
         dist, _, chosen = _choose(state, level, logits, own)
-        return Children(
-            chosen, dist, _log_probs(dist, chosen), _signals(state, level, logits, chosen)
-        ), carry
+        signals = _read_signals(state, level, logits, chosen)
+        return Children(chosen, dist, _log_probs(dist, chosen), signals), carry
 
     return draft_children(state, num_wanted, max_depth, children_of, carry)
 
@@ -138,84 +138,60 @@ def draft_children(
     """Does what `draft_tree` does for a fixed tree and a drafter that chooses children itself."""
     config, tree, batch = state.config, state.config.tree, len(state.lengths)
     assert isinstance(tree, Tree)
-    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+    join = functools.partial(jnp.concatenate, axis=1)
     # Columns are added level by level, and put in the order of the nodes' numbers at the end.
-    tokens, valid = [last], [~state.done[:, None]]
-    order, found, log_q, first = [np.zeros(1, np.int64)], [], [jnp.zeros((batch, 1))], 0
-    column, told = np.zeros(tree.size, np.int64), tree_signals.of_root(state)
+    tokens = [jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)]
+    valid, order, dists, log_q = [~state.done[:, None]], [np.zeros(1, np.int64)], [], []
+    log_q.append(jnp.zeros((batch, 1)))
+    column, signals, first = np.zeros(tree.size, np.int64), _root_signals(state), 0
     for depth in range(tree.depth):
         inner, children = tree.inner(depth), tree.level(depth + 1)
-        so_far = jnp.concatenate(tokens, axis=1)
-        places = column[inner]
-        there = jnp.concatenate(valid, axis=1)[:, places] & tree_signals.goes_on(
-            state, told, places
-        )
-        lines = jnp.broadcast_to(
-            jnp.asarray(column[tree.lines[inner]], jnp.int32), (batch, len(inner), tree.depth + 1)
-        )
-        texts = sequences(state, so_far, lines, jnp.full((batch, len(inner)), depth, jnp.int32))
+        so_far, places, shape = join(tokens), column[inner], (batch, len(inner))
+        there = join(valid)[:, places] & _may_go_on(state, signals, places)
+        lines = jnp.asarray(column[tree.lines[inner]], jnp.int32)
+        lines = jnp.broadcast_to(lines, (*shape, tree.depth + 1))
+        texts = sequences(state, so_far, lines, jnp.full(shape, depth, jnp.int32))
         counts = np.sum(tree.children_of(inner) > 0, axis=1).tolist()
-        level = Level(
-            depth,
-            inner,
-            first,
-            tree.fed[tree.lines[inner]],
-            so_far[:, places],
-            there,
-            counts,
-            texts,
-        )
+        fed = tree.fed[tree.lines[inner]]
+        level = Level(depth, inner, first, fed, so_far[:, places], there, counts, texts)
         chosen, carry = children_of(level, carry)
         first += len(inner)
         if config.needs_draft_probs:
-            found.append(chosen.dist)
+            dists.append(chosen.dist)
         parents = np.searchsorted(inner, np.asarray(tree.parents)[children - 1])
-        new = chosen.tokens[:, parents, tree.ranks[children]]
+        place = slice(None), parents, tree.ranks[children]
+        new = chosen.tokens[place]
         own = parents * chosen.tokens.shape[2] + tree.ranks[children]
-        told = tree_signals.extended(told, chosen.seen, places[parents], own)
-        num_wanted = tree_signals.budget(state, told, depth, num_wanted)
+        signals = _add_signals(signals, chosen.signals, places[parents], own)
+        num_wanted = _limit_nodes(state, signals, depth, num_wanted)
         open_ = (there & ~_ended(state, level))[:, parents]
         open_ &= (children <= num_wanted[:, None]) & (depth < max_depth)[:, None]
         tokens.append(jnp.where(open_, new, 0))
         if chosen.log_q is not None:
-            log_q.append(chosen.log_q[:, parents, tree.ranks[children]])
+            log_q.append(chosen.log_q[place])
         valid.append(open_ & (new >= 0))
         column[children] = so_far.shape[1] + np.arange(len(children))
         order.append(children)
     back = np.argsort(np.concatenate(order))
-
-    def put(columns: Sequence[jax.Array]):
-        return jnp.concatenate(columns, axis=1)[:, back]
-
-    dist = (
-        None
-        if not found
-        else Categorical(*(jnp.concatenate(parts, axis=1) for parts in zip(*found)))
-    )
     origins = np.array((0, *tree.fed[list(tree.parents)]), np.int32)
-
-    def rows(values: np.ndarray):
-        return jnp.broadcast_to(jnp.asarray(values, jnp.int32), (batch, tree.size))
-
+    origins, slots = (jnp.broadcast_to(x, (batch, tree.size)) for x in (origins, tree.fed))
     return TreeDraft(
-        tokens=put(tokens),
+        tokens=join(tokens)[:, back],
         branches=tree.branches(batch),
-        valid=put(valid),
-        dist=dist,
-        origins=rows(origins),
+        valid=join(valid)[:, back],
+        dist=Categorical(*map(join, zip(*dists))) if dists else None,
+        origins=origins,
         calls=jnp.zeros(batch, jnp.int32),
-        slots=rows(np.maximum(tree.fed, 0)),
-        log_q=put(log_q) if len(log_q) > tree.depth else None,
-        seen=tree_signals.by_number(state, told, back),
+        slots=jnp.maximum(slots, 0),
+        log_q=join(log_q)[:, back] if len(log_q) > tree.depth else None,
+        seen=_order_signals(state, signals, back),
     ), carry
 
 
 def _log_probs(dist: Categorical, tokens: Int[Array, "B J K"]) -> Float[Array, "B J K"]:
     """Returns the log-probabilities of K tokens at each of J nodes; −1 counts as 0."""
-    return (
-        jnp.take_along_axis(dist.logits, jnp.maximum(tokens, 0), axis=2)
-        - dist.log_normalizer[..., None]
-    )
+    logits = jnp.take_along_axis(dist.logits, jnp.maximum(tokens, 0), axis=2)
+    return logits - dist.log_normalizer[..., None]
 
 
 def _random_bits(state: DecodeState, tree: Tree) -> jax.Array | None:
@@ -231,13 +207,6 @@ def _ended(state: DecodeState, level: Level) -> Bool[Array, "B J"]:
     return jnp.any(level.tokens[..., None] == state.eos_ids[:, None], axis=2) & (level.depth > 0)
 
 
-def _signals(
-    state: DecodeState, level: Level, logits: jax.Array, chosen: jax.Array
-) -> DraftSignals | None:
-    depths = jnp.full(logits.shape[:2], level.depth, jnp.int32)
-    return tree_signals.of_children(state, logits, depths, level.texts, chosen)
-
-
 def _choose(
     state: DecodeState, level: Level, logits: jax.Array, random_bits: jax.Array | None
 ) -> tuple[Categorical, Categorical, Int[Array, "B J K"]]:
@@ -248,46 +217,31 @@ def _choose(
       the distributions by which they are ranked; and their tokens by rank, −1 where a node has
       none.
     """
-    config, counts, prefixes = state.config, level.counts, level.texts
-    depths = jnp.full(logits.shape[:2], level.depth, jnp.int32)
+    config, counts, noise = state.config, level.counts, None
+    adjusted = state, logits, level.depths, level.texts
     if config.mode.greedy:
-        ranked = Categorical.from_logits(
-            at_nodes(distributions.process, state, logits, depths, prefixes)
-        )
+        ranked = Categorical.from_logits(at_nodes(distributions.process, *adjusted))
         return ranked, ranked, choose_children("top", ranked, counts)
-    dist, noise, kind = (
-        at_nodes(distributions.standardize, state, logits, depths, prefixes),
-        None,
-        config.children,
-    )
+    dist, kind = at_nodes(distributions.standardize, *adjusted), config.children
     argmax = (state.sampling.temperature == 0)[:, None, None]
-
-    def soft(_: None):  # of rows at temperature 0, whose children are not drawn
-        return at_nodes(
-            functools.partial(distributions.standardize, soften=True),
-            state,
-            logits,
-            depths,
-            prefixes,
-        )
-
-    # The greatest of a vocabulary take long to find, and mostly no row is at temperature 0.
+    # The greatest of a vocabulary take long to find, and mostly no row is at temperature 0, whose
+    # children are not drawn.
     some = jnp.any(argmax)
-    ranked = jax.lax.cond(some, soft, lambda _: dist, None)
+    ranked = jax.lax.cond(some, lambda: at_nodes(_SOFT, *adjusted), lambda: dist)
     if kind == "top":
         return dist, ranked, choose_children("top", ranked, counts)
     if kind == "gumbel":
-        noise = randomness.gumbel_noise(
-            state.keys, (state.lengths + level.depth)[:, None], config.vocab_size
-        )
+        positions = (state.lengths + level.depth)[:, None]
+        noise = randomness.gumbel_noise(state.keys, positions, config.vocab_size)
         noise = jnp.broadcast_to(noise, logits.shape)
     drawn = choose_children(kind, dist, counts, random_bits, noise)
-    fixed = jax.lax.cond(
-        some, lambda _: choose_children("top", ranked, counts), lambda _: drawn, None
-    )
+    fixed = jax.lax.cond(some, lambda: choose_children("top", ranked, counts), lambda: drawn)
     if kind == "gumbel":
         ranked = Categorical.from_logits(jnp.where(argmax, ranked.logits, dist.logits + noise))
     return dist, ranked, jnp.where(argmax, fixed, drawn)
+
+
+_SOFT = functools.partial(distributions.standardize, soften=True)
 
 
 def _grow(
@@ -305,34 +259,26 @@ def _grow(
     # place among the nodes that were fed.
     tokens = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
     valid, scores, parents, places = ~state.done[:, None], jnp.zeros((batch, 1)), zeros - 1, zeros
-    log_q = scores
     lines = jnp.zeros((batch, 1, tree.depth + 1), jnp.int32)
-    above, first, told = scores, 0, tree_signals.of_root(state)
+    log_q, above, first, signals = scores, scores, 0, _root_signals(state)
     for depth in range(tree.depth):
-        chosen_nodes = tree_growth.to_expand(tree, above).astype(jnp.int32)
-        inner, count = first + chosen_nodes, chosen_nodes.shape[1]
+        expanded = tree_growth.to_expand(tree, above).astype(jnp.int32)
+        inner, count = first + expanded, expanded.shape[1]
         fed = 1 + (depth - 1) * width if depth else 0
         places = _put(places, inner, fed + jnp.arange(count, dtype=jnp.int32))
-        line = _pick(lines, inner)
-        there, depths = _pick(valid, inner), jnp.full(inner.shape, depth, jnp.int32)
-        there &= tree_signals.goes_on(state, told, inner)
-        level = Level(
-            depth,
-            None,
-            fed,
-            _pick(places, line.reshape(batch, -1)).reshape(line.shape),
-            _pick(tokens, inner),
-            there,
-            [width] * count,
-            sequences(state, jnp.maximum(tokens, 0), line, depths),
-        )
+        line, depths = _pick(lines, inner), jnp.full(inner.shape, depth, jnp.int32)
+        there = _pick(valid, inner) & _may_go_on(state, signals, inner)
+        texts = sequences(state, jnp.maximum(tokens, 0), line, depths)
+        on_line = _pick(places, line.reshape(batch, -1)).reshape(line.shape)
+        counts = [width] * count
+        level = Level(depth, None, fed, on_line, _pick(tokens, inner), there, counts, texts)
         logits, carry = logits_of(level, carry)
         dist, ranked, chosen = _choose(state, level, logits, None)
         open_ = (there & ~_ended(state, level) & (depth < max_depth)[:, None])[..., None]
         gained = _log_probs(ranked, chosen)
         # A first child whose distribution contains NaN stays beside its parent, to be noticed.
         gained = jnp.where(chosen >= 0, gained, jnp.where(jnp.arange(width) == 0, 0, -jnp.inf))
-        above = tree_growth.expand(above, chosen_nodes, jnp.where(open_, gained, -jnp.inf))
+        above = tree_growth.expand(above, expanded, jnp.where(open_, gained, -jnp.inf))
         first = tokens.shape[1]
         new = first + jnp.arange(count * width, dtype=jnp.int32)
 
@@ -340,40 +286,107 @@ def _grow(
             return jnp.concatenate([old, values.reshape(batch, -1, *old.shape[2:])], axis=1)
 
         each = functools.partial(jnp.repeat, repeats=width, axis=1)
-        told = tree_signals.extended(told, _signals(state, level, logits, chosen), each(inner))
-        num_wanted = tree_signals.budget(state, told, depth, num_wanted)
-        lines = add(
-            lines, jnp.where(jnp.arange(tree.depth + 1) == depth + 1, new[:, None], each(line))
-        )
+        read = _read_signals(state, level, logits, chosen)
+        signals = _add_signals(signals, read, each(inner))
+        num_wanted = _limit_nodes(state, signals, depth, num_wanted)
+        is_own = jnp.arange(tree.depth + 1) == depth + 1
+        lines = add(lines, jnp.where(is_own, new[:, None], each(line)))
         valid, tokens = add(valid, open_ & (chosen >= 0)), add(tokens, jnp.where(open_, chosen, 0))
         scores, log_q = add(scores, above), add(log_q, _log_probs(dist, chosen))
         parents, places = add(parents, each(inner)), add(places, jnp.zeros_like(chosen))
     kept, branches = tree_growth.rerank(tree, scores, parents)
-    there = _pick(valid, kept) & (jnp.arange(tree.size) <= num_wanted[:, None])
     return TreeDraft(
         tokens=_pick(tokens, kept),
         branches=branches,
-        valid=there,
+        valid=_pick(valid, kept) & (jnp.arange(tree.size) <= num_wanted[:, None]),
         dist=None,
         origins=jnp.zeros_like(kept),
         calls=jnp.zeros(batch, jnp.int32),
         slots=_pick(places, kept),
         log_q=_pick(log_q, kept),
-        seen=tree_signals.by_number(state, told, kept),
+        seen=_order_signals(state, signals, kept),
     ), carry
 
 
-def _pick(values: jax.Array, which: jax.Array) -> jax.Array:
-    """Returns the entries `which [B, J]` of `values [B, C, …]`."""
-    return jnp.take_along_axis(
-        values, which.reshape(*which.shape, *[1] * (values.ndim - 2)), axis=1
-    )
+def _pick(values: jax.Array, which: np.ndarray | jax.Array) -> jax.Array:
+    """Returns the entries `which`, `[J]` or `[B, J]`, of `values [B, C, …]`."""
+    if which.ndim == 1:
+        return values[:, which]
+    places = which.reshape(*which.shape, *[1] * (values.ndim - 2))
+    return jnp.take_along_axis(values, places, axis=1)
 
 
 def _put(values: jax.Array, which: jax.Array, new: jax.Array) -> jax.Array:
     """Returns `values [B, C]` with `new [J]` at the entries `which [B, J]`."""
     here = jnp.arange(values.shape[1])[:, None] == which[:, None]
     return jnp.where(jnp.any(here, axis=2), jnp.max(jnp.where(here, new, 0), axis=2), values)
+
+
+def _reads_signals(state: DecodeState) -> bool:
+    return state.policy is not None and state.policy.needs_probs
+
+
+def _root_signals(state: DecodeState) -> Signals:
+    """Returns the column of node 0, after which every draft goes on."""
+    zeros = jnp.zeros((len(state.lengths), 1))
+    return DraftSignals(zeros + 1, zeros, zeros) if _reads_signals(state) else None
+
+
+def _may_go_on(
+    state: DecodeState, signals: Signals, places: np.ndarray | jax.Array
+) -> Bool[Array, "B J"] | bool:
+    """Returns which of the nodes in the columns `places` may have children."""
+    if signals is None or state.policy is None:
+        return True
+    return state.policy.goes_on(DraftSignals(*(_pick(values, places) for values in signals)))
+
+
+def _read_signals(
+    state: DecodeState, level: Level, logits: Float[Array, "B J V"], chosen: Int[Array, "B J K"]
+) -> Signals:
+    """Returns the signals `[B, J · K]` of the children `chosen`, as if they followed node 0."""
+    if not _reads_signals(state):
+        return None
+    dist = at_nodes(_SOFT, state, logits, level.depths, level.texts)
+    entropy, each = dist.entropy(), functools.partial(jnp.repeat, repeats=chosen.shape[2], axis=1)
+    evenness = entropy / max(math.log(logits.shape[2]), 1e-9)
+    prob = jnp.exp(_log_probs(dist, chosen)).reshape(len(chosen), -1)
+    return DraftSignals(prob, each(entropy), each(evenness))
+
+
+def _add_signals(
+    signals: Signals,
+    new: Signals,
+    parents: np.ndarray | jax.Array,
+    places: slice | np.ndarray = slice(None),
+) -> Signals:
+    """Returns the columns `signals` and, after them, `places` of `new`, from `_read_signals`.
+
+    `parents` are the columns of the new nodes' parents.
+    """
+    if signals is None or new is None:
+        return None
+    added = DraftSignals(*(values[:, places] for values in new))
+    added = added._replace(prob=added.prob * _pick(signals.prob, parents))
+    return DraftSignals(*(jnp.concatenate(both, axis=1) for both in zip(signals, added)))
+
+
+def _limit_nodes(
+    state: DecodeState, signals: Signals, depth: int, num_wanted: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """Returns how many nodes are wanted, now that the children of the nodes at `depth` are read."""
+    if signals is None or state.policy is None or depth:
+        return num_wanted
+    first = DraftSignals(*(values[:, 1:] for values in signals))
+    return jnp.minimum(num_wanted, state.policy.budget(state.policy_state, first))
+
+
+def _order_signals(state: DecodeState, signals: Signals, order: np.ndarray | jax.Array) -> Signals:
+    """Returns the signals `[B, G]` of nodes 1 … G; `order` has the column of each node."""
+    if signals is None or state.policy is None:
+        return None
+    most = state.policy.maximum + 1
+    return DraftSignals(*(_pick(values, order)[:, 1:most] for values in signals))
 
 
 def draft_with_model(
@@ -402,27 +415,20 @@ def draft_with_model(
     Returns:
       The cache, and the draft.
     """
-    origins, span, columns = (
-        state.lengths - 1,
-        state.tokens.shape[1],
-        max(state.config.gamma + 1, lag),
-    )
+    origins, columns = state.lengths - 1, max(state.config.gamma + 1, lag)
+    span = state.tokens.shape[1]
 
     def states_of(level: Level, cache: Any):
         if level.depth:
-            starts = origins + level.first
-            return network.decode_nodes(
-                level.tokens, _fed(level, starts, origins, span), cache, level.valid
-            )
-        first = jnp.maximum(
-            origins - (lag - 1), 0
-        )  # near position 0 the last tokens are fed needlessly
+            lines = jnp.asarray(level.lines, jnp.int32)
+            lines = jnp.broadcast_to(lines, (*level.tokens.shape, lines.shape[-1]))
+            nodes = WindowNodes(origins + level.first, origins, level.depths, lines, span)
+            return network.decode_nodes(level.tokens, nodes, cache, level.valid)
+        first = jnp.maximum(origins - (lag - 1), 0)  # near position 0 some are fed needlessly
         fed = jnp.take_along_axis(state.tokens, first[:, None] + jnp.arange(lag), axis=1)
         depths = jnp.broadcast_to(jnp.arange(lag, dtype=jnp.int32), fed.shape)
-        lines = np.tile(np.arange(columns, dtype=np.int32), (lag, 1))
-        nodes = WindowNodes(
-            first, first, depths, jnp.broadcast_to(lines, (*fed.shape, columns)), span
-        )
+        lines = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), (*fed.shape, columns))
+        nodes = WindowNodes(first, first, depths, lines, span)
         valid = jnp.broadcast_to(level.valid, fed.shape)
         states, cache = network.decode_nodes(fed, nodes, cache, valid)
         return jnp.take_along_axis(states, (origins - first)[:, None, None], axis=1), cache
@@ -436,15 +442,7 @@ def draft_with_model(
         return network.greedy_token_and_logprob(states, level.valid), cache
 
     greedy_only = network.skips_padding and whole and network.vocab_size <= state.config.vocab_size
-    draft, cache = draft_tree(
-        state, num_wanted, max_depth, logits_of, cache, greedy_tokens_of if greedy_only else None
-    )
+    greedy = greedy_tokens_of if greedy_only else None
+    draft, cache = draft_tree(state, num_wanted, max_depth, logits_of, cache, greedy)
     deepest = jnp.max(jnp.where(draft.valid, draft.branches.depths, 0), axis=1)
     return cache, draft._replace(calls=deepest)
-
-
-def _fed(level: Level, starts: jax.Array, origins: jax.Array, span: int) -> WindowNodes:
-    shape = level.tokens.shape
-    depths = jnp.full(shape, level.depth, jnp.int32)
-    lines = jnp.broadcast_to(jnp.asarray(level.lines, jnp.int32), (*shape, level.lines.shape[-1]))
-    return WindowNodes(starts, origins, depths, lines, span)

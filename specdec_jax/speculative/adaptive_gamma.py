@@ -1,9 +1,7 @@
 """The policy of `gamma="auto"`: weighs measured costs against each row's acceptance.
 
-It may draft nothing.
-
-A row's γ depends on its own past and on numbers that were fixed before it began, never on other
-rows: so its draws do not depend on which rows it is decoded with.
+It may draft nothing. A row's γ depends on its own past and on numbers that were fixed before it
+began, never on other rows: so its draws do not depend on which rows it is decoded with.
 """
 
 import dataclasses
@@ -14,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.speculative.policies import PerInput, Policy, call_widths, number
-from specdec_jax.speculative.policy_inputs import Outcome
+from specdec_jax.speculative.policies import call_widths
+from specdec_jax.speculative.policy import Outcome, PerInput, Policy, number
 
 # G of `gamma="auto"`.
 MAXIMUM = 8
@@ -48,12 +46,10 @@ class AutoState(NamedTuple):
 class Auto(Policy):
     """A policy that drafts the γ with the most expected tokens per time, which may be 0.
 
-    That is (1 + α̂ + … + α̂^γ) / cost(γ).
-
-    α̂ is the row's acceptance rate so far, in which the assumed rate `acceptance` counts for
-    `weight` tokens. A row that drafts nothing learns nothing; it tries `PROBE` tokens at its
-    beginning, and then so seldom that all tries together take less than 1 % of its time: each one
-    that fails doubles the number of iterations until the next.
+    That is (1 + α̂ + … + α̂^γ) / cost(γ). α̂ is the row's acceptance rate so far, in which the
+    assumed rate `acceptance` counts for `weight` tokens. A row that drafts nothing learns nothing;
+    it tries `PROBE` tokens at its beginning, and then so seldom that all tries together take less
+    than 1 % of its time: each one that fails doubles the number of iterations until the next.
 
     The defaults come from simulations of rows of 64 tokens with α from 0 to 0.9, with target calls
     that take up to 1.4 times as long at 5 positions as at one and 1.7 times at 9, and with draft
@@ -89,9 +85,8 @@ class Auto(Policy):
         except (ValueError, TypeError):
             costs = np.empty(0)
         if costs.shape != (self.maximum + 1,) or not np.all((costs > 0) & (costs <= 1e6)):
-            raise ValueError(
-                f"costs: got {self.costs!r}, expected {self.maximum + 1} numbers above 0, up to 1e6"
-            )
+            expected = f"{self.maximum + 1} numbers above 0, up to 1e6"
+            raise ValueError(f"costs: got {self.costs!r}, expected {expected}")
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -99,26 +94,13 @@ class Auto(Policy):
 
         They are those of other policies but for 2, to save one compilation.
         """
-        return tuple(
-            width
-            for width in call_widths(self.maximum, none=True)
-            if width != 2 or self.maximum == 1
-        )
+        widths = call_widths(self.maximum, none=True)
+        return tuple(width for width in widths if width != 2 or self.maximum == 1)
 
     def rows(self, batch: int) -> "Auto":
         costs = np.broadcast_to(np.asarray(self.costs, np.float32), (batch, self.maximum + 1))
         policy = super().rows(batch)
         object.__setattr__(policy, "costs", costs)
-        return policy
-
-    def tree_flatten(self):
-        values, maximum = super().tree_flatten()
-        return (self.costs, *values), maximum
-
-    @classmethod
-    def tree_unflatten(cls, maximum: int, values: Any):
-        policy = super().tree_unflatten(maximum, values[1:])
-        object.__setattr__(policy, "costs", values[0])
         return policy
 
     def _first_wait(self) -> Float[Array, " B"]:
@@ -132,9 +114,8 @@ class Auto(Policy):
     def _best(self, state: AutoState) -> Int[Array, " B"]:
         """Returns the γ with the most expected tokens per time."""
         rate = (state.accepted + self.weight * self.acceptance) / (state.examined + self.weight)
-        tokens = jnp.cumsum(
-            rate[:, None] ** jnp.arange(self.maximum + 1, dtype=jnp.float32), axis=1
-        )
+        gammas = jnp.arange(self.maximum + 1, dtype=jnp.float32)
+        tokens = jnp.cumsum(rate[:, None] ** gammas, axis=1)
         return jnp.argmax(tokens / self.costs, axis=1).astype(jnp.int32)
 
     def wanted(self, state: AutoState) -> Int[Array, " B"]:
@@ -145,13 +126,13 @@ class Auto(Policy):
         drew, accepted = outcome.drafted > 0, outcome.accepted
         examined = jnp.minimum(accepted + 1, outcome.drafted)
 
-        def older(old: Any, new: Any):
+        def add(old: jax.Array, new: jax.Array):
             return jnp.where(drew, self.memory * old + new.astype(jnp.float32), old)
 
         again = jnp.where(accepted > 0, self._first_wait(), 2 * state.wait)
         return AutoState(
-            examined=older(state.examined, examined),
-            accepted=older(state.accepted, accepted),
+            examined=add(state.examined, examined),
+            accepted=add(state.accepted, accepted),
             idle=jnp.where(drew, 0, state.idle + 1),
             wait=jnp.where(drew & (self._best(state) == 0), again, state.wait),
         )

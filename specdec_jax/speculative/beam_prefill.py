@@ -26,7 +26,7 @@ def prefill_beams(
       inputs: one row for each input.
     """
     batch, prefix = inputs.tokens.shape
-    config = config._replace(mode=config.mode.of(target.skips_padding))
+    config = config._replace(mode=config.mode._replace(native=target.skips_padding))
     positions, beams = slots + config.gamma, config.beams
     # The first term is for the prefix but for its last token, which the live beams feed. K more
     # slots stay empty: a drafter feeds the tokens before the live beams' last ones into the K slots

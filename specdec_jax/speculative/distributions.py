@@ -1,7 +1,4 @@
-"""Turns logits into the distribution that a row's next token is drawn from.
-
-The draw itself is in `randomness.py`.
-"""
+"""Turns logits into the distribution that a row's next token is drawn from (by `randomness.py`)."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -44,10 +41,8 @@ class Categorical(NamedTuple):
 
     def log_prob(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N"]:
         """Returns the log-probability of one token per position."""
-        return (
-            jnp.take_along_axis(self.logits, tokens[..., None], axis=-1)[..., 0]
-            - self.log_normalizer
-        )
+        logits = jnp.take_along_axis(self.logits, tokens[..., None], axis=-1)[..., 0]
+        return logits - self.log_normalizer
 
     def prob(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N"]:
         """Returns the probability of one token per position."""
@@ -154,9 +149,8 @@ def process(
     # NaN must be noticed later, but a CPU's maximum may pass over it: so each number is compared,
     # and not the greatest, and one NaN stands for a whole position.
     if mode.processor is not None:
-        processed = jnp.where(
-            jnp.any(jnp.isnan(processed), axis=-1, keepdims=True), jnp.nan, processed
-        )
+        unsound = jnp.any(jnp.isnan(processed), axis=-1, keepdims=True)
+        processed = jnp.where(unsound, jnp.nan, processed)
     return jnp.where(jnp.all(processed == -jnp.inf, axis=-1, keepdims=True), original, processed)
 
 
@@ -182,15 +176,13 @@ def standardize(
     if mode.top_p:
         adjusted = _keep_top_p(adjusted, rows.top_p)
     if mode.min_p:
-        adjusted = jnp.where(
-            adjusted >= jnp.log(rows.min_p)[:, None, None], adjusted, -jnp.inf
-        )  # the greatest is 0
-    if soften:
-        return Categorical.from_logits(adjusted, mode.native)
-    one_hot = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
-    return Categorical.from_logits(
-        jnp.where(temperature > 0, adjusted, jnp.where(one_hot, 0.0, -jnp.inf)), mode.native
-    )
+        keep = adjusted >= jnp.log(rows.min_p)[:, None, None]  # the greatest is 0
+        adjusted = jnp.where(keep, adjusted, -jnp.inf)
+    if not soften:
+        one_hot = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
+        one_hot = jnp.where(one_hot, 0.0, -jnp.inf)
+        adjusted = jnp.where(temperature > 0, adjusted, one_hot)
+    return Categorical.from_logits(adjusted, mode.native)
 
 
 # XLA divides by multiplying with the reciprocal. Past these bounds that is 0 or infinite, which
@@ -202,9 +194,8 @@ _DIVISORS = 2.0**-125, 2.0**125
 def argmax(logits: Num[Array, "*N V"]) -> Int[Array, "*N"]:
     """Returns the first index of the maximum over the last axis; −1 where all logits are NaN.
 
-    Where some are NaN it is −1 or the index of another's maximum.
-
-    The two passes here are together some six times as fast as `jnp.argmax`.
+    Where some are NaN it is −1 or the index of another's maximum. The two passes here are together
+    some six times as fast as `jnp.argmax`.
     """
     size = logits.shape[-1]
     best = jnp.max(logits, axis=-1, keepdims=True)
@@ -223,9 +214,8 @@ def _keep_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, " B"]) -> Float
     def by_selection(logits: jax.Array):
         largest = jax.lax.top_k(logits, few)[0]
         threshold = jnp.take_along_axis(largest, jnp.maximum(top_k - 1, 0)[:, None, None], axis=-1)
-        return jnp.where(
-            logits >= jnp.where(top_k[:, None, None] > 0, threshold, -jnp.inf), logits, -jnp.inf
-        )
+        threshold = jnp.where(top_k[:, None, None] > 0, threshold, -jnp.inf)
+        return jnp.where(logits >= threshold, logits, -jnp.inf)
 
     def by_bisection(logits: jax.Array):
         k = jnp.where(top_k > 0, top_k, logits.shape[-1])[:, None, None]
@@ -245,10 +235,7 @@ def _keep_top_k(logits: Float[Array, "B T V"], top_k: Int[Array, " B"]) -> Float
 
 
 def _keep_top_p(logits: Float[Array, "B T V"], top_p: Float[Array, " B"]) -> Float[Array, "B T V"]:
-    """Sets logits outside the nucleus to −inf.
-
-    The nucleus has the fewest most probable ids whose mass reaches `top_p`.
-    """
+    """Sets logits to −inf but for the fewest most probable ids whose mass reaches `top_p`."""
     probs = jax.nn.softmax(logits, axis=-1)
     ordered = _ordered_bits(logits)
 

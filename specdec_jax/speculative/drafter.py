@@ -1,34 +1,36 @@
-"""The base class of drafters: how an iteration and the rest of the package use them."""
+"""The base classes of drafters: how an iteration and the rest of the package use them."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from specdec_jax.files.reading import digest
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, decoder_only
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
+from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.trees import CHILDREN
 
 
 class Drafter:
     """The base class of drafters: a pytree whose parameters are leaves, all else static.
 
-    A subclass defines `init` and `draft`, both traced, and overrides other methods and attributes
-    where the defaults here do not hold for it. Rejected tokens need no call that takes them back:
-    each call gets the committed lengths. A drafter of trees is a `TreeDrafter` (tree_drafter.py), a
-    drafter for beam searches a `BeamDrafter` (beam_drafter.py).
+    A subclass defines `draft` and overrides other methods and attributes where the defaults here do
+    not hold. Rejected tokens need no call that takes them back: each call gets the committed
+    lengths.  A drafter for beam searches a
+    `BeamDrafter` (beam_drafter.py).
 
     Attributes:
       reads_encoder: whether `init` gets the target's encoder output `[I, L, D]` as `encoded`.
       provides_probs: whether drafts come from distributions that a policy of γ can read
         (`Draft.seen`).
       varies: whether fewer tokens than wanted may be drafted, or none.
-      observes: whether it learns from the target's calls by `observe`, which is otherwise absent
-        from the compiled program.
+
       needs_target_state: whether it drafts from the target's cache or last state, so that it can
         only begin where the target stopped.
       scorable: whether the distribution that it draws from is its model's, so that the acceptance
@@ -38,7 +40,7 @@ class Drafter:
     reads_encoder: ClassVar[bool] = False
     provides_probs: ClassVar[bool] = False
     varies: ClassVar[bool] = False
-    observes: ClassVar[bool] = False
+
     needs_target_state: ClassVar[bool] = False
     scorable: ClassVar[bool] = False
 
@@ -51,14 +53,14 @@ class Drafter:
         tokens: Int[Array, "B P"],
         slots: int,
     ) -> Any:
-        """Returns the state before the first iteration, for B/I rows of each of the I inputs.
+        """Returns the state before the first iteration, for B/I rows of each input; default: none.
 
         Args:
           inputs: ids of the encoder's inputs; L = 0 for a decoder-only target.
           tokens: what the decoder begins with: start token and decoder prefix, or the prompt.
           slots: S, slots of tokens and of caches.
         """
-        raise NotImplementedError
+        return ()
 
     def draft(
         self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"]
@@ -67,7 +69,7 @@ class Drafter:
         raise NotImplementedError
 
     def observe(self, draft_state: Any, state: DecodeState, scored: Scored) -> Any:
-        """Returns the drafter's state after a call of the target; called only if it `observes`.
+        """Returns the drafter's state after a call of the target, from which it may learn.
 
         Args:
           state: the decode loop's, after the commit.
@@ -84,6 +86,11 @@ class Drafter:
         return draft_state
 
     # On the host.
+
+    @property
+    def observes(self) -> bool:
+        """Whether it defines `observe`, which is otherwise absent from the compiled program."""
+        return type(self).observe is not Drafter.observe
 
     def on(self, network: Network) -> "Drafter":
         """Returns the drafter for a target of which only the traced `network` exists.
@@ -125,13 +132,8 @@ class Drafter:
     def contents(self) -> str:
         """A digest of the class, settings and arrays, which decide what is drafted."""
         settings, arrays = self.identity()
-        parts = [type(self).__name__, *map(str, settings)]
-        return digest(
-            [
-                *map(str.encode, parts),
-                *(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays)),
-            ]
-        )
+        parts = [str(part).encode() for part in (type(self).__name__, *settings)]
+        return digest(parts + [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays)])
 
     def check(self, target: LanguageModel) -> None:
         """Checks that it can draft for `target`.
@@ -143,52 +145,127 @@ class Drafter:
             check_model(target, model)
 
 
+class TreeDrafter(Drafter):
+    """A drafter that can draft trees; a subclass defines `draft_tree`, which is traced.
+
+    One that does not define `draft` drafts nothing but trees.
+
+    Attributes:
+      kinds: how the children of its trees can be chosen, and how such trees can be verified, the
+        best first, as in `CHILDREN`. All of `CHILDREN` include a `DynamicTree`.
+    """
+
+    kinds: ClassVar[Mapping[str, tuple[str, ...]]] = CHILDREN
+
+    def init_tree(
+        self,
+        inputs: Int[Array, "I L"],
+        input_lengths: Int[Array, " I"],
+        tokens: Int[Array, "B P"],
+        slots: int,
+        **encoded: Float[Array, "I L D"],
+    ) -> Any:
+        """Returns the state before the first iteration with trees; arguments as for `init`."""
+        return self.init(inputs, input_lengths, tokens, slots, **encoded)
+
+    def draft_tree(
+        self,
+        draft_state: Any,
+        state: DecodeState,
+        num_wanted: Int[Array, " B"],
+        max_depth: Int[Array, " B"],
+    ) -> tuple[Any, TreeDraft]:
+        """Drafts the tree `state.config.tree` after each row's committed tokens.
+
+        Args:
+          num_wanted: how many of the drafted nodes are wanted: those with the smallest numbers.
+          max_depth: the greatest depth of a node.
+        """
+        raise NotImplementedError
+
+    def keep_path(
+        self, draft_state: Any, state: DecodeState, draft: TreeDraft, path: Int[Array, "B D"]
+    ) -> Any:
+        """Returns the state after the nodes with the numbers `path`, by depth, were committed.
+
+        Args:
+          state: the decode loop's, before the commit.
+        """
+        return draft_state
+
+
+def drafts_chains(drafter: Drafter) -> bool:
+    """Returns whether a drafter can draft without a tree."""
+    return not isinstance(drafter, TreeDrafter) or type(drafter).draft is not Drafter.draft
+
+
+@flax.struct.dataclass
+class FullDrafter(Drafter):
+    """A drafter whose drafts are always as long as was asked for, whatever their tokens.
+
+    Only for timing, where a drafter that finds nothing to propose would not be timed at all.
+
+    Attributes:
+      drafter: the drafter that does the work.
+    """
+
+    drafter: Drafter
+
+    observes: ClassVar[Any] = property(lambda self: self.drafter.observes)
+
+    @property
+    def name(self) -> str:
+        return self.drafter.name
+
+    def check(self, target: LanguageModel) -> None:
+        self.drafter.check(target)
+
+    def init(self, *given: Any, **encoded: Any) -> Any:  # type: ignore[override]
+        return self.drafter.init(*given, **encoded)
+
+    def draft(
+        self, draft_state: Any, state: DecodeState, num_wanted: Int[Array, " B"]
+    ) -> tuple[Any, Draft]:
+        draft_state, draft = self.drafter.draft(draft_state, state, num_wanted)
+        tokens = jnp.maximum(draft.tokens, 0)
+        return draft_state, draft._replace(num_drafted=num_wanted, tokens=tokens)
+
+    def observe(self, draft_state: Any, state: DecodeState, scored: Scored) -> Any:
+        return self.drafter.observe(draft_state, state, scored)
+
+
 def check_model(target: LanguageModel, model: LanguageModel) -> None:
     """Checks that a drafting model has the target's vocabulary (PITFALLS row 28), kind and mesh.
 
     Raises:
       ValueError: one of them differs; the message says which.
     """
-    if decoder_only(model) != decoder_only(target):
-        kinds = "a decoder-only model", "a model with an encoder"
-        got, expected = kinds if decoder_only(model) else kinds[::-1]
-        raise ValueError(f"drafter: got {got}, expected {expected}, like the target")
+
+    def check(sound: bool, got: str, expected: str):
+        if not sound:
+            raise ValueError(f"drafter: got {got}, expected {expected}")
+
+    kinds = "a model with an encoder", "a decoder-only model"
+    got, expected = (kinds[decoder_only(one)] for one in (model, target))
+    check(got == expected, got, f"{expected}, like the target")
     reads = model.config.encoder_dim
-    if reads is not None and reads != target.config.emb_dim:
-        expected = f"the target's width, {target.config.emb_dim}"
-        raise ValueError(
-            f"drafter: got a model that reads encoder outputs of width {reads}, expected {expected}"
-        )
-    trained_on = model.encoder_fingerprint if reads is not None else None
-    if trained_on is not None and trained_on != target.fingerprint:
-        raise ValueError(
-            "drafter: got a model that was trained on another target's encoder output, "
-            "expected one trained on "
-            f"{target.name or 'the target'}'s"
-        )
+    if reads is not None:
+        got = f"a model that reads encoder outputs of width {reads}"
+        width = target.config.emb_dim
+        check(reads == width, got, f"the target's width, {width}")
+        sound = model.encoder_fingerprint in (None, target.fingerprint)
+        got = "a model that was trained on another target's encoder output"
+        check(sound, got, f"one trained on {target.name or 'the target'}'s")
     ours, theirs = target.vocabulary, model.vocabulary
-    if (
-        ours is not None
-        and theirs is not None
-        and ours is not theirs
-        and ours.fingerprint() != theirs.fingerprint()
-    ):
-        raise ValueError(
-            f"drafter: got a vocabulary of {theirs.size} pieces that differs from the target's "
-            f"({ours.size} pieces), expected the same pieces with the same ids"
-        )
-    if model.start_token != target.start_token:
-        raise ValueError(
-            f"drafter: got start token {model.start_token}, "
-            f"expected the target's {target.start_token}"
-        )
+    if ours is not None and theirs is not None and ours is not theirs:
+        got = f"a vocabulary of {theirs.size} pieces that differs from the target's"
+        expected = "the same pieces with the same ids"
+        same = ours.fingerprint() == theirs.fingerprint()
+        check(same, f"{got} ({ours.size} pieces)", expected)
+    got, expected = f"start token {model.start_token}", f"the target's {target.start_token}"
+    check(model.start_token == target.start_token, got, expected)
     here, there = (one.network.rules and one.network.rules.mesh for one in (target, model))
-    if here != there:
-
-        def describe(mesh: Mesh | None):
-            return "none" if mesh is None else "x".join(str(size) for size in mesh.devices.shape)
-
-        raise ValueError(
-            f"drafter: got a model on the mesh {describe(there)}, expected the target's, "
-            f"{describe(here)}"
-        )
+    got, expected = (
+        "none" if mesh is None else "x".join(map(str, mesh.devices.shape)) for mesh in (there, here)
+    )
+    check(here == there, f"a model on the mesh {got}", f"the target's, {expected}")

@@ -1,174 +1,20 @@
-"""Policies that adapt γ, the number of tokens to draft, to each row while it decodes.
+"""The package's policies of γ; `adaptive_gamma.py` has that of `gamma="auto"`."""
 
-No policy changes the output distribution. An iteration preserves the target's distribution whatever
-γ is, if γ was known before the iteration's draws; these draws are independent of all earlier ones,
-and so of whatever `wanted` has learned from them. An end within a draft (`limit`) depends on the
-tokens drawn so far and on the distributions they came from: it is a stopping time of the draft, so
-that for every verifier such a draft is like one that was to have this length anyway. It would be
-biased to drop a token after a look at it: the token that ends a draft stays in it.
-
-With a token tree γ counts nodes, and every path is a draft that may end by itself (`goes_on`):
-whether a node gets children depends on the tokens up to it, and never on these children or on other
-paths.
-
-A policy is a pytree of pure functions: its numbers are traced, one or one per input, so that
-changing them never recompiles; `maximum` (G) and the kind of policy are static.
-"""
-
-import copy
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specdec_jax.models import arguments
-from specdec_jax.speculative.policy_inputs import DraftSignals, Outcome
-
-MAX_GAMMA = 64
-# A number, or an array of one number per input.
-PerInput = Any
-
-
-def number(default: float, least: float, most: float, below: bool = False):
-    """Declares a field of a policy: one number, or one per input, from `least` to `most`.
-
-    With `below` it must be below `most`. It is an integer where `default` is one. Other values
-    compile nothing anew.
-    """
-    return dataclasses.field(default=default, metadata={"range": (least, most, below)})
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """The base class of policies.
-
-    A policy's `state` holds what it keeps for each row, `[B]` or `[B, G]` arrays.
-
-    A policy is a frozen dataclass. Its fields that are declared by `number` are traced, and hold an
-    array `[B]` where the methods that follow are called; all other fields are static and hashable.
-
-    Attributes:
-      maximum: G, the most tokens, or nodes of a tree, drafted in one iteration; static.
-      needs_probs: whether the policy needs the distributions that drafts come from, which not every
-        drafter has.
-      counts_nodes: whether γ may be the number of a tree's nodes.
-    """
-
-    maximum: int = 8
-    needs_probs: ClassVar[bool] = False
-    counts_nodes: ClassVar[bool] = True
-
-    def __post_init__(self):
-        arguments.check_integer("maximum", self.maximum, 1, MAX_GAMMA)
-        for name, (least, most, below) in self.numbers().items():
-            whole, given = self._whole(name), getattr(self, name)
-            most = min(most, self.maximum) if name == "minimum" else most
-            kind, end = "an integer" if whole else "a number", "below " if below else ""
-            expected = f"{kind} from {least} to {end}{most}"
-            value = arguments.check_numbers(name, given, expected, whole)
-            if not np.all((value >= least) & (value < most if below else value <= most)):
-                raise ValueError(f"{name}: got {arguments.quoted(given)}, expected {expected}")
-
-    @classmethod
-    def numbers(cls) -> dict[str, tuple[float, float, bool]]:
-        """Returns the ranges of the fields that `number` declares: least, most, whether below."""
-        return {
-            field.name: field.metadata["range"]
-            for field in dataclasses.fields(cls)
-            if "range" in field.metadata
-        }
-
-    @classmethod
-    def _static(cls) -> tuple[str, ...]:
-        return tuple(field.name for field in dataclasses.fields(cls) if not field.metadata)
-
-    @classmethod
-    def _whole(cls, name: str) -> bool:
-        return isinstance(getattr(cls, name), int)
-
-    def rows(self, batch: int) -> Any:
-        """Returns the policy with one number in each field for each of `batch` inputs.
-
-        Raises:
-          ValueError: a field has neither one value nor `batch` values, or a static one no hash.
-        """
-        self._register()
-        values = {}
-        for name in self.numbers():
-            value = np.asarray(getattr(self, name), np.int32 if self._whole(name) else np.float32)
-            if value.ndim and value.shape != (batch,):
-                raise ValueError(
-                    f"{name}: got {value.size} values, expected one or {batch} (one per input)"
-                )
-            values[name] = np.broadcast_to(value, (batch,))
-        policy = copy.copy(
-            self
-        )  # not by its constructor, which would check all fields again for every request
-        for name, value in values.items():
-            object.__setattr__(policy, name, value)
-        return policy
-
-    def _register(self) -> None:
-        """Makes a policy of a user's own a pytree, and checks that it can be one."""
-        cls = type(self)
-        if hasattr(cls, "_flax_dataclass"):  # all its fields would be traced, `maximum` too
-            raise ValueError(
-                f"gamma: got {cls.__name__}, a flax.struct.dataclass, "
-                "expected a dataclasses.dataclass"
-            )
-        if jax.tree_util.all_leaves([self]):
-            jax.tree_util.register_pytree_node_class(cls)
-        for name in cls._static():
-            try:
-                hash(getattr(self, name))
-            except TypeError:
-                got = arguments.quoted(getattr(self, name))
-                raise ValueError(
-                    f"{name}: got {got}, expected a hashable value (or numbers, by `number`)"
-                ) from None
-
-    def tree_flatten(self):
-        return tuple(getattr(self, name) for name in self.numbers()), tuple(
-            getattr(self, name) for name in self._static()
-        )
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, values: Any):
-        policy = object.__new__(cls)  # unchecked: inside jit the numbers are traced
-        for name, value in zip((*cls._static(), *cls.numbers()), (*static, *values), strict=True):
-            object.__setattr__(policy, name, value)
-        return policy
-
-    def init(self) -> Any:
-        """Returns the state that rows begin with; traced. A single number stands for every row."""
-        return ()
-
-    def wanted(self, state: Any) -> Int[Array, " B"] | int:
-        """Returns the most tokens to draft in the next iteration."""
-        return self.maximum
-
-    # The next three methods are called only if the policy reads distributions.
-
-    def budget(self, state: Any, seen: DraftSignals) -> Int[Array, " B"] | int:
-        """Returns the most tokens to draft, by the draft's first distribution."""
-        return self.maximum
-
-    def goes_on(self, seen: DraftSignals) -> Bool[Array, "B G"]:
-        """Returns after which drafted tokens their draft, or their path of a tree, may go on."""
-        return jnp.ones_like(seen.prob, bool)
-
-    def limit(self, state: Any, step: Int[Array, ""], seen: DraftSignals) -> Int[Array, " B"]:
-        """Returns how long a draft may become, now that the token at offset `step` was drawn."""
-        goes_on = jax.lax.dynamic_index_in_dim(self.goes_on(seen), step, axis=1, keepdims=False)
-        most = jnp.where(step == 0, self.budget(state, seen), self.maximum)
-        return jnp.where(goes_on, most, step + 1)
-
-    def update(self, state: Any, outcome: Outcome) -> Any:
-        """Returns the state after an iteration."""
-        return state
+from specdec_jax.speculative.policy import (
+    MAX_GAMMA,
+    DraftSignals,
+    Outcome,
+    PerInput,
+    Policy,
+    number,
+)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -185,7 +31,6 @@ class Heuristic(Policy):
       up, down: what is added and subtracted.
     """
 
-    maximum: int = 8
     minimum: PerInput = number(1, 1, MAX_GAMMA)
     start: PerInput = number(4, 1, MAX_GAMMA)
     up: PerInput = number(2, 0, MAX_GAMMA)
@@ -200,9 +45,8 @@ class Heuristic(Policy):
     def update(self, state: Int[Array, " B"], outcome: Outcome) -> Int[Array, " B"]:
         full = outcome.accepted == outcome.drafted
         changed = jnp.clip(state + jnp.where(full, self.up, -self.down), self.minimum, self.maximum)
-        return jnp.where(
-            outcome.drafted > 0, changed, state
-        )  # a drafter that proposed nothing teaches nothing
+        # A drafter that proposed nothing teaches nothing.
+        return jnp.where(outcome.drafted > 0, changed, state)
 
 
 class _Average(NamedTuple):
@@ -221,11 +65,9 @@ class _Average(NamedTuple):
 class Entropy(Policy):
     """A policy that drafts more where the drafter's first distribution is surer (EGAG).
 
-    γ = γ_max − (γ_max − γ_min) · h, rounded.
-
-    h is the entropy of the draft's first distribution, over that of a uniform distribution and
-    smoothed over iterations by an exponential moving average: h ← β · h + (1 − β) · H(q) / log V.
-    It is known before anything is drawn.
+    γ = γ_max − (γ_max − γ_min) · h, rounded. h is the entropy of the draft's first distribution,
+    over that of a uniform distribution and smoothed over iterations by an exponential moving
+    average: h ← β · h + (1 − β) · H(q) / log V. It is known before anything is drawn.
 
     Attributes:
       maximum: γ_max, where h = 0.
@@ -233,7 +75,6 @@ class Entropy(Policy):
       smoothing: β; 0 uses the current distribution alone.
     """
 
-    maximum: int = 8
     minimum: PerInput = number(1, 1, MAX_GAMMA)
     smoothing: PerInput = number(0.0, 0, 1, below=True)
     needs_probs: ClassVar[bool] = True
@@ -268,7 +109,6 @@ class EntropyBound(Policy):
       threshold: λ; 0.4 with κ = 0.2 ends a draft above an entropy of 1.8 nats.
     """
 
-    maximum: int = 8
     scale: PerInput = number(0.2, 0, 1e6)
     threshold: PerInput = number(0.4, 0, 1)
     needs_probs: ClassVar[bool] = True
@@ -283,17 +123,14 @@ class EntropyBound(Policy):
 class Confidence(Policy):
     """A policy that ends a draft after a token with q(x) < θ.
 
-    In a tree it ends a path after a node with Π q(x) < θ along the path.
-
-    For drafts without a tree it is that of Mamou et al. 2024 (arXiv 2405.04304, section 2), and of
-    Hugging Face transformers.
+    In a tree it ends a path after a node with Π q(x) < θ along the path. Otherwise it is that of
+    Mamou et al. 2024 (arXiv 2405.04304, section 2), and of Hugging Face transformers.
 
     Attributes:
       maximum: G.
       threshold: θ.
     """
 
-    maximum: int = 8
     threshold: PerInput = number(0.4, 0, 1)
     needs_probs: ClassVar[bool] = True
 
@@ -342,7 +179,6 @@ class CostAware(Policy):
       memory: factor by which the observations of an iteration are multiplied at each later one.
     """
 
-    maximum: int = 8
     minimum: PerInput = number(1, 1, MAX_GAMMA)
     cost_ratio: PerInput = number(0.1, 0, 1e6)
     verify_cost: PerInput = number(1.0, 1e-6, 1e6)
@@ -364,14 +200,12 @@ class CostAware(Policy):
     def wanted(self, state: CostAwareState) -> Int[Array, " B"]:
         weight = self.weight[:, None]
 
-        def share(accepted: jax.Array, examined: jax.Array, prior: jax.Array):
-            return (accepted + weight * prior) / (examined + weight)
-
-        def total(counts: jax.Array):
-            return jnp.sum(counts, axis=1, keepdims=True)
-
-        overall = share(total(state.accepted), total(state.examined), self.acceptance[:, None])
-        reach = jnp.cumprod(share(state.accepted, state.examined, overall), axis=1)
+        accepted, examined = (
+            jnp.sum(counts, axis=1, keepdims=True) for counts in (state.accepted, state.examined)
+        )
+        overall = (accepted + weight * self.acceptance[:, None]) / (examined + weight)
+        shares = (state.accepted + weight * overall) / (state.examined + weight)
+        reach = jnp.cumprod(shares, axis=1)
         worth = reach >= (state.tokens / state.time * self._step())[:, None]
         # Each rate is at most 1, so `reach` never rises, and the positions that are worth it come
         # first.

@@ -9,8 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specdec_jax.backends.sharding import constrain_sharding
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policies import Policy
-from specdec_jax.speculative.policy_calls import begin
+from specdec_jax.speculative.policy import Policy, init_policy
 from specdec_jax.speculative.sampling import SamplingRows
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig, empty_signals
 from specdec_jax.speculative.verifiers import Settings
@@ -64,7 +63,7 @@ def prefill(
       inputs: B rows of I inputs.
     """
     batch, prefix = inputs.tokens.shape
-    config = config._replace(mode=config.mode.of(target.skips_padding))
+    config = config._replace(mode=config.mode._replace(native=target.skips_padding))
     read = inputs.inputs, inputs.input_lengths, inputs.tokens, slots
     shared = encode_for(target, drafter, inputs)
     cache = fill_cache(target, *read, **shared)
@@ -88,7 +87,7 @@ def prefill(
         eos_ids=inputs.eos_ids,
         gamma=inputs.gamma,
         policy=inputs.policy,
-        policy_state=inputs.policy and begin(inputs.policy, batch),
+        policy_state=inputs.policy and init_policy(inputs.policy, batch),
         target_cache=cache,
         draft_state=draft_state,
         counts=Counts.zero(batch, config.gamma),

@@ -89,9 +89,8 @@ def forbid_sequences(
         group = np.array([sequence for sequence in sequences if len(sequence) == size], np.int32)
         there = jnp.broadcast_to(lengths[..., None] >= size - 1, (*lengths.shape, len(group)))
         for offset in range(size - 1):
-            latest = jnp.take_along_axis(
-                context.tokens, jnp.maximum(lengths - size + 1 + offset, 0), axis=1
-            )
+            places = jnp.maximum(lengths - size + 1 + offset, 0)
+            latest = jnp.take_along_axis(context.tokens, places, axis=1)
             there &= latest[..., None] == group[:, offset]
         logits = _put(logits, jnp.broadcast_to(group[:, -1], there.shape), there, -jnp.inf)
     return logits
@@ -135,17 +134,14 @@ def apply_own(
     rows = processor(prefixes.reshape(batch * positions, -1), lengths.reshape(-1), flat)
     if not isinstance(rows, jax.Array | np.ndarray) or not jnp.issubdtype(rows.dtype, np.floating):
         got = getattr(rows, "dtype", type(rows).__name__)
-        raise ValueError(
-            f"processor: got {got} from the function, expected logits, an array of floats"
-        )
+        expected = "logits, an array of floats"
+        raise ValueError(f"processor: got {got} from the function, expected {expected}")
     if rows.shape != flat.shape:
         raise ValueError(f"processor: got logits of shape {rows.shape}, expected {flat.shape}")
-    chosen = (rows == jnp.inf) & ~jnp.any(
-        jnp.isnan(rows), axis=-1, keepdims=True
-    )  # NaN must stay, to be noticed
-    rows = jnp.where(
-        jnp.any(chosen, axis=-1, keepdims=True), jnp.where(chosen, 0.0, -jnp.inf), rows
-    )
+    # NaN must stay, to be noticed.
+    chosen = (rows == jnp.inf) & ~jnp.any(jnp.isnan(rows), axis=-1, keepdims=True)
+    only = jnp.where(chosen, 0.0, -jnp.inf)
+    rows = jnp.where(jnp.any(chosen, axis=-1, keepdims=True), only, rows)
     return rows.astype(logits.dtype).reshape(logits.shape)
 
 
@@ -167,6 +163,5 @@ def _put(
 ) -> Float[Array, "B T V"]:
     """Returns `logits` with `values` at `ids` where `where`; equal ids have equal values."""
     row, position = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[:, None]
-    return logits.at[row, position, jnp.where(where, ids, logits.shape[-1])].set(
-        values, mode="drop"
-    )
+    ids = jnp.where(where, ids, logits.shape[-1])
+    return logits.at[row, position, ids].set(values, mode="drop")

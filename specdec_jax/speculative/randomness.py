@@ -34,18 +34,12 @@ def threefry(key: Array) -> Key[Array, "..."]:
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if typed and str(jax.random.key_impl(key)) == KEY_IMPL:
         return key
-    random_bits = jax.random.key_data(key) if typed else key
-    if (
-        random_bits.dtype != jnp.uint32
-        or random_bits.ndim == 0
-        or not (typed or random_bits.shape[-1] in (2, 4))
-    ):
-        raise ValueError(
-            f"key: got an array of shape {key.shape} and type {key.dtype}, "
-            "expected jax.random.key(seed), or raw "
-            "keys of 2 words of uint32 (threefry) or 4 (rbg)"
-        )
-    return _from_bits(random_bits)
+    bits = jax.random.key_data(key) if typed else key
+    if bits.dtype != jnp.uint32 or bits.ndim == 0 or not (typed or bits.shape[-1] in (2, 4)):
+        got = f"an array of shape {key.shape} and type {key.dtype}"
+        expected = "raw keys of 2 words of uint32 (threefry) or 4 (rbg)"
+        raise ValueError(f"key: got {got}, expected jax.random.key(seed), or {expected}")
+    return _from_bits(bits)
 
 
 @jax.jit
@@ -89,9 +83,8 @@ def uniforms(
     keys: Key[Array, " B"], lengths: PerRow, offsets: Int[Array, "B N"], tag: int
 ) -> Float[Array, "B N"]:
     """Returns uniforms in [0, 1), multiples of 2⁻²⁴; the arguments are those of `random_bits`."""
-    return (random_bits(keys, lengths, offsets, tag)[..., 1] >> 8).astype(
-        jnp.float32
-    ) * jnp.float32(2**-24)
+    bits = random_bits(keys, lengths, offsets, tag)[..., 1] >> 8
+    return bits.astype(jnp.float32) * jnp.float32(2**-24)
 
 
 def gumbel_noise(
@@ -132,10 +125,8 @@ def draw(weights: Float[Array, "B V"], random: UInt32[Array, "B 2"]) -> Int[Arra
     blocks = -(-size // _BLOCK)
     weights = jnp.pad(weights, ((0, 0), (0, blocks * _BLOCK - size))).reshape(batch, blocks, _BLOCK)
     block = choose(jnp.sum(weights, axis=-1), random[:, 0])
-    inside = choose(
-        jnp.take_along_axis(weights, jnp.maximum(block, 0)[:, None, None], axis=1)[:, 0],
-        random[:, 1],
-    )
+    chosen = jnp.take_along_axis(weights, jnp.maximum(block, 0)[:, None, None], axis=1)[:, 0]
+    inside = choose(chosen, random[:, 1])
     return jnp.where((block < 0) | (inside < 0), -1, block * _BLOCK + inside)
 
 
@@ -148,9 +139,8 @@ def choose(weights: Float[Array, "B N"], bits: UInt32[Array, " B"]) -> Int[Array
     total = jnp.sum(weights, axis=-1, keepdims=True)
     sound = (total > 0) & (total < jnp.inf)  # False for NaN too
     shares = jnp.where(sound, weights / jnp.where(sound, total, 1), 0)
-    cumulative = jnp.cumsum(
-        jnp.ceil(shares * 2.0**31).astype(jnp.uint32), axis=-1, dtype=jnp.uint32
-    )
+    shares = jnp.ceil(shares * 2.0**31).astype(jnp.uint32)
+    cumulative = jnp.cumsum(shares, axis=-1, dtype=jnp.uint32)
     goal = _high_bits(bits[:, None], cumulative[:, -1:])
     place = jnp.sum(cumulative <= goal, axis=-1, dtype=jnp.int32)
     return jnp.where(sound[:, 0], place, -1)
@@ -158,7 +148,7 @@ def choose(weights: Float[Array, "B N"], bits: UInt32[Array, " B"]) -> Int[Array
 
 def _high_bits(a: UInt32[Array, "*N"], b: UInt32[Array, "*N"]) -> UInt32[Array, "*N"]:
     """Returns ⌊a · b / 2³²⌋, computed from 16-bit halves: JAX has no 64-bit integers by default."""
-    low, high = lambda x: x & 0xFFFF, lambda x: x >> 16
-    middle = high(a) * low(b) + high(low(a) * low(b))
-    other = low(a) * high(b) + low(middle)
-    return high(a) * high(b) + high(middle) + high(other)
+    (a_low, a_high), (b_low, b_high) = ((x & 0xFFFF, x >> 16) for x in (a, b))
+    middle = a_high * b_low + (a_low * b_low >> 16)
+    other = a_low * b_high + (middle & 0xFFFF)
+    return a_high * b_high + (middle >> 16) + (other >> 16)

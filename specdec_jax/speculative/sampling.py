@@ -1,8 +1,4 @@
-"""Settings of sampling: as a user gives them (`SamplingConfig`), and their static and traced parts.
-
-The static part, for which a program is compiled, is `SamplingMode`; the traced part, with one value
-per row, is `SamplingRows`.
-"""
+"""Settings of sampling as a user gives them, and their static and traced parts."""
 
 import dataclasses
 import functools
@@ -70,12 +66,11 @@ class SamplingConfig:
     forbidden_sequences: Sequence[Sequence[int]] = ()
 
     def __post_init__(self):
-        for name, (fits, expected) in _RANGES.items():
-            values = arguments.check_numbers(
-                name, getattr(self, name), expected, whole=_PER_ROW[name] is np.int32
-            )
+        for name, (is_sound, expected) in _RANGES.items():
+            whole = _PER_ROW[name] is np.int32
+            values = arguments.check_numbers(name, getattr(self, name), expected, whole=whole)
             for value in values.ravel().tolist():
-                if not fits(value):
+                if not is_sound(value):
                     raise ValueError(f"{name}: got {value}, expected {expected}")
         arguments.check_integer("no_repeat_ngram", self.no_repeat_ngram, 0, what=" (0: none)")
         for name in ("logit_bias", "forced_tokens"):
@@ -83,23 +78,18 @@ class SamplingConfig:
                 arguments.check_kind(name, getattr(self, name), Mapping, "a dictionary, or None")
         for token, bias in (self.logit_bias or {}).items():
             if not arguments.is_number(bias) or not -_LARGEST <= bias <= _LARGEST:
-                raise ValueError(
-                    f"logit_bias: got {arguments.quoted(bias)} for id {token}, "
-                    "expected a finite number"
-                )
+                got = f"{arguments.quoted(bias)} for id {token}"
+                raise ValueError(f"logit_bias: got {got}, expected a finite number")
         for place in self.forced_tokens or {}:
             if not arguments.is_integer(place) or not 0 <= place < 2**20:
-                raise ValueError(
-                    f"forced_tokens: got place {place}, expected an integer from 0 to {2**20 - 1}"
-                )
+                expected = f"an integer from 0 to {2**20 - 1}"
+                raise ValueError(f"forced_tokens: got place {place}, expected {expected}")
         ids = arguments.check_list("forbidden_tokens", self.forbidden_tokens, "a list of ids")
         object.__setattr__(self, "forbidden_tokens", ids)
-        listed = functools.partial(
-            arguments.check_list, "forbidden_sequences", expected="a list of lists of ids"
-        )
-        object.__setattr__(
-            self, "forbidden_sequences", tuple(map(listed, listed(self.forbidden_sequences)))
-        )
+        name, expected = "forbidden_sequences", "a list of lists of ids"
+        sequences = arguments.check_list(name, self.forbidden_sequences, expected)
+        sequences = tuple(arguments.check_list(name, one, expected) for one in sequences)
+        object.__setattr__(self, name, sequences)
         if not all(self.forbidden_sequences):
             raise ValueError("forbidden_sequences: got an empty sequence, expected ids in each")
         if self.processor is not None:
@@ -116,9 +106,7 @@ class SamplingConfig:
             repetition=bool(np.any(np.not_equal(self.repetition_penalty, 1))),
             ngram=int(self.no_repeat_ngram),
             min_length=bool(np.any(np.greater(self.min_new_tokens, 0))),
-            bias=bool(
-                self.logit_bias or len(self.forbidden_tokens) or self.vocabulary_mask is not None
-            ),
+            bias=bool(self.logit_bias or self.forbidden_tokens or self.vocabulary_mask is not None),
             forced=bool(self.forced_tokens),
             processor=self.processor,
             sequences=tuple(tuple(map(int, sequence)) for sequence in self.forbidden_sequences),
@@ -135,17 +123,14 @@ class SamplingConfig:
         for name, dtype in _PER_ROW.items():
             value = np.asarray(getattr(self, name), dtype)
             if value.ndim and value.shape != (batch,):
-                raise ValueError(
-                    f"{name}: got {value.size} values, expected one or {batch} (one per input)"
-                )
+                expected = f"one or {batch} (one per input)"
+                raise ValueError(f"{name}: got {value.size} values, expected {expected}")
             values[name] = np.broadcast_to(value, (batch,))
         for token in (token for sequence in self.forbidden_sequences for token in sequence):
             _checked("forbidden_sequences", token, vocab_size)
-        mode = self.mode
-        bias = self._bias(vocab_size) if mode.bias else None
-        return SamplingRows(
-            **values, bias=bias, forced=self._forced(vocab_size) if mode.forced else None
-        )
+        bias = self._bias(vocab_size) if self.mode.bias else None
+        forced = self._forced(vocab_size) if self.mode.forced else None
+        return SamplingRows(**values, bias=bias, forced=forced)
 
     def _bias(self, vocab_size: int) -> Float32[np.ndarray, " V"]:
         """Returns what is added to the logits: the biases, and −inf for ids that are forbidden."""
@@ -157,15 +142,12 @@ class SamplingConfig:
         if self.vocabulary_mask is not None:
             mask = arguments.as_array(self.vocabulary_mask)
             if mask.shape != (vocab_size,) or mask.dtype != bool:
-                raise ValueError(
-                    f"vocabulary_mask: got shape {mask.shape} and type {mask.dtype}, "
-                    f"expected ({vocab_size},) and bool"
-                )
+                got = f"shape {mask.shape} and type {mask.dtype}"
+                raise ValueError(f"vocabulary_mask: got {got}, expected ({vocab_size},) and bool")
             bias[~mask] = -np.inf
         if np.all(np.isneginf(bias)):
-            raise ValueError(
-                f"got all {vocab_size} ids forbidden, expected at least one that is allowed"
-            )
+            expected = "at least one that is allowed"
+            raise ValueError(f"got all {vocab_size} ids forbidden, expected {expected}")
         return bias
 
     def _forced(self, vocab_size: int) -> Int32[np.ndarray, " F"]:
@@ -194,19 +176,15 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "top_k": (lambda value: 0 <= value < 2**31, "an integer of at least 0 (0: keep all)"),
     "top_p": (lambda value: 0 < value <= 1, "a number in (0, 1]"),
     "min_p": (lambda value: 0 <= value <= 1, "a number in [0, 1]"),
-    "repetition_penalty": (
-        lambda value: 0 < value <= _LARGEST,
-        "a finite number above 0 (1: none)",
-    ),
+    "repetition_penalty": (lambda x: 0 < x <= _LARGEST, "a finite number above 0 (1: none)"),
     "min_new_tokens": (lambda value: 0 <= value < 2**31, "an integer of at least 0"),
 }
 
 
 def _checked(name: str, token: int, vocab_size: int) -> int:
     if not arguments.is_integer(token) or not 0 <= token < vocab_size:
-        raise ValueError(
-            f"{name}: got id {arguments.quoted(token)}, expected one from 0 to {vocab_size - 1}"
-        )
+        expected = f"one from 0 to {vocab_size - 1}"
+        raise ValueError(f"{name}: got id {arguments.quoted(token)}, expected {expected}")
     return token
 
 
@@ -214,9 +192,8 @@ class SamplingMode(NamedTuple):
     """The static part of a `SamplingConfig`: the processors and filters that are compiled.
 
     Attributes:
-      native: whether the CPU's own kernels add up probabilities over the vocabulary, as for
-        `dists.Categorical.from_logits`: whether the target `skips_padding`, which `prefill` fills
-        in.
+      native: whether the target `skips_padding`, which `prefill` fills in: then the CPU's own
+        kernels add up probabilities over the vocabulary, as in `Categorical.from_logits`.
     """
 
     greedy: bool = True
@@ -232,10 +209,6 @@ class SamplingMode(NamedTuple):
     native: bool = False
     sequences: tuple[tuple[int, ...], ...] = ()
 
-    def of(self, native: bool) -> "SamplingMode":
-        """Returns the same mode with `native`."""
-        return self._replace(native=native)
-
     @property
     def processes(self) -> bool:
         """Whether any processor is on."""
@@ -244,9 +217,8 @@ class SamplingMode(NamedTuple):
     @property
     def reads_prefix(self) -> bool:
         """Whether a processor reads the tokens of the prefix."""
-        return (
-            self.repetition or self.ngram > 0 or bool(self.sequences) or self.processor is not None
-        )
+        counts = self.repetition or self.ngram > 0 or bool(self.sequences)
+        return counts or self.processor is not None
 
 
 @flax.struct.dataclass
@@ -264,7 +236,6 @@ class SamplingRows:
 
     def repeated(self, copies: int) -> "SamplingRows":
         """Returns the same with each row's values repeated for `copies` rows side by side."""
-        per_row = jax.tree.map(
-            lambda x: jnp.repeat(x, copies, axis=0), self.replace(bias=None, forced=None)
-        )
-        return per_row.replace(bias=self.bias, forced=self.forced)
+        rows = self.replace(bias=None, forced=None)
+        rows = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), rows)
+        return rows.replace(bias=self.bias, forced=self.forced)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specdec_jax.speculative.distributions import Categorical, PointMass
-from specdec_jax.speculative.policies import Policy
-from specdec_jax.speculative.policy_inputs import DraftSignals, NodeOutcomes
+from specdec_jax.speculative.policy import DraftSignals, NodeOutcomes, Policy
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingMode, SamplingRows
 from specdec_jax.speculative.tree_verifiers import TreeVerifier

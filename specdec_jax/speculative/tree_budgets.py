@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specdec_jax.speculative.policies import CostAware, CostAwareState, Policy
-from specdec_jax.speculative.policy_inputs import NodeOutcomes, Outcome
+from specdec_jax.speculative.policies import CostAware, CostAwareState
+from specdec_jax.speculative.policy import NodeOutcomes, Outcome, Policy
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TreeVerification
 from specdec_jax.speculative.trees import RANK_SHARES, DynamicTree, Tree
@@ -37,14 +37,13 @@ class TreeCostAware(CostAware):
 
     tree: Tree = Tree((0,))
 
-    def _begun(self) -> Float[Array, "B K"]:
+    def _first_rates(self) -> Float[Array, "B K"]:
         """Returns the rates that are assumed at first."""
         shares = RANK_SHARES[0]
         later = shares[1:] / (1 - np.cumsum(shares[:-1]))
-        of_rank = later[np.minimum(np.arange(self.tree.width - 1), len(later) - 1)]
-        others = jnp.broadcast_to(
-            jnp.asarray(of_rank, jnp.float32), (len(self.weight), len(of_rank))
-        )
+        others = later[np.minimum(np.arange(self.tree.width - 1), len(later) - 1)]
+        others = jnp.asarray(others, jnp.float32)
+        others = jnp.broadcast_to(others, (len(self.weight), len(others)))
         return jnp.concatenate([self.acceptance[:, None], others], axis=1)
 
     def _tokens(self, rates: Float[Array, "B K"]) -> Float[Array, "B n"]:
@@ -67,34 +66,29 @@ class TreeCostAware(CostAware):
 
     def init(self) -> CostAwareState:
         zeros = jnp.zeros((len(self.weight), self.tree.width), jnp.float32)
-        rate = jnp.max((1 + self._tokens(self._begun())) / (1 + self._time()), axis=1)
+        rate = jnp.max((1 + self._tokens(self._first_rates())) / (1 + self._time()), axis=1)
         return CostAwareState(zeros, zeros, rate * self.weight, jnp.asarray(self.weight))
 
     def wanted(self, state: CostAwareState) -> Int[Array, " B"]:
         weight = self.weight[:, None]
-        rates = (state.accepted + weight * self._begun()) / (state.examined + weight)
+        rates = (state.accepted + weight * self._first_rates()) / (state.examined + weight)
         worth = self._tokens(rates) - (state.tokens / state.time)[:, None] * self._time()
         best = 1 + jnp.argmax(worth, axis=1).astype(jnp.int32)
         return jnp.clip(jnp.where(jnp.max(worth, axis=1) < 0, 0, best), self.minimum, self.maximum)
 
     def update(self, state: CostAwareState, outcome: Outcome) -> CostAwareState:
-        node_outcomes, memory = outcome.node_outcomes, self.memory[:, None]
-        assert node_outcomes is not None, "the outcome of a tree"
-        ranks = jax.nn.one_hot(
-            jnp.minimum(node_outcomes.ranks, self.tree.width - 1), self.tree.width
+        nodes, memory, width = outcome.node_outcomes, self.memory[:, None], self.tree.width
+        assert nodes is not None, "the outcome of a tree"
+        ranks = jax.nn.one_hot(jnp.minimum(nodes.ranks, width - 1), width)
+        examined, accepted = (
+            jnp.sum(jnp.where(which[..., None], ranks, 0), axis=1)
+            for which in (nodes.examined, nodes.accepted)
         )
-
-        def by_rank(which: jax.Array):
-            return jnp.sum(jnp.where(which[..., None], ranks, 0), axis=1)
-
-        deepest, nodes = (
-            jnp.max(node_outcomes.depths, axis=1),
-            jnp.sum(node_outcomes.depths > 0, axis=1),
-        )
-        added = self._added(*(x[:, None].astype(jnp.float32) for x in (deepest, nodes)))[:, 0]
+        size = jnp.max(nodes.depths, axis=1), jnp.sum(nodes.depths > 0, axis=1)
+        added = self._added(*(x[:, None].astype(jnp.float32) for x in size))[:, 0]
         return CostAwareState(
-            examined=memory * state.examined + by_rank(node_outcomes.examined),
-            accepted=memory * state.accepted + by_rank(node_outcomes.accepted),
+            examined=memory * state.examined + examined,
+            accepted=memory * state.accepted + accepted,
             tokens=self.memory * state.tokens + outcome.accepted.astype(jnp.float32) + 1,
             time=self.memory * state.time + 1 + added,
         )
@@ -117,11 +111,8 @@ def of_tree(policy: Policy, tree: Tree | DynamicTree) -> Policy:
 
 def node_outcomes(draft: TreeDraft, verified: TreeVerification) -> NodeOutcomes:
     """Returns what became of the nodes of `draft`, of which a path is accepted."""
-    path, accepted, (parents, ranks, depths, _) = (
-        verified.path,
-        verified.num_accepted[:, None],
-        draft.branches,
-    )
+    parents, ranks, depths, _ = draft.branches
+    path, accepted = verified.path, verified.num_accepted[:, None]
     numbers, levels = jnp.arange(depths.shape[1]), jnp.arange(path.shape[1])
     on_path = (path[:, None] == numbers[:, None]) & (levels <= accepted)[:, None]
     on_path = jnp.any(on_path, axis=2)
@@ -129,6 +120,5 @@ def node_outcomes(draft: TreeDraft, verified: TreeVerification) -> NodeOutcomes:
     # The rank of the node of the path at a node's depth.
     other = jnp.take_along_axis(ranks, jnp.take_along_axis(path, depths, axis=1), axis=1)
     below = jnp.take_along_axis(on_path, jnp.maximum(parents, 0), axis=1) & (depths > 0)
-    return NodeOutcomes(
-        depths, ranks, below & ((depths > accepted) | (ranks <= other)), on_path & (depths > 0)
-    )
+    examined = below & ((depths > accepted) | (ranks <= other))
+    return NodeOutcomes(depths, ranks, examined, on_path & (depths > 0))

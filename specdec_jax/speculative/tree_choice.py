@@ -7,8 +7,8 @@ the way to it, its *value*, and the values of all nodes, 1 for node 0, add up to
 call of the target commits.
 
 No value exceeds that of the parent or of the sibling before. So the n nodes of the greatest values
-always are a tree, and no tree of n nodes has more. Taking nodes in this order thus gives what
-Sequoia's dynamic programme gives, for every n at once, and an order of priority too.
+are a tree, and no tree of n nodes has more: taking nodes in this order gives what Sequoia's dynamic
+programme gives, for every n at once, and an order of priority too.
 """
 
 import heapq
@@ -20,8 +20,7 @@ import numpy as np
 
 from specdec_jax.models import arguments
 
-# A node, given by the ranks on the way to it, from 0; () is node 0.
-Node = tuple[int, ...]
+Node = tuple[int, ...]  # the ranks on the way to it, from 0; () is node 0
 # One share per rank; or such a list for each depth, the last of which serves all greater depths.
 Shares = Sequence[float] | Sequence[Sequence[float]]
 
@@ -35,13 +34,11 @@ def checked(acceptance_by_rank: Shares) -> np.ndarray:
     expected = "a list of numbers, or one such list of the same length for each depth"
     given = arguments.check_numbers("acceptance_by_rank", acceptance_by_rank, expected)
     shares = np.atleast_2d(given.astype(float))
-    if not given.ndim or shares.ndim != 2 or not shares.size:
-        raise ValueError(f"acceptance_by_rank: got {acceptance_by_rank!r}, expected {expected}")
-    if not (np.all(shares >= 0) and np.all(shares.sum(axis=1) <= 1 + 1e-6)):
-        raise ValueError(
-            f"acceptance_by_rank: got {acceptance_by_rank!r}, expected shares, at most 1 in all"
-        )
-    return shares
+    if given.ndim and shares.ndim == 2 and shares.size:
+        if np.all(shares >= 0) and np.all(shares.sum(axis=1) <= 1 + 1e-6):
+            return shares
+        expected = "shares, at most 1 in all"
+    raise ValueError(f"acceptance_by_rank: got {acceptance_by_rank!r}, expected {expected}")
 
 
 def value(node: Node, shares: np.ndarray) -> float:
@@ -51,9 +48,8 @@ def value(node: Node, shares: np.ndarray) -> float:
       shares: `[depths, ranks]`; a rank past the last has share 0.
     """
     rows = shares[np.minimum(np.arange(len(node)), len(shares) - 1)]
-    return math.prod(
-        float(row[rank]) if rank < len(row) else 0.0 for row, rank in zip(rows, node, strict=True)
-    )
+    ranked = zip(rows, node, strict=True)
+    return math.prod(float(row[rank]) if rank < len(row) else 0.0 for row, rank in ranked)
 
 
 def most_valuable(shares: np.ndarray, size: int, depth: int) -> list[tuple[Node, float]]:
@@ -65,15 +61,15 @@ def most_valuable(shares: np.ndarray, size: int, depth: int) -> list[tuple[Node,
       shares: `[depths, ranks]`, descending from rank to rank.
     """
     waiting: list[tuple[float, Node]] = [(-1.0, ())]
-    found: list[tuple[Node, float]] = []
-    while waiting and len(found) < size:
+    chosen: list[tuple[Node, float]] = []
+    while waiting and len(chosen) < size:
         negative, node = heapq.heappop(waiting)
-        found.append((node, -negative))
+        chosen.append((node, -negative))
         first_child, next_sibling = (*node, 0), (*node[:-1], node[-1] + 1) if node else None
         for other in (first_child, next_sibling):
             if other is not None and len(other) <= depth and value(other, shares) > 0:
                 heapq.heappush(waiting, (-value(other, shares), other))
-    return found
+    return chosen
 
 
 def fastest(
@@ -90,20 +86,16 @@ def fastest(
     # By chance a rare rank may have the greater share; then the two are taken to be the other way.
     shares = -np.sort(-checked(acceptance_by_rank), axis=1)
     calls, best, chosen = _call_costs(verify_costs, nodes), 1.0, None
-    if (
-        not 0
-        <= arguments.check_number("cost_ratio", cost_ratio, "a number of at least 0")
-        < math.inf
-    ):
-        raise ValueError(f"cost_ratio: got {cost_ratio}, expected a number of at least 0")
+    expected = "a number of at least 0"
+    if not 0 <= arguments.check_number("cost_ratio", cost_ratio, expected) < math.inf:
+        raise ValueError(f"cost_ratio: got {cost_ratio}, expected {expected}")
     for levels in range(1, depth + 1):
-        found = most_valuable(shares, nodes, levels)
-        tokens = np.cumsum([value for _, value in found])
-        speeds = tokens / (calls[: len(found)] + cost_ratio * levels)
+        tree, values = zip(*most_valuable(shares, nodes, levels))
+        speeds = np.cumsum(values) / (calls[: len(tree)] + cost_ratio * levels)
         last = int(np.argmax(speeds))
         if speeds[last] > best:
-            best, chosen = speeds[last], [node for node, _ in found[: last + 1]]
-        if max(len(node) for node, _ in found) < levels:
+            best, chosen = speeds[last], list(tree[: last + 1])
+        if max(map(len, tree)) < levels:
             break
     return chosen
 
@@ -115,17 +107,13 @@ def _call_costs(verify_costs: Mapping[Any, float] | None, nodes: int) -> np.ndar
     expected = "positive numbers by the number of positions, 1 for one position"
     arguments.check_kind("verify_costs", verify_costs, Mapping, expected)
     try:  # a number of positions may be a string, as in a JSON file
-        costs = sorted(
-            ({1: 1.0} | {int(width): float(cost) for width, cost in verify_costs.items()}).items()
-        )
-        widths, values = np.array(costs).T
+        costs = {int(width): float(cost) for width, cost in verify_costs.items()}
+        widths, values = np.array(sorted(({1: 1.0} | costs).items())).T
     except (TypeError, ValueError):
         widths = values = np.zeros(1)
     if widths[0] != 1 or values[0] != 1 or not np.all((values > 0) & (values < np.inf)):
         raise ValueError(f"verify_costs: got {dict(verify_costs)}, expected {expected}")
     if widths[-1] < nodes:
-        raise ValueError(
-            f"verify_costs: got costs of up to {int(widths[-1])} positions, "
-            f"expected up to nodes = {nodes}"
-        )
+        got = f"costs of up to {int(widths[-1])} positions"
+        raise ValueError(f"verify_costs: got {got}, expected up to nodes = {nodes}")
     return np.interp(np.arange(1, nodes + 1), widths, values)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.policy_inputs import DraftSignals
+from specdec_jax.speculative.policy import DraftSignals
 
 
 class Branches(NamedTuple):
@@ -34,7 +34,7 @@ class TreeDraft(NamedTuple):
       branches: the shape.
       valid: False for nodes that are not there, whose descendants are not there either: those past
         a budget or a row's limit, after an EOS, or where no id was left to choose. The shape and
-        `valid` must not depend on draws of later nodes. Node 0 is live unless the row is done.
+        `valid` must not depend on draws of later nodes. Node 0 is valid unless the row is done.
       dist: the distributions that the tokens were chosen from, J of them; None where the verifier
         reads none.
       origins: number of the distribution that each node's token was chosen from; siblings by one

@@ -1,21 +1,88 @@
-"""Grows trees whose shape the drafter's distribution decides.
+"""Chooses children, and which nodes of a tree are expanded and kept by a drafter's distribution.
 
-This is EAGLE-2 (Li et al. 2024, arXiv 2406.16858): which nodes are expanded, and which of the
-drafted ones are kept.
-
-Drafted nodes are numbered level by level: 0 the last committed token, then its W children, then at
-each further level the children of the first node that was expanded, of the second, and so on. A
-node's score is the logarithm of the product of the drafter's probabilities of the tokens on the way
-to it; −inf marks a node that is not there, whose descendants are not there either.
+The latter is EAGLE-2 (Li et al. 2024, arXiv 2406.16858). Drafted nodes are numbered level by level:
+0 the last committed token, then its W children, then at each further level the children of the
+first node that was expanded, of the second, and so on. A node's score is the logarithm of the
+product of the drafter's probabilities of the tokens on the way to it; −inf marks a node that is not
+there, whose descendants are not there either.
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
+from specdec_jax.speculative import distributions
+from specdec_jax.speculative.distributions import Categorical
+from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.tree_draft import Branches
 from specdec_jax.speculative.trees import DynamicTree
+
+
+def choose_children(
+    kind: str,
+    dist: Categorical,
+    counts: Sequence[int],
+    random_bits: UInt32[Array, "B J K 2"] | None = None,
+    noise: Float[Array, "B J V"] | None = None,
+) -> Int[Array, "B J K"]:
+    """Returns the tokens of the children of J nodes, K = max(counts) for each.
+
+    They are −1 past a node's own count, where no id of positive probability is left, and where the
+    distribution contains NaN.
+
+    Args:
+      kind: how children are chosen, a key of `trees.CHILDREN`.
+      dist: the distribution over `[B, J, V]` of the token after each node.
+      counts: the number of children of each node, static.
+      random_bits: random bits of each child; not needed where none is drawn ("top", "gumbel").
+      noise: standard Gumbel noise of the absolute position after each node, for "gumbel" alone.
+    """
+    batch, nodes, size = dist.logits.shape
+    most, last = max(counts), np.asarray(counts)[:, None] - 1
+    rank = np.arange(most)
+    inside = rank <= last
+    if kind in ("gumbel", "top"):
+        scores = dist.logits + noise if kind == "gumbel" else dist.logits
+        return jnp.where(inside, _greatest(scores, most), -1)
+    assert random_bits is not None
+    weights, ids = dist.probs().reshape(-1, size), jnp.arange(size)
+
+    def without(weights: jax.Array, token: jax.Array):
+        return jnp.where(ids == token[:, None], 0, weights)
+
+    if kind == "mixed":
+        fixed, missing = _greatest(dist.logits, most - 1), ((0, 0), (0, 0), (0, 1))
+        fixed = jnp.where(rank < last, jnp.pad(fixed, missing, constant_values=-1), -1)
+        for place in range(most - 1):
+            weights = without(weights, fixed[..., place].reshape(-1))
+        bits = jnp.take_along_axis(random_bits, last[None, ..., None], axis=2)
+        drawn = draw(weights, bits.reshape(-1, 2)).reshape(batch, nodes, 1)
+        return jnp.where(rank == last, drawn, fixed)
+
+    def draw_one(weights: jax.Array, random: jax.Array):
+        token = draw(weights, random)
+        return without(weights, token) if kind == "drawn" else weights, token
+
+    bits = jnp.moveaxis(random_bits, 2, 0).reshape(most, -1, 2)
+    tokens = jax.lax.scan(draw_one, weights, bits)[1]
+    return jnp.where(inside, jnp.moveaxis(tokens, 0, -1).reshape(batch, nodes, most), -1)
+
+
+def _greatest(scores: Float[Array, "B J V"], count: int) -> Int[Array, "B J {count}"]:
+    """Returns the ids of the greatest scores, descending and of equals the first.
+
+    They are −1 for scores of −inf, where there are fewer ids, and where a score is NaN.
+    """
+    if count == 1:  # not by selection, which takes more time
+        return distributions.argmax(scores)[..., None]
+    values, ids = jax.lax.top_k(scores, min(count, scores.shape[-1]))
+    # NaN counts as the greatest. A slice of `values` would make XLA sort all scores.
+    sound = (values > -jnp.inf) & ~jnp.any(jnp.isnan(values), axis=-1, keepdims=True)
+    missing = ((0, 0), (0, 0), (0, count - ids.shape[-1]))
+    return jnp.pad(jnp.where(sound, ids, -1), missing, constant_values=-1)
 
 
 def to_expand(tree: DynamicTree, scores: Float[Array, "B J"]) -> Int[Array, "B W"]:
@@ -63,9 +130,8 @@ def rerank(
     old = jnp.take_along_axis(parents, kept, axis=1)
     new = jnp.argmax(kept[:, None] == old[..., None], axis=-1).at[:, 0].set(-1)
     place, lines = jnp.broadcast_to(jnp.arange(tree.size), kept.shape), []
-    for depth in range(
-        tree.depth, -1, -1
-    ):  # up from each node: itself first, then its parent, and so on
+    # Up from each node: itself first, then its parent, and so on.
+    for depth in range(tree.depth, -1, -1):
         at_depth = jnp.take_along_axis(depths, place, axis=1) == depth
         lines.append(jnp.where(at_depth, place, 0))
         place = jnp.where(at_depth & (place > 0), jnp.take_along_axis(new, place, axis=1), place)

@@ -21,20 +21,20 @@ from specdec_jax.backends.tree_positions import WindowNodes
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical
+from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.iteration import commit, most_probable
-from specdec_jax.speculative.policy_calls import next_gamma
+from specdec_jax.speculative.policy import next_gamma
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, context
 from specdec_jax.speculative.tree_budgets import node_outcomes
 from specdec_jax.speculative.tree_draft import TreeDraft
-from specdec_jax.speculative.tree_drafter import TreeDrafter
 from specdec_jax.speculative.tree_verifiers import (
     TreeRandomness,
     TreeVerification,
     TreeVerifier,
     walk_greedy,
 )
-from specdec_jax.speculative.verifier import Verification
+from specdec_jax.speculative.verifier import Verification, check_verification
 
 
 class Watched(NamedTuple):
@@ -182,6 +182,7 @@ def verify_tree(
     found = rule.verify(
         dist, draft, config.tree.kind, TreeRandomness(accept, final, noise), state.settings
     )
+    found = check_verification(rule, found, len(lengths), TreeVerification)
     argmax = state.sampling.temperature == 0
 
     def choose(a: jax.Array, b: jax.Array):

@@ -12,8 +12,7 @@ _FORMS: dict[str, Callable[..., Tree | DynamicTree]] = {
 }
 EXPECTED = (
     "widths:3,2,1 (children of every node by depth), parents:0,0,1 (of nodes 1, 2, …), "
-    "chains:COUNT,LENGTH or "
-    "dynamic:DEPTH,WIDTH,NODES, and after another colon the children, "
+    "chains:COUNT,LENGTH or dynamic:DEPTH,WIDTH,NODES, and after another colon the children, "
     "and after a third the verifier"
 )
 
@@ -52,9 +51,7 @@ def text_of(tree: Tree | DynamicTree) -> str:
     if isinstance(tree, DynamicTree):
         form, numbers = "dynamic", (tree.depth, tree.width, tree.nodes)
     read = _FORMS[form](*numbers)
-    kinds = (
-        [tree.kind, tree.verify]
-        if tree.verify != CHILDREN[tree.kind][0]
-        else [tree.kind] * (tree.kind != read.kind)
-    )
+    kinds = [tree.kind] * (tree.kind != read.kind)
+    if tree.verify != CHILDREN[tree.kind][0]:
+        kinds = [tree.kind, tree.verify]
     return ":".join([form, ",".join(map(str, numbers)), *kinds])

@@ -4,8 +4,8 @@ p is the target's distribution, q the drafter's. Most rules are a walk from node
 one token of distribution p, with the children's help, and goes on to the children that have that
 token; where none has it, the token follows the path. Since the token has the distribution p
 whatever lies below those children, the output distribution is exactly the target's.
-`TreeVerifier.verify` describes the arguments; a new verifier is a function like these and a row of
-the table `TREE_VERIFIERS`. To verify "exactly" means that the output distribution is the target's.
+`TreeVerifier.verify` describes the arguments. To verify "exactly" means that the output
+distribution is the target's.
 """
 
 import dataclasses
@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specdec_jax.backends.axes import PerRow
+from specdec_jax.models import arguments
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.verifier import BaseVerifier, Settings
-from specdec_jax.speculative.verifiers import VERIFIERS, at
+from specdec_jax.speculative.verifiers import TYPICAL, at, typical_threshold
 
 Nodes = Bool[Array, "B N"]
 
@@ -63,13 +64,14 @@ class TreeVerifier(BaseVerifier):
     """A rule that decides which path of a tree is accepted.
 
     Attributes:
-      verify: the rule above temperature 0, a pure function `(target, draft, kind, randomness,
-        settings) -> TreeVerification`. Its arguments:
+      verify: the rule above temperature 0, a pure function `(target, draft, kind, random, settings)
+        -> TreeVerification`. Its arguments:
 
           target: p, a `Categorical` over `[B, N, V]`.
           draft: the `TreeDraft`; its distribution may be None unless the verifier
             `needs_draft_probs`.
           kind: how its children were chosen, a key of `trees.CHILDREN`.
+          random: the `TreeRandomness`.
           settings: values of its `parameters`; None if it has none.
       The others are those of `BaseVerifier`. At temperature 0 a child is accepted iff it is the
       target's argmax.
@@ -77,28 +79,33 @@ class TreeVerifier(BaseVerifier):
 
     verify: Callable[[Categorical, TreeDraft, str, TreeRandomness, Any], TreeVerification]
 
+    def __post_init__(self):
+        super().__post_init__()
+        arguments.check_function("verify", self.verify, "target, draft, kind, random, settings")
 
-# From the node that a row has reached and the children to choose from: the next token, and those
-# children that the row may go on to if they have that token.
+
 Step = Callable[[PerRow, Nodes], tuple[PerRow, Nodes]]
 
 
-def _walk(draft: TreeDraft, step: Step) -> TreeVerification:
+def walk(draft: TreeDraft, step: Step) -> TreeVerification:
     """Walks from node 0 to children that have the token that `step` finds, until none has it.
 
-    Children may have equal tokens. Then the row stands at all of them, and their children are
-    siblings.
+    If children have equal tokens, the row is at all of them, and their children are siblings.
+
+    Args:
+      step: takes the number `[B]` of the node that a row is at and which nodes are its children,
+        `[B, N]` bool; returns the next token `[B]` and the children that may be accepted.
     """
 
     def follow(carry: tuple):
         _, here, _ = carry
         at_parent = jnp.take_along_axis(here, jnp.maximum(draft.branches.parents, 0), axis=1)
         children = draft.valid & at_parent & (draft.branches.parents >= 0)
-        found, open_ = step(_first(here), children)
-        there = open_ & (draft.tokens == found[:, None])
+        token, possible = step(_first(here), children)
+        there = possible & (draft.tokens == token[:, None])
         # A row that has stopped finds the same token again.
         moving = jnp.any(there, axis=1)
-        return moving, jnp.where(moving[:, None], there, here), found
+        return moving, jnp.where(moving[:, None], there, here), token
 
     batch, size = draft.tokens.shape
     root = jnp.broadcast_to(jnp.arange(size) == 0, (batch, size))
@@ -122,31 +129,25 @@ def walk_greedy(target_tokens: Int[Array, "B N"], draft: TreeDraft) -> TreeVerif
     Args:
       target_tokens: the target's argmax after each node; −1 where its logits contain NaN.
     """
-    return _walk(draft, lambda node, children: (at(target_tokens, node), children))
+    return walk(draft, lambda node, children: (at(target_tokens, node), children))
 
 
 def verify_points(
-    target: Categorical,
-    draft: TreeDraft,
-    kind: str,
-    randomness: TreeRandomness,
-    settings: Any = None,
+    target: Categorical, draft: TreeDraft, kind: str, random: TreeRandomness, settings: Any = None
 ) -> TreeVerification:
     """Verifies any tree that does not depend on the randomness of this step, exactly.
 
     Each token is drawn from p; a child is accepted iff it has that token.
     """
-    return _walk(
-        draft, lambda node, children: (draw(target.row(node), at(randomness.final, node)), children)
-    )
+
+    def step(node: jax.Array, children: jax.Array):
+        return draw(target.row(node), at(random.final, node)), children
+
+    return walk(draft, step)
 
 
 def verify_coupled(
-    target: Categorical,
-    draft: TreeDraft,
-    kind: str,
-    randomness: TreeRandomness,
-    settings: Any = None,
+    target: Categorical, draft: TreeDraft, kind: str, random: TreeRandomness, settings: Any = None
 ) -> TreeVerification:
     """Verifies by Gumbel coupling, as `verifiers.verify_coupled` does a chain.
 
@@ -155,27 +156,26 @@ def verify_coupled(
 
     def step(node: jax.Array, children: jax.Array):
         depth = at(draft.branches.depths, node)
-        return distributions.argmax(at(target.logits, node) + at(randomness.noise, depth)), children
+        return distributions.argmax(at(target.logits, node) + at(random.noise, depth)), children
 
-    return _walk(draft, step)
+    return walk(draft, step)
 
 
 def verify_recursively(
     target: Categorical,
     draft: TreeDraft,
     kind: str,
-    randomness: TreeRandomness,
+    random: TreeRandomness,
     settings: Any = None,
     last: bool = False,
 ) -> TreeVerification:
-    """Verifies by recursive rejection; the output distribution is exactly the target's.
+    """Verifies by recursive rejection, exactly (Miao et al. 2023, arXiv 2305.09781).
 
-    (Miao et al. 2023, arXiv 2305.09781; without replacement: Chen et al. 2024, arXiv 2402.12374.)
-
-    Children are verified one after another. With r = p at first and s the distribution that child x
-    was drawn from, which lacks the siblings drawn before it, x is accepted iff u < r(x) / s(x);
-    else r becomes norm(max(0, r − s)). Where none is accepted, the token is drawn from r. For one
-    child this is `verifiers.verify_tokens`.
+    (Without replacement: Chen et al. 2024, arXiv 2402.12374.) Children are verified one after
+    another. With r = p at first and s the distribution that child x was drawn from, which lacks the
+    siblings drawn before it, x is accepted iff u < r(x) / s(x); else r becomes norm(max(0, r − s)).
+    Where none is accepted, the token is drawn from r. For one child this is
+    `verifiers.verify_tokens`.
 
     Args:
       last: only the last child of each node was drawn, and the others need not be verified (Hu et
@@ -188,42 +188,34 @@ def verify_recursively(
             child, some = _first(left), jnp.any(left, axis=1)
             token, r = at(draft.tokens, child), weights / mass
             s = _drawn_from(draft, child, kind)
-            accepted = some & (at(randomness.accept, child) * at(s, token) < at(r, token))
+            accepted = some & (at(random.accept, child) * at(s, token) < at(r, token))
             residual = jnp.maximum(r - s, 0)
             total = jnp.sum(residual, axis=1, keepdims=True)
             # r ≡ s up to rounding leaves no mass: then r itself is right.
-            rejected_ = (some & ~accepted)[:, None] & (total > 0)
+            rejected = (some & ~accepted)[:, None] & (total > 0)
             left &= ~accepted[:, None] & (jnp.arange(left.shape[1]) != child[:, None])
-            return (
-                left,
-                jnp.where(rejected_, residual, weights),
-                jnp.where(rejected_, total, mass),
-                jnp.where(accepted, child, chosen),
-            )
+            weights = jnp.where(rejected, residual, weights)
+            mass = jnp.where(rejected, total, mass)
+            return left, weights, mass, jnp.where(accepted, child, chosen)
 
-        node_outcomes = children & _is_last(draft) if last else children
+        examined = children & _is_last(draft) if last else children
         weights = target.row(node)
-        start = node_outcomes, weights, jnp.ones_like(weights[:, :1]), jnp.zeros_like(node)
+        start = examined, weights, jnp.ones_like(weights[:, :1]), jnp.zeros_like(node)
         _, weights, _, chosen = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), examine, start)
-        drawn = draw(weights, at(randomness.final, node))
+        drawn = draw(weights, at(random.final, node))
         accepted = chosen > 0
         # A child that was verified and rejected is not accepted, even where no residual was left.
-        return jnp.where(accepted, at(draft.tokens, chosen), drawn), children & (
-            accepted[:, None] | ~node_outcomes
-        )
+        possible = children & (accepted[:, None] | ~examined)
+        return jnp.where(accepted, at(draft.tokens, chosen), drawn), possible
 
-    return _walk(draft, step)
+    return walk(draft, step)
 
 
 def _is_last(draft: TreeDraft) -> Nodes:
     """Returns which nodes are the last children of their parents."""
     parents, (batch, size) = draft.branches.parents, draft.tokens.shape
-    numbers = jnp.broadcast_to(jnp.arange(size), (batch, size))
-    last = (
-        jnp.zeros_like(parents)
-        .at[jnp.arange(batch)[:, None], parents]
-        .max(numbers.astype(parents.dtype))
-    )
+    numbers = jnp.broadcast_to(jnp.arange(size), (batch, size)).astype(parents.dtype)
+    last = jnp.zeros_like(parents).at[jnp.arange(batch)[:, None], parents].max(numbers)
     return numbers == jnp.take_along_axis(last, jnp.maximum(parents, 0), axis=1)
 
 
@@ -238,11 +230,9 @@ def _drawn_from(draft: TreeDraft, child: PerRow, kind: str) -> Float[Array, "B V
     if kind == "iid":
         return own
 
-    def same(values: jax.Array):
-        return values == at(values, child)[:, None]
-
-    before = same(draft.branches.parents) & same(draft.origins) & (draft.tokens >= 0)
-    before &= jnp.arange(before.shape[1]) < child[:, None]
+    before = (draft.tokens >= 0) & (jnp.arange(draft.tokens.shape[1]) < child[:, None])
+    for values in (draft.branches.parents, draft.origins):
+        before &= values == at(values, child)[:, None]
     batch, size = own.shape
     places = jnp.arange(batch)[:, None], jnp.where(before, draft.tokens, size)
     rest = own.at[places].set(0, mode="drop")
@@ -254,19 +244,14 @@ _HALVINGS = 24
 
 
 def verify_k_sequences(
-    target: Categorical,
-    draft: TreeDraft,
-    kind: str,
-    randomness: TreeRandomness,
-    settings: Any = None,
+    target: Categorical, draft: TreeDraft, kind: str, random: TreeRandomness, settings: Any = None
 ) -> TreeVerification:
-    """Verifies k-SEQ, for k children that are each drawn from q itself, exactly.
+    """Verifies by k-SEQ, for k children that are each drawn from q itself, exactly.
 
-    (SpecTr, Sun et al. 2023, arXiv 2310.15141.)
-
-    With β(ρ) = Σ min(q, p/ρ) and w = 1 − (1 − β)^k, ρ in [1, k] is the least found with w ≤ ρ·β.
-    The first child with u < p(x) / (ρ·q(x)) is accepted, which one is with probability w; else the
-    token is drawn from norm(p − min(q, p/ρ)·w/β). A child that has that token is accepted too.
+    (SpecTr, Sun et al. 2023, arXiv 2310.15141.) With β(ρ) = Σ min(q, p/ρ) and w = 1 − (1 − β)^k, ρ
+    in [1, k] is the least found with w ≤ ρ·β. The first child with u < p(x) / (ρ·q(x)) is accepted,
+    which one is with probability w; else the token is drawn from norm(p − min(q, p/ρ)·w/β). A child
+    that has that token is accepted too.
     """
 
     dist = draft.dist
@@ -291,31 +276,21 @@ def verify_k_sequences(
         _, rho = jax.lax.fori_loop(0, _HALVINGS, halve, (jnp.ones_like(count), count))
         overlap, beta, some = shares(rho)
         residual = jnp.maximum(p - overlap * jnp.where(beta > 0, some / beta, 0), 0)
-        residue = jnp.any(children, axis=1, keepdims=True) & (
-            jnp.sum(residual, axis=1, keepdims=True) > 0
-        )
-        drawn = draw(jnp.where(residue, residual, p), at(randomness.final, node))
+        some_left = jnp.sum(residual, axis=1, keepdims=True) > 0
+        some_left &= jnp.any(children, axis=1, keepdims=True)
+        drawn = draw(jnp.where(some_left, residual, p), at(random.final, node))
         tokens = jnp.maximum(draft.tokens, 0)
-
-        def of_child(dist: jax.Array):
-            return jnp.take_along_axis(dist, tokens, axis=1)
-
-        accepted = children & (randomness.accept * rho * of_child(q) < of_child(p))
+        p_child, q_child = (jnp.take_along_axis(dist, tokens, axis=1) for dist in (p, q))
+        accepted = children & (random.accept * rho * q_child < p_child)
         return jnp.where(jnp.any(accepted, axis=1), at(tokens, _first(accepted)), drawn), children
 
-    return _walk(draft, step)
+    return walk(draft, step)
 
 
 def verify_traversal(
-    target: Categorical,
-    draft: TreeDraft,
-    kind: str,
-    randomness: TreeRandomness,
-    settings: Any = None,
+    target: Categorical, draft: TreeDraft, kind: str, random: TreeRandomness, settings: Any = None
 ) -> TreeVerification:
-    """Verifies a tree from its leaves to its root; the output distribution is the target's.
-
-    (Traversal Verification, Weng et al. 2025, arXiv 2505.12398.)
+    """Verifies a tree from its leaves to its root, exactly (Weng et al. 2025, arXiv 2505.12398).
 
     On average at least as many tokens are accepted as with `verify_recursively`; for a chain this
     is `verifiers.verify_blocks`. With α = 1 and p' = p at node 0, and s as in `verify_recursively`,
@@ -333,9 +308,8 @@ def verify_traversal(
         moving, node, left, alpha, scale, weights = carry
         children = left & (parents == node[:, None])
         enters = jnp.any(children, axis=1)
-        moving &= enters | (node > 0) & ~(
-            at(randomness.accept, node) < at(alpha, node)
-        )  # NaN is never accepted
+        # NaN is never accepted.
+        moving &= enters | (node > 0) & ~(at(random.accept, node) < at(alpha, node))
         child = jnp.where(enters, _first(children), node)
         above = jnp.maximum(at(parents, child), 0)
         level, token = at(depths, above), at(tokens, child)
@@ -366,45 +340,32 @@ def verify_traversal(
             weights.at[rows, slot].set(dist, mode="drop"),
         )
 
-    first = target.row(jnp.zeros_like(tokens[:, 0]))
+    zeros, active = jnp.zeros_like(tokens[:, 0]), jnp.ones(batch, bool)
+    first = target.row(zeros)
+    weights = jnp.zeros((batch, levels, first.shape[1]), first.dtype).at[:, 0].set(first)
     ones = jnp.ones((batch, size), first.dtype)
-    start = (
-        jnp.ones(batch, bool),
-        jnp.zeros_like(tokens[:, 0]),
-        draft.valid & (parents >= 0),
-        ones,
-        ones,
-        jnp.zeros((batch, levels, first.shape[1]), first.dtype).at[:, 0].set(first),
-    )
+    start = active, zeros, draft.valid & (parents >= 0), ones, ones, weights
     _, node, *_, weights = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), visit, start)
-    return _ending(draft, node, draw(at(weights, at(depths, node)), at(randomness.final, node)))
+    return _ending(draft, node, draw(at(weights, at(depths, node)), at(random.final, node)))
 
 
 def verify_typical(
-    target: Categorical, draft: TreeDraft, kind: str, randomness: TreeRandomness, settings: Settings
+    target: Categorical, draft: TreeDraft, kind: str, random: TreeRandomness, settings: Settings
 ) -> TreeVerification:
-    """Verifies by typical acceptance, as `verifiers.verify_typical` does a chain, which is lossy.
+    """Verifies by typical acceptance, as `verifiers.verify_typical` does a chain; lossy.
 
     Of the paths whose tokens all are accepted, the longest one is taken, of equals the one whose
     last node comes first.
     """
     above, lines = jnp.maximum(draft.branches.parents, 0), draft.branches.lines
-    threshold = jnp.minimum(
-        settings["typical_epsilon"][:, None],
-        settings["typical_delta"][:, None] * jnp.exp(-target.entropy()),
-    )
-
-    def of_parent(values: jax.Array):
-        return jnp.take_along_axis(values, above, axis=1)
-
     rows, tokens = jnp.arange(len(above))[:, None], jnp.maximum(draft.tokens, 0)
-    prob = jnp.exp(target.logits[rows, above, tokens] - of_parent(target.log_normalizer))
-    accepted = draft.valid & (prob > of_parent(threshold))
+    prob = jnp.exp(target.logits[rows, above, tokens] - target.log_normalizer[rows, above])
+    accepted = draft.valid & (prob > typical_threshold(target, settings)[rows, above])
     of_line = jax.vmap(lambda values, line: values[line])(accepted, lines)
     past = jnp.arange(lines.shape[2]) > draft.branches.depths[..., None]
     whole = jnp.all(of_line | past | (lines == 0), axis=2)
     node = jnp.argmax(jnp.where(whole, draft.branches.depths, 0), axis=1).astype(jnp.int32)
-    return _ending(draft, node, draw(target.row(node), at(randomness.final, node)))
+    return _ending(draft, node, draw(target.row(node), at(random.final, node)))
 
 
 _KNOWN = (
@@ -414,13 +375,6 @@ _KNOWN = (
     TreeVerifier("recursive", verify_recursively),
     TreeVerifier("kseq", verify_k_sequences),
     TreeVerifier("traversal", verify_traversal, has_rate=False),
-    TreeVerifier(
-        "typical",
-        verify_typical,
-        exact=False,
-        needs_draft_probs=False,
-        sampled_only=True,
-        parameters=VERIFIERS["typical"].parameters,
-    ),
+    TreeVerifier("typical", verify_typical, **TYPICAL),
 )
 TREE_VERIFIERS: dict[str, TreeVerifier] = {verifier.name: verifier for verifier in _KNOWN}

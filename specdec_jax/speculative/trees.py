@@ -68,30 +68,19 @@ class Kinds:
     reason: ClassVar[str] = ""
 
     def check_kinds(self) -> None:
-        """Checks `children` and `verifier`.
+        """Checks `children` and `verifier`; raises ValueError for a pair that is not listed."""
 
-        Raises:
-          ValueError: another name, or a pair under which the output distribution would not be the
-            target's.
-        """
+        def check(name: str, expected: Iterable[str], why: str):
+            given, expected = getattr(self, name), (AUTO, *expected)
+            if given not in expected:
+                listed = ", ".join(map(repr, expected))
+                raise ValueError(f"{name}: got {given!r}, expected {listed}{why}")
 
-        def listed(names: Iterable[str]):
-            return ", ".join(map(repr, (AUTO, *names)))
-
-        if self.children not in (AUTO, *self.allowed):
-            raise ValueError(
-                f"children: got {self.children!r}, expected {listed(self.allowed)}{self.reason}"
-            )
+        check("children", self.allowed, self.reason)
+        why = ", under which the output distribution is exactly the target's for children "
+        known = any(self.verifier in exact for exact in CHILDREN.values())
         verifiers = (*CHILDREN[self.kind], *LOSSY_TREES)
-        if self.verifier not in (AUTO, *verifiers):
-            known = any(self.verifier in exact for exact in CHILDREN.values())
-            why = (
-                ", under which the output distribution is exactly the target's for children "
-                f"{self.kind!r}"
-                if known
-                else ""
-            )
-            raise ValueError(f"verifier: got {self.verifier!r}, expected {listed(verifiers)}{why}")
+        check("verifier", verifiers, f"{why}{self.kind!r}" if known else "")
 
     @property
     def kind(self) -> str:
@@ -115,9 +104,8 @@ class Tree(Kinds):
       verifier: how the tree is verified, one of those that `CHILDREN` lists; "auto": the first.
 
     Raises:
-      ValueError: a parent that does not come before its child, more than 256 drafted nodes, or a
-        pair of `children` and `verifier` under which the output distribution would not be the
-        target's.
+      ValueError: a parent that does not come before its child, more than 256 drafted nodes, or
+        `children` with a `verifier` that `CHILDREN` does not list for them.
     """
 
     parents: tuple[int, ...]
@@ -132,19 +120,16 @@ class Tree(Kinds):
             raise ValueError(f"parents: got {len(parents)} nodes, expected 1 to {MAX_NODES - 1}")
         for node, parent in enumerate(parents, 1):
             if not arguments.is_integer(parent) or not 0 <= parent < node:
-                got = arguments.quoted(parent)
-                raise ValueError(
-                    f"parents: got {got} for node {node}, expected a number from 0 to {node - 1}"
-                )
+                got, expected = f"{arguments.quoted(parent)} for node {node}", f"0 to {node - 1}"
+                raise ValueError(f"parents: got {got}, expected a number from {expected}")
         object.__setattr__(self, "parents", tuple(map(int, parents)))
         self.check_kinds()
 
     @classmethod
     def chain(cls, length: int, **kinds: str) -> "Tree":
         """Returns the tree with one branch of `length` nodes; `kinds`: `children`, `verifier`."""
-        return cls.uniform(
-            (1,) * arguments.check_integer("length", length, 1, MAX_NODES - 1), **kinds
-        )
+        length = arguments.check_integer("length", length, 1, MAX_NODES - 1)
+        return cls.uniform((1,) * length, **kinds)
 
     @classmethod
     def uniform(cls, widths: Sequence[int], **kinds: str) -> "Tree":
@@ -157,9 +142,8 @@ class Tree(Kinds):
         if not widths or not all(arguments.is_integer(width) and width >= 1 for width in widths):
             raise ValueError(f"widths: got {arguments.quoted(widths)}, expected {expected}")
         if sum(np.cumprod([float(width) for width in widths])) >= MAX_NODES:
-            raise ValueError(
-                f"widths: got {tuple(widths)}, expected at most {MAX_NODES - 1} nodes in all"
-            )
+            expected = f"at most {MAX_NODES - 1} nodes in all"
+            raise ValueError(f"widths: got {tuple(widths)}, expected {expected}")
         nodes: list[Node] = [()]
         level = nodes
         for width in widths:
@@ -200,8 +184,8 @@ class Tree(Kinds):
         """
         arguments.check_integer("nodes", nodes, 2, MAX_NODES)
         arguments.check_integer("depth", depth, 1, MAX_NODES - 1)
-        found = tree_choice.fastest(acceptance_by_rank, nodes, depth, verify_costs, cost_ratio)
-        return None if found is None else cls(_parents(found), **kinds)
+        best = tree_choice.fastest(acceptance_by_rank, nodes, depth, verify_costs, cost_ratio)
+        return None if best is None else cls(_parents(best), **kinds)
 
     def expected(self, acceptance_by_rank: Shares) -> float:
         """Returns the expected number of tokens that one call of the target commits.
@@ -264,8 +248,7 @@ class Tree(Kinds):
     def fed(self) -> np.ndarray:
         """`[N]` int32, the place of each node that has children among all such nodes.
 
-        They are ordered by depth and then by number, as a drafter's model is fed them. −1 for the
-        others.
+        They are ordered by depth, then number, as a drafter's model is fed them; −1 for the others.
         """
         fed = np.full(self.size, -1, np.int32)
         inner = np.concatenate([self.inner(depth) for depth in range(self.depth)])
@@ -282,21 +265,15 @@ class Tree(Kinds):
 
     def children_of(self, nodes: np.ndarray) -> np.ndarray:
         """Returns `[J, K]`: the numbers of the children of `nodes [J]` by rank; 0 past the last."""
-        found = np.zeros((len(nodes), self.width), np.int32)
-        for row, node in enumerate(nodes):
-            children = 1 + np.flatnonzero(np.asarray(self.parents) == node)
-            found[row, : len(children)] = children
-        return found[:, : np.max(np.sum(found > 0, axis=1), initial=1)]
+        parents = np.asarray(self.parents)
+        children = [1 + np.flatnonzero(parents == node) for node in nodes]
+        most = max(map(len, children), default=1) or 1
+        return np.array([np.pad(one, (0, most - len(one))) for one in children], np.int32)
 
     def branches(self, batch: int) -> "Branches":
         """Returns the shape of the trees of `batch` rows."""
-        parents = np.array((-1, *self.parents), np.int32)
-        return Branches(
-            *(
-                jnp.broadcast_to(x, (batch, *x.shape))
-                for x in (parents, self.ranks, self.depths, self.lines)
-            )
-        )
+        shapes = np.array((-1, *self.parents), np.int32), self.ranks, self.depths, self.lines
+        return Branches(*(jnp.broadcast_to(x, (batch, *x.shape)) for x in shapes))
 
 
 class Chains(Tree):
@@ -316,10 +293,8 @@ class Chains(Tree):
         """Describes `count` drafts of `length` tokens each; `verifier` is as for `Tree`."""
         arguments.check_integer("count", count, 1, MAX_NODES - 1)
         arguments.check_integer("length", length, 1, (MAX_NODES - 1) // count)
-        starts = range(1, count * length + 1, length)
-        parents = tuple(
-            parent for start in starts for parent in (0, *range(start, start + length - 1))
-        )
+        nodes = range(count * length)
+        parents = tuple(node if node % length else 0 for node in nodes)
         super().__init__(parents, children, verifier)
 
 
@@ -327,12 +302,11 @@ class Chains(Tree):
 class DynamicTree(Kinds):
     """A tree whose shape the drafter's distribution decides; static and hashable.
 
-    The method is that of EAGLE-2 (Li et al. 2024, arXiv 2406.16858).
-
-    A node's score is the product of the drafter's probabilities of the tokens on the way to it. At
-    each level the `width` nodes of the greatest score get their `width` best children; of all the
-    nodes that were drafted, the N − 1 of the greatest score are kept. Parents score no less than
-    their children, and of equal scores the smaller number is kept, so that these are a tree.
+    The method is that of EAGLE-2 (Li et al. 2024, arXiv 2406.16858). A node's score is the product
+    of the drafter's probabilities of the tokens on the way to it. At each level the `width` nodes
+    of the greatest score get their `width` best children; of all the nodes that were drafted, the N
+    − 1 of the greatest score are kept. Parents score no less than their children, and of equal
+    scores the smaller number is kept, so that these are a tree.
 
     Attributes:
       depth: D, the number of levels.
@@ -343,7 +317,7 @@ class DynamicTree(Kinds):
 
     Raises:
       ValueError: fewer than D + 1 nodes, or more than are drafted or than 257; or children that are
-        drawn, or a verifier under which the output distribution would not be the target's.
+        drawn, or a verifier that does not suit them.
     """
 
     depth: int
@@ -354,20 +328,18 @@ class DynamicTree(Kinds):
     is_chain: ClassVar[bool] = False
     allowed: ClassVar[tuple[str, ...]] = ("gumbel", "top")
     reason: ClassVar[str] = (
-        ": where children are drawn otherwise, "
-        "the output distribution is exactly the target's only if the "
-        "shape does not depend on them"
+        ": where children are drawn otherwise, the output distribution is exactly the target's only"
+        " if the shape does not depend on them"
     )
 
     def __post_init__(self):
-        for name, least in (("depth", 1), ("width", 2)):
-            object.__setattr__(
-                self, name, arguments.check_integer(name, getattr(self, name), least, MAX_NODES - 1)
-            )
-        most = min(self.drafted + 1, MAX_NODES)
-        object.__setattr__(
-            self, "nodes", arguments.check_integer("nodes", self.nodes, self.depth + 1, most)
-        )
+        def check(name: str, least: int, most: int):
+            value = arguments.check_integer(name, getattr(self, name), least, most)
+            object.__setattr__(self, name, value)
+
+        check("depth", 1, MAX_NODES - 1)
+        check("width", 2, MAX_NODES - 1)
+        check("nodes", self.depth + 1, min(self.drafted + 1, MAX_NODES))
         self.check_kinds()
 
     def fixed(self) -> Tree:
@@ -386,10 +358,7 @@ class DynamicTree(Kinds):
 
     @property
     def window(self) -> int:
-        """The slots that calls over its nodes write.
-
-        Those of the N nodes, or of all that a drafter expands where these are more.
-        """
+        """The slots that calls write: those of the N nodes, or of all that a drafter expands."""
         return max(self.nodes, 1 + (self.depth - 1) * self.width)
 
     @property

@@ -106,10 +106,7 @@ class BaseVerifier:
     def with_parameters(self, **values: Any) -> Self:
         """Returns the verifier with values of its parameters, each one number or one per input.
 
-        Other values compile nothing anew.
-
-        Raises:
-          ValueError: a parameter that it does not have, or something that is no number.
+        Other values compile nothing anew. Raises ValueError for another parameter, or no number.
         """
         known = [name for name, _ in self.parameters]
         for name, value in values.items():
@@ -157,23 +154,19 @@ class Verifier(BaseVerifier):
         return super().takes_argmax and self.verify_greedily is None
 
 
-def check_verification(verifier: Verifier, found: Any, batch: int) -> Verification:
-    """Returns what a verifier's rule returned, `found`, for `batch` rows.
+def check_verification(
+    verifier: BaseVerifier, returned: Any, batch: int, kind: Any = Verification
+) -> Any:
+    """Returns what a verifier's rule returned for `batch` rows, a `kind` of integers.
 
-    Raises:
-      ValueError: it is something else than a `Verification` of integers; raised while the program
-        is traced.
+    Raises ValueError for anything else, while the program is traced.
     """
-    if not isinstance(found, Verification):
-        raise ValueError(
-            f"verifier {verifier.name}: got {type(found).__name__} from its rule, "
-            "expected a Verification"
-        )
-    for name, value in found._asdict().items():
+    if not isinstance(returned, kind):
+        got = f"{type(returned).__name__} from its rule"
+        raise ValueError(f"verifier {verifier.name}: got {got}, expected a {kind.__name__}")
+    for name, value in zip(("num_accepted", "next_token"), returned):
         dtype, shape = jnp.result_type(value), jnp.shape(value)
         if shape != (batch,) or not jnp.issubdtype(dtype, jnp.integer):
-            got = f"{name} of shape {shape} and type {dtype}"
-            raise ValueError(
-                f"verifier {verifier.name}: got {got}, expected ({batch},) and integers"
-            )
-    return found
+            got, expected = f"{name} of shape {shape} and type {dtype}", f"({batch},) and integers"
+            raise ValueError(f"verifier {verifier.name}: got {got}, expected {expected}")
+    return returned

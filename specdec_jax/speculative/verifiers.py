@@ -1,9 +1,8 @@
 """Verifiers: pure functions that decide how many drafted tokens are accepted, and what follows.
 
 p is the target's distribution (`target`), q the drafter's (`draft`), and there are γ = G drafted
-positions. `Verifier.verify` describes the arguments. A new verifier is a function like these and a
-row of the table `VERIFIERS`. To verify "exactly" means that the output distribution is exactly the
-target's. Sections are those of Leviathan et al. 2023.
+positions. `Verifier.verify` describes the arguments. To verify "exactly" means that the output
+distribution is exactly the target's. Sections are those of Leviathan et al. 2023.
 """
 
 from typing import Any
@@ -15,15 +14,20 @@ from specdec_jax.backends.axes import PerRow
 from specdec_jax.models import arguments
 from specdec_jax.speculative.distributions import Categorical, PointMass, argmax
 from specdec_jax.speculative.randomness import draw
-from specdec_jax.speculative.verifier import Drafted, Randomness, Settings, Verification, Verifier
+from specdec_jax.speculative.verifier import (
+    BaseVerifier,
+    Drafted,
+    Randomness,
+    Settings,
+    Verification,
+    Verifier,
+)
 
 
 def verify_greedy(
     target_tokens: Int[Array, "B T"], draft_tokens: Int[Array, "B T-1"], num_drafted: PerRow
 ) -> Verification:
-    """Verifies at temperature 0: a drafted token is accepted iff it is the target's argmax.
-
-    This is section 2.2.
+    """Verifies at temperature 0: a drafted token is accepted iff it is the target's argmax (2.2).
 
     Args:
       target_tokens: the target's argmax at each of T = G + 1 positions.
@@ -34,20 +38,18 @@ def verify_greedy(
 
 def verify_greedy_leniently(
     logits: Float[Array, "B T V"],
-    draft_tokens: Int[Array, "B T-1"],
+    draft_tokens: Drafted,
     num_drafted: PerRow,
-    lenience: Float[Array, " B"],
+    accept: Float[Array, "B T-1"],
+    settings: Settings,
 ) -> Verification:
     """Verifies at temperature 0 with lenience l: x is accepted iff p(x) ≥ l · max p.
 
     p is the distribution at temperature 1, before it is made one-hot. (The paper prints ≤, which
     would accept the improbable.) Every token of the output then has at least l times the
     probability of the most probable one after the same prefix. l = 1 is greedy decoding.
-
-    Args:
-      logits: processed logits at temperature 1, T = G + 1.
-      lenience: l of each row, in (0, 1].
     """
+    lenience = settings["lenience"]
     best = jnp.max(logits[:, :-1], axis=-1)
     drafted = jnp.take_along_axis(logits[:, :-1], draft_tokens[..., None], axis=-1)[..., 0]
     near = (drafted >= best + jnp.log(lenience)[:, None]) & (lenience < 1)[:, None]
@@ -69,11 +71,10 @@ def verify_tokens(
     a token with p = 0 is never accepted. After the first rejection the next token is drawn from
     norm(max(0, p − q)); if all tokens are accepted, from p at the next position.
     """
-    accepted = draws.accept * draft.prob(draft_tokens) < leading_distribution(target).prob(
-        draft_tokens
-    )
-    num_accepted = count_leading(accepted, num_drafted)
-    return correct(target, draft, num_accepted, num_drafted, draws.final)
+    target_probs = leading_distribution(target).prob(draft_tokens)
+    accepted = draws.accept * draft.prob(draft_tokens) < target_probs
+    accepted = count_leading(accepted, num_drafted)
+    return correct(target, draft, accepted, num_drafted, draws.final)
 
 
 def verify_leniently(
@@ -90,9 +91,8 @@ def verify_leniently(
     a probability of more than p(x) / l.
     """
     scaled = draws.accept * settings["lenience"][:, None] * draft.prob(draft_tokens)
-    num_accepted = count_leading(
-        scaled < leading_distribution(target).prob(draft_tokens), num_drafted
-    )
+    accepted = scaled < leading_distribution(target).prob(draft_tokens)
+    num_accepted = count_leading(accepted, num_drafted)
     return correct(target, draft, num_accepted, num_drafted, draws.final)
 
 
@@ -114,15 +114,12 @@ def verify_blocks(
     gamma = draft_tokens.shape[1]
     if not gamma:
         return correct(target, draft, num_drafted, num_drafted, draws.final)
-    target_probs, draft_probs = (
-        leading_distribution(target).prob(draft_tokens),
-        draft.prob(draft_tokens),
-    )
+    target_probs = leading_distribution(target).prob(draft_tokens)
+    draft_probs = draft.prob(draft_tokens)
     possible = (target_probs > 0).astype(target_probs.dtype)  # p(x) = 0 is never accepted
     ratios = jnp.where(draft_probs == 0, possible, target_probs / draft_probs)
-    ratios = jnp.where(
-        jnp.arange(gamma) < num_drafted[:, None], ratios, 1
-    )  # past the draft anything may lie, NaN too
+    # Past the draft anything may lie, NaN too.
+    ratios = jnp.where(jnp.arange(gamma) < num_drafted[:, None], ratios, 1)
     weight, weights = jnp.ones_like(ratios[:, 0]), []
     for i in range(gamma):
         weight = jnp.minimum(1, weight * ratios[:, i])
@@ -131,18 +128,14 @@ def verify_blocks(
 
     excess = _excess(target, draft, draft_tokens, pi[:, :-1])  # S_1 … S_{γ−1}
     total = excess + 1 - pi[:, :-1]
-    accept_probs = jnp.where(
-        total == 0, 1, excess / jnp.where(total == 0, 1, total)
-    )  # NaN stays: it is never accepted
-    index = jnp.arange(1, gamma + 1)
-    accept_probs = jnp.where(
-        index == num_drafted[:, None], pi, jnp.pad(accept_probs, ((0, 0), (0, 1)))
-    )
+    # NaN stays: it is never accepted.
+    accept_probs = jnp.where(total == 0, 1, excess / jnp.where(total == 0, 1, total))
+    accept_probs, index = jnp.pad(accept_probs, ((0, 0), (0, 1))), jnp.arange(1, gamma + 1)
+    accept_probs = jnp.where(index == num_drafted[:, None], pi, accept_probs)
     accepted = (draws.accept < accept_probs) & (index <= num_drafted[:, None])
     num_accepted = jnp.max(jnp.where(accepted, index, 0), axis=1).astype(jnp.int32)
-    scale = jnp.take_along_axis(
-        jnp.pad(pi, ((0, 0), (1, 0)), constant_values=1), num_accepted[:, None], axis=1
-    )
+    pi = jnp.pad(pi, ((0, 0), (1, 0)), constant_values=1)
+    scale = jnp.take_along_axis(pi, num_accepted[:, None], axis=1)
     return correct(target, draft, num_accepted, num_drafted, draws.final, scale)
 
 
@@ -166,9 +159,8 @@ def verify_by_rejection(
     if isinstance(draft, PointMass):
         draft = draft.dist()
     here = leading_distribution(target)
-    ratio = (draft.logits - draft.log_normalizer[..., None]) - (
-        here.logits - here.log_normalizer[..., None]
-    )
+    log_q = draft.logits - draft.log_normalizer[..., None]
+    ratio = log_q - (here.logits - here.log_normalizer[..., None])
     inverse = jnp.exp(jnp.min(jnp.where(here.logits > -jnp.inf, ratio, jnp.inf), axis=-1))  # 1 / M
     accepted = draws.accept * draft.prob(draft_tokens) < here.prob(draft_tokens) * inverse
     num_accepted = count_leading(accepted, num_drafted)
@@ -202,21 +194,23 @@ def verify_typical(
     draws: Randomness,
     settings: Settings,
 ) -> Verification:
-    """Verifies by typical acceptance, which is lossy and ignores q.
+    """Verifies by typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774); lossy.
 
-    (Medusa, Cai et al. 2024, arXiv 2401.10774.)
-
-    x_i is accepted while p_i(x_i) > min(ε, δ · exp(−H(p_i))). The token after the last that is
-    accepted is drawn from p. So the last token of each iteration is the target's own, and every
-    other one has more than that threshold of probability under the target.
+    It ignores q. x_i is accepted while p_i(x_i) > min(ε, δ · exp(−H(p_i))). The token after the
+    last that is accepted is drawn from p. So the last token of each iteration is the target's own,
+    and every other one has more than that threshold of probability under the target.
     """
     here = leading_distribution(target)
-    threshold = jnp.minimum(
-        settings["typical_epsilon"][:, None],
-        settings["typical_delta"][:, None] * jnp.exp(-here.entropy()),
+    num_accepted = count_leading(
+        here.prob(draft_tokens) > typical_threshold(here, settings), num_drafted
     )
-    num_accepted = count_leading(here.prob(draft_tokens) > threshold, num_drafted)
     return Verification(num_accepted, draw(target.row(num_accepted), at(draws.final, num_accepted)))
+
+
+def typical_threshold(target: Categorical, settings: Settings) -> Float[Array, "B N"]:
+    """Returns min(ε, δ · exp(−H(p))) at each of N positions."""
+    factor = settings["typical_delta"][:, None]
+    return jnp.minimum(settings["typical_epsilon"][:, None], factor * jnp.exp(-target.entropy()))
 
 
 def verify_synthetically(
@@ -236,21 +230,23 @@ def verify_synthetically(
 
 
 def verify_synthetically_at_zero(
-    target_tokens: Int[Array, "B T"],
+    logits: Float[Array, "B T V"],
+    draft_tokens: Drafted,
     num_drafted: PerRow,
     accept: Float[Array, "B T-1"],
-    synthetic_alpha: Float[Array, " B"],
+    settings: Settings,
 ) -> Verification:
-    """Does what `verify_synthetically` does at temperature 0: the argmax is the next token.
-
-    Args:
-      target_tokens: the target's argmax at each of T = G + 1 positions.
-      accept: uniforms in [0, 1).
-      synthetic_alpha: α of each row.
-    """
-    return _leading(accept < synthetic_alpha[:, None], num_drafted, target_tokens)
+    """Does what `verify_synthetically` does at temperature 0: the argmax is the next token."""
+    return _leading(accept < settings["synthetic_alpha"][:, None], num_drafted, argmax(logits))
 
 
+# What typical acceptance declares, of chains and of trees; the defaults are Medusa's constants.
+TYPICAL: dict[str, Any] = dict(
+    exact=False,
+    needs_draft_probs=False,
+    sampled_only=True,
+    parameters=(("typical_epsilon", 0.09), ("typical_delta", 0.3)),
+)
 _KNOWN = (
     Verifier("token", verify_tokens),
     Verifier("block", verify_blocks, has_rate=False),
@@ -261,52 +257,35 @@ _KNOWN = (
         exact=False,
         softens=True,
         parameters=(("lenience", None),),
-        verify_greedily=lambda logits, draft_tokens, num_drafted, accept, settings: (
-            verify_greedy_leniently(logits, draft_tokens, num_drafted, settings["lenience"])
-        ),
+        verify_greedily=verify_greedy_leniently,
     ),
-    # The defaults are Medusa's constants.
-    Verifier(
-        "typical",
-        verify_typical,
-        exact=False,
-        needs_draft_probs=False,
-        sampled_only=True,
-        parameters=(("typical_epsilon", 0.09), ("typical_delta", 0.3)),
-    ),
+    Verifier("typical", verify_typical, **TYPICAL),
     Verifier("rejection", verify_by_rejection),
 )
 VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _KNOWN}
 # Names of the verifiers whose output distribution differs from the target's.
 LOSSY = tuple(name for name, verifier in VERIFIERS.items() if not verifier.exact)
-# Not in the table above, because it is for timing alone: drafted tokens are accepted at random, and
-# outputs mean nothing.
+# Not in the table above, because it is for timing alone: outputs mean nothing.
 SYNTHETIC = Verifier(
     "synthetic",
     verify_synthetically,
     exact=False,
     parameters=(("synthetic_alpha", None),),
-    verify_greedily=lambda logits, draft_tokens, num_drafted, accept, settings: (
-        verify_synthetically_at_zero(
-            argmax(logits), num_drafted, accept, settings["synthetic_alpha"]
-        )
-    ),
+    verify_greedily=verify_synthetically_at_zero,
 )
 
 
-def verifier_of(given: str | Verifier) -> Verifier:
+def verifier_of(given: str | BaseVerifier) -> BaseVerifier:
     """Returns the verifier with the name `given`, or `given` itself if it is a verifier.
 
     Raises:
       ValueError: there is no verifier of this name.
     """
-    if isinstance(given, Verifier):
+    if isinstance(given, BaseVerifier):
         return given
     if not isinstance(given, str) or given not in (*VERIFIERS, SYNTHETIC.name):
-        raise ValueError(
-            f"verifier: got {arguments.quoted(given)}, expected one of {', '.join(VERIFIERS)}, "
-            "or a Verifier"
-        )
+        expected = f"one of {', '.join(VERIFIERS)}, or a Verifier"
+        raise ValueError(f"verifier: got {arguments.quoted(given)}, expected {expected}")
     return VERIFIERS.get(given, SYNTHETIC)
 
 
@@ -342,9 +321,8 @@ def _excess(
     """Returns Σ_x max(scale_i · p_{i+1}(x) − q_{i+1}(x), 0) for i = 1 … G − 1."""
     here = Categorical(target.logits[:, 1:-1], target.log_normalizer[:, 1:-1])
     if isinstance(draft, PointMass):
-        return scale * (
-            1 - here.prob(draft_tokens[:, 1:])
-        )  # scale · p(x) ≤ 1 = q(x) at the drafted id, q = 0 elsewhere
+        # scale · p(x) ≤ 1 = q(x) at the drafted id, q = 0 elsewhere.
+        return scale * (1 - here.prob(draft_tokens[:, 1:]))
     there = Categorical(draft.logits[:, 1:], draft.log_normalizer[:, 1:])
     return jnp.sum(jnp.maximum(scale[..., None] * here.probs() - there.probs(), 0), axis=-1)
 
@@ -363,8 +341,7 @@ def correct(
       num_accepted: how many drafted tokens are accepted.
       final: random bits, as in `Randomness`.
     """
-    weights = target.row(num_accepted)
-    gamma = final.shape[1] - 1
+    weights, gamma = target.row(num_accepted), final.shape[1] - 1
     if gamma:
         rejected = (num_accepted < num_drafted)[:, None]
         draft_probs = draft.row(jnp.minimum(num_accepted, gamma - 1))

@@ -148,8 +148,6 @@ def test_later_parts_draw_with_keys_of_their_own():
 class Observer(sd.Drafter):
     """Drafts nothing and counts what it is shown."""
 
-    observes = True
-
     def init(self, inputs, input_lengths, tokens, slots):
         return jax.numpy.zeros(tokens.shape[0], jax.numpy.int32)
 

@@ -19,7 +19,7 @@ import specdec_jax as sd
 from specdec_jax.decoding.generate import prepare
 from specdec_jax.decoding.loop import advance
 from specdec_jax.drafters import merged
-from specdec_jax.speculative.tree_drafter import TreeDrafter
+from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.trees import Chains, DynamicTree, Tree
 
 pytestmark = pytest.mark.usefixtures("quick")

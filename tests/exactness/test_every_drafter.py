@@ -103,7 +103,7 @@ def test_every_drafter_under_every_verifier(name, verifier):
 def test_the_table_has_every_drafter():
     """Of those that draft chains; for trees there is `test_tree_drafters.py`."""
     exported = {name for name in sd.__all__ if name.endswith(("Drafter", "Cascade"))} - {"Drafter"}
-    exported = {name for name in exported if not getattr(getattr(sd, name), "trees_only", False)}
+    exported = {name for name in exported if getattr(sd, name).draft is not sd.Drafter.draft}
     assert exported == {
         type(make()).__name__ for name, make in DRAFTERS.items() if name != "from outside"
     }

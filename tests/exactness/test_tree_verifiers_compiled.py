@@ -13,8 +13,8 @@ from tree_inputs import cases, committed, drafted, randomness
 
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.tree_children import choose_children
 from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.tree_growth import choose_children
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeRandomness, walk_greedy
 from specdec_jax.speculative.trees import CHILDREN, LOSSY_TREES, Tree
 from specdec_jax.speculative.verifier import Randomness

@@ -204,9 +204,9 @@ def test_jax_verifies_argmax_leniently(lenience, dtype):
     with float64(dtype == "float64"), np.errstate(divide="ignore"):
         logits = jnp.asarray(np.log(p), dtype)
         verify = jax.jit(verify_greedy_leniently)
-        actual = verify(
-            logits, jnp.asarray(drafted), jnp.asarray(wanted), jnp.full(len(p), lenience, dtype)
-        )
+        accept, values = jnp.zeros(drafted.shape, dtype), jnp.full(len(p), lenience, dtype)
+        drafts = jnp.asarray(drafted), jnp.asarray(wanted)
+        actual = verify(logits, *drafts, accept, {"lenience": values})
     actual = np.stack(actual, axis=1)
     expected = [toy.lenient_argmax(a, x[:n], lenience) for a, x, n in zip(p, drafted, wanted)]
     np.testing.assert_array_equal(actual, expected)

@@ -224,7 +224,7 @@ def test_drafters_that_read_states(family, options):
 def test_distributions_of_calls(name):
     """Sums over the vocabulary in a call over many positions equal those of each alone."""
     sampling, logits = SAMPLING[name], 3 * RNG.standard_normal((1, 24, V), dtype=np.float32)
-    mode, rows = sampling.mode.of(native=True), sampling.rows(1, V)
+    mode, rows = sampling.mode._replace(native=True), sampling.rows(1, V)
     tokens, starts, eos_ids = (
         np.full((1, 32), 3, np.int32),
         np.ones(1, np.int32),

@@ -20,7 +20,7 @@ from policies import DRAFT, INPUTS, LIMITS, OPTIONS, TARGET, B, enumerated, plai
 
 import specdec_jax as sd
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM, PROBE, Auto
-from specdec_jax.speculative.policy_inputs import Outcome
+from specdec_jax.speculative.policy import Outcome
 
 pytestmark = pytest.mark.usefixtures("quick")
 

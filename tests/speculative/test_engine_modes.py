@@ -20,7 +20,7 @@ from specdec_jax.decoding.strategies import prefill
 from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.speculative import distributions, randomness
-from specdec_jax.speculative.policies import MAX_GAMMA
+from specdec_jax.speculative.policy import MAX_GAMMA
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.verifier import Randomness
 from specdec_jax.speculative.verifiers import verify_tokens

@@ -13,10 +13,13 @@ from toy_models import HashModel, compilations
 import specdec_jax as sd
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.drafters.drafting import point_mass
-from specdec_jax.speculative.policies import number
+from specdec_jax.speculative.policy import number
+from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.state import Draft
+from specdec_jax.speculative.tree_verifiers import TreeVerifier, walk
 from specdec_jax.speculative.verifiers import (
     VERIFIERS,
+    at,
     correct,
     count_leading,
     leading_distribution,
@@ -157,6 +160,82 @@ def test_parameters_twice_are_a_combination():
         decode(verifier=VERIFIERS["lenient"].with_parameters(lenience=0.5), lenience=0.4)
 
 
+# --- Verifiers of trees ---
+
+
+def verify_tree(target, draft, kind, random, settings):
+    """Does what "point" does."""
+
+    def step(node, children):
+        return draw(target.row(node), at(random.final, node)), children
+
+    return walk(draft, step)
+
+
+OWN_TREE = TreeVerifier("own", verify_tree, needs_draft_probs=False)
+SHAPE = (0, 0, 1)
+
+
+def decode_tree(tree=sd.Tree(SHAPE), **options):
+    return decode(gamma="auto", tree=tree, **{"verifier": OWN_TREE, **options})
+
+
+def test_a_tree_verifier_of_ones_own_takes_the_place_of_the_trees():
+    expected = decode_tree(sd.Tree(SHAPE, "drawn", "point"), verifier="block")
+    actual = decode_tree()
+    np.testing.assert_array_equal(actual.tokens, expected.tokens)
+    assert actual.stats.accepted == expected.stats.accepted > 0
+    other = decode_tree(sd.Tree(SHAPE, "drawn", "traversal"), verifier="block")
+    assert np.any(actual.tokens != other.tokens), "or any verifier would do"
+
+
+def test_a_tree_verifier_of_ones_own_has_parameters():
+    def verify(target, draft, kind, random, settings):
+        valid = draft.valid & (settings["most"][:, None] > 0)
+        return verify_tree(target, draft._replace(valid=valid), kind, random, settings)
+
+    own = dataclasses.replace(OWN_TREE, verify=verify, parameters=(("most", None),))
+    expected = accepted(decode_tree())
+    assert accepted(decode_tree(verifier=own.with_parameters(most=[0, 1]))) == [0, expected[1]]
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: decode(verifier=OWN_TREE), "verifier: got the tree verifier 'own' without a tree"),
+        (
+            lambda: decode_tree(sd.Tree(SHAPE, "drawn", "point")),
+            "verifier: got 'own' beside a tree with 'point', expected one of them",
+        ),
+        (
+            lambda: decode_tree(
+                sd.DynamicTree(2, 2, 4), verifier=TreeVerifier("reads", verify_tree)
+            ),
+            "verifier: got 'reads', which needs draft probabilities, with a DynamicTree of Model",
+        ),
+        (
+            lambda: decode_tree(
+                verifier=TreeVerifier("reads", verify_tree), drafter=sd.PromptLookupDrafter()
+            ),
+            "verifier: got 'reads', which needs draft probabilities, with a Tree of PromptLookup",
+        ),
+        (
+            lambda: TreeVerifier("a", lambda target, draft: None),
+            r"verify: got a function of \(target, draft\), expected a function of \(target, dr",
+        ),
+        (
+            lambda: decode_tree(
+                verifier=TreeVerifier("a", lambda *_: None, needs_draft_probs=False)
+            ),
+            "verifier a: got NoneType from its rule, expected a TreeVerification",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_tree_verifier_is_reported(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 # --- Drafters ---
 
 
@@ -221,7 +300,6 @@ def test_no_row_drafts_more_than_is_wanted():
             r"Own: draft returned the state int32\[\], expected what init makes, \(\)",
         ),
         (repeating(draft=sd.Drafter.draft), "got Own, which does not define draft"),
-        (repeating(init=sd.Drafter.init), "got Own, which does not define init"),
     ],
 )
 def test_what_is_wrong_with_a_drafter_is_reported(drafter, message):

@@ -43,7 +43,7 @@ from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.decoding.generate import prepare
 from specdec_jax.decoding.loop import advance
 from specdec_jax.speculative.policies import POLICIES, call_widths
-from specdec_jax.speculative.policy_inputs import DraftSignals, Outcome
+from specdec_jax.speculative.policy import DraftSignals, Outcome
 from specdec_jax.speculative.sampling import SamplingConfig
 
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec

@@ -22,7 +22,7 @@ from tree_policies import SlowCostAware
 import specdec_jax as sd
 from specdec_jax.decoding.generate import prepare
 from specdec_jax.speculative.policies import POLICIES
-from specdec_jax.speculative.policy_inputs import NodeOutcomes, Outcome
+from specdec_jax.speculative.policy import NodeOutcomes, Outcome
 from specdec_jax.speculative.tree_budgets import node_outcomes, of_tree
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TreeVerification

@@ -12,9 +12,6 @@ from specdec_jax.speculative.verifiers import correct, count_leading, leading_di
 class RepeatDrafter(sd.Drafter):
     """Drafts the last token over and over."""
 
-    def init(self, inputs, input_lengths, tokens, slots):
-        return ()
-
     def draft(self, draft_state, state, num_wanted):
         last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
         tokens = jnp.broadcast_to(last, (len(last), state.config.gamma))

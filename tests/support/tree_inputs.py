@@ -10,8 +10,8 @@ import tree_reference as ref
 from enumerations import DRAFTS, TARGETS, as_distribution
 
 from specdec_jax.speculative.distributions import Categorical
-from specdec_jax.speculative.tree_children import choose_children
 from specdec_jax.speculative.tree_draft import TreeDraft
+from specdec_jax.speculative.tree_growth import choose_children
 from specdec_jax.speculative.tree_verifiers import TreeRandomness
 from specdec_jax.speculative.trees import Tree
 

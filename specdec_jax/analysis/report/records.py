@@ -26,7 +26,7 @@ from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.tree_drawing import Drawn
 from specdec_jax.files import reading
 from specdec_jax.files.writing import write_file
-from specdec_jax.speculative.policies import MAX_GAMMA
+from specdec_jax.speculative.policy import MAX_GAMMA
 from specdec_jax.speculative.trees import MAX_NODES
 
 MOST_ITEMS, MOST_CALLS, MOST_CHARACTERS, MOST_TREES = 500, 20_000, 100_000, 16
