@@ -99,7 +99,7 @@ def tree_options(
     return TreeOptions(tree, gamma, own or TREE_VERIFIERS[tree.verify])
 
 
-def check_beside_tree(tree: Tree | DynamicTree | None, verifier: str | Verifier) -> None:
+def check_beside_tree(tree: Tree | DynamicTree | None, verifier: str | BaseVerifier) -> None:
     """Raises UnsupportedCombination for a chain's verifier beside a tree that is none.
 
     For callers that have not loaded a drafter yet.

@@ -59,7 +59,7 @@ class DrafterPair(Drafter):
         for part in self.parts:
             part.check(target)
 
-    def init(self, *given: Any, **encoded: jax.Array) -> PairState:  # type: ignore[override]
+    def init(self, *given: Any, **encoded: jax.Array) -> PairState:
         return self.begin("init", *given, **encoded)
 
     def begin(self, method: str, *given: Any, **encoded: jax.Array) -> PairState:
@@ -150,8 +150,8 @@ class HorizontalCascade(DrafterPair):
         if dist is not None and all(isinstance(one, PointMass) for one in dists):
             dist = PointMass(tokens, config.vocab_size)
         elif dist is not None:
-            dists = (one.dist() if isinstance(one, PointMass) else one for one in dists)
-            dist = Categorical(*map(join, dist, *dists))
+            dense = (one.dist() if isinstance(one, PointMass) else one for one in dists)
+            dist = Categorical(*map(join, dist, *dense))
         calls = head.calls + tail.calls
         draft = Draft(tokens, count + tail.num_drafted, dist, calls, target_cache=head.target_cache)
         return PairState(own, other), draft

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.policy import DraftSignals
 from specdec_jax.speculative.state import AnyRows, DecodeState, Draft, context, empty_signals
 
-Step = jax.Array | int
+Step: TypeAlias = jax.Array | int
 # Folded into a request's key: a number that no committed length reaches and that nothing else folds
 # in.
 _APART = 2**31 - 2

@@ -151,11 +151,11 @@ class NGramTable:
         if not all(x.shape == () and np.issubdtype(x.dtype, np.integer) for x in numbers):
             got = f"{', '.join(_NUMBERS)} that are no integers"
             raise ValueError(f"{path}: got {got}, expected an n-gram table")
-        numbers = list(map(int, numbers))
-        if not _is_sound(arrays, numbers):
+        sizes = [int(number) for number in numbers]
+        if not _is_sound(arrays, sizes):
             got = "arrays that contradict each other"
             raise ValueError(f"{path}: got {got}, expected an n-gram table")
-        fields = _on_device(*arrays) | dict(zip(_NUMBERS, numbers))
+        fields = _on_device(*arrays) | dict(zip(_NUMBERS, sizes))
         return cls(**fields, fingerprint=str(values.pop("fingerprint"))), values
 
     def matches(self, vocabulary: Vocabulary | None) -> bool:

@@ -220,7 +220,7 @@ class FullDrafter(Drafter):
     def check(self, target: LanguageModel) -> None:
         self.drafter.check(target)
 
-    def init(self, *given: Any, **encoded: Any) -> Any:  # type: ignore[override]
+    def init(self, *given: Any, **encoded: Any) -> Any:
         return self.drafter.init(*given, **encoded)
 
     def draft(
@@ -264,7 +264,7 @@ def check_model(target: LanguageModel, model: LanguageModel) -> None:
         check(same, f"{got} ({ours.size} pieces)", expected)
     got, expected = f"start token {model.start_token}", f"the target's {target.start_token}"
     check(model.start_token == target.start_token, got, expected)
-    here, there = (one.network.rules and one.network.rules.mesh for one in (target, model))
+    here, there = (getattr(one.network.rules, "mesh", None) for one in (target, model))
     got, expected = (
         "none" if mesh is None else "x".join(map(str, mesh.devices.shape)) for mesh in (there, here)
     )

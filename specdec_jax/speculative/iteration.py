@@ -74,7 +74,8 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
     after, outputs = _score_and_commit(target, before, draft, fed, observed)
     after = after.replace(draft_state=draft_state)
     if drafter is not None and observed:
-        scored = Scored(fed, *outputs, after.lengths - state.lengths)
+        states, logits = outputs
+        scored = Scored(fed, states, logits, after.lengths - state.lengths)
         after = after.replace(draft_state=drafter.observe(draft_state, after, scored))
     return constrain_sharding(after, target.rules)
 
