@@ -185,6 +185,7 @@ class Demo:
 
     Attributes:
       shapes: number of the first sentence of each padded length.
+      traced: options of `trace` that differ from those of the timing.
     """
 
     def __init__(
@@ -196,15 +197,15 @@ class Demo:
     ):
         self.options, self.target, self.drafter = options, target, drafter
         self.sentences, self.screen = sentences, Screen()
-        self.keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
         self.shapes: dict[int, int] = {}
         for number, ids in enumerate(encode(target, sentences, options.max_input_length)):
             self.shapes.setdefault(bucket(len(ids)), number)
+        self.traced = options.choose_traced(drafter)
+        self.keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
 
     def run(self) -> None:
         """Prints a trace of every sentence, and one call as a tree; then times."""
         options, say = self.options, self.screen.say
-        traced = options.choose_traced(self.drafter)
         say(
             f"The drafter, {options.drafter}, proposes {_describe_draft(options)}. The target, "
             f"{options.target}, checks them all in one\ncall and adds one token of its own; "
@@ -213,7 +214,7 @@ class Demo:
         self.screen.show(traces.LEGEND)
         if options.trace:
             say(_COLUMNS_OF_A_TREE)
-        decoding = {"drafter": self.drafter, **options.decoding(), **traced}
+        decoding = {"drafter": self.drafter, **options.decoding(), **self.traced}
         first = {number: length for length, number in self.shapes.items()}
         calls = []
         for number, sentence in enumerate(self.sentences):
