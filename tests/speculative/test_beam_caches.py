@@ -204,13 +204,13 @@ def cross_keys_of_the_row_before(monkeypatch):
 
     What was compiled before, and with it, is forgotten.
     """
-    right, roll = Attention.to_encoded, functools.partial(jnp.roll, shift=1, axis=0)
+    right, roll = Attention.attend_to_encoded, functools.partial(jnp.roll, shift=1, axis=0)
 
     def wrong(self, x, norm, cross, mask, *others):
         return right(self, x, norm, jax.tree.map(roll, cross), roll(mask), *others)
 
     def replace():
-        monkeypatch.setattr(Attention, "to_encoded", wrong)
+        monkeypatch.setattr(Attention, "attend_to_encoded", wrong)
         jax.clear_caches()
 
     yield replace
