@@ -199,11 +199,10 @@ def _counted(state: BeamState, taken: jax.Array):
     A level of the tree counts as examined if the step that leads to it was taken, and as accepted
     if the step after it was taken too.
     """
-    counts, gamma, integer = state.counts, state.config.gamma, lambda mask: mask.astype(jnp.int32)
-    active = integer(~state.done)
-    level = jnp.arange(gamma)
-    accepted = integer(level < (taken - 1)[:, None])
-    examined = integer(level < taken[:, None]) * active[:, None]
+    counts, gamma = state.counts, state.config.gamma
+    active, level = (~state.done).astype(jnp.int32), jnp.arange(gamma)
+    accepted = (level < (taken - 1)[:, None]).astype(jnp.int32)
+    examined = (level < taken[:, None]).astype(jnp.int32) * active[:, None]
     return counts.replace(
         target_calls=counts.target_calls + active,
         draft_calls=counts.draft_calls + gamma * active,

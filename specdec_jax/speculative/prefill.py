@@ -116,7 +116,7 @@ def fill_cache(
     input_lengths: Int[Array, " I"],
     tokens: Int[Array, "B P"],
     slots: int,
-    **encoded: Float[Array, "I L D"],
+    **encoded: Float[Array, "I L D"] | None,
 ) -> Any:
     """Returns the cache of `network` for B rows that have been fed all but the last of `tokens`.
 
@@ -124,9 +124,8 @@ def fill_cache(
     `Network.prefill`.
     """
     copies = len(tokens) // len(inputs)
-    if (
-        copies > 1 and not inputs.shape[1]
-    ):  # a prompt is read once, like an encoder's input, for all of its rows
+    if copies > 1 and not inputs.shape[1]:
+        # A prompt is read once, like an encoder's input, for all of its rows.
         return fill_cache(network, inputs, input_lengths, tokens[::copies], slots).repeated(copies)
     cache = network.prefill(inputs, input_lengths, slots, copies, **encoded)
     if tokens.shape[1] > 1:
