@@ -96,17 +96,13 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
     drafter.check(target)
 
 
-def check_policy(gamma: Any, drafter: Drafter | None) -> None:
-    """Raises UnsupportedCombination for a policy of γ that needs probabilities of the drafter.
-
-    The drafter provides none.
-    """
-    if isinstance(gamma, Policy) and gamma.needs_probs:
-        if drafter is None or not drafter.provides_probs:
-            got = f"{type(gamma).__name__}, which needs draft probabilities"
-            other = f"{type(drafter).__name__}, which provides none"
-            expected = "an integer, Heuristic or CostAware"
-            raise UnsupportedCombination(f"gamma: got {got}, with {other}, expected {expected}")
+def check_policy(gamma: Any, drafter: Drafter) -> None:
+    """Raises UnsupportedCombination for a policy that needs probabilities the drafter lacks."""
+    if isinstance(gamma, Policy) and gamma.needs_probs and not drafter.provides_probs:
+        got = f"{type(gamma).__name__}, which needs draft probabilities"
+        other = f"{type(drafter).__name__}, which provides none"
+        expected = "an integer, Heuristic or CostAware"
+        raise UnsupportedCombination(f"gamma: got {got}, with {other}, expected {expected}")
 
 
 def verifier_settings(

@@ -24,6 +24,7 @@ from specdec_jax.decoding.search_options import (
     check_drafting,
     check_greedy,
 )
+from specdec_jax.decoding.strategies import strategy_of
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.sampling import SamplingConfig
 
@@ -96,6 +97,6 @@ def _plan_search(
     return dataclasses.replace(
         plan,
         config=static,
-        slots=plan.prefix.shape[1] + static.max_new,
+        slots=strategy_of(static).count_slots(static, plan.prefix.shape[1], static.max_new),
         settings={"length_penalty": np.full(len(plan.limits), beams.penalty, np.float32)},
     )

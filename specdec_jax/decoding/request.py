@@ -36,7 +36,6 @@ from specdec_jax.decoding.inputs import (
     empty_rows,
     pad,
     prompt_tokens,
-    slots,
 )
 from specdec_jax.decoding.keys import check_keys, row_keys, take_keys
 from specdec_jax.decoding.strategies import AnyConfig, prefill, strategy_of
@@ -323,7 +322,7 @@ def plan(
         deadline=config.deadline,
         config=static,
         samples=samples,
-        slots=slots(longest, static.reach),
+        slots=strategy_of(static).count_slots(static, 0, longest),
         prompted=decoder_only(target),
         tokens=tokens,
         lengths=lengths,

@@ -29,7 +29,7 @@ class BeamOptions:
         divided; None: 0.6 in T5X's form, 1 in Hugging Face's.
       beam_style: "t5x" or "huggingface": the library whose tokens and scores the search gives.
       early_stopping: False, True or "never", when a search ends; for "huggingface" alone (see
-        `speculative.beams`).
+        `speculative.beam_search`).
       num_return_sequences: number of hypotheses returned for each input, at most K.
       beam_width: u, nodes in each level of the drafted tree, at least K; None: the drafter's
         default, mostly 2·K.
@@ -136,7 +136,7 @@ def check_greedy(mode: SamplingMode, temperature: object, hint: str = "") -> Non
 
 
 def check_drafting(drafter: Any, gamma: Any) -> None:
-    """Rejects a drafter that drafts no trees, and a `gamma` that is no number of levels."""
+    """Rejects a drafter that is no `BeamDrafter`, and a `gamma` that is no number of levels."""
     if isinstance(gamma, Policy) or arguments.as_array(gamma).ndim:
         raise UnsupportedCombination(
             f"gamma: got {gamma!r} with num_beams, expected 'auto' or one integer, "

@@ -130,6 +130,7 @@ class BeamSearch:
     commits_tokens = False
 
     def count_slots(self, config: BeamConfig, prefix: int, new: int) -> int:
+        """Counts `config.max_new`, the padded number, in the place of `new`."""
         return prefix + config.max_new
 
     def prefill(

@@ -85,7 +85,7 @@ class TraceStep(NamedTuple):
       corrected: the id that the target added, None after an accepted EOS.
       gamma: number of drafted ids.
       entropies: entropies in nats of the distributions that the ids were drawn from, of a tree
-        those of nodes 1, 2 …; None unless the policy of γ reads them (see `outcomes.DraftSignals`).
+        those of nodes 1, 2 …; None unless the policy of γ reads them (see `policy.DraftSignals`).
       tree: the tree that was drafted, None for a chain.
     """
 

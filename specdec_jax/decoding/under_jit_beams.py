@@ -58,7 +58,7 @@ class BeamDecoder:
 
         Args:
           config: the target's configuration.
-          drafter: one that drafts trees; None is plain beam search.
+          drafter: a `BeamDrafter`; None is plain beam search.
           generation: a `GenerationConfig`, or the path of its file, which the options change.
           options: `gamma`, the levels of the tree, "auto" is 3; `beam_width`.
 

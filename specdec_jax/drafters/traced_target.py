@@ -55,7 +55,8 @@ class TracedHeads(TreeDrafter):
     """Heads on a traced target; whether they were trained on it cannot be checked."""
 
     needs_target_state: ClassVar[bool] = True
-    draft = HeadsDrafter.draft  # heads draft chains too, once `on` has their network
+    # Capabilities are derived from these methods; only what `on` returns is called.
+    draft, observe = HeadsDrafter.draft, HeadsDrafter.observe
 
     def __init__(self, path: str | os.PathLike[str], config: ModelConfig):
         """Reads the heads; raises ValueError if their widths are not those of `config`."""

@@ -19,7 +19,7 @@ from specdec_jax.speculative.policy import DraftSignals
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_growth import choose_children
-from specdec_jax.speculative.tree_iteration import at_nodes, sequences
+from specdec_jax.speculative.tree_iteration import along, at_nodes, sequences
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
 
@@ -137,7 +137,8 @@ def draft_children(
 ) -> tuple[TreeDraft, Any]:
     """Does what `draft_tree` does for a fixed tree and a drafter that chooses children itself."""
     config, tree, batch = state.config, state.config.tree, len(state.lengths)
-    assert isinstance(tree, Tree)
+    if not isinstance(tree, Tree):  # `kinds` of a drafter that chooses children must be fewer
+        raise ValueError(f"tree: got {tree}, expected a Tree, whose shape is fixed")
     join = functools.partial(jnp.concatenate, axis=1)
     # Columns are added level by level, and put in the order of the nodes' numbers at the end.
     tokens = [jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)]
@@ -310,10 +311,7 @@ def _grow(
 
 def _pick(values: jax.Array, which: np.ndarray | jax.Array) -> jax.Array:
     """Returns the entries `which`, `[J]` or `[B, J]`, of `values [B, C, …]`."""
-    if which.ndim == 1:
-        return values[:, which]
-    places = which.reshape(*which.shape, *[1] * (values.ndim - 2))
-    return jnp.take_along_axis(values, places, axis=1)
+    return values[:, which] if which.ndim == 1 else along(values, jnp.asarray(which))
 
 
 def _put(values: jax.Array, which: jax.Array, new: jax.Array) -> jax.Array:

@@ -39,7 +39,7 @@ class BeamDrafter(Drafter):
     def draft_beams(
         self, draft_state: Any, state: BeamState, tree: BeamTree
     ) -> tuple[Any, BeamTree]:
-        """Adds γ levels of u nodes to the tree of the live beams; `state.config` has γ and u."""
+        """Adds γ levels of u nodes to the tree of the active beams; `state.config` has γ and u."""
         raise NotImplementedError
 
     def move_beams(

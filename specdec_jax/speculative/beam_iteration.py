@@ -3,17 +3,17 @@
 The output is that of plain beam search, since every step is one of plain beam search, with the
 target's log-probabilities:
 
-1. The drafter proposes γ levels of u nodes after the last tokens of the K live beams. The K + γ·u
+1. The drafter proposes γ levels of u nodes after the last tokens of the K active beams. The K + γ·u
    nodes are one tree.
 2. The target scores all nodes in one call, in which each node sees its own ancestors alone.
-3. Steps of plain beam search follow as long as every live beam is a node that was scored. There is
-   at least one, since the last tokens of the live beams are among the nodes.
+3. Steps of plain beam search follow as long as every active beam is a node that was scored. There is
+   at least one, since the last tokens of the active beams are among the nodes.
 4. The keys and values of the beams that the steps went through stay in the caches; those of other
    nodes are overwritten.
 
-A call writes its nodes from slot `starts[b]` on, first those of the live beams. The K beams that
+A call writes its nodes from slot `starts[b]` on, first those of the active beams. The K beams that
 step i leads to are then copied to the slots from `starts[b] + i·K` on, with i counted from 1. So
-the cache is the one that plain search leaves, whose only nodes are its live beams.
+the cache is the one that plain search leaves, whose only nodes are its active beams.
 """
 
 import jax
@@ -110,7 +110,7 @@ def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Ar
 
     Args:
       tree: the nodes.
-      scores: `[B, K]`, the sums of the live beams.
+      scores: `[B, K]`, the sums of the active beams.
       log_probs: `[B, N, V]`, log-probabilities of the nodes' next tokens.
     """
     beams, count = scores.shape[1], tree.tokens.shape[1]
@@ -151,7 +151,7 @@ def candidates(
 
 
 def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamState, jax.Array]:
-    """Takes steps as long as every live beam is a node that was scored.
+    """Takes steps as long as every active beam is a node that was scored.
 
     Returns:
       The state; and, for each of γ steps, the numbers of the nodes that its K beams are, together
@@ -189,7 +189,7 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
 
 
 def _all_scored(same: jax.Array) -> jax.Array:
-    """Returns `[B]`: whether all live beams are nodes; `same [B, K, N]`: node n is beam k."""
+    """Returns `[B]`: whether all active beams are nodes; `same [B, K, N]`: node n is beam k."""
     return jnp.all(jnp.any(same, axis=2), axis=1)
 
 

@@ -28,8 +28,8 @@ def prefill_beams(
     batch, prefix = inputs.tokens.shape
     config = config._replace(mode=config.mode._replace(native=target.skips_padding))
     positions, beams = slots + config.gamma, config.beams
-    # The first term is for the prefix but for its last token, which the live beams feed. K more
-    # slots stay empty: a drafter feeds the tokens before the live beams' last ones into the K slots
+    # The first term is for the prefix but for its last token, which the active beams feed. K more
+    # slots stay empty: a drafter feeds the tokens before the active beams' last ones into the K slots
     # before theirs.
     cache_slots = prefix - 1 + beams * (1 + config.max_new)
     cache_slots += config.gamma * max(config.width, beams)

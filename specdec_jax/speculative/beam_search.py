@@ -1,18 +1,18 @@
 """One step of beam search, in T5X's form and in Hugging Face's, and the state that it works on.
 
 The search is that of Wu et al. 2016 (arXiv 1609.08144, section 7) as `t5x/decoding.py` and
-`_beam_search` of transformers implement it. There are K live beams and E ids that end a sequence. A
-step takes the (1 + E)·K best continuations of all live beams, by the sum of their
-log-probabilities. The K best of these that do not end are the next live beams. Those that end
+`_beam_search` of transformers implement it. There are K active beams and E ids that end a sequence. A
+step takes the (1 + E)·K best continuations of all active beams, by the sum of their
+log-probabilities. The K best of these that do not end are the next active beams. Those that end
 compete for the K places of finished hypotheses, by that sum divided by a length penalty, which
 differs:
 
 - "t5x" divides by ((5 + length) / 6)^penalty, with the length counted from the start of the
   decoder, a prefix included. A row is done when its worst finished hypothesis beats every score
-  that its best live beam could still reach.
+  that its best active beam could still reach.
 - "huggingface" divides by length^penalty, with the length in new tokens. Only the K best
   continuations may finish. `early_stopping` says when a row is done: True as soon as there are K
-  hypotheses; False when the best live beam would not be among them if it ended here; "never" when
+  hypotheses; False when the best active beam would not be among them if it ended here; "never" when
   it would not, whatever its length.
 """
 
@@ -70,7 +70,7 @@ class BeamConfig(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """K + γ·u, nodes in a call of the target: live beams' last tokens and drafted ones."""
+        """K + γ·u, nodes in a call of the target: active beams' last tokens and drafted ones."""
         return self.beams + self.gamma * self.width
 
 
@@ -85,7 +85,7 @@ class Hypotheses(NamedTuple):
       adjusted_log_probs: the same after processors, of which `scores` are sums; None without
         processors.
       lengths: `[B, K]` int32, number of new tokens.
-      scores: `[B, K]` float32: of a live beam its sum of log-probabilities, of a finished
+      scores: `[B, K]` float32: of a active beam its sum of log-probabilities, of a finished
         hypothesis its sum divided by the length penalty.
     """
 
@@ -114,7 +114,7 @@ class BeamState:
       is_finished: `[B, K]` bool, False for a place of `finished` that nothing fills yet.
       prefix_lengths: `[B]` int32, number of tokens in the start token and decoder prefix, or in the
         prompt.
-      steps: `[B]` int32, number of new tokens of every live beam.
+      steps: `[B]` int32, number of new tokens of every active beam.
       limits: `[B]` int32, the most new tokens.
       done: `[B]` bool, whether the row's search has ended.
       failed: `[B]` int32, the number of the first new token, from 1, whose distribution contained
@@ -124,7 +124,7 @@ class BeamState:
       sampling: traced parameters of processors.
       paths: `[B, K, P]` int32, by position: the slots of the cache with the ancestors of each live
         beam's last token.
-      starts: `[B]` int32, the first free slot. The last tokens of the live beams, which have yet to
+      starts: `[B]` int32, the first free slot. The last tokens of the active beams, which have yet to
         be fed, go there.
       target_cache: the target's cache, made by `Network.node_cache`.
       draft_state: the drafter's own state, None without a drafter.
@@ -152,7 +152,7 @@ class BeamState:
 
     @property
     def positions(self) -> jax.Array:
-        """`[B]`, the position of the live beams' last tokens."""
+        """`[B]`, the position of the active beams' last tokens."""
         return self.prefix_lengths + self.steps - 1
 
 
@@ -186,9 +186,9 @@ def pick(values: jax.Array, which: jax.Array) -> jax.Array:
 def first_hypotheses(
     tokens: jax.Array, positions: int, config: BeamConfig
 ) -> tuple[Hypotheses, Hypotheses]:
-    """Makes the live beams and finished hypotheses of rows that begin with `tokens [B, P']`.
+    """Makes the active beams and finished hypotheses of rows that begin with `tokens [B, P']`.
 
-    One live beam counts; the scores of all others are lowered so far that they never win.
+    One active beam counts; the scores of all others are lowered so far that they never win.
 
     Args:
       positions: P, room for the tokens of a sequence.
@@ -211,10 +211,10 @@ def step(
 
     Args:
       state: the search; its caches and paths are left to the caller.
-      found: the best continuations of every live beam, `[B, K, M]`.
+      found: the best continuations of every active beam, `[B, K, M]`.
 
     Returns:
-      The state; the number of the beam that each new live beam continues, `[B, K]`; and its new
+      The state; the number of the beam that each new active beam continues, `[B, K]`; and its new
       token, `[B, K]`.
     """
     config, live = state.config, state.live
@@ -342,7 +342,7 @@ def _is_done(state: BeamState) -> jax.Array:
 def best_first(state: BeamState) -> tuple[Hypotheses, jax.Array]:
     """Returns the K hypotheses, the best first, and `[B, K]`: False for a place that nothing fills.
 
-    Where nothing has finished, the live beams are the result, as in T5X; in Hugging Face's form
+    Where nothing has finished, the active beams are the result, as in T5X; in Hugging Face's form
     something has finished whenever a search ends.
     """
     none = ~jnp.any(state.is_finished, axis=1)

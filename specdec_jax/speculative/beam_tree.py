@@ -10,11 +10,11 @@ from specdec_jax.speculative.beam_search import BeamState, pick
 
 
 class BeamTree(NamedTuple):
-    """The nodes of a search: the live beams' last tokens and, level by level, drafted tokens.
+    """The nodes of a search: the active beams' last tokens and, level by level, drafted tokens.
 
     Attributes:
       tokens: `[B, N]` int32, the token of each node.
-      parents: `[B, N]` int32, the number of each node's parent; −1 for the live beams' last tokens.
+      parents: `[B, N]` int32, the number of each node's parent; −1 for the active beams' last tokens.
       nodes: positions, slots and paths of the nodes.
       sequences: `[B, N, P]` int32, the tokens up to each node by position; None if no processor
         reads them.
@@ -56,7 +56,7 @@ class BeamTree(NamedTuple):
 
 
 def live_beams(state: BeamState) -> BeamTree:
-    """Makes the tree that has only the live beams' last tokens."""
+    """Makes the tree that has only the active beams' last tokens."""
     beams, batch = state.config.beams, len(state.steps)
     positions = jnp.broadcast_to(state.positions[:, None], (batch, beams))
     tokens = jnp.take_along_axis(state.live.tokens, positions[..., None], axis=2)[..., 0]

@@ -172,7 +172,7 @@ class DecodeState:
 class ChainRows(NamedTuple):
     """What drafting a chain reads of a `DecodeState`, for rows without draws and policy.
 
-    The fields are those of `DecodeState`; a beam search has such a row for each live beam.
+    The fields are those of `DecodeState`; a beam search has such a row for each active beam.
     """
 
     tokens: Int[Array, "B S"]

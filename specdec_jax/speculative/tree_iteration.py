@@ -51,15 +51,10 @@ class Watched(NamedTuple):
     verified: TreeVerification
 
 
-def iterate_tree(target: Network, drafter: TreeDrafter, state: DecodeState) -> DecodeState:
-    """Runs one iteration for all rows; of a row that is done nothing changes that is read later."""
-    return watch_tree(target, drafter, state)[0]
-
-
 def watch_tree(
     target: Network, drafter: TreeDrafter, state: DecodeState
 ) -> tuple[DecodeState, Watched]:
-    """Does what `iterate_tree` does, and also returns what the iteration saw."""
+    """Runs one iteration for all rows, and returns what it saw too. Finished rows are unchanged."""
     config, origins = state.config, state.lengths - 1
     wanted = next_gamma(state.policy, state.policy_state, state.gamma)
     # At most limit − length − 1 tokens may be accepted: the target adds one more, and no row passes
