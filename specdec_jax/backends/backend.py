@@ -96,8 +96,11 @@ class Backend:
     def move_slots(self, cache: KVCache, sources: Int[Array, "B M"], starts: PerRow) -> KVCache:
         """Copies the slots `sources` of every row to the slots from `starts` on."""
         key, value = self._take(cache.key, sources), self._take(cache.value, sources)
-        key = write_slots(cache.key, key, starts, self.rules)
-        return KVCache(key, write_slots(cache.value, value, starts, self.rules))
+        return self._write(cache, key, value, starts)
+
+    def _write(self, cache: KVCache, key: ByHeads, value: ByHeads, positions: PerRow) -> KVCache:
+        key = write_slots(cache.key, key, positions, self.rules)
+        return KVCache(key, write_slots(cache.value, value, positions, self.rules))
 
     def _take(self, buffer: Float[Array, "*B H S K"], sources: Int[Array, "B M"]) -> ByHeads:
         return take_slots(buffer, sources)
@@ -242,8 +245,7 @@ class AcceleratorBackend(Backend):
                 jax.lax.platform_dependent(x, tpu=lay_row_by_row, default=lambda x: x)
                 for x in (key, value)
             )
-        key = write_slots(cache.key, key, positions, self.rules)
-        return KVCache(key, write_slots(cache.value, value, positions, self.rules))
+        return self._write(cache, key, value, positions)
 
     append_nodes = append  # no value is NaN
 

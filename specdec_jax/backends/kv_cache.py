@@ -3,8 +3,9 @@
 A cache has a fixed shape; each row overwrites slots at its own position. Slot `s` of a row holds
 the key and value of the token at position `s`. A row is rewound by lowering its length; the slots
 past it are then stale. Readers mask the scores of stale slots, but a weight of 0 times NaN would be
-NaN. So every write sets stale values to 0 on a CPU. On an accelerator, which would read and write
-the whole cache for that, no value is NaN in the first place: see `AcceleratorBackend.append`.
+NaN. So `Backend.append`, XLA's on a CPU, sets stale values to 0; the CPU's own kernels never read
+them. On an accelerator, which would read and write the whole cache for that, no value is NaN in the
+first place: see `AcceleratorBackend.append`.
 """
 
 import flax.struct

@@ -28,7 +28,7 @@ class Nodes:
     paths: jax.Array
 
     def distances(self, slots: int) -> jax.Array:
-        """Returns `[B, T, S]` int32: how far before each node each of S = `slots` slots' tokens is.
+        """Returns `[B, T, S]` int32: how many positions each slot's token lies before each node.
 
         The distance is in positions: 0 for the node itself, −1 where a token is not an ancestor.
         """
@@ -71,7 +71,7 @@ class WindowNodes:
     Attributes:
       starts: `[B]` int32, the slot of the first of the T nodes, as for `Nodes`.
       origins: `[B]` int32, slot and position of node 0.
-      depths: `[B, T]` int32, how many tokens each node is accepted after node 0.
+      depths: `[B, T]` int32, how many tokens each node lies after node 0.
       lines: `[B, T, D + 1]` int32, by depth: the places in the window of a node's ancestors, then
         its own, then anything.
       span: P, an upper bound of the positions.

@@ -227,9 +227,9 @@ def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> 
     check(written, "what was written")
     expressed = _list_properties(written)
     for name, value in _list_properties(checkpoint).items():
-        if (got := expressed.get(name)) != value:
-            got = f"{name}={value!r}, which {format} would give back as {got!r}"
-            raise ValueError(f"format: got {got}")
+        if (back := expressed.get(name)) != value:
+            got = f"{name}={value!r}, which {format} would give back as {back!r}"
+            raise mismatch("format", got, "a format that keeps it")
 
 
 def _list_properties(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from specdec_jax.commands.generation_flags import (
     SearchFlags,
     check_beside_beams,
     check_gamma,
-    option,
     width_option,
 )
 from specdec_jax.commands.measure import INPUT_FILE_HELP
@@ -33,6 +32,7 @@ from specdec_jax.decoding.search_options import LEVELS, BeamOptions
 from specdec_jax.drafters.named import without_model
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import check_output
+from specdec_jax.models.arguments import option
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions

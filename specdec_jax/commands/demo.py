@@ -19,7 +19,7 @@ from specdec_jax.analysis import machine, timing, traces, tree_drawing
 from specdec_jax.analysis.report import plots
 from specdec_jax.analysis.report.records import write_record
 from specdec_jax.backends.cpu import native
-from specdec_jax.commands.generation_flags import check_gamma, flag, option
+from specdec_jax.commands.generation_flags import check_gamma, flag
 from specdec_jax.commands.options import DecodingOptions, at_least
 from specdec_jax.commands.sentences import built_in
 from specdec_jax.decoding import request
@@ -32,6 +32,7 @@ from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.progress import track, waiting
 from specdec_jax.files.writing import check_output, write_file
+from specdec_jax.models.arguments import option
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 from specdec_jax.speculative.drafter import Drafter, TreeDrafter

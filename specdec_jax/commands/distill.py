@@ -20,7 +20,6 @@ from specdec_jax.files.writing import lock_folder, write_file
 from specdec_jax.models.t5 import t5_only
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training import text_files, train
-from specdec_jax.training.config import expect
 from specdec_jax.training.run_vocabulary import RunVocabulary, check_same
 from specdec_jax.training.sequence_distillation import DistillConfig, plan_jobs, write_outputs
 
@@ -115,7 +114,10 @@ def _read_vocabulary(config: DistillConfig, width: int) -> Vocabulary:
             "drafter", RunVocabulary.from_checkpoint(config.drafter, "drafter"), "the target", ids
         )
         got = loader.load_shape(config.drafter).vocab_size
-        expect(got == width, "drafter", f"{got} logits", f"{width}, as many as the target's")
+        if got != width:
+            raise ValueError(
+                f"drafter: got {got} logits, expected {width}, as many as the target's"
+            )
     return ids.vocabulary
 
 

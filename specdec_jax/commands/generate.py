@@ -16,11 +16,7 @@ import numpy as np
 
 from specdec_jax.checkpoints import native_format
 from specdec_jax.commands.endings import Endings
-from specdec_jax.commands.generation_flags import (
-    GenerationFlags,
-    check_one_value,
-    option,
-)
+from specdec_jax.commands.generation_flags import GenerationFlags, check_one_value
 from specdec_jax.commands.options import ModelOptions, at_least, same_file
 from specdec_jax.commands.output_lines import Sentences, one_line, to_json
 from specdec_jax.commands.resumable_output import Journal
@@ -47,6 +43,7 @@ from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, new_file, passes_through
+from specdec_jax.models.arguments import option
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.adaptive_gamma import Auto
@@ -121,7 +118,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
             object.__setattr__(self, "config", config)
 
     def configuration(self) -> GenerationConfig:
-        """Returns the options of decoding: flags, then the file's, then the defaults."""
+        """Returns the options of decoding: flags and gin, then the file's, then the defaults."""
         given = self.config if isinstance(self.config, GenerationConfig) else GenerationConfig()
         return self.change(given)
 

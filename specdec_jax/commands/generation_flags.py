@@ -193,7 +193,7 @@ def read_options(flags: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: _read_value(name, value) for name, value in given.items()}
 
 
-def _unset_flags() -> list[tuple[str, Any, Any]]:
+def _make_fields() -> list[tuple[str, Any, Any]]:
     """Returns name, type and field of each flag, with None, or (), for what is not given."""
     flags = []
     for name in (name for name in FIELDS | _SAMPLING if name not in _NO_FLAG):
@@ -205,7 +205,7 @@ def _unset_flags() -> list[tuple[str, Any, Any]]:
     return flags
 
 
-_Unset: Any = dataclasses.make_dataclass("_Unset", _unset_flags(), frozen=True)
+_Unset: Any = dataclasses.make_dataclass("_Unset", _make_fields(), frozen=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,11 +233,11 @@ class GenerationFlags(_Unset):
         """Returns γ; a policy, `given`, keeps what no flag changes."""
         before = given if isinstance(given, Policy) else None
         own = next((name for name, cls in POLICIES.items() if type(before) is cls), "fixed")
-        if self.gamma is not None:
-            check_gamma(self.gamma, MAX_GAMMA if tree is None else tree.size - 1)
         name, gamma = self.gamma_policy or own, self.gamma
         if gamma is None:
             gamma = given if before is None else before.maximum
+        if isinstance(gamma, int | str) and (before is None or self.gamma is not None):
+            check_gamma(gamma, MAX_GAMMA if tree is None else tree.size - 1)
         made = read_gamma(gamma, name, self.gamma_settings, tree)
         if name != own or self.gamma_settings or not (before and isinstance(made, Policy)):
             return made

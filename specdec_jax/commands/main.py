@@ -1,8 +1,8 @@
 """Runs the command line `specdec`: flags (absl), gin, the compilation cache and errors.
 
 A command is a frozen dataclass of options and a function. Flags are made from the dataclass's
-fields, and gin binds the same fields by dynamic registration. A flag overrides gin, and gin
-overrides the default.
+fields, and gin binds the same fields by dynamic registration. A flag overrides gin, and gin the
+default. The file of `specdec generate --config` comes between flags and gin.
 """
 
 import contextlib
@@ -388,6 +388,8 @@ def _make_options(
             expected = getattr(kind, "__name__", kind)
             raise UsageError(f"gin: {field.name}: got {value!r}, expected {expected}")
     _check_used(name, bindings)
+    if name == "generate" and "config" not in given and isinstance(options.config, str):
+        raise UsageError(f"config: got {options.config!r} in gin, expected it as --config")
     return options
 
 
@@ -413,11 +415,14 @@ def _describe_options(options: Any, given: dict[str, Any] | None) -> str:
     cls = type(options)
     package, _, module = cls.__module__.rpartition(".")
     name = f"{module}.{cls.__name__}"
-    if given is None or isinstance(given.get("config"), GenerationConfig):
+    text = "" if given is None else gin.operative_config_str()
+    loaded = isinstance((given or {}).get("config"), GenerationConfig)
+    # The file's options can follow gin's only under dynamic registration, and where gin has none.
+    mixes = "import dynamic_registration" in text and config_files.CONFIG not in text
+    if given is None or loaded and not mixes:
         given = dict.fromkeys(field.name for field in dataclasses.fields(cls))
         text = f"from __gin__ import dynamic_registration\n\nfrom {package} import {module}\n\n"
     else:
-        text = gin.operative_config_str()
         match = re.search(rf"^(\S*\b{cls.__name__})\.\w+ =", text, re.MULTILINE)
         name = match[1] if match else name  # gin's name of the class
         text += "\n# Flags, which override what is above:\n" if given else ""

@@ -49,7 +49,7 @@ _MOST_TOKENS = 2**20  # a limit of new tokens that none exceeds
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """Options of every decoding command beside those of a `GenerationConfig`: models and devices.
+    """Options of every decoding command that are no fields of a `GenerationConfig`.
 
     Each field's help is in its metadata.
     """
@@ -128,7 +128,7 @@ class ModelOptions:
 
     @property
     def policy(self) -> Any:
-        """γ, of which a policy may need the drafter's probabilities."""
+        """γ, or the policy that adapts it."""
         return self.configuration().gamma
 
     def check(self) -> None:

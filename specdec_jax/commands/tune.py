@@ -15,7 +15,6 @@ from specdec_jax.commands.generation_flags import (
     SearchFlags,
     check_beside_beams,
     check_gamma,
-    option,
     width_option,
 )
 from specdec_jax.commands.measure import INPUT_FILE_HELP, check_measured
@@ -23,6 +22,7 @@ from specdec_jax.commands.options import DecodingOptions, at_least
 from specdec_jax.commands.sentences import sentences_of
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import arguments
+from specdec_jax.models.arguments import option
 from specdec_jax.models.network import decoder_only
 from specdec_jax.speculative.trees import MAX_NODES
 from specdec_jax.speculative.verifiers import LOSSY

@@ -163,8 +163,8 @@ class GenerationConfig:
     )
     generation_config: ModelDefaults | str | None = _option(
         MODELS,
-        'what options that are not given are: "model" (as the checkpoint\'s '
-        "generation_config.json says) or none (as their defaults here)",
+        'where options that are not given come from: "model" (the checkpoint\'s '
+        "generation_config.json) or none (the defaults here)",
         api="Or other `ModelDefaults`, or None for none.",
     )
 

@@ -173,7 +173,7 @@ class Examples:
         self._scores = _TargetScores(target, self.examples, batch_size) if scored else None
 
     def lines(self, number: int, outputs: Sequence[Output]) -> list[str]:
-        """Returns the line of one example, as T5X's `infer` does, with the prediction's ids.
+        """Returns the line of one example, as T5X's `infer` writes it, with the prediction's ids.
 
         It is that of the mode predict_with_aux. `aux` has the prediction's log-probability under
         the target's own distribution, or its score in a beam search. `score`, if targets are
@@ -295,9 +295,9 @@ def _read(task: seqio.Task, split: str, lengths: Mapping[str, int], seed: int) -
 def _compute_metrics(
     task: seqio.Task, fields: list[dict], records: list[dict], width: int, notes: list[str]
 ) -> dict[str, Any]:
-    """Returns the value of each of the task's metrics by name; what there is not goes to `notes`.
+    """Returns the task's metrics by name; what cannot be computed goes to `notes`.
 
-    It is that of the best prediction where a record lists several.
+    A value is that of the best prediction where a record lists several.
     """
     kinds = seqio.metrics.ModelOutputType
     if not fields:

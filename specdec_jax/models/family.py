@@ -194,9 +194,9 @@ class FamilyModule(nn.Module):
         raise NotImplementedError
 
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
-        """Does what `Network.node_cache` does, in a family that decodes trees and beams."""
+        """Does what `Network.node_cache` does; raises ValueError in a family without it."""
         check_uses_backend(self.config, "a tree or beams")
-        raise NotImplementedError
+        raise mismatch(type(self.config).__name__, "a tree or beams", "a module with `node_cache`")
 
     def head(self, states: States, valid: Valid = None) -> Logits:
         """Returns the logits of the states that `decode_states` returns."""

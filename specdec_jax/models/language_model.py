@@ -85,8 +85,8 @@ class LanguageModel:
           rules: how the parameters lie on a mesh; None: on one device.
 
         Raises:
-          ValueError: an id without a logit, a shape that the mesh cannot divide, or weights in 8
-            bits where they cannot be used.
+          ValueError: an id without a logit, a shape that the mesh cannot divide, or weights in
+            int8 where they cannot be used.
         """
         check_process()
         check_ids(config, vocabulary, start_token, eos_ids)
@@ -219,10 +219,10 @@ class LanguageModel:
     @functools.cached_property
     @isolated
     def contents(self) -> str:
-        """A digest of the exact weights, with the configuration and what of products is in int8.
+        """A digest of the exact weights, the configuration, and how weights and inputs are rounded.
 
         Models that may compute different numbers differ in it. Weights in int8 count as different
-        from the same numbers in float32, because inputs of their products are rounded.
+        from the same numbers in float32, because their products differ.
         """
         exact = fingerprints.digest_exact(self.network.params, self.network.rules)
         inputs = {None: " with inputs as they are", 16: "", 8: " with inputs in int8"}

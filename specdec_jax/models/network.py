@@ -14,6 +14,7 @@ from specdec_jax.backends.axes import (
     Encoded,
     Inputs,
     Logits,
+    Mask,
     PerRow,
     States,
     TokenAndLogprob,
@@ -28,6 +29,11 @@ from specdec_jax.files.reading import mismatch
 from specdec_jax.models import fused_step_selftest, weight_layouts
 from specdec_jax.models.family import FamilyModule, ModelConfig, check_uses_backend
 from specdec_jax.models.parameters import flatten, parameter_count, unflatten
+
+
+def _make_mask(inputs: Inputs, input_lengths: PerRow) -> Mask:
+    """Returns True at the ids of each row that count."""
+    return jnp.arange(inputs.shape[1]) < input_lengths[:, None]
 
 
 @flax.struct.dataclass
@@ -96,7 +102,7 @@ class Network:
     def encode(self, inputs: Inputs, input_lengths: PerRow) -> Encoded:
         """Runs the encoder; arguments as for `prefill`."""
         inputs, input_lengths = self._by_rows(inputs), self._by_rows(input_lengths)
-        mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
+        mask = _make_mask(inputs, input_lengths)
         return self._by_rows(self._apply("encode", inputs, mask))
 
     def _apply(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -129,7 +135,7 @@ class Network:
         if not decoder_only(self):
             encoded = self.encode(inputs, input_lengths) if encoded is None else encoded
             encoded = self._by_rows(encoded)
-        mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
+        mask = _make_mask(inputs, input_lengths)
         cache = self._apply("prefill", inputs, mask, slots, copies=copies, encoded=encoded)
         return constrain_sharding(cache, self.rules)
 
@@ -280,7 +286,7 @@ class Network:
 
         Other arguments as for `prefill`.
         """
-        mask = jnp.arange(inputs.shape[1]) < input_lengths[:, None]
+        mask = _make_mask(inputs, input_lengths)
         logits = self._apply("__call__", inputs, mask, decoder_tokens, encoded=encoded)
         return constrain_sharding(logits, self.rules)
 
@@ -346,7 +352,7 @@ def teacher_forced_logits(
 @jax.jit
 def continuation_logits(network: Network, sequences: Inputs, places: Tokens) -> Logits:
     """Returns the logits at `places` of `sequences`, for a decoder-only network."""
-    logits = network.module.apply({"params": network.params}, sequences, places)
+    logits = network._apply("__call__", sequences, places)
     return constrain_sharding(logits, network.rules)
 
 

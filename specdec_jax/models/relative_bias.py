@@ -79,7 +79,7 @@ def relative_position_bucket(
 def gather_biases(
     bias: Float32[Array, "H P"], distances: Int[Array, "B T S"]
 ) -> Float32[Array, "B H T S"]:
-    """Returns the bias of keys that are accepted `distances` positions before their queries.
+    """Returns the bias of keys that lie `distances` positions before their queries.
 
     Args:
       bias: the bias of the last of P query positions: the key at distance d has column P − 1 − d.

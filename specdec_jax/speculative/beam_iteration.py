@@ -6,8 +6,8 @@ target's log-probabilities:
 1. The drafter proposes γ levels of u nodes after the last tokens of the K active beams. The K + γ·u
    nodes are one tree.
 2. The target scores all nodes in one call, in which each node sees its own ancestors alone.
-3. Steps of plain beam search follow as long as every active beam is a node that was scored. There is
-   at least one, since the last tokens of the active beams are among the nodes.
+3. Steps of plain beam search follow as long as every active beam is a node that was scored. There
+   is at least one, since the last tokens of the active beams are among the nodes.
 4. The keys and values of the beams that the steps went through stay in the caches; those of other
    nodes are overwritten.
 

@@ -29,8 +29,8 @@ def prefill_beams(
     config = config._replace(mode=config.mode._replace(native=target.skips_padding))
     positions, beams = slots + config.gamma, config.beams
     # The first term is for the prefix but for its last token, which the active beams feed. K more
-    # slots stay empty: a drafter feeds the tokens before the active beams' last ones into the K slots
-    # before theirs.
+    # slots stay empty: a drafter feeds the tokens before the active beams' last ones into the K
+    # slots before theirs.
     cache_slots = prefix - 1 + beams * (1 + config.max_new)
     cache_slots += config.gamma * max(config.width, beams)
     read = inputs.inputs, inputs.input_lengths, inputs.tokens

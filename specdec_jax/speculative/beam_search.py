@@ -1,8 +1,8 @@
 """One step of beam search, in T5X's form and in Hugging Face's, and the state that it works on.
 
 The search is that of Wu et al. 2016 (arXiv 1609.08144, section 7) as `t5x/decoding.py` and
-`_beam_search` of transformers implement it. There are K active beams and E ids that end a sequence. A
-step takes the (1 + E)·K best continuations of all active beams, by the sum of their
+`_beam_search` of transformers implement it. There are K active beams and E ids that end a sequence.
+A step takes the (1 + E)·K best continuations of all active beams, by the sum of their
 log-probabilities. The K best of these that do not end are the next active beams. Those that end
 compete for the K places of finished hypotheses, by that sum divided by a length penalty, which
 differs:
@@ -122,10 +122,10 @@ class BeamState:
       eos_ids: `[B, E]` int32.
       penalty: `[B]` float32, the exponent of the length penalty.
       sampling: traced parameters of processors.
-      paths: `[B, K, P]` int32, by position: the slots of the cache with the ancestors of each live
-        beam's last token.
-      starts: `[B]` int32, the first free slot. The last tokens of the active beams, which have yet to
-        be fed, go there.
+      paths: `[B, K, P]` int32, by position: the slots of the cache with the ancestors of each
+        active beam's last token.
+      starts: `[B]` int32, the first free slot. The last tokens of the active beams, which have yet
+        to be fed, go there.
       target_cache: the target's cache, made by `Network.node_cache`.
       draft_state: the drafter's own state, None without a drafter.
       counts: statistics, with levels of the tree in the place of drafted tokens.

@@ -14,7 +14,7 @@ class BeamTree(NamedTuple):
 
     Attributes:
       tokens: `[B, N]` int32, the token of each node.
-      parents: `[B, N]` int32, the number of each node's parent; −1 for the active beams' last tokens.
+      parents: `[B, N]` int32, each node's parent by number; −1 for the active beams' last tokens.
       nodes: positions, slots and paths of the nodes.
       sequences: `[B, N, P]` int32, the tokens up to each node by position; None if no processor
         reads them.

@@ -1,4 +1,4 @@
-"""Settings of training runs: each name, type, default and description is written once, here."""
+"""Settings that training runs share, those of a model's training, and their checks."""
 
 import dataclasses
 import pathlib
@@ -116,7 +116,7 @@ class TeacherConfig(RunConfig):
     distill_weight: float = option(
         0.0,
         "w in the loss of every token, (1 - w) * cross-entropy + w * divergence from the teacher;"
-        " without a teacher 0; with one above 0, unless the model needs it for the encoder output",
+        " 0 without a teacher; above 0 with one, unless the model needs only its encoder's output",
     )
     divergence: str = option(
         "forward_kl",

@@ -148,7 +148,7 @@ def _compute_logits(
 def sum_metrics(
     logits: Array, teacher_logits: Array | None, targets: Array, objective: Objective
 ) -> Metrics:
-    """Returns the sums over `targets [B, T]` for logits `[B, T, V]`, from a teacher's or alone."""
+    """Returns sums over `targets [B, T]` of `logits [B, T, V]`; without a teacher no divergence."""
     weights = (targets >= 0).astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, replace_padding(targets)[..., None], axis=-1)

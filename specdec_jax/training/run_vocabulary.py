@@ -127,7 +127,7 @@ def choose_vocabulary(
             raise ValueError(f"vocabulary: got {file}, expected {owner}'s tokens")
     elif kept is None or isinstance(kept, SentencePieceVocabulary) or path:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, make() if kept is None else _describe_file(kept, file, str(owner)))
+        write_file(file, make() if kept is None else _file_contents(kept, file, str(owner)))
     vocabulary = _load(file, None) if kept is None else kept
     if vocabulary.size != size:
         extra = getattr(vocabulary, "extra_ids", 0)
@@ -146,7 +146,7 @@ def _load(file: pathlib.Path, kept: Vocabulary | None) -> Vocabulary:
     return SentencePieceVocabulary.load(file, extra_ids)
 
 
-def _describe_file(vocabulary: Vocabulary, file: pathlib.Path, owner: str) -> bytes:
+def _file_contents(vocabulary: Vocabulary, file: pathlib.Path, owner: str) -> bytes:
     """Returns what to write to a file of the vocabulary's kind."""
     entry, contents = native_format.describe_vocabulary(vocabulary)
     assert entry is not None

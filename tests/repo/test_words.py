@@ -24,7 +24,7 @@ WORDS = {
     "long jobs?": "continuous batching",
     "goes on after a kill": "resumes",
     "pinned": "constrain_sharding",
-    "tiled": "tile_queries",
+    "tiled": "count_padding",
     "block_stand|rejection_stand": "accept_probs",
     "NotNumbers": "NonFiniteLogitsError",
     "Renewal": "CostAware",

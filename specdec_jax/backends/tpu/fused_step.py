@@ -6,8 +6,8 @@ multiplied. VMEM holds what one layer reads, in parts (`_parts`), or a half or a
 feed-forward block that is too large. As soon as a part has been used, the copy of what follows
 begins in its place, the next layer's or the next piece, so that copies hardly ever pause.
 
-Numbers are rounded where the layers of `t5.py` round them. The head is left to XLA: it is a single
-product.
+Numbers are rounded where the layers of `blocks.py` round them. The head is left to XLA: it is a
+single product.
 """
 
 import functools
