@@ -388,8 +388,9 @@ def _make_options(
             expected = getattr(kind, "__name__", kind)
             raise UsageError(f"gin: {field.name}: got {value!r}, expected {expected}")
     _check_used(name, bindings)
-    if name == "generate" and "config" not in given and isinstance(options.config, str):
-        raise UsageError(f"config: got {options.config!r} in gin, expected it as --config")
+    path = re.search(r"\bGenerateOptions\.config =[\s\\]*(['\"].*)", gin.operative_config_str())
+    if path and "config" not in given:  # a file would count after gin
+        raise UsageError(f"config: got {path[1]} in gin, expected it as --config")
     return options
 
 

@@ -164,3 +164,31 @@ def test_the_recorded_settings_hold_the_file(decode, tmp_path, suffix):
     again = [f"--gin_file={output}.gin", "--gin_search_paths=/", "--output_file="]
     assert decode(*again) == whole
     assert [row[:2] for row in decode(*again, "--max_new_tokens=2")] == [row[:2] for row in whole]
+
+
+def test_references_of_gin_are_recorded_beside_the_file(decode, tmp_path):
+    path, lines, output = (tmp_path / name for name in ("options.json", "run.gin", "out"))
+    CONFIGS["sampled"].save(path)
+    lines.write_text(
+        "from __gin__ import dynamic_registration\n"
+        "import json\n"
+        "from specdec_jax.commands import generate\n"
+        "generate.GenerateOptions.drafter = @json.loads()\n"
+        "generate.GenerateOptions.max_new_tokens = 3\n"
+        "json.loads.s = '\"lookup\"'\n"
+    )
+    flags = [f"--config={path}", "--seed=3"]
+    whole = decode("--drafter=lookup", *flags)
+    decode(f"--gin_file={lines}", "--gin_search_paths=/", *flags, f"--output_file={output}")
+    path.unlink()
+    assert "@json.loads()" in (tmp_path / "out.gin").read_text()
+    again = [f"--gin_file={output}.gin", "--gin_search_paths=/", "--output_file="]
+    assert decode(*again) == whole
+
+
+def test_a_path_in_gin_is_rejected(tmp_path, capsys):
+    path = tmp_path / "options.json"
+    CONFIGS["sampled"].save(path)
+    binding = f"--gin.GenerateOptions.config={str(path)!r}"
+    assert main.main(["generate", "--target=ende/target", binding, "a"]) == 2
+    assert "in gin, expected it as --config" in capsys.readouterr().err
