@@ -91,8 +91,8 @@ def open_report(path: str, head: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the record in the file, or a new one; other processes are kept out of the block.
 
     Raises:
-      ValueError: the file has another machine, version or option, or no figures; or another process
-        is writing it.
+      ValueError: the file holds something else, or has another machine, version or option; or
+        another process is writing it.
     """
     with open(f"{path}.lock", "ab") as file:
         lock_file(file.fileno(), file.name)
@@ -269,7 +269,10 @@ def run(
         for line in measure(stage, todo, threads, done):
             done[line["figure"]] = line
             record["figures"].append(line)
-            write_record(path, record)
+            try:
+                write_record(path, record)
+            except ValueError as error:  # it is written even so
+                say(f"  {error}")
             say(describe(line))
         took[stage.kind] = time.monotonic() - begin
         gc.collect()  # the models of the stage

@@ -1,4 +1,4 @@
-"""Defines the figures of scripts/accelerator_report.py: the timed call and the line of each.
+"""Defines the figures of scripts/accelerator_report.py: the timed call and the fields of each.
 
 They are copies, bare products, target calls by width, draft steps and whole decodes.
 """
@@ -29,7 +29,7 @@ from specdec_jax.speculative.verifiers import SYNTHETIC
 _COPIED, _COPIED_TINY, _COPIES = 2**30, 2**16, 16
 # The synthetic acceptance rate of a target for which its own weights in int8 draft.
 _OWN_ALPHA = 0.99
-# The lines of earlier figures by name.
+# The records of earlier figures by name.
 Lines = Mapping[str, Any]
 # Returns, for a target, another implementation's function that decodes a batch.
 Against = Callable[[LanguageModel], Callable[[variants.SentenceBatch], GenerationResult]]
@@ -41,7 +41,7 @@ class UnsupportedHere(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ReportSetup:
-    """The options of the report; all go into its first line.
+    """The options of the report; all go into its record.
 
     Attributes:
       targets, drafter: shapes of T5s. Encoders have one layer, since only decoding is measured.
@@ -104,11 +104,11 @@ class TimedFigure(NamedTuple):
 
     Attributes:
       name: unique name.
-      about: the fields of the figure's line besides the measured ones.
+      about: the fields of the figure's record besides the measured ones.
       program: name of the program that it runs; of figures with the same, one alone compiles.
       variant: makes the call.
       read: returns the measured fields, given the seconds of one call, the result of the last call,
-        and the earlier lines.
+        and the earlier figures.
     """
 
     name: str
@@ -123,7 +123,7 @@ def _scale(seconds: Spread, factor: float) -> dict[str, float]:
 
 
 def _ratio(name: str, above: Lines, below: Lines) -> dict[str, float]:
-    """Returns the ratio of two lines' medians under `name`; nothing if one has none."""
+    """Returns the ratio of two figures' medians under `name`; nothing if one has none."""
     if "milliseconds" not in above or "milliseconds" not in below:
         return {}
     return {name: above["milliseconds"]["median"] / below["milliseconds"]["median"]}

@@ -326,8 +326,10 @@ def count(
                 dataclasses.replace(one, calls=n, draft_calls=g * n)
                 for one, n in zip(made, calls, strict=True)
             ]
-    measured = ("counted", alpha, error, positions, survival, lengths, work, {}, by_depth, {})
-    return Acceptance(*measured, where_drafted, drafting)
+    measured = "counted", alpha, error, positions, survival, lengths, work
+    return Acceptance(
+        *measured, by_depth=by_depth, alpha_where_drafted=where_drafted, drafting=drafting
+    )
 
 
 class Comparison(NamedTuple):

@@ -102,9 +102,9 @@ class Variant:
 
     def totals(self) -> dict[str, Any]:
         """Returns the counts of all batches together, as JSON values."""
-        names = "target_calls draft_calls drafted accepted examined_by_position"
-        names += " accepted_by_position undrafted"
-        return {name: np.asarray(self.total(name)).tolist() for name in names.split()}
+        calls, tokens = ("target_calls", "draft_calls"), ("drafted", "accepted", "undrafted")
+        names = *calls, *tokens, "examined_by_position", "accepted_by_position"
+        return {name: np.asarray(self.total(name)).tolist() for name in names}
 
 
 def cut_batches(
@@ -211,18 +211,18 @@ def missing_outputs(variants: Mapping[str, Variant]) -> list[str]:
 
 
 def list_differences(
-    ours: Variant,
+    variant: Variant,
     plain: Variant,
     batches: Sequence[SentenceBatch],
     measure: Callable[[SentenceBatch, GenerationResult, GenerationResult, int, int], dict],
 ) -> list[dict[str, Any]]:
     """Returns a record of every input with other tokens than plain decoding, in their order.
 
-    `measure` returns the further fields, "margin" among them, of (batch, our result, plain
-    decoding's, row, first position with another token).
+    `measure` returns the further fields, "margin" among them, of (batch, the variant's result,
+    plain decoding's, row, first position with another token).
     """
     found = []
-    for batch, other, expected in zip(batches, ours.results, plain.results, strict=True):
+    for batch, other, expected in zip(batches, variant.results, plain.results, strict=True):
         differs = other.tokens != expected.tokens
         for row in map(int, np.flatnonzero(differs.any(axis=1))):
             position = int(np.argmax(differs[row]))

@@ -21,7 +21,7 @@ from libraries import REAL, WORKS, again, calls
 
 from specdec_jax.analysis import machine as analysis_machine
 from specdec_jax.backends.cpu import native
-from specdec_jax.backends.cpu import selftest as cpu_kernels_selftest
+from specdec_jax.backends.cpu import selftest as cpu_selftest
 
 needs_compiler = pytest.mark.skipif(REAL is None or os.name != "posix", reason="no C++ compiler")
 
@@ -259,7 +259,7 @@ def test_numbers_that_are_off(libraries):
     swapped = dict(zip(native.TARGETS, reversed(native.TARGETS.values()), strict=True))
     asked = native.json.dumps([str(libraries / "works.so"), swapped, sys.path])
     ended = native._run(
-        [sys.executable, "-I", cpu_kernels_selftest.__file__, asked],
+        [sys.executable, "-I", cpu_selftest.__file__, asked],
         60,
         environment={"JAX_PLATFORMS": "cpu"},
     )

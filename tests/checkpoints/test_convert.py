@@ -20,7 +20,7 @@ from make_checkpoints import PARAMS, TINY, TINY_1_0
 
 import specdec_jax as sd
 from specdec_jax.checkpoints import loader, safetensors_files, t5x
-from specdec_jax.checkpoints import stored_tensor as checkpoints_leaves
+from specdec_jax.checkpoints import stored_tensor as checkpoints_stored_tensor
 from specdec_jax.checkpoints.converter import FORMATS, convert
 from specdec_jax.commands import main
 from specdec_jax.files import progress
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 SPIECE = GOLDEN / "hf_tokenizer" / "spiece.model"
 
 
-def opened(path) -> checkpoints_leaves.Checkpoint:
+def opened(path) -> checkpoints_stored_tensor.Checkpoint:
     return loader.open_complete(pathlib.Path(path))
 
 

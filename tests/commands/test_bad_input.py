@@ -48,7 +48,7 @@ BAD = {
     ),
     "tree and beams": (
         ["generate", "PAIR", "--tree=widths:2", "--num_beams=2", "hello"],
-        "tree: got Tree(parents=(0, 0), children='auto', verifier='auto') with num_beams",
+        "tree: got 'widths:2' with num_beams, expected none",
     ),
     "gamma of the demo": (["demo", "PAIR", "--gamma=-1"], "gamma: got -1, expected"),
     "gamma of the benchmark": (["benchmark", "PAIR", "--gamma=2,-1"], "gamma: got -1, expected"),

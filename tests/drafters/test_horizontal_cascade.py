@@ -35,7 +35,7 @@ from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.generate import prepare
 from specdec_jax.drafters import drafting
-from specdec_jax.speculative import randomness as speculative_draws
+from specdec_jax.speculative import randomness as speculative_randomness
 from specdec_jax.speculative.distributions import PointMass
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -125,7 +125,7 @@ def test_later_parts_draw_with_keys_of_their_own():
     offsets = np.tile(np.arange(200, dtype=np.int32), (B, 1))
     drawn = [
         np.asarray(
-            speculative_draws.uniforms(keys, lengths, offsets, speculative_draws.DRAFT)
+            speculative_randomness.uniforms(keys, lengths, offsets, speculative_randomness.DRAFT)
         ).ravel()
         for lengths in (state.lengths, state.lengths + 1)
         for keys in (

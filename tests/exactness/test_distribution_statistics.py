@@ -42,7 +42,7 @@ from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative import distributions, verifiers
-from specdec_jax.speculative import randomness as speculative_draws
+from specdec_jax.speculative import randomness as speculative_randomness
 from specdec_jax.speculative.sampling import SamplingConfig
 
 
@@ -73,8 +73,8 @@ def t5_pair():
 
 # The functions as they are: some tests put others in their place.
 verify_tokens = verifiers.verify_tokens
-random_bits = speculative_draws.random_bits
-draw = speculative_draws.draw
+random_bits = speculative_randomness.random_bits
+draw = speculative_randomness.draw
 
 
 FILTERED = SamplingConfig(temperature=1.3, top_k=9, top_p=0.9)
@@ -204,7 +204,7 @@ def keyed_by_absolute_position(monkeypatch):
     def patched(keys, lengths, offsets, tag):
         return random_bits(keys, lengths * 0, lengths[:, None] + offsets, tag)
 
-    monkeypatch.setattr(speculative_draws, "random_bits", patched)
+    monkeypatch.setattr(speculative_randomness, "random_bits", patched)
 
 
 def test_block_verification_must_not_meet_discarded_draws_again(monkeypatch):
@@ -307,7 +307,7 @@ def always_accept(monkeypatch):
 
 def tag_shared(a, b):
     return lambda monkeypatch: monkeypatch.setattr(
-        speculative_draws, a, getattr(speculative_draws, b)
+        speculative_randomness, a, getattr(speculative_randomness, b)
     )
 
 
@@ -315,20 +315,20 @@ def same_at_every_offset(monkeypatch):
     def patched(keys, lengths, offsets, tag):
         return random_bits(keys, lengths, offsets * 0, tag)
 
-    monkeypatch.setattr(speculative_draws, "random_bits", patched)
+    monkeypatch.setattr(speculative_randomness, "random_bits", patched)
 
 
 def same_at_every_iteration(monkeypatch):
     def patched(keys, lengths, offsets, tag):
         return random_bits(keys, lengths * 0, offsets, tag)
 
-    monkeypatch.setattr(speculative_draws, "random_bits", patched)
+    monkeypatch.setattr(speculative_randomness, "random_bits", patched)
 
 
 def draft_by_argmax(monkeypatch):
     """The drafter returns its softmax distribution but drafts the most probable id."""
     monkeypatch.setattr(
-        speculative_draws, "draw", lambda weights, random: distributions.argmax(weights)
+        speculative_randomness, "draw", lambda weights, random: distributions.argmax(weights)
     )
 
 
@@ -338,7 +338,7 @@ def draft_from_another_distribution(monkeypatch):
     def cut(weights, random):
         return draw(jax.numpy.where(weights < 0.1, 0, weights), random)
 
-    monkeypatch.setattr(speculative_draws, "draw", cut)
+    monkeypatch.setattr(speculative_randomness, "draw", cut)
 
 
 MUTANTS = {

@@ -18,7 +18,7 @@ from distribution_samples import (
 import specdec_jax as sd
 from specdec_jax.drafters import tree_levels
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.speculative import randomness as speculative_draws
+from specdec_jax.speculative import randomness as speculative_randomness
 from specdec_jax.speculative.trees import CHILDREN, Chains, DynamicTree, Tree
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -31,7 +31,7 @@ TREES = {
     "dynamic, top": DynamicTree(2, 3, 7, "top"),
 }
 QUICK = ("drawn, traversal", "dynamic")
-random_bits = speculative_draws.random_bits
+random_bits = speculative_randomness.random_bits
 
 
 def sampled(tree, draws, **options):
@@ -61,7 +61,7 @@ def shared_noise(keys, lengths, offsets, tag):
         keys,
         lengths,
         offsets,
-        speculative_draws.DRAFT if tag == speculative_draws.RESIDUAL else tag,
+        speculative_randomness.DRAFT if tag == speculative_randomness.RESIDUAL else tag,
     )
 
 
@@ -86,7 +86,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_statistics_catch(name, monkeypatch):
     attribute, mutant = MUTANTS[name]
-    monkeypatch.setattr(speculative_draws, attribute, mutant)
+    monkeypatch.setattr(speculative_randomness, attribute, mutant)
     assert sampled(Tree(SHAPE, "drawn", "recursive"), DRAWS, run=traced_anew()) < FALSE_ALARM
 
 

@@ -16,7 +16,7 @@ from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.checkpoints import native_format
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate, main, suite
-from specdec_jax.commands import resumable_output as journal_command
+from specdec_jax.commands import resumable_output as resumable_output_command
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import flatten, unflatten
 from specdec_jax.tokenizers.vocabularies import (
@@ -210,7 +210,7 @@ def test_a_job_that_resumes_with_other_files_under_the_same_paths_is_rejected(
     def kill(journal):
         return (_ for _ in ()).throw(KeyboardInterrupt)
 
-    monkeypatch.setattr(journal_command.Journal, "finish", kill)
+    monkeypatch.setattr(resumable_output_command.Journal, "finish", kill)
     vocabulary = sentencepiece()
     config = dataclasses.replace(command_line.CONFIG, vocab_size=40)
     target, drafter = (sd.LanguageModel.random(config, seed, vocabulary) for seed in (0, 1))

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from specdec_jax.backends.cpu import native
-from specdec_jax.backends.cpu import selftest as cpu_kernels_selftest
+from specdec_jax.backends.cpu import selftest as cpu_selftest
 
 # Kernels for this processor's own vectors, and for vectors of 4 numbers. SPECDEC_TEST_MARCH adds
 # others that this processor can run, by name: "haswell sandybridge".
@@ -30,7 +30,7 @@ def compiled_for(march: str, folder):
         library, source = folder / f"{march}.so", native._SOURCE
         flags = [*native._FLAGS, f"-march={march}", f"-I{jax.ffi.include_dir()}", "-o", library]
         subprocess.run([*native._compiler().command, *flags, source], check=True, timeout=120)
-        cpu_kernels_selftest.register(
+        cpu_selftest.register(
             str(library), {f"{name}_{march}": symbol for name, symbol in native.TARGETS.items()}
         )
         _suffixes[march] = f"_{march}"

@@ -225,9 +225,6 @@ class HashModel:
             "hash",
         )
 
-    def has(self, fingerprint):
-        return fingerprint == self.fingerprint
-
     def logits(self, inputs, decoder_tokens, input_lengths=None):
         """Returns teacher-forced logits `[B, T, V]` in numpy."""
         inputs, tokens = np.asarray(inputs), np.asarray(decoder_tokens, np.uint32)

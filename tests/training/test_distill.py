@@ -22,7 +22,7 @@ from specdec_jax.models.parameters import parameter_count
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.training import config as training_config
 from specdec_jax.training import corpus, losses, run_folder, run_vocabulary, train
-from specdec_jax.training import sequence_distillation as training_outputs
+from specdec_jax.training import sequence_distillation as training_sequence_distillation
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -233,7 +233,7 @@ def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(
                 yield output
 
         calls.clear()
-        monkeypatch.setattr(training_outputs, "decode_all", decoding)
+        monkeypatch.setattr(training_sequence_distillation, "decode_all", decoding)
 
     def kill():
         raise Killed
@@ -399,7 +399,7 @@ def test_other_files_under_the_same_paths_are_rejected(
 def test_bad_settings_are_rejected_before_anything_is_decoded(
     models, language, tmp_path, monkeypatch, settings, message
 ):
-    monkeypatch.setattr(training_outputs, "decode_all", None)
+    monkeypatch.setattr(training_sequence_distillation, "decode_all", None)
     if settings.get("drafter"):
         settings = dict(drafter=str(models / "stranger"))
     with pytest.raises(ValueError, match=message):
