@@ -125,9 +125,9 @@ class GenerateOptions(GenerationFlags, ModelOptions):
     def check(self) -> None:
         if isinstance(self.config, GenerationConfig):
             check_one_value(self.config)
-        super().check()
         if self.tree and self.num_beams is not None:
             raise UnsupportedCombination(f"tree: got {self.tree!r} with num_beams, expected none")
+        super().check()
         config = self.configuration()
         self._check_beams(config)
         check_beside_tree(config.tree, config.verifier)
