@@ -36,7 +36,7 @@ from specdec_jax.analysis.report.records import write_record
 from specdec_jax.analysis.timing import Spread, summarize
 from specdec_jax.analysis.variants import Variant, make_decoder
 from specdec_jax.commands.generation_flags import check_gamma
-from specdec_jax.commands.options import DecodingOptions, at_least
+from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.inputs import encode
@@ -96,7 +96,7 @@ def read_variant(variant: str) -> tuple[DecodingOptions, int]:
     options = DecodingOptions(drafter=drafter, **chosen)
     options.check()
     check_gamma(gamma)
-    at_least(1, gamma=gamma)
+    check_at_least(1, gamma=gamma)
     return options, gamma
 
 

@@ -30,7 +30,7 @@ from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.files.progress import track, waiting
+from specdec_jax.files.progress import show_waiting, track
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
@@ -85,7 +85,7 @@ def models() -> tuple[LanguageModel, LanguageModel, LanguageModel | None]:
         config = PRESETS[_PRESET.value].replace(dtype=dtype)
         if not config.decoder_only:
             config = config.replace(num_encoder_layers=1)
-        with waiting(f"making and rounding random weights of {_PRESET.value}"):
+        with show_waiting(f"making and rounding random weights of {_PRESET.value}"):
             full = LanguageModel.random(config, eos_ids=(), name=_PRESET.value)
             return full, rounding.rounded(full, _QUANTIZE.value), None
     full = loader.load(_TARGET.value, _DTYPE.value, quantize="none")

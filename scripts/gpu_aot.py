@@ -23,7 +23,7 @@ import jax
 from absl import app, flags
 from jax.experimental import topologies
 
-from specdec_jax.files.progress import waiting
+from specdec_jax.files.progress import show_waiting
 from specdec_jax.files.writing import write_file
 from tools.case_flags import CaseFlags
 from tools.compiled_text import loop_copies, loops, widened
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
         ) from None
     case = _CASE.make_case(topology.devices, platform="cuda", layers=_LAYERS.value)
     drafter = case.drafter if case.gamma else None
-    with waiting(
+    with show_waiting(
         f"compiling the loop of {case.layers} layers of {case.target} and {drafter or 'no drafter'}"
     ):
         text = compiled_text(case)

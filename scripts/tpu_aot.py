@@ -34,7 +34,7 @@ from absl import app, flags
 from jax.experimental import topologies
 
 from specdec_jax.analysis.report.records import write_record
-from specdec_jax.files.progress import waiting
+from specdec_jax.files.progress import show_waiting
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative.trees import DynamicTree
@@ -101,14 +101,14 @@ def _devices() -> list:
 def report(case: Case, chip: Chip) -> dict:
     """Compiles both programs and returns the compiler's analysis, sizes in GB."""
     target, drafter = case.network(case.target), case.model_drafter()
-    with waiting(f"compiling encoders and prefill of {case.target} for {chip.topology}"):
+    with show_waiting(f"compiling encoders and prefill of {case.target} for {chip.topology}"):
         lowered = case.lowered_start()
         compiled = lowered.compile()
     state, encoders = (
         case.place(lowered.out_info, compiled.output_shardings),
         compiled.memory_analysis(),
     )
-    with waiting(f"compiling the loop of {case.target}"):
+    with show_waiting(f"compiling the loop of {case.target}"):
         loop = case.lowered_loop(state).compile()
         text = read_text(loop)
     if _CASE.text.value and text:

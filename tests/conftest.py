@@ -67,7 +67,7 @@ def kernel():
     """
     from specdec_jax.backends.cpu import native
 
-    native.available()
+    native.is_available()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,7 +79,7 @@ def nothing_measured():
     from specdec_jax.decoding import request
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request, "measurable", lambda network: False)
+        patch.setattr(request, "is_measurable", lambda network: False)
         yield
 
 

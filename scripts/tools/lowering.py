@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from specdec_jax.backends.backend import choose_backend
 from specdec_jax.backends.sharding import AXES, ShardingRules
 from specdec_jax.backends.tree_positions import WindowNodes
-from specdec_jax.decoding.inputs import bucket, slots
+from specdec_jax.decoding.inputs import bucket_length, count_slots
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.search_options import BeamOptions
 from specdec_jax.decoding.strategies import AnyConfig, prefill, strategy_of
@@ -174,7 +174,7 @@ class Case:
 
     def _cache(self, start: Callable, network: Network) -> Any:
         """Returns the placed shapes of the result of `start(network, inputs, lengths)`."""
-        inputs = _integers(self.batch, bucket(self.input_length))
+        inputs = _integers(self.batch, bucket_length(self.input_length))
         lowered = jax.jit(start).lower(*self.place((network, inputs, _integers(self.batch))))
         return self.place(
             lowered.out_info, None if self.rules() is None else lowered.compile().output_shardings
@@ -183,7 +183,7 @@ class Case:
     @functools.cache
     def cache(self, preset: str, drafts: bool = False) -> Any:
         """Returns the placed shapes of the cache with which the decoder begins."""
-        start = functools.partial(Network.prefill, slots=slots(self.new_tokens + 1, 7))
+        start = functools.partial(Network.prefill, slots=count_slots(self.new_tokens + 1, 7))
         return self._cache(start, self.network(preset, drafts))
 
     def drafts_by_pairs(self) -> bool:
@@ -203,7 +203,7 @@ class Case:
 
     def lowered_tree_call(self, tree: Tree) -> jax.stages.Lowered:
         """Lowers a call of the target over the nodes of a tree."""
-        network, size = self.network(self.target), slots(self.new_tokens + 1, tree.size - 1)
+        network, size = self.network(self.target), count_slots(self.new_tokens + 1, tree.size - 1)
 
         def start(network: Network, inputs: jax.Array, row: jax.Array) -> Any:
             return network.node_cache(network.prefill(inputs, row, size), size, size)
@@ -223,7 +223,7 @@ class Case:
         def prefill_inputs() -> PrefillInputs:
             row = jnp.zeros(batch, jnp.int32)
             return PrefillInputs(
-                inputs=jnp.zeros((batch, bucket(self.input_length)), jnp.int32),
+                inputs=jnp.zeros((batch, bucket_length(self.input_length)), jnp.int32),
                 input_lengths=row,
                 tokens=row[:, None],
                 prefix_lengths=row,
@@ -241,7 +241,7 @@ class Case:
         if self.beams:
             options = BeamOptions(self.beams, beam_width=self.beam_width)
             searched = options.config(1, config.mode, vocab, self.gamma, drafter)
-            program = searched._replace(max_new=bucket(self.new_tokens))
+            program = searched._replace(max_new=bucket_length(self.new_tokens))
         elif self.tree is not None and isinstance(program, StaticConfig):
             program = program._replace(verifier=TREE_VERIFIERS[self.tree.verify])
         num_slots = strategy_of(program).count_slots(program, 1, self.new_tokens)

@@ -13,7 +13,7 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import decoder_only
+from specdec_jax.models.network import is_decoder_only
 
 
 @isolated
@@ -79,7 +79,7 @@ class Divergence:
         longest = max(map(len, outputs))
         lengths = np.array([len(row) for row in outputs])
         before = [full.start_token] * len(outputs)
-        if decoder_only(full):  # the last id of a prompt is fed like the outputs
+        if is_decoder_only(full):  # the last id of a prompt is fed like the outputs
             prompts = [row or [full.start_token] for row in inputs]
             inputs, before = [row[:-1] for row in prompts], [row[-1] for row in prompts]
         given, sizes = _pad(inputs), [*map(len, inputs)]

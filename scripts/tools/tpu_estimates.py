@@ -11,7 +11,7 @@ import jax
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.matmul_roofline import Products
 from specdec_jax.analysis.report import paper
-from specdec_jax.files.progress import waiting
+from specdec_jax.files.progress import show_waiting
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.trees import Tree
 from tools.compiled_text import bodies, computations, estimated_cycles, kernel_bytes
@@ -82,13 +82,13 @@ def _estimate_call(lowered: jax.stages.Lowered, chip: Chip) -> float:
 @functools.cache
 def call_seconds(case: Case, chip: Chip, preset: str, width: int, drafts: bool = False) -> float:
     """Returns the compiler's estimate of a call over `width` positions, in seconds."""
-    with waiting(f"compiling a call of {preset} over {width} position{'s' * (width != 1)}"):
+    with show_waiting(f"compiling a call of {preset} over {width} position{'s' * (width != 1)}"):
         return _estimate_call(case.lowered_call(preset, width, drafts), chip)
 
 
 def tree_call_seconds(case: Case, chip: Chip, tree: Tree) -> float:
     """Returns the compiler's estimate of a target call over the nodes of a tree, in seconds."""
-    with waiting(f"compiling a call of {case.target} over {tree.size} nodes"):
+    with show_waiting(f"compiling a call of {case.target} over {tree.size} nodes"):
         return _estimate_call(case.lowered_tree_call(tree), chip)
 
 

@@ -15,7 +15,7 @@ from specdec_jax.analysis import formulas
 from specdec_jax.analysis.agreement import Agreement, agreement
 from specdec_jax.analysis.predictions import Work, counted_work, mean_drafting
 from specdec_jax.analysis.setup import Setup
-from specdec_jax.analysis.top_k_hit_rate import HitRates, Rates, by_rank, mean_hit_rate
+from specdec_jax.analysis.top_k_hit_rate import HitRates, Rates, acceptance_by_rank, mean_hit_rate
 from specdec_jax.analysis.variants import SentenceBatch, make_decoder
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.generate import prepare
@@ -87,7 +87,7 @@ class Acceptance:
                 kind: list(_records("covered", dict(enumerate(widths))).values())
                 for kind, widths in self.hit_rate_by_depth.items()
             },
-            "by_rank": {kind: by_rank(rates) for kind, rates in self.hit_rate.items()},
+            "by_rank": {kind: acceptance_by_rank(rates) for kind, rates in self.hit_rate.items()},
         }
 
     def tokens_per_call(self) -> dict[str, list[float]]:
@@ -182,9 +182,9 @@ def score(
         lengths,
         work,
         mean_hit_rate(hit_sums, counts),
-        {name: _by_depth(rows, gamma) for name, rows in survivals.items()},
+        {name: _compute_rates_by_depth(rows, gamma) for name, rows in survivals.items()},
         {
-            kind: [_by_depth(rows, gamma) for rows in zip(*columns, strict=True)]
+            kind: [_compute_rates_by_depth(rows, gamma) for rows in zip(*columns, strict=True)]
             for kind, columns in trees.items()
         },
     )
@@ -257,7 +257,7 @@ def _mean_survival(rows: Sequence[np.ndarray], gamma: int) -> Rates:
     return means
 
 
-def _by_depth(rows: Sequence[np.ndarray], gamma: int) -> Rates:
+def _compute_rates_by_depth(rows: Sequence[np.ndarray], gamma: int) -> Rates:
     """Returns Σ P(at least d are accepted) / Σ P(at least d − 1 are accepted) for d = 1 … G.
 
     The sums are over the positions of `_mean_survival`. Depths that are never reached are left out.

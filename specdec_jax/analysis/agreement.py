@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.analysis.top_k_hit_rate import PositionHitRates, position_hit_rates
-from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.inputs import bucket_length
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import decoder_only, join
+from specdec_jax.models.network import is_decoder_only, join
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
@@ -52,8 +52,8 @@ def agreement(
       lengths: `[B]`, how many of them count.
       config: how they were sampled.
     """
-    width, first = bucket(max(1, int(max(lengths)))), [target.start_token] * len(tokens)
-    prompted = decoder_only(target)
+    width, first = bucket_length(max(1, int(max(lengths)))), [target.start_token] * len(tokens)
+    prompted = is_decoder_only(target)
     if prompted:  # the last id of a prompt is used as the start token
         prompts = [list(ids) or [target.start_token] for ids in inputs]
         first, inputs = [ids[-1] for ids in prompts], [ids[:-1] for ids in prompts]
@@ -64,7 +64,7 @@ def agreement(
     tokens = tokens[:, :width].astype(np.int32)
     fed = np.concatenate([np.array(first, np.int32)[:, None], tokens[:, :-1]], axis=1)
     input_lengths = np.array([len(ids) for ids in inputs], np.int32)
-    padded = np.zeros((len(inputs), bucket(int(max(input_lengths)))), np.int32)
+    padded = np.zeros((len(inputs), bucket_length(int(max(input_lengths)))), np.int32)
     for row, ids in enumerate(inputs):
         padded[row, : len(ids)] = ids
     logits = target.logits(padded, fed, input_lengths)

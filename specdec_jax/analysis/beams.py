@@ -112,7 +112,7 @@ def benchmark_beams(
     analysis_variants.time_passes(variants, batches, options.repeats, "timing")
 
     plain, problems = variants["plain"], analysis_variants.missing_outputs(variants)
-    differences = functools.partial(_differences, how=choices[0].arguments(None, options))
+    differences = functools.partial(_find_differences, how=choices[0].arguments(None, options))
     record = {
         **describe_search(target, drafter, batches, options),
         "plain": _timed_record(plain),
@@ -130,12 +130,12 @@ def benchmark_beams(
         compared.append({"name": str(choice), **found})
     seconds = {name: np.array(variant.seconds) for name, variant in searches.items()}
     record["verdict"] = verdicts.find_best(seconds)
-    for name in comparison.other_implementations(others):
+    for name in comparison.list_other_implementations(others):
         beside = searches | dict(others or {})
         record["against"] = comparison.compare(name, beside, target, batches, differences)
         compared.append(record["against"])
     for found in compared:
-        problems += comparison.problems(found, target.config.dtype, MARGIN)
+        problems += comparison.find_problems(found, target.config.dtype, MARGIN)
     return record, problems
 
 
@@ -155,7 +155,7 @@ def _timed_record(variant: Variant, plain: Variant | None = None) -> dict[str, A
     return record
 
 
-def _differences(
+def _find_differences(
     theirs: Variant,
     plain: Variant,
     target: LanguageModel,

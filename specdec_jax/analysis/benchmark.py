@@ -36,15 +36,15 @@ from specdec_jax.analysis.variants import (
 )
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.results import GenerationResult
-from specdec_jax.decoding.trees import tree_options
-from specdec_jax.files.progress import waiting
+from specdec_jax.decoding.trees import resolve_tree
+from specdec_jax.files.progress import show_waiting
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import decoder_only
+from specdec_jax.models.network import is_decoder_only
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.tree_text import read_tree
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
 from specdec_jax.speculative.trees import LOSSY_TREES, DynamicTree, Tree
-from specdec_jax.speculative.verifiers import SYNTHETIC, verifier_of
+from specdec_jax.speculative.verifiers import SYNTHETIC, find_verifier
 
 
 @isolated
@@ -81,24 +81,24 @@ def benchmark(
         turn = f"pass {repeat + 1} of {options.repeats}"
         timed.append(analysis_variants.timed_steps(steps, repeat, f"timing steps, {turn}"))
         analysis_variants.time_pass(variants, batches, repeat, f"timing, {turn}")
-    times = analysis_variants.per_step(timed)
+    times = analysis_variants.seconds_per_step(timed)
     record = _record(target, drafter, variants, times, batches, options)
     if drafter is not None and trees:
         hit_rate = _hit_rate(target, drafter, trees, batches, variants["plain"], options)
         record |= _tree_records(variants, trees, target, times, batches, options, hit_rate)
     traced = options.batch_size == 1 and options.gamma_policy == "fixed" and not options.preset
     if drafter is not None and traced:
-        with waiting("tracing the calls of the first input"):
-            record["example"] = _example(target, drafter, batches, times, options)
+        with show_waiting("tracing the calls of the first input"):
+            record["example"] = _compile_example_calls(target, drafter, batches, times, options)
     if options.samples_preset:
         seconds = {name: [one[name] for one in timed] for name in steps}
         record["sampling_cost"] = {
             str(gamma): predictions.sampling_cost(gamma, seconds) for gamma in options.gammas
         }
-    problems = _problems(record, variants, target)
-    for name in comparison.other_implementations(others):
+    problems = _find_problems(record, variants, target)
+    for name in comparison.list_other_implementations(others):
         record["against"] = comparison.compare(name, variants, target, batches)
-        problems += comparison.problems(record["against"], target.config.dtype)
+        problems += comparison.find_problems(record["against"], target.config.dtype)
     return record, problems
 
 
@@ -112,7 +112,7 @@ def _read_trees(drafter: Drafter | None, options: BenchmarkSetup) -> dict[str, T
     """
     given = {text: read_tree(text) for text in options.tree}
     return {
-        text: tree_options(tree, drafter, "auto", "block").tree or tree
+        text: resolve_tree(tree, drafter, "auto", "block").tree or tree
         for text, tree in given.items()
     }
 
@@ -140,7 +140,7 @@ def _make_variants(
     return variants
 
 
-def _example(
+def _compile_example_calls(
     target: LanguageModel,
     drafter: Drafter,
     batches: Sequence[SentenceBatch],
@@ -273,20 +273,22 @@ def _variant_record(
     untimed = stats["draft_calls"] > 0 and "draft step" not in times
     predicted = None
     if alpha is not None and not adaptive and not untimed:
-        predicted = predictions.predictions(variant.gamma, alpha, times, padded, lengths, counted)
+        predicted = predictions.predict_improvements(
+            variant.gamma, alpha, times, padded, lengths, counted
+        )
     # A drafter without a model often has nothing to propose, so that tokens per call do not follow
     # from α and γ.
     prediction = "with_lengths" if "draft step" in times else "with_counts"
     oracle = None
     if alpha is not None and not untimed:
-        oracle = predictions.oracle(variant.gamma, alpha, times)
+        oracle = predictions.bound_by_oracle(variant.gamma, alpha, times)
     ratio = improvement.median / predicted[prediction] if predicted else None
     # Gumbel coupling repeats plain decoding's draws at every temperature.
-    verifier = verifier_of(options.verifier)
+    verifier = find_verifier(options.verifier)
     same_tokens = verifier.coupled or options.temperature == 0 and verifier.exact
     same_tokens &= variant.synthetic_alpha is None
-    parts = None if adaptive or untimed else predictions.cost(counted, variant.gamma, times)
-    shares = parts and predictions.shares(parts, float(np.median(variant.seconds)))
+    parts = None if adaptive or untimed else predictions.predict_cost(counted, variant.gamma, times)
+    shares = parts and predictions.cost_shares(parts, float(np.median(variant.seconds)))
     return {
         "gamma": variant.gamma,
         "synthetic_alpha": variant.synthetic_alpha,
@@ -302,7 +304,7 @@ def _variant_record(
         "shares": shares,
         "limiting_term": max(shares, key=lambda name: shares[name]) if shares else None,
         "compared": same_tokens,
-        "differences": _differences(variant, plain, target, batches) if same_tokens else [],
+        "differences": _find_differences(variant, plain, target, batches) if same_tokens else [],
     }
 
 
@@ -325,7 +327,7 @@ def _tree_records(
     for text, tree in trees.items():
         variant = variants[f"tree {text}"]
         # Coupled trees repeat plain decoding's draws if those are of Gumbel noise too.
-        coupled = TREE_VERIFIERS[tree.verify].coupled and verifier_of(options.verifier).coupled
+        coupled = TREE_VERIFIERS[tree.verify].coupled and find_verifier(options.verifier).coupled
         same_tokens = coupled or options.temperature == 0 and tree.verify not in LOSSY_TREES
         found.append(
             {
@@ -340,7 +342,9 @@ def _tree_records(
                 "improvement": _improvement(plain, variant)._asdict(),
                 "verify_cost": times[f"nodes of {text}"].median / step,
                 "compared": same_tokens,
-                "differences": _differences(variant, plain, target, batches) if same_tokens else [],
+                "differences": _find_differences(variant, plain, target, batches)
+                if same_tokens
+                else [],
             }
         )
 
@@ -372,7 +376,7 @@ def _total_stats(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _differences(
+def _find_differences(
     variant: Variant, plain: Variant, target: LanguageModel, batches: Sequence[SentenceBatch]
 ) -> list[dict[str, Any]]:
     """Returns the inputs with other argmax tokens than plain decoding's, with their margins."""
@@ -381,7 +385,7 @@ def _differences(
         batch: SentenceBatch, _: object, expected: GenerationResult, row: int, position: int
     ) -> dict[str, Any]:
         prefix = [target.start_token, *expected.tokens[row, :position].tolist()]
-        if decoder_only(target):
+        if is_decoder_only(target):
             prefix = [*(batch.ids[row] or prefix[:1]), *prefix[1:]]
         width, rows = variant.gamma + 1, len(batch.ids)
         how = near_ties.measure_difference(target, batch.ids[row], prefix, width, rows)
@@ -390,7 +394,7 @@ def _differences(
     return list_differences(variant, plain, batches, measure)
 
 
-def _problems(
+def _find_problems(
     record: Mapping[str, Any], variants: Mapping[str, Variant], target: LanguageModel
 ) -> list[str]:
     """Returns messages about missing outputs, and about differences that are no near-ties."""

@@ -24,7 +24,7 @@ MARGIN = 1e-3
 UNROUNDED = "plain, not in int8"
 
 
-def other_implementations(variants: Mapping[str, Variant] | None) -> list[str]:
+def list_other_implementations(variants: Mapping[str, Variant] | None) -> list[str]:
     """Returns the names of other implementations among `variants`; `UNROUNDED` is our own."""
     return [name for name in variants or () if name != UNROUNDED]
 
@@ -45,7 +45,7 @@ def compare(
       name: the other implementation, a key of `variants`.
       variants: all variants by name.
       target, batches: the model and its inputs.
-      differences: as `_differences`, which is for argmax and used by default.
+      differences: as `_find_differences`, which is for argmax and used by default.
     """
     theirs = variants[name]
     record = {
@@ -57,7 +57,9 @@ def compare(
             for one, ours in variants.items()
             if one != name
         },
-        "differences": (differences or _differences)(theirs, variants["plain"], target, batches),
+        "differences": (differences or _find_differences)(
+            theirs, variants["plain"], target, batches
+        ),
     }
     if UNROUNDED in variants:
         rounded, wide = variants["plain"], variants[UNROUNDED]
@@ -66,7 +68,7 @@ def compare(
     return record
 
 
-def _differences(
+def _find_differences(
     theirs: Variant, plain: Variant, target: LanguageModel, batches: Sequence[SentenceBatch]
 ) -> list[dict[str, Any]]:
     """Returns the inputs with different tokens, with the margin of the first difference."""
@@ -82,7 +84,7 @@ def _differences(
     return list_differences(theirs, plain, batches, measure)
 
 
-def problems(record: Mapping[str, Any], dtype: str, margin: float = MARGIN) -> list[str]:
+def find_problems(record: Mapping[str, Any], dtype: str, margin: float = MARGIN) -> list[str]:
     """Returns a message if float32 tokens differ that are no near-ties."""
     wrong = [item["input"] for item in record["differences"] if item["margin"] > margin]
     return describe_differing(record["name"], wrong) if dtype == "float32" else []

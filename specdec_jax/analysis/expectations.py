@@ -53,7 +53,7 @@ def measure(
     v = {1: 1.0} | {g + 1: times[f"verify {g}"].median / step for g in options.timed_gammas}
     c = draft_cost(gamma_max, times)
     padded = [batch.padded for batch in batches]
-    whole = with_lengths(accepted, padded, c, interpolate(v, gamma_max), times)
+    whole = expect_with_lengths(accepted, padded, c, interpolate(v, gamma_max), times)
     return {
         **machine.begin_record(target, drafter, batches, options),
         "acceptance": accepted.record(),
@@ -62,7 +62,7 @@ def measure(
         "cost_ratio_alone": times["draft step"].median / step if "draft step" in times else None,
         "cost_ratio": c,
         "verify_cost": {str(width): value for width, value in v.items()},
-        **expectations(accepted, c, v, gamma_max, whole),
+        **expect_improvements(accepted, c, v, gamma_max, whole),
     }
 
 
@@ -103,7 +103,7 @@ def interpolate(v: Mapping[int, float], gamma_max: int) -> list[float]:
     return np.interp(np.arange(1, gamma_max + 2), list(v), list(v.values())).tolist()
 
 
-def with_lengths(
+def expect_with_lengths(
     accepted: Acceptance,
     padded: Sequence[int],
     c: float,
@@ -142,7 +142,7 @@ def with_lengths(
     }
 
 
-def expectations(
+def expect_improvements(
     accepted: Acceptance,
     c: float,
     v: Mapping[int, float],
@@ -157,7 +157,7 @@ def expectations(
       v: cost of a target call by number of positions, ascending; interpolated in between. A call in
         which nothing is drafted costs 1.
       gamma_max: the greatest γ.
-      whole: the result of `with_lengths`; None: expect nothing of whole decodes.
+      whole: the result of `expect_with_lengths`; None: expect nothing of whole decodes.
     """
     verify_cost, alpha, table = interpolate(v, gamma_max), accepted.alpha, []
     mean_cost = [1 + accepted.drafting * (value - 1) for value in verify_cost]

@@ -15,7 +15,7 @@ from specdec_jax.backends.gpu import attention as gpu_attention
 from specdec_jax.decoding import autotune
 from specdec_jax.models import fused_step_selftest
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import decoder_only
+from specdec_jax.models.network import is_decoder_only
 from specdec_jax.models.parameters import parameter_count
 from specdec_jax.speculative.drafter import Drafter
 
@@ -29,8 +29,8 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": autotune.processor(),
-        "cores": autotune.cores(),
+        "processor": autotune.read_processor_name(),
+        "cores": autotune.count_cores(),
         "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
         "kernel": _kernels(device.platform),
     }
@@ -39,7 +39,7 @@ def describe_machine() -> dict[str, Any]:
 def _kernels(platform: str) -> str:
     """Returns which of the package's own kernels run on this kind of device."""
     if platform == "cpu":
-        return native.origin() or "none"
+        return native.describe_origin() or "none"
     self_tests = {"gpu": gpu_attention.SELF_TEST, "tpu": fused_step_selftest.SELF_TEST}
     if platform not in self_tests or os.environ.get(native.SETTING) == "off":
         return "none"
@@ -47,7 +47,7 @@ def _kernels(platform: str) -> str:
     return f"none, {why}" if why else "Pallas"
 
 
-def hardware(machine: Mapping[str, Any]) -> str:
+def describe_hardware(machine: Mapping[str, Any]) -> str:
     """Returns the part of `describe_machine()` that a summary shows.
 
     A CPU is named by its processor.
@@ -97,4 +97,6 @@ def count_inputs(target: LanguageModel, batches: Sequence[SentenceBatch]) -> int
     An empty input counts for a decoder-only target, which begins a text.
     """
     rows = [row for batch in batches for row in zip(batch.inputs, batch.ids, strict=True)]
-    return sum(len(ids) > 0 or (decoder_only(target) and given is not None) for given, ids in rows)
+    return sum(
+        len(ids) > 0 or (is_decoder_only(target) and given is not None) for given, ids in rows
+    )

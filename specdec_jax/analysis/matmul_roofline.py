@@ -12,7 +12,7 @@ from specdec_jax.backends.matmul import product
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_weight
 from specdec_jax.models.network import Network
-from specdec_jax.models.weight_layouts import Weight, matrix, shape_of, step_weights
+from specdec_jax.models.weight_layouts import Weight, step_weights, to_matrix, weight_shape
 from specdec_jax.speculative.drafter import Drafter
 
 
@@ -33,7 +33,7 @@ class Products(NamedTuple):
     def from_network(cls, network: Network, packed: bool = True) -> "Products":
         """Returns the weights in the loop's layout, or without `packed` in the checkpoint's."""
         weights = step_weights(network.params)
-        weights = weights if packed else list(map(matrix, weights))
+        weights = weights if packed else list(map(to_matrix, weights))
         axes = [0] * len(weights)
         if network.module.config.logits_via_embedding:
             weights.append(network.params["token_embedder"]["embedding"])
@@ -63,7 +63,7 @@ def bare_products(
 
     def body(_: jax.Array, carry: jax.Array) -> jax.Array:
         for weight, axis in zip(weights, axes, strict=True):
-            operand = (x[:, : shape_of(weight)[axis]] + carry).astype(dtype)
+            operand = (x[:, : weight_shape(weight)[axis]] + carry).astype(dtype)
             if axis:
                 y = product(operand, weight, ((1,), (1,)))
             else:

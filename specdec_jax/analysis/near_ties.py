@@ -16,13 +16,13 @@ from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_iteration import (
-    candidates,
+    find_candidates,
     iterate_beams,
-    node_sums,
-    scored,
+    score_nodes,
+    sum_to_nodes,
 )
 from specdec_jax.speculative.beam_search import BeamState
-from specdec_jax.speculative.beam_tree import live_beams
+from specdec_jax.speculative.beam_tree import make_root_tree
 
 
 class Difference(NamedTuple):
@@ -104,11 +104,11 @@ def search_margin(model: LanguageModel, given: Any, how: Mapping[str, Any]) -> f
 @jax.jit
 def _margin(target: Network, state: BeamState) -> tuple[jax.Array, BeamState]:
     """Returns the margin of one step of plain search, of one row, and the state after it."""
-    tree, valid = live_beams(state), jnp.ones((1, state.config.beams), bool)
+    tree, valid = make_root_tree(state), jnp.ones((1, state.config.beams), bool)
     states, _ = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, valid)
-    own, adjusted = scored(state, target.head(states, valid), tree)
-    sums = node_sums(tree, state.live.scores, own if adjusted is None else adjusted)
-    best = candidates(own, adjusted, sums, state.config).sums.reshape(-1)
+    own, adjusted = score_nodes(state, target.head(states, valid), tree)
+    sums = sum_to_nodes(tree, state.active.scores, own if adjusted is None else adjusted)
+    best = find_candidates(own, adjusted, sums, state.config).sums.reshape(-1)
     best, _ = jax.lax.top_k(best, min(state.config.candidates + 1, len(best)))
     after = iterate_beams(target, None, state)
     finished = jnp.where(after.is_finished, after.finished.scores, -jnp.inf)[0]

@@ -7,7 +7,7 @@ import numpy as np
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.timing import Spread, summarize
-from specdec_jax.analysis.top_k_hit_rate import KINDS, HitRates, by_rank
+from specdec_jax.analysis.top_k_hit_rate import KINDS, HitRates, acceptance_by_rank
 from specdec_jax.decoding.results import Stats
 from specdec_jax.speculative.trees import LOSSY_TREES, DynamicTree, Tree
 
@@ -31,7 +31,7 @@ class Work:
     drafting: float = 1.0
 
 
-def cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[str, float]:
+def predict_cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[str, float]:
     """Returns the seconds of `work` by part, from the measured single steps.
 
     The loop around them is not counted. If no draft step was measured, the drafter has no model and
@@ -67,7 +67,9 @@ def cost_ratio(gamma: int, times: Mapping[str, Spread]) -> float:
     return draft_seconds(gamma, times) / times["target step"].median
 
 
-def oracle(gamma: int, alpha: float, times: Mapping[str, Spread]) -> dict[str, float | None]:
+def bound_by_oracle(
+    gamma: int, alpha: float, times: Mapping[str, Spread]
+) -> dict[str, float | None]:
     """Returns the bounds of every policy of γ with this α (per position of the output) and c.
 
     They hold if target calls cost the same at any width. A value is None if there is no bound.
@@ -104,7 +106,7 @@ def expected_work(
     return work
 
 
-def predictions(
+def predict_improvements(
     gamma: int,
     alpha: float,
     times: Mapping[str, Spread],
@@ -133,7 +135,7 @@ def predictions(
     step = times["target step"].median
     c = cost_ratio(gamma, times)
     v = times[f"verify {gamma}"].median / step
-    plain = sum(cost(expected_work(padded, lengths, 0, 0.0), 0, times).values())
+    plain = sum(predict_cost(expected_work(padded, lengths, 0, 0.0), 0, times).values())
     drafting = mean_drafting(counted)
     expected = expected_work(padded, lengths, gamma, alpha, drafting)
     return {
@@ -141,8 +143,8 @@ def predictions(
         "verify_cost": v,
         "theorem_3_8": formulas.improvement(alpha, gamma, c),
         "with_verify_cost": formulas.improvement(alpha, gamma, c, 1 + drafting * (v - 1)),
-        "with_lengths": plain / sum(cost(expected, gamma, times).values()),
-        "with_counts": plain / sum(cost(counted, gamma, times).values()),
+        "with_lengths": plain / sum(predict_cost(expected, gamma, times).values()),
+        "with_counts": plain / sum(predict_cost(counted, gamma, times).values()),
     }
 
 
@@ -195,7 +197,7 @@ def tree_tokens(tree: Tree | DynamicTree, hit_rate: HitRates) -> dict[str, float
         why = "lossy" if tree.verify in LOSSY_TREES else "unscored"
         return {"predicted": None, "prediction": why}
     kind = "mixed" if "mixed" in hit_rate and tree.kind != "top" else "top"
-    return {"predicted": tree.expected(by_rank(hit_rate[kind])), "prediction": kind}
+    return {"predicted": tree.expected(acceptance_by_rank(hit_rate[kind])), "prediction": kind}
 
 
 def sampling_cost(
@@ -217,7 +219,7 @@ def sampling_cost(
     }
 
 
-def shares(parts: Mapping[str, float], measured: float) -> dict[str, float] | None:
+def cost_shares(parts: Mapping[str, float], measured: float) -> dict[str, float] | None:
     """Returns each part's share of the measured seconds.
 
     "rest" is the loop, the host and everything else that single steps do not include. None if the

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.backends.tree_positions import WindowNodes
-from specdec_jax.models.network import Network, decoder_only
+from specdec_jax.models.network import Network, is_decoder_only
 from specdec_jax.speculative import distributions, iteration, prefill
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.state import DecodeState, Draft
@@ -52,7 +52,7 @@ def prefill_cache(
     For a decoder-only network it holds all but the last id of the prompt. A network that attends to
     another's encoder output is given zeros.
     """
-    if decoder_only(network):
+    if is_decoder_only(network):
         return prefill.fill_cache(network, inputs[:, :0], input_lengths * 0, inputs, slots)
     encoded = None
     if network.encoder_dim is not None:

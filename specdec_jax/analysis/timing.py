@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.analysis import step_loops
-from specdec_jax.decoding.autotune import iterated_steps
+from specdec_jax.decoding.autotune import iterate_steps
 from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.inputs import slots
+from specdec_jax.decoding.inputs import count_slots
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.request import Request
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import Network, decoder_only
+from specdec_jax.models.network import Network, is_decoder_only
 from specdec_jax.speculative import prefill
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.randomness import seeded
+from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.state import DecodeState, StaticConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
@@ -110,7 +110,7 @@ def rotate(names: Iterable[str], turn: int) -> list[str]:
 
 def total_slots(target: LanguageModel, input_length: int, max_new_tokens: int, gamma: int) -> int:
     """Returns the number of slots that `generate` takes for inputs of this padded length."""
-    return slots((input_length if decoder_only(target) else 1) + max_new_tokens, gamma)
+    return count_slots((input_length if is_decoder_only(target) else 1) + max_new_tokens, gamma)
 
 
 def tree_variant(
@@ -165,7 +165,7 @@ def verified_state(
         limits=rows(slots),
         eos_ids=rows(-1)[:, None],
         done=rows(0).astype(bool),
-        keys=fold_keys(seeded(0), np.arange(batch)),
+        keys=fold_keys(make_key(0), np.arange(batch)),
         gamma=rows(gamma),
     )
     state = _prefill_state(network, None, static, slots, given)
@@ -281,7 +281,7 @@ def iteration_state(
     state, request = prepare(target, inputs, drafter=drafter, gamma=gamma, **options)
     new = max(0, int(request.limits[0]) - gamma - 1) // 2
     middle = jnp.full(batch, int(request.prefix_lengths[0]) + new, jnp.int32)
-    state = iterated_steps(
+    state = iterate_steps(
         request.network, request.drafter, state.replace(lengths=middle), np.int32(1)
     )
     return state, request
@@ -290,7 +290,7 @@ def iteration_state(
 def iteration_variant(state: DecodeState, request: Request) -> Callable[[], object]:
     """Returns a call that runs `STEPS` iterations."""
     return functools.partial(
-        iterated_steps, request.network, request.drafter, state, np.int32(STEPS)
+        iterate_steps, request.network, request.drafter, state, np.int32(STEPS)
     )
 
 

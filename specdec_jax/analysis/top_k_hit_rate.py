@@ -112,7 +112,7 @@ def mean_hit_rate(sums: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int
     }
 
 
-def by_rank(hit_rates: Rates) -> list[float]:
+def acceptance_by_rank(hit_rates: Rates) -> list[float]:
     """Returns acceptance by rank: how much the first, second … child adds, at least 0."""
     return np.maximum(np.diff([mean for mean, _ in hit_rates], prepend=0.0), 0.0).tolist()
 

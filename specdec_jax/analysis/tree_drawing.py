@@ -33,9 +33,9 @@ class Drawn(NamedTuple):
     def from_step(cls, step: TraceStep, target: LanguageModel) -> "Drawn":
         """Returns the tree of a step that drafted one."""
         assert step.tree is not None
-        tokens = [one_line(node.token, target) for node in step.tree.nodes[1:]]
-        own = None if step.corrected is None else one_line(step.corrected, target)
-        return cls(step.tree, [root(step.tree, target), *tokens], own)
+        tokens = [escape_controls(node.token, target) for node in step.tree.nodes[1:]]
+        own = None if step.corrected is None else escape_controls(step.corrected, target)
+        return cls(step.tree, [root_text(step.tree, target), *tokens], own)
 
     def record(self) -> dict[str, Any]:
         """Returns the tree as a record has it."""
@@ -91,20 +91,20 @@ def choose_step(steps: Sequence[TraceStep]) -> int | None:
     Without one it is the first step with the longest path, and None if no tree was drafted.
     """
     trees = {number: step.tree for number, step in enumerate(steps) if step.tree and step.gamma}
-    branching = (number for number, tree in trees.items() if leaves_spine(tree))
+    branching = (number for number, tree in trees.items() if has_better_sibling(tree))
     return next(branching, max(trees, key=lambda number: len(trees[number].path), default=None))
 
 
-def leaves_spine(tree: TreeStep) -> bool:
+def has_better_sibling(tree: TreeStep) -> bool:
     """Returns whether a node of the path has a sibling of better rank."""
     return any(tree.children(parent)[0] != child for parent, child in zip(tree.path, tree.path[1:]))
 
 
-def depth_first(tree: TreeStep, node: int = 0) -> Iterator[int]:
+def walk_depth_first(tree: TreeStep, node: int = 0) -> Iterator[int]:
     """Yields `node` and its descendants, each before its children."""
     yield node
     for child in tree.children(node):
-        yield from depth_first(tree, child)
+        yield from walk_depth_first(tree, child)
 
 
 def mask(tree: TreeStep, order: Sequence[int]) -> list[str]:
@@ -129,7 +129,7 @@ def tree_lines(
     """
     tree = step.tree
     assert tree is not None
-    order = list(depth_first(tree))
+    order = list(walk_depth_first(tree))
     rows = mask(tree, order)
     width = max(len(order), len("sees"))
     drawn = list(_branches(step, target))
@@ -146,21 +146,21 @@ def tree_lines(
     for node, before, kind, text in drawn:
         left = columns("", "", " " * 27)
         if node is not None:
-            left = columns(places[node], rows[places[node]], _values(tree, node))
+            left = columns(places[node], rows[places[node]], _node_values(tree, node))
         lines.append([("committed", left + before), (kind, text)])
     if not beside:
-        lines += _below(rows, digits)
+        lines += _mask_lines(rows, digits)
     return lines
 
 
-def _values(tree: TreeStep, node: int) -> str:
+def _node_values(tree: TreeStep, node: int) -> str:
     """Returns p, q and p/q of a node; node 0 has none."""
     one = tree.nodes[node]
     values = ("-" if value is None else f"{value:.3g}" for value in (one.p, one.q, one.ratio))
     return "".join(f"{value:>9}" for value in values) if node else " " * 27
 
 
-def _below(rows: Sequence[str], digits: int) -> list[list[tuple[str, str]]]:
+def _mask_lines(rows: Sequence[str], digits: int) -> list[list[tuple[str, str]]]:
     """Returns the mask as separate lines, or one line if it is too wide."""
     if digits + 1 + len(rows) > COLUMNS:
         return [[("committed", f"(the mask of {len(rows)} nodes is wider than {COLUMNS} columns)")]]
@@ -178,7 +178,7 @@ def _branches(step: TraceStep, target: LanguageModel) -> Iterator[tuple[int | No
 
     def visit(node: int, before: str, below: str) -> Iterator[tuple[int | None, str, str, str]]:
         accepted = node > 0 and node in tree.path
-        text = one_line(tree.nodes[node].token, target) if node else root(tree, target)
+        text = escape_controls(tree.nodes[node].token, target) if node else root_text(tree, target)
         yield node, before, "accepted" if accepted else "committed", text
         following: list[int | None] = [*tree.children(node)]
         if node == tree.path[-1] and step.corrected is not None:
@@ -187,20 +187,20 @@ def _branches(step: TraceStep, target: LanguageModel) -> Iterator[tuple[int | No
             last = child is following[-1]
             branch, more = below + ("└─" if last else "├─"), below + ("  " if last else "│ ")
             if child is None:
-                yield None, branch, own_token_kind(step), one_line(step.corrected, target)
+                yield None, branch, own_token_kind(step), escape_controls(step.corrected, target)
             else:
                 yield from visit(child, branch, more)
 
     yield from visit(0, "", "")
 
 
-def root(tree: TreeStep, target: LanguageModel) -> str:
+def root_text(tree: TreeStep, target: LanguageModel) -> str:
     """Returns the last committed token as text, which may be the one that outputs start with."""
     token = tree.nodes[0].token
-    return "[START]" if token == target.start_token else one_line(token, target)
+    return "[START]" if token == target.start_token else escape_controls(token, target)
 
 
-def one_line(token: int | None, target: LanguageModel) -> str:
+def escape_controls(token: int | None, target: LanguageModel) -> str:
     """Returns a token as text without line breaks and other characters that move the cursor."""
     text = "" if token is None else token_text(token, target)
     return "".join(character if character.isprintable() else "␣" for character in text)

@@ -17,7 +17,7 @@ from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.beams import BeamChoice, beam_choices, describe_search
 from specdec_jax.analysis.setup import BeamSetup, Setup, TuneSetup
 from specdec_jax.analysis.timing import CallShape, Spread, summarize
-from specdec_jax.analysis.top_k_hit_rate import by_rank
+from specdec_jax.analysis.top_k_hit_rate import acceptance_by_rank
 from specdec_jax.analysis.variants import SentenceBatch, Variant, make_decoder
 from specdec_jax.analysis.verdicts import find_best
 from specdec_jax.backends.jax_settings import isolated
@@ -27,8 +27,8 @@ from specdec_jax.files.progress import track
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative import trees
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.tree_text import read_tree, text_of
-from specdec_jax.speculative.verifiers import verifier_of
+from specdec_jax.speculative.tree_text import read_tree, write_tree
+from specdec_jax.speculative.verifiers import find_verifier
 
 # How many choices are timed beside plain decoding.
 _COMPARED = 5
@@ -121,7 +121,9 @@ def best_trees(
         nodes = int(name.removeprefix(_CALL)) if name.startswith(_CALL) else 1
         if nodes == 1:
             continue
-        shares = by_rank(accepted.hit_rate["mixed" if "mixed" in accepted.hit_rate else "top"])
+        shares = acceptance_by_rank(
+            accepted.hit_rate["mixed" if "mixed" in accepted.hit_rate else "top"]
+        )
         v = times[name].median / times[f"{_CALL}1"].median
         tree = trees.Tree.best(shares, nodes, depth, {2: v, nodes: v}, step / plain)
         if tree is not None and not tree.is_chain:
@@ -130,7 +132,7 @@ def best_trees(
             while width + (tree.depth - 1) * width**2 < tree.size - 1:
                 width += 1
             for shape in (tree, trees.DynamicTree(tree.depth, width, tree.size)):
-                choice = Choice(tree.depth, "block", text_of(shape))
+                choice = Choice(tree.depth, "block", write_tree(shape))
                 found[choice] = calls * (v * plain + tree.depth * step)
     return found
 
@@ -158,7 +160,7 @@ def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
     return shorter + (ours - theirs) * choice.gamma / longest
 
 
-def candidates(expected: Mapping[Choice, float]) -> list[Choice]:
+def list_candidates(expected: Mapping[Choice, float]) -> list[Choice]:
     """Returns the choices worth timing: plain decoding, the best few chains, and all trees.
 
     The times of the best few chains differ by less than single steps scatter. Expectations of trees
@@ -215,7 +217,7 @@ def tune(
     expected |= {choice: encoders + seconds for choice, seconds in found.items()}
     choices += found
     first = min(choices, key=lambda choice: expected[choice])
-    timed = time_choices(target, drafter, candidates(expected), batches, options, "comparing")
+    timed = time_choices(target, drafter, list_candidates(expected), batches, options, "comparing")
     plain, tokens = choices[0], sum(int(lengths.sum()) for lengths in accepted.lengths)
     not_timed = dict.fromkeys(("seconds_per_token", "improvement", "differing"))
     compared = []
@@ -276,7 +278,9 @@ def _choose(
         "chosen": chosen._asdict(),
         "improvement": summarize(seconds[choices[0]] / seconds[chosen]),
         "verdict": find_best({str(choice): values for choice, values in seconds.items()}),
-        "sweep": sweep(target, drafter, choices, chosen, others, options) if others else None,
+        "sweep": sweep_sentences(target, drafter, choices, chosen, others, options)
+        if others
+        else None,
     }
 
 
@@ -289,7 +293,7 @@ def _timed_record(
     plain decoding, and for samples, which differ.
     """
     ours, plain = timed[choice], next(timed[other] for other in timed if not other.gamma)
-    verifier = verifier_of(getattr(choice, "verifier", "block"))
+    verifier = find_verifier(getattr(choice, "verifier", "block"))
     comparable = verifier.coupled or options.temperature == 0 and verifier.exact
     differing = analysis_variants.count_differing(ours, plain)
     return {
@@ -372,7 +376,7 @@ def find_fastest(seconds: Mapping[AnyChoice, np.ndarray]) -> AnyChoice:
     return max(seconds, key=lambda choice: float(np.median(plain / seconds[choice])))
 
 
-def sweep(
+def sweep_sentences(
     target: LanguageModel,
     drafter: Drafter,
     choices: Sequence[AnyChoice],

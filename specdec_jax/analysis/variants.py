@@ -14,16 +14,16 @@ import numpy as np
 from specdec_jax.analysis import timing
 from specdec_jax.analysis.setup import Setup
 from specdec_jax.analysis.timing import Spread
-from specdec_jax.backends.sharding import row_parts
+from specdec_jax.backends.sharding import row_multiple
 from specdec_jax.decoding import checks
 from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.inputs import bucket, encode
+from specdec_jax.decoding.inputs import bucket_length, encode
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError
 from specdec_jax.files.progress import track
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.randomness import seeded
+from specdec_jax.speculative.randomness import make_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SentenceBatch:
     @property
     def padded(self) -> int:
         """The padded length of the inputs."""
-        return bucket(max(map(len, self.ids)))
+        return bucket_length(max(map(len, self.ids)))
 
 
 @dataclasses.dataclass
@@ -117,7 +117,7 @@ def cut_batches(
     """
     size = min(batch_size, -(-len(inputs) // parts) * parts)
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]) if size > 1 else 0)
-    keys, batches = fold_keys(seeded(seed), np.arange(len(inputs))), []
+    keys, batches = fold_keys(make_key(seed), np.arange(len(inputs))), []
     for first in range(0, len(order), size):
         chosen = order[first : first + size]
         missing = size - len(chosen)
@@ -140,7 +140,7 @@ def make_batches(
 ) -> list[SentenceBatch]:
     """Returns sentences in batches."""
     ids = encode(target, sentences, options.max_input_length)
-    parts = row_parts(target.network.rules)
+    parts = row_multiple(target.network.rules)
     return cut_batches(list(sentences), ids, options.batch_size, options.seed, parts)
 
 
@@ -267,12 +267,12 @@ def timed_steps(steps: Mapping[str, Callable], turn: int, what: str) -> dict[str
 def time_steps(steps: Mapping[str, Callable], repeats: int) -> dict[str, Spread]:
     """Returns the seconds of one step, by variant, over `repeats` passes."""
     turns = range(repeats)
-    return per_step(
+    return seconds_per_step(
         [timed_steps(steps, turn, f"timing steps, pass {turn + 1} of {repeats}") for turn in turns]
     )
 
 
-def per_step(seconds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+def seconds_per_step(seconds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     """Returns the seconds of one step, by variant, over passes of `timed_steps`."""
     return {
         name: Spread.from_samples([one[name] / timing.count_steps(name) for one in seconds])

@@ -20,7 +20,7 @@ from specdec_jax.backends.kv_cache import (
     ROWS,
     TILE,
     KVCache,
-    lay_row_by_row,
+    lay_out_by_rows,
     take_slots,
     take_slots_one_by_one,
     write_slots,
@@ -242,7 +242,7 @@ class AcceleratorBackend(Backend):
         key, value = jnp.where(finite, key, jnp.nan), jnp.where(finite, value, 0)
         if len(key) > 1 and self.rules is None:
             key, value = (
-                jax.lax.platform_dependent(x, tpu=lay_row_by_row, default=lambda x: x)
+                jax.lax.platform_dependent(x, tpu=lay_out_by_rows, default=lambda x: x)
                 for x in (key, value)
             )
         return self._write(cache, key, value, positions)

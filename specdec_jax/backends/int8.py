@@ -34,7 +34,7 @@ class Int8Weight:
 
     @classmethod
     def quantize(cls, weight: Float[Array, "D F"], input_bits: int | None = 16) -> "Int8Weight":
-        return cls(*_rounded(weight, 0), input_bits)
+        return cls(*_round_to_int8(weight, 0), input_bits)
 
     def matrix(self) -> Float32[Array, "D F"]:
         """Returns the weight as float32."""
@@ -51,7 +51,7 @@ class Int8Weight:
             sums = matmul.product(x, self.values.astype(x.dtype), ((x.ndim - 1,), (0,)))
             return (sums * self.scales).astype(output_dtype)
         rows = x.reshape(-1, x.shape[-1])
-        values, scales = _rounded(rows, 1)
+        values, scales = _round_to_int8(rows, 1)
         # On a CPU, XLA's product of a single row reads a copy of the whole matrix in int32; its
         # product of two rows reads the weight itself.
         values = jnp.broadcast_to(values, (max(2, len(rows)), rows.shape[1]))
@@ -60,7 +60,7 @@ class Int8Weight:
         return y.astype(output_dtype).reshape(*x.shape[:-1], -1)
 
 
-def _rounded(
+def _round_to_int8(
     x: Float[Array, "N F"], axis: int
 ) -> tuple[Int8[Array, "N F"], Float32[Array, " scales"]]:
     """Returns a matrix as integers and scales, with 127 for the greatest magnitude on `axis`."""

@@ -14,7 +14,7 @@ with jax.ensure_compile_time_eval():
 _END = object()
 
 
-def package_settings() -> contextlib.ExitStack:
+def use_package_settings() -> contextlib.ExitStack:
     """Enters JAX's settings for this package, in this thread.
 
     Leaving the returned context restores the process's own. Precision of products, type promotion,
@@ -35,7 +35,7 @@ def package_settings() -> contextlib.ExitStack:
 
 
 def isolated(function: Callable) -> Any:
-    """Makes `function`, which may be a generator or jitted, run under `package_settings`.
+    """Makes `function`, which may be a generator or jitted, run under `use_package_settings`.
 
     The result has an attribute `isolated`, by which a test finds public names that are not.
     """
@@ -43,14 +43,14 @@ def isolated(function: Callable) -> Any:
 
         @functools.wraps(function)
         def generate(*args, **options):
-            return _each_step(function(*args, **options))
+            return _iterate_isolated(function(*args, **options))
 
         generate.isolated = True
         return generate
 
     @functools.wraps(function)
     def call(*args, **options):
-        with package_settings():
+        with use_package_settings():
             return function(*args, **options)
 
     call.isolated = True
@@ -62,10 +62,10 @@ def isolated(function: Callable) -> Any:
     return call
 
 
-def _each_step(items: Iterator) -> Iterator:
+def _iterate_isolated(items: Iterator) -> Iterator:
     """Yields `items`; between two of them the process has its own settings."""
     while True:
-        with package_settings():
+        with use_package_settings():
             item = next(items, _END)
         if item is _END:
             return

@@ -89,7 +89,7 @@ def pad(x: Shaped[Array, "..."], axis: int, padding: int) -> Shaped[Array, "..."
     return jnp.pad(x, widths) if padding else x
 
 
-def lay_row_by_row(new: Float[Array, "B H T K"]) -> Float[Array, "B H T K"]:
+def lay_out_by_rows(new: Float[Array, "B H T K"]) -> Float[Array, "B H T K"]:
     """Returns new keys or values in the layout of the cache, in which each row is written alone.
 
     Otherwise a TPU's compiler copies every single row of them to that layout.

@@ -19,8 +19,8 @@ def multiply(
     batch: Axes = ((), ()),
     dtype: DTypeLike = jnp.float32,
 ) -> Shaped[Array, "..."]:
-    """Returns `lax.dot_general` of operands of one dtype, at the precision of `precision_of`."""
-    axes, precision = (contracted, batch), precision_of(a.dtype)
+    """Returns `lax.dot_general` of operands of one dtype; precision as by `choose_precision`."""
+    axes, precision = (contracted, batch), choose_precision(a.dtype)
     return jax.lax.dot_general(a, b, axes, precision, preferred_element_type=dtype)
 
 
@@ -46,7 +46,7 @@ def product(
     return jax.lax.platform_dependent(a, b, cpu=by_rows, default=multiply_twice)
 
 
-def precision_of(dtype: DTypeLike) -> jax.lax.Precision | None:
+def choose_precision(dtype: DTypeLike) -> jax.lax.Precision | None:
     """Returns the precision of products of this dtype: the highest for float32, else None.
 
     By default a TPU rounds float32 operands to bfloat16 and an NVIDIA GPU rounds them to TF32, but

@@ -147,7 +147,7 @@ class ShardingRules:
             )
 
 
-def row_parts(rules: ShardingRules | None) -> int:
+def row_multiple(rules: ShardingRules | None) -> int:
     """Returns the number of which the number of rows decoded together must be a multiple."""
     return 1 if rules is None else rules.rows
 

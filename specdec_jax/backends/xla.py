@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from specdec_jax.backends.axes import PerRow, Seen, States, Valid
 from specdec_jax.backends.kv_cache import ROWS, KVCache, gather_heads, spread_heads
-from specdec_jax.backends.matmul import precision_of
+from specdec_jax.backends.matmul import choose_precision
 from specdec_jax.backends.tree_positions import AnyNodes
 
 MASKED = -1e10  # T5X's additive mask; finite, so that a fully masked row gives no NaN
@@ -121,7 +121,7 @@ def attend(
     side_by_side, batch = heads_per_tile or 1, query.shape[0]
     query = spread_heads(query, side_by_side)
     query = query if cache.key.ndim == 4 else query[0]
-    einsum = functools.partial(jnp.einsum, precision=precision_of(query.dtype))
+    einsum = functools.partial(jnp.einsum, precision=choose_precision(query.dtype))
     scores = einsum("...htk,...hsk->...hts", query, cache.key, preferred_element_type=jnp.float32)
     shape = scores.shape
     if side_by_side > 1:

@@ -16,17 +16,17 @@ from specdec_jax.checkpoints.loader import (
     open_complete,
     resolve,
 )
-from specdec_jax.checkpoints.memory import returning_freed_memory
+from specdec_jax.checkpoints.memory import return_freed_memory
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, StoredTensor, check
 from specdec_jax.files.progress import Progress, print_line
-from specdec_jax.files.reading import PathLike, mismatch
-from specdec_jax.files.writing import new_folder
+from specdec_jax.files.reading import PathLike, mismatch_error
+from specdec_jax.files.writing import open_new_folder
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.parameters import parameter_count
-from specdec_jax.models.t5 import T5Config, t5_only
+from specdec_jax.models.t5 import T5Config, check_t5
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 FORMATS = ("specdec", "huggingface", "t5x", "t5x_legacy")
@@ -147,13 +147,13 @@ def convert(
     checkpoint = open_complete(folder, config, vocabulary, say)
     step_folder = t5x.find_step(folder)
     step = t5x.parse_step(step_folder) if step_folder else None
-    with returning_freed_memory():
+    with return_freed_memory():
         return _write(checkpoint, target, _check_empty, format, dtype, say, step)
 
 
 def _check_format(format: str) -> str:
     if format not in FORMATS:
-        raise mismatch("format", f"{format!r}", f"one of {', '.join(FORMATS)}")
+        raise mismatch_error("format", f"{format!r}", f"one of {', '.join(FORMATS)}")
     return format
 
 
@@ -185,7 +185,7 @@ def _write(
         number = step or 1  # T5X takes step 0 to mean that there is no step
         inner = pathlib.PurePath(f"checkpoint_{number}")
     bar = Progress(f"writing {target}", count, "parameters", say=say)
-    with bar as progress, new_folder(target, check_free) as temporary:
+    with bar as progress, open_new_folder(target, check_free) as temporary:
         folder = temporary / inner
         folder.mkdir(exist_ok=True)
         if format == "specdec":
@@ -196,7 +196,7 @@ def _write(
             assert number is not None
             write = t5x.write_orbax if format == "t5x" else t5x.write_legacy
             native_format.write_description(checkpoint, folder, "t5x")
-            parameters = t5x.stack_layers(checkpoint.parameters, t5_only("format", config))
+            parameters = t5x.stack_layers(checkpoint.parameters, check_t5("format", config))
             write(parameters, dtype, folder, number, progress.advance)
         _check_written(open_checkpoint(folder, None), checkpoint, format)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -212,11 +212,11 @@ def _check_format_holds(format: str, config: ModelConfig) -> None:
         kind = "a model without an encoder of its own"
     elif config.family not in _HOLDS[format]:
         kind = "a decoder-only model" if config.decoder_only else f"a {type(config).__name__}"
-    elif format.startswith("t5x") and t5_only("format", config).separate_embeddings:
+    elif format.startswith("t5x") and check_t5("format", config).separate_embeddings:
         kind = "a model whose encoder has an embedding of its own"
         expected += " or 'huggingface': T5X's networks share one"
     if kind:
-        raise mismatch("format", f"{format!r} for {kind}", expected)
+        raise mismatch_error("format", f"{format!r} for {kind}", expected)
 
 
 def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> None:
@@ -229,7 +229,7 @@ def _check_written(written: Checkpoint, checkpoint: Checkpoint, format: str) -> 
     for name, value in _list_properties(checkpoint).items():
         if (back := expressed.get(name)) != value:
             got = f"{name}={value!r}, which {format} would give back as {back!r}"
-            raise mismatch("format", got, "a format that keeps it")
+            raise mismatch_error("format", got, "a format that keeps it")
 
 
 def _list_properties(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor, fill_rows
-from specdec_jax.files.reading import check_file, mismatch, shown
+from specdec_jax.files.reading import check_file, mismatch_error, quote_value
 from specdec_jax.models.parameters import flatten
 
 _CHUNKED = "__msgpack_chunked_array__"
@@ -53,7 +53,7 @@ def open_file(path: pathlib.Path) -> Parameters:
     """
     tree = read_tree(path)
     if not isinstance(tree, dict):
-        raise mismatch(path, shown(tree), "Flax parameters")
+        raise mismatch_error(path, quote_value(tree), "Flax parameters")
     return {name: open_array(path, name, array) for name, array in flatten(tree).items()}
 
 
@@ -71,7 +71,9 @@ def read_tree(path: pathlib.Path) -> Any:
             if file.tell() != walk.size:
                 raise ValueError(f"{walk.size} bytes where the headers say {file.tell()}")
     except ValueError as error:
-        raise mismatch(path, f"no readable msgpack ({error})", "Flax's (truncated?)") from None
+        raise mismatch_error(
+            path, f"no readable msgpack ({error})", "Flax's (truncated?)"
+        ) from None
     return tree
 
 
@@ -144,7 +146,9 @@ class _Walk:
         for _ in range(count):
             key = self.value(depth + 1)
             if not isinstance(key, str) or not key.isprintable() or key in tree:
-                raise ValueError(f"the key {shown(key)}, expected printable strings, each once")
+                raise ValueError(
+                    f"the key {quote_value(key)}, expected printable strings, each once"
+                )
             tree[key] = self.value(depth + 1)
         return _join_chunks(tree) if _CHUNKED in tree else tree
 
@@ -157,7 +161,9 @@ class _Walk:
             raise ValueError(f"an extension of kind {kind} that is no array")
         count, dtype, (offset, length) = math.prod(shape), _DTYPES.get(str(name)), place
         if dtype is None or self._file.tell() != end or length != count * dtype.itemsize:
-            raise ValueError(f"{length:,} bytes for {shown(name)} of shape {shown(tuple(shape))}")
+            raise ValueError(
+                f"{length:,} bytes for {quote_value(name)} of shape {quote_value(tuple(shape))}"
+            )
         return Array(tuple(shape), dtype, ((offset, count),))
 
 
@@ -179,7 +185,7 @@ def _join_chunks(tree: dict[str, Any]) -> Array:
         raise ValueError("an array in parts that are not arrays")
     parts = tuple(part for chunk in chunks for part in chunk.parts)
     if not _is_shape(shape) or math.prod(shape) != sum(count for _, count in parts):
-        raise ValueError(f"parts that do not make an array of shape {shown(shape)}")
+        raise ValueError(f"parts that do not make an array of shape {quote_value(shape)}")
     return Array(tuple(shape), chunks[0].dtype, parts)
 
 
@@ -187,7 +193,7 @@ def open_array(path: pathlib.Path, name: str, array: Any) -> StoredTensor:
     """Returns the parameter `name`, given what `read_tree` returned for it."""
     if not isinstance(array, Array):
         expected = f"an array of {' or '.join(FLOATS)}"
-        raise ValueError(f"{path}: parameter {name}: got {shown(array)}, expected {expected}")
+        raise ValueError(f"{path}: parameter {name}: got {quote_value(array)}, expected {expected}")
     if array.dtype.name not in FLOATS:
         return StoredTensor.unreadable(path, name, array.shape, array.dtype.name)
     width, itemsize = math.prod(array.shape[1:]), array.dtype.itemsize

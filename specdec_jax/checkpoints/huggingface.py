@@ -12,7 +12,7 @@ from specdec_jax.checkpoints import (
 )
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Parameters, Report
 from specdec_jax.files import reading
-from specdec_jax.files.reading import mismatch, shown
+from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.tokenizers import huggingface_folders
@@ -52,7 +52,7 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     """
     path, generation_path = folder / "config.json", folder / "generation_config.json"
     if not path.exists():
-        raise mismatch(folder, "no config.json", "one beside the weights")
+        raise mismatch_error(folder, "no config.json", "one beside the weights")
     options, generation = reading.read_json(path), reading.read_optional_json(generation_path)
     reader = _choose_reader(path, options)
     options = reader.SPECIAL_IDS | options
@@ -61,7 +61,7 @@ def open_folder(folder: pathlib.Path) -> Checkpoint:
     config, parameters = reader.open_model(folder, options, tensors)
     start = _read_ids(files, reader.START) or (0,)
     if len(start) > 1:
-        raise mismatch(path, f"the start tokens {shown(start)}", "one")
+        raise mismatch_error(path, f"the start tokens {quote_value(start)}", "one")
     eos_ids = _read_ids(files, "eos_token_id")
     eos_ids = reader.NO_EOS if eos_ids is None else eos_ids
     vocabulary = huggingface_folders.open_folder(folder, eos_ids or (), config.vocab_size)
@@ -80,10 +80,10 @@ def _choose_reader(path: pathlib.Path, options: dict) -> Any:
     known = reader.ARCHITECTURES[kind] if reader else ()
     listed = architectures if isinstance(architectures, list) else [None]
     if not known or any(name not in known for name in listed):
-        got = f"model_type {shown(kind)} with architectures {shown(architectures)}"
+        got = f"model_type {quote_value(kind)} with architectures {quote_value(architectures)}"
         pairs = [pair for reader in _READERS for pair in reader.ARCHITECTURES.items()]
         expected = "; ".join(f"{kind} with {' or '.join(names)}" for kind, names in pairs)
-        raise mismatch(f"{path}: unknown architecture", got, expected)
+        raise mismatch_error(f"{path}: unknown architecture", got, expected)
     return reader
 
 
@@ -95,9 +95,11 @@ def _open_tensors(folder: pathlib.Path) -> tuple[Parameters, tuple[str, ...]]:
     """
     name = next(iter(list_weights(folder)), None)
     if name in PYTORCH:
-        raise mismatch(folder, "pytorch_model.bin only", f"model.safetensors; {_CONVERT}")
+        raise mismatch_error(folder, "pytorch_model.bin only", f"model.safetensors; {_CONVERT}")
     if name is None:
-        raise mismatch(folder, "no weights", "model.safetensors, its shards, or flax_model.msgpack")
+        raise mismatch_error(
+            folder, "no weights", "model.safetensors, its shards, or flax_model.msgpack"
+        )
     if name == FLAX:
         return _unwrap_names(folder, _rename_flax(flax_msgpack.open_file(folder / FLAX)))
     return _unwrap_names(folder, safetensors_files.open_folder(folder))
@@ -137,7 +139,7 @@ def _read_ids(files: tuple[tuple[pathlib.Path, dict], ...], name: str) -> tuple[
         if (given := content.get(name)) is not None:
             ids = given if isinstance(given, list) else [given]
             if not all(type(i) is int for i in ids):
-                raise mismatch(f"{path}: {name}", shown(given), "an integer")
+                raise mismatch_error(f"{path}: {name}", quote_value(given), "an integer")
             return tuple(ids)
     return None
 

@@ -3,7 +3,7 @@
 import pathlib
 from typing import Any
 
-from specdec_jax.files.reading import mismatch, shown
+from specdec_jax.files.reading import mismatch_error, quote_value
 
 
 def read_fields(options: dict, names: dict[str, str], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def choose_value(
     """Returns the meaning of an option of config.json; raises ValueError for unknown values."""
     value = options.get(name, default)
     if not isinstance(value, str) or value not in known:
-        raise mismatch(f"{path}: {name}", shown(value), f"one of {', '.join(known)}")
+        raise mismatch_error(f"{path}: {name}", quote_value(value), f"one of {', '.join(known)}")
     return known[value]
 
 
@@ -32,4 +32,4 @@ def check_fixed(path: pathlib.Path, options: dict, fixed: dict[str, Any]) -> Non
     """Raises ValueError if an option of config.json has another value than the one supported."""
     for name, expected in fixed.items():
         if options.get(name, expected) != expected:
-            raise mismatch(f"{path}: {name}", shown(options[name]), f"{expected!r}")
+            raise mismatch_error(f"{path}: {name}", quote_value(options[name]), f"{expected!r}")

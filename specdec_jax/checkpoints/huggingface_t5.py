@@ -67,13 +67,13 @@ def open_model(
     if places["decoder"] not in tensors and _HEAD in tensors and tied:
         places = dict.fromkeys(places, _HEAD)  # of the tied tensors, the file holds the head alone
     encoder, decoder, head = (places[part] for part in ("encoder", "decoder", "head"))
-    separate_head = head == _HEAD != decoder or not _same_tensor(tensors, head, decoder)
-    separate_embeddings = not _same_tensor(tensors, encoder, decoder)
+    separate_head = head == _HEAD != decoder or not _is_same_tensor(tensors, head, decoder)
+    separate_embeddings = not _is_same_tensor(tensors, encoder, decoder)
     config = _read_config(folder, options, separate_head, separate_embeddings)
     return config, _rename_tensors(tensors, config, places)
 
 
-def _same_tensor(tensors: Parameters, name: str, other: str) -> bool:
+def _is_same_tensor(tensors: Parameters, name: str, other: str) -> bool:
     """Returns whether two tensors are one, or have the same bits; a file may hold copies.
 
     What is no matrix of floating-point numbers is never the same: it is rejected by its own name.

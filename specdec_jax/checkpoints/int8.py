@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 
 from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor
-from specdec_jax.files.reading import PathLike, mismatch
+from specdec_jax.files.reading import PathLike, mismatch_error
 
 _MOST = 127
 _VALUES, _SCALES = "values", "scales"
@@ -38,7 +38,7 @@ def quantize(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
 def _check_finite(name: str, array: np.ndarray) -> None:
     if not np.all(np.isfinite(array)):
         got, expected = "numbers that are not finite", "finite ones to store in int8"
-        raise mismatch(f"parameter {name}", got, expected)
+        raise mismatch_error(f"parameter {name}", got, expected)
 
 
 def is_quantized(name: str, tensor: StoredTensor) -> bool:
@@ -77,7 +77,7 @@ def join_parts(stored: Parameters, path: PathLike) -> Parameters:
             continue
         other = stored.get(f"{parameter}/{_SCALES if part == _VALUES else _VALUES}")
         if other is None:
-            raise mismatch(
+            raise mismatch_error(
                 f"{path}: parameter {parameter}", f"8-bit {part} alone", "values and scales"
             )
         if part == _SCALES:

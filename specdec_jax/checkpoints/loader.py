@@ -16,17 +16,17 @@ from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.jax_settings import check_not_traced, isolated
 from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.checkpoints import huggingface, native_format, t5x
-from specdec_jax.checkpoints.memory import check_memory, returning_freed_memory
+from specdec_jax.checkpoints.memory import check_memory, return_freed_memory
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, check
 from specdec_jax.checkpoints.weights import choose_int8_weights, read_params
 from specdec_jax.files.progress import Progress, print_line
-from specdec_jax.files.reading import PathLike, mismatch
+from specdec_jax.files.reading import PathLike, mismatch_error
 from specdec_jax.models import arguments
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.language_model import LanguageModel, check_ids
 from specdec_jax.models.parameters import parameter_count
-from specdec_jax.models.t5 import T5Config, t5_only
+from specdec_jax.models.t5 import T5Config, check_t5
 from specdec_jax.tokenizers.vocabularies import (
     SentencePieceVocabulary,
     TokenizerJsonVocabulary,
@@ -109,7 +109,7 @@ def load(
     arguments.check_kind("mesh", mesh, Mesh | None, "a mesh, as from make_mesh")
     arguments.check_kind("say", say, Callable, "a function of one line")
     if arguments.check_flag("replicate", replicate) and mesh is None:
-        raise mismatch("replicate", "True without a mesh", "mesh= too")
+        raise mismatch_error("replicate", "True without a mesh", "mesh= too")
     rules = None if mesh is None else ShardingRules(mesh, replicate)
     folder = resolve(path)
     checkpoint = open_complete(folder, config, vocabulary, say)
@@ -121,7 +121,7 @@ def load(
     check_memory(checkpoint.config, dtype, folder, rules, int8_weights)
     count = parameter_count(checkpoint.config)
     shown = Progress(f"reading {path}", count, "parameters", say=say, last="placing them")
-    with returning_freed_memory(), shown as progress:
+    with return_freed_memory(), shown as progress:
         params = read_params(checkpoint, dtype, rules, int8_weights, input_bits, progress.advance)
         return LanguageModel(
             checkpoint.config.replace(dtype=dtype, matmul_dtype=None),
@@ -185,7 +185,7 @@ def _check_dtype(dtype: npt.DTypeLike, known: tuple[str, ...] = DTYPES) -> str:
     except TypeError:
         name = str(dtype)
     if name not in known:
-        raise mismatch("dtype", name, " or ".join(known))
+        raise mismatch_error("dtype", name, " or ".join(known))
     return name
 
 
@@ -245,7 +245,7 @@ def resolve(path: PathLike) -> pathlib.Path:
             f"that: `pip install huggingface_hub; hf download {path} --local-dir {local}`, then "
             f"{local}"
         )
-    raise mismatch(path, kind, expected)
+    raise mismatch_error(path, kind, expected)
 
 
 def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint:
@@ -260,17 +260,19 @@ def open_checkpoint(folder: pathlib.Path, config: T5Config | None) -> Checkpoint
     if step is not None and (config is not None or not (ours or theirs)):
         checkpoint, read = _open_step(step, config), _list_parts(step, folder)[0]
     elif config is not None:
-        raise mismatch(folder, "config=", "it for a T5X checkpoint only (here is a config.json)")
+        raise mismatch_error(
+            folder, "config=", "it for a T5X checkpoint only (here is a config.json)"
+        )
     elif ours:
         checkpoint, read = native_format.open_folder(folder), "params"
     elif native_format.is_folder(folder, "heads"):
-        raise mismatch(folder, "heads, which only draft for their target", "a model")
+        raise mismatch_error(folder, "heads, which only draft for their target", "a model")
     elif huggingface.is_folder(folder):
         checkpoint, read = huggingface.open_folder(folder), next(iter(theirs), "")
     elif (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder}: got {_ADAPTER}")
     else:
-        raise mismatch(folder, "a folder of no known format", _KNOWN_FORMATS)
+        raise mismatch_error(folder, "a folder of no known format", _KNOWN_FORMATS)
     there = ["params"] * ours + huggingface.list_weights(folder) + _list_parts(step, folder)
     others = [name for name in there if name != read]
     if not others:
@@ -297,7 +299,7 @@ def _open_step(step: pathlib.Path, config: T5Config | None) -> Checkpoint:
         vocabulary = _find_vocabulary(step, checkpoint.config)
         return dataclasses.replace(checkpoint, vocabulary=vocabulary)
     described = native_format.open_description(step)  # `save` wrote it
-    config = config or t5_only(str(step / "config.json"), described.config)
+    config = config or check_t5(str(step / "config.json"), described.config)
     parameters = t5x.open_step(step, config).parameters
     return dataclasses.replace(described, config=config, parameters=parameters)
 
@@ -316,7 +318,7 @@ def _read_vocabulary(
     arguments.check_kind("vocabulary", path, PathLike, "a Vocabulary, or a path")
     path = pathlib.Path(path)
     if not path.exists():
-        raise mismatch(path, "no such file", "a SentencePiece model or a tokenizer.json")
+        raise mismatch_error(path, "no such file", "a SentencePiece model or a tokenizer.json")
     if path.suffix == ".json":
         return TokenizerJsonVocabulary.load(path, stop_ids=stop_ids)
     pieces = SentencePieceVocabulary.load(path)

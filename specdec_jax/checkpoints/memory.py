@@ -30,13 +30,13 @@ def available_bytes(device: jax.Device | None = None) -> int | None:
         limit = statistics.get("bytes_limit")
         return None if limit is None else limit - statistics.get("bytes_in_use", 0)
     amounts = _cgroup_bytes()
-    for line in _lines(MEMORY):
+    for line in _read_lines(MEMORY):
         if line.startswith("MemAvailable:"):
             amounts.append(int(line.split()[1]) * 1024)
     return min(amounts, default=None)
 
 
-def _lines(path: pathlib.Path) -> list[str]:
+def _read_lines(path: pathlib.Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -50,7 +50,7 @@ def _cgroup_bytes() -> list[int]:
     them.
     """
     left = []
-    for line in _lines(CGROUPS_OF_PROCESS):  # "0::/path" (v2), "4:memory:/path" (v1)
+    for line in _read_lines(CGROUPS_OF_PROCESS):  # "0::/path" (v2), "4:memory:/path" (v1)
         _, controllers, path = line.split(":", 2)
         if not controllers:
             root, prefix, names = CGROUPS, "", ("memory.max", "memory.current")
@@ -63,11 +63,11 @@ def _cgroup_bytes() -> list[int]:
         # root is its own group.
         parts = path.strip("/").split("/")
         for folder in (root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
-            texts = [text for name in names for text in _lines(folder / name)]
+            texts = [text for name in names for text in _read_lines(folder / name)]
             numbers = [int(text) for text in texts if text.isdigit()]
             if len(numbers) == 2:  # "max" is no limit
                 pages = (prefix + "active_file", prefix + "inactive_file")
-                rows = [row for row in _lines(folder / "memory.stat") if row.startswith(pages)]
+                rows = [row for row in _read_lines(folder / "memory.stat") if row.startswith(pages)]
                 left.append(numbers[0] - numbers[1] + sum(int(row.split()[1]) for row in rows))
     return left
 
@@ -94,7 +94,7 @@ def check_memory(
 
 
 @contextlib.contextmanager
-def returning_freed_memory() -> Iterator[None]:
+def return_freed_memory() -> Iterator[None]:
     """Makes glibc return freed blocks of 64 KiB and more to the system during the block.
 
     glibc maps large blocks by themselves, but as it sees them freed it raises the size from which

@@ -16,10 +16,10 @@ import numpy as np
 from specdec_jax.checkpoints import int8, tensorstore_arrays
 from specdec_jax.checkpoints.stored_tensor import Checkpoint, Parameters, Report, iterate_names
 from specdec_jax.files import reading
-from specdec_jax.files.reading import mismatch, shown
-from specdec_jax.files.writing import new_folder, write_file
+from specdec_jax.files.reading import mismatch_error, quote_value
+from specdec_jax.files.writing import open_new_folder, write_file
 from specdec_jax.models.config_validation import build
-from specdec_jax.models.families import describe, family_of
+from specdec_jax.models.families import describe, find_family
 from specdec_jax.models.heads import HeadsConfig
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.parameters import flatten
@@ -57,7 +57,7 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
     """Returns what `write_description` wrote, as a checkpoint without parameters."""
     path, content = folder / "config.json", _read_record(folder)
     try:
-        shape = family_of(content.get("architecture"))
+        shape = find_family(content.get("architecture"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     config = build(shape, content.get("model"), path)
@@ -70,7 +70,7 @@ def open_description(folder: pathlib.Path) -> Checkpoint:
     given = {name: content.get(name) for name in kinds}
     for name, (kind, expected) in kinds.items():
         if given[name] is not None and not isinstance(given[name], kind):
-            raise mismatch(f"{path}: {name}", shown(given[name]), expected)
+            raise mismatch_error(f"{path}: {name}", quote_value(given[name]), expected)
     eos_ids, entry, encoder, options = given.values()
     defaults = ModelDefaults.read(options or {}, path)
     return Checkpoint(
@@ -92,11 +92,11 @@ def open_heads(folder: pathlib.Path) -> tuple[HeadsConfig, str, Parameters]:
       The shape of the heads, the fingerprint of their target, and their parameters.
     """
     if not is_folder(folder, "heads"):
-        raise mismatch(folder, "no heads", "a folder with heads of this package")
+        raise mismatch_error(folder, "no heads", "a folder with heads of this package")
     path, content = folder / "config.json", _read_record(folder)
     config, fingerprint = build(HeadsConfig, content.get("heads"), path), content.get(_TARGET)
     if not isinstance(fingerprint, str):
-        raise mismatch(f"{path}: {_TARGET}", shown(fingerprint), "a string")
+        raise mismatch_error(f"{path}: {_TARGET}", quote_value(fingerprint), "a string")
     return config, fingerprint, tensorstore_arrays.open_ocdbt(folder / "params")
 
 
@@ -104,7 +104,7 @@ def _read_record(folder: pathlib.Path) -> dict:
     path = folder / "config.json"
     content = reading.read_json(path)
     if (version := content.get("version")) != VERSION:
-        raise mismatch(path, f"version {shown(version)}", VERSION)
+        raise mismatch_error(path, f"version {quote_value(version)}", VERSION)
     return content
 
 
@@ -114,13 +114,17 @@ def open_vocabulary(folder: pathlib.Path, entry: dict) -> Vocabulary:
     if kind == "bytes":
         return ByteVocabulary(check_extra_ids(extra_ids, file))
     if kind not in ("sentencepiece", "tokenizer_json"):
-        raise mismatch(f"{file}: vocabulary", f"kind {shown(kind)}", "one of this package")
+        raise mismatch_error(
+            f"{file}: vocabulary", f"kind {quote_value(kind)}", "one of this package"
+        )
     # A target and a drafter may share the file in the folder above theirs.
     folders, name = (folder, folder.absolute().parent), entry.get("file")
     places = [reading.join_inside(place, name, file) for place in folders]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
-        raise mismatch(folder, f"no vocabulary {places[0].name}", "it there or in the folder above")
+        raise mismatch_error(
+            folder, f"no vocabulary {places[0].name}", "it there or in the folder above"
+        )
     if kind == "sentencepiece":
         return SentencePieceVocabulary.load(path, check_extra_ids(extra_ids, file))
     return TokenizerJsonVocabulary.load(path, entry.get("eos_ids", ()))
@@ -144,7 +148,7 @@ def describe_vocabulary(vocabulary: Vocabulary | None) -> tuple[dict | None, byt
         return entry | {"eos_ids": list(vocabulary.eos_ids)}, vocabulary.text.encode("utf-8")
     if isinstance(vocabulary, ByteVocabulary):
         return {"kind": "bytes", "extra_ids": vocabulary.extra_ids}, b""
-    raise mismatch("vocabulary", type(vocabulary).__name__, "one that this package can store")
+    raise mismatch_error("vocabulary", type(vocabulary).__name__, "one that this package can store")
 
 
 def write_folder(checkpoint: Checkpoint, dtype: str, folder: pathlib.Path, report: Report) -> None:
@@ -176,7 +180,7 @@ def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = 
     entry, contents = describe_vocabulary(checkpoint.vocabulary)
     described = describe(checkpoint.config)
     record = {
-        **_header(kind),
+        **_make_header(kind),
         "architecture": described.pop("architecture"),
         "model": described,
         "start_token": checkpoint.start_token,
@@ -196,9 +200,9 @@ def write_description(checkpoint: Checkpoint, folder: pathlib.Path, kind: str = 
 
 def write_heads(config: HeadsConfig, fingerprint: str, params: dict, folder: pathlib.Path) -> None:
     """Writes the heads of the target with this fingerprint; replaces only earlier heads."""
-    with new_folder(folder, functools.partial(check_free, kind="heads")) as temporary:
+    with open_new_folder(folder, functools.partial(check_free, kind="heads")) as temporary:
         heads = {"heads": dataclasses.asdict(config), _TARGET: fingerprint}
-        _write_record(_header("heads") | heads, temporary)
+        _write_record(_make_header("heads") | heads, temporary)
         arrays = ((name, np.asarray(array)) for name, array in flatten(params).items())
         _write_params(arrays, temporary)
 
@@ -210,7 +214,7 @@ def check_free(folder: pathlib.Path, kind: str = "model") -> None:
         raise ValueError(f"{folder}: got {got}, expected nothing there")
 
 
-def _header(kind: str) -> dict:
+def _make_header(kind: str) -> dict:
     return {"format": FORMAT, "version": VERSION} | ({} if kind == "model" else {"kind": kind})
 
 

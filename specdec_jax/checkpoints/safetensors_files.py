@@ -22,7 +22,7 @@ from specdec_jax.checkpoints.stored_tensor import (
     iterate_names,
 )
 from specdec_jax.files import reading
-from specdec_jax.files.reading import mismatch, shown
+from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import name_errors, write_file
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
@@ -44,14 +44,14 @@ def open_folder(folder: pathlib.Path) -> Parameters:
         return _open_file(folder / WHOLE)
     shard_of = reading.read_json(index).get("weight_map")
     if not isinstance(shard_of, dict):
-        got, expected = f"weight_map {shown(shard_of)}", "each tensor's file by its name"
+        got, expected = f"weight_map {quote_value(shard_of)}", "each tensor's file by its name"
         raise ValueError(f"{index}: got {got}, expected {expected}")
     reading.check_names(shard_of, index)
     shards = {name: reading.join_inside(folder, shard, index) for name, shard in shard_of.items()}
     opened = {shard: _open_file(shard) for shard in sorted(set(shards.values()))}
     for name, shard in shards.items():
         if name not in opened[shard]:
-            raise mismatch(shard, f"no tensor {name}", f"it as {index.name} names it")
+            raise mismatch_error(shard, f"no tensor {name}", f"it as {index.name} names it")
     return {name: tensor for tensors in opened.values() for name, tensor in tensors.items()}
 
 
@@ -64,14 +64,16 @@ def _open_file(path: pathlib.Path) -> Parameters:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(path.stat().st_size, reading.MOST_BYTES):
-            raise mismatch(path, f"a header of {length:,} bytes", "a safetensors file (truncated?)")
+            raise mismatch_error(
+                path, f"a header of {length:,} bytes", "a safetensors file (truncated?)"
+            )
         header = file.read(length)
     try:
         with safetensors.safe_open(path, "numpy"):
             # Unlike the package, `parse_json` rejects a name that is there twice.
             entries = reading.parse_json(header.decode())
     except (safetensors.SafetensorError, ValueError) as error:
-        got = reading.reason(error).removeprefix("got ")
+        got = reading.error_reason(error).removeprefix("got ")
         raise ValueError(f"{path}: got {got}, expected a safetensors file (truncated?)") from None
     reading.check_names(entries, path)
     entries.pop("__metadata__", None)

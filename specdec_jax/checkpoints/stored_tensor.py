@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specdec_jax.files.reading import PathLike, mismatch
+from specdec_jax.files.reading import PathLike, mismatch_error
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.models.parameters import parameter_shapes
@@ -161,12 +161,12 @@ def check_shapes(
     """
     for name, shape in expected.items():
         if name not in parameters:
-            raise mismatch(f"{path}: parameter {name}", "none", f"one of shape {shape}")
+            raise mismatch_error(f"{path}: parameter {name}", "none", f"one of shape {shape}")
         if (got := tuple(parameters[name].shape)) != shape:
-            raise mismatch(f"{path}: parameter {name}", f"shape {got}", shape)
+            raise mismatch_error(f"{path}: parameter {name}", f"shape {got}", shape)
     for name in parameters:
         if name not in expected:
-            raise mismatch(path, f"unexpected parameter {name}", f"only those {whose}")
+            raise mismatch_error(path, f"unexpected parameter {name}", f"only those {whose}")
 
 
 _BLOCK_BYTES = 1 << 22  # how much `fill_rows` reads at a time

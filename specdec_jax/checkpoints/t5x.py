@@ -20,7 +20,7 @@ from specdec_jax.checkpoints.stored_tensor import (
     iterate_names,
 )
 from specdec_jax.files import reading
-from specdec_jax.files.reading import mismatch, shown
+from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.files.writing import write_file
 from specdec_jax.models.config_validation import build
 from specdec_jax.models.family import ModelConfig
@@ -80,7 +80,7 @@ def open_step(folder: pathlib.Path, config: T5Config | None = None) -> Checkpoin
     else:
         stored = tensorstore_arrays.open_ocdbt(folder / "state", ("target",))
     if not stored:
-        raise mismatch(folder, "no parameters under 'target'", "those of a T5X checkpoint")
+        raise mismatch_error(folder, "no parameters under 'target'", "those of a T5X checkpoint")
     per_layer = None if config is None else config.relative_bias_per_layer
     parameters = _unstack(stored, folder, per_layer)
     return Checkpoint(config or infer_config(parameters, folder), parameters)
@@ -91,11 +91,11 @@ def _open_legacy(folder: pathlib.Path) -> Parameters:
     contents = flax_msgpack.read_tree(path)
     version = contents.get("version", 0) if isinstance(contents, dict) else 0
     if version not in (2, 3):
-        raise mismatch(path, f"checkpoint version {shown(version)}", "3")
+        raise mismatch_error(path, f"checkpoint version {quote_value(version)}", "3")
     state = contents.get("optimizer", contents)
     target = state.get("target") if isinstance(state, dict) else None
     if not isinstance(target, dict):
-        raise mismatch(path, "no 'target'", "the parameters of a T5X checkpoint")
+        raise mismatch_error(path, "no 'target'", "the parameters of a T5X checkpoint")
     arrays = flatten(target, is_leaf=lambda _, value: _is_spec(value))
     return {name: _open_legacy_array(name, value, path) for name, value in arrays.items()}
 
@@ -110,7 +110,9 @@ def _open_legacy_array(name: str, spec: Any, path: pathlib.Path) -> StoredTensor
         return flax_msgpack.open_array(path, name, spec)
     store = spec["kvstore"]
     if spec["driver"] != "zarr" or not isinstance(store, dict):
-        raise mismatch(f"{path}: parameter {name}", f"driver {shown(spec['driver'])}", "zarr")
+        raise mismatch_error(
+            f"{path}: parameter {name}", f"driver {quote_value(spec['driver'])}", "zarr"
+        )
     # Whatever file system it was written to (gfile, gcs), the arrays now lie beside the msgpack.
     # Before TensorStore 0.1.14 the path was at the top of the spec.
     array = reading.join_inside(path.parent, store.get("path", spec.get("path")), path)
@@ -184,7 +186,7 @@ def _join_heads(tensor: StoredTensor, module: str) -> StoredTensor:
 def _read_tables(tensor: StoredTensor, name: str, folder: pathlib.Path) -> np.ndarray:
     """Returns the position tables `[H, layers, buckets]` of a stack in float32."""
     if len(tensor.shape) != 3 or tensor.size > _TABLE_SIZE:
-        raise mismatch(
+        raise mismatch_error(
             f"{folder}: parameter {name}", f"shape {tensor.shape}", "relative position tables"
         )
     return tensor.load(np.float32)
@@ -193,7 +195,7 @@ def _read_tables(tensor: StoredTensor, name: str, folder: pathlib.Path) -> np.nd
 def _share_table(tables: np.ndarray, dtype: str, name: str, folder: pathlib.Path) -> StoredTensor:
     """Returns the table `[H, buckets]` that all layers of `tables [H, layers, buckets]` share."""
     if not (tables == tables[:, :1]).all():
-        raise mismatch(
+        raise mismatch_error(
             f"{folder}: parameter {name}",
             "a relative position table of its own for each layer (as in umT5)",
             "one that all layers share, or a configuration with relative_bias_per_layer",
@@ -221,7 +223,7 @@ def infer_config(parameters: Parameters, path: reading.PathLike) -> T5Config:
             raise ValueError(f"{path}: parameter {name}: got none, expected {expected}")
         shapes[key] = shape = parameters[name].shape
         if len(shape) != 2:
-            raise mismatch(f"{path}: parameter {name}", f"shape {shape}", "2 axes")
+            raise mismatch_error(f"{path}: parameter {name}", f"shape {shape}", "2 axes")
     (vocab_size, emb_dim), (num_heads, num_buckets) = shapes["embedding"], shapes["table"]
     inner = shapes["query"][1]
     if not num_heads or inner % num_heads:

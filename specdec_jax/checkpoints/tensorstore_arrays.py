@@ -10,7 +10,7 @@ import numpy as np
 
 from specdec_jax.checkpoints.stored_tensor import FLOATS, Parameters, StoredTensor, fill_rows
 from specdec_jax.files import reading
-from specdec_jax.files.reading import PathLike, mismatch
+from specdec_jax.files.reading import PathLike, mismatch_error
 from specdec_jax.files.writing import write_file
 
 # An array's file of metadata, by TensorStore's driver.
@@ -45,19 +45,21 @@ def open_array(
             raise ValueError(f"metadata of {len(metadata):,} bytes")
         store = tensorstore.open(spec, read=True).result()
     except ValueError as error:
-        raise mismatch(whose, _reason(error), "an array there") from None
+        raise mismatch_error(whose, _shorten_message(error), "an array there") from None
     shape, stored = tuple(store.shape), store.dtype.name
     if stored not in dtypes:
-        raise mismatch(whose, f"dtype {stored}", f"one of {', '.join(dtypes)}")
+        raise mismatch_error(whose, f"dtype {stored}", f"one of {', '.join(dtypes)}")
     chunk: Any = store.chunk_layout.read_chunk.shape  # whole, of a store that is open
     if any(part > max(size, 1) for part, size in zip(chunk, shape)):
-        raise mismatch(whose, f"chunks of shape {tuple(chunk)}", f"at most {shape}")
+        raise mismatch_error(whose, f"chunks of shape {tuple(chunk)}", f"at most {shape}")
 
     def read_part(dtype: np.dtype, box: tuple[slice, ...]) -> np.ndarray:
         try:  # a cast while reading makes no copy in the stored dtype
             return np.asarray(tensorstore.cast(store, dtype.name)[box].read().result())
         except ValueError as error:
-            raise mismatch(whose, _reason(error), f"{stored} of shape {shape}") from None
+            raise mismatch_error(
+                whose, _shorten_message(error), f"{stored} of shape {shape}"
+            ) from None
 
     def read(dtype: np.dtype, transpose: bool) -> np.ndarray:
         # A chunk is decoded whole whatever part of it is read, so blocks are runs of whole chunks.
@@ -73,9 +75,9 @@ def open_array(
     return StoredTensor(shape, read, stored, read_part=read_part)
 
 
-def _reason(error: ValueError) -> str:
+def _shorten_message(error: ValueError) -> str:
     """Returns TensorStore's message without the spec and the places in its source."""
-    text = reading.reason(error).split(" [tensorstore_spec=")[0]
+    text = reading.error_reason(error).split(" [tensorstore_spec=")[0]
     return text.split(" [source locations=")[0].strip()
 
 
@@ -83,13 +85,13 @@ def read_structure(folder: pathlib.Path) -> tuple[list[tuple[str, ...]], str]:
     """Returns the paths of all leaves of an Orbax folder, and TensorStore's driver for them."""
     path = folder / "_METADATA"
     if not path.exists():
-        raise mismatch(folder, "no _METADATA", "the one of an Orbax checkpoint")
+        raise mismatch_error(folder, "no _METADATA", "the one of an Orbax checkpoint")
     metadata = reading.read_json(path, _STRUCTURE_BYTES)
     try:
         entries = metadata["tree_metadata"].values()
         paths = [tuple(key["key"] for key in entry["key_metadata"]) for entry in entries]
     except (KeyError, TypeError, AttributeError):
-        raise mismatch(path, "no readable tree_metadata", "Orbax's") from None
+        raise mismatch_error(path, "no readable tree_metadata", "Orbax's") from None
     reading.check_names((key for keys in paths for key in keys), path)
     return paths, "zarr3" if metadata.get("use_zarr3") else "zarr"
 

@@ -41,10 +41,10 @@ def choose_int8_weights(
         quantize == "none" or rules is not None or not packed_weights.can_pack(dtype)
     ):
         return None
-    return "stored" if _are_stored(checkpoint) else "rounded" if asked else None
+    return "stored" if _are_stored_in_int8(checkpoint) else "rounded" if asked else None
 
 
-def _are_stored(checkpoint: Checkpoint) -> bool:
+def _are_stored_in_int8(checkpoint: Checkpoint) -> bool:
     """Returns whether all weights are stored in int8; the embedding too if it is also the head."""
     names = [name for name in checkpoint.parameters if _is_weight(name)]
     names += [_EMBEDDING] if checkpoint.config.logits_via_embedding else []

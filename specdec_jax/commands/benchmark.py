@@ -25,14 +25,14 @@ from specdec_jax.commands.generation_flags import (
     width_option,
 )
 from specdec_jax.commands.measure import INPUT_FILE_HELP
-from specdec_jax.commands.options import DecodingOptions, at_least
-from specdec_jax.commands.sentences import sentences_of
+from specdec_jax.commands.options import DecodingOptions, check_at_least
+from specdec_jax.commands.sentences import load_sentences
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.search_options import LEVELS, BeamOptions
-from specdec_jax.drafters.named import without_model
+from specdec_jax.drafters.named import needs_no_model
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import check_output
-from specdec_jax.models.arguments import option
+from specdec_jax.models.arguments import make_option
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
@@ -64,59 +64,59 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
 class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
     """Options of `specdec benchmark`."""
 
-    gamma: tuple[int, ...] = option(
+    gamma: tuple[int, ...] = make_option(
         (),
         "tokens drafted per target call (default: 4), with --num_beams levels of the tree "
         f"(default: {LEVELS}); several, comma-separated, are timed in turn",
     )
-    tree: tuple[str, ...] = option(
+    tree: tuple[str, ...] = make_option(
         (),
         "a token tree that is timed in turn with plain decoding and the chains of --gamma; "
         f"repeatable: {EXPECTED}",
     )
     beam_width: tuple[int, ...] = width_option("as for `specdec generate`")
-    input_file: str | None = option(None, INPUT_FILE_HELP)
-    limit: int = option(0, "read only this many lines of the input; 0: all")
-    batch_size: int = option(1, "sentences decoded together")
-    repeats: int = option(
+    input_file: str | None = make_option(None, INPUT_FILE_HELP)
+    limit: int = make_option(0, "read only this many lines of the input; 0: all")
+    batch_size: int = make_option(1, "sentences decoded together")
+    repeats: int = make_option(
         3, "passes over the sentences, of which the median and the spread are reported"
     )
-    preset: str | None = option(
+    preset: str | None = make_option(
         None,
         "time a target of this shape with random weights instead of --target: "
         + ", ".join(PRESETS),
     )
-    drafter_preset: str | None = option(
+    drafter_preset: str | None = make_option(
         None, "shape of a drafter with random weights, instead of --drafter"
     )
-    input_length: int | None = option(
+    input_length: int | None = make_option(
         None, "with --preset: length of the input, in tokens (default: 64)"
     )
-    synthetic_alpha: tuple[float, ...] = option(
+    synthetic_alpha: tuple[float, ...] = make_option(
         (),
         "accept drafted tokens at random with this probability, whatever the models predict, so "
         "that whole decodes can be timed with random weights; several, comma-separated, are timed "
         "in turn",
     )
-    against: str | None = option(
+    against: str | None = make_option(
         None,
         "time another implementation in turn with ours, by argmax or beam search, on the same "
         "weights and inputs: t5x, which must be installed",
     )
-    suite: str | None = option(
+    suite: str | None = make_option(
         None,
         "paper: measure every row that the paper reports, one record a line in --output, and "
         "resume after a kill; --drafter and --drafter_preset then take several, comma-separated",
     )
-    report: str | None = option(
+    report: str | None = make_option(
         None,
         "with --suite: HTML file to write, with the records beside the paper's tables and figures",
     )
-    plot: str | None = option(
+    plot: str | None = make_option(
         None, "file for a plot of wall time, a bar for every way of decoding (.png, .pdf, .svg)"
     )
-    output: str | None = option(None, "file to write the JSON record to")
-    json: bool = option(False, "print the JSON record instead of the summary")
+    output: str | None = make_option(None, "file to write the JSON record to")
+    json: bool = make_option(False, "print the JSON record instead of the summary")
 
     def check(self) -> None:
         presets = {"preset": self.preset, "drafter_preset": self.drafter_preset}
@@ -124,7 +124,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
             if preset and preset not in PRESETS:
                 raise ValueError(f"{name}: got {preset!r}, expected one of {', '.join(PRESETS)}")
         names = ["target", "input_file", "vocabulary", "limit"]
-        names += [] if without_model(self.drafter or "") else ["drafter"]
+        names += [] if needs_no_model(self.drafter or "") else ["drafter"]
         for name in names if self.preset else ():
             if getattr(self, name):
                 got = f"got --preset={self.preset} with --{name}"
@@ -149,11 +149,11 @@ class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
         check_against(self.against, self.sampling())
         for gamma in self.gammas:
             check_gamma(gamma)
-            at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always timed
+            check_at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always timed
             self.gamma_of(gamma)
-        at_least(1, batch_size=self.batch_size, repeats=self.repeats)
-        at_least(1, input_length=self.preset_length)
-        at_least(0, limit=self.limit)
+        check_at_least(1, batch_size=self.batch_size, repeats=self.repeats)
+        check_at_least(1, input_length=self.preset_length)
+        check_at_least(0, limit=self.limit)
         if self.preset and self.preset_length > self.max_input_length:
             most = f"max_input_length = {self.max_input_length}"
             raise ValueError(f"input_length: got {self.preset_length}, expected at most {most}")
@@ -287,13 +287,13 @@ def load(
 ) -> tuple[LanguageModel, Drafter | None, list[SentenceBatch]]:
     """Returns the target (unless it is given), the drafter and the inputs that the options name."""
     if options.preset:
-        return _preset(options, target)
-    sentences = sentences_of(options.input_file, options.limit)
+        return _read_preset(options, target)
+    sentences = load_sentences(options.input_file, options.limit)
     target, drafter = options.load(target)
     return target, drafter, analysis_variants.make_batches(target, sentences, options)
 
 
-def _preset(
+def _read_preset(
     options: BenchmarkOptions, target: LanguageModel | None
 ) -> tuple[LanguageModel, Drafter | None, list[SentenceBatch]]:
     def model(preset: str, drafts: bool = False) -> LanguageModel:

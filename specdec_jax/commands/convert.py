@@ -6,40 +6,40 @@ import sys
 
 from specdec_jax.backends.xla import ACTIVATIONS
 from specdec_jax.checkpoints import converter, loader, t5x
-from specdec_jax.models.arguments import option
-from specdec_jax.models.t5 import T5Config, t5_only
+from specdec_jax.models.arguments import make_option
+from specdec_jax.models.t5 import T5Config, check_t5
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
     """Options of `specdec convert`."""
 
-    source: str | None = option(
+    source: str | None = make_option(
         None,
         "a Hugging Face folder, a T5X checkpoint (legacy or Orbax), a folder of this package, or a"
         " bundled name",
     )
-    output: str | None = option(
+    output: str | None = make_option(
         None,
         "folder to write, which must not exist or be empty; for T5X: checkpoint_<step>, or the"
         " folder that is to hold it",
     )
-    format: str | None = option(
+    format: str | None = make_option(
         None,
         "huggingface (config.json, safetensors, tokenizer), t5x (Orbax), t5x_legacy, or specdec",
     )
-    dtype: str | None = option(
+    dtype: str | None = make_option(
         None,
         "float32 or bfloat16, for specdec also int8 (matrices in int8; not for a target whose"
         " drafter or heads were trained on its states) (default: bfloat16 if all parameters are"
         " stored so, else float32)",
     )
-    vocabulary: str | None = option(
+    vocabulary: str | None = make_option(
         None,
         "SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is"
         " written too",
     )
-    gated_activation: str | None = option(
+    gated_activation: str | None = make_option(
         None,
         "activation of a T5X source's gated feed-forward, which the source does not name: silu for"
         " UL2 (default: gelu)",
@@ -78,7 +78,7 @@ def _read_gated_config(source: str, activation: str) -> T5Config:
         raise ValueError(f"{name}: got {activation!r}, expected one of {ACTIVATIONS}")
     if t5x.find_step(pathlib.Path(source)) is None:
         raise ValueError(f"{name}: got it for {source}, expected it for a T5X checkpoint only")
-    shape = t5_only("source", loader.load_shape(source))
+    shape = check_t5("source", loader.load_shape(source))
     if len(shape.mlp_activations) == 1:
         raise ValueError(f"{name}: got a value for a checkpoint without gates, expected none")
     return shape.replace(mlp_activations=(activation, "linear"))

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 
 from specdec_jax.checkpoints import loader
-from specdec_jax.commands.options import at_least
+from specdec_jax.commands.options import check_at_least
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.files.progress import track
 from specdec_jax.files.writing import check_output
-from specdec_jax.models.arguments import option
+from specdec_jax.models.arguments import make_option
 from specdec_jax.training import text_files
 
 
@@ -18,23 +18,25 @@ from specdec_jax.training import text_files
 class CountOptions:
     """Options of `specdec count`."""
 
-    target: str | None = option(
+    target: str | None = make_option(
         None, "model that the table is to draft for; its vocabulary splits the text"
     )
-    vocabulary: str | None = option(
+    vocabulary: str | None = make_option(
         None, "SentencePiece model or tokenizer.json, for checkpoints that have none (T5X's)"
     )
-    input_file: tuple[str, ...] = option(
+    input_file: tuple[str, ...] = make_option(
         (), "UTF-8 text, gzip or not: one output a line, or source, tab, output; repeatable"
     )
-    order: int = option(2, "n of the n-grams: 1 counts single tokens, 2 pairs, …")
-    continuations: int = option(
+    order: int = make_option(2, "n of the n-grams: 1 counts single tokens, 2 pairs, …")
+    continuations: int = make_option(
         8, "how many of the most frequent next tokens are kept for each context"
     )
-    sampled: bool = option(
+    sampled: bool = make_option(
         False, "draft tokens drawn from the frequencies instead of the most frequent token"
     )
-    output: str | None = option(None, "file (.npz) that the table is written to, for --drafter")
+    output: str | None = make_option(
+        None, "file (.npz) that the table is written to, for --drafter"
+    )
 
     def check(self) -> None:
         if not self.target:
@@ -49,7 +51,7 @@ class CountOptions:
         if not self.output or not self.output.endswith(".npz"):
             expected = "the name of a file that ends in .npz"
             raise ValueError(f"output: got {self.output!r}, expected {expected}")
-        at_least(1, order=self.order, continuations=self.continuations)
+        check_at_least(1, order=self.order, continuations=self.continuations)
         check_output(self.output)
 
 

@@ -19,28 +19,28 @@ from specdec_jax.analysis import machine, timing, traces, tree_drawing
 from specdec_jax.analysis.report import plots
 from specdec_jax.analysis.report.records import write_record
 from specdec_jax.backends.cpu import native
-from specdec_jax.commands.generation_flags import check_gamma, flag
-from specdec_jax.commands.options import DecodingOptions, at_least
-from specdec_jax.commands.sentences import built_in
+from specdec_jax.commands.generation_flags import check_gamma, make_flag
+from specdec_jax.commands.options import DecodingOptions, check_at_least
+from specdec_jax.commands.sentences import read_built_in_sentences
 from specdec_jax.decoding import request
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.inputs import bucket, encode
+from specdec_jax.decoding.inputs import bucket_length, encode
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.decoding.trees import check_beside_tree
-from specdec_jax.files.progress import track, waiting
+from specdec_jax.files.progress import show_waiting, track
 from specdec_jax.files.writing import check_output, write_file
-from specdec_jax.models.arguments import option
+from specdec_jax.models.arguments import make_option
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 from specdec_jax.speculative.drafter import Drafter, TreeDrafter
 from specdec_jax.speculative.policy import MAX_GAMMA
-from specdec_jax.speculative.randomness import seeded
+from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.tree_text import EXPECTED, read_tree
 from specdec_jax.speculative.trees import AUTO, LOSSY_TREES, DynamicTree, Tree
-from specdec_jax.speculative.verifiers import verifier_of
+from specdec_jax.speculative.verifiers import find_verifier
 from specdec_jax.tokenizers.vocabularies import check_texts
 
 # Styles in a terminal; marks where there are no colours (wdiff's, and one for the bonus).
@@ -84,29 +84,31 @@ next: specdec demo "A sentence of your own."
 class DemoOptions(DecodingOptions):
     """Options of `specdec demo`."""
 
-    target: str | None = option(
+    target: str | None = make_option(
         "ende/target", "model whose output you want: a checkpoint's folder or a bundled name"
     )
-    drafter: str | None = option(
+    drafter: str | None = make_option(
         "ende/drafter",
         "smaller model that drafts, or another drafter (`specdec generate --help` lists them)",
     )
-    gamma: int | str | None = flag("gamma", None, f"{_GAMMA}; with --tree all of its nodes")
-    tree: str | None = option(
+    gamma: int | str | None = make_flag("gamma", None, f"{_GAMMA}; with --tree all of its nodes")
+    tree: str | None = make_option(
         None,
         f"token tree to draft instead of a chain; one target call is drawn as a tree: {EXPECTED}",
     )
-    trace: bool = option(
+    trace: bool = make_option(
         False,
         "draw every target call, with p, q and p/q of each drafted token: its probability by the "
         "target and by the drafter",
     )
-    plot: str | None = option(
+    plot: str | None = make_option(
         None, "file for a figure of one call's tree and mask: .png, .pdf or .svg"
     )
-    repeats: int = option(3, "timed passes over the sentences")
-    picture: str | None = option(None, "SVG file to write, a picture of the terminal in colour")
-    output: str | None = option(
+    repeats: int = make_option(3, "timed passes over the sentences")
+    picture: str | None = make_option(
+        None, "SVG file to write, a picture of the terminal in colour"
+    )
+    output: str | None = make_option(
         None,
         "file to write a JSON record of the calls to, with the drawn tree, for `specdec figures`",
     )
@@ -119,7 +121,7 @@ class DemoOptions(DecodingOptions):
         gamma, tree = self.max_drafted, self.parse_tree()
         check_gamma(gamma, MAX_GAMMA if tree is None else tree.size - 1)
         check_beside_tree(tree, self.verifier)
-        at_least(1, repeats=self.repeats, gamma=1 if isinstance(gamma, str) else gamma)
+        check_at_least(1, repeats=self.repeats, gamma=1 if isinstance(gamma, str) else gamma)
         self.gamma_of(gamma, tree)
         if self.trace and (isinstance(gamma, str) and tree is None or self.gamma_policy != "fixed"):
             got = f"trace: got True with gamma={gamma!r}, gamma_policy={self.gamma_policy!r}"
@@ -175,7 +177,7 @@ def run(options: DemoOptions, arguments: Sequence[str]) -> None:
     """Runs `specdec demo`: prints a trace of every sentence, then times."""
     options.check()
     check_texts("sentence", arguments)
-    sentences = list(arguments) or built_in()[:_SENTENCES]
+    sentences = list(arguments) or read_built_in_sentences()[:_SENTENCES]
     target, drafter = options.load()
     assert drafter is not None, "the options were checked"
     Demo(options, target, drafter, sentences).run()
@@ -200,9 +202,9 @@ class Demo:
         self.sentences, self.screen = sentences, Screen()
         self.shapes: dict[int, int] = {}
         for number, ids in enumerate(encode(target, sentences, options.max_input_length)):
-            self.shapes.setdefault(bucket(len(ids)), number)
+            self.shapes.setdefault(bucket_length(len(ids)), number)
         self.traced = options.choose_traced(drafter)
-        self.keys = fold_keys(seeded(options.seed), np.arange(len(sentences)))
+        self.keys = fold_keys(make_key(options.seed), np.arange(len(sentences)))
 
     def run(self) -> None:
         """Prints a trace of every sentence, and one call as a tree; then times."""
@@ -313,7 +315,7 @@ class Demo:
                 with show_compiling("plain decoding", length):
                     for variant in variants.values():
                         variant(number)
-        kernel = [native.state()] if jax.default_backend() == "cpu" else []
+        kernel = [native.describe_state()] if jax.default_backend() == "cpu" else []
         self.screen.say(compare_times(variants, numbers, options.repeats))
         print(*kernel, _NEXT, sep="\n")
 
@@ -375,7 +377,7 @@ def _describe_promise(options: DemoOptions) -> str:
     """Returns the verifier's guarantee about the output."""
     tree = options.parse_tree()
     verifier = options.verifier if tree is None or tree.verify not in LOSSY_TREES else tree.verify
-    if not verifier_of(verifier).exact:
+    if not find_verifier(verifier).exact:
         return f"{verifier} verification accepts tokens that the target would not choose"
     if options.temperature > 0:
         return "the text is distributed as if the target alone had written it"
@@ -384,7 +386,7 @@ def _describe_promise(options: DemoOptions) -> str:
 
 def show_compiling(what: str, tokens: int) -> contextlib.AbstractContextManager[object]:
     """Returns a context manager that shows which programs compile, for a padded length."""
-    return waiting(f"compiling {what} (up to {tokens} tokens)")
+    return show_waiting(f"compiling {what} (up to {tokens} tokens)")
 
 
 def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:

@@ -17,7 +17,7 @@ from specdec_jax.files import reading
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import lock_folder, write_file
-from specdec_jax.models.t5 import t5_only
+from specdec_jax.models.t5 import check_t5
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training import text_files, train
 from specdec_jax.training.run_vocabulary import RunVocabulary, check_same
@@ -40,7 +40,7 @@ _DECIDING = (
 _CONTENTS = ("vocabulary's contents", "target's contents")
 
 
-def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> dict:
+def run(config: DistillConfig, on_start: Callable[[], object] = lambda: None) -> dict:
     """Runs `specdec distill`.
 
     The target's outputs are written, then the drafter is trained on them and written to
@@ -48,8 +48,8 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
 
     Args:
       config: the settings.
-      begun: called when nothing can reject the run any more, before an output is written and before
-        the first step.
+      on_start: called when nothing can reject the run any more, before an output is written and
+        before the first step.
 
     Returns:
       The parameters of the last step.
@@ -61,7 +61,7 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
     """
     config.check()
     assert config.target
-    target = t5_only("target", loader.load_shape(config.target))
+    target = check_t5("target", loader.load_shape(config.target))
     model = config.drafter_config(target)
     if target.encoder_dim is not None or model.encoder_dim not in (None, target.emb_dim):
         shared = target.encoder_dim is not None
@@ -91,9 +91,9 @@ def run(config: DistillConfig, begun: Callable[[], object] = lambda: None) -> di
         contents |= {"target's contents": digest([target_model.contents.encode()])}
         _record(output / _RECORD, config, parts, contents)
         if not all(job.path.exists() for job in jobs):
-            begun()
+            on_start()
             write_outputs(config, target_model, jobs)
-    params = train.fit(training, begun)
+    params = train.fit(training, on_start)
     validation = [texts for part, texts in parts.items() if part != "train"]
     held_out = [text for texts in validation for text in texts if text.strip()]
     write_file(output / distill_lines.VALIDATION, "".join(f"{text}\n" for text in held_out))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.decoding.checks import listed
+from specdec_jax.decoding.checks import list_in_words
 from specdec_jax.decoding.continuous_batching import Output
 from specdec_jax.decoding.stream import Piece
 
@@ -56,10 +56,10 @@ class Endings:
             of_all = f"of {self._outputs} output{'s' * (self._outputs != 1)}"
             self.say(f"{self._cut} {of_all} ended by length: {self._limit}")
         if self._without_draft:
-            which = listed("sentence", self._without_draft, inputs)
+            which = list_in_words("sentence", self._without_draft, inputs)
             reason = "the drafter gave logits that are not finite numbers"
             self.say(f"{which}: {reason}; the outputs are the target's")
         if not self.failed:
             return None
-        which = listed("sentence", self.failed, inputs)
+        which = list_in_words("sentence", self.failed, inputs)
         return f"{which}: no output: got logits that are not finite numbers"

@@ -6,20 +6,20 @@ import pathlib
 from specdec_jax.analysis.report.page import report
 from specdec_jax.analysis.report.records import MOST_ITEMS, read_records
 from specdec_jax.files.writing import check_output, write_file
-from specdec_jax.models.arguments import option
+from specdec_jax.models.arguments import make_option
 
 
 @dataclasses.dataclass(frozen=True)
 class FiguresOptions:
     """Options of `specdec figures`."""
 
-    records: tuple[str, ...] = option(
+    records: tuple[str, ...] = make_option(
         (),
         "file with a record of `specdec benchmark`, `measure` or `demo`, "
         "scripts/compare_drafters.py, scripts/tpu_aot.py --times or "
         "scripts/accelerator_report.py; repeatable",
     )
-    output: str = option("report.html", "HTML file to write; it needs no other files")
+    output: str = make_option("report.html", "HTML file to write; it needs no other files")
 
     def check(self) -> None:
         check_page("output", self.output)

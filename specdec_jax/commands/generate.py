@@ -17,8 +17,8 @@ import numpy as np
 from specdec_jax.checkpoints import native_format
 from specdec_jax.commands.endings import Endings
 from specdec_jax.commands.generation_flags import GenerationFlags, check_one_value
-from specdec_jax.commands.options import ModelOptions, at_least, same_file
-from specdec_jax.commands.output_lines import Sentences, one_line, to_json
+from specdec_jax.commands.options import ModelOptions, check_at_least, is_same_file
+from specdec_jax.commands.output_lines import Sentences, join_lines, to_json
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.commands.sentences import read_sentences
 from specdec_jax.decoding import autotune
@@ -26,29 +26,34 @@ from specdec_jax.decoding.checks import (
     UnsupportedCombination,
     check_prompts,
     check_stop,
-    listed,
+    list_in_words,
 )
 from specdec_jax.decoding.config_files import to_plain
-from specdec_jax.decoding.continuous_batching import decode_all, decode_stream, refills, rows_for
-from specdec_jax.decoding.defaults import defaults_of, fill_limits, fill_search
+from specdec_jax.decoding.continuous_batching import (
+    choose_batch_size,
+    decode_all,
+    decode_stream,
+    should_refill,
+)
+from specdec_jax.decoding.defaults import fill_limits, fill_search, read_defaults
 from specdec_jax.decoding.generation_config import BEAM_FIELDS, GenerationConfig
 from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import NonFiniteLogitsError
-from specdec_jax.decoding.search_options import beam_options, check_drafting, check_greedy
+from specdec_jax.decoding.search_options import check_beam_options, check_drafting, check_greedy
 from specdec_jax.decoding.stream import Piece, stream
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.reading import digest
-from specdec_jax.files.writing import check_output, new_file, passes_through
-from specdec_jax.models.arguments import option
+from specdec_jax.files.writing import check_output, is_pass_through, open_new_file
+from specdec_jax.models.arguments import make_option
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import decoder_only
+from specdec_jax.models.network import is_decoder_only
 from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.randomness import seeded
+from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.verifiers import LOSSY
 from specdec_jax.tokenizers.vocabularies import check_texts
 
@@ -66,49 +71,51 @@ _NOT_DECIDING = {
 class GenerateOptions(GenerationFlags, ModelOptions):
     """Options of `specdec generate`; those of a `GenerationConfig` are None where not given."""
 
-    config: GenerationConfig | str | None = option(
+    config: GenerationConfig | str | None = make_option(
         None,
         "file of options, .json or .gin, that sd.GenerationConfig.save wrote; flags that are given"
         " count before it",
     )
-    batch_size: int | None = option(
+    batch_size: int | None = make_option(
         None, "sentences decoded together (default: 8, with --stream 1)"
     )
-    non_finite: str = option(
+    non_finite: str = make_option(
         "report",
         "what becomes of a sentence with logits that are not finite numbers: report (an empty line,"
         " with --json a null text and the reason; the rest goes on and the exit code is 1) or raise"
         " (the command ends)",
     )
-    input_file: str | None = option(
+    input_file: str | None = make_option(
         None,
         "UTF-8 text, one sentence a line, gzip or not; -: standard input; ende/sentences.txt:"
         " English sentences that come with the package",
     )
-    output_file: str | None = option(
+    output_file: str | None = make_option(
         None,
         "file for the outputs instead of standard output; what is finished is kept beside it"
         " (.partial), so that the same command resumes after a kill",
     )
-    task: str | None = option(
+    task: str | None = make_option(
         None,
         "seqio task or mixture to decode instead of sentences; prints a JSON object for every"
         " example, as T5X's infer does, with the prediction's ids, then the task's metrics; inputs"
         " are cut to --max_input_length",
     )
-    split: str | None = option(None, "split of --task (default: test)")
-    module_import: tuple[str, ...] = option((), "Python module that registers --task; repeatable")
-    score_targets: bool = option(
+    split: str | None = make_option(None, "split of --task (default: test)")
+    module_import: tuple[str, ...] = make_option(
+        (), "Python module that registers --task; repeatable"
+    )
+    score_targets: bool = make_option(
         False, "with --task: add the log-likelihood of the targets to the lines"
     )
-    tfds_data_dir: str | None = option(
+    tfds_data_dir: str | None = make_option(
         None, "folder in which TensorFlow Datasets keeps the data of --task (default: its own)"
     )
-    json: bool = option(
+    json: bool = make_option(
         False,
         "print one JSON object a line: text, tokens, log-probabilities, why it ended, statistics",
     )
-    stream: bool = option(
+    stream: bool = make_option(
         False, "print each output while it is decoded; with --json, one object for each piece"
     )
 
@@ -131,13 +138,13 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         config = self.configuration()
         self._check_beams(config)
         check_beside_tree(config.tree, config.verifier)
-        at_least(1, batch_size=self.rows)
+        check_at_least(1, batch_size=self.rows)
         check_texts("stop", check_stop(config.stop, config.deadline))
         check_output(self.output_file, "output_file")
         if self.output_file and self.stream:
             got = f"stream: got True with output_file={self.output_file!r}"
             raise UnsupportedCombination(f"{got}, expected one of the two")
-        if self.output_file and self.input_file and same_file(self.output_file, self.input_file):
+        if self.output_file and self.input_file and is_same_file(self.output_file, self.input_file):
             got = f"output_file: got {self.output_file!r}, which is the input"
             raise ValueError(f"{got}, expected another file")
         if self.stream and self.rows * config.num_samples > 1:
@@ -150,7 +157,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
         """Rejects options of a beam search without one, and those that mean nothing with one."""
         if config.num_beams is None and not self.stream and config.generation_config is not None:
             return  # the model may have a number of beams
-        beam_options(**{name: getattr(config, name) for name in BEAM_FIELDS})
+        check_beam_options(**{name: getattr(config, name) for name in BEAM_FIELDS})
         if config.num_beams is None:
             return
         if self.stream:
@@ -175,7 +182,7 @@ class GenerateOptions(GenerationFlags, ModelOptions):
     @property
     def resumes(self) -> bool:
         """Whether results are kept beside the output file, for a run after a kill."""
-        return bool(self.output_file and not passes_through(self.output_file))
+        return bool(self.output_file and not is_pass_through(self.output_file))
 
     @property
     def rows(self) -> int:
@@ -203,11 +210,13 @@ class _Job(NamedTuple):
 
 
 def run(
-    options: GenerateOptions, arguments: Sequence[str], begun: Callable[[], object] = lambda: None
+    options: GenerateOptions,
+    arguments: Sequence[str],
+    on_start: Callable[[], object] = lambda: None,
 ) -> str | None:
     """Runs `specdec generate`; returns what is wrong with the outputs, if anything is.
 
-    `begun` is called when the settings are right and a file begins that a kill leaves behind.
+    `on_start` is called when the settings are right and a file begins that a kill leaves behind.
     """
     options.check()
     if options.task and arguments:
@@ -216,14 +225,14 @@ def run(
     read_examples = _find_examples(options, config) if options.task else None
     sentences = [] if options.task else read_sentences(arguments, options.input_file)
     target, drafter = options.load()
-    most = max(_limits(config, target))
+    most = max(_limit_new_tokens(config, target))
     limit = f"--max_new_tokens={most}"
-    defaults = defaults_of(target, config.generation_config)
+    defaults = read_defaults(target, config.generation_config)
     if config.max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length:
         limit = f"max_length={defaults.max_length}, a default of the model"
     endings = Endings(limit, lambda text: print(text, file=sys.stderr))
     search = fill_search(defaults, {name: getattr(config, name) for name in BEAM_FIELDS})
-    beams = beam_options(**search)
+    beams = check_beam_options(**search)
     outputs = config.num_samples if beams is None else beams.num_return_sequences
     source: Any
     if read_examples is not None:
@@ -231,12 +240,12 @@ def run(
     else:
         ids = encode(target, sentences, config.max_input_length)
         source = Sentences(ids, sentences, options.json)
-        lengths = [len(row) if decoder_only(target) else 1 for row in ids]
+        lengths = [len(row) if is_decoder_only(target) else 1 for row in ids]
         drafts = drafter if options.drafts else None
-        check_prompts(target, drafts, lengths, np.array(_limits(config, target, lengths)))
+        check_prompts(target, drafts, lengths, np.array(_limit_new_tokens(config, target, lengths)))
     job = _Job(options, config, target, drafter, outputs, source, endings)
     if options.resumes:
-        _write_file(job, begun)
+        _write_file(job, on_start)
     elif options.stream:
         _print_pieces(job)
     else:
@@ -248,11 +257,11 @@ def run(
     return endings.report(len(source.inputs))
 
 
-def _limits(
+def _limit_new_tokens(
     config: GenerationConfig, target: LanguageModel, lengths: Sequence[int] = (1,)
 ) -> list[int]:
     """Returns the most new tokens after prompts of these lengths; 1: the start token alone."""
-    starts, defaults = np.maximum(lengths, 1), defaults_of(target, config.generation_config)
+    starts, defaults = np.maximum(lengths, 1), read_defaults(target, config.generation_config)
     name = "--max_new_tokens"
     most = fill_limits(target, defaults, config.max_new_tokens, starts, "sentence", 1, name)
     return most.tolist()
@@ -309,14 +318,14 @@ def _pass_on(lines: Iterable[str], output_file: str | None) -> Iterator[str]:
         return
     what = "outputs are written in order, and a run that is killed begins anew"
     print(f"{output_file}: not a regular file: {what}", file=sys.stderr)
-    with new_file(output_file) as file:
+    with open_new_file(output_file) as file:
         for line in lines:
             file.write(line.encode() + b"\n")
             file.flush()
             yield line
 
 
-def _write_file(job: _Job, begun: Callable[[], object]) -> None:
+def _write_file(job: _Job, on_start: Callable[[], object]) -> None:
     """Writes all outputs to a file, whole or not at all.
 
     What a killed run had finished is not decoded again. A task's metrics are computed before the
@@ -324,16 +333,16 @@ def _write_file(job: _Job, begun: Callable[[], object]) -> None:
     all the same.
     """
     options, config, target, drafter, _, source, endings = job
-    inputs, key = source.inputs, seeded(options.seed)
+    inputs, key = source.inputs, make_key(options.seed)
     assert options.output_file
-    rows = rows_for(target, options.rows, len(inputs))
+    rows = choose_batch_size(target, options.rows, len(inputs))
     # Rejects bad arguments before there is a journal.
     plan = plan_decoding(target, inputs, config=config, drafter=drafter, key=key, batch_size=rows)
     measures = config.gamma == "auto" and config.tree is None
-    measured = {"costs": _costs(autotune.autotune(plan))} if measures else {}
-    settings = _deciding(options, target, drafter, source.contents)
+    measured = {"costs": _costs_record(autotune.autotune(plan))} if measures else {}
+    settings = _deciding_options(options, target, drafter, source.contents)
     with Journal(options.output_file, settings, len(inputs), measured) as journal:
-        begun()
+        on_start()
         if measured:
             # The costs that the job began with: every input gets what it would have got then.
             config, drafter = _use_costs(journal, config, drafter)
@@ -347,7 +356,7 @@ def _write_file(job: _Job, begun: Callable[[], object]) -> None:
                 drafter=drafter,
                 key=key,
                 batch_size=rows,
-                refill=refills(rows, len(inputs), config.deadline),
+                refill=should_refill(rows, len(inputs), config.deadline),
                 skip=journal.done,
             )
             for number, rows_of_one in outputs:
@@ -376,23 +385,23 @@ def _restore(job: _Job, journal: Journal, progress: Progress) -> None:
     for number, note in journal.notes.items():
         job.endings.restore(number, note, job.outputs)
     if job.endings.failed and job.config.non_finite == "raise":
-        got = f"{listed('sentence', job.endings.failed, total)} without output"
+        got = f"{list_in_words('sentence', job.endings.failed, total)} without output"
         raise ValueError(f"{journal.path}: got {got}, expected --non_finite=report")
 
 
-def _costs(plan: Plan) -> dict[str, Any]:
+def _costs_record(plan: Plan) -> dict[str, Any]:
     """Returns what `gamma="auto"` has become, as JSON values: a number, or costs and acceptance."""
     if plan.policy is None:
         return {"gamma": plan.config.gamma}
     policy: Any = plan.policy
-    begun = {name: float(getattr(policy, name)[0]) for name in ("acceptance", "weight", "look")}
-    return {"costs": policy.costs[0].tolist(), **begun}
+    learned = {name: float(getattr(policy, name)[0]) for name in ("acceptance", "weight", "look")}
+    return {"costs": policy.costs[0].tolist(), **learned}
 
 
 def _use_costs(
     journal: Journal, config: GenerationConfig, drafter: Drafter | None
 ) -> tuple[GenerationConfig, Drafter | None]:
-    """Returns configuration and drafter with γ by the journal's costs, as `_costs` returned them.
+    """Returns configuration and drafter with γ by the costs that the journal holds.
 
     Raises:
       ValueError: the journal has anything else.
@@ -413,7 +422,7 @@ def _use_costs(
     raise ValueError(f"{got}, expected costs of iterations")
 
 
-def _deciding(
+def _deciding_options(
     options: GenerateOptions,
     target: LanguageModel,
     drafter: Drafter | None,
@@ -436,7 +445,7 @@ def _deciding(
         },
         "dtype": target.config.dtype,
         "target in int8": target.quantized,
-        "decoding defaults": repr(defaults_of(target, config.generation_config)),
+        "decoding defaults": repr(read_defaults(target, config.generation_config)),
         "bits of the target's inputs": target.input_bits,
         "split": (options.split or "test") if options.task else None,
         "special ids": [target.start_token, *target.eos_ids],
@@ -459,7 +468,7 @@ def _read_pieces(job: _Job, number: int, key: jax.Array) -> Iterator[Piece]:
 
 def _print_pieces(job: _Job) -> None:
     """Decodes every sentence alone and prints its text as it is committed."""
-    keys = fold_keys(seeded(job.options.seed), np.arange(len(job.source.inputs)))
+    keys = fold_keys(make_key(job.options.seed), np.arange(len(job.source.inputs)))
     for number in range(len(job.source.inputs)):
         held = ""  # spaces at the end: with a line end after them they become one
         for piece in _read_pieces(job, number, keys[number : number + 1]):
@@ -470,6 +479,6 @@ def _print_pieces(job: _Job) -> None:
                 continue
             text = held + piece.text
             held = text[len(text.rstrip()) :]
-            print(one_line(text.rstrip()), end="", flush=True)
+            print(join_lines(text.rstrip()), end="", flush=True)
         if not job.options.json:
-            print(one_line(held))
+            print(join_lines(held))

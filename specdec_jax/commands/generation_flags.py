@@ -17,9 +17,9 @@ import numpy as np
 from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination
 from specdec_jax.decoding.generation_config import FIELDS, MODELS, GenerationConfig
 from specdec_jax.decoding.request import FIXED
-from specdec_jax.decoding.search_options import beam_options
+from specdec_jax.decoding.search_options import check_beam_options
 from specdec_jax.models import arguments
-from specdec_jax.models.arguments import option
+from specdec_jax.models.arguments import make_option
 from specdec_jax.speculative.policies import POLICIES
 from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -60,7 +60,7 @@ SETTINGS_HELP = "NAME:NUMBER, a setting of --gamma_policy; repeatable; " + "; ".
 _OWN: Any = object()  # the default of a field
 
 
-def flag(name: str, default: Any = _OWN, unset: str = "") -> Any:
+def make_flag(name: str, default: Any = _OWN, unset: str = "") -> Any:
     """Returns the option of a field of `GenerationConfig` or `SamplingConfig`, with its help.
 
     Args:
@@ -72,9 +72,9 @@ def flag(name: str, default: Any = _OWN, unset: str = "") -> Any:
     text = _documentation()[name] + _FORMS.get(name, "")
     default = field.default if default is _OWN else default
     if typing.get_origin(_flag_type(field.type)) is tuple:
-        return option(default or (), text)
+        return make_option(default or (), text)
     unset = unset or field.metadata.get("unset", "")
-    return option(default, f"{text} (default: {unset})" if default is None and unset else text)
+    return make_option(default, f"{text} (default: {unset})" if default is None and unset else text)
 
 
 @functools.cache
@@ -197,11 +197,11 @@ def _make_fields() -> list[tuple[str, Any, Any]]:
     """Returns name, type and field of each flag, with None, or (), for what is not given."""
     flags = []
     for name in (name for name in FIELDS | _SAMPLING if name not in _NO_FLAG):
-        default, kind = flag(name).default, _flag_type((FIELDS | _SAMPLING)[name].type)
+        default, kind = make_flag(name).default, _flag_type((FIELDS | _SAMPLING)[name].type)
         model = "the model's, else " if name in _SAMPLING else ""
         unset = f"{model}{default}" if is_given(default) else ""
         several = typing.get_origin(kind) is tuple
-        flags.append((name, kind if several else kind | None, flag(name, None, unset)))
+        flags.append((name, kind if several else kind | None, make_flag(name, None, unset)))
     return flags
 
 
@@ -222,7 +222,7 @@ class GenerationFlags(_Unset):
           ValueError: a flag of another form, or as for `GenerationConfig`.
         """
         changes = read_options(self, [name for name in FIELDS if name not in (*_NO_FLAG, "gamma")])
-        before = _values(config.sampling)
+        before = _field_values(config.sampling)
         sampling = {name: value for name, value in before.items() if is_given(value)}
         if sampling := sampling | read_sampling(self):
             changes["sampling"] = SamplingChanges(sampling)
@@ -244,7 +244,7 @@ class GenerationFlags(_Unset):
         return dataclasses.replace(before, maximum=made.maximum)
 
 
-def _values(fields: Any) -> dict[str, Any]:
+def _field_values(fields: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass by name, none for anything else."""
     known = dataclasses.fields(fields) if dataclasses.is_dataclass(fields) else ()
     return {field.name: getattr(fields, field.name) for field in known}
@@ -252,7 +252,7 @@ def _values(fields: Any) -> dict[str, Any]:
 
 def unset_flags(config: GenerationConfig) -> dict[str, Any]:
     """Returns flags, not given, of the options that a configuration has off their defaults."""
-    names = {*config.changed_fields(), *_values(config.sampling)} - {*_NO_FLAG, "non_finite"}
+    names = {*config.changed_fields(), *_field_values(config.sampling)} - {*_NO_FLAG, "non_finite"}
     unset = {field.name: field.default for field in dataclasses.fields(GenerationFlags)}
     policy = {"gamma_policy": None, "gamma_settings": ()} if "gamma" in names else {}
     return {name: unset[name] for name in names} | policy
@@ -262,9 +262,9 @@ def check_one_value(config: GenerationConfig) -> None:
     """Raises ValueError for a configuration with an option that has one value per input."""
     parts: dict[str, Any] = {"": config, "sampling.": config.sampling, "gamma.": config.gamma}
     for prefix, part in parts.items():
-        for name, value in _values(part).items():
+        for name, value in _field_values(part).items():
             if name not in _LISTS and isinstance(value, list | tuple | np.ndarray):
-                got = f"{prefix}{name}: got {arguments.quoted(value)}"
+                got = f"{prefix}{name}: got {arguments.quote(value)}"
                 raise ValueError(f"{got}, expected one value for all inputs")
 
 
@@ -288,12 +288,12 @@ def check_beside_beams(flags: Any, **usual: Any) -> None:
 class SearchFlags:
     """Flags that say which beam search it is, for commands that time it."""
 
-    num_beams: int | None = flag("num_beams", None, "none")
-    length_penalty: float | None = flag(
+    num_beams: int | None = make_flag("num_beams", None, "none")
+    length_penalty: float | None = make_flag(
         "length_penalty", None, "0.6, or 1 with --beam_style=huggingface"
     )
-    beam_style: str = flag("beam_style", "t5x")
-    early_stopping: str = flag("early_stopping", "false")
+    beam_style: str = make_flag("beam_style", "t5x")
+    early_stopping: str = make_flag("early_stopping", "false")
 
     def search(self, **others: Any) -> dict[str, Any]:
         """Returns the arguments of `generate` for a beam search, none without one.
@@ -306,10 +306,10 @@ class SearchFlags:
         """
         names = [field.name for field in dataclasses.fields(SearchFlags)]
         given = read_options(self, names)
-        return {} if beam_options(**given, **others) is None else given | others
+        return {} if check_beam_options(**given, **others) is None else given | others
 
 
 def width_option(default: str) -> Any:
     """Returns the field of several widths, timed in turn; `default` is timed without it."""
     text = f"{FIELDS['beam_width'].metadata['doc']}; several, comma-separated, are timed in turn"
-    return option((), f"{text} (default: {default})")
+    return make_option((), f"{text} (default: {default})")

@@ -170,7 +170,9 @@ def _flush(*streams: TextIO) -> None:
 
 def _main(argv: list[str]) -> int:
     if not argv or argv[0] in ("--help", "-h", "--version"):
-        text = f"specdec {specdec_jax.__version__}" if argv[:1] == ["--version"] else _overview()
+        text = (
+            f"specdec {specdec_jax.__version__}" if argv[:1] == ["--version"] else _make_overview()
+        )
         print(text, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     name, rest = argv[0], argv[1:]
@@ -182,7 +184,7 @@ def _main(argv: list[str]) -> int:
 def _run_command(name: str, command: Command, rest: list[str]) -> int:
     """Runs a command on its arguments, under the package's JAX settings; returns the exit code."""
     # Imported here, since JAX takes a second that the lines above do not need.
-    from specdec_jax.backends.jax_settings import package_settings
+    from specdec_jax.backends.jax_settings import use_package_settings
     from specdec_jax.commands import generation_flags
     from specdec_jax.decoding.generation_config import GenerationConfig
     from specdec_jax.decoding.program_cache import keep_programs
@@ -201,7 +203,7 @@ def _run_command(name: str, command: Command, rest: list[str]) -> int:
     if arguments and not command.arguments:
         raise UsageError(f"specdec {name}: got {arguments[0]!r}, expected flags only")
     given = _read_given(cls, fields, values)
-    with package_settings():
+    with use_package_settings():
         if name == "generate" and "config" in given:  # the file counts before gin, as flags do
             file = GenerationConfig.load(os.path.expanduser(given["config"]))
             given = generation_flags.unset_flags(file) | given | {"config": file}
@@ -219,16 +221,16 @@ def _run_command(name: str, command: Command, rest: list[str]) -> int:
 
 def _run_recorded(run: Callable, options: Any, settings: str, arguments: list[list[str]]) -> Any:
     """Runs a command, and writes its settings beside its output; returns what it returns."""
-    resumes = "begun" in inspect.signature(run).parameters
-    begun = {}
+    resumes = "on_start" in inspect.signature(run).parameters
+    on_start = {}
     if resumes:  # so that what is killed can be resumed by its settings
-        begun["begun"] = functools.partial(paths.record, options, settings, unfinished=True)
+        on_start["on_start"] = functools.partial(paths.record, options, settings, unfinished=True)
     replaced = list(paths.find_replaced(options))
     if replaced and not getattr(options, "suite", None):  # whose options are checked row by row
         options.check()  # so that an error is the only line
     for file in replaced:
         print(f"{file}: this file is there and will be replaced", file=sys.stderr)
-    problem = run(options, *arguments, **begun)
+    problem = run(options, *arguments, **on_start)
     if not hasattr(options, "output_dir"):  # a training run's were recorded when it began
         paths.record(options, settings)
     return problem
@@ -456,7 +458,7 @@ def _register(cls: type) -> None:
         gin.external_configurable(cls, module=cls.__module__)
 
 
-def _overview() -> str:
+def _make_overview() -> str:
     lines = [
         "usage: specdec COMMAND [flags]",
         "",

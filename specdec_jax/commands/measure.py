@@ -10,11 +10,11 @@ from specdec_jax.analysis.report.records import MeasureRecord, write_record
 from specdec_jax.analysis.report.summaries import measure_summary
 from specdec_jax.analysis.setup import MeasureSetup
 from specdec_jax.commands.generation_flags import check_gamma
-from specdec_jax.commands.options import DecodingOptions, at_least
-from specdec_jax.commands.sentences import sentences_of
+from specdec_jax.commands.options import DecodingOptions, check_at_least
+from specdec_jax.commands.sentences import load_sentences
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.files.writing import check_output
-from specdec_jax.models.arguments import option
+from specdec_jax.models.arguments import make_option
 
 INPUT_FILE_HELP = (
     "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with "
@@ -26,33 +26,33 @@ INPUT_FILE_HELP = (
 class MeasureOptions(DecodingOptions, MeasureSetup):
     """Options of `specdec measure`."""
 
-    gamma_max: int = option(
+    gamma_max: int = make_option(
         8, "compute the improvement for every number of drafted tokens up to this one"
     )
-    widths: tuple[int, ...] = option(
+    widths: tuple[int, ...] = make_option(
         (2, 3, 5, 9),
         "numbers of positions of the target calls that are timed, up to gamma_max + 1; v is "
         "interpolated in between",
     )
-    input_file: str | None = option(None, INPUT_FILE_HELP)
-    limit: int = option(0, "read only this many lines of the input; 0: all")
-    batch_size: int = option(1, "sentences decoded together")
-    compare_alpha: bool = option(
+    input_file: str | None = make_option(None, INPUT_FILE_HELP)
+    limit: int = make_option(0, "read only this many lines of the input; 0: all")
+    batch_size: int = make_option(1, "sentences decoded together")
+    compare_alpha: bool = make_option(
         False,
         "also decode by token verification with gamma_max, and compare the counted alpha with "
         "alpha from the models' distributions on the same positions; only for a drafting model in "
         "full precision without a shortlist",
     )
-    repeats: int = option(
+    repeats: int = make_option(
         3, "passes over the single steps, of which the median and the spread are reported"
     )
-    output: str | None = option(
+    output: str | None = make_option(
         None,
         "file to write the JSON record to; Tree.best takes its acceptance.by_rank, verify_cost and "
         "cost_ratio",
     )
-    json: bool = option(False, "print the JSON record instead of the summary")
-    plot: str | None = option(
+    json: bool = make_option(False, "print the JSON record instead of the summary")
+    plot: str | None = make_option(
         None,
         "file for a plot of expected improvement, acceptance by position and by depth, v and top-k "
         "hit rate (.png, .pdf, .svg)",
@@ -61,9 +61,9 @@ class MeasureOptions(DecodingOptions, MeasureSetup):
     def check(self) -> None:
         check_measured(self, self.batch_size, self.repeats, self.limit)
         check_gamma(self.gamma_max)
-        at_least(1, gamma_max=self.gamma_max)
+        check_at_least(1, gamma_max=self.gamma_max)
         for width in self.widths:
-            at_least(2, widths=width)
+            check_at_least(2, widths=width)
         if self.compare_alpha and self.max_new_tokens == 1:
             raise UnsupportedCombination(
                 "compare_alpha: got True with max_new_tokens=1, expected at least 2: the last "
@@ -92,14 +92,14 @@ def check_measured(options: DecodingOptions, batch_size: int, repeats: int, limi
         raise UnsupportedCombination(
             f"mesh: got {options.mesh!r}, expected none (one device is measured)"
         )
-    at_least(1, batch_size=batch_size, repeats=repeats)
-    at_least(0, limit=limit)
+    check_at_least(1, batch_size=batch_size, repeats=repeats)
+    check_at_least(0, limit=limit)
 
 
 def run(options: MeasureOptions) -> None:
     """Runs `specdec measure`."""
     options.check()
-    sentences = sentences_of(options.input_file, options.limit)
+    sentences = load_sentences(options.input_file, options.limit)
     target, drafter = options.load()
     assert drafter is not None, "the options were checked"
     batches = analysis_variants.make_batches(target, sentences, options)

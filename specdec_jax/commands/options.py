@@ -14,7 +14,7 @@ from specdec_jax.checkpoints import loader
 from specdec_jax.commands.generation_flags import (
     POLICY_HELP,
     SETTINGS_HELP,
-    flag,
+    make_flag,
     read_gamma,
     read_options,
     read_sampling,
@@ -30,18 +30,23 @@ from specdec_jax.decoding.checks import (
 from specdec_jax.decoding.defaults import MAX_NEW_TOKENS
 from specdec_jax.decoding.generation_config import GenerationConfig
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.drafters.named import SELF_INT8, WITHOUT_FILES, check_drafter_name, named_drafter
+from specdec_jax.drafters.named import (
+    SELF_INT8,
+    WITHOUT_FILES,
+    check_drafter_name,
+    make_named_drafter,
+)
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.files.progress import print_line
-from specdec_jax.models.arguments import option
+from specdec_jax.models.arguments import make_option
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.meshes import make_mesh, parse_mesh
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
-from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC, VERIFIERS, verifier_of
+from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC, VERIFIERS, find_verifier
 
 _VERIFYING = ("verifier", "lenience", "typical_epsilon", "typical_delta")
 _MOST_TOKENS = 2**20  # a limit of new tokens that none exceeds
@@ -54,36 +59,36 @@ class ModelOptions:
     Each field's help is in its metadata.
     """
 
-    target: str | None = option(
+    target: str | None = make_option(
         None, "model whose output you want: a checkpoint's folder or a bundled name (ende/target)"
     )
-    drafter: str | None = option(
+    drafter: str | None = make_option(
         None,
         "a smaller model, named like --target; a folder that `specdec train_heads` wrote;"
         " exit:K, the target's first K decoder layers; a table (.npz) that `specdec count` wrote; "
         + "; ".join(f"{name}: {one.summary}" for name, one in WITHOUT_FILES.items())
         + " (default: none, which is autoregressive decoding)",
     )
-    shortlist_size: int = option(
+    shortlist_size: int = make_option(
         0,
         "let a drafting model propose only this many ids, the most frequent ones, so that its last"
         " layer is smaller; 0: all",
     )
-    shortlist: str | None = option(
+    shortlist: str | None = make_option(
         None,
         "table (.npz) of `specdec count` that says which ids are frequent (default: the"
         " vocabulary's first ids); without --shortlist_size, all ids that it counted are proposed",
     )
-    drafter_int8: bool = option(False, "let a drafting model multiply with int8 weights")
-    vocabulary: str | None = option(
+    drafter_int8: bool = make_option(False, "let a drafting model multiply with int8 weights")
+    vocabulary: str | None = make_option(
         None,
         "SentencePiece model or tokenizer.json of both models, for checkpoints that have none"
         " (T5X's)",
     )
-    dtype: str | None = option(
+    dtype: str | None = make_option(
         None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)"
     )
-    quantize: str | None = option(
+    quantize: str | None = make_option(
         None,
         "int8: round the target's weights to int8 while they are read (on an accelerator, or in"
         " float32 on a CPU); w8a8, on a CPU: and the inputs of its products to int8 instead of"
@@ -92,21 +97,21 @@ class ModelOptions:
         " such weights as they are stored, where that is possible); for a drafter see"
         " --drafter_int8 and --drafter=self:int8",
     )
-    mesh: str | None = option(
+    mesh: str | None = make_option(
         None,
         "DATAxMODEL, such as 1x4: divide rows among DATA devices, the target's parameters and"
         " caches among MODEL devices (default: one device)",
     )
-    shard_drafter: bool = option(
+    shard_drafter: bool = make_option(
         False,
         "with --mesh: divide a drafting model like the target instead of copying it to every"
         " device",
     )
-    seed: int = option(
+    seed: int = make_option(
         0, "seed of the sampling; input i draws from fold_in(key(seed), i), whatever its batch"
     )
-    gamma_policy: str | None = option(None, f"{POLICY_HELP} (default: fixed)")
-    gamma_settings: tuple[str, ...] = option((), SETTINGS_HELP)
+    gamma_policy: str | None = make_option(None, f"{POLICY_HELP} (default: fixed)")
+    gamma_settings: tuple[str, ...] = make_option((), SETTINGS_HELP)
 
     def configuration(self) -> GenerationConfig:
         """Returns the options of decoding."""
@@ -142,14 +147,14 @@ class ModelOptions:
         """Checks the same as `check`, except that a target is named."""
         config = self.configuration()
         limit: Any = _MOST_TOKENS if config.max_new_tokens is None else config.max_new_tokens
-        at_least(1, max_new_tokens=limit)
+        check_at_least(1, max_new_tokens=limit)
         if config.verifier == SYNTHETIC.name:
             raise ValueError(
                 f"verifier: got {config.verifier!r}, expected one of {', '.join(VERIFIERS)}"
                 " (--synthetic_alpha of `specdec benchmark` times with it)"
             )
         parameters = {name: getattr(config, name) for name in (*_VERIFYING[1:], "synthetic_alpha")}
-        verifier, sampling = verifier_of(config.verifier), self._possible_sampling()
+        verifier, sampling = find_verifier(config.verifier), self._possible_sampling()
         verifier_settings(verifier, sampling, int(self.drafts), 1, **parameters)
         adapts = isinstance(self.policy, Policy) or self.gamma_policy not in (None, "fixed")
         if adapts and not self.drafts:
@@ -158,7 +163,7 @@ class ModelOptions:
         check_limits(sampling, np.array([limit]), config.num_samples)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed: got {self.seed}, expected an integer from 0 to {2**32 - 1}")
-        at_least(0, shortlist_size=self.shortlist_size)
+        check_at_least(0, shortlist_size=self.shortlist_size)
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
         self._check_quantize()
@@ -216,7 +221,9 @@ class ModelOptions:
             print_line(f"{target.name}: {what}")
         load = functools.partial(load, replicate=bool(self.mesh) and not self.shard_drafter)
         self.sampling().rows(1, target.config.vocab_size)  # rejects ids that the vocabulary lacks
-        drafter = named_drafter(self.drafter, target, load, self.reduced) if self.drafter else None
+        drafter = (
+            make_named_drafter(self.drafter, target, load, self.reduced) if self.drafter else None
+        )
         if drafter is None or drafter.second_model is None:
             self.reject_reduction()
         if drafter is not None:
@@ -249,23 +256,23 @@ class ModelOptions:
 class DecodingOptions(ModelOptions):
     """Options of a command that decodes by its flags alone, without the model's own defaults."""
 
-    temperature: float = flag("temperature")
-    top_k: int = flag("top_k")
-    top_p: float = flag("top_p")
-    min_p: float = flag("min_p")
-    repetition_penalty: float = flag("repetition_penalty")
-    no_repeat_ngram: int = flag("no_repeat_ngram")
-    min_new_tokens: int = flag("min_new_tokens")
-    forbidden_tokens: tuple[int, ...] = flag("forbidden_tokens")
-    logit_bias: tuple[str, ...] = flag("logit_bias")
-    forced_tokens: tuple[str, ...] = flag("forced_tokens")
-    verifier: str = flag("verifier")
-    lenience: float | None = flag("lenience")
-    typical_epsilon: float | None = flag("typical_epsilon")
-    typical_delta: float | None = flag("typical_delta")
-    gamma_policy: str = option("fixed", POLICY_HELP)
-    max_new_tokens: int = flag("max_new_tokens", MAX_NEW_TOKENS)
-    max_input_length: int = flag("max_input_length")
+    temperature: float = make_flag("temperature")
+    top_k: int = make_flag("top_k")
+    top_p: float = make_flag("top_p")
+    min_p: float = make_flag("min_p")
+    repetition_penalty: float = make_flag("repetition_penalty")
+    no_repeat_ngram: int = make_flag("no_repeat_ngram")
+    min_new_tokens: int = make_flag("min_new_tokens")
+    forbidden_tokens: tuple[int, ...] = make_flag("forbidden_tokens")
+    logit_bias: tuple[str, ...] = make_flag("logit_bias")
+    forced_tokens: tuple[str, ...] = make_flag("forced_tokens")
+    verifier: str = make_flag("verifier")
+    lenience: float | None = make_flag("lenience")
+    typical_epsilon: float | None = make_flag("typical_epsilon")
+    typical_delta: float | None = make_flag("typical_delta")
+    gamma_policy: str = make_option("fixed", POLICY_HELP)
+    max_new_tokens: int = make_flag("max_new_tokens", MAX_NEW_TOKENS)
+    max_input_length: int = make_flag("max_input_length")
 
     def configuration(self, plain: bool = False) -> GenerationConfig:
         """Returns the options of decoding but for γ.
@@ -292,13 +299,13 @@ class DecodingOptions(ModelOptions):
         return self.gamma_of(MAX_GAMMA)
 
 
-def at_least(minimum: int, **values: int) -> None:
+def check_at_least(minimum: int, **values: int) -> None:
     """Raises ValueError for the first of `values` below `minimum`."""
     for name, value in values.items():
         if value < minimum:
             raise ValueError(f"{name}: got {value}, expected at least {minimum}")
 
 
-def same_file(path: str, other: str) -> bool:
+def is_same_file(path: str, other: str) -> bool:
     """Returns whether both paths exist and are the same file."""
     return all(map(os.path.exists, (path, other))) and os.path.samefile(path, other)

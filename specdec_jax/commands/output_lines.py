@@ -35,13 +35,13 @@ class Sentences(NamedTuple):
     as_json: bool
 
     def lines(self, number: int, outputs: Sequence[Output]) -> list[str]:
-        return [_line(output, self.as_json) for output in outputs]
+        return [_make_line(output, self.as_json) for output in outputs]
 
 
-def _line(output: Output, as_json: bool) -> str:
+def _make_line(output: Output, as_json: bool) -> str:
     if as_json:
         return to_json({**output._asdict(), "stats": stats_record(output.stats)})
-    return one_line(output.text or "")
+    return join_lines(output.text or "")
 
 
 def to_json(record: dict[str, Any]) -> str:
@@ -67,6 +67,6 @@ def to_json(record: dict[str, Any]) -> str:
     )
 
 
-def one_line(text: str) -> str:
+def join_lines(text: str) -> str:
     """Returns `text` with spaces for line ends, so that each sentence has one line."""
     return re.sub(r"\s*[\r\n]+\s*", " ", text)

@@ -48,7 +48,7 @@ def find_replaced(options: Any) -> Iterator[str]:
     for name in OUTPUTS:
         # A folder replaces no file.
         path = None if name == "output_dir" else getattr(options, name, None)
-        if isinstance(path, str) and os.path.isfile(path) and not writing.passes_through(path):
+        if isinstance(path, str) and os.path.isfile(path) and not writing.is_pass_through(path):
             yield path
 
 
@@ -69,7 +69,7 @@ def record(options: Any, settings: str, unfinished: bool = False) -> None:
         writing.write_file(path, settings)
         return
     file = getattr(options, "output_file", None) or getattr(options, "output", None)
-    if not file or writing.passes_through(file):
+    if not file or writing.is_pass_through(file):
         return
     path = pathlib.Path(file).absolute()  # a folder may end in "/"
     partial = path.with_name(f"{path.name}.partial.gin")

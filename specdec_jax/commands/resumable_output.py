@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.files.writing import lock_file, name_errors, new_file, passes_through
+from specdec_jax.files.writing import is_pass_through, lock_file, name_errors, open_new_file
 
 # Seconds between two calls of fsync; what is written goes to the operating system at once.
 _SYNC = 1.0
@@ -52,7 +52,7 @@ class Journal:
         self._total = total
         self._output = pathlib.Path(os.path.realpath(output) if os.path.islink(output) else output)
         self.path = self._output.with_name(self._output.name + ".partial")
-        if passes_through(self.path):
+        if is_pass_through(self.path):
             raise ValueError(
                 f"{self.path}: got no regular file, expected a journal or nothing there"
             )
@@ -102,14 +102,14 @@ class Journal:
             raise ValueError(
                 f"{self.path}: got {len(self._places)} results, expected {self._total}"
             )
-        with new_file(self._output) as file:
+        with open_new_file(self._output) as file:
             for line in self.lines():
                 file.write(line.encode() + b"\n")
         self.path.unlink()
 
     def _append(self, record: Any) -> int:
         """Writes a line; returns its place in the file."""
-        rest = _line(record)
+        rest = _make_line(record)
         with name_errors(self.path):
             place = self._file.seek(0, os.SEEK_END)
             while rest:  # when the disk becomes full, only a part is written
@@ -165,7 +165,7 @@ class Journal:
 
         What was measured may differ.
         """
-        own = _line(settings)[:-2]  # without the bracket and the end of the line
+        own = _make_line(settings)[:-2]  # without the bracket and the end of the line
         return own.startswith(line) or line.startswith(own)
 
     def _compare(self, before: Any, settings: dict[str, Any]) -> None:
@@ -181,5 +181,5 @@ class Journal:
                 )
 
 
-def _line(record: Any) -> bytes:
+def _make_line(record: Any) -> bytes:
     return json.dumps(record, ensure_ascii=False).encode() + b"\n"

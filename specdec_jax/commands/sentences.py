@@ -11,7 +11,7 @@ from specdec_jax.training import text_files
 BUILT_IN = "ende/sentences.txt"  # of one padded length, so that few shapes compile
 
 
-def built_in() -> list[str]:
+def read_built_in_sentences() -> list[str]:
     """Returns the English sentences that come with the package."""
     return list(text_files.read_lines(loader.BUNDLED / BUILT_IN))
 
@@ -37,7 +37,7 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
             )
         sentences = list(text_files.read_open_file(sys.stdin.buffer, "standard input"))
     elif input_file == BUILT_IN and not pathlib.Path(input_file).exists():
-        sentences = built_in()
+        sentences = read_built_in_sentences()
     else:
         if not pathlib.Path(input_file).is_file():
             raise ValueError(
@@ -51,6 +51,8 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
     return sentences
 
 
-def sentences_of(input_file: str | None, limit: int) -> list[str]:
+def load_sentences(input_file: str | None, limit: int) -> list[str]:
     """Returns the first `limit` lines (0: all) of a file, or of the built-in sentences."""
-    return (read_sentences([], input_file) if input_file else built_in())[: limit or None]
+    return (read_sentences([], input_file) if input_file else read_built_in_sentences())[
+        : limit or None
+    ]

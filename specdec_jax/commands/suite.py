@@ -15,7 +15,7 @@ from specdec_jax.analysis.report import page as report_page
 from specdec_jax.analysis.report import paper, summaries
 from specdec_jax.analysis.report.records import read_records
 from specdec_jax.analysis.report.rows import Row
-from specdec_jax.analysis.report.rows import rows as read_rows
+from specdec_jax.analysis.report.rows import list_rows as read_rows
 from specdec_jax.checkpoints import t5x
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import figures
@@ -24,24 +24,24 @@ from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.files.progress import print_line
 from specdec_jax.files.reading import digest
-from specdec_jax.files.writing import check_output, passes_through, write_file
+from specdec_jax.files.writing import check_output, is_pass_through, write_file
 from specdec_jax.models.language_model import LanguageModel
 
 SUITES = ("paper",)
 
 
-def run(options: BenchmarkOptions, begun: Callable[[], object] = lambda: None) -> None:
+def run(options: BenchmarkOptions, on_start: Callable[[], object] = lambda: None) -> None:
     """Runs `specdec benchmark`, one comparison or a suite.
 
-    `begun` is called when a suite begins a file that a kill leaves behind.
+    `on_start` is called when a suite begins a file that a kill leaves behind.
     """
     if options.suite is None:
         benchmark_command.run(options)
     else:
-        _run(options, begun)
+        _run(options, on_start)
 
 
-def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
+def list_rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
     """Returns the options of one benchmark for every row of the suite.
 
     With checkpoints there are rows for every drafter, with all of `options.gammas` in each:
@@ -55,9 +55,11 @@ def rows(options: BenchmarkOptions) -> list[BenchmarkOptions]:
     """
     _check(options)
     drafters: list[dict[str, Any]] = [
-        {"drafter_preset": name, "drafter": None} for name in _names(options.drafter_preset)
+        {"drafter_preset": name, "drafter": None} for name in _model_names(options.drafter_preset)
     ]
-    drafters += [{"drafter": name, "drafter_preset": None} for name in _names(options.drafter)]
+    drafters += [
+        {"drafter": name, "drafter_preset": None} for name in _model_names(options.drafter)
+    ]
     if options.preset:
         how: list[dict[str, Any]] = [{"temperature": options.temperature}]
         # Each γ by itself: for all of them together the programs of a large model take more memory
@@ -86,7 +88,7 @@ def _check(options: BenchmarkOptions) -> None:
     if not options.output:
         raise ValueError(f"output: got nothing with {suite}, expected the file of its records")
     check_output(options.output)
-    if passes_through(options.output):
+    if is_pass_through(options.output):
         raise ValueError(
             f"output: got {options.output!r}, expected a regular file: its records are read again"
         )
@@ -98,7 +100,7 @@ def _check(options: BenchmarkOptions) -> None:
         figures.check_page("report", options.report)
         if pathlib.Path(options.report).absolute() == pathlib.Path(options.output).absolute():
             raise ValueError(f"report: got {options.report!r}, expected another file than output")
-    if not (_names(options.drafter) or _names(options.drafter_preset)):
+    if not (_model_names(options.drafter) or _model_names(options.drafter_preset)):
         raise ValueError(f"drafter: got nothing with {suite}, expected one or several")
     if options.preset and not options.synthetic_alpha:
         raise ValueError(
@@ -113,12 +115,12 @@ def _check(options: BenchmarkOptions) -> None:
             raise ValueError(f"{name}: got {got!r} with {suite}, which sets it itself")
 
 
-def _names(text: str | None) -> list[str]:
+def _model_names(text: str | None) -> list[str]:
     return [name for name in (text or "").split(",") if name]
 
 
-def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
-    made = rows(options)
+def _run(options: BenchmarkOptions, on_start: Callable[[], object]) -> None:
+    made = list_rows(options)
     assert options.output, "the options were checked"
     target, contents = _open(made)
     settings = {
@@ -129,16 +131,16 @@ def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
     }
     failed: list[str] = []
     with Journal(options.output, settings, len(made)) as journal:
-        begun()
+        on_start()
         if journal.done:
             print_line(f"{journal.path}: {len(journal.done)} of {len(made)} rows are there")
         for number, row in enumerate(made):
             if number in journal.done:
                 continue
-            print(_title(row), flush=True)
+            print(_row_title(row), flush=True)
             target, record, problems = _measure(row, target)
             if problems:  # the row is not kept: the next run measures it again
-                failed += [f"{_title(row)}: {problem}" for problem in problems]
+                failed += [f"{_row_title(row)}: {problem}" for problem in problems]
             else:
                 journal.add(number, [json.dumps(record)])
             print(summaries.benchmark_summary(record) + "\n", flush=True)
@@ -149,7 +151,7 @@ def _run(options: BenchmarkOptions, begun: Callable[[], object]) -> None:
             raise CheckFailed("; ".join(failed))
         journal.finish()
     records = read_records(options.output)
-    print(_table([line for record in records for line in read_rows(record)]))
+    print(_tabulate([line for record in records for line in read_rows(record)]))
     if options.report:
         page = report_page.report([(pathlib.Path(options.output), record) for record in records])
         write_file(options.report, page)
@@ -184,14 +186,14 @@ def _measure(
     row: BenchmarkOptions, target: LanguageModel | None
 ) -> tuple[LanguageModel, dict, list[str]]:
     target, drafter, batches = benchmark_command.load(row, target)
-    if _with_t5x(row, target):
+    if _can_run_t5x(row, target):
         row = dataclasses.replace(row, against="t5x")
     others = make_others(row, target)
     record, problems = analysis_benchmark.benchmark(target, drafter, batches, row, others)
     return target, record, problems
 
 
-def _with_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
+def _can_run_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
     """Returns whether T5X is installed and can decode the row: argmax, with a shape it supports."""
     if row.temperature > 0 or row.sampling().mode.processes:
         return False
@@ -201,14 +203,14 @@ def _with_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:
     return known and importlib.util.find_spec("t5x") is not None
 
 
-def _title(row: BenchmarkOptions) -> str:
+def _row_title(row: BenchmarkOptions) -> str:
     target, drafter = row.preset or row.target, row.drafter_preset or row.drafter
     lenience = "" if row.lenience is None else f", lenience {row.lenience:g}"
     gammas = ", ".join(map(str, row.gammas))
     return f"== {target} with {drafter}, gamma {gammas}, temperature {row.temperature:g}{lenience}"
 
 
-def _table(measured: Sequence[Row]) -> str:
+def _tabulate(measured: Sequence[Row]) -> str:
     """Returns rows as in tables 2 and 4.
 
     "expected" is theorem 3.8 with the measured v, encoders and lengths.

@@ -18,12 +18,12 @@ from specdec_jax.commands.generation_flags import (
     width_option,
 )
 from specdec_jax.commands.measure import INPUT_FILE_HELP, check_measured
-from specdec_jax.commands.options import DecodingOptions, at_least
-from specdec_jax.commands.sentences import sentences_of
+from specdec_jax.commands.options import DecodingOptions, check_at_least
+from specdec_jax.commands.sentences import load_sentences
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import arguments
-from specdec_jax.models.arguments import option
-from specdec_jax.models.network import decoder_only
+from specdec_jax.models.arguments import make_option
+from specdec_jax.models.network import is_decoder_only
 from specdec_jax.speculative.trees import MAX_NODES
 from specdec_jax.speculative.verifiers import LOSSY
 
@@ -42,39 +42,39 @@ _OF_DRAFTS = (
 class TuneOptions(SearchFlags, DecodingOptions, TuneSetup):
     """Options of `specdec tune`."""
 
-    gamma: tuple[int, ...] = option(
+    gamma: tuple[int, ...] = make_option(
         (),
         "numbers of drafted tokens to choose from (default: 1 to 8); with --num_beams numbers of "
         "levels of the tree (default: 1 to 3)",
     )
     beam_width: tuple[int, ...] = width_option("num_beams, and the drafter's default")
-    tree_nodes: tuple[int, ...] = option(
+    tree_nodes: tuple[int, ...] = make_option(
         (),
         "also choose from token trees of these numbers of positions, no deeper than the greatest "
         "--gamma: the best shape of each by the top-k hit rate and the times of calls, and a "
         "dynamic tree; only for a drafting model whose distribution is scored",
     )
-    choose_verifier: bool = option(
+    choose_verifier: bool = make_option(
         True,
         "above temperature 0, choose between block and token verification if --verifier is one of "
         "them",
     )
-    input_file: str | None = option(None, INPUT_FILE_HELP)
-    limit: int = option(64, "tune on the first lines of the input, this many; 0: on all")
-    sweep: int = option(
+    input_file: str | None = make_option(None, INPUT_FILE_HELP)
+    limit: int = make_option(64, "tune on the first lines of the input, this many; 0: on all")
+    sweep: int = make_option(
         0,
         "check the choice: time all choices in turn on this many of the lines that follow; 0: do "
         "not check",
     )
-    batch_size: int = option(1, "sentences decoded together")
-    repeats: int = option(
+    batch_size: int = make_option(1, "sentences decoded together")
+    repeats: int = make_option(
         3, "passes over steps and sentences, of which the median and the spread are reported"
     )
-    config: str | None = option(
+    config: str | None = make_option(
         None, "gin file to write the choice to, for `generate` and `benchmark`"
     )
-    output: str | None = option(None, "file to write the JSON record to")
-    json: bool = option(False, "print the JSON record instead of the summary")
+    output: str | None = make_option(None, "file to write the JSON record to")
+    json: bool = make_option(False, "print the JSON record instead of the summary")
 
     def check(self) -> None:
         for width in self.beam_width or (None,):
@@ -85,10 +85,10 @@ class TuneOptions(SearchFlags, DecodingOptions, TuneSetup):
         check_measured(self, self.batch_size, self.repeats, self.limit)
         for gamma in self.gamma:
             check_gamma(gamma)
-            at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always among the choices
+            check_at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always among the choices
         for nodes in self.tree_nodes:
             arguments.check_integer("tree_nodes", nodes, 3, MAX_NODES)
-        at_least(0, sweep=self.sweep)
+        check_at_least(0, sweep=self.sweep)
         if self.sweep and not (self.limit and self.input_file):
             raise ValueError(
                 f"got --sweep={self.sweep} alone, expected --input_file and a --limit above 0 too"
@@ -111,7 +111,7 @@ class TuneOptions(SearchFlags, DecodingOptions, TuneSetup):
 def run(options: TuneOptions) -> None:
     """Runs `specdec tune`."""
     options.check()
-    sentences = sentences_of(options.input_file, 0)
+    sentences = load_sentences(options.input_file, 0)
     sample = sentences[: options.limit or None]
     rest = sentences[len(sample) : len(sample) + options.sweep]
     if len(rest) < options.sweep:
@@ -119,7 +119,7 @@ def run(options: TuneOptions) -> None:
         raise ValueError(f"sweep: got {options.sweep}, expected at most {lines}")
     target, drafter = options.load()
     assert drafter is not None, "the options were checked"
-    if not decoder_only(target) and not any(text.strip() for text in sample):
+    if not is_decoder_only(target) and not any(text.strip() for text in sample):
         raise ValueError(
             "input_file: got no sentence with any text to tune on, expected at least one"
         )
@@ -131,7 +131,7 @@ def run(options: TuneOptions) -> None:
     text = json.dumps(record, indent=1)
     try:
         assert options.config
-        write_file(options.config, gin_file(record, options))
+        write_file(options.config, make_gin_file(record, options))
         accepted = record.get("acceptance", {})
         # Policies count drafted tokens, not positions without a draft.
         alpha = accepted.get("alpha_where_drafted") or accepted.get("alpha")
@@ -143,7 +143,7 @@ def run(options: TuneOptions) -> None:
             write_file(options.output, text + "\n")
 
 
-def gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
+def make_gin_file(record: Mapping[str, Any], options: TuneOptions) -> str:
     """Returns a gin file for `generate` and `benchmark`: the options of tuning, with the choice.
 
     `benchmark` times a tree beside the fastest chain.

@@ -16,7 +16,7 @@ from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.models.network import Network
 
 
-def ambient_mesh() -> Mesh | None:
+def find_ambient_mesh() -> Mesh | None:
     """Returns the mesh that a `with mesh:` around the traced program names, or None."""
     with warnings.catch_warnings():
         # JAX's, as long as T5X enters meshes so
@@ -31,7 +31,7 @@ def ambient_mesh() -> Mesh | None:
 
 def is_on_one_device() -> bool:
     """Returns whether the program runs on one device, as far as that can be known."""
-    mesh: Any = ambient_mesh() or jax.sharding.get_abstract_mesh()
+    mesh: Any = find_ambient_mesh() or jax.sharding.get_abstract_mesh()
     return jax.device_count() == 1 if mesh.empty else mesh.size == 1
 
 
@@ -53,9 +53,9 @@ def adapt_to_mesh(network: Network, rows: int, replicate: bool = False) -> Netwo
     """
     if network.skips_padding:
         return network
-    mesh = ambient_mesh()
+    mesh = find_ambient_mesh()
     if is_on_one_device():
-        return network.with_backend(jax.default_backend() if mesh is None else _platform(mesh))
+        return network.with_backend(jax.default_backend() if mesh is None else _mesh_platform(mesh))
     try:
         if mesh is None:
             raise ValueError("mesh: got several devices without one")
@@ -64,7 +64,7 @@ def adapt_to_mesh(network: Network, rows: int, replicate: bool = False) -> Netwo
         rules.check_rows("inputs", rows)
     except ValueError:
         return network.with_backend("cpu")
-    return network.with_backend(_platform(mesh), rules)
+    return network.with_backend(_mesh_platform(mesh), rules)
 
 
 def adapt_drafter_to_mesh(drafter: Any, rows: int) -> Any:
@@ -76,5 +76,5 @@ def adapt_drafter_to_mesh(drafter: Any, rows: int) -> Any:
     )
 
 
-def _platform(mesh: Mesh) -> str:
+def _mesh_platform(mesh: Mesh) -> str:
     return mesh.devices.flat[0].platform

@@ -28,12 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.cpu import native
-from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.inputs import bucket_length
 from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.strategies import prefill
 from specdec_jax.files import user_cache, writing
-from specdec_jax.files.reading import read_json, shown
+from specdec_jax.files.reading import quote_value, read_json
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import iteration
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
@@ -109,20 +109,20 @@ class Costs(NamedTuple):
         None if plain decoding is faster by what was learned; one in `_LOOK` requests drafts all the
         same.
         """
-        costs, begun = np.array(self.iterations), {"acceptance": self.acceptance}
+        costs, begin = np.array(self.iterations), {"acceptance": self.acceptance}
         if rows > 1:
             costs[1 + np.argmin(self._expected(rows)) :] = _NEVER
         if learned is not None:
             weight, look = Auto.weight + learned.examined, learned.requests % _LOOK == 0
             acceptance = (Auto.weight * self.acceptance + learned.accepted) / weight
-            begun = dict(acceptance=acceptance, weight=min(weight, _WEIGHT), look=float(look))
+            begin = dict(acceptance=acceptance, weight=min(weight, _WEIGHT), look=float(look))
             # An iteration without a draft costs a little more in a program that may draft than in
             # one that never does.
             tokens = np.cumsum(acceptance ** np.arange(MAXIMUM + 1))
             best = np.min(costs / tokens) + self.prefill / _TOKENS
             if not look and best >= 1 / (1 + _GAIN):
                 return None
-        return Auto(MAXIMUM, costs=tuple(costs.tolist()), **begun)
+        return Auto(MAXIMUM, costs=tuple(costs.tolist()), **begin)
 
 
 class Learned(NamedTuple):
@@ -154,7 +154,7 @@ def autotune(plan: Plan, first: bool = False) -> Plan:
         return plan
     assert plan.drafter is not None, "without one γ is 0"
     assert isinstance(plan.config, StaticConfig), "a beam search has no automatic γ"
-    length, rows = bucket(int(max(plan.input_lengths))), plan.auto_rows
+    length, rows = bucket_length(int(max(plan.input_lengths))), plan.auto_rows
     key = costs_key(plan.network, plan.drafter, plan.config, rows, length, plan.slots)
     costs = load_costs(key)
     if costs is None:
@@ -208,7 +208,7 @@ def load_costs(key: str) -> Costs | None:
 
     None if none has.
     """
-    if key not in _known and (path := _path(key)) is not None:
+    if key not in _known and (path := _costs_path(key)) is not None:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             found = read_json(path, _LARGEST)
             if found["key"] == json.loads(key):
@@ -229,14 +229,14 @@ def read_costs(values: dict[str, Any]) -> Costs:
     )
     if not sound:
         expected = f"costs of {MAXIMUM + 1} kinds of iterations"
-        raise ValueError(f"costs: got {shown(values)}, expected {expected}")
+        raise ValueError(f"costs: got {quote_value(values)}, expected {expected}")
     return costs
 
 
 def save_costs(key: str, costs: Costs) -> None:
     """Keeps costs for this process and, if possible, for others."""
     _known[key] = costs
-    if (path := _path(key)) is None or writing.passes_through(path):
+    if (path := _costs_path(key)) is None or writing.is_pass_through(path):
         return
     record = {"key": json.loads(key), "costs": costs._asdict()}
     try:
@@ -256,7 +256,7 @@ def learn(key: str, examined: int, accepted: int) -> None:
     _learned[key] = Learned(kept * total, kept * (before.accepted + accepted), before.requests + 1)
 
 
-def _path(key: str) -> pathlib.Path | None:
+def _costs_path(key: str) -> pathlib.Path | None:
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     try:
         return user_cache.private_folder("costs") / name
@@ -287,20 +287,22 @@ def machine_key() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         **{name: metadata.version(name) for name in ("specdec_jax", "jax", "jaxlib")},
-        "processor": processor(),
-        "cores": cores(),
+        "processor": read_processor_name(),
+        "cores": count_cores(),
         "device": f"{device.platform}: {device.device_kind}, {jax.device_count()}",
         "flags": os.environ.get("XLA_FLAGS", ""),
-        "kernel": native.identity() if device.platform == "cpu" else os.environ.get(native.SETTING),
+        "kernel": native.library_digest()
+        if device.platform == "cpu"
+        else os.environ.get(native.SETTING),
     }
 
 
-def cores() -> int | None:
+def count_cores() -> int | None:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def processor() -> str:
+def read_processor_name() -> str:
     """Returns the processor's name, as the system gives it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -331,7 +333,7 @@ def _describe(node: Any) -> str:
 
 
 @jax.jit
-def iterated_steps(
+def iterate_steps(
     network: Network, drafter: Drafter | None, state: DecodeState, steps: jax.Array
 ) -> DecodeState:
     """Runs `steps` iterations of the decode loop, each from the same committed lengths.
@@ -364,8 +366,8 @@ def measure(
       state: after the prefill, with an `Auto` as its policy.
       prefill: makes the drafter's own state.
     """
-    plain_state, drafting = _endless(state)
-    run, full = functools.partial(iterated_steps, network), FullDrafter(drafter)
+    plain_state, drafting = _make_endless_states(state)
+    run, full = functools.partial(iterate_steps, network), FullDrafter(drafter)
     variants: dict[int | str, Callable[..., DecodeState]] = {
         gamma: functools.partial(
             run, full, drafting.replace(gamma=jnp.full_like(state.gamma, gamma))
@@ -375,25 +377,25 @@ def measure(
     variants["plain"] = functools.partial(run, None, plain_state)
 
     def time_steps(name: int | str, steps: int) -> float:
-        return _seconds(functools.partial(variants[name], np.int32(steps))) / steps
+        return _time_call(functools.partial(variants[name], np.int32(steps))) / steps
 
     for name in variants:
         time_steps(name, 1)  # compiles
     steps = int(np.clip(_PASS / max(time_steps("plain", 1), 1e-6), 1, _STEPS))
-    passes, begun, (least, most) = [], time.perf_counter(), _PASSES
-    while len(passes) < least or len(passes) < most and time.perf_counter() - begun < _BUDGET:
+    passes, start, (least, most) = [], time.perf_counter(), _PASSES
+    while len(passes) < least or len(passes) < most and time.perf_counter() - start < _BUDGET:
         passes.append({name: time_steps(name, steps) for name in variants})
     medians = {
         gamma: statistics.median(one[gamma] / one["plain"] for one in passes) for gamma in TIMED
     }
     plain = statistics.median(one["plain"] for one in passes)
-    _seconds(prefill)
-    first = min(_seconds(prefill) for _ in range(3))
+    _time_call(prefill)
+    first = min(_time_call(prefill) for _ in range(3))
     iterations = interpolate_costs(medians, in_steps=bool(state.config.widths))
     return Costs(iterations, first / plain, plain)
 
 
-def _endless(state: DecodeState) -> tuple[DecodeState, DecodeState]:
+def _make_endless_states(state: DecodeState) -> tuple[DecodeState, DecodeState]:
     """Returns states whose rows never end: one for plain decoding, and one that drafts."""
     batch, config = len(state.done), state.config
     endless = state.replace(
@@ -417,10 +419,10 @@ def _endless(state: DecodeState) -> tuple[DecodeState, DecodeState]:
     return plain, endless.replace(policy=longest, policy_state=jax.jit(Auto.init)(longest))
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+def _time_call(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
     jax.block_until_ready(call())
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def interpolate_costs(timed: Mapping[int, float], in_steps: bool) -> tuple[float, ...]:

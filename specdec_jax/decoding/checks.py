@@ -11,7 +11,7 @@ from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
 from specdec_jax.speculative import verifiers
 from specdec_jax.speculative.beam_drafter import BeamDrafter
-from specdec_jax.speculative.drafter import Drafter, TreeDrafter, drafts_chains
+from specdec_jax.speculative.drafter import Drafter, TreeDrafter, can_draft_chains
 from specdec_jax.speculative.policy import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.verifier import BaseVerifier
@@ -85,7 +85,7 @@ def check_pair(target: LanguageModel, drafter: Drafter) -> None:
         expected = "a class decorated with flax.struct.dataclass"
         raise ValueError(f"drafter: got {name}, which is no pytree, expected {expected}")
     required: dict[type[Drafter], tuple[str, ...]] = {
-        Drafter: ("draft",) if drafts_chains(drafter) else (),
+        Drafter: ("draft",) if can_draft_chains(drafter) else (),
         TreeDrafter: ("draft_tree",),
         BeamDrafter: ("init_beams", "draft_beams", "move_beams"),
     }
@@ -147,11 +147,12 @@ def verifier_settings(
         got = f"{sampling.temperature} {beside}"
         raise UnsupportedCombination(f"temperature: got {got}, expected {expected}")
     return {
-        name: _setting(name, value, batch, fraction=name in given) for name, value in values.items()
+        name: _make_setting(name, value, batch, fraction=name in given)
+        for name, value in values.items()
     }
 
 
-def _setting(name: str, value: Any, batch: int, fraction: bool) -> np.ndarray:
+def _make_setting(name: str, value: Any, batch: int, fraction: bool) -> np.ndarray:
     """Returns a number, or one per input, as `[batch]` float32.
 
     Raises ValueError unless all are finite or, for a `fraction`, in (0, 1].
@@ -160,7 +161,7 @@ def _setting(name: str, value: Any, batch: int, fraction: bool) -> np.ndarray:
     array = arguments.check_numbers(name, value, expected).astype(np.float32)
     if not np.all((array > 0) & (array <= 1) if fraction else np.isfinite(array)):
         raise ValueError(f"{name}: got {value}, expected {expected}")
-    return _to_rows(name, array, batch)
+    return _spread_over_rows(name, array, batch)
 
 
 def check_per_row(name: str, value: Any, batch: int, least: int, most: int) -> np.ndarray:
@@ -172,10 +173,10 @@ def check_per_row(name: str, value: Any, batch: int, least: int, most: int) -> n
     array = arguments.check_numbers(name, value, expected, whole=True)
     if np.any((array < least) | (array > most)):
         raise ValueError(f"{name}: got {value}, expected {expected}")
-    return _to_rows(name, array.astype(np.int32), batch)
+    return _spread_over_rows(name, array.astype(np.int32), batch)
 
 
-def _to_rows(name: str, array: np.ndarray, batch: int) -> np.ndarray:
+def _spread_over_rows(name: str, array: np.ndarray, batch: int) -> np.ndarray:
     if array.ndim and array.shape != (batch,):
         expected = f"one or {batch} (one per input)"
         raise ValueError(f"{name}: got {array.size} values, expected {expected}")
@@ -210,7 +211,7 @@ def check_eos_ids(target: LanguageModel, eos_ids: Any) -> tuple[int, ...]:
     expected, one = f"ids from 0 to {vocab_size - 1}", arguments.is_integer(eos_ids)
     ids = (eos_ids,) if one else arguments.check_list("eos_ids", eos_ids, expected)
     if any(not arguments.is_integer(token) or not 0 <= int(token) < vocab_size for token in ids):
-        raise ValueError(f"eos_ids: got {arguments.quoted(ids)}, expected {expected}")
+        raise ValueError(f"eos_ids: got {arguments.quote(ids)}, expected {expected}")
     return tuple(map(int, ids))
 
 
@@ -257,7 +258,7 @@ def check_input_lengths(
     numbers = [number for number, length in enumerate(lengths) if length > most]
     if not numbers:
         return
-    worst, which = max(lengths), listed(name, numbers, len(lengths), first)
+    worst, which = max(lengths), list_in_words(name, numbers, len(lengths), first)
     up_to, advice = "up to " * (len(numbers) > 1), f"{option}={worst} takes all"
     if positions is not None and worst >= positions:
         advice = f"the model has {positions:,} positions"
@@ -265,7 +266,7 @@ def check_input_lengths(
     raise ValueError(f"{which}: got {up_to}{worst:,} tokens, expected {expected}")
 
 
-def listed(name: str, numbers: Sequence[int], total: int, first: int = 1) -> str:
+def list_in_words(name: str, numbers: Sequence[int], total: int, first: int = 1) -> str:
     """Returns numbers in words, "sentence 3" or "sentences 3, 5 (2 of 12)"; long lists are cut.
 
     Args:

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from gin import config_parser
 
-from specdec_jax.files.reading import read_json, read_text, shown
+from specdec_jax.files.reading import quote_value, read_json, read_text
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import arguments
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.speculative.policies import POLICIES
 from specdec_jax.speculative.policy import Policy
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.speculative.tree_text import read_tree, text_of
+from specdec_jax.speculative.tree_text import read_tree, write_tree
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
 _LARGEST = 2**20  # bytes of a file
@@ -61,14 +61,14 @@ def read_fields(path: str | PathLike, known: Collection[str]) -> dict[str, Any]:
       ValueError: a file of another form, or a field that is unknown or wrong, in one line with the
         file's name.
     """
-    values = read_json(path, _LARGEST) if _is_json(path) else _from_gin(path)
+    values = read_json(path, _LARGEST) if _is_json(path) else _read_gin(path)
     found = {}
     for name, value in values.items():
         if name not in known:
             hint = suggest_name(name, known)
             raise ValueError(f"{path}: {name}: got a field that there is not{hint}")
         try:
-            found[name] = _from_plain(name, value)
+            found[name] = _read_plain(name, value)
         except (ValueError, TypeError) as error:
             text = str(error).removeprefix(f"{name}: ")
             raise ValueError(f"{path}: {name}: {text}") from None
@@ -95,7 +95,7 @@ def to_plain(name: str, value: Any) -> Any:
         kind = _POLICY_NAMES[f"policies.{type(value).__name__}"]
         return {_POLICY: kind, **_changed_fields(value)}
     if isinstance(value, Tree | DynamicTree):
-        return text_of(value)
+        return write_tree(value)
     if isinstance(value, SamplingConfig):
         return _changed_fields(value)
     if isinstance(value, ModelDefaults):
@@ -108,7 +108,7 @@ def to_plain(name: str, value: Any) -> Any:
         return np.asarray(value).tolist()
     if isinstance(value, list | tuple):
         return [to_plain(name, one) for one in value]
-    raise ValueError(f"{name}: got {shown(value)}, which no file can hold")
+    raise ValueError(f"{name}: got {quote_value(value)}, which no file can hold")
 
 
 def _changed_fields(value: Any) -> dict[str, Any]:
@@ -122,23 +122,25 @@ def _changed_fields(value: Any) -> dict[str, Any]:
     }
 
 
-def _from_plain(name: str, value: Any) -> Any:
+def _read_plain(name: str, value: Any) -> Any:
     """Returns the value of the option `name`, from JSON values."""
     if name == "gamma" and isinstance(value, dict):
         kind = value.get(_POLICY)
         if kind not in POLICIES:
-            raise ValueError(f"got policy {shown(kind)}, expected one of {', '.join(POLICIES)}")
+            raise ValueError(
+                f"got policy {quote_value(kind)}, expected one of {', '.join(POLICIES)}"
+            )
         return _build(POLICIES[kind], {key: one for key, one in value.items() if key != _POLICY})
     if name == "tree" and isinstance(value, str):
         return read_tree(value)
     if name == "generation_config" and isinstance(value, dict):
         return ModelDefaults.read(value, name)
     if name == "sampling" and isinstance(value, dict):
-        return _build(SamplingConfig, _with_ids(value))
+        return _build(SamplingConfig, _restore_ids(value))
     return value
 
 
-def _with_ids(fields: dict[str, Any]) -> dict[str, Any]:
+def _restore_ids(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns fields of a `SamplingConfig` with integers for ids, which JSON has as text."""
     by_token = [key for key in ("logit_bias", "forced_tokens") if isinstance(fields.get(key), dict)]
     return fields | {
@@ -167,7 +169,9 @@ def to_gin(given: Mapping[str, Any]) -> str:
             continue
         block = _BLOCKS.get(name) or f"policies.{POLICIES[fields[_POLICY]].__name__}"
         blocks[CONFIG][name] = f"@{block}()"
-        blocks[block] = {key: repr(one) for key, one in _with_ids(fields).items() if key != _POLICY}
+        blocks[block] = {
+            key: repr(one) for key, one in _restore_ids(fields).items() if key != _POLICY
+        }
     modules = sorted({block.partition(".")[0] for block in blocks})
     lines = [f"from specdec_jax.{_MODULES[module]} import {module}" for module in modules]
     for block, fields in blocks.items():
@@ -189,7 +193,7 @@ class _Reference(str):
     """The name of what a binding refers to."""
 
 
-def _from_gin(path: str | PathLike) -> dict[str, Any]:
+def _read_gin(path: str | PathLike) -> dict[str, Any]:
     """Returns a gin file's bindings as JSON values; other bindings than ours are rejected."""
     blocks: dict[str, dict[str, Any]] = {}
     try:
@@ -205,11 +209,12 @@ def _from_gin(path: str | PathLike) -> dict[str, Any]:
         if block not in (CONFIG, *_BLOCKS.values(), *_POLICY_NAMES):
             raise ValueError(f"{path}: {block}: got bindings of it, expected those of {CONFIG}")
     return {
-        name: _resolved(path, name, value, blocks) for name, value in blocks.get(CONFIG, {}).items()
+        name: _resolve_references(path, name, value, blocks)
+        for name, value in blocks.get(CONFIG, {}).items()
     }
 
 
-def _resolved(path: Any, name: str, value: Any, blocks: dict[str, dict[str, Any]]) -> Any:
+def _resolve_references(path: Any, name: str, value: Any, blocks: dict[str, dict[str, Any]]) -> Any:
     """Returns a binding's value with the bindings that it refers to in the place of a reference."""
     if not isinstance(value, _Reference):
         return value

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, row_parts
+from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, row_multiple
 from specdec_jax.decoding import autotune
 from specdec_jax.decoding.checks import UnsupportedCombination
-from specdec_jax.decoding.generation_config import ConfigOrPath, split_options, takes_options
-from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.generation_config import ConfigOrPath, document_options, split_options
+from specdec_jax.decoding.inputs import bucket_length
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import FOREVER, STOP_EVERY, advance, complete, mark_stopped
 from specdec_jax.decoding.planning import plan_decoding
@@ -37,13 +37,13 @@ from specdec_jax.decoding.results import (
     NonFiniteLogitsError,
     Stats,
     collect,
-    in_words,
+    describe_output,
     read_state,
 )
 from specdec_jax.decoding.strategies import Committed, prefill, strategy_of
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.randomness import seeded
+from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.state import DecodeState
 
 # A quarter of a state's inputs is prefilled together and ahead: one alone would cost twice as much.
@@ -83,10 +83,10 @@ class Output(NamedTuple):
 
     def __repr__(self) -> str:
         what = self.tokens if self.text is None and not self.error else self.text
-        return f"Output({in_words(what, len(self.tokens), self.finish_reason, self.score)})"
+        return f"Output({describe_output(what, len(self.tokens), self.finish_reason, self.score)})"
 
 
-@takes_options
+@document_options
 @isolated
 def decode_stream(
     target: LanguageModel,
@@ -121,7 +121,7 @@ def decode_stream(
     refill = arguments.check_flag("refill", refill)
     left_out = arguments.check_list("skip", skip, "numbers of inputs")
     if not all(map(arguments.is_integer, left_out)):
-        raise ValueError(f"skip: got {arguments.quoted(left_out)}, expected numbers of inputs")
+        raise ValueError(f"skip: got {arguments.quote(left_out)}, expected numbers of inputs")
     config, data = split_options(config, options)
     if refill and config.deadline is not None:
         raise UnsupportedCombination(
@@ -133,7 +133,7 @@ def decode_stream(
     refill &= strategy_of(plan.config).commits_tokens
     decode = _decode_queues if refill else _decode_batches
     outputs = decode(target, plan, batch_size, skipped)
-    return outputs if config.non_finite == "report" else _checked(outputs)
+    return outputs if config.non_finite == "report" else _check_outputs(outputs)
 
 
 @isolated
@@ -161,21 +161,21 @@ def decode_all(
       config, options: as for `generate`.
     """
     config, _ = split_options(config, options)
-    rows = rows_for(target, batch_size, len(inputs))
+    rows = choose_batch_size(target, batch_size, len(inputs))
     for start in range(0, len(inputs), _WINDOW * max(rows, 1)):
         window = inputs[start : start + _WINDOW * rows]
-        keys = fold_keys(seeded(seed), np.arange(start, start + len(window)) + first)
+        keys = fold_keys(make_key(seed), np.arange(start, start + len(window)) + first)
         outputs = decode_stream(
             target,
             window,
             config=config,
             batch_size=rows,
-            refill=refill and refills(rows, len(window), config.deadline),
+            refill=refill and should_refill(rows, len(window), config.deadline),
             key=keys,
             **options,
         )
         try:
-            for output in _in_order(outputs):
+            for output in _yield_in_order(outputs):
                 error = output.error
                 yield (
                     output._replace(error=error.at(error.input + start + first))
@@ -186,18 +186,18 @@ def decode_all(
             raise error.at(error.input + start + first) from None
 
 
-def rows_for(target: LanguageModel, batch_size: int, inputs: int) -> int:
+def choose_batch_size(target: LanguageModel, batch_size: int, inputs: int) -> int:
     """Returns the batch size for so many inputs: the least that a mesh can divide."""
-    parts = row_parts(target.network.rules)
+    parts = row_multiple(target.network.rules)
     return min(batch_size, -(-inputs // parts) * parts)
 
 
-def refills(batch_size: int, inputs: int, deadline: float | None) -> bool:
+def should_refill(batch_size: int, inputs: int, deadline: float | None) -> bool:
     """Returns whether to refill rows: one alone waits for none, a deadline belongs to a batch."""
     return 1 < batch_size < inputs and deadline is None
 
 
-def _in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Output]:
+def _yield_in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Output]:
     """Yields single outputs in the order of their inputs."""
     waiting: dict[int, tuple[Output, ...]] = {}
     due = 0
@@ -208,7 +208,7 @@ def _in_order(outputs: Iterable[tuple[int, tuple[Output, ...]]]) -> Iterator[Out
             due += 1
 
 
-def _checked(
+def _check_outputs(
     outputs: Iterable[tuple[int, tuple[Output, ...]]],
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
     """Yields `outputs` as they are; raises the first error of one."""
@@ -225,12 +225,12 @@ def _decode_batches(
     """Yields the outputs of batches of like length, but of those that are skipped whole."""
     order = np.argsort(plan.lengths + plan.prefix_lengths, kind="stable").tolist()
     for first in range(0, len(order), size):
-        numbers, begun = order[first : first + size], time.monotonic()
+        numbers, start_time = order[first : first + size], time.monotonic()
         if skip.issuperset(numbers):
             continue
-        result = complete(target, plan, numbers + [-1] * (size - len(numbers)), begun)
+        result = complete(target, plan, numbers + [-1] * (size - len(numbers)), start_time)
         autotune.record(plan.request(), result)
-        outputs = iter(_outputs(result))
+        outputs = iter(_collect_outputs(result))
         for number in numbers:
             rows = tuple(itertools.islice(outputs, plan.outputs))
             if number not in skip:
@@ -245,7 +245,7 @@ def make_queues(lengths: Sequence[int], size: int) -> list[tuple[int, list[int]]
     """
     queues: list[tuple[int, list[int]]] = []
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        width = bucket(int(lengths[number]))
+        width = bucket_length(int(lengths[number]))
         if not queues or width < queues[-1][0] and len(queues[-1][1]) >= _LEAST * size:
             queues.append((width, []))
         queues[-1][1].append(number)
@@ -269,7 +269,7 @@ def _decode_queue(
 ) -> Iterator[tuple[int, tuple[Output, ...]]]:
     """Yields the outputs of inputs, padded to `width`, from one state of `size` inputs."""
     rules, samples, request = plan.network.rules, plan.samples, plan.request()
-    total, multiple = size * samples, row_parts(rules)
+    total, multiple = size * samples, row_multiple(rules)
     ahead = min(size, -(-max(2, size // _AHEAD) // multiple) * multiple)
     shared, unfed = _inspect_leaves(plan, size, width) if total > 1 else ((), False)
     every = np.int32(STOP_EVERY if plan.stop else FOREVER)
@@ -283,7 +283,7 @@ def _decode_queue(
     def deliver(rows: np.ndarray, committed: Committed) -> Iterator:
         result = collect(target, committed, request.take(rows))
         autotune.record(request, result)
-        for row, output in zip(rows.tolist(), _outputs(result), strict=True):
+        for row, output in zip(rows.tolist(), _collect_outputs(result), strict=True):
             number, sample = divmod(row, samples)
             gathered[number][sample] = output
             if len(gathered[number]) == samples:
@@ -334,7 +334,7 @@ def _inspect_leaves(plan: Plan, size: int, width: int) -> tuple[tuple[bool, ...]
     unfed = whole[-1].tokens.shape[1] == 1
     unfed &= hasattr(prefill.eval_shape(*whole).target_cache, "with_layers")
     start = _prefill_unfed if unfed else prefill
-    counts = [count * row_parts(plan.network.rules) for count in (2, 3)]
+    counts = [count * row_multiple(plan.network.rules) for count in (2, 3)]
     two, three = (
         jax.tree.leaves(start.eval_shape(*plan.arguments([-1] * count, width))) for count in counts
     )
@@ -348,10 +348,10 @@ def _start_rows(plan: Plan, numbers: list[int], width: int, unfed: bool) -> Deco
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _prefill_unfed(*arguments: Any) -> DecodeState:
-    return _with_layers(strategy_of(arguments[2]).prefill(*arguments), ())
+    return _replace_layers(strategy_of(arguments[2]).prefill(*arguments), ())
 
 
-def _with_layers(state: DecodeState, layers: tuple[Any, ...]) -> DecodeState:
+def _replace_layers(state: DecodeState, layers: tuple[Any, ...]) -> DecodeState:
     return dataclasses.replace(state, target_cache=state.target_cache.with_layers(layers))
 
 
@@ -379,7 +379,7 @@ def _make_done_rows(
         leaf if same else leaf[copied] for leaf, same in zip(leaves, shared)
     )
     state = dataclasses.replace(state, done=jnp.ones(total, bool))
-    return constrain_sharding(_with_layers(state, layers) if layers else state, rules)
+    return constrain_sharding(_replace_layers(state, layers) if layers else state, rules)
 
 
 @functools.partial(jax.jit, static_argnames=("shared", "rules"), donate_argnames="state")
@@ -401,7 +401,7 @@ def _place_rows(
     new, structure = jax.tree.flatten(fresh)
     unfed = structure != jax.tree.structure(state)
     layers = state.target_cache.layers if unfed else ()
-    old = jax.tree.leaves(_with_layers(state, ()) if unfed else state)
+    old = jax.tree.leaves(_replace_layers(state, ()) if unfed else state)
     own = [index for index, same in enumerate(shared) if not same]
 
     def put(number: jax.Array, rows: list[jax.Array]) -> list[jax.Array]:
@@ -417,10 +417,10 @@ def _place_rows(
     for index, rows in zip(own, placed):
         old[index] = rows
     whole = structure.unflatten(old)
-    return constrain_sharding(_with_layers(whole, layers) if unfed else whole, rules)
+    return constrain_sharding(_replace_layers(whole, layers) if unfed else whole, rules)
 
 
-def _outputs(result: GenerationResult) -> list[Output]:
+def _collect_outputs(result: GenerationResult) -> list[Output]:
     """Returns the output of each row."""
     texts: Sequence[str | None] = result.texts or [None] * len(result.lengths)
     rows = []

@@ -22,7 +22,7 @@ _NONE = ModelDefaults()
 _OF_SEARCH = ("length_penalty", "early_stopping", "num_return_sequences")
 
 
-def defaults_of(target: LanguageModel, given: Any) -> ModelDefaults:
+def read_defaults(target: LanguageModel, given: Any) -> ModelDefaults:
     """Returns the defaults of a call, for its argument `generation_config`.
 
     Raises:
@@ -34,7 +34,7 @@ def defaults_of(target: LanguageModel, given: Any) -> ModelDefaults:
         return _NONE
     if not isinstance(given, ModelDefaults):
         expected = "a ModelDefaults, 'model' (the model's own), or None (none)"
-        raise ValueError(f"generation_config: got {arguments.quoted(given)}, expected {expected}")
+        raise ValueError(f"generation_config: got {arguments.quote(given)}, expected {expected}")
     return given
 
 
@@ -65,7 +65,7 @@ def expect_no_search(
     callers = "stream(), trace() and prepare()"
     for name in BEAM_FIELDS:
         if (value := getattr(config, name)) is not None:
-            got = arguments.quoted(value)
+            got = arguments.quote(value)
             why = f"{callers} do not support beam search"
             raise UnsupportedCombination(f"{name}: got {got}, expected None: {why}")
     if defaults.num_beams is not None:
@@ -146,7 +146,7 @@ def fill_sampling(
     found: dict[str, Any] = {
         "repetition_penalty": defaults.repetition_penalty,
         "no_repeat_ngram": defaults.no_repeat_ngram_size,
-        "min_new_tokens": _least(defaults, starts, limits),
+        "min_new_tokens": _find_min_new_tokens(defaults, starts, limits),
         "forbidden_tokens": sorted(forbidden | {word[0] for word in words if len(word) == 1}),
         "forbidden_sequences": tuple(word for word in words if len(word) > 1),
     }
@@ -155,12 +155,14 @@ def fill_sampling(
         found |= {"top_k": 50 if defaults.top_k is None else defaults.top_k}
         found |= {"top_p": defaults.top_p, "min_p": defaults.min_p}
     if "forced_tokens" not in changes:
-        found["forced_tokens"] = _forced(defaults, starts, limits)
+        found["forced_tokens"] = _find_forced_tokens(defaults, starts, limits)
     chosen = {name: value for name, value in found.items() if value is not None}
     return SamplingConfig(**chosen | changes)
 
 
-def _least(defaults: ModelDefaults, starts: np.ndarray, limits: np.ndarray) -> np.ndarray | None:
+def _find_min_new_tokens(
+    defaults: ModelDefaults, starts: np.ndarray, limits: np.ndarray
+) -> np.ndarray | None:
     """Returns the least number of new tokens before an EOS, `[N]`, or None."""
     if defaults.min_new_tokens is not None:
         return np.minimum(defaults.min_new_tokens, limits)
@@ -169,7 +171,7 @@ def _least(defaults: ModelDefaults, starts: np.ndarray, limits: np.ndarray) -> n
     return None
 
 
-def _forced(
+def _find_forced_tokens(
     defaults: ModelDefaults, starts: np.ndarray, limits: np.ndarray
 ) -> dict[int, int] | None:
     """Returns the forced tokens by their places."""

@@ -13,10 +13,10 @@ from specdec_jax.decoding.generation_config import (
     CallData,
     ConfigOrPath,
     check_unset,
+    document_options,
     split_options,
-    takes_options,
 )
-from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.inputs import bucket_length
 from specdec_jax.decoding.loop import advance, complete, decode_plan
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.decoding.request import Plan, Request
@@ -25,11 +25,11 @@ from specdec_jax.decoding.results import GenerationResult, finish
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.randomness import seeded
+from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.state import DecodeState
 
 
-@takes_options
+@document_options
 @isolated
 def generate(
     target: LanguageModel,
@@ -74,17 +74,17 @@ def generate(
       ValueError: a bad argument; the message says what was got and what was expected. Raised before
         anything compiles.
     """
-    begun = time.monotonic()
+    start_time = time.monotonic()
     config, _ = split_options(config, options)
     data = CallData(drafter, key, input_lengths, attention_mask, decoder_prefix)
     plan = plan_decoding(target, inputs, config=config, **data._asdict())
     plan = autotune.autotune(plan)
-    result = complete(target, plan, None, begun)
+    result = complete(target, plan, None, start_time)
     autotune.record(plan.request(), result)
     return result.checked(config.non_finite == "report")
 
 
-@takes_options
+@document_options
 @isolated
 def prepare(
     target: LanguageModel, inputs: Any, *, config: ConfigOrPath = None, **options: Any
@@ -102,7 +102,7 @@ def prepare(
     return autotune.autotune(plan).start()
 
 
-@takes_options
+@document_options
 @isolated
 def warm_up(
     target: LanguageModel,
@@ -126,8 +126,8 @@ def warm_up(
     arguments.check_model("target", target)
     arguments.check_integer("max_input_length", max_input_length, 1)
     batches = arguments.check_list("batch_sizes", batch_sizes, "a list of integers")
-    lengths = sorted({bucket(length) for length in range(1, max_input_length + 1)})
-    options = dict(key=seeded(0), drafter=drafter, max_input_length=max_input_length) | options
+    lengths = sorted({bucket_length(length) for length in range(1, max_input_length + 1)})
+    options = dict(key=make_key(0), drafter=drafter, max_input_length=max_input_length) | options
     token = target.eos_ids[0] if target.eos_ids else 1
     sizes = [arguments.check_integer("batch_sizes", size, 1) for size in batches]
     for batch, length in itertools.product(sizes, lengths):

@@ -23,7 +23,7 @@ from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifier import BaseVerifier
-from specdec_jax.speculative.verifiers import verifier_of
+from specdec_jax.speculative.verifiers import find_verifier
 
 MODELS = "model"  # the value of `generation_config` that means the model's own
 
@@ -31,7 +31,7 @@ PerInput = float | Sequence[float]
 Function = TypeVar("Function", bound=Callable)
 
 
-def _option(default: Any, doc: str, unset: str = "", api: str = "") -> Any:
+def _make_field(default: Any, doc: str, unset: str = "", api: str = "") -> Any:
     """Returns a field with its documentation, for the docstring of `generate` and for `--help`.
 
     Args:
@@ -54,7 +54,7 @@ class GenerationConfig:
       UnsupportedCombination: options that make no sense together.
     """
 
-    gamma: str | int | Sequence[int] | Policy = _option(
+    gamma: str | int | Sequence[int] | Policy = _make_field(
         "auto",
         'γ ≥ 0, tokens drafted per target call, or "auto": up to 8, as many as pay by each row\'s '
         "acceptance and by what iterations cost on this machine (measured when a model is first "
@@ -63,18 +63,18 @@ class GenerationConfig:
         api="One, or one per input; or a policy that adapts it (`policies.py`), e.g. "
         "`Heuristic(maximum=8)`.",
     )
-    sampling: SamplingConfig | None = _option(
+    sampling: SamplingConfig | None = _make_field(
         None,
         "temperature, filters, processors such as a repetition penalty",
         "the model's, else argmax",
     )
-    tree: Tree | DynamicTree | None = _option(
+    tree: Tree | DynamicTree | None = _make_field(
         None,
         "tree of drafted tokens in the place of a chain: it has a verifier of its own, and γ is "
         "the most nodes that are drafted, by default all; a policy adapts their number",
         api="E.g. `Tree.uniform((3, 2, 1))`.",
     )
-    verifier: str | BaseVerifier = _option(
+    verifier: str | BaseVerifier = _make_field(
         "block",
         'how drafts are verified: "token" (Leviathan et al. 2023, Algorithm 1), "block" (accepts '
         'more on average), "gumbel" (the output is that of autoregressive decoding with "gumbel" '
@@ -82,86 +82,86 @@ class GenerationConfig:
         '"typical"',
         api="`verifiers.py` explains each. Or your own `Verifier`, with a tree a `TreeVerifier`.",
     )
-    lenience: PerInput | None = _option(
+    lenience: PerInput | None = _make_field(
         None, 'l in (0, 1] of "lenient": a token may come up to 1/l times as often as it should'
     )
-    typical_epsilon: PerInput | None = _option(
+    typical_epsilon: PerInput | None = _make_field(
         None, 'ε of "typical": tokens above this probability are accepted', "0.09"
     )
-    typical_delta: PerInput | None = _option(
+    typical_delta: PerInput | None = _make_field(
         None,
         'δ of "typical": tokens above this times exp(-entropy) are accepted too',
         "0.3",
     )
-    synthetic_alpha: PerInput | None = _option(
+    synthetic_alpha: PerInput | None = _make_field(
         None,
         'α in (0, 1] of "synthetic", which accepts at random with a given probability, for timing: '
         "its outputs mean nothing",
     )
-    max_new_tokens: int | Sequence[int] | None = _option(
+    max_new_tokens: int | Sequence[int] | None = _make_field(
         None,
         "limit for new tokens, EOS included",
         "the model's, else 64",
         api="One, or one per input.",
     )
-    num_samples: int = _option(
+    num_samples: int = _make_field(
         1,
         "N ≥ 1 outputs for every input, one after the other; each input is encoded, or read, once",
     )
-    max_input_length: int = _option(
+    max_input_length: int = _make_field(
         512, "longest input in tokens; longer ones are rejected, never cut"
     )
-    eos_ids: Sequence[int] | None = _option(None, "ids that stop a row", "the model's own")
-    stop: str | Sequence[str] = _option(
+    eos_ids: Sequence[int] | None = _make_field(None, "ids that stop a row", "the model's own")
+    stop: str | Sequence[str] = _make_field(
         (),
         "strings that stop a row; neither they nor a token that reaches into one are part of the "
         "result",
     )
-    deadline: float | None = _option(
+    deadline: float | None = _make_field(
         None,
         "seconds until the rows of a batch are returned as they are, compilation included; "
         "finished rows are then not refilled",
         api="`warm_up` compiles before.",
     )
-    num_beams: int | None = _option(
+    num_beams: int | None = _make_field(
         None,
         "K beams of a beam search; a drafter makes it speculative, with the same outputs; γ is "
         "then the number of levels of the drafted tree",
         "the model's, else none",
     )
-    length_penalty: float | None = _option(
+    length_penalty: float | None = _make_field(
         None,
         "exponent of the length penalty of a beam search, by which scores are divided",
         "the model's, else 0.6 in T5X's form, 1 in Hugging Face's",
     )
-    beam_style: str | None = _option(
+    beam_style: str | None = _make_field(
         None,
         "library whose tokens and scores a beam search gives, t5x or huggingface",
         "huggingface where the model has defaults of a beam search, else t5x",
     )
-    early_stopping: bool | str | None = _option(
+    early_stopping: bool | str | None = _make_field(
         None,
         "when a beam search in Hugging Face's form ends: True (num_beams hypotheses have "
         "finished), False (the best active beam would not be among them if it ended now) or "
         '"never" (it would not, whatever its length)',
         "the model's, else False",
     )
-    num_return_sequences: int | None = _option(
+    num_return_sequences: int | None = _make_field(
         None,
         "hypotheses of a beam search that are returned for each input, at most K",
         "the model's, else 1",
     )
-    beam_width: int | None = _option(
+    beam_width: int | None = _make_field(
         None,
         "nodes in each level of the tree that is drafted for a beam search, at least K",
         "the drafter's default, mostly 2·K",
     )
-    non_finite: str = _option(
+    non_finite: str = _make_field(
         "raise",
         'what NaN and infinite logits do: "raise" an error, or "report" it row by row',
         api="The result's `errors` report it.",
     )
-    generation_config: ModelDefaults | str | None = _option(
+    generation_config: ModelDefaults | str | None = _make_field(
         MODELS,
         'where options that are not given come from: "model" (the checkpoint\'s '
         "generation_config.json) or none (the defaults here)",
@@ -176,7 +176,7 @@ class GenerationConfig:
             raise ValueError(f"gamma: got {self.gamma!r}, expected {expected}")
         if self.sampling is not None and not isinstance(self.sampling, SamplingChanges):
             check_sampling(self.sampling)
-        verifier_of(self.verifier)
+        find_verifier(self.verifier)
         arguments.check_integer("num_samples", self.num_samples, 1, 2**20)
         arguments.check_integer("max_input_length", self.max_input_length, 1)
         check_stop(self.stop, self.deadline)
@@ -278,13 +278,13 @@ def check_unset(config: GenerationConfig, where: str, *names: str) -> None:
             raise UnsupportedCombination(f"{name}: got {value!r} {where}, expected {unset!r}")
 
 
-def _doc(field: dataclasses.Field) -> str:
+def _read_doc(field: dataclasses.Field) -> str:
     """Returns what a field means, for a docstring."""
     unset = field.metadata["unset"] and f"None: {field.metadata['unset']}."
     return " ".join(filter(None, (f"{field.metadata['doc']}.", unset, field.metadata["api"])))
 
 
-def takes_options(
+def document_options(
     function: Function, without: Sequence[str] = (), others: Iterable[inspect.Parameter] = ()
 ) -> Function:
     """Gives a function with `**options` the signature and the docs of all but those of `without`.
@@ -302,6 +302,6 @@ def takes_options(
     target: Any = function
     target.__signature__ = signature.replace(parameters=[*own, *listed, *others])
     indents: Any = dict(initial_indent=" " * 6, subsequent_indent=" " * 8)
-    docs = [textwrap.fill(f"{one.name}: {_doc(one)}", 100, **indents) for one in fields]
+    docs = [textwrap.fill(f"{one.name}: {_read_doc(one)}", 100, **indents) for one in fields]
     function.__doc__ = (function.__doc__ or "").replace("      {options}", "\n".join(docs))
     return function

@@ -8,8 +8,8 @@ import numpy as np
 from specdec_jax.decoding.checks import check_input_lengths
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import decoder_only
-from specdec_jax.models.padding import from_left, padding_id, without_padding
+from specdec_jax.models.network import is_decoder_only
+from specdec_jax.models.padding import move_left, padding_id, remove_padding
 from specdec_jax.tokenizers.vocabularies import check_texts
 
 # Padded lengths: powers of two with one step between, so that few shapes compile and at most a
@@ -17,7 +17,7 @@ from specdec_jax.tokenizers.vocabularies import check_texts
 _BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
-def bucket(length: int) -> int:
+def bucket_length(length: int) -> int:
     """Returns the padded length (the bucket) for `length` ids.
 
     It is one of a few up to 512, then a multiple of 256.
@@ -25,13 +25,13 @@ def bucket(length: int) -> int:
     return next((size for size in _BUCKETS if length <= size), -(-length // 256) * 256)
 
 
-def slots(longest: int, gamma: int) -> int:
+def count_slots(longest: int, gamma: int) -> int:
     """Returns the number of token and cache slots for rows of at most `longest` tokens.
 
     The start token is one of them. A whole draft and its bonus token fit past any limit; otherwise
     a clamped slice would overwrite slots that are in use.
     """
-    return bucket(longest - 1) + 1 + gamma + 1
+    return bucket_length(longest - 1) + 1 + gamma + 1
 
 
 def as_list(name: str, inputs: Any) -> Any:
@@ -43,7 +43,7 @@ def as_list(name: str, inputs: Any) -> Any:
         array = arguments.as_array(inputs)
         return array.tolist() if array.ndim == 1 and array.dtype.kind in "OTU" else inputs
     if not isinstance(inputs, Iterable) or isinstance(inputs, str | bytes | Mapping):
-        got = f"the string {inputs!r}" if isinstance(inputs, str) else arguments.quoted(inputs)
+        got = f"the string {inputs!r}" if isinstance(inputs, str) else arguments.quote(inputs)
         raise ValueError(f"{name}: got {got}, expected a list of strings or of ids")
     return list(inputs)
 
@@ -75,7 +75,7 @@ def as_ids(
         if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
             got = f"an array of shape {array.shape} and type {array.dtype}"
             raise ValueError(f"{whole}: got {got}, expected integers [B, L]")
-        array, lengths = without_padding(target, array, input_lengths, attention_mask)
+        array, lengths = remove_padding(target, array, input_lengths, attention_mask)
     else:
         strings = [row for row in inputs if row is not None]
         text = bool(strings) and all(isinstance(row, str) for row in strings)
@@ -87,7 +87,7 @@ def as_ids(
                 expected = "None (strings have no padding)"
                 raise ValueError(f"attention_mask: got one with strings, expected {expected}")
             check_texts(name, inputs, first=0)
-            to_ids = _encoder(target) if framed else target.vocabulary.encode
+            to_ids = _choose_encoder(target) if framed else target.vocabulary.encode
             inputs = [None if text is None else to_ids(text) for text in inputs]
         if input_lengths is not None:
             expected = "None (lists have lengths)"
@@ -98,10 +98,10 @@ def as_ids(
         pad_id = padding_id(target)
         if attention_mask is not None:
             mask = _mask_of_rows(attention_mask, lengths)
-            array, lengths = without_padding(target, array, None, mask)
+            array, lengths = remove_padding(target, array, None, mask)
         elif pad_id is not None and not text:
             inside = np.arange(array.shape[1]) < lengths[:, None]
-            array, lengths = from_left(array, inside & (array != pad_id))
+            array, lengths = move_left(array, inside & (array != pad_id))
     inside, vocab_size = np.arange(array.shape[1]) < lengths[:, None], target.config.vocab_size
     wrong = np.argwhere(inside & ((array < 0) | (array >= vocab_size)))
     if len(wrong):
@@ -149,8 +149,8 @@ def empty_rows(target: LanguageModel, inputs: Any, lengths: np.ndarray) -> np.nd
     These are None, empty strings and empty lists of ids; a decoder-only model decodes all but None.
     """
     if hasattr(inputs, "shape"):
-        return (lengths == 0) & (not decoder_only(target))
-    if decoder_only(target):
+        return (lengths == 0) & (not is_decoder_only(target))
+    if is_decoder_only(target):
         return np.array([row is None for row in inputs])
     pairs = zip(inputs, lengths)
     contents = [row.strip() if isinstance(row, str) else length for row, length in pairs]
@@ -164,7 +164,7 @@ def prompt_tokens(
 
     An empty prompt becomes the start token.
     """
-    tokens = pad(tokens, bucket(int(max(lengths))))
+    tokens = pad(tokens, bucket_length(int(max(lengths))))
     tokens[:, 0] = np.where(lengths == 0, target.start_token, tokens[:, 0])
     return tokens, np.maximum(lengths, 1)
 
@@ -184,7 +184,7 @@ def decoder_tokens(
         expected = f"{batch} (one per input)"
         raise ValueError(f"decoder_prefix: got {len(lengths)} prefixes, expected {expected}")
     longest = int(max(lengths))
-    tokens = pad(tokens, bucket(longest) if longest else 0)
+    tokens = pad(tokens, bucket_length(longest) if longest else 0)
     return np.concatenate([start, tokens], axis=1), lengths + 1
 
 
@@ -193,10 +193,10 @@ def pad(tokens: np.ndarray, width: int) -> np.ndarray:
     return np.pad(tokens[:, :width], ((0, 0), (0, max(0, width - tokens.shape[1]))))
 
 
-def _encoder(target: LanguageModel) -> Callable[[str], list[int]]:
+def _choose_encoder(target: LanguageModel) -> Callable[[str], list[int]]:
     """Returns the method of the target's vocabulary that encodes an input or a prompt."""
     vocabulary = target.vocabulary
-    return vocabulary.encode_prompt if decoder_only(target) else vocabulary.encode_input
+    return vocabulary.encode_prompt if is_decoder_only(target) else vocabulary.encode_input
 
 
 def encode(
@@ -215,8 +215,8 @@ def encode(
         got, expected = f"{target.name} without a vocabulary", "spiece.model or tokenizer.json"
         raise ValueError(f"target: got {got}, expected one ({expected})")
     check_texts("sentence", sentences)
-    to_ids, vocab_size = _encoder(target), target.config.vocab_size
-    inputs = [to_ids(text) if decoder_only(target) or text.strip() else [] for text in sentences]
+    to_ids, vocab_size = _choose_encoder(target), target.config.vocab_size
+    inputs = [to_ids(text) if is_decoder_only(target) or text.strip() else [] for text in sentences]
     for number, ids in enumerate(inputs, 1):
         if max(ids, default=0) >= vocab_size:
             token = next(i for i in ids if i >= vocab_size)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.speculative.randomness import seeded, threefry
+from specdec_jax.speculative.randomness import make_key, to_threefry
 
 
 @jax.jit
@@ -37,7 +37,7 @@ def row_keys(key: jax.Array | None, batch: int, samples: int) -> jax.Array:
 
     An input's first sample has the input's own key, the others have keys folded from it.
     """
-    keys = _default_keys(batch) if key is None else threefry(key)
+    keys = _default_keys(batch) if key is None else to_threefry(key)
     if not keys.ndim:
         keys = fold_keys(keys, np.arange(batch))
     if samples == 1:
@@ -48,7 +48,7 @@ def row_keys(key: jax.Array | None, batch: int, samples: int) -> jax.Array:
 
 @functools.lru_cache(maxsize=16)
 def _default_keys(batch: int) -> jax.Array:
-    return fold_keys(seeded(0), np.arange(batch))
+    return fold_keys(make_key(0), np.arange(batch))
 
 
 def check_keys(key: Any, batch: int) -> None:
@@ -58,6 +58,6 @@ def check_keys(key: Any, batch: int) -> None:
     if not isinstance(key, jax.Array):
         expected = "jax.random.key(seed), or one such key per input"
         raise ValueError(f"key: got {key!r}, expected {expected}")
-    shape = jax.eval_shape(threefry, key).shape
+    shape = jax.eval_shape(to_threefry, key).shape
     if shape not in ((), (batch,)):
         raise ValueError(f"key: got {shape[0]} keys, expected one or {batch} (one per input)")

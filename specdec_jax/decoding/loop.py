@@ -52,10 +52,10 @@ def advance(
         refilled. None: all.
     """
     max_done = len(state.done) if max_done is None else max_done
-    return _loop(target, drafter, state, max_iterations, max_done)
+    return _run_loop(target, drafter, state, max_iterations, max_done)
 
 
-def _loop(
+def _run_loop(
     target: Network,
     drafter: Drafter | None,
     state: State,
@@ -88,11 +88,11 @@ def _decode(
     """Runs prefill and loop in one program; returns what the host reads of the result."""
     strategy = strategy_of(config)
     state = strategy.prefill(target, drafter, config, slots, inputs)
-    return strategy.read(_loop(target, drafter, state, max_iterations, len(state.done)))
+    return strategy.read(_run_loop(target, drafter, state, max_iterations, len(state.done)))
 
 
 def complete(
-    target: LanguageModel, plan: Plan, numbers: Sequence[int] | None, begun: float
+    target: LanguageModel, plan: Plan, numbers: Sequence[int] | None, start_time: float
 ) -> GenerationResult:
     """Decodes inputs of a plan to their end; returns the errors of rows with the result.
 
@@ -100,13 +100,13 @@ def complete(
       target: the target.
       plan: the checked arguments.
       numbers: those of the inputs, as for `Plan.start`.
-      begun: when the deadline began to count (`time.monotonic()`).
+      start_time: when the deadline began to count (`time.monotonic()`).
     """
     if not plan.stop and not plan.deadline:
         return collect(target, decode_plan(plan, numbers), plan.request(numbers))
     state, request = plan.start(numbers)
     every = np.int32(1 if plan.deadline else STOP_EVERY)
-    for state in advance_by(target, state, request, every, begun):
+    for state in advance_by(target, state, request, every, start_time):
         pass
     return collect(target, state, request)
 
@@ -119,7 +119,7 @@ def decode_plan(
 
 
 def advance_by(
-    target: LanguageModel, state: DecodeState, request: Request, every: np.int32, begun: float
+    target: LanguageModel, state: DecodeState, request: Request, every: np.int32, start_time: float
 ) -> Iterator[DecodeState]:
     """Yields the state after every `every` iterations, until the rows are done or time is up.
 
@@ -132,7 +132,7 @@ def advance_by(
         yield state
         if every == FOREVER or np.all(jax.device_get(state.done)):
             return
-        if request.deadline and time.monotonic() - begun > request.deadline:
+        if request.deadline and time.monotonic() - start_time > request.deadline:
             return
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.decoding.checks import UnsupportedCombination, check_eos_ids, check_target
-from specdec_jax.decoding.defaults import defaults_of, fill_search
+from specdec_jax.decoding.defaults import fill_search, read_defaults
 from specdec_jax.decoding.generation_config import (
     BEAM_FIELDS,
     CallData,
@@ -14,13 +14,13 @@ from specdec_jax.decoding.generation_config import (
     GenerationConfig,
     split_options,
 )
-from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.inputs import bucket_length
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.request import plan as plan_request
 from specdec_jax.decoding.search_options import (
     LEVELS,
     BeamOptions,
-    beam_options,
+    check_beam_options,
     check_drafting,
     check_greedy,
 )
@@ -42,9 +42,9 @@ def plan_decoding(
     The parameters are those of `request.plan`.
     """
     config, data = split_options(config, options)
-    defaults = defaults_of(target, config.generation_config)
+    defaults = read_defaults(target, config.generation_config)
     given = {name: getattr(config, name) for name in BEAM_FIELDS}
-    beams = beam_options(**fill_search(defaults, given))
+    beams = check_beam_options(**fill_search(defaults, given))
     unset: dict[str, Any] = dict.fromkeys(BEAM_FIELDS)
     defaults = defaults.replace(num_beams=None)
     others = dataclasses.replace(config, generation_config=defaults, **unset)
@@ -93,7 +93,7 @@ def _plan_search(
     hint = f" (the model {target.name} samples by default: generation_config=None decodes without)"
     check_greedy(mode, temperature, hint if config.sampling is None else "")
     static = beams.config(ends, mode, vocab, plan.config.gamma, plan.drafter)
-    static = static._replace(max_new=bucket(int(max(plan.limits))))
+    static = static._replace(max_new=bucket_length(int(max(plan.limits))))
     return dataclasses.replace(
         plan,
         config=static,

@@ -26,12 +26,17 @@ from specdec_jax.decoding.checks import (
     check_target,
     verifier_settings,
 )
-from specdec_jax.decoding.defaults import defaults_of, expect_no_search, fill_limits, fill_sampling
+from specdec_jax.decoding.defaults import (
+    expect_no_search,
+    fill_limits,
+    fill_sampling,
+    read_defaults,
+)
 from specdec_jax.decoding.generation_config import ConfigOrPath, split_options
 from specdec_jax.decoding.inputs import (
     as_ids,
     as_list,
-    bucket,
+    bucket_length,
     decoder_tokens,
     empty_rows,
     pad,
@@ -39,11 +44,11 @@ from specdec_jax.decoding.inputs import (
 )
 from specdec_jax.decoding.keys import check_keys, row_keys, take_keys
 from specdec_jax.decoding.strategies import AnyConfig, prefill, strategy_of
-from specdec_jax.decoding.trees import tree_options
+from specdec_jax.decoding.trees import resolve_tree
 from specdec_jax.models import arguments
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import Network, decoder_only
+from specdec_jax.models.network import Network, is_decoder_only
 from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import call_widths
@@ -58,7 +63,7 @@ FIXED = 4
 _PENDING = Auto()  # γ = "auto" until `autotune` has chosen its costs
 
 
-def measurable(network: Network) -> bool:
+def is_measurable(network: Network) -> bool:
     """Returns whether times measured here hold wherever they are used: not on a mesh."""
     return network.rules is None and jax.process_count() == 1
 
@@ -203,7 +208,7 @@ class Plan:
         prefix_lengths = np.where(filler, 1, self.prefix_lengths[chosen])
         inputs, prefix = self.tokens[chosen], self.prefix[chosen]
         if width is None:
-            width = bucket(int(max(prefix_lengths if self.prompted else lengths)))
+            width = bucket_length(int(max(prefix_lengths if self.prompted else lengths)))
         if self.prompted:
             prefix, new = pad(prefix, width), int(max(self.limits))
             num_slots = strategy_of(self.config).count_slots(self.config, width, new)
@@ -272,18 +277,20 @@ def plan(
     check_not_traced("decoding")
     check_process()
     check_target(target)
-    defaults = defaults_of(target, config.generation_config)
+    defaults = read_defaults(target, config.generation_config)
     expect_no_search(target, config, defaults)
     inputs, tokens, lengths = _read_inputs(
         target, inputs, data.input_lengths, data.attention_mask, config.max_input_length
     )
     batch = len(lengths)
     drafter = data.drafter
-    tree, gamma, verifier = tree_options(config.tree, drafter, config.gamma, config.verifier)
+    tree, gamma, verifier = resolve_tree(config.tree, drafter, config.gamma, config.verifier)
     measured = isinstance(gamma, str) and drafter is not None
-    gamma = _number_or_policy(gamma, target, drafter)
+    gamma = _resolve_auto(gamma, target, drafter)
     measured &= isinstance(gamma, Policy)
-    policy, gammas = _gammas(gamma, batch, drafter, MAX_GAMMA if tree is None else tree.size - 1)
+    policy, gammas = _make_policy(
+        gamma, batch, drafter, MAX_GAMMA if tree is None else tree.size - 1
+    )
     samples = int(config.num_samples)
     if drafter is not None:
         check_pair(target, drafter)
@@ -291,7 +298,7 @@ def plan(
     together = batch if batch_size is None else batch_size
     _check_mesh(target, "inputs" if batch_size is None else "batch_size", together, config.deadline)
     eos_ids = check_eos_ids(target, config.eos_ids)
-    prefix, prefix_lengths = _beginnings(target, tokens, lengths, data.decoder_prefix)
+    prefix, prefix_lengths = _make_prefixes(target, tokens, lengths, data.decoder_prefix)
     limits = fill_limits(target, defaults, config.max_new_tokens, prefix_lengths)
     sampling = fill_sampling(target, defaults, config.sampling, prefix_lengths, limits, eos_ids)
     rows, width = sampling.rows(batch, target.config.vocab_size), int(max(gammas))
@@ -304,13 +311,13 @@ def plan(
     # The padded length of prompts, not that of the longest one, so that nothing more compiles for
     # another.
     longest = int(max(prefix_lengths + limits))
-    if decoder_only(target):
+    if is_decoder_only(target):
         check_prompts(target, drafter, prefix_lengths, limits)
         longest = prefix.shape[1] + int(max(limits))
         tokens, lengths = tokens[:, :0], np.zeros_like(lengths)
     depth = width if tree is None else tree.depth
     static = StaticConfig(depth, sampling.mode, target.config.vocab_size, verifier, (), tree)
-    static = static._replace(widths=_widths(target, drafter, policy, static))
+    static = static._replace(widths=_choose_widths(target, drafter, policy, static))
     check_keys(data.key, batch)
     if target.network.rules is not None:  # once for the request, and not with every call
         drafter = target.network.rules.put(drafter)
@@ -323,7 +330,7 @@ def plan(
         config=static,
         samples=samples,
         slots=strategy_of(static).count_slots(static, 0, longest),
-        prompted=decoder_only(target),
+        prompted=is_decoder_only(target),
         tokens=tokens,
         lengths=lengths,
         prefix=prefix,
@@ -340,7 +347,7 @@ def plan(
     )
 
 
-def _gammas(
+def _make_policy(
     gamma: Any, batch: int, drafter: Drafter | None, most: int
 ) -> tuple[Policy | None, np.ndarray]:
     """Returns the policy of γ for `batch` rows, or None, and the most tokens that each drafts."""
@@ -387,7 +394,7 @@ def _check_mesh(target: LanguageModel, name: str, rows: int, deadline: float | N
         )
 
 
-def _beginnings(
+def _make_prefixes(
     target: LanguageModel, tokens: np.ndarray, lengths: np.ndarray, decoder_prefix: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns what the decoder begins with, `[N, P]`, and its lengths, `[N]`.
@@ -395,7 +402,7 @@ def _beginnings(
     It begins with a start token and a decoder prefix, or with the inputs themselves if the target
     is decoder-only.
     """
-    if not decoder_only(target):
+    if not is_decoder_only(target):
         return decoder_tokens(target, decoder_prefix, len(lengths))
     if decoder_prefix is not None:
         got, expected = "a prefix for a decoder-only model", "None: put it at the end of the input"
@@ -403,7 +410,7 @@ def _beginnings(
     return prompt_tokens(target, tokens, lengths)
 
 
-def _widths(
+def _choose_widths(
     target: LanguageModel, drafter: Drafter | None, policy: Policy | None, config: StaticConfig
 ) -> tuple[int, ...]:
     """Returns the widths of the target's calls that are compiled; () means the widest alone."""
@@ -418,13 +425,13 @@ def _widths(
     return call_widths(config.gamma, none=varies)
 
 
-def _number_or_policy(gamma: Any, target: LanguageModel, drafter: Drafter | None) -> Any:
+def _resolve_auto(gamma: Any, target: LanguageModel, drafter: Drafter | None) -> Any:
     """Returns `gamma`; for "auto" a policy with costs to be measured, or a number."""
     if not isinstance(gamma, str):
         return gamma
     if drafter is None:
         return 0
-    return _PENDING if measurable(target.network) else FIXED
+    return _PENDING if is_measurable(target.network) else FIXED
 
 
 def _stop_ids(eos_ids: Sequence[int], batch: int) -> np.ndarray:

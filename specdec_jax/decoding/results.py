@@ -10,7 +10,7 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.stop import find_stop, strip_end
 from specdec_jax.decoding.strategies import Committed, strategy_of
-from specdec_jax.files.reading import shown
+from specdec_jax.files.reading import quote_value
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.beam_search import BeamConfig
 from specdec_jax.speculative.state import Counts, DecodeState
@@ -135,7 +135,7 @@ class GenerationResult(NamedTuple):
             what = self.tokens[row, :length].tolist() if self.texts is None else self.texts[row]
             score = None if self.scores is None else float(self.scores[row])
             reason = self.finish_reasons[row] if self.finish_reasons else ""  # T5X's loop has none
-            rows.append(f"\n  {row}: {in_words(what, length, reason, score)}")
+            rows.append(f"\n  {row}: {describe_output(what, length, reason, score)}")
         more = f"\n  … {len(self.lengths) - _SHOWN:,} more" if len(self.lengths) > _SHOWN else ""
         per_call = getattr(self.stats, "tokens_per_target_call", None)
         speed = "" if per_call is None else f", {per_call:.2f} per target call"
@@ -143,13 +143,13 @@ class GenerationResult(NamedTuple):
         return f"{head}{''.join(rows)}{more}"
 
 
-def in_words(
+def describe_output(
     what: str | list[int] | None, length: int, reason: str = "", score: float | None = None
 ) -> str:
     """Returns a row's text or tokens, their number, finish reason and score on one short line."""
     number = f"{length} token{'s' * (length != 1)}"
     scored = "" if score is None else f", score {score:.4g}"
-    return f"{shown(what)} ({reason}{', ' * bool(reason)}{number}{scored})"
+    return f"{quote_value(what)} ({reason}{', ' * bool(reason)}{number}{scored})"
 
 
 def read_state(state: DecodeState, rows: np.ndarray | None = None) -> Committed:
@@ -218,7 +218,7 @@ def collect(
         for empty in np.flatnonzero(~search.exists):
             reasons[empty] = reasons[empty] if errors[empty] else "none"
     has_rate = isinstance(config, BeamConfig) or config.mode.greedy or config.verifier.has_rate
-    stats = stats_of(counts, committed if search is None else search.steps, has_rate)
+    stats = make_stats(counts, committed if search is None else search.steps, has_rate)
     return GenerationResult(
         texts, tokens, lengths, log_probs, stats, adjusted, reasons, scores, errors
     )
@@ -263,7 +263,7 @@ def _finish_reasons(
     return [reason(row) for row in range(len(done))]
 
 
-def stats_of(counts: Counts, new_tokens: np.ndarray, token_by_token: bool) -> Stats:
+def make_stats(counts: Counts, new_tokens: np.ndarray, token_by_token: bool) -> Stats:
     """Returns the statistics of all rows in total, and of each row.
 
     Args:
@@ -273,13 +273,14 @@ def stats_of(counts: Counts, new_tokens: np.ndarray, token_by_token: bool) -> St
     """
     rows = (jax.tree.map(lambda leaf: leaf[row], counts) for row in range(len(new_tokens)))
     per_row = tuple(
-        _stats(row, number, token_by_token) for row, number in zip(rows, new_tokens, strict=True)
+        _make_row_stats(row, number, token_by_token)
+        for row, number in zip(rows, new_tokens, strict=True)
     )
     total = jax.tree.map(lambda leaf: leaf.sum(axis=0), counts)
-    return _stats(total, new_tokens.sum(), token_by_token)._replace(per_row=per_row)
+    return _make_row_stats(total, new_tokens.sum(), token_by_token)._replace(per_row=per_row)
 
 
-def _stats(counts: Counts, new_tokens: np.integer, token_by_token: bool) -> Stats:
+def _make_row_stats(counts: Counts, new_tokens: np.integer, token_by_token: bool) -> Stats:
     calls, accepted = int(counts.target_calls), int(counts.accepted)
     examined, undrafted = int(counts.examined_by_position.sum()), int(counts.undrafted)
     rated = examined and token_by_token

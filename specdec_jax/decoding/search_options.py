@@ -105,7 +105,7 @@ class BeamOptions:
         )
 
 
-def beam_options(num_beams: int | None = None, **others: Any) -> BeamOptions | None:
+def check_beam_options(num_beams: int | None = None, **others: Any) -> BeamOptions | None:
     """Checks the options of a beam search and returns them; None if `num_beams` is None.
 
     Others that are None are at their defaults.

@@ -36,11 +36,11 @@ def count_visible(vocabulary: Vocabulary, ids: Sequence[int], stops: Sequence[st
     """
     text = vocabulary.decode(ids)
     whole = text.rstrip(_UNFINISHED)
-    begun = max((_overlap(whole, stop) for stop in stops), default=0)
-    return _tokens_within(vocabulary, ids, text, len(whole) - begun)
+    overlap = max((_overlap_length(whole, stop) for stop in stops), default=0)
+    return _tokens_within(vocabulary, ids, text, len(whole) - overlap)
 
 
-def _overlap(text: str, stop: str) -> int:
+def _overlap_length(text: str, stop: str) -> int:
     """Returns the length of the longest end of `text` that is a beginning of `stop`."""
     return next(n for n in range(min(len(stop), len(text)), -1, -1) if text.endswith(stop[:n]))
 

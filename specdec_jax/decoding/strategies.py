@@ -13,7 +13,7 @@ from specdec_jax.speculative import prefill as speculative_prefill
 from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.beam_iteration import iterate_beams
 from specdec_jax.speculative.beam_prefill import prefill_beams
-from specdec_jax.speculative.beam_search import BeamConfig, BeamState, best_first
+from specdec_jax.speculative.beam_search import BeamConfig, BeamState, sort_hypotheses
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.iteration import iterate
 from specdec_jax.speculative.prefill import PrefillInputs
@@ -91,7 +91,7 @@ class ChainDecoding:
     commits_tokens = True
 
     def count_slots(self, config: StaticConfig, prefix: int, new: int) -> int:
-        return decoding_inputs.slots(prefix + new, config.reach)
+        return decoding_inputs.count_slots(prefix + new, config.reach)
 
     def prefill(
         self,
@@ -150,7 +150,7 @@ class BeamSearch:
         """Returns the best hypotheses, those of an input side by side."""
         returned = state.config.returned
         best, exists = jax.tree.map(
-            lambda x: x[:, :returned].reshape(-1, *x.shape[2:]), best_first(state)
+            lambda x: x[:, :returned].reshape(-1, *x.shape[2:]), sort_hypotheses(state)
         )
         prefix_lengths, done, failed = (
             jnp.repeat(x, returned) for x in (state.prefix_lengths, state.done, state.failed)

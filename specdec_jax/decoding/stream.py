@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
-from specdec_jax.decoding.generation_config import ConfigOrPath, split_options, takes_options
+from specdec_jax.decoding.generation_config import ConfigOrPath, document_options, split_options
 from specdec_jax.decoding.loop import FOREVER, advance_by
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.request import plan as plan_request
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     error: NonFiniteLogitsError | None = None
 
 
-@takes_options
+@document_options
 @isolated
 def stream(
     target: LanguageModel,
@@ -61,51 +61,53 @@ def stream(
         less work for the host.
       config, options: as for `generate`.
     """
-    begun = time.monotonic()
+    start_time = time.monotonic()
     arguments.check_model("target", target)
     if target.vocabulary is None:
         expected = "one that has one (text is yielded)"
         raise ValueError(f"stream: got a model without a vocabulary, expected {expected}")
     if not arguments.is_integer(every) or not 1 <= int(every) <= FOREVER:
-        raise ValueError(f"every: got {arguments.quoted(every)}, expected an integer of at least 1")
+        raise ValueError(f"every: got {arguments.quote(every)}, expected an integer of at least 1")
     config, data = split_options(config, options)
     plan = autotune.autotune(plan_request(target, inputs, config=config, **data._asdict()))
     state, request = plan.start()
-    return _pieces(target, state, request, np.int32(every), begun, config.non_finite == "report")
+    return _yield_pieces(
+        target, state, request, np.int32(every), start_time, config.non_finite == "report"
+    )
 
 
 @isolated
-def _pieces(
+def _yield_pieces(
     target: LanguageModel,
     state: DecodeState,
     request: Request,
     every: np.int32,
-    begun: float,
+    start_time: float,
     reports: bool,
 ) -> Iterator[Piece]:
     vocabulary, sent, closed = target.vocabulary, [0] * len(request.prefix_lengths), set()
-    for state in advance_by(target, state, request, every, begun):
+    for state in advance_by(target, state, request, every, start_time):
         tokens, lengths, done = jax.device_get((state.tokens, state.lengths, state.done))
         for row, start in enumerate(request.prefix_lengths):
             if done[row]:
                 continue
             ids = tokens[row, start : lengths[row]].tolist()
             count = count_visible(vocabulary, ids, request.stop)
-            text = _after(vocabulary, ids[:count], sent[row])
+            text = _added_text(vocabulary, ids[:count], sent[row])
             if text:
                 yield Piece(row, text, ids[sent[row] : count], None)
                 sent[row] = count
         newly = [row for row in np.flatnonzero(done) if row not in closed]
         closed.update(newly)
         if newly:
-            yield from _last_pieces(target, state, request, newly, sent, reports)
+            yield from _make_last_pieces(target, state, request, newly, sent, reports)
     rest = [row for row in range(len(sent)) if row not in closed]
-    yield from _last_pieces(target, state, request, rest, sent, reports)
+    yield from _make_last_pieces(target, state, request, rest, sent, reports)
     if request.costs_key is not None:
         autotune.record(request, collect(target, state, request))
 
 
-def _last_pieces(
+def _make_last_pieces(
     target: LanguageModel,
     state: DecodeState,
     request: Request,
@@ -124,6 +126,6 @@ def _last_pieces(
         yield Piece(row, text, ids[sent[row] :], reason, error)
 
 
-def _after(vocabulary: Vocabulary, ids: list[int], count: int) -> str:
+def _added_text(vocabulary: Vocabulary, ids: list[int], count: int) -> str:
     """Returns the text that `ids` add to the text of their first `count`."""
     return vocabulary.decode(ids)[len(vocabulary.decode(ids[:count])) :]

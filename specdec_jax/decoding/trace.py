@@ -13,8 +13,8 @@ from specdec_jax.decoding.generate import prepare
 from specdec_jax.decoding.generation_config import (
     ConfigOrPath,
     check_unset,
+    document_options,
     split_options,
-    takes_options,
 )
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.results import finish
@@ -25,7 +25,7 @@ from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import DecodeState
-from specdec_jax.speculative.tree_iteration import along, at_draft
+from specdec_jax.speculative.tree_iteration import apply_to_draft, take_path
 
 
 class TreeNode(NamedTuple):
@@ -97,7 +97,7 @@ class TraceStep(NamedTuple):
     tree: TreeStep | None = None
 
 
-@takes_options
+@document_options
 @isolated
 def trace(
     target: LanguageModel, text: Any, *, config: ConfigOrPath = None, **options: Any
@@ -165,10 +165,12 @@ def _advance_tree(
     assert isinstance(strategy, TreeDecoding)
     after, (draft, states, verified) = strategy.watch(target, drafter, state)
     logits = target.head(states, draft.valid)
-    dist = at_draft(functools.partial(distributions.standardize, soften=True), state, draft, logits)
+    dist = apply_to_draft(
+        functools.partial(distributions.standardize, soften=True), state, draft, logits
+    )
     parents, path, accepted = draft.branches.parents, verified.path, verified.num_accepted
     above = jnp.maximum(parents, 0)
-    dist = Categorical(along(dist.logits, above), along(dist.log_normalizer, above))
+    dist = Categorical(take_path(dist.logits, above), take_path(dist.log_normalizer, above))
     p = jnp.exp(dist.log_prob(jnp.maximum(draft.tokens, 0)))
     q = jnp.full(p.shape, jnp.nan) if draft.log_q is None else jnp.exp(draft.log_q)
     return after, _SeenTree(draft.tokens, parents, draft.valid, path, accepted, p, q)

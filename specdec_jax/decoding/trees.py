@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 from specdec_jax.decoding.checks import UnsupportedCombination, check_per_row
 from specdec_jax.models import arguments
-from specdec_jax.speculative.drafter import Drafter, TreeDrafter, drafts_chains
+from specdec_jax.speculative.drafter import Drafter, TreeDrafter, can_draft_chains
 from specdec_jax.speculative.policy import MAX_GAMMA, Policy
-from specdec_jax.speculative.tree_budgets import of_tree
+from specdec_jax.speculative.tree_budgets import make_budget
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS, TreeVerifier
 from specdec_jax.speculative.trees import AUTO, CHILDREN, LOSSY_TREES, DynamicTree, Tree
 from specdec_jax.speculative.verifier import BaseVerifier, Verifier
-from specdec_jax.speculative.verifiers import verifier_of
+from specdec_jax.speculative.verifiers import find_verifier
 
 # What `generate` takes where no verifier is named.
 _UNSET = "block"
@@ -31,7 +31,7 @@ class TreeOptions(NamedTuple):
     verifier: Verifier | TreeVerifier
 
 
-def tree_options(
+def resolve_tree(
     tree: Tree | DynamicTree | None,
     drafter: Drafter | None,
     gamma: Any,
@@ -51,24 +51,24 @@ def tree_options(
             raise UnsupportedCombination(
                 f"verifier: got the tree verifier {own.name!r} without a tree, expected a Verifier"
             )
-        if drafter is not None and not drafts_chains(drafter):
+        if drafter is not None and not can_draft_chains(drafter):
             raise UnsupportedCombination(
                 f"tree: got None with {type(drafter).__name__}, expected a Tree"
             )
-        return TreeOptions(None, gamma, verifier_of(verifier))  # type: ignore[arg-type]
+        return TreeOptions(None, gamma, find_verifier(verifier))  # type: ignore[arg-type]
     if not isinstance(tree, Tree | DynamicTree):
         raise ValueError(
-            f"tree: got {arguments.quoted(tree)}, expected a Tree, such as sd.Tree.uniform((3, 2, "
+            f"tree: got {arguments.quote(tree)}, expected a Tree, such as sd.Tree.uniform((3, 2, "
             "1))"
         )
     if drafter is None:
         raise UnsupportedCombination("tree: got one without a drafter, expected None")
     automatic = isinstance(gamma, str) and gamma == "auto"
-    if own is None and drafts_chains(drafter) and _as_chain(tree):
+    if own is None and can_draft_chains(drafter) and _drafts_as_chain(tree):
         gamma = tree.depth if automatic else gamma
         most = gamma.maximum if isinstance(gamma, Policy) else gamma
         check_per_row("gamma", most, arguments.as_array(most).size, 0, tree.depth)
-        return TreeOptions(None, gamma, verifier_of(verifier))  # type: ignore[arg-type]
+        return TreeOptions(None, gamma, find_verifier(verifier))  # type: ignore[arg-type]
     if isinstance(drafter, Drafter):
         if not isinstance(drafter, TreeDrafter):
             raise UnsupportedCombination(
@@ -78,13 +78,13 @@ def tree_options(
             )
         if own is not None:
             _check_own(own, tree, drafter)
-        tree = _fitted(tree, drafter)
+        tree = _resolve_auto_tree(tree, drafter)
     if own is None:
         _check_verifier(verifier)
     if automatic:
         gamma = tree.size - 1
     if isinstance(gamma, Policy) and gamma.counts_nodes:
-        gamma, most = of_tree(gamma, tree), gamma.maximum
+        gamma, most = make_budget(gamma, tree), gamma.maximum
     elif (
         isinstance(gamma, str) or not hasattr(gamma, "__index__") and not hasattr(gamma, "__len__")
     ):
@@ -104,11 +104,11 @@ def check_beside_tree(tree: Tree | DynamicTree | None, verifier: str | BaseVerif
 
     For callers that have not loaded a drafter yet.
     """
-    if tree is not None and not _as_chain(tree):
+    if tree is not None and not _drafts_as_chain(tree):
         _check_verifier(verifier)
 
 
-def _as_chain(tree: Tree | DynamicTree) -> bool:
+def _drafts_as_chain(tree: Tree | DynamicTree) -> bool:
     """Returns whether a drafter that drafts chains drafts this tree as one."""
     return tree.is_chain and tree.children == tree.verifier == AUTO and tree.depth <= MAX_GAMMA
 
@@ -134,7 +134,7 @@ def _check_own(own: TreeVerifier, tree: Tree | DynamicTree, drafter: TreeDrafter
         )
 
 
-def _fitted(tree: Tree | DynamicTree, drafter: TreeDrafter) -> Tree | DynamicTree:
+def _resolve_auto_tree(tree: Tree | DynamicTree, drafter: TreeDrafter) -> Tree | DynamicTree:
     """Returns the tree with what suits `drafter` in place of "auto".
 
     Raises:

@@ -28,24 +28,24 @@ from specdec_jax.decoding.generation_config import (
     ConfigOrPath,
     GenerationConfig,
     check_unset,
+    document_options,
     split_options,
-    takes_options,
 )
-from specdec_jax.decoding.inputs import slots
+from specdec_jax.decoding.inputs import count_slots
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.loop import FOREVER, advance
 from specdec_jax.decoding.request import FIXED
 from specdec_jax.decoding.strategies import AnyConfig, prefill
-from specdec_jax.decoding.trees import tree_options
+from specdec_jax.decoding.trees import resolve_tree
 from specdec_jax.models import arguments, weight_layouts
-from specdec_jax.models.network import Network, decoder_only
+from specdec_jax.models.network import Network, is_decoder_only
 from specdec_jax.models.parameters import flatten, parameter_shapes
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import call_widths
 from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.prefill import PrefillInputs
-from specdec_jax.speculative.randomness import seeded, threefry
+from specdec_jax.speculative.randomness import make_key, to_threefry
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
 from specdec_jax.speculative.state import StaticConfig
 
@@ -82,7 +82,7 @@ class Decoded(NamedTuple):
     accepted: jax.Array
 
 
-def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
+def make_network(params: Mapping, config: T5Config, rows: int) -> Network:
     """Returns the network of a target whose parameters are traced.
 
     On an accelerator the parameters are used as they are: the loop's own layout would be a second
@@ -96,7 +96,7 @@ def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
     Raises:
       ValueError: a parameter is missing, unexpected or of the wrong shape.
     """
-    tree = _copied(params)
+    tree = _copy_nested(params)
     check_shapes(
         flatten(tree), parameter_shapes(config), "params", "of a T5 of the module's configuration"
     )
@@ -105,14 +105,14 @@ def network_of(params: Mapping, config: T5Config, rows: int) -> Network:
         return adapt_to_mesh(Network(tree, config.module()), rows)
     packed = weight_layouts.pack(tree, True)
     if config.logits_via_embedding:
-        packed, config = weight_layouts.with_head(packed, True, True), config.with_own_head()
+        packed, config = weight_layouts.add_head(packed, True, True), config.with_own_head()
     return Network(packed, config.module(CPUBackend()))
 
 
-def _copied(node: Any) -> Any:
+def _copy_nested(node: Any) -> Any:
     """Returns nested mappings of any kind, frozen ones too, as nested dicts."""
     return (
-        {name: _copied(value) for name, value in node.items()}
+        {name: _copy_nested(value) for name, value in node.items()}
         if isinstance(node, Mapping)
         else node
     )
@@ -145,7 +145,7 @@ def read_options(
 class Decoder:
     """A decode under `jax.jit`; its settings are checked when the object is made."""
 
-    @functools.partial(takes_options, without=(*UNSUPPORTED, *CallData._fields))
+    @functools.partial(document_options, without=(*UNSUPPORTED, *CallData._fields))
     @isolated
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Decoder:
         check_sampling(self.sampling)
         parameters = ("lenience", "typical_epsilon", "typical_delta")
         self._parameters = {name: getattr(given, name) for name in parameters}
-        self.tree, self.gamma, self.verifier = tree_options(
+        self.tree, self.gamma, self.verifier = resolve_tree(
             given.tree, drafter, gamma, given.verifier
         )
         limit = MAX_GAMMA if self.tree is None else self.tree.size - 1
@@ -233,10 +233,10 @@ class Decoder:
           ValueError: unknown `decoder_params`, values that make no sense, or parameters of another
             shape.
         """
-        given = known(decoder_params, _KNOWN, rng)
+        given = check_names(decoder_params, _KNOWN, rng)
         rng = given.get("decode_rng") if rng is None else rng
         batch, length = prompts.shape
-        mode, rows = _sampling(self.sampling, given, batch, self.config.vocab_size)
+        mode, rows = _split_sampling(self.sampling, given, batch, self.config.vocab_size)
         policy = self.gamma.rows(batch) if isinstance(self.gamma, Policy) and self.width else None
         varies = self.drafter is not None and self.drafter.varies
         adapts = self.width and self.tree is None and (varies or policy is not None)
@@ -247,20 +247,20 @@ class Decoder:
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
         begin = PrefillInputs(
             inputs=inputs,
-            input_lengths=lengths_of(inputs),
+            input_lengths=count_input_tokens(inputs),
             tokens=tokens,
             prefix_lengths=starts,
             sampling=rows,
-            limits=1 + _lengths(given, starts - 1, length),
-            eos_ids=ends(given.get("eos_id", eos_id), batch),
+            limits=1 + _count_new_tokens(given, starts - 1, length),
+            eos_ids=end_ids(given.get("eos_id", eos_id), batch),
             done=jnp.zeros(batch, bool),
-            keys=_keys(rng, batch),
+            keys=_make_keys(rng, batch),
             settings=self._settings(batch),
             gamma=jnp.full(batch, self.width, jnp.int32),
             policy=policy,
         )
         drafter = self.drafter if self.width else None
-        num_slots = slots(length + 1, config.reach)
+        num_slots = count_slots(length + 1, config.reach)
         state = run_loop(params, self.config, drafter, config, num_slots, begin)
         columns = jnp.arange(1, length + 1)
         decoded = jnp.where(columns < state.lengths[:, None], state.tokens[:, 1 : length + 1], 0)
@@ -289,11 +289,11 @@ def run_loop(
     Both networks are laid out for the devices of the program.
 
     Args:
-      params, model: parameters of the target, as for `network_of`, and its configuration.
+      params, model: parameters of the target, as for `make_network`, and its configuration.
       drafter, config, num_slots, inputs: as for `prefill`.
     """
     rows = len(inputs.tokens)
-    network = network_of(params, model, rows)
+    network = make_network(params, model, rows)
     if drafter is not None:
         part = drafter.on(network)  # a part of the target lies as the target does
         drafter = adapt_drafter_to_mesh(drafter, rows) if part is drafter else part
@@ -304,17 +304,17 @@ def run_loop(
 def check_models(drafter: Drafter | None, config: T5Config) -> None:
     """Rejects a drafter with a model that cannot read the inputs of a target of this `config`."""
     for model in drafter.models if drafter is not None else ():
-        if decoder_only(model) or model.config.encoder_dim not in (None, config.emb_dim):
+        if is_decoder_only(model) or model.config.encoder_dim not in (None, config.emb_dim):
             got = (
                 "a decoder-only model"
-                if decoder_only(model)
+                if is_decoder_only(model)
                 else f"encoder_dim {model.config.encoder_dim}"
             )
             expected = f"a T5 with an encoder, or encoder_dim {config.emb_dim}"
             raise ValueError(f"drafter: got {got}, expected {expected}")
 
 
-def known(
+def check_names(
     decoder_params: Mapping[str, Any] | None, names: Sequence[str], rng: jax.Array | None
 ) -> dict[str, Any]:
     """Returns a copy of `decoder_params`; rejects unknown names, and a key beside `rng`."""
@@ -331,25 +331,25 @@ def known(
     return given
 
 
-def traced(value: Any) -> bool:
+def is_traced(value: Any) -> bool:
     """Returns whether `value` is one that cannot be looked at."""
     return isinstance(value, jax.core.Tracer)
 
 
-def lengths_of(inputs: jax.Array) -> jax.Array:
+def count_input_tokens(inputs: jax.Array) -> jax.Array:
     """Returns `[B]`: the tokens of each row of `inputs [B, L']`, without its padding, 0."""
     places = jnp.arange(inputs.shape[1], dtype=jnp.int32) + 1
     return jnp.max(jnp.where(inputs != 0, places, 0), axis=1)
 
 
-def _sampling(
+def _split_sampling(
     config: SamplingConfig, given: Mapping[str, Any], batch: int, vocab_size: int
 ) -> tuple[SamplingMode, SamplingRows]:
     """Returns the static and the traced part of `config`, with the changes of one call, `given`."""
     values = {
         ours: given[theirs] for theirs, ours in _PER_CALL.items() if given.get(theirs) is not None
     }
-    fixed = {name: np.asarray(value) for name, value in values.items() if not traced(value)}
+    fixed = {name: np.asarray(value) for name, value in values.items() if not is_traced(value)}
     if np.any(fixed.get("top_k", 0)) and np.any(fixed.get("top_p", 0)):
         raise ValueError(
             "decoder_params: got topk and topp, expected at most one of the two to be other than 0"
@@ -372,25 +372,25 @@ def _sampling(
     return SamplingMode(**mode), dataclasses.replace(rows, **late)
 
 
-def _lengths(given: Mapping[str, Any], prompts: jax.Array, length: int) -> jax.Array:
+def _count_new_tokens(given: Mapping[str, Any], prompts: jax.Array, length: int) -> jax.Array:
     """Returns `[B]`, the most tokens that come out for each row, its prompt included."""
     steps, hard = given.get("max_decode_steps"), given.get("max_decode_steps_hard_limit")
     if steps is None:
         return jnp.full(prompts.shape, length, jnp.int32)
-    if not traced(steps) and np.any(np.asarray(steps) < 1):
+    if not is_traced(steps) and np.any(np.asarray(steps) < 1):
         raise ValueError(f"max_decode_steps: got {steps}, expected at least 1")
     if hard:
         steps = jnp.minimum(steps, hard)
     return jnp.minimum(prompts + steps, length).astype(jnp.int32)
 
 
-def ends(eos_id: Any, batch: int) -> jax.Array:
+def end_ids(eos_id: Any, batch: int) -> jax.Array:
     """Returns `[B, E]` int32: the ids that end a row, for all rows the same."""
     return jnp.broadcast_to(
         jnp.asarray(eos_id, jnp.int32).reshape(1, -1), (batch, jnp.size(eos_id))
     )
 
 
-def _keys(rng: jax.Array | None, batch: int) -> jax.Array:
+def _make_keys(rng: jax.Array | None, batch: int) -> jax.Array:
     """Returns the rows' keys `[B]`, folded from the batch's key, which may be of any kind."""
-    return fold_keys(seeded(0) if rng is None else threefry(rng), jnp.arange(batch))
+    return fold_keys(make_key(0) if rng is None else to_threefry(rng), jnp.arange(batch))

@@ -13,23 +13,23 @@ from specdec_jax.decoding.generation_config import (
     CallData,
     ConfigOrPath,
     check_unset,
-    takes_options,
+    document_options,
 )
 from specdec_jax.decoding.search_options import LEVELS, BeamOptions, check_drafting
 from specdec_jax.decoding.under_jit import (
     UNSUPPORTED,
     Decoded,
     check_models,
-    ends,
-    known,
-    lengths_of,
+    check_names,
+    count_input_tokens,
+    end_ids,
+    is_traced,
     read_options,
     run_loop,
-    traced,
 )
 from specdec_jax.models import arguments
 from specdec_jax.models.t5 import T5Config
-from specdec_jax.speculative.beam_search import BeamState, best_first
+from specdec_jax.speculative.beam_search import BeamState, sort_hypotheses
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policy import MAX_GAMMA
 from specdec_jax.speculative.prefill import PrefillInputs
@@ -45,7 +45,7 @@ _UNSET = ("sampling", "verifier", "tree", "lenience", "typical_epsilon", "typica
 class BeamDecoder:
     """A beam search under `jax.jit`; its settings are checked when the object is made."""
 
-    @functools.partial(takes_options, without=(*UNSUPPORTED, *_UNSET, *CallData._fields))
+    @functools.partial(document_options, without=(*UNSUPPORTED, *_UNSET, *CallData._fields))
     @isolated
     def __init__(
         self,
@@ -106,10 +106,10 @@ class BeamDecoder:
           ValueError: other `decoder_params`, or values that make no sense; parameters of another
             shape.
         """
-        given = known(decoder_params, _KNOWN, rng)
+        given = check_names(decoder_params, _KNOWN, rng)
         beams, penalty, length = self._checked(given, num_decodes, prompts.shape[1])
         batch, vocab = len(prompts), self.config.vocab_size
-        eos_ids = ends(given.get("eos_id", eos_id), batch)
+        eos_ids = end_ids(given.get("eos_id", eos_id), batch)
         if eos_ids.shape[1] != 1:
             raise ValueError(f"eos_id: got {eos_ids.shape[1]} ids, expected one")
         drafter = self.drafter if self.gamma else None
@@ -122,11 +122,11 @@ class BeamDecoder:
         most = jnp.where(most > 0, jnp.minimum(most, length), length)
         tokens, prefix_lengths = jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32)
         if prompted:
-            tokens, prefix_lengths = _prefixes(prompts, length, most)
+            tokens, prefix_lengths = _make_prefixes(prompts, length, most)
         limits = jnp.broadcast_to(most + 1, prefix_lengths.shape)
         begin = PrefillInputs(
             inputs=inputs,
-            input_lengths=lengths_of(inputs),
+            input_lengths=count_input_tokens(inputs),
             tokens=tokens,
             prefix_lengths=prefix_lengths,
             sampling=sampling.rows(batch, vocab),
@@ -137,26 +137,26 @@ class BeamDecoder:
         )
         config = config._replace(max_new=length)
         state = run_loop(params, self.config, drafter, config, length + 1, begin)
-        return _decoded(state, length)
+        return _order_as_t5x(state, length)
 
     def _checked(
         self, given: Mapping[str, Any], num_decodes: int, longest: int
     ) -> tuple[BeamOptions, Any, int]:
         """Returns a call's options, its penalty (maybe traced) and the length of its output."""
         penalty, length = given.get("alpha", 0.6), given.get("max_decode_len")
-        if not traced(penalty) and not (arguments.is_number(penalty) and 0 <= penalty < np.inf):
+        if not is_traced(penalty) and not (arguments.is_number(penalty) and 0 <= penalty < np.inf):
             raise ValueError(f"alpha: got {penalty}, expected a finite number of at least 0")
         length = longest if length is None else length
         what = ", the targets' length"
         length = arguments.check_integer("max_decode_len", length, 1, longest, what)
         least = given.get("min_log_prob", _LEAST_LOG_PROB)
-        if traced(least) or least > _LEAST_LOG_PROB:
+        if is_traced(least) or least > _LEAST_LOG_PROB:
             # T5X ends all rows by the best of them, so that each would depend on the others.
             raise ValueError(f"min_log_prob: got {least}, expected none")
         return BeamOptions(num_decodes, beam_width=self.beam_width), penalty, length
 
 
-def _prefixes(prompts: jax.Array, length: int, most: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _make_prefixes(prompts: jax.Array, length: int, most: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns start tokens and what T5X forces after them `[B, length + 1]`, and lengths `[B]`.
 
     Where a prompt fills all of its places, T5X's last step, which has none to look at, forces the
@@ -167,9 +167,9 @@ def _prefixes(prompts: jax.Array, length: int, most: jax.Array) -> tuple[jax.Arr
     return tokens, 1 + jnp.minimum(forced, most)
 
 
-def _decoded(state: BeamState, length: int) -> Decoded:
+def _order_as_t5x(state: BeamState, length: int) -> Decoded:
     """Returns the result of a search in T5X's order and form."""
-    best, there = jax.tree.map(lambda x: x[:, ::-1], best_first(state))
+    best, there = jax.tree.map(lambda x: x[:, ::-1], sort_hypotheses(state))
     lengths = (state.prefix_lengths[:, None] + best.lengths)[..., None]
     filled = there[..., None] & (jnp.arange(1, length + 1) < lengths)
     scores = jnp.where((state.failed > 0)[:, None], jnp.nan, best.scores)

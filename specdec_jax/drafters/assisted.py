@@ -92,7 +92,7 @@ class AssistedNGramDrafter(Drafter):
 
         def choose(step: Step, tokens: jax.Array, carry: Any):
             lengths = state.lengths + step
-            ending = _ending(tokens, lengths, self.order - 1, -1)
+            ending = _last_ids(tokens, lengths, self.order - 1, -1)
             same = draft_state.contexts == ending[:, None]
             in_memory = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=2), axis=2)
             # The start token, or the first id of a prompt, follows nothing.
@@ -106,7 +106,7 @@ class AssistedNGramDrafter(Drafter):
                 jnp.repeat(in_memory, self.top_k, axis=1),
             )
             candidates = (jnp.concatenate(parts, axis=1) for parts in (texts, matches, counts))
-            return _heaviest(*candidates), carry
+            return _heaviest_match(*candidates), carry
 
         tokens, num_drafted, _ = draft_tokens(state, num_wanted, choose, ())
         dist = point_mass(state, tokens)
@@ -117,7 +117,7 @@ class AssistedNGramDrafter(Drafter):
         batch, width = scored.tokens.shape
         # The first id that was fed stands in the last slot before the new ones.
         start = state.lengths - scored.num_new - 1
-        before = _ending(state.tokens, start, self.order - 2, -2)[:, ::-1]
+        before = _last_ids(state.tokens, start, self.order - 2, -2)[:, ::-1]
         fed = jnp.concatenate([before, scored.tokens], axis=1)
         ends = jnp.arange(width)[:, None] + self.order - 2 - jnp.arange(self.order - 1)
         logits, tokens, ids = scored.logits, [], jnp.arange(scored.logits.shape[-1])
@@ -144,7 +144,7 @@ class AssistedNGramDrafter(Drafter):
         )
 
 
-def _ending(tokens: jax.Array, lengths: jax.Array, size: int, missing: int) -> jax.Array:
+def _last_ids(tokens: jax.Array, lengths: jax.Array, size: int, missing: int) -> jax.Array:
     """Returns the last `size` ids `[B, size]` of the first `lengths` of `tokens`, last first.
 
     They are `missing` where there are fewer.
@@ -154,7 +154,7 @@ def _ending(tokens: jax.Array, lengths: jax.Array, size: int, missing: int) -> j
     return jnp.where(places >= 0, ids, missing)
 
 
-def _heaviest(tokens: jax.Array, matches: jax.Array, weights: jax.Array) -> jax.Array:
+def _heaviest_match(tokens: jax.Array, matches: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns the heaviest id `[B]` among the longest matches that have any weight, 0 if none has.
 
     All arguments are `[B, C]`, for C candidates.

@@ -41,9 +41,9 @@ class BeamChainDrafter(BeamDrafter):
     def draft_beams(
         self, draft_state: Any, state: BeamState, tree: BeamTree
     ) -> tuple[Any, BeamTree]:
-        config, (batch, beams) = state.config, state.live.scores.shape
+        config, (batch, beams) = state.config, state.active.scores.shape
         rows = ChainRows(
-            tokens=state.live.tokens.reshape(batch * beams, -1),
+            tokens=state.active.tokens.reshape(batch * beams, -1),
             lengths=jnp.repeat(state.positions + 1, beams),
             starts=jnp.repeat(state.prefix_lengths, beams),
             eos_ids=jnp.repeat(state.eos_ids, beams, axis=0),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specdec_jax.backends.tree_positions import Nodes
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.beam_iteration import scored
+from specdec_jax.speculative.beam_iteration import score_nodes
 from specdec_jax.speculative.beam_search import BeamState, pick
 from specdec_jax.speculative.beam_tree import BeamTree
 
@@ -37,8 +37,8 @@ def draft_levels(
       The cache, which has all nodes but those of the last level, and the tree. If the search takes
       nodes of the last level, the next call feeds them, before the active beams that follow them.
     """
-    config, sums, width = state.config, state.live.scores, state.config.beams
-    fed, valid = _with_parents(state, tree), ~state.done[:, None]
+    config, sums, width = state.config, state.active.scores, state.config.beams
+    fed, valid = _prepend_parents(state, tree), ~state.done[:, None]
     ends = jnp.any(jnp.arange(config.vocab_size) == state.eos_ids[..., None], axis=1)
     for level in range(config.gamma):
         if level:
@@ -47,14 +47,14 @@ def draft_levels(
         states, cache = network.decode_nodes(fed.tokens, fed.nodes, cache, every)
         states = states[:, -width:]
         logits = widened(network.head(states, jnp.broadcast_to(valid, states.shape[:2])))
-        own, adjusted = scored(state, logits, tree.last(width))
+        own, adjusted = score_nodes(state, logits, tree.last(width))
         totals = (own if adjusted is None else adjusted) + sums[..., None]
-        sums, parents, tokens = _best(jnp.where(ends[:, None], -jnp.inf, totals), config.width)
+        sums, parents, tokens = _find_best(jnp.where(ends[:, None], -jnp.inf, totals), config.width)
         tree = tree.grow(parents + tree.tokens.shape[1] - width, tokens)
     return cache, tree
 
 
-def _best(totals: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _find_best(totals: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the `count` greatest of `totals [B, J, V]`, and their places on the axes J and V.
 
     All three are `[B, count]`.
@@ -67,7 +67,7 @@ def _best(totals: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Arra
     return values, (which // each).astype(jnp.int32), tokens.astype(jnp.int32)
 
 
-def _with_parents(state: BeamState, tree: BeamTree) -> BeamTree:
+def _prepend_parents(state: BeamState, tree: BeamTree) -> BeamTree:
     """Returns the active beams' last tokens and, before them, the tokens in the K slots before.
 
     If all of a draft was accepted, those K tokens were nodes of its last level, which have never
@@ -81,7 +81,7 @@ def _with_parents(state: BeamState, tree: BeamTree) -> BeamTree:
     at = jnp.broadcast_to(before, slots.shape)[..., None]
     own = jnp.take_along_axis(state.paths, at, axis=2)[..., 0]
     child = jnp.argmax(own[:, None] == slots[..., None], axis=2)
-    tokens = pick(jnp.take_along_axis(state.live.tokens, at, axis=2)[..., 0], child)
+    tokens = pick(jnp.take_along_axis(state.active.tokens, at, axis=2)[..., 0], child)
 
     positions = jnp.broadcast_to(before, slots.shape)
     first = tokens, jnp.full_like(tokens, -1), positions, pick(state.paths, child)

@@ -7,12 +7,12 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.drafters.drafting import empty_distribution, keys_apart
+from specdec_jax.drafters.drafting import empty_distribution, fold_part_keys
 from specdec_jax.drafters.model import ModelDrafter, ModelDraftState
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.distributions import Categorical, PointMass
-from specdec_jax.speculative.drafter import Drafter, drafts_chains
+from specdec_jax.speculative.drafter import Drafter, can_draft_chains
 from specdec_jax.speculative.iteration import verify, write
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
 from specdec_jax.speculative.verifiers import VERIFIERS
@@ -25,7 +25,7 @@ class PairState(NamedTuple):
     second: Any
 
 
-def _any_part(name: str) -> Any:
+def _any_part_property(name: str) -> Any:
     """Returns a property: whether the attribute `name` is true of either part."""
     return property(lambda self: any(getattr(part, name) for part in self.parts))
 
@@ -35,9 +35,9 @@ class DrafterPair(Drafter):
 
     parts: tuple[Any, Any]
     number: int = 0  # a static setting
-    reads_encoder: ClassVar[Any] = _any_part("reads_encoder")
-    observes: ClassVar[Any] = _any_part("observes")
-    needs_target_state: ClassVar[Any] = _any_part("needs_target_state")
+    reads_encoder: ClassVar[Any] = _any_part_property("reads_encoder")
+    observes: ClassVar[Any] = _any_part_property("observes")
+    needs_target_state: ClassVar[Any] = _any_part_property("needs_target_state")
 
     def tree_flatten(self):
         return self.parts, self.number
@@ -135,7 +135,7 @@ class HorizontalCascade(DrafterPair):
             state,
             tokens=write(state.tokens, head.tokens, state.lengths, count),
             lengths=state.lengths + count,
-            keys=keys_apart(state),
+            keys=fold_part_keys(state),
         )
         left = jnp.where(ended, 0, num_wanted - count)
         other, tail = then.draft(draft_state.second, behind, left)
@@ -229,7 +229,7 @@ class VerticalCascade(DrafterPair):
         inside = dataclasses.replace(
             state,
             policy=None,
-            keys=keys_apart(state),
+            keys=fold_part_keys(state),
             config=config._replace(gamma=width, verifier=verifier),
         )
         offsets, network = jnp.arange(width + 1), model_drafter.network
@@ -281,7 +281,7 @@ class VerticalCascade(DrafterPair):
 
 def _check_drafters(**drafters) -> None:
     for name, drafter in drafters.items():
-        if not isinstance(drafter, Drafter) or not drafts_chains(drafter):
+        if not isinstance(drafter, Drafter) or not can_draft_chains(drafter):
             raise ValueError(f"{name}: got {drafter!r}, expected a drafter of chains")
 
 

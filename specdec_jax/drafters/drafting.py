@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.policy import DraftSignals
-from specdec_jax.speculative.state import AnyRows, DecodeState, Draft, context, empty_signals
+from specdec_jax.speculative.state import (
+    AnyRows,
+    DecodeState,
+    Draft,
+    make_empty_signals,
+    make_prefixes,
+)
 
 Step: TypeAlias = jax.Array | int
 # Folded into a request's key: a number that no committed length reaches and that nothing else folds
@@ -33,10 +39,10 @@ class Recorded(NamedTuple):
     @classmethod
     def empty(cls, state: AnyRows) -> "Recorded":
         """Returns empty buffers."""
-        return cls(empty_distribution(state), empty_signals(state.policy, len(state.lengths)))
+        return cls(empty_distribution(state), make_empty_signals(state.policy, len(state.lengths)))
 
 
-def keys_apart(state: DecodeState) -> jax.Array:
+def fold_part_keys(state: DecodeState) -> jax.Array:
     """Returns keys `[B]` for a part of the draft that begins past the committed tokens.
 
     Uniforms are keyed by the length at which a draft begins. With the request's own keys, a part
@@ -114,7 +120,7 @@ def draft_tokens(
         loop = jax.lax.while_loop(
             lambda loop: loop[0] < 0, lambda loop: take(catch_up, (loop[0] + 1, *loop[1:])), loop
         )
-    return _drafted(
+    return _read_carry(
         state,
         jax.lax.while_loop(
             lambda loop: jnp.any(loop[0] < loop[2]), functools.partial(take, choose), loop
@@ -148,7 +154,7 @@ def draft_in_pairs(
     )
     take = functools.partial(_take, state, lambda carry: None, choose)
     loop = jnp.int32(0), state.tokens, num_wanted, carry
-    return _drafted(
+    return _read_carry(
         state, jax.lax.fori_loop(0, state.config.gamma, lambda _, loop: take(loop), loop)
     )
 
@@ -169,7 +175,7 @@ def _take(state: AnyRows, signals_of: Callable, choose: Callable, loop: tuple) -
     return step + 1, tokens, jnp.where(drawing, most, num_drafted), carry
 
 
-def _drafted(state: AnyRows, loop: tuple) -> tuple[jax.Array, jax.Array, Any]:
+def _read_carry(state: AnyRows, loop: tuple) -> tuple[jax.Array, jax.Array, Any]:
     """Returns the drafted tokens `[B, G]`, how many count `[B]`, and the carry of a loop."""
     _, tokens, num_drafted, carry = loop
     places = state.lengths[:, None] + jnp.arange(state.config.gamma)
@@ -194,7 +200,7 @@ def draw_adjusted(
     The logits are adjusted first; at temperature 0 the token is their argmax. `tokens [B, S]` holds
     what was drafted before.
     """
-    config, prefixes = state.config, context(state, tokens, jnp.maximum(step, 0))
+    config, prefixes = state.config, make_prefixes(state, tokens, jnp.maximum(step, 0))
     adjusted = prefixes, state.sampling, config.mode
     if config.mode.greedy:
         token = distributions.argmax(distributions.process(logits, *adjusted))[:, 0]

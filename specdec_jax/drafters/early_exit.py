@@ -156,7 +156,7 @@ class EarlyExitDrafter(TreeDrafter):
         return [
             self.model.contents,
             self.layers,
-        ], None if weight is None else weight_layouts.matrix(weight)
+        ], None if weight is None else weight_layouts.to_matrix(weight)
 
     def check(self, target: LanguageModel) -> None:
         check_own(self.model, target, "an early exit")

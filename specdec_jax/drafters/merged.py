@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.drafters.cascade import DrafterPair, PairState
-from specdec_jax.drafters.drafting import keys_apart
+from specdec_jax.drafters.drafting import fold_part_keys
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import DecodeState
@@ -76,7 +76,11 @@ class MergedDrafter(DrafterPair, TreeDrafter):
         lag = max(config.lag, config.gamma + 1)
         states, drafts, cache = [], [], state.target_cache
         for part, own, numbers, keys in zip(
-            self.parts, draft_state, _dealt(tree), (state.keys, keys_apart(state)), strict=True
+            self.parts,
+            draft_state,
+            _deal_nodes(tree),
+            (state.keys, fold_part_keys(state)),
+            strict=True,
         ):
             parents = np.searchsorted(numbers, np.asarray(tree.parents)[numbers[1:] - 1])
             subtree = Tree(parents, tree.kind, tree.verify)
@@ -87,10 +91,10 @@ class MergedDrafter(DrafterPair, TreeDrafter):
             cache = cache if draft.target_cache is None else draft.target_cache
             states.append(own)
             drafts.append(draft)
-        return PairState(*states), _merged(tree, drafts, cache)
+        return PairState(*states), _merge_trees(tree, drafts, cache)
 
 
-def _dealt(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
+def _deal_nodes(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
     """Returns the numbers of the nodes of each drafter's tree, node 0 among both.
 
     Raises:
@@ -107,11 +111,11 @@ def _dealt(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
     return first, second
 
 
-def _merged(tree: Tree, drafts: list[TreeDraft], target_cache: Any) -> TreeDraft:
+def _merge_trees(tree: Tree, drafts: list[TreeDraft], target_cache: Any) -> TreeDraft:
     """Returns the tree whose nodes were dealt out, drafted by two drafters."""
     first, second = drafts
     # The place of each node among the first drafter's nodes, followed by the second's.
-    places = np.argsort(np.concatenate(_dealt(tree)), kind="stable")
+    places = np.argsort(np.concatenate(_deal_nodes(tree)), kind="stable")
     places = np.delete(places, 1)  # node 0 is among both
 
     def put(*both: jax.Array):

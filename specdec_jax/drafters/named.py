@@ -44,12 +44,12 @@ WITHOUT_FILES = {
 }
 
 
-def without_model(name: str) -> bool:
+def needs_no_model(name: str) -> bool:
     """Returns whether `--drafter=name` has no weights of its own."""
     return name in WITHOUT_FILES or name.startswith("exit:") or name.endswith(".npz")
 
 
-def named_drafter(
+def make_named_drafter(
     name: str,
     target: LanguageModel,
     load: Callable[[str], LanguageModel],
@@ -75,11 +75,13 @@ def named_drafter(
     return reduced(load(name))
 
 
-def traced_drafter(name: str, config: ModelConfig, load: Callable[[str], ModelDrafter]) -> Drafter:
+def make_traced_drafter(
+    name: str, config: ModelConfig, load: Callable[[str], ModelDrafter]
+) -> Drafter:
     """Returns the drafter that `--drafter=name` means, for a target whose parameters are traced.
 
     Args:
-      name: as for `named_drafter`.
+      name: as for `make_named_drafter`.
       config: the target's configuration; its sequences begin with 0.
       load: loads a model, and makes a drafter of it.
     """
@@ -101,7 +103,7 @@ def traced_drafter(name: str, config: ModelConfig, load: Callable[[str], ModelDr
 
 def check_drafter_name(name: str) -> None:
     """Raises ValueError for a name that means no drafter, before a large target is loaded."""
-    if without_model(name):
+    if needs_no_model(name):
         return
     try:
         loader.resolve(name)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.files.reading import check_file, reason
+from specdec_jax.files.reading import check_file, error_reason
 from specdec_jax.files.writing import write_file
 from specdec_jax.models import arguments
 from specdec_jax.tokenizers.vocabularies import Vocabulary
@@ -98,9 +98,9 @@ class NGramTable:
         arguments.check_integer("order", order, 1, _MAX_ORDER)
         arguments.check_integer("continuations", continuations, 1, 2**20)
         if not arguments.is_integer(start_token) or not 0 <= start_token < vocab_size:
-            got = arguments.quoted(start_token)
+            got = arguments.quote(start_token)
             raise ValueError(f"start_token: got {got}, expected an id from 0 to {vocab_size - 1}")
-        ids, places, padded = _padded(sequences, vocab_size, order - 1, start_token)
+        ids, places, padded = _pad_sequences(sequences, vocab_size, order - 1, start_token)
         rows, number = np.zeros(len(ids), np.int64), 1
         keys = [np.zeros((2, 0), np.int64)]
         kept = [_continuations(rows, ids, vocab_size, continuations)]
@@ -115,7 +115,7 @@ class NGramTable:
         )
         starts = np.searchsorted(of_row, np.arange(number + 1))
         unigram = np.bincount(ids, minlength=vocab_size)
-        arrays = _on_device(parents, extras, starts, next_tokens, counts, unigram)
+        arrays = _put_on_device(parents, extras, starts, next_tokens, counts, unigram)
         numbers = map(int, (vocab_size, order, start_token, continuations))
         return cls(**arrays, **dict(zip(_NUMBERS, numbers)), fingerprint=fingerprint)
 
@@ -141,7 +141,7 @@ class NGramTable:
         try:
             values = _read_arrays(path)
         except _UNREADABLE as error:
-            got = f"a file that cannot be read ({reason(error)})"
+            got = f"a file that cannot be read ({error_reason(error)})"
             raise ValueError(f"{path}: got {got}, expected an n-gram table") from None
         known = {*_ARRAYS, *_NUMBERS, "fingerprint"}
         if str(values.pop("format", "")) != _FORMAT or not known <= set(values):
@@ -155,7 +155,7 @@ class NGramTable:
         if not _is_sound(arrays, sizes):
             got = "arrays that contradict each other"
             raise ValueError(f"{path}: got {got}, expected an n-gram table")
-        fields = _on_device(*arrays) | dict(zip(_NUMBERS, sizes))
+        fields = _put_on_device(*arrays) | dict(zip(_NUMBERS, sizes))
         return cls(**fields, fingerprint=str(values.pop("fingerprint"))), values
 
     def matches(self, vocabulary: Vocabulary | None) -> bool:
@@ -243,7 +243,7 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     return values
 
 
-def _padded(
+def _pad_sequences(
     sequences: Iterable[Sequence[int]], vocab_size: int, before: int, start_token: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns all ids, their places after `before` start tokens per sequence, and that array."""
@@ -280,7 +280,7 @@ def _continuations(rows: np.ndarray, ids: np.ndarray, vocab_size: int, most: int
     return np.stack([of_row[order], tokens[order], counts[order]])
 
 
-def _on_device(*arrays: np.ndarray) -> dict[str, jax.Array]:
+def _put_on_device(*arrays: np.ndarray) -> dict[str, jax.Array]:
     """Returns the array fields of a table on the device; `arrays` are in the order of `_ARRAYS`."""
     return {
         name: jax.device_put(array.astype(np.int32))

@@ -16,7 +16,7 @@ from specdec_jax.models import arguments
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.state import DecodeState, Draft, context
+from specdec_jax.speculative.state import DecodeState, Draft, make_prefixes
 
 
 @flax.struct.dataclass
@@ -51,7 +51,7 @@ class RandomDrafter(Drafter):
         def choose(step: Step, tokens: jax.Array, dist: Categorical | None):
             # No temperature and no filters: a uniform distribution stays as it is under them,
             # except under argmax.
-            prefixes = context(state, tokens, step)
+            prefixes = make_prefixes(state, tokens, step)
             logits = distributions.process(uniform, prefixes, state.sampling, config.mode)
             return draw(state, Categorical.from_logits(logits), step, dist)
 

@@ -8,7 +8,7 @@ from specdec_jax.drafters.early_exit import check_own
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import decoder_only
+from specdec_jax.models.network import is_decoder_only
 
 
 @jax.tree_util.register_pytree_node_class
@@ -23,7 +23,7 @@ class SelfDrafter(ModelDrafter):
       model: the target; no other can be drafted for.
     """
 
-    reads_encoder: ClassVar[Any] = property(lambda self: not decoder_only(self.network))
+    reads_encoder: ClassVar[Any] = property(lambda self: not is_decoder_only(self.network))
 
     def __init__(self, model: LanguageModel):
         """Rounds the target's weights.

@@ -19,7 +19,7 @@ from specdec_jax.speculative.policy import DraftSignals
 from specdec_jax.speculative.state import DecodeState
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_growth import choose_children
-from specdec_jax.speculative.tree_iteration import along, at_nodes, sequences
+from specdec_jax.speculative.tree_iteration import apply_to_nodes, node_sequences, take_path
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
 
@@ -148,10 +148,10 @@ def draft_children(
     for depth in range(tree.depth):
         inner, children = tree.inner(depth), tree.level(depth + 1)
         so_far, places, shape = join(tokens), column[inner], (batch, len(inner))
-        there = join(valid)[:, places] & _may_go_on(state, signals, places)
+        there = join(valid)[:, places] & _find_expandable(state, signals, places)
         lines = jnp.asarray(column[tree.lines[inner]], jnp.int32)
         lines = jnp.broadcast_to(lines, (*shape, tree.depth + 1))
-        texts = sequences(state, so_far, lines, jnp.full(shape, depth, jnp.int32))
+        texts = node_sequences(state, so_far, lines, jnp.full(shape, depth, jnp.int32))
         counts = np.sum(tree.children_of(inner) > 0, axis=1).tolist()
         fed = tree.fed[tree.lines[inner]]
         level = Level(depth, inner, first, fed, so_far[:, places], there, counts, texts)
@@ -165,7 +165,7 @@ def draft_children(
         own = parents * chosen.tokens.shape[2] + tree.ranks[children]
         signals = _add_signals(signals, chosen.signals, places[parents], own)
         num_wanted = _limit_nodes(state, signals, depth, num_wanted)
-        open_ = (there & ~_ended(state, level))[:, parents]
+        open_ = (there & ~_find_ended(state, level))[:, parents]
         open_ &= (children <= num_wanted[:, None]) & (depth < max_depth)[:, None]
         tokens.append(jnp.where(open_, new, 0))
         if chosen.log_q is not None:
@@ -203,7 +203,7 @@ def _random_bits(state: DecodeState, tree: Tree) -> jax.Array | None:
     return randomness.random_bits(state.keys, state.lengths, offsets, randomness.DRAFT)
 
 
-def _ended(state: DecodeState, level: Level) -> Bool[Array, "B J"]:
+def _find_ended(state: DecodeState, level: Level) -> Bool[Array, "B J"]:
     """Returns which nodes end a row, so that nothing follows them; a committed EOS does not."""
     return jnp.any(level.tokens[..., None] == state.eos_ids[:, None], axis=2) & (level.depth > 0)
 
@@ -221,14 +221,14 @@ def _choose(
     config, counts, noise = state.config, level.counts, None
     adjusted = state, logits, level.depths, level.texts
     if config.mode.greedy:
-        ranked = Categorical.from_logits(at_nodes(distributions.process, *adjusted))
+        ranked = Categorical.from_logits(apply_to_nodes(distributions.process, *adjusted))
         return ranked, ranked, choose_children("top", ranked, counts)
-    dist, kind = at_nodes(distributions.standardize, *adjusted), config.children
+    dist, kind = apply_to_nodes(distributions.standardize, *adjusted), config.children
     argmax = (state.sampling.temperature == 0)[:, None, None]
     # The greatest of a vocabulary take long to find, and mostly no row is at temperature 0, whose
     # children are not drawn.
     some = jnp.any(argmax)
-    ranked = jax.lax.cond(some, lambda: at_nodes(_SOFT, *adjusted), lambda: dist)
+    ranked = jax.lax.cond(some, lambda: apply_to_nodes(_SOFT, *adjusted), lambda: dist)
     if kind == "top":
         return dist, ranked, choose_children("top", ranked, counts)
     if kind == "gumbel":
@@ -263,19 +263,19 @@ def _grow(
     lines = jnp.zeros((batch, 1, tree.depth + 1), jnp.int32)
     log_q, above, first, signals = scores, scores, 0, _root_signals(state)
     for depth in range(tree.depth):
-        expanded = tree_growth.to_expand(tree, above).astype(jnp.int32)
+        expanded = tree_growth.choose_to_expand(tree, above).astype(jnp.int32)
         inner, count = first + expanded, expanded.shape[1]
         fed = 1 + (depth - 1) * width if depth else 0
         places = _put(places, inner, fed + jnp.arange(count, dtype=jnp.int32))
         line, depths = _pick(lines, inner), jnp.full(inner.shape, depth, jnp.int32)
-        there = _pick(valid, inner) & _may_go_on(state, signals, inner)
-        texts = sequences(state, jnp.maximum(tokens, 0), line, depths)
+        there = _pick(valid, inner) & _find_expandable(state, signals, inner)
+        texts = node_sequences(state, jnp.maximum(tokens, 0), line, depths)
         on_line = _pick(places, line.reshape(batch, -1)).reshape(line.shape)
         counts = [width] * count
         level = Level(depth, None, fed, on_line, _pick(tokens, inner), there, counts, texts)
         logits, carry = logits_of(level, carry)
         dist, ranked, chosen = _choose(state, level, logits, None)
-        open_ = (there & ~_ended(state, level) & (depth < max_depth)[:, None])[..., None]
+        open_ = (there & ~_find_ended(state, level) & (depth < max_depth)[:, None])[..., None]
         gained = _log_probs(ranked, chosen)
         # A first child whose distribution contains NaN stays beside its parent, to be noticed.
         gained = jnp.where(chosen >= 0, gained, jnp.where(jnp.arange(width) == 0, 0, -jnp.inf))
@@ -311,7 +311,7 @@ def _grow(
 
 def _pick(values: jax.Array, which: np.ndarray | jax.Array) -> jax.Array:
     """Returns the entries `which`, `[J]` or `[B, J]`, of `values [B, C, …]`."""
-    return values[:, which] if which.ndim == 1 else along(values, jnp.asarray(which))
+    return values[:, which] if which.ndim == 1 else take_path(values, jnp.asarray(which))
 
 
 def _put(values: jax.Array, which: jax.Array, new: jax.Array) -> jax.Array:
@@ -330,7 +330,7 @@ def _root_signals(state: DecodeState) -> Signals:
     return DraftSignals(zeros + 1, zeros, zeros) if _reads_signals(state) else None
 
 
-def _may_go_on(
+def _find_expandable(
     state: DecodeState, signals: Signals, places: np.ndarray | jax.Array
 ) -> Bool[Array, "B J"] | bool:
     """Returns which of the nodes in the columns `places` may have children."""
@@ -345,7 +345,7 @@ def _read_signals(
     """Returns the signals `[B, J · K]` of the children `chosen`, as if they followed node 0."""
     if not _reads_signals(state):
         return None
-    dist = at_nodes(_SOFT, state, logits, level.depths, level.texts)
+    dist = apply_to_nodes(_SOFT, state, logits, level.depths, level.texts)
     entropy, each = dist.entropy(), functools.partial(jnp.repeat, repeats=chosen.shape[2], axis=1)
     evenness = entropy / max(math.log(logits.shape[2]), 1e-9)
     prob = jnp.exp(_log_probs(dist, chosen)).reshape(len(chosen), -1)

@@ -199,7 +199,7 @@ def track(
         progress.advance(total > 0)
 
 
-def waiting(what: str) -> Progress:
+def show_waiting(what: str) -> Progress:
     """Returns a context manager that shows what takes long: a moving bar, elsewhere one line.
 
     Not for what is timed: a thread moves the bar.

@@ -25,17 +25,17 @@ _short.maxstring = _short.maxother = 100
 _short.maxlevel = 2
 
 
-def shown(value: Any) -> str:
+def quote_value(value: Any) -> str:
     """Returns a value from a file for a message: on one line, shortened if it is long."""
     return _short.repr(value)
 
 
-def mismatch(place: object, got: object, expected: object) -> ValueError:
+def mismatch_error(place: object, got: object, expected: object) -> ValueError:
     """Makes the error of a wrong input: where it is, what was got and what was expected."""
     return ValueError(f"{place}: got {got}, expected {expected}")
 
 
-def reason(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """Returns a library's error message on one line, cut to 500 characters."""
     return " ".join(str(error).split())[:500]
 
@@ -141,7 +141,7 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         counts = collections.Counter(key for key, _ in pairs)
         twice = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"the key {shown(twice)} is there twice")
+        raise ValueError(f"the key {quote_value(twice)} is there twice")
     return made
 
 
@@ -150,7 +150,7 @@ def check_names(names: Iterable[Any], path: PathLike) -> None:
     for name in names:
         if not isinstance(name, str) or not name.isprintable() or len(name) > _LONGEST_NAME:
             expected = f"at most {_LONGEST_NAME} printable characters"
-            raise ValueError(f"{path}: got the name {shown(name)}, expected {expected}")
+            raise ValueError(f"{path}: got the name {quote_value(name)}, expected {expected}")
 
 
 def join_inside(folder: pathlib.Path, name: Any, path: PathLike) -> pathlib.Path:
@@ -167,7 +167,9 @@ def join_inside(folder: pathlib.Path, name: Any, path: PathLike) -> pathlib.Path
         or "\0" in name
         or any(flavour(name).anchor or ".." in flavour(name).parts for flavour in flavours)
     ):
-        raise ValueError(f"{path}: got the file name {shown(name)}, expected one inside the folder")
+        raise ValueError(
+            f"{path}: got the file name {quote_value(name)}, expected one inside the folder"
+        )
     return folder / name
 
 

@@ -19,31 +19,31 @@ from specdec_jax.files.reading import PathLike
 
 
 def write_file(path: PathLike, content: str | bytes) -> None:
-    """Writes one file, text as UTF-8; see `new_file`."""
-    with new_file(path) as file:
+    """Writes one file, text as UTF-8; see `open_new_file`."""
+    with open_new_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def new_file(path: PathLike) -> Iterator[BinaryIO]:
+def open_new_file(path: PathLike) -> Iterator[BinaryIO]:
     """Opens a file that takes the name `path` at the end of the block, once it is on the disk.
 
     After an error the old file, if any, is unchanged. The new one gets the permissions of the file
     that it replaces. If `path` is a symbolic link, the file that it leads to is replaced; of
-    several hard links the others keep the old contents. A path for which `passes_through` holds is
+    several hard links the others keep the old contents. A path for which `is_pass_through` holds is
     written to directly.
 
     Raises:
       OSError: something failed; the error names the file.
     """
     with name_errors(path):
-        if passes_through(path):
-            number = _descriptor(path)
+        if is_pass_through(path):
+            number = _find_descriptor(path)
             with open(path if number is None else os.dup(number), "wb") as file:
                 yield file
             return
         place = os.path.realpath(path)
-        before = _replaced(place)
+        before = _read_status(place)
         part = os.path.join(os.path.dirname(place), f".specdec-{secrets.token_hex(8)}.part")
         try:
             with open(part, "xb") as file:
@@ -60,7 +60,9 @@ def new_file(path: PathLike) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def new_folder(folder: PathLike, check: Callable[[pathlib.Path], None]) -> Iterator[pathlib.Path]:
+def open_new_folder(
+    folder: PathLike, check: Callable[[pathlib.Path], None]
+) -> Iterator[pathlib.Path]:
     """Makes a folder that takes the name `folder` when the block ends.
 
     After an error nothing has changed. If `folder` is a symbolic link, what it leads to is
@@ -96,13 +98,13 @@ def new_folder(folder: PathLike, check: Callable[[pathlib.Path], None]) -> Itera
             raise
 
 
-def passes_through(path: PathLike) -> bool:
+def is_pass_through(path: PathLike) -> bool:
     """Returns whether `path` leads to something that passes bytes on.
 
     That is a device, a pipe, a socket, or a file that this process has open (/dev/stdout,
     /dev/fd/3).
     """
-    if _descriptor(path) is not None:
+    if _find_descriptor(path) is not None:
         return True
     try:
         mode = os.stat(path).st_mode
@@ -165,7 +167,7 @@ def name_errors(path: PathLike) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _descriptor(path: PathLike) -> int | None:
+def _find_descriptor(path: PathLike) -> int | None:
     """Returns the number of this process's open file that `path` leads to, None for other paths."""
     path = os.fspath(path)
     for _ in range(40):  # Linux follows as many
@@ -182,7 +184,7 @@ def _descriptor(path: PathLike) -> int | None:
     return None
 
 
-def _replaced(place: str) -> os.stat_result | None:
+def _read_status(place: str) -> os.stat_result | None:
     """Returns the status of the file at `place`, None if there is none.
 
     Raises:
@@ -232,7 +234,7 @@ def _exchange(new: pathlib.Path, place: pathlib.Path, old: pathlib.Path) -> None
 
 def check_output(path: str | None, name: str = "output") -> None:
     """Raises ValueError for a path that cannot be written, before hours of work are lost."""
-    if not path or passes_through(path):
+    if not path or is_pass_through(path):
         return
     place = pathlib.Path(os.path.realpath(path))
     if path.endswith("/") or place.is_dir() or not place.parent.is_dir():

@@ -23,7 +23,7 @@ from specdec_jax.decoding.continuous_batching import Output
 from specdec_jax.files.writing import write_file
 from specdec_jax.interop.vocabularies import find_difference
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import decoder_only
+from specdec_jax.models.network import is_decoder_only
 
 try:
     tf.config.set_visible_devices([], "GPU")  # it would take the memory that JAX needs
@@ -164,7 +164,12 @@ class Examples:
         self.inputs = [example.inputs for example in self.examples]
         self.contents = [
             json.dumps(
-                [example.task.name, example.inputs, example.targets, _pretokenized(example.fields)]
+                [
+                    example.task.name,
+                    example.inputs,
+                    example.targets,
+                    _is_pretokenized(example.fields),
+                ]
             )
             for example in self.examples
         ]
@@ -189,11 +194,11 @@ class Examples:
             if output.finish_reason != "error":
                 prediction = _prediction(vocabulary, output.tokens, self._width)
                 score = math.fsum(output.log_probs) if output.score is None else output.score
-            rows.append((prediction, output.tokens, _finite(score)))
+            rows.append((prediction, output.tokens, _make_finite(score)))
         predictions, tokens, scores = rows[0] if len(rows) == 1 else map(list, zip(*rows))
         record: dict[str, Any] = {"task": example.task.name} if len(self._tasks) > 1 else {}
         record |= {
-            "inputs": _pretokenized(example.fields),
+            "inputs": _is_pretokenized(example.fields),
             "prediction": predictions,
             "prediction_tokens": tokens,
             "aux": {"scores": scores},
@@ -202,7 +207,7 @@ class Examples:
         if errors:
             record["error"] = errors[0].reason
         if self._scores:
-            record["score"] = _finite(self._scores(number))
+            record["score"] = _make_finite(self._scores(number))
         return [json.dumps(record, ensure_ascii=False, allow_nan=False)]
 
     def evaluate(self, lines: Iterable[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -234,7 +239,7 @@ class Examples:
         """Prints the metrics to standard error and writes them beside the output file."""
         metrics, notes = self.evaluate(lines)
         for task, values in metrics.items():
-            shown = ", ".join(f"{name} {_short(value)}" for name, value in values.items())
+            shown = ", ".join(f"{name} {_shorten(value)}" for name, value in values.items())
             print(f"{task} ({self._split}): {shown or 'no metrics'}", file=sys.stderr)
         for note in notes:
             print(note, file=sys.stderr)
@@ -249,7 +254,7 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
     The message has the first token that differs. For a target without a vocabulary, and for ids
     that stand for themselves, only sizes can be compared.
     """
-    if decoder_only(target):
+    if is_decoder_only(target):
         raise ValueError(
             "task: got a decoder-only target, expected one with an encoder for inputs and targets"
         )
@@ -306,7 +311,7 @@ def _compute_metrics(
     pairs = [(record["prediction_tokens"], record["aux"]["scores"]) for record in records]
     if isinstance(pairs[0][1], list):
         pairs = [(several[-1], values[-1]) for several, values in pairs]
-    tokens, _ = _array([ids for ids, _ in pairs], width)
+    tokens, _ = _make_array([ids for ids, _ in pairs], width)
     scores = np.array([score for _, score in pairs], np.float32)
     outputs: dict[Any, Any] = {
         kinds.PREDICTION: tokens,
@@ -328,9 +333,9 @@ def _compute_metrics(
         for name, value in values.items():
             if name in computed:
                 raise ValueError(f"two metrics are called {name}")
-            plain = _plain(getattr(value, "value", getattr(value, "textdata", value)))
+            plain = _to_plain(getattr(value, "value", getattr(value, "textdata", value)))
             if isinstance(plain, int | float | str):
-                computed[name] = _finite(plain)
+                computed[name] = _make_finite(plain)
             else:
                 notes.append(
                     f"not written: {name} of {task.name}, which is a {type(value).__name__}"
@@ -347,7 +352,7 @@ class _TargetScores:
 
     def __init__(self, target: LanguageModel, examples: Sequence[Example], batch_size: int):
         self._target, self._examples, self._scores = target, examples, dict[int, float]()
-        shapes = [(_padded(len(one.inputs)), _padded(len(one.targets))) for one in examples]
+        shapes = [(_pad_ids(len(one.inputs)), _pad_ids(len(one.targets))) for one in examples]
         self._batch_of: dict[int, tuple[tuple[int, int], list[int]]] = {}
         by_shape = sorted(range(len(examples)), key=shapes.__getitem__)
         for padded, group in itertools.groupby(by_shape, shapes.__getitem__):
@@ -361,8 +366,8 @@ class _TargetScores:
         if number not in self._scores:
             widths, batch = self._batch_of[number]
             members = [self._examples[member] for member in batch]
-            inputs, input_lengths = _array([member.inputs for member in members], widths[0])
-            targets, lengths = _array([member.targets for member in members], widths[1])
+            inputs, input_lengths = _make_array([member.inputs for member in members], widths[0])
+            targets, lengths = _make_array([member.targets for member in members], widths[1])
             start = self._target.start_token
             fed = np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=start)
             logits = self._target.logits(inputs, fed, input_lengths)
@@ -383,11 +388,11 @@ def _log_likelihood(logits: jax.Array, targets: jax.Array, lengths: jax.Array) -
     return jnp.sum(jnp.where(inside, chosen, 0.0), axis=-1)
 
 
-def _padded(length: int) -> int:
+def _pad_ids(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
 
-def _array(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+def _make_array(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids padded to `[B, width]`, and lengths `[B]`."""
     array = np.zeros((len(rows), width), np.int32)
     for row, ids in enumerate(rows):
@@ -402,30 +407,32 @@ def _prediction(vocabulary: seqio.Vocabulary, tokens: list[int], width: int) -> 
     """Returns an output as T5X writes it: its text, or ids that stand for themselves, padded."""
     if isinstance(vocabulary, seqio.PassThroughVocabulary):
         return tokens + [0] * (width - len(tokens))
-    return _plain(vocabulary.decode(tokens))
+    return _to_plain(vocabulary.decode(tokens))
 
 
-def _pretokenized(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in fields.items() if name.endswith("_pretokenized")}
+def _is_pretokenized(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _to_plain(value) for name, value in fields.items() if name.endswith("_pretokenized")
+    }
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Returns `value` as JSON holds it: bytes become text, arrays become lists."""
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")
     if isinstance(value, np.ndarray | np.generic | jax.Array):
-        return _plain(np.asarray(value).tolist())
+        return _to_plain(np.asarray(value).tolist())
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return value
 
 
-def _finite(value: Any) -> Any:
+def _make_finite(value: Any) -> Any:
     """Returns a number that JSON can hold: null for infinities and NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -22,14 +22,14 @@ from specdec_jax.decoding.generation_config import (
     CallData,
     ConfigOrPath,
     check_unset,
-    takes_options,
+    document_options,
 )
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.search_options import BeamOptions
 from specdec_jax.decoding.under_jit import UNSUPPORTED, Decoder, read_options
 from specdec_jax.decoding.under_jit_beams import BeamDecoder
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.drafters.named import traced_drafter
+from specdec_jax.drafters.named import make_traced_drafter
 from specdec_jax.interop import t5x_run
 from specdec_jax.interop.vocabularies import find_difference
 from specdec_jax.models.family import ModelConfig
@@ -66,7 +66,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     """
 
     @functools.partial(
-        takes_options, without=(*UNSUPPORTED, *CallData._fields), others=_THEIRS.values()
+        document_options, without=(*UNSUPPORTED, *CallData._fields), others=_THEIRS.values()
     )
     def __init__(
         self,
@@ -136,7 +136,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
             **theirs,
         )
         shape = read_config(module)
-        drafter = _drafter(
+        drafter = _make_drafter(
             drafter, shape, drafter_dtype or shape.dtype, drafter_vocabulary, output_vocabulary
         )
         self._counts, self._report = counts, report
@@ -274,7 +274,7 @@ def _load(path: str, dtype: str, vocabulary: str | None) -> LanguageModel:
     return loader.load(path, dtype, vocabulary=vocabulary)
 
 
-def _drafter(
+def _make_drafter(
     given: Any, config: T5Config, dtype: str, vocabulary: str | None, output_vocabulary: Any
 ) -> Drafter | None:
     """Returns the drafter that `given` is, or that it names."""
@@ -285,7 +285,7 @@ def _drafter(
         return ModelDrafter(model)
 
     if isinstance(given, str):
-        return traced_drafter(given, config, load)
+        return make_traced_drafter(given, config, load)
     if given is not None and (not isinstance(given, Drafter) or given.needs_target_state):
         # The target's parameters exist only while T5X's program is traced.
         expected = "a name as for --drafter, or a drafter that needs nothing of the target"

@@ -32,7 +32,7 @@ def check_gin(config: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
         for name in values
         if _is_of(selector, CLASS)
     ]
-    if bound and not any(_is_of(selector, CLASS) for selector in _references(config)):
+    if bound and not any(_is_of(selector, CLASS) for selector in _list_references(config)):
         raise ValueError(
             f"{CLASS}: got values for {', '.join(sorted(set(bound)))}, but no MODEL that is one, "
             "so that T5X would decode without it; expected --gin_file=t5x/speculative.gin after "
@@ -51,14 +51,14 @@ def _is_of(selector: str, name: str) -> bool:
     return name in selector.split(".")
 
 
-def _references(value: Any) -> Iterator[str]:
+def _list_references(value: Any) -> Iterator[str]:
     """Yields the selectors of all configurables that a configuration's values refer to."""
     if isinstance(value, Mapping):
         for inner in value.values():
-            yield from _references(inner)
+            yield from _list_references(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _references(inner)
+            yield from _list_references(inner)
     elif isinstance(value, gin.config.ConfigurableReference):
         yield value.configurable.selector
 

@@ -75,9 +75,9 @@ def wmt_t2t_ende(
     """
     source = seqio.TfdsDataSource(tfds_name="wmt_t2t_translate/de-en:1.0.0", tfds_data_dir=data_dir)
     texts = functools.partial(
-        _texts, prefix="translate English to German: ", source="en", target="de"
+        _make_examples, prefix="translate English to German: ", source="en", target="de"
     )
-    return _register(name, source, texts, _vocabulary(vocabulary, extra_ids), (bleu,))
+    return _register(name, source, texts, _make_vocabulary(vocabulary, extra_ids), (bleu,))
 
 
 def cnn_dailymail(
@@ -91,8 +91,10 @@ def cnn_dailymail(
     Arguments as for `wmt_t2t_ende`.
     """
     source = seqio.TfdsDataSource(tfds_name="cnn_dailymail:3.4.0", tfds_data_dir=data_dir)
-    texts = functools.partial(_texts, prefix="summarize: ", source="article", target="highlights")
-    return _register(name, source, texts, _vocabulary(vocabulary, extra_ids), (rouge,))
+    texts = functools.partial(
+        _make_examples, prefix="summarize: ", source="article", target="highlights"
+    )
+    return _register(name, source, texts, _make_vocabulary(vocabulary, extra_ids), (rouge,))
 
 
 def tsv(
@@ -134,11 +136,13 @@ def tsv(
         )
 
     source = seqio.FunctionDataSource(pairs, splits=list(paths))
-    texts = functools.partial(_texts, prefix=prefix, source="source", target="target")
-    return _register(name, source, texts, _vocabulary(vocabulary, extra_ids), metric_fns)
+    texts = functools.partial(_make_examples, prefix=prefix, source="source", target="target")
+    return _register(name, source, texts, _make_vocabulary(vocabulary, extra_ids), metric_fns)
 
 
-def _texts(dataset: tf.data.Dataset, prefix: str, source: str, target: str) -> tf.data.Dataset:
+def _make_examples(
+    dataset: tf.data.Dataset, prefix: str, source: str, target: str
+) -> tf.data.Dataset:
     """Returns examples with `source` after `prefix` as inputs and `target` as targets."""
 
     return dataset.map(
@@ -185,7 +189,7 @@ def _register(
     return name
 
 
-def _vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
+def _make_vocabulary(path: str, extra_ids: int) -> seqio.Vocabulary:
     """Returns seqio's vocabulary for a SentencePiece file, or for a model's vocabulary."""
     if path not in loader.bundled() and not pathlib.Path(path).is_dir():
         return seqio.SentencePieceVocabulary(path, extra_ids)  # reads it when it is needed

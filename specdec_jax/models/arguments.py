@@ -16,27 +16,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.files.reading import mismatch, shown
+from specdec_jax.files.reading import mismatch_error, quote_value
 
 
-def option(default: Any, text: str) -> Any:
+def make_option(default: Any, text: str) -> Any:
     """Returns a field of a dataclass of options; `text` is its help on the command line."""
     return dataclasses.field(default=default, metadata={"help": text})
 
 
-def quoted(value: Any) -> str:
+def quote(value: Any) -> str:
     """Returns an argument as a message quotes it: on one line, shortened if it is long."""
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         with contextlib.suppress(AttributeError, TypeError):  # keys and traced arrays have none
             value = value.tolist()
-    return " ".join(shown(value).split())
+    return " ".join(quote_value(value).split())
 
 
 def check_function(name: str, value: Any, parameters: str) -> None:
     """Raises ValueError unless `value` can be called with `parameters`, names divided by ", "."""
     expected = f"a function of ({parameters})"
     if not callable(value):
-        raise mismatch(name, quoted(value), expected)
+        raise mismatch_error(name, quote(value), expected)
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):  # some builtins have none
@@ -44,7 +44,7 @@ def check_function(name: str, value: Any, parameters: str) -> None:
     try:
         signature.bind(*parameters.split(", "))
     except TypeError:
-        raise mismatch(name, f"a function of {signature}", expected) from None
+        raise mismatch_error(name, f"a function of {signature}", expected) from None
 
 
 def is_integer(value: Any) -> bool:
@@ -65,7 +65,7 @@ def is_number(value: Any) -> bool:
 def check_kind(name: str, value: Any, kinds: Any, expected: str) -> None:
     """Raises ValueError unless `value` is an instance of one of the classes `kinds`."""
     if not isinstance(value, kinds):
-        raise mismatch(name, quoted(value), expected)
+        raise mismatch_error(name, quote(value), expected)
 
 
 def check_path(name: str, value: Any) -> None:
@@ -77,9 +77,11 @@ def check_model(name: str, value: Any) -> None:
     """Raises ValueError unless `value` has the parts of a `LanguageModel`."""
     if isinstance(value, str | os.PathLike):
         path = repr(str(value))
-        raise mismatch(name, path, f"a LanguageModel, such as specdec_jax.load({path})")
+        raise mismatch_error(name, path, f"a LanguageModel, such as specdec_jax.load({path})")
     if not (hasattr(value, "network") and hasattr(value, "config")):
-        raise mismatch(name, type(value).__name__, "a LanguageModel, as from specdec_jax.load")
+        raise mismatch_error(
+            name, type(value).__name__, "a LanguageModel, as from specdec_jax.load"
+        )
 
 
 def check_integer(
@@ -89,7 +91,7 @@ def check_integer(
     found = operator.index(value) if is_integer(value) else None
     if found is None or found < least or (most is not None and found > most):
         bound = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise mismatch(name, quoted(value), f"an integer {bound}{what}")
+        raise mismatch_error(name, quote(value), f"an integer {bound}{what}")
     return found
 
 
@@ -109,14 +111,14 @@ def check_numbers(name: str, value: Any, expected: str, whole: bool = False) -> 
     """
     array = as_array(value)
     if not _holds_numbers(array, whole) or has_bool(value):
-        raise mismatch(name, quoted(value), expected)
+        raise mismatch_error(name, quote(value), expected)
     return array
 
 
 def check_number(name: str, value: Any, expected: str) -> float:
     """Returns one number as a float; otherwise as `check_numbers`."""
     if not is_number(value):
-        raise mismatch(name, quoted(value), expected)
+        raise mismatch_error(name, quote(value), expected)
     return float(value)
 
 
@@ -124,11 +126,11 @@ def check_list(name: str, value: Any, expected: str) -> tuple[Any, ...]:
     """Returns the items of a list, tuple, set or array; a string or a mapping is none of these."""
     listed = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
     if not listed or not getattr(value, "ndim", 1):
-        raise mismatch(name, quoted(value), expected)
+        raise mismatch_error(name, quote(value), expected)
     return tuple(value)
 
 
-def described(tree: Any) -> str:
+def describe(tree: Any) -> str:
     """Returns a pytree as text, with dtype and shape of each array in its place: int32[2, 3]."""
     leaves, structure = jax.tree.flatten(tree)
     text = str(structure).removeprefix("PyTreeDef(").removesuffix(")")

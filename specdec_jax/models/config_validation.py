@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from specdec_jax.backends.xla import ACTIVATIONS
-from specdec_jax.files.reading import PathLike, mismatch, shown
+from specdec_jax.files.reading import PathLike, mismatch_error, quote_value
 
 Shape = TypeVar("Shape")
 
@@ -65,7 +65,7 @@ def check_fields(config: Any) -> None:
         if value is None and field.default is None:
             continue
         if expected := _find_expected(field.name, value):
-            raise FieldError(config, field.name, f"got {shown(value)}, expected {expected}")
+            raise FieldError(config, field.name, f"got {quote_value(value)}, expected {expected}")
 
 
 def _find_expected(name: str, value: Any) -> str | None:
@@ -107,11 +107,13 @@ def build(
     known = {field.name: field for field in dataclasses.fields(shape)}  # type: ignore[arg-type]
     unknown = [name for name in values if name not in known] if type(values) is dict else [values]
     if unknown:
-        raise mismatch(path, shown(unknown[0]), f"a configuration of {', '.join(known)}")
+        raise mismatch_error(
+            path, quote_value(unknown[0]), f"a configuration of {', '.join(known)}"
+        )
     names = {name: name for name in known} | dict(names or {})
     for name, field in known.items():
         if name not in values and field.default is dataclasses.MISSING:
-            raise mismatch(f"{path}: {names[name]}", "none", "one")
+            raise mismatch_error(f"{path}: {names[name]}", "none", "one")
     try:
         return shape(**values)
     except FieldError as error:

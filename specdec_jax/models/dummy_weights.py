@@ -18,7 +18,7 @@ from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.parameters import parameter_shapes, unflatten
 
 
-def dummy_params(
+def make_dummy_params(
     config: ModelConfig,
     rules: ShardingRules | None = None,
     stored: Callable[[jax.Array], Any] = lambda weight: weight,

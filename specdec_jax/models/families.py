@@ -7,7 +7,7 @@ A new family needs a row here, and a file for each foreign format from which it 
 import dataclasses
 from typing import Any
 
-from specdec_jax.files.reading import mismatch, shown
+from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.t5 import T5Config
@@ -20,10 +20,10 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
-def family_of(name: Any) -> type[ModelConfig]:
+def find_family(name: Any) -> type[ModelConfig]:
     """Returns the class of a family's configurations; raises ValueError for an unknown name."""
     if not isinstance(name, str) or name not in FAMILIES:
-        raise mismatch("architecture", shown(name), f"one of {', '.join(FAMILIES)}")
+        raise mismatch_error("architecture", quote_value(name), f"one of {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
@@ -35,11 +35,11 @@ def describe(config: ModelConfig) -> dict[str, Any]:
     """
     if FAMILIES.get(config.family) is not type(config):
         got = f"a {type(config).__name__}"
-        raise mismatch("architecture", got, "one of the table of families")
+        raise mismatch_error("architecture", got, "one of the table of families")
     return {"architecture": config.family, **dataclasses.asdict(config)}
 
 
 def build_config(record: dict[str, Any]) -> ModelConfig:
     """Returns the configuration that `describe` recorded."""
     fields = dict(record)
-    return family_of(fields.pop("architecture", None))(**fields)
+    return find_family(fields.pop("architecture", None))(**fields)

@@ -25,7 +25,7 @@ from specdec_jax.backends.axes import (
 )
 from specdec_jax.backends.backend import Backend
 from specdec_jax.backends.tree_positions import AnyNodes
-from specdec_jax.files.reading import mismatch
+from specdec_jax.files.reading import mismatch_error
 
 # The places of a sequence whose logits are wanted, None for all, and these logits.
 Places = Int[Array, "B N"] | None
@@ -124,7 +124,7 @@ class ModelConfig:
 def check_uses_backend(config: ModelConfig, got: str) -> None:
     """Raises ValueError unless a network uses its backend, which `got` needs."""
     if not config.uses_backend:
-        raise mismatch(type(config).__name__, got, "a family that uses a Backend")
+        raise mismatch_error(type(config).__name__, got, "a family that uses a Backend")
 
 
 class FamilyModule(nn.Module):
@@ -196,7 +196,9 @@ class FamilyModule(nn.Module):
     def node_cache(self, cache: Any, slots: int, positions: int) -> Any:
         """Does what `Network.node_cache` does; raises ValueError in a family without it."""
         check_uses_backend(self.config, "a tree or beams")
-        raise mismatch(type(self.config).__name__, "a tree or beams", "a module with `node_cache`")
+        raise mismatch_error(
+            type(self.config).__name__, "a tree or beams", "a module with `node_cache`"
+        )
 
     def head(self, states: States, valid: Valid = None) -> Logits:
         """Returns the logits of the states that `decode_states` returns."""

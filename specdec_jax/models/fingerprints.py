@@ -29,7 +29,7 @@ def digest_exact(params: dict, rules: ShardingRules | None, dtype: np.dtype | No
     """Returns the digest of the weights in `dtype`; None: exactly as a model computes with them."""
     found = {}
     for path, array in weight_layouts.parameters(params):
-        host = _on_host(array, rules)
+        host = _copy_to_host(array, rules)
         one = hashlib.sha256(f"{host.shape} {dtype or host.dtype}".encode())
         flat = host.reshape(-1)
         for start in range(0, flat.size, _BLOCK):  # so that no second array of its size is made
@@ -39,7 +39,7 @@ def digest_exact(params: dict, rules: ShardingRules | None, dtype: np.dtype | No
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
 
 
-def _on_host(array: jax.Array, rules: ShardingRules | None) -> np.ndarray:
+def _copy_to_host(array: jax.Array, rules: ShardingRules | None) -> np.ndarray:
     """Returns `array`, of which other processes may hold parts, on the host.
 
     It is a copy on the device that is read: JAX keeps what it has read of an array as long as the
@@ -47,10 +47,10 @@ def _on_host(array: jax.Array, rules: ShardingRules | None) -> np.ndarray:
     device's memory, and nothing is copied.
     """
     shared = rules is None and jax.default_backend() == "cpu"
-    return np.asarray(array if shared else _copied(array, rules))
+    return np.asarray(array if shared else _replicate(array, rules))
 
 
 @functools.partial(jax.jit, static_argnames="rules")
-def _copied(array: jax.Array, rules: ShardingRules | None) -> jax.Array:
+def _replicate(array: jax.Array, rules: ShardingRules | None) -> jax.Array:
     """Returns a copy that every device has whole."""
     return constrain_sharding(jnp.copy(array), rules)

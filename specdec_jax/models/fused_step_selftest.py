@@ -22,10 +22,10 @@ def find_fault(interpret: Any = False) -> str | None:
     Returns what is wrong with it, None if nothing is. `interpret` as for
     `fused_step.decode_states`.
     """
-    return run_self_test(lambda: _numbers_are_right(interpret))
+    return run_self_test(lambda: _matches_xla(interpret))
 
 
-def _numbers_are_right(interpret: Any) -> bool:
+def _matches_xla(interpret: Any) -> bool:
     module = CONFIG.module(TPUBackend(joins_weights=True))
 
     @jax.jit

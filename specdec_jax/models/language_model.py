@@ -14,9 +14,9 @@ from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.jax_settings import check_not_traced, isolated
 from specdec_jax.backends.sharding import ShardingRules
-from specdec_jax.files.reading import mismatch, shown
+from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.models import fingerprints, weight_layouts
-from specdec_jax.models.dummy_weights import dummy_params
+from specdec_jax.models.dummy_weights import make_dummy_params
 from specdec_jax.models.family import ModelConfig, check_uses_backend
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.model_defaults import ModelDefaults
@@ -24,13 +24,13 @@ from specdec_jax.models.network import (
     Network,
     check_positions,
     continuation_logits,
-    decoder_only,
+    is_decoder_only,
     join,
     lay_out,
     random_params,
     teacher_forced_logits,
 )
-from specdec_jax.models.padding import without_padding
+from specdec_jax.models.padding import remove_padding
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
 
@@ -99,13 +99,13 @@ class LanguageModel:
             params = jax.tree.map(
                 lambda leaf: leaf.astype(config.dtype) if leaf.dtype == np.float64 else leaf, params
             )
-        self.quantized, self.input_bits = weight_layouts.rounding_of(params)
+        self.quantized, self.input_bits = weight_layouts.describe_rounding(params)
         check_own_network(config, rules, self.quantized)
         alone = rules is None and not config.matmul_dtype and config.uses_backend
         weight_only = self.quantized and self.input_bits is None  # inputs of products as they are
         native = alone and packed_weights.can_pack(config.dtype) and not weight_only
         if self.quantized and not (native or (alone and weight_only)):
-            raise mismatch(
+            raise mismatch_error(
                 "params", "weights in int8", packed_weights.describe_support(config.dtype)
             )
         if rules is not None:
@@ -116,7 +116,7 @@ class LanguageModel:
         packed = weight_layouts.pack(params, native, backend.joins_weights)
         if (native or self.quantized) and config.logits_via_embedding:
             # An embedding is read by rows, a head by columns.
-            packed = weight_layouts.with_head(packed, True, native)
+            packed = weight_layouts.add_head(packed, True, native)
             config = config.with_own_head()
         self.network = Network(packed, config.module(backend))
 
@@ -165,14 +165,14 @@ class LanguageModel:
 
         def make() -> dict:
             if quantize not in packed_weights.INPUT_BITS:
-                return dummy_params(config, rules, report=report)
+                return make_dummy_params(config, rules, report=report)
 
             # Else a model that fits only in int8 would first lie there in full.
             def round_weight(weight: jax.Array) -> Int8Weight:
                 bits = packed_weights.input_bits(quantize)
                 return jax.block_until_ready(Int8Weight.quantize(weight, bits))
 
-            return dummy_params(config, rules, round_weight, report)
+            return make_dummy_params(config, rules, round_weight, report)
 
         return cls._from_function(config, make, rules, quantize, **{"name": "dummy", **options})
 
@@ -264,18 +264,18 @@ class LanguageModel:
             width = self.config.encoder_dim
             own = width is None
             expected = "none: the model has its own" if own else f"a model of width {width}"
-            raise mismatch("encoder", got, expected)
+            raise mismatch_error("encoder", got, expected)
         decoder_tokens = np.asarray(decoder_tokens, np.int32)
         if inputs is None:
-            if not decoder_only(self):
-                raise mismatch("inputs", "None for a model with an encoder", "ids [B, L]")
+            if not is_decoder_only(self):
+                raise mismatch_error("inputs", "None for a model with an encoder", "ids [B, L]")
             inputs = np.zeros((len(decoder_tokens), 0))
         inputs = np.asarray(inputs, np.int32)
-        inputs, input_lengths = without_padding(self, inputs, input_lengths, attention_mask)
+        inputs, input_lengths = remove_padding(self, inputs, input_lengths, attention_mask)
         inside = np.arange(inputs.shape[1]) < input_lengths[:, None]
         self._check_tokens("inputs", inputs[inside])
         self._check_tokens("decoder_tokens", decoder_tokens)
-        if not decoder_only(self):
+        if not is_decoder_only(self):
             call = inputs, input_lengths, decoder_tokens, encoder and encoder.network
             return teacher_forced_logits(self.network, *call)
         check_positions(self.config, int(max(input_lengths, default=0)) + decoder_tokens.shape[1])
@@ -284,7 +284,7 @@ class LanguageModel:
     def _check_tokens(self, name: str, tokens: Int[np.ndarray, "..."]) -> None:
         wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
         if wrong.size:
-            raise mismatch(name, f"id {wrong[0]}", f"0 to {self.config.vocab_size - 1}")
+            raise mismatch_error(name, f"id {wrong[0]}", f"0 to {self.config.vocab_size - 1}")
 
 
 _MOST_PAST_LOGITS = 128  # ids of a vocabulary for which a model has no logit
@@ -298,19 +298,19 @@ def check_ids(
         whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not whole or not 0 <= token < config.vocab_size:
             expected = f"an id of the vocabulary of {config.vocab_size}"
-            raise mismatch("special id", shown(token), expected)
+            raise mismatch_error("special id", quote_value(token), expected)
     # A few added tokens, or T5's sentinels, may lie past the logits: they cannot come out, and as
     # inputs they are rejected where they occur.
     if vocabulary is not None and vocabulary.size > config.vocab_size + _MOST_PAST_LOGITS:
         logits = f"the {config.vocab_size} logits of the model"
         expected = f"at most {logits} and {_MOST_PAST_LOGITS} more"
-        raise mismatch("vocabulary", f"{vocabulary.size} pieces", expected)
+        raise mismatch_error("vocabulary", f"{vocabulary.size} pieces", expected)
 
 
 def check_own_network(config: ModelConfig, rules: ShardingRules | None, quantized: bool) -> None:
     """Raises ValueError for a missing field, or what only a network with a backend can have."""
     for name in ("vocab_size", "emb_dim", "dtype"):
         if not hasattr(config, name):
-            raise mismatch(type(config).__name__, f"no {name}", f"a field {name}")
+            raise mismatch_error(type(config).__name__, f"no {name}", f"a field {name}")
     if quantized or rules is not None:
         check_uses_backend(config, "weights in int8" if quantized else "a mesh")

@@ -8,7 +8,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from specdec_jax.backends.sharding import AXES
-from specdec_jax.files.reading import mismatch
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
 
 
@@ -24,7 +24,7 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     if count > len(devices) or (several and count != len(devices)):
         there = len(devices)
         expected = f"all of the {there}" if several else f"1 to {there}, which there are"
-        raise mismatch("mesh", f"{data}x{model} devices", expected)
+        raise mismatch_error("mesh", f"{data}x{model} devices", expected)
     if count == len(devices):  # neighbours on a TPU's links
         return Mesh(mesh_utils.create_device_mesh((data, model), devices), AXES)
     return Mesh(np.array(devices[:count]).reshape(data, model), AXES)
@@ -34,5 +34,5 @@ def parse_mesh(text: str) -> tuple[int, int]:
     """Returns (2, 4) for "2x4"; raises ValueError for a text of another form."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not match:
-        raise mismatch("mesh", repr(text), "DATAxMODEL, two numbers of devices, such as 1x4")
+        raise mismatch_error("mesh", repr(text), "DATAxMODEL, two numbers of devices, such as 1x4")
     return int(match[1]), int(match[2])

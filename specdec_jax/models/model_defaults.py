@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specdec_jax.files.reading import mismatch, shown
+from specdec_jax.files.reading import mismatch_error, quote_value
 
 _Check = tuple[Callable[[Any], bool], str]
 
@@ -144,7 +144,7 @@ class ModelDefaults:
         for name, (fits, expected) in checks:
             value = getattr(self, name)
             if value is not None and not fits(value):
-                raise mismatch(name, shown(value), expected)
+                raise mismatch_error(name, quote_value(value), expected)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.fields().items())
@@ -175,7 +175,7 @@ class ModelDefaults:
         for name, (usual, (fits, expected)) in _FIELDS.items():
             value = given[name]
             if value is not None and not fits(value):
-                raise mismatch(f"{path}: {name}", shown(value), expected)
+                raise mismatch_error(f"{path}: {name}", quote_value(value), expected)
             if value == usual or value == []:
                 given[name] = None
         if given["do_sample"]:  # there are no beams that sample, and no default number of samples
@@ -194,7 +194,7 @@ class ModelDefaults:
     def lines(self, name: Any, file: str) -> tuple[str, ...]:
         """Returns lines for when a model is loaded: fields that count, and fields that do not."""
         used, left = (
-            ", ".join(f"{field}={shown(value)}" for field, value in fields)
+            ", ".join(f"{field}={quote_value(value)}" for field, value in fields)
             for fields in (self.fields().items(), self.left_out)
         )
         lines = (
@@ -206,9 +206,9 @@ class ModelDefaults:
 
     def written(self) -> dict[str, Any]:
         """Returns what `read` reads again, as JSON values."""
-        fields = {name: _to_json(value) for name, value in self.fields().items()}
+        fields = {name: _write_json(value) for name, value in self.fields().items()}
         return fields | dict(self.left_out)
 
 
-def _to_json(value: Any) -> Any:
-    return [_to_json(item) for item in value] if isinstance(value, tuple) else value
+def _write_json(value: Any) -> Any:
+    return [_write_json(item) for item in value] if isinstance(value, tuple) else value

@@ -25,7 +25,7 @@ from specdec_jax.backends.backend import Backend, choose_backend
 from specdec_jax.backends.cpu.packed_weights import input_bits
 from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, read_parts
 from specdec_jax.backends.tree_positions import AnyNodes
-from specdec_jax.files.reading import mismatch
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import fused_step_selftest, weight_layouts
 from specdec_jax.models.family import FamilyModule, ModelConfig, check_uses_backend
 from specdec_jax.models.parameters import flatten, parameter_count, unflatten
@@ -132,7 +132,7 @@ class Network:
           encoded: the encoder's output, of another model where there is an `encoder_dim`; None: run
             the encoder.
         """
-        if not decoder_only(self):
+        if not is_decoder_only(self):
             encoded = self.encode(inputs, input_lengths) if encoded is None else encoded
             encoded = self._by_rows(encoded)
         mask = _make_mask(inputs, input_lengths)
@@ -255,7 +255,7 @@ class Network:
         check_uses_backend(self.config, "a shortlist")
         config, packed = self.config, self.backend.packs_weights
         tied = config.logits_via_embedding
-        params = weight_layouts.with_head(self.params, tied, packed, np.asarray(ids))
+        params = weight_layouts.add_head(self.params, tied, packed, np.asarray(ids))
         return self.replace(params=params, module=config.with_own_head().module(self.backend))
 
     def in_int8(self) -> "Network":
@@ -266,7 +266,9 @@ class Network:
         check_uses_backend(self.config, "a drafter in int8")
         tied = self.config.logits_via_embedding
         network = self.shortlisted(np.arange(self.vocab_size)) if tied else self
-        return network.replace(params=weight_layouts.in_int8(network.params, input_bits("int8")))
+        return network.replace(
+            params=weight_layouts.round_to_int8(network.params, input_bits("int8"))
+        )
 
     def head_alone(self) -> "Network":
         """Returns the part of the network that `head` needs; the arrays are shared."""
@@ -307,7 +309,7 @@ def lay_out(params: dict, rules: ShardingRules, prefix: str = "") -> None:
             params[name] = read_parts(sharding, value.shape, lambda box: np.asarray(value)[box])
 
 
-def decoder_only(model: Any) -> bool:
+def is_decoder_only(model: Any) -> bool:
     """Returns whether a model has no encoder: its inputs are prompts, which outputs continue."""
     return model.config.decoder_only
 
@@ -328,10 +330,10 @@ def check_positions(config: ModelConfig, length: int, whose: str = "tokens") -> 
     """Raises ValueError, which begins with `whose`, unless a model has `length` positions."""
     if config.max_positions is not None and length > config.max_positions:
         got = f"sequences of up to {length} tokens, new ones included"
-        raise mismatch(whose, got, f"at most num_positions = {config.max_positions}")
+        raise mismatch_error(whose, got, f"at most num_positions = {config.max_positions}")
 
 
-def padded_lengths(tokens: Int[np.ndarray, "B L"]) -> Int[np.ndarray, " B"]:
+def count_until_padding(tokens: Int[np.ndarray, "B L"]) -> Int[np.ndarray, " B"]:
     """Returns one past the place of the last id other than 0 in each row."""
     ends = np.where(tokens != 0, np.arange(1, tokens.shape[1] + 1), 0)
     return ends.max(axis=1, initial=0).astype(np.int32)

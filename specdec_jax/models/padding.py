@@ -5,18 +5,18 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int, Integer
 
-from specdec_jax.files.reading import mismatch
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
-from specdec_jax.models.network import decoder_only, padded_lengths
+from specdec_jax.models.network import count_until_padding, is_decoder_only
 from specdec_jax.tokenizers.vocabularies import PAD_ID
 
 
 def padding_id(model: Any) -> int | None:
     """Returns the id that pads inputs, 0 without a vocabulary; None for a decoder-only model."""
-    return None if decoder_only(model) else getattr(model.vocabulary, "pad_id", PAD_ID)
+    return None if is_decoder_only(model) else getattr(model.vocabulary, "pad_id", PAD_ID)
 
 
-def without_padding(
+def remove_padding(
     model: Any,
     inputs: Integer[np.ndarray, "B L"],
     input_lengths: Any = None,
@@ -41,29 +41,29 @@ def without_padding(
     if input_lengths is not None:
         lengths = _check_lengths(input_lengths, attention_mask, rows, width)
     if attention_mask is not None:
-        return from_left(inputs, _check_mask(attention_mask, inputs.shape))
-    if decoder_only(model) or (
+        return move_left(inputs, _check_mask(attention_mask, inputs.shape))
+    if is_decoder_only(model) or (
         input_lengths is not None and getattr(model, "vocabulary", None) is None
     ):
         return inputs, lengths  # nothing says that 0 is padding where lengths say that it counts
     pad = padding_id(model)
     text = (inputs != (PAD_ID if pad is None else pad)) & (np.arange(width) < lengths[:, None])
     if input_lengths is not None and width and np.any(wrong := text.any(axis=1) & ~text[:, 0]):
-        raise mismatch(
+        raise mismatch_error(
             f"input {np.argmax(wrong)}",
             "padding before the text with input_lengths",
             "attention_mask, or text that begins at the left",
         )
-    return from_left(inputs, text)
+    return move_left(inputs, text)
 
 
-def from_left(
+def move_left(
     ids: Integer[np.ndarray, "B L"], text: Bool[np.ndarray, "B L"]
 ) -> tuple[Integer[np.ndarray, "B L"], Int[np.ndarray, " B"]]:
     """Returns ids whose rows begin with their first text, and each row's length of text."""
     width, marked = text.shape[1], text.astype(np.int32)
-    ends = padded_lengths(marked)
-    starts = np.where(ends > 0, width - padded_lengths(marked[:, ::-1]), 0)
+    ends = count_until_padding(marked)
+    starts = np.where(ends > 0, width - count_until_padding(marked[:, ::-1]), 0)
     places = starts[:, None] + np.arange(width)
     if starts.any():
         moved = np.take_along_axis(ids, np.minimum(places, width - 1), axis=1)
@@ -75,11 +75,11 @@ def _check_lengths(
     input_lengths: Any, attention_mask: Any, rows: int, width: int
 ) -> Int[np.ndarray, " B"]:
     if attention_mask is not None:
-        raise mismatch("attention_mask", "one beside input_lengths", "one of the two")
+        raise mismatch_error("attention_mask", "one beside input_lengths", "one of the two")
     expected = f"{rows} integers from 0 to {width}"
     lengths = arguments.check_numbers("input_lengths", input_lengths, expected, whole=True)
     if lengths.shape != (rows,) or np.any((lengths < 0) | (lengths > width)):
-        raise mismatch("input_lengths", input_lengths, expected)
+        raise mismatch_error("input_lengths", input_lengths, expected)
     return lengths.astype(np.int32)
 
 
@@ -88,9 +88,9 @@ def _check_mask(attention_mask: Any, shape: tuple[int, ...]) -> Bool[np.ndarray,
     mask = arguments.as_array(attention_mask)
     if mask.shape != shape or mask.dtype.kind not in "biuf" or np.any((mask != 0) & (mask != 1)):
         got = f"shape {mask.shape}" if mask.shape != shape else "other values"
-        raise mismatch("attention_mask", got, f"0 or 1 for each id, in shape {shape}")
+        raise mismatch_error("attention_mask", got, f"0 or 1 for each id, in shape {shape}")
     holes = np.sum(np.diff(mask.astype(np.int8), axis=1, prepend=0) == 1, axis=1) > 1
     if holes.any():
         got = f"0 inside the text of input {np.argmax(holes)}"
-        raise mismatch("attention_mask", got, "none there")
+        raise mismatch_error("attention_mask", got, "none there")
     return mask.astype(bool)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from specdec_jax.backends.backend import Backend
-from specdec_jax.files.reading import mismatch
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models.blocks import BlockOptions, EncoderDecoder
 from specdec_jax.models.config_validation import FieldError, check_fields
 from specdec_jax.models.family import ModelConfig
@@ -116,7 +116,7 @@ class T5Config(ModelConfig):
         return PRESETS
 
 
-def t5_only(name: str, config: ModelConfig) -> T5Config:
+def check_t5(name: str, config: ModelConfig) -> T5Config:
     """Returns `config` if it is a T5's, for functions that need an encoder, such as training.
 
     Else raises ValueError, which names the argument `name`.
@@ -124,7 +124,7 @@ def t5_only(name: str, config: ModelConfig) -> T5Config:
     if isinstance(config, T5Config):
         return config
     got = "a decoder-only model" if config.decoder_only else f"a {type(config).__name__}"
-    raise mismatch(name, got, "a T5")
+    raise mismatch_error(name, got, "a T5")
 
 
 def _list_shapes(config: T5Config) -> dict[str, tuple[int, ...]]:

@@ -66,12 +66,12 @@ def lay_weight(weight: Plain, use_packed: bool) -> Weight:
     return weight if isinstance(weight, Int8Weight) else jnp.asarray(weight)
 
 
-def matrix(weight: Weight) -> Float[Array, "..."]:
+def to_matrix(weight: Weight) -> Float[Array, "..."]:
     """Returns a weight matrix `[D, F]` as an array, however it is stored."""
     return weight.matrix() if is_weight_object(weight) else weight
 
 
-def shape_of(weight: Weight) -> tuple[int, int]:
+def weight_shape(weight: Weight) -> tuple[int, int]:
     """Returns (D, F) of a weight, however it is stored."""
     if isinstance(weight, PackedWeight):
         return weight.lines, weight.columns
@@ -119,7 +119,7 @@ def parameters(packed: dict) -> Iterator[tuple[tuple[str, ...], Float[Array, "..
     Each weight matrix is unpacked only when its turn comes.
     """
     for path, value in stored_parameters(packed):
-        yield path, matrix(value)
+        yield path, to_matrix(value)
 
 
 def stored_parameters(
@@ -155,7 +155,7 @@ def _divide(weight: Plain, count: int) -> list[Plain]:
     return [tree.unflatten(parts) for parts in zip(*split)]
 
 
-def with_head(
+def add_head(
     packed: dict, tied: bool, use_packed: bool, ids: Int[Array, " F"] | None = None
 ) -> dict:
     """Returns `packed` with a weight matrix for its head, which is a copy and no parameter.
@@ -182,7 +182,7 @@ def with_head(
     return {**packed, "decoder": {**packed["decoder"], "logits_dense": {"kernel": weight}}}
 
 
-def in_int8(packed: dict, input_bits: int | None = 16) -> dict:
+def round_to_int8(packed: dict, input_bits: int | None = 16) -> dict:
     """Returns `packed` with every weight matrix of a decoder step in int8.
 
     All other arrays, and weights that are in int8 already, are shared. `input_bits`: of an
@@ -193,7 +193,7 @@ def in_int8(packed: dict, input_bits: int | None = 16) -> dict:
         is_packed = isinstance(weight, PackedWeight)
         if isinstance(weight, Int8Weight) or (is_packed and weight.scales is not None):
             return weight
-        made = Int8Weight.quantize(matrix(weight), input_bits)
+        made = Int8Weight.quantize(to_matrix(weight), input_bits)
         return PackedWeight.pack(made, weight.derived) if is_packed else made
 
     return _map_step_weights(rounded, packed)
@@ -224,7 +224,7 @@ def _round_params(params: dict, input_bits: int | None) -> dict:
     return found
 
 
-def rounding_of(params: dict) -> tuple[bool, int | None]:
+def describe_rounding(params: dict) -> tuple[bool, int | None]:
     """Returns whether weights of T5X's tree are in int8, and their `input_bits`."""
     leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Int8Weight))
     found = {leaf.input_bits for leaf in leaves if isinstance(leaf, Int8Weight)}

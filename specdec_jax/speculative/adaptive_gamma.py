@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specdec_jax.speculative.policies import call_widths
-from specdec_jax.speculative.policy import Outcome, PerInput, Policy, number
+from specdec_jax.speculative.policy import Outcome, PerInput, Policy, number_field
 
 # G of `gamma="auto"`.
 MAXIMUM = 8
@@ -72,10 +72,10 @@ class Auto(Policy):
         default=(1.0, *(1 + 0.1 * gamma for gamma in range(1, MAXIMUM + 1))),
         metadata={"traced": True},
     )
-    acceptance: PerInput = number(0.68, 0, 1)
-    weight: PerInput = number(1.7, 1e-6, 1e6)
-    memory: PerInput = number(0.99, 0, 1)
-    look: PerInput = number(1.0, 0, 1)
+    acceptance: PerInput = number_field(0.68, 0, 1)
+    weight: PerInput = number_field(1.7, 1e-6, 1e6)
+    memory: PerInput = number_field(0.99, 0, 1)
+    look: PerInput = number_field(1.0, 0, 1)
     counts_nodes: ClassVar[bool] = False  # the costs are those of iterations with a chain
 
     def __post_init__(self):

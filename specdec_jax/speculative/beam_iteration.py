@@ -25,22 +25,22 @@ from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.beam_search import BeamConfig, BeamState, Candidates, pick, step
-from specdec_jax.speculative.beam_tree import BeamTree, live_beams
+from specdec_jax.speculative.beam_tree import BeamTree, make_root_tree
 from specdec_jax.speculative.processors import Context
 
 
 def iterate_beams(target: Network, drafter: BeamDrafter | None, state: BeamState) -> BeamState:
     """Runs one iteration for all rows; finished rows are unchanged where it is read later."""
-    config, tree, draft_state = state.config, live_beams(state), state.draft_state
+    config, tree, draft_state = state.config, make_root_tree(state), state.draft_state
     if config.gamma:
         assert drafter is not None
         draft_state, tree = drafter.draft_beams(draft_state, state, tree)
-    live = jnp.broadcast_to(~state.done[:, None], tree.tokens.shape)
-    states, cache = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, live)
-    logits = target.head(states, live)
-    own, adjusted = scored(state, logits, tree)
-    sums = node_sums(tree, state.live.scores, own if adjusted is None else adjusted)
-    found = candidates(own, adjusted, sums, config)
+    active = jnp.broadcast_to(~state.done[:, None], tree.tokens.shape)
+    states, cache = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, active)
+    logits = target.head(states, active)
+    own, adjusted = score_nodes(state, logits, tree)
+    sums = sum_to_nodes(tree, state.active.scores, own if adjusted is None else adjusted)
+    found = find_candidates(own, adjusted, sums, config)
 
     after, levels = _walk(state.replace(target_cache=None, draft_state=None), tree, found)
     taken = after.steps - state.steps
@@ -56,13 +56,13 @@ def iterate_beams(target: Network, drafter: BeamDrafter | None, state: BeamState
             starts=state.starts + taken * config.beams,
             target_cache=cache,
             draft_state=draft_state,
-            counts=_counted(state, taken),
+            counts=_update_counts(state, taken),
         ),
         target.rules,
     )
 
 
-def scored(
+def score_nodes(
     state: BeamState, logits: jax.Array, tree: BeamTree
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns log-probabilities `[B, N, V]` of the nodes' next tokens, and those after processors.
@@ -102,7 +102,7 @@ def scored(
     )
 
 
-def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Array:
+def sum_to_nodes(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Array:
     """Returns the sum of log-probabilities `[B, N]` of the sequence up to each node.
 
     They are added in the order in which the steps of plain search add them, so that the sums round
@@ -130,7 +130,7 @@ def node_sums(tree: BeamTree, scores: jax.Array, log_probs: jax.Array) -> jax.Ar
     return jax.lax.fori_loop(0, depth, grow, sums)
 
 
-def candidates(
+def find_candidates(
     own: jax.Array, adjusted: jax.Array | None, sums: jax.Array, config: BeamConfig
 ) -> Candidates:
     """Returns the (1 + E)·K best continuations of each node, as many as a step takes of all beams.
@@ -173,7 +173,7 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
         same = tree.parents[:, None] == pick(ids, parents)[..., None]
         same &= tree.tokens[:, None] == tokens[..., None]
         ids, active = jnp.argmax(same, axis=2).astype(jnp.int32), active & ~after.done
-        active &= _all_scored(same)
+        active &= _are_beams_scored(same)
         levels = jax.lax.dynamic_update_slice_in_dim(levels, ids[:, None], level, axis=1)
         return level + 1, after, ids, active, levels
 
@@ -188,12 +188,12 @@ def _walk(state: BeamState, tree: BeamTree, found: Candidates) -> tuple[BeamStat
     return state, levels[:, : config.gamma].reshape(batch, -1)
 
 
-def _all_scored(same: jax.Array) -> jax.Array:
+def _are_beams_scored(same: jax.Array) -> jax.Array:
     """Returns `[B]`: whether all active beams are nodes; `same [B, K, N]`: node n is beam k."""
     return jnp.all(jnp.any(same, axis=2), axis=1)
 
 
-def _counted(state: BeamState, taken: jax.Array):
+def _update_counts(state: BeamState, taken: jax.Array):
     """Returns the statistics after the iteration.
 
     A level of the tree counts as examined if the step that leads to it was taken, and as accepted

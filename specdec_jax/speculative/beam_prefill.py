@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_drafter import BeamDrafter
-from specdec_jax.speculative.beam_search import BeamConfig, BeamState, first_hypotheses
+from specdec_jax.speculative.beam_search import BeamConfig, BeamState, make_first_hypotheses
 from specdec_jax.speculative.prefill import PrefillInputs, encode_for, fill_cache
 from specdec_jax.speculative.state import Counts
 
@@ -39,11 +39,11 @@ def prefill_beams(
     cache, draft_state = target.node_cache(cache, cache_slots, positions), None
     if drafter is not None:
         draft_state = drafter.init_beams(*read, beams, cache_slots, positions, **shared)
-    live, finished = first_hypotheses(inputs.tokens, positions, config)
+    active, finished = make_first_hypotheses(inputs.tokens, positions, config)
     zeros = jnp.zeros(batch, jnp.int32)
     assert inputs.settings is not None, "the length penalty"
     return BeamState(
-        live=live,
+        active=active,
         finished=finished,
         is_finished=jnp.zeros((batch, beams), bool),
         prefix_lengths=inputs.prefix_lengths,
@@ -54,7 +54,7 @@ def prefill_beams(
         eos_ids=inputs.eos_ids[:, : config.ends],
         penalty=inputs.settings["length_penalty"],
         sampling=inputs.sampling,
-        paths=jnp.broadcast_to(jnp.arange(positions, dtype=jnp.int32), live.tokens.shape),
+        paths=jnp.broadcast_to(jnp.arange(positions, dtype=jnp.int32), active.tokens.shape),
         starts=inputs.prefix_lengths - 1 + beams,
         target_cache=cache,
         draft_state=draft_state,

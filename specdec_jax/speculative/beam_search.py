@@ -109,7 +109,7 @@ class BeamState:
     """The state of a search, with B rows, one for each input.
 
     Attributes:
-      live: the K beams that are continued: "t5x" keeps the best last, "huggingface" first.
+      active: the K beams that are continued: "t5x" keeps the best last, "huggingface" first.
       finished: the K best hypotheses that have ended, in the same order.
       is_finished: `[B, K]` bool, False for a place of `finished` that nothing fills yet.
       prefix_lengths: `[B]` int32, number of tokens in the start token and decoder prefix, or in the
@@ -132,7 +132,7 @@ class BeamState:
       config: the static settings.
     """
 
-    live: Hypotheses
+    active: Hypotheses
     finished: Hypotheses
     is_finished: jax.Array
     prefix_lengths: jax.Array
@@ -183,7 +183,7 @@ def pick(values: jax.Array, which: jax.Array) -> jax.Array:
     )
 
 
-def first_hypotheses(
+def make_first_hypotheses(
     tokens: jax.Array, positions: int, config: BeamConfig
 ) -> tuple[Hypotheses, Hypotheses]:
     """Makes the active beams and finished hypotheses of rows that begin with `tokens [B, P']`.
@@ -200,8 +200,8 @@ def first_hypotheses(
     scores = jnp.where(jnp.arange(config.beams) == best, 0.0, far)
     adjusted = numbers if config.mode.processes else None
     whole = blank.at[:, :, : tokens.shape[1]].set(tokens[:, None])
-    live = Hypotheses(whole, numbers, adjusted, lengths, jnp.broadcast_to(scores, lengths.shape))
-    return live, Hypotheses(whole, numbers, adjusted, lengths, jnp.full(lengths.shape, far))
+    active = Hypotheses(whole, numbers, adjusted, lengths, jnp.broadcast_to(scores, lengths.shape))
+    return active, Hypotheses(whole, numbers, adjusted, lengths, jnp.full(lengths.shape, far))
 
 
 def step(
@@ -217,7 +217,7 @@ def step(
       The state; the number of the beam that each new active beam continues, `[B, K]`; and its new
       token, `[B, K]`.
     """
-    config, live = state.config, state.live
+    config, active = state.config, state.active
     batch, _, kept = found.sums.shape
     far = _FAR[config.style]
 
@@ -232,14 +232,16 @@ def step(
         finishing = ends | (steps >= state.limits)[:, None]
     else:
         finishing = ends
-    continued = _extended(live.pick(parents), chosen, sums, state.prefix_lengths + state.steps)
+    continued = _extend(active.pick(parents), chosen, sums, state.prefix_lengths + state.steps)
 
     lowered = jnp.where(finishing, sums - far, sums)
-    order = _best(lowered, config)
-    new_live = continued.pick(order)._replace(scores=pick(lowered, order))
+    order = _find_best(lowered, config)
+    new_active = continued.pick(order)._replace(scores=pick(lowered, order))
     finished, is_finished = _finish(state, continued, finishing)
 
-    after = state.replace(live=new_live, finished=finished, is_finished=is_finished, steps=steps)
+    after = state.replace(
+        active=new_active, finished=finished, is_finished=is_finished, steps=steps
+    )
     failed = jnp.any(jnp.isnan(sums), axis=1)
     after = after.replace(
         done=_is_done(after) | failed,
@@ -249,14 +251,14 @@ def step(
     def keep(new: jax.Array, old: jax.Array):
         return jnp.where(active.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    names = ("live", "finished", "is_finished", "steps", "done", "failed")
+    names = ("active", "finished", "is_finished", "steps", "done", "failed")
     kept_rows = {
         name: jax.tree.map(keep, getattr(after, name), getattr(state, name)) for name in names
     }
     return state.replace(**kept_rows), pick(parents, order), pick(chosen.tokens, order)
 
 
-def _extended(
+def _extend(
     parents: Hypotheses, chosen: Candidates, sums: jax.Array, positions: jax.Array
 ) -> Hypotheses:
     """Returns `parents` with their tokens of `chosen` at `positions [B]`, and with `sums`."""
@@ -274,7 +276,7 @@ def _extended(
     )
 
 
-def _best(scores: jax.Array, config: BeamConfig) -> jax.Array:
+def _find_best(scores: jax.Array, config: BeamConfig) -> jax.Array:
     """Returns the places `[B, K]` of the K greatest of `scores [B, J]`.
 
     For "t5x" the greatest is the last, else the first.
@@ -301,16 +303,16 @@ def _finish(
         finishing = finishing & (jnp.arange(finishing.shape[1]) < config.beams)
     else:
         lengths = lengths + state.prefix_lengths - 1
-    scores = continued.scores / _penalized(lengths, state)[:, None]
+    scores = continued.scores / _length_penalty(lengths, state)[:, None]
     if config.early_stopping is True:
         scores = jnp.where(jnp.all(state.is_finished, axis=1, keepdims=True), scores - far, scores)
     scores = jnp.where(finishing, scores, scores - far)
     merged = state.finished.beside(continued._replace(scores=scores))
-    best = _best(merged.scores, config)
+    best = _find_best(merged.scores, config)
     return merged.pick(best), pick(jnp.concatenate([state.is_finished, finishing], axis=1), best)
 
 
-def _penalized(lengths: jax.Array, state: BeamState) -> jax.Array:
+def _length_penalty(lengths: jax.Array, state: BeamState) -> jax.Array:
     """Returns the length penalty at `lengths`, by which a sum of log-probabilities is divided."""
     lengths = lengths.astype(jnp.float32)
     return (lengths if state.config.style == "huggingface" else (5 + lengths) / 6) ** state.penalty
@@ -328,18 +330,18 @@ def _is_done(state: BeamState) -> jax.Array:
     if config.style == "t5x":
         # This length is one more than the greatest that `_finish` uses: here T5X counts the start
         # token.
-        longest = _penalized(state.prefix_lengths + state.limits, state)
-        return at_end | jnp.all(worst > (state.live.scores[:, -1] / longest)[:, None], axis=1)
+        longest = _length_penalty(state.prefix_lengths + state.limits, state)
+        return at_end | jnp.all(worst > (state.active.scores[:, -1] / longest)[:, None], axis=1)
     longest = state.steps
     if config.early_stopping == "never":
         longest = jnp.where(state.penalty > 0, state.limits, state.steps)
-    possible = state.live.scores[:, 0] / _penalized(longest, state)
+    possible = state.active.scores[:, 0] / _length_penalty(longest, state)
     hopeless = ~jnp.any(possible[:, None] > worst, axis=1)
     full = jnp.all(state.is_finished, axis=1) & (config.early_stopping is True)
     return at_end | hopeless | full
 
 
-def best_first(state: BeamState) -> tuple[Hypotheses, jax.Array]:
+def sort_hypotheses(state: BeamState) -> tuple[Hypotheses, jax.Array]:
     """Returns the K hypotheses, the best first, and `[B, K]`: False for a place that nothing fills.
 
     Where nothing has finished, the active beams are the result, as in T5X; in Hugging Face's form
@@ -347,10 +349,10 @@ def best_first(state: BeamState) -> tuple[Hypotheses, jax.Array]:
     """
     none = ~jnp.any(state.is_finished, axis=1)
 
-    def choose(live: jax.Array, finished: jax.Array):
-        return jnp.where(none.reshape(-1, *[1] * (live.ndim - 1)), live, finished)
+    def choose(active: jax.Array, finished: jax.Array):
+        return jnp.where(none.reshape(-1, *[1] * (active.ndim - 1)), active, finished)
 
-    found = jax.tree.map(choose, state.live, state.finished)
+    found = jax.tree.map(choose, state.active, state.finished)
     there = state.is_finished | none[:, None]
     if state.config.style == "t5x":
         found, there = jax.tree.map(lambda x: x[:, ::-1], (found, there))

@@ -55,12 +55,12 @@ class BeamTree(NamedTuple):
         return BeamTree(add(self.tokens, tokens), add(self.parents, parents), nodes, sequences)
 
 
-def live_beams(state: BeamState) -> BeamTree:
+def make_root_tree(state: BeamState) -> BeamTree:
     """Makes the tree that has only the active beams' last tokens."""
     beams, batch = state.config.beams, len(state.steps)
     positions = jnp.broadcast_to(state.positions[:, None], (batch, beams))
-    tokens = jnp.take_along_axis(state.live.tokens, positions[..., None], axis=2)[..., 0]
+    tokens = jnp.take_along_axis(state.active.tokens, positions[..., None], axis=2)[..., 0]
     slots = state.starts[:, None] + jnp.arange(beams, dtype=jnp.int32)
     nodes = Nodes(state.starts, positions, node_paths(state.paths, positions, slots))
-    sequences = state.live.tokens if state.config.mode.reads_prefix else None
+    sequences = state.active.tokens if state.config.mode.reads_prefix else None
     return BeamTree(tokens, jnp.full_like(tokens, -1), nodes, sequences)

@@ -36,7 +36,7 @@ class Categorical(NamedTuple):
         order, whereas XLA's order depends on how many rows there are.
         """
         if native:
-            return cls(logits, sum(packed_weights.log_sums(logits)))
+            return cls(logits, sum(packed_weights.log_sum_exp(logits)))
         return cls(logits, jax.nn.logsumexp(logits, axis=-1))
 
     def log_prob(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N"]:
@@ -68,7 +68,7 @@ def log_softmax(logits: Float[Array, "*N V"], native: bool) -> Float[Array, "*N 
     """Returns the logarithms of all probabilities; `native` as for `Categorical.from_logits`."""
     if not native:
         return jax.nn.log_softmax(logits, axis=-1)
-    greatest, log_sums = packed_weights.log_sums(logits)
+    greatest, log_sums = packed_weights.log_sum_exp(logits)
     return logits - greatest[..., None] - log_sums[..., None]
 
 
@@ -82,7 +82,7 @@ def log_prob_under(
     """
     if not native:
         return Categorical.from_logits(logits).log_prob
-    greatest, log_sums = packed_weights.log_sums(logits)
+    greatest, log_sums = packed_weights.log_sum_exp(logits)
     return lambda tokens: (
         jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - greatest - log_sums
     )

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from specdec_jax.files.reading import digest
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import Network, decoder_only
+from specdec_jax.models.network import Network, is_decoder_only
 from specdec_jax.speculative.state import DecodeState, Draft, Scored
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.trees import CHILDREN
@@ -192,7 +192,7 @@ class TreeDrafter(Drafter):
         return draft_state
 
 
-def drafts_chains(drafter: Drafter) -> bool:
+def can_draft_chains(drafter: Drafter) -> bool:
     """Returns whether a drafter can draft without a tree."""
     return not isinstance(drafter, TreeDrafter) or type(drafter).draft is not Drafter.draft
 
@@ -244,7 +244,7 @@ def check_model(target: LanguageModel, model: LanguageModel) -> None:
             raise ValueError(f"drafter: got {got}, expected {expected}")
 
     kinds = "a model with an encoder", "a decoder-only model"
-    got, expected = (kinds[decoder_only(one)] for one in (model, target))
+    got, expected = (kinds[is_decoder_only(one)] for one in (model, target))
     check(got == expected, got, f"{expected}, like the target")
     reads = model.config.encoder_dim
     if reads is not None:

@@ -48,8 +48,15 @@ from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions, randomness, verifiers
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.drafter import Drafter
-from specdec_jax.speculative.policy import Outcome, next_gamma, next_state
-from specdec_jax.speculative.state import Counts, DecodeState, Draft, Scored, StaticConfig, context
+from specdec_jax.speculative.policy import Outcome, choose_gamma, update_policy
+from specdec_jax.speculative.state import (
+    Counts,
+    DecodeState,
+    Draft,
+    Scored,
+    StaticConfig,
+    make_prefixes,
+)
 from specdec_jax.speculative.verifier import Randomness, Verification, Verifier, check_verification
 
 
@@ -63,7 +70,7 @@ def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> Dec
         draft = draft._replace(num_drafted=jnp.minimum(draft.num_drafted, num_wanted))
         draft, state = _cut_failures(draft, state)
     else:
-        draft_state, draft = None, _no_draft(batch, config)
+        draft_state, draft = None, _make_empty_draft(batch, config)
 
     # Score the last committed token and the drafted ones in one call, verify, and commit.
     cache = state.target_cache if draft.target_cache is None else draft.target_cache
@@ -85,7 +92,7 @@ def _count_wanted(state: DecodeState) -> PerRow:
 
     The target adds one more, and so no row ever passes its limit.
     """
-    wanted = next_gamma(state.policy, state.policy_state, state.gamma)
+    wanted = choose_gamma(state.policy, state.policy_state, state.gamma)
     return jnp.where(state.done, 0, jnp.minimum(wanted, state.limits - state.lengths - 1))
 
 
@@ -111,7 +118,7 @@ def check_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[An
     rows = f"int32[{len(state.lengths)}]"
     drafted = f"int32[{len(state.lengths)}, {config.gamma}]"
     for field, expected in (("tokens", drafted), ("num_drafted", rows), ("calls", rows)):
-        got = arguments.described(getattr(draft, field))
+        got = arguments.describe(getattr(draft, field))
         check(got == expected, f"gave {field} {got}", expected)
     check(
         not config.needs_draft_probs or isinstance(draft.dist, Categorical | PointMass),
@@ -120,7 +127,7 @@ def check_draft(drafter: Drafter, returned: Any, state: DecodeState) -> tuple[An
     )
     unread = policy is None or not policy.needs_probs or draft.seen is not None
     check(unread, "gave no Draft.seen", "it of a drafter that provides_probs")
-    got, expected = map(arguments.described, (draft_state, state.draft_state))
+    got, expected = map(arguments.describe, (draft_state, state.draft_state))
     check(got == expected, f"returned the state {got}", f"what init makes, {expected}")
     return draft_state, draft
 
@@ -139,7 +146,7 @@ def _cut_failures(draft: Draft, state: DecodeState) -> tuple[Draft, DecodeState]
     return draft._replace(tokens=jnp.maximum(draft.tokens, 0), num_drafted=num_drafted), state
 
 
-def _no_draft(batch: int, config: StaticConfig) -> Draft:
+def _make_empty_draft(batch: int, config: StaticConfig) -> Draft:
     zeros, dist = jnp.zeros(batch, jnp.int32), None
     if config.needs_draft_probs:
         dist = Categorical.from_logits(jnp.zeros((batch, 0, config.vocab_size)))
@@ -170,7 +177,7 @@ def _score_and_commit(
         narrow = state.replace(target_cache=cache, config=config._replace(gamma=width - 1))
         logits = adjusted = None
         if config.commits_argmax and not observed:
-            tokens, log_probs = most_probable(target, states, inside)
+            tokens, log_probs = find_most_probable(target, states, inside)
             verified = verifiers.verify_greedy(tokens, part.tokens, part.num_drafted)
             after = commit(narrow, part, verified, lambda new: log_probs, None)
         else:
@@ -203,7 +210,7 @@ def _score_and_commit(
     return carry[1:]
 
 
-def most_probable(network: Network, states: States, valid: Valid = None) -> TokenAndLogprob:
+def find_most_probable(network: Network, states: States, valid: Valid = None) -> TokenAndLogprob:
     """Returns the argmax token after each of `states`, and its log-probability.
 
     Where a logit is NaN they are −1 and NaN.
@@ -231,7 +238,7 @@ def verify(
     tokens, width = state.tokens, config.gamma + 1
     if config.mode.reads_prefix and config.gamma:
         tokens = write(tokens, draft.tokens, lengths, draft.num_drafted)
-    prefixes = context(state, tokens)
+    prefixes = make_prefixes(state, tokens)
     processed = distributions.process(logits, prefixes, state.sampling, config.mode)
     verifier, offsets = config.verifier, jnp.broadcast_to(jnp.arange(width), (len(lengths), width))
     assert isinstance(verifier, Verifier), "a program of chains"
@@ -328,7 +335,7 @@ def commit(
     )
     if state.policy is not None:
         outcome = Outcome(draft.num_drafted, num_accepted, draft.seen, draft.node_outcomes)
-        policy_state = next_state(state.policy, policy_state, outcome)
+        policy_state = update_policy(state.policy, policy_state, outcome)
     return state.replace(
         tokens=write(state.tokens, new, state.lengths, num_new),
         log_probs=write(state.log_probs, log_probs, state.lengths, num_new),

@@ -13,7 +13,7 @@ from specdec_jax.speculative.policy import (
     Outcome,
     PerInput,
     Policy,
-    number,
+    number_field,
 )
 
 
@@ -31,10 +31,10 @@ class Heuristic(Policy):
       up, down: what is added and subtracted.
     """
 
-    minimum: PerInput = number(1, 1, MAX_GAMMA)
-    start: PerInput = number(4, 1, MAX_GAMMA)
-    up: PerInput = number(2, 0, MAX_GAMMA)
-    down: PerInput = number(1, 0, MAX_GAMMA)
+    minimum: PerInput = number_field(1, 1, MAX_GAMMA)
+    start: PerInput = number_field(4, 1, MAX_GAMMA)
+    up: PerInput = number_field(2, 0, MAX_GAMMA)
+    down: PerInput = number_field(1, 0, MAX_GAMMA)
 
     def init(self) -> Int[Array, " B"]:
         return jnp.clip(self.start, self.minimum, self.maximum)
@@ -75,8 +75,8 @@ class Entropy(Policy):
       smoothing: β; 0 uses the current distribution alone.
     """
 
-    minimum: PerInput = number(1, 1, MAX_GAMMA)
-    smoothing: PerInput = number(0.0, 0, 1, below=True)
+    minimum: PerInput = number_field(1, 1, MAX_GAMMA)
+    smoothing: PerInput = number_field(0.0, 0, 1, below=True)
     needs_probs: ClassVar[bool] = True
 
     def init(self) -> _Average:
@@ -109,8 +109,8 @@ class EntropyBound(Policy):
       threshold: λ; 0.4 with κ = 0.2 ends a draft above an entropy of 1.8 nats.
     """
 
-    scale: PerInput = number(0.2, 0, 1e6)
-    threshold: PerInput = number(0.4, 0, 1)
+    scale: PerInput = number_field(0.2, 0, 1e6)
+    threshold: PerInput = number_field(0.4, 0, 1)
     needs_probs: ClassVar[bool] = True
 
     def goes_on(self, seen: DraftSignals) -> Bool[Array, "B G"]:
@@ -131,7 +131,7 @@ class Confidence(Policy):
       threshold: θ.
     """
 
-    threshold: PerInput = number(0.4, 0, 1)
+    threshold: PerInput = number_field(0.4, 0, 1)
     needs_probs: ClassVar[bool] = True
 
     def goes_on(self, seen: DraftSignals) -> Bool[Array, "B G"]:
@@ -179,12 +179,12 @@ class CostAware(Policy):
       memory: factor by which the observations of an iteration are multiplied at each later one.
     """
 
-    minimum: PerInput = number(1, 1, MAX_GAMMA)
-    cost_ratio: PerInput = number(0.1, 0, 1e6)
-    verify_cost: PerInput = number(1.0, 1e-6, 1e6)
-    acceptance: PerInput = number(0.7, 0, 1)
-    weight: PerInput = number(4.0, 1e-6, 1e6)
-    memory: PerInput = number(0.9, 0, 1)
+    minimum: PerInput = number_field(1, 1, MAX_GAMMA)
+    cost_ratio: PerInput = number_field(0.1, 0, 1e6)
+    verify_cost: PerInput = number_field(1.0, 1e-6, 1e6)
+    acceptance: PerInput = number_field(0.7, 0, 1)
+    weight: PerInput = number_field(4.0, 1e-6, 1e6)
+    memory: PerInput = number_field(0.9, 0, 1)
 
     def _step(self) -> Float[Array, " B"]:
         """Returns c + δ, the time to draft and verify one more token, in units of a target step."""

@@ -31,7 +31,7 @@ MAX_GAMMA = 64
 PerInput = Any
 
 
-def number(default: float, least: float, most: float, below: bool = False):
+def number_field(default: float, least: float, most: float, below: bool = False):
     """Declares a field of a policy: one number, or one per input, from `least` to `most`.
 
     With `below` it must be below `most`. It is an integer where `default` is one. Other values
@@ -119,7 +119,7 @@ class Policy:
             expected = f"{kind} from {least} to {end}{most}"
             value = arguments.check_numbers(name, given, expected, whole)
             if not np.all((value >= least) & (value < most if below else value <= most)):
-                raise ValueError(f"{name}: got {arguments.quoted(given)}, expected {expected}")
+                raise ValueError(f"{name}: got {arguments.quote(given)}, expected {expected}")
 
     @classmethod
     def numbers(cls) -> dict[str, tuple[float, float, bool]]:
@@ -168,7 +168,7 @@ class Policy:
             try:
                 hash(getattr(self, name))
             except TypeError:
-                got = arguments.quoted(getattr(self, name))
+                got = arguments.quote(getattr(self, name))
                 raise ValueError(f"{name}: got {got}, expected {expected}") from None
 
     def tree_flatten(self):
@@ -227,21 +227,21 @@ def init_policy(policy: Policy, batch: int) -> Any:
     return state
 
 
-def next_gamma(policy: Policy | None, state: Any, most: Int[Array, " B"]) -> Int[Array, " B"]:
+def choose_gamma(policy: Policy | None, state: Any, most: Int[Array, " B"]) -> Int[Array, " B"]:
     """Returns how many tokens each row wants to draft: `most`, or fewer by the policy."""
     if policy is None:
         return most
     wanted = policy.wanted(state)
-    got = arguments.described(wanted)
+    got = arguments.describe(wanted)
     if got not in (f"int32[{len(most)}]", "int32[]"):
         _raise(policy, "wanted", got, "an integer for each row")
     return jnp.minimum(most, wanted)
 
 
-def next_state(policy: Policy, state: Any, outcome: Outcome) -> Any:
+def update_policy(policy: Policy, state: Any, outcome: Outcome) -> Any:
     """Returns the policy's state after an iteration."""
     after = policy.update(state, outcome)
-    got, expected = arguments.described(after), arguments.described(state)
+    got, expected = arguments.describe(after), arguments.describe(state)
     if got != expected:
         _raise(policy, "update", got, f"what init makes, {expected}")
     return after

@@ -11,7 +11,7 @@ from specdec_jax.models.network import Network
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policy import Policy, init_policy
 from specdec_jax.speculative.sampling import SamplingRows
-from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig, empty_signals
+from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig, make_empty_signals
 from specdec_jax.speculative.verifiers import Settings
 
 
@@ -94,7 +94,7 @@ def prefill(
         last_draft=jnp.zeros((batch, config.gamma), jnp.int32),
         last_drafted=zeros,
         last_accepted=zeros,
-        last_seen=empty_signals(inputs.policy, batch),
+        last_seen=make_empty_signals(inputs.policy, batch),
         draft_failed=zeros,
         config=config,
     )

@@ -49,7 +49,7 @@ def penalize_repetition(
     This is the penalty of CTRL (arXiv 1909.05858, section 4.1). As in Hugging Face transformers,
     the prefix includes the start token, or the prompt. A penalty of 1 changes nothing.
     """
-    valid = _valid(context, logits.shape[1])
+    valid = _find_valid(context, logits.shape[1])
     ids = jnp.broadcast_to(context.tokens[:, None], valid.shape)
     seen = jnp.take_along_axis(logits, ids, axis=-1)
     penalty, largest = penalty[:, None, None], jnp.finfo(logits.dtype).max
@@ -102,7 +102,7 @@ def forbid_early_end(
     """Sets the logits of the EOS ids to −inf until a row has `min_new_tokens` new tokens."""
     ids = jnp.arange(logits.shape[-1])
     is_eos = jnp.any(ids == context.eos_ids[:, :, None], axis=1)
-    early = _new_tokens(context, logits.shape[1]) < min_new_tokens[:, None]
+    early = _count_new_tokens(context, logits.shape[1]) < min_new_tokens[:, None]
     return jnp.where(early[..., None] & is_eos[:, None], -jnp.inf, logits)
 
 
@@ -110,7 +110,7 @@ def force(
     logits: Float[Array, "B T V"], context: Context, forced: Int[Array, " F"]
 ) -> Float[Array, "B T V"]:
     """Leaves only the id `forced[i]` for the i-th new token, from 0; −1 forces nothing."""
-    new = _new_tokens(context, logits.shape[1])
+    new = _count_new_tokens(context, logits.shape[1])
     ids = jnp.where(new < len(forced), forced[jnp.minimum(new, len(forced) - 1)], -1)[..., None]
     only = jnp.where(jnp.arange(logits.shape[-1]) == ids, 0.0, -jnp.inf)
     return jnp.where(ids >= 0, only, logits)
@@ -128,7 +128,7 @@ def apply_own(
       ValueError: the function returns something else than logits of this shape.
     """
     batch, positions, vocab = logits.shape
-    prefixes = jnp.where(_valid(context, positions), context.tokens[:, None], 0)
+    prefixes = jnp.where(_find_valid(context, positions), context.tokens[:, None], 0)
     lengths = context.prefix_lengths(positions)
     flat = logits.reshape(-1, vocab)
     rows = processor(prefixes.reshape(batch * positions, -1), lengths.reshape(-1), flat)
@@ -145,12 +145,12 @@ def apply_own(
     return rows.astype(logits.dtype).reshape(logits.shape)
 
 
-def _new_tokens(context: Context, positions: int) -> Int[Array, "B {positions}"]:
+def _count_new_tokens(context: Context, positions: int) -> Int[Array, "B {positions}"]:
     """Returns how many new tokens each prefix holds."""
     return context.prefix_lengths(positions) - context.starts[:, None]
 
 
-def _valid(context: Context, positions: int) -> Bool[Array, "B {positions} S"]:
+def _find_valid(context: Context, positions: int) -> Bool[Array, "B {positions} S"]:
     """Returns which slots belong to the prefix of each position."""
     return jnp.arange(context.tokens.shape[1]) < context.prefix_lengths(positions)[..., None]
 

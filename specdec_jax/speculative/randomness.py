@@ -15,12 +15,12 @@ from specdec_jax.backends.axes import PerRow
 KEY_IMPL = "threefry2x32"
 
 
-def seeded(seed: int) -> Key[Array, ""]:
+def make_key(seed: int) -> Key[Array, ""]:
     """Returns the threefry key of a seed, whatever kind of key JAX is set to make by default."""
     return jax.random.key(seed, impl=KEY_IMPL)
 
 
-def threefry(key: Array) -> Key[Array, "..."]:
+def to_threefry(key: Array) -> Key[Array, "..."]:
     """Returns a key, or an array of keys, as threefry keys; threefry keys are returned as they are.
 
     Args:
@@ -39,11 +39,11 @@ def threefry(key: Array) -> Key[Array, "..."]:
         got = f"an array of shape {key.shape} and type {key.dtype}"
         expected = "raw keys of 2 words of uint32 (threefry) or 4 (rbg)"
         raise ValueError(f"key: got {got}, expected jax.random.key(seed), or {expected}")
-    return _from_bits(bits)
+    return _bits_to_uniform(bits)
 
 
 @jax.jit
-def _from_bits(random_bits: UInt32[Array, "*N W"]) -> Key[Array, "*N"]:
+def _bits_to_uniform(random_bits: UInt32[Array, "*N W"]) -> Key[Array, "*N"]:
     fold = jnp.vectorize(jax.random.fold_in)
     keys = jax.random.wrap_key_data(random_bits[..., :2], impl=KEY_IMPL)
     for place in range(2, random_bits.shape[-1]):

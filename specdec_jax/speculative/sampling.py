@@ -78,7 +78,7 @@ class SamplingConfig:
                 arguments.check_kind(name, getattr(self, name), Mapping, "a dictionary, or None")
         for token, bias in (self.logit_bias or {}).items():
             if not arguments.is_number(bias) or not -_LARGEST <= bias <= _LARGEST:
-                got = f"{arguments.quoted(bias)} for id {token}"
+                got = f"{arguments.quote(bias)} for id {token}"
                 raise ValueError(f"logit_bias: got {got}, expected a finite number")
         for place in self.forced_tokens or {}:
             if not arguments.is_integer(place) or not 0 <= place < 2**20:
@@ -127,7 +127,7 @@ class SamplingConfig:
                 raise ValueError(f"{name}: got {value.size} values, expected {expected}")
             values[name] = np.broadcast_to(value, (batch,))
         for token in (token for sequence in self.forbidden_sequences for token in sequence):
-            _checked("forbidden_sequences", token, vocab_size)
+            _check("forbidden_sequences", token, vocab_size)
         bias = self._bias(vocab_size) if self.mode.bias else None
         forced = self._forced(vocab_size) if self.mode.forced else None
         return SamplingRows(**values, bias=bias, forced=forced)
@@ -136,9 +136,9 @@ class SamplingConfig:
         """Returns what is added to the logits: the biases, and −inf for ids that are forbidden."""
         bias = np.zeros(vocab_size, np.float32)
         for token, value in (self.logit_bias or {}).items():
-            bias[_checked("logit_bias", token, vocab_size)] = value
+            bias[_check("logit_bias", token, vocab_size)] = value
         for token in self.forbidden_tokens:
-            bias[_checked("forbidden_tokens", token, vocab_size)] = -np.inf
+            bias[_check("forbidden_tokens", token, vocab_size)] = -np.inf
         if self.vocabulary_mask is not None:
             mask = arguments.as_array(self.vocabulary_mask)
             if mask.shape != (vocab_size,) or mask.dtype != bool:
@@ -158,7 +158,7 @@ class SamplingConfig:
         places = self.forced_tokens or {}
         forced = np.full(-(-(max(places) + 1) // 8) * 8, -1, np.int32)
         for place, token in places.items():
-            forced[place] = _checked("forced_tokens", token, vocab_size)
+            forced[place] = _check("forced_tokens", token, vocab_size)
         return forced
 
 
@@ -181,10 +181,10 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 
 
-def _checked(name: str, token: int, vocab_size: int) -> int:
+def _check(name: str, token: int, vocab_size: int) -> int:
     if not arguments.is_integer(token) or not 0 <= token < vocab_size:
         expected = f"one from 0 to {vocab_size - 1}"
-        raise ValueError(f"{name}: got id {arguments.quoted(token)}, expected {expected}")
+        raise ValueError(f"{name}: got id {arguments.quote(token)}, expected {expected}")
     return token
 
 

@@ -240,14 +240,14 @@ class Scored(NamedTuple):
     num_new: Int[Array, " B"]
 
 
-def empty_signals(policy: Policy | None, batch: int) -> DraftSignals | None:
+def make_empty_signals(policy: Policy | None, batch: int) -> DraftSignals | None:
     """Makes zeros in the place of what `policy` reads of a draft; None if it reads nothing."""
     if policy is None or not policy.needs_probs:
         return None
     return DraftSignals(*[jnp.zeros((batch, policy.maximum), jnp.float32)] * 3)
 
 
-def context(
+def make_prefixes(
     state: AnyRows,
     tokens: Int[Array, "B S"] | None = None,
     ahead: Int[Array, ""] | int = 0,

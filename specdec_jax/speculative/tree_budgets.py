@@ -94,7 +94,7 @@ class TreeCostAware(CostAware):
         )
 
 
-def of_tree(policy: Policy, tree: Tree | DynamicTree) -> Policy:
+def make_budget(policy: Policy, tree: Tree | DynamicTree) -> Policy:
     """Returns the policy by which the number of nodes of `tree` adapts.
 
     A `DynamicTree` is taken for that of its size and depth which `RANK_SHARES` make best.
@@ -109,7 +109,7 @@ def of_tree(policy: Policy, tree: Tree | DynamicTree) -> Policy:
     return TreeCostAware(policy.maximum, **numbers, tree=tree)
 
 
-def node_outcomes(draft: TreeDraft, verified: TreeVerification) -> NodeOutcomes:
+def find_node_outcomes(draft: TreeDraft, verified: TreeVerification) -> NodeOutcomes:
     """Returns what became of the nodes of `draft`, of which a path is accepted."""
     parents, ranks, depths, _ = draft.branches
     path, accepted = verified.path, verified.num_accepted[:, None]

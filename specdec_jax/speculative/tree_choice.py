@@ -25,7 +25,7 @@ Node = tuple[int, ...]  # the ranks on the way to it, from 0; () is node 0
 Shares = Sequence[float] | Sequence[Sequence[float]]
 
 
-def checked(acceptance_by_rank: Shares) -> np.ndarray:
+def check_acceptance(acceptance_by_rank: Shares) -> np.ndarray:
     """Returns acceptance by rank as `[depths, ranks]`, one row where it is the same at all depths.
 
     Raises:
@@ -41,7 +41,7 @@ def checked(acceptance_by_rank: Shares) -> np.ndarray:
     raise ValueError(f"acceptance_by_rank: got {acceptance_by_rank!r}, expected {expected}")
 
 
-def value(node: Node, shares: np.ndarray) -> float:
+def node_value(node: Node, shares: np.ndarray) -> float:
     """Returns the probability that the tokens on the way to `node`, its own included, are accepted.
 
     Args:
@@ -52,7 +52,7 @@ def value(node: Node, shares: np.ndarray) -> float:
     return math.prod(float(row[rank]) if rank < len(row) else 0.0 for row, rank in ranked)
 
 
-def most_valuable(shares: np.ndarray, size: int, depth: int) -> list[tuple[Node, float]]:
+def choose_most_valuable(shares: np.ndarray, size: int, depth: int) -> list[tuple[Node, float]]:
     """Returns up to `size` nodes of positive value, the most valuable first, with their values.
 
     None is deeper than `depth`; parents and earlier siblings come first.
@@ -67,12 +67,12 @@ def most_valuable(shares: np.ndarray, size: int, depth: int) -> list[tuple[Node,
         chosen.append((node, -negative))
         first_child, next_sibling = (*node, 0), (*node[:-1], node[-1] + 1) if node else None
         for other in (first_child, next_sibling):
-            if other is not None and len(other) <= depth and value(other, shares) > 0:
-                heapq.heappush(waiting, (-value(other, shares), other))
+            if other is not None and len(other) <= depth and node_value(other, shares) > 0:
+                heapq.heappush(waiting, (-node_value(other, shares), other))
     return chosen
 
 
-def fastest(
+def choose_fastest(
     acceptance_by_rank: Shares,
     nodes: int,
     depth: int,
@@ -84,13 +84,13 @@ def fastest(
     Node 0 is among them. None: no tree is faster than plain decoding.
     """
     # By chance a rare rank may have the greater share; then the two are taken to be the other way.
-    shares = -np.sort(-checked(acceptance_by_rank), axis=1)
+    shares = -np.sort(-check_acceptance(acceptance_by_rank), axis=1)
     calls, best, chosen = _call_costs(verify_costs, nodes), 1.0, None
     expected = "a number of at least 0"
     if not 0 <= arguments.check_number("cost_ratio", cost_ratio, expected) < math.inf:
         raise ValueError(f"cost_ratio: got {cost_ratio}, expected {expected}")
     for levels in range(1, depth + 1):
-        tree, values = zip(*most_valuable(shares, nodes, levels))
+        tree, values = zip(*choose_most_valuable(shares, nodes, levels))
         speeds = np.cumsum(values) / (calls[: len(tree)] + cost_ratio * levels)
         last = int(np.argmax(speeds))
         if speeds[last] > best:

@@ -46,7 +46,7 @@ def choose_children(
     inside = rank <= last
     if kind in ("gumbel", "top"):
         scores = dist.logits + noise if kind == "gumbel" else dist.logits
-        return jnp.where(inside, _greatest(scores, most), -1)
+        return jnp.where(inside, _find_greatest(scores, most), -1)
     assert random_bits is not None
     weights, ids = dist.probs().reshape(-1, size), jnp.arange(size)
 
@@ -54,7 +54,7 @@ def choose_children(
         return jnp.where(ids == token[:, None], 0, weights)
 
     if kind == "mixed":
-        fixed, missing = _greatest(dist.logits, most - 1), ((0, 0), (0, 0), (0, 1))
+        fixed, missing = _find_greatest(dist.logits, most - 1), ((0, 0), (0, 0), (0, 1))
         fixed = jnp.where(rank < last, jnp.pad(fixed, missing, constant_values=-1), -1)
         for place in range(most - 1):
             weights = without(weights, fixed[..., place].reshape(-1))
@@ -71,7 +71,7 @@ def choose_children(
     return jnp.where(inside, jnp.moveaxis(tokens, 0, -1).reshape(batch, nodes, most), -1)
 
 
-def _greatest(scores: Float[Array, "B J V"], count: int) -> Int[Array, "B J {count}"]:
+def _find_greatest(scores: Float[Array, "B J V"], count: int) -> Int[Array, "B J {count}"]:
     """Returns the ids of the greatest scores, descending and of equals the first.
 
     They are −1 for scores of −inf, where there are fewer ids, and where a score is NaN.
@@ -85,7 +85,7 @@ def _greatest(scores: Float[Array, "B J V"], count: int) -> Int[Array, "B J {cou
     return jnp.pad(jnp.where(sound, ids, -1), missing, constant_values=-1)
 
 
-def to_expand(tree: DynamicTree, scores: Float[Array, "B J"]) -> Int[Array, "B W"]:
+def choose_to_expand(tree: DynamicTree, scores: Float[Array, "B J"]) -> Int[Array, "B W"]:
     """Returns the places in a level of the nodes that get children, those of the greatest scores.
 
     The greatest comes first; of equal ones the earlier.
@@ -100,7 +100,7 @@ def expand(
 
     Args:
       scores: those of the level above.
-      places: `to_expand` of them.
+      places: `choose_to_expand` of them.
       log_probs: log q of the children's tokens; −inf for children that are not there, and NaN
         counts as −inf.
     """

@@ -22,11 +22,11 @@ from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import TreeDrafter
-from specdec_jax.speculative.iteration import commit, most_probable
-from specdec_jax.speculative.policy import next_gamma
+from specdec_jax.speculative.iteration import commit, find_most_probable
+from specdec_jax.speculative.policy import choose_gamma
 from specdec_jax.speculative.processors import Context
-from specdec_jax.speculative.state import DecodeState, Draft, Scored, context
-from specdec_jax.speculative.tree_budgets import node_outcomes
+from specdec_jax.speculative.state import DecodeState, Draft, Scored, make_prefixes
+from specdec_jax.speculative.tree_budgets import find_node_outcomes
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import (
     TreeRandomness,
@@ -56,14 +56,14 @@ def watch_tree(
 ) -> tuple[DecodeState, Watched]:
     """Runs one iteration for all rows, and returns what it saw too. Finished rows are unchanged."""
     config, origins = state.config, state.lengths - 1
-    wanted = next_gamma(state.policy, state.policy_state, state.gamma)
+    wanted = choose_gamma(state.policy, state.policy_state, state.gamma)
     # At most limit − length − 1 tokens may be accepted: the target adds one more, and no row passes
     # its limit.
     max_depth = jnp.where(state.done, 0, state.limits - state.lengths - 1)
     draft_state, draft = drafter.draft_tree(
         state.draft_state, state, jnp.where(max_depth > 0, wanted, 0), max_depth
     )
-    state = _noted(state, draft)
+    state = _note_failure(state, draft)
 
     tokens = jnp.maximum(draft.tokens, 0)
     nodes = WindowNodes(
@@ -73,15 +73,15 @@ def watch_tree(
     states, cache = target.decode_nodes(tokens, nodes, cache, draft.valid)
     observed = drafter.observes
     if config.commits_argmax and not observed:
-        peaks, log_probs = most_probable(target, states, draft.valid)
+        peaks, log_probs = find_most_probable(target, states, draft.valid)
         verified, adjusted, logits = walk_greedy(peaks, draft), None, None
 
         def log_prob(new: jax.Array):
-            return along(log_probs, verified.path)
+            return take_path(log_probs, verified.path)
     else:
         logits = target.head(states, draft.valid)
         verified, dist = verify_tree(state, draft, logits)
-        logits = along(logits, verified.path)
+        logits = take_path(logits, verified.path)
         log_prob = distributions.log_prob_under(  # type: ignore[assignment]
             logits, target.skips_padding
         )
@@ -89,17 +89,17 @@ def watch_tree(
             None
             if dist is None
             else Categorical(
-                along(dist.logits, verified.path), along(dist.log_normalizer, verified.path)
+                take_path(dist.logits, verified.path), take_path(dist.log_normalizer, verified.path)
             )
         )
     path = verified.path
     chain = Draft(
-        along(tokens, path)[:, 1:],
-        _examined(draft, verified),
+        take_path(tokens, path)[:, 1:],
+        _count_examined(draft, verified),
         None,
         draft.calls,
         draft.seen,
-        node_outcomes=node_outcomes(draft, verified),
+        node_outcomes=find_node_outcomes(draft, verified),
     )
     after = commit(
         state.replace(target_cache=None, draft_state=None),
@@ -115,18 +115,20 @@ def watch_tree(
     draft_state = drafter.keep_path(draft_state, state, draft, path)
     if observed:
         fed = jnp.concatenate([draft.tokens[:, :1], chain.tokens], axis=1)
-        seen = Scored(fed, along(states, path), logits, after.lengths - state.lengths)
+        seen = Scored(fed, take_path(states, path), logits, after.lengths - state.lengths)
         draft_state = drafter.observe(draft_state, after, seen)
     after = after.replace(target_cache=cache, draft_state=draft_state, last_draft=chain.tokens)
     return constrain_sharding(after, target.rules), Watched(draft, states, verified)
 
 
-def along(values: Shaped[Array, "B N ..."], path: Int[Array, "B D"]) -> Shaped[Array, "B D ..."]:
+def take_path(
+    values: Shaped[Array, "B N ..."], path: Int[Array, "B D"]
+) -> Shaped[Array, "B D ..."]:
     """Returns the entries of `values` for the nodes of each row's path."""
     return jnp.take_along_axis(values, path.reshape(*path.shape, *[1] * (values.ndim - 2)), axis=1)
 
 
-def _noted(state: DecodeState, draft: TreeDraft) -> DecodeState:
+def _note_failure(state: DecodeState, draft: TreeDraft) -> DecodeState:
     """Notes the slot of the first token for which the drafter's distribution contained NaN."""
     slots = state.lengths[:, None] + draft.branches.depths - 1
     first = jnp.min(jnp.where(draft.failed, slots, state.tokens.shape[1]), axis=1)
@@ -134,7 +136,7 @@ def _noted(state: DecodeState, draft: TreeDraft) -> DecodeState:
     return state.replace(draft_failed=jnp.where(failed, first, state.draft_failed))
 
 
-def _examined(draft: TreeDraft, verified: TreeVerification) -> PerRow:
+def _count_examined(draft: TreeDraft, verified: TreeVerification) -> PerRow:
     """Returns at how many depths children were verified: at each node of the path that has any."""
     end = jnp.take_along_axis(verified.path, verified.num_accepted[:, None], axis=1)
     more = jnp.any((draft.branches.parents == end) & draft.valid, axis=1)
@@ -158,9 +160,9 @@ def verify_tree(
     assert config.tree is not None and isinstance(rule, TreeVerifier), "a program of trees"
     if config.mode.greedy:
         return walk_greedy(
-            distributions.argmax(at_draft(distributions.process, state, draft, logits)), draft
+            distributions.argmax(apply_to_draft(distributions.process, state, draft, logits)), draft
         ), None
-    dist = at_draft(distributions.standardize, state, draft, logits)
+    dist = apply_to_draft(distributions.standardize, state, draft, logits)
     greedy = walk_greedy(distributions.argmax(dist.logits), draft)
     numbers = jnp.broadcast_to(jnp.arange(config.tree.size), draft.tokens.shape)
     accept = randomness.uniforms(keys, lengths, numbers - 1, randomness.ACCEPT)
@@ -186,7 +188,7 @@ def verify_tree(
     return jax.tree.map(choose, greedy, found), dist
 
 
-def sequences(
+def node_sequences(
     state: DecodeState, tokens: Tokens, lines: Int[Array, "B J D"], depths: Int[Array, "B J"]
 ) -> Int[Array, "B J S"]:
     """Returns the tokens up to each of J nodes by position.
@@ -206,21 +208,21 @@ def sequences(
     return jnp.where(drafted, jnp.take_along_axis(own, place, axis=2), state.tokens[:, None])
 
 
-def at_draft(
+def apply_to_draft(
     function: Callable, state: DecodeState, draft: TreeDraft, logits: Float[Array, "B N V"]
 ) -> Any:
-    """Applies `function` to logits of all nodes of a draft, as `at_nodes` does."""
+    """Applies `function` to logits of all nodes of a draft, as `apply_to_nodes` does."""
     _, _, depths, lines = draft.branches
-    return at_nodes(
+    return apply_to_nodes(
         function,
         state,
         logits,
         depths,
-        sequences(state, jnp.maximum(draft.tokens, 0), lines, depths),
+        node_sequences(state, jnp.maximum(draft.tokens, 0), lines, depths),
     )
 
 
-def at_nodes(
+def apply_to_nodes(
     function: Callable,
     state: DecodeState,
     logits: Float[Array, "B J V"],
@@ -237,7 +239,7 @@ def at_nodes(
     """
     mode = state.config.mode
     if not mode.processes:
-        return function(logits, context(state), state.sampling, mode)
+        return function(logits, make_prefixes(state), state.sampling, mode)
     batch, count, vocab = logits.shape
 
     def flat(x: jax.Array):

@@ -41,7 +41,7 @@ def read_tree(text: str) -> Tree | DynamicTree:
     return _FORMS[form](*numbers, **dict(zip(("children", "verifier"), parts[1:])))
 
 
-def text_of(tree: Tree | DynamicTree) -> str:
+def write_tree(tree: Tree | DynamicTree) -> str:
     """Returns text that `read_tree` reads as a tree of the same shape, children and verifier.
 
     >>> text_of(Tree((0, 0, 1), "drawn", "recursive"))

@@ -24,7 +24,7 @@ from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.verifier import BaseVerifier, Settings
-from specdec_jax.speculative.verifiers import TYPICAL, at, typical_threshold
+from specdec_jax.speculative.verifiers import TYPICAL, take_at, typical_threshold
 
 Nodes = Bool[Array, "B N"]
 
@@ -101,7 +101,7 @@ def walk(draft: TreeDraft, step: Step) -> TreeVerification:
         _, here, _ = carry
         at_parent = jnp.take_along_axis(here, jnp.maximum(draft.branches.parents, 0), axis=1)
         children = draft.valid & at_parent & (draft.branches.parents >= 0)
-        token, possible = step(_first(here), children)
+        token, possible = step(_find_first(here), children)
         there = possible & (draft.tokens == token[:, None])
         # A row that has stopped finds the same token again.
         moving = jnp.any(there, axis=1)
@@ -111,14 +111,16 @@ def walk(draft: TreeDraft, step: Step) -> TreeVerification:
     root = jnp.broadcast_to(jnp.arange(size) == 0, (batch, size))
     start = jnp.ones(batch, bool), root, jnp.zeros_like(draft.tokens[:, 0])
     _, here, token = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), follow, start)
-    return _ending(draft, _first(here), token)
+    return _find_end(draft, _find_first(here), token)
 
 
-def _ending(draft: TreeDraft, node: PerRow, token: PerRow) -> TreeVerification:
-    return TreeVerification(at(draft.branches.depths, node), token, at(draft.branches.lines, node))
+def _find_end(draft: TreeDraft, node: PerRow, token: PerRow) -> TreeVerification:
+    return TreeVerification(
+        take_at(draft.branches.depths, node), token, take_at(draft.branches.lines, node)
+    )
 
 
-def _first(nodes: Nodes) -> PerRow:
+def _find_first(nodes: Nodes) -> PerRow:
     """Returns the number of the first True of each row, 0 where there is none."""
     return jnp.argmax(nodes, axis=1).astype(jnp.int32)
 
@@ -129,7 +131,7 @@ def walk_greedy(target_tokens: Int[Array, "B N"], draft: TreeDraft) -> TreeVerif
     Args:
       target_tokens: the target's argmax after each node; −1 where its logits contain NaN.
     """
-    return walk(draft, lambda node, children: (at(target_tokens, node), children))
+    return walk(draft, lambda node, children: (take_at(target_tokens, node), children))
 
 
 def verify_points(
@@ -141,7 +143,7 @@ def verify_points(
     """
 
     def step(node: jax.Array, children: jax.Array):
-        return draw(target.row(node), at(random.final, node)), children
+        return draw(target.row(node), take_at(random.final, node)), children
 
     return walk(draft, step)
 
@@ -155,8 +157,10 @@ def verify_coupled(
     """
 
     def step(node: jax.Array, children: jax.Array):
-        depth = at(draft.branches.depths, node)
-        return distributions.argmax(at(target.logits, node) + at(random.noise, depth)), children
+        depth = take_at(draft.branches.depths, node)
+        return distributions.argmax(
+            take_at(target.logits, node) + take_at(random.noise, depth)
+        ), children
 
     return walk(draft, step)
 
@@ -185,10 +189,12 @@ def verify_recursively(
     def step(node: jax.Array, children: jax.Array):
         def examine(carry: tuple):
             left, weights, mass, chosen = carry
-            child, some = _first(left), jnp.any(left, axis=1)
-            token, r = at(draft.tokens, child), weights / mass
-            s = _drawn_from(draft, child, kind)
-            accepted = some & (at(random.accept, child) * at(s, token) < at(r, token))
+            child, some = _find_first(left), jnp.any(left, axis=1)
+            token, r = take_at(draft.tokens, child), weights / mass
+            s = _draw_distribution(draft, child, kind)
+            accepted = some & (
+                take_at(random.accept, child) * take_at(s, token) < take_at(r, token)
+            )
             residual = jnp.maximum(r - s, 0)
             total = jnp.sum(residual, axis=1, keepdims=True)
             # r ≡ s up to rounding leaves no mass: then r itself is right.
@@ -202,11 +208,11 @@ def verify_recursively(
         weights = target.row(node)
         start = examined, weights, jnp.ones_like(weights[:, :1]), jnp.zeros_like(node)
         _, weights, _, chosen = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), examine, start)
-        drawn = draw(weights, at(random.final, node))
+        drawn = draw(weights, take_at(random.final, node))
         accepted = chosen > 0
         # A child that was verified and rejected is not accepted, even where no residual was left.
         possible = children & (accepted[:, None] | ~examined)
-        return jnp.where(accepted, at(draft.tokens, chosen), drawn), possible
+        return jnp.where(accepted, take_at(draft.tokens, chosen), drawn), possible
 
     return walk(draft, step)
 
@@ -219,20 +225,20 @@ def _is_last(draft: TreeDraft) -> Nodes:
     return numbers == jnp.take_along_axis(last, jnp.maximum(parents, 0), axis=1)
 
 
-def _drawn_from(draft: TreeDraft, child: PerRow, kind: str) -> Float[Array, "B V"]:
+def _draw_distribution(draft: TreeDraft, child: PerRow, kind: str) -> Float[Array, "B V"]:
     """Returns the distribution that the token of `child` was drawn from.
 
     That is its own, which unless `kind` is "iid" lacks the siblings that were chosen from it
     before.
     """
     assert draft.dist is not None
-    own = draft.dist.row(at(draft.origins, child))
+    own = draft.dist.row(take_at(draft.origins, child))
     if kind == "iid":
         return own
 
     before = (draft.tokens >= 0) & (jnp.arange(draft.tokens.shape[1]) < child[:, None])
     for values in (draft.branches.parents, draft.origins):
-        before &= values == at(values, child)[:, None]
+        before &= values == take_at(values, child)[:, None]
     batch, size = own.shape
     places = jnp.arange(batch)[:, None], jnp.where(before, draft.tokens, size)
     rest = own.at[places].set(0, mode="drop")
@@ -258,7 +264,7 @@ def verify_k_sequences(
     assert dist is not None
 
     def step(node: jax.Array, children: jax.Array):
-        p, q = target.row(node), dist.row(at(draft.origins, _first(children)))
+        p, q = target.row(node), dist.row(take_at(draft.origins, _find_first(children)))
         count = jnp.maximum(jnp.sum(children, axis=1, keepdims=True), 1).astype(p.dtype)
 
         def shares(rho: jax.Array):
@@ -278,11 +284,13 @@ def verify_k_sequences(
         residual = jnp.maximum(p - overlap * jnp.where(beta > 0, some / beta, 0), 0)
         some_left = jnp.sum(residual, axis=1, keepdims=True) > 0
         some_left &= jnp.any(children, axis=1, keepdims=True)
-        drawn = draw(jnp.where(some_left, residual, p), at(random.final, node))
+        drawn = draw(jnp.where(some_left, residual, p), take_at(random.final, node))
         tokens = jnp.maximum(draft.tokens, 0)
         p_child, q_child = (jnp.take_along_axis(dist, tokens, axis=1) for dist in (p, q))
         accepted = children & (random.accept * rho * q_child < p_child)
-        return jnp.where(jnp.any(accepted, axis=1), at(tokens, _first(accepted)), drawn), children
+        return jnp.where(
+            jnp.any(accepted, axis=1), take_at(tokens, _find_first(accepted)), drawn
+        ), children
 
     return walk(draft, step)
 
@@ -309,14 +317,14 @@ def verify_traversal(
         children = left & (parents == node[:, None])
         enters = jnp.any(children, axis=1)
         # NaN is never accepted.
-        moving &= enters | (node > 0) & ~(at(random.accept, node) < at(alpha, node))
-        child = jnp.where(enters, _first(children), node)
-        above = jnp.maximum(at(parents, child), 0)
-        level, token = at(depths, above), at(tokens, child)
-        here, s = at(weights, level), _drawn_from(draft, child, kind)
+        moving &= enters | (node > 0) & ~(take_at(random.accept, node) < take_at(alpha, node))
+        child = jnp.where(enters, _find_first(children), node)
+        above = jnp.maximum(take_at(parents, child), 0)
+        level, token = take_at(depths, above), take_at(tokens, child)
+        here, s = take_at(weights, level), _draw_distribution(draft, child, kind)
         # `weights` are p' times α / scale.
-        a, factor = at(alpha, above), at(scale, above)
-        entered = jnp.minimum(1, factor * (at(here, token) / at(s, token)))
+        a, factor = take_at(alpha, above), take_at(scale, above)
+        entered = jnp.minimum(1, factor * (take_at(here, token) / take_at(s, token)))
 
         excess = jnp.maximum(factor[:, None] * here - s, 0)
         mass = jnp.sum(excess, axis=1)
@@ -346,7 +354,9 @@ def verify_traversal(
     ones = jnp.ones((batch, size), first.dtype)
     start = active, zeros, draft.valid & (parents >= 0), ones, ones, weights
     _, node, *_, weights = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), visit, start)
-    return _ending(draft, node, draw(at(weights, at(depths, node)), at(random.final, node)))
+    return _find_end(
+        draft, node, draw(take_at(weights, take_at(depths, node)), take_at(random.final, node))
+    )
 
 
 def verify_typical(
@@ -365,7 +375,7 @@ def verify_typical(
     past = jnp.arange(lines.shape[2]) > draft.branches.depths[..., None]
     whole = jnp.all(of_line | past | (lines == 0), axis=2)
     node = jnp.argmax(jnp.where(whole, draft.branches.depths, 0), axis=1).astype(jnp.int32)
-    return _ending(draft, node, draw(target.row(node), at(random.final, node)))
+    return _find_end(draft, node, draw(target.row(node), take_at(random.final, node)))
 
 
 _KNOWN = (

@@ -120,7 +120,7 @@ class Tree(Kinds):
             raise ValueError(f"parents: got {len(parents)} nodes, expected 1 to {MAX_NODES - 1}")
         for node, parent in enumerate(parents, 1):
             if not arguments.is_integer(parent) or not 0 <= parent < node:
-                got, expected = f"{arguments.quoted(parent)} for node {node}", f"0 to {node - 1}"
+                got, expected = f"{arguments.quote(parent)} for node {node}", f"0 to {node - 1}"
                 raise ValueError(f"parents: got {got}, expected a number from {expected}")
         object.__setattr__(self, "parents", tuple(map(int, parents)))
         self.check_kinds()
@@ -140,7 +140,7 @@ class Tree(Kinds):
         expected = "integers of at least 1"
         widths = arguments.check_list("widths", widths, expected)
         if not widths or not all(arguments.is_integer(width) and width >= 1 for width in widths):
-            raise ValueError(f"widths: got {arguments.quoted(widths)}, expected {expected}")
+            raise ValueError(f"widths: got {arguments.quote(widths)}, expected {expected}")
         if sum(np.cumprod([float(width) for width in widths])) >= MAX_NODES:
             expected = f"at most {MAX_NODES - 1} nodes in all"
             raise ValueError(f"widths: got {tuple(widths)}, expected {expected}")
@@ -149,7 +149,7 @@ class Tree(Kinds):
         for width in widths:
             level = [(*node, rank) for node in level for rank in range(int(width))]
             nodes = nodes + level
-        nodes.sort(key=lambda node: (-tree_choice.value(node, RANK_SHARES), len(node), node))
+        nodes.sort(key=lambda node: (-tree_choice.node_value(node, RANK_SHARES), len(node), node))
         return cls(_parents(nodes), **kinds)
 
     @classmethod
@@ -184,7 +184,9 @@ class Tree(Kinds):
         """
         arguments.check_integer("nodes", nodes, 2, MAX_NODES)
         arguments.check_integer("depth", depth, 1, MAX_NODES - 1)
-        best = tree_choice.fastest(acceptance_by_rank, nodes, depth, verify_costs, cost_ratio)
+        best = tree_choice.choose_fastest(
+            acceptance_by_rank, nodes, depth, verify_costs, cost_ratio
+        )
         return None if best is None else cls(_parents(best), **kinds)
 
     def expected(self, acceptance_by_rank: Shares) -> float:
@@ -192,9 +194,9 @@ class Tree(Kinds):
 
         A child is accepted with the share of its rank; `acceptance_by_rank` is as in `best`.
         """
-        shares = tree_choice.checked(acceptance_by_rank)
+        shares = tree_choice.check_acceptance(acceptance_by_rank)
         lines = [line[1 : depth + 1] for line, depth in zip(self.lines, self.depths, strict=True)]
-        return sum(tree_choice.value(tuple(self.ranks[line]), shares) for line in lines)
+        return sum(tree_choice.node_value(tuple(self.ranks[line]), shares) for line in lines)
 
     @property
     def size(self) -> int:

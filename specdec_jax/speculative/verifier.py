@@ -89,13 +89,13 @@ class BaseVerifier:
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not callable(self.verify):
-            got = f"{arguments.quoted(self.name)}, {arguments.quoted(self.verify)}"
+            got = f"{arguments.quote(self.name)}, {arguments.quote(self.verify)}"
             raise ValueError(f"{type(self).__name__}: got {got}, expected a name and a function")
         pairs = arguments.check_list("parameters", self.parameters, _PAIRS)
         for pair in pairs:
             named = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
             if not named or not (pair[1] is None or arguments.is_number(pair[1])):
-                raise ValueError(f"parameters: got {arguments.quoted(pair)}, expected {_PAIRS}")
+                raise ValueError(f"parameters: got {arguments.quote(pair)}, expected {_PAIRS}")
         object.__setattr__(self, "parameters", tuple(map(tuple, pairs)))
 
     @property

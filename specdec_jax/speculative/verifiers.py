@@ -33,7 +33,7 @@ def verify_greedy(
       target_tokens: the target's argmax at each of T = G + 1 positions.
       num_drafted: number of drafted tokens of each row, at most G.
     """
-    return _leading(target_tokens[:, :-1] == draft_tokens, num_drafted, target_tokens)
+    return _take_leading(target_tokens[:, :-1] == draft_tokens, num_drafted, target_tokens)
 
 
 def verify_greedy_leniently(
@@ -54,7 +54,7 @@ def verify_greedy_leniently(
     drafted = jnp.take_along_axis(logits[:, :-1], draft_tokens[..., None], axis=-1)[..., 0]
     near = (drafted >= best + jnp.log(lenience)[:, None]) & (lenience < 1)[:, None]
     tokens = argmax(logits)
-    return _leading(near | (tokens[:, :-1] == draft_tokens), num_drafted, tokens)
+    return _take_leading(near | (tokens[:, :-1] == draft_tokens), num_drafted, tokens)
 
 
 def verify_tokens(
@@ -126,7 +126,7 @@ def verify_blocks(
         weights.append(weight)
     pi = jnp.stack(weights, axis=1)  # π_1 … π_γ
 
-    excess = _excess(target, draft, draft_tokens, pi[:, :-1])  # S_1 … S_{γ−1}
+    excess = _sum_excess(target, draft, draft_tokens, pi[:, :-1])  # S_1 … S_{γ−1}
     total = excess + 1 - pi[:, :-1]
     # NaN stays: it is never accepted.
     accept_probs = jnp.where(total == 0, 1, excess / jnp.where(total == 0, 1, total))
@@ -164,7 +164,9 @@ def verify_by_rejection(
     inverse = jnp.exp(jnp.min(jnp.where(here.logits > -jnp.inf, ratio, jnp.inf), axis=-1))  # 1 / M
     accepted = draws.accept * draft.prob(draft_tokens) < here.prob(draft_tokens) * inverse
     num_accepted = count_leading(accepted, num_drafted)
-    return Verification(num_accepted, draw(target.row(num_accepted), at(draws.final, num_accepted)))
+    return Verification(
+        num_accepted, draw(target.row(num_accepted), take_at(draws.final, num_accepted))
+    )
 
 
 def verify_coupled(
@@ -204,7 +206,9 @@ def verify_typical(
     num_accepted = count_leading(
         here.prob(draft_tokens) > typical_threshold(here, settings), num_drafted
     )
-    return Verification(num_accepted, draw(target.row(num_accepted), at(draws.final, num_accepted)))
+    return Verification(
+        num_accepted, draw(target.row(num_accepted), take_at(draws.final, num_accepted))
+    )
 
 
 def typical_threshold(target: Categorical, settings: Settings) -> Float[Array, "B N"]:
@@ -237,7 +241,7 @@ def verify_synthetically_at_zero(
     settings: Settings,
 ) -> Verification:
     """Does what `verify_synthetically` does at temperature 0: the argmax is the next token."""
-    return _leading(accept < settings["synthetic_alpha"][:, None], num_drafted, argmax(logits))
+    return _take_leading(accept < settings["synthetic_alpha"][:, None], num_drafted, argmax(logits))
 
 
 # What typical acceptance declares, of chains and of trees; the defaults are Medusa's constants.
@@ -275,7 +279,7 @@ SYNTHETIC = Verifier(
 )
 
 
-def verifier_of(given: str | BaseVerifier) -> BaseVerifier:
+def find_verifier(given: str | BaseVerifier) -> BaseVerifier:
     """Returns the verifier with the name `given`, or `given` itself if it is a verifier.
 
     Raises:
@@ -285,7 +289,7 @@ def verifier_of(given: str | BaseVerifier) -> BaseVerifier:
         return given
     if not isinstance(given, str) or given not in (*VERIFIERS, SYNTHETIC.name):
         expected = f"one of {', '.join(VERIFIERS)}, or a Verifier"
-        raise ValueError(f"verifier: got {arguments.quoted(given)}, expected {expected}")
+        raise ValueError(f"verifier: got {arguments.quote(given)}, expected {expected}")
     return VERIFIERS.get(given, SYNTHETIC)
 
 
@@ -294,7 +298,7 @@ def leading_distribution(target: Categorical) -> Categorical:
     return Categorical(target.logits[:, :-1], target.log_normalizer[:, :-1])
 
 
-def at(values: Shaped[Array, "B N ..."], index: PerRow) -> Shaped[Array, "B ..."]:
+def take_at(values: Shaped[Array, "B N ..."], index: PerRow) -> Shaped[Array, "B ..."]:
     """Returns the entry at place `index[b]` of each row b of `values`."""
     return jnp.take_along_axis(values, index.reshape(-1, *[1] * (values.ndim - 1)), axis=1)[:, 0]
 
@@ -305,14 +309,14 @@ def count_leading(accepted: Bool[Array, "B G"], num_drafted: PerRow) -> PerRow:
     return jnp.sum(jnp.cumprod((accepted & inside).astype(jnp.int32), axis=1), axis=1)
 
 
-def _leading(
+def _take_leading(
     accepted: Bool[Array, "B G"], num_drafted: PerRow, target_tokens: Int[Array, "B G+1"]
 ) -> Verification:
     num_accepted = count_leading(accepted, num_drafted)
-    return Verification(num_accepted, at(target_tokens, num_accepted))
+    return Verification(num_accepted, take_at(target_tokens, num_accepted))
 
 
-def _excess(
+def _sum_excess(
     target: Categorical,
     draft: Categorical | PointMass,
     draft_tokens: Drafted,
@@ -349,4 +353,4 @@ def correct(
         # p ≡ q up to rounding leaves no residual mass: then p itself is right.
         some = rejected & (jnp.sum(residual, axis=-1, keepdims=True) > 0)
         weights = jnp.where(some, residual, weights)
-    return Verification(num_accepted, draw(weights, at(final, num_accepted)))
+    return Verification(num_accepted, draw(weights, take_at(final, num_accepted)))

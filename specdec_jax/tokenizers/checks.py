@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.files.reading import shown
+from specdec_jax.files.reading import quote_value
 
 # Regular expressions of published tokenizers that are accepted beyond what `_plain` accepts:
 # GPT-2's in two spellings, GPT-4's in two (Llama 3 has the first), Qwen 2's and BLOOM's.
@@ -69,7 +69,7 @@ def check_content(content: dict[str, Any]) -> int:
         length, pieces = model.get("max_input_chars_per_word"), model.get("vocab")
         # WordPiece tries all parts of a word.
         if isinstance(length, int) and length > _LONGEST_WORD:
-            got = f"max_input_chars_per_word {shown(length)}"
+            got = f"max_input_chars_per_word {quote_value(length)}"
             raise ValueError(f"got {got}, expected at most {_LONGEST_WORD}")
         check_ids(pieces.items() if isinstance(pieces, dict) else ())
     tokens = [token for token in added if isinstance(token, dict)] if type(added) is list else []
@@ -116,7 +116,7 @@ def check_ids(pieces: Iterable[tuple[Any, Any]]) -> None:
     """
     for piece, i in pieces:
         if type(i) is not int or not 0 <= i < _MOST_IDS:
-            got = f"{shown(piece)} with id {shown(i)}"
+            got = f"{quote_value(piece)} with id {quote_value(i)}"
             raise ValueError(f"got {got}, expected ids from 0 to {_MOST_IDS - 1:,}")
 
 
@@ -129,7 +129,7 @@ def _growth(step: dict) -> int:
     pattern = step.get("Regex")
     if isinstance(pattern, str) and pattern not in PUBLISHED:
         if len(pattern) > _LONGEST_PATTERN or not _is_linear(pattern):
-            got = f"the regular expression {shown(pattern)}, which might take for ever"
+            got = f"the regular expression {quote_value(pattern)}, which might take for ever"
             raise ValueError(
                 f"got {got}; expected one of a well-known tokenizer, or alternatives in which "
                 "nothing follows a repetition"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from specdec_jax.files import reading
-from specdec_jax.files.reading import mismatch, shown
+from specdec_jax.files.reading import mismatch_error, quote_value
 from specdec_jax.tokenizers import checks
 from specdec_jax.tokenizers.vocabularies import (
     TOKENIZER_BYTES,
@@ -38,7 +38,7 @@ _ROBERTA_TOKENS = {
 }
 
 
-def _first(*values: Any) -> Any:
+def _first_given(*values: Any) -> Any:
     """Returns the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
@@ -63,11 +63,11 @@ def open_folder(
     """
     path = folder / "tokenizer_config.json"
     options = reading.read_optional_json(path)
-    kind = _class(folder, options)
+    kind = _tokenizer_class(folder, options)
     if (folder / "tokenizer.json").exists():
         defaults = _GPT2_TOKENS if kind in _GPT2 else _ROBERTA_TOKENS
         token = _special_token(folder, options, "eos_token") or defaults["eos_token"]
-        around, file = _around(folder, options, kind), folder / "tokenizer.json"
+        around, file = _special_tokens_around(folder, options, kind), folder / "tokenizer.json"
         vocabulary = TokenizerJsonVocabulary.load(
             file, eos_token=token, stop_ids=stop_ids, around=around
         )
@@ -78,29 +78,31 @@ def open_folder(
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         return _byte_level_bpe(folder, options, kind, stop_ids)
     if (folder / "spiece.model").exists() or kind.startswith("ByT5"):
-        return _with_sentinels(folder, options, kind, logits)
+        return _add_sentinels(folder, options, kind, logits)
     return None
 
 
-def _class(folder: pathlib.Path, options: dict) -> str:
+def _tokenizer_class(folder: pathlib.Path, options: dict) -> str:
     """Returns the name of the tokenizer's class without "Fast", "" if no file gives it."""
     config = reading.read_optional_json(folder / "config.json")
-    kind = _first(options.get("tokenizer_class"), config.get("tokenizer_class"), "")
+    kind = _first_given(options.get("tokenizer_class"), config.get("tokenizer_class"), "")
     if not isinstance(kind, str):
         path = folder / "tokenizer_config.json"
-        raise mismatch(f"{path}: tokenizer_class", shown(kind), "a string")
+        raise mismatch_error(f"{path}: tokenizer_class", quote_value(kind), "a string")
     return kind.removesuffix("Fast")
 
 
-def _flag(folder: pathlib.Path, options: dict, name: str) -> bool:
-    value = _first(options.get(name), False)
+def _read_flag(folder: pathlib.Path, options: dict, name: str) -> bool:
+    value = _first_given(options.get(name), False)
     if not isinstance(value, bool):
         path = folder / "tokenizer_config.json"
-        raise mismatch(f"{path}: {name}", shown(value), "true or false")
+        raise mismatch_error(f"{path}: {name}", quote_value(value), "true or false")
     return value
 
 
-def _around(folder: pathlib.Path, options: dict, kind: str) -> tuple[list[str], list[str]] | None:
+def _special_tokens_around(
+    folder: pathlib.Path, options: dict, kind: str
+) -> tuple[list[str], list[str]] | None:
     """Returns the tokens that a class puts before and after a text, None if a file decides."""
     if kind != _T5[0] and kind not in _ROBERTA:
         return None
@@ -109,7 +111,7 @@ def _around(folder: pathlib.Path, options: dict, kind: str) -> tuple[list[str], 
     return tokens[:-1], tokens[-1:]
 
 
-def _with_sentinels(
+def _add_sentinels(
     folder: pathlib.Path, options: dict, kind: str, logits: int | None
 ) -> Vocabulary:
     """Returns the vocabulary of spiece.model, or of bytes, with its sentinels."""
@@ -118,14 +120,16 @@ def _with_sentinels(
     extra_ids, sentinels = options.get("extra_ids"), len(_sentinels(added)) or None
     if model.exists():
         if kind not in (*_T5, *_ANY) and not kind.startswith("ByT5"):
-            raise mismatch(model, f"the files of a {kind}", "a T5Tokenizer's, or a tokenizer.json")
-        extra_ids = _first(extra_ids, sentinels)
+            raise mismatch_error(
+                model, f"the files of a {kind}", "a T5Tokenizer's, or a tokenizer.json"
+            )
+        extra_ids = _first_given(extra_ids, sentinels)
         if extra_ids is None:
             extra_ids = count_sentinels(SentencePieceVocabulary.load(model).size, logits)
         count = check_extra_ids(extra_ids, path)
         vocabulary: Vocabulary = SentencePieceVocabulary.load(model, count)
     else:
-        count = check_extra_ids(_first(extra_ids or None, sentinels, 125), path)
+        count = check_extra_ids(_first_given(extra_ids or None, sentinels, 125), path)
         vocabulary = ByteVocabulary(count)
     _check_added(folder, added, vocabulary)
     return vocabulary
@@ -133,7 +137,7 @@ def _with_sentinels(
 
 def _special_token(folder: pathlib.Path, options: dict, name: str) -> str | None:
     token = _named_token(folder, options, name)
-    return _content(token, folder / "tokenizer_config.json", name) if token else None
+    return _token_text(token, folder / "tokenizer_config.json", name) if token else None
 
 
 def _named_token(folder: pathlib.Path, options: dict, name: str) -> Any:
@@ -142,23 +146,23 @@ def _named_token(folder: pathlib.Path, options: dict, name: str) -> Any:
         return options[name]
     path = folder / "special_tokens_map.json"
     if token := reading.read_optional_json(path).get(name):
-        _content(token, path, name)
+        _token_text(token, path, name)
     return token
 
 
-def _content(token: Any, path: pathlib.Path, name: str) -> str:
+def _token_text(token: Any, path: pathlib.Path, name: str) -> str:
     """Returns the text of a token, which a file gives either alone or inside an object."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         expected = "a string or an object with `content`"
-        raise ValueError(f"{path}: {name}: got {shown(token)}, expected {expected}")
+        raise ValueError(f"{path}: {name}: got {quote_value(token)}, expected {expected}")
     return _check_utf8(content, path)
 
 
 def _check_utf8(token: str, path: pathlib.Path) -> str:
     """Returns a token; raises ValueError if it has half a surrogate pair, as JSON may give it."""
     if not token.isascii() and any("\ud800" <= character <= "\udfff" for character in token):
-        raise mismatch(path, f"the token {shown(token)}", "UTF-8 text")
+        raise mismatch_error(path, f"the token {quote_value(token)}", "UTF-8 text")
     return token
 
 
@@ -175,21 +179,21 @@ def _byte_level_bpe(
     for name in _ROBERTA_TOKENS:
         if token := _named_token(folder, options, name) or defaults.get(name):
             named[name] = token
-    added: dict[str, int | None] = {_content(named[name], path, name): None for name in named}
+    added: dict[str, int | None] = {_token_text(named[name], path, name): None for name in named}
     added |= _added_tokens(folder, options)
     entries = [*named.values(), *(options.get("added_tokens_decoder") or {}).values()]
-    strips = {entry["content"]: _strips(entry) for entry in entries if isinstance(entry, dict)}
+    strips = {entry["content"]: _is_stripped(entry) for entry in entries if isinstance(entry, dict)}
     special = [
         {"content": token} | strips.get(token, {})
         for token in sorted(added, key=lambda token: added[token] or -1)
     ]
-    text = _make_tokenizer_json(file, special, _flag(folder, options, "add_prefix_space"))
+    text = _make_tokenizer_json(file, special, _read_flag(folder, options, "add_prefix_space"))
     eos_token = _special_token(folder, options, "eos_token") or defaults["eos_token"]
-    around = _around(folder, options, kind)
+    around = _special_tokens_around(folder, options, kind)
     # The switches `add_bos_token` and `add_eos_token` count only where there is no tokenizer.json.
     if around is None and (kind or options.get("add_bos_token") is not None):
         before, after = (
-            [_content(named[mark], path, mark)] * _flag(folder, options, f"add_{mark}")
+            [_token_text(named[mark], path, mark)] * _read_flag(folder, options, f"add_{mark}")
             for mark in ("bos_token", "eos_token")
         )
         around = before, after
@@ -227,7 +231,7 @@ def _make_tokenizer_json(
         checks.check_ids(pieces.items())
         bpe = tokenizers.models.BPE.from_file(str(vocab_file), str(merges_file))
     except Exception as error:  # the library raises plain Exception
-        got = f"no readable vocabulary with merges ({reading.reason(error)})"
+        got = f"no readable vocabulary with merges ({reading.error_reason(error)})"
         raise ValueError(f"{vocab_file}: got {got}, expected GPT-2's") from None
     tokenizer = tokenizers.Tokenizer(bpe)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
@@ -238,7 +242,7 @@ def _make_tokenizer_json(
     return tokenizer.to_str()
 
 
-def _strips(entry: dict) -> dict[str, bool]:
+def _is_stripped(entry: dict) -> dict[str, bool]:
     """Returns whether the spaces before and after a token belong to it."""
     return {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word")}
 
@@ -254,16 +258,18 @@ def _added_tokens(folder: pathlib.Path, options: dict) -> dict[str, int | None]:
     entries = options.get("added_tokens_decoder") or {}
     numbers = entries if isinstance(entries, dict) else ["no object"]
     if type(listed) is not list or not all(re.fullmatch(r"\d{1,9}", i) for i in numbers):
-        got = shown(entries if type(listed) is list else listed)
+        got = quote_value(entries if type(listed) is list else listed)
         expected = "a list of tokens, and an object of tokens by id"
         raise ValueError(f"{path}: got added tokens {got}, expected {expected}")
-    added: dict[str, int | None] = {_content(token, path, key): None for token in listed}
-    added |= {_content(entry, path, "added_tokens_decoder"): int(i) for i, entry in entries.items()}
+    added: dict[str, int | None] = {_token_text(token, path, key): None for token in listed}
+    added |= {
+        _token_text(entry, path, "added_tokens_decoder"): int(i) for i, entry in entries.items()
+    }
     numbered = reading.read_optional_json(others)
     for token, i in numbered.items():
         _check_utf8(token, others)
         if type(i) is not int:
-            raise mismatch(f"{others}: {shown(token)}", shown(i), "an id")
+            raise mismatch_error(f"{others}: {quote_value(token)}", quote_value(i), "an id")
     return added | numbered
 
 
@@ -280,9 +286,9 @@ def _check_added(
             continue
         known = vocabulary.encode(token)
         if len(known) != 1 or (i is not None and known != [i]):
-            got = f"added token {shown(token)}" + (f" with id {i}" if i is not None else "")
+            got = f"added token {quote_value(token)}" + (f" with id {i}" if i is not None else "")
             path = folder / "tokenizer_config.json"
-            raise mismatch(path, got, "only sentinels <extra_id_0> … or a tokenizer.json")
+            raise mismatch_error(path, got, "only sentinels <extra_id_0> … or a tokenizer.json")
 
 
 def make_files(vocabulary: Vocabulary | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdec_jax.files.reading import mismatch, shown
+from specdec_jax.files.reading import mismatch_error, quote_value
 
 _FRAMES = "TemplateProcessing, RobertaProcessing, BertProcessing, ByteLevel, or a Sequence with one"
 _MOST_AROUND = 1000  # ids before a text, or after it
@@ -22,7 +22,7 @@ class Frame(NamedTuple):
     after: tuple[int, ...] = ()
 
 
-def without_start(ids: Iterable[int], frame: Frame | None) -> list[int]:
+def remove_start(ids: Iterable[int], frame: Frame | None) -> list[int]:
     """Returns `ids` without the tokens of a frame that they begin with.
 
     A model that was trained on framed outputs writes these tokens too.
@@ -45,19 +45,19 @@ def read_frame(processor: Any, size: int) -> Frame | None:
     if processor is None:
         return None
     try:
-        frame = _frame(processor)
+        frame = _find_frame(processor)
     except (AttributeError, KeyError, IndexError, RecursionError, TypeError, ValueError):
-        kind = shown(processor.get("type") if isinstance(processor, dict) else processor)
+        kind = quote_value(processor.get("type") if isinstance(processor, dict) else processor)
         expected = f"tokens before and after one text: {_FRAMES} of them"
-        raise mismatch("post_processor", f"{kind} that is no frame", expected) from None
+        raise mismatch_error("post_processor", f"{kind} that is no frame", expected) from None
     for token in (*frame.before, *frame.after):
         if type(token) is not int or not 0 <= token < size:
             expected = f"ids of the vocabulary, below {size}"
-            raise ValueError(f"post_processor: got id {shown(token)}, expected {expected}")
+            raise ValueError(f"post_processor: got id {quote_value(token)}, expected {expected}")
     return frame
 
 
-def _frame(processor: dict) -> Frame:
+def _find_frame(processor: dict) -> Frame:
     """Returns the frame of a processor; raises any error of wrong contents if it has none."""
     kind = processor["type"]
     if kind == "ByteLevel":  # moves offsets only
@@ -65,7 +65,7 @@ def _frame(processor: dict) -> Frame:
     if kind in ("RobertaProcessing", "BertProcessing"):
         return Frame((processor["cls"][1],), (processor["sep"][1],))
     if kind == "Sequence":
-        frames = [frame for frame in map(_frame, processor["processors"]) if any(frame)]
+        frames = [frame for frame in map(_find_frame, processor["processors"]) if any(frame)]
         # After one template the library reads the next as one for pairs.
         (frame,) = frames or [Frame()]
         return frame

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.files import reading
-from specdec_jax.files.reading import PathLike, mismatch, shown
+from specdec_jax.files.reading import PathLike, mismatch_error, quote_value
 from specdec_jax.tokenizers import checks
 from specdec_jax.tokenizers.special_tokens import (
     Frame,
     SpecialTokens,
     make_template,
     read_frame,
-    without_start,
+    remove_start,
 )
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2  # T5's ids
@@ -47,7 +47,7 @@ def check_texts(name: str, texts: Iterable[str | None], first: int = 1) -> None:
             raise ValueError(f"{name} {number}: got {got}, expected at most {LONGEST_TEXT:,}")
         if lone := _SURROGATE.search(text):
             reason = f"character {lone.start()} is half of a surrogate pair"
-            got = f"{shown(text)}, which is not UTF-8 ({reason})"
+            got = f"{quote_value(text)}, which is not UTF-8 ({reason})"
             raise ValueError(f"{name} {number}: got {got}, expected UTF-8 text")
 
 
@@ -64,7 +64,7 @@ def check_extra_ids(extra_ids: Any, path: PathLike) -> int:
     """Returns the number of sentinels that a file gives, checked; raises ValueError for others."""
     if type(extra_ids) is not int or not 0 <= extra_ids <= _MOST_SENTINELS:
         expected = f"an integer from 0 to {_MOST_SENTINELS:,}"
-        raise ValueError(f"{path}: extra_ids: got {shown(extra_ids)}, expected {expected}")
+        raise ValueError(f"{path}: extra_ids: got {quote_value(extra_ids)}, expected {expected}")
     return extra_ids
 
 
@@ -352,7 +352,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
-            got = f"no readable tokenizer.json ({reading.reason(error)})"
+            got = f"no readable tokenizer.json ({reading.error_reason(error)})"
             raise ValueError(f"got {got}, expected one") from None
         # A saved tokenizer may carry the truncation and padding of the program that saved it.
         self._tokenizer.no_truncation()
@@ -374,9 +374,9 @@ class TokenizerJsonVocabulary(Vocabulary):
             end = next((i for i in ends if i is not None), None)
             eos_ids = tuple(dict.fromkeys(stop_ids if end is None else (end, *stop_ids)))
         if not isinstance(eos_ids, list | tuple) or not all(isinstance(i, int) for i in eos_ids):
-            raise mismatch("eos_ids", shown(eos_ids), "ids")
+            raise mismatch_error("eos_ids", quote_value(eos_ids), "ids")
         if not eos_ids:
-            got = f"a tokenizer.json without {shown(eos_token)}"
+            got = f"a tokenizer.json without {quote_value(eos_token)}"
             raise ValueError(f"got {got}, expected it or eos_ids")
         self.eos_ids = tuple(eos_ids)
         self.pad_id = self._tokenizer.token_to_id("<pad>")
@@ -400,7 +400,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         try:
             self._tokenizer.encode("a")
         except Exception as error:  # as above
-            got = f"a tokenizer.json that cannot encode ({reading.reason(error)})"
+            got = f"a tokenizer.json that cannot encode ({reading.error_reason(error)})"
             raise ValueError(f"got {got}, expected one that can") from None
 
     def reframe(self, before: Sequence[str], after: Sequence[str]) -> None:
@@ -408,7 +408,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         ids: dict[str, int] = {}
         for token in (*before, *after):
             if (i := self._tokenizer.token_to_id(token)) is None:
-                got = f"{shown(token)} around a text"
+                got = f"{quote_value(token)} around a text"
                 raise ValueError(f"got {got}, expected a token of the vocabulary")
             ids[token] = i
         frame = Frame(tuple(ids[token] for token in before), tuple(ids[token] for token in after))
@@ -421,7 +421,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        rest = without_start(ids, self.frame)
+        rest = remove_start(ids, self.frame)
         kept = [i for i in rest if 0 <= i < self.size and i not in self._dropped]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 

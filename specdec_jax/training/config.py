@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from specdec_jax.models.arguments import option
+from specdec_jax.models.arguments import make_option
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.training.corpus import Corpus, Pairs, Text
 from specdec_jax.training.losses import DIVERGENCES, TeacherAgreement
@@ -18,33 +18,35 @@ class RunConfig:
     names in gin, and the record in a run's folder.
     """
 
-    output_dir: str = option("", "folder of the run; a run that is there is resumed")
-    validation_files: tuple[str, ...] = option(
+    output_dir: str = make_option("", "folder of the run; a run that is there is resumed")
+    validation_files: tuple[str, ...] = make_option(
         (), "files for validation, of the kind that is trained on; repeatable"
     )
-    data_dir: str = option("", "folder to which the names of the files are relative")
-    steps: int = option(2000, "optimiser steps in all; a run may be resumed with another number")
-    warmup_steps: int | None = option(
+    data_dir: str = make_option("", "folder to which the names of the files are relative")
+    steps: int = make_option(
+        2000, "optimiser steps in all; a run may be resumed with another number"
+    )
+    warmup_steps: int | None = make_option(
         None, "steps of linear warm-up at the start (default: a twentieth of the steps)"
     )
-    decay_steps: int | None = option(
+    decay_steps: int | None = make_option(
         None, "steps of linear decay to zero at the end (default: a quarter of the steps)"
     )
-    learning_rate: float = option(
+    learning_rate: float = make_option(
         0.01, "size of a step relative to the root mean square of the array it changes"
     )
-    batch_tokens: int = option(4096, "padded tokens on the longer side of a batch")
-    buckets: tuple[int, ...] = option(
+    batch_tokens: int = make_option(4096, "padded tokens on the longer side of a batch")
+    buckets: tuple[int, ...] = make_option(
         (8, 10, 12, 14, 16, 20, 24, 32, 48, 64),
         "padded lengths, ascending; longer examples are left out",
     )
-    seed: int = option(
+    seed: int = make_option(
         0, "seed of the initial parameters, the order of the batches, dropout, and samples"
     )
-    log_every: int = option(20, "steps between two records in the log")
-    save_every: int = option(100, "steps between two checkpoints")
-    evaluate_every: int = option(200, "steps between two validations")
-    dtype: str | None = option(
+    log_every: int = make_option(20, "steps between two records in the log")
+    save_every: int = make_option(100, "steps between two checkpoints")
+    evaluate_every: int = make_option(200, "steps between two validations")
+    dtype: str | None = make_option(
         None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)"
     )
 
@@ -73,13 +75,13 @@ class ExamplesConfig(RunConfig):
 
     decay_share = 4  # the part of the steps in which the learning rate falls, as a divisor
 
-    train_files: tuple[str, ...] = option(
+    train_files: tuple[str, ...] = make_option(
         (), "TSV (source, target, perhaps the target's ids) or text, a document a line; gzip or not"
     )
-    target_buckets: tuple[int, ...] = option(
+    target_buckets: tuple[int, ...] = make_option(
         (), "padded lengths of the targets, if they are not as long as the sources (default: alike)"
     )
-    label_smoothing: float = option(0.1, "probability that is spread over the vocabulary")
+    label_smoothing: float = make_option(0.1, "probability that is spread over the vocabulary")
 
     def __post_init__(self) -> None:
         for name in ("train_files", "validation_files", "buckets", "target_buckets"):
@@ -113,21 +115,21 @@ class ExamplesConfig(RunConfig):
 class TeacherConfig(RunConfig):
     """The settings of a run that learns a target's distributions, and chooses by acceptance."""
 
-    distill_weight: float = option(
+    distill_weight: float = make_option(
         0.0,
         "w in the loss of every token, (1 - w) * cross-entropy + w * divergence from the teacher;"
         " 0 without a teacher; above 0 with one, unless the model needs only its encoder's output",
     )
-    divergence: str = option(
+    divergence: str = make_option(
         "forward_kl",
         f"divergence from the target's distribution: {', '.join(DIVERGENCES)} (= 1 - alpha)",
     )
-    distill_temperature: float = option(
+    distill_temperature: float = make_option(
         1.0,
         "temperature of the target's distribution in the divergence; below 1 its argmax counts"
         " more",
     )
-    select: str = option(
+    select: str = make_option(
         "loss",
         "how the best parameters are chosen: by validation loss, acceptance (alpha at temperature"
         " 1) or agreement (at 0)",
@@ -142,31 +144,31 @@ class TrainConfig(ExamplesConfig, TeacherConfig):
       ValueError: a setting outside its range, or settings that contradict each other.
     """
 
-    model: ModelConfig = option(
+    model: ModelConfig = make_option(
         dataclasses.MISSING,
         "shape of the network; its matmul_dtype and dropout_rate count in training only, and its"
         " dtype is set by `dtype` above",
     )
-    initialise_from: str | None = option(
+    initialise_from: str | None = make_option(
         None,
         "model of the same shape and vocabulary, or with fewer layers, whose parameters a new run"
         " begins with (default: random ones)",
     )
-    vocabulary: str = option(
+    vocabulary: str = make_option(
         "",
         "SentencePiece model or tokenizer.json, written if it does not exist (default: the"
         " vocabulary of the teacher, else of initialise_from, else vocabulary.model in output_dir,"
         " which is trained on the train files)",
     )
-    vocabulary_size: int = option(
+    vocabulary_size: int = make_option(
         6144, "ids: the vocabulary's tokens, and the sentinels of the model it comes from"
     )
-    sequence_length: int | None = option(
+    sequence_length: int | None = make_option(
         None,
         "of a decoder-only model, and required there: tokens of the blocks into which text is cut,"
         " in the place of the buckets",
     )
-    teacher: str | None = option(None, "model of the same kind to distil from")
+    teacher: str | None = make_option(None, "model of the same kind to distil from")
 
     def __post_init__(self) -> None:
         expected = "a T5Config, a GPTConfig or another family's configuration"

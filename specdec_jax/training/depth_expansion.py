@@ -29,10 +29,12 @@ def deepen(params: dict, stack: str, layers: int) -> dict:
     for layer, source in enumerate(sources):
         node = params[stack][f"layers_{source}"]
         is_copy = layer > 0 and sources[layer - 1] == source
-        new[f"layers_{layer}"] = jax.tree_util.tree_map_with_path(_quiet, node) if is_copy else node
+        new[f"layers_{layer}"] = (
+            jax.tree_util.tree_map_with_path(_silence, node) if is_copy else node
+        )
     return {**params, stack: new}
 
 
-def _quiet(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+def _silence(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
     """Returns a parameter of a copy; always a new array, since training writes over its arrays."""
     return leaf * _SHARE if any(key.key in _OUTPUTS for key in path) else jnp.copy(leaf)

@@ -18,12 +18,12 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.files.progress import print_line
-from specdec_jax.models.arguments import option
+from specdec_jax.models.arguments import make_option
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_weight, init_params
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
-from specdec_jax.models.t5 import T5Config, t5_only
+from specdec_jax.models.t5 import T5Config, check_t5
 from specdec_jax.training import losses, optimizer, train
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.config import ExamplesConfig, TrainConfig
@@ -43,34 +43,36 @@ class HeadsTrainConfig(ExamplesConfig):
 
     decay_share = 2
 
-    target: str = option(
+    target: str = make_option(
         dataclasses.MISSING, "model on whose states the heads are put: a folder or a bundled name"
     )
-    num_heads: int = option(4, "number of heads; each predicts one token more ahead")
-    num_blocks: int = option(1, "residual blocks in each head")
-    share_head: bool = option(
+    num_heads: int = make_option(4, "number of heads; each predicts one token more ahead")
+    num_blocks: int = make_option(1, "residual blocks in each head")
+    share_head: bool = make_option(
         True, "whether logits come from the target's own output layer, not from one of each head"
     )
-    steps: int = option(1000, "optimiser steps in all; a run may be resumed with another number")
-    decay_steps: int | None = option(
+    steps: int = make_option(
+        1000, "optimiser steps in all; a run may be resumed with another number"
+    )
+    decay_steps: int | None = make_option(
         None, "steps of linear decay to zero at the end (default: half of the steps)"
     )
-    learning_rate: float = option(0.001, "learning rate of Adam, for the heads")
-    label_smoothing: float = option(0.0, "probability that is spread over the vocabulary")
-    soft_weight: float = option(
+    learning_rate: float = make_option(0.001, "learning rate of Adam, for the heads")
+    label_smoothing: float = make_option(0.0, "probability that is spread over the vocabulary")
+    soft_weight: float = make_option(
         0.0,
         "w in (1 - w) * cross-entropy + w * KL(target || head), with the target's distribution"
         " after the tokens in between, which a head does not see",
     )
-    backbone_learning_rate: float = option(
+    backbone_learning_rate: float = make_option(
         0.0, "learning rate of the target, as that of a model's training; 0: the target stays"
     )
-    backbone_weight: float = option(
+    backbone_weight: float = make_option(
         0.0,
         "weight of the target's own cross-entropy beside the heads' loss; above 0 if and only if"
         " the target is trained",
     )
-    matmul_dtype: str | None = option(
+    matmul_dtype: str | None = make_option(
         None, "dtype to which operands of products are rounded (default: they are not)"
     )
 
@@ -194,7 +196,7 @@ class HeadsRun(train.Run):
     assess = staticmethod(assess_heads)
 
     def __init__(self, settings: HeadsTrainConfig, target: LanguageModel, saved: Checkpoints):
-        self.shape = t5_only("target", target.config)
+        self.shape = check_t5("target", target.config)
         if self.shape.encoder_dim is not None:
             got = f"got {target.name}, which reads another's encoder output"
             raise ValueError(f"target: {got}, expected an encoder")
@@ -238,7 +240,7 @@ class HeadsRun(train.Run):
     def export(self) -> None:
         """Writes the heads, and a trained target, that had the lowest validation loss."""
         output, target = pathlib.Path(self.config.output_dir).absolute(), self.target
-        params = self.saved.restore_best(train.abstract_state(self.init))
+        params = self.saved.restore_best(train.make_abstract_state(self.init))
         if self.settings.trains_backbone:
             shape = target.config.replace(dtype="float32")
             ids = dict(start_token=target.start_token, eos_ids=target.eos_ids, name="target")
@@ -256,7 +258,7 @@ def _label_owners(params: dict) -> dict:
 
 
 @isolated
-def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) -> dict:
+def fit(settings: HeadsTrainConfig, on_start: Callable[[], object] = lambda: None) -> dict:
     """Trains heads and writes them; resumes an earlier run in `output_dir`. See `train.fit`.
 
     Returns:
@@ -277,4 +279,4 @@ def fit(settings: HeadsTrainConfig, begun: Callable[[], object] = lambda: None) 
         record_target(path, "target", target, saved.step)
         return HeadsRun(settings, target, saved)
 
-    return train.run_to_end(settings, HeadsRun.fixed, make_run, begun).params
+    return train.run_to_end(settings, HeadsRun.fixed, make_run, on_start).params

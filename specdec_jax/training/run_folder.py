@@ -196,7 +196,9 @@ def record_contents(
         raise ValueError(f"vocabulary: got another one, expected {expected}")
     known = before.get("files", {})
     if not isinstance(known, dict):
-        raise ValueError(f"{path}: files: got {reading.shown(known)}, expected digests by name")
+        raise ValueError(
+            f"{path}: files: got {reading.quote_value(known)}, expected digests by name"
+        )
     write_file(path, json.dumps({"vocabulary": vocabulary, "files": digests}, indent=1))
     changed = [name for name, digest in digests.items() if known.get(name, digest) != digest]
     return [f"changed since step {step}: contents of {name}" for name in changed]

@@ -53,7 +53,7 @@ class RunVocabulary(NamedTuple):
                 raise TypeError("ids")
             return cls(native_format.open_vocabulary(folder, entry), start, tuple(ends))
         except (KeyError, TypeError, AttributeError) as error:
-            got = f"{folder / _RECORD}: got {reading.shown(record)}"
+            got = f"{folder / _RECORD}: got {reading.quote_value(record)}"
             expected = "the vocabulary and special ids of a training run"
             raise ValueError(f"{got}, expected {expected}") from error
 

@@ -12,9 +12,9 @@ from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import write_file
-from specdec_jax.models.arguments import option
+from specdec_jax.models.arguments import make_option
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.t5 import T5Config, t5_only
+from specdec_jax.models.t5 import T5Config, check_t5
 from specdec_jax.speculative.sampling import SamplingConfig
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training.batches import check_buckets
@@ -28,37 +28,41 @@ _SHAPE = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder
 class DistillConfig(TeacherConfig):
     """The settings of `specdec distill`."""
 
-    target: str | None = option(
+    target: str | None = make_option(
         None, "model to learn from: a checkpoint's folder or a bundled name"
     )
-    drafter: str | None = option(
+    drafter: str | None = make_option(
         None,
         "model to start from, with the target's vocabulary (--drafter_shape makes a new one"
         " instead)",
     )
-    drafter_shape: tuple[int, ...] = option(
+    drafter_shape: tuple[int, ...] = make_option(
         (),
         f"shape of a new drafter: {', '.join(_SHAPE)}, comma-separated; the rest is as in the"
         " target; with 0 encoder layers it attends to the target's encoder output",
     )
-    source_files: tuple[str, ...] = option(
+    source_files: tuple[str, ...] = make_option(
         (), "UTF-8 text, gzip or not, one source a line (what follows a tab is ignored); repeatable"
     )
-    max_sources: int = option(0, "sources to take from each file, evenly spread; 0: all")
-    greedy: bool = option(True, "train and validate on the target's argmax output for every source")
-    samples: int = option(
+    max_sources: int = make_option(0, "sources to take from each file, evenly spread; 0: all")
+    greedy: bool = make_option(
+        True, "train and validate on the target's argmax output for every source"
+    )
+    samples: int = make_option(
         0, "train and validate on this many samples of the target for every source"
     )
-    temperature: float = option(1.0, "temperature of the samples")
-    max_new_tokens: int = option(64, "maximum length of an output, in tokens; a longer one is cut")
-    batch_size: int = option(64, "sources decoded together")
-    shard_size: int = option(
+    temperature: float = make_option(1.0, "temperature of the samples")
+    max_new_tokens: int = make_option(
+        64, "maximum length of an output, in tokens; a longer one is cut"
+    )
+    batch_size: int = make_option(64, "sources decoded together")
+    shard_size: int = make_option(
         2048, "sources whose outputs are written together; a kill loses at most as many"
     )
-    distill_weight: float = option(
+    distill_weight: float = make_option(
         1.0, "w in the loss of every token, (1 - w) * cross-entropy + w * divergence"
     )
-    matmul_dtype: str | None = option(
+    matmul_dtype: str | None = make_option(
         None, "dtype to which operands of products are rounded (default: they are not)"
     )
 
@@ -99,7 +103,7 @@ class DistillConfig(TeacherConfig):
 
     def drafter_config(self, target: T5Config) -> T5Config:
         """Returns the drafter's configuration."""
-        network = t5_only("drafter", loader.load_shape(self.drafter)) if self.drafter else target
+        network = check_t5("drafter", loader.load_shape(self.drafter)) if self.drafter else target
         shape: dict[str, Any] = dict(zip(_SHAPE, self.drafter_shape))
         if shape and not shape["num_encoder_layers"]:
             shape["encoder_dim"] = target.emb_dim
@@ -188,7 +192,7 @@ def write_outputs(config: DistillConfig, target: LanguageModel, jobs: list[Job])
                     progress.skip(min(config.shard_size, len(job.texts) - start) * job.per_source)
                 else:
                     lines = []
-                    for line in _lines(config, target, job, start, progress.message):
+                    for line in _yield_lines(config, target, job, start, progress.message):
                         lines.append(line)
                         progress.advance()
                         _stop_if_asked(signals, progress)
@@ -207,7 +211,7 @@ def _stop_if_asked(signals: list[int], progress: Progress) -> None:
         raise KeyboardInterrupt(signals[0])
 
 
-def _lines(
+def _yield_lines(
     config: DistillConfig,
     target: LanguageModel,
     job: Job,

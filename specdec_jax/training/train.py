@@ -57,7 +57,7 @@ _ENCODER, _TEACHER = "encoder_fingerprint", "teacher_fingerprint"
 
 
 @isolated
-def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict:
+def fit(config: TrainConfig, on_start: Callable[[], object] = lambda: None) -> dict:
     """Trains a model and writes it to `output_dir/model`; resumes an earlier run in `output_dir`.
 
     `output_dir` also holds the two newest checkpoints (`checkpoints`), the parameters that did best
@@ -66,7 +66,7 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
 
     Args:
       config: the settings.
-      begun: called before the first step, when nothing can reject the run any more.
+      on_start: called before the first step, when nothing can reject the run any more.
 
     Returns:
       The parameters of the last step.
@@ -79,14 +79,14 @@ def fit(config: TrainConfig, begun: Callable[[], object] = lambda: None) -> dict
     check_files(config, config.corpus.files)
     print_line("reading the files of examples")
     make_run = functools.partial(Run, config)
-    return run_to_end(config, Run.fixed, make_run, begun, config.select).params
+    return run_to_end(config, Run.fixed, make_run, on_start, config.select).params
 
 
 def run_to_end(
     settings: ExamplesConfig,
     fixed: Callable[[dict], dict],
     make_run: Callable[[Checkpoints], "Run"],
-    begun: Callable[[], object],
+    on_start: Callable[[], object],
     select: str = "loss",
 ) -> TrainState:
     """Takes the remaining steps of the run in `settings.output_dir`, and writes its result.
@@ -95,7 +95,7 @@ def run_to_end(
       settings: the settings as the run's folder records them.
       fixed: picks the settings that must not differ in a run that is resumed.
       make_run: makes the run from its checkpoints.
-      begun: called before the first step, when nothing can reject the run any more.
+      on_start: called before the first step, when nothing can reject the run any more.
       select: figure by which the best parameters are chosen.
 
     Returns:
@@ -113,7 +113,7 @@ def run_to_end(
         state = run.initial_state()
         changed = run.record()
         record_settings(settings, output)
-        begun()
+        on_start()
         for line in changed:
             print_line(line)
         start = int(state.step)
@@ -155,13 +155,15 @@ def export(
             f"{output_dir}: got a folder without config.json, expected the folder of a training run"
         )
     stored = reading.read_json(output / "config.json")
-    config = TrainConfig(**{**stored, "model": _recorded_shape(stored), "output_dir": str(output)})
+    config = TrainConfig(
+        **{**stored, "model": _read_recorded_shape(stored), "output_dir": str(output)}
+    )
     saved = Checkpoints(output, select=config.select)
     if saved.step is None and (which == "newest" or saved.best.best_step() is None):
         raise ValueError(
             f"{output_dir}: got no checkpoint, expected a training run that has saved one"
         )
-    state = _abstract_state(config)
+    state = _make_abstract_state(config)
     params = saved.restore_best(state) if which == "best" else saved.restore(state).params
     network = config.model.replace(matmul_dtype=None, dropout_rate=0.0)
     ids, fingerprint = RunVocabulary.read(output), output / _ENCODER
@@ -216,7 +218,7 @@ class Run:
     @staticmethod
     def fixed(settings: dict) -> dict:
         """Returns the settings that must not differ in a run that is resumed."""
-        model = _without_rounding(_recorded_shape(settings))
+        model = _drop_rounding(_read_recorded_shape(settings))
         return {"model": model, "initialise_from": settings["initialise_from"]}
 
     def read(self, ids: RunVocabulary) -> None:
@@ -257,7 +259,7 @@ class Run:
         """Returns the newest saved state, else the one before the first step."""
         if self.saved.step is None:
             return self.begin()
-        return self.saved.restore(abstract_state(self.init))
+        return self.saved.restore(make_abstract_state(self.init))
 
     def step(self, state: TrainState, step: int) -> tuple[TrainState, Metrics]:
         """Takes the step with number `step`."""
@@ -293,7 +295,7 @@ class Run:
 
     def save(self, state: TrainState, step: int) -> None:
         """Saves the state; raises ValueError if parameters are not finite."""
-        if not _are_finite(state.params):
+        if not _are_all_finite(state.params):
             raise ValueError(
                 f"step {step}: got parameters that are not finite, expected finite ones: lower"
                 " learning_rate"
@@ -311,7 +313,7 @@ class Run:
 
 
 @jax.jit
-def _are_finite(params: dict) -> jax.Array:
+def _are_all_finite(params: dict) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]))
 
 
@@ -364,11 +366,11 @@ def _init(config: TrainConfig, key: jax.Array) -> TrainState:
     return TrainState.begin(params, make_optimizer(config))
 
 
-def _abstract_state(config: TrainConfig) -> TrainState:
-    return abstract_state(functools.partial(_init, config))
+def _make_abstract_state(config: TrainConfig) -> TrainState:
+    return make_abstract_state(functools.partial(_init, config))
 
 
-def abstract_state(init: Callable[[jax.Array], TrainState]) -> TrainState:
+def make_abstract_state(init: Callable[[jax.Array], TrainState]) -> TrainState:
     """Returns shapes and dtypes of what `init` makes from a key, placed on the first device."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = jax.eval_shape(init, jax.random.key(0))
@@ -379,7 +381,7 @@ def abstract_state(init: Callable[[jax.Array], TrainState]) -> TrainState:
 
 def count_saved_bytes(config: TrainConfig) -> int:
     """Returns the bytes of a run's files: the two newest states, the best parameters, the model."""
-    state = _abstract_state(config)
+    state = _make_abstract_state(config)
     return 2 * _count_bytes(state) + _count_bytes(state.params) * 3 // 2
 
 
@@ -412,12 +414,12 @@ def check_files(config: ExamplesConfig, kind: str) -> None:
     config.expect("output_dir", output.is_dir() or not output.exists(), "a folder, or none yet")
 
 
-def _recorded_shape(settings: dict) -> ModelConfig:
+def _read_recorded_shape(settings: dict) -> ModelConfig:
     """Returns the network's configuration in a run's `config.json`."""
     return build_config(settings["model"])
 
 
-def _without_rounding(model: ModelConfig) -> ModelConfig:
+def _drop_rounding(model: ModelConfig) -> ModelConfig:
     """Returns the part of a configuration that decides the parameters and what they compute."""
     return model.replace(dropout_rate=0.0, dtype="float32", matmul_dtype=None)
 
@@ -455,9 +457,9 @@ def _load_initial_params(config: TrainConfig) -> dict | None:
         if 0 < layers < wanted:
             more[stack] = wanted
     counts = {f"num_{stack}_layers": wanted for stack, wanted in more.items()}
-    deeper = _without_rounding(model.config.replace(**counts))
+    deeper = _drop_rounding(model.config.replace(**counts))
     expected = f"the shape {config.model}, or it with fewer layers"
-    expect(deeper == _without_rounding(config.model), "initialise_from", model.config, expected)
+    expect(deeper == _drop_rounding(config.model), "initialise_from", model.config, expected)
     params = model.params
     for stack, wanted in more.items():
         params = deepen(params, stack, wanted)

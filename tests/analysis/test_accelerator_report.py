@@ -437,7 +437,7 @@ def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
     path = tmp_path / "gpu.json"
     records.write_record(str(path), ACCELERATOR)
     (record,) = records.read_records(str(path))
-    assert record == parse(ACCELERATOR) and rows.rows(record) == []
+    assert record == parse(ACCELERATOR) and rows.list_rows(record) == []
     table = page.tabulate_figures(record)
     found = {line[0]: line[1:] for line in table.lines}
     assert found["xxl, call over 8"] == ("1", "1.5", "1.25 to 1.75", "-", "v = 1.06", "-", "-", "")

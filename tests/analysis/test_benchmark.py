@@ -64,7 +64,7 @@ def test_record(measured):
     record, problems = measured
     assert problems == []
     assert json.loads(json.dumps(record))["speculative"] == record["speculative"]
-    (row,) = rows.rows(parse(record))
+    (row,) = rows.list_rows(parse(record))
     assert (row.target, row.gamma, row.improvement.median) == (
         "target",
         3,
@@ -189,13 +189,13 @@ def test_products_are_those_of_one_step(tied, packed):
     )  # q, k, v, out; cross q, out; wi_0, wi_1, wo
     head = config.vocab_size * config.emb_dim
     assert (
-        sum(np.prod(weight_layouts.shape_of(weight)) for weight in weights)
+        sum(np.prod(weight_layouts.weight_shape(weight)) for weight in weights)
         == config.num_decoder_layers * layer + head
     )
     assert sum(axes) == (tied and not network.backend.packs_weights)  # whose tied heads are copies
 
 
-@pytest.mark.skipif(not native.available(), reason=native.state())
+@pytest.mark.skipif(not native.is_available(), reason=native.describe_state())
 def test_both_layouts_of_the_products_are_timed(monkeypatch):
     config = CONFIG
     variants = matmul_roofline.products_variants(LanguageModel.random(config).network, batch=1)
@@ -237,11 +237,11 @@ def test_cost_counts_encoders_calls_and_drafts():
         predictions.Work(8, calls=3, draft_calls=7),
         predictions.Work(8, calls=1, draft_calls=3),
     ]
-    assert predictions.cost(work, 3, TIMES) == pytest.approx(
+    assert predictions.predict_cost(work, 3, TIMES) == pytest.approx(
         {"target encoder": 4.0, "drafter encoder": 1.0, "draft steps": 1.0, "target calls": 4.8}
     )
     assert sum(
-        predictions.cost([predictions.Work(8, calls=5)], 0, TIMES).values()
+        predictions.predict_cost([predictions.Work(8, calls=5)], 0, TIMES).values()
     ) == pytest.approx(2 + 5)
 
 
@@ -252,13 +252,13 @@ def test_calls_without_a_draft_cost_a_step():
         predictions.Work(8, calls=6, draft_calls=0),
     ]
     without = {name: spread for name, spread in TIMES.items() if "draft" not in name}
-    result = predictions.cost(work, 3, without)
+    result = predictions.predict_cost(work, 3, without)
     assert result["target calls"] == pytest.approx(3 * 1.0 + 1 * 1.2 + 6 * 1.2)
     assert (
         predictions.mean_drafting(work) == pytest.approx((1 + 6) / 10)
         and predictions.mean_drafting([]) == 1
     )
-    predicted = predictions.predictions(3, 0.1, without, [8], [np.array([8])], work[:1])
+    predicted = predictions.predict_improvements(3, 0.1, without, [8], [np.array([8])], work[:1])
     assert predicted["verify_cost"] == pytest.approx(1.2)
     tokens = 1 + 0.1 + 0.1**2 + 0.1**3
     assert predicted["with_verify_cost"] == pytest.approx(tokens / (1 + 0.25 * 0.2))
@@ -268,12 +268,12 @@ def test_calls_without_a_draft_cost_a_step():
 def test_shares_add_up_or_are_left_out(measured):
     """Steps that add up to more than the whole have no shares: the machine's speed changed."""
     parts = {"draft steps": 1.0, "target calls": 2.0}
-    assert predictions.shares(parts, 4.0) == {
+    assert predictions.cost_shares(parts, 4.0) == {
         "draft steps": 0.25,
         "target calls": 0.5,
         "rest": 0.25,
     }
-    assert predictions.shares(parts, 2.9) is None
+    assert predictions.cost_shares(parts, 2.9) is None
     record = json.loads(json.dumps(measured[0]))
     variant = record["speculative"][0]
     variant |= {
@@ -350,7 +350,7 @@ def test_a_draft_step_costs_what_it_costs_between_target_calls():
 def test_predictions():
     lengths = [np.array([8]), np.array([4])]
     counted = [predictions.Work(8, 2, 6), predictions.Work(8, 1, 3)]
-    predicted = predictions.predictions(3, 1.0, TIMES, [8, 8], lengths, counted)
+    predicted = predictions.predict_improvements(3, 1.0, TIMES, [8, 8], lengths, counted)
     assert predicted["cost_ratio"] == pytest.approx(0.1) and predicted[
         "verify_cost"
     ] == pytest.approx(1.2)

@@ -131,7 +131,7 @@ def test_summary_shows_the_record(measured):
 
 def test_figures_draw_the_record(measured):
     record, _ = measured
-    row = rows.rows(parse(record))[1]
+    row = rows.list_rows(parse(record))[1]
     assert (row.gamma, row.verifier, row.alpha, row.differ) == (2, "2 beams, u = 40", None, 0)
     assert row.tokens_per_call == record["searches"][1]["stats"]["steps_per_target_call"]
     text = page.report([(pathlib.Path("beams.json"), parse(record))])
@@ -179,7 +179,7 @@ def test_wrong_tokens_are_reported(target, batches, options):
         and "1 of 3" in text
     )
     near = record["against"] | {"differences": [item | {"margin": 1e-6} for item in actual]}
-    assert comparison.problems(near, "float32", analysis_beams.MARGIN) == []
+    assert comparison.find_problems(near, "float32", analysis_beams.MARGIN) == []
 
 
 def test_margin_of_a_search(target):
@@ -287,4 +287,4 @@ def test_the_suite_of_the_paper_has_no_beams(options, tmp_path):
 
     asked = dataclasses.replace(options, suite="paper", output=str(tmp_path / "paper.jsonl"))
     with pytest.raises(ValueError, match="num_beams: got 2 with suite='paper'"):
-        suite.rows(asked)
+        suite.list_rows(asked)

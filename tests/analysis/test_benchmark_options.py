@@ -45,7 +45,7 @@ def test_record_against_another(target):
         record["improvement"] == {"plain": {"median": 3.0, "least": 2.0, "most": 4.0}}
         and not record["differences"]
     )
-    assert comparison.problems(record, "float32") == []
+    assert comparison.find_problems(record, "float32") == []
     other = (best + 1) % CONFIG.vocab_size
     record = comparison.compare(
         "t5x", {"plain": plain, "t5x": fake_variant([[other, 4]])}, target, batch
@@ -66,9 +66,9 @@ def test_record_against_another(target):
     assert difference["margin"] == pytest.approx(logits[-1] - logits[-2], abs=1e-5)
     assert (
         "got other tokens than plain decoding for sentences 1,"
-        in comparison.problems(record, "float32")[0]
+        in comparison.find_problems(record, "float32")[0]
     )
-    assert comparison.problems(record, "bfloat16") == []
+    assert comparison.find_problems(record, "bfloat16") == []
 
 
 def test_what_int8_contributes_is_told_apart(target):
@@ -80,7 +80,7 @@ def test_what_int8_contributes_is_told_apart(target):
         for name, token in (("plain", 4), ("t5x", 4), (comparison.UNROUNDED, 5))
     }
     variants["plain"].seconds, variants[comparison.UNROUNDED].seconds = [1.0, 1.0], [2.0, 3.0]
-    assert comparison.other_implementations(
+    assert comparison.list_other_implementations(
         {name: variants[name] for name in ("t5x", comparison.UNROUNDED)}
     ) == ["t5x"]
     record = comparison.compare("t5x", variants, target, batch)

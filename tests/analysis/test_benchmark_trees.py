@@ -178,7 +178,7 @@ def test_summary_and_figures_show_the_record(measured):
         f"by depth: {by_depth} of the calls; where those above it are accepted: {given}\n" in text
     )
     assert f"{gain['median']:.3f} times as fast ({gain['least']:.3f} to {gain['most']:.3f})" in text
-    chain, row, _ = rows.rows(parse(record))
+    chain, row, _ = rows.list_rows(parse(record))
     assert chain.gamma == 3 and row.gamma is None and row.alpha is None, (
         "what is accepted of a tree is not α"
     )
@@ -314,7 +314,7 @@ def test_rejects(options, settings, message):
 def test_the_suite_of_the_paper_has_no_trees(options, tmp_path):
     asked = dataclasses.replace(options, suite="paper", output=str(tmp_path / "paper.jsonl"))
     with pytest.raises(ValueError, match="tree: got .* with suite='paper'"):
-        suite.rows(asked)
+        suite.list_rows(asked)
 
 
 def test_a_drafter_of_chains_is_rejected_before_anything_is_timed(

@@ -17,7 +17,7 @@ from tools import rounding
 pytestmark = pytest.mark.usefixtures("quick")
 V = 24
 INPUTS, OUTPUTS = [[3, 4, 5], [6]], [[7, 8, 9, 10], [11, 12]]
-needs_kernels = pytest.mark.skipif(not native.available(), reason=native.state())
+needs_kernels = pytest.mark.skipif(not native.is_available(), reason=native.describe_state())
 
 
 def gpt() -> sd.LanguageModel:

@@ -92,7 +92,7 @@ def test_there_is_a_configuration_for_every_row_of_table_2(row):
 
 def test_rows_of_every_kind_of_record():
     spread = Spread(1.5, 1.25, 1.75)
-    assert rows.rows(parse(BENCHMARK)) == [
+    assert rows.list_rows(parse(BENCHMARK)) == [
         rows.Row(
             "big",
             "small",
@@ -127,7 +127,7 @@ def test_rows_of_every_kind_of_record():
             0,
         ),
     ]
-    assert rows.rows(parse(MEASURE)) == [
+    assert rows.list_rows(parse(MEASURE)) == [
         rows.Row(
             "big",
             "small",
@@ -144,7 +144,7 @@ def test_rows_of_every_kind_of_record():
             None,
         )
     ]
-    assert rows.rows(parse(COMPARED)) == [
+    assert rows.list_rows(parse(COMPARED)) == [
         rows.Row(
             "big",
             "lookup,gamma=2",
@@ -321,7 +321,7 @@ def test_the_page_shows_the_records(page):
 
 def test_a_demo_is_shown_call_by_call():
     text = write_page([("demo.json", SHOWN)])
-    assert rows.rows(parse(SHOWN)) == [] and "<p>big with small, temperature 0.5</p>" in text
+    assert rows.list_rows(parse(SHOWN)) == [] and "<p>big with small, temperature 0.5</p>" in text
     assert '<pre><span class="committed">Vier</span><span class="accepted"> fünf</span>' in text
     assert "<h4>Tree widths:2: call 1 of “C &amp; D”</h4>" in text and ">Drei &lt;</text>" in text
     drawn = text.count("<svg")
@@ -334,7 +334,7 @@ def test_what_drafts_less_than_it_may_is_predicted_by_the_calls_counted():
         "prediction": "with_counts",
         "predicted": {"with_lengths": 1.625, "with_counts": 1.375},
     }
-    assert [row.predicted for row in rows.rows(parse(record))] == [1.375, None]
+    assert [row.predicted for row in rows.list_rows(parse(record))] == [1.375, None]
 
 
 def test_the_page_stands_alone_and_is_the_same_again(page):
@@ -350,7 +350,7 @@ def test_synthetic_acceptance_is_marked_and_no_measured_alpha():
         "trees": [],
     }
     record["speculative"][0]["synthetic_alpha"] = 0.8
-    (row,) = rows.rows(parse(record))
+    (row,) = rows.list_rows(parse(record))
     assert (row.verifier, row.sentences) == ("synthetic, α = 0.8", "7 rows of random ids")
     text = write_page([("forced.json", record)])
     assert text.count("synthetic, α = 0.8") == 2  # in the table and beside its bar

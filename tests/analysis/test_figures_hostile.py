@@ -158,7 +158,7 @@ def shown(tmp_path, capsys, monkeypatch):
 
     A rejection is one line that names the file.
     """
-    monkeypatch.setattr(report_page, "_theory", dict)
+    monkeypatch.setattr(report_page, "_theory_section", dict)
     source, output = tmp_path / "record.json", tmp_path / "report.html"
 
     def show(*result) -> Page | None:
@@ -231,8 +231,8 @@ def test_every_wrong_type_is_rejected_or_shown(tmp_path, value):
                 assert "\n" not in str(error) and ": got " in str(error) and len(str(error)) < 300
             else:
                 with (
-                    mock.patch.object(report_page, "_theory", dict),
-                    mock.patch.object(plots, "svg", lambda figure: ""),
+                    mock.patch.object(report_page, "_theory_section", dict),
+                    mock.patch.object(plots, "render_svg", lambda figure: ""),
                 ):
                     report_page.report([(tmp_path, checked)])
     assert rejected > 100

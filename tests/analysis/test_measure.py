@@ -432,7 +432,7 @@ def test_iterations_are_the_engines():
         expected = step(request.network, request.drafter, expected).replace(
             lengths=state.lengths, done=state.done
         )
-    found = autotune.iterated_steps(request.network, request.drafter, state, np.int32(3))
+    found = autotune.iterate_steps(request.network, request.drafter, state, np.int32(3))
     for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         if not jax.numpy.issubdtype(ours.dtype, jax.dtypes.prng_key):
             np.testing.assert_array_equal(ours, theirs)
@@ -442,7 +442,7 @@ def test_iterations_are_the_engines():
 
 
 def test_the_table_is_the_formulas():
-    found = expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3)
+    found = expectations.expect_improvements(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3)
     for row, v, accept_probs in zip(found["table"], (1.2, 1.4, 1.6), (1.8, 2.5, 2.8), strict=True):
         gamma = row["gamma"]
         assert row["verify_cost"] == pytest.approx(v) and row["timed"] == (gamma != 2)
@@ -465,7 +465,9 @@ def test_the_table_is_the_formulas():
 def test_calls_without_a_draft_are_over_one_position():
     """A drafter that drafts in every tenth call: v counts there only."""
     rare = dataclasses.replace(ACCEPTED, drafting=0.1)
-    found = expectations.expectations(rare, 0.0, {1: 1.0, 4: 1.6}, 3, {"block": [1.1, 0.9, 1.2]})
+    found = expectations.expect_improvements(
+        rare, 0.0, {1: 1.0, 4: 1.6}, 3, {"block": [1.1, 0.9, 1.2]}
+    )
     row = found["table"][2]
     assert row["verify_cost"] == pytest.approx(1.6) and row["theorem_3_8"] == formulas.improvement(
         0.8, 3, 0.0
@@ -475,7 +477,9 @@ def test_calls_without_a_draft_are_over_one_position():
     assert row["by_position"]["block"]["with_lengths"] == 1.2 and found["best_gamma"][
         "with_lengths"
     ] == {"block": 3}
-    none = expectations.expectations(rare, 0.0, {1: 1.0, 4: 1.6}, 3, {"block": [0.9, 1.0, 0.8]})
+    none = expectations.expect_improvements(
+        rare, 0.0, {1: 1.0, 4: 1.6}, 3, {"block": [0.9, 1.0, 0.8]}
+    )
     assert none["best_gamma"]["with_lengths"] == {"block": 0}, "no more than plain decoding"
 
 
@@ -494,7 +498,7 @@ def test_whole_decodes_count_encoders_and_lengths():
         ("block", 2): [Work(8, 3.0, 6.0)] * 2,
     }
     accepted = dataclasses.replace(ACCEPTED, lengths=[np.array([7, 4]), np.array([11])], work=work)
-    found = expectations.with_lengths(accepted, [8, 16], 0.1, [1.0, 1.5, 2.0], times)
+    found = expectations.expect_with_lengths(accepted, [8, 16], 0.1, [1.0, 1.5, 2.0], times)
     plain = 3 + 5 + 2 * (7 + 11)
     assert found == {
         "block": [
@@ -507,7 +511,7 @@ def test_whole_decodes_count_encoders_and_lengths():
         ("block", g): [dataclasses.replace(one, drafting=0.5) for one in work["block", g]]
         for g in (1, 2)
     }
-    found = expectations.with_lengths(
+    found = expectations.expect_with_lengths(
         dataclasses.replace(accepted, work=rare), [8, 16], 0.0, [1.0, 1.5, 2.0], no_model
     )
     assert found["block"] == [

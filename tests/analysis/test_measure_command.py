@@ -42,7 +42,7 @@ def test_command(specdec, sentences, tmp_path, drafter):
     code, out, err = specdec("measure", *FLAGS, f"--drafter={drafter}", *files)
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert [row.gamma for row in report_rows.rows(parse(record))] == [
+    assert [row.gamma for row in report_rows.list_rows(parse(record))] == [
         row["gamma"] for row in record["table"]
     ]
     assert out == summaries.measure_summary(record) + "\n"
@@ -86,7 +86,7 @@ def test_figure_shows_the_record(monkeypatch):
         "cost_ratio": 0.1,
         "verify_cost": {"1": 1.0, "2": 1.2, "4": 1.6},
         "acceptance": ACCEPTED.record(),
-        **expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3),
+        **expectations.expect_improvements(ACCEPTED, 0.1, {1: 1.0, 2: 1.2, 4: 1.6}, 3),
     }
     drawn, saved = [], []
 
@@ -140,7 +140,7 @@ def test_figure_is_a_picture(tmp_path):
         "cost_ratio": 0.1,
         "verify_cost": {"1": 1.0, "4": 1.6},
         "acceptance": ACCEPTED.record(),
-        **expectations.expectations(ACCEPTED, 0.1, {1: 1.0, 4: 1.6}, 3),
+        **expectations.expect_improvements(ACCEPTED, 0.1, {1: 1.0, 4: 1.6}, 3),
     }
     plots.draw_measurement(parse(record)).savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -85,7 +85,7 @@ def test_eighty_columns(nodes, numbers):
     one = step([node // 3 for node in range(nodes - 1)], [0, 1])
     lines = plain(tree_drawing.tree_lines(one, TARGET, numbers))
     assert max(map(len, lines)) <= tree_drawing.COLUMNS
-    order = list(tree_drawing.depth_first(one.tree))
+    order = list(tree_drawing.walk_depth_first(one.tree))
     assert sorted(order) == list(range(nodes))
     found = [match[1] for line in lines if (match := re.match(r" *\d+ ([■·]+)( |$)", line))]
     if nodes > 77:
@@ -137,7 +137,7 @@ def test_figure_of_a_tree():
         [1, 0, 0, 0, 0, 1, 0],
         [1, 0, 0, 0, 0, 1, 1],
     ]
-    assert "t16" in plots.svg(figure)
+    assert "t16" in plots.render_svg(figure)
 
 
 def mask_of(axes, size: int) -> list[list[int]]:

@@ -190,9 +190,9 @@ def test_tuning_reports_what_is_within_the_spread(tmp_path):
         "improvement": {"median": 1.056, "least": 0.994, "most": 1.077},
     }
     message = "(0.99 to 1.08), within the spread: in some pass plain decoding was as fast."
-    assert message in tune.gin_file(record, options)
+    assert message in tune.make_gin_file(record, options)
     record["improvement"]["least"] = 1.01
-    assert "within the spread" not in tune.gin_file(record, options)
+    assert "within the spread" not in tune.make_gin_file(record, options)
 
 
 def test_improvement_in_the_advice_is_the_formula():

@@ -70,11 +70,11 @@ def test_two_processes_at_once(tmp_path, compiler, libraries):
 def test_compiled_once(tmp_path, compiler, capsys, settings):
     compiler(WORKS)
     assert (
-        native.available()
-        and native.available()
-        and native.origin() == "built with fake 1.2 for znver9 (avx2)"
+        native.is_available()
+        and native.is_available()
+        and native.describe_origin() == "built with fake 1.2 for znver9 (avx2)"
     )
-    first = native.state()
+    first = native.describe_state()
     assert (
         again() == first and calls(tmp_path) == 1 and len(set(settings)) == 1 and len(settings) == 2
     )
@@ -87,7 +87,9 @@ def test_compiled_once(tmp_path, compiler, capsys, settings):
 def test_threads_share_one(tmp_path, compiler, settings):
     compiler(f"sleep 0.3; {WORKS}")
     found = []
-    threads = [threading.Thread(target=lambda: found.append(native.available())) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.append(native.is_available())) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -102,15 +104,15 @@ def test_records_name_the_kernel_and_no_path(tmp_path, compiler, monkeypatch):
     assert machine["kernel"] == "built with fake 1.2 for znver9 (avx2)" and str(
         tmp_path
     ) not in repr(machine)
-    assert analysis_machine.hardware(machine).endswith(
+    assert analysis_machine.describe_hardware(machine).endswith(
         ", kernel: built with fake 1.2 for znver9 (avx2)"
     )
     monkeypatch.setenv(native.SETTING, "off")
     again()
     assert analysis_machine.describe_machine()["kernel"] == "none"
     del machine["kernel"]  # an older record
-    assert analysis_machine.hardware(machine).endswith(" cores")
-    assert analysis_machine.hardware(machine | {"device": "gpu: A, 2"}).endswith(
+    assert analysis_machine.describe_hardware(machine).endswith(" cores")
+    assert analysis_machine.describe_hardware(machine | {"device": "gpu: A, 2"}).endswith(
         " cores, gpu: A, 2"
     )
 
@@ -129,13 +131,16 @@ def test_the_source_is_installed():
 def test_rebuild_and_off(tmp_path, compiler, monkeypatch, capsys):
     compiler(WORKS)
     monkeypatch.setenv(native.SETTING, "off")
-    assert again() == "kernel: not used: SPECDEC_KERNEL=off" and not native.available()
+    assert again() == "kernel: not used: SPECDEC_KERNEL=off" and not native.is_available()
     assert (
         calls(tmp_path) == 0 and not (tmp_path / "cache").exists() and capsys.readouterr().err == ""
     )
     monkeypatch.setenv(native.SETTING, "of")
     assert again() == "kernel: not used: SPECDEC_KERNEL=of: expected off or rebuild"
-    assert capsys.readouterr().err == f"specdec_jax: {native.state()}\n" and calls(tmp_path) == 0
+    assert (
+        capsys.readouterr().err == f"specdec_jax: {native.describe_state()}\n"
+        and calls(tmp_path) == 0
+    )
     for setting, expected in (("", 1), ("rebuild", 2), ("", 2)):
         monkeypatch.setenv(native.SETTING, setting)
         assert (
@@ -180,7 +185,9 @@ def test_a_library_of_another_kind_is_left_alone(tmp_path, compiler, monkeypatch
         "compiler's place": lambda patch: patch.setenv("CXX", str(other)),
         "compiler's flags": lambda patch: patch.setenv("CXX", f"{script} -g"),
         "flags": lambda patch: patch.setattr(native, "_FLAGS", (*native._FLAGS, "-g")),
-        "processor": lambda patch: patch.setattr(native, "_features", lambda: "flags: none"),
+        "processor": lambda patch: patch.setattr(
+            native, "_processor_features", lambda: "flags: none"
+        ),
         "targets": lambda patch: patch.setattr(
             native, "TARGETS", dict(reversed(native.TARGETS.items()))
         ),
@@ -196,7 +203,7 @@ def test_a_library_of_another_kind_is_left_alone(tmp_path, compiler, monkeypatch
 
 @pytest.mark.skipif(not os.path.exists("/proc/cpuinfo"), reason="the system has no /proc/cpuinfo")
 def test_features_are_the_processor_s():
-    words = set(native._features().split())
+    words = set(native._processor_features().split())
     assert words & {"sse2", "asimd", "neon"} and not {"MHz", "bogomips"} & words
 
 
@@ -206,9 +213,12 @@ def test_compilers_that_know_no_native(tmp_path, compiler):
     script = compiler("")
     reject = 'case " $* " in *" -march=native "*) exit 1;; esac\n'
     script.write_text(script.read_text().replace("output=\n", reject + "output=\n", 1))
-    assert native._native(native._compiler())[0] == ("-mcpu=native",)
+    assert native._native_flags(native._find_compiler())[0] == ("-mcpu=native",)
     script.write_text(script.read_text().replace(" -march=native ", ' -m"*"=native '))
-    assert native._native(native._compiler()) == ((), f"{native.platform.machine()} (avx2)")
+    assert native._native_flags(native._find_compiler()) == (
+        (),
+        f"{native.platform.machine()} (avx2)",
+    )
 
 
 # What does not.
@@ -234,10 +244,10 @@ def test_failures_are_reported_and_remembered(
     tmp_path, compiler, capsys, monkeypatch, settings, what, reason
 ):
     compiler(what)
-    assert not native.available() and native.origin() is None and settings == []
-    assert re.fullmatch(f"kernel: not used: {reason}", native.state())
-    assert capsys.readouterr().err.splitlines()[1:] == [f"specdec_jax: {native.state()}"]
-    state = native.state()
+    assert not native.is_available() and native.describe_origin() is None and settings == []
+    assert re.fullmatch(f"kernel: not used: {reason}", native.describe_state())
+    assert capsys.readouterr().err.splitlines()[1:] == [f"specdec_jax: {native.describe_state()}"]
+    state = native.describe_state()
     assert (
         again() == f"{state} (remembered for a day; SPECDEC_KERNEL=rebuild tries again)"
         and calls(tmp_path) == 1
@@ -307,7 +317,7 @@ def test_an_interruption_ends_what_was_started(monkeypatch):
 def test_no_compiler(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert again() == "kernel: not used: no C++ compiler found (g++, clang++, c++ on PATH, or CXX)"
-    assert capsys.readouterr().err == f"specdec_jax: {native.state()}\n"
+    assert capsys.readouterr().err == f"specdec_jax: {native.describe_state()}\n"
     monkeypatch.setenv("CXX", "some-compiler -x")
     assert again() == "kernel: not used: no C++ compiler found: CXX=some-compiler -x"
     script = tmp_path / "some-compiler"
@@ -319,10 +329,13 @@ def test_no_compiler(tmp_path, monkeypatch, capsys):
 
 @needs_compiler
 def test_every_failure_is_reported(monkeypatch, capsys):
-    monkeypatch.setattr(native, "_key", lambda *arguments: {}["no\nsuch"])
-    assert not native.available() and native.state() == r"kernel: not used: KeyError: 'no\nsuch'"
+    monkeypatch.setattr(native, "_library_key", lambda *arguments: {}["no\nsuch"])
+    assert (
+        not native.is_available()
+        and native.describe_state() == r"kernel: not used: KeyError: 'no\nsuch'"
+    )
     monkeypatch.setattr(sys, "stderr", None)
-    assert not native.available() and again().startswith("kernel: not used: KeyError")
+    assert not native.is_available() and again().startswith("kernel: not used: KeyError")
 
 
 @needs_compiler

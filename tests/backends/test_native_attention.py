@@ -13,7 +13,7 @@ from specdec_jax.backends.tree_positions import Nodes
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
-    pytest.mark.skipif(not native.available(), reason=native.state()),
+    pytest.mark.skipif(not native.is_available(), reason=native.describe_state()),
 ]
 
 width = kernel_inputs.width

@@ -56,7 +56,7 @@ def test_a_full_disk(tmp_path, compiler, monkeypatch):
     with devices.small_disk(tmp_path / "disk") as disk:
         monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
         compiler(WORKS)
-        assert again().startswith("kernel: not used: ") and "space" in native.state()
+        assert again().startswith("kernel: not used: ") and "space" in native.describe_state()
         assert not list(disk.rglob("*.so"))
 
 

@@ -17,7 +17,7 @@ from specdec_jax.backends.int8 import Int8Weight
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
-    pytest.mark.skipif(not native.available(), reason=native.state()),
+    pytest.mark.skipif(not native.is_available(), reason=native.describe_state()),
 ]
 
 width = kernel_inputs.width
@@ -97,7 +97,7 @@ def test_log_sums(V):
     """Log sums beside float64, and bit for bit those of `greedy_token_and_logprob`."""
     x = 3 * normal(64, V)
     run = jax.jit(
-        lambda x: packed_weights.log_sums(x)
+        lambda x: packed_weights.log_sum_exp(x)
     )  # a function of its own, traced for this build
     greatest, sums = (np.asarray(part) for part in run(x))
     same(greatest, x.max(axis=1))
@@ -118,7 +118,7 @@ def test_log_sums(V):
 def test_log_sums_of_rows_that_are_no_distribution():
     inf, nan = np.inf, np.nan
     x = np.array([[nan, 1], [inf, 1], [-inf, 1], [-inf, -inf]], np.float32)
-    greatest, sums = (np.asarray(part) for part in packed_weights.log_sums(x))
+    greatest, sums = (np.asarray(part) for part in packed_weights.log_sum_exp(x))
     same(greatest, np.float32([1, inf, 1, -inf]))
     same(sums, np.float32([nan, nan, 0, 0]))
 

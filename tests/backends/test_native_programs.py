@@ -16,7 +16,7 @@ from specdec_jax.backends.int8 import Int8Weight
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
-    pytest.mark.skipif(not native.available(), reason=native.state()),
+    pytest.mark.skipif(not native.is_available(), reason=native.describe_state()),
 ]
 
 # Prints a digest of many outputs, then calls the program from six threads at once and says whether

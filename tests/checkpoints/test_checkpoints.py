@@ -131,9 +131,9 @@ def test_ids_that_a_model_lacks_have_no_logits():
 
 def test_lengths_of_padded_rows():
     np.testing.assert_array_equal(
-        network.padded_lengths(np.array([[3, 0, 4, 0], [0, 0, 0, 0], [1, 2, 3, 4]])), [3, 0, 4]
+        network.count_until_padding(np.array([[3, 0, 4, 0], [0, 0, 0, 0], [1, 2, 3, 4]])), [3, 0, 4]
     )
-    got = network.padded_lengths(np.zeros((2, 0), np.int32))
+    got = network.count_until_padding(np.zeros((2, 0), np.int32))
     assert got.tolist() == [0, 0] and got.dtype == np.int32
 
 

@@ -448,7 +448,7 @@ def test_loading_where_the_c_library_cannot_be_opened_by_no_name(tmp_path, monke
     """As on Windows."""
     monkeypatch.setattr(memory, "os", types.SimpleNamespace(name="nt"))
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: pytest.fail("opened"))
-    with memory.returning_freed_memory():
+    with memory.return_freed_memory():
         pass
 
 

@@ -18,7 +18,7 @@ from specdec_jax.analysis.report import records
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import demo, sentences
 from specdec_jax.commands import generate as generate_command
-from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.inputs import bucket_length
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.files import progress
 
@@ -296,7 +296,7 @@ def test_a_bonus_is_no_correction():
 
 def test_the_built_in_sentences_need_one_shape():
     vocabulary = sd.load("ende/target", dtype="float32").vocabulary
-    found = sentences.built_in()
-    assert len({bucket(len(vocabulary.encode(text)) + 1) for text in found}) == 1
+    found = sentences.read_built_in_sentences()
+    assert len({bucket_length(len(vocabulary.encode(text)) + 1) for text in found}) == 1
     assert len(found) == len(set(found)) > demo._SENTENCES
     assert sentences.read_sentences([], sentences.BUILT_IN) == found

@@ -9,7 +9,7 @@ import specdec_jax as sd
 from specdec_jax.commands import main
 from specdec_jax.commands.endings import Endings
 from specdec_jax.commands.resumable_output import Journal
-from specdec_jax.decoding.checks import check_input_lengths, listed
+from specdec_jax.decoding.checks import check_input_lengths, list_in_words
 from specdec_jax.decoding.results import NonFiniteLogitsError
 
 pair, cache = command_line.pair, command_line.cache
@@ -104,9 +104,9 @@ def test_the_library_names_them_from_zero():
 
 
 def test_long_lists_of_numbers_are_cut():
-    assert listed("sentence", [4], 9) == "sentence 5"
-    assert listed("input", [0, 4], 9, first=0) == "inputs 0, 4 (2 of 9)"
-    assert listed("sentence", range(3000), 4000) == (
+    assert list_in_words("sentence", [4], 9) == "sentence 5"
+    assert list_in_words("input", [0, 4], 9, first=0) == "inputs 0, 4 (2 of 9)"
+    assert list_in_words("sentence", range(3000), 4000) == (
         "sentences 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 2,990 more (3,000 of 4,000)"
     )
 

@@ -121,7 +121,7 @@ def check_files_read(argvs: list[list[str]], made: set[str]) -> None:
       made: files that are made elsewhere.
     """
     from specdec_jax.checkpoints import loader
-    from specdec_jax.drafters.named import without_model
+    from specdec_jax.drafters.named import needs_no_model
 
     made = set(made)
     for argv in argvs:
@@ -131,7 +131,7 @@ def check_files_read(argvs: list[list[str]], made: set[str]) -> None:
                 name in (*loader.bundled(), sentences.BUILT_IN, *made, *OWN)
                 or (ROOT / name).is_file()
             )
-            drafts = without_model(name) and not name.endswith(".npz")
+            drafts = needs_no_model(name) and not name.endswith(".npz")
             assert known or drafts or name.endswith("/") or "…" in name, (shlex.join(argv), name)
         made |= set(made_by(argv))
 
@@ -164,7 +164,9 @@ def test_pairs_to_try_training_on_are_whole():
     assert (
         all(len(row) == 2 and all(part.strip() for part in row) for row in rows) and len(rows) > 30
     )
-    assert [source for source, _ in rows][: len(sentences.built_in())] == sentences.built_in()
+    assert [source for source, _ in rows][
+        : len(sentences.read_built_in_sentences())
+    ] == sentences.read_built_in_sentences()
 
 
 def test_examples_run_anywhere(tmp_path, quick_environment):
@@ -183,5 +185,5 @@ def test_examples_run_anywhere(tmp_path, quick_environment):
     )
     assert done.returncode == 0, done.stderr
     assert len([json.loads(result)["text"] for result in done.stdout.splitlines()]) == len(
-        sentences.built_in()
+        sentences.read_built_in_sentences()
     )

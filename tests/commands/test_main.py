@@ -280,7 +280,7 @@ def test_train_settings_come_from_gin(specdec, monkeypatch, tmp_path):
     from specdec_jax.training import train
 
     seen = []
-    monkeypatch.setattr(train, "fit", lambda options, begun: (seen.append(options), begun()))
+    monkeypatch.setattr(train, "fit", lambda options, on_start: (seen.append(options), on_start()))
     config = pathlib.Path(__file__).parents[2] / "configs/train/smoke.gin"
     settings = [
         f"--gin.DATA_DIR='{tmp_path}'",

@@ -15,7 +15,7 @@ from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate
 from specdec_jax.commands.endings import Endings
 from specdec_jax.commands.options import DecodingOptions
-from specdec_jax.commands.output_lines import Sentences, one_line
+from specdec_jax.commands.output_lines import Sentences, join_lines
 from specdec_jax.decoding import continuous_batching
 from specdec_jax.decoding.stream import Piece
 
@@ -230,7 +230,7 @@ def test_streamed_line_ends_become_spaces_as_in_a_whole_text(monkeypatch, capsys
     options, source = generate.GenerateOptions(stream=True), Sentences([[3]], ["a"], False)
     config, endings = options.configuration(), Endings("a limit", print)
     generate._print_pieces(generate._Job(options, config, None, None, 1, source, endings))
-    assert capsys.readouterr().out == one_line("".join(pieces)) + "\n"
+    assert capsys.readouterr().out == join_lines("".join(pieces)) + "\n"
 
 
 def test_stream_decodes_one_at_a_time_without_batch_size():
@@ -486,11 +486,11 @@ def test_outputs_come_as_soon_as_those_before_them_are_there(monkeypatch):
 
 
 def test_rows_are_refilled_where_there_are_rows_to_refill():
-    assert continuous_batching.refills(2, 3, None)
+    assert continuous_batching.should_refill(2, 3, None)
     assert (
-        not continuous_batching.refills(1, 3, None)
-        and not continuous_batching.refills(3, 3, None)
-        and not continuous_batching.refills(2, 3, 5.0)
+        not continuous_batching.should_refill(1, 3, None)
+        and not continuous_batching.should_refill(3, 3, None)
+        and not continuous_batching.should_refill(2, 3, 5.0)
     )
 
 

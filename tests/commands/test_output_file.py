@@ -249,7 +249,7 @@ def test_twenty_kills_of_the_bundled_pair_change_no_byte(tmp_path):
 
 def settings(target="target", drafter="drafter", sentences=("a", "b"), models=None, **changes):
     options = generate.GenerateOptions(target=target, drafter=drafter, **changes)
-    return generate._deciding(options, *models, list(sentences))
+    return generate._deciding_options(options, *models, list(sentences))
 
 
 def test_settings_differ_where_results_may(pair):

@@ -123,7 +123,7 @@ def test_a_file_that_is_replaced_is_named_before_it_is(specdec, pair, tmp_path, 
     arguments = ["generate", *command_line.MODELS, f"--output_file={path}"]
     assert "replaced" not in specdec(*arguments, "We")[2]
     monkeypatch.setattr(
-        output_lines, "one_line", lambda text: seen.append(path.read_text()) or text
+        output_lines, "join_lines", lambda text: seen.append(path.read_text()) or text
     )
     code, _, err = specdec(*arguments, "Tom")
     assert code == 0 and err.startswith(f"{path}: this file is there and will be replaced\n")
@@ -167,7 +167,7 @@ def test_settings_lie_beside_what_a_kill_leaves(specdec, pair, tmp_path, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(output_lines, "one_line", interrupt)
+        patch.setattr(output_lines, "join_lines", interrupt)
         assert specdec(*arguments, "--seed=2")[0] == 130
     assert (tmp_path / "out.txt.gin").read_text() == before and "seed = 1" in before
     partial = tmp_path / "out.txt.partial.gin"

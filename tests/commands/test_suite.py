@@ -46,7 +46,7 @@ def test_rows_of_checkpoints():
     options = BenchmarkOptions(
         suite="paper", target="t", drafter="d,lookup", gamma=(3, 5), output="records.jsonl"
     )
-    made = suite.rows(options)
+    made = suite.list_rows(options)
     how = [
         (0.0, "token", None),
         (1.0, "token", None),
@@ -70,7 +70,7 @@ def test_rows_of_presets():
     )
     found = [
         (row.drafter_preset, row.drafter, row.gamma, row.synthetic_alpha)
-        for row in suite.rows(options)
+        for row in suite.list_rows(options)
     ]
     drafters = [("tiny", None), (None, "lookup")]
     assert found == [(*drafter, (gamma,), (0.4, 1.0)) for drafter in drafters for gamma in (1, 2)]

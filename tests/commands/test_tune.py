@@ -86,8 +86,11 @@ EXPECTED = {Choice(0, "block"): 9.0} | {
 
 def test_the_best_few_are_timed_beside_plain_decoding():
     named = [(3, "block"), (3, "token"), (1, "block"), (5, "block"), (1, "token")]
-    assert tuning.candidates(EXPECTED) == [PLAIN, *(Choice(*each) for each in named)]
-    assert tuning.candidates({PLAIN: 1.0, Choice(4, "block"): 2.0}) == [PLAIN, Choice(4, "block")]
+    assert tuning.list_candidates(EXPECTED) == [PLAIN, *(Choice(*each) for each in named)]
+    assert tuning.list_candidates({PLAIN: 1.0, Choice(4, "block"): 2.0}) == [
+        PLAIN,
+        Choice(4, "block"),
+    ]
 
 
 def test_the_fastest_by_its_median():
@@ -160,7 +163,7 @@ def test_every_tree_is_timed():
         | {Choice(gamma, "block"): float(gamma) for gamma in range(1, 8)}
         | {tree: 20.0}
     )
-    assert tuning.candidates(expected) == [
+    assert tuning.list_candidates(expected) == [
         PLAIN,
         *(Choice(gamma, "block") for gamma in range(1, 6)),
         tree,
@@ -186,7 +189,9 @@ def write(path, pair, chosen: Choice, **settings):
         batch_size=2,
         **settings,
     )
-    path.write_text(tune.gin_file(RECORD | {"chosen": chosen._asdict()}, options), encoding="utf-8")
+    path.write_text(
+        tune.make_gin_file(RECORD | {"chosen": chosen._asdict()}, options), encoding="utf-8"
+    )
     return options
 
 

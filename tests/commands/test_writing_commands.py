@@ -33,7 +33,7 @@ def commands(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: (BENCHMARK, []))
     monkeypatch.setattr(measure_command, "measure", lambda *_: MEASURE)
     monkeypatch.setattr(tune, "tune", lambda *_: {"a": 1, "acceptance": {"alpha": None}})
-    monkeypatch.setattr(tune, "gin_file", lambda *_: "# chosen\n")
+    monkeypatch.setattr(tune, "make_gin_file", lambda *_: "# chosen\n")
     monkeypatch.setattr(summaries, "benchmark_summary", lambda *_: "")
     inputs = tmp_path / "inputs"
     inputs.mkdir()

@@ -321,6 +321,6 @@ def test_what_is_a_number():
     ]
     assert not any(map(arguments.is_integer, no_numbers))
     assert (
-        arguments.quoted("a\nb" * 100).count("\n") == 0
-        and len(arguments.quoted(list(range(1000)))) < 200
+        arguments.quote("a\nb" * 100).count("\n") == 0
+        and len(arguments.quote(list(range(1000)))) < 200
     )

@@ -252,7 +252,7 @@ def test_no_such_gamma(models, gamma):
 
 
 def test_where_nothing_can_be_measured_gamma_is_4(models, measured, monkeypatch):
-    monkeypatch.setattr(request, "measurable", lambda network: False)
+    monkeypatch.setattr(request, "is_measurable", lambda network: False)
     state, _ = prepare(models[0], INPUTS, drafter=models[1])
     assert state.config.gamma == 4 and state.policy is None and not measured.calls
 

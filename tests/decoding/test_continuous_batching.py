@@ -101,7 +101,7 @@ def assert_same(found, expected):
 @functools.cache
 def expected(name: str) -> list[continuous_batching.Output]:
     """What `generate` gives for all inputs at once."""
-    return continuous_batching._outputs(sd.generate(TARGET, **options_of(name)))
+    return continuous_batching._collect_outputs(sd.generate(TARGET, **options_of(name)))
 
 
 def stream(name: str, **changes) -> list[continuous_batching.Output]:
@@ -189,7 +189,7 @@ def test_queues_hold_every_input_once():
                 assert (
                     max(lengths[place] for place in places)
                     <= width
-                    == inputs.bucket(max(lengths[p] for p in places))
+                    == inputs.bucket_length(max(lengths[p] for p in places))
                 )
             assert all(len(places) >= 4 * size for _, places in found[:-1])
             assert len(found) == 1 or len(found[-1][1]) >= size

@@ -14,7 +14,7 @@ from make_checkpoints import TINY
 
 import specdec_jax as sd
 from specdec_jax.backends.cpu import native, packed_weights
-from specdec_jax.decoding.under_jit import Decoder, network_of
+from specdec_jax.decoding.under_jit import Decoder, make_network
 from specdec_jax.models.network import Network
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -172,15 +172,15 @@ def test_steps_of_one_call(pair):
     np.testing.assert_array_equal(got.tokens, np.where(steps, greedy, 0))
 
 
-@pytest.mark.skipif(not native.available(), reason=native.state())
+@pytest.mark.skipif(not native.is_available(), reason=native.describe_state())
 def test_parameters_are_packed_on_a_cpu_only(pair, monkeypatch):
     """On an accelerator they would exist twice."""
     target, _ = pair
     inputs, lengths = INPUTS, np.array([5, 3, 2])
-    packed = network_of(target.params, target.config, 3)
+    packed = make_network(target.params, target.config, 3)
     assert packed.backend.joins_weights
     monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
-    bare = network_of(flax.core.freeze(target.params), target.config, 3)
+    bare = make_network(flax.core.freeze(target.params), target.config, 3)
     assert not bare.backend.joins_weights
     logits = [
         jax.jit(Network.teacher_forced)(network, inputs, lengths, PROMPTS)

@@ -13,7 +13,7 @@ from toy_models import EchoModel, HashModel, Words, compilations
 import specdec_jax as sd
 from specdec_jax.decoding.generate import prepare
 from specdec_jax.drafters.assisted import NGramMemory
-from specdec_jax.drafters.named import named_drafter
+from specdec_jax.drafters.named import make_named_drafter
 from specdec_jax.drafters.prompt_lookup import Inputs
 from specdec_jax.speculative.state import Scored
 
@@ -251,5 +251,5 @@ def test_bad_numbers(name, value):
 
 
 def test_its_name_on_the_command_line():
-    drafter = named_drafter("assisted", TARGET, None, None)
+    drafter = make_named_drafter("assisted", TARGET, None, None)
     assert drafter == sd.AssistedNGramDrafter() and drafter.name == "assisted 4-grams"

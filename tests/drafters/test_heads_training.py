@@ -184,9 +184,9 @@ def test_a_run_resumes_as_if_it_had_not_stopped(settings, finished, tmp_path, ca
         (dict(steps=5), "steps: got 5, expected at least the 12 steps"),
     ):
         with pytest.raises(ValueError, match=message):
-            training_heads.fit(settings(tmp_path, **change), begun=pytest.fail)
+            training_heads.fit(settings(tmp_path, **change), on_start=pytest.fail)
     begun = []
-    training_heads.fit(settings(tmp_path), begun=lambda: begun.append(1))
+    training_heads.fit(settings(tmp_path), on_start=lambda: begun.append(1))
     assert begun == [1]
 
 

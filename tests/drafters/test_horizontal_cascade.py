@@ -130,8 +130,8 @@ def test_later_parts_draw_with_keys_of_their_own():
         for lengths in (state.lengths, state.lengths + 1)
         for keys in (
             state.keys,
-            drafting.keys_apart(state),
-            drafting.keys_apart(state.replace(lengths=state.lengths + 1)),
+            drafting.fold_part_keys(state),
+            drafting.fold_part_keys(state.replace(lengths=state.lengths + 1)),
         )
     ]
     for i, ours in enumerate(drawn):

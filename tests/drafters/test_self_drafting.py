@@ -14,7 +14,7 @@ import specdec_jax as sd
 from specdec_jax.backends.cpu import packed_weights
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import generate
-from specdec_jax.commands.sentences import built_in
+from specdec_jax.commands.sentences import read_built_in_sentences
 from specdec_jax.models import weight_layouts
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -87,7 +87,9 @@ def test_it_is_nearly_always_right_for_the_bundled_target(temperature, optimised
     how = dict(
         gamma=GAMMA, max_new_tokens=24, verifier="token", sampling=sampling, key=jax.random.key(0)
     )
-    found = sd.generate(target, built_in()[:4], drafter=sd.SelfDrafter(target), **how)
+    found = sd.generate(
+        target, read_built_in_sentences()[:4], drafter=sd.SelfDrafter(target), **how
+    )
     assert found.stats.drafted > 20 and found.stats.accepted > 0.9 * found.stats.drafted
 
 

@@ -202,11 +202,11 @@ def test_reduced_networks_compute_the_whole_ones_logits(how, rows):
     whole, before = step(model.network, cache), jax.tree.map(np.array, model.params)
     short = sd.ModelDrafter(model, [EOS, *IDS])
     head = short.network.params["decoder"]["logits_dense"]["kernel"]
-    assert short.network.module.config.vocab_size == WIDE and weight_layouts.shape_of(head) == (
+    assert short.network.module.config.vocab_size == WIDE and weight_layouts.weight_shape(head) == (
         16,
         128,
     )
-    assert isinstance(head, PackedWeight) == (how != "bfloat16" and native.available())
+    assert isinstance(head, PackedWeight) == (how != "bfloat16" and native.is_available())
     found = step(short.network, cache)
     wide = np.asarray(jax.jit(Shortlist.widen)(short.shortlist, found))
     off = ~np.isin(np.arange(WIDE), [EOS, *IDS])

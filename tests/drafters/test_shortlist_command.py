@@ -156,8 +156,8 @@ def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
     def weight(name):
         return variants[name].params["decoder"]["logits_dense"]["kernel"]
 
-    assert weight_layouts.shape_of(weight("draft step, shortlist alone")) == (16, 64)
-    assert weight_layouts.shape_of(weight("draft step, int8 alone")) == (16, WIDE)
+    assert weight_layouts.weight_shape(weight("draft step, shortlist alone")) == (16, 64)
+    assert weight_layouts.weight_shape(weight("draft step, int8 alone")) == (16, WIDE)
     spread = dict(least=0.1, most=3.0)
     text = summaries.PARTS.reductions(
         {

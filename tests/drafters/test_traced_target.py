@@ -10,7 +10,7 @@ from toy_models import tiny_t5
 import specdec_jax as sd
 from specdec_jax.backends.cpu.packed_weights import can_pack
 from specdec_jax.decoding.under_jit import Decoder
-from specdec_jax.drafters.named import named_drafter, traced_drafter
+from specdec_jax.drafters.named import make_named_drafter, make_traced_drafter
 from specdec_jax.models.heads import HeadsConfig, init_params
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -42,8 +42,8 @@ def names(target, tmp_path_factory):
 )
 def test_a_named_drafter_drafts_for_a_traced_target(kind, names, target):
     name, load = names.get(kind, kind), functools.partial(sd.load, dtype="float32")
-    given = named_drafter(name, target, load, sd.ModelDrafter)
-    drafter = traced_drafter(name, target.config, lambda path: sd.ModelDrafter(load(path)))
+    given = make_named_drafter(name, target, load, sd.ModelDrafter)
+    drafter = make_traced_drafter(name, target.config, lambda path: sd.ModelDrafter(load(path)))
     assert (
         kind == "self:int8"
         or drafter.name == given.name
@@ -72,7 +72,7 @@ def test_the_8_bits_of_a_traced_target_search(target):
 
     prompts = np.zeros((2, LENGTH), np.int32)
     decoders = (
-        BeamDecoder(target.config, traced_drafter(name, target.config, None), gamma=2)
+        BeamDecoder(target.config, make_traced_drafter(name, target.config, None), gamma=2)
         for name in ("self:int8",)
     )
     for decoder in (*decoders, BeamDecoder(target.config)):
@@ -98,4 +98,4 @@ def test_the_8_bits_of_a_traced_target_search(target):
 def test_a_name_that_does_not_fit_is_rejected(name, message, names, target):
     config = target.config.replace(emb_dim=24) if name == "HEADS" else target.config
     with pytest.raises(ValueError, match=message):
-        traced_drafter(names["heads"] if name == "HEADS" else name, config, None)
+        make_traced_drafter(names["heads"] if name == "HEADS" else name, config, None)

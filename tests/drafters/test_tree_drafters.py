@@ -307,14 +307,14 @@ def test_distribution_of_merged_trees(verifier):
 @pytest.mark.parametrize("mutant", ["one q for both drafters", "both draw with the same words"])
 def test_wrong_merges_are_detected(mutant, monkeypatch):
     if mutant.startswith("one"):
-        whole = merged._merged
+        whole = merged._merge_trees
 
         def by_the_first(tree, drafts, cache):
             draft = whole(tree, drafts, cache)
             first = [tree.fed[0] if parent == 0 else 1 for parent in (0, *tree.parents)]
             return draft._replace(origins=jnp.zeros_like(draft.origins) + jnp.asarray(first))
 
-        monkeypatch.setattr(merged, "_merged", by_the_first)
+        monkeypatch.setattr(merged, "_merge_trees", by_the_first)
     else:
         monkeypatch.setattr(merged, "keys_apart", lambda state: state.keys)
     assert merged_distribution("recursive", traced_anew()) < 1e-9

@@ -10,7 +10,7 @@ import pytest
 from terminal import as_stderr
 
 from specdec_jax.files import progress
-from specdec_jax.files.progress import Progress, print_line, track, waiting
+from specdec_jax.files.progress import Progress, print_line, show_waiting, track
 
 # Hides a terminal's cursor; removes the bar and shows the cursor.
 HIDDEN, CLEARED = "\x1b[?25l", "\x1b[1A\x1b[2K"
@@ -48,7 +48,7 @@ def test_nothing_is_shown_of_a_short_task_of_nothing_or_on_request(clock, capsys
 @pytest.mark.parametrize("text", ["compiling", "loading [x]"])
 def test_what_blocks_shows_a_line_without_a_count(monkeypatch, capsys, text):
     monkeypatch.setattr(progress, "_DELAY", 0.05)
-    with waiting(text):
+    with show_waiting(text):
         time.sleep(0.5)
     assert capsys.readouterr().err == f"{text}\n"
 
@@ -115,7 +115,7 @@ def test_messages_stand_above_the_bar(clock, monkeypatch):
 def test_what_blocks_shows_a_moving_bar_on_a_terminal(monkeypatch):
     monkeypatch.setattr(progress, "_DELAY", 0.05)
     with as_stderr(monkeypatch) as got:
-        with waiting("loading"):
+        with show_waiting("loading"):
             time.sleep(0.8)
     assert got[0].count("loading") > 2 and "0:00:00" in got[0] and got[0].endswith(CLEARED)
 

@@ -118,7 +118,7 @@ def test_a_file_is_replaced_whole_and_keeps_its_permissions(tmp_path):
     )
     path.chmod(0o640)
     before = path.stat().st_ino
-    with writing.new_file(path) as file:
+    with writing.open_new_file(path) as file:
         file.write(b"new")
         assert path.read_bytes() == "ä".encode()
     assert (
@@ -126,7 +126,7 @@ def test_a_file_is_replaced_whole_and_keeps_its_permissions(tmp_path):
         and stat.S_IMODE(path.stat().st_mode) == 0o640
         and path.stat().st_ino != before
     )
-    with pytest.raises(KeyboardInterrupt), writing.new_file(path) as file:
+    with pytest.raises(KeyboardInterrupt), writing.open_new_file(path) as file:
         file.write(b"half")
         raise KeyboardInterrupt
     assert path.read_bytes() == b"new" and other.read_text() == "not ours"
@@ -185,7 +185,7 @@ def test_a_device_stays_one(tmp_path):
     device, link = null_device(tmp_path / "null"), tmp_path / "link"
     link.symlink_to("null")
     for path in (device, link):
-        assert writing.passes_through(path)
+        assert writing.is_pass_through(path)
         writing.write_file(path, "x")
     assert (
         stat.S_ISCHR(device.stat().st_mode)
@@ -210,7 +210,7 @@ def test_an_open_file_is_written_where_it_stands(tmp_path, name):
         named = link if name == "link" else name.format(file.fileno())
         if name.startswith("/proc") and not os.path.exists(named):
             pytest.skip("the system has no /proc")
-        assert writing.passes_through(named)
+        assert writing.is_pass_through(named)
         before = path.stat().st_ino
         file.write(b"before, ")
         writing.write_file(named, "between, ")
@@ -224,7 +224,7 @@ def test_an_open_file_is_written_where_it_stands(tmp_path, name):
 
 
 def make(folder, content="new", check=lambda place: None):
-    with writing.new_folder(folder, check) as temporary:
+    with writing.open_new_folder(folder, check) as temporary:
         (temporary / "file").write_text(content)
         assert not (folder / "file").exists() or (folder / "file").read_text() != content
 
@@ -248,7 +248,7 @@ def test_a_folder_appears_whole(tmp_path):
     )
     with pytest.raises(ValueError, match="folder: not ours"):
         make(link, "other", reject)
-    with pytest.raises(KeyboardInterrupt), writing.new_folder(folder, lambda place: None):
+    with pytest.raises(KeyboardInterrupt), writing.open_new_folder(folder, lambda place: None):
         raise KeyboardInterrupt
     assert names(tmp_path) == ["folder", "link"] and (folder / "file").read_text() == "new"
 
@@ -256,7 +256,7 @@ def test_a_folder_appears_whole(tmp_path):
 def test_what_appears_meanwhile_is_not_replaced(tmp_path):
     with (
         pytest.raises(ValueError, match="folder: not ours"),
-        writing.new_folder(tmp_path / "folder", reject) as temporary,
+        writing.open_new_folder(tmp_path / "folder", reject) as temporary,
     ):
         (temporary / "file").touch()
         (tmp_path / "folder").mkdir()
@@ -272,7 +272,7 @@ def test_what_a_kill_left_is_taken_over(tmp_path):
     (old / "file").write_text("old")
     with (
         pytest.raises(KeyboardInterrupt),
-        writing.new_folder(tmp_path / "folder", lambda place: None) as temporary,
+        writing.open_new_folder(tmp_path / "folder", lambda place: None) as temporary,
     ):
         assert not any(temporary.iterdir())
         raise KeyboardInterrupt
@@ -303,7 +303,7 @@ def test_a_link_in_the_place_of_what_is_left_behind_is_not_followed(tmp_path, wh
 
 def test_a_second_writer_of_a_folder_is_rejected(tmp_path):
     folder = tmp_path / "folder"
-    with writing.new_folder(folder, reject) as temporary:
+    with writing.open_new_folder(folder, reject) as temporary:
         (temporary / "file").write_text("first")
         with pytest.raises(
             ValueError, match="another process is writing it, expected one at a time"
@@ -313,7 +313,10 @@ def test_a_second_writer_of_a_folder_is_rejected(tmp_path):
 
 
 def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
-    with writing.new_file(tmp_path / "out") as first, writing.new_file(tmp_path / "out") as second:
+    with (
+        writing.open_new_file(tmp_path / "out") as first,
+        writing.open_new_file(tmp_path / "out") as second,
+    ):
         first.write(b"first")
         second.write(b"second")
     assert (tmp_path / "out").read_bytes() == b"first" and names(tmp_path) == [

@@ -368,7 +368,7 @@ def test_split_and_module_do_not_decide_alone(pair):
     target = sd.load(pair / "target", dtype="float32")
 
     def settings(**options):
-        return generate_command._deciding(
+        return generate_command._deciding_options(
             generate_command.GenerateOptions(task="a", **options), target, None, ["x"]
         )
 
@@ -377,7 +377,9 @@ def test_split_and_module_do_not_decide_alone(pair):
     )
     without = sd.LanguageModel(target.config, target.params)
     assert (
-        generate_command._deciding(generate_command.GenerateOptions(task="a"), without, None, ["x"])
+        generate_command._deciding_options(
+            generate_command.GenerateOptions(task="a"), without, None, ["x"]
+        )
         != settings()
     )
 

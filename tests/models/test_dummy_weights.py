@@ -18,7 +18,7 @@ GPT = sd.GPTConfig(96, 64, 2, 2, 128, num_positions=32)
 
 @pytest.mark.parametrize("config", [T5, GPT], ids=["t5", "gpt"])
 def test_numbers_have_the_shapes_and_the_spread_of_an_initialisation(config):
-    found = flatten(dummy_weights.dummy_params(config))
+    found = flatten(dummy_weights.make_dummy_params(config))
     assert {name: leaf.shape for name, leaf in found.items()} == parameter_shapes(config)
     for name, leaf in found.items():
         assert leaf.dtype == config.dtype
@@ -43,7 +43,7 @@ def test_numbers_have_the_shapes_and_the_spread_of_an_initialisation(config):
 
 def test_a_shape_is_one_program():
     dummy_weights._uniform.clear_cache()
-    dummy_weights.dummy_params(T5)
+    dummy_weights.make_dummy_params(T5)
     assert dummy_weights._uniform._cache_size() == len(set(parameter_shapes(T5).values()))
 
 

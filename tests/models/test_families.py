@@ -21,7 +21,7 @@ from specdec_jax.models.config_validation import check_fields
 from specdec_jax.models.family import FamilyModule, ModelConfig
 from specdec_jax.models.layers import Dense
 from specdec_jax.models.network import initial_params
-from specdec_jax.models.t5 import T5Config, t5_only
+from specdec_jax.models.t5 import T5Config, check_t5
 
 PACKAGE = pathlib.Path(sd.__file__).parent
 CLASSES = {"T5Config", "GPTConfig"}
@@ -273,7 +273,7 @@ def test_a_stored_family_that_is_gone_is_named(tmp_path, monkeypatch):
 
 def test_a_bag_is_no_t5():
     with pytest.raises(ValueError, match="target: got a decoder-only model, expected a T5"):
-        t5_only("target", TINY)
+        check_t5("target", TINY)
 
 
 # The table.

@@ -74,7 +74,7 @@ def test_a_stored_model_has_one_fingerprint_whatever_the_dtype_format_and_layout
     assert sd.load(tmp_path / "model", "bfloat16").fingerprint == first.fingerprint
     sd.convert(tmp_path / "model", tmp_path / "t5x", "t5x", "bfloat16")
     assert sd.load(tmp_path / "t5x", "float32").fingerprint == first.fingerprint
-    for usable in (True, False) if native.available() else (False,):
+    for usable in (True, False) if native.is_available() else (False,):
         monkeypatch.setattr(packed_weights, "can_pack", lambda dtype, usable=usable: usable)
         other = sd.load(tmp_path / "model", "float32")
         assert other.fingerprint == first.fingerprint

@@ -15,7 +15,7 @@ from toy_models import HashModel, compilations, noisy_copy
 import specdec_jax as sd
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.inputs import slots
+from specdec_jax.decoding.inputs import count_slots
 from specdec_jax.decoding.request import Plan
 from specdec_jax.models import heads
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -263,7 +263,7 @@ def test_prompts_of_long_jobs_are_padded_to_their_own_length(monkeypatch, refill
     found = dict(sd.decode_stream(tiny(), prompts, batch_size=2, refill=refill, **options))
     for row, length in enumerate(expected.lengths):
         assert found[row][0].tokens == expected.tokens[row, :length].tolist()
-    assert set(widths) == {(8, slots(8 + 6, 0)), (12, slots(12 + 6, 0))}
+    assert set(widths) == {(8, count_slots(8 + 6, 0)), (12, count_slots(12 + 6, 0))}
 
 
 def test_streamed_text_is_the_text():

@@ -20,7 +20,7 @@ from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.checkpoints import huggingface, loader
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import distill, main, measure
-from specdec_jax.commands.output_lines import one_line
+from specdec_jax.commands.output_lines import join_lines
 from specdec_jax.decoding.generate import prepare
 from specdec_jax.models import parameters, t5
 from specdec_jax.models.gpt import GPT_PRESETS
@@ -92,7 +92,7 @@ def test_only_t5s_are_distilled_by_command(tmp_path):
         drafter=str(FOLDER),
     )
     rejected(lambda: distill.run(config), "target: got a decoder-only model, expected a T5")
-    rejected(lambda: t5.t5_only("target", TINY), "target: got a decoder-only model, expected a T5")
+    rejected(lambda: t5.check_t5("target", TINY), "target: got a decoder-only model, expected a T5")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_specdec_generate(capsys):
     texts = ["The ferry froze", "", " stop"]
     ids = [golden().vocabulary.encode(text) for text in texts]
     assert 8 < max(map(len, ids)) <= 12, "the shapes of the golden batch"
-    expected = [one_line(text) for text in decode_golden(ids, eos_ids=None).texts[:3]]
+    expected = [join_lines(text) for text in decode_golden(ids, eos_ids=None).texts[:3]]
     argv = [
         "generate",
         f"--target={FOLDER}",

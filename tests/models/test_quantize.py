@@ -15,14 +15,14 @@ import specdec_jax as sd
 from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.checkpoints import int8, loader, native_format, tensorstore_arrays
-from specdec_jax.commands.sentences import built_in
+from specdec_jax.commands.sentences import read_built_in_sentences
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.parameters import flatten
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
-    pytest.mark.skipif(not native.available(), reason=native.state()),
+    pytest.mark.skipif(not native.is_available(), reason=native.describe_state()),
 ]
 RNG = np.random.default_rng(0)
 
@@ -67,7 +67,7 @@ def test_the_bundled_target_decodes_what_it_does_widened():
         sd.ModelDrafter(sd.load("ende/drafter", "float32")),
     )
     plain, expected, speculative = (
-        sd.generate(target, built_in(), max_new_tokens=32, **how)
+        sd.generate(target, read_built_in_sentences(), max_new_tokens=32, **how)
         for target, how in ((model, {}), (widened, {}), (model, dict(drafter=drafter, gamma=4)))
     )
     for found in (plain, speculative):
@@ -279,7 +279,7 @@ def test_the_bundled_pair_with_inputs_in_8_bits_decodes_alike_with_and_without_d
         sd.ModelDrafter(sd.load("ende/drafter", "float32", quantize="w8a8")),
     )
     plain, found = (
-        sd.generate(model, built_in(), max_new_tokens=24, **how)
+        sd.generate(model, read_built_in_sentences(), max_new_tokens=24, **how)
         for how in ({}, dict(drafter=drafter, gamma=4))
     )
     np.testing.assert_array_equal(found.tokens, plain.tokens)

@@ -25,7 +25,7 @@ from specdec_jax.models.families import PRESETS
 
 pytestmark = [
     pytest.mark.usefixtures("quick"),
-    pytest.mark.skipif(not native.available(), reason=native.state()),
+    pytest.mark.skipif(not native.is_available(), reason=native.describe_state()),
 ]
 
 cache, pair, specdec = command_line.cache, command_line.pair, command_line.specdec
@@ -50,7 +50,7 @@ def test_what_cannot_be_had_is_rejected_before_anything_is_read(tmp_path, monkey
         ):
             sd.load(folder, "bfloat16", quantize=how)
     monkeypatch.setattr(packed_weights, "can_pack", lambda dtype: False)
-    monkeypatch.setattr(native, "state", lambda: "CPU kernel: none, no compiler")
+    monkeypatch.setattr(native, "describe_state", lambda: "CPU kernel: none, no compiler")
     for how in packed_weights.INPUT_BITS:
         with pytest.raises(
             ValueError, match=f"quantize: got '{how}', expected .*CPU kernel: none, no compiler"

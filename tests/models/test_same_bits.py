@@ -22,7 +22,7 @@ from specdec_jax.backends.cpu import native
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.processors import Context
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=native.state())
+pytestmark = pytest.mark.skipif(not native.is_available(), reason=native.describe_state())
 slow = pytest.mark.slow
 ROWS, NEW = 64, 12
 RNG = np.random.default_rng(0)

@@ -21,7 +21,7 @@ RNG = np.random.default_rng(0)
 INPUTS = RNG.integers(2, 64, (5, 6))
 pytestmark = [
     pytest.mark.usefixtures("quick"),
-    pytest.mark.skipif(not native.available(), reason=native.state()),
+    pytest.mark.skipif(not native.is_available(), reason=native.describe_state()),
 ]
 
 
@@ -47,7 +47,7 @@ def test_products_are_those_of_the_weight(outputs):
     weight = RNG.normal(size=(64, outputs)).astype("f")
     packed = weight_layouts.pack({"decoder": {"out": {"kernel": weight}}}, use_packed=True)
     stored = packed["decoder"]["out"]["kernel"]
-    assert isinstance(stored, PackedWeight) and weight_layouts.shape_of(stored) == weight.shape
+    assert isinstance(stored, PackedWeight) and weight_layouts.weight_shape(stored) == weight.shape
     np.testing.assert_array_equal(weight_layouts.unpack(packed)["decoder"]["out"]["kernel"], weight)
     for shape in ((1, 64), (5, 64), (2, 3, 64)):
         x = jnp.asarray(RNG.normal(size=shape), "f")
@@ -65,7 +65,7 @@ def test_weights_in_8_bits_are_stored_as_they_are():
     joint = weight_layouts.pack(
         {"mlp": {name: {"kernel": weight} for name in ("wi_0", "wi_1")}}, use_packed=True
     )
-    assert weight_layouts.shape_of(joint["mlp"]["wi_fused"]["kernel"]) == (64, 130)
+    assert weight_layouts.weight_shape(joint["mlp"]["wi_fused"]["kernel"]) == (64, 130)
 
 
 def test_every_weight_of_a_float32_model_is_in_panels():
@@ -137,14 +137,17 @@ def test_heads_for_some_ids_do_not_depend_on_the_layout(monkeypatch):
             found.network.shortlisted(ids).params["decoder"]["logits_dense"]["kernel"]
             for found in (target, other)
         ]
-        np.testing.assert_array_equal(*map(weight_layouts.matrix, heads))
+        np.testing.assert_array_equal(*map(weight_layouts.to_matrix, heads))
 
 
 def test_8_bits_are_the_same_in_both_layouts(monkeypatch):
     target, other = model(), without_kernels(model, monkeypatch)
     weights = [
         list(
-            map(weight_layouts.matrix, weight_layouts.step_weights(found.network.in_int8().params))
+            map(
+                weight_layouts.to_matrix,
+                weight_layouts.step_weights(found.network.in_int8().params),
+            )
         )
         for found in (target, other)
     ]

@@ -16,7 +16,7 @@ from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.checkpoints import weights as checkpoints_weights
 from specdec_jax.commands.options import DecodingOptions
-from specdec_jax.commands.sentences import built_in
+from specdec_jax.commands.sentences import read_built_in_sentences
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.parameters import flatten
 from tools.accelerator_figures import ReportSetup
@@ -123,11 +123,16 @@ def test_the_bundled_pair_decodes_what_it_does_widened(dtype, optimised):
     assert (
         models[0].fingerprint == models[1].fingerprint and models[0].contents != models[1].contents
     )
-    texts = [sd.generate(model, built_in()[:3], max_new_tokens=32).texts for model in models]
+    texts = [
+        sd.generate(model, read_built_in_sentences()[:3], max_new_tokens=32).texts
+        for model in models
+    ]
     assert texts[0] == texts[1]
     drafter = sd.ModelDrafter(sd.load("ende/drafter", dtype, quantize="int8"))
     assert (
-        sd.generate(models[0], built_in()[:3], max_new_tokens=32, drafter=drafter, gamma=3).texts
+        sd.generate(
+            models[0], read_built_in_sentences()[:3], max_new_tokens=32, drafter=drafter, gamma=3
+        ).texts
         == texts[0]
     )
 

@@ -68,7 +68,7 @@ def test_a_wrong_result_raises(monkeypatch):
     )
     with pytest.raises(jaxtyping.TypeCheckError, match="return value"):
         randomness.uniforms(
-            jax.random.split(randomness.seeded(0), B), ids[:, 0], ids, randomness.ACCEPT
+            jax.random.split(randomness.make_key(0), B), ids[:, 0], ids, randomness.ACCEPT
         )
 
 

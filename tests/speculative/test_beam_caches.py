@@ -16,7 +16,7 @@ from specdec_jax.models.blocks import Attention
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.beam_iteration import iterate_beams
-from specdec_jax.speculative.beam_tree import live_beams
+from specdec_jax.speculative.beam_tree import make_root_tree
 
 pytestmark = pytest.mark.usefixtures("quick")
 V, LIMIT = 24, 9
@@ -82,9 +82,9 @@ def histories(state):
     """(row, beam, its tokens) of every active beam that is one."""
     for row in range(len(state.steps)):
         for beam in range(state.config.beams):
-            if state.live.scores[row, beam] > -1e6 and not state.done[row]:
+            if state.active.scores[row, beam] > -1e6 and not state.done[row]:
                 length = int(state.positions[row]) + 1
-                yield row, beam, np.asarray(state.live.tokens)[row, beam, :length]
+                yield row, beam, np.asarray(state.active.tokens)[row, beam, :length]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -100,7 +100,7 @@ def test_caches_hold_what_the_valid_beams_have_been_through(pair, name):
         before = np.asarray(state.steps)
         state = poisoned(step(plan.network, plan.drafter, state))
         levels |= set((np.asarray(state.steps) - before).tolist())
-        tree = live_beams(state)
+        tree = make_root_tree(state)
         states, _ = plan.network.decode_nodes(tree.tokens, tree.nodes, state.target_cache)
         logits = np.asarray(plan.network.head(states))
         for row, beam, tokens in histories(state):

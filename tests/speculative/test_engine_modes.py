@@ -14,7 +14,7 @@ from enumerations import float64
 from toy_models import HashModel, Words, compilations, tiny_t5
 
 from specdec_jax.decoding.generate import generate, prepare, warm_up
-from specdec_jax.decoding.inputs import bucket
+from specdec_jax.decoding.inputs import bucket_length
 from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.strategies import prefill
 from specdec_jax.decoding.trace import trace
@@ -277,8 +277,8 @@ def test_nothing_compiles_after_warm_up():
         max_input_length=16,
         **options,
     )
-    assert sizes == 2 * len({bucket(length) for length in range(1, 17)})
-    limits = [limit for limit in range(1, 64) if bucket(limit) == bucket(20)]
+    assert sizes == 2 * len({bucket_length(length) for length in range(1, 17)})
+    limits = [limit for limit in range(1, 64) if bucket_length(limit) == bucket_length(20)]
     caches = advance._cache_size(), prefill._cache_size()
 
     def varied():

@@ -13,16 +13,16 @@ from toy_models import HashModel, compilations
 import specdec_jax as sd
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.drafters.drafting import point_mass
-from specdec_jax.speculative.policy import number
+from specdec_jax.speculative.policy import number_field
 from specdec_jax.speculative.randomness import draw
 from specdec_jax.speculative.state import Draft
 from specdec_jax.speculative.tree_verifiers import TreeVerifier, walk
 from specdec_jax.speculative.verifiers import (
     VERIFIERS,
-    at,
     correct,
     count_leading,
     leading_distribution,
+    take_at,
 )
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -167,7 +167,7 @@ def verify_tree(target, draft, kind, random, settings):
     """Does what "point" does."""
 
     def step(node, children):
-        return draw(target.row(node), at(random.final, node)), children
+        return draw(target.row(node), take_at(random.final, node)), children
 
     return walk(draft, step)
 
@@ -322,7 +322,7 @@ def test_a_policy_that_reads_distributions_gets_them():
 class AfterLast(sd.Policy):
     """Drafts `more` tokens more than were accepted last time; `first` is static."""
 
-    more: Any = number(1, 0, 64)
+    more: Any = number_field(1, 0, 64)
     first: int = 1
 
     def init(self):

@@ -140,7 +140,7 @@ def test_random_bits_are_apart():
 
     The batch index plays no part.
     """
-    keys = jax.random.split(randomness.seeded(0), 4)
+    keys = jax.random.split(randomness.make_key(0), 4)
     lengths, offsets = jnp.array([1, 2, 2, 3]), jnp.broadcast_to(jnp.arange(5), (4, 5))
     tags = (randomness.DRAFT, randomness.ACCEPT, randomness.RESIDUAL, randomness.BONUS)
     assert len(set(tags)) == 4
@@ -157,7 +157,7 @@ def test_random_bits_are_apart():
 
 
 def test_uniforms_reach_both_ends(monkeypatch):
-    keys, offsets = randomness.seeded(0)[None], jnp.zeros((1, 1), jnp.int32)
+    keys, offsets = randomness.make_key(0)[None], jnp.zeros((1, 1), jnp.int32)
     for bits, expected in ((0, 0.0), (2**32 - 1, 1 - 2**-24)):
         monkeypatch.setattr(
             randomness,
@@ -173,12 +173,12 @@ IMPLS = ["rbg", "unsafe_rbg"]
 
 
 def words_of(key):
-    return np.asarray(jax.random.key_data(randomness.threefry(key))).tolist()
+    return np.asarray(jax.random.key_data(randomness.to_threefry(key))).tolist()
 
 
 def test_threefry_keys_stay_what_they_are():
     key = jax.random.key(7, impl="threefry2x32")
-    assert randomness.threefry(key) is key
+    assert randomness.to_threefry(key) is key
     assert words_of(jax.random.key_data(key)) == [0, 7]
     many = jax.random.split(key, 3)
     np.testing.assert_array_equal(words_of(jax.random.key_data(many)), jax.random.key_data(many))
@@ -222,7 +222,7 @@ def test_rows_do_not_depend_on_their_mates_whatever_the_key(impl):
     together = sample([[3, 1], [4, 1], [3, 1]], jax.random.key(5, impl=impl))
     assert together.tokens[0].tolist() != together.tokens[2].tolist()
     keys = jax.vmap(jax.random.fold_in, (None, 0))(
-        randomness.threefry(jax.random.key(5, impl=impl)), jnp.arange(3)
+        randomness.to_threefry(jax.random.key(5, impl=impl)), jnp.arange(3)
     )
     for row, inputs in enumerate([[3, 1], [4, 1], [3, 1]]):
         assert (
@@ -242,8 +242,8 @@ def test_no_key_is_the_same_whatever_jax_makes_by_default():
     expected = generate(target, [[3, 1]] * 5, **options).tokens
     with jax.default_prng_impl("rbg"):
         found = generate(target, [[3, 1]] * 5, **options).tokens
-        np.testing.assert_array_equal(jax.random.key_data(randomness.seeded(9)), [0, 9])
+        np.testing.assert_array_equal(jax.random.key_data(randomness.make_key(9)), [0, 9])
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(
-        generate(target, [[3, 1]] * 5, key=randomness.seeded(0), **options).tokens, expected
+        generate(target, [[3, 1]] * 5, key=randomness.make_key(0), **options).tokens, expected
     )

@@ -81,7 +81,7 @@ def test_processors_of_beams():
         state = sd.advance(TARGET.network, None, state, FOREVER)
         return [
             np.asarray(part)
-            for part in (state.finished.lengths, state.finished.scores, state.live.tokens)
+            for part in (state.finished.lengths, state.finished.scores, state.active.tokens)
         ]
 
     together = searched(np.arange(3))

@@ -23,7 +23,7 @@ import specdec_jax as sd
 from specdec_jax.decoding.generate import prepare
 from specdec_jax.speculative.policies import POLICIES
 from specdec_jax.speculative.policy import NodeOutcomes, Outcome
-from specdec_jax.speculative.tree_budgets import node_outcomes, of_tree
+from specdec_jax.speculative.tree_budgets import find_node_outcomes, make_budget
 from specdec_jax.speculative.tree_draft import TreeDraft
 from specdec_jax.speculative.tree_verifiers import TreeVerification
 from specdec_jax.speculative.trees import RANK_SHARES, Chains, DynamicTree, Tree
@@ -61,7 +61,7 @@ def test_nodes_that_were_verified():
         np.zeros(1, np.int32),
     )
     path = np.array([[0, 2, 6]], np.int32)  # anything after the nodes that are accepted
-    found = node_outcomes(draft, TreeVerification(*np.array([[1], [0]], np.int32), path))
+    found = find_node_outcomes(draft, TreeVerification(*np.array([[1], [0]], np.int32), path))
     np.testing.assert_array_equal(found.depths, [[0, 1, 1, 1, 2, 2, 0]])
     np.testing.assert_array_equal(found.examined, [[0, 1, 1, 0, 1, 1, 0]])
     np.testing.assert_array_equal(found.accepted, [[0, 0, 1, 0, 0, 0, 0]])
@@ -83,7 +83,7 @@ VARIED = dict(
 def test_cost_aware_of_a_tree_equals_the_slow_version(tree):
     """30 iterations of four rows with numbers of their own."""
     rng, rows, size = np.random.default_rng(0), 4, tree.size
-    policy = of_tree(sd.CostAware(G, **VARIED), tree).rows(rows)
+    policy = make_budget(sd.CostAware(G, **VARIED), tree).rows(rows)
     slow = [
         SlowCostAware(tree.parents, G, **{key: values[row] for key, values in VARIED.items()})
         for row in range(rows)
@@ -131,7 +131,7 @@ def test_cost_aware_begins_with_the_best_number_of_nodes():
     """With `RANK_SHARES` it begins with the n of the greatest `Tree.expected` by time."""
     tree = Tree.uniform((3, 2, 2, 1))
     cost, verify = np.repeat([0.02, 0.1, 0.3], 3), np.tile([1.1, 2.0, 4.0], 3)
-    policy = of_tree(
+    policy = make_budget(
         sd.CostAware(30, acceptance=0.863, cost_ratio=cost, verify_cost=verify), tree
     ).rows(9)
     found = np.asarray(jax.jit(lambda policy: policy.wanted(policy.init()))(policy))

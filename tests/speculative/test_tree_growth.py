@@ -55,7 +55,7 @@ def grown(tree: sd.DynamicTree, log_probs):
     level, first = jnp.zeros((ROWS, 1)), 0
     scores, parents = [level], [jnp.full((ROWS, 1), -1, jnp.int32)]
     for values in log_probs:
-        places = tree_growth.to_expand(tree, level)
+        places = tree_growth.choose_to_expand(tree, level)
         parents.append(jnp.repeat(first + places, tree.width, axis=1))
         first += level.shape[1]
         level = tree_growth.expand(level, places, values)

@@ -6,7 +6,7 @@ import pytest
 
 import specdec_jax as sd
 from specdec_jax.speculative import tree_text
-from specdec_jax.speculative.tree_text import read_tree, text_of
+from specdec_jax.speculative.tree_text import read_tree, write_tree
 
 
 def test_doctests():
@@ -45,7 +45,7 @@ def test_reading(text, tree):
     ],
 )
 def test_what_is_written_is_read(tree):
-    read = read_tree(text_of(tree))
+    read = read_tree(write_tree(tree))
 
     def shape(tree):
         return (
@@ -57,7 +57,7 @@ def test_what_is_written_is_read(tree):
             getattr(tree, "parents", None),
         )
 
-    assert shape(read) == shape(tree) and text_of(read) == text_of(tree)
+    assert shape(read) == shape(tree) and write_tree(read) == write_tree(tree)
 
 
 @pytest.mark.parametrize(

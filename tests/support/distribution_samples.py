@@ -8,7 +8,7 @@ from toy_models import HashModel
 
 from specdec_jax.decoding.generate import prepare
 from specdec_jax.decoding.loop import advance
-from specdec_jax.models.network import decoder_only
+from specdec_jax.models.network import is_decoder_only
 from specdec_jax.speculative.sampling import SamplingConfig
 
 V, POSITIONS, EOS, GAMMA = 16, 3, 5, 2
@@ -24,7 +24,7 @@ def joint_distribution(model, config: SamplingConfig) -> np.ndarray:
     """
     pairs = np.stack(np.meshgrid(np.arange(V), np.arange(V), indexing="ij"), axis=-1).reshape(-1, 2)
     inputs, first = (
-        (INPUTS[:-1], INPUTS[-1]) if decoder_only(model) else (INPUTS, model.start_token)
+        (INPUTS[:-1], INPUTS[-1]) if is_decoder_only(model) else (INPUTS, model.start_token)
     )
     decoder = np.concatenate([np.full((len(pairs), 1), first), pairs], axis=1)
     logits = np.asarray(

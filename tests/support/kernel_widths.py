@@ -29,7 +29,7 @@ def compiled_for(march: str, folder):
     if march not in _suffixes:
         library, source = folder / f"{march}.so", native._SOURCE
         flags = [*native._FLAGS, f"-march={march}", f"-I{jax.ffi.include_dir()}", "-o", library]
-        subprocess.run([*native._compiler().command, *flags, source], check=True, timeout=120)
+        subprocess.run([*native._find_compiler().command, *flags, source], check=True, timeout=120)
         cpu_selftest.register(
             str(library), {f"{name}_{march}": symbol for name, symbol in native.TARGETS.items()}
         )

@@ -85,4 +85,4 @@ def calls(tmp_path) -> int:
 def again() -> str:
     """Returns the state that a new process would choose."""
     native._settle.cache_clear()
-    return native.state()
+    return native.describe_state()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.network import padded_lengths
+from specdec_jax.models.network import count_until_padding
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.tokenizers.vocabularies import Vocabulary
 
@@ -228,7 +228,9 @@ class HashModel:
     def logits(self, inputs, decoder_tokens, input_lengths=None):
         """Returns teacher-forced logits `[B, T, V]` in numpy."""
         inputs, tokens = np.asarray(inputs), np.asarray(decoder_tokens, np.uint32)
-        lengths = padded_lengths(inputs) if input_lengths is None else np.asarray(input_lengths)
+        lengths = (
+            count_until_padding(inputs) if input_lengths is None else np.asarray(input_lengths)
+        )
         number = lengths.astype(np.uint32)
         for column in range(inputs.shape[1]):
             number = np.where(

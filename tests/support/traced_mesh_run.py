@@ -103,7 +103,7 @@ def main(cases: list[str]) -> dict:
         return result
 
     ambient_mesh.adapt_to_mesh = under_jit.adapt_to_mesh = noted
-    ambient_mesh._platform = lambda mesh: "tpu"  # so that caches have a TPU's layout
+    ambient_mesh._mesh_platform = lambda mesh: "tpu"  # so that caches have a TPU's layout
     devices, result = np.array(jax.devices()), {}
     meshes = {
         "1x4": Mesh(devices.reshape(1, 4), AXES),

@@ -215,7 +215,7 @@ def final_params(output):
     stored = json.loads((pathlib.Path(output) / "config.json").read_text())
     config = training_config.TrainConfig(**{**stored, "model": build_config(stored["model"])})
     assert saved.newest.latest_step() == 12
-    return saved.restore(train._abstract_state(config))
+    return saved.restore(train._make_abstract_state(config))
 
 
 def test_a_run_that_is_killed_in_both_stages_ends_as_an_undisturbed_one(

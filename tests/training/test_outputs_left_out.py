@@ -40,7 +40,7 @@ def target():
 def lines(target, texts, printed):
     ids = [target.vocabulary.encode(text) + [1] for text in texts]
     job = sequence_distillation.Job(pathlib.Path("a.tsv"), ids, texts, 0, 0)
-    return list(sequence_distillation._lines(SETTINGS, target, job, 0, printed.append))
+    return list(sequence_distillation._yield_lines(SETTINGS, target, job, 0, printed.append))
 
 
 def test_one_source_is_left_out_and_reported(target):

@@ -341,7 +341,10 @@ def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
     assert raised.value.args == (signal.SIGTERM,), "by which the command says 143"
     assert os.listdir(tmp_path / "checkpoints") == [str(step)]
     assert f"interrupted: step {step} is saved" in capsys.readouterr().err
-    assert int(run_folder.Checkpoints(tmp_path).restore(train._abstract_state(config)).step) == step
+    assert (
+        int(run_folder.Checkpoints(tmp_path).restore(train._make_abstract_state(config)).step)
+        == step
+    )
 
 
 def test_a_full_disk_ends_a_run_in_one_line_and_it_resumes_when_there_is_space(
@@ -374,7 +377,11 @@ def test_a_full_disk_ends_a_run_in_one_line_and_it_resumes_when_there_is_space(
         monkeypatch.setattr(run_folder.Checkpoints, "keep_newest", keep)
         train.fit(config)
         assert (
-            int(run_folder.Checkpoints(disk / "run").restore(train._abstract_state(config)).step)
+            int(
+                run_folder.Checkpoints(disk / "run")
+                .restore(train._make_abstract_state(config))
+                .step
+            )
             == config.steps
         )
 

@@ -24,7 +24,7 @@ from specdec_jax.analysis.report.records import (
     Record,
     TreeRecord,
 )
-from specdec_jax.analysis.report.rows import Row, rows
+from specdec_jax.analysis.report.rows import Row, list_rows
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.speculative.verifiers import LOSSY, SYNTHETIC
 
@@ -92,11 +92,11 @@ def report(read: Sequence[tuple[pathlib.Path, Record]]) -> str:
             for path, record in read
             if not isinstance(record, EstimateRecord)
         ],
-        rates=_tabulate_rates([row for record in records for row in rows(record)]),
+        rates=_tabulate_rates([row for record in records for row in list_rows(record)]),
         leniences=_tabulate_leniences(records),
         estimates=[(describe_memory(record), tabulate_times(record)) for record in estimates],
         missing=_tabulate_missing(records),
-        theory=_theory(),
+        theory=_theory_section(),
     )
 
 
@@ -106,23 +106,23 @@ def _finalize(value: object) -> object:
 
 
 def _draw_tree(tree: DrawnTree) -> Markup:
-    return Markup(plots.svg(plots.draw_tree(tree.drawn())))
+    return Markup(plots.render_svg(plots.draw_tree(tree.drawn())))
 
 
 def _draw_timeline(variants: Sequence[ExampleVariant]) -> Markup:
     names = [f"γ = {variant.gamma}" if variant.gamma else "plain" for variant in variants]
     bars = [(name, variant.spans) for name, variant in zip(names, variants, strict=True)]
-    return Markup(plots.svg(plots.draw_timeline(bars)))
+    return Markup(plots.render_svg(plots.draw_timeline(bars)))
 
 
-def _theory() -> dict[str, Any]:
+def _theory_section() -> dict[str, Any]:
     gains = {
         row: formulas.improvement(row.alpha, row.gamma, row.cost_ratio) for row in paper.TABLE_4
     }
     return {
-        "expected_tokens": Markup(plots.svg(plots.draw_expected_tokens())),
-        "optimal_gammas": Markup(plots.svg(plots.draw_optimal_gammas())),
-        "operations": Markup(plots.svg(plots.draw_operations())),
+        "expected_tokens": Markup(plots.render_svg(plots.draw_expected_tokens())),
+        "optimal_gammas": Markup(plots.render_svg(plots.draw_optimal_gammas())),
+        "operations": Markup(plots.render_svg(plots.draw_operations())),
         "table_1": Table.build(
             "Table 1. Factors in arithmetic operations and speed, c = ĉ = 0",
             paper.TABLE_1,
@@ -178,7 +178,7 @@ def _section(record: Any) -> dict[str, Any]:
         pair = f"{record.target.name} with {record.drafter.name}"
         about = f"{pair}, temperature {record.options.temperature:g}"
         return section | {"about": about, "demo": record}
-    measured, figures = rows(record), []
+    measured, figures = list_rows(record), []
     section["about"] = measured[0].about if measured else ""
     beams = isinstance(record, BeamRecord)
     section["table"] = _tabulate_rows(measured, "beam search" if beams else "decoding")
@@ -200,7 +200,7 @@ def _section(record: Any) -> dict[str, Any]:
     if isinstance(record, BenchmarkRecord):
         section["trees"] = _tabulate_trees(record.trees) if record.trees else None
         section["example"] = record.example
-    return section | {"pictures": [Markup(plots.svg(figure)) for figure in figures]}
+    return section | {"pictures": [Markup(plots.render_svg(figure)) for figure in figures]}
 
 
 def _name_bar(row: Row, beams: bool) -> str:
@@ -216,15 +216,15 @@ def _tabulate_rows(measured: Sequence[Row], what: str) -> Table:
         measured,
         ("drafter", "{0.drafter}"),
         ("verification", "{0.verifier}"),
-        ("γ", lambda row: _decimal(row.gamma, 0)),
-        ("α", _rate),
-        ("c (products)", lambda row: _with_bare(row.cost_ratio, row.bare_cost_ratio, 3)),
-        ("v (products)", lambda row: _with_bare(row.verify_cost, row.bare_verify_cost, 2)),
-        ("tokens per call", lambda row: _decimal(row.tokens_per_call, 2)),
-        ("predicted", lambda row: _decimal(row.predicted, 3)),
+        ("γ", lambda row: _format_decimal(row.gamma, 0)),
+        ("α", _format_rate),
+        ("c (products)", lambda row: _format_cost(row.cost_ratio, row.bare_cost_ratio, 3)),
+        ("v (products)", lambda row: _format_cost(row.verify_cost, row.bare_verify_cost, 2)),
+        ("tokens per call", lambda row: _format_decimal(row.tokens_per_call, 2)),
+        ("predicted", lambda row: _format_decimal(row.predicted, 3)),
         ("measured", lambda row: _spread(row.improvement)),
         ("measured / predicted", lambda row: _spread(row.reached)),
-        ("outputs that differ", lambda row: _decimal(row.differ, 0)),
+        ("outputs that differ", lambda row: _format_decimal(row.differ, 0)),
     )
 
 
@@ -244,7 +244,7 @@ def _tabulate_trees(trees: Sequence[TreeRecord]) -> Table:
         ("tree", "tree {0.tree}"),
         ("positions", "{0.nodes}"),
         ("depth", "{0.depth}"),
-        ("predicted", lambda tree: _decimal(tree.predicted, 2)),
+        ("predicted", lambda tree: _format_decimal(tree.predicted, 2)),
         ("measured", "{0.stats.tokens_per_target_call:.2f}"),
     )
 
@@ -256,7 +256,7 @@ def _tabulate_rates(measured: Sequence[Row]) -> Table:
         exact = row.verifier.partition(",")[0] not in (SYNTHETIC.name, *LOSSY)
         if row.alpha is not None and row.temperature in (0, 1) and exact:
             by_argmax = ours.setdefault((row.target, row.drafter, row.sentences), {})
-            by_argmax.setdefault(row.temperature == 0, _rate(row))
+            by_argmax.setdefault(row.temperature == 0, _format_rate(row))
     lines = [
         (row.target, row.drafter, "paper", f"{row.argmax:.2f}", f"{row.sampled:.2f}")
         for row in paper.TABLE_3
@@ -274,9 +274,11 @@ def _tabulate_leniences(records: Sequence[Record]) -> Table | None:
             continue
         if (lenience := record.options.lenience) is None:
             continue
-        for row in rows(record):
+        for row in list_rows(record):
             pair = row.target, row.drafter, row.sentences, f"{row.temperature:g}", row.gamma
-            by_pair.setdefault(pair, {})[lenience] = f"{_rate(row)}, {_spread(row.improvement)}"
+            by_pair.setdefault(pair, {})[lenience] = (
+                f"{_format_rate(row)}, {_spread(row.improvement)}"
+            )
     if not by_pair:
         return None
     values = sorted({value for by in by_pair.values() for value in by}, reverse=True)
@@ -296,7 +298,7 @@ def _accelerator_section(record: AcceleratorRecord) -> dict[str, Any]:
         "about": about,
         "accelerator": True,
         "table": tabulate_figures(record),
-        "pictures": [Markup(plots.svg(drawn))] if drawn is not None else [],
+        "pictures": [Markup(plots.render_svg(drawn))] if drawn is not None else [],
     }
 
 
@@ -313,7 +315,7 @@ def tabulate_figures(record: AcceleratorRecord) -> Table:
 
 
 def _figure_line(figure: FigureRecord) -> tuple:
-    batch, times = _decimal(figure.batch, 0), figure.milliseconds
+    batch, times = _format_decimal(figure.batch, 0), figure.milliseconds
     if times is None:
         failed = f"failed: {figure.failed}"
         why = failed if figure.failed else f"not supported here: {figure.unsupported}"
@@ -326,9 +328,9 @@ def _figure_line(figure: FigureRecord) -> tuple:
         f"{times.median:.3g}",
         f"{times.least:.3g} to {times.most:.3g}",
         "-" if figure.floor_ms is None else f"{figure.floor_ms:.3g}",
-        _ratio(figure),
-        _decimal(figure.iteration_ms, 3),
-        _decimal(figure.tokens_per_second, 0),
+        _format_ratio(figure),
+        _format_decimal(figure.iteration_ms, 3),
+        _format_decimal(figure.tokens_per_second, 0),
         f"acceptance {figure.acceptance}" if figure.acceptance else what,
     )
 
@@ -337,7 +339,7 @@ def _figure_line(figure: FigureRecord) -> tuple:
 _RATIOS = {"v": "v = {:.3g}", "c": "c = {:.3g}", "improvement": "{:.2f}", "over_full": "{:.2f}"}
 
 
-def _ratio(figure: FigureRecord) -> str:
+def _format_ratio(figure: FigureRecord) -> str:
     values = [(getattr(figure, key), text) for key, text in _RATIOS.items()]
     parts = [text.format(value) for value, text in values if value is not None][:1]
     if figure.over_full_plain is not None:
@@ -387,7 +389,7 @@ def tabulate_times(record: EstimateRecord) -> Table | None:
     )
 
 
-def _times_xxl(record: Record) -> bool:
+def _scale_to_xxl(record: Record) -> bool:
     if isinstance(record, AcceleratorRecord):
         timed = [one.target for one in record.figures if one.improvement is not None]
     elif isinstance(record, BenchmarkRecord):
@@ -400,7 +402,7 @@ def _times_xxl(record: Record) -> bool:
 def _tabulate_missing(records: Sequence[Record]) -> Table | None:
     """Returns what a complete page has and this one lacks, with the command that measures it."""
     missing = []
-    if not any(map(_times_xxl, records)):
+    if not any(map(_scale_to_xxl, records)):
         command = "python scripts/accelerator_report.py --output=accelerator.json"
         missing.append(("T5-XXL with T5-small on an accelerator", command))
     if not any(isinstance(record, BenchmarkRecord) and record.against for record in records):
@@ -414,19 +416,21 @@ def _tabulate_missing(records: Sequence[Record]) -> Table | None:
     return Table(caption, ("what", "", "command"), lines) if lines else None
 
 
-def _decimal(value: float | None, digits: int) -> str:
+def _format_decimal(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _with_bare(value: float | None, bare: float | None, digits: int) -> str:
+def _format_cost(value: float | None, bare: float | None, digits: int) -> str:
     """Returns a cost as text, with the cost of its bare matrix products in parentheses."""
-    return _decimal(value, digits) + ("" if bare is None else f" ({bare:.{digits}f})")
+    return _format_decimal(value, digits) + ("" if bare is None else f" ({bare:.{digits}f})")
 
 
-def _rate(row: Row) -> str:
+def _format_rate(row: Row) -> str:
     """Returns α per position of the output, and where something was drafted in parentheses."""
     drafted = row.drafted_alpha
-    return _decimal(row.alpha, 3) + ("" if drafted in (None, row.alpha) else f" ({drafted:.3f})")
+    return _format_decimal(row.alpha, 3) + (
+        "" if drafted in (None, row.alpha) else f" ({drafted:.3f})"
+    )
 
 
 def _spread(spread: Spread | None) -> str:

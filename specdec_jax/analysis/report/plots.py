@@ -13,7 +13,7 @@ from specdec_jax.analysis import formulas
 from specdec_jax.analysis.report.records import AcceleratorRecord, MeasureRecord
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.top_k_hit_rate import KINDS, depth_curves
-from specdec_jax.analysis.tree_drawing import Drawn, depth_first
+from specdec_jax.analysis.tree_drawing import Drawn, walk_depth_first
 from specdec_jax.decoding.trace import TreeStep
 from specdec_jax.files.writing import check_output, write_file
 
@@ -40,7 +40,7 @@ def save(figure: Figure, path: str) -> None:
     write_file(path, file.getvalue())
 
 
-def svg(figure: Figure) -> str:
+def render_svg(figure: Figure) -> str:
     """Returns the figure as an element of an HTML page; the same figure gives the same text."""
     import matplotlib
 
@@ -307,7 +307,7 @@ def draw_tree(drawn: Drawn) -> Figure:
     from matplotlib.figure import Figure
 
     tree = drawn.tree
-    order = list(depth_first(tree))
+    order = list(walk_depth_first(tree))
     paths = {node: tree.line(node) for node in order}
     widths = _LEVEL * (max(map(len, paths.values())) + 1), _ROW * len(order) + 0.6
     figure = Figure(figsize=(sum(widths), _ROW * len(order) + 1), layout="constrained")

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from specdec_jax.analysis.machine import PACKAGES, hardware
+from specdec_jax.analysis.machine import PACKAGES, describe_hardware
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.tree_drawing import Drawn
 from specdec_jax.files import reading
@@ -114,7 +114,7 @@ class MachineRecord(Record):
         """Returns hardware and versions on one line."""
         versions = {name: getattr(self, name) for name in ("python", *PACKAGES)}
         shown = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
-        return f"{hardware(self.model_dump(exclude_defaults=True))}; {shown}"
+        return f"{describe_hardware(self.model_dump(exclude_defaults=True))}; {shown}"
 
 
 class ShownOptions(Record):
@@ -529,18 +529,20 @@ def read_records(path: str) -> list[Record]:
     names = names if len(lines) > 1 else [path]
     records = []
     for name, line in zip(names, lines, strict=True):
-        with _naming(name):
+        with _name_errors(name):
             records.append(parse(reading.parse_json(line)))
     return records
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _name_errors(name: str) -> Iterator[None]:
     """Puts `name` before the message of a ValueError, and what writes records after it."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{name}: {reading.reason(error)}, in a record of {_COMMANDS}") from None
+        raise ValueError(
+            f"{name}: {reading.error_reason(error)}, in a record of {_COMMANDS}"
+        ) from None
 
 
 def write_record(path: str, record: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ class Row(NamedTuple):
         return Spread(*(value / self.predicted for value in self.improvement))
 
 
-def rows(record: Record) -> list[Row]:
+def list_rows(record: Record) -> list[Row]:
     """Returns a row for each way of decoding that a record has measured.
 
     Estimates, demos and an accelerator's figures have none.

@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from specdec_jax.analysis.machine import hardware
+from specdec_jax.analysis.machine import describe_hardware
 from specdec_jax.analysis.predictions import TREE_PREDICTIONS
 from specdec_jax.analysis.top_k_hit_rate import KINDS, depth_curves
 from specdec_jax.analysis.tuning import read_choice
@@ -51,7 +51,7 @@ def benchmark_summary(record: Mapping[str, Any]) -> str:
         "benchmark.txt",
         record=record,
         verdict=_benchmark_verdict(record),
-        products=", ".join(f"bare {name} {_seconds(spread)}" for name, spread in products),
+        products=", ".join(f"bare {name} {_format_seconds(spread)}" for name, spread in products),
     )
 
 
@@ -141,7 +141,7 @@ def _benchmark_verdict(record: Mapping[str, Any]) -> list[str]:
         lines += describe_best(verdict, options["repeats"], advice)
     every = [*chains, *record.get("trees", ())]
     counts = [len(variant["differences"]) if variant["compared"] else None for variant in every]
-    tokens = describe_tokens(counts, record["sentences"], options, _all_near_ties(every))
+    tokens = describe_tokens(counts, record["sentences"], options, _are_near_ties(every))
     return [*lines, tokens]
 
 
@@ -164,13 +164,13 @@ def _beam_verdict(record: Mapping[str, Any]) -> list[str]:
     differing = [item["differing"] for item in record.get("choices", ())]
     if searches is not None:
         differing = [len(variant["differences"]) for variant in searches]
-        near_ties = _all_near_ties(searches)
+        near_ties = _are_near_ties(searches)
     advice = "a drafter that costs less, or fewer levels (--gamma)"
     best = describe_best(record["verdict"], options["repeats"], advice, "plain beam search")
     return [*best, describe_tokens(differing, record["sentences"], options, near_ties)]
 
 
-def _all_near_ties(variants: Sequence[Mapping[str, Any]]) -> bool:
+def _are_near_ties(variants: Sequence[Mapping[str, Any]]) -> bool:
     return all(item["near_tie"] for variant in variants for item in variant["differences"])
 
 
@@ -222,7 +222,7 @@ def _describe_alpha(stats: Mapping[str, Any]) -> str:
     )
 
 
-def _accepted_by_depth(stats: Mapping[str, Any], examined: Sequence[int] | None = None) -> str:
+def _share_by_depth(stats: Mapping[str, Any], examined: Sequence[int] | None = None) -> str:
     """Returns the share of the calls that accept each position, or of `examined` tokens."""
     counts = stats["accepted_by_position"]
     wholes = examined or [stats["target_calls"]] * len(counts)
@@ -239,25 +239,25 @@ def _describe_difference(item: Mapping[str, Any]) -> str:
 # Filters of the templates.
 
 
-def _range(spread: Mapping[str, float], spec: str = ".3f") -> str:
+def _format_range(spread: Mapping[str, float], spec: str = ".3f") -> str:
     return f"({spread['least']:{spec}} to {spread['most']:{spec}})"
 
 
 def _spread(spread: Mapping[str, float]) -> str:
-    return f"{spread['median']:.3f} {_range(spread)}"
+    return f"{spread['median']:.3f} {_format_range(spread)}"
 
 
-def _seconds(spread: Mapping[str, float]) -> str:
+def _format_seconds(spread: Mapping[str, float]) -> str:
     scale, unit = (1, "s") if spread["median"] >= 1 else (1e3, "ms")
     scaled = {name: scale * value for name, value in spread.items()}
-    return f"{scaled['median']:.3f} {unit} {_range(scaled)}"
+    return f"{scaled['median']:.3f} {unit} {_format_range(scaled)}"
 
 
-def _numbers(values: Iterable[float], spec: str, separator: str) -> str:
+def _format_numbers(values: Iterable[float], spec: str, separator: str) -> str:
     return separator.join(f"{value:{spec}}" for value in values)
 
 
-def _named(values: Mapping[str, Any], text: str) -> str:
+def _format_named(values: Mapping[str, Any], text: str) -> str:
     return ", ".join(text.format(*item) for item in values.items())
 
 
@@ -273,20 +273,20 @@ _TEMPLATES = jinja2.Environment(
 )
 _TEMPLATES.filters |= {
     "bound": lambda value: "no bound" if value is None else f"{value:.3f}",
-    "named": _named,
+    "named": _format_named,
     "number": format,
-    "numbers": _numbers,
-    "range": _range,
-    "seconds": _seconds,
+    "numbers": _format_numbers,
+    "range": _format_range,
+    "seconds": _format_seconds,
     "spread": _spread,
-    "wide": lambda spread: f"{spread['median']:>12.3f}   {_range(spread)}",
+    "wide": lambda spread: f"{spread['median']:>12.3f}   {_format_range(spread)}",
 }
 _TEMPLATES.globals |= {
-    "accepted_by_depth": _accepted_by_depth,
+    "accepted_by_depth": _share_by_depth,
     "depth_curves": depth_curves,
     "describe_alpha": _describe_alpha,
     "describe_difference": _describe_difference,
-    "hardware": hardware,
+    "hardware": describe_hardware,
     "kinds": KINDS,
     "read_choice": read_choice,
     "same_positions": describe_same_positions,

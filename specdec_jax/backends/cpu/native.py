@@ -72,38 +72,38 @@ _VECTORS = {
 }
 
 
-def available() -> bool:
+def is_available() -> bool:
     """Returns whether the kernels are loaded and `TARGETS` registered; never raises.
 
     The first call in a process loads them; the first with this package, jaxlib, compiler and
     processor compiles them, which takes seconds. A line on standard error says so, or why there are
     no kernels.
     """
-    return _settled().library is not None
+    return _has_settled().library is not None
 
 
-def state() -> str:
+def describe_state() -> str:
     """Returns a line for people that says which library is used, or why none is.
 
     Loads it as `available` does.
     """
-    return _settled().line
+    return _has_settled().line
 
 
-def origin() -> str | None:
+def describe_origin() -> str | None:
     """Returns how the library in use was made, without a path; None without one.
 
     Example: "built with g++ 12.2 for znver4 (avx512)".
     """
-    return _settled().origin
+    return _has_settled().origin
 
 
-def identity() -> str | None:
+def library_digest() -> str | None:
     """Returns a digest of the source, compiler, processor and contents of the library in use.
 
     None without one.
     """
-    library = _settled().library
+    library = _has_settled().library
     return library and pathlib.Path(library).stem
 
 
@@ -141,7 +141,7 @@ class _Failed(_Unusable):
 _lock = threading.RLock()
 
 
-def _settled() -> _State:
+def _has_settled() -> _State:
     with _lock:
         return _settle()
 
@@ -195,10 +195,10 @@ def _find() -> _Library:
         raise _Unusable(f"{SETTING}={setting}: expected off or rebuild")
     if os.name != "posix":
         raise _Unusable(f"not built on {platform.system()}")
-    source, compiler = _SOURCE.read_bytes(), _compiler()
-    folder, key = user_cache.private_folder("kernel"), _key(source, compiler)
+    source, compiler = _SOURCE.read_bytes(), _find_compiler()
+    folder, key = user_cache.private_folder("kernel"), _library_key(source, compiler)
     record = folder / f"{key}.json"
-    found = None if setting else _remembered(record)
+    found = None if setting else _read_recorded_library(record)
     if found is None:
         try:
             found = _build(folder, key, source, compiler)
@@ -211,10 +211,10 @@ def _find() -> _Library:
     return found
 
 
-def _key(source: bytes, compiler: _Compiler) -> str:
+def _library_key(source: bytes, compiler: _Compiler) -> str:
     """Returns a digest of all that a library depends on, with which its name begins."""
     calls = *compiler.command, os.path.realpath(compiler.command[0]), compiler.version
-    machine = platform.system(), platform.machine(), _features(), _libc()
+    machine = platform.system(), platform.machine(), _processor_features(), _libc_version()
     here = _PROBE.read_bytes(), jaxlib.__version__, _FLAGS, _NATIVE, TARGETS
     return _digest(repr([source, calls, machine, here]).encode())
 
@@ -223,7 +223,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
 
 
-def _features() -> str:
+def _processor_features() -> str:
     """Returns a text that differs between processors that get different instructions."""
     if sys.platform == "darwin":
         return _run(["sysctl", "-n", "machdep.cpu.brand_string"], _ASK_SECONDS).output
@@ -236,7 +236,7 @@ def _features() -> str:
     return "\n".join(sorted(lines))
 
 
-def _libc() -> str | None:
+def _libc_version() -> str | None:
     """Returns the version of the C library, None if unknown: an older one may not load ours."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION")
@@ -244,7 +244,7 @@ def _libc() -> str | None:
         return None
 
 
-def _compiler() -> _Compiler:
+def _find_compiler() -> _Compiler:
     """Finds the compiler: CXX, or the first of `_COMPILERS` on PATH.
 
     Raises `_Unusable` without one.
@@ -259,14 +259,14 @@ def _compiler() -> _Compiler:
         name = os.path.basename(last)
         asked = _run([*command, "--version"], _ASK_SECONDS)
         if asked.code != 0:
-            raise _Unusable(f"{named or name} --version {_why(asked, _ASK_SECONDS)}")
+            raise _Unusable(f"{named or name} --version {_describe_failure(asked, _ASK_SECONDS)}")
         return _Compiler(command, name, asked.output.strip().partition("\n")[0])
     if named:
         raise _Unusable(f"no C++ compiler found: CXX={named}")
     raise _Unusable(f"no C++ compiler found ({', '.join(_COMPILERS)} on PATH, or CXX)")
 
 
-def _remembered(record: pathlib.Path) -> _Library | None:
+def _read_recorded_library(record: pathlib.Path) -> _Library | None:
     """Returns the library of a record, None if it is missing or damaged.
 
     Raises `_Unusable` for a recorded failure.
@@ -303,12 +303,12 @@ def _build(folder: pathlib.Path, key: str, source: bytes, compiler: _Compiler) -
     with user_cache.scratch_folder(folder) as temporary:
         _say("specdec_jax: compiling its CPU kernel (once, a few seconds) ...")
         made = temporary / "kernel.so"
-        native, target = _native(compiler)
+        native, target = _native_flags(compiler)
         flags = *_FLAGS, *native, f"-I{jax.ffi.include_dir()}"
         command = [*compiler.command, *flags, "-o", str(made), "-x", "c++", "-"]
         ended = _run(command, _COMPILE_SECONDS, source)
         if ended.code != 0 or not made.is_file():
-            raise _Failed(f"{compiler.name} {_why(ended, _COMPILE_SECONDS)}")
+            raise _Failed(f"{compiler.name} {_describe_failure(ended, _COMPILE_SECONDS)}")
         _try(made)
         content = made.read_bytes()
         path = folder / _library_name(key, content)
@@ -318,7 +318,7 @@ def _build(folder: pathlib.Path, key: str, source: bytes, compiler: _Compiler) -
     return _Library(str(path), f"built with {name} for {target}")
 
 
-def _native(compiler: _Compiler) -> tuple[tuple[str, ...], str]:
+def _native_flags(compiler: _Compiler) -> tuple[tuple[str, ...], str]:
     """Returns the flags for this processor, and its name for the compiler: "znver4 (avx512)"."""
     for flags in _NATIVE:
         asked = _run([*compiler.command, *flags, "-dM", "-E", "-x", "c++", "-"], _ASK_SECONDS)
@@ -341,7 +341,9 @@ def _try(library: pathlib.Path) -> None:
     command = [sys.executable, "-I", str(_PROBE), asked]
     ended = _run(command, _PROBE_SECONDS, environment={**settings, "JAX_PLATFORMS": "cpu"})
     if ended.code != 0 or ended.output.strip() != "works":
-        why = _why(ended, _PROBE_SECONDS, last=True).replace(str(library), library.name)
+        why = _describe_failure(ended, _PROBE_SECONDS, last=True).replace(
+            str(library), library.name
+        )
         raise _Failed(f"the self-test {why}")
 
 
@@ -394,7 +396,7 @@ def _run(
     return _Ended(code, output.decode(errors="replace"), said.decode(errors="replace"))
 
 
-def _why(ended: _Ended, seconds: float, last: bool = False) -> str:
+def _describe_failure(ended: _Ended, seconds: float, last: bool = False) -> str:
     """Returns how a process failed, with a line of its standard error.
 
     That is the first with "error", or the `last` one.

@@ -21,7 +21,7 @@ from specdec_jax.backends.axes import Valid
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.int8 import Int8Weight
 from specdec_jax.backends.tree_positions import AnyNodes
-from specdec_jax.files.reading import shown
+from specdec_jax.files.reading import quote_value
 
 # Bits of a product's inputs by the ways of quantising weights to 8 bits; see `checkpoints.load`.
 INPUT_BITS = {"int8": 16, "w8a8": 8}
@@ -31,7 +31,9 @@ _COLUMNS = 16  # columns of a panel
 
 def can_pack(dtype: DTypeLike) -> bool:
     """Returns whether weights are packed: for float32, on a CPU that has the kernels."""
-    return jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32 and native.available()
+    return (
+        jax.default_backend() == "cpu" and np.dtype(dtype) == np.float32 and native.is_available()
+    )
 
 
 def has_accelerator() -> bool:
@@ -51,7 +53,7 @@ def describe_support(dtype: DTypeLike, quantize: str | None = None) -> str:
     """
     backend, dtype = jax.default_backend(), np.dtype(dtype).name
     there = f"{dtype} on the backend {backend}"
-    there = native.state() if (backend, dtype) == ("cpu", "float32") else there
+    there = native.describe_state() if (backend, dtype) == ("cpu", "float32") else there
     places = "for float32 on a CPU with the package's own kernel"
     places += "" if quantize == "w8a8" else " or on an accelerator"
     return f"8 bits only {places}, without a mesh or matmul_dtype (here: {there})"
@@ -60,7 +62,9 @@ def describe_support(dtype: DTypeLike, quantize: str | None = None) -> str:
 def check_quantize_name(quantize: str | None) -> None:
     """Checks that `quantize` is None or one of `QUANTIZE`; raises ValueError otherwise."""
     if quantize is not None and quantize not in QUANTIZE:
-        raise ValueError(f"quantize: got {shown(quantize)}, expected one of {', '.join(QUANTIZE)}")
+        raise ValueError(
+            f"quantize: got {quote_value(quantize)}, expected one of {', '.join(QUANTIZE)}"
+        )
 
 
 def check_quantize(quantize: str | None, dtype: DTypeLike, mesh: bool) -> None:
@@ -139,7 +143,7 @@ class PackedWeight:
 
     def unpack(self) -> Float[Array, "D F"] | Int8Weight:
         """Returns what `pack` was given."""
-        values = _joined(self.values, self.lines, self.columns)
+        values = _join_axes(self.values, self.lines, self.columns)
         if self.scales is None:
             return values
         return Int8Weight(values, self.scales, 32 // self.values.shape[-1])
@@ -164,9 +168,15 @@ class PackedWeight:
         Rows that are False in `valid` are not computed. With `clear` they are 0; without, they are
         not written and may hold anything, NaN too.
         """
-        more = [_or_none(array) for array in (before.scale, before.bias, bias, residual)]
-        arguments = x.astype(jnp.float32), self.values, _or_none(self.scales), _flags(valid), *more
-        call = _kernel(f"product_{self._kind}", (*x.shape[:-1], self.columns))
+        more = [_replace_none(array) for array in (before.scale, before.bias, bias, residual)]
+        arguments = (
+            x.astype(jnp.float32),
+            self.values,
+            _replace_none(self.scales),
+            _flags(valid),
+            *more,
+        )
+        call = _get_kernel(f"product_{self._kind}", (*x.shape[:-1], self.columns))
         return call(*arguments, **before.attributes(), clear=clear).astype(output_dtype)
 
     def greedy_token_and_logprob(
@@ -178,7 +188,7 @@ class PackedWeight:
         is NaN; the log-probability there is NaN, and without `normalize` it is meaningless.
         """
         results = [jax.ShapeDtypeStruct(x.shape[:-1], dtype) for dtype in (jnp.int32, jnp.float32)]
-        arguments = x.astype(jnp.float32), self.values, _or_none(self.scales), _flags(valid)
+        arguments = x.astype(jnp.float32), self.values, _replace_none(self.scales), _flags(valid)
         call = jax.ffi.ffi_call(f"specdec_head_{self._kind}", results, vmap_method="sequential")
         return tuple(call(*arguments, columns=np.int64(self.columns), summed=bool(normalize)))
 
@@ -205,13 +215,13 @@ def _cut_groups(weight: Int8[Array, "D F"], group: int) -> Int8[Array, "panels g
 
 
 @functools.partial(jax.jit, static_argnames=("lines", "columns"))
-def _joined(values: Panels, lines: int, columns: int) -> Shaped[Array, "{lines} {columns}"]:
+def _join_axes(values: Panels, lines: int, columns: int) -> Shaped[Array, "{lines} {columns}"]:
     if values.ndim == 4:  # in groups
         values = values.swapaxes(2, 3).reshape(len(values), -1, _COLUMNS)
     return values.transpose(1, 0, 2).reshape(values.shape[1], -1)[:lines, :columns]
 
 
-def _or_none(array: Float[Array, "*N"] | None, axes: int = 1) -> Float32[Array, "..."]:
+def _replace_none(array: Float[Array, "*N"] | None, axes: int = 1) -> Float32[Array, "..."]:
     """Returns the array, or an empty one with so many axes."""
     return jnp.zeros([0] * axes) if array is None else array.astype(jnp.float32)
 
@@ -220,7 +230,9 @@ def _flags(valid: Bool[Array, "..."] | None) -> Bool[Array, "..."]:
     return jnp.zeros(0, bool) if valid is None else valid
 
 
-def _kernel(name: str, *shapes: tuple[int, ...], aliases: dict[int, int] | None = None) -> Callable:
+def _get_kernel(
+    name: str, *shapes: tuple[int, ...], aliases: dict[int, int] | None = None
+) -> Callable:
     """Returns the function that calls a kernel, with float32 results of these shapes.
 
     `aliases` are the arguments that it overwrites with results.
@@ -241,7 +253,7 @@ def take_rows(
 
     0 where `valid` is False.
     """
-    call = _kernel("rows", (*numbers.shape, table.shape[1]))
+    call = _get_kernel("rows", (*numbers.shape, table.shape[1]))
     return call(table, numbers.astype(jnp.int32), _flags(valid))
 
 
@@ -249,17 +261,17 @@ def normalize(
     x: Float32[Array, "*N D"], norm: Before, valid: Bool[Array, "*N"] | None = None
 ) -> Float32[Array, "*N D"]:
     """Returns what `norm` makes of each row, 0 where `valid` is False."""
-    arguments = x, _or_none(norm.scale), _or_none(norm.bias), _flags(valid)
-    return _kernel("norm", x.shape)(*arguments, before=norm.attributes()["before"])
+    arguments = x, _replace_none(norm.scale), _replace_none(norm.bias), _flags(valid)
+    return _get_kernel("norm", x.shape)(*arguments, before=norm.attributes()["before"])
 
 
-def log_sums(x: Float32[Array, "*N V"]) -> tuple[Float32[Array, "*N"], Float32[Array, "*N"]]:
+def log_sum_exp(x: Float32[Array, "*N V"]) -> tuple[Float32[Array, "*N"], Float32[Array, "*N"]]:
     """Returns the greatest number of each row, and log Σ exp(x − greatest).
 
     Both are added up as by `PackedWeight.greedy_token_and_logprob`. The second is 0 where all
     numbers are −∞, and NaN where one is NaN or +∞.
     """
-    return tuple(_kernel("log_sums", *[x.shape[:-1]] * 2)(x))
+    return tuple(_get_kernel("log_sums", *[x.shape[:-1]] * 2)(x))
 
 
 _Cache = Float32[Array, "*B H S K"]
@@ -294,13 +306,13 @@ def attend_to_cache(
       Outputs, keys, values.
     """
     if isinstance(where, AnyNodes):
-        name, bias = "node_attention", _or_none(bias, 2)
+        name, bias = "node_attention", _replace_none(bias, 2)
         places = [where.starts, where.positions, where.paths]
     else:
-        name, bias, places = "self_attention", _or_none(bias, 3), [where]
+        name, bias, places = "self_attention", _replace_none(bias, 3), [where]
     shapes = (*qkv.shape[:2], qkv.shape[2] // 3), keys.shape, values.shape
     arrays = qkv, keys, values, bias, *places, _flags(valid)
-    call = _kernel(name, *shapes, aliases={1: 1, 2: 2})
+    call = _get_kernel(name, *shapes, aliases={1: 1, 2: 2})
     return tuple(call(*arrays, divisor=np.float32(divisor), clear=clear))
 
 
@@ -308,7 +320,7 @@ def move_slots(
     keys: _Cache, values: _Cache, sources: Int32[Array, "B M"], starts: Int32[Array, " B"]
 ) -> tuple[_Cache, _Cache]:
     """Does what `Backend.move_slots` does, in place."""
-    call = _kernel("move", keys.shape, values.shape, aliases={0: 0, 1: 1})
+    call = _get_kernel("move", keys.shape, values.shape, aliases={0: 0, 1: 1})
     return tuple(call(keys, values, sources, starts))
 
 
@@ -325,7 +337,7 @@ def attend_to_encoded(
     It is 0 for a row of length 0, and for positions that are False in `valid`; `clear` as for
     `PackedWeight.product`.
     """
-    call = _kernel("cross_attention", query.shape)
+    call = _get_kernel("cross_attention", query.shape)
     return call(query, keys, values, lengths, _flags(valid), clear=clear)
 
 
@@ -340,5 +352,5 @@ def attend_to_inputs(
       qkv: queries, keys and values side by side, 3·H·K.
       bias: added to the scores, by query position.
     """
-    call = _kernel("encoder_attention", (*qkv.shape[:2], qkv.shape[2] // 3))
+    call = _get_kernel("encoder_attention", (*qkv.shape[:2], qkv.shape[2] // 3))
     return call(qkv, bias, lengths)

@@ -46,7 +46,9 @@ def check() -> None:
     import numpy as np
 
     rng = np.random.default_rng(0)
-    for name, arguments, attributes, results, *expected in _products(rng) + _attentions(rng):
+    for name, arguments, attributes, results, *expected in _product_cases(rng) + _attention_cases(
+        rng
+    ):
         out = [jax.ShapeDtypeStruct(shape, np.float32) for shape in results]
         if name.startswith("head"):
             out[0] = out[0].update(dtype=np.int32)
@@ -58,7 +60,7 @@ def check() -> None:
             sys.exit(f"specdec_{name}: got outputs that are off by {off:.2g}, {most}")
 
 
-def _products(rng: Any) -> list[tuple]:
+def _product_cases(rng: Any) -> list[tuple]:
     """Returns cases for the products, with all kinds of weights.
 
     A case is (handler, arguments, attributes, shapes of the results, and the first results, in
@@ -97,7 +99,7 @@ def _products(rng: Any) -> list[tuple]:
         if group:
             groups = packed.reshape(F // P, K // group, group, P).swapaxes(2, 3)
             weights, matrix = (groups.copy(), scales), integers * scales.astype(np.float64)
-        inputs = [_in_8_bits(part) if kind == "w8a8" else part for part in (gated, linear)]
+        inputs = [_round_to_int8(part) if kind == "w8a8" else part for part in (gated, linear)]
         hidden, logits = (part.astype(np.float64) @ matrix for part in inputs)
         logprobs = -np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1))
         given_all, product = (given, *weights, valid, none, none, bias, residual), hidden + bias
@@ -108,7 +110,7 @@ def _products(rng: Any) -> list[tuple]:
     return cases
 
 
-def _in_8_bits(x: Any) -> Any:
+def _round_to_int8(x: Any) -> Any:
     """Returns rows of numbers, each part of a row rounded to 127 steps on either side of 0."""
     import numpy as np
 
@@ -120,8 +122,8 @@ def _in_8_bits(x: Any) -> Any:
     return np.concatenate(rounded, axis=1)
 
 
-def _attentions(rng: Any) -> list[tuple]:
-    """Returns cases, as `_products` does, for four kinds of attention: two rows of four heads."""
+def _attention_cases(rng: Any) -> list[tuple]:
+    """Returns cases, as `_product_cases` does, for attention of two rows and four heads."""
     import numpy as np
 
     B, T, H, S, K = 2, 3, 4, 37, 24

@@ -45,7 +45,7 @@ def supports_call(cache: KVCache, queries: int) -> bool:
         return False
     if os.environ.get(native.SETTING) == "off":
         return False
-    return SELF_TEST.passed(dtype=dtype, features=features, queries=_padded(queries))
+    return SELF_TEST.passed(dtype=dtype, features=features, queries=_pad_axes(queries))
 
 
 def attend_to_cache(
@@ -75,7 +75,7 @@ def attend_to_cache(
     shape, (batch, length, _) = key.shape, qkv.shape
     key, value = (x.reshape(batch, *x.shape[-3:]) for x in (key, value))
     heads, features = key.shape[1], key.shape[3]
-    kernel = functools.partial(_self_attention, length=length, divisor=divisor)
+    kernel = functools.partial(_attend_to_cache_block, length=length, divisor=divisor)
     arrays = positions, qkv, key, value, *([] if bias is None else [bias])
     out = jax.ShapeDtypeStruct((batch, length, heads * features), qkv.dtype)
     caches = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)]
@@ -105,7 +105,7 @@ def attend_to_encoded(
     batch, length, _ = query.shape
     key, value = (x.reshape(batch, *x.shape[-3:]) for x in (key, value))
     return pl.pallas_call(
-        functools.partial(_cross_attention, length=length),
+        functools.partial(_attend_to_encoded_block, length=length),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         grid=key.shape[:2],
         name="cross_attention",
@@ -120,7 +120,7 @@ def _compile_options(interpret: Any) -> dict[str, Any]:
     return dict(compiler_params=triton.CompilerParams(num_warps=4, num_stages=2))
 
 
-def _padded(queries: int) -> int:
+def _pad_axes(queries: int) -> int:
     return max(_FEWEST, pl.next_power_of_2(queries))
 
 
@@ -141,7 +141,7 @@ class _Program:
     def __init__(self, length: int, features: int, source: Ref, divisor: float = 1.0):
         """`source` `[B, T, …]` has queries of the first heads, divided by `divisor`."""
         self.row, self.head = pl.program_id(0), pl.program_id(1)
-        self.lines, self.columns = jnp.arange(_padded(length)), jnp.arange(features)[None]
+        self.lines, self.columns = jnp.arange(_pad_axes(length)), jnp.arange(features)[None]
         self.exists, self.at = self.lines < length, jnp.minimum(self.lines, length - 1)
         query = self.read(source, self.head)
         self.query = query if divisor == 1 else query / jnp.asarray(divisor, query.dtype)
@@ -212,7 +212,7 @@ class _Program:
         self.store(out, (self.lines[:, None], columns), weighted / total[:, None])
 
 
-def _self_attention(
+def _attend_to_cache_block(
     positions: Ref, qkv: Ref, key: Ref, value: Ref, *rest: Ref, length: int, divisor: float
 ) -> None:
     """Runs one row and head of `attend_to_cache`."""
@@ -235,7 +235,7 @@ def _self_attention(
     program.store_output(out, jax.lax.fori_loop(0, pl.cdiv(start, _BLOCK), add, sums))
 
 
-def _cross_attention(
+def _attend_to_encoded_block(
     lengths: Ref, query: Ref, key: Ref, value: Ref, out: Ref, *, length: int
 ) -> None:
     """Runs one row and head of `attend_to_encoded`."""
@@ -260,10 +260,10 @@ def find_fault(
       queries: number of queries to which those of a row are padded.
       interpret: as for `attend_to_cache`.
     """
-    return run_self_test(lambda: _numbers_are_right(dtype, features, queries - 13, interpret))
+    return run_self_test(lambda: _matches_xla(dtype, features, queries - 13, interpret))
 
 
-def _numbers_are_right(dtype: str, features: int, queries: int, interpret: Any) -> bool:
+def _matches_xla(dtype: str, features: int, queries: int, interpret: Any) -> bool:
     random = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:

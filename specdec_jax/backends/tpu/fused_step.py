@@ -2,7 +2,7 @@
 
 XLA makes dozens of kernels of every layer, and in each the multiplying waits for the weights. Here
 all layers are one kernel, in which weights and caches stream from HBM to VMEM while others are
-multiplied. VMEM holds what one layer reads, in parts (`_parts`), or a half or a quarter of a
+multiplied. VMEM holds what one layer reads, in parts (`_layer_arrays`), or a half or a quarter of a
 feed-forward block that is too large. As soon as a part has been used, the copy of what follows
 begins in its place, the next layer's or the next piece, so that copies hardly ever pause.
 
@@ -73,8 +73,8 @@ class _Call(NamedTuple):
         `shape` is (B, T).
         """
         count, decoder = layers or module.config.num_decoder_layers, params["decoder"]
-        parts = [_parts(decoder[f"layers_{i}"], cache.cross[i]) for i in range(count)]
-        caches = [_without_rows(layer) for layer in cache.layers[:count]]
+        parts = [_layer_arrays(decoder[f"layers_{i}"], cache.cross[i]) for i in range(count)]
+        caches = [_merge_rows_and_heads(layer) for layer in cache.layers[:count]]
         call = cls(parts, caches, list(cache.position_bias), module.config, *shape)
         *fewer, most = (call._replace(pieces=count) for count in _PIECES)
         return next((call for call in fewer if call.fits_memory()), most)
@@ -128,27 +128,31 @@ class _Call(NamedTuple):
         whole = all(leaf.dtype == dtype and leaf.shape[-1] % TILE[1] == 0 for leaf in leaves)
         whole = whole and self.config.mlp_dim % (self.pieces * TILE[1]) == 0
         buffers = [leaf for leaf in jax.tree.leaves(self.scratch()) if hasattr(leaf, "shape")]
-        return whole and sum(_bytes(buffer) for buffer in buffers) <= _MOST_BUFFERS
+        return whole and sum(_buffer_bytes(buffer) for buffer in buffers) <= _MOST_BUFFERS
 
 
-def _bytes(buffer: Any) -> int:
+def _buffer_bytes(buffer: Any) -> int:
     """Returns the bytes of a buffer, whose tiles are whole."""
     lines, columns = (-(-size // tile) * tile for size, tile in zip(buffer.shape[-2:], TILE))
     return math.prod(buffer.shape[:-2]) * lines * columns * jnp.dtype(buffer.dtype).itemsize
 
 
-def _parts(layer: dict, cross: KVCache) -> dict[str, list]:
+def _layer_arrays(layer: dict, cross: KVCache) -> dict[str, list]:
     """Returns a layer's arrays in the order of their use; those of one part are fetched at once."""
     own, encoded, mlp = layer["self_attention"], layer["encoder_decoder_attention"], layer["mlp"]
     return {
         "self": [own["qkv"]["kernel"], own["out"]["kernel"]],
-        "cross": [encoded["query"]["kernel"], encoded["out"]["kernel"], *_without_rows(cross)],
+        "cross": [
+            encoded["query"]["kernel"],
+            encoded["out"]["kernel"],
+            *_merge_rows_and_heads(cross),
+        ],
         "wi": [mlp["wi_fused" if "wi_fused" in mlp else "wi"]["kernel"]],
         "wo": [mlp["wo"]["kernel"]],
     }
 
 
-def _norms(decoder: dict, layers: int) -> Float32[Array, "N D"]:
+def _stack_norms(decoder: dict, layers: int) -> Float32[Array, "N D"]:
     """Returns the scales of the layers' norms, one after the other, and that of the final norm."""
     norms = [
         decoder[f"layers_{i}"][f"pre_{name}_layer_norm"] for i in range(layers) for name in _NORMS
@@ -157,7 +161,7 @@ def _norms(decoder: dict, layers: int) -> Float32[Array, "N D"]:
     return scales.astype(jnp.float32).reshape(len(norms) + 1, -1)
 
 
-def _without_rows(cache: KVCache) -> list[Float[Array, "BH S K"]]:
+def _merge_rows_and_heads(cache: KVCache) -> list[Float[Array, "BH S K"]]:
     """Returns keys and values, with the axes of rows and heads as one."""
     return [x.reshape(-1, *x.shape[-2:]) for x in (cache.key, cache.value)]
 
@@ -211,7 +215,7 @@ def decode_states(
     scalars, vmem, hbm = (pl.BlockSpec(memory_space=space) for space in spaces)
     lengths = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)
     x, shape = x.reshape(call.rows, -1), x.shape
-    small = positions, lengths, x, _norms(params["decoder"], len(call.parts))
+    small = positions, lengths, x, _stack_norms(params["decoder"], len(call.parts))
     large = call.biases, call.parts, call.caches
     first, leaves = len(small) + len(jax.tree.leaves(large[:-1])), jax.tree.leaves(large[1:])
     out = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (x, call.caches))
