@@ -13,9 +13,8 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares it with the 
     from specdec_jax.checkpoints.loader import bundled, load
     from specdec_jax.decoding.checks import UnsupportedCombination
     from specdec_jax.decoding.continuous_batching import Output, decode_stream
-    from specdec_jax.decoding.generate import generate, prepare, warm_up
+    from specdec_jax.decoding.generate import advance, generate, prepare, warm_up
     from specdec_jax.decoding.generation_config import GenerationConfig
-    from specdec_jax.decoding.loop import advance
     from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError, Stats, finish
     from specdec_jax.decoding.stream import Piece, stream
     from specdec_jax.decoding.trace import trace
@@ -58,9 +57,8 @@ _NAMES = {
     "checkpoints.loader": "bundled load",
     "decoding.checks": "UnsupportedCombination",
     "decoding.continuous_batching": "Output decode_stream",
-    "decoding.generate": "generate prepare warm_up",
+    "decoding.generate": "advance generate prepare warm_up",
     "decoding.generation_config": "GenerationConfig",
-    "decoding.loop": "advance",
     "decoding.results": "GenerationResult NonFiniteLogitsError Stats finish",
     "decoding.stream": "Piece stream",
     "decoding.trace": "trace",

@@ -17,19 +17,20 @@ from jax.sharding import Mesh
 from specdec_jax.backends.backend import choose_backend
 from specdec_jax.backends.sharding import AXES, ShardingRules
 from specdec_jax.backends.tree_positions import WindowNodes
-from specdec_jax.decoding.inputs import bucket_length, count_slots
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance
 from specdec_jax.decoding.search_options import BeamOptions
-from specdec_jax.decoding.strategies import AnyConfig, prefill, strategy_of
+from specdec_jax.decoding.strategies import choose_strategy
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models import weight_layouts
 from specdec_jax.models.meshes import parse_mesh
 from specdec_jax.models.network import Network, random_params
+from specdec_jax.models.padding import bucket_length
 from specdec_jax.models.t5 import PRESETS
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.speculative.state import StaticConfig
+from specdec_jax.speculative.state import StaticConfig, count_slots
+from specdec_jax.speculative.strategy import AnyConfig, prefill
 from specdec_jax.speculative.tree_verifiers import TREE_VERIFIERS
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
@@ -237,14 +238,16 @@ class Case:
             )
 
         placed = self.place(jax.eval_shape(prefill_inputs))
-        program: AnyConfig = StaticConfig(self.gamma, config.mode, vocab, tree=self.tree)
+        program: AnyConfig = StaticConfig(
+            self.gamma, config.mode, vocab, tree=self.tree, strategy=choose_strategy(self.tree)
+        )
         if self.beams:
             options = BeamOptions(self.beams, beam_width=self.beam_width)
             searched = options.config(1, config.mode, vocab, self.gamma, drafter)
             program = searched._replace(max_new=bucket_length(self.new_tokens))
         elif self.tree is not None and isinstance(program, StaticConfig):
             program = program._replace(verifier=TREE_VERIFIERS[self.tree.verify])
-        num_slots = strategy_of(program).count_slots(program, 1, self.new_tokens)
+        num_slots = program.count_slots(1, self.new_tokens)
         return prefill.lower(target, drafter, program, num_slots, placed)
 
     def lowered_loop(self, state: Any) -> jax.stages.Lowered:

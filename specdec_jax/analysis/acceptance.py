@@ -18,8 +18,7 @@ from specdec_jax.analysis.setup import Setup
 from specdec_jax.analysis.top_k_hit_rate import HitRates, Rates, acceptance_by_rank, mean_hit_rate
 from specdec_jax.analysis.variants import SentenceBatch, make_decoder
 from specdec_jax.backends.jax_settings import isolated
-from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError, finish
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.progress import track

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.analysis.top_k_hit_rate import PositionHitRates, position_hit_rates
-from specdec_jax.decoding.inputs import bucket_length
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only, join
+from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows

@@ -16,8 +16,8 @@ from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.beam_iteration import (
+    BeamSearch,
     find_candidates,
-    iterate_beams,
     score_nodes,
     sum_to_nodes,
 )
@@ -110,7 +110,7 @@ def _margin(target: Network, state: BeamState) -> tuple[jax.Array, BeamState]:
     sums = sum_to_nodes(tree, state.active.scores, own if adjusted is None else adjusted)
     best = find_candidates(own, adjusted, sums, state.config).sums.reshape(-1)
     best, _ = jax.lax.top_k(best, min(state.config.candidates + 1, len(best)))
-    after = iterate_beams(target, None, state)
+    after = BeamSearch().iterate(target, None, state)
     finished = jnp.where(after.is_finished, after.finished.scores, -jnp.inf)[0]
     return jnp.minimum(_least_gap(best), _least_gap(finished)), after
 

@@ -16,7 +16,6 @@ import numpy as np
 from specdec_jax.analysis import step_loops
 from specdec_jax.decoding.autotune import iterate_steps
 from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.inputs import count_slots
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.request import Request
 from specdec_jax.models.language_model import LanguageModel
@@ -25,7 +24,7 @@ from specdec_jax.speculative import prefill
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.sampling import SamplingConfig
-from specdec_jax.speculative.state import DecodeState, StaticConfig
+from specdec_jax.speculative.state import DecodeState, StaticConfig, count_slots
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifiers import VERIFIERS
 

@@ -25,7 +25,9 @@ from specdec_jax.commands.sentences import read_built_in_sentences
 from specdec_jax.decoding import request
 from specdec_jax.decoding.checks import UnsupportedCombination
 from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.inputs import bucket_length, encode
+from specdec_jax.decoding.inputs import (
+    encode,
+)
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.trace import TraceStep, trace
@@ -34,6 +36,7 @@ from specdec_jax.files.progress import show_waiting, track
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models.arguments import make_option
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 from specdec_jax.speculative.drafter import Drafter, TreeDrafter
 from specdec_jax.speculative.policy import MAX_GAMMA

@@ -28,18 +28,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.backends.cpu import native
-from specdec_jax.decoding.inputs import bucket_length
 from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.results import GenerationResult
-from specdec_jax.decoding.strategies import prefill
 from specdec_jax.files import user_cache, writing
 from specdec_jax.files.reading import quote_value, read_json
 from specdec_jax.models.network import Network
-from specdec_jax.speculative import iteration
+from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
 from specdec_jax.speculative.drafter import Drafter, FullDrafter
+from specdec_jax.speculative.iteration import ChainDecoding
 from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.state import Counts, DecodeState, StaticConfig
+from specdec_jax.speculative.strategy import prefill
 
 # Draft lengths that are timed: the longest for every width of the target's call, and the shortest
 # for the widest.
@@ -349,7 +349,7 @@ def iterate_steps(
     """
 
     def body(_: jax.Array, state: DecodeState) -> DecodeState:
-        return iteration.iterate(network, drafter, state).replace(lengths=lengths, done=done)
+        return ChainDecoding().iterate(network, drafter, state).replace(lengths=lengths, done=done)
 
     lengths, done = state.lengths, state.done
     return jax.lax.fori_loop(0, steps, body, state)

@@ -26,10 +26,9 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.backends.sharding import ShardingRules, constrain_sharding, row_multiple
 from specdec_jax.decoding import autotune
 from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.generate import FOREVER, STOP_EVERY, advance, complete, mark_stopped
 from specdec_jax.decoding.generation_config import ConfigOrPath, document_options, split_options
-from specdec_jax.decoding.inputs import bucket_length
 from specdec_jax.decoding.keys import fold_keys
-from specdec_jax.decoding.loop import FOREVER, STOP_EVERY, advance, complete, mark_stopped
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.results import (
@@ -40,11 +39,12 @@ from specdec_jax.decoding.results import (
     describe_output,
     read_state,
 )
-from specdec_jax.decoding.strategies import Committed, prefill, strategy_of
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.state import DecodeState
+from specdec_jax.speculative.strategy import Committed, prefill
 
 # A quarter of a state's inputs is prefilled together and ahead: one alone would cost twice as much.
 _AHEAD = 4
@@ -130,7 +130,7 @@ def decode_stream(
         )
     plan = plan_decoding(target, inputs, config=config, batch_size=batch_size, **data._asdict())
     plan, skipped = autotune.autotune(plan), frozenset(map(int, left_out))
-    refill &= strategy_of(plan.config).commits_tokens
+    refill &= plan.config.strategy.commits_tokens
     decode = _decode_queues if refill else _decode_batches
     outputs = decode(target, plan, batch_size, skipped)
     return outputs if config.non_finite == "report" else _check_outputs(outputs)
@@ -348,7 +348,7 @@ def _start_rows(plan: Plan, numbers: list[int], width: int, unfed: bool) -> Deco
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _prefill_unfed(*arguments: Any) -> DecodeState:
-    return _replace_layers(strategy_of(arguments[2]).prefill(*arguments), ())
+    return _replace_layers(arguments[2].strategy.prefill(*arguments), ())
 
 
 def _replace_layers(state: DecodeState, layers: tuple[Any, ...]) -> DecodeState:

@@ -1,13 +1,19 @@
-"""Decodes texts or ids in one call: `generate`; `prepare` and `warm_up` for what comes before."""
+"""Decodes a batch of texts or ids: `generate`, and beneath it the one decode loop, `advance`."""
 
+import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from specdec_jax.backends.jax_settings import isolated
+from specdec_jax.backends.sharding import constrain_sharding
 from specdec_jax.decoding import autotune
 from specdec_jax.decoding.generation_config import (
     CallData,
@@ -16,17 +22,27 @@ from specdec_jax.decoding.generation_config import (
     document_options,
     split_options,
 )
-from specdec_jax.decoding.inputs import bucket_length
-from specdec_jax.decoding.loop import advance, complete, decode_plan
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.decoding.request import Plan, Request
 from specdec_jax.decoding.request import plan as plan_request
-from specdec_jax.decoding.results import GenerationResult, finish
+from specdec_jax.decoding.results import GenerationResult, collect, finish
+from specdec_jax.decoding.stop import find_stop
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.network import Network
+from specdec_jax.models.padding import bucket_length
+from specdec_jax.speculative.beam_search import BeamState
 from specdec_jax.speculative.drafter import Drafter
+from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.randomness import make_key
 from specdec_jax.speculative.state import DecodeState
+from specdec_jax.speculative.strategy import AnyConfig, Committed
+
+FOREVER = np.int32(2**31 - 1)
+# Number of iterations after which the host looks for stop strings.
+STOP_EVERY = 8
+
+State = TypeVar("State", DecodeState, BeamState)
 
 
 @document_options
@@ -100,6 +116,126 @@ def prepare(
     check_unset(config, "for prepare()", "non_finite")
     plan = plan_request(target, inputs, config=config, **data._asdict())
     return autotune.autotune(plan).start()
+
+
+@isolated
+@functools.partial(jax.jit, donate_argnames="state")
+def advance(
+    target: Network,
+    drafter: Drafter | None,
+    state: State,
+    max_iterations: ArrayLike,
+    max_done: ArrayLike | None = None,
+) -> State:
+    """Runs iterations until every row is done: the one decode loop of the package.
+
+    Args:
+      target: the target's `Network`, which is `Request.network`.
+      drafter: a `Drafter`, or None for plain decoding (γ = 0); it is `Request.drafter`.
+      state: from `prepare` or an earlier `advance`; its buffers are reused (donated).
+      max_iterations: traced, the most iterations; a few for streaming and progress bars. An
+        `np.int32`, since a Python int compiles anew.
+      max_done: traced; the loop ends as soon as this many rows are done, so that they can be
+        refilled. None: all.
+    """
+    max_done = len(state.done) if max_done is None else max_done
+    return _run_loop(target, drafter, state, max_iterations, max_done)
+
+
+def _run_loop(
+    target: Network,
+    drafter: Drafter | None,
+    state: State,
+    max_iterations: ArrayLike,
+    max_done: ArrayLike,
+) -> State:
+    def more(carry: tuple[jax.Array, State]) -> jax.Array:
+        iteration, state = carry
+        return (iteration < max_iterations) & (jnp.sum(state.done.astype(jnp.int32)) < max_done)
+
+    def body(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+        iteration, state = carry
+        return iteration + 1, state.config.strategy.iterate(target, drafter, state)
+
+    _, state = jax.lax.while_loop(more, body, (jnp.int32(0), state))
+    return constrain_sharding(state, target.rules)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "slots"))
+def _decode(
+    target: Network,
+    drafter: Drafter | None,
+    config: AnyConfig,
+    slots: int,
+    inputs: PrefillInputs,
+    max_iterations: ArrayLike,
+) -> Committed:
+    """Runs prefill and loop in one program; returns what the host reads of the result."""
+    state = config.strategy.prefill(target, drafter, config, slots, inputs)
+    return config.strategy.read(_run_loop(target, drafter, state, max_iterations, len(state.done)))
+
+
+def complete(
+    target: LanguageModel, plan: Plan, numbers: Sequence[int] | None, start_time: float
+) -> GenerationResult:
+    """Decodes inputs of a plan to their end; returns the errors of rows with the result.
+
+    Args:
+      target: the target.
+      plan: the checked arguments.
+      numbers: those of the inputs, as for `Plan.start`.
+      start_time: when the deadline began to count (`time.monotonic()`).
+    """
+    if not plan.stop and not plan.deadline:
+        return collect(target, decode_plan(plan, numbers), plan.request(numbers))
+    state, request = plan.start(numbers)
+    every = np.int32(1 if plan.deadline else STOP_EVERY)
+    for state in advance_by(target, state, request, every, start_time):
+        pass
+    return collect(target, state, request)
+
+
+def decode_plan(
+    plan: Plan, numbers: Sequence[int] | None = None, max_iterations: np.int32 = FOREVER
+) -> Committed:
+    """Returns what inputs have committed after at most `max_iterations`, in one device call."""
+    return jax.device_get(_decode(*plan.arguments(numbers), max_iterations))
+
+
+def advance_by(
+    target: LanguageModel, state: DecodeState, request: Request, every: np.int32, start_time: float
+) -> Iterator[DecodeState]:
+    """Yields the state after every `every` iterations, until the rows are done or time is up.
+
+    A row that has met a stop string is done.
+    """
+    while True:
+        state = advance(request.network, request.drafter, state, every)
+        if request.stop:
+            state = mark_stopped(target, state, request.prefix_lengths, request.stop)
+        yield state
+        if every == FOREVER or np.all(jax.device_get(state.done)):
+            return
+        if request.deadline and time.monotonic() - start_time > request.deadline:
+            return
+
+
+def mark_stopped(
+    target: LanguageModel, state: DecodeState, starts: np.ndarray, stop: Sequence[str]
+) -> DecodeState:
+    """Returns `state` with those rows marked as done that have met a stop string.
+
+    `starts [B]` is the number of tokens in each row's start token and prefix.
+    """
+    lengths, done, tokens = jax.device_get((state.lengths, state.done, state.tokens))
+    met = [
+        find_stop(target.vocabulary, tokens[row, start : lengths[row]].tolist(), stop) is not None
+        for row, start in enumerate(starts)
+    ]
+    done, rules = done | met, target.network.rules
+    # Unlike jnp.asarray, device_put compiles nothing.
+    done = jax.device_put(done, may_alias=False) if rules is None else rules.put(done)
+    return dataclasses.replace(state, done=done)
 
 
 @document_options

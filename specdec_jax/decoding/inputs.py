@@ -9,29 +9,8 @@ from specdec_jax.decoding.checks import check_input_lengths
 from specdec_jax.models import arguments
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only
-from specdec_jax.models.padding import move_left, padding_id, remove_padding
+from specdec_jax.models.padding import bucket_length, move_left, padding_id, remove_padding
 from specdec_jax.tokenizers.vocabularies import check_texts
-
-# Padded lengths: powers of two with one step between, so that few shapes compile and at most a
-# third is padding.
-_BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-
-
-def bucket_length(length: int) -> int:
-    """Returns the padded length (the bucket) for `length` ids.
-
-    It is one of a few up to 512, then a multiple of 256.
-    """
-    return next((size for size in _BUCKETS if length <= size), -(-length // 256) * 256)
-
-
-def count_slots(longest: int, gamma: int) -> int:
-    """Returns the number of token and cache slots for rows of at most `longest` tokens.
-
-    The start token is one of them. A whole draft and its bonus token fit past any limit; otherwise
-    a clamped slice would overwrite slots that are in use.
-    """
-    return bucket_length(longest - 1) + 1 + gamma + 1
 
 
 def as_list(name: str, inputs: Any) -> Any:

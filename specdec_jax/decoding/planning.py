@@ -14,7 +14,6 @@ from specdec_jax.decoding.generation_config import (
     GenerationConfig,
     split_options,
 )
-from specdec_jax.decoding.inputs import bucket_length
 from specdec_jax.decoding.request import Plan
 from specdec_jax.decoding.request import plan as plan_request
 from specdec_jax.decoding.search_options import (
@@ -24,8 +23,8 @@ from specdec_jax.decoding.search_options import (
     check_drafting,
     check_greedy,
 )
-from specdec_jax.decoding.strategies import strategy_of
 from specdec_jax.models.language_model import LanguageModel
+from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative.sampling import SamplingConfig
 
 
@@ -97,6 +96,6 @@ def _plan_search(
     return dataclasses.replace(
         plan,
         config=static,
-        slots=strategy_of(static).count_slots(static, plan.prefix.shape[1], static.max_new),
+        slots=static.count_slots(plan.prefix.shape[1], static.max_new),
         settings={"length_penalty": np.full(len(plan.limits), beams.penalty, np.float32)},
     )

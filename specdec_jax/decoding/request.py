@@ -36,19 +36,19 @@ from specdec_jax.decoding.generation_config import ConfigOrPath, split_options
 from specdec_jax.decoding.inputs import (
     as_ids,
     as_list,
-    bucket_length,
     decoder_tokens,
     empty_rows,
     pad,
     prompt_tokens,
 )
 from specdec_jax.decoding.keys import check_keys, row_keys, take_keys
-from specdec_jax.decoding.strategies import AnyConfig, prefill, strategy_of
+from specdec_jax.decoding.strategies import choose_strategy
 from specdec_jax.decoding.trees import resolve_tree
 from specdec_jax.models import arguments
 from specdec_jax.models.forks import check_process
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network, is_decoder_only
+from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative.adaptive_gamma import Auto
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policies import call_widths
@@ -56,6 +56,7 @@ from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.sampling import SamplingRows
 from specdec_jax.speculative.state import StaticConfig
+from specdec_jax.speculative.strategy import AnyConfig, prefill
 from specdec_jax.speculative.verifier import Settings
 
 # γ = "auto" where nothing can be measured: on a mesh, whose processes would have to agree.
@@ -174,7 +175,9 @@ class Plan:
         return dataclasses.replace(
             self,
             drafter=None,
-            config=StaticConfig(0, self.config.mode, self.config.vocab_size),
+            config=StaticConfig(
+                0, self.config.mode, self.config.vocab_size, strategy=choose_strategy(None)
+            ),
             slots=self.slots - self.config.gamma,
             gammas=np.zeros_like(self.gammas),
             settings=None,
@@ -211,7 +214,7 @@ class Plan:
             width = bucket_length(int(max(prefix_lengths if self.prompted else lengths)))
         if self.prompted:
             prefix, new = pad(prefix, width), int(max(self.limits))
-            num_slots = strategy_of(self.config).count_slots(self.config, width, new)
+            num_slots = self.config.count_slots(width, new)
         else:
             inputs = pad(inputs, width)
         repeat = functools.partial(np.repeat, repeats=self.samples, axis=0)
@@ -316,7 +319,14 @@ def plan(
         longest = prefix.shape[1] + int(max(limits))
         tokens, lengths = tokens[:, :0], np.zeros_like(lengths)
     depth = width if tree is None else tree.depth
-    static = StaticConfig(depth, sampling.mode, target.config.vocab_size, verifier, (), tree)
+    static = StaticConfig(
+        depth,
+        sampling.mode,
+        target.config.vocab_size,
+        verifier,
+        tree=tree,
+        strategy=choose_strategy(tree),
+    )
     static = static._replace(widths=_choose_widths(target, drafter, policy, static))
     check_keys(data.key, batch)
     if target.network.rules is not None:  # once for the request, and not with every call
@@ -329,7 +339,7 @@ def plan(
         deadline=config.deadline,
         config=static,
         samples=samples,
-        slots=strategy_of(static).count_slots(static, 0, longest),
+        slots=static.count_slots(0, longest),
         prompted=is_decoder_only(target),
         tokens=tokens,
         lengths=lengths,

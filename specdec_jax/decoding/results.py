@@ -9,11 +9,11 @@ import numpy as np
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.stop import find_stop, strip_end
-from specdec_jax.decoding.strategies import Committed, strategy_of
 from specdec_jax.files.reading import quote_value
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.beam_search import BeamConfig
 from specdec_jax.speculative.state import Counts, DecodeState
+from specdec_jax.speculative.strategy import Committed
 
 _SHOWN = 10  # the most rows of a result that are printed
 
@@ -154,7 +154,7 @@ def describe_output(
 
 def read_state(state: DecodeState, rows: np.ndarray | None = None) -> Committed:
     """Returns on the host what all rows of a state have committed, or a copy for `rows` only."""
-    committed = jax.device_get(strategy_of(state.config).read(state))
+    committed = jax.device_get(state.config.strategy.read(state))
     return committed if rows is None else jax.tree.map(lambda leaf: leaf[rows], committed)
 
 

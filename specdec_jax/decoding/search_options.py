@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.strategies import STRATEGIES
 from specdec_jax.models import arguments
 from specdec_jax.speculative.beam_drafter import BeamDrafter
 from specdec_jax.speculative.beam_search import STYLES, BeamConfig
@@ -102,6 +103,7 @@ class BeamOptions:
             gamma,
             min(width, self.num_beams * (vocab_size - 1)),
             returned=self.num_return_sequences,
+            strategy=STRATEGIES["beams"],
         )
 
 

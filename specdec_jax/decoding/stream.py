@@ -9,8 +9,8 @@ import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
+from specdec_jax.decoding.generate import FOREVER, advance_by
 from specdec_jax.decoding.generation_config import ConfigOrPath, document_options, split_options
-from specdec_jax.decoding.loop import FOREVER, advance_by
 from specdec_jax.decoding.request import Request
 from specdec_jax.decoding.request import plan as plan_request
 from specdec_jax.decoding.results import NonFiniteLogitsError, collect

@@ -9,23 +9,21 @@ import numpy as np
 
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
-from specdec_jax.decoding.generate import prepare
+from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.decoding.generation_config import (
     ConfigOrPath,
     check_unset,
     document_options,
     split_options,
 )
-from specdec_jax.decoding.loop import advance
 from specdec_jax.decoding.results import finish
-from specdec_jax.decoding.strategies import TreeDecoding, strategy_of
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.state import DecodeState
-from specdec_jax.speculative.tree_iteration import apply_to_draft, take_path
+from specdec_jax.speculative.tree_iteration import TreeDecoding, apply_to_draft, take_path
 
 
 class TreeNode(NamedTuple):
@@ -111,7 +109,7 @@ def trace(
     if text is None:
         raise ValueError("text: got None, expected a string, or a list of ids")
     state, request = prepare(target, [text], config=config, **data._asdict())
-    strategy, steps, tree = strategy_of(state.config), [], None
+    strategy, steps, tree = state.config.strategy, [], None
     length = int(request.prefix_lengths[0])
     while not bool(state.done[0]):
         if isinstance(strategy, TreeDecoding):
@@ -161,7 +159,7 @@ def _advance_tree(
     target: Network, drafter: TreeDrafter, state: DecodeState
 ) -> tuple[DecodeState, _SeenTree]:
     """Runs one iteration; returns the tree that it drafted too."""
-    strategy = strategy_of(state.config)
+    strategy = state.config.strategy
     assert isinstance(strategy, TreeDecoding)
     after, (draft, states, verified) = strategy.watch(target, drafter, state)
     logits = target.head(states, draft.valid)

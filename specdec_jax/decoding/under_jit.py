@@ -22,6 +22,7 @@ from specdec_jax.decoding.ambient_mesh import (
     can_call_cpu_kernels,
 )
 from specdec_jax.decoding.checks import check_policy, check_sampling, verifier_settings
+from specdec_jax.decoding.generate import FOREVER, advance
 from specdec_jax.decoding.generation_config import (
     FIELDS,
     CallData,
@@ -31,11 +32,9 @@ from specdec_jax.decoding.generation_config import (
     document_options,
     split_options,
 )
-from specdec_jax.decoding.inputs import count_slots
 from specdec_jax.decoding.keys import fold_keys
-from specdec_jax.decoding.loop import FOREVER, advance
 from specdec_jax.decoding.request import FIXED
-from specdec_jax.decoding.strategies import AnyConfig, prefill
+from specdec_jax.decoding.strategies import choose_strategy
 from specdec_jax.decoding.trees import resolve_tree
 from specdec_jax.models import arguments, weight_layouts
 from specdec_jax.models.network import Network, is_decoder_only
@@ -47,7 +46,8 @@ from specdec_jax.speculative.policy import MAX_GAMMA, Policy
 from specdec_jax.speculative.prefill import PrefillInputs
 from specdec_jax.speculative.randomness import make_key, to_threefry
 from specdec_jax.speculative.sampling import SamplingConfig, SamplingMode, SamplingRows
-from specdec_jax.speculative.state import StaticConfig
+from specdec_jax.speculative.state import StaticConfig, count_slots
+from specdec_jax.speculative.strategy import AnyConfig, prefill
 
 # T5X takes the argmax at temperatures up to this.
 _LEAST_TEMPERATURE = 1e-4
@@ -242,7 +242,15 @@ class Decoder:
         adapts = self.width and self.tree is None and (varies or policy is not None)
         widths = call_widths(self.width, none=varies) if adapts else ()
         depth = self.width if self.tree is None else self.tree.depth
-        config = StaticConfig(depth, mode, self.config.vocab_size, self.verifier, widths, self.tree)
+        config = StaticConfig(
+            depth,
+            mode,
+            self.config.vocab_size,
+            self.verifier,
+            widths,
+            self.tree,
+            strategy=choose_strategy(self.tree),
+        )
         tokens = prompts.at[:, 0].set(0) if prompted else jnp.zeros_like(prompts[:, :1])
         starts = jnp.sum(jnp.cumprod(tokens[:, 1:] != 0, axis=1), axis=1, dtype=jnp.int32) + 1
         begin = PrefillInputs(

@@ -1,4 +1,4 @@
-"""Separates padding from text in arrays of ids, and moves it behind the text."""
+"""Padded lengths, and padding in arrays of ids: it is told from text and moved behind it."""
 
 from typing import Any
 
@@ -9,6 +9,18 @@ from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models import arguments
 from specdec_jax.models.network import count_until_padding, is_decoder_only
 from specdec_jax.tokenizers.vocabularies import PAD_ID
+
+# Padded lengths: powers of two with one step between, so that few shapes compile and at most a
+# third is padding.
+_BUCKETS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+def bucket_length(length: int) -> int:
+    """Returns the padded length (the bucket) for `length` ids.
+
+    It is one of a few up to 512, then a multiple of 256.
+    """
+    return next((size for size in _BUCKETS if length <= size), -(-length // 256) * 256)
 
 
 def padding_id(model: Any) -> int | None:

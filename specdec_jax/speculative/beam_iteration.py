@@ -24,42 +24,78 @@ from specdec_jax.backends.tree_positions import node_paths
 from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions
 from specdec_jax.speculative.beam_drafter import BeamDrafter
-from specdec_jax.speculative.beam_search import BeamConfig, BeamState, Candidates, pick, step
+from specdec_jax.speculative.beam_prefill import prefill_beams
+from specdec_jax.speculative.beam_search import (
+    BeamConfig,
+    BeamState,
+    Candidates,
+    pick,
+    sort_hypotheses,
+    step,
+)
 from specdec_jax.speculative.beam_tree import BeamTree, make_root_tree
 from specdec_jax.speculative.processors import Context
+from specdec_jax.speculative.strategy import Committed, SearchOutcome
 
 
-def iterate_beams(target: Network, drafter: BeamDrafter | None, state: BeamState) -> BeamState:
-    """Runs one iteration for all rows; finished rows are unchanged where it is read later."""
-    config, tree, draft_state = state.config, make_root_tree(state), state.draft_state
-    if config.gamma:
-        assert drafter is not None
-        draft_state, tree = drafter.draft_beams(draft_state, state, tree)
-    active = jnp.broadcast_to(~state.done[:, None], tree.tokens.shape)
-    states, cache = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, active)
-    logits = target.head(states, active)
-    own, adjusted = score_nodes(state, logits, tree)
-    sums = sum_to_nodes(tree, state.active.scores, own if adjusted is None else adjusted)
-    found = find_candidates(own, adjusted, sums, config)
+class BeamSearch:
+    """Searches for the best sequences; the length penalty is a setting of each row."""
 
-    after, levels = _walk(state.replace(target_cache=None, draft_state=None), tree, found)
-    taken = after.steps - state.steps
-    if config.gamma:  # the beams of every step move to the slots of plain search
-        assert drafter is not None
-        sources, starts = state.starts[:, None] + levels, state.starts + config.beams
-        cache, draft_state = (
-            target.move_nodes(cache, sources, starts),
-            drafter.move_beams(draft_state, sources, starts),
+    commits_tokens = False
+    prefill = staticmethod(prefill_beams)
+
+    def iterate(self, target: Network, drafter: BeamDrafter | None, state: BeamState) -> BeamState:
+        """Runs one iteration for all rows; finished rows are unchanged where it is read later."""
+        config, tree, draft_state = state.config, make_root_tree(state), state.draft_state
+        if config.gamma:
+            assert drafter is not None
+            draft_state, tree = drafter.draft_beams(draft_state, state, tree)
+        valid = jnp.broadcast_to(~state.done[:, None], tree.tokens.shape)
+        states, cache = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, valid)
+        logits = target.head(states, valid)
+        own, adjusted = score_nodes(state, logits, tree)
+        sums = sum_to_nodes(tree, state.active.scores, own if adjusted is None else adjusted)
+        found = find_candidates(own, adjusted, sums, config)
+
+        after, levels = _walk(state.replace(target_cache=None, draft_state=None), tree, found)
+        taken = after.steps - state.steps
+        if config.gamma:  # the beams of every step move to the slots of plain search
+            assert drafter is not None
+            sources, starts = state.starts[:, None] + levels, state.starts + config.beams
+            cache, draft_state = (
+                target.move_nodes(cache, sources, starts),
+                drafter.move_beams(draft_state, sources, starts),
+            )
+        return constrain_sharding(
+            after.replace(
+                starts=state.starts + taken * config.beams,
+                target_cache=cache,
+                draft_state=draft_state,
+                counts=_update_counts(state, taken),
+            ),
+            target.rules,
         )
-    return constrain_sharding(
-        after.replace(
-            starts=state.starts + taken * config.beams,
-            target_cache=cache,
-            draft_state=draft_state,
-            counts=_update_counts(state, taken),
-        ),
-        target.rules,
-    )
+
+    def read(self, state: BeamState) -> Committed:
+        """Returns the best hypotheses, those of an input side by side."""
+        returned = state.config.returned
+        best, exists = jax.tree.map(
+            lambda x: x[:, :returned].reshape(-1, *x.shape[2:]), sort_hypotheses(state)
+        )
+        prefix_lengths, done, failed = (
+            jnp.repeat(x, returned) for x in (state.prefix_lengths, state.done, state.failed)
+        )
+        adjusted = best.adjusted_log_probs
+        return Committed(
+            tokens=best.tokens,
+            lengths=prefix_lengths + jnp.where(exists, best.lengths, 0),
+            done=done,
+            log_probs=best.log_probs,
+            adjusted_log_probs=best.log_probs if adjusted is None else adjusted,
+            draft_failed=jnp.zeros_like(failed),
+            counts=state.counts,
+            search=SearchOutcome(best.scores, exists, failed, state.steps),
+        )
 
 
 def score_nodes(

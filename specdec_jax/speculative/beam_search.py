@@ -45,6 +45,7 @@ class BeamConfig(NamedTuple):
       width: u, nodes of each level.
       max_new: an upper bound of the new tokens of a row.
       returned: number of hypotheses that are returned for each row.
+      strategy: as in `StaticConfig`.
     """
 
     beams: int
@@ -57,11 +58,11 @@ class BeamConfig(NamedTuple):
     width: int = 0
     max_new: int = 0
     returned: int = 1
+    strategy: Any = None
 
-    @property
-    def strategy(self) -> str:
-        """The name of the decoding strategy."""
-        return "beams"
+    def count_slots(self, prefix: int, new: int) -> int:
+        """Returns the number of slots; `max_new`, the padded number, takes the place of `new`."""
+        return prefix + self.max_new
 
     @property
     def candidates(self) -> int:
@@ -85,7 +86,7 @@ class Hypotheses(NamedTuple):
       adjusted_log_probs: the same after processors, of which `scores` are sums; None without
         processors.
       lengths: `[B, K]` int32, number of new tokens.
-      scores: `[B, K]` float32: of a active beam its sum of log-probabilities, of a finished
+      scores: `[B, K]` float32: of an active beam its sum of log-probabilities, of a finished
         hypothesis its sum divided by the length penalty.
     """
 
@@ -217,7 +218,7 @@ def step(
       The state; the number of the beam that each new active beam continues, `[B, K]`; and its new
       token, `[B, K]`.
     """
-    config, active = state.config, state.active
+    config, beams = state.config, state.active
     batch, _, kept = found.sums.shape
     far = _FAR[config.style]
 
@@ -232,16 +233,14 @@ def step(
         finishing = ends | (steps >= state.limits)[:, None]
     else:
         finishing = ends
-    continued = _extend(active.pick(parents), chosen, sums, state.prefix_lengths + state.steps)
+    continued = _extend(beams.pick(parents), chosen, sums, state.prefix_lengths + state.steps)
 
     lowered = jnp.where(finishing, sums - far, sums)
     order = _find_best(lowered, config)
-    new_active = continued.pick(order)._replace(scores=pick(lowered, order))
+    new_beams = continued.pick(order)._replace(scores=pick(lowered, order))
     finished, is_finished = _finish(state, continued, finishing)
 
-    after = state.replace(
-        active=new_active, finished=finished, is_finished=is_finished, steps=steps
-    )
+    after = state.replace(active=new_beams, finished=finished, is_finished=is_finished, steps=steps)
     failed = jnp.any(jnp.isnan(sums), axis=1)
     after = after.replace(
         done=_is_done(after) | failed,

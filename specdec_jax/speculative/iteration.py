@@ -49,6 +49,7 @@ from specdec_jax.speculative import distributions, randomness, verifiers
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.policy import Outcome, choose_gamma, update_policy
+from specdec_jax.speculative.prefill import prefill
 from specdec_jax.speculative.state import (
     Counts,
     DecodeState,
@@ -57,34 +58,45 @@ from specdec_jax.speculative.state import (
     StaticConfig,
     make_prefixes,
 )
+from specdec_jax.speculative.strategy import Committed
 from specdec_jax.speculative.verifier import Randomness, Verification, Verifier, check_verification
 
 
-def iterate(target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
-    """Runs one iteration for all rows; rows that are done are unchanged where it is read later."""
-    config, batch = state.config, state.tokens.shape[0]
-    num_wanted = _count_wanted(state)
-    if drafter is not None and config.gamma:
-        drafted = drafter.draft(state.draft_state, state, num_wanted)
-        draft_state, draft = check_draft(drafter, drafted, state)
-        draft = draft._replace(num_drafted=jnp.minimum(draft.num_drafted, num_wanted))
-        draft, state = _cut_failures(draft, state)
-    else:
-        draft_state, draft = None, _make_empty_draft(batch, config)
+class ChainDecoding:
+    """Decodes with chains of drafted tokens, or without a drafter; a `DecodingStrategy`."""
 
-    # Score the last committed token and the drafted ones in one call, verify, and commit.
-    cache = state.target_cache if draft.target_cache is None else draft.target_cache
-    last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
-    fed = jnp.concatenate([last, draft.tokens], axis=1)
-    observed = drafter is not None and drafter.observes
-    before = state.replace(target_cache=cache, draft_state=None)
-    after, outputs = _score_and_commit(target, before, draft, fed, observed)
-    after = after.replace(draft_state=draft_state)
-    if drafter is not None and observed:
-        states, logits = outputs
-        scored = Scored(fed, states, logits, after.lengths - state.lengths)
-        after = after.replace(draft_state=drafter.observe(draft_state, after, scored))
-    return constrain_sharding(after, target.rules)
+    commits_tokens = True
+    prefill = staticmethod(prefill)
+
+    def iterate(self, target: Network, drafter: Drafter | None, state: DecodeState) -> DecodeState:
+        """Runs one iteration for all rows. Finished rows are unchanged where it is read later."""
+        config, batch = state.config, state.tokens.shape[0]
+        num_wanted = _count_wanted(state)
+        if drafter is not None and config.gamma:
+            drafted = drafter.draft(state.draft_state, state, num_wanted)
+            draft_state, draft = check_draft(drafter, drafted, state)
+            draft = draft._replace(num_drafted=jnp.minimum(draft.num_drafted, num_wanted))
+            draft, state = _cut_failures(draft, state)
+        else:
+            draft_state, draft = None, _make_empty_draft(batch, config)
+
+        # Score the last committed token and the drafted ones in one call, verify, and commit.
+        cache = state.target_cache if draft.target_cache is None else draft.target_cache
+        last = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)
+        fed = jnp.concatenate([last, draft.tokens], axis=1)
+        observed = drafter is not None and drafter.observes
+        before = state.replace(target_cache=cache, draft_state=None)
+        after, outputs = _score_and_commit(target, before, draft, fed, observed)
+        after = after.replace(draft_state=draft_state)
+        if drafter is not None and observed:
+            states, logits = outputs
+            scored = Scored(fed, states, logits, after.lengths - state.lengths)
+            after = after.replace(draft_state=drafter.observe(draft_state, after, scored))
+        return constrain_sharding(after, target.rules)
+
+    def read(self, state: DecodeState) -> Committed:
+        names = [name for name in Committed._fields if name != "search"]
+        return Committed(*(getattr(state, name) for name in names))
 
 
 def _count_wanted(state: DecodeState) -> PerRow:

@@ -6,6 +6,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative.distributions import Categorical, PointMass
 from specdec_jax.speculative.policy import DraftSignals, NodeOutcomes, Policy
 from specdec_jax.speculative.processors import Context
@@ -14,6 +15,15 @@ from specdec_jax.speculative.tree_verifiers import TreeVerifier
 from specdec_jax.speculative.trees import DynamicTree, Tree
 from specdec_jax.speculative.verifier import Settings, Verifier
 from specdec_jax.speculative.verifiers import VERIFIERS
+
+
+def count_slots(longest: int, gamma: int) -> int:
+    """Returns the number of token and cache slots for rows of at most `longest` tokens.
+
+    The start token is one of them. A whole draft and its bonus token fit past any limit; otherwise
+    a clamped slice would overwrite slots that are in use.
+    """
+    return bucket_length(longest - 1) + 1 + gamma + 1
 
 
 class StaticConfig(NamedTuple):
@@ -31,6 +41,7 @@ class StaticConfig(NamedTuple):
       lag: the most committed tokens that a drafter of trees may not have been fed: the last one,
         and the one before it if it was a leaf. In a merged tree it is all that an iteration
         commits.
+      strategy: the `DecodingStrategy` of the loop; None where no loop runs.
     """
 
     gamma: int
@@ -40,11 +51,11 @@ class StaticConfig(NamedTuple):
     widths: tuple[int, ...] = ()
     tree: Tree | DynamicTree | None = None
     lag: int = 2
+    strategy: Any = None
 
-    @property
-    def strategy(self) -> str:
-        """The name of the decoding strategy."""
-        return "chain" if self.tree is None else "tree"
+    def count_slots(self, prefix: int, new: int) -> int:
+        """Returns the number of slots for rows of at most `prefix` and `new` tokens."""
+        return count_slots(prefix + new, self.reach)
 
     @property
     def returned(self) -> int:

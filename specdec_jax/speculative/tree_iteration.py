@@ -5,7 +5,7 @@ written to slot `lengths[b] − 1 + n` of the cache, has the position of its dep
 committed tokens and its own ancestors alone. A verifier of trees then finds the path of nodes that
 are accepted. What is committed is that path and one more token, as if the path had been the draft;
 its keys and values are copied to the slots that follow the committed ones. For a tree with one
-branch the tokens, keys of draws and caches are those of `iteration.iterate`.
+branch the tokens, keys of draws and caches are those of `ChainDecoding.iterate`.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from specdec_jax.models.network import Network
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.distributions import Categorical
 from specdec_jax.speculative.drafter import TreeDrafter
-from specdec_jax.speculative.iteration import commit, find_most_probable
+from specdec_jax.speculative.iteration import ChainDecoding, commit, find_most_probable
 from specdec_jax.speculative.policy import choose_gamma
 from specdec_jax.speculative.processors import Context
 from specdec_jax.speculative.state import DecodeState, Draft, Scored, make_prefixes
@@ -51,74 +51,81 @@ class Watched(NamedTuple):
     verified: TreeVerification
 
 
-def watch_tree(
-    target: Network, drafter: TreeDrafter, state: DecodeState
-) -> tuple[DecodeState, Watched]:
-    """Runs one iteration for all rows, and returns what it saw too. Finished rows are unchanged."""
-    config, origins = state.config, state.lengths - 1
-    wanted = choose_gamma(state.policy, state.policy_state, state.gamma)
-    # At most limit − length − 1 tokens may be accepted: the target adds one more, and no row passes
-    # its limit.
-    max_depth = jnp.where(state.done, 0, state.limits - state.lengths - 1)
-    draft_state, draft = drafter.draft_tree(
-        state.draft_state, state, jnp.where(max_depth > 0, wanted, 0), max_depth
-    )
-    state = _note_failure(state, draft)
+class TreeDecoding(ChainDecoding):
+    """Decodes with trees of drafted tokens."""
 
-    tokens = jnp.maximum(draft.tokens, 0)
-    nodes = WindowNodes(
-        origins, origins, draft.branches.depths, draft.branches.lines, state.tokens.shape[1]
-    )
-    cache = state.target_cache if draft.target_cache is None else draft.target_cache
-    states, cache = target.decode_nodes(tokens, nodes, cache, draft.valid)
-    observed = drafter.observes
-    if config.commits_argmax and not observed:
-        peaks, log_probs = find_most_probable(target, states, draft.valid)
-        verified, adjusted, logits = walk_greedy(peaks, draft), None, None
+    def iterate(self, target: Network, drafter: Any, state: DecodeState) -> DecodeState:
+        return self.watch(target, drafter, state)[0]
 
-        def log_prob(new: jax.Array):
-            return take_path(log_probs, verified.path)
-    else:
-        logits = target.head(states, draft.valid)
-        verified, dist = verify_tree(state, draft, logits)
-        logits = take_path(logits, verified.path)
-        log_prob = distributions.log_prob_under(  # type: ignore[assignment]
-            logits, target.skips_padding
+    def watch(
+        self, target: Network, drafter: TreeDrafter, state: DecodeState
+    ) -> tuple[DecodeState, Watched]:
+        """Does what `iterate` does, and returns the tree that was drafted too."""
+        config, origins = state.config, state.lengths - 1
+        wanted = choose_gamma(state.policy, state.policy_state, state.gamma)
+        # At most limit − length − 1 tokens may be accepted: the target adds one more, and no row
+        # passes its limit.
+        max_depth = jnp.where(state.done, 0, state.limits - state.lengths - 1)
+        draft_state, draft = drafter.draft_tree(
+            state.draft_state, state, jnp.where(max_depth > 0, wanted, 0), max_depth
         )
-        adjusted = (
-            None
-            if dist is None
-            else Categorical(
-                take_path(dist.logits, verified.path), take_path(dist.log_normalizer, verified.path)
+        state = _note_failure(state, draft)
+
+        tokens = jnp.maximum(draft.tokens, 0)
+        nodes = WindowNodes(
+            origins, origins, draft.branches.depths, draft.branches.lines, state.tokens.shape[1]
+        )
+        cache = state.target_cache if draft.target_cache is None else draft.target_cache
+        states, cache = target.decode_nodes(tokens, nodes, cache, draft.valid)
+        observed = drafter.observes
+        if config.commits_argmax and not observed:
+            peaks, log_probs = find_most_probable(target, states, draft.valid)
+            verified, adjusted, logits = walk_greedy(peaks, draft), None, None
+
+            def log_prob(new: jax.Array):
+                return take_path(log_probs, verified.path)
+        else:
+            logits = target.head(states, draft.valid)
+            verified, dist = verify_tree(state, draft, logits)
+            logits = take_path(logits, verified.path)
+            log_prob = distributions.log_prob_under(  # type: ignore[assignment]
+                logits, target.skips_padding
             )
+            adjusted = (
+                None
+                if dist is None
+                else Categorical(
+                    take_path(dist.logits, verified.path),
+                    take_path(dist.log_normalizer, verified.path),
+                )
+            )
+        path = verified.path
+        chain = Draft(
+            take_path(tokens, path)[:, 1:],
+            _count_examined(draft, verified),
+            None,
+            draft.calls,
+            draft.seen,
+            node_outcomes=find_node_outcomes(draft, verified),
         )
-    path = verified.path
-    chain = Draft(
-        take_path(tokens, path)[:, 1:],
-        _count_examined(draft, verified),
-        None,
-        draft.calls,
-        draft.seen,
-        node_outcomes=find_node_outcomes(draft, verified),
-    )
-    after = commit(
-        state.replace(target_cache=None, draft_state=None),
-        chain,
-        Verification(verified.num_accepted, verified.next_token),
-        log_prob,
-        adjusted,
-        draft.num_drafted,
-    )
-    # The path's keys and values go to the slots that follow node 0's. Mostly they lie there
-    # already, but to decide that would copy the caches: a few rows cost less to move.
-    cache = target.move_nodes(cache, origins[:, None] + path[:, 1:], origins + 1)
-    draft_state = drafter.keep_path(draft_state, state, draft, path)
-    if observed:
-        fed = jnp.concatenate([draft.tokens[:, :1], chain.tokens], axis=1)
-        seen = Scored(fed, take_path(states, path), logits, after.lengths - state.lengths)
-        draft_state = drafter.observe(draft_state, after, seen)
-    after = after.replace(target_cache=cache, draft_state=draft_state, last_draft=chain.tokens)
-    return constrain_sharding(after, target.rules), Watched(draft, states, verified)
+        after = commit(
+            state.replace(target_cache=None, draft_state=None),
+            chain,
+            Verification(verified.num_accepted, verified.next_token),
+            log_prob,
+            adjusted,
+            draft.num_drafted,
+        )
+        # The path's keys and values go to the slots that follow node 0's. Mostly they lie there
+        # already, but to decide that would copy the caches: a few rows cost less to move.
+        cache = target.move_nodes(cache, origins[:, None] + path[:, 1:], origins + 1)
+        draft_state = drafter.keep_path(draft_state, state, draft, path)
+        if observed:
+            fed = jnp.concatenate([draft.tokens[:, :1], chain.tokens], axis=1)
+            seen = Scored(fed, take_path(states, path), logits, after.lengths - state.lengths)
+            draft_state = drafter.observe(draft_state, after, seen)
+        after = after.replace(target_cache=cache, draft_state=draft_state, last_draft=chain.tokens)
+        return constrain_sharding(after, target.rules), Watched(draft, states, verified)
 
 
 def take_path(

@@ -427,7 +427,7 @@ def test_iterations_are_the_engines():
         TARGET, drafter, 2, 5, 2, max_new_tokens=8, key=jax.random.key(1)
     )
     assert state.lengths.tolist() == [3, 3] and not state.done.any()
-    expected, step = state, jax.jit(iteration.iterate)
+    expected, step = state, jax.jit(iteration.ChainDecoding().iterate)
     for _ in range(3):
         expected = step(request.network, request.drafter, expected).replace(
             lengths=state.lengths, done=state.done

@@ -18,9 +18,9 @@ from specdec_jax.analysis.report import records
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import demo, sentences
 from specdec_jax.commands import generate as generate_command
-from specdec_jax.decoding.inputs import bucket_length
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.files import progress
+from specdec_jax.models.padding import bucket_length
 
 pytestmark = pytest.mark.usefixtures("quick")
 cache, pair, specdec = command_line.cache, command_line.pair, command_line.specdec

@@ -15,8 +15,7 @@ import specdec_jax as sd
 from specdec_jax.analysis import tuning
 from specdec_jax.decoding import autotune, request
 from specdec_jax.decoding.autotune import Costs
-from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.loop import FOREVER
+from specdec_jax.decoding.generate import FOREVER, prepare
 from specdec_jax.decoding.request import plan
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM, Auto
 

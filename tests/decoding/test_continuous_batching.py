@@ -8,7 +8,7 @@ import pytest
 from toy_models import HashModel, Words, compilations
 
 import specdec_jax as sd
-from specdec_jax.decoding import continuous_batching, inputs, loop
+from specdec_jax.decoding import continuous_batching, inputs
 from specdec_jax.decoding.results import read_state
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -154,7 +154,7 @@ def test_no_row_waits_for_the_slowest(monkeypatch):
     Batches need more.
     """
     iterations = {}
-    advance = loop.advance
+    advance = sd.advance
 
     def counting(network, drafter, state, *limits):
         before = np.array(state.counts.target_calls)

@@ -35,15 +35,14 @@ from toy_options import (
 
 from specdec_jax.commands.generate import GenerateOptions
 from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination
-from specdec_jax.decoding.generate import generate
+from specdec_jax.decoding.generate import _decode, advance, generate
 from specdec_jax.decoding.generation_config import GenerationConfig
-from specdec_jax.decoding.loop import _decode, advance
-from specdec_jax.decoding.strategies import prefill
 from specdec_jax.decoding.stream import stream
 from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.model_defaults import ModelDefaults
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.strategy import prefill
 from specdec_jax.speculative.trees import Tree
 
 pytestmark = pytest.mark.usefixtures("quick")

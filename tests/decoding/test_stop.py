@@ -13,7 +13,6 @@ import sentencepiece
 from toy_models import EchoModel, HashModel
 
 from specdec_jax.decoding import generate as generate_module
-from specdec_jax.decoding import loop
 from specdec_jax.decoding import stream as stream_module
 from specdec_jax.decoding.generate import generate
 from specdec_jax.decoding.stop import count_visible, find_stop
@@ -311,7 +310,7 @@ def clock(monkeypatch):
     """A clock that a second passes on with every look at it."""
     seconds = itertools.count()
     fake = types.SimpleNamespace(monotonic=lambda: float(next(seconds)))
-    for module in (generate_module, loop, stream_module):
+    for module in (generate_module, stream_module):
         monkeypatch.setattr(module, "time", fake)
 
 

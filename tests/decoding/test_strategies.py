@@ -6,9 +6,10 @@ import pytest
 from toy_models import HashModel, Words
 
 import specdec_jax as sd
-from specdec_jax.decoding import strategies
 from specdec_jax.decoding.planning import plan_decoding
-from specdec_jax.decoding.strategies import STRATEGIES, ChainDecoding, strategy_of
+from specdec_jax.decoding.strategies import STRATEGIES
+from specdec_jax.speculative.iteration import ChainDecoding
+from specdec_jax.speculative.strategy import prefill
 
 pytestmark = pytest.mark.usefixtures("quick")
 V, LIMIT = 23, 6  # a vocabulary that no other test has: nothing is compiled for it yet
@@ -44,7 +45,7 @@ def test_every_call_goes_through_the_strategy(name, monkeypatch):
     target, options = decoding(name, 10)
     calls = []
     monkeypatch.setitem(STRATEGIES, name, recorded(STRATEGIES[name], calls))
-    assert strategy_of(plan_decoding(target, INPUTS, **options).config) is STRATEGIES[name]
+    assert plan_decoding(target, INPUTS, **options).config.strategy is STRATEGIES[name]
     expected = sd.generate(target, INPUTS, **options)
     assert {"prefill", "iterate", "read"} <= set(calls)
     calls.clear()
@@ -84,8 +85,8 @@ def test_every_strategy_begins_with_the_same_inputs():
         plan = plan_decoding(target, INPUTS, **options)
         *given, inputs = plan.arguments()
         assert inputs.tokens.shape == (len(INPUTS), 1)
-        state = strategies.prefill(*given, inputs)
-        assert state.config.strategy == name and not np.any(state.done)
-        read = strategy_of(state.config).read(state)
+        state = prefill(*given, inputs)
+        assert state.config.strategy is STRATEGIES[name] and not np.any(state.done)
+        read = state.config.strategy.read(state)
         assert len(read.lengths) == len(INPUTS) * plan.outputs == len(plan.request().inputs)
         assert jnp.all(read.lengths == 1)  # the start token

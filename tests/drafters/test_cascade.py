@@ -227,7 +227,7 @@ def test_the_returned_distribution_is_the_models():
 
 
 def with_shared_keys(monkeypatch):
-    monkeypatch.setattr(cascade, "keys_apart", lambda state: state.keys)
+    monkeypatch.setattr(cascade, "fold_part_keys", lambda state: state.keys)
 
 
 def horizontal():

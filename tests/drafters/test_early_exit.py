@@ -18,8 +18,7 @@ from specdec_jax.analysis.report import summaries
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate
-from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.decoding.results import finish
 from specdec_jax.speculative.sampling import SamplingConfig
 

@@ -10,8 +10,7 @@ from engine_inputs import GAMMA, INPUTS, LIMIT
 from engine_models import KEY, SAMPLED, drafter, plain, run, target
 
 import specdec_jax as sd
-from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.models.network import Network
 from specdec_jax.speculative.sampling import SamplingConfig
 

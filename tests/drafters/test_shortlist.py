@@ -12,8 +12,7 @@ import specdec_jax as sd
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.cpu.packed_weights import PackedWeight
 from specdec_jax.backends.int8 import Int8Weight
-from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.drafters.drafting import match_width
 from specdec_jax.drafters.shortlist import Shortlist
 from specdec_jax.models import weight_layouts

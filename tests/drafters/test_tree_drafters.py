@@ -16,8 +16,7 @@ from random_heads_of import random_heads
 from toy_models import HashModel, noisy_copy, tiny_t5
 
 import specdec_jax as sd
-from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.drafters import merged
 from specdec_jax.speculative.drafter import TreeDrafter
 from specdec_jax.speculative.trees import Chains, DynamicTree, Tree
@@ -316,7 +315,7 @@ def test_wrong_merges_are_detected(mutant, monkeypatch):
 
         monkeypatch.setattr(merged, "_merge_trees", by_the_first)
     else:
-        monkeypatch.setattr(merged, "keys_apart", lambda state: state.keys)
+        monkeypatch.setattr(merged, "fold_part_keys", lambda state: state.keys)
     assert merged_distribution("recursive", traced_anew()) < 1e-9
 
 

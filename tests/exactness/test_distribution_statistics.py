@@ -36,8 +36,7 @@ from distribution_samples import (
 )
 from toy_models import HashModel, tiny_t5
 
-from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance, generate
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel

@@ -15,7 +15,7 @@ from specdec_jax.backends.kv_cache import KVCache, take_slots, take_slots_one_by
 from specdec_jax.backends.tpu import fused_step
 from specdec_jax.backends.tree_positions import Nodes, WindowNodes
 from specdec_jax.backends.xla import AttentionShape
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance
 from tools.compiled_text import loop_copies
 
 pytestmark = pytest.mark.usefixtures("quick", "as_on_an_accelerator")

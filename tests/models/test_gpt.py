@@ -15,10 +15,10 @@ from toy_models import HashModel, compilations, noisy_copy
 import specdec_jax as sd
 from specdec_jax.backends.kv_cache import KVCache
 from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.inputs import count_slots
 from specdec_jax.decoding.request import Plan
 from specdec_jax.models import heads
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.state import count_slots
 from specdec_jax.tokenizers import huggingface_folders
 
 pytestmark = pytest.mark.usefixtures("quick")

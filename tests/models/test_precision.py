@@ -12,7 +12,7 @@ from toy_models import tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.backends.cpu import packed_weights
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance
 from specdec_jax.models.network import Network
 
 pytestmark = pytest.mark.usefixtures("quick", "as_on_an_accelerator")

@@ -15,7 +15,7 @@ from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.models.blocks import Attention
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.beam_iteration import iterate_beams
+from specdec_jax.speculative.beam_iteration import BeamSearch
 from specdec_jax.speculative.beam_tree import make_root_tree
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -95,7 +95,7 @@ def test_caches_hold_what_the_valid_beams_have_been_through(pair, name):
     """
     target, drafter = pair(name)
     (state, plan), levels = started(target, drafter, gamma=2), set()
-    step = jax.jit(iterate_beams)
+    step = jax.jit(BeamSearch().iterate)
     for _ in range(5):
         before = np.asarray(state.steps)
         state = poisoned(step(plan.network, plan.drafter, state))

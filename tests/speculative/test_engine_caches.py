@@ -9,8 +9,7 @@ import pytest
 from engine_inputs import GAMMA, INPUTS, LIMIT, V
 from engine_models import KEY, SAMPLED, drafter, plain, run, target
 
-from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.decoding.results import finish
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.language_model import LanguageModel

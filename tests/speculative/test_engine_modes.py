@@ -13,15 +13,14 @@ from engine_inputs import loop_bodies
 from enumerations import float64
 from toy_models import HashModel, Words, compilations, tiny_t5
 
-from specdec_jax.decoding.generate import generate, prepare, warm_up
-from specdec_jax.decoding.inputs import bucket_length
-from specdec_jax.decoding.loop import advance
-from specdec_jax.decoding.strategies import prefill
+from specdec_jax.decoding.generate import advance, generate, prepare, warm_up
 from specdec_jax.decoding.trace import trace
 from specdec_jax.drafters.model import ModelDrafter
+from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative import distributions, randomness
 from specdec_jax.speculative.policy import MAX_GAMMA
 from specdec_jax.speculative.sampling import SamplingConfig
+from specdec_jax.speculative.strategy import prefill
 from specdec_jax.speculative.verifier import Randomness
 from specdec_jax.speculative.verifiers import verify_tokens
 

@@ -15,7 +15,7 @@ import specdec_jax as sd
 from specdec_jax.analysis.report import summaries
 from specdec_jax.commands import benchmark
 from specdec_jax.commands.generate import GenerateOptions
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance
 
 pair, cache, specdec = command_line.pair, command_line.cache, command_line.specdec
 pytestmark = pytest.mark.usefixtures("quick")

@@ -10,8 +10,7 @@ from toy_models import HashModel, HashNetwork, Words, tiny_t5
 from specdec_jax.checkpoints.converter import save
 from specdec_jax.commands import main
 from specdec_jax.decoding.continuous_batching import decode_all, decode_stream
-from specdec_jax.decoding.generate import generate, prepare
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance, generate, prepare
 from specdec_jax.decoding.results import NonFiniteLogitsError
 from specdec_jax.decoding.stream import stream
 from specdec_jax.decoding.trace import trace

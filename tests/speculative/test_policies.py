@@ -40,8 +40,7 @@ from toy_models import HashModel, HashNetwork, Headless, Words, compilations, ti
 import specdec_jax as sd
 from specdec_jax.analysis.formulas import improvement
 from specdec_jax.backends.cpu import packed_weights
-from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.speculative.policies import POLICIES, call_widths
 from specdec_jax.speculative.policy import DraftSignals, Outcome
 from specdec_jax.speculative.sampling import SamplingConfig

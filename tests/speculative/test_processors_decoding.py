@@ -96,7 +96,7 @@ class Unverified(Context):
         )
 
 
-CONTEXT = iteration.context
+CONTEXT = iteration.make_prefixes
 MUTANTS = {
     "none": CONTEXT,
     "carried": carried,
@@ -106,14 +106,14 @@ MUTANTS = {
 
 
 def decode_with(mutant, monkeypatch, target, inputs, drafter, **options):
-    """`generate` with another `context`, compiled anew."""
+    """`generate` with another `make_prefixes`, compiled anew."""
     for module in (iteration, drafting):
-        monkeypatch.setattr(module, "context", mutant)
+        monkeypatch.setattr(module, "make_prefixes", mutant)
 
     @jax.jit
     def loop(network, drafter, state):
         def body(state):
-            return iteration.iterate(network, drafter, state)
+            return iteration.ChainDecoding().iterate(network, drafter, state)
 
         return jax.lax.while_loop(lambda state: ~jnp.all(state.done), body, state)
 

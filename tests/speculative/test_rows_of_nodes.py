@@ -12,9 +12,10 @@ from toy_models import HashModel
 
 import specdec_jax as sd
 from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.strategies import prefill
+from specdec_jax.speculative.beam_iteration import BeamSearch
 from specdec_jax.speculative.beam_search import BeamConfig
 from specdec_jax.speculative.prefill import PrefillInputs
+from specdec_jax.speculative.strategy import prefill
 from specdec_jax.speculative.trees import DynamicTree, Tree
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -55,7 +56,7 @@ def test_processors_of_a_trees_nodes():
 def test_processors_of_beams():
     """Three rows together give what each gives alone, with their own EOS ids and starts."""
     mode, beams = EARLY.mode, 3
-    config = BeamConfig(beams, EOS_IDS.shape[1], mode, V, max_new=LIMIT)
+    config = BeamConfig(beams, EOS_IDS.shape[1], mode, V, max_new=LIMIT, strategy=BeamSearch())
     tokens = np.array([[0, *prefix, *[0] * (3 - len(prefix))] for prefix in PREFIXES], np.int32)
     inputs = np.array([[*row, *[0] * (4 - len(row))] for row in INPUTS], np.int32)
     lengths, starts = (

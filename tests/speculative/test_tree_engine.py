@@ -13,8 +13,7 @@ from toy_models import HashModel, Words, compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.backends.cpu import packed_weights
-from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.adaptive_gamma import Auto

@@ -6,8 +6,7 @@ import scipy.stats
 import toy
 from toy_models import HashModel
 
-from specdec_jax.decoding.generate import prepare
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.models.network import is_decoder_only
 from specdec_jax.speculative.sampling import SamplingConfig
 

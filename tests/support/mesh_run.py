@@ -25,7 +25,7 @@ from specdec_jax.backends.sharding import ShardingRules
 from specdec_jax.checkpoints.stored_tensor import StoredTensor
 from specdec_jax.commands import main
 from specdec_jax.commands.generate import GenerateOptions
-from specdec_jax.decoding.loop import advance
+from specdec_jax.decoding.generate import advance
 from specdec_jax.models.parameters import flatten
 
 if __name__ == "__main__":
