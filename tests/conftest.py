@@ -37,6 +37,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("project")
 
 
+def pytest_configure(config):
+    """Keeps compiled programs beside pytest's own cache, for all workers and for the next run.
+
+    `pytest --cache-clear` forgets them.
+    """
+    if hasattr(config, "cache"):  # not with `-p no:cacheprovider`
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("programs"))
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
     """Frees the compiled programs of a test file at its end.
