@@ -143,10 +143,10 @@ def test_the_vocabulary_of_a_model(tmp_path):
     pieces = SentencePieceVocabulary.train(command_line.TEXT, 36)
     ours = SentencePieceVocabulary(pieces.model, 100)
     sd.save(sd.LanguageModel.random(config, vocabulary=ours), tmp_path / "hf", format="huggingface")
-    found = tasks._vocabulary(str(tmp_path / "hf"), 0)
+    found = tasks._make_vocabulary(str(tmp_path / "hf"), 0)
     assert found.vocab_size == 136 and vocabularies.find_difference(ours, found) is None
     assert (
-        tasks._vocabulary("ende/target", 0).vocab_size
+        tasks._make_vocabulary("ende/target", 0).vocab_size
         == checkpoints.load_vocabulary("ende/target")[0].size
     )
     sd.save(
@@ -155,10 +155,10 @@ def test_the_vocabulary_of_a_model(tmp_path):
         ),
         tmp_path / "bytes",
     )
-    assert isinstance(tasks._vocabulary(str(tmp_path / "bytes"), 0), seqio.ByteVocabulary)
+    assert isinstance(tasks._make_vocabulary(str(tmp_path / "bytes"), 0), seqio.ByteVocabulary)
     sd.save(sd.LanguageModel.random(config), tmp_path / "none")
     with pytest.raises(ValueError, match="vocabulary: got .*none' without a SentencePiece model"):
-        tasks._vocabulary(str(tmp_path / "none"), 0)
+        tasks._make_vocabulary(str(tmp_path / "none"), 0)
 
 
 # What is rejected.
