@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from absl import app
 from absl.flags import FLAGS
 from sample_records import ACCELERATOR, parse
@@ -118,6 +119,7 @@ def run(script, path, planned, threads=2, seconds=1e9):
     return {line["figure"]: line for line in json.loads(path.read_text())["figures"]}, missing
 
 
+@pytest.mark.slow
 def test_every_figure_is_in_the_record_whatever_becomes_of_it(script, tmp_path, capsys):
     path, made = tmp_path / "a.json", []
 
@@ -398,7 +400,8 @@ def test_the_floor_is_bytes_over_the_bandwidth_of_copies():
     assert "bytes" not in figures["call over 2"].read(Spread(1.0, 1.0, 1.0), None, {"copy": copy})
 
 
-@pytest.mark.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.slow
+@tiers.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4)], first=1)
 def test_bytes_are_those_of_the_weights_of_a_step(dtype, width):
     config = ReportSetup(tiny=True, dtype=dtype).config("t5_1_1/large")
     params = random_params(jax.random.key(0), module=config.module(), dtype=config.dtype)
@@ -475,6 +478,7 @@ def test_the_page_shows_what_is_there_and_what_is_not(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_the_figures_of_calls_can_be_measured(script, tmp_path):
     """The rest, which takes a minute to compile, is in the slow test."""
     stages = [

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import tiers
 from toy_models import HashModel
 
 from specdec_jax.analysis import acceptance, variants
@@ -25,7 +26,7 @@ def score(*verifiers, **settings) -> acceptance.Acceptance:
     return acceptance.score(TARGET, ModelDrafter(DRAFT), BATCHES, verifiers, 3, options)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}], ids=str)
+@tiers.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}], ids=str, first=1)
 def test_hit_rate_is_the_mean_of_hit_rate_given_the_token(filters):
     """Over every id y that the target may choose: Σ p(y) P(y is a child)."""
     config = SamplingConfig(temperature=1.0, **filters)
@@ -92,6 +93,7 @@ def test_above_temperature_0():
     assert result.by_depth["block"] != result.by_depth["token"]
 
 
+@pytest.mark.slow
 def test_depths_that_no_output_has_are_left_out():
     result = score("block", max_new_tokens=2)
     assert len(result.by_depth["block"]) == 2 and len(result.survival["block"]) == 3

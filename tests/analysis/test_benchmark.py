@@ -8,6 +8,7 @@ import benchmark_models
 import jax
 import numpy as np
 import pytest
+import tiers
 from benchmark_models import CONFIG
 from sample_records import parse
 
@@ -390,6 +391,7 @@ def test_preset_times_shapes_with_random_weights(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_preset_without_a_drafter_measures_calls_and_the_cost_of_sampling(monkeypatch):
     monkeypatch.setitem(families.PRESETS, "tiny", CONFIG)
     options = benchmark_command.BenchmarkOptions(
@@ -430,7 +432,7 @@ def verified_state(network, verifier, gamma=2):
     return timing.verified_state(network, timing.CallShape(2, 5, 12), gamma, config, name)
 
 
-@pytest.mark.parametrize("verifier", SAMPLED)
+@tiers.parametrize("verifier", SAMPLED, first=1)
 def test_the_timed_verification_is_the_engines(target, verifier):
     """Step by step: the token after the accepted ones is fed next; keys depend on their number."""
     network, state = target.network, verified_state(target.network, verifier)
@@ -452,7 +454,8 @@ def test_the_timed_verification_is_the_engines(target, verifier):
     np.testing.assert_array_equal(ours[1], accepted)
 
 
-@pytest.mark.parametrize("verifier", SAMPLED)
+@pytest.mark.slow
+@tiers.parametrize("verifier", SAMPLED, first=1)
 def test_the_timed_verification_stays_in_its_loop(verifier, optimised):
     """Nothing of the vocabulary's width (97) is computed outside of the loop for its body.
 

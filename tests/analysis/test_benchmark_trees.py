@@ -9,6 +9,7 @@ import benchmark_models
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from benchmark_models import CONFIG
 from sample_records import parse
 from toy_models import noisy_copy
@@ -51,6 +52,7 @@ def measured(target, options, batches):
     return json.loads(json.dumps(record)), problems
 
 
+@pytest.mark.slow
 def test_record(measured, target, batches):
     record, problems = measured
     assert problems == []
@@ -216,7 +218,7 @@ def corrupt(monkeypatch):
     monkeypatch.setattr(analysis_variants, "generate", generate)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("temperature", "verifier", "wrong", "found"),
     [
         (0.0, "block", True, [(1, 1), (2, 1)]),
@@ -224,6 +226,7 @@ def corrupt(monkeypatch):
         (1.0, "gumbel", False, []),
         (1.0, "block", True, []),
     ],
+    first=1,
 )
 def test_wrong_tokens_are_reported_where_they_must_be_equal(
     monkeypatch, target, batches, options, temperature, verifier, wrong, found

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+import tiers
 from absl import app
 from absl.flags import FLAGS
 from int8_models import stored_in
@@ -39,7 +40,8 @@ def scored(model, row: int, width: int | None = None) -> np.ndarray:
     return np.asarray(result, np.float64)[:, :width]
 
 
-@pytest.mark.parametrize("family", [lambda: tiny_t5(0, V), gpt])
+@pytest.mark.slow
+@tiers.parametrize("family", [lambda: tiny_t5(0, V), gpt], first=1)
 def test_figures_are_those_of_numpy(family):
     """Also with a drafter that has more ids than the target."""
     full = family()
@@ -81,7 +83,7 @@ def test_figures_are_those_of_numpy(family):
     assert error > 0.01 and abs(alpha["full"] - alpha["rounded"]) > 1e-4
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@tiers.parametrize("tied", [False, True], first=1)
 def test_weights_are_moved_by_up_to_half_a_step(tied):
     """Of rounded weights; the embedding is one where it is the head, with columns as its rows."""
     model = tiny_t5(0, V, logits_via_embedding=tied)
@@ -122,6 +124,7 @@ def run(load_script, capsys):
     return call
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_script(run, tmp_path):
     """Weights that are stored in int8 change nothing, moved ones a little."""
@@ -194,6 +197,7 @@ def test_references_need_sacrebleu(run, tmp_path, monkeypatch):
         run("--target=no/such/model", f"--input_file={path}")
 
 
+@pytest.mark.slow
 def test_only_float32_is_moved():
     with pytest.raises(ValueError, match="dtype: got bfloat16, expected float32"):
         rounding.moved(tiny_t5(0, V, dtype="bfloat16"))

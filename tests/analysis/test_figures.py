@@ -196,6 +196,7 @@ def test_the_compilers_estimates_are_called_that():
     assert "does not fit" in write_page([("tpu.json", ESTIMATE | {"fits": False})])
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_is_listed():
     """Each with its command, which the command line understands."""
     what = [

@@ -200,6 +200,7 @@ def test_markup_in_every_text_is_shown_as_text(shown, kind):
     assert count >= 5 and sum("<script>alert(1)</script>" in text for text in page.texts) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lenient"])
 def test_markup_in_the_place_of_every_key_and_value(shown, kind):
     """One at a time; what is rejected names the file, what is shown is harmless."""
@@ -213,6 +214,7 @@ def test_markup_in_the_place_of_every_key_and_value(shown, kind):
     assert rejected > 20 and harmless > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value",
     [None, [], {}, True, -1, 10**400, float("nan"), float("inf"), "x" * 10**6],
@@ -238,6 +240,7 @@ def test_every_wrong_type_is_rejected_or_shown(tmp_path, value):
     assert rejected > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", KINDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_another_kind_holds_is_not_read(shown, kind, extra):
@@ -259,6 +262,7 @@ def test_a_suites_lines_are_checked_each(shown):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "path"),
     [
@@ -282,6 +286,7 @@ def test_more_than_can_be_drawn_is_rejected_at_once(shown, kind, path):
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.slow
 def test_the_greatest_tree_is_drawn(shown):
     """A chain of as many nodes as there may be, every text long."""
     nodes = [{"text": "<b>" * 99, "parent": node - 1} for node in range(trees.MAX_NODES)]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import toy
 import toy_processors
 from measured_pair import ACCEPTED
@@ -254,7 +255,7 @@ def test_counting_and_scoring_agree(greedy):
     assert [accepted for accepted, _ in counted.by_depth["block"]] == pytest.approx(rates.tolist())
 
 
-@pytest.mark.parametrize("verifier", ["token", "block"])
+@tiers.parametrize("verifier", ["token", "block"], first=1)
 def test_calls_expected_when_sampling_are_those_made_on_average(verifier):
     """Means over 512 rows each, of other samples: five standard errors apart at most."""
     how = options(temperature=1.0, verifier=verifier, seed=3)
@@ -290,7 +291,8 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLED))
+@pytest.mark.slow
+@tiers.parametrize("name", sorted(SAMPLED), first=1)
 def test_counting_and_overlap_agree_on_the_same_positions(name):
     """Corollary 3.6, on the real random path: within three standard errors of 256 rows."""
     how = options(seed=1, **SAMPLED[name])

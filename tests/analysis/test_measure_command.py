@@ -6,6 +6,7 @@ import types
 
 import command_line
 import pytest
+import tiers
 from measured_pair import ACCEPTED
 from sample_records import MEASURE, parse
 
@@ -36,7 +37,7 @@ def sentences(tmp_path):
     return tmp_path / "sentences.txt"
 
 
-@pytest.mark.parametrize("drafter", ["DRAFTER", "lookup"])
+@tiers.parametrize("drafter", ["DRAFTER", "lookup"], first=1)
 def test_command(specdec, sentences, tmp_path, drafter):
     files = ["--input_file", sentences, "--output", tmp_path / "record.json"]
     code, out, err = specdec("measure", *FLAGS, f"--drafter={drafter}", *files)
@@ -56,6 +57,7 @@ def test_command(specdec, sentences, tmp_path, drafter):
     assert (record["cost_ratio_alone"] is None) == (drafter == "lookup") and "best gamma: " in out
 
 
+@pytest.mark.slow
 def test_command_compares(specdec, sentences, tmp_path):
     files = ["--input_file", sentences, "--output", tmp_path / "record.json"]
     code, out, err = specdec(
@@ -146,7 +148,7 @@ def test_figure_is_a_picture(tmp_path):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("flags", "message"),
     [
         (["--drafter="], "drafter: got nothing, expected"),
@@ -167,6 +169,7 @@ def test_figure_is_a_picture(tmp_path):
         (["--plot=no/such/folder/figure.png"], "in a folder that exists"),
         (["--input_file=no.txt"], "input_file: got 'no.txt', which is no file"),
     ],
+    first=23,
 )
 def test_bad_input(specdec, flags, message):
     code, out, err = specdec("measure", *FLAGS, "--drafter=DRAFTER", *flags)

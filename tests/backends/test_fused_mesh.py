@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from jax.sharding import Mesh
 from toy_models import tiny_t5
 
@@ -44,8 +45,11 @@ def runs() -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rows"), [("1x4, 1", 1), ("1x4, 3", 3), ("2x2, 4", 2), ("4x1, 4", 1), ("2x2, 2", 1)]
+@pytest.mark.slow
+@tiers.parametrize(
+    ("mesh", "rows"),
+    [("1x4, 1", 1), ("1x4, 3", 3), ("2x2, 4", 2), ("4x1, 4", 1), ("2x2, 2", 1)],
+    first=23,
 )
 def test_every_device_runs_the_kernel_for_its_own_rows(runs, mesh, rows):
     assert [rows, 2, 128] in runs[mesh]["calls"]
@@ -76,6 +80,7 @@ def test_which_models_it_takes(rows, replicate, taken):
     assert found == [taken]
 
 
+@pytest.mark.slow
 def test_a_gpt_is_not_taken():
     model = sd.LanguageModel.random(sd.GPTConfig(24, 16, 2, 2, 32, num_positions=16), eos_ids=())
     rules = ShardingRules(Mesh(np.array(jax.devices()[:1]).reshape(1, 1), AXES), True)

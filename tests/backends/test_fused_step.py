@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from jax.experimental.pallas import tpu as pltpu
 from toy_models import noisy_copy, tiny_t5
 
@@ -76,7 +77,8 @@ def make_rejected_cache(network, rows: int):
 T5_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@tiers.parametrize(
     ("rows", "length", "shape"),
     [
         (3, 1, dict(dtype="float32", mlp_dim=256)),
@@ -87,6 +89,7 @@ T5_1_0 = dict(mlp_activations=("relu",), logits_via_embedding=True)
         pytest.param(3, 2, dict(dtype="bfloat16", num_heads=6), marks=SLOW),
         pytest.param(1, 1, dict(dtype="bfloat16", **T5_1_0), marks=SLOW),
     ],
+    first=1,
 )
 def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
     """Rows at their own positions, around the edge of a tile, of inputs with padding.
@@ -146,6 +149,7 @@ def test_numbers_are_those_of_the_layers(monkeypatch, rows, length, shape):
     assert changed.tolist() == list(range(start, min(start + length, 17)))
 
 
+@pytest.mark.slow
 def test_numbers_at_the_first_and_the_last_slots(monkeypatch):
     """There the bias's row is shifted as far as it can be."""
     calls = run_as_kernel(monkeypatch, True)
@@ -167,6 +171,7 @@ def test_numbers_at_the_first_and_the_last_slots(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_layers(monkeypatch):
     """Of a greedy decode: the kernel drafts, over two positions in every step."""
     calls = run_as_kernel(monkeypatch, True)
@@ -248,6 +253,7 @@ class TestTrial:
     def test_a_good_kernel_is_used(self, capsys):
         assert fused_step_selftest.SELF_TEST.result() is None and capsys.readouterr().err == ""
 
+    @pytest.mark.slow
     def test_wrong_numbers_are_reported_and_xla_decodes(self, monkeypatch, capsys, on_tpu):
         def wrong(*arguments, interpret):
             states, cache = on_tpu(*arguments, interpret=interpret)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
@@ -163,7 +164,8 @@ def gpt() -> sd.LanguageModel:
     return sd.LanguageModel.random(sd.GPTConfig(V, 32, 2, 2, 32, num_positions=48))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@tiers.parametrize(
     ("family", "options"),
     [
         (t5, dict(gamma=3)),
@@ -176,6 +178,7 @@ def gpt() -> sd.LanguageModel:
         ),
         pytest.param(t5, dict(tree=sd.Tree.uniform((2, 1))), marks=SLOW),
     ],
+    first=1,
 )
 def test_tokens_are_those_of_xla(interpreted, family, options):
     """With and without a drafter; self-attention over a tree's nodes is XLA's own."""
@@ -230,8 +233,8 @@ class TestTrial:
         assert gpu_attention.find_fault() is None
         assert gpu_attention.SELF_TEST.passed() and capsys.readouterr().err == ""
 
-    @pytest.mark.parametrize(
-        "case", [("bfloat16", 64, 1), ("bfloat16", 16, 64), ("float32", 128, 20)]
+    @tiers.parametrize(
+        "case", [("bfloat16", 64, 1), ("bfloat16", 16, 64), ("float32", 128, 20)], first=1
     )
     def test_what_is_compiled_anew_is_tried(self, case, monkeypatch):
         dtype, features, queries = case

@@ -16,6 +16,7 @@ import tomllib
 
 import libraries
 import pytest
+import tiers
 from devices import names
 from libraries import REAL, WORKS, again, calls
 
@@ -39,6 +40,7 @@ def kernels(tmp_path) -> list[str]:
 # What works.
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_processes_at_once(tmp_path, compiler, libraries):
     """In processes of their own: both compile, slowly, and both use the result."""
@@ -127,6 +129,7 @@ def test_the_source_is_installed():
     assert str(native._SOURCE.relative_to(pathlib.Path(native.__file__).parents[2])) in patterns
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_rebuild_and_off(tmp_path, compiler, monkeypatch, capsys):
     compiler(WORKS)
@@ -150,7 +153,7 @@ def test_rebuild_and_off(tmp_path, compiler, monkeypatch, capsys):
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", ["cut short", "foreign", "gone", "no record", "record"])
+@tiers.parametrize("damage", ["cut short", "foreign", "gone", "no record", "record"], first=1)
 def test_damaged_files(tmp_path, compiler, libraries, damage):
     compiler(WORKS)
     before = again()
@@ -169,6 +172,7 @@ def test_damaged_files(tmp_path, compiler, libraries, damage):
     assert library.read_bytes() == (libraries / "works.so").read_bytes()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_of_another_kind_is_left_alone(tmp_path, compiler, monkeypatch):
     """One more for each thing that its name is made of; the first is found again."""
@@ -224,8 +228,9 @@ def test_compilers_that_know_no_native(tmp_path, compiler):
 # What does not.
 
 
+@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("what", "reason"),
     [
         (
@@ -239,6 +244,7 @@ def test_compilers_that_know_no_native(tmp_path, compiler):
         ('echo none > "$output"', r"the self-test failed: OSError: kernel\.so: .*"),
         ('cp "$libraries/wrong.so" "$output"', "the self-test failed: .*"),
     ],
+    first=23,
 )
 def test_failures_are_reported_and_remembered(
     tmp_path, compiler, capsys, monkeypatch, settings, what, reason
@@ -338,6 +344,7 @@ def test_every_failure_is_reported(monkeypatch, capsys):
     assert not native.is_available() and again().startswith("kernel: not used: KeyError")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_that_does_not_load_here(compiler, monkeypatch):
     def reject(library, targets):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import kernel_inputs
 import numpy as np
 import pytest
+import tiers
 from kernel_inputs import UNIT, normal, same
 
 from specdec_jax.backends.cpu import native, packed_weights
@@ -69,8 +70,8 @@ def close(got, expected):
     assert np.abs(got - expected).max(initial=0) <= 4e-6
 
 
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("K", [3, 8, 20, 24, 64, 72])
+@tiers.parametrize("biased", [True, False], first=4)
+@tiers.parametrize("K", [3, 8, 20, 24, 64, 72], first=4)
 def test_self_attention(K, biased):
     """At the first slot, the last ones, and past them, where XLA's updates go, too.
 

@@ -8,6 +8,7 @@ import time
 
 import libraries
 import pytest
+import tiers
 from devices import names
 from libraries import REAL, WORKS, again, calls
 
@@ -38,6 +39,7 @@ def test_the_cache_is_the_user_s(tmp_path, monkeypatch):
         user_cache.cache_folder()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_no_write_access(tmp_path, compiler):
     """Seen before anything is compiled."""
@@ -91,7 +93,7 @@ def test_a_disk_that_can_only_be_read(tmp_path, compiler, monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("part", ["cache", "cache/specdec_jax", "cache/specdec_jax/kernel"])
+@tiers.parametrize("part", ["cache", "cache/specdec_jax", "cache/specdec_jax/kernel"], first=1)
 def test_folders_that_others_may_write_to(tmp_path, compiler, part):
     compiler(WORKS)
     folder = tmp_path / part

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import kernel_inputs
 import numpy as np
 import pytest
+import tiers
 from kernel_inputs import UNIT, normal, same
 
 from specdec_jax.backends.cpu import native, packed_weights
@@ -60,8 +61,8 @@ def times(stored, x, valid=None):
 # Norms and sums over a row.
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("D", [1, 7, 640, 4096])
+@tiers.parametrize("kind", ["rms", "layer"], first=3)
+@tiers.parametrize("D", [1, 7, 640, 4096], first=3)
 def test_norms(kind, D):
     """Against float64, and: a row's bits are those it has alone, also before a product."""
     x, scale, bias = (
@@ -126,8 +127,8 @@ def test_log_sums_of_rows_that_are_no_distribution():
 # Products.
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("K, F", SHAPES)
+@tiers.parametrize("kind", KINDS, first=2)
+@tiers.parametrize("K, F", SHAPES, first=2)
 def test_products(K, F, kind):
     """Products beside float64; a row's bits are those it has alone."""
     stored, values, scales = weight(kind, K, F)
@@ -326,8 +327,8 @@ def prepared(before, x):
     return normed + (0 if before.bias is None else np.asarray(before.bias))
 
 
-@pytest.mark.parametrize("K", [5, 64, 300])
-@pytest.mark.parametrize("how", BEFORE)
+@tiers.parametrize("K", [5, 64, 300], first=3)
+@tiers.parametrize("how", BEFORE, first=3)
 def test_what_comes_before_and_after_a_product(how, K):
     """Steps around a product beside float64; a row's bits are its own."""
     name, *activations = BEFORE[how]
@@ -381,8 +382,8 @@ def test_what_comes_before_and_after_a_product(how, K):
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("K, F", [(33, 1), (64, 16), (100, 257), (640, 1000)])
+@tiers.parametrize("kind", KINDS, first=2)
+@tiers.parametrize("K, F", [(33, 1), (64, 16), (100, 257), (640, 1000)], first=2)
 def test_greedy_tokens(K, F, kind):
     """The first of the greatest columns and its log-probability; a row's bits are its own."""
     stored, _, _ = weight(kind, K, F)
@@ -442,6 +443,7 @@ def test_greedy_tokens_of_equal_columns_and_of_what_is_not_finite():
     np.testing.assert_allclose(log_probs[1], -np.log(39), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_denormals_count_as_zero_on_every_thread():
     """Also on the thread that calls, which handles them as before afterwards."""
     cells = PackedWeight.pack(jnp.full((640, 2048), 1e-20))

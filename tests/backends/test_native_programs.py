@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 
 from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.backends.cpu.packed_weights import PackedWeight
@@ -59,6 +60,7 @@ print("same" if len(others) == 24 and all(others) else "different")
 """
 
 
+@pytest.mark.slow
 def test_threads():
     """NPROC's number of threads in XLA's pool gives the same bits, and callers do not hang."""
     printed = []
@@ -394,7 +396,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("target", CALLS)
+@tiers.parametrize("target", CALLS, first=6)
 def test_shapes_that_do_not_fit(target):
     arguments, results, attributes, misfits = CALLS[target]
 

@@ -9,6 +9,7 @@ import flax.serialization
 import make_checkpoints as make
 import numpy as np
 import pytest
+import tiers
 from golden_models import GOLDEN
 from make_checkpoints import FORMATS, PARAMS, TENSORS, TINY
 
@@ -282,7 +283,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@tiers.parametrize("case", BAD, first=23)
 def test_bad_input_is_rejected_in_one_line(case, tmp_path, monkeypatch):
     source, damage, message = BAD[case]
     path = tmp_path / "model"

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiers
 from announcements import without_course
 from golden_models import GOLDEN
 from make_checkpoints import PARAMS, TINY, TINY_1_0
@@ -59,8 +60,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", ["1.1", "1.0"])
+@tiers.parametrize("dtype", ["float32", "bfloat16"], first=1)
+@tiers.parametrize("shape", ["1.1", "1.0"], first=1)
 def test_every_pair_of_formats_bit_for_bit(shape, dtype, tmp_path):
     params = make.random_params(SHAPES[shape])
     params["encoder/encoder_norm/scale"][:] = 0  # zarr would leave it out
@@ -369,7 +370,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@tiers.parametrize("case", BAD, first=6)
 def test_bad_input(case, tmp_path, capsys):
     argv, message = BAD[case]
     make.FORMATS["own"](tmp_path / "source")
@@ -386,6 +387,7 @@ def test_bad_input(case, tmp_path, capsys):
 # What transformers makes of it.
 
 
+@pytest.mark.slow
 def test_a_decoder_of_another_depth_is_exported_with_it(tmp_path):
     """transformers' caches count `decoder_layers`, its network `num_decoder_layers`."""
     config = dataclasses.replace(TINY, num_encoder_layers=1, num_decoder_layers=3)

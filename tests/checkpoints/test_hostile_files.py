@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+import tiers
 from hostile_cases import CASES
 
 SECONDS, MEGABYTES = 5, 200
@@ -58,7 +59,7 @@ def outcomes(tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("name", CASES)
+@tiers.parametrize("name", CASES, first=23)
 def test_one_line_that_names_the_file(name, outcomes):
     result = outcomes[name]
     assert result is not None, "the process hung or died"

@@ -131,6 +131,7 @@ def test_what_does_not_fit_is_rejected(tmp_path):
         sd.load(tmp_path / "bad")
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     make.FORMATS["own"](tmp_path / "source")
     argv = [

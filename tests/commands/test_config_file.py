@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tiers
 from golden_models import GOLDEN
 
 import specdec_jax as sd
@@ -45,8 +46,8 @@ def expected(drafter, **options):
     return [row[:length].tolist() for row, length in zip(result.tokens, result.lengths)]
 
 
-@pytest.mark.parametrize("suffix", ["gin", "json"])
-@pytest.mark.parametrize("name", CONFIGS)
+@tiers.parametrize("suffix", ["gin", "json"], first=1)
+@tiers.parametrize("name", CONFIGS, first=1)
 def test_the_command_decodes_as_generate_with_the_same_file(decode, tmp_path, name, suffix):
     path = tmp_path / f"options.{suffix}"
     CONFIGS[name].save(path)

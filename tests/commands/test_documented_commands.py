@@ -13,6 +13,7 @@ import command_line
 import documented
 import pages
 import pytest
+import tiers
 
 from specdec_jax.commands import help_page, main
 
@@ -80,7 +81,8 @@ def smaller(argv: list[str]) -> list[str]:
     return added
 
 
-@pytest.mark.parametrize("line", CHEAP, ids=lambda line: " ".join(line.split()[1:2]))
+@pytest.mark.slow
+@tiers.parametrize("line", CHEAP, ids=lambda line: " ".join(line.split()[1:2]), first=1)
 def test_cheap_examples_of_the_help_run(line, run):
     """In their order: some read what others write."""
     assert run(line) is None

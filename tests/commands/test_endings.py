@@ -34,6 +34,7 @@ def cut(pair):
     return reasons.count("length")
 
 
+@pytest.mark.slow
 def test_outputs_that_were_cut_are_counted(capsys, pair, cut, tmp_path, monkeypatch):
     """Printed, streamed, or written by a job that was killed and resumed."""
     line = f"{cut} of 3 outputs ended by length: --max_new_tokens=6\n"
@@ -79,6 +80,7 @@ def test_inputs_that_are_too_long_are_counted_and_named(capsys, pair):
     )
 
 
+@pytest.mark.slow
 def test_the_library_names_them_from_zero():
     target, inputs = tiny_t5(0), [[3] * 600, [4, 1], [3] * 513]
     message = (

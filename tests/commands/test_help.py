@@ -169,6 +169,7 @@ def test_pairs_to_try_training_on_are_whole():
     ] == sentences.read_built_in_sentences()
 
 
+@pytest.mark.slow
 def test_examples_run_anywhere(tmp_path, quick_environment):
     """Of a package that is installed, from any folder: no file is needed."""
     line = (

@@ -9,6 +9,7 @@ import sys
 import command_line
 import main_folders
 import pytest
+import tiers
 from command_line import MODELS, SENTENCES, expected
 from sample_records import BENCHMARK
 
@@ -100,7 +101,9 @@ def test_json(generate, pair):
         assert len(stats["examined_by_position"]) == 2
 
 
-@pytest.mark.parametrize("form", ["widths:2,1", "parents:0,0,1:drawn:recursive", "dynamic:2,2,4"])
+@tiers.parametrize(
+    "form", ["widths:2,1", "parents:0,0,1:drawn:recursive", "dynamic:2,2,4"], first=1
+)
 def test_a_tree(generate, pair, tmp_path, form):
     """Drafts so many nodes, and gives the same outputs, in a file too."""
     arguments = [f"--tree={form}", "--gamma=auto", *SENTENCES]
@@ -116,6 +119,7 @@ def test_a_tree(generate, pair, tmp_path, form):
     assert (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines() == expected(pair)
 
 
+@pytest.mark.slow
 def test_a_sample_does_not_depend_on_its_batch(generate):
     arguments = ["--temperature=1", "--seed=7"]
     together = generate(*arguments, *SENTENCES)
@@ -129,6 +133,7 @@ def test_sampling_settings_arrive():
     assert options.sampling() == sd.SamplingConfig(temperature=0.5, top_k=3, top_p=0.9)
 
 
+@pytest.mark.slow
 def test_outputs_appear_window_by_window(pair, monkeypatch):
     """Sorting within a window must not change the order of outputs or of the random keys."""
     target = sd.load(pair / "target", dtype="float32")

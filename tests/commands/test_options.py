@@ -8,6 +8,7 @@ import typing
 import command_line
 import jax
 import pytest
+import tiers
 from absl.flags import FLAGS
 
 import specdec_jax as sd
@@ -114,7 +115,7 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(ARGMAX))
+@tiers.parametrize("name", sorted(ARGMAX), first=2)
 def test_options_of_argmax(decode, library, name):
     """Each changes what comes out, to what the library gives for it."""
     flags, sampling, options = ARGMAX[name]
@@ -126,7 +127,7 @@ def test_options_of_argmax(decode, library, name):
     assert result == library(sampling, **options) != plain
 
 
-@pytest.mark.parametrize("name", sorted(DRAWN))
+@tiers.parametrize("name", sorted(DRAWN), first=1)
 def test_options_of_sampling(decode, library, name):
     flags, sampling, options = DRAWN[name]
     options = {"key": 3} | options
@@ -195,6 +196,7 @@ def test_samples_stand_side_by_side(decode, library):
 # Streaming.
 
 
+@pytest.mark.slow
 def test_stream_prints_what_generate_prints(specdec):
     for flags in ([], ["--temperature=1", "--seed=7", "--stop=e"]):
         argv = ["generate", *command_line.MODELS, *flags, *command_line.SENTENCES]
@@ -277,6 +279,7 @@ def test_a_flag_wins_over_gin(decode, tmp_path):
 # The other commands.
 
 
+@pytest.mark.slow
 def test_demo_takes_the_verifier_and_the_seed(specdec):
     def demo(*flags):
         out = specdec("demo", *command_line.MODELS, "--repeats=1", *flags, "We asked")[1]

@@ -96,6 +96,7 @@ sys.exit(entry.main())
 """
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_and_interrupted_gives_the_same_file(
     specdec, pair, tmp_path, quick_environment
 ):

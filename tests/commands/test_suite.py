@@ -76,6 +76,7 @@ def test_rows_of_presets():
     assert found == [(*drafter, (gamma,), (0.4, 1.0)) for drafter in drafters for gamma in (1, 2)]
 
 
+@pytest.mark.slow
 def test_a_killed_suite_resumes(specdec, monkeypatch, tmp_path):
     output, measure, begun = tmp_path / "records.jsonl", benchmark.benchmark, []
 
@@ -133,6 +134,7 @@ def test_a_killed_suite_resumes(specdec, monkeypatch, tmp_path):
     assert text.count("synthetic, α = 0.4") >= 4 and "prompt lookup" in text
 
 
+@pytest.mark.slow
 def test_one_command_makes_the_page(specdec, tmp_path):
     output, report = tmp_path / "records.jsonl", tmp_path / "report.html"
     code, out, _ = specdec(*FLAGS, "--output", output, "--report", report)

@@ -6,6 +6,7 @@ import json
 import command_line
 import numpy as np
 import pytest
+import tiers
 
 from specdec_jax.analysis import acceptance, tuning, variants
 from specdec_jax.analysis.beams import BeamChoice
@@ -314,10 +315,11 @@ def sentences(tmp_path):
     return tmp_path / "sentences.txt"
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("drafter", "gammas", "flags"),
     [("DRAFTER", (2,), ["--temperature=1"]), ("random", (2, 1), [])],
     ids=["drawn", "argmax"],
+    first=1,
 )
 def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
     """Writes a file with which `generate` gives what the flags give; a sweep times every choice."""
@@ -355,7 +357,7 @@ def test_command(specdec, tmp_path, sentences, drafter, gammas, flags):
     assert all(bool(output["stats"]["drafted"]) == (chosen != "plain") for output in outputs)
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
+@tiers.parametrize("temperature", [0, 1], first=1)
 def test_command_with_trees(specdec, tmp_path, sentences, monkeypatch, temperature):
     """A tree that is worth its draft wins: `generate` then drafts it, with the same outputs."""
     tree, config = Choice(2, "block", "parents:0,0,1"), tmp_path / "tuned.gin"
@@ -419,6 +421,7 @@ def test_no_trees_where_acceptance_is_counted(specdec, tmp_path, sentences):
     assert not [name for name in record["steps"] if name.startswith("call over")]
 
 
+@pytest.mark.slow
 def test_command_with_beams(specdec, tmp_path, sentences):
     """Times every tree and beam search; its file gives the search's outputs."""
     config, search = tmp_path / "tuned.gin", ["--num_beams=2", "--length_penalty=1.5"]

@@ -11,6 +11,7 @@ import command_line
 import devices
 import numpy as np
 import pytest
+import tiers
 from devices import SPECDEC, Pipe, fill, names, null_device
 from sample_records import BENCHMARK, MEASURE
 
@@ -61,7 +62,7 @@ SUFFIX = {"figures": ".html", "count": ".npz"}
 COMMANDS = ["generate", "benchmark", "measure", "tune", "tune's choice", "figures", "count"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@tiers.parametrize("command", COMMANDS, first=5)
 def test_commands_write_through(specdec, commands, tmp_path, command):
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -101,6 +102,7 @@ def test_a_job_through_a_pipe_warns_that_it_cannot_resume(specdec, commands, tmp
     assert err == f"{tmp_path / 'pipe'}: {message}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="the system has no /dev/stdout")
 def test_standard_output_by_its_name(pair, tmp_path, quick_environment):
     """Also where it is a file, of which it then keeps what is there."""

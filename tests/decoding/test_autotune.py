@@ -8,6 +8,7 @@ import cost_folders
 import jax
 import numpy as np
 import pytest
+import tiers
 from cost_folders import CHEAP, DEAR
 from toy_models import compilations, noisy_copy, tiny_t5
 
@@ -47,7 +48,8 @@ def policy_of(models, **options):
 # --- Measuring ---
 
 
-@pytest.mark.parametrize("kind", ["model", "lookup", "learns"])
+@pytest.mark.slow
+@tiers.parametrize("kind", ["model", "lookup", "learns"], first=1)
 def test_measured_for_real(models, home, kind, monkeypatch):
     """Once: the second call, and another process, find the numbers."""
     target, drafter = models
@@ -83,6 +85,7 @@ def test_times_between_those_that_were_timed():
     np.testing.assert_allclose(found, [1.0, 1.2, 1.4, 1.6, 1.8, 2.2, 2.3, 2.4, 2.5], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_costs_are_measured_once_for_each_kind_of_request(models, measured):
     target, drafter = models
     kinds = [
@@ -256,6 +259,7 @@ def test_where_nothing_can_be_measured_gamma_is_4(models, measured, monkeypatch)
     assert state.config.gamma == 4 and state.policy is None and not measured.calls
 
 
+@pytest.mark.slow
 def test_many_inputs(models, measured):
     """Through states that are refilled, and in batches."""
     target, drafter = models
@@ -278,6 +282,7 @@ def test_many_inputs(models, measured):
     assert measured.calls == 1
 
 
+@pytest.mark.slow
 def test_rows_begin_where_others_have_ended(measured):
     """A row on which nothing is accepted soon decodes autoregressively; argmax stays the same."""
     target, inputs = tiny_t5(0), [[number, 7, 1] for number in range(3, 23)]

@@ -5,6 +5,7 @@ import json
 import command_line
 import numpy as np
 import pytest
+import tiers
 from toy_models import HashModel, Words, compilations
 
 import specdec_jax as sd
@@ -117,7 +118,7 @@ def test_results_of_several_inputs():
     assert set(found.finish_reasons[:-2]) == {"eos", "length", "none", "empty"}
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "sampling",
     [
         dict(repetition_penalty=1.4, min_new_tokens=3),
@@ -125,8 +126,9 @@ def test_results_of_several_inputs():
         dict(forced_tokens={1: 6}),
     ],
     ids=["penalties", "n-grams", "synthetic"],
+    first=1,
 )
-@pytest.mark.parametrize("style", ["t5x", "huggingface"])
+@tiers.parametrize("style", ["t5x", "huggingface"], first=1)
 def test_processors_see_every_beams_own_prefix(style, sampling):
     options = dict(BEAMS, sampling=sd.SamplingConfig(**sampling), beam_style=style)
     plain = sd.generate(TARGET, INPUTS, **options)
@@ -146,7 +148,7 @@ def test_processors_see_every_beams_own_prefix(style, sampling):
             assert row[1] == 6
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@tiers.parametrize("batch_size", [1, 3], first=1)
 def test_long_jobs_give_what_generate_gives(batch_size):
     whole = sd.generate(TARGET, INPUTS, **DRAFTED)
     found = dict(sd.decode_stream(TARGET, INPUTS, batch_size=batch_size, **DRAFTED))
@@ -173,6 +175,7 @@ def test_nothing_compiles_after_a_warm_up():
     assert not compilations(lambda: sd.generate(TARGET, INPUTS[1:3], length_penalty=1.0, **options))
 
 
+@pytest.mark.slow
 def test_the_command_line(pair, specdec):
     """Prints the outputs of every sentence, the best first; a file gets the same."""
     flags = ["--num_beams=3", "--num_return_sequences=2", "--json"]

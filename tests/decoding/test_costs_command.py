@@ -6,6 +6,7 @@ import command_line
 import cost_folders
 import numpy as np
 import pytest
+import tiers
 from cost_folders import CHEAP, DEAR
 
 from specdec_jax.commands import generate
@@ -33,6 +34,7 @@ def arguments(*more):
     ]
 
 
+@pytest.mark.slow
 def test_auto_is_the_default(specdec, pair, measured):
     texts = [
         specdec(*arguments(*more, "We asked")) for more in ([], ["--gamma=auto"], ["--gamma=2"])
@@ -86,7 +88,8 @@ def numbers_of(policy):
     return policy if isinstance(policy, int) else np.ravel(policy.costs).tolist()
 
 
-@pytest.mark.parametrize("first, then", [(CHEAP, DEAR), (DEAR, CHEAP)], ids=["drafts", "plain"])
+@pytest.mark.slow
+@tiers.parametrize("first, then", [(CHEAP, DEAR), (DEAR, CHEAP)], ids=["drafts", "plain"], first=1)
 def test_a_job_resumes_with_the_costs_that_it_started_with(
     specdec, pair, measured, tmp_path, monkeypatch, first, then
 ):
@@ -119,7 +122,7 @@ def numbers(**changes):
     return {"costs": [1.0] * 9, "acceptance": 0.5, "weight": 2.0, "look": 1.0} | changes
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "record",
     [
         None,
@@ -135,6 +138,7 @@ def numbers(**changes):
         numbers(other=1),
     ],
     ids=str,
+    first=7,
 )
 def test_a_journal_with_other_numbers_than_costs(
     specdec, pair, measured, tmp_path, monkeypatch, record

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from toy_models import EchoModel, HashModel, HashNetwork, Words, compilations
 from toy_options import (
     ALL,
@@ -50,6 +51,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- Filters and rows ---
 
 
+@pytest.mark.slow
 def test_the_drafter_is_verified_by_the_distribution_it_drew_from():
     """Drafter = target: under all processors and filters everything is accepted."""
     result = generate(
@@ -101,6 +103,7 @@ def test_limits_of_the_filters_are_argmax_and_rows_are_their_own():
     np.testing.assert_array_equal(result.adjusted_log_probs, sampled.adjusted_log_probs[order])
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     """A mate with a longer limit, input and prefix makes every buffer longer."""
     config = SamplingConfig(temperature=1.0, repetition_penalty=1.5, no_repeat_ngram=2)
@@ -176,7 +179,7 @@ def base(name: str):
     return generate(**{**BASE, **CHANGES[name][0]}) if same == name else base(same)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@tiers.parametrize("name", CHANGES, first=1)
 def test_every_option_has_an_effect(name):
     changes, value = CHANGES[name]
     result, unchanged = generate(**{**BASE, **changes, name: value}), base(name)
@@ -357,6 +360,7 @@ def test_a_trace_has_no_early_end(change):
 # --- Compilation, permuted ids ---
 
 
+@pytest.mark.slow
 def test_nothing_compiles_when_traced_options_change():
     keys = jax.random.split(jax.random.key(9), B)
     on = dict(
@@ -429,6 +433,7 @@ class Permuted(HashNetwork):
         return logits[..., old], cache
 
 
+@pytest.mark.slow
 def test_permuted_ids_give_the_permuted_output():
     names = tuple(np.random.default_rng(0).permutation(V).tolist())
     models = []

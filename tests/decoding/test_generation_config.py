@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tiers
 from golden_models import GOLDEN
 
 import specdec_jax as sd
@@ -46,7 +47,7 @@ def new_tokens(result):
     return [row[:length].tolist() for row, length in zip(result.tokens, result.lengths)]
 
 
-@pytest.mark.parametrize("name", DECODED)
+@tiers.parametrize("name", DECODED, first=3)
 def test_transformers_tokens(name, tmp_path):
     case = CASES[name]
     model, _ = load(folder_of(case, tmp_path / "model"))
@@ -66,7 +67,7 @@ def test_transformers_tokens(name, tmp_path):
         assert rows == case["tokens"]
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@tiers.parametrize("name", SAMPLED, first=1)
 def test_transformers_distribution(name, tmp_path):
     case = CASES[name]
     model, _ = load(folder_of(case, tmp_path / "model"))

@@ -47,8 +47,15 @@ def check_unmoved(call):
     return compiled
 
 
+QUICK = ("plain", "sampled", "gpt", "digests", "traced", "trace")
+
+
 @pytest.mark.parametrize(
-    "name", [*CALLS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in [*CALLS, *MORE]
+    ],
 )
 def test_outputs_do_not_depend_on_settings(name):
     fresh = name in (
@@ -200,6 +207,7 @@ def test_a_processor_sees_what_it_sees_without_the_settings():
     assert seen[:4] == [jnp.int32, jnp.int32, jnp.float32, jnp.int32]
 
 
+@pytest.mark.slow
 def test_a_command(capsys):
     command = [
         "generate",

@@ -6,6 +6,7 @@ import command_line
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from toy_models import tiny_t5
 
 import specdec_jax as sd
@@ -58,7 +59,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@tiers.parametrize("name", DRAFTERS, first=1)
 def test_a_bad_row_is_reported_and_the_others_are_what_they_are_alone(target, sound, name):
     drafter = None if name == "plain" else sd.ModelDrafter(sound)
     how = dict(drafter=drafter, **DRAFTERS[name], **OPTIONS)

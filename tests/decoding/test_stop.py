@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import sentencepiece
+import tiers
 from toy_models import EchoModel, HashModel
 
 from specdec_jax.decoding import generate as generate_module
@@ -208,7 +209,7 @@ def joined(pieces, rows: int):
     )
 
 
-@pytest.mark.parametrize("name", ["bytes", "pieces"])
+@tiers.parametrize("name", ["bytes", "pieces"], first=1)
 def test_texts_are_cut_and_streamed(name):
     rng, reasons = np.random.default_rng(2), []
     for number, stops in enumerate([(), *STOPS]):

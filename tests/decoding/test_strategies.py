@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from toy_models import HashModel, Words
 
 import specdec_jax as sd
@@ -40,7 +41,7 @@ def recorded(strategy, calls):
     return Recorded()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@tiers.parametrize("name", OPTIONS, first=1)
 def test_every_call_goes_through_the_strategy(name, monkeypatch):
     target, options = decoding(name, 10)
     calls = []
@@ -78,6 +79,7 @@ def test_a_strategy_of_ones_own(monkeypatch):
         assert sum((piece.tokens for piece in pieces if piece.row == number), []) == tokens
 
 
+@pytest.mark.slow
 def test_every_strategy_begins_with_the_same_inputs():
     """It makes a state of `PrefillInputs`, of which rows that are not decoded yet can be read."""
     for name in OPTIONS:

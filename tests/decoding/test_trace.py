@@ -50,8 +50,8 @@ def dist(model: str, tokens: tuple[int, ...], sampling: str):
     ("name", "sampling"),
     [
         ("drawn", "argmax"),
-        ("recursive", "filtered"),
-        ("dynamic", "sampled"),
+        pytest.param("recursive", "filtered", marks=pytest.mark.slow),
+        pytest.param("dynamic", "sampled", marks=pytest.mark.slow),
         pytest.param("top", "filtered", marks=pytest.mark.slow),
         pytest.param("chains", "sampled", marks=pytest.mark.slow),
     ],

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import traced_mesh_run as run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from toy_models import tiny_t5
@@ -73,8 +74,9 @@ def check(found: dict, case: str) -> None:
     assert len(np.unique(found[case]["tokens"])) >= 4  # not one token again and again
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("case", CASES)
+@tiers.parametrize("case", CASES, first=1)
 def test_tokens_are_those_of_one_device(few, case):
     check(few, case)
 

@@ -10,6 +10,7 @@ import flax.core
 import jax
 import numpy as np
 import pytest
+import tiers
 from make_checkpoints import TINY
 
 import specdec_jax as sd
@@ -75,7 +76,7 @@ CASES = {  # what the decoder and `generate` are given alike
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@tiers.parametrize("case", CASES, first=1)
 def test_tokens_scores_and_counts_are_those_of_generate(case, pair):
     target, drafter = pair
     options, key = CASES[case], jax.random.key(5)
@@ -95,7 +96,8 @@ def test_tokens_scores_and_counts_are_those_of_generate(case, pair):
     assert got.accepted.sum() == stats.accepted
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.slow
+@tiers.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"], first=1)
 def test_keys_of_every_kind_draw_what_generate_draws(impl, pair):
     """Keys may be raw or typed, an argument or among the decoder's.
 
@@ -113,8 +115,8 @@ def test_keys_of_every_kind_draw_what_generate_draws(impl, pair):
     )
 
 
-@pytest.mark.parametrize("rescaled", [True, False])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@tiers.parametrize("rescaled", [True, False], first=1)
+@tiers.parametrize("temperature", [0.0, 1.0], first=1)
 def test_weights_that_are_no_numbers_have_no_score(temperature, rescaled, pair):
     """Nothing can be raised here: the score says it, and every token is an id."""
     target, drafter = pair
@@ -139,6 +141,7 @@ def test_without_a_drafter_or_a_prompt(pair):
     assert (got.drafted == 0).all() and (got.scores == 0).all()
 
 
+@pytest.mark.slow
 def test_arguments_of_one_call_may_be_traced(pair):
     target, drafter = pair
     decoder, key = (

@@ -9,6 +9,7 @@ import flax.core
 import jax
 import numpy as np
 import pytest
+import tiers
 from make_checkpoints import TINY
 
 import specdec_jax as sd
@@ -67,7 +68,7 @@ def expected(target, drafter, limit=LENGTH, eos=1, **options):
     return tokens, found.scores.reshape(-1, BEAMS)[:, ::-1], found.stats
 
 
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "speculative"])
+@tiers.parametrize("drafts", [False, True], ids=["plain", "speculative"], first=1)
 def test_tokens_scores_and_counts_are_those_of_generate(drafts, pair):
     target, drafter = pair[0], pair[1] if drafts else None
     options = dict(gamma=2, beam_width=5) if drafts else {}

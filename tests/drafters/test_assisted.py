@@ -72,6 +72,7 @@ def test_an_input_that_is_repeated_is_copied():
     assert result.stats.target_calls <= 4
 
 
+@pytest.mark.slow
 def test_distribution_through_the_engine():
     """Row 5 of PITFALLS: the joint distribution of three tokens by token verification.
 

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import tiers
 import toy
 from cascade_parts import (
     EOS,
@@ -60,7 +61,7 @@ INNERS = {
 }
 
 
-@pytest.mark.parametrize("name, width", [("other model", 2), ("lookup", 9), ("vertical", 2)])
+@tiers.parametrize("name, width", [("other model", 2), ("lookup", 9), ("vertical", 2)], first=1)
 def test_greedy_drafts_are_those_of_the_model(name, width):
     """Rows have their own γ, prefix and limit, and drafts an EOS, whatever proposes."""
     drafter = sd.VerticalCascade(model, INNERS[name](), width)
@@ -99,6 +100,7 @@ def test_greedy_drafts_are_those_of_the_model(name, width):
         assert counted(turned[0]) == reorder(counted(result))
 
 
+@pytest.mark.slow
 def test_coupled_drafts_are_those_of_the_model():
     result, alone = (
         run(drafter, SamplingConfig(temperature=[0.0, *[1.1] * (B - 1)]), verifier="gumbel")
@@ -237,8 +239,11 @@ def horizontal():
 SPREAD_TARGET = HashModel(V, 0, spread=3.0)
 
 
-@pytest.mark.parametrize(
-    "make, verifier", [(vertical, "block"), (horizontal, "token")], ids=["vertical", "horizontal"]
+@tiers.parametrize(
+    "make, verifier",
+    [(vertical, "block"), (horizontal, "token")],
+    ids=["vertical", "horizontal"],
+    first=1,
 )
 def test_distribution_through_the_engine(make, verifier):
     counts, (examined, accepted) = sample(SPREAD_TARGET, make(), SPREAD, ROWS, verifier=verifier)
@@ -249,6 +254,7 @@ def test_distribution_through_the_engine(make, verifier):
     )
 
 
+@pytest.mark.slow
 def test_draws_that_are_shared_with_the_target_are_detected(monkeypatch):
     """Proposals and drafts accepted by one uniform are detected; PITFALLS row 6."""
     with_shared_keys(monkeypatch)

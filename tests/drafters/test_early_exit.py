@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from engine_inputs import INPUTS, V, cut, loop_bodies
 from toy_models import HashModel, tiny_t5
 
@@ -72,7 +73,10 @@ def assert_same(result, expected):
 RAGGED = dict(decoder_prefix=PREFIXES, gamma=[0, 1, 2, 3, 3, 3, 2, 3])
 
 
-@pytest.mark.parametrize("layers, config", [(1, GREEDY), (3, SAMPLED)], ids=["greedy", "sampled"])
+@pytest.mark.slow
+@tiers.parametrize(
+    "layers, config", [(1, GREEDY), (3, SAMPLED)], ids=["greedy", "sampled"], first=1
+)
 def test_drafts_are_those_of_the_cut_off_model(layers, config):
     """Token for token and count for count: the same distribution and the same draws."""
     result, expected = (
@@ -168,6 +172,7 @@ def test_rows_that_do_not_draft_for_a_while():
     )
 
 
+@pytest.mark.slow
 def test_no_copy_of_a_cache_in_the_loop(optimised):
     """The drafter and the target write to one cache in turn, in place."""
     model = tiny_t5(0, 53, decoder_layers=2, num_heads=5, head_dim=6, emb_dim=22, mlp_dim=34)
@@ -272,6 +277,7 @@ def test_a_timed_draft_step_runs_the_layers_that_draft(layers):
         assert 0 < exit_step == expected < count(target().network, "whole")
 
 
+@pytest.mark.slow
 def test_benchmark_times_the_draft_steps(monkeypatch):
     options = benchmark_command.BenchmarkOptions(
         target="target", drafter="exit:3", gamma=(3,), max_new_tokens=12, repeats=1

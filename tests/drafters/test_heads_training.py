@@ -8,6 +8,7 @@ import gin
 import jax
 import numpy as np
 import pytest
+import tiers
 from heads_models import t5
 from toy_training import CONFIGS, TINY, random_params
 
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- Training ---
 
 
-@pytest.mark.parametrize(
-    "smoothing, soft, backbone", [(0.0, 0.0, 0.0), (0.1, 0.4, 0.0), (0.0, 1.0, 0.7)]
+@tiers.parametrize(
+    "smoothing, soft, backbone", [(0.0, 0.0, 0.0), (0.1, 0.4, 0.0), (0.0, 1.0, 0.7)], first=1
 )
 def test_loss_is_the_sum_over_tokens_and_heads(smoothing, soft, backbone):
     rng = np.random.default_rng(0)
@@ -190,6 +191,7 @@ def test_a_run_resumes_as_if_it_had_not_stopped(settings, finished, tmp_path, ca
     assert begun == [1]
 
 
+@pytest.mark.slow
 def test_a_target_that_is_trained_too_is_written_beside_its_heads(settings, tmp_path):
     config = settings(
         tmp_path,
@@ -269,6 +271,7 @@ def test_the_configuration_of_the_bundled_target(tmp_path):
     assert config.target in sd.bundled() and sum(map(math.prod, shapes.values())) == 4 * 640**2
 
 
+@pytest.mark.slow
 def test_the_command_line(settings, finished, tmp_path, capsys):
     target, drafter = settings.folder / "target0", finished[0] / "heads"
     options = [

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 import scipy.stats
+import tiers
 import toy
 from cascade_parts import (
     EOS,
@@ -55,7 +56,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("name", ["model, table", "model, model", "lookup, model"])
+@tiers.parametrize("name", ["model, table", "model, model", "lookup, model"], first=2)
 def test_greedy_output_is_that_of_plain_decoding(name):
     result = run(PAIRS[name]())
     np.testing.assert_array_equal(result.tokens, plain().tokens)
@@ -72,7 +73,7 @@ def test_greedy_output_is_that_of_plain_decoding(name):
         )
 
 
-@pytest.mark.parametrize("name", [name for name in PAIRS if name != "model, model"])
+@tiers.parametrize("name", [name for name in PAIRS if name != "model, model"], first=1)
 def test_every_position_has_the_distribution_of_its_drafter(name):
     """Undrawn tokens are one-hot; the second drafter fills in where the first is silent."""
     wanted, drafter = np.full(B, 5, np.int32), PAIRS[name]()
@@ -231,6 +232,7 @@ def test_bad_input():
             sd.generate(random_bits, [[3]], drafter=drafter)
 
 
+@pytest.mark.slow
 def test_benchmark_predicts_nothing_for_a_cascade(monkeypatch):
     target, small = tiny_t5(0, V), tiny_t5(1, V, decoder_layers=1)
     small.name = "small"

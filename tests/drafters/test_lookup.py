@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import tiers
 import toy
 from distribution_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_distribution, sample
 from tables import EOS, GAMMA, INPUTS, LIMIT, LIMITS, OPTIONS, PREFIXES, TARGET, B, V, plain
@@ -47,7 +48,7 @@ def greedy(name: str, order=range(B)):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@tiers.parametrize("name", NAMES, first=2)
 def test_greedy_output_is_that_of_plain_decoding(name):
     """γ of 1 to 4, prefixes of 0 to 4 tokens, one new token, independent rows; PITFALLS 29."""
     result, expected = greedy(name), plain()
@@ -87,8 +88,9 @@ def table_for_distribution(sampled: bool):
     return sd.NGramDrafter.count(sequences, 13, 3, continuations=4, sampled=sampled)
 
 
-@pytest.mark.parametrize(
-    "how, verifier", [("sampled", "block"), ("point", "token"), ("point", "block")]
+@pytest.mark.slow
+@tiers.parametrize(
+    "how, verifier", [("sampled", "block"), ("point", "token"), ("point", "block")], first=1
 )
 def test_distribution_through_the_engine(how, verifier):
     """Rows 5 and 12 of PITFALLS: the joint distribution of three tokens."""

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import tiers
 from engine_inputs import GAMMA, INPUTS, LIMIT
 from engine_models import KEY, SAMPLED, drafter, plain, run, target
 
@@ -39,7 +40,7 @@ def same(found, expected) -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, found.stats, expected.stats))
 
 
-@pytest.mark.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
+@tiers.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"], first=1)
 def test_tokens_and_counts_are_those_of_single_steps(pairs, config):
     """Rows that draft nothing or less than others, prefixes of several lengths, ends by EOS."""
     options = dict(
@@ -78,7 +79,8 @@ def cascades() -> dict[str, sd.Drafter]:
     }
 
 
-@pytest.mark.parametrize("name", cascades())
+@pytest.mark.slow
+@tiers.parametrize("name", cascades(), first=1)
 def test_cascades_draft_to_the_last_slot(pairs, name):
     """A later part's steps may reach past the last slot and write nothing there.
 
@@ -92,6 +94,7 @@ def test_cascades_draft_to_the_last_slot(pairs, name):
     same(pairs(decode), expected)
 
 
+@pytest.mark.slow
 def test_a_lag_of_one_costs_no_step_and_one_of_two_costs_one(pairs):
     """Whatever the lags, beside rows without one, the draft is that of single steps.
 

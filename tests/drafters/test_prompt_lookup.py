@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+import tiers
 from announcements import without_course
 from tables import GAMMA, TARGET, V
 from toy_models import EchoModel, Words, tiny_t5
@@ -234,7 +235,7 @@ def test_benchmark_counts_no_draft_steps(specdec, folder):
     )
 
 
-@pytest.mark.parametrize("eos", [(), (1,)], ids=["to the limit", "to an accepted EOS"])
+@tiers.parametrize("eos", [(), (1,)], ids=["to the limit", "to an accepted EOS"], first=1)
 def test_acceptance_per_position_by_hand(eos):
     """A position at which nothing was drafted, though it was wanted, counts as not accepted."""
     options = dict(drafter=sd.PromptLookupDrafter(1), gamma=3, max_new_tokens=24, eos_ids=eos)

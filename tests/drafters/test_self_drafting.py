@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from engine_inputs import INPUTS, V
 from toy_models import noisy_copy, tiny_t5
 
@@ -39,10 +40,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(
-    "shape", ["chain", *(pytest.param(name, marks=SLOW) for name in ("tree", "beams"))]
+@tiers.parametrize(
+    "shape", ["chain", *(pytest.param(name, marks=SLOW) for name in ("tree", "beams"))], first=1
 )
-@pytest.mark.parametrize("family", [t5, pytest.param(gpt, marks=SLOW)])
+@tiers.parametrize("family", [t5, pytest.param(gpt, marks=SLOW)], first=1)
 def test_greedy_output_is_that_of_plain_decoding(family, shape):
     target, more = family(), dict(max_new_tokens=12, eos_ids=())
     drafter, beams = (

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import tiers
 from toy_models import compilations, noisy_copy, tiny_t5
 from toy_training import TINY, config_of
 
@@ -43,6 +44,7 @@ def decode(drafter, **options):
     return sd.generate(TARGET, INPUTS, drafter=drafter, **options)
 
 
+@pytest.mark.slow
 def test_the_targets_own_decoder_is_always_right():
     drafter = sd.ModelDrafter(decoder_of(0.0))
     for sampling in (SamplingConfig(), SamplingConfig(temperature=1.0)):
@@ -56,7 +58,7 @@ def test_the_targets_own_decoder_is_always_right():
     assert several.stats.acceptance_rate == 1.0 and several.tokens.shape[0] == 2 * B
 
 
-@pytest.mark.parametrize("reduced", [{}, {"shortlist": [1, 2, 5, 7, 9, 11, 20]}, {"int8": True}])
+@tiers.parametrize("reduced", [{}, {"shortlist": [1, 2, 5, 7, 9, 11, 20]}, {"int8": True}], first=1)
 def test_greedy_output_is_that_of_plain_decoding(reduced):
     drafter, plain = sd.ModelDrafter(decoder_of(0.3), **reduced), decode(None)
     result = decode(drafter)
@@ -69,6 +71,7 @@ def test_greedy_output_is_that_of_plain_decoding(reduced):
     assert compilations(lambda: decode(drafter)) == 0
 
 
+@pytest.mark.slow
 def test_in_a_cascade():
     for cascade in (
         sd.VerticalCascade(sd.ModelDrafter(decoder_of(0.3)), sd.PromptLookupDrafter(), 2),
@@ -77,6 +80,7 @@ def test_in_a_cascade():
         np.testing.assert_array_equal(decode(cascade).tokens, decode(None).tokens)
 
 
+@pytest.mark.slow
 def test_scores_with_the_targets_encoder():
     model, fed = decoder_of(0.0), np.array([[0, 3, 4, 5]])
     inputs = np.array(INPUTS[1:2])
@@ -135,6 +139,7 @@ def teacher(language, tmp_path_factory):
     return f"{config.output_dir}/model"
 
 
+@pytest.mark.slow
 def test_learns_from_the_model_whose_encoder_it_reads(language, teacher, tmp_path):
     shape = T5Config(
         **{**vars(TINY), "num_encoder_layers": 0, "encoder_dim": TINY.emb_dim, "emb_dim": 8}

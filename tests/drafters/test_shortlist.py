@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import tiers
 import toy
 from distribution_samples import FALSE_ALARM, ROWS, SPREAD, g_test, joint_distribution, sample
 from short_heads import DRAFT, EOS, GAMMA, INPUTS, LIMIT, RNG, TARGET, WIDE, B, V, decode, plain
@@ -106,7 +107,7 @@ FILTERS = dict(temperature=0.8, top_k=3)
 FORBIDDEN = {"some": (3, EOS), "the whole list": tuple(LISTED), "none": ()}
 
 
-@pytest.mark.parametrize("name", FORBIDDEN)
+@tiers.parametrize("name", FORBIDDEN, first=1)
 def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name):
     """Drafts are repeated by teacher forcing, a sort and the engine's uniforms."""
     config = SamplingConfig(**FILTERS, forbidden_tokens=FORBIDDEN[name])
@@ -151,7 +152,7 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name)
     np.testing.assert_array_equal(again[valid], tokens[valid])
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "options",
     [
         dict(forbidden_tokens=tuple(LISTED)),
@@ -159,6 +160,7 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from(name)
         dict(repetition_penalty=1.7, no_repeat_ngram=2),
     ],
     ids=["the whole list forbidden", "forced off the list", "penalties"],
+    first=1,
 )
 def test_processors(options):
     """Argmax output is that of the same processors alone; a forced id is drafted, too."""
@@ -188,7 +190,8 @@ def step(network, cache):
     )
 
 
-@pytest.mark.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("bfloat16", 3)])
+@pytest.mark.slow
+@tiers.parametrize("how, rows", [("head of its own", 1), ("tied", 3), ("bfloat16", 3)], first=1)
 def test_reduced_networks_compute_the_whole_ones_logits(how, rows):
     """The short head's logits are the whole head's; int8 changes them by little.
 

@@ -102,6 +102,7 @@ def test_generate(specdec):
     assert code == 0 and not err and json.loads(out)["tokens"] == plain["tokens"]
 
 
+@pytest.mark.slow
 def test_a_draft_step_is_timed_over_as_many_positions_as_it_feeds(monkeypatch):
     drafter, fed = sd.ModelDrafter(tiny_t5(0, WIDE, 1)), []
     decode = Network.decode_states

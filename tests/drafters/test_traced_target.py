@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import tiers
 from toy_models import tiny_t5
 
 import specdec_jax as sd
@@ -37,8 +38,10 @@ def names(target, tmp_path_factory):
     return {kind: str(folder / name) for kind, name in found.items()} | {"exit": "exit:1"}
 
 
-@pytest.mark.parametrize(
-    "kind", ["exit", "heads", "self:int8", "table", "lookup", "assisted", "random", "model"]
+@tiers.parametrize(
+    "kind",
+    ["exit", "heads", "self:int8", "table", "lookup", "assisted", "random", "model"],
+    first=1,
 )
 def test_a_named_drafter_drafts_for_a_traced_target(kind, names, target):
     name, load = names.get(kind, kind), functools.partial(sd.load, dtype="float32")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import toy
 from cascade_parts import EOS, INPUTS, KEY, LIMIT, LIMITS, MODEL, OTHER, PREFIXES, TARGET, V, table
 from distribution_samples import SPREAD, g_test, hash_pair, joint_distribution, sample, traced_anew
@@ -83,6 +84,7 @@ def assert_same(found, expected, rows=slice(None)):
     np.testing.assert_allclose(found.log_probs[rows], expected.log_probs[rows], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_table_has_every_drafter_of_trees():
     exported = {name for name in sd.__all__ if name.endswith(("Drafter", "Cascade"))}
     assert {type(make()).__name__ for _, make in DRAFTERS.values()} == {
@@ -93,7 +95,7 @@ def test_the_table_has_every_drafter_of_trees():
 # --- Identities ---
 
 
-QUICK = ("early exit", "heads", "bigrams, drawn", "lookup", "two models")
+QUICK = ("heads", "lookup")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,8 @@ def test_coupled_trees_equal_plain_sampling(name):
         assert 0 < found.stats.accepted < found.stats.drafted
 
 
-@pytest.mark.parametrize("name", ["two models", "a copy and a model"])
+@pytest.mark.slow
+@tiers.parametrize("name", ["two models", "a copy and a model"], first=1)
 def test_rows_at_temperature_0_are_plain_ones(name):
     """With the children and the verifier that the drafter chooses."""
     found = run(name, tree=Tree.uniform((2, 2, 1)), gamma="auto")
@@ -117,12 +120,13 @@ def test_rows_at_temperature_0_are_plain_ones(name):
     assert 0 < found.stats.accepted < found.stats.drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, kinds, verifier",
     [
         ("early exit", ("drawn", "recursive"), "token"),
-        pytest.param("heads", ("drawn", "typical"), "typical", marks=pytest.mark.slow),
-        pytest.param("bigrams, drawn", ("iid", "traversal"), "block", marks=pytest.mark.slow),
+        ("heads", ("drawn", "typical"), "typical"),
+        ("bigrams, drawn", ("iid", "traversal"), "block"),
     ],
 )
 def test_one_branch_draws_what_a_chain_draws(name, kinds, verifier):
@@ -133,6 +137,7 @@ def test_one_branch_draws_what_a_chain_draws(name, kinds, verifier):
         assert getattr(found.stats, count) == getattr(chain.stats, count)
 
 
+@pytest.mark.slow
 def test_early_exits_write_nothing_that_is_read_later():
     """Early exits may expand more nodes than the target is fed, at the very end of the cache.
 
@@ -232,6 +237,7 @@ def test_a_table_is_looked_up_after_every_node(sampled):
     np.testing.assert_array_equal(draft.tokens[0][draft.valid[0]], [2, 3, 6, 4, 5, 4])
 
 
+@pytest.mark.slow
 def test_each_depth_has_its_head():
     drafter = random_heads(t5(), num_heads=2)
     tree = Tree.uniform((3, 2, 1), children="top")
@@ -258,7 +264,8 @@ def shares(model, row: int, tokens) -> np.ndarray:
     return toy.adjusted_probs(logits, SAMPLED.temperature, SAMPLED.top_k, 1.0)
 
 
-@pytest.mark.parametrize("kind", ["drawn", pytest.param("iid", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["drawn", "iid"])
 def test_children_have_the_distribution_of_their_own_drafter(kind):
     """Also after paths by the other drafter, which its own cache lacks.
 
@@ -295,9 +302,8 @@ def merged_distribution(verifier: str, run=advance) -> float:
     return g_test(counts, joint_distribution(target, SPREAD))
 
 
-@pytest.mark.parametrize(
-    "verifier", ["recursive", pytest.param("traversal", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["recursive", "traversal"])
 def test_distribution_of_merged_trees(verifier):
     assert merged_distribution(verifier) > 1e-9
 
@@ -375,6 +381,7 @@ def test_what_makes_no_sense_is_rejected():
             make()
 
 
+@pytest.mark.slow
 def test_merged_drafters_differ_by_their_parts():
     one, other = sd.ModelDrafter(t5()), sd.ModelDrafter(noisy_copy(t5(), 0.1))
     assert sd.MergedDrafter(one, other).contents != sd.MergedDrafter(other, one).contents

@@ -16,6 +16,7 @@ import numpy as np
 import own_parts
 import pytest
 import scipy.stats
+import tiers
 import toy
 from distribution_samples import (
     DEVIATION,
@@ -79,9 +80,10 @@ draw = speculative_randomness.draw
 FILTERED = SamplingConfig(temperature=1.3, top_k=9, top_p=0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "speculative_",
-    [True, pytest.param(False, marks=pytest.mark.slow)],
+    [True, False],
     ids=["speculative", "plain"],
 )
 def test_t5_distribution(speculative_):
@@ -100,6 +102,7 @@ def test_t5_distribution(speculative_):
         )
 
 
+@pytest.mark.slow
 def test_gpt_distribution():
     """A decoder-only pair that continues its prompt."""
     config = GPTConfig(V, 8, 1, 1, 16, num_positions=16)
@@ -116,7 +119,8 @@ def test_gpt_distribution():
     assert g_test(counts, joint_distribution(draft, SPREAD)) < FALSE_ALARM
 
 
-@pytest.mark.parametrize("speculative_", [True, False], ids=["speculative", "plain"])
+@pytest.mark.slow
+@tiers.parametrize("speculative_", [True, False], ids=["speculative", "plain"], first=1)
 def test_distribution_under_top_k_and_top_p(speculative_):
     target, draft = hash_pair()
     probs, draws = joint_distribution(target, FILTERED), DRAWS // 2
@@ -125,8 +129,9 @@ def test_distribution_under_top_k_and_top_p(speculative_):
     assert g_test(counts, probs) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-@pytest.mark.parametrize("speculative_", [True, False], ids=["speculative", "plain"])
+@pytest.mark.slow
+@tiers.parametrize("impl", ["rbg", "unsafe_rbg"], first=1)
+@tiers.parametrize("speculative_", [True, False], ids=["speculative", "plain"], first=1)
 def test_distribution_with_keys_of_another_kind(impl, speculative_):
     """JAX batches rbg keys by drawing for all rows from the first row's key.
 
@@ -139,7 +144,8 @@ def test_distribution_with_keys_of_another_kind(impl, speculative_):
     assert g_test(counts, joint_distribution(draft, SPREAD)) < FALSE_ALARM
 
 
-@pytest.mark.parametrize("vocab", [11, 23], ids=["narrower", "wider"])
+@pytest.mark.slow
+@tiers.parametrize("vocab", [11, 23], ids=["narrower", "wider"], first=1)
 def test_distribution_with_a_drafter_of_another_width(vocab):
     """Ids that only the target has get draft probability 0; other ids are never drafted."""
     target, draft = HashModel(V, 0, spread=3.0), HashModel(vocab, 1, spread=3.0, likeness=0.3)
@@ -180,7 +186,7 @@ def test_acceptance_is_the_sum_of_minima():
 # --- The other verifiers ---
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "verifier, draws",
     [
         ("block", DRAWS),
@@ -188,6 +194,7 @@ def test_acceptance_is_the_sum_of_minima():
         ("gumbel", 4 * ROWS),
         (own_parts.MIRRORED, 4 * ROWS),
     ],
+    first=1,
 )
 def test_distribution_of_every_verifier(verifier, draws):
     target, draft = hash_pair()
@@ -206,6 +213,7 @@ def keyed_by_absolute_position(monkeypatch):
     monkeypatch.setattr(speculative_randomness, "random_bits", patched)
 
 
+@pytest.mark.slow
 def test_block_verification_must_not_meet_discarded_draws_again(monkeypatch):
     """Block verification stops where it does because of later draws.
 
@@ -223,8 +231,9 @@ OTHER, SAME = HashModel(V, 1, spread=3.0, likeness=0.3), HashModel(V, 0, spread=
 NARROWER, WIDER = HashModel(11, 1, spread=3.0, likeness=0.3), HashModel(23, 2, spread=3.0)
 
 
-@pytest.mark.parametrize(
-    "config, drafters", [(SPREAD, (OTHER, SAME)), (FILTERED, (NARROWER, WIDER))]
+@pytest.mark.slow
+@tiers.parametrize(
+    "config, drafters", [(SPREAD, (OTHER, SAME)), (FILTERED, (NARROWER, WIDER))], first=1
 )
 def test_coupled_output_is_that_of_plain_sampling(config, drafters):
     """Token for token, over rows of their own inputs, keys and γ (0 to 5), for every drafter."""
@@ -352,7 +361,8 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.slow
+@tiers.parametrize("name", MUTANTS, first=1)
 def test_statistics_catch(name, monkeypatch):
     target, draft = hash_pair()
     MUTANTS[name](monkeypatch)
@@ -360,6 +370,7 @@ def test_statistics_catch(name, monkeypatch):
     assert g_test(counts, joint_distribution(target, SPREAD)) < FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_without_a_mutant_the_small_sample_passes():
     target, draft = hash_pair()
     counts, _ = sample(target, ModelDrafter(draft), SPREAD, ROWS)

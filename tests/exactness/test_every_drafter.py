@@ -85,7 +85,7 @@ def plain(verifier: str | sd.Verifier):
     [
         "block",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("token", "gumbel", "rejection")),
-        pytest.param(own_parts.MIRRORED, id="from outside"),
+        pytest.param(own_parts.MIRRORED, id="from outside", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -4,6 +4,8 @@ import ast
 import pathlib
 import re
 
+import pytest
+
 HERE = pathlib.Path(__file__).parent
 ROWS = re.findall(
     r"^\| (\d+) \| ([^|]+) \| ([^|]+) \|$", (HERE / "PITFALLS.md").read_text(encoding="utf-8"), re.M
@@ -16,6 +18,7 @@ def test_every_row_is_covered():
         assert "::test_" in tests, f"row {number} names no test"
 
 
+@pytest.mark.slow
 def test_the_named_tests_exist():
     for number, _, tests in ROWS:
         for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", tests):

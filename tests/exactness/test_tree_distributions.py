@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+import tiers
 import toy
 import tree_reference as ref
 from enumerations import ADJUSTMENTS, DELTA, EPSILON, dists
@@ -77,7 +78,8 @@ def test_every_verifier_is_here():
     )
 
 
-@pytest.mark.parametrize("vocab, shape, limit", SIZES)
+@pytest.mark.slow
+@tiers.parametrize("vocab, shape, limit", SIZES, first=23)
 @every_pair
 def test_distribution_of_two_iterations_is_the_targets(kind, verifier, vocab, shape, limit):
     """Zeros and disjoint supports occur; EOS, limit and budget cut branches."""
@@ -136,9 +138,10 @@ def test_children_by_noise_may_be_verified_as_point_masses():
         assert distance(target, [draft], plan, 5, {0}, noise=noise) < 1e-12
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "kind, verifier",
     [pair for pair in PAIRS if pair[0] in ("top", "drawn", "iid") and pair[1] != "kseq"],
+    first=4,
 )
 def test_distribution_with_children_of_two_drafters(kind, verifier):
     """Siblings may have different distributions and equal tokens; each is verified by its own."""

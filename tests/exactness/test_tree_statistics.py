@@ -30,7 +30,6 @@ TREES = {
     "dynamic": DynamicTree(2, 2, 5),
     "dynamic, top": DynamicTree(2, 3, 7, "top"),
 }
-QUICK = ("drawn, traversal", "dynamic")
 random_bits = speculative_randomness.random_bits
 
 
@@ -44,9 +43,10 @@ def sampled(tree, draws, **options):
     return g_test(counts, joint_distribution(target, SPREAD))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TREES],
+    TREES,
 )
 def test_distribution_of_every_verifier(name):
     assert sampled(TREES[name], DRAWS) > FALSE_ALARM
@@ -90,6 +90,7 @@ def test_statistics_catch(name, monkeypatch):
     assert sampled(Tree(SHAPE, "drawn", "recursive"), DRAWS, run=traced_anew()) < FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_a_distribution_of_another_origin_is_caught(monkeypatch):
     """Each node's token is verified against the distribution that it was drawn from."""
     draft_tree = tree_levels.draft_tree

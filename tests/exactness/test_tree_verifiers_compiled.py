@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import toy
 import tree_reference as ref
 from enumerations import DELTA, EPSILON, as_distribution, float64
@@ -42,8 +43,8 @@ def stacked(*parts):
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("kind", CHILDREN)
+@tiers.parametrize("dtype", ["float32", "float64"], first=1)
+@tiers.parametrize("kind", CHILDREN, first=1)
 def test_jax_takes_the_enumerated_decisions(kind, dtype):
     """A grid of uniforms, 0 included; EOS, budget and limit cut branches; ≤ would fail."""
     batches = [cases(tree, 100, seed) for seed, tree in enumerate(TREES)]
@@ -68,9 +69,10 @@ def test_jax_takes_the_enumerated_decisions(kind, dtype):
                 assert expected != [row.decide(plans[tree], EOS) for tree, row in below]
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "kind, name",
     [("drawn", "recursive"), ("drawn", "traversal"), ("iid", "recursive"), ("top", "point")],
+    first=2,
 )
 def test_jax_verifies_children_of_two_drafters_by_their_own_distributions(kind, name):
     tree, origins = Tree((0, 0, 0, 0, 1, 1, 2, 3, 5)), (0, 1, 0, 1, 0, 1, 1, 0, 0)
@@ -135,7 +137,7 @@ def chain(kind):
     return target, dist, tokens, wanted, draws, draft
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "kind, name, same",
     [
         ("mixed", "mixed", "token"),
@@ -146,6 +148,7 @@ def chain(kind):
         ("gumbel", "gumbel", "gumbel"),
         ("drawn", "typical", "typical"),
     ],
+    first=4,
 )
 def test_one_branch_is_verified_as_the_chain(kind, name, same):
     target, dist, tokens, wanted, draws, draft = chain(kind)
@@ -172,7 +175,7 @@ def test_one_branch_is_verified_as_the_chain(kind, name, same):
 # --- NaN, and ids that are not there ---
 
 
-@pytest.mark.parametrize("name", TREE_VERIFIERS)
+@tiers.parametrize("name", TREE_VERIFIERS, first=2)
 def test_a_distribution_that_is_not_a_number_leaves_no_token(name):
     """NaN at node 0 leaves no token; NaN after a node that is not reached changes nothing."""
     kind = next(kind for kind, names in CHILDREN.items() if name in (*names, *LOSSY_TREES))
@@ -218,7 +221,7 @@ def test_children_where_ids_are_few():
     }
 
 
-@pytest.mark.parametrize("kind", ["top", "gumbel", "mixed"])
+@tiers.parametrize("kind", ["top", "gumbel", "mixed"], first=15)
 def test_children_are_selected_without_a_sort(kind, optimised):
     """On a CPU a sort of the vocabulary takes more than a hundred times as long."""
 

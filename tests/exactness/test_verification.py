@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
+import tiers
 import toy
 from enumerations import (
     ADJUSTMENTS,
@@ -163,9 +164,9 @@ def verified(target, draft, drafted, wanted, accept, final):
     return verify_tokens(target, draft, drafted, wanted, Randomness(accept, final))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("gamma", [0, 1, 2])
-@pytest.mark.parametrize("name", DRAFTS)
+@tiers.parametrize("dtype", ["float32", "float64"], first=2)
+@tiers.parametrize("gamma", [0, 1, 2], first=2)
+@tiers.parametrize("name", DRAFTS, first=2)
 def test_jax_takes_the_enumerated_decisions(name, gamma, dtype):
     """Every draft, every num_drafted ≤ γ, every point of the grid, 0 included.
 
@@ -288,6 +289,7 @@ def test_verify_greedy():
     np.testing.assert_array_equal(nothing.next_token, target[:, 0])
 
 
+@pytest.mark.slow
 def test_algorithm_1_as_printed():
     """The lines at the head of `iteration.py`, beside the compiled code."""
     result = doctest.testmod(iteration)

@@ -7,7 +7,7 @@ import stat
 import devices
 import pytest
 from devices import Pipe, names, null_device
-from package_modules import MODULES
+from package_modules import MODULES, for_each
 
 from specdec_jax.commands import resumable_output
 from specdec_jax.files import writing
@@ -77,7 +77,7 @@ def writes(tree: ast.AST) -> set[str]:
     return results
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - {"files.writing"}))
+@for_each(sorted(set(MODULES) - {"files.writing"}))
 def test_nothing_else_writes(module):
     rest = writes(MODULES[module]) - {name for of, name in MAY_WRITE if of == module}
     assert rest == set()

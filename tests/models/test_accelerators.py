@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
@@ -57,9 +58,11 @@ MODES = {
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@tiers.parametrize(
     ("family", "rows"),
     [(t5, 1), (gpt, 3), pytest.param(t5, 3, marks=SLOW), pytest.param(gpt, 1, marks=SLOW)],
+    first=1,
 )
 def test_logits_do_not_depend_on_the_layout_of_caches(family, rows):
     """In calls over one and several positions, and over nodes of a tree."""
@@ -113,7 +116,8 @@ def wide_calls(network, inputs):
     return found, network.head(states)
 
 
-@pytest.mark.parametrize(("family", "rows"), [(t5, 1), (t5, 3), (wide, 1)])
+@pytest.mark.slow
+@tiers.parametrize(("family", "rows"), [(t5, 1), (t5, 3), (wide, 1)], first=1)
 def test_tokens_that_fill_tiles_change_nothing(family, rows):
     plain, filled = (
         wide_calls(laid_out(family(), platform).network, INPUTS[:rows])
@@ -122,7 +126,8 @@ def test_tokens_that_fill_tiles_change_nothing(family, rows):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), filled, plain)
 
 
-@pytest.mark.parametrize("family", [t5, wide])
+@pytest.mark.slow
+@tiers.parametrize("family", [t5, wide], first=1)
 def test_nine_tokens_are_computed_as_whole_tiles(family):
     """Of one row always, of three rows only fifteen or sixteen; on a TPU alone."""
 
@@ -221,6 +226,7 @@ def test_as_many_heads_lie_side_by_side_as_fill_a_tile_and_a_mesh_can_divide():
     assert heads_per_tile("tpu", small, three_parts) == 2
 
 
+@pytest.mark.slow
 def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(monkeypatch):
     def free(platform, rows):
         network = laid_out(t5(), platform).network
@@ -241,8 +247,9 @@ def test_two_positions_cost_what_one_does_but_for_several_rows_of_xlas_on_a_tpu(
     assert free("tpu", 2) and not free("tpu", 3)
 
 
-@pytest.mark.parametrize(("platform", "min_query_len"), [("gpu", 2), ("tpu", 8)])
-@pytest.mark.parametrize("family", [t5, wide, gpt])
+@pytest.mark.slow
+@tiers.parametrize(("platform", "min_query_len"), [("gpu", 2), ("tpu", 8)], first=1)
+@tiers.parametrize("family", [t5, wide, gpt], first=1)
 def test_few_positions_of_a_row_are_fed_as_more(family, platform, min_query_len):
     """A GPU feeds two positions for one, a TPU eight for up to seven.
 
@@ -273,8 +280,8 @@ def test_few_positions_of_a_row_are_fed_as_more(family, platform, min_query_len)
     np.testing.assert_allclose(found[-1], found[-2], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-@pytest.mark.parametrize("rows", [1, 2])
+@tiers.parametrize("platform", ["gpu", "tpu"], first=1)
+@tiers.parametrize("rows", [1, 2], first=1)
 def test_a_cache_for_nodes_has_the_slots_that_were_asked_for(platform, rows):
     """Whether or not the cache for sequences, which has more for one row, fills one more tile."""
     found = []
@@ -288,8 +295,9 @@ def test_a_cache_for_nodes_has_the_slots_that_were_asked_for(platform, rows):
         assert found[-1] >= slots and found[-1] % 16 == 0
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-@pytest.mark.parametrize("most", [24, 25, 30, 31])
+@pytest.mark.slow
+@tiers.parametrize("platform", ["gpu", "tpu"], first=1)
+@tiers.parametrize("most", [24, 25, 30, 31], first=1)
 def test_a_tree_of_one_row_decodes_whatever_slots_it_has(platform, most):
     plain = sd.generate(t5(), INPUTS[:1], max_new_tokens=most)
     target = laid_out(t5(), platform)
@@ -314,6 +322,7 @@ def test_several_rows_are_fed_as_they_are():
     assert "[3,1,16]" in str(call) and "[3,8,16]" not in str(call)
 
 
+@pytest.mark.slow
 def test_distances_of_nodes_in_eights_are_the_same(monkeypatch):
     rng = np.random.default_rng(0)
     nodes = Nodes(

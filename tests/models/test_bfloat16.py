@@ -1,6 +1,7 @@
 """In bfloat16 a call over γ + 1 positions rounds differently from a call over one."""
 
 import numpy as np
+import pytest
 from toy_models import noisy_copy, tiny_t5
 
 from specdec_jax.decoding.generate import generate
@@ -19,6 +20,7 @@ def margins_of(target, tokens):
     return logits[..., -1] - logits[..., -2]
 
 
+@pytest.mark.slow
 def test_only_near_ties_differ():
     """A row first diverges where the target's top-2 margin is below the tolerance."""
     target = tiny_t5(0, 128, emb_dim=64, head_dim=32, mlp_dim=64, dtype="bfloat16")

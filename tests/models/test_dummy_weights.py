@@ -47,6 +47,7 @@ def test_a_shape_is_one_program():
     assert dummy_weights._uniform._cache_size() == len(set(parameter_shapes(T5).values()))
 
 
+@pytest.mark.slow
 def test_a_filled_model_decodes_and_lies_on_a_mesh():
     model = sd.LanguageModel.dummy(T5, eos_ids=())
     result = sd.generate(model, np.array([[3, 4, 5]], np.int32), max_new_tokens=4)

@@ -4,6 +4,7 @@ import os
 import warnings
 
 import pytest
+import tiers
 from toy_models import tiny_t5
 
 import specdec_jax as sd
@@ -49,7 +50,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.slow
+@tiers.parametrize("name", CALLS, first=6)
 def test_a_forked_child_gets_an_error(name):
     model = tiny_t5(0)
     message = in_child(lambda: CALLS[name](model))

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tiers
 from golden_models import GOLDEN, unpack_t5x
 
 import specdec_jax as sd
@@ -29,8 +30,10 @@ def golden(request):
 DRAFTED = ("beams4", "early5", "repetition", "ngram")
 
 
-@pytest.mark.parametrize(
-    "search, drafting", [(name, {}) for name in SEARCHES] + [(n, dict(gamma=2)) for n in DRAFTED]
+@tiers.parametrize(
+    "search, drafting",
+    [(name, {}) for name in SEARCHES] + [(n, dict(gamma=2)) for n in DRAFTED],
+    first=3,
 )
 def test_search_is_that_of_transformers(golden, search, drafting):
     name, model, io = golden
@@ -81,8 +84,8 @@ def t5x_golden(tmp_path_factory):
     return sd.load(folder, "float32"), io["encoder_input_tokens"]
 
 
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "speculative"])
-@pytest.mark.parametrize("search", T5X_SEARCHES)
+@tiers.parametrize("drafts", [False, True], ids=["plain", "speculative"], first=1)
+@tiers.parametrize("search", T5X_SEARCHES, first=1)
 def test_search_is_that_of_t5x(search, drafts, t5x_golden):
     model, inputs = t5x_golden
     given, tokens, scores = T5X_SEARCHES[search], T5X[f"{search}/tokens"], T5X[f"{search}/scores"]

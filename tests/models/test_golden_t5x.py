@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tiers
 from golden_models import DRAFTERS, engine_tokens, greedy_tokens, unpack_t5x
 
 from specdec_jax.checkpoints.loader import load
@@ -41,8 +42,8 @@ def test_greedy_tokens(golden, decode):
     np.testing.assert_array_equal(greedy_tokens(model, *request(io, decode)), io[decode])
 
 
-@pytest.mark.parametrize("decode", DECODES)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@tiers.parametrize("decode", DECODES, first=1)
+@tiers.parametrize("drafter", DRAFTERS, first=1)
 def test_greedy_tokens_of_the_decode_loop(golden, decode, drafter):
     model, _, io = golden
     np.testing.assert_array_equal(

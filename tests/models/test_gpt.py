@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from gpt_inputs import IO, PROMPTS, decode, decode_golden, golden, tiny
 from gpt_models import FOLDER
 from toy_models import HashModel, compilations, noisy_copy
@@ -54,7 +55,7 @@ def test_logits_of_whole_sequences_and_of_their_ends():
     np.testing.assert_allclose(rest, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@tiers.parametrize("name", DRAFTERS, first=4)
 def test_greedy_tokens_of_prompts_of_different_lengths(name):
     """One batch is padded on the right; Hugging Face decoded each alone, padded on the left."""
     assert IO["greedy_margin"] > 0.01 and len(set(IO["input_lengths"].tolist())) == 4
@@ -241,7 +242,7 @@ def test_after_warm_up_nothing_compiles():
     assert compilations(prompts_of_every_length) == 0
 
 
-@pytest.mark.parametrize("refill", [True, False])
+@tiers.parametrize("refill", [True, False], first=1)
 def test_prompts_of_long_jobs_are_padded_to_their_own_length(monkeypatch, refill):
     """Every prompt gives what it gives in one batch; states of short ones have fewer slots."""
     rng, widths = np.random.default_rng(2), []

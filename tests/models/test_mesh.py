@@ -65,6 +65,7 @@ def runs(folder):
     return result(start(folder, "meshes"))
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_one_device(runs):
     """Rows of argmax and drawn ones, with a drafter and without.
 
@@ -151,6 +152,7 @@ def test_what_does_not_fit_is_rejected(runs):
         assert got.startswith(message) and "\n" not in got
 
 
+@pytest.mark.slow
 def test_two_processes(folder, runs):
     """Two processes read one part each, and both have the outputs."""
     with socket.socket() as free:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 
 import specdec_jax as sd
 from specdec_jax.backends.backend import Backend
@@ -93,7 +94,7 @@ def own():
     return sd.LanguageModel.random(OwnConfig(), 0, eos_ids=())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@tiers.parametrize("temperature", [0.0, 1.0], first=1)
 def test_it_decodes_speculatively_as_plainly(own, temperature):
     drafters = [sd.ModelDrafter(sd.LanguageModel.random(OwnConfig(), 1, eos_ids=()))]
     drafters += [sd.ModelDrafter(own), sd.PromptLookupDrafter()]

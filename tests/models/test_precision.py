@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from random_heads_of import random_heads
 from toy_models import tiny_t5
 
@@ -97,7 +98,8 @@ CASES = [(name, "float32") for name in (*DECODING, *OTHERS)] + [
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.slow
+@tiers.parametrize(("name", "dtype"), CASES, first=3)
 def test_every_product_asks_for_the_precision_of_its_dtype(name, dtype):
     """Lowered for a TPU: the highest precision for float32, none for bfloat16."""
     if name in DECODING:

@@ -7,6 +7,7 @@ import jax
 import make_checkpoints as make
 import numpy as np
 import pytest
+import tiers
 from int8_models import EMBEDDING, HEAD, INPUTS, TIED, assert_weight, save_tiny, stored_in
 from make_checkpoints import TINY
 from toy_models import noisy_copy, tiny_t5
@@ -43,6 +44,7 @@ def bundled(quantize=None):
 # As they are stored.
 
 
+@pytest.mark.slow
 def test_the_bundled_target_computes_with_the_very_integers_that_are_stored():
     model, widened = bundled(), bundled("none")
     assert model.quantized and not widened.quantized
@@ -60,6 +62,7 @@ def test_the_bundled_target_computes_with_the_very_integers_that_are_stored():
     assert sizes[0] < 0.35 * sizes[1]
 
 
+@pytest.mark.slow
 def test_the_bundled_target_decodes_what_it_does_widened():
     model, widened, drafter = (
         bundled(),
@@ -157,7 +160,7 @@ def test_a_drafter_stored_in_8_bits_drafts_as_it_is_stored(encoder, tmp_path):
 # Rounded while they are read.
 
 
-@pytest.mark.parametrize("form", ["safetensors", "flax", "legacy", "orbax", "orbax scan", "own"])
+@tiers.parametrize("form", ["safetensors", "flax", "legacy", "orbax", "orbax scan", "own"], first=3)
 def test_every_weight_is_rounded_by_its_columns(form, tmp_path):
     make.FORMATS[form](tmp_path / "source")
     model = sd.load(tmp_path / "source", "float32", quantize="int8")
@@ -177,8 +180,8 @@ def test_every_weight_is_rounded_by_its_columns(form, tmp_path):
     assert model.fingerprint != plain.fingerprint
 
 
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("form", TIED)
+@tiers.parametrize("stored", [False, True], first=1)
+@tiers.parametrize("form", TIED, first=1)
 def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored, tmp_path):
     TIED[form](tmp_path / "model")
     if stored:
@@ -214,8 +217,8 @@ def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, stored
     )
 
 
-@pytest.mark.parametrize("quantize", packed_weights.INPUT_BITS)
-@pytest.mark.parametrize("tied", [False, True])
+@tiers.parametrize("quantize", packed_weights.INPUT_BITS, first=1)
+@tiers.parametrize("tied", [False, True], first=1)
 def test_speculative_decoding_gives_what_plain_decoding_gives(tied, quantize):
     target = sd.LanguageModel.random(
         tiny_t5(0, logits_via_embedding=tied).config, quantize=quantize
@@ -269,6 +272,7 @@ def test_inputs_in_8_bits_give_another_distribution_for_the_same_weights(tmp_pat
     assert sd.load(tmp_path / "saved", "float32").contents == models[1].contents
 
 
+@pytest.mark.slow
 def test_the_bundled_pair_with_inputs_in_8_bits_decodes_alike_with_and_without_drafts():
     """With inputs in int8, too, speculative decoding gives the same bits.
 

@@ -10,6 +10,7 @@ import command_line
 import jax
 import make_checkpoints as make
 import pytest
+import tiers
 from int8_models import save_tiny
 from make_checkpoints import TINY
 from toy_models import tiny_t5
@@ -65,6 +66,7 @@ def test_what_cannot_be_had_is_rejected_before_anything_is_read(tmp_path, monkey
         sd.LanguageModel(TINY, weight_layouts.round_params(make.model_of().params))
 
 
+@pytest.mark.slow
 def test_memory_estimates():
     large, tied = PRESETS["t5_1_1/large"], PRESETS["t5_1_0/large"]
     for config in (large, tied):
@@ -101,10 +103,11 @@ print((status("VmHWM") - before) / weights)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not pathlib.Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc"
 )
-@pytest.mark.parametrize("quantize", ["int8", ""])
+@tiers.parametrize("quantize", ["int8", ""], first=1)
 def test_peak_memory_is_near_the_size_of_8_bits(quantize, tmp_path):
     for name, layers in (("large", 16), ("small", 1)):
         shape = dataclasses.replace(
@@ -154,8 +157,8 @@ def test_the_choice_is_printed(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "quantize, more", [("int8", ""), ("w8a8", ", inputs of products in int8 too")]
+@tiers.parametrize(
+    "quantize, more", [("int8", ""), ("w8a8", ", inputs of products in int8 too")], first=1
 )
 def test_generate_decodes_with_the_rounded_model(quantize, more, specdec, pair):
     target = sd.load(pair / "target", "float32", quantize=quantize)
@@ -202,6 +205,7 @@ def test_a_job_does_not_resume_with_inputs_of_other_bits(specdec, tmp_path, monk
     assert specdec(*how, "--quantize=w8a8")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_preset_in_8_bits(monkeypatch):
     monkeypatch.setitem(PRESETS, "tiny", tiny_t5(0).config)
     options = benchmark_command.BenchmarkOptions(

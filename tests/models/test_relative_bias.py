@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import make_checkpoints as make
 import numpy as np
 import pytest
+import tiers
 from golden_models import DRAFTERS, GOLDEN, engine_tokens, greedy_tokens
 
 import specdec_jax as sd
@@ -318,7 +319,8 @@ DRAFTED = {
 }
 
 
-@pytest.mark.parametrize("drafter", DRAFTED)
+@pytest.mark.slow
+@tiers.parametrize("drafter", DRAFTED, first=1)
 def test_every_kind_of_draft_leaves_the_tokens(drafter, model):
     result = sd.generate(
         model,
@@ -345,7 +347,7 @@ def test_refilled_rows_and_samples(model):
         np.testing.assert_array_equal(outputs[place][0].tokens, IO["greedy"][place % 3])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@tiers.parametrize("dtype", ["bfloat16", "float32"], first=1)
 def test_speculative_decoding_is_plain_decoding(dtype, folder):
     target = sd.load(folder, dtype)
     arguments = (IO["inputs"], IO["input_lengths"], 12, ())
@@ -373,6 +375,7 @@ def test_in_8_bits(folder, model, tmp_path):
         np.testing.assert_array_equal(plain, drafted)
 
 
+@pytest.mark.slow
 def test_training_moves_every_table():
     module = TINY.module()
     params = initial_params(module, jax.random.key(0))

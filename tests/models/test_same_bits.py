@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from random_heads_of import random_heads
 from toy_models import noisy_copy
 from twins import V, gpt, t5, twins
@@ -96,15 +97,21 @@ def check_calls(network, widths, rows):
         )
 
 
-@pytest.mark.parametrize("family", ["t5", "gpt"])
+@tiers.parametrize("family", ["t5", "gpt"], first=1)
 def test_calls(family):
     check_calls(model(family, 512).network, (9,), (3,))
 
 
+# Every pair of family, width and kind of weights.
+LATIN_SQUARE = [
+    (family, width, (None, "int8", "w8a8")[(row + column) % 3])
+    for row, family in enumerate(FAMILIES)
+    for column, width in enumerate((512, 1024, 4096))
+]
+
+
 @slow
-@pytest.mark.parametrize("quantize", [None, "int8", "w8a8"])
-@pytest.mark.parametrize("width", [512, 1024, 4096])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, width, quantize", LATIN_SQUARE)
 def test_calls_of_every_width(family, width, quantize):
     check_calls(model(family, width, quantize).network, range(1, ROWS + 1), range(1, ROWS + 1))
 
@@ -170,8 +177,11 @@ def drafter(family, width, quantize=None, kind="model"):
     return sd.ModelDrafter(noisy_copy(model(family, width), 0.01))
 
 
-@pytest.mark.parametrize(
-    "options", [dict(gamma=6), dict(tree=sd.Tree.uniform((3, 2, 1)))], ids=["chain", "tree"]
+@tiers.parametrize(
+    "options",
+    [dict(gamma=6), dict(tree=sd.Tree.uniform((3, 2, 1)))],
+    ids=["chain", "tree"],
+    first=1,
 )
 def test_decoding(options):
     check_decoding("t5", 512, None, drafter=drafter("t5", 512), **options)
@@ -220,7 +230,7 @@ def test_drafters_that_read_states(family, options):
     check_decoding(family, 1024, None, drafter=drafter(family, 1024, kind="heads"), **options)
 
 
-@pytest.mark.parametrize("name", SAMPLING)
+@tiers.parametrize("name", SAMPLING, first=2)
 def test_distributions_of_calls(name):
     """Sums over the vocabulary in a call over many positions equal those of each alone."""
     sampling, logits = SAMPLING[name], 3 * RNG.standard_normal((1, 24, V), dtype=np.float32)

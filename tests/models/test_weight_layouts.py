@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from toy_models import noisy_copy, tiny_t5
 
 from specdec_jax.analysis import near_ties
@@ -68,6 +69,7 @@ def test_weights_in_8_bits_are_stored_as_they_are():
     assert weight_layouts.weight_shape(joint["mlp"]["wi_fused"]["kernel"]) == (64, 130)
 
 
+@pytest.mark.slow
 def test_every_weight_of_a_float32_model_is_in_panels():
     for made, name in (
         (model(), "self_attention"),
@@ -89,7 +91,8 @@ def test_other_dtypes_and_backends_keep_their_weights(dtype, backend, monkeypatc
     assert not packed_weights.can_pack(dtype)
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.slow
+@tiers.parametrize("make", MODELS, first=1)
 def test_output_does_not_depend_on_the_layout(make, monkeypatch):
     """One row and several, with and without a drafter; layouts differ by rounding."""
     target, other = make(), without_kernels(make, monkeypatch)
@@ -140,6 +143,7 @@ def test_heads_for_some_ids_do_not_depend_on_the_layout(monkeypatch):
         np.testing.assert_array_equal(*map(weight_layouts.to_matrix, heads))
 
 
+@pytest.mark.slow
 def test_8_bits_are_the_same_in_both_layouts(monkeypatch):
     target, other = model(), without_kernels(model, monkeypatch)
     weights = [

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from int8_models import EMBEDDING, HEAD, INPUTS, TIED, assert_weight, save_tiny, stored_in
 from make_checkpoints import TINY, TINY_1_0
 from toy_models import noisy_copy, tiny_t5
@@ -41,8 +42,8 @@ def as_on_an_accelerator(monkeypatch):
 # Numbers.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [(1,), (2,), (8,), (1, 1), (3, 2)])
+@tiers.parametrize("dtype", ["float32", "bfloat16"], first=2)
+@tiers.parametrize("rows", [(1,), (2,), (8,), (1, 1), (3, 2)], first=2)
 def test_a_product_is_exact_but_for_the_sums_in_float32(dtype, rows):
     """The error is that of 300 additions and one product with the scale.
 
@@ -68,8 +69,9 @@ def logits(model, rng):
     return model.logits(None if model.config.decoder_only else rng.integers(2, 24, (3, 5)), tokens)
 
 
-@pytest.mark.parametrize(
-    "name", ["T5 1.0", pytest.param("T5", marks=SLOW), pytest.param("GPT", marks=SLOW)]
+@pytest.mark.slow
+@tiers.parametrize(
+    "name", ["T5 1.0", pytest.param("T5", marks=SLOW), pytest.param("GPT", marks=SLOW)], first=1
 )
 def test_a_model_computes_what_its_widened_numbers_do(name):
     model = sd.LanguageModel.random(SHAPES[name], quantize="int8")
@@ -161,7 +163,7 @@ def test_stored_8_bits_are_used_as_they_are_only_if_asked_for(dtype, tmp_path):
     assert "with the 8-bit weights it is stored with (dtype" in printed[0]
 
 
-@pytest.mark.parametrize("form", TIED)
+@tiers.parametrize("form", TIED, first=1)
 def test_the_head_of_an_embedding_is_rounded_by_the_embeddings_rows(form, tmp_path):
     TIED[form](tmp_path / "model")
     model = sd.load(tmp_path / "model", "bfloat16", quantize="int8")
@@ -202,8 +204,10 @@ def test_weights_of_no_meaning_are_rounded_one_by_one(monkeypatch):
 # Figures, and what is rejected.
 
 
-@pytest.mark.parametrize(
-    "kind, alphas", [("int8", ()), pytest.param("int8", (0.5,), marks=SLOW), ("self:int8", ())]
+@tiers.parametrize(
+    "kind, alphas",
+    [("int8", ()), pytest.param("int8", (0.5,), marks=SLOW), ("self:int8", ())],
+    first=1,
 )
 def test_the_report_of_accelerators_times_8_bits(kind, alphas):
     setup = ReportSetup(
@@ -218,6 +222,7 @@ def test_the_report_of_accelerators_times_8_bits(kind, alphas):
         jax.block_until_ready(figure.variant(pair)())
 
 
+@pytest.mark.slow
 def test_inputs_in_8_bits_and_meshes_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "read_params", lambda *args: pytest.fail("read"))
     folder = save_tiny(tmp_path / "model")

@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from package_modules import MODULES, PACKAGE
+from package_modules import MODULES, PACKAGE, for_each
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -77,14 +77,14 @@ def test_every_module_is_in_a_package():
     }
 
 
-@pytest.mark.parametrize("package", sorted(LAYER_OF))
+@for_each(sorted(LAYER_OF))
 def test_every_package_has_a_short_docstring(package):
     """One or two lines that say what is inside."""
     sign = ast.get_docstring(MODULES[package])
     assert sign and len(sign) < 200
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - {FACADE, "__main__"}))
+@for_each(sorted(set(MODULES) - {FACADE, "__main__"}))
 def test_imports_run_downward(module):
     here = package_of(module)
     others = {name for name in own_imports(module) - {FACADE} if package_of(name) != here}
@@ -92,7 +92,7 @@ def test_imports_run_downward(module):
     assert module == "commands.main" or FACADE not in own_imports(module)
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
+@for_each(sorted(MODULES))
 def test_no_function_is_long(module):
     """Counted in statements, which do not depend on how the code is formatted."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -104,9 +104,7 @@ def test_no_function_is_long(module):
     }
 
 
-@pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
-)
+@for_each(sorted(PACKAGE.rglob("*.py")))
 def test_what_is_declared_is_not_asked_for_by_name(path):
     """Only the table of drafters or verifiers knows their classes; others know the protocols."""
     text = path.read_text(encoding="utf-8")
@@ -132,7 +130,7 @@ def test_no_circle():
         visit(module, ())
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
+@for_each(sorted(MODULES))
 def test_frameworks_stay_where_they_belong(module):
     names = imports(MODULES[module])
     if package_of(module) != "models":
@@ -143,7 +141,7 @@ def test_frameworks_stay_where_they_belong(module):
         )
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
+@for_each(sorted(MODULES))
 def test_heavy_packages_only_inside_functions(module):
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     inside = {
@@ -181,7 +179,7 @@ def test_top_level():
     }
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.stem)
+@for_each(sorted((ROOT / "tests").rglob("*.py")))
 def test_no_test_imports_a_test(path):
     """What several share is in `tests/support/`."""
     parts = {

@@ -11,11 +11,16 @@ pages.require_checkout()
 
 TEXTS = {pages.name_of(path): path.read_text(encoding="utf-8") for path in pages.pages()}
 README = TEXTS["README.md"]
+# Pages whose examples take several seconds.
+LONG = [
+    f"specdec_jax/{package}/README.md"
+    for package in ("speculative", "decoding", "models", "drafters", "checkpoints")
+]
 every_page = pytest.mark.parametrize("name", TEXTS)
 with_python = pytest.mark.parametrize(
     "name",
     [
-        name
+        pytest.param(name, marks=pytest.mark.slow if name in LONG else ())
         for name, text in TEXTS.items()
         if any(block[0] == "python" for block in pages.blocks(text))
     ],

@@ -64,6 +64,7 @@ def test_classes_are_pickled(name):
     assert pickle.loads(pickle.dumps(cls)) is cls
 
 
+@pytest.mark.slow
 def test_a_pickled_object_is_read_where_nothing_is_imported():
     text = pickle.dumps(sd.SamplingConfig(temperature=0.5)).hex()
     shown = run(f"import pickle; print(pickle.loads(bytes.fromhex('{text}')).temperature)")

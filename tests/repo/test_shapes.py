@@ -72,6 +72,7 @@ def test_a_wrong_result_raises(monkeypatch):
         )
 
 
+@pytest.mark.slow
 def test_nothing_is_checked_outside_tests():
     code = """
 import sys

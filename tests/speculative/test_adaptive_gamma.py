@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import toy
 from distribution_samples import (
     FALSE_ALARM,
@@ -154,8 +155,8 @@ def test_distribution_by_enumeration(costs, verifier):
     )
 
 
-@pytest.mark.parametrize(
-    "costs", [(1.0, 1.5, 1.7), (1.0, 1.9, 2.4)], ids=["pays at first", "looks at first"]
+@tiers.parametrize(
+    "costs", [(1.0, 1.5, 1.7), (1.0, 1.9, 2.4)], ids=["pays at first", "looks at first"], first=1
 )
 def test_distribution_through_the_engine(costs):
     """Joint distribution of three tokens, drawn with the engine's own keys."""
@@ -203,6 +204,7 @@ def test_greedy_output_is_that_of_plain_decoding(costs):
     assert stats.drafted > 0 and (costs is CHEAP or stats.drafted < stats.target_calls)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_mates():
     """Above temperature 0 draws depend on where drafts begin: a row must draft by itself."""
     config, keys = sd.SamplingConfig(temperature=1.0), jax.random.split(jax.random.key(3), B)
@@ -280,7 +282,8 @@ def over(v, c, tokens: int):
     return found / tokens, found / [fixed(costs, alpha, tokens) for alpha in ALPHAS]
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.slow
+@tiers.parametrize("name", SETS, first=1)
 def test_never_slower_than_plain_and_as_fast_as_the_best_gamma(name):
     v, draft_costs = SETS[name]
     for c in draft_costs:

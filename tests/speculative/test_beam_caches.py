@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from toy_models import noisy_copy, tiny_t5
 
 import specdec_jax as sd
@@ -87,7 +88,8 @@ def histories(state):
                 yield row, beam, np.asarray(state.active.tokens)[row, beam, :length]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
+@tiers.parametrize("name", MODELS, first=1)
 def test_caches_hold_what_the_valid_beams_have_been_through(pair, name):
     """The target's cache says of every valid beam what its tokens fed at once say.
 
@@ -153,6 +155,7 @@ jax.tree_util.register_pytree_node_class(Reckless)
 BAD = 9
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_no_number_reaches_nothing(pair):
     """A node whose embedding is NaN in the target falls, and no other node sees it."""
     target, drafter = pair("t5")
@@ -181,7 +184,7 @@ def test_logits_that_are_no_numbers_are_rejected():
         sd.generate(damaged, INPUTS, num_beams=3, max_new_tokens=LIMIT)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@tiers.parametrize("name", MODELS, first=1)
 def test_speculative_search_is_plain_search(pair, name):
     """In batches of one, where caches have no batch axis, and of more, with own limits."""
     target, drafter = pair(name)
@@ -217,6 +220,7 @@ def cross_keys_of_the_row_before(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.slow
 def test_a_row_alone_finds_cross_keys_of_another(pair, cross_keys_of_the_row_before):
     """Searches agree with each other even so, and neither with the search of a row alone."""
     target, drafter = pair("t5")
@@ -234,6 +238,7 @@ def test_a_row_alone_finds_cross_keys_of_another(pair, cross_keys_of_the_row_bef
     assert np.all(np.any((found != alone).reshape(len(INPUTS), -1), axis=1))
 
 
+@pytest.mark.slow
 def test_search_in_bfloat16():
     """Runs, ends, and comes to scores near those of float32."""
     target = tiny_t5(0, V)
@@ -247,7 +252,7 @@ def test_search_in_bfloat16():
         np.testing.assert_allclose(found.scores, exact.scores, atol=0.1)
 
 
-@pytest.mark.parametrize("name", ["prompt lookup", "n-grams"])
+@tiers.parametrize("name", ["prompt lookup", "n-grams"], first=1)
 def test_chains_of_each_beam(name):
     """Drafters that copy or count draft one chain for each beam; the output stays the same."""
     target, options = t5(), dict(num_beams=2, num_return_sequences=2, max_new_tokens=24, eos_ids=())

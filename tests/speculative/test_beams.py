@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from beam_reference import Search
 from toy_models import HashModel
 
@@ -83,7 +84,7 @@ def rows_of(result, row, beams):
     return found
 
 
-@pytest.mark.parametrize("seed", range(8))
+@tiers.parametrize("seed", range(8), first=1)
 def test_search_of_toys(seed):
     check_search(seed)
 
@@ -175,8 +176,8 @@ def broken(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(
-    "mistake", ["unscored beam", "siblings seen", "nothing moved", "moved off by one"]
+@tiers.parametrize(
+    "mistake", ["unscored beam", "siblings seen", "nothing moved", "moved off by one"], first=1
 )
 def test_identity_finds(pair, mistake, broken):
     """With a mistake that others have made in trees the search differs."""

@@ -85,6 +85,7 @@ np.testing.assert_allclose(found.log_probs, log_probs, atol=1e-4)
 """
 
 
+@pytest.mark.slow
 def test_greedy_identity_as_users_programs_are_compiled():
     """Runs in a process with optimisations whose kernels differ between one row and several."""
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from engine_inputs import GAMMA, INPUTS, LIMIT, V
 from engine_models import KEY, SAMPLED, drafter, plain, run, target
 
@@ -43,8 +44,8 @@ def poisoned(state):
     )
 
 
-@pytest.mark.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["self", "noisy copy"])
+@tiers.parametrize("config", [SamplingConfig(), SAMPLED], ids=["greedy", "sampled"], first=1)
+@tiers.parametrize("name", ["self", "noisy copy"], first=1)
 def test_poisoned_caches_and_streaming(name, config):
     """One `advance` after another gives one call's result, with all stale slots poisoned."""
     expected = run(drafter=name, sampling=config, key=KEY)

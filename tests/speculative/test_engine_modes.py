@@ -8,6 +8,7 @@ import types
 import jax
 import numpy as np
 import pytest
+import tiers
 import toy
 from engine_inputs import loop_bodies
 from enumerations import float64
@@ -53,8 +54,8 @@ def one_iteration(target_logits, draft_logits, rows, drafted_at, wanted, accept,
     return drafted, *verify_tokens(target, draft, drafted, wanted, Randomness(accept, final))
 
 
-@pytest.mark.parametrize("gamma", [0, 1, 3])
-@pytest.mark.parametrize("vocab", [2, 5, 130])
+@tiers.parametrize("gamma", [0, 1, 3], first=1)
+@tiers.parametrize("vocab", [2, 5, 130], first=1)
 def test_full_product_of_modes(vocab, gamma):
     """Each row takes the decisions of a sort and of the enumeration, in float64.
 
@@ -163,7 +164,7 @@ def check_stats(result, gamma: int):
     assert total.tokens_per_target_call == result.lengths.sum() / total.target_calls
 
 
-@pytest.mark.parametrize("case", COVER, ids=str)
+@tiers.parametrize("case", COVER, ids=str, first=1)
 def test_pairwise_cover(case):
     case = dict(zip(FACTORS, case))
     target, batch, limit = MODELS["target"], case["batch"], 7
@@ -231,6 +232,7 @@ def test_greedy_identity_over_a_thousand_models():
 # --- The drafter's contract, compilation ---
 
 
+@pytest.mark.slow
 def test_the_returned_distribution_is_the_distribution_that_was_drawn_from():
     """The draft is repeated from its distribution and uniforms.
 
@@ -266,6 +268,7 @@ def test_the_returned_distribution_is_the_distribution_that_was_drawn_from():
         )
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up():
     target, drafter = HashModel(V, 0), ModelDrafter(HashModel(V, 1))
     options = dict(drafter=drafter, gamma=2, max_new_tokens=20)
@@ -304,8 +307,10 @@ def test_nothing_compiles_after_warm_up():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "batch, temperature", [(1, 0.0), pytest.param(2, 0.0, marks=pytest.mark.slow), (1, 1.0)]
+    "batch, temperature",
+    [(1, 0.0), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 0.0), (1, 1.0)))],
 )
 def test_no_copy_of_a_cache_or_a_weight_in_the_loop(batch, temperature, optimised):
     """No `copy` in a compiled loop's body has the dimensions of a cache or a weight."""

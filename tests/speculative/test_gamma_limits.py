@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- What does not compile, and what is rejected ---
 
 
+@pytest.mark.slow
 def test_numbers_never_recompile():
     """Nor do one number for all rows and one for each."""
     target, drafter = HashModel(V, 0), sd.ModelDrafter(DRAFT)
@@ -191,6 +192,7 @@ def test_a_policy_with_a_minimum(specdec):
     assert specdec("generate", *command_line.MODELS, *flags) == fixed
 
 
+@pytest.mark.slow
 def test_benchmark_with_a_policy(specdec):
     flags = [
         "--gamma_policy=heuristic",

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from toy_models import HashModel, HashNetwork, Words, tiny_t5
 
 from specdec_jax.checkpoints.converter import save
@@ -66,7 +67,7 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize("verifier, temperature, value", CASES)
+@tiers.parametrize("verifier, temperature, value", CASES, first=2)
 def test_a_broken_target_is_reported(verifier, temperature, value):
     options = {"lenient": dict(lenience=0.5), "synthetic": dict(synthetic_alpha=0.7)}.get(
         verifier, {}
@@ -98,7 +99,7 @@ def shortlisted(model):
     return ModelDrafter(model, shortlist=V - 2)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "make, verifier, temperature",
     [
         (ModelDrafter, "token", 0.0),
@@ -110,6 +111,7 @@ def shortlisted(model):
         (shortlisted, "token", 0.0),
         (shortlisted, "token", 1.0),
     ],
+    first=1,
 )
 def test_a_broken_drafter_is_reported_and_changes_no_token(make, verifier, temperature):
     target, sampling = whole(0), SamplingConfig(temperature=temperature)
@@ -136,6 +138,7 @@ def test_a_broken_inner_drafter_only_proposes_less():
     np.testing.assert_array_equal(found.tokens, generate(whole(0), INPUTS, max_new_tokens=6).tokens)
 
 
+@pytest.mark.slow
 def test_errors_name_the_input():
     """The error has the input's number in batches, samples, continuous batching and streams."""
     target, options = BrokenModel(0), dict(max_new_tokens=6)
@@ -157,7 +160,7 @@ def test_errors_name_the_input():
         trace(spoken, "w3", drafter=ModelDrafter(whole(1)), **options)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@tiers.parametrize("temperature", [0.0, 0.7], first=1)
 def test_infinity_from_a_processor_forces_at_every_temperature(temperature):
     """One id with +inf has all the mass; of two each has half, at temperature 0 the first."""
 
@@ -187,7 +190,7 @@ def test_infinity_from_a_processor_forces_at_every_temperature(temperature):
             assert set(found.tokens.ravel().tolist()) == {5}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@tiers.parametrize("temperature", [0.0, 1.0], first=1)
 def test_nan_from_a_processor_is_reported(temperature):
     def broken(tokens, lengths, logits):
         return jnp.where(lengths[:, None] > 2, jnp.nan, logits)
@@ -226,6 +229,7 @@ def damaged(model: LanguageModel) -> LanguageModel:
     )
 
 
+@pytest.mark.slow
 def test_damaged_weights():
     sound = tiny_t5(0, V)
     with pytest.raises(
@@ -239,6 +243,7 @@ def test_damaged_weights():
         generate(sound, INPUTS, drafter=ModelDrafter(damaged(sound)), max_new_tokens=4)
 
 
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path, capsys):
     from specdec_jax.tokenizers.vocabularies import ByteVocabulary
 
@@ -255,6 +260,7 @@ def test_on_the_command_line(tmp_path, capsys):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_counts_are_reported_under_block_verification():
     """A sampled block-verified decode has no α, but tokens per call and by position."""
     found = generate(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import toy
 from distribution_samples import (
     FALSE_ALARM,
@@ -278,7 +279,7 @@ def adapted(name: str, order=range(B), **options):
     )
 
 
-@pytest.mark.parametrize("name", sorted(CHOICES))
+@tiers.parametrize("name", sorted(CHOICES), first=1)
 def test_greedy_output_is_that_of_plain_decoding(name):
     """Rows draft by their own history alone, and nothing compiles for another γ."""
     result = adapted(name)
@@ -303,10 +304,11 @@ def test_greedy_output_is_that_of_plain_decoding(name):
     assert compilations(again) == 0
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "policy, verifier",
     [(sd.Confidence(2, threshold=0.12), "block"), (sd.EntropyBound(2, scale=0.1), "token")],
     ids=["confidence, block", "entropy bound, token"],
+    first=1,
 )
 def test_distribution_through_the_engine(policy, verifier):
     """The joint distribution of three tokens, with drafts of one and of two tokens."""
@@ -355,6 +357,7 @@ def test_what_policies_see(temperature):
         )
 
 
+@pytest.mark.slow
 def test_a_trace_shows_gamma_and_entropies():
     target, drafter = HashModel(V, 0, vocabulary=Words()), sd.ModelDrafter(DRAFT)
     steps = sd.trace(
@@ -374,7 +377,7 @@ def test_a_trace_shows_gamma_and_entropies():
     )
 
 
-@pytest.mark.parametrize("name", ["heuristic", "cost_aware", "confidence"])
+@tiers.parametrize("name", ["heuristic", "cost_aware", "confidence"], first=2)
 def test_drafters_without_a_model(name):
     """Drafters that draw from counts provide probabilities; others can only change γ."""
     sequences = [row[:length].tolist() for row, length in zip(plain().tokens, plain().lengths)]
@@ -428,7 +431,7 @@ class Probe(Headless):
         return logits, (inner, cache[1].at[tokens.shape[1]].add(1))
 
 
-@pytest.mark.parametrize("name", ["heuristic", "lookup"])
+@tiers.parametrize("name", ["heuristic", "lookup"], first=1)
 def test_the_narrowest_call_that_covers_the_drafts_is_made(name):
     target = HashModel(V, 0)
     target.network = Probe(target.network)
@@ -457,7 +460,8 @@ def plain_of(row, limit):
     return sd.generate(TARGET, [row], max_new_tokens=limit, eos_ids=()).tokens[0].tolist()
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.slow
+@tiers.parametrize("native", [False, True], first=1)
 def test_no_copy_of_a_cache_where_the_width_varies(optimised, native, monkeypatch):
     """The CPU's own kernels leave out what was not drafted: there one width is enough."""
     if native and not packed_weights.can_pack("float32"):

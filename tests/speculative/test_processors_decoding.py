@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+import tiers
 import toy
 import toy_processors
 from toy_models import HashModel, HashNetwork, tiny_t5
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 # --- Greedy identity under each processor, and mutants that the test catches ---
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@tiers.parametrize("name", PROCESSORS, first=1)
 def test_greedy_plain_and_speculative_equal_the_slow_version(name):
     config, wanted = (
         SamplingConfig(**PROCESSORS[name]),
@@ -121,7 +122,7 @@ def decode_with(mutant, monkeypatch, target, inputs, drafter, **options):
     return finish(target, loop(target.network, request.drafter, state), request)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@tiers.parametrize("name", MUTANTS, first=2)
 def test_greedy_identity_catches_prefixes_that_are_not_the_committed_ones(name, monkeypatch):
     """PITFALLS row 22."""
     options = PROCESSORS["repetition"]
@@ -144,7 +145,7 @@ def test_greedy_identity_catches_prefixes_that_are_not_the_committed_ones(name, 
 # --- Sampled ---
 
 
-@pytest.mark.parametrize("name", ["repetition", "n-grams", "own", "all"])
+@tiers.parametrize("name", ["repetition", "n-grams", "own", "all"], first=1)
 def test_gumbel_plain_and_speculative_are_the_same_tokens(name):
     """Also: both kinds of log-probabilities against a teacher-forced numpy computation."""
     filters = FILTERS if name == "all" else {"temperature": 1.1}
@@ -159,7 +160,7 @@ def test_gumbel_plain_and_speculative_are_the_same_tokens(name):
     assert_log_probs(result, PROCESSORS[name], filters)
 
 
-@pytest.mark.parametrize("verifier", ["token", "block", "plain"])
+@tiers.parametrize("verifier", ["token", "block", "plain"], first=1)
 def test_log_probabilities_of_samples_are_those_of_a_slow_computation(verifier):
     """All processors and filters, rows of several lengths and ends."""
     options = {} if verifier == "plain" else {"verifier": verifier}
@@ -227,7 +228,7 @@ def small_samples(function, key: int, **options):
     return [tuple(row) for row in ids_of(result)]
 
 
-@pytest.mark.parametrize("verifier", ["token", "block", "gumbel"])
+@tiers.parametrize("verifier", ["token", "block", "gumbel"], first=1)
 def test_samples_of_one_input_follow_the_processed_distribution(verifier):
     """Joint distribution of three positions under processors; neighbours are independent."""
     dist = toy.complete({(): 1.0}, small_distribution, 3, {1})
@@ -249,7 +250,8 @@ def test_samples_of_one_input_follow_the_processed_distribution(verifier):
     )
 
 
-@pytest.mark.parametrize("name", ["carried", "unverified"])
+@pytest.mark.slow
+@tiers.parametrize("name", ["carried", "unverified"], first=1)
 def test_the_joint_distribution_catches_prefixes_that_are_not_the_committed_ones(name, monkeypatch):
     dist = toy.complete({(): 1.0}, small_distribution, 3, {1})
     dist = {key: prob for key, prob in dist.items() if prob}
@@ -294,6 +296,7 @@ class Counting(HashNetwork):
         return super().prefill(inputs, input_lengths, slots, copies)
 
 
+@pytest.mark.slow
 def test_samples_share_the_encoder_and_nothing_else():
     models = [HashModel(V, seed, likeness=0.4) for seed in (0, 1)]
     for model in models:
@@ -339,6 +342,7 @@ def test_samples_share_the_encoder_and_nothing_else():
     )
 
 
+@pytest.mark.slow
 def test_samples_of_a_t5_are_those_of_repeated_inputs():
     target, draft = (tiny_t5(seed, V, decoder_layers=1) for seed in (0, 1))
     options = dict(

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from toy_models import HashModel
 
 from specdec_jax.decoding.generate import generate
@@ -60,7 +61,8 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.slow
+@tiers.parametrize("name", DISTRIBUTIONS, first=1)
 def test_the_grid_hardly_shows_at_256000_ids(name):
     """Blocks and their ids deviate by less than 1e-6 in sum, and every id can be drawn."""
     weights = (DISTRIBUTIONS[name] / DISTRIBUTIONS[name].sum()).astype(np.float32)
@@ -75,6 +77,7 @@ def test_the_grid_hardly_shows_at_256000_ids(name):
     assert deviation(sums) + rounded + inside < 1e-6
 
 
+@pytest.mark.slow
 def test_fewer_bits_would_show():
     """With the 23 bits of a float32 uniform the same test fails."""
 
@@ -85,7 +88,8 @@ def test_fewer_bits_would_show():
     assert deviation(blocks, few) > 1e-5
 
 
-@pytest.mark.parametrize("vocab", [1, 3, 128, 129, 400, 40_000])
+@pytest.mark.slow
+@tiers.parametrize("vocab", [1, 3, 128, 129, 400, 40_000], first=11)
 def test_draw_inverts_the_distribution_function(vocab):
     """A block by the first word, an id of it by the second, in order; weights need not sum to 1."""
     rng = np.random.default_rng(vocab)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from beam_reference import Search
 from toy_models import HashModel
 
@@ -29,6 +30,7 @@ EARLY = sd.SamplingConfig(min_new_tokens=[2, 7, 5], repetition_penalty=[1.0, 1.5
 SAMPLED = sd.SamplingConfig(temperature=1.0)
 
 
+@pytest.mark.slow
 def test_processors_of_a_trees_nodes():
     """Every row has EOS ids, a start and a minimum length of its own."""
     found = []
@@ -121,7 +123,7 @@ def test_candidates_of_a_step():
         ] == expected.tokens
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "drafting",
     [
         dict(gamma=3),
@@ -129,6 +131,7 @@ def test_candidates_of_a_step():
         dict(tree=DynamicTree(3, 2, 8, "gumbel")),
     ],
     ids=["chain", "tree", "dynamic tree"],
+    first=1,
 )
 def test_noise_of_the_drafts_positions(drafting):
     """A drafter that is the target proposes, by each position's noise, what the target takes."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import toy
 from toy_models import HashModel
 
@@ -49,8 +50,8 @@ def some_logits(rng, batch, vocab):
     return logits
 
 
-@pytest.mark.parametrize("vocab", [5, 130, 300])
-@pytest.mark.parametrize("most", [64, None])
+@tiers.parametrize("vocab", [5, 130, 300], first=1)
+@tiers.parametrize("most", [64, None], first=1)
 def test_every_filter_equals_a_sort(vocab, most):
     """Each row has its own temperature, top-k and top-p; 0 and 1 switch them off."""
     rng, batch = np.random.default_rng(vocab), 48
@@ -181,7 +182,8 @@ def test_the_greatest_and_the_least_temperatures(filters):
         )
 
 
-@pytest.mark.parametrize("verifier", ["block", "gumbel"])
+@pytest.mark.slow
+@tiers.parametrize("verifier", ["block", "gumbel"], first=1)
 def test_a_token_is_forced_at_the_greatest_temperature(verifier):
     sampling = SamplingConfig(temperature=3.4e38, forced_tokens={0: 6}, forbidden_tokens=(2, 3))
     target, drafter = HashModel(12), ModelDrafter(HashModel(12, 1))

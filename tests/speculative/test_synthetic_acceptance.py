@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import toy
 
 import specdec_jax as sd
@@ -36,8 +37,8 @@ def pair() -> tuple[LanguageModel, ModelDrafter]:
     return models[0], ModelDrafter(models[1])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", ["model", "random"])
+@tiers.parametrize("temperature", [0.0, 1.0], first=1)
+@tiers.parametrize("drafter", ["model", "random"], first=1)
 def test_acceptance_is_what_was_asked(pair, temperature, drafter):
     """One program for every α, and for a batch of different ones."""
     target, model = pair
@@ -129,6 +130,7 @@ def test_what_makes_no_sense(pair):
             sd.generate(target, [[5, 1]], **options)
 
 
+@pytest.mark.slow
 def test_benchmark_has_an_variant_for_every_alpha(pair):
     target, drafter = pair
     options = benchmark_command.BenchmarkOptions(

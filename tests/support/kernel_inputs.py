@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
-from kernel_widths import WIDTHS, compiled_for
+from kernel_widths import NARROW, WIDTHS, compiled_for
 
+PARAMS = [
+    pytest.param(width, marks=pytest.mark.slow if width in NARROW else ()) for width in WIDTHS
+]
 UNIT = 2.0**-24  # rounding error of a float32
 
 
-@pytest.fixture(scope="module", autouse=True, params=WIDTHS)
+@pytest.fixture(scope="module", autouse=True, params=PARAMS)
 def width(request, tmp_path_factory):
     with compiled_for(request.param, tmp_path_factory.mktemp("width")):
         yield request.param

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import tiers
 from toy_training import TINY, TINY_GPT, config_of
 
 from specdec_jax.checkpoints import converter, loader
@@ -18,7 +19,8 @@ from specdec_jax.training import depth_expansion, run_folder, train
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-@pytest.mark.parametrize("shape", [TINY, TINY_GPT], ids=["T5", "GPT"])
+@pytest.mark.slow
+@tiers.parametrize("shape", [TINY, TINY_GPT], ids=["T5", "GPT"], first=1)
 def test_it_begins_as_nearly_what_the_model_is(monkeypatch, shape):
     stacks = ("decoder",) if isinstance(shape, GPTConfig) else ("decoder", "encoder")
     shallow = LanguageModel.random(dataclasses.replace(shape, num_decoder_layers=2), seed=3)
@@ -65,6 +67,7 @@ def test_copies_follow_their_layers():
             depth_expansion.deepen(params, "decoder", layers)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_shallower_model(language, tmp_path):
     vocabulary = vocabularies.SentencePieceVocabulary.train(
         (language / "train.tsv").read_text().split("\n"), 40

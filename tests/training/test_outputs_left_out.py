@@ -43,6 +43,7 @@ def lines(target, texts, printed):
     return list(sequence_distillation._yield_lines(SETTINGS, target, job, 0, printed.append))
 
 
+@pytest.mark.slow
 def test_one_source_is_left_out_and_reported(target):
     printed = []
     first, second, third = lines(target, ["one", "t#o", "three"], printed)

@@ -97,6 +97,7 @@ def distilled(target: str, language, output, **settings) -> str:
     return str(output)
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_hub_is_distilled(language, tmp_path):
     """`tokenizer.json` with `spiece.model` beside it, as every T5 on the Hub has them."""
     tokens = SentencePieceVocabulary.load(GOLDEN / "hf_tokenizer/spiece.model", 20)
@@ -108,6 +109,7 @@ def test_a_folder_of_the_hub_is_distilled(language, tmp_path):
     check_drafts(distilled(target, language, tmp_path / "run"), target)
 
 
+@pytest.mark.slow
 def test_a_vocabulary_without_padding_is_distilled(vocabularies, language, tmp_path):
     """In it 0 is a letter; the target has a start token of its own."""
     target = saved(vocabularies["no padding"], tmp_path / "target", start_token=3)
@@ -170,6 +172,7 @@ def test_a_text_without_tokens_is_rejected_by_its_number(language, vocabularies,
         config_of(language, tmp_path).corpus.batches(bare, [tmp_path / "pairs.tsv"], 50, 100, 0)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_json_is_trained_with(vocabularies, language, tmp_path):
     """From a file, and then of the model that a run begins with."""
     path = tmp_path / "tokenizer.json"
@@ -199,6 +202,7 @@ def test_a_decoder_only_model_learns_the_id_0(start, vocabularies, language, tmp
         corpus.batches(vocabulary, [tmp_path / "a.txt"], 49, 40, 0, start)
 
 
+@pytest.mark.slow
 def test_a_decoder_only_model_is_trained_further_with_its_tokenizer(vocabularies, tmp_path):
     vocabulary, shape = vocabularies["no padding"], dataclasses.replace(TINY_GPT, vocab_size=56)
     drawn = sd.LanguageModel.random(shape, vocabulary=vocabulary)
@@ -221,6 +225,7 @@ def test_a_decoder_only_model_is_trained_further_with_its_tokenizer(vocabularies
     assert not np.array_equal(trained.params["decoder"]["decoder_norm"]["scale"], 1.0)
 
 
+@pytest.mark.slow
 def test_heads_and_tables_of_any_vocabulary(vocabularies, language, tmp_path):
     vocabulary = vocabularies["no padding"]
     target = saved(vocabulary, tmp_path / "target")

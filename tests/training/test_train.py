@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import make_checkpoints
 import numpy as np
 import pytest
+import tiers
 from toy_training import CONFIGS, TINY, config_of, random_params
 
 from specdec_jax.checkpoints import loader
@@ -43,8 +44,8 @@ def dists(params, batch):
 # Losses.
 
 
-@pytest.mark.parametrize(
-    "smoothing, weight", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.3), (0.2, 0.6), (0.1, 1.0)]
+@tiers.parametrize(
+    "smoothing, weight", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.3), (0.2, 0.6), (0.1, 1.0)], first=3
 )
 def test_loss_is_the_sum_over_target_tokens(smoothing, weight):
     params, teacher, batch = random_params(), random_params(seed=1), random_batch()
@@ -132,6 +133,7 @@ def test_steps_lower_the_loss_and_a_zero_rate_of_dropout_uses_no_randomness():
     assert steps(config, TINY, 3, seed=1)[1] == history[:3]
 
 
+@pytest.mark.slow
 def test_dropout_depends_on_seed_and_step():
     config = config_of(".", ".", warmup_steps=0, decay_steps=0, steps=30, learning_rate=1e-30)
     model = dataclasses.replace(TINY, dropout_rate=0.3)
@@ -141,9 +143,10 @@ def test_dropout_depends_on_seed_and_step():
     assert steps(config, model, 3, seed=1)[1] != dropped
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "given",
     [dict(dtype="bfloat16"), dict(model=dataclasses.replace(TINY, matmul_dtype="bfloat16"))],
+    first=1,
 )
 def test_rounded_training_keeps_float32_parameters(given):
     config = config_of(".", ".", warmup_steps=0, decay_steps=0, steps=20, **given)

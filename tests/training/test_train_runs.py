@@ -17,6 +17,7 @@ import make_checkpoints
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tiers
 from devices import SPECDEC, fill, small_disk
 from terminal import as_stderr
 from toy_training import CONFIGS, TINY, config_of
@@ -120,6 +121,7 @@ def test_export_takes_the_best_or_the_newest(finished, tmp_path):
         train.export(tmp_path, tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_another_schedule_but_no_other_model(
     finished, language, tmp_path, capsys
 ):
@@ -158,6 +160,7 @@ def test_a_run_resumes_with_another_schedule_but_no_other_model(
         train.fit(dataclasses.replace(config, vocabulary_size=39))
 
 
+@pytest.mark.slow
 def test_distillation_brings_the_student_nearer_to_its_teacher(finished, language, tmp_path):
     teacher = str(pathlib.Path(finished[0].output_dir) / "model")
     student = T5Config(64, 16, 2, 8, 1, 1, 16)
@@ -187,6 +190,7 @@ def test_distillation_brings_the_student_nearer_to_its_teacher(finished, languag
         train.fit(dataclasses.replace(config, output_dir=str(tmp_path / "d"), model=wide))
 
 
+@pytest.mark.slow
 def test_a_teachers_sentinels_and_special_ids_stay(finished, language, tmp_path, monkeypatch):
     texts = (language / "train.tsv").read_text().split("\n")
     vocabulary = vocabularies.SentencePieceVocabulary(
@@ -308,8 +312,8 @@ def test_progress_shows_step_loss_speed_and_time_left(tmp_path, monkeypatch, cap
 # Being killed.
 
 
-@pytest.mark.parametrize(
-    "busy, step", [("report", 4), ("validate", 6), ("save", 8), ("save at the end", 12)]
+@tiers.parametrize(
+    "busy, step", [("report", 4), ("validate", 6), ("save", 8), ("save at the end", 12)], first=1
 )
 def test_a_signal_while_the_run_is_busy_with_something_else_saves_the_step(
     language, tmp_path, monkeypatch, capsys, busy, step
@@ -479,6 +483,7 @@ def test_settings_are_written_when_a_run_starts(finished, language, tmp_path, mo
     assert [path.read_text() for path in kept] == before
 
 
+@pytest.mark.slow
 def test_a_killed_and_an_interrupted_run_end_as_an_uninterrupted_one(command, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     reference = command(straight)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiers
 from announcements import without_course
 from toy_models import compilations
 from toy_training import (
@@ -178,6 +179,7 @@ def test_dropout_depends_on_its_key():
 # Runs.
 
 
+@pytest.mark.slow
 def test_the_loss_falls_to_what_the_text_leaves_open(finished):
     """Only the first word of a document is a matter of chance: log 7 of about 15 tokens."""
     log = records(finished[0])
@@ -185,6 +187,7 @@ def test_the_loss_falls_to_what_the_text_leaves_open(finished):
     assert log[0]["loss"] > 1 and len(validation) == 2 and validation[-1] < 0.25
 
 
+@pytest.mark.slow
 def test_what_it_writes(finished, distilled):
     """A loaded target and drafter write mostly the text's own continuations."""
     target, drafter = model_of(finished[0]), sd.ModelDrafter(model_of(distilled))
@@ -208,7 +211,7 @@ def test_what_it_writes(finished, distilled):
     assert sum(text in ends for text in texts) >= 9
 
 
-@pytest.mark.parametrize("how", ["killed", "interrupted"])
+@tiers.parametrize("how", ["killed", "interrupted"], first=1)
 def test_a_run_that_was_stopped_ends_as_an_undisturbed_one(
     finished, tmp_path, monkeypatch, capsys, how
 ):
