@@ -11,10 +11,8 @@ from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.setup import MeasureSetup, Setup
 from specdec_jax.analysis.timing import CallShape, Spread
-from specdec_jax.analysis.variants import SentenceBatch
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.decoding.checks import UnsupportedCombination
-from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.drafter import Drafter
 
 
 def verifiers_to_compare(options: Setup) -> tuple[str, ...]:
@@ -26,15 +24,11 @@ def verifiers_to_compare(options: Setup) -> tuple[str, ...]:
     return both if options.temperature > 0 and options.verifier in both else (options.verifier,)
 
 
-def measure(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    options: MeasureSetup,
-) -> dict[str, Any]:
+def measure(workload: Workload[MeasureSetup]) -> dict[str, Any]:
     """Returns the record of `specdec measure`."""
-    analysis_variants.check_prompts(target, drafter, batches, options)
-    if options.compare_alpha and not drafter.scorable:
+    workload.check_prompts()
+    options = workload.options
+    if options.compare_alpha and not workload.drafter.scorable:
         names = ("drafter", "shortlist", "shortlist_size", "drafter_int8")
         got = ", ".join(f"{name}={getattr(options, name)!r}" for name in names)
         raise UnsupportedCombination(
@@ -42,20 +36,15 @@ def measure(
             "distribution"
         )
     verifiers, gamma_max = verifiers_to_compare(options), options.gamma_max
-    accepted = acceptance.measure_acceptance(
-        target, drafter, batches, verifiers, gamma_max, options
-    )
-    same = None
-    if options.compare_alpha:
-        same = acceptance.compare(target, drafter, batches, gamma_max, options)
-    times = step_times(target, drafter, batches, options)
+    accepted = acceptance.measure_acceptance(workload, verifiers, gamma_max)
+    same = acceptance.compare(workload, gamma_max) if options.compare_alpha else None
+    times = step_times(workload)
     step = times["target step"].median
     v = {1: 1.0} | {g + 1: times[f"verify {g}"].median / step for g in options.timed_gammas}
     c = draft_cost(gamma_max, times)
-    padded = [batch.padded for batch in batches]
-    whole = expect_with_lengths(accepted, padded, c, interpolate(v, gamma_max), times)
+    whole = expect_with_lengths(accepted, workload.padded, c, interpolate(v, gamma_max), times)
     return {
-        **machine.begin_record(target, drafter, batches, options),
+        **machine.begin_record(workload),
         "acceptance": accepted.record(),
         "same_positions": same and same._asdict(),
         "steps": {name: spread._asdict() for name, spread in times.items()},
@@ -66,15 +55,11 @@ def measure(
     }
 
 
-def step_times(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    options: MeasureSetup,
-) -> dict[str, Spread]:
+def step_times(workload: Workload[MeasureSetup]) -> dict[str, Spread]:
     """Returns the seconds of single steps, for the shapes that the batches have."""
-    rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    longest, gamma = lengths[-1], options.gamma_max
+    target, drafter, batches, options = workload
+    rows, lengths, gamma = workload.rows, workload.lengths, options.gamma_max
+    longest = lengths[-1]
     slots = timing.total_slots(target, longest, options.max_new_tokens, gamma)
     shape = CallShape(rows, longest, slots)
     variants = timing.step_variants(target, drafter, lengths, shape, options.timed_gammas, [gamma])

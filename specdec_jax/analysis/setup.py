@@ -11,14 +11,7 @@ class Setup(Protocol):
     """How sentences are decoded and timed.
 
     The options of the measuring commands derive from the classes here, and go into records whole.
-
-    Attributes:
-      verifier: name of the verifier.
-      temperature: 0 is argmax.
-      max_new_tokens, max_input_length: limits in tokens.
-      batch_size: number of sentences decoded together.
-      repeats: number of passes over the sentences.
-      seed: seed of the sampling.
+    The help of the flags says what each means.
     """
 
     verifier: str
@@ -37,36 +30,21 @@ class Setup(Protocol):
 
 
 class BeamSetup(Setup, Protocol):
-    """The further options of `benchmark_beams` and `tune_beams`.
-
-    Attributes:
-      num_beams: beams of a search; None: none.
-      beam_width: the numbers of nodes in a level of the tree that are timed; (): each command's
-        default.
-      gammas: the γ that are timed, or numbers of levels.
-    """
+    """The further options of `benchmark_beams` and `tune_beams`."""
 
     num_beams: int | None
     beam_width: tuple[int, ...]
 
     @property
-    def gammas(self) -> tuple[int, ...]: ...
+    def gammas(self) -> tuple[int, ...]:
+        """The γ that are timed, or numbers of levels."""
 
     def search(self, **others: Any) -> dict[str, Any]:
         """Returns the arguments of `generate` for a beam search; `others` are added to them."""
 
 
 class BenchmarkSetup(BeamSetup, Protocol):
-    """The further options of `benchmark`.
-
-    Attributes:
-      gamma_policy: name of the policy of γ.
-      synthetic_alpha: probabilities with which drafted tokens are accepted at random; (): the
-        models decide.
-      tree: the token trees that are timed, as text.
-      preset: shape of a target with random weights, or None.
-      samples_preset: whether the cost of sampling is measured.
-    """
+    """The further options of `benchmark`."""
 
     gamma_policy: str
     synthetic_alpha: tuple[float, ...]
@@ -74,7 +52,8 @@ class BenchmarkSetup(BeamSetup, Protocol):
     preset: str | None
 
     @property
-    def samples_preset(self) -> bool: ...
+    def samples_preset(self) -> bool:
+        """Whether the cost of sampling is measured."""
 
     def gamma_of(
         self, gamma: int | str, tree: Tree | DynamicTree | None = None
@@ -83,14 +62,7 @@ class BenchmarkSetup(BeamSetup, Protocol):
 
 
 class MeasureSetup(Setup, Protocol):
-    """The further options of `expectations.measure`.
-
-    Attributes:
-      gamma_max: the greatest γ of the table.
-      timed_gammas: the γ whose target call is timed.
-      compare_alpha: whether Σ min(p, q) is compared with the share that token verification accepts.
-      drafter, shortlist, shortlist_size, drafter_int8: the drafter, for a message.
-    """
+    """The further options of `expectations.measure`; those of the drafter are for a message."""
 
     gamma_max: int
     compare_alpha: bool
@@ -100,18 +72,15 @@ class MeasureSetup(Setup, Protocol):
     drafter_int8: bool
 
     @property
-    def timed_gammas(self) -> tuple[int, ...]: ...
+    def timed_gammas(self) -> tuple[int, ...]:
+        """The γ whose target call is timed."""
 
 
 class TuneSetup(BeamSetup, Protocol):
-    """The further options of `tuning.tune`.
-
-    Attributes:
-      verifiers: the verifiers to choose from.
-      tree_nodes: the sizes of trees to choose from, in positions of a target call; (): no trees.
-    """
+    """The further options of `tuning.tune`."""
 
     tree_nodes: tuple[int, ...]
 
     @property
-    def verifiers(self) -> tuple[str, ...]: ...
+    def verifiers(self) -> tuple[str, ...]:
+        """The verifiers to choose from."""

@@ -15,10 +15,10 @@ from specdec_jax.analysis import acceptance, machine, timing
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.beams import BeamChoice, beam_choices, describe_search
-from specdec_jax.analysis.setup import BeamSetup, Setup, TuneSetup
+from specdec_jax.analysis.setup import BeamSetup, TuneSetup
 from specdec_jax.analysis.timing import CallShape, Spread, summarize
 from specdec_jax.analysis.top_k_hit_rate import acceptance_by_rank
-from specdec_jax.analysis.variants import SentenceBatch, Variant, make_decoder
+from specdec_jax.analysis.variants import SentenceBatch, Variant, Workload, make_decoder
 from specdec_jax.analysis.verdicts import find_best
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
@@ -186,29 +186,22 @@ def keep_acceptance(
 
 
 @isolated
-def tune(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    others: Sequence[SentenceBatch],
-    options: TuneSetup,
-) -> dict[str, Any]:
+def tune(workload: Workload[TuneSetup], others: Sequence[SentenceBatch]) -> dict[str, Any]:
     """Returns the record of `specdec tune`.
 
     `others` are the batches of the sweep; if it is empty, there is none.
     """
-    analysis_variants.check_prompts(target, drafter, [*batches, *others], options)
+    workload._replace(batches=[*workload.batches, *others]).check_prompts()
+    drafter, options = workload.drafter, workload.options
     gammas, verifiers = sorted(set(options.gammas)), options.verifiers
-    accepted = acceptance.measure_acceptance(
-        target, drafter, batches, verifiers, gammas[-1], options
-    )
+    accepted = acceptance.measure_acceptance(workload, verifiers, gammas[-1])
     choices = [Choice(0, verifiers[0])] + [Choice(g, name) for name in verifiers for g in gammas]
     widths = sorted({1, *options.tree_nodes}) if accepted.hit_rate and options.tree_nodes else []
-    times = step_times(target, drafter, batches, choices, options, widths)
+    times = step_times(workload, choices, widths)
     last = choices[-1]
     added = times[f"iteration, {last}"].median - times[f"call, {last}"].median
     step = max(0.0, added / last.gamma) if drafter.steps() else 0.0
-    padded = [batch.padded for batch in batches]
+    padded = workload.padded
     expected = {
         choice: expected_seconds(accepted, padded, choice, times, step) for choice in choices
     }
@@ -217,7 +210,7 @@ def tune(
     expected |= {choice: encoders + seconds for choice, seconds in found.items()}
     choices += found
     first = min(choices, key=lambda choice: expected[choice])
-    timed = time_choices(target, drafter, list_candidates(expected), batches, options, "comparing")
+    timed = time_choices(workload, list_candidates(expected), "comparing")
     plain, tokens = choices[0], sum(int(lengths.sum()) for lengths in accepted.lengths)
     not_timed = dict.fromkeys(("seconds_per_token", "improvement", "differing"))
     compared = []
@@ -234,53 +227,44 @@ def tune(
             }
         )
     return {
-        **machine.begin_record(target, drafter, batches, options),
+        **machine.begin_record(workload),
         "acceptance": accepted.record(),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "draft_seconds": step,
         "choices": compared,
         "expected_best": first._asdict(),
-        **_choose(target, drafter, choices, timed, others, options),
+        **_choose(workload, choices, timed, others),
     }
 
 
 @isolated
-def tune_beams(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    others: Sequence[SentenceBatch],
-    options: TuneSetup,
-) -> dict[str, Any]:
+def tune_beams(workload: Workload[TuneSetup], others: Sequence[SentenceBatch]) -> dict[str, Any]:
     """Times every tree and plain beam search, and returns the record of the choice."""
+    options, everything = workload.options, workload._replace(batches=[*workload.batches, *others])
     widths, gammas = options.beam_width or (options.num_beams, None), sorted(set(options.gammas))
-    choices = beam_choices(target, drafter, gammas, widths, [*batches, *others], options)
-    timed = time_choices(target, drafter, choices, batches, options, "comparing")
+    choices = beam_choices(everything, gammas, widths)
+    timed = time_choices(workload, choices, "comparing")
     return {
-        **describe_search(target, drafter, batches, options),
+        **describe_search(workload),
         "choices": [choice._asdict() | _timed_record(choice, timed, options) for choice in choices],
-        **_choose(target, drafter, choices, timed, others, options),
+        **_choose(workload, choices, timed, others),
     }
 
 
 def _choose(
-    target: LanguageModel,
-    drafter: Drafter,
+    workload: Workload[TuneSetup],
     choices: Sequence[AnyChoice],
     timed: Mapping[AnyChoice, Variant],
     others: Sequence[SentenceBatch],
-    options: TuneSetup,
 ) -> dict[str, Any]:
     """Returns the part of a record about the choice; `choices` begin with plain decoding."""
     seconds = {choice: variant.seconds_per_token for choice, variant in timed.items()}
-    chosen = find_fastest(seconds)
+    chosen, swept = find_fastest(seconds), workload._replace(batches=others)
     return {
         "chosen": chosen._asdict(),
         "improvement": summarize(seconds[choices[0]] / seconds[chosen]),
         "verdict": find_best({str(choice): values for choice, values in seconds.items()}),
-        "sweep": sweep_sentences(target, drafter, choices, chosen, others, options)
-        if others
-        else None,
+        "sweep": sweep_sentences(swept, choices, chosen) if others else None,
     }
 
 
@@ -304,12 +288,7 @@ def _timed_record(
 
 
 def step_times(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    choices: Sequence[Choice],
-    options: Setup,
-    widths: Sequence[int] = (),
+    workload: Workload, choices: Sequence[Choice], widths: Sequence[int] = ()
 ) -> dict[str, Spread]:
     """Returns the seconds of single steps.
 
@@ -317,8 +296,8 @@ def step_times(
     and a target call over each number of positions in `widths`. Every iteration is a program to
     compile, so a further verifier is timed with the longest draft only.
     """
-    rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    variants, last = {}, choices[-1]
+    target, drafter, batches, options = workload
+    rows, lengths, variants, last = workload.rows, workload.lengths, {}, choices[-1]
     timed = {
         str(choice): choice
         for choice in choices
@@ -345,14 +324,10 @@ def step_times(
 
 
 def time_choices(
-    target: LanguageModel,
-    drafter: Drafter,
-    choices: Sequence[AnyChoice],
-    batches: Sequence[SentenceBatch],
-    options: TuneSetup,
-    what: str,
+    workload: Workload[TuneSetup], choices: Sequence[AnyChoice], what: str
 ) -> dict[AnyChoice, Variant]:
     """Returns every choice with its times and results, timed in turn on the same sentences."""
+    target, drafter, batches, options = workload
     timed = {
         choice: Variant(choice.gamma, make_decoder(target, choice.arguments(drafter, options)))
         for choice in choices
@@ -377,22 +352,17 @@ def find_fastest(seconds: Mapping[AnyChoice, np.ndarray]) -> AnyChoice:
 
 
 def sweep_sentences(
-    target: LanguageModel,
-    drafter: Drafter,
-    choices: Sequence[AnyChoice],
-    chosen: AnyChoice,
-    batches: Sequence[SentenceBatch],
-    options: TuneSetup,
+    workload: Workload[TuneSetup], choices: Sequence[AnyChoice], chosen: AnyChoice
 ) -> dict[str, Any]:
-    """Times every choice on other sentences, and returns the part of a record about it.
+    """Times every choice on the sentences of the sweep, and returns the part of a record about it.
 
     `chosen_over_best` is the time of the chosen one over that of the fastest here.
     """
-    timed = time_choices(target, drafter, choices, batches, options, "sweep")
+    timed = time_choices(workload, choices, "sweep")
     seconds = {choice: variant.seconds_per_token for choice, variant in timed.items()}
     best, plain = find_fastest(seconds), seconds[choices[0]]
     return {
-        "sentences": machine.count_inputs(target, batches),
+        "sentences": machine.count_inputs(workload.target, workload.batches),
         "seconds_per_token": {str(choice): summarize(found) for choice, found in seconds.items()},
         "improvement": {str(choice): summarize(plain / seconds[choice]) for choice in choices},
         "best": best._asdict(),

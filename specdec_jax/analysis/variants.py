@@ -6,7 +6,7 @@ The variants are interleaved batch by batch, since the speed of a shared machine
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -25,7 +25,6 @@ from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError
 from specdec_jax.files.progress import track
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.padding import bucket_length
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.randomness import make_key
 
 
@@ -59,6 +58,45 @@ class SentenceBatch:
     def padded(self) -> int:
         """The padded length of the inputs."""
         return bucket_length(max(map(len, self.ids)))
+
+
+AnySetup = TypeVar("AnySetup", bound=Setup, covariant=True)
+
+
+class Workload(NamedTuple, Generic[AnySetup]):
+    """What is measured: a pair of models, and the sentences that they decode.
+
+    Attributes:
+      target: the target.
+      drafter: a `Drafter`; None where only plain decoding is measured.
+      batches: sentences.
+      options: the options of the command.
+    """
+
+    target: LanguageModel
+    drafter: Any
+    batches: Sequence[SentenceBatch]
+    options: AnySetup
+
+    @property
+    def rows(self) -> int:
+        """Number of sentences that are decoded together."""
+        return len(self.batches[0].ids)
+
+    @property
+    def padded(self) -> list[int]:
+        """The padded input length of each batch."""
+        return [batch.padded for batch in self.batches]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The padded input lengths that there are, ascending."""
+        return sorted(set(self.padded))
+
+    def check_prompts(self) -> None:
+        """Raises ValueError for prompts too long for a model, before anything compiles."""
+        lengths = [len(ids) for batch in self.batches for ids in batch.ids]
+        checks.check_prompts(self.target, self.drafter, lengths, self.options.max_new_tokens)
 
 
 @dataclasses.dataclass
@@ -145,17 +183,6 @@ def make_batches(
     ids = encode(target, sentences, options.max_input_length)
     parts = row_multiple(target.network.rules)
     return cut_batches(list(sentences), ids, options.batch_size, options.seed, parts)
-
-
-def check_prompts(
-    target: LanguageModel,
-    drafter: Drafter | None,
-    batches: Sequence[SentenceBatch],
-    options: Setup,
-) -> None:
-    """Raises ValueError, before anything compiles, for prompts too long for one of the models."""
-    lengths = [len(ids) for batch in batches for ids in batch.ids]
-    checks.check_prompts(target, drafter, lengths, options.max_new_tokens)
 
 
 def warm_up(

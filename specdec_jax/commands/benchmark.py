@@ -14,7 +14,7 @@ from specdec_jax.analysis.benchmark import benchmark
 from specdec_jax.analysis.report import plots, summaries
 from specdec_jax.analysis.report.records import write_record
 from specdec_jax.analysis.setup import BenchmarkSetup
-from specdec_jax.analysis.variants import SentenceBatch, Variant, make_decoder
+from specdec_jax.analysis.variants import Variant, Workload, make_decoder
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands.errors import CheckFailed
@@ -267,9 +267,9 @@ def unrounded_variant(options: BenchmarkOptions, target: LanguageModel) -> dict[
 def run(options: BenchmarkOptions) -> None:
     """Runs `specdec benchmark` without a suite."""
     options.check()
-    target, drafter, batches = load(options)
+    workload = load(options)
     measure = benchmark_beams if options.num_beams else benchmark
-    record, problems = measure(target, drafter, batches, options, make_others(options, target))
+    record, problems = measure(workload, make_others(options, workload.target))
     text = json.dumps(record, indent=1)
     try:
         print(text if options.json else summaries.benchmark_summary(record))
@@ -282,20 +282,17 @@ def run(options: BenchmarkOptions) -> None:
         raise CheckFailed("; ".join(problems))
 
 
-def load(
-    options: BenchmarkOptions, target: LanguageModel | None = None
-) -> tuple[LanguageModel, Drafter | None, list[SentenceBatch]]:
+def load(options: BenchmarkOptions, target: LanguageModel | None = None) -> Workload:
     """Returns the target (unless it is given), the drafter and the inputs that the options name."""
     if options.preset:
         return _read_preset(options, target)
     sentences = load_sentences(options.input_file, options.limit)
     target, drafter = options.load(target)
-    return target, drafter, analysis_variants.make_batches(target, sentences, options)
+    batches = analysis_variants.make_batches(target, sentences, options)
+    return Workload(target, drafter, batches, options)
 
 
-def _read_preset(
-    options: BenchmarkOptions, target: LanguageModel | None
-) -> tuple[LanguageModel, Drafter | None, list[SentenceBatch]]:
+def _read_preset(options: BenchmarkOptions, target: LanguageModel | None) -> Workload:
     def model(preset: str, drafts: bool = False) -> LanguageModel:
         quantize = None if drafts else options.quantize
         bits = INPUT_BITS.get(quantize or "")
@@ -320,4 +317,5 @@ def _read_preset(
     rows, seed = options.batch_size, options.seed
     shape = (rows, options.preset_length)
     ids = np.random.default_rng(seed).integers(2, target.config.vocab_size, shape).tolist()
-    return target, drafter, analysis_variants.cut_batches(ids, ids, rows, seed)
+    batches = analysis_variants.cut_batches(ids, ids, rows, seed)
+    return Workload(target, drafter, batches, options)

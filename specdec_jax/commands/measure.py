@@ -9,6 +9,7 @@ from specdec_jax.analysis.report import plots
 from specdec_jax.analysis.report.records import MeasureRecord, write_record
 from specdec_jax.analysis.report.summaries import measure_summary
 from specdec_jax.analysis.setup import MeasureSetup
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands.generation_flags import check_gamma
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import load_sentences
@@ -103,7 +104,7 @@ def run(options: MeasureOptions) -> None:
     target, drafter = options.load()
     assert drafter is not None, "the options were checked"
     batches = analysis_variants.make_batches(target, sentences, options)
-    record = measure(target, drafter, batches, options)
+    record = measure(Workload(target, drafter, batches, options))
     text = json.dumps(record, indent=1)
     try:
         print(text if options.json else measure_summary(record))

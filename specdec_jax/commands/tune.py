@@ -11,6 +11,7 @@ from specdec_jax.analysis.expectations import verifiers_to_compare
 from specdec_jax.analysis.report.summaries import tune_summary
 from specdec_jax.analysis.setup import TuneSetup
 from specdec_jax.analysis.tuning import Choice, keep_acceptance, read_choice, tune, tune_beams
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands.generation_flags import (
     SearchFlags,
     check_beside_beams,
@@ -127,7 +128,8 @@ def run(options: TuneOptions) -> None:
         analysis_variants.make_batches(target, lines, options) if lines else []
         for lines in (sample, rest)
     )
-    record = (tune_beams if options.num_beams else tune)(target, drafter, batches, others, options)
+    workload = Workload(target, drafter, batches, options)
+    record = (tune_beams if options.num_beams else tune)(workload, others)
     text = json.dumps(record, indent=1)
     try:
         assert options.config

@@ -155,9 +155,8 @@ def export(
             f"{output_dir}: got a folder without config.json, expected the folder of a training run"
         )
     stored = reading.read_json(output / "config.json")
-    config = TrainConfig(
-        **{**stored, "model": _read_recorded_shape(stored), "output_dir": str(output)}
-    )
+    shape = build_config(stored["model"])
+    config = TrainConfig(**{**stored, "model": shape, "output_dir": str(output)})
     saved = Checkpoints(output, select=config.select)
     if saved.step is None and (which == "newest" or saved.best.best_step() is None):
         raise ValueError(
@@ -218,7 +217,7 @@ class Run:
     @staticmethod
     def fixed(settings: dict) -> dict:
         """Returns the settings that must not differ in a run that is resumed."""
-        model = _drop_rounding(_read_recorded_shape(settings))
+        model = _drop_rounding(build_config(settings["model"]))
         return {"model": model, "initialise_from": settings["initialise_from"]}
 
     def read(self, ids: RunVocabulary) -> None:
@@ -248,8 +247,7 @@ class Run:
         if self._initial is not None:
             params, self._initial = self._initial, None
             return TrainState.begin(params, self.optimizer)
-        init = functools.partial(_init, self.config)
-        return jax.jit(init)(jax.random.key(self.config.seed))
+        return jax.jit(self.init)(jax.random.key(self.config.seed))
 
     def init(self, key: jax.Array) -> TrainState:
         """Returns a state like the run's, with random parameters."""
@@ -412,11 +410,6 @@ def check_files(config: ExamplesConfig, kind: str) -> None:
             expect(path.is_file(), name, str(path), kind)
     output = pathlib.Path(config.output_dir)
     config.expect("output_dir", output.is_dir() or not output.exists(), "a folder, or none yet")
-
-
-def _read_recorded_shape(settings: dict) -> ModelConfig:
-    """Returns the network's configuration in a run's `config.json`."""
-    return build_config(settings["model"])
 
 
 def _drop_rounding(model: ModelConfig) -> ModelConfig:
