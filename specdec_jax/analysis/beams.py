@@ -84,8 +84,8 @@ def benchmark_beams(
     """Times the variants; returns the record, and messages about outputs that differ.
 
     Args:
-      workload: the pair, inputs and options; without a drafter, plain beam search and greedy decoding
-        are timed.
+      workload: the pair, inputs and options; without a drafter, plain beam search and greedy
+        decoding are timed.
       others: another implementation's beam search by its name, timed in turn with ours; None or
         empty: none.
     """

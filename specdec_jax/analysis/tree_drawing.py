@@ -7,6 +7,7 @@ from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.traces import own_token_kind, token_text
 from specdec_jax.analysis.variants import SentenceBatch
 from specdec_jax.decoding.trace import TraceStep, TreeNode, TreeStep, trace
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.tree_text import read_tree
@@ -60,9 +61,7 @@ class Drawn(NamedTuple):
         pairs = zip(path, path[1:])
         connected = all(0 < node < len(parents) and parents[node] == above for above, node in pairs)
         if path[:1] != [0] or not connected:
-            raise ValueError(
-                "path: got other nodes, expected node 0, then a child of the node before"
-            )
+            raise mismatch_error("path", "other nodes", "node 0, then a child of the node before")
         nodes = [TreeNode(0, parent, 0.0, None) for parent in parents]
         return cls(TreeStep(nodes, path), [node["text"] for node in record["nodes"]], record["own"])
 

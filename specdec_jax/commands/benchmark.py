@@ -27,7 +27,7 @@ from specdec_jax.commands.generation_flags import (
 from specdec_jax.commands.measure import INPUT_FILE_HELP
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import load_sentences
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.decoding.search_options import LEVELS, BeamOptions
 from specdec_jax.drafters.named import needs_no_model
 from specdec_jax.files.progress import Progress
@@ -53,9 +53,7 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
     if name not in AGAINST:
         raise ValueError(f"against: got {name!r}, expected {' or '.join(AGAINST)}")
     if not sampling.mode.greedy or sampling.mode.processes:
-        raise UnsupportedCombination(
-            f"against: got {name!r} with sampling or processors, expected argmax alone"
-        )
+        raise unsupported("against", f"{name!r} with sampling or processors", "argmax alone")
     if importlib.util.find_spec("t5x") is None:
         raise ValueError(f"against: got {name!r}, which is not installed")
 
@@ -171,9 +169,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
         decoding = dict(temperature=0.0, verifier="block", gamma_policy="fixed")
         check_beside_beams(self, **decoding, synthetic_alpha=(), suite=None, tree=())
         if self.beam_width and not self.drafter:
-            raise UnsupportedCombination(
-                f"beam_width: got {self.beam_width} for plain beam search, expected a drafter"
-            )
+            raise unsupported("beam_width", f"{self.beam_width} for plain beam search", "a drafter")
         if self.num_beams is None:
             return
         if self.preset and (self.drafter or self.drafter_preset):
@@ -188,9 +184,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
             if not 0 < alpha <= 1:
                 raise ValueError(f"synthetic_alpha: got {alpha}, expected a number in (0, 1]")
         if self.synthetic_alpha and not (self.drafter or self.drafter_preset):
-            raise UnsupportedCombination(
-                "synthetic_alpha: got a value for plain decoding, expected a drafter too"
-            )
+            raise unsupported("synthetic_alpha", "a value for plain decoding", "a drafter too")
         if self.preset and self.drafter and not self.synthetic_alpha:
             got = f"drafter: got {self.drafter!r} with --preset"
             raise UnsupportedCombination(
@@ -215,9 +209,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
             got = f"tree: got {', '.join(self.tree)!r} without --drafter"
             raise UnsupportedCombination(f"{got}, expected one: {_NOTHING_ACCEPTED}")
         if self.synthetic_alpha:
-            raise UnsupportedCombination(
-                f"synthetic_alpha: got {self.synthetic_alpha} with a tree, expected none"
-            )
+            raise unsupported("synthetic_alpha", f"{self.synthetic_alpha} with a tree", "none")
         if self.verifier in LOSSY:
             raise UnsupportedCombination(
                 f"verifier: got {self.verifier!r} with a tree, expected an exact one: a tree has "

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination
+from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination, unsupported
 from specdec_jax.decoding.generation_config import FIELDS, MODELS, GenerationConfig
 from specdec_jax.decoding.request import FIXED
 from specdec_jax.decoding.search_options import check_beam_options
@@ -154,9 +154,7 @@ def read_gamma(
     known = {} if policy == "fixed" else POLICIES[policy].numbers()
     for name in numbers.keys() - known.keys():
         expected = f"one of {', '.join(known)}" if known else "none"
-        raise UnsupportedCombination(
-            f"gamma_settings: got {name!r} with gamma_policy={policy!r}, expected {expected}"
-        )
+        raise unsupported("gamma_settings", f"{name!r} with gamma_policy={policy!r}", expected)
     if policy == "fixed":
         return gamma
     if gamma == "auto":

@@ -13,7 +13,7 @@ from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands.generation_flags import check_gamma
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import load_sentences
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.files.writing import check_output
 from specdec_jax.models.arguments import make_option
 
@@ -90,9 +90,7 @@ def check_measured(options: DecodingOptions, batch_size: int, repeats: int, limi
         got = f"gamma_policy: got {options.gamma_policy!r}"
         raise UnsupportedCombination(f"{got}, expected fixed: this command measures every gamma")
     if options.mesh:
-        raise UnsupportedCombination(
-            f"mesh: got {options.mesh!r}, expected none (one device is measured)"
-        )
+        raise unsupported("mesh", repr(options.mesh), "none (one device is measured)")
     check_at_least(1, batch_size=batch_size, repeats=repeats)
     check_at_least(0, limit=limit)
 

@@ -25,6 +25,7 @@ from specdec_jax.decoding.checks import (
     check_limits,
     check_pair,
     check_policy,
+    unsupported,
     verifier_settings,
 )
 from specdec_jax.decoding.defaults import MAX_NEW_TOKENS
@@ -168,9 +169,7 @@ class ModelOptions:
             raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
         self._check_quantize()
         if self.shard_drafter and not self.mesh:
-            raise UnsupportedCombination(
-                "shard_drafter: got True without a mesh, expected --mesh=DATAxMODEL too"
-            )
+            raise unsupported("shard_drafter", "True without a mesh", "--mesh=DATAxMODEL too")
         if self.mesh:
             ShardingRules(self.devices()).check_rows("batch_size", self.rows)
 
@@ -248,8 +247,7 @@ class ModelOptions:
         """Raises UnsupportedCombination for options about a drafting model if no model drafts."""
         for name in ("shortlist_size", "shortlist", "drafter_int8", "shard_drafter"):
             if given := getattr(self, name):
-                expected = "expected a drafter that is a model"
-                raise UnsupportedCombination(f"{name}: got {given!r}, {expected}")
+                raise unsupported(name, repr(given), "a drafter that is a model")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from specdec_jax.commands.benchmark import BenchmarkOptions, make_others
 from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.files.progress import print_line
-from specdec_jax.files.reading import digest
+from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import check_output, is_pass_through, write_file
 from specdec_jax.models.language_model import LanguageModel
 
@@ -93,9 +93,7 @@ def _check(options: BenchmarkOptions) -> None:
             f"output: got {options.output!r}, expected a regular file: its records are read again"
         )
     if options.plot:
-        raise ValueError(
-            f"plot: got {options.plot!r} with {suite}, expected --report for its figures"
-        )
+        raise mismatch_error("plot", f"{options.plot!r} with {suite}", "--report for its figures")
     if options.report:
         figures.check_page("report", options.report)
         if pathlib.Path(options.report).absolute() == pathlib.Path(options.output).absolute():

@@ -21,6 +21,7 @@ from specdec_jax.commands.generation_flags import (
 from specdec_jax.commands.measure import INPUT_FILE_HELP, check_measured
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import load_sentences
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import arguments
 from specdec_jax.models.arguments import make_option
@@ -121,9 +122,7 @@ def run(options: TuneOptions) -> None:
     target, drafter = options.load()
     assert drafter is not None, "the options were checked"
     if not is_decoder_only(target) and not any(text.strip() for text in sample):
-        raise ValueError(
-            "input_file: got no sentence with any text to tune on, expected at least one"
-        )
+        raise mismatch_error("input_file", "no sentence with any text to tune on", "at least one")
     batches, others = (
         analysis_variants.make_batches(target, lines, options) if lines else []
         for lines in (sample, rest)

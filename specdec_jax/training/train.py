@@ -17,7 +17,7 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader, native_format
 from specdec_jax.files import reading
 from specdec_jax.files.progress import print_line
-from specdec_jax.files.reading import digest
+from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import lock_folder
 from specdec_jax.models.families import build_config
 from specdec_jax.models.family import ModelConfig
@@ -159,9 +159,7 @@ def export(
     config = TrainConfig(**{**stored, "model": shape, "output_dir": str(output)})
     saved = Checkpoints(output, select=config.select)
     if saved.step is None and (which == "newest" or saved.best.best_step() is None):
-        raise ValueError(
-            f"{output_dir}: got no checkpoint, expected a training run that has saved one"
-        )
+        raise mismatch_error(output_dir, "no checkpoint", "a training run that has saved one")
     state = _make_abstract_state(config)
     params = saved.restore_best(state) if which == "best" else saved.restore(state).params
     network = config.model.replace(matmul_dtype=None, dropout_rate=0.0)
