@@ -151,11 +151,7 @@ def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
     other = next(verifier for gamma, verifier in names if int(gamma) == choice.gamma)
     ours, theirs, shorter = (
         times[f"{prefix}{gamma}, {verifier}"].median
-        for gamma, verifier in (
-            (longest, choice.verifier),
-            (longest, other),
-            (choice.gamma, other),
-        )
+        for gamma, verifier in ((longest, choice.verifier), (longest, other), (choice.gamma, other))
     )
     return shorter + (ours - theirs) * choice.gamma / longest
 

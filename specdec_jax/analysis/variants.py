@@ -17,9 +17,7 @@ from specdec_jax.analysis.timing import Spread
 from specdec_jax.backends.sharding import row_multiple
 from specdec_jax.decoding import checks
 from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.inputs import (
-    encode,
-)
+from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError
 from specdec_jax.files.progress import track

@@ -100,9 +100,7 @@ COMMANDS = {
         "Trains a drafter on a target's outputs and distributions, or resumes a run.",
     ),
     "train": Command(
-        "training.train",
-        "TrainConfig",
-        "Trains a model or resumes a run; settings come from gin.",
+        "training.train", "TrainConfig", "Trains a model or resumes a run; settings come from gin."
     ),
     "train_heads": Command(
         "training.heads",

@@ -168,10 +168,7 @@ def heads_loss(
 
 
 def assess_heads(
-    params: dict,
-    batch: Batch,
-    objective: HeadsObjective,
-    target_params: dict | None = None,
+    params: dict, batch: Batch, objective: HeadsObjective, target_params: dict | None = None
 ) -> tuple[Metrics, None]:
     """Returns the metrics of heads on a batch; takes the place of `losses.assess`."""
     return heads_loss(params, batch, objective, target_params)[1], None

@@ -180,10 +180,7 @@ def plan_jobs(
 def write_outputs(config: DistillConfig, target: LanguageModel, jobs: list[Job]) -> None:
     """Writes every file of outputs that is not there yet."""
     total = sum(len(job.texts) * job.per_source for job in jobs)
-    with (
-        defer_signals() as signals,
-        Progress("generating targets", total, "targets") as progress,
-    ):
+    with defer_signals() as signals, Progress("generating targets", total, "targets") as progress:
         for job in jobs:
             starts = range(0, len(job.texts), config.shard_size)
             for start in starts:
@@ -212,11 +209,7 @@ def _stop_if_asked(signals: list[int], progress: Progress) -> None:
 
 
 def _yield_lines(
-    config: DistillConfig,
-    target: LanguageModel,
-    job: Job,
-    start: int,
-    say: Callable[[str], None],
+    config: DistillConfig, target: LanguageModel, job: Job, start: int, say: Callable[[str], None]
 ) -> Iterator[str]:
     """Yields a line for each output of one shard, "" for one whose logits were not finite.
 
