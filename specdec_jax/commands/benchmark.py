@@ -32,7 +32,7 @@ from specdec_jax.decoding.search_options import LEVELS, BeamOptions
 from specdec_jax.drafters.named import needs_no_model
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import check_output
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
@@ -58,9 +58,26 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
         raise ValueError(f"against: got {name!r}, which is not installed")
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True)
 class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
-    """Options of `specdec benchmark`."""
+    """Options of `specdec benchmark`.
+
+    Attributes:
+      repeats: passes over the sentences, of which the median and the spread are reported
+      drafter_preset: shape of a drafter with random weights, instead of --drafter
+      input_length: with --preset: length of the input, in tokens (default: 64)
+      synthetic_alpha: accept drafted tokens at random with this probability, whatever the models
+        predict, so that whole decodes can be timed with random weights; several, comma-separated,
+        are timed in turn
+      against: time another implementation in turn with ours, by argmax or beam search, on the same
+        weights and inputs: t5x, which must be installed
+      suite: paper: measure every row that the paper reports, one record a line in --output, and
+        resume after a kill; --drafter and --drafter_preset then take several, comma-separated
+      report: with --suite: HTML file to write, with the records beside the paper's tables and
+        figures
+      plot: file for a plot of wall time, a bar for every way of decoding (.png, .pdf, .svg)
+    """
 
     gamma: tuple[int, ...] = make_option(
         (),
@@ -76,43 +93,19 @@ class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
     input_file: str | None = make_option(None, INPUT_FILE_HELP)
     limit: int = make_option(0, "read only this many lines of the input; 0: all")
     batch_size: int = make_option(1, "sentences decoded together")
-    repeats: int = make_option(
-        3, "passes over the sentences, of which the median and the spread are reported"
-    )
+    repeats: int = 3
     preset: str | None = make_option(
         None,
         "time a target of this shape with random weights instead of --target: "
         + ", ".join(PRESETS),
     )
-    drafter_preset: str | None = make_option(
-        None, "shape of a drafter with random weights, instead of --drafter"
-    )
-    input_length: int | None = make_option(
-        None, "with --preset: length of the input, in tokens (default: 64)"
-    )
-    synthetic_alpha: tuple[float, ...] = make_option(
-        (),
-        "accept drafted tokens at random with this probability, whatever the models predict, so "
-        "that whole decodes can be timed with random weights; several, comma-separated, are timed "
-        "in turn",
-    )
-    against: str | None = make_option(
-        None,
-        "time another implementation in turn with ours, by argmax or beam search, on the same "
-        "weights and inputs: t5x, which must be installed",
-    )
-    suite: str | None = make_option(
-        None,
-        "paper: measure every row that the paper reports, one record a line in --output, and "
-        "resume after a kill; --drafter and --drafter_preset then take several, comma-separated",
-    )
-    report: str | None = make_option(
-        None,
-        "with --suite: HTML file to write, with the records beside the paper's tables and figures",
-    )
-    plot: str | None = make_option(
-        None, "file for a plot of wall time, a bar for every way of decoding (.png, .pdf, .svg)"
-    )
+    drafter_preset: str | None = None
+    input_length: int | None = None
+    synthetic_alpha: tuple[float, ...] = ()
+    against: str | None = None
+    suite: str | None = None
+    report: str | None = None
+    plot: str | None = None
     output: str | None = make_option(None, "file to write the JSON record to")
     json: bool = make_option(False, "print the JSON record instead of the summary")
 

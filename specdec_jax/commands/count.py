@@ -10,33 +10,31 @@ from specdec_jax.commands.options import check_at_least
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.files.progress import track
 from specdec_jax.files.writing import check_output
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.training import text_files
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True)
 class CountOptions:
-    """Options of `specdec count`."""
+    """Options of `specdec count`.
 
-    target: str | None = make_option(
-        None, "model that the table is to draft for; its vocabulary splits the text"
-    )
-    vocabulary: str | None = make_option(
-        None, "SentencePiece model or tokenizer.json, for checkpoints that have none (T5X's)"
-    )
-    input_file: tuple[str, ...] = make_option(
-        (), "UTF-8 text, gzip or not: one output a line, or source, tab, output; repeatable"
-    )
+    Attributes:
+      target: model that the table is to draft for; its vocabulary splits the text
+      vocabulary: SentencePiece model or tokenizer.json, for checkpoints that have none (T5X's)
+      input_file: UTF-8 text, gzip or not: one output a line, or source, tab, output; repeatable
+      continuations: how many of the most frequent next tokens are kept for each context
+      sampled: draft tokens drawn from the frequencies instead of the most frequent token
+      output: file (.npz) that the table is written to, for --drafter
+    """
+
+    target: str | None = None
+    vocabulary: str | None = None
+    input_file: tuple[str, ...] = ()
     order: int = make_option(2, "n of the n-grams: 1 counts single tokens, 2 pairs, …")
-    continuations: int = make_option(
-        8, "how many of the most frequent next tokens are kept for each context"
-    )
-    sampled: bool = make_option(
-        False, "draft tokens drawn from the frequencies instead of the most frequent token"
-    )
-    output: str | None = make_option(
-        None, "file (.npz) that the table is written to, for --drafter"
-    )
+    continuations: int = 8
+    sampled: bool = False
+    output: str | None = None
 
     def check(self) -> None:
         if not self.target:

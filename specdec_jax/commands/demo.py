@@ -29,7 +29,7 @@ from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.progress import show_waiting
 from specdec_jax.files.writing import check_output, write_file
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 from specdec_jax.speculative.drafter import Drafter, TreeDrafter
@@ -77,38 +77,34 @@ next: specdec demo "A sentence of your own."
       specdec benchmark --help     times a pair carefully, with acceptance rate and bottleneck"""
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True)
 class DemoOptions(DecodingOptions):
-    """Options of `specdec demo`."""
+    """Options of `specdec demo`.
 
-    target: str | None = make_option(
-        "ende/target", "model whose output you want: a checkpoint's folder or a bundled name"
-    )
-    drafter: str | None = make_option(
-        "ende/drafter",
-        "smaller model that drafts, or another drafter (`specdec generate --help` lists them)",
-    )
+    Attributes:
+      target: model whose output you want: a checkpoint's folder or a bundled name
+      drafter: smaller model that drafts, or another drafter (`specdec generate --help` lists them)
+      trace: draw every target call, with p, q and p/q of each drafted token: its probability by the
+        target and by the drafter
+      plot: file for a figure of one call's tree and mask: .png, .pdf or .svg
+      picture: SVG file to write, a picture of the terminal in colour
+      output: file to write a JSON record of the calls to, with the drawn tree, for `specdec
+        figures`
+    """
+
+    target: str | None = "ende/target"
+    drafter: str | None = "ende/drafter"
     gamma: int | str | None = make_flag("gamma", None, f"{_GAMMA}; with --tree all of its nodes")
     tree: str | None = make_option(
         None,
         f"token tree to draft instead of a chain; one target call is drawn as a tree: {EXPECTED}",
     )
-    trace: bool = make_option(
-        False,
-        "draw every target call, with p, q and p/q of each drafted token: its probability by the "
-        "target and by the drafter",
-    )
-    plot: str | None = make_option(
-        None, "file for a figure of one call's tree and mask: .png, .pdf or .svg"
-    )
+    trace: bool = False
+    plot: str | None = None
     repeats: int = make_option(3, "timed passes over the sentences")
-    picture: str | None = make_option(
-        None, "SVG file to write, a picture of the terminal in colour"
-    )
-    output: str | None = make_option(
-        None,
-        "file to write a JSON record of the calls to, with the drawn tree, for `specdec figures`",
-    )
+    picture: str | None = None
+    output: str | None = None
 
     def check(self) -> None:
         super().check()

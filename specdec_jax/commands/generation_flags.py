@@ -5,9 +5,7 @@ Their names, types, defaults and help are those of the fields.
 
 import dataclasses
 import functools
-import inspect
 import operator
-import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -80,9 +78,8 @@ def make_flag(name: str, default: Any = _OWN, unset: str = "") -> Any:
 @functools.cache
 def _documentation() -> Mapping[str, str]:
     """Returns what each field means; for a `SamplingConfig` its docstring has it."""
-    listed = (inspect.getdoc(SamplingConfig) or "").partition("Attributes:\n  ")[2]
-    items = [item.partition(": ") for item in re.split(r"\n  (?=\S)", listed.split("\n\n")[0])]
-    texts = {name: " ".join(text.split()).lstrip("* ").rstrip(".") for name, _, text in items}
+    listed = arguments.read_attributes(SamplingConfig).items()
+    texts = {name: text.lstrip("* ").rstrip(".") for name, text in listed}
     return texts | {name: field.metadata["doc"] for name, field in FIELDS.items()}
 
 

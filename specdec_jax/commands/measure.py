@@ -15,7 +15,7 @@ from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import load_sentences
 from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.files.writing import check_output
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 
 INPUT_FILE_HELP = (
     "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with "
@@ -23,41 +23,35 @@ INPUT_FILE_HELP = (
 )
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True)
 class MeasureOptions(DecodingOptions, MeasureSetup):
-    """Options of `specdec measure`."""
+    """Options of `specdec measure`.
 
-    gamma_max: int = make_option(
-        8, "compute the improvement for every number of drafted tokens up to this one"
-    )
-    widths: tuple[int, ...] = make_option(
-        (2, 3, 5, 9),
-        "numbers of positions of the target calls that are timed, up to gamma_max + 1; v is "
-        "interpolated in between",
-    )
+    Attributes:
+      gamma_max: compute the improvement for every number of drafted tokens up to this one
+      widths: numbers of positions of the target calls that are timed, up to gamma_max + 1; v is
+        interpolated in between
+      compare_alpha: also decode by token verification with gamma_max, and compare the counted alpha
+        with alpha from the models' distributions on the same positions; only for a drafting model
+        in full precision without a shortlist
+      repeats: passes over the single steps, of which the median and the spread are reported
+      output: file to write the JSON record to; Tree.best takes its acceptance.by_rank, verify_cost
+        and cost_ratio
+      plot: file for a plot of expected improvement, acceptance by position and by depth, v and
+        top-k hit rate (.png, .pdf, .svg)
+    """
+
+    gamma_max: int = 8
+    widths: tuple[int, ...] = (2, 3, 5, 9)
     input_file: str | None = make_option(None, INPUT_FILE_HELP)
     limit: int = make_option(0, "read only this many lines of the input; 0: all")
     batch_size: int = make_option(1, "sentences decoded together")
-    compare_alpha: bool = make_option(
-        False,
-        "also decode by token verification with gamma_max, and compare the counted alpha with "
-        "alpha from the models' distributions on the same positions; only for a drafting model in "
-        "full precision without a shortlist",
-    )
-    repeats: int = make_option(
-        3, "passes over the single steps, of which the median and the spread are reported"
-    )
-    output: str | None = make_option(
-        None,
-        "file to write the JSON record to; Tree.best takes its acceptance.by_rank, verify_cost and "
-        "cost_ratio",
-    )
+    compare_alpha: bool = False
+    repeats: int = 3
+    output: str | None = None
     json: bool = make_option(False, "print the JSON record instead of the summary")
-    plot: str | None = make_option(
-        None,
-        "file for a plot of expected improvement, acceptance by position and by depth, v and top-k "
-        "hit rate (.png, .pdf, .svg)",
-    )
+    plot: str | None = None
 
     def check(self) -> None:
         check_measured(self, self.batch_size, self.repeats, self.limit)

@@ -192,10 +192,8 @@ def make_batches(rows: int, size: int):
 def greedy():
     """Eight rows, scored and counted with γ = 3, and decoded with every γ up to it."""
     drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), make_batches(8, 4)
-    ways = {
-        how: getattr(acceptance, how)(TARGET, drafter, batches, ("block",), 3, options())
-        for how in ("score", "count")
-    }
+    workload = Workload(TARGET, drafter, batches, options())
+    ways = {how: getattr(acceptance, how)(workload, ("block",), 3) for how in ("score", "count")}
     results = {
         gamma: [
             generate(TARGET, batch.ids, drafter=drafter, gamma=gamma, max_new_tokens=12)

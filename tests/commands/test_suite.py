@@ -158,7 +158,7 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
     seen = []
     monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(
-        benchmark, "benchmark", lambda *arguments: seen.append(arguments[3].against) or ({}, [])
+        benchmark, "benchmark", lambda row, _: seen.append(row.options.against) or ({}, [])
     )
     monkeypatch.setattr(suite, "make_others", lambda *_: {})
     options = dict(
