@@ -11,7 +11,6 @@ import numpy as np
 
 from specdec_jax.analysis import comparison, machine, near_ties, verdicts
 from specdec_jax.analysis import variants as analysis_variants
-from specdec_jax.analysis.setup import BeamSetup, BenchmarkSetup
 from specdec_jax.analysis.timing import summarize
 from specdec_jax.analysis.variants import (
     SentenceBatch,
@@ -40,14 +39,14 @@ class BeamChoice(NamedTuple):
     def __str__(self) -> str:
         return f"gamma {self.gamma}, width {self.width}" if self.gamma else "plain"
 
-    def arguments(self, drafter: Drafter | None, options: BeamSetup) -> dict[str, Any]:
+    def arguments(self, drafter: Drafter | None, options: Any) -> dict[str, Any]:
         """Returns the arguments of `generate`."""
         how = options.decoding(plain=True) | options.search(beam_width=self.width or None)
         return how | {"gamma": self.gamma, "drafter": drafter if self.gamma else None}
 
 
 def beam_choices(
-    workload: Workload[BeamSetup], gammas: Sequence[int], widths: Sequence[int | None]
+    workload: Workload, gammas: Sequence[int], widths: Sequence[int | None]
 ) -> list[BeamChoice]:
     """Returns plain search, and every number of levels in every width that the drafter can draft.
 
@@ -71,7 +70,7 @@ def beam_choices(
 
 
 @isolated
-def describe_search(workload: Workload[BeamSetup]) -> dict[str, Any]:
+def describe_search(workload: Workload) -> dict[str, Any]:
     """Returns the beginning of a record, with the length penalty that is used."""
     penalty = BeamOptions(**workload.options.search()).penalty
     return machine.begin_record(workload) | {"length_penalty": penalty}
@@ -79,7 +78,7 @@ def describe_search(workload: Workload[BeamSetup]) -> dict[str, Any]:
 
 @isolated
 def benchmark_beams(
-    workload: Workload[BenchmarkSetup], others: Mapping[str, Variant] | None = None
+    workload: Workload, others: Mapping[str, Variant] | None = None
 ) -> tuple[dict, list[str]]:
     """Times the variants; returns the record, and messages about outputs that differ.
 

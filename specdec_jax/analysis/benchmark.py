@@ -23,7 +23,6 @@ from specdec_jax.analysis import (
     verdicts,
 )
 from specdec_jax.analysis import variants as analysis_variants
-from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.timing import CallShape, Spread
 from specdec_jax.analysis.top_k_hit_rate import HitRates
 from specdec_jax.analysis.tuning import Choice
@@ -50,7 +49,7 @@ from specdec_jax.speculative.verifiers import SYNTHETIC, find_verifier
 
 @isolated
 def benchmark(
-    workload: Workload[BenchmarkSetup], others: Mapping[str, Variant] | None = None
+    workload: Workload, others: Mapping[str, Variant] | None = None
 ) -> tuple[dict, list[str]]:
     """Times the variants and the single steps; returns the record, and messages about failures.
 
@@ -100,7 +99,7 @@ def benchmark(
     return record, problems
 
 
-def _read_trees(drafter: Drafter | None, options: BenchmarkSetup) -> dict[str, Tree | DynamicTree]:
+def _read_trees(drafter: Drafter | None, options: Any) -> dict[str, Tree | DynamicTree]:
     """Returns the trees that are timed, by their text.
 
     They have the children and verifiers that suit the drafter.
@@ -115,7 +114,7 @@ def _read_trees(drafter: Drafter | None, options: BenchmarkSetup) -> dict[str, T
     }
 
 
-def _make_variants(workload: Workload[BenchmarkSetup], trees: Iterable[str]) -> dict[str, Variant]:
+def _make_variants(workload: Workload, trees: Iterable[str]) -> dict[str, Variant]:
     """Returns plain decoding, a chain for every γ and synthetic acceptance rate, and the trees."""
     target, drafter, _, options = workload
     variants = {"plain": Variant(0, make_decoder(target, options.decoding(plain=True)))}
@@ -138,7 +137,7 @@ def _make_variants(workload: Workload[BenchmarkSetup], trees: Iterable[str]) -> 
 
 
 def _compile_example_calls(
-    workload: Workload[BenchmarkSetup], times: Mapping[str, Spread]
+    workload: Workload, times: Mapping[str, Spread]
 ) -> dict[str, Any] | None:
     """Returns the calls of one input with every γ, and one of every tree; None without text."""
     target, drafter, batches, options = workload
@@ -152,7 +151,7 @@ def _compile_example_calls(
 
 
 def _step_variants(
-    workload: Workload[BenchmarkSetup], trees: Mapping[str, Tree | DynamicTree]
+    workload: Workload, trees: Mapping[str, Tree | DynamicTree]
 ) -> dict[str, Callable[[], object]]:
     """Returns single steps and encoders by name, for the shapes that the batches have.
 
@@ -175,7 +174,7 @@ def _step_variants(
 
 
 def _record(
-    workload: Workload[BenchmarkSetup], variants: Mapping[str, Variant], times: Mapping[str, Spread]
+    workload: Workload, variants: Mapping[str, Variant], times: Mapping[str, Spread]
 ) -> dict[str, Any]:
     plain, step = variants["plain"], times["target step"].median
     calls = sum(int(result.lengths.max()) for result in plain.results)
@@ -224,10 +223,7 @@ def _find_best(
 
 
 def _variant_record(
-    workload: Workload[BenchmarkSetup],
-    variant: Variant,
-    plain: Variant,
-    times: Mapping[str, Spread],
+    workload: Workload, variant: Variant, plain: Variant, times: Mapping[str, Spread]
 ) -> dict[str, Any]:
     options, padded = workload.options, workload.padded
     improvement, stats = _improvement(plain, variant), _total_stats(variant)
@@ -283,7 +279,7 @@ def _improvement(slower: Variant, faster: Variant) -> Spread:
 
 
 def _tree_records(
-    workload: Workload[BenchmarkSetup],
+    workload: Workload,
     variants: Mapping[str, Variant],
     trees: Mapping[str, Tree | DynamicTree],
     times: Mapping[str, Spread],

@@ -9,13 +9,12 @@ from specdec_jax.analysis import acceptance, formulas, machine, predictions, tim
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.predictions import Work
-from specdec_jax.analysis.setup import MeasureSetup, Setup
 from specdec_jax.analysis.timing import CallShape, Spread
 from specdec_jax.analysis.variants import Workload
 from specdec_jax.decoding.checks import UnsupportedCombination
 
 
-def verifiers_to_compare(options: Setup) -> tuple[str, ...]:
+def verifiers_to_compare(options: Any) -> tuple[str, ...]:
     """Returns the names of the verifiers to compare.
 
     Above temperature 0, "token" and "block" are compared if one of them is asked for.
@@ -24,7 +23,7 @@ def verifiers_to_compare(options: Setup) -> tuple[str, ...]:
     return both if options.temperature > 0 and options.verifier in both else (options.verifier,)
 
 
-def measure(workload: Workload[MeasureSetup]) -> dict[str, Any]:
+def measure(workload: Workload) -> dict[str, Any]:
     """Returns the record of `specdec measure`."""
     workload.check_prompts()
     options = workload.options
@@ -55,7 +54,7 @@ def measure(workload: Workload[MeasureSetup]) -> dict[str, Any]:
     }
 
 
-def step_times(workload: Workload[MeasureSetup]) -> dict[str, Spread]:
+def step_times(workload: Workload) -> dict[str, Spread]:
     """Returns the seconds of single steps, for the shapes that the batches have."""
     target, drafter, batches, options = workload
     rows, lengths, gamma = workload.rows, workload.lengths, options.gamma_max

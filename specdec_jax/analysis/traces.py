@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import predictions
-from specdec_jax.analysis.setup import Setup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.variants import SentenceBatch
 from specdec_jax.decoding.trace import TraceStep, trace
@@ -105,7 +104,7 @@ def make_example(
     gammas: Sequence[int],
     batch: SentenceBatch,
     times: Mapping[str, Spread],
-    options: Setup,
+    options: Any,
 ) -> dict[str, Any]:
     """Returns the first input of `batch`, decoded plainly and with every γ of `gammas`."""
     variants = []

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.traces import own_token_kind, token_text
 from specdec_jax.analysis.variants import SentenceBatch
 from specdec_jax.decoding.trace import TraceStep, TreeNode, TreeStep, trace
@@ -67,7 +66,7 @@ class Drawn(NamedTuple):
 
 
 def make_examples(
-    target: LanguageModel, drafter: Drafter, batch: SentenceBatch, options: BenchmarkSetup
+    target: LanguageModel, drafter: Drafter, batch: SentenceBatch, options: Any
 ) -> list[dict[str, Any]]:
     """Returns one call of the first input of `batch` for every tree of the options, as records.
 

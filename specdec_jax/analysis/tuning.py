@@ -15,7 +15,6 @@ from specdec_jax.analysis import acceptance, machine, timing
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.beams import BeamChoice, beam_choices, describe_search
-from specdec_jax.analysis.setup import BeamSetup, TuneSetup
 from specdec_jax.analysis.timing import CallShape, Spread, summarize
 from specdec_jax.analysis.top_k_hit_rate import acceptance_by_rank
 from specdec_jax.analysis.variants import SentenceBatch, Variant, Workload, make_decoder
@@ -52,7 +51,7 @@ class Choice(NamedTuple):
             return f"{'dynamic ' * isinstance(tree, trees.DynamicTree)}tree of {tree.size}"
         return f"gamma {self.gamma}, {self.verifier}" if self.gamma else "plain"
 
-    def arguments(self, drafter: Drafter | None, options: BeamSetup) -> dict[str, Any]:
+    def arguments(self, drafter: Drafter | None, options: Any) -> dict[str, Any]:
         """Returns the arguments of `generate`."""
         if self.tree is not None:
             tree = {"verifier": "block", "tree": read_tree(self.tree)}
@@ -182,7 +181,7 @@ def keep_acceptance(
 
 
 @isolated
-def tune(workload: Workload[TuneSetup], others: Sequence[SentenceBatch]) -> dict[str, Any]:
+def tune(workload: Workload, others: Sequence[SentenceBatch]) -> dict[str, Any]:
     """Returns the record of `specdec tune`.
 
     `others` are the batches of the sweep; if it is empty, there is none.
@@ -234,7 +233,7 @@ def tune(workload: Workload[TuneSetup], others: Sequence[SentenceBatch]) -> dict
 
 
 @isolated
-def tune_beams(workload: Workload[TuneSetup], others: Sequence[SentenceBatch]) -> dict[str, Any]:
+def tune_beams(workload: Workload, others: Sequence[SentenceBatch]) -> dict[str, Any]:
     """Times every tree and plain beam search, and returns the record of the choice."""
     options, everything = workload.options, workload._replace(batches=[*workload.batches, *others])
     widths, gammas = options.beam_width or (options.num_beams, None), sorted(set(options.gammas))
@@ -248,7 +247,7 @@ def tune_beams(workload: Workload[TuneSetup], others: Sequence[SentenceBatch]) -
 
 
 def _choose(
-    workload: Workload[TuneSetup],
+    workload: Workload,
     choices: Sequence[AnyChoice],
     timed: Mapping[AnyChoice, Variant],
     others: Sequence[SentenceBatch],
@@ -265,7 +264,7 @@ def _choose(
 
 
 def _timed_record(
-    choice: AnyChoice, timed: Mapping[AnyChoice, Variant], options: TuneSetup
+    choice: AnyChoice, timed: Mapping[AnyChoice, Variant], options: Any
 ) -> dict[str, Any]:
     """Returns the part of a record about one timed choice.
 
@@ -320,7 +319,7 @@ def step_times(
 
 
 def time_choices(
-    workload: Workload[TuneSetup], choices: Sequence[AnyChoice], what: str
+    workload: Workload, choices: Sequence[AnyChoice], what: str
 ) -> dict[AnyChoice, Variant]:
     """Returns every choice with its times and results, timed in turn on the same sentences."""
     target, drafter, batches, options = workload
@@ -348,7 +347,7 @@ def find_fastest(seconds: Mapping[AnyChoice, np.ndarray]) -> AnyChoice:
 
 
 def sweep_sentences(
-    workload: Workload[TuneSetup], choices: Sequence[AnyChoice], chosen: AnyChoice
+    workload: Workload, choices: Sequence[AnyChoice], chosen: AnyChoice
 ) -> dict[str, Any]:
     """Times every choice on the sentences of the sweep, and returns the part of a record about it.
 

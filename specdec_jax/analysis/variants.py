@@ -6,13 +6,12 @@ The variants are interleaved batch by batch, since the speed of a shared machine
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from specdec_jax.analysis import timing
-from specdec_jax.analysis.setup import Setup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.backends.sharding import row_multiple
 from specdec_jax.decoding import checks
@@ -58,23 +57,22 @@ class SentenceBatch:
         return bucket_length(max(map(len, self.ids)))
 
 
-AnySetup = TypeVar("AnySetup", bound=Setup, covariant=True)
-
-
-class Workload(NamedTuple, Generic[AnySetup]):
+class Workload(NamedTuple):
     """What is measured: a pair of models, and the sentences that they decode.
 
     Attributes:
       target: the target.
       drafter: a `Drafter`; None where only plain decoding is measured.
       batches: sentences.
-      options: the options of the command.
+      options: the options of the command, which go into a record whole; its class documents them.
+        `sampling()` and `decoding()` of them say how tokens are chosen, and give the arguments of
+        `generate` but for the drafter's.
     """
 
     target: LanguageModel
     drafter: Any
     batches: Sequence[SentenceBatch]
-    options: AnySetup
+    options: Any
 
     @property
     def rows(self) -> int:
@@ -175,7 +173,7 @@ def make_decoder(
 
 
 def make_batches(
-    target: LanguageModel, sentences: Sequence[str], options: Setup
+    target: LanguageModel, sentences: Sequence[str], options: Any
 ) -> list[SentenceBatch]:
     """Returns sentences in batches."""
     ids = encode(target, sentences, options.max_input_length)

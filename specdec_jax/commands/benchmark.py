@@ -13,7 +13,6 @@ from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
 from specdec_jax.analysis.report import plots, summaries
 from specdec_jax.analysis.report.records import write_record
-from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.variants import Variant, Workload, make_decoder
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS
 from specdec_jax.checkpoints import loader
@@ -60,7 +59,7 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
 
 @document_fields
 @dataclasses.dataclass(frozen=True)
-class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
+class BenchmarkOptions(SearchFlags, DecodingOptions):
     """Options of `specdec benchmark`.
 
     Attributes:

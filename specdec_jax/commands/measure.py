@@ -8,7 +8,6 @@ from specdec_jax.analysis.expectations import measure
 from specdec_jax.analysis.report import plots
 from specdec_jax.analysis.report.records import MeasureRecord, write_record
 from specdec_jax.analysis.report.summaries import measure_summary
-from specdec_jax.analysis.setup import MeasureSetup
 from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands.generation_flags import check_gamma
 from specdec_jax.commands.options import DecodingOptions, check_at_least
@@ -25,7 +24,7 @@ INPUT_FILE_HELP = (
 
 @document_fields
 @dataclasses.dataclass(frozen=True)
-class MeasureOptions(DecodingOptions, MeasureSetup):
+class MeasureOptions(DecodingOptions):
     """Options of `specdec measure`.
 
     Attributes:

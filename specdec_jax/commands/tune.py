@@ -9,7 +9,6 @@ from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.beams import BeamChoice
 from specdec_jax.analysis.expectations import verifiers_to_compare
 from specdec_jax.analysis.report.summaries import tune_summary
-from specdec_jax.analysis.setup import TuneSetup
 from specdec_jax.analysis.tuning import Choice, keep_acceptance, read_choice, tune, tune_beams
 from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands.generation_flags import (
@@ -42,7 +41,7 @@ _OF_DRAFTS = (
 
 @document_fields
 @dataclasses.dataclass(frozen=True)
-class TuneOptions(SearchFlags, DecodingOptions, TuneSetup):
+class TuneOptions(SearchFlags, DecodingOptions):
     """Options of `specdec tune`.
 
     Attributes:
