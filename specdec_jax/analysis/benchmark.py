@@ -140,13 +140,13 @@ def _compile_example_calls(
     workload: Workload, times: Mapping[str, Spread]
 ) -> dict[str, Any] | None:
     """Returns the calls of one input with every γ, and one of every tree; None without text."""
-    target, drafter, batches, options = workload
-    gammas, first = () if options.synthetic_alpha else options.gammas, traces.find_text(batches)
+    options, first = workload.options, traces.find_text(workload.batches)
+    gammas = () if options.synthetic_alpha else options.gammas
     if first is None:
         return None
-    record = traces.make_example(target, drafter, gammas, first, times, options)
+    record = traces.make_example(workload, gammas, first, times)
     if options.tree:
-        record["trees"] = tree_drawing.make_examples(target, drafter, first, options)
+        record["trees"] = tree_drawing.make_examples(workload, first)
     return record
 
 
@@ -178,7 +178,7 @@ def _record(
 ) -> dict[str, Any]:
     plain, step = variants["plain"], times["target step"].median
     calls = sum(int(result.lengths.max()) for result in plain.results)
-    encoders = sum(times[f"target encoder {length}"].median for length in workload.padded)
+    encoders = predictions.encoder_seconds(workload.padded, times, drafts=False)
     seconds = float(np.median(plain.seconds))
     products = min(spread.median for name, spread in times.items() if name.startswith("products"))
     own = times["products"].median  # in the loop's layout, like those of calls and drafts

@@ -40,7 +40,7 @@ def measure(workload: Workload) -> dict[str, Any]:
     times = step_times(workload)
     step = times["target step"].median
     v = {1: 1.0} | {g + 1: times[f"verify {g}"].median / step for g in options.timed_gammas}
-    c = draft_cost(gamma_max, times)
+    c = predictions.cost_ratio(gamma_max, times)
     whole = expect_with_lengths(accepted, workload.padded, c, interpolate(v, gamma_max), times)
     return {
         **machine.begin_record(workload),
@@ -70,18 +70,6 @@ def step_times(workload: Workload) -> dict[str, Spread]:
     return analysis_variants.time_steps(variants, options.repeats)
 
 
-def draft_cost(gamma: int, times: Mapping[str, Spread]) -> float:
-    """Returns c: the time of a draft step between target calls, in target steps.
-
-    For a drafter without a model it is the time that drafting adds to an iteration, per token.
-    """
-    step = times["target step"].median
-    if "draft step" in times:
-        return predictions.draft_seconds(gamma, times) / step
-    added = times[f"iteration {gamma}"].median - times[f"call {gamma}"].median
-    return max(0.0, added) / gamma / step
-
-
 def interpolate(v: Mapping[int, float], gamma_max: int) -> list[float]:
     """Returns v of 1 … γ_max + 1 positions, given that of some, in ascending order."""
     return np.interp(np.arange(1, gamma_max + 2), list(v), list(v.values())).tolist()
@@ -106,16 +94,15 @@ def expect_with_lengths(
       times: seconds of single steps and encoders.
     """
     step = times["target step"].median
-    target_encoder, drafter_encoder = (
-        sum(times[name].median for name in names if name in times)
-        for names in ([f"{model} encoder {n}" for n in padded] for model in ("target", "drafter"))
+    plain_encoder, encoders = (
+        predictions.encoder_seconds(padded, times, drafts) for drafts in (False, True)
     )
-    plain = target_encoder + step * sum(int(lengths.max()) for lengths in accepted.lengths)
+    plain = plain_encoder + step * sum(int(lengths.max()) for lengths in accepted.lengths)
 
     def whole(work: Sequence[Work], v: float) -> float:
         calls = sum(item.calls * (1 + item.drafting * (v - 1)) for item in work)
         calls += c * sum(item.draft_calls or 0.0 for item in work)
-        return target_encoder + drafter_encoder + step * calls
+        return encoders + step * calls
 
     return {
         name: [

@@ -61,10 +61,25 @@ def draft_seconds(gamma: int, times: Mapping[str, Spread]) -> float:
 
 
 def cost_ratio(gamma: int, times: Mapping[str, Spread]) -> float:
-    """Returns c, for draft steps between target calls; 0 if no model drafts."""
-    if "draft step" not in times:
+    """Returns c: the time of a draft step between target calls, in target steps.
+
+    For a drafter without a model it is the time that drafting adds to an iteration, per token; 0 if
+    no iteration was timed.
+    """
+    step = times["target step"].median
+    if "draft step" in times:
+        return draft_seconds(gamma, times) / step
+    if f"iteration {gamma}" not in times:
         return 0.0
-    return draft_seconds(gamma, times) / times["target step"].median
+    added = times[f"iteration {gamma}"].median - times[f"call {gamma}"].median
+    return max(0.0, added) / gamma / step
+
+
+def encoder_seconds(padded: Sequence[int], times: Mapping[str, Spread], drafts: bool) -> float:
+    """Returns the seconds of the encoders for all batches; the drafter's only with `drafts`."""
+    models = ("target", "drafter") if drafts else ("target",)
+    names = [f"{model} encoder {size}" for model in models for size in padded]
+    return sum(times[name].median for name in names if name in times)
 
 
 def bound_by_oracle(

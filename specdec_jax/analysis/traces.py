@@ -5,10 +5,9 @@ from typing import Any
 
 from specdec_jax.analysis import predictions
 from specdec_jax.analysis.timing import Spread
-from specdec_jax.analysis.variants import SentenceBatch
+from specdec_jax.analysis.variants import SentenceBatch, Workload
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.drafter import Drafter
 
 # The names of the kinds of text in a line, as pairs of a kind and text in its style.
 LEGEND = (
@@ -99,14 +98,10 @@ def find_text(batches: Sequence[SentenceBatch]) -> SentenceBatch | None:
 
 
 def make_example(
-    target: LanguageModel,
-    drafter: Drafter,
-    gammas: Sequence[int],
-    batch: SentenceBatch,
-    times: Mapping[str, Spread],
-    options: Any,
+    workload: Workload, gammas: Sequence[int], batch: SentenceBatch, times: Mapping[str, Spread]
 ) -> dict[str, Any]:
     """Returns the first input of `batch`, decoded plainly and with every γ of `gammas`."""
+    target, drafter, _, options = workload
     variants = []
     for gamma in (0, *gammas):
         how = options.decoding(plain=not gamma) | {"drafter": drafter if gamma else None}

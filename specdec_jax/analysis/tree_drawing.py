@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specdec_jax.analysis.traces import own_token_kind, token_text
-from specdec_jax.analysis.variants import SentenceBatch
+from specdec_jax.analysis.variants import SentenceBatch, Workload
 from specdec_jax.decoding.trace import TraceStep, TreeNode, TreeStep, trace
 from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.tree_text import read_tree
 
 # Width of a terminal.
@@ -65,13 +64,12 @@ class Drawn(NamedTuple):
         return cls(TreeStep(nodes, path), [node["text"] for node in record["nodes"]], record["own"])
 
 
-def make_examples(
-    target: LanguageModel, drafter: Drafter, batch: SentenceBatch, options: Any
-) -> list[dict[str, Any]]:
+def make_examples(workload: Workload, batch: SentenceBatch) -> list[dict[str, Any]]:
     """Returns one call of the first input of `batch` for every tree of the options, as records.
 
     It is the call that `choose_step` chooses. A tree that drafts nothing is left out.
     """
+    target, drafter, _, options = workload
     how = options.decoding() | {"drafter": drafter, "verifier": "block", "key": batch.keys}
     found = []
     for text in options.tree:

@@ -15,6 +15,7 @@ from specdec_jax.analysis import acceptance, machine, timing
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.beams import BeamChoice, beam_choices, describe_search
+from specdec_jax.analysis.predictions import encoder_seconds
 from specdec_jax.analysis.timing import CallShape, Spread, summarize
 from specdec_jax.analysis.top_k_hit_rate import acceptance_by_rank
 from specdec_jax.analysis.variants import SentenceBatch, Variant, Workload, make_decoder
@@ -90,13 +91,6 @@ def expected_seconds(
         assert work.draft_calls is not None
         seconds += work.calls * iteration + (work.draft_calls - choice.gamma * work.calls) * step
     return seconds
-
-
-def encoder_seconds(padded: Sequence[int], times: Mapping[str, Spread], drafts: bool) -> float:
-    """Returns the seconds of the encoders for all batches; the drafter's only with `drafts`."""
-    models = ("target", "drafter") if drafts else ("target",)
-    names = [f"{model} encoder {size}" for model in models for size in padded]
-    return sum(times[name].median for name in names if name in times)
 
 
 def best_trees(

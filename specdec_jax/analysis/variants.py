@@ -285,7 +285,7 @@ def timed_steps(steps: Mapping[str, Callable], turn: int, what: str) -> dict[str
     """Returns the seconds of one call of every variant of single steps."""
     names = timing.rotate(steps, turn)
     return {
-        name: timing.time_call(steps[name])
+        name: float(np.median(timing.time_passes(steps[name])))
         for name in track(names, len(steps), f"{what}, step", names=names)
     }
 

@@ -1,7 +1,6 @@
 """Runs `specdec count`: counts an n-gram table of the outputs in text files."""
 
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Iterator
 
@@ -43,9 +42,7 @@ class CountOptions:
         if not self.input_file:
             raise ValueError("input_file: got nothing, expected a UTF-8 text file")
         for path in self.input_file:
-            if not pathlib.Path(path).is_file():
-                got = f"{path!r}, which is no file"
-                raise ValueError(f"input_file: got {got}, expected a UTF-8 text file")
+            text_files.check_is_file("input_file", path)
         if not self.output or not self.output.endswith(".npz"):
             expected = "the name of a file that ends in .npz"
             raise ValueError(f"output: got {self.output!r}, expected {expected}")

@@ -20,6 +20,7 @@ from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training.batches import check_buckets
 from specdec_jax.training.config import TeacherConfig, TrainConfig
 from specdec_jax.training.run_folder import defer_signals
+from specdec_jax.training.text_files import check_is_file
 
 _SHAPE = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
 
@@ -74,9 +75,7 @@ class DistillConfig(TeacherConfig):
                 raise ValueError(f"{name}: got nothing, expected {expected}")
         for name in ("source_files", "validation_files"):
             for path in self.paths(name):
-                if not path.is_file():
-                    got = f"{str(path)!r}, which is no file"
-                    raise ValueError(f"{name}: got {got}, expected a UTF-8 text file")
+                check_is_file(name, path)
         if bool(self.drafter) == bool(self.drafter_shape):
             got = "both" if self.drafter else "nothing"
             raise ValueError(f"drafter, drafter_shape: got {got}, expected one of them")

@@ -14,7 +14,7 @@ import toy_processors
 from measured_pair import ACCEPTED
 from toy_models import HashModel, HashNetwork
 
-from specdec_jax.analysis import acceptance, expectations, formulas, timing, variants
+from specdec_jax.analysis import acceptance, expectations, formulas, predictions, timing, variants
 from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.variants import Workload
@@ -528,7 +528,7 @@ def test_cost_of_a_draft_step():
         return Spread(seconds, seconds, seconds)
 
     times = {"target step": spread(2.0), "call 4": spread(3.0), "iteration 4": spread(3.4)}
-    assert expectations.draft_cost(4, times) == pytest.approx(0.4 / 4 / 2)
-    assert expectations.draft_cost(4, times | {"iteration 4": spread(2.9)}) == 0, "noise is no gain"
+    assert predictions.cost_ratio(4, times) == pytest.approx(0.4 / 4 / 2)
+    assert predictions.cost_ratio(4, times | {"iteration 4": spread(2.9)}) == 0, "noise is no gain"
     times |= {"draft step": spread(0.1), "verify 4": spread(3.0), "draft 4 and verify": spread(3.8)}
-    assert expectations.draft_cost(4, times) == pytest.approx(0.8 / 4 / 2)
+    assert predictions.cost_ratio(4, times) == pytest.approx(0.8 / 4 / 2)
