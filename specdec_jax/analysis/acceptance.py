@@ -104,10 +104,7 @@ def _records(name: str, rates: Mapping[Any, Rates]) -> dict[Any, list[dict[str, 
 def measure_acceptance(workload: Workload, verifiers: Sequence[str], gamma: int) -> Acceptance:
     """Returns the acceptance, by scoring if that is possible, else by counting.
 
-    Args:
-      workload: the pair, sentences and options.
-      verifiers: names of verifiers: several exact ones, or one alone.
-      gamma: G.
+    `verifiers` are names: several exact ones, or one alone. `gamma` is G.
     """
     greedy = workload.options.sampling().mode.greedy
     known = {*SURVIVAL, "gumbel", "rejection"} if greedy else set(SURVIVAL)
@@ -201,12 +198,8 @@ def measure_hit_rate(workload: Workload, results: Sequence[GenerationResult]) ->
 def windowed_survival(log_ratios: np.ndarray, gamma: int, survival: Survival) -> np.ndarray:
     """Returns P(at least i of the tokens drafted at t are accepted), `[n, G]`.
 
-    It is for t = 0 … n − 1 and i = 1 … G, and 0 past the end.
-
-    Args:
-      log_ratios: `[n]`, log q(y) − log p(y) of the tokens of an output.
-      gamma: G.
-      survival: a function of `SURVIVAL`.
+    It is for t = 0 … n − 1 and i = 1 … G, and 0 past the end. `log_ratios` are log q(y) − log p(y)
+    of the n tokens of an output, `survival` is a function of `SURVIVAL`.
     """
     padded = np.append(log_ratios.astype(np.float64), np.full(gamma, -np.inf))
     windows = np.lib.stride_tricks.sliding_window_view(padded, gamma)[: len(log_ratios)]

@@ -84,14 +84,8 @@ def expect_with_lengths(
 ) -> dict[str, list[float]]:
     """Returns the expected improvement of whole decodes for γ = 1 … γ_max, by verifier.
 
-    It counts encoders and output lengths, but not the loop, the host and the tokenizer.
-
-    Args:
-      accepted: the measured acceptance.
-      padded: padded input length of each batch.
-      c: cost of a draft step.
-      verify_cost: v of 1 … γ_max + 1 positions.
-      times: seconds of single steps and encoders.
+    It counts encoders and output lengths, but not the loop, the host and the tokenizer. `padded`
+    has the padded input length of each batch, `verify_cost` v of 1 … γ_max + 1 positions.
     """
     step = times["target step"].median
     plain_encoder, encoders = (
@@ -123,11 +117,9 @@ def expect_improvements(
     """Returns the expected improvement for γ = 1 … γ_max, and the best γ.
 
     Args:
-      accepted: the measured acceptance.
-      c: cost of a draft step.
+      accepted, c, gamma_max: as in `measure`.
       v: cost of a target call by number of positions, ascending; interpolated in between. A call in
         which nothing is drafted costs 1.
-      gamma_max: the greatest γ.
       whole: the result of `expect_with_lengths`; None: expect nothing of whole decodes.
     """
     verify_cost, alpha, table = interpolate(v, gamma_max), accepted.alpha, []

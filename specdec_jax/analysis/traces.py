@@ -61,13 +61,8 @@ def call_spans(
     """Returns (kind of call, seconds) of every call that the iterations made.
 
     Seconds are medians of single steps. If a model drafts, the first step after a full acceptance
-    is a call over two positions.
-
-    Args:
-      steps: the iterations.
-      gamma: γ; 0 is plain decoding.
-      padded: padded length of the input.
-      times: seconds by the names of `timing.step_variants`.
+    is a call over two positions. With γ = 0 decoding is plain. `padded` is the padded length of the
+    input, and `times` has the names of `timing.step_variants`.
     """
     call = times[f"verify {gamma}" if gamma else "target step"].median
     drafts = gamma > 0 and "draft step" in times

@@ -117,11 +117,7 @@ def tree_lines(
 
     Each node has a line with its number, the nodes that it attends to, and its text. The target's
     own token follows the last accepted node. The mask is below the tree if both together are wider
-    than `COLUMNS` columns.
-
-    Args:
-      step: a step with a tree.
-      numbers: show p, q and p/q of every node too.
+    than `COLUMNS` columns. With `numbers` the lines show p, q and p/q of every node too.
     """
     tree = step.tree
     assert tree is not None

@@ -74,14 +74,8 @@ def expected_seconds(
     """Returns the expected seconds of encoders and iterations for all batches.
 
     The last iterations of a batch have fewer draft steps. The first call of a drafter after a full
-    acceptance is counted as if it were over one position, not two.
-
-    Args:
-      accepted: the measured acceptance.
-      padded: padded input length of each batch.
-      choice: γ and the verifier.
-      times: seconds of iterations and encoders, from `step_times`.
-      step: seconds of one draft step.
+    acceptance is counted as if it were over one position, not two. `padded` has the padded input
+    length of each batch, `times` is from `step_times`, and `step` the seconds of one draft step.
     """
     seconds = encoder_seconds(padded, times, choice.gamma > 0)
     iteration = iteration_seconds(choice, times)
@@ -103,11 +97,9 @@ def best_trees(
     expectation.
 
     Args:
-      accepted: the measured acceptance, scored.
+      accepted, times: as in `expected_seconds`; acceptance must be scored.
       depth: the greatest depth.
-      times: seconds of target calls, from `step_times`.
-      plain: seconds of one iteration of plain decoding.
-      step: seconds of one draft step.
+      plain, step: seconds of one iteration of plain decoding, and of one draft step.
     """
     found: dict[Choice, float] = {}
     for name in times:
@@ -331,10 +323,7 @@ def find_fastest(seconds: Mapping[AnyChoice, np.ndarray]) -> AnyChoice:
     """Returns the choice with the greatest median improvement over plain decoding.
 
     Of equals it is the first. If the machine's speed drifts from pass to pass, the seconds of all
-    choices change, but the ratios within a pass do not.
-
-    Args:
-      seconds: for each choice, the seconds per token of each pass.
+    choices change, but the ratios within a pass do not. `seconds` are per token, of each pass.
     """
     plain = next(values for choice, values in seconds.items() if not choice.gamma)
     return max(seconds, key=lambda choice: float(np.median(plain / seconds[choice])))

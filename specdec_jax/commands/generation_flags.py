@@ -264,15 +264,7 @@ def check_one_value(config: GenerationConfig) -> None:
 
 
 def check_beside_beams(flags: Any, **usual: Any) -> None:
-    """Rejects options that have no meaning beside a beam search.
-
-    Args:
-      flags: options with `num_beams`.
-      usual: what the options must be left at.
-
-    Raises:
-      UnsupportedCombination: another value.
-    """
+    """Raises UnsupportedCombination for options off their `usual` values beside a beam search."""
     for name, value in usual.items() if flags.num_beams is not None else ():
         if is_given(got := getattr(flags, name)) and got != value:
             expected = value if isinstance(value, str | float) else "none"
@@ -293,8 +285,7 @@ class SearchFlags:
     def search(self, **others: Any) -> dict[str, Any]:
         """Returns the arguments of `generate` for a beam search, none without one.
 
-        Args:
-          others: of them, what these flags do not say.
+        `others` are those of them that these flags do not give.
 
         Raises:
           ValueError: values outside their range, or options that mean nothing without `num_beams`.

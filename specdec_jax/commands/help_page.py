@@ -84,12 +84,8 @@ def make_page(
 ) -> str:
     """Returns the help of a command.
 
-    Args:
-      name, summary: of the command.
-      arguments: placeholder for its positional arguments; "": it takes none.
-      cls: its dataclass of options.
-      names: fields of `cls` that have flags; empty if the command is set by gin alone.
-      flags: absl's flags by name.
+    `arguments` is the placeholder for its positional arguments, if it takes any. `names` are the
+    fields of its options, `cls`, that have flags: none if it is set by gin alone.
     """
     width = min(shutil.get_terminal_size((88, 24)).columns, _WIDEST) - 1
     lines = [f"usage: specdec {name} [flags] {arguments}".rstrip(), ""]

@@ -75,11 +75,8 @@ def describe(
 ) -> str:
     """Returns the line about what decodes.
 
-    Args:
-      drafter: the drafter, or None.
-      gamma, verifier, sampling: as for `generate`.
-      decode_fn: name of T5X's function that is meant, with the arguments that are `bound` to it;
-        None: none was named.
+    `decode_fn` is the name of T5X's function that is meant, with the arguments that are `bound` to
+    it; None: none was named.
     """
     what = "nothing drafts" if drafter is None else f"drafter {drafter.name}, gamma {gamma}"
     parts = (

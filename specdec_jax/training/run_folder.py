@@ -175,13 +175,8 @@ def record_contents(
 ) -> list[str]:
     """Writes `contents.json`, hashes of what a run reads.
 
-    Returns a line for each file with other contents before `step`.
-
-    Args:
-      output: the run's folder.
-      step: the step at which the run is resumed, or None.
-      vocabulary: hash of the vocabulary.
-      files: paths of the files by their names in the settings.
+    Returns a line for each file with other contents before `step`, at which the run is resumed.
+    `vocabulary` is its hash; `files` are paths by their names in the settings.
 
     Raises:
       ValueError: the run began with a vocabulary that gives other ids for the same text.

@@ -91,15 +91,8 @@ def run_to_end(
 ) -> TrainState:
     """Takes the remaining steps of the run in `settings.output_dir`, and writes its result.
 
-    Args:
-      settings: the settings as the run's folder records them.
-      fixed: picks the settings that must not differ in a run that is resumed.
-      make_run: makes the run from its checkpoints.
-      on_start: called before the first step, when nothing can reject the run any more.
-      select: figure by which the best parameters are chosen.
-
-    Returns:
-      The state of the last step.
+    Returns the state of the last step. `fixed` picks the settings that must not differ in a run
+    that is resumed, and `make_run` makes the run from its checkpoints; `on_start` is as for `fit`.
     """
     output = pathlib.Path(settings.output_dir).absolute()
     output.mkdir(parents=True, exist_ok=True)
