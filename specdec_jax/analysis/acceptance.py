@@ -7,23 +7,19 @@ pass serves every γ. Otherwise the engine decodes with the greatest γ (`count`
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec_jax.analysis import formulas
 from specdec_jax.analysis.agreement import Agreement, agreement
 from specdec_jax.analysis.predictions import Work, counted_work, mean_drafting
-from specdec_jax.analysis.setup import Setup
 from specdec_jax.analysis.top_k_hit_rate import HitRates, Rates, acceptance_by_rank, mean_hit_rate
-from specdec_jax.analysis.variants import SentenceBatch, make_decoder
+from specdec_jax.analysis.variants import SentenceBatch, Workload, make_decoder
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.generate import advance, prepare
 from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError, finish
-from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.files.progress import track
-from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.sampling import SamplingConfig
 
 # Computes P(at least i drafted tokens are accepted), given the target's output.
@@ -105,39 +101,20 @@ def _records(name: str, rates: Mapping[Any, Rates]) -> dict[Any, list[dict[str, 
 
 
 @isolated
-def measure_acceptance(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    verifiers: Sequence[str],
-    gamma: int,
-    options: Setup,
-) -> Acceptance:
+def measure_acceptance(workload: Workload, verifiers: Sequence[str], gamma: int) -> Acceptance:
     """Returns the acceptance, by scoring if that is possible, else by counting.
 
-    Args:
-      target, drafter: the pair.
-      batches: sentences.
-      verifiers: names of verifiers: several exact ones, or one alone.
-      gamma: G.
-      options: options of a decoding command.
+    `verifiers` are names: several exact ones, or one alone. `gamma` is G.
     """
-    greedy = options.sampling().mode.greedy
+    greedy = workload.options.sampling().mode.greedy
     known = {*SURVIVAL, "gumbel", "rejection"} if greedy else set(SURVIVAL)
-    if drafter.scorable and known >= set(verifiers):
-        return score(target, drafter, batches, verifiers, gamma, options)
-    return count(target, drafter, batches, verifiers, gamma, options)
+    scorable = workload.drafter.scorable and known >= set(verifiers)
+    return (score if scorable else count)(workload, verifiers, gamma)
 
 
-def score(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    verifiers: Sequence[str],
-    gamma: int,
-    options: Setup,
-) -> Acceptance:
+def score(workload: Workload, verifiers: Sequence[str], gamma: int) -> Acceptance:
     """Decodes plainly and scores the outputs with both models."""
+    target, _, batches, options = workload
     config, plain = options.sampling(), make_decoder(target, options.decoding(plain=True))
     sums, counts, lengths = [], [], []
     survivals: dict[str, list[np.ndarray]] = {name: [] for name in verifiers}
@@ -149,7 +126,7 @@ def score(
     for batch in track(batches, len(batches), "scoring"):
         result = batch.decode_with(plain)
         lengths.append(result.lengths)
-        agreed = _score_batch(target, drafter, batch, result, config)
+        agreed = _score_batch(workload, batch, result, config)
         expected = {key: [] for key in work}
         for row, length in enumerate(result.lengths):
             sums.append(float(agreed.overlap[row, :length].sum()))
@@ -190,39 +167,29 @@ def score(
 
 
 def _score_batch(
-    target: LanguageModel,
-    drafter: Drafter,
-    batch: SentenceBatch,
-    result: GenerationResult,
-    config: SamplingConfig,
+    workload: Workload, batch: SentenceBatch, result: GenerationResult, config: SamplingConfig
 ) -> Agreement:
     """Returns the `agreement` along a batch's outputs.
 
     Raises:
       NonFiniteLogitsError: the drafter is damaged.
     """
-    model = cast(ModelDrafter, drafter).model
-    agreed = agreement(target, model, batch.ids, result.tokens, result.lengths, config)
+    model = workload.drafter.model
+    agreed = agreement(workload.target, model, batch.ids, result.tokens, result.lengths, config)
     for row, length in enumerate(result.lengths):
         sound = np.isfinite(agreed.overlap[row, :length])
         if not sound.all():
             raise NonFiniteLogitsError(
-                f"the drafter {drafter.name}", batch.numbers[row], int(np.argmin(sound))
+                f"the drafter {workload.drafter.name}", batch.numbers[row], int(np.argmin(sound))
             )
     return agreed
 
 
-def measure_hit_rate(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    results: Sequence[GenerationResult],
-    config: SamplingConfig,
-) -> HitRates:
+def measure_hit_rate(workload: Workload, results: Sequence[GenerationResult]) -> HitRates:
     """Returns the top-k hit rate along outputs of the target, one result for each batch."""
-    sums, counts = [], []
-    for batch, result in zip(batches, results, strict=True):
-        agreed = _score_batch(target, drafter, batch, result, config)
+    sums, counts, config = [], [], workload.options.sampling()
+    for batch, result in zip(workload.batches, results, strict=True):
+        agreed = _score_batch(workload, batch, result, config)
         sums += [agreed.hit_rates.sums(row, length) for row, length in enumerate(result.lengths)]
         counts += result.lengths.tolist()
     return mean_hit_rate(sums, counts)
@@ -231,12 +198,8 @@ def measure_hit_rate(
 def windowed_survival(log_ratios: np.ndarray, gamma: int, survival: Survival) -> np.ndarray:
     """Returns P(at least i of the tokens drafted at t are accepted), `[n, G]`.
 
-    It is for t = 0 … n − 1 and i = 1 … G, and 0 past the end.
-
-    Args:
-      log_ratios: `[n]`, log q(y) − log p(y) of the tokens of an output.
-      gamma: G.
-      survival: a function of `SURVIVAL`.
+    It is for t = 0 … n − 1 and i = 1 … G, and 0 past the end. `log_ratios` are log q(y) − log p(y)
+    of the n tokens of an output, `survival` is a function of `SURVIVAL`.
     """
     padded = np.append(log_ratios.astype(np.float64), np.full(gamma, -np.inf))
     windows = np.lib.stride_tricks.sliding_window_view(padded, gamma)[: len(log_ratios)]
@@ -274,18 +237,12 @@ def _compute_rates_by_depth(rows: Sequence[np.ndarray], gamma: int) -> Rates:
     return means
 
 
-def count(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    verifiers: Sequence[str],
-    gamma: int,
-    options: Setup,
-) -> Acceptance:
+def count(workload: Workload, verifiers: Sequence[str], gamma: int) -> Acceptance:
     """Decodes with γ = G and counts accepted tokens.
 
     A smaller γ is expected to accept as many at its positions as G does at its first ones.
     """
+    target, drafter, batches, options = workload
     alpha = error = where_drafted = None
     positions, drafting, lengths = 0, 1.0, []
     survival: dict[str, Rates] = {}
@@ -350,24 +307,12 @@ class Comparison(NamedTuple):
     standard_error: float | None
 
 
-def compare(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    gamma: int,
-    options: Setup,
-) -> Comparison | None:
+def compare(workload: Workload, gamma: int) -> Comparison | None:
     """Decodes by token verification, and scores the positions that were examined.
 
-    Returns None if nothing was drafted.
-
-    Args:
-      target: the target.
-      drafter: a drafter that is `scorable`.
-      batches: sentences.
-      gamma: γ.
-      options: options of a decoding command.
+    The drafter must be `scorable`. Returns None if nothing was drafted.
     """
+    target, drafter, batches, options = workload
     config, counts, kept, overlaps = options.sampling(), [], [], []
     token = dict(verifier="token", lenience=None, typical_epsilon=None, typical_delta=None)
     decoding = options.decoding() | dict(drafter=drafter, gamma=gamma) | token
@@ -384,8 +329,7 @@ def compare(
             lengths, seen = np.array(state.lengths), examined
         accepted = np.array(state.counts.accepted)
         result = finish(target, state, request)
-        model = cast(ModelDrafter, drafter).model
-        agreed = agreement(target, model, batch.ids, result.tokens, result.lengths, config)
+        agreed = agreement(target, drafter.model, batch.ids, result.tokens, result.lengths, config)
         for row, own in enumerate(places):
             counts.append(len(own))
             kept.append(int(accepted[row]))

@@ -45,12 +45,8 @@ def agreement(
 ) -> Agreement:
     """Scores outputs of the target with both models, teacher-forced, in one call each.
 
-    Args:
-      target, drafter: the models.
-      inputs: ids of B inputs.
-      tokens: `[B, T]`, new tokens.
-      lengths: `[B]`, how many of them count.
-      config: how they were sampled.
+    `inputs` are ids of B inputs, `tokens` `[B, T]` the new ones, of which `lengths` `[B]` count,
+    and `config` says how they were sampled.
     """
     width, first = bucket_length(max(1, int(max(lengths)))), [target.start_token] * len(tokens)
     prompted = is_decoder_only(target)

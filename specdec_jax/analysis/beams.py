@@ -11,11 +11,11 @@ import numpy as np
 
 from specdec_jax.analysis import comparison, machine, near_ties, verdicts
 from specdec_jax.analysis import variants as analysis_variants
-from specdec_jax.analysis.setup import BeamSetup, BenchmarkSetup
 from specdec_jax.analysis.timing import summarize
 from specdec_jax.analysis.variants import (
     SentenceBatch,
     Variant,
+    Workload,
     list_differences,
     make_decoder,
 )
@@ -39,19 +39,14 @@ class BeamChoice(NamedTuple):
     def __str__(self) -> str:
         return f"gamma {self.gamma}, width {self.width}" if self.gamma else "plain"
 
-    def arguments(self, drafter: Drafter | None, options: BeamSetup) -> dict[str, Any]:
+    def arguments(self, drafter: Drafter | None, options: Any) -> dict[str, Any]:
         """Returns the arguments of `generate`."""
         how = options.decoding(plain=True) | options.search(beam_width=self.width or None)
         return how | {"gamma": self.gamma, "drafter": drafter if self.gamma else None}
 
 
 def beam_choices(
-    target: LanguageModel,
-    drafter: Drafter | None,
-    gammas: Sequence[int],
-    widths: Sequence[int | None],
-    batches: Sequence[SentenceBatch],
-    options: BeamSetup,
+    workload: Workload, gammas: Sequence[int], widths: Sequence[int | None]
 ) -> list[BeamChoice]:
     """Returns plain search, and every number of levels in every width that the drafter can draft.
 
@@ -63,7 +58,8 @@ def beam_choices(
       ValueError: models or inputs that one of the searches cannot have, before anything compiles.
     """
     plain = BeamChoice(0, 0)
-    analysis_variants.check_prompts(target, drafter, batches, options)
+    target, drafter, batches, options = workload
+    workload.check_prompts()
     arguments = plain.arguments(None, options) | {"drafter": drafter}
     plan_decoding(target, batches[0].inputs, **arguments)
     if drafter is None:
@@ -74,34 +70,26 @@ def beam_choices(
 
 
 @isolated
-def describe_search(
-    target: LanguageModel,
-    drafter: Drafter | None,
-    batches: Sequence[SentenceBatch],
-    options: BeamSetup,
-) -> dict[str, Any]:
+def describe_search(workload: Workload) -> dict[str, Any]:
     """Returns the beginning of a record, with the length penalty that is used."""
-    penalty = BeamOptions(**options.search()).penalty
-    return machine.begin_record(target, drafter, batches, options) | {"length_penalty": penalty}
+    penalty = BeamOptions(**workload.options.search()).penalty
+    return machine.begin_record(workload) | {"length_penalty": penalty}
 
 
 @isolated
 def benchmark_beams(
-    target: LanguageModel,
-    drafter: Drafter | None,
-    batches: Sequence[SentenceBatch],
-    options: BenchmarkSetup,
-    others: Mapping[str, Variant] | None = None,
+    workload: Workload, others: Mapping[str, Variant] | None = None
 ) -> tuple[dict, list[str]]:
     """Times the variants; returns the record, and messages about outputs that differ.
 
     Args:
-      drafter: None times plain beam search and greedy decoding alone.
+      workload: the pair, inputs and options; without a drafter, plain beam search and greedy
+        decoding are timed.
       others: another implementation's beam search by its name, timed in turn with ours; None or
         empty: none.
     """
-    widths = options.beam_width or (None,)
-    choices = beam_choices(target, drafter, options.gammas, widths, batches, options)
+    target, drafter, batches, options = workload
+    choices = beam_choices(workload, options.gammas, options.beam_width or (None,))
     searches = {
         str(choice): Variant(choice.gamma, make_decoder(target, choice.arguments(drafter, options)))
         for choice in choices
@@ -114,7 +102,7 @@ def benchmark_beams(
     plain, problems = variants["plain"], analysis_variants.missing_outputs(variants)
     differences = functools.partial(_find_differences, how=choices[0].arguments(None, options))
     record = {
-        **describe_search(target, drafter, batches, options),
+        **describe_search(workload),
         "plain": _timed_record(plain),
         "greedy": _timed_record(greedy, plain),
         "searches": [],

@@ -5,7 +5,7 @@ tokenisation are inside the wall time, compilation is not. The tokens of all var
 the same way.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,13 @@ from specdec_jax.analysis import (
     verdicts,
 )
 from specdec_jax.analysis import variants as analysis_variants
-from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.timing import CallShape, Spread
 from specdec_jax.analysis.top_k_hit_rate import HitRates
 from specdec_jax.analysis.tuning import Choice
 from specdec_jax.analysis.variants import (
     SentenceBatch,
     Variant,
+    Workload,
     describe_differing,
     list_differences,
     make_decoder,
@@ -49,11 +49,7 @@ from specdec_jax.speculative.verifiers import SYNTHETIC, find_verifier
 
 @isolated
 def benchmark(
-    target: LanguageModel,
-    drafter: Drafter | None,
-    batches: Sequence[SentenceBatch],
-    options: BenchmarkSetup,
-    others: Mapping[str, Variant] | None = None,
+    workload: Workload, others: Mapping[str, Variant] | None = None
 ) -> tuple[dict, list[str]]:
     """Times the variants and the single steps; returns the record, and messages about failures.
 
@@ -65,16 +61,15 @@ def benchmark(
     and steps are timed, and above temperature 0 the cost of sampling.
 
     Args:
-      target, drafter: the pair.
-      batches: sentences.
-      options: the options of the command.
+      workload: the pair, sentences and options.
       others: variants of another implementation by its name, timed in turn with ours; None or
         empty: none.
     """
+    target, drafter, batches, options = workload
     trees = _read_trees(drafter, options)
-    analysis_variants.check_prompts(target, drafter, batches, options)
-    variants = _make_variants(target, drafter, trees, options) | dict(others or {})
-    steps = _step_variants(target, drafter, batches, options, trees)
+    workload.check_prompts()
+    variants = _make_variants(workload, trees) | dict(others or {})
+    steps = _step_variants(workload, trees)
     analysis_variants.warm_up(variants, steps, batches)
     timed = []
     for repeat in range(options.repeats):
@@ -82,14 +77,16 @@ def benchmark(
         timed.append(analysis_variants.timed_steps(steps, repeat, f"timing steps, {turn}"))
         analysis_variants.time_pass(variants, batches, repeat, f"timing, {turn}")
     times = analysis_variants.seconds_per_step(timed)
-    record = _record(target, drafter, variants, times, batches, options)
+    record = _record(workload, variants, times)
     if drafter is not None and trees:
-        hit_rate = _hit_rate(target, drafter, trees, batches, variants["plain"], options)
-        record |= _tree_records(variants, trees, target, times, batches, options, hit_rate)
+        scored = drafter.scorable and any(isinstance(tree, Tree) for tree in trees.values())
+        plain = variants["plain"].results
+        hit_rate = acceptance.measure_hit_rate(workload, plain) if scored else {}
+        record |= _tree_records(workload, variants, trees, times, hit_rate)
     traced = options.batch_size == 1 and options.gamma_policy == "fixed" and not options.preset
     if drafter is not None and traced:
         with show_waiting("tracing the calls of the first input"):
-            record["example"] = _compile_example_calls(target, drafter, batches, times, options)
+            record["example"] = _compile_example_calls(workload, times)
     if options.samples_preset:
         seconds = {name: [one[name] for one in timed] for name in steps}
         record["sampling_cost"] = {
@@ -102,7 +99,7 @@ def benchmark(
     return record, problems
 
 
-def _read_trees(drafter: Drafter | None, options: BenchmarkSetup) -> dict[str, Tree | DynamicTree]:
+def _read_trees(drafter: Drafter | None, options: Any) -> dict[str, Tree | DynamicTree]:
     """Returns the trees that are timed, by their text.
 
     They have the children and verifiers that suit the drafter.
@@ -117,10 +114,9 @@ def _read_trees(drafter: Drafter | None, options: BenchmarkSetup) -> dict[str, T
     }
 
 
-def _make_variants(
-    target: LanguageModel, drafter: Drafter | None, trees: Iterable[str], options: BenchmarkSetup
-) -> dict[str, Variant]:
+def _make_variants(workload: Workload, trees: Iterable[str]) -> dict[str, Variant]:
     """Returns plain decoding, a chain for every γ and synthetic acceptance rate, and the trees."""
+    target, drafter, _, options = workload
     variants = {"plain": Variant(0, make_decoder(target, options.decoding(plain=True)))}
     chains = drafter is not None and (options.synthetic_alpha or not options.preset)
     for gamma in options.gammas if chains else ():
@@ -141,48 +137,28 @@ def _make_variants(
 
 
 def _compile_example_calls(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    times: Mapping[str, Spread],
-    options: BenchmarkSetup,
+    workload: Workload, times: Mapping[str, Spread]
 ) -> dict[str, Any] | None:
     """Returns the calls of one input with every γ, and one of every tree; None without text."""
-    gammas, first = () if options.synthetic_alpha else options.gammas, traces.find_text(batches)
+    options, first = workload.options, traces.find_text(workload.batches)
+    gammas = () if options.synthetic_alpha else options.gammas
     if first is None:
         return None
-    record = traces.make_example(target, drafter, gammas, first, times, options)
+    record = traces.make_example(workload, gammas, first, times)
     if options.tree:
-        record["trees"] = tree_drawing.make_examples(target, drafter, first, options)
+        record["trees"] = tree_drawing.make_examples(workload, first)
     return record
 
 
-def _hit_rate(
-    target: LanguageModel,
-    drafter: Drafter,
-    trees: Mapping[str, Tree | DynamicTree],
-    batches: Sequence[SentenceBatch],
-    plain: Variant,
-    options: BenchmarkSetup,
-) -> HitRates:
-    """Returns the top-k hit rate along plain decoding's outputs; empty if nothing needs it."""
-    if not drafter.scorable or not any(isinstance(tree, Tree) for tree in trees.values()):
-        return {}
-    return acceptance.measure_hit_rate(target, drafter, batches, plain.results, options.sampling())
-
-
 def _step_variants(
-    target: LanguageModel,
-    drafter: Drafter | None,
-    batches: Sequence[SentenceBatch],
-    options: BenchmarkSetup,
-    trees: Mapping[str, Tree | DynamicTree],
+    workload: Workload, trees: Mapping[str, Tree | DynamicTree]
 ) -> dict[str, Callable[[], object]]:
     """Returns single steps and encoders by name, for the shapes that the batches have.
 
     For a tree of N nodes there is a call over them, and for comparison one over N positions.
     """
-    rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
+    target, drafter, _, options = workload
+    rows, lengths = workload.rows, workload.lengths
     gammas = list(dict.fromkeys([*options.gammas, *(tree.size - 1 for tree in trees.values())]))
     slots = timing.total_slots(target, lengths[-1], options.max_new_tokens, max(gammas))
     shape, network = CallShape(rows, lengths[-1], slots), target.network
@@ -198,24 +174,18 @@ def _step_variants(
 
 
 def _record(
-    target: LanguageModel,
-    drafter: Drafter | None,
-    variants: Mapping[str, Variant],
-    times: Mapping[str, Spread],
-    batches: Sequence[SentenceBatch],
-    options: BenchmarkSetup,
+    workload: Workload, variants: Mapping[str, Variant], times: Mapping[str, Spread]
 ) -> dict[str, Any]:
     plain, step = variants["plain"], times["target step"].median
-    padded = [batch.padded for batch in batches]
     calls = sum(int(result.lengths.max()) for result in plain.results)
-    encoders = sum(times[f"target encoder {length}"].median for length in padded)
+    encoders = predictions.encoder_seconds(workload.padded, times, drafts=False)
     seconds = float(np.median(plain.seconds))
     products = min(spread.median for name, spread in times.items() if name.startswith("products"))
     own = times["products"].median  # in the loop's layout, like those of calls and drafts
     bare_draft = times.get("bare draft step")
     gammas = [name.removeprefix("verify ") for name in times if name.startswith("verify")]
     return {
-        **machine.begin_record(target, drafter, batches, options),
+        **machine.begin_record(workload),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "step_over_products": step / products,
         "plain_over_products": (seconds - encoders) / max(calls, 1) / products,
@@ -227,13 +197,13 @@ def _record(
         },
         "plain": plain.record() | {"seconds_per_token": seconds / max(plain.tokens, 1)},
         "speculative": [
-            _variant_record(variant, plain, target, times, batches, options)
+            _variant_record(workload, variant, plain, times)
             for variant in variants.values()
             if variant.gamma and variant.tree is None
         ],
         "verdicts": [
             verdict
-            for alpha in options.synthetic_alpha or (None,)
+            for alpha in workload.options.synthetic_alpha or (None,)
             if (verdict := _find_best(variants, alpha)) is not None
         ],
     }
@@ -253,15 +223,10 @@ def _find_best(
 
 
 def _variant_record(
-    variant: Variant,
-    plain: Variant,
-    target: LanguageModel,
-    times: Mapping[str, Spread],
-    batches: Sequence[SentenceBatch],
-    options: BenchmarkSetup,
+    workload: Workload, variant: Variant, plain: Variant, times: Mapping[str, Spread]
 ) -> dict[str, Any]:
+    options, padded = workload.options, workload.padded
     improvement, stats = _improvement(plain, variant), _total_stats(variant)
-    padded = [batch.padded for batch in batches]
     counted = [
         predictions.counted_work(size, result.stats)
         for size, result in zip(padded, variant.results, strict=True)
@@ -304,7 +269,7 @@ def _variant_record(
         "shares": shares,
         "limiting_term": max(shares, key=lambda name: shares[name]) if shares else None,
         "compared": same_tokens,
-        "differences": _find_differences(variant, plain, target, batches) if same_tokens else [],
+        "differences": _find_differences(variant, plain, workload) if same_tokens else [],
     }
 
 
@@ -314,15 +279,14 @@ def _improvement(slower: Variant, faster: Variant) -> Spread:
 
 
 def _tree_records(
+    workload: Workload,
     variants: Mapping[str, Variant],
     trees: Mapping[str, Tree | DynamicTree],
-    target: LanguageModel,
     times: Mapping[str, Spread],
-    batches: Sequence[SentenceBatch],
-    options: BenchmarkSetup,
     hit_rate: HitRates,
 ) -> dict[str, Any]:
     """Returns the records of all trees, and that of the fastest tree beside the fastest chain."""
+    options = workload.options
     plain, step, found = variants["plain"], times["target step"].median, []
     for text, tree in trees.items():
         variant = variants[f"tree {text}"]
@@ -342,9 +306,7 @@ def _tree_records(
                 "improvement": _improvement(plain, variant)._asdict(),
                 "verify_cost": times[f"nodes of {text}"].median / step,
                 "compared": same_tokens,
-                "differences": _find_differences(variant, plain, target, batches)
-                if same_tokens
-                else [],
+                "differences": _find_differences(variant, plain, workload) if same_tokens else [],
             }
         )
 
@@ -376,10 +338,9 @@ def _total_stats(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _find_differences(
-    variant: Variant, plain: Variant, target: LanguageModel, batches: Sequence[SentenceBatch]
-) -> list[dict[str, Any]]:
+def _find_differences(variant: Variant, plain: Variant, workload: Workload) -> list[dict[str, Any]]:
     """Returns the inputs with other argmax tokens than plain decoding's, with their margins."""
+    target = workload.target
 
     def measure(
         batch: SentenceBatch, _: object, expected: GenerationResult, row: int, position: int
@@ -391,7 +352,7 @@ def _find_differences(
         how = near_ties.measure_difference(target, batch.ids[row], prefix, width, rows)
         return how._asdict() | {"near_tie": how.near_tie}
 
-    return list_differences(variant, plain, batches, measure)
+    return list_differences(variant, plain, workload.batches, measure)
 
 
 def _find_problems(

@@ -39,13 +39,8 @@ def compare(
     """Returns the record of the comparison.
 
     It has the other implementation's time, how many times as fast ours are, and every input with
-    different tokens. With `UNROUNDED` among the variants it also has the effect of int8.
-
-    Args:
-      name: the other implementation, a key of `variants`.
-      variants: all variants by name.
-      target, batches: the model and its inputs.
-      differences: as `_find_differences`, which is for argmax and used by default.
+    different tokens. With `UNROUNDED` among the variants it also has the effect of int8. By default
+    `differences` is `_find_differences`, which is for argmax.
     """
     theirs = variants[name]
     record = {

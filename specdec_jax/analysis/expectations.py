@@ -9,15 +9,12 @@ from specdec_jax.analysis import acceptance, formulas, machine, predictions, tim
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.predictions import Work
-from specdec_jax.analysis.setup import MeasureSetup, Setup
 from specdec_jax.analysis.timing import CallShape, Spread
-from specdec_jax.analysis.variants import SentenceBatch
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.decoding.checks import UnsupportedCombination
-from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.drafter import Drafter
 
 
-def verifiers_to_compare(options: Setup) -> tuple[str, ...]:
+def verifiers_to_compare(options: Any) -> tuple[str, ...]:
     """Returns the names of the verifiers to compare.
 
     Above temperature 0, "token" and "block" are compared if one of them is asked for.
@@ -26,15 +23,11 @@ def verifiers_to_compare(options: Setup) -> tuple[str, ...]:
     return both if options.temperature > 0 and options.verifier in both else (options.verifier,)
 
 
-def measure(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    options: MeasureSetup,
-) -> dict[str, Any]:
+def measure(workload: Workload) -> dict[str, Any]:
     """Returns the record of `specdec measure`."""
-    analysis_variants.check_prompts(target, drafter, batches, options)
-    if options.compare_alpha and not drafter.scorable:
+    workload.check_prompts()
+    options = workload.options
+    if options.compare_alpha and not workload.drafter.scorable:
         names = ("drafter", "shortlist", "shortlist_size", "drafter_int8")
         got = ", ".join(f"{name}={getattr(options, name)!r}" for name in names)
         raise UnsupportedCombination(
@@ -42,20 +35,15 @@ def measure(
             "distribution"
         )
     verifiers, gamma_max = verifiers_to_compare(options), options.gamma_max
-    accepted = acceptance.measure_acceptance(
-        target, drafter, batches, verifiers, gamma_max, options
-    )
-    same = None
-    if options.compare_alpha:
-        same = acceptance.compare(target, drafter, batches, gamma_max, options)
-    times = step_times(target, drafter, batches, options)
+    accepted = acceptance.measure_acceptance(workload, verifiers, gamma_max)
+    same = acceptance.compare(workload, gamma_max) if options.compare_alpha else None
+    times = step_times(workload)
     step = times["target step"].median
     v = {1: 1.0} | {g + 1: times[f"verify {g}"].median / step for g in options.timed_gammas}
-    c = draft_cost(gamma_max, times)
-    padded = [batch.padded for batch in batches]
-    whole = expect_with_lengths(accepted, padded, c, interpolate(v, gamma_max), times)
+    c = predictions.cost_ratio(gamma_max, times)
+    whole = expect_with_lengths(accepted, workload.padded, c, interpolate(v, gamma_max), times)
     return {
-        **machine.begin_record(target, drafter, batches, options),
+        **machine.begin_record(workload),
         "acceptance": accepted.record(),
         "same_positions": same and same._asdict(),
         "steps": {name: spread._asdict() for name, spread in times.items()},
@@ -66,15 +54,11 @@ def measure(
     }
 
 
-def step_times(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    options: MeasureSetup,
-) -> dict[str, Spread]:
+def step_times(workload: Workload) -> dict[str, Spread]:
     """Returns the seconds of single steps, for the shapes that the batches have."""
-    rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    longest, gamma = lengths[-1], options.gamma_max
+    target, drafter, batches, options = workload
+    rows, lengths, gamma = workload.rows, workload.lengths, options.gamma_max
+    longest = lengths[-1]
     slots = timing.total_slots(target, longest, options.max_new_tokens, gamma)
     shape = CallShape(rows, longest, slots)
     variants = timing.step_variants(target, drafter, lengths, shape, options.timed_gammas, [gamma])
@@ -84,18 +68,6 @@ def step_times(
         variants[f"iteration {gamma}"] = timing.iteration_variant(*state)
     analysis_variants.warm_up({}, variants, batches)
     return analysis_variants.time_steps(variants, options.repeats)
-
-
-def draft_cost(gamma: int, times: Mapping[str, Spread]) -> float:
-    """Returns c: the time of a draft step between target calls, in target steps.
-
-    For a drafter without a model it is the time that drafting adds to an iteration, per token.
-    """
-    step = times["target step"].median
-    if "draft step" in times:
-        return predictions.draft_seconds(gamma, times) / step
-    added = times[f"iteration {gamma}"].median - times[f"call {gamma}"].median
-    return max(0.0, added) / gamma / step
 
 
 def interpolate(v: Mapping[int, float], gamma_max: int) -> list[float]:
@@ -112,26 +84,19 @@ def expect_with_lengths(
 ) -> dict[str, list[float]]:
     """Returns the expected improvement of whole decodes for γ = 1 … γ_max, by verifier.
 
-    It counts encoders and output lengths, but not the loop, the host and the tokenizer.
-
-    Args:
-      accepted: the measured acceptance.
-      padded: padded input length of each batch.
-      c: cost of a draft step.
-      verify_cost: v of 1 … γ_max + 1 positions.
-      times: seconds of single steps and encoders.
+    It counts encoders and output lengths, but not the loop, the host and the tokenizer. `padded`
+    has the padded input length of each batch, `verify_cost` v of 1 … γ_max + 1 positions.
     """
     step = times["target step"].median
-    target_encoder, drafter_encoder = (
-        sum(times[name].median for name in names if name in times)
-        for names in ([f"{model} encoder {n}" for n in padded] for model in ("target", "drafter"))
+    plain_encoder, encoders = (
+        predictions.encoder_seconds(padded, times, drafts) for drafts in (False, True)
     )
-    plain = target_encoder + step * sum(int(lengths.max()) for lengths in accepted.lengths)
+    plain = plain_encoder + step * sum(int(lengths.max()) for lengths in accepted.lengths)
 
     def whole(work: Sequence[Work], v: float) -> float:
         calls = sum(item.calls * (1 + item.drafting * (v - 1)) for item in work)
         calls += c * sum(item.draft_calls or 0.0 for item in work)
-        return target_encoder + drafter_encoder + step * calls
+        return encoders + step * calls
 
     return {
         name: [
@@ -152,11 +117,9 @@ def expect_improvements(
     """Returns the expected improvement for γ = 1 … γ_max, and the best γ.
 
     Args:
-      accepted: the measured acceptance.
-      c: cost of a draft step.
+      accepted, c, gamma_max: as in `measure`.
       v: cost of a target call by number of positions, ascending; interpolated in between. A call in
         which nothing is drafted costs 1.
-      gamma_max: the greatest γ.
       whole: the result of `expect_with_lengths`; None: expect nothing of whole decodes.
     """
     verify_cost, alpha, table = interpolate(v, gamma_max), accepted.alpha, []

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from specdec_jax.analysis.variants import SentenceBatch
+from specdec_jax.analysis.variants import SentenceBatch, Workload
 from specdec_jax.backends.cpu import native
 from specdec_jax.backends.gpu import attention as gpu_attention
 from specdec_jax.decoding import autotune
@@ -75,13 +75,9 @@ def describe_drafter(drafter: Drafter) -> dict[str, Any]:
     return {"name": drafter.name} if second is None else describe_model(second)
 
 
-def begin_record(
-    target: LanguageModel,
-    drafter: Drafter | None,
-    batches: Sequence[SentenceBatch],
-    options: Any,
-) -> dict[str, Any]:
+def begin_record(workload: Workload) -> dict[str, Any]:
     """Returns the beginning of every record: machine, options, models and number of inputs."""
+    target, drafter, batches, options = workload
     return {
         "machine": describe_machine(),
         "options": dataclasses.asdict(options),

@@ -61,10 +61,25 @@ def draft_seconds(gamma: int, times: Mapping[str, Spread]) -> float:
 
 
 def cost_ratio(gamma: int, times: Mapping[str, Spread]) -> float:
-    """Returns c, for draft steps between target calls; 0 if no model drafts."""
-    if "draft step" not in times:
+    """Returns c: the time of a draft step between target calls, in target steps.
+
+    For a drafter without a model it is the time that drafting adds to an iteration, per token; 0 if
+    no iteration was timed.
+    """
+    step = times["target step"].median
+    if "draft step" in times:
+        return draft_seconds(gamma, times) / step
+    if f"iteration {gamma}" not in times:
         return 0.0
-    return draft_seconds(gamma, times) / times["target step"].median
+    added = times[f"iteration {gamma}"].median - times[f"call {gamma}"].median
+    return max(0.0, added) / gamma / step
+
+
+def encoder_seconds(padded: Sequence[int], times: Mapping[str, Spread], drafts: bool) -> float:
+    """Returns the seconds of the encoders for all batches; the drafter's only with `drafts`."""
+    models = ("target", "drafter") if drafts else ("target",)
+    names = [f"{model} encoder {size}" for model in models for size in padded]
+    return sum(times[name].median for name in names if name in times)
 
 
 def bound_by_oracle(
@@ -90,14 +105,8 @@ def expected_work(
 ) -> list[Work]:
     """Returns the expected work, given α and the output lengths alone.
 
-    A batch runs until its last row is done.
-
-    Args:
-      padded: padded input length of each batch.
-      lengths: for each batch, the new tokens of its rows.
-      gamma: γ.
-      alpha: α, per position of the output.
-      drafting: as in `Work`.
+    A batch runs until its last row is done. `padded` has each batch's padded input length,
+    `lengths` the new tokens of its rows; α is per position of the output.
     """
     work = []
     for size, rows in zip(padded, lengths, strict=True):
@@ -119,10 +128,7 @@ def predict_improvements(
     None counts the loop itself, nor the second position of a drafter's first call after a full
     acceptance.
 
-    Args:
-      gamma, times, padded, lengths: as in `expected_work` and `cost`.
-      alpha: α, per position of the output.
-      counted: the work that was done; the calls in which nothing was drafted are over one position.
+    Arguments are those of `expected_work`; `counted` is the work that was done.
 
     Returns:
       cost_ratio, verify_cost: the measured c, of draft steps between target calls, and v for γ + 1
@@ -151,9 +157,7 @@ def predict_improvements(
 def counted_work(padded: int, stats: Stats) -> Work:
     """Returns the work of one batch: the calls of the rows that took the most.
 
-    Args:
-      padded: padded length of its inputs.
-      stats: its statistics, those of every row included.
+    `stats` must have those of every row.
     """
     assert stats.per_row is not None, "or no row was decoded"
     # Other drafters have no calls without a draft, except at an output's limit.
@@ -205,10 +209,8 @@ def sampling_cost(
 ) -> dict[str, dict[str, float]]:
     """Returns the cost of choosing tokens, as a share of a target call over γ + 1 positions.
 
-    Args:
-      gamma: γ.
-      seconds: seconds of each pass by variant ("call γ, alone", "call γ, token" and so on);
-        compared pass by pass.
+    `seconds` are those of each pass by variant ("call γ, alone", "call γ, token" and so on), which
+    are compared pass by pass.
     """
     start = f"call {gamma}, "
     alone = np.array(seconds[start + "alone"])

@@ -22,17 +22,9 @@ from specdec_jax.speculative.trees import Tree
 def decode_steps(
     network: Network, tokens: jax.Array, positions: jax.Array, cache: Any, *, steps: int
 ) -> jax.Array:
-    """Feeds T tokens at the same positions `steps` times, each time those of the last step.
+    """Feeds tokens `[B, T]` at the same positions `steps` times, each time those of the last step.
 
-    Args:
-      network: the network.
-      tokens: `[B, T]`.
-      positions: `[B]`; positions + T must not exceed the cache's slots.
-      cache: the decoder's cache.
-      steps: number of steps.
-
-    Returns:
-      The last tokens `[B, T]`.
+    Returns the last ones. Positions `[B]` + T must not exceed the cache's slots.
     """
 
     def body(_: jax.Array, carry: tuple) -> tuple:
@@ -121,19 +113,8 @@ def paired_steps(
     """Runs γ draft steps and a target call over γ + 1 positions in turn, `steps` times.
 
     Between target calls a draft step takes longer than alone, because they push its weights out of
-    the processor's caches.
-
-    Args:
-      target, drafter: the networks.
-      tokens: `[B, G + 1]`.
-      positions: `[B]`.
-      caches: the target's cache and the drafter's.
-      gamma: γ.
-      steps: number of rounds.
-      width: number of positions in a draft step, 1 or 2.
-
-    Returns:
-      The last tokens `[B, G + 1]`.
+    the processor's caches. `tokens` are `[B, G + 1]`, `caches` the target's and the drafter's, and
+    `width` is the number of positions in a draft step, 1 or 2. Returns the last tokens.
     """
     draft = functools.partial(_draft_step, drafter, positions)
 
@@ -154,10 +135,7 @@ def call_steps(
     """Runs steps as `decode_steps` does, but without the argmax: the call alone.
 
     Each next token is made of one logit. All logits are carried along, so that the compiler cannot
-    reduce the call to that one.
-
-    Returns:
-      The last tokens `[B, T]` and logits `[B, T, V]`.
+    reduce the call to that one. Returns the last tokens `[B, T]` and logits `[B, T, V]`.
     """
 
     def body(_: jax.Array, carry: tuple) -> tuple:
@@ -179,11 +157,6 @@ def verified_steps(
     The drafter's distribution is the target's distribution of the step before, one position on. The
     token after the accepted ones is among the tokens fed next, and their number enters the keys of
     the next draws, so that the compiler can move nothing out of the loop.
-
-    Args:
-      network: the target.
-      state: from `verified_state`.
-      steps: number of steps.
 
     Returns:
       The last tokens `[B, G + 1]`, numbers of accepted ones `[B]`, and the target's distributions

@@ -96,11 +96,6 @@ def time_passes(function: Callable[[], object]) -> list[float]:
     return [once() for _ in range(1 if first > 0.5 else 5)]
 
 
-def time_call(function: Callable[[], object]) -> float:
-    """Returns the median seconds of a call, over `time_passes`."""
-    return float(np.median(time_passes(function)))
-
-
 def rotate(names: Iterable[str], turn: int) -> list[str]:
     """Returns the names, beginning with another one every turn."""
     ordered = list(names)

@@ -62,11 +62,7 @@ def position_hit_rates(
 ) -> PositionHitRates:
     """Returns the top-k hit rate at each position.
 
-    Args:
-      dist: p, the target's distribution as sampled.
-      draft_dist: q, the drafter's, at temperature 1 if p is at 0.
-      tokens: y.
-      greedy: whether tokens are chosen by argmax.
+    `dist` is p, as sampled, `draft_dist` q, at temperature 1 if p is at 0, and `tokens` y.
     """
     first, ids = jax.lax.top_k(draft_dist.logits, min(RANKS, draft_dist.logits.shape[-1]))
     p, q, there = dist.probs(), draft_dist.probs(), first > -jnp.inf
@@ -96,9 +92,7 @@ def position_hit_rates(
 def mean_hit_rate(sums: Sequence[Mapping[str, np.ndarray]], counts: Sequence[int]) -> HitRates:
     """Returns means over all positions, with standard errors clustered by sentence.
 
-    Args:
-      sums: `PositionHitRates.sums` of each sentence.
-      counts: positions of each sentence.
+    `sums` are `PositionHitRates.sums` of each sentence, `counts` its positions.
     """
     if not sum(counts):
         return {}

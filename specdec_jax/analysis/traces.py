@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.analysis import predictions
-from specdec_jax.analysis.setup import Setup
 from specdec_jax.analysis.timing import Spread
-from specdec_jax.analysis.variants import SentenceBatch
+from specdec_jax.analysis.variants import SentenceBatch, Workload
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.drafter import Drafter
 
 # The names of the kinds of text in a line, as pairs of a kind and text in its style.
 LEGEND = (
@@ -63,13 +61,8 @@ def call_spans(
     """Returns (kind of call, seconds) of every call that the iterations made.
 
     Seconds are medians of single steps. If a model drafts, the first step after a full acceptance
-    is a call over two positions.
-
-    Args:
-      steps: the iterations.
-      gamma: γ; 0 is plain decoding.
-      padded: padded length of the input.
-      times: seconds by the names of `timing.step_variants`.
+    is a call over two positions. With γ = 0 decoding is plain. `padded` is the padded length of the
+    input, and `times` has the names of `timing.step_variants`.
     """
     call = times[f"verify {gamma}" if gamma else "target step"].median
     drafts = gamma > 0 and "draft step" in times
@@ -100,14 +93,10 @@ def find_text(batches: Sequence[SentenceBatch]) -> SentenceBatch | None:
 
 
 def make_example(
-    target: LanguageModel,
-    drafter: Drafter,
-    gammas: Sequence[int],
-    batch: SentenceBatch,
-    times: Mapping[str, Spread],
-    options: Setup,
+    workload: Workload, gammas: Sequence[int], batch: SentenceBatch, times: Mapping[str, Spread]
 ) -> dict[str, Any]:
     """Returns the first input of `batch`, decoded plainly and with every γ of `gammas`."""
+    target, drafter, _, options = workload
     variants = []
     for gamma in (0, *gammas):
         how = options.decoding(plain=not gamma) | {"drafter": drafter if gamma else None}

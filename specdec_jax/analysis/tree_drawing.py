@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdec_jax.analysis.setup import BenchmarkSetup
 from specdec_jax.analysis.traces import own_token_kind, token_text
-from specdec_jax.analysis.variants import SentenceBatch
+from specdec_jax.analysis.variants import SentenceBatch, Workload
 from specdec_jax.decoding.trace import TraceStep, TreeNode, TreeStep, trace
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.tree_text import read_tree
 
 # Width of a terminal.
@@ -60,20 +59,17 @@ class Drawn(NamedTuple):
         pairs = zip(path, path[1:])
         connected = all(0 < node < len(parents) and parents[node] == above for above, node in pairs)
         if path[:1] != [0] or not connected:
-            raise ValueError(
-                "path: got other nodes, expected node 0, then a child of the node before"
-            )
+            raise mismatch_error("path", "other nodes", "node 0, then a child of the node before")
         nodes = [TreeNode(0, parent, 0.0, None) for parent in parents]
         return cls(TreeStep(nodes, path), [node["text"] for node in record["nodes"]], record["own"])
 
 
-def make_examples(
-    target: LanguageModel, drafter: Drafter, batch: SentenceBatch, options: BenchmarkSetup
-) -> list[dict[str, Any]]:
+def make_examples(workload: Workload, batch: SentenceBatch) -> list[dict[str, Any]]:
     """Returns one call of the first input of `batch` for every tree of the options, as records.
 
     It is the call that `choose_step` chooses. A tree that drafts nothing is left out.
     """
+    target, drafter, _, options = workload
     how = options.decoding() | {"drafter": drafter, "verifier": "block", "key": batch.keys}
     found = []
     for text in options.tree:
@@ -121,11 +117,7 @@ def tree_lines(
 
     Each node has a line with its number, the nodes that it attends to, and its text. The target's
     own token follows the last accepted node. The mask is below the tree if both together are wider
-    than `COLUMNS` columns.
-
-    Args:
-      step: a step with a tree.
-      numbers: show p, q and p/q of every node too.
+    than `COLUMNS` columns. With `numbers` the lines show p, q and p/q of every node too.
     """
     tree = step.tree
     assert tree is not None

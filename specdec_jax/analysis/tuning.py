@@ -15,10 +15,10 @@ from specdec_jax.analysis import acceptance, machine, timing
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.beams import BeamChoice, beam_choices, describe_search
-from specdec_jax.analysis.setup import BeamSetup, Setup, TuneSetup
+from specdec_jax.analysis.predictions import encoder_seconds
 from specdec_jax.analysis.timing import CallShape, Spread, summarize
 from specdec_jax.analysis.top_k_hit_rate import acceptance_by_rank
-from specdec_jax.analysis.variants import SentenceBatch, Variant, make_decoder
+from specdec_jax.analysis.variants import SentenceBatch, Variant, Workload, make_decoder
 from specdec_jax.analysis.verdicts import find_best
 from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
@@ -52,7 +52,7 @@ class Choice(NamedTuple):
             return f"{'dynamic ' * isinstance(tree, trees.DynamicTree)}tree of {tree.size}"
         return f"gamma {self.gamma}, {self.verifier}" if self.gamma else "plain"
 
-    def arguments(self, drafter: Drafter | None, options: BeamSetup) -> dict[str, Any]:
+    def arguments(self, drafter: Drafter | None, options: Any) -> dict[str, Any]:
         """Returns the arguments of `generate`."""
         if self.tree is not None:
             tree = {"verifier": "block", "tree": read_tree(self.tree)}
@@ -74,14 +74,8 @@ def expected_seconds(
     """Returns the expected seconds of encoders and iterations for all batches.
 
     The last iterations of a batch have fewer draft steps. The first call of a drafter after a full
-    acceptance is counted as if it were over one position, not two.
-
-    Args:
-      accepted: the measured acceptance.
-      padded: padded input length of each batch.
-      choice: γ and the verifier.
-      times: seconds of iterations and encoders, from `step_times`.
-      step: seconds of one draft step.
+    acceptance is counted as if it were over one position, not two. `padded` has the padded input
+    length of each batch, `times` is from `step_times`, and `step` the seconds of one draft step.
     """
     seconds = encoder_seconds(padded, times, choice.gamma > 0)
     iteration = iteration_seconds(choice, times)
@@ -91,13 +85,6 @@ def expected_seconds(
         assert work.draft_calls is not None
         seconds += work.calls * iteration + (work.draft_calls - choice.gamma * work.calls) * step
     return seconds
-
-
-def encoder_seconds(padded: Sequence[int], times: Mapping[str, Spread], drafts: bool) -> float:
-    """Returns the seconds of the encoders for all batches; the drafter's only with `drafts`."""
-    models = ("target", "drafter") if drafts else ("target",)
-    names = [f"{model} encoder {size}" for model in models for size in padded]
-    return sum(times[name].median for name in names if name in times)
 
 
 def best_trees(
@@ -110,11 +97,9 @@ def best_trees(
     expectation.
 
     Args:
-      accepted: the measured acceptance, scored.
+      accepted, times: as in `expected_seconds`; acceptance must be scored.
       depth: the greatest depth.
-      times: seconds of target calls, from `step_times`.
-      plain: seconds of one iteration of plain decoding.
-      step: seconds of one draft step.
+      plain, step: seconds of one iteration of plain decoding, and of one draft step.
     """
     found: dict[Choice, float] = {}
     for name in times:
@@ -151,11 +136,7 @@ def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
     other = next(verifier for gamma, verifier in names if int(gamma) == choice.gamma)
     ours, theirs, shorter = (
         times[f"{prefix}{gamma}, {verifier}"].median
-        for gamma, verifier in (
-            (longest, choice.verifier),
-            (longest, other),
-            (choice.gamma, other),
-        )
+        for gamma, verifier in ((longest, choice.verifier), (longest, other), (choice.gamma, other))
     )
     return shorter + (ours - theirs) * choice.gamma / longest
 
@@ -186,29 +167,22 @@ def keep_acceptance(
 
 
 @isolated
-def tune(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    others: Sequence[SentenceBatch],
-    options: TuneSetup,
-) -> dict[str, Any]:
+def tune(workload: Workload, others: Sequence[SentenceBatch]) -> dict[str, Any]:
     """Returns the record of `specdec tune`.
 
     `others` are the batches of the sweep; if it is empty, there is none.
     """
-    analysis_variants.check_prompts(target, drafter, [*batches, *others], options)
+    workload._replace(batches=[*workload.batches, *others]).check_prompts()
+    drafter, options = workload.drafter, workload.options
     gammas, verifiers = sorted(set(options.gammas)), options.verifiers
-    accepted = acceptance.measure_acceptance(
-        target, drafter, batches, verifiers, gammas[-1], options
-    )
+    accepted = acceptance.measure_acceptance(workload, verifiers, gammas[-1])
     choices = [Choice(0, verifiers[0])] + [Choice(g, name) for name in verifiers for g in gammas]
     widths = sorted({1, *options.tree_nodes}) if accepted.hit_rate and options.tree_nodes else []
-    times = step_times(target, drafter, batches, choices, options, widths)
+    times = step_times(workload, choices, widths)
     last = choices[-1]
     added = times[f"iteration, {last}"].median - times[f"call, {last}"].median
     step = max(0.0, added / last.gamma) if drafter.steps() else 0.0
-    padded = [batch.padded for batch in batches]
+    padded = workload.padded
     expected = {
         choice: expected_seconds(accepted, padded, choice, times, step) for choice in choices
     }
@@ -217,7 +191,7 @@ def tune(
     expected |= {choice: encoders + seconds for choice, seconds in found.items()}
     choices += found
     first = min(choices, key=lambda choice: expected[choice])
-    timed = time_choices(target, drafter, list_candidates(expected), batches, options, "comparing")
+    timed = time_choices(workload, list_candidates(expected), "comparing")
     plain, tokens = choices[0], sum(int(lengths.sum()) for lengths in accepted.lengths)
     not_timed = dict.fromkeys(("seconds_per_token", "improvement", "differing"))
     compared = []
@@ -234,58 +208,49 @@ def tune(
             }
         )
     return {
-        **machine.begin_record(target, drafter, batches, options),
+        **machine.begin_record(workload),
         "acceptance": accepted.record(),
         "steps": {name: spread._asdict() for name, spread in times.items()},
         "draft_seconds": step,
         "choices": compared,
         "expected_best": first._asdict(),
-        **_choose(target, drafter, choices, timed, others, options),
+        **_choose(workload, choices, timed, others),
     }
 
 
 @isolated
-def tune_beams(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    others: Sequence[SentenceBatch],
-    options: TuneSetup,
-) -> dict[str, Any]:
+def tune_beams(workload: Workload, others: Sequence[SentenceBatch]) -> dict[str, Any]:
     """Times every tree and plain beam search, and returns the record of the choice."""
+    options, everything = workload.options, workload._replace(batches=[*workload.batches, *others])
     widths, gammas = options.beam_width or (options.num_beams, None), sorted(set(options.gammas))
-    choices = beam_choices(target, drafter, gammas, widths, [*batches, *others], options)
-    timed = time_choices(target, drafter, choices, batches, options, "comparing")
+    choices = beam_choices(everything, gammas, widths)
+    timed = time_choices(workload, choices, "comparing")
     return {
-        **describe_search(target, drafter, batches, options),
+        **describe_search(workload),
         "choices": [choice._asdict() | _timed_record(choice, timed, options) for choice in choices],
-        **_choose(target, drafter, choices, timed, others, options),
+        **_choose(workload, choices, timed, others),
     }
 
 
 def _choose(
-    target: LanguageModel,
-    drafter: Drafter,
+    workload: Workload,
     choices: Sequence[AnyChoice],
     timed: Mapping[AnyChoice, Variant],
     others: Sequence[SentenceBatch],
-    options: TuneSetup,
 ) -> dict[str, Any]:
     """Returns the part of a record about the choice; `choices` begin with plain decoding."""
     seconds = {choice: variant.seconds_per_token for choice, variant in timed.items()}
-    chosen = find_fastest(seconds)
+    chosen, swept = find_fastest(seconds), workload._replace(batches=others)
     return {
         "chosen": chosen._asdict(),
         "improvement": summarize(seconds[choices[0]] / seconds[chosen]),
         "verdict": find_best({str(choice): values for choice, values in seconds.items()}),
-        "sweep": sweep_sentences(target, drafter, choices, chosen, others, options)
-        if others
-        else None,
+        "sweep": sweep_sentences(swept, choices, chosen) if others else None,
     }
 
 
 def _timed_record(
-    choice: AnyChoice, timed: Mapping[AnyChoice, Variant], options: TuneSetup
+    choice: AnyChoice, timed: Mapping[AnyChoice, Variant], options: Any
 ) -> dict[str, Any]:
     """Returns the part of a record about one timed choice.
 
@@ -304,12 +269,7 @@ def _timed_record(
 
 
 def step_times(
-    target: LanguageModel,
-    drafter: Drafter,
-    batches: Sequence[SentenceBatch],
-    choices: Sequence[Choice],
-    options: Setup,
-    widths: Sequence[int] = (),
+    workload: Workload, choices: Sequence[Choice], widths: Sequence[int] = ()
 ) -> dict[str, Spread]:
     """Returns the seconds of single steps.
 
@@ -317,8 +277,8 @@ def step_times(
     and a target call over each number of positions in `widths`. Every iteration is a program to
     compile, so a further verifier is timed with the longest draft only.
     """
-    rows, lengths = len(batches[0].ids), sorted({batch.padded for batch in batches})
-    variants, last = {}, choices[-1]
+    target, drafter, batches, options = workload
+    rows, lengths, variants, last = workload.rows, workload.lengths, {}, choices[-1]
     timed = {
         str(choice): choice
         for choice in choices
@@ -345,14 +305,10 @@ def step_times(
 
 
 def time_choices(
-    target: LanguageModel,
-    drafter: Drafter,
-    choices: Sequence[AnyChoice],
-    batches: Sequence[SentenceBatch],
-    options: TuneSetup,
-    what: str,
+    workload: Workload, choices: Sequence[AnyChoice], what: str
 ) -> dict[AnyChoice, Variant]:
     """Returns every choice with its times and results, timed in turn on the same sentences."""
+    target, drafter, batches, options = workload
     timed = {
         choice: Variant(choice.gamma, make_decoder(target, choice.arguments(drafter, options)))
         for choice in choices
@@ -367,32 +323,24 @@ def find_fastest(seconds: Mapping[AnyChoice, np.ndarray]) -> AnyChoice:
     """Returns the choice with the greatest median improvement over plain decoding.
 
     Of equals it is the first. If the machine's speed drifts from pass to pass, the seconds of all
-    choices change, but the ratios within a pass do not.
-
-    Args:
-      seconds: for each choice, the seconds per token of each pass.
+    choices change, but the ratios within a pass do not. `seconds` are per token, of each pass.
     """
     plain = next(values for choice, values in seconds.items() if not choice.gamma)
     return max(seconds, key=lambda choice: float(np.median(plain / seconds[choice])))
 
 
 def sweep_sentences(
-    target: LanguageModel,
-    drafter: Drafter,
-    choices: Sequence[AnyChoice],
-    chosen: AnyChoice,
-    batches: Sequence[SentenceBatch],
-    options: TuneSetup,
+    workload: Workload, choices: Sequence[AnyChoice], chosen: AnyChoice
 ) -> dict[str, Any]:
-    """Times every choice on other sentences, and returns the part of a record about it.
+    """Times every choice on the sentences of the sweep, and returns the part of a record about it.
 
     `chosen_over_best` is the time of the chosen one over that of the fastest here.
     """
-    timed = time_choices(target, drafter, choices, batches, options, "sweep")
+    timed = time_choices(workload, choices, "sweep")
     seconds = {choice: variant.seconds_per_token for choice, variant in timed.items()}
     best, plain = find_fastest(seconds), seconds[choices[0]]
     return {
-        "sentences": machine.count_inputs(target, batches),
+        "sentences": machine.count_inputs(workload.target, workload.batches),
         "seconds_per_token": {str(choice): summarize(found) for choice, found in seconds.items()},
         "improvement": {str(choice): summarize(plain / seconds[choice]) for choice in choices},
         "best": best._asdict(),

@@ -6,26 +6,22 @@ The variants are interleaved batch by batch, since the speed of a shared machine
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from specdec_jax.analysis import timing
-from specdec_jax.analysis.setup import Setup
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.backends.sharding import row_multiple
 from specdec_jax.decoding import checks
 from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.inputs import (
-    encode,
-)
+from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
 from specdec_jax.decoding.results import GenerationResult, NonFiniteLogitsError
 from specdec_jax.files.progress import track
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.padding import bucket_length
-from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.randomness import make_key
 
 
@@ -59,6 +55,44 @@ class SentenceBatch:
     def padded(self) -> int:
         """The padded length of the inputs."""
         return bucket_length(max(map(len, self.ids)))
+
+
+class Workload(NamedTuple):
+    """What is measured: a pair of models, and the sentences that they decode.
+
+    Attributes:
+      target: the target.
+      drafter: a `Drafter`; None where only plain decoding is measured.
+      batches: sentences.
+      options: the options of the command, which go into a record whole; its class documents them.
+        `sampling()` and `decoding()` of them say how tokens are chosen, and give the arguments of
+        `generate` but for the drafter's.
+    """
+
+    target: LanguageModel
+    drafter: Any
+    batches: Sequence[SentenceBatch]
+    options: Any
+
+    @property
+    def rows(self) -> int:
+        """Number of sentences that are decoded together."""
+        return len(self.batches[0].ids)
+
+    @property
+    def padded(self) -> list[int]:
+        """The padded input length of each batch."""
+        return [batch.padded for batch in self.batches]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The padded input lengths that there are, ascending."""
+        return sorted(set(self.padded))
+
+    def check_prompts(self) -> None:
+        """Raises ValueError for prompts too long for a model, before anything compiles."""
+        lengths = [len(ids) for batch in self.batches for ids in batch.ids]
+        checks.check_prompts(self.target, self.drafter, lengths, self.options.max_new_tokens)
 
 
 @dataclasses.dataclass
@@ -139,23 +173,12 @@ def make_decoder(
 
 
 def make_batches(
-    target: LanguageModel, sentences: Sequence[str], options: Setup
+    target: LanguageModel, sentences: Sequence[str], options: Any
 ) -> list[SentenceBatch]:
     """Returns sentences in batches."""
     ids = encode(target, sentences, options.max_input_length)
     parts = row_multiple(target.network.rules)
     return cut_batches(list(sentences), ids, options.batch_size, options.seed, parts)
-
-
-def check_prompts(
-    target: LanguageModel,
-    drafter: Drafter | None,
-    batches: Sequence[SentenceBatch],
-    options: Setup,
-) -> None:
-    """Raises ValueError, before anything compiles, for prompts too long for one of the models."""
-    lengths = [len(ids) for batch in batches for ids in batch.ids]
-    checks.check_prompts(target, drafter, lengths, options.max_new_tokens)
 
 
 def warm_up(
@@ -262,7 +285,7 @@ def timed_steps(steps: Mapping[str, Callable], turn: int, what: str) -> dict[str
     """Returns the seconds of one call of every variant of single steps."""
     names = timing.rotate(steps, turn)
     return {
-        name: timing.time_call(steps[name])
+        name: float(np.median(timing.time_passes(steps[name])))
         for name in track(names, len(steps), f"{what}, step", names=names)
     }
 

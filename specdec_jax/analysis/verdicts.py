@@ -44,11 +44,8 @@ def describe_best(
 ) -> list[str]:
     """Returns the result of `find_best` in words, the verdict first.
 
-    Args:
-      verdict: the result of `find_best`.
-      passes: number of passes; one shows no spread.
-      advice: an alternative to try if drafting does not pay.
-      plain: the name of the baseline.
+    One pass shows no spread. `advice` is an alternative to try if drafting does not pay; `plain` is
+    the name of the baseline.
     """
     gain = verdict["improvement"]
     shown = f"{_spread(gain, passes)} the speed of {plain}, with {verdict['best']}"
@@ -87,12 +84,8 @@ def advise(
 ) -> str:
     """Returns an alternative to try if drafting with one drafter does not pay.
 
-    Args:
-      alpha: α per position of the output; None: not known.
-      cost_ratio: c; None: not known.
-      verify_cost: v by number of positions.
-      timed: the γ that were timed.
-      batch_size: rows decoded together.
+    α (per position of the output) and c may be unknown. `verify_cost` is v by number of positions,
+    and `timed` are the γ that were timed.
     """
     if alpha is None or cost_ratio is None:
         return "another drafter"

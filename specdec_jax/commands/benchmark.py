@@ -13,8 +13,7 @@ from specdec_jax.analysis.beams import benchmark_beams
 from specdec_jax.analysis.benchmark import benchmark
 from specdec_jax.analysis.report import plots, summaries
 from specdec_jax.analysis.report.records import write_record
-from specdec_jax.analysis.setup import BenchmarkSetup
-from specdec_jax.analysis.variants import SentenceBatch, Variant, make_decoder
+from specdec_jax.analysis.variants import Variant, Workload, make_decoder
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands.errors import CheckFailed
@@ -27,12 +26,12 @@ from specdec_jax.commands.generation_flags import (
 from specdec_jax.commands.measure import INPUT_FILE_HELP
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import load_sentences
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.decoding.search_options import LEVELS, BeamOptions
 from specdec_jax.drafters.named import needs_no_model
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import check_output
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.families import PRESETS
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import check_positions
@@ -53,16 +52,31 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
     if name not in AGAINST:
         raise ValueError(f"against: got {name!r}, expected {' or '.join(AGAINST)}")
     if not sampling.mode.greedy or sampling.mode.processes:
-        raise UnsupportedCombination(
-            f"against: got {name!r} with sampling or processors, expected argmax alone"
-        )
+        raise unsupported("against", f"{name!r} with sampling or processors", "argmax alone")
     if importlib.util.find_spec("t5x") is None:
         raise ValueError(f"against: got {name!r}, which is not installed")
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True)
-class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
-    """Options of `specdec benchmark`."""
+class BenchmarkOptions(SearchFlags, DecodingOptions):
+    """Options of `specdec benchmark`.
+
+    Attributes:
+      repeats: passes over the sentences, of which the median and the spread are reported
+      drafter_preset: shape of a drafter with random weights, instead of --drafter
+      input_length: with --preset: length of the input, in tokens (default: 64)
+      synthetic_alpha: accept drafted tokens at random with this probability, whatever the models
+        predict, so that whole decodes can be timed with random weights; several, comma-separated,
+        are timed in turn
+      against: time another implementation in turn with ours, by argmax or beam search, on the same
+        weights and inputs: t5x, which must be installed
+      suite: paper: measure every row that the paper reports, one record a line in --output, and
+        resume after a kill; --drafter and --drafter_preset then take several, comma-separated
+      report: with --suite: HTML file to write, with the records beside the paper's tables and
+        figures
+      plot: file for a plot of wall time, a bar for every way of decoding (.png, .pdf, .svg)
+    """
 
     gamma: tuple[int, ...] = make_option(
         (),
@@ -78,43 +92,19 @@ class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
     input_file: str | None = make_option(None, INPUT_FILE_HELP)
     limit: int = make_option(0, "read only this many lines of the input; 0: all")
     batch_size: int = make_option(1, "sentences decoded together")
-    repeats: int = make_option(
-        3, "passes over the sentences, of which the median and the spread are reported"
-    )
+    repeats: int = 3
     preset: str | None = make_option(
         None,
         "time a target of this shape with random weights instead of --target: "
         + ", ".join(PRESETS),
     )
-    drafter_preset: str | None = make_option(
-        None, "shape of a drafter with random weights, instead of --drafter"
-    )
-    input_length: int | None = make_option(
-        None, "with --preset: length of the input, in tokens (default: 64)"
-    )
-    synthetic_alpha: tuple[float, ...] = make_option(
-        (),
-        "accept drafted tokens at random with this probability, whatever the models predict, so "
-        "that whole decodes can be timed with random weights; several, comma-separated, are timed "
-        "in turn",
-    )
-    against: str | None = make_option(
-        None,
-        "time another implementation in turn with ours, by argmax or beam search, on the same "
-        "weights and inputs: t5x, which must be installed",
-    )
-    suite: str | None = make_option(
-        None,
-        "paper: measure every row that the paper reports, one record a line in --output, and "
-        "resume after a kill; --drafter and --drafter_preset then take several, comma-separated",
-    )
-    report: str | None = make_option(
-        None,
-        "with --suite: HTML file to write, with the records beside the paper's tables and figures",
-    )
-    plot: str | None = make_option(
-        None, "file for a plot of wall time, a bar for every way of decoding (.png, .pdf, .svg)"
-    )
+    drafter_preset: str | None = None
+    input_length: int | None = None
+    synthetic_alpha: tuple[float, ...] = ()
+    against: str | None = None
+    suite: str | None = None
+    report: str | None = None
+    plot: str | None = None
     output: str | None = make_option(None, "file to write the JSON record to")
     json: bool = make_option(False, "print the JSON record instead of the summary")
 
@@ -171,9 +161,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
         decoding = dict(temperature=0.0, verifier="block", gamma_policy="fixed")
         check_beside_beams(self, **decoding, synthetic_alpha=(), suite=None, tree=())
         if self.beam_width and not self.drafter:
-            raise UnsupportedCombination(
-                f"beam_width: got {self.beam_width} for plain beam search, expected a drafter"
-            )
+            raise unsupported("beam_width", f"{self.beam_width} for plain beam search", "a drafter")
         if self.num_beams is None:
             return
         if self.preset and (self.drafter or self.drafter_preset):
@@ -188,9 +176,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
             if not 0 < alpha <= 1:
                 raise ValueError(f"synthetic_alpha: got {alpha}, expected a number in (0, 1]")
         if self.synthetic_alpha and not (self.drafter or self.drafter_preset):
-            raise UnsupportedCombination(
-                "synthetic_alpha: got a value for plain decoding, expected a drafter too"
-            )
+            raise unsupported("synthetic_alpha", "a value for plain decoding", "a drafter too")
         if self.preset and self.drafter and not self.synthetic_alpha:
             got = f"drafter: got {self.drafter!r} with --preset"
             raise UnsupportedCombination(
@@ -215,9 +201,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions, BenchmarkSetup):
             got = f"tree: got {', '.join(self.tree)!r} without --drafter"
             raise UnsupportedCombination(f"{got}, expected one: {_NOTHING_ACCEPTED}")
         if self.synthetic_alpha:
-            raise UnsupportedCombination(
-                f"synthetic_alpha: got {self.synthetic_alpha} with a tree, expected none"
-            )
+            raise unsupported("synthetic_alpha", f"{self.synthetic_alpha} with a tree", "none")
         if self.verifier in LOSSY:
             raise UnsupportedCombination(
                 f"verifier: got {self.verifier!r} with a tree, expected an exact one: a tree has "
@@ -267,9 +251,9 @@ def unrounded_variant(options: BenchmarkOptions, target: LanguageModel) -> dict[
 def run(options: BenchmarkOptions) -> None:
     """Runs `specdec benchmark` without a suite."""
     options.check()
-    target, drafter, batches = load(options)
+    workload = load(options)
     measure = benchmark_beams if options.num_beams else benchmark
-    record, problems = measure(target, drafter, batches, options, make_others(options, target))
+    record, problems = measure(workload, make_others(options, workload.target))
     text = json.dumps(record, indent=1)
     try:
         print(text if options.json else summaries.benchmark_summary(record))
@@ -282,20 +266,17 @@ def run(options: BenchmarkOptions) -> None:
         raise CheckFailed("; ".join(problems))
 
 
-def load(
-    options: BenchmarkOptions, target: LanguageModel | None = None
-) -> tuple[LanguageModel, Drafter | None, list[SentenceBatch]]:
+def load(options: BenchmarkOptions, target: LanguageModel | None = None) -> Workload:
     """Returns the target (unless it is given), the drafter and the inputs that the options name."""
     if options.preset:
         return _read_preset(options, target)
     sentences = load_sentences(options.input_file, options.limit)
     target, drafter = options.load(target)
-    return target, drafter, analysis_variants.make_batches(target, sentences, options)
+    batches = analysis_variants.make_batches(target, sentences, options)
+    return Workload(target, drafter, batches, options)
 
 
-def _read_preset(
-    options: BenchmarkOptions, target: LanguageModel | None
-) -> tuple[LanguageModel, Drafter | None, list[SentenceBatch]]:
+def _read_preset(options: BenchmarkOptions, target: LanguageModel | None) -> Workload:
     def model(preset: str, drafts: bool = False) -> LanguageModel:
         quantize = None if drafts else options.quantize
         bits = INPUT_BITS.get(quantize or "")
@@ -320,4 +301,5 @@ def _read_preset(
     rows, seed = options.batch_size, options.seed
     shape = (rows, options.preset_length)
     ids = np.random.default_rng(seed).integers(2, target.config.vocab_size, shape).tolist()
-    return target, drafter, analysis_variants.cut_batches(ids, ids, rows, seed)
+    batches = analysis_variants.cut_batches(ids, ids, rows, seed)
+    return Workload(target, drafter, batches, options)

@@ -6,44 +6,36 @@ import sys
 
 from specdec_jax.backends.xla import ACTIVATIONS
 from specdec_jax.checkpoints import converter, loader, t5x
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields
 from specdec_jax.models.t5 import T5Config, check_t5
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
-    """Options of `specdec convert`."""
+    """Options of `specdec convert`.
 
-    source: str | None = make_option(
-        None,
-        "a Hugging Face folder, a T5X checkpoint (legacy or Orbax), a folder of this package, or a"
-        " bundled name",
-    )
-    output: str | None = make_option(
-        None,
-        "folder to write, which must not exist or be empty; for T5X: checkpoint_<step>, or the"
-        " folder that is to hold it",
-    )
-    format: str | None = make_option(
-        None,
-        "huggingface (config.json, safetensors, tokenizer), t5x (Orbax), t5x_legacy, or specdec",
-    )
-    dtype: str | None = make_option(
-        None,
-        "float32 or bfloat16, for specdec also int8 (matrices in int8; not for a target whose"
-        " drafter or heads were trained on its states) (default: bfloat16 if all parameters are"
-        " stored so, else float32)",
-    )
-    vocabulary: str | None = make_option(
-        None,
-        "SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is"
-        " written too",
-    )
-    gated_activation: str | None = make_option(
-        None,
-        "activation of a T5X source's gated feed-forward, which the source does not name: silu for"
-        " UL2 (default: gelu)",
-    )
+    Attributes:
+      source: a Hugging Face folder, a T5X checkpoint (legacy or Orbax), a folder of this package,
+        or a bundled name
+      output: folder to write, which must not exist or be empty; for T5X: checkpoint_<step>, or the
+        folder that is to hold it
+      format: huggingface (config.json, safetensors, tokenizer), t5x (Orbax), t5x_legacy, or specdec
+      dtype: float32 or bfloat16, for specdec also int8 (matrices in int8; not for a target whose
+        drafter or heads were trained on its states) (default: bfloat16 if all parameters are stored
+        so, else float32)
+      vocabulary: SentencePiece model or tokenizer.json, for a source that has none (T5X's); it is
+        written too
+      gated_activation: activation of a T5X source's gated feed-forward, which the source does not
+        name: silu for UL2 (default: gelu)
+    """
+
+    source: str | None = None
+    output: str | None = None
+    format: str | None = None
+    dtype: str | None = None
+    vocabulary: str | None = None
+    gated_activation: str | None = None
 
     def check(self) -> None:
         for name in ("source", "output", "format"):

@@ -1,7 +1,6 @@
 """Runs `specdec count`: counts an n-gram table of the outputs in text files."""
 
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Iterator
 
@@ -10,33 +9,31 @@ from specdec_jax.commands.options import check_at_least
 from specdec_jax.drafters.ngram import NGramDrafter
 from specdec_jax.files.progress import track
 from specdec_jax.files.writing import check_output
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.training import text_files
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True)
 class CountOptions:
-    """Options of `specdec count`."""
+    """Options of `specdec count`.
 
-    target: str | None = make_option(
-        None, "model that the table is to draft for; its vocabulary splits the text"
-    )
-    vocabulary: str | None = make_option(
-        None, "SentencePiece model or tokenizer.json, for checkpoints that have none (T5X's)"
-    )
-    input_file: tuple[str, ...] = make_option(
-        (), "UTF-8 text, gzip or not: one output a line, or source, tab, output; repeatable"
-    )
+    Attributes:
+      target: model that the table is to draft for; its vocabulary splits the text
+      vocabulary: SentencePiece model or tokenizer.json, for checkpoints that have none (T5X's)
+      input_file: UTF-8 text, gzip or not: one output a line, or source, tab, output; repeatable
+      continuations: how many of the most frequent next tokens are kept for each context
+      sampled: draft tokens drawn from the frequencies instead of the most frequent token
+      output: file (.npz) that the table is written to, for --drafter
+    """
+
+    target: str | None = None
+    vocabulary: str | None = None
+    input_file: tuple[str, ...] = ()
     order: int = make_option(2, "n of the n-grams: 1 counts single tokens, 2 pairs, …")
-    continuations: int = make_option(
-        8, "how many of the most frequent next tokens are kept for each context"
-    )
-    sampled: bool = make_option(
-        False, "draft tokens drawn from the frequencies instead of the most frequent token"
-    )
-    output: str | None = make_option(
-        None, "file (.npz) that the table is written to, for --drafter"
-    )
+    continuations: int = 8
+    sampled: bool = False
+    output: str | None = None
 
     def check(self) -> None:
         if not self.target:
@@ -45,9 +42,7 @@ class CountOptions:
         if not self.input_file:
             raise ValueError("input_file: got nothing, expected a UTF-8 text file")
         for path in self.input_file:
-            if not pathlib.Path(path).is_file():
-                got = f"{path!r}, which is no file"
-                raise ValueError(f"input_file: got {got}, expected a UTF-8 text file")
+            text_files.check_is_file("input_file", path)
         if not self.output or not self.output.endswith(".npz"):
             expected = "the name of a file that ends in .npz"
             raise ValueError(f"output: got {self.output!r}, expected {expected}")

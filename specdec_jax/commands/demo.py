@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
 import os
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,28 +13,24 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specdec_jax.analysis import machine, timing, traces, tree_drawing
+from specdec_jax.analysis import machine, traces, tree_drawing
 from specdec_jax.analysis.report import plots
 from specdec_jax.analysis.report.records import write_record
+from specdec_jax.analysis.variants import SentenceBatch, Variant, make_decoder, time_passes, warm_up
 from specdec_jax.backends.cpu import native
 from specdec_jax.commands.generation_flags import check_gamma, make_flag
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import read_built_in_sentences
 from specdec_jax.decoding import request
 from specdec_jax.decoding.checks import UnsupportedCombination
-from specdec_jax.decoding.generate import generate
-from specdec_jax.decoding.inputs import (
-    encode,
-)
+from specdec_jax.decoding.inputs import encode
 from specdec_jax.decoding.keys import fold_keys
-from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.decoding.trees import check_beside_tree
-from specdec_jax.files.progress import show_waiting, track
+from specdec_jax.files.progress import show_waiting
 from specdec_jax.files.writing import check_output, write_file
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.language_model import LanguageModel
-from specdec_jax.models.padding import bucket_length
 from specdec_jax.speculative.adaptive_gamma import MAXIMUM
 from specdec_jax.speculative.drafter import Drafter, TreeDrafter
 from specdec_jax.speculative.policy import MAX_GAMMA
@@ -83,38 +77,34 @@ next: specdec demo "A sentence of your own."
       specdec benchmark --help     times a pair carefully, with acceptance rate and bottleneck"""
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True)
 class DemoOptions(DecodingOptions):
-    """Options of `specdec demo`."""
+    """Options of `specdec demo`.
 
-    target: str | None = make_option(
-        "ende/target", "model whose output you want: a checkpoint's folder or a bundled name"
-    )
-    drafter: str | None = make_option(
-        "ende/drafter",
-        "smaller model that drafts, or another drafter (`specdec generate --help` lists them)",
-    )
+    Attributes:
+      target: model whose output you want: a checkpoint's folder or a bundled name
+      drafter: smaller model that drafts, or another drafter (`specdec generate --help` lists them)
+      trace: draw every target call, with p, q and p/q of each drafted token: its probability by the
+        target and by the drafter
+      plot: file for a figure of one call's tree and mask: .png, .pdf or .svg
+      picture: SVG file to write, a picture of the terminal in colour
+      output: file to write a JSON record of the calls to, with the drawn tree, for `specdec
+        figures`
+    """
+
+    target: str | None = "ende/target"
+    drafter: str | None = "ende/drafter"
     gamma: int | str | None = make_flag("gamma", None, f"{_GAMMA}; with --tree all of its nodes")
     tree: str | None = make_option(
         None,
         f"token tree to draft instead of a chain; one target call is drawn as a tree: {EXPECTED}",
     )
-    trace: bool = make_option(
-        False,
-        "draw every target call, with p, q and p/q of each drafted token: its probability by the "
-        "target and by the drafter",
-    )
-    plot: str | None = make_option(
-        None, "file for a figure of one call's tree and mask: .png, .pdf or .svg"
-    )
+    trace: bool = False
+    plot: str | None = None
     repeats: int = make_option(3, "timed passes over the sentences")
-    picture: str | None = make_option(
-        None, "SVG file to write, a picture of the terminal in colour"
-    )
-    output: str | None = make_option(
-        None,
-        "file to write a JSON record of the calls to, with the drawn tree, for `specdec figures`",
-    )
+    picture: str | None = None
+    output: str | None = None
 
     def check(self) -> None:
         super().check()
@@ -190,7 +180,7 @@ class Demo:
     """What the parts of the demo share: models, sentences with their keys, and the screen.
 
     Attributes:
-      shapes: number of the first sentence of each padded length.
+      batches: each sentence by itself.
       traced: options of `trace` that differ from those of the timing.
     """
 
@@ -203,11 +193,14 @@ class Demo:
     ):
         self.options, self.target, self.drafter = options, target, drafter
         self.sentences, self.screen = sentences, Screen()
-        self.shapes: dict[int, int] = {}
-        for number, ids in enumerate(encode(target, sentences, options.max_input_length)):
-            self.shapes.setdefault(bucket_length(len(ids)), number)
         self.traced = options.choose_traced(drafter)
-        self.keys = fold_keys(make_key(options.seed), np.arange(len(sentences)))
+        keys = fold_keys(make_key(options.seed), np.arange(len(sentences)))
+        self.batches = [
+            SentenceBatch([text], [ids], [number], keys[number : number + 1])
+            for number, (text, ids) in enumerate(
+                zip(sentences, encode(target, sentences, options.max_input_length))
+            )
+        ]
 
     def run(self) -> None:
         """Prints a trace of every sentence, and one call as a tree; then times."""
@@ -221,13 +214,14 @@ class Demo:
         if options.trace:
             say(_COLUMNS_OF_A_TREE)
         decoding = {"drafter": self.drafter, **options.decoding(), **self.traced}
-        first = {number: length for length, number in self.shapes.items()}
-        calls = []
-        for number, sentence in enumerate(self.sentences):
-            key, compiles = self.keys[number : number + 1], number in first
-            announced = "speculative decoding", first.get(number, 0)
-            with show_compiling(*announced) if compiles else contextlib.nullcontext():
-                calls.append(trace(self.target, sentence, key=key, **decoding))
+        calls: list[list[TraceStep]] = []
+        compiled = set()
+        for sentence, batch in zip(self.sentences, self.batches):
+            announced = f"compiling speculative decoding (up to {batch.padded} tokens)"
+            compiles = batch.padded not in compiled
+            with show_waiting(announced) if compiles else contextlib.nullcontext():
+                calls.append(trace(self.target, sentence, key=batch.keys, **decoding))
+            compiled.add(batch.padded)
             say(f"\n{sentence}")
             lines = traces.trace_lines(calls[-1], self.target)
             for step, parts in zip(calls[-1], lines, strict=True):
@@ -307,24 +301,17 @@ class Demo:
         gamma = options.gamma_of(options.max_drafted, tree)
         speculative = options.decoding() | dict(drafter=self.drafter, gamma=gamma, tree=tree)
         variants = {
-            "plain": functools.partial(self._decode, options.decoding(plain=True)),
-            "speculative": functools.partial(self._decode, speculative),
+            "plain": Variant(0, make_decoder(self.target, options.decoding(plain=True))),
+            "speculative": Variant(1, make_decoder(self.target, speculative)),
         }
-        numbers = [number for number, text in enumerate(self.sentences) if text.strip()]
-        if not numbers:
+        batches = [batch for batch in self.batches if batch.inputs[0].strip()]
+        if not batches:
             return self.screen.say("nothing to time: no sentence has any text")
-        for length, number in self.shapes.items():
-            if number in numbers:
-                with show_compiling("plain decoding", length):
-                    for variant in variants.values():
-                        variant(number)
+        warm_up(variants, {}, batches)
+        time_passes(variants, batches, options.repeats, "timing")
         kernel = [native.describe_state()] if jax.default_backend() == "cpu" else []
-        self.screen.say(compare_times(variants, numbers, options.repeats))
+        self.screen.say(compare_times(**variants))
         print(*kernel, _NEXT, sep="\n")
-
-    def _decode(self, options: Mapping[str, Any], number: int) -> GenerationResult:
-        key = self.keys[number : number + 1]
-        return generate(self.target, [self.sentences[number]], key=key, **options)
 
 
 class Screen:
@@ -387,11 +374,6 @@ def _describe_promise(options: DemoOptions) -> str:
     return "the text is the one that the target alone would have written"
 
 
-def show_compiling(what: str, tokens: int) -> contextlib.AbstractContextManager[object]:
-    """Returns a context manager that shows which programs compile, for a padded length."""
-    return show_waiting(f"compiling {what} (up to {tokens} tokens)")
-
-
 def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
     """Returns a line with styles, or with marks; leading spaces stay outside of both."""
     line = Text()
@@ -403,40 +385,17 @@ def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
     return line
 
 
-def compare_times(
-    variants: Mapping[str, Callable[[int], GenerationResult]],
-    numbers: Sequence[int],
-    repeats: int,
-) -> str:
-    """Returns lines with the times of both variants, in the pass whose ratio is the median.
-
-    The variants are timed in turn on the same sentences.
-
-    Args:
-      variants: "plain" and "speculative", each a compiled function from a sentence's number to its
-        result.
-      numbers: numbers of the sentences that have anything to decode.
-      repeats: number of passes.
-    """
-    seconds = {name: np.zeros(repeats) for name in variants}
-    results: dict[str, list[GenerationResult]] = {}
-    for repeat in range(repeats):
-        results = {name: [] for name in variants}
-        for number in track(numbers, len(numbers), f"pass {repeat + 1} of {repeats}, sentence"):
-            for name in timing.rotate(variants, repeat + number):
-                start = time.perf_counter()
-                results[name].append(variants[name](number))
-                seconds[name][repeat] += time.perf_counter() - start
-    tokens = {name: int(sum(result.lengths.sum() for result in results[name])) for name in variants}
-    calls = sum(result.stats.target_calls for result in results["speculative"])
-    per_token = {name: seconds[name] / tokens[name] for name in variants}
-    ratios = per_token["plain"] / per_token["speculative"]
-    middle, passes = int(np.argsort(ratios)[repeats // 2]), "passes" if repeats > 1 else "pass"
-    lines = []
-    for name in variants:
-        whole = f"{tokens[name]} tokens in {seconds[name][middle]:.4g} s"
-        lines.append(f"{name:<12} {1e3 * per_token[name][middle]:8.4g} ms per token: {whole}")
-    spread = f"median of {repeats} {passes} ({min(ratios):.2f} to {max(ratios):.2f})"
+def compare_times(plain: Variant, speculative: Variant) -> str:
+    """Returns lines with the times of both variants, in the pass whose ratio is the median."""
+    ratios, lines = plain.seconds_per_token / speculative.seconds_per_token, []
+    repeats, middle = len(ratios), int(np.argsort(ratios)[len(ratios) // 2])
+    for name, variant in {"plain": plain, "speculative": speculative}.items():
+        whole = f"{variant.tokens} tokens in {variant.seconds[middle]:.4g} s"
+        each = 1e3 * variant.seconds_per_token[middle]
+        lines.append(f"{name:<12} {each:8.4g} ms per token: {whole}")
+    passes = f"median of {repeats} {'passes' if repeats > 1 else 'pass'}"
+    spread = f"{passes} ({min(ratios):.2f} to {max(ratios):.2f})"
     lines.append(f"ratio        {ratios[middle]:8.2f}, {spread}; the times are of that pass")
-    lines.append(f"{tokens['speculative'] / calls:.2f} tokens per target call")
+    calls = speculative.total("target_calls")
+    lines.append(f"{speculative.tokens / calls:.2f} tokens per target call")
     return "\n".join(lines)

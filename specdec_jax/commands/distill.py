@@ -15,7 +15,7 @@ from specdec_jax.checkpoints import loader, native_format
 from specdec_jax.commands import distill_lines
 from specdec_jax.files import reading
 from specdec_jax.files.progress import print_line
-from specdec_jax.files.reading import digest
+from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import lock_folder, write_file
 from specdec_jax.models.t5 import check_t5
 from specdec_jax.tokenizers.vocabularies import Vocabulary
@@ -115,9 +115,7 @@ def _read_vocabulary(config: DistillConfig, width: int) -> Vocabulary:
         )
         got = loader.load_shape(config.drafter).vocab_size
         if got != width:
-            raise ValueError(
-                f"drafter: got {got} logits, expected {width}, as many as the target's"
-            )
+            raise mismatch_error("drafter", f"{got} logits", f"{width}, as many as the target's")
     return ids.vocabulary
 
 
@@ -149,6 +147,5 @@ def _record(
     for name in before | settings:
         got, expected = settings.get(name), before.get(name)
         if got != expected:
-            there = f"as for the outputs in {path.parent}"
-            raise ValueError(f"{name}: got {got}, expected {expected}, {there}")
+            raise mismatch_error(name, got, f"{expected}, as for the outputs in {path.parent}")
     write_file(path, json.dumps(settings, indent=1) + "\n")

@@ -33,11 +33,7 @@ def describe_needs(
 ) -> list[str]:
     """Returns lines on what the rest of a run takes: outputs, steps, disk, and about how long.
 
-    Args:
-      config: the settings of the run.
-      training: those of its second stage.
-      target: the target's configuration.
-      jobs: the files of outputs.
+    `training` are the settings of the run's second stage, `jobs` the files of outputs.
     """
     missing = [job for job in jobs if not job.path.exists()]
     outputs = sum(len(job.texts) * job.per_source for job in missing)

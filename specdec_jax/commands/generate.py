@@ -48,7 +48,7 @@ from specdec_jax.decoding.trees import check_beside_tree
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.reading import digest
 from specdec_jax.files.writing import check_output, is_pass_through, open_new_file
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import is_decoder_only
 from specdec_jax.speculative.adaptive_gamma import Auto
@@ -67,57 +67,44 @@ _NOT_DECIDING = {
 }
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions(GenerationFlags, ModelOptions):
-    """Options of `specdec generate`; those of a `GenerationConfig` are None where not given."""
+    """Options of `specdec generate`; those of a `GenerationConfig` are None where not given.
 
-    config: GenerationConfig | str | None = make_option(
-        None,
-        "file of options, .json or .gin, that sd.GenerationConfig.save wrote; flags that are given"
-        " count before it",
-    )
-    batch_size: int | None = make_option(
-        None, "sentences decoded together (default: 8, with --stream 1)"
-    )
-    non_finite: str = make_option(
-        "report",
-        "what becomes of a sentence with logits that are not finite numbers: report (an empty line,"
-        " with --json a null text and the reason; the rest goes on and the exit code is 1) or raise"
-        " (the command ends)",
-    )
-    input_file: str | None = make_option(
-        None,
-        "UTF-8 text, one sentence a line, gzip or not; -: standard input; ende/sentences.txt:"
-        " English sentences that come with the package",
-    )
-    output_file: str | None = make_option(
-        None,
-        "file for the outputs instead of standard output; what is finished is kept beside it"
-        " (.partial), so that the same command resumes after a kill",
-    )
-    task: str | None = make_option(
-        None,
-        "seqio task or mixture to decode instead of sentences; prints a JSON object for every"
-        " example, as T5X's infer does, with the prediction's ids, then the task's metrics; inputs"
-        " are cut to --max_input_length",
-    )
+    Attributes:
+      config: file of options, .json or .gin, that sd.GenerationConfig.save wrote; flags that are
+        given count before it
+      batch_size: sentences decoded together (default: 8, with --stream 1)
+      non_finite: what becomes of a sentence with logits that are not finite numbers: report (an
+        empty line, with --json a null text and the reason; the rest goes on and the exit code is 1)
+        or raise (the command ends)
+      input_file: UTF-8 text, one sentence a line, gzip or not; -: standard input;
+        ende/sentences.txt: English sentences that come with the package
+      output_file: file for the outputs instead of standard output; what is finished is kept beside
+        it (.partial), so that the same command resumes after a kill
+      task: seqio task or mixture to decode instead of sentences; prints a JSON object for every
+        example, as T5X's infer does, with the prediction's ids, then the task's metrics; inputs are
+        cut to --max_input_length
+      module_import: Python module that registers --task; repeatable
+      score_targets: with --task: add the log-likelihood of the targets to the lines
+      tfds_data_dir: folder in which TensorFlow Datasets keeps the data of --task (default: its own)
+      json: print one JSON object a line: text, tokens, log-probabilities, why it ended, statistics
+      stream: print each output while it is decoded; with --json, one object for each piece
+    """
+
+    config: GenerationConfig | str | None = None
+    batch_size: int | None = None
+    non_finite: str = "report"
+    input_file: str | None = None
+    output_file: str | None = None
+    task: str | None = None
     split: str | None = make_option(None, "split of --task (default: test)")
-    module_import: tuple[str, ...] = make_option(
-        (), "Python module that registers --task; repeatable"
-    )
-    score_targets: bool = make_option(
-        False, "with --task: add the log-likelihood of the targets to the lines"
-    )
-    tfds_data_dir: str | None = make_option(
-        None, "folder in which TensorFlow Datasets keeps the data of --task (default: its own)"
-    )
-    json: bool = make_option(
-        False,
-        "print one JSON object a line: text, tokens, log-probabilities, why it ended, statistics",
-    )
-    stream: bool = make_option(
-        False, "print each output while it is decoded; with --json, one object for each piece"
-    )
+    module_import: tuple[str, ...] = ()
+    score_targets: bool = False
+    tfds_data_dir: str | None = None
+    json: bool = False
+    stream: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.config, str):

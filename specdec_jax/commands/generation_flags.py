@@ -5,16 +5,14 @@ Their names, types, defaults and help are those of the fields.
 
 import dataclasses
 import functools
-import inspect
 import operator
-import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination
+from specdec_jax.decoding.checks import SamplingChanges, UnsupportedCombination, unsupported
 from specdec_jax.decoding.generation_config import FIELDS, MODELS, GenerationConfig
 from specdec_jax.decoding.request import FIXED
 from specdec_jax.decoding.search_options import check_beam_options
@@ -80,9 +78,8 @@ def make_flag(name: str, default: Any = _OWN, unset: str = "") -> Any:
 @functools.cache
 def _documentation() -> Mapping[str, str]:
     """Returns what each field means; for a `SamplingConfig` its docstring has it."""
-    listed = (inspect.getdoc(SamplingConfig) or "").partition("Attributes:\n  ")[2]
-    items = [item.partition(": ") for item in re.split(r"\n  (?=\S)", listed.split("\n\n")[0])]
-    texts = {name: " ".join(text.split()).lstrip("* ").rstrip(".") for name, _, text in items}
+    listed = arguments.read_attributes(SamplingConfig).items()
+    texts = {name: text.lstrip("* ").rstrip(".") for name, text in listed}
     return texts | {name: field.metadata["doc"] for name, field in FIELDS.items()}
 
 
@@ -154,9 +151,7 @@ def read_gamma(
     known = {} if policy == "fixed" else POLICIES[policy].numbers()
     for name in numbers.keys() - known.keys():
         expected = f"one of {', '.join(known)}" if known else "none"
-        raise UnsupportedCombination(
-            f"gamma_settings: got {name!r} with gamma_policy={policy!r}, expected {expected}"
-        )
+        raise unsupported("gamma_settings", f"{name!r} with gamma_policy={policy!r}", expected)
     if policy == "fixed":
         return gamma
     if gamma == "auto":
@@ -269,15 +264,7 @@ def check_one_value(config: GenerationConfig) -> None:
 
 
 def check_beside_beams(flags: Any, **usual: Any) -> None:
-    """Rejects options that have no meaning beside a beam search.
-
-    Args:
-      flags: options with `num_beams`.
-      usual: what the options must be left at.
-
-    Raises:
-      UnsupportedCombination: another value.
-    """
+    """Raises UnsupportedCombination for options off their `usual` values beside a beam search."""
     for name, value in usual.items() if flags.num_beams is not None else ():
         if is_given(got := getattr(flags, name)) and got != value:
             expected = value if isinstance(value, str | float) else "none"
@@ -298,8 +285,7 @@ class SearchFlags:
     def search(self, **others: Any) -> dict[str, Any]:
         """Returns the arguments of `generate` for a beam search, none without one.
 
-        Args:
-          others: of them, what these flags do not say.
+        `others` are those of them that these flags do not give.
 
         Raises:
           ValueError: values outside their range, or options that mean nothing without `num_beams`.

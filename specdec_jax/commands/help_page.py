@@ -1,6 +1,7 @@
 """Builds what `specdec COMMAND --help` prints: examples first, then flags in groups."""
 
 import dataclasses
+import itertools
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -44,57 +45,36 @@ _NAMES = {
 GROUPS = {title: names.split() for title, names in _NAMES.items()}
 
 _PAIR = "--target=ende/target --drafter=ende/drafter"
+_DISTILL = (
+    "--validation_files=configs/examples/validation.tsv --output_dir=runs/drafter"
+    " --steps=20 --batch_tokens=512"
+)
+_EXAMPLES = rf"""
+specdec demo
+specdec demo "Tom is learning German."
+specdec demo --gamma=2 --temperature=1 --seed=3
+specdec demo --tree=widths:3,2,1 --trace
+specdec generate {_PAIR} "Tom is learning German."
+specdec generate {_PAIR} --input_file=ende/sentences.txt --output_file=translations.txt
+specdec generate {_PAIR} --temperature=1 --top_p=0.95 --num_samples=3 --json "Good morning."
+specdec benchmark {_PAIR} --gamma=3,5 --output=record.json
+specdec benchmark {_PAIR} --num_beams=4 --gamma=1,2,3 --beam_width=6,8
+specdec benchmark --preset=t5_1_1/small --drafter=lookup --gamma=3 --synthetic_alpha=0.75
+specdec measure {_PAIR} --temperature=1 --plot=figure.png --output=measured.json
+specdec figures --output=report.html
+specdec figures --records=record.json --records=measured.json
+specdec tune {_PAIR} --config=tuned.gin
+specdec count --target=ende/target --input_file=translations.txt --order=2 --output=bigrams.npz
+specdec convert --source=ende/target --output=target-t5x --format=t5x
+specdec distill {_PAIR} --source_files=configs/examples/train.tsv {_DISTILL}
+specdec train --gin_file=configs/examples/train.gin --gin.OUTPUT_DIR=\"runs/smoke\"
+specdec train_heads --gin_file=configs/examples/heads.gin --gin.OUTPUT_DIR=\"runs/heads\"
+"""
 EXAMPLES = {
-    "demo": (
-        "specdec demo",
-        'specdec demo "Tom is learning German."',
-        "specdec demo --gamma=2 --temperature=1 --seed=3",
-        "specdec demo --tree=widths:3,2,1 --trace",
-    ),
-    "generate": (
-        f'specdec generate {_PAIR} "Tom is learning German."',
-        f"specdec generate {_PAIR} --input_file=ende/sentences.txt --output_file=translations.txt",
-        (
-            f'specdec generate {_PAIR} --temperature=1 --top_p=0.95 --num_samples=3 --json "Good'
-            ' morning."'
-        ),
-    ),
-    "benchmark": (
-        f"specdec benchmark {_PAIR} --gamma=3,5 --output=record.json",
-        f"specdec benchmark {_PAIR} --num_beams=4 --gamma=1,2,3 --beam_width=6,8",
-        "specdec benchmark --preset=t5_1_1/small --drafter=lookup --gamma=3 --synthetic_alpha=0.75",
-    ),
-    "measure": (
-        f"specdec measure {_PAIR} --temperature=1 --plot=figure.png --output=measured.json",
-    ),
-    "figures": (
-        "specdec figures --output=report.html",
-        "specdec figures --records=record.json --records=measured.json",
-    ),
-    "tune": (f"specdec tune {_PAIR} --config=tuned.gin",),
-    "count": (
-        (
-            "specdec count --target=ende/target --input_file=translations.txt --order=2"
-            " --output=bigrams.npz"
-        ),
-    ),
-    "convert": ("specdec convert --source=ende/target --output=target-t5x --format=t5x",),
-    "distill": (
-        (
-            f"specdec distill {_PAIR} --source_files=configs/examples/train.tsv"
-            " --validation_files=configs/examples/validation.tsv --output_dir=runs/drafter"
-            " --steps=20 --batch_tokens=512"
-        ),
-    ),
-    "train": (
-        r"specdec train --gin_file=configs/examples/train.gin --gin.OUTPUT_DIR=\"runs/smoke\"",
-    ),
-    "train_heads": (
-        (
-            r"specdec train_heads --gin_file=configs/examples/heads.gin"
-            r" --gin.OUTPUT_DIR=\"runs/heads\""
-        ),
-    ),
+    name: tuple(examples)
+    for name, examples in itertools.groupby(
+        _EXAMPLES.strip().splitlines(), lambda line: line.split()[1]
+    )
 }
 _INDENT, _WIDEST = 28, 100
 
@@ -104,12 +84,8 @@ def make_page(
 ) -> str:
     """Returns the help of a command.
 
-    Args:
-      name, summary: of the command.
-      arguments: placeholder for its positional arguments; "": it takes none.
-      cls: its dataclass of options.
-      names: fields of `cls` that have flags; empty if the command is set by gin alone.
-      flags: absl's flags by name.
+    `arguments` is the placeholder for its positional arguments, if it takes any. `names` are the
+    fields of its options, `cls`, that have flags: none if it is set by gin alone.
     """
     width = min(shutil.get_terminal_size((88, 24)).columns, _WIDEST) - 1
     lines = [f"usage: specdec {name} [flags] {arguments}".rstrip(), ""]

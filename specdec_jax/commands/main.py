@@ -40,23 +40,23 @@ class Command(NamedTuple):
       module: module of this package, imported when the command is used.
       options: name of the frozen dataclass of options in that module.
       summary: one line for `--help`.
-      run: name of the function there that takes the options, and the positional arguments if there
-        are any.
       arguments: placeholder for the positional arguments in `--help`; "" if it takes none.
-      by_flags: whether the options have flags of their own; otherwise they come from gin alone.
     """
 
     module: str
     options: str
     summary: str
-    run: str = "run"
     arguments: str = ""
-    by_flags: bool = True
+
+    @property
+    def by_flags(self) -> bool:
+        """Whether the options have flags of their own; otherwise they come from gin alone."""
+        return self.module.startswith("commands")
 
     def load(self) -> tuple[type, Callable]:
-        """Returns the dataclass and the function."""
+        """Returns the dataclass, and the function that takes it and positional arguments."""
         module = importlib.import_module(f"specdec_jax.{self.module}")
-        return getattr(module, self.options), getattr(module, self.run)
+        return getattr(module, self.options), module.run if self.by_flags else module.fit
 
 
 COMMANDS = {
@@ -100,18 +100,12 @@ COMMANDS = {
         "Trains a drafter on a target's outputs and distributions, or resumes a run.",
     ),
     "train": Command(
-        "training.train",
-        "TrainConfig",
-        "Trains a model or resumes a run; settings come from gin.",
-        run="fit",
-        by_flags=False,
+        "training.train", "TrainConfig", "Trains a model or resumes a run; settings come from gin."
     ),
     "train_heads": Command(
         "training.heads",
         "HeadsTrainConfig",
         "Trains heads on a target, to draft with; settings come from gin.",
-        run="fit",
-        by_flags=False,
     ),
 }
 

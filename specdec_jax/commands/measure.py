@@ -8,13 +8,13 @@ from specdec_jax.analysis.expectations import measure
 from specdec_jax.analysis.report import plots
 from specdec_jax.analysis.report.records import MeasureRecord, write_record
 from specdec_jax.analysis.report.summaries import measure_summary
-from specdec_jax.analysis.setup import MeasureSetup
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands.generation_flags import check_gamma
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import load_sentences
-from specdec_jax.decoding.checks import UnsupportedCombination
+from specdec_jax.decoding.checks import UnsupportedCombination, unsupported
 from specdec_jax.files.writing import check_output
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 
 INPUT_FILE_HELP = (
     "UTF-8 text, one sentence a line, gzip or not (default: ende/sentences.txt, which comes with "
@@ -22,41 +22,35 @@ INPUT_FILE_HELP = (
 )
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True)
-class MeasureOptions(DecodingOptions, MeasureSetup):
-    """Options of `specdec measure`."""
+class MeasureOptions(DecodingOptions):
+    """Options of `specdec measure`.
 
-    gamma_max: int = make_option(
-        8, "compute the improvement for every number of drafted tokens up to this one"
-    )
-    widths: tuple[int, ...] = make_option(
-        (2, 3, 5, 9),
-        "numbers of positions of the target calls that are timed, up to gamma_max + 1; v is "
-        "interpolated in between",
-    )
+    Attributes:
+      gamma_max: compute the improvement for every number of drafted tokens up to this one
+      widths: numbers of positions of the target calls that are timed, up to gamma_max + 1; v is
+        interpolated in between
+      compare_alpha: also decode by token verification with gamma_max, and compare the counted alpha
+        with alpha from the models' distributions on the same positions; only for a drafting model
+        in full precision without a shortlist
+      repeats: passes over the single steps, of which the median and the spread are reported
+      output: file to write the JSON record to; Tree.best takes its acceptance.by_rank, verify_cost
+        and cost_ratio
+      plot: file for a plot of expected improvement, acceptance by position and by depth, v and
+        top-k hit rate (.png, .pdf, .svg)
+    """
+
+    gamma_max: int = 8
+    widths: tuple[int, ...] = (2, 3, 5, 9)
     input_file: str | None = make_option(None, INPUT_FILE_HELP)
     limit: int = make_option(0, "read only this many lines of the input; 0: all")
     batch_size: int = make_option(1, "sentences decoded together")
-    compare_alpha: bool = make_option(
-        False,
-        "also decode by token verification with gamma_max, and compare the counted alpha with "
-        "alpha from the models' distributions on the same positions; only for a drafting model in "
-        "full precision without a shortlist",
-    )
-    repeats: int = make_option(
-        3, "passes over the single steps, of which the median and the spread are reported"
-    )
-    output: str | None = make_option(
-        None,
-        "file to write the JSON record to; Tree.best takes its acceptance.by_rank, verify_cost and "
-        "cost_ratio",
-    )
+    compare_alpha: bool = False
+    repeats: int = 3
+    output: str | None = None
     json: bool = make_option(False, "print the JSON record instead of the summary")
-    plot: str | None = make_option(
-        None,
-        "file for a plot of expected improvement, acceptance by position and by depth, v and top-k "
-        "hit rate (.png, .pdf, .svg)",
-    )
+    plot: str | None = None
 
     def check(self) -> None:
         check_measured(self, self.batch_size, self.repeats, self.limit)
@@ -89,9 +83,7 @@ def check_measured(options: DecodingOptions, batch_size: int, repeats: int, limi
         got = f"gamma_policy: got {options.gamma_policy!r}"
         raise UnsupportedCombination(f"{got}, expected fixed: this command measures every gamma")
     if options.mesh:
-        raise UnsupportedCombination(
-            f"mesh: got {options.mesh!r}, expected none (one device is measured)"
-        )
+        raise unsupported("mesh", repr(options.mesh), "none (one device is measured)")
     check_at_least(1, batch_size=batch_size, repeats=repeats)
     check_at_least(0, limit=limit)
 
@@ -103,7 +95,7 @@ def run(options: MeasureOptions) -> None:
     target, drafter = options.load()
     assert drafter is not None, "the options were checked"
     batches = analysis_variants.make_batches(target, sentences, options)
-    record = measure(target, drafter, batches, options)
+    record = measure(Workload(target, drafter, batches, options))
     text = json.dumps(record, indent=1)
     try:
         print(text if options.json else measure_summary(record))

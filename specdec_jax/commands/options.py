@@ -25,6 +25,7 @@ from specdec_jax.decoding.checks import (
     check_limits,
     check_pair,
     check_policy,
+    unsupported,
     verifier_settings,
 )
 from specdec_jax.decoding.defaults import MAX_NEW_TOKENS
@@ -39,7 +40,7 @@ from specdec_jax.drafters.named import (
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.files.progress import print_line
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.meshes import make_mesh, parse_mesh
 from specdec_jax.speculative.drafter import Drafter
@@ -52,16 +53,36 @@ _VERIFYING = ("verifier", "lenience", "typical_epsilon", "typical_delta")
 _MOST_TOKENS = 2**20  # a limit of new tokens that none exceeds
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
     """Options of every decoding command that are no fields of a `GenerationConfig`.
 
     Each field's help is in its metadata.
+
+    Attributes:
+      target: model whose output you want: a checkpoint's folder or a bundled name (ende/target)
+      shortlist_size: let a drafting model propose only this many ids, the most frequent ones, so
+        that its last layer is smaller; 0: all
+      shortlist: table (.npz) of `specdec count` that says which ids are frequent (default: the
+        vocabulary's first ids); without --shortlist_size, all ids that it counted are proposed
+      vocabulary: SentencePiece model or tokenizer.json of both models, for checkpoints that have
+        none (T5X's)
+      dtype: float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)
+      quantize: int8: round the target's weights to int8 while they are read (on an accelerator, or
+        in float32 on a CPU); w8a8, on a CPU: and the inputs of its products to int8 instead of
+        int16, which is faster for many rows; the output distribution is then the rounded model's;
+        none: widen weights that are stored in int8 to --dtype (default: on a CPU use such weights
+        as they are stored, where that is possible); for a drafter see --drafter_int8 and
+        --drafter=self:int8
+      mesh: DATAxMODEL, such as 1x4: divide rows among DATA devices, the target's parameters and
+        caches among MODEL devices (default: one device)
+      shard_drafter: with --mesh: divide a drafting model like the target instead of copying it to
+        every device
+      seed: seed of the sampling; input i draws from fold_in(key(seed), i), whatever its batch
     """
 
-    target: str | None = make_option(
-        None, "model whose output you want: a checkpoint's folder or a bundled name (ende/target)"
-    )
+    target: str | None = None
     drafter: str | None = make_option(
         None,
         "a smaller model, named like --target; a folder that `specdec train_heads` wrote;"
@@ -69,47 +90,15 @@ class ModelOptions:
         + "; ".join(f"{name}: {one.summary}" for name, one in WITHOUT_FILES.items())
         + " (default: none, which is autoregressive decoding)",
     )
-    shortlist_size: int = make_option(
-        0,
-        "let a drafting model propose only this many ids, the most frequent ones, so that its last"
-        " layer is smaller; 0: all",
-    )
-    shortlist: str | None = make_option(
-        None,
-        "table (.npz) of `specdec count` that says which ids are frequent (default: the"
-        " vocabulary's first ids); without --shortlist_size, all ids that it counted are proposed",
-    )
+    shortlist_size: int = 0
+    shortlist: str | None = None
     drafter_int8: bool = make_option(False, "let a drafting model multiply with int8 weights")
-    vocabulary: str | None = make_option(
-        None,
-        "SentencePiece model or tokenizer.json of both models, for checkpoints that have none"
-        " (T5X's)",
-    )
-    dtype: str | None = make_option(
-        None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)"
-    )
-    quantize: str | None = make_option(
-        None,
-        "int8: round the target's weights to int8 while they are read (on an accelerator, or in"
-        " float32 on a CPU); w8a8, on a CPU: and the inputs of its products to int8 instead of"
-        " int16, which is faster for many rows; the output distribution is then the rounded"
-        " model's; none: widen weights that are stored in int8 to --dtype (default: on a CPU use"
-        " such weights as they are stored, where that is possible); for a drafter see"
-        " --drafter_int8 and --drafter=self:int8",
-    )
-    mesh: str | None = make_option(
-        None,
-        "DATAxMODEL, such as 1x4: divide rows among DATA devices, the target's parameters and"
-        " caches among MODEL devices (default: one device)",
-    )
-    shard_drafter: bool = make_option(
-        False,
-        "with --mesh: divide a drafting model like the target instead of copying it to every"
-        " device",
-    )
-    seed: int = make_option(
-        0, "seed of the sampling; input i draws from fold_in(key(seed), i), whatever its batch"
-    )
+    vocabulary: str | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+    mesh: str | None = None
+    shard_drafter: bool = False
+    seed: int = 0
     gamma_policy: str | None = make_option(None, f"{POLICY_HELP} (default: fixed)")
     gamma_settings: tuple[str, ...] = make_option((), SETTINGS_HELP)
 
@@ -168,9 +157,7 @@ class ModelOptions:
             raise ValueError(f"dtype: got {self.dtype!r}, expected float32 or bfloat16")
         self._check_quantize()
         if self.shard_drafter and not self.mesh:
-            raise UnsupportedCombination(
-                "shard_drafter: got True without a mesh, expected --mesh=DATAxMODEL too"
-            )
+            raise unsupported("shard_drafter", "True without a mesh", "--mesh=DATAxMODEL too")
         if self.mesh:
             ShardingRules(self.devices()).check_rows("batch_size", self.rows)
 
@@ -248,8 +235,7 @@ class ModelOptions:
         """Raises UnsupportedCombination for options about a drafting model if no model drafts."""
         for name in ("shortlist_size", "shortlist", "drafter_int8", "shard_drafter"):
             if given := getattr(self, name):
-                expected = "expected a drafter that is a model"
-                raise UnsupportedCombination(f"{name}: got {given!r}, {expected}")
+                raise unsupported(name, repr(given), "a drafter that is a model")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,13 +55,9 @@ def find_replaced(options: Any) -> Iterator[str]:
 def record(options: Any, settings: str, unfinished: bool = False) -> None:
     """Writes the settings of a run as a gin file.
 
-    It is `operative.gin` in the run's folder, or a file beside its output file.
-
-    Args:
-      options: the options, which name the folder or the file.
-      settings: contents of the gin file.
-      unfinished: the output file is not there yet. Its settings lie beside the results that a kill
-        would leave (.partial), until they are written with this argument False.
+    It is `operative.gin` in the run's folder, or a file beside its output file. Settings of an
+    unfinished output file lie beside the results that a kill would leave (.partial), until the file
+    is there.
     """
     if folder := getattr(options, "output_dir", None):
         path = pathlib.Path(folder, "operative.gin")

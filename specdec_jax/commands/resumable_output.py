@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.files.writing import is_pass_through, lock_file, name_errors, open_new_file
 
 # Seconds between two calls of fsync; what is written goes to the operating system at once.
@@ -53,9 +54,7 @@ class Journal:
         self._output = pathlib.Path(os.path.realpath(output) if os.path.islink(output) else output)
         self.path = self._output.with_name(self._output.name + ".partial")
         if is_pass_through(self.path):
-            raise ValueError(
-                f"{self.path}: got no regular file, expected a journal or nothing there"
-            )
+            raise mismatch_error(self.path, "no regular file", "a journal or nothing there")
         self.notes: dict[int, dict[str, Any]] = {}
         self._places: dict[int, int] = {}  # where in the file the line of each input begins
         self._synced = 0.0
@@ -99,9 +98,7 @@ class Journal:
         """Writes the output file, all inputs in order, and removes the journal."""
         missing = self._total - len(self._places)
         if missing:
-            raise ValueError(
-                f"{self.path}: got {len(self._places)} results, expected {self._total}"
-            )
+            raise mismatch_error(self.path, f"{len(self._places)} results", self._total)
         with open_new_file(self._output) as file:
             for line in self.lines():
                 file.write(line.encode() + b"\n")

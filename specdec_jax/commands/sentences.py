@@ -39,10 +39,7 @@ def read_sentences(arguments: Sequence[str], input_file: str | None) -> list[str
     elif input_file == BUILT_IN and not pathlib.Path(input_file).exists():
         sentences = read_built_in_sentences()
     else:
-        if not pathlib.Path(input_file).is_file():
-            raise ValueError(
-                f"input_file: got {input_file!r}, which is no file, expected a UTF-8 text file"
-            )
+        text_files.check_is_file("input_file", input_file)
         sentences = list(text_files.read_lines(input_file))
     if not sentences:
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from specdec_jax.analysis import benchmark as analysis_benchmark
-from specdec_jax.analysis import machine, variants
+from specdec_jax.analysis import machine
 from specdec_jax.analysis.report import page as report_page
 from specdec_jax.analysis.report import paper, summaries
 from specdec_jax.analysis.report.records import read_records
@@ -23,7 +23,7 @@ from specdec_jax.commands.benchmark import BenchmarkOptions, make_others
 from specdec_jax.commands.errors import CheckFailed
 from specdec_jax.commands.resumable_output import Journal
 from specdec_jax.files.progress import print_line
-from specdec_jax.files.reading import digest
+from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import check_output, is_pass_through, write_file
 from specdec_jax.models.language_model import LanguageModel
 
@@ -93,9 +93,7 @@ def _check(options: BenchmarkOptions) -> None:
             f"output: got {options.output!r}, expected a regular file: its records are read again"
         )
     if options.plot:
-        raise ValueError(
-            f"plot: got {options.plot!r} with {suite}, expected --report for its figures"
-        )
+        raise mismatch_error("plot", f"{options.plot!r} with {suite}", "--report for its figures")
     if options.report:
         figures.check_page("report", options.report)
         if pathlib.Path(options.report).absolute() == pathlib.Path(options.output).absolute():
@@ -172,9 +170,10 @@ def _open(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, list[
     for row in {(row.drafter, row.drafter_preset): row for row in made}.values():
         if row.drafter_preset:  # random weights, which the shape decides
             continue
-        target, drafter, batches = benchmark_command.load(row, target)
+        workload = benchmark_command.load(row, target)
+        target, drafter, batches, _ = workload
         assert drafter is not None, "every row has one"
-        variants.check_prompts(target, drafter, batches, row)
+        workload.check_prompts()
         contents.append(drafter.contents)
         if len(contents) == 2:
             ids = digest(str(batch.ids).encode() for batch in batches)
@@ -185,12 +184,12 @@ def _open(made: Sequence[BenchmarkOptions]) -> tuple[LanguageModel | None, list[
 def _measure(
     row: BenchmarkOptions, target: LanguageModel | None
 ) -> tuple[LanguageModel, dict, list[str]]:
-    target, drafter, batches = benchmark_command.load(row, target)
-    if _can_run_t5x(row, target):
+    workload = benchmark_command.load(row, target)
+    if _can_run_t5x(row, workload.target):
         row = dataclasses.replace(row, against="t5x")
-    others = make_others(row, target)
-    record, problems = analysis_benchmark.benchmark(target, drafter, batches, row, others)
-    return target, record, problems
+    others = make_others(row, workload.target)
+    record, problems = analysis_benchmark.benchmark(workload._replace(options=row), others)
+    return workload.target, record, problems
 
 
 def _can_run_t5x(row: BenchmarkOptions, target: LanguageModel) -> bool:

@@ -9,8 +9,8 @@ from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.beams import BeamChoice
 from specdec_jax.analysis.expectations import verifiers_to_compare
 from specdec_jax.analysis.report.summaries import tune_summary
-from specdec_jax.analysis.setup import TuneSetup
 from specdec_jax.analysis.tuning import Choice, keep_acceptance, read_choice, tune, tune_beams
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands.generation_flags import (
     SearchFlags,
     check_beside_beams,
@@ -20,9 +20,10 @@ from specdec_jax.commands.generation_flags import (
 from specdec_jax.commands.measure import INPUT_FILE_HELP, check_measured
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import load_sentences
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.files.writing import check_output, write_file
 from specdec_jax.models import arguments
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.network import is_decoder_only
 from specdec_jax.speculative.trees import MAX_NODES
 from specdec_jax.speculative.verifiers import LOSSY
@@ -38,41 +39,35 @@ _OF_DRAFTS = (
 )
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True)
-class TuneOptions(SearchFlags, DecodingOptions, TuneSetup):
-    """Options of `specdec tune`."""
+class TuneOptions(SearchFlags, DecodingOptions):
+    """Options of `specdec tune`.
 
-    gamma: tuple[int, ...] = make_option(
-        (),
-        "numbers of drafted tokens to choose from (default: 1 to 8); with --num_beams numbers of "
-        "levels of the tree (default: 1 to 3)",
-    )
+    Attributes:
+      gamma: numbers of drafted tokens to choose from (default: 1 to 8); with --num_beams numbers of
+        levels of the tree (default: 1 to 3)
+      tree_nodes: also choose from token trees of these numbers of positions, no deeper than the
+        greatest --gamma: the best shape of each by the top-k hit rate and the times of calls, and a
+        dynamic tree; only for a drafting model whose distribution is scored
+      choose_verifier: above temperature 0, choose between block and token verification if
+        --verifier is one of them
+      sweep: check the choice: time all choices in turn on this many of the lines that follow; 0: do
+        not check
+      repeats: passes over steps and sentences, of which the median and the spread are reported
+      config: gin file to write the choice to, for `generate` and `benchmark`
+    """
+
+    gamma: tuple[int, ...] = ()
     beam_width: tuple[int, ...] = width_option("num_beams, and the drafter's default")
-    tree_nodes: tuple[int, ...] = make_option(
-        (),
-        "also choose from token trees of these numbers of positions, no deeper than the greatest "
-        "--gamma: the best shape of each by the top-k hit rate and the times of calls, and a "
-        "dynamic tree; only for a drafting model whose distribution is scored",
-    )
-    choose_verifier: bool = make_option(
-        True,
-        "above temperature 0, choose between block and token verification if --verifier is one of "
-        "them",
-    )
+    tree_nodes: tuple[int, ...] = ()
+    choose_verifier: bool = True
     input_file: str | None = make_option(None, INPUT_FILE_HELP)
     limit: int = make_option(64, "tune on the first lines of the input, this many; 0: on all")
-    sweep: int = make_option(
-        0,
-        "check the choice: time all choices in turn on this many of the lines that follow; 0: do "
-        "not check",
-    )
+    sweep: int = 0
     batch_size: int = make_option(1, "sentences decoded together")
-    repeats: int = make_option(
-        3, "passes over steps and sentences, of which the median and the spread are reported"
-    )
-    config: str | None = make_option(
-        None, "gin file to write the choice to, for `generate` and `benchmark`"
-    )
+    repeats: int = 3
+    config: str | None = None
     output: str | None = make_option(None, "file to write the JSON record to")
     json: bool = make_option(False, "print the JSON record instead of the summary")
 
@@ -120,14 +115,13 @@ def run(options: TuneOptions) -> None:
     target, drafter = options.load()
     assert drafter is not None, "the options were checked"
     if not is_decoder_only(target) and not any(text.strip() for text in sample):
-        raise ValueError(
-            "input_file: got no sentence with any text to tune on, expected at least one"
-        )
+        raise mismatch_error("input_file", "no sentence with any text to tune on", "at least one")
     batches, others = (
         analysis_variants.make_batches(target, lines, options) if lines else []
         for lines in (sample, rest)
     )
-    record = (tune_beams if options.num_beams else tune)(target, drafter, batches, others, options)
+    workload = Workload(target, drafter, batches, options)
+    record = (tune_beams if options.num_beams else tune)(workload, others)
     text = json.dumps(record, indent=1)
     try:
         assert options.config

@@ -23,6 +23,11 @@ class UnsupportedCombination(ValueError):
     """Options that are valid one by one but make no sense together."""
 
 
+def unsupported(name: object, got: object, expected: object) -> UnsupportedCombination:
+    """Makes the error of an option beside others: its name, what was got and expected."""
+    return UnsupportedCombination(f"{name}: got {got}, expected {expected}")
+
+
 class SamplingChanges(NamedTuple):
     """Fields of a `SamplingConfig` that take the place of the model's, from flags of a command.
 

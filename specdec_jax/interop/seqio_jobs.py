@@ -3,6 +3,7 @@
 Needs the extra `seqio`, which brings TensorFlow.
 """
 
+import contextlib
 import difflib
 import importlib
 import itertools
@@ -10,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +50,19 @@ class Example(NamedTuple):
     targets: list[int]
 
 
+@contextlib.contextmanager
+def _name_failure(name: str, got: str, what: str, expected: str = "") -> Iterator[None]:
+    """Raises ValueError, with the first line of its message, for any error inside.
+
+    Such errors come from TensorFlow, its data sets, or a task's own functions.
+    """
+    try:
+        yield
+    except Exception as error:
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"{name}: got {got!r}, {what} ({line}){expected}") from error
+
+
 def find_tasks(
     name: str, split: str, modules: Sequence[str] = (), data_dir: str | None = None
 ) -> tuple[seqio.Task, ...]:
@@ -68,13 +82,9 @@ def find_tasks(
     if os.getcwd() not in sys.path:  # a console script does not search the working directory
         sys.path.append(os.getcwd())
     for module in modules:
-        try:
+        expected = ", expected a module that registers seqio tasks"
+        with _name_failure("module_import", module, "which fails", expected):
             importlib.import_module(module)
-        except Exception as error:  # whatever it does
-            expected = "expected a module that registers seqio tasks"
-            raise ValueError(
-                f"module_import: got {module!r}, which fails ({_first_line(error)}), {expected}"
-            ) from error
     known = sorted({*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()})
     if name not in known:
         near = (
@@ -105,13 +115,9 @@ def _check(task: seqio.Task, split: str) -> None:
             f"task: got {task.name!r} with {got}, "
             "expected sequences of ids called inputs and targets"
         )
-    try:
+    with _name_failure("task", task.name, "which cannot be used"):
         splits = sorted(task.splits)
         task.metric_objs  # a property that makes them
-    except Exception as error:
-        raise ValueError(
-            f"task: got {task.name!r}, which cannot be used ({_first_line(error)})"
-        ) from error
     if split.partition("[")[0] not in splits:
         raise ValueError(
             f"split: got {split!r}, expected one of {', '.join(splits)} of task {task.name}"
@@ -163,15 +169,8 @@ class Examples:
             raise ValueError(f"split: got {split!r} without examples, expected at least one")
         self.inputs = [example.inputs for example in self.examples]
         self.contents = [
-            json.dumps(
-                [
-                    example.task.name,
-                    example.inputs,
-                    example.targets,
-                    _is_pretokenized(example.fields),
-                ]
-            )
-            for example in self.examples
+            json.dumps([one.task.name, one.inputs, one.targets, _is_pretokenized(one.fields)])
+            for one in self.examples
         ]
         kinds = {metric.model_output_type for task in tasks for metric in task.metric_objs}
         scored = score_targets or seqio.metrics.ModelOutputType.SCORE in kinds
@@ -227,12 +226,8 @@ class Examples:
             members = [pair for pair in zip(self.examples, records) if pair[0].task is task]
             fields = [example.fields for example, _ in members]
             own = [record for _, record in members]
-            try:
+            with _name_failure("task", task.name, "whose metrics fail"):
                 metrics[task.name] = _compute_metrics(task, fields, own, self._width, notes)
-            except Exception as error:
-                raise ValueError(
-                    f"task: got {task.name!r}, whose metrics fail ({_first_line(error)})"
-                ) from error
         return metrics, notes
 
     def finish(self, lines: Iterable[str], output_file: str | None) -> None:
@@ -260,12 +255,8 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
         )
     for task, name in itertools.product(tasks, FEATURES):
         vocabulary = task.output_features[name].vocabulary
-        try:
+        with _name_failure("task", task.name, "whose vocabulary fails"):
             size, end = vocabulary.vocab_size, vocabulary.eos_id  # reads its file
-        except Exception as error:
-            raise ValueError(
-                f"task: got {task.name!r}, whose vocabulary fails ({_first_line(error)})"
-            ) from error
         if target.vocabulary is None or isinstance(vocabulary, seqio.PassThroughVocabulary):
             most = target.config.vocab_size
             wrong = f"it has {size} tokens, expected at most {most}" if size > most else None
@@ -281,13 +272,9 @@ def check_vocabularies(tasks: Sequence[seqio.Task], target: LanguageModel) -> No
 
 
 def _read(task: seqio.Task, split: str, lengths: Mapping[str, int], seed: int) -> list[Example]:
-    try:
+    with _name_failure("task", task.name, "whose data cannot be read"):
         data = task.get_dataset(lengths, split=split, shuffle=False, seed=seed, num_epochs=1)
         examples = list(data.as_numpy_iterator())
-    except Exception as error:  # from TensorFlow, its data sets, or the task's own functions
-        raise ValueError(
-            f"task: got {task.name!r}, whose data cannot be read ({_first_line(error)})"
-        ) from error
     return [
         Example(task, fields, *(np.asarray(fields.get(name, ())).tolist() for name in FEATURES))
         for fields in examples
@@ -434,7 +421,3 @@ def _make_finite(value: Any) -> Any:
 
 def _shorten(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -26,12 +26,8 @@ def check_gin(config: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
     Raises:
       ValueError: this package's model is configured, but nothing makes it.
     """
-    bound = [
-        name
-        for (_, selector), values in config.items()
-        for name in values
-        if _is_of(selector, CLASS)
-    ]
+    values = [(selector, name) for (_, selector), names in config.items() for name in names]
+    bound = [name for selector, name in values if _is_of(selector, CLASS)]
     if bound and not any(_is_of(selector, CLASS) for selector in _list_references(config)):
         raise ValueError(
             f"{CLASS}: got values for {', '.join(sorted(set(bound)))}, but no MODEL that is one, "
@@ -40,8 +36,7 @@ def check_gin(config: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
         )
     _ignored[:] = sorted(
         f"{_THEIRS}.{name}"
-        for (_, selector), values in config.items()
-        for name in values
+        for selector, name in values
         if bound and _is_of(selector, "EncoderDecoderModel") and name in _DECODING
     )
 
@@ -80,11 +75,8 @@ def describe(
 ) -> str:
     """Returns the line about what decodes.
 
-    Args:
-      drafter: the drafter, or None.
-      gamma, verifier, sampling: as for `generate`.
-      decode_fn: name of T5X's function that is meant, with the arguments that are `bound` to it;
-        None: none was named.
+    `decode_fn` is the name of T5X's function that is meant, with the arguments that are `bound` to
+    it; None: none was named.
     """
     what = "nothing drafts" if drafter is None else f"drafter {drafter.name}, gamma {gamma}"
     parts = (

@@ -8,7 +8,6 @@ and return its name, so that a gin file can bind `task = @tasks.tsv()`, or T5X's
 `MIXTURE_OR_TASK_NAME = @tasks.tsv()`.
 """
 
-import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -73,11 +72,9 @@ def wmt_t2t_ende(
     The split "validation" is newstest2013, "test" is newstest2014. `data_dir` is where TensorFlow
     Datasets keeps its data, None for its default; other arguments as for `tsv`.
     """
-    source = seqio.TfdsDataSource(tfds_name="wmt_t2t_translate/de-en:1.0.0", tfds_data_dir=data_dir)
-    texts = functools.partial(
-        _make_examples, prefix="translate English to German: ", source="en", target="de"
-    )
-    return _register(name, source, texts, _make_vocabulary(vocabulary, extra_ids), (bleu,))
+    data = seqio.TfdsDataSource(tfds_name="wmt_t2t_translate/de-en:1.0.0", tfds_data_dir=data_dir)
+    texts = dict(prefix="translate English to German: ", source="en", target="de")
+    return _register(name, data, texts, _make_vocabulary(vocabulary, extra_ids), (bleu,))
 
 
 def cnn_dailymail(
@@ -90,11 +87,9 @@ def cnn_dailymail(
 
     Arguments as for `wmt_t2t_ende`.
     """
-    source = seqio.TfdsDataSource(tfds_name="cnn_dailymail:3.4.0", tfds_data_dir=data_dir)
-    texts = functools.partial(
-        _make_examples, prefix="summarize: ", source="article", target="highlights"
-    )
-    return _register(name, source, texts, _make_vocabulary(vocabulary, extra_ids), (rouge,))
+    data = seqio.TfdsDataSource(tfds_name="cnn_dailymail:3.4.0", tfds_data_dir=data_dir)
+    texts = dict(prefix="summarize: ", source="article", target="highlights")
+    return _register(name, data, texts, _make_vocabulary(vocabulary, extra_ids), (rouge,))
 
 
 def tsv(
@@ -125,8 +120,7 @@ def tsv(
         split: [given] if isinstance(given, str) else list(given) for split, given in files.items()
     }
     for path in (path for given in paths.values() for path in given):
-        if not pathlib.Path(path).is_file():
-            raise ValueError(f"files: got {path!r}, which is no file, expected a TSV file")
+        text_files.check_is_file("files", path, "a TSV file")
 
     def pairs(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
         read = text_files.read_pairs(paths[split])
@@ -135,36 +129,33 @@ def tsv(
             {side: tf.constant(texts, tf.string) for side, texts in sides.items()}
         )
 
-    source = seqio.FunctionDataSource(pairs, splits=list(paths))
-    texts = functools.partial(_make_examples, prefix=prefix, source="source", target="target")
-    return _register(name, source, texts, _make_vocabulary(vocabulary, extra_ids), metric_fns)
-
-
-def _make_examples(
-    dataset: tf.data.Dataset, prefix: str, source: str, target: str
-) -> tf.data.Dataset:
-    """Returns examples with `source` after `prefix` as inputs and `target` as targets."""
-
-    return dataset.map(
-        lambda example: {
-            "inputs": tf.strings.join([prefix, example[source]]),
-            "targets": example[target],
-        },
-        num_parallel_calls=tf.data.AUTOTUNE,
-    )
+    data = seqio.FunctionDataSource(pairs, splits=list(paths))
+    texts = dict(prefix=prefix, source="source", target="target")
+    return _register(name, data, texts, _make_vocabulary(vocabulary, extra_ids), metric_fns)
 
 
 def _register(
     name: str,
-    source: seqio.DataSource,
-    texts: Callable,
+    data: seqio.DataSource,
+    texts: Mapping[str, str],
     vocabulary: seqio.Vocabulary,
     metric_fns: Sequence[Callable],
 ) -> str:
     """Registers a task that makes ids of texts as T5's tasks do.
 
-    Replaces one that was registered here under the same name.
+    It replaces one that was registered here under the same name. `texts` names the source, which
+    is put after a prefix, and the target among the fields of the data.
     """
+
+    def make_examples(dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return dataset.map(
+            lambda example: {
+                "inputs": tf.strings.join([texts["prefix"], example[texts["source"]]]),
+                "targets": example[texts["target"]],
+            },
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+
     if name in seqio.TaskRegistry.names():
         if name not in _OURS:
             raise ValueError(
@@ -173,9 +164,9 @@ def _register(
         seqio.TaskRegistry.remove(name)
     seqio.TaskRegistry.add(
         name,
-        source=source,
+        source=data,
         preprocessors=[
-            texts,
+            make_examples,
             seqio.preprocessors.tokenize,
             seqio.CacheDatasetPlaceholder(),
             seqio.preprocessors.append_eos_after_trim,

@@ -9,8 +9,10 @@ import dataclasses
 import inspect
 import operator
 import os
+import re
+import types
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +20,28 @@ import numpy as np
 
 from specdec_jax.files.reading import mismatch_error, quote_value
 
+AnyClass = TypeVar("AnyClass", bound=type)
+
 
 def make_option(default: Any, text: str) -> Any:
     """Returns a field of a dataclass of options; `text` is its help on the command line."""
     return dataclasses.field(default=default, metadata={"help": text})
+
+
+def read_attributes(cls: type) -> dict[str, str]:
+    """Returns what the docstring of a class says of its attributes, by name."""
+    listed = (inspect.getdoc(cls) or "").partition("Attributes:\n  ")[2]
+    items = re.split(r"\n  (?=\S)", listed.split("\n\n")[0])
+    texts = (" ".join(item.split()).partition(": ") for item in items)
+    return {name: text for name, _, text in texts}
+
+
+def document_fields(cls: AnyClass) -> AnyClass:
+    """Gives fields of a dataclass of options their help, which its docstring has."""
+    own = {field.name: field for field in dataclasses.fields(cls)}
+    for name, text in read_attributes(cls).items():
+        own[name].metadata = types.MappingProxyType({"help": text})
+    return cls
 
 
 def quote(value: Any) -> str:

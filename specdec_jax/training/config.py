@@ -4,51 +4,45 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.training.corpus import Corpus, Pairs, Text
 from specdec_jax.training.losses import DIVERGENCES, TeacherAgreement
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The settings that every training run has.
 
     Subclasses add those of one kind of run. The fields give the flags and help of a command, the
     names in gin, and the record in a run's folder.
+
+    Attributes:
+      validation_files: files for validation, of the kind that is trained on; repeatable
+      steps: optimiser steps in all; a run may be resumed with another number
+      warmup_steps: steps of linear warm-up at the start (default: a twentieth of the steps)
+      decay_steps: steps of linear decay to zero at the end (default: a quarter of the steps)
+      learning_rate: size of a step relative to the root mean square of the array it changes
+      buckets: padded lengths, ascending; longer examples are left out
+      seed: seed of the initial parameters, the order of the batches, dropout, and samples
+      dtype: float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)
     """
 
     output_dir: str = make_option("", "folder of the run; a run that is there is resumed")
-    validation_files: tuple[str, ...] = make_option(
-        (), "files for validation, of the kind that is trained on; repeatable"
-    )
+    validation_files: tuple[str, ...] = ()
     data_dir: str = make_option("", "folder to which the names of the files are relative")
-    steps: int = make_option(
-        2000, "optimiser steps in all; a run may be resumed with another number"
-    )
-    warmup_steps: int | None = make_option(
-        None, "steps of linear warm-up at the start (default: a twentieth of the steps)"
-    )
-    decay_steps: int | None = make_option(
-        None, "steps of linear decay to zero at the end (default: a quarter of the steps)"
-    )
-    learning_rate: float = make_option(
-        0.01, "size of a step relative to the root mean square of the array it changes"
-    )
+    steps: int = 2000
+    warmup_steps: int | None = None
+    decay_steps: int | None = None
+    learning_rate: float = 0.01
     batch_tokens: int = make_option(4096, "padded tokens on the longer side of a batch")
-    buckets: tuple[int, ...] = make_option(
-        (8, 10, 12, 14, 16, 20, 24, 32, 48, 64),
-        "padded lengths, ascending; longer examples are left out",
-    )
-    seed: int = make_option(
-        0, "seed of the initial parameters, the order of the batches, dropout, and samples"
-    )
+    buckets: tuple[int, ...] = (8, 10, 12, 14, 16, 20, 24, 32, 48, 64)
+    seed: int = 0
     log_every: int = make_option(20, "steps between two records in the log")
     save_every: int = make_option(100, "steps between two checkpoints")
     evaluate_every: int = make_option(200, "steps between two validations")
-    dtype: str | None = make_option(
-        None, "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on an accelerator)"
-    )
+    dtype: str | None = None
 
     def paths(self, name: str) -> list[pathlib.Path]:
         """Returns the paths of the files in the field `name`, within `data_dir`."""
@@ -136,38 +130,32 @@ class TeacherConfig(RunConfig):
     )
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(ExamplesConfig, TeacherConfig):
     """The settings of a run that trains a model.
+
+    Attributes:
+      model: shape of the network; its matmul_dtype and dropout_rate count in training only, and its
+        dtype is set by `dtype` above
+      initialise_from: model of the same shape and vocabulary, or with fewer layers, whose
+        parameters a new run begins with (default: random ones)
+      vocabulary: SentencePiece model or tokenizer.json, written if it does not exist (default: the
+        vocabulary of the teacher, else of initialise_from, else vocabulary.model in output_dir,
+        which is trained on the train files)
+      vocabulary_size: ids: the vocabulary's tokens, and the sentinels of the model it comes from
+      sequence_length: of a decoder-only model, and required there: tokens of the blocks into which
+        text is cut, in the place of the buckets
 
     Raises:
       ValueError: a setting outside its range, or settings that contradict each other.
     """
 
-    model: ModelConfig = make_option(
-        dataclasses.MISSING,
-        "shape of the network; its matmul_dtype and dropout_rate count in training only, and its"
-        " dtype is set by `dtype` above",
-    )
-    initialise_from: str | None = make_option(
-        None,
-        "model of the same shape and vocabulary, or with fewer layers, whose parameters a new run"
-        " begins with (default: random ones)",
-    )
-    vocabulary: str = make_option(
-        "",
-        "SentencePiece model or tokenizer.json, written if it does not exist (default: the"
-        " vocabulary of the teacher, else of initialise_from, else vocabulary.model in output_dir,"
-        " which is trained on the train files)",
-    )
-    vocabulary_size: int = make_option(
-        6144, "ids: the vocabulary's tokens, and the sentinels of the model it comes from"
-    )
-    sequence_length: int | None = make_option(
-        None,
-        "of a decoder-only model, and required there: tokens of the blocks into which text is cut,"
-        " in the place of the buckets",
-    )
+    model: ModelConfig
+    initialise_from: str | None = None
+    vocabulary: str = ""
+    vocabulary_size: int = 6144
+    sequence_length: int | None = None
     teacher: str | None = make_option(None, "model of the same kind to distil from")
 
     def __post_init__(self) -> None:

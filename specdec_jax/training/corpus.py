@@ -44,13 +44,10 @@ class Corpus(abc.ABC):
         seed: int,
         start_token: int | None = None,
     ) -> BucketedBatches:
-        """Returns batches of the files' texts.
+        """Returns batches of the files' texts; `batch_tokens` and `seed` as for `BucketedBatches`.
 
         Args:
-          vocabulary: encodes the texts.
-          paths: the files.
           ids: number of ids that the model has; ids in a file must lie below it.
-          batch_tokens, seed: as for `BucketedBatches`.
           start_token: id that a document begins with, where that is part of the targets; None: EOS.
 
         Raises:

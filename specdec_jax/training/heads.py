@@ -18,7 +18,7 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader
 from specdec_jax.drafters.heads import HeadsDrafter
 from specdec_jax.files.progress import print_line
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.family import ModelConfig
 from specdec_jax.models.heads import Heads, HeadsConfig, HeadsNetwork, head_weight, init_params
 from specdec_jax.models.language_model import LanguageModel
@@ -33,9 +33,21 @@ from specdec_jax.training.run_folder import Checkpoints, record_target
 from specdec_jax.training.run_vocabulary import RunVocabulary
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadsTrainConfig(ExamplesConfig):
     """The settings of a run that trains heads.
+
+    Attributes:
+      target: model on whose states the heads are put: a folder or a bundled name
+      share_head: whether logits come from the target's own output layer, not from one of each head
+      steps: optimiser steps in all; a run may be resumed with another number
+      decay_steps: steps of linear decay to zero at the end (default: half of the steps)
+      soft_weight: w in (1 - w) * cross-entropy + w * KL(target || head), with the target's
+        distribution after the tokens in between, which a head does not see
+      backbone_weight: weight of the target's own cross-entropy beside the heads' loss; above 0 if
+        and only if the target is trained
+      matmul_dtype: dtype to which operands of products are rounded (default: they are not)
 
     Raises:
       ValueError: a setting outside its range, or settings that contradict each other.
@@ -43,38 +55,20 @@ class HeadsTrainConfig(ExamplesConfig):
 
     decay_share = 2
 
-    target: str = make_option(
-        dataclasses.MISSING, "model on whose states the heads are put: a folder or a bundled name"
-    )
+    target: str
     num_heads: int = make_option(4, "number of heads; each predicts one token more ahead")
     num_blocks: int = make_option(1, "residual blocks in each head")
-    share_head: bool = make_option(
-        True, "whether logits come from the target's own output layer, not from one of each head"
-    )
-    steps: int = make_option(
-        1000, "optimiser steps in all; a run may be resumed with another number"
-    )
-    decay_steps: int | None = make_option(
-        None, "steps of linear decay to zero at the end (default: half of the steps)"
-    )
+    share_head: bool = True
+    steps: int = 1000
+    decay_steps: int | None = None
     learning_rate: float = make_option(0.001, "learning rate of Adam, for the heads")
     label_smoothing: float = make_option(0.0, "probability that is spread over the vocabulary")
-    soft_weight: float = make_option(
-        0.0,
-        "w in (1 - w) * cross-entropy + w * KL(target || head), with the target's distribution"
-        " after the tokens in between, which a head does not see",
-    )
+    soft_weight: float = 0.0
     backbone_learning_rate: float = make_option(
         0.0, "learning rate of the target, as that of a model's training; 0: the target stays"
     )
-    backbone_weight: float = make_option(
-        0.0,
-        "weight of the target's own cross-entropy beside the heads' loss; above 0 if and only if"
-        " the target is trained",
-    )
-    matmul_dtype: str | None = make_option(
-        None, "dtype to which operands of products are rounded (default: they are not)"
-    )
+    backbone_weight: float = 0.0
+    matmul_dtype: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -168,10 +162,7 @@ def heads_loss(
 
 
 def assess_heads(
-    params: dict,
-    batch: Batch,
-    objective: HeadsObjective,
-    target_params: dict | None = None,
+    params: dict, batch: Batch, objective: HeadsObjective, target_params: dict | None = None
 ) -> tuple[Metrics, None]:
     """Returns the metrics of heads on a batch; takes the place of `losses.assess`."""
     return heads_loss(params, batch, objective, target_params)[1], None

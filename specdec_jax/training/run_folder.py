@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 
 from specdec_jax.files import reading
 from specdec_jax.files.progress import Progress
+from specdec_jax.files.reading import mismatch_error
 from specdec_jax.files.writing import name_errors, write_file
 from specdec_jax.models.families import describe
 from specdec_jax.models.language_model import LanguageModel
@@ -78,9 +79,8 @@ class Checkpoints:
             return self.newest.restore(self.step, args=ocp.args.StandardRestore(state))
         except (ValueError, KeyError, TypeError) as error:
             folder = self.newest.directory / str(self.step)
-            raise ValueError(
-                f"{folder}: got a checkpoint of another model, expected that of the settings:"
-                f" {error}"
+            raise mismatch_error(
+                folder, "a checkpoint of another model", f"that of the settings: {error}"
             ) from error
 
     def restore_best(self, state: TrainState) -> dict:
@@ -175,13 +175,8 @@ def record_contents(
 ) -> list[str]:
     """Writes `contents.json`, hashes of what a run reads.
 
-    Returns a line for each file with other contents before `step`.
-
-    Args:
-      output: the run's folder.
-      step: the step at which the run is resumed, or None.
-      vocabulary: hash of the vocabulary.
-      files: paths of the files by their names in the settings.
+    Returns a line for each file with other contents before `step`, at which the run is resumed.
+    `vocabulary` is its hash; `files` are paths by their names in the settings.
 
     Raises:
       ValueError: the run began with a vocabulary that gives other ids for the same text.
@@ -196,9 +191,7 @@ def record_contents(
         raise ValueError(f"vocabulary: got another one, expected {expected}")
     known = before.get("files", {})
     if not isinstance(known, dict):
-        raise ValueError(
-            f"{path}: files: got {reading.quote_value(known)}, expected digests by name"
-        )
+        raise mismatch_error(f"{path}: files", reading.quote_value(known), "digests by name")
     write_file(path, json.dumps({"vocabulary": vocabulary, "files": digests}, indent=1))
     changed = [name for name, digest in digests.items() if known.get(name, digest) != digest]
     return [f"changed since step {step}: contents of {name}" for name in changed]

@@ -61,12 +61,8 @@ class RunVocabulary(NamedTuple):
     def from_checkpoint(cls, path: str, name: str) -> "RunVocabulary":
         """Returns the vocabulary and special ids of a checkpoint, whose parameters are not read.
 
-        Args:
-          path: path or bundled name of the checkpoint.
-          name: what it is called in messages.
-
-        Raises:
-          ValueError: there is no such checkpoint, or it has no vocabulary.
+        `name` is what it is called in messages. Raises ValueError if there is no such checkpoint,
+        or it has no vocabulary.
         """
         folder = loader.resolve(path)
         return cls._from_parts(loader.open_complete(folder), path, name)

@@ -12,7 +12,7 @@ from specdec_jax.checkpoints import loader
 from specdec_jax.decoding.continuous_batching import decode_all
 from specdec_jax.files.progress import Progress
 from specdec_jax.files.writing import write_file
-from specdec_jax.models.arguments import make_option
+from specdec_jax.models.arguments import document_fields, make_option
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.t5 import T5Config, check_t5
 from specdec_jax.speculative.sampling import SamplingConfig
@@ -20,22 +20,30 @@ from specdec_jax.tokenizers.vocabularies import Vocabulary
 from specdec_jax.training.batches import check_buckets
 from specdec_jax.training.config import TeacherConfig, TrainConfig
 from specdec_jax.training.run_folder import defer_signals
+from specdec_jax.training.text_files import check_is_file
 
 _SHAPE = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "num_decoder_layers", "mlp_dim")
 
 
+@document_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig(TeacherConfig):
-    """The settings of `specdec distill`."""
+    """The settings of `specdec distill`.
 
-    target: str | None = make_option(
-        None, "model to learn from: a checkpoint's folder or a bundled name"
-    )
-    drafter: str | None = make_option(
-        None,
-        "model to start from, with the target's vocabulary (--drafter_shape makes a new one"
-        " instead)",
-    )
+    Attributes:
+      target: model to learn from: a checkpoint's folder or a bundled name
+      drafter: model to start from, with the target's vocabulary (--drafter_shape makes a new one
+        instead)
+      greedy: train and validate on the target's argmax output for every source
+      samples: train and validate on this many samples of the target for every source
+      max_new_tokens: maximum length of an output, in tokens; a longer one is cut
+      shard_size: sources whose outputs are written together; a kill loses at most as many
+      distill_weight: w in the loss of every token, (1 - w) * cross-entropy + w * divergence
+      matmul_dtype: dtype to which operands of products are rounded (default: they are not)
+    """
+
+    target: str | None = None
+    drafter: str | None = None
     drafter_shape: tuple[int, ...] = make_option(
         (),
         f"shape of a new drafter: {', '.join(_SHAPE)}, comma-separated; the rest is as in the"
@@ -45,26 +53,14 @@ class DistillConfig(TeacherConfig):
         (), "UTF-8 text, gzip or not, one source a line (what follows a tab is ignored); repeatable"
     )
     max_sources: int = make_option(0, "sources to take from each file, evenly spread; 0: all")
-    greedy: bool = make_option(
-        True, "train and validate on the target's argmax output for every source"
-    )
-    samples: int = make_option(
-        0, "train and validate on this many samples of the target for every source"
-    )
+    greedy: bool = True
+    samples: int = 0
     temperature: float = make_option(1.0, "temperature of the samples")
-    max_new_tokens: int = make_option(
-        64, "maximum length of an output, in tokens; a longer one is cut"
-    )
+    max_new_tokens: int = 64
     batch_size: int = make_option(64, "sources decoded together")
-    shard_size: int = make_option(
-        2048, "sources whose outputs are written together; a kill loses at most as many"
-    )
-    distill_weight: float = make_option(
-        1.0, "w in the loss of every token, (1 - w) * cross-entropy + w * divergence"
-    )
-    matmul_dtype: str | None = make_option(
-        None, "dtype to which operands of products are rounded (default: they are not)"
-    )
+    shard_size: int = 2048
+    distill_weight: float = 1.0
+    matmul_dtype: str | None = None
 
     def check(self) -> None:
         """Raises ValueError for settings that can be seen to be wrong before a model is loaded."""
@@ -79,9 +75,7 @@ class DistillConfig(TeacherConfig):
                 raise ValueError(f"{name}: got nothing, expected {expected}")
         for name in ("source_files", "validation_files"):
             for path in self.paths(name):
-                if not path.is_file():
-                    got = f"{str(path)!r}, which is no file"
-                    raise ValueError(f"{name}: got {got}, expected a UTF-8 text file")
+                check_is_file(name, path)
         if bool(self.drafter) == bool(self.drafter_shape):
             got = "both" if self.drafter else "nothing"
             raise ValueError(f"drafter, drafter_shape: got {got}, expected one of them")
@@ -180,10 +174,7 @@ def plan_jobs(
 def write_outputs(config: DistillConfig, target: LanguageModel, jobs: list[Job]) -> None:
     """Writes every file of outputs that is not there yet."""
     total = sum(len(job.texts) * job.per_source for job in jobs)
-    with (
-        defer_signals() as signals,
-        Progress("generating targets", total, "targets") as progress,
-    ):
+    with defer_signals() as signals, Progress("generating targets", total, "targets") as progress:
         for job in jobs:
             starts = range(0, len(job.texts), config.shard_size)
             for start in starts:
@@ -212,11 +203,7 @@ def _stop_if_asked(signals: list[int], progress: Progress) -> None:
 
 
 def _yield_lines(
-    config: DistillConfig,
-    target: LanguageModel,
-    job: Job,
-    start: int,
-    say: Callable[[str], None],
+    config: DistillConfig, target: LanguageModel, job: Job, start: int, say: Callable[[str], None]
 ) -> Iterator[str]:
     """Yields a line for each output of one shard, "" for one whose logits were not finite.
 

@@ -7,11 +7,17 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from specdec_jax.files.reading import PathLike
+from specdec_jax.files.reading import PathLike, mismatch_error
 from specdec_jax.tokenizers.vocabularies import LONGEST_TEXT
 
 _LONGEST_LINE = 4 * LONGEST_TEXT  # bytes; a longer line is too long a text to be encoded
 _COUNTED = 1 << 25  # how many bytes of a longer line are read, for the message
+
+
+def check_is_file(name: str, path: PathLike, expected: str = "a UTF-8 text file") -> None:
+    """Raises ValueError, with the option's name, if there is no file at `path`."""
+    if not pathlib.Path(path).is_file():
+        raise mismatch_error(name, f"{str(path)!r}, which is no file", expected)
 
 
 def read_lines(path: PathLike) -> Iterator[str]:

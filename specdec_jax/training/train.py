@@ -17,7 +17,7 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.checkpoints import converter, loader, native_format
 from specdec_jax.files import reading
 from specdec_jax.files.progress import print_line
-from specdec_jax.files.reading import digest
+from specdec_jax.files.reading import digest, mismatch_error
 from specdec_jax.files.writing import lock_folder
 from specdec_jax.models.families import build_config
 from specdec_jax.models.family import ModelConfig
@@ -91,15 +91,8 @@ def run_to_end(
 ) -> TrainState:
     """Takes the remaining steps of the run in `settings.output_dir`, and writes its result.
 
-    Args:
-      settings: the settings as the run's folder records them.
-      fixed: picks the settings that must not differ in a run that is resumed.
-      make_run: makes the run from its checkpoints.
-      on_start: called before the first step, when nothing can reject the run any more.
-      select: figure by which the best parameters are chosen.
-
-    Returns:
-      The state of the last step.
+    Returns the state of the last step. `fixed` picks the settings that must not differ in a run
+    that is resumed, and `make_run` makes the run from its checkpoints; `on_start` is as for `fit`.
     """
     output = pathlib.Path(settings.output_dir).absolute()
     output.mkdir(parents=True, exist_ok=True)
@@ -155,14 +148,11 @@ def export(
             f"{output_dir}: got a folder without config.json, expected the folder of a training run"
         )
     stored = reading.read_json(output / "config.json")
-    config = TrainConfig(
-        **{**stored, "model": _read_recorded_shape(stored), "output_dir": str(output)}
-    )
+    shape = build_config(stored["model"])
+    config = TrainConfig(**{**stored, "model": shape, "output_dir": str(output)})
     saved = Checkpoints(output, select=config.select)
     if saved.step is None and (which == "newest" or saved.best.best_step() is None):
-        raise ValueError(
-            f"{output_dir}: got no checkpoint, expected a training run that has saved one"
-        )
+        raise mismatch_error(output_dir, "no checkpoint", "a training run that has saved one")
     state = _make_abstract_state(config)
     params = saved.restore_best(state) if which == "best" else saved.restore(state).params
     network = config.model.replace(matmul_dtype=None, dropout_rate=0.0)
@@ -218,7 +208,7 @@ class Run:
     @staticmethod
     def fixed(settings: dict) -> dict:
         """Returns the settings that must not differ in a run that is resumed."""
-        model = _drop_rounding(_read_recorded_shape(settings))
+        model = _drop_rounding(build_config(settings["model"]))
         return {"model": model, "initialise_from": settings["initialise_from"]}
 
     def read(self, ids: RunVocabulary) -> None:
@@ -248,8 +238,7 @@ class Run:
         if self._initial is not None:
             params, self._initial = self._initial, None
             return TrainState.begin(params, self.optimizer)
-        init = functools.partial(_init, self.config)
-        return jax.jit(init)(jax.random.key(self.config.seed))
+        return jax.jit(self.init)(jax.random.key(self.config.seed))
 
     def init(self, key: jax.Array) -> TrainState:
         """Returns a state like the run's, with random parameters."""
@@ -412,11 +401,6 @@ def check_files(config: ExamplesConfig, kind: str) -> None:
             expect(path.is_file(), name, str(path), kind)
     output = pathlib.Path(config.output_dir)
     config.expect("output_dir", output.is_dir() or not output.exists(), "a folder, or none yet")
-
-
-def _read_recorded_shape(settings: dict) -> ModelConfig:
-    """Returns the network's configuration in a run's `config.json`."""
-    return build_config(settings["model"])
 
 
 def _drop_rounding(model: ModelConfig) -> ModelConfig:

@@ -8,6 +8,7 @@ import tiers
 from toy_models import HashModel
 
 from specdec_jax.analysis import acceptance, variants
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands import measure
 from specdec_jax.decoding.generate import generate
 from specdec_jax.drafters.model import ModelDrafter
@@ -23,7 +24,7 @@ def score(*verifiers, **settings) -> acceptance.Acceptance:
     options = measure.MeasureOptions(
         target="target", drafter="drafter", **{"max_new_tokens": 12, **settings}
     )
-    return acceptance.score(TARGET, ModelDrafter(DRAFT), BATCHES, verifiers, 3, options)
+    return acceptance.score(Workload(TARGET, ModelDrafter(DRAFT), BATCHES, options), verifiers, 3)
 
 
 @tiers.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}], ids=str, first=1)

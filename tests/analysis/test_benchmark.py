@@ -17,6 +17,7 @@ from specdec_jax.analysis import matmul_roofline, near_ties, predictions, step_l
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import rows, summaries
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.backends.cpu import native, packed_weights
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding import generate as decoding_generate
@@ -144,7 +145,7 @@ def test_wrong_tokens_are_reported(monkeypatch, target, batches, options):
 
     corrupt(monkeypatch, change)
     record, problems = analysis_benchmark.benchmark(
-        target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1)
+        Workload(target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1))
     )
     listed = record["speculative"][0]["differences"]
     # The first row of each batch: by their places in the input, not among the sorted.
@@ -163,7 +164,7 @@ def test_wrong_tokens_are_reported(monkeypatch, target, batches, options):
 def test_missing_outputs_are_reported(monkeypatch, target, batches, options):
     corrupt(monkeypatch, lambda result: result._replace(lengths=result.lengths * 0))
     _, problems = analysis_benchmark.benchmark(
-        target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1)
+        Workload(target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1))
     )
     assert problems == ["gamma 3: got no output for 3 inputs, expected one as in plain decoding"]
 
@@ -381,7 +382,7 @@ def test_preset_times_shapes_with_random_weights(monkeypatch):
         batch_size=2,
     )
     options.check()
-    record, problems = analysis_benchmark.benchmark(*benchmark_command.load(options), options)
+    record, problems = analysis_benchmark.benchmark(benchmark_command.load(options))
     assert problems == [] and record["speculative"] == []  # α of random weights would mean nothing
     assert record["plain"]["tokens"] == 24  # no EOS: full length
     assert (
@@ -398,7 +399,7 @@ def test_preset_without_a_drafter_measures_calls_and_the_cost_of_sampling(monkey
         preset="tiny", gamma=(3,), max_new_tokens=6, repeats=2, input_length=5, temperature=0.7
     )
     options.check()
-    record, problems = analysis_benchmark.benchmark(*benchmark_command.load(options), options)
+    record, problems = analysis_benchmark.benchmark(benchmark_command.load(options))
     assert problems == [] and record["drafter"] is None and set(record["verify_cost"]) == {"3"}
     assert set(record["sampling_cost"]) == {"3"}
     for added in record["sampling_cost"].values():

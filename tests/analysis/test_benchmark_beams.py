@@ -21,7 +21,7 @@ from specdec_jax.analysis.report import (
     rows,
     summaries,
 )
-from specdec_jax.analysis.variants import Variant
+from specdec_jax.analysis.variants import Variant, Workload
 from specdec_jax.commands import benchmark as benchmark_command
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -55,7 +55,7 @@ def measured(target, options, batches):
     """Drafter = target; what "t5x" decodes is ours."""
     others = {"t5x": another(target, batches)}
     record, problems = analysis_beams.benchmark_beams(
-        target, sd.ModelDrafter(target), batches, options, others
+        Workload(target, sd.ModelDrafter(target), batches, options), others
     )
     return json.loads(json.dumps(record)), problems
 
@@ -163,7 +163,7 @@ def test_wrong_tokens_are_reported(target, batches, options):
 
     once = dataclasses.replace(options, repeats=1, drafter=None, beam_width=())
     others = {"t5x": another(target, batches, change)}
-    record, problems = analysis_beams.benchmark_beams(target, None, batches, once, others)
+    record, problems = analysis_beams.benchmark_beams(Workload(target, None, batches, once), others)
     assert record["searches"] == [] and record["drafter"] is None
     actual = record["against"]["differences"]
     assert [(item["input"], item["position"], item["near_tie"]) for item in actual] == [
@@ -205,7 +205,9 @@ def test_prints_and_writes(monkeypatch, capsys, tmp_path, target, batches, optio
     file = tmp_path / "record.json"
     asked = dataclasses.replace(options, repeats=1, beam_width=(2,), output=str(file))
     monkeypatch.setattr(
-        benchmark_command, "load", lambda _: (target, sd.ModelDrafter(target), batches)
+        benchmark_command,
+        "load",
+        lambda options: Workload(target, sd.ModelDrafter(target), batches, options),
     )
     benchmark_command.run(asked)
     record = json.loads(file.read_text())
@@ -266,14 +268,16 @@ def test_a_drafter_that_drafts_no_trees_is_rejected_before_anything_is_timed(
         (sd.PromptLookupDrafter(), "beam_width: got 40 with PromptLookupDrafter, expected 2"),
     ):
         with pytest.raises(ValueError, match=message):
-            analysis_beams.benchmark_beams(target, drafter, batches, options)
+            analysis_beams.benchmark_beams(Workload(target, drafter, batches, options))
 
 
 def test_widths_that_are_not_given_are_the_drafters(target, batches, options):
     def widths(drafter, *wanted):
         return [
             tree.width
-            for tree in analysis_beams.beam_choices(target, drafter, (3,), wanted, batches, options)
+            for tree in analysis_beams.beam_choices(
+                Workload(target, drafter, batches, options), (3,), wanted
+            )
         ]
 
     assert widths(sd.ModelDrafter(target), None) == [0, 4] and widths(

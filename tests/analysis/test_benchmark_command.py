@@ -16,6 +16,7 @@ from sample_records import BENCHMARK
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import summaries
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding import generate as decoding_generate
@@ -37,7 +38,7 @@ batches, measured = benchmark_models.batches, benchmark_models.measured
 def test_dtype_of_a_preset_is_that_of_a_checkpoint(monkeypatch, capsys, platform, dtype):
     monkeypatch.setitem(families.PRESETS, "tiny", CONFIG)
     monkeypatch.setattr(loader.jax, "default_backend", lambda: platform)
-    target, _, _ = benchmark_command.load(benchmark_command.BenchmarkOptions(preset="tiny"))
+    target = benchmark_command.load(benchmark_command.BenchmarkOptions(preset="tiny")).target
     assert target.config.dtype == dtype and dtype in capsys.readouterr().err
 
 
@@ -54,7 +55,7 @@ def test_progress_of_every_part_is_shown(monkeypatch, target, batches, options):
     monkeypatch.setattr(progress, "_DELAY", 0.0)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     analysis_benchmark.benchmark(
-        target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1)
+        Workload(target, ModelDrafter(target), batches, dataclasses.replace(options, repeats=1))
     )
     bars = re.split(r"[\r\n]", re.sub(r"\x1b\[[\d?;]*\w", "", screen.getvalue()))
     for what in (
@@ -80,7 +81,7 @@ def test_lossy_verifier_in_the_speculative_variant(batches, target):
     rates = []
     for how in ({}, {"verifier": "lenient", "lenience": 1e-30}):
         record, problems = analysis_benchmark.benchmark(
-            target, drafter, batches, dataclasses.replace(options, **how)
+            Workload(target, drafter, batches, dataclasses.replace(options, **how))
         )
         rates.append(record["speculative"][0]["stats"]["acceptance_rate"])
         assert problems == [] and record["speculative"][0]["differences"] == []
@@ -121,7 +122,9 @@ def test_block_verification_has_no_rate_to_predict_from(target, batches, options
 def test_a_record_survives_whatever_fails(monkeypatch, capsys, tmp_path, fails):
     output = tmp_path / "record.json"
     monkeypatch.setattr(benchmark_command, "benchmark", lambda *_: (BENCHMARK, []))
-    monkeypatch.setattr(benchmark_command, "load", lambda _: (None, None, []))
+    monkeypatch.setattr(
+        benchmark_command, "load", lambda options: Workload(None, None, [], options)
+    )
     options = benchmark_command.BenchmarkOptions(
         target="target", output=str(output), json=fails == "write"
     )

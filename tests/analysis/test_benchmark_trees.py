@@ -19,6 +19,7 @@ from specdec_jax.analysis import acceptance, predictions, step_loops, timing
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import page, plots, records, rows, summaries
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import main, suite
 from specdec_jax.speculative.tree_text import read_tree
@@ -47,7 +48,7 @@ def options() -> benchmark_command.BenchmarkOptions:
 def measured(target, options, batches):
     """Drafter = target."""
     record, problems = analysis_benchmark.benchmark(
-        target, sd.ModelDrafter(target), batches, options
+        Workload(target, sd.ModelDrafter(target), batches, options)
     )
     return json.loads(json.dumps(record)), problems
 
@@ -123,6 +124,7 @@ def test_predicted_tokens_are_those_of_the_hit_rate_measured(measured, target, o
     assert (dynamic["predicted"], dynamic["prediction"]) == (None, "dynamic")
     drafter = sd.ModelDrafter(noisy_copy(target, 0.5))
     sampled = dataclasses.replace(options, temperature=1.0, seed=3)
+    workload = Workload(target, drafter, batches, sampled)
     results = [
         batch.decode_with(
             lambda batch: sd.generate(
@@ -131,8 +133,8 @@ def test_predicted_tokens_are_those_of_the_hit_rate_measured(measured, target, o
         )
         for batch in batches
     ]
-    found = acceptance.measure_hit_rate(target, drafter, batches, results, sampled.sampling())
-    scored = acceptance.score(target, drafter, batches, ("block",), 3, sampled)
+    found = acceptance.measure_hit_rate(workload, results)
+    scored = acceptance.score(workload, ("block",), 3)
     assert found == scored.hit_rate and 0 < found["mixed"][0][0] < found["mixed"][1][0] < 1
 
     def tokens(text):
@@ -236,7 +238,9 @@ def test_wrong_tokens_are_reported_where_they_must_be_equal(
     once = dataclasses.replace(
         options, repeats=1, temperature=temperature, verifier=verifier, tree=(STATIC,)
     )
-    record, problems = analysis_benchmark.benchmark(target, sd.ModelDrafter(target), batches, once)
+    record, problems = analysis_benchmark.benchmark(
+        Workload(target, sd.ModelDrafter(target), batches, once)
+    )
     assert [
         (item["input"], item["position"]) for item in record["trees"][0]["differences"]
     ] == found
@@ -327,7 +331,9 @@ def test_a_drafter_of_chains_is_rejected_before_anything_is_timed(
         analysis_benchmark.analysis_variants, "warm_up", lambda *_: pytest.fail("timed")
     )
     with pytest.raises(ValueError, match="tree: got one for RandomDrafter"):
-        analysis_benchmark.benchmark(target, sd.RandomDrafter(CONFIG.vocab_size), batches, options)
+        analysis_benchmark.benchmark(
+            Workload(target, sd.RandomDrafter(CONFIG.vocab_size), batches, options)
+        )
 
 
 def test_the_flag_is_repeatable(monkeypatch):

@@ -15,9 +15,10 @@ import toy_processors
 from measured_pair import ACCEPTED
 from toy_models import HashModel, HashNetwork
 
-from specdec_jax.analysis import acceptance, expectations, formulas, timing, variants
+from specdec_jax.analysis import acceptance, expectations, formulas, predictions, timing, variants
 from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands import measure
 from specdec_jax.decoding import autotune
 from specdec_jax.decoding.generate import generate
@@ -141,7 +142,7 @@ def test_hit_rate_of_a_sample():
     """The hit rate of one child is α; every further child adds what the record has."""
     drafter, batches = ModelDrafter(DRAFT), make_batches(8, 4)
     for kind, how in (("top", options()), ("mixed", options(temperature=1.0))):
-        found = acceptance.score(TARGET, drafter, batches, ("block",), 2, how)
+        found = acceptance.score(Workload(TARGET, drafter, batches, how), ("block",), 2)
         mean, error = np.transpose(found.hit_rate[kind])
         assert list(found.hit_rate) == (["top"] if kind == "top" else ["top", "mixed"])
         assert mean[0] == pytest.approx(found.alpha, abs=1e-6) and error[0] == pytest.approx(
@@ -192,10 +193,8 @@ def make_batches(rows: int, size: int):
 def greedy():
     """Eight rows, scored and counted with γ = 3, and decoded with every γ up to it."""
     drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), make_batches(8, 4)
-    ways = {
-        how: getattr(acceptance, how)(TARGET, drafter, batches, ("block",), 3, options())
-        for how in ("score", "count")
-    }
+    workload = Workload(TARGET, drafter, batches, options())
+    ways = {how: getattr(acceptance, how)(workload, ("block",), 3) for how in ("score", "count")}
     results = {
         gamma: [
             generate(TARGET, batch.ids, drafter=drafter, gamma=gamma, max_new_tokens=12)
@@ -299,7 +298,7 @@ def test_counting_and_overlap_agree_on_the_same_positions(name):
     drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     inputs = [[2 + i % 8, 3 + i % 5] for i in range(256)]
     batches = variants.cut_batches(inputs, inputs, 128, 0)
-    found = acceptance.compare(TARGET, drafter, batches, 3, how)
+    found = acceptance.compare(Workload(TARGET, drafter, batches, how), 3)
     result = [
         generate(
             TARGET,
@@ -323,21 +322,23 @@ def test_counting_and_overlap_agree_whatever_verifies_the_rest():
     drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), make_batches(5, 4)
     assert any(not ids for ids in batches[-1].ids)
     ways = [options(temperature=1.0), options(temperature=1.0, verifier="lenient", lenience=0.1)]
-    first, second = (acceptance.compare(TARGET, drafter, batches, 3, how) for how in ways)
+    first, second = (acceptance.compare(Workload(TARGET, drafter, batches, how), 3) for how in ways)
     assert first == second and first.positions > 0
 
 
 def test_nothing_drafted_is_nothing_to_compare():
     drafter = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0))
     assert (
-        acceptance.compare(TARGET, drafter, make_batches(2, 2), 3, options(max_new_tokens=1))
+        acceptance.compare(
+            Workload(TARGET, drafter, make_batches(2, 2), options(max_new_tokens=1)), 3
+        )
         is None
     )
 
 
 def test_counting_and_overlap_are_one_with_argmax():
     drafter, batches = ModelDrafter(HashModel(V, 1, likeness=0.7, spread=6.0)), make_batches(9, 4)
-    found = acceptance.compare(TARGET, drafter, batches, 3, options())
+    found = acceptance.compare(Workload(TARGET, drafter, batches, options()), 3)
     assert found.counted == found.overlap and found.difference == 0 and 0 < found.counted < 1
 
 
@@ -352,7 +353,9 @@ def test_another_drafters_distribution_does_not_agree(monkeypatch):
     monkeypatch.setattr(
         acceptance, "agreement", lambda target, _, *rest: agreement(target, other, *rest)
     )
-    found = acceptance.compare(TARGET, drafter, batches, 3, options(temperature=0.5, seed=1))
+    found = acceptance.compare(
+        Workload(TARGET, drafter, batches, options(temperature=0.5, seed=1)), 3
+    )
     assert abs(found.difference) > 3 * found.standard_error
 
     def shifted(*args):
@@ -360,7 +363,7 @@ def test_another_drafters_distribution_does_not_agree(monkeypatch):
         return agreed._replace(overlap=np.roll(agreed.overlap, 1, axis=1))
 
     monkeypatch.setattr(acceptance, "agreement", shifted)
-    found = acceptance.compare(TARGET, drafter, make_batches(9, 4), 3, options())
+    found = acceptance.compare(Workload(TARGET, drafter, make_batches(9, 4), options()), 3)
     assert found.difference != 0
 
 
@@ -398,7 +401,7 @@ def test_damaged_models_are_named_with_the_number_of_the_input():
         match="input [012]: got logits from the drafter hash .* at new token 0",
     ):
         acceptance.score(
-            sound, ModelDrafter(nothing), batches, ("token",), 2, options(temperature=1.0)
+            Workload(sound, ModelDrafter(nothing), batches, options(temperature=1.0)), ("token",), 2
         )
 
 
@@ -406,17 +409,17 @@ def test_what_cannot_be_scored_is_counted():
     """No model; and a verifier whose outputs are not the target's."""
     batches, model = make_batches(2, 2), ModelDrafter(DRAFT)
     random = acceptance.measure_acceptance(
-        TARGET, RandomDrafter(V), batches, ("block",), 2, options()
+        Workload(TARGET, RandomDrafter(V), batches, options()), ("block",), 2
     )
     assert random.how == "counted" and 0 <= random.alpha < 1 and set(random.survival) == {"block"}
     lossy = options(verifier="lenient", lenience=1e-9)
     assert (
-        acceptance.measure_acceptance(TARGET, model, batches, ("lenient",), 2, lossy).how
+        acceptance.measure_acceptance(Workload(TARGET, model, batches, lossy), ("lenient",), 2).how
         == "counted"
     )
     assert (
         acceptance.measure_acceptance(
-            TARGET, model, batches, ("gumbel",), 2, options(verifier="gumbel")
+            Workload(TARGET, model, batches, options(verifier="gumbel")), ("gumbel",), 2
         ).how
         == "scored"
     )
@@ -527,7 +530,7 @@ def test_cost_of_a_draft_step():
         return Spread(seconds, seconds, seconds)
 
     times = {"target step": spread(2.0), "call 4": spread(3.0), "iteration 4": spread(3.4)}
-    assert expectations.draft_cost(4, times) == pytest.approx(0.4 / 4 / 2)
-    assert expectations.draft_cost(4, times | {"iteration 4": spread(2.9)}) == 0, "noise is no gain"
+    assert predictions.cost_ratio(4, times) == pytest.approx(0.4 / 4 / 2)
+    assert predictions.cost_ratio(4, times | {"iteration 4": spread(2.9)}) == 0, "noise is no gain"
     times |= {"draft step": spread(0.1), "verify 4": spread(3.0), "draft 4 and verify": spread(3.8)}
-    assert expectations.draft_cost(4, times) == pytest.approx(0.8 / 4 / 2)
+    assert predictions.cost_ratio(4, times) == pytest.approx(0.8 / 4 / 2)

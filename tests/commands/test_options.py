@@ -293,7 +293,9 @@ def test_benchmark_takes_the_options(specdec, monkeypatch):
     """What they then do to its variants is tested with it."""
     seen = []
     monkeypatch.setattr(
-        benchmark_command, "benchmark", lambda *arguments: seen.append(arguments[3]) or ({}, [])
+        benchmark_command,
+        "benchmark",
+        lambda workload, _: seen.append(workload.options) or ({}, []),
     )
     flags = [
         "--verifier=lenient",

@@ -80,11 +80,12 @@ def test_rows_of_presets():
 def test_a_killed_suite_resumes(specdec, monkeypatch, tmp_path):
     output, measure, begun = tmp_path / "records.jsonl", benchmark.benchmark, []
 
-    def killed(target, drafter, batches, options, others):
+    def killed(workload, others):
+        options = workload.options
         begun.append((options.drafter_preset, options.drafter, options.gamma))
         if len(begun) == 2:
             raise KeyboardInterrupt
-        return measure(target, drafter, batches, options, others)
+        return measure(workload, others)
 
     monkeypatch.setattr(benchmark, "benchmark", killed)
     assert specdec(*FLAGS, "--output", output)[0] == 130 and not output.exists()
@@ -159,7 +160,7 @@ def test_t5x_decodes_beside_argmax_rows_where_it_is_installed(monkeypatch, insta
     seen = []
     monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(
-        benchmark, "benchmark", lambda *arguments: seen.append(arguments[3].against) or ({}, [])
+        benchmark, "benchmark", lambda row, _: seen.append(row.options.against) or ({}, [])
     )
     monkeypatch.setattr(suite, "make_others", lambda *_: {})
     options = dict(

@@ -14,6 +14,7 @@ from specdec_jax.analysis.predictions import Work
 from specdec_jax.analysis.report import summaries
 from specdec_jax.analysis.timing import Spread
 from specdec_jax.analysis.tuning import Choice
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate, tune
 from specdec_jax.commands import options as options_command
@@ -497,7 +498,7 @@ def test_a_free_perfect_drafter_of_many_tokens_is_expected_to_be_best():
     )
     batches = variants.cut_batches([[5, 9, 1], [7, 1]], [[5, 9, 1], [7, 1]], 1, 0)
     accepted = acceptance.measure_acceptance(
-        target, ModelDrafter(target), batches, ("block",), 3, options
+        Workload(target, ModelDrafter(target), batches, options), ("block",), 3
     )
     assert accepted.alpha == 1
     choices = [PLAIN, Choice(1, "block"), Choice(3, "block")]

@@ -16,6 +16,7 @@ import specdec_jax as sd
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import step_loops, variants
 from specdec_jax.analysis.report import summaries
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.checkpoints import loader
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import generate
@@ -283,7 +284,7 @@ def test_benchmark_times_the_draft_steps(monkeypatch):
         target="target", drafter="exit:3", gamma=(3,), max_new_tokens=12, repeats=1
     )
     batches = variants.cut_batches(INPUTS[:1], INPUTS[:1], 1, 0)
-    steps = analysis_benchmark._step_variants(target(), early(), batches, options, {})
+    steps = analysis_benchmark._step_variants(Workload(target(), early(), batches, options), {})
     assert {"draft step", "draft 3 and verify"} <= set(steps) and not any(
         "drafter encoder" in name for name in steps
     )
@@ -291,7 +292,7 @@ def test_benchmark_times_the_draft_steps(monkeypatch):
     monkeypatch.setattr(
         analysis_benchmark, "_step_variants", lambda *_: {name: lambda: None for name in steps}
     )
-    record, problems = analysis_benchmark.benchmark(target(), early(), batches, options)
+    record, problems = analysis_benchmark.benchmark(Workload(target(), early(), batches, options))
     assert problems == [] and record["drafter"] == {"name": "the first 3 of 4 decoder layers"}
     (variant,) = record["speculative"]
     assert (

@@ -32,6 +32,7 @@ import specdec_jax as sd
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import variants
 from specdec_jax.analysis.report import summaries
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.decoding.checks import check_pair
 from specdec_jax.decoding.generate import prepare
@@ -245,7 +246,7 @@ def test_benchmark_predicts_nothing_for_a_cascade(monkeypatch):
         target="target", drafter="small", gamma=(3,), max_new_tokens=8, repeats=1
     )
     record, problems = analysis_benchmark.benchmark(
-        target, drafter, variants.cut_batches(INPUTS[:1], INPUTS[:1], 1, 0), options
+        Workload(target, drafter, variants.cut_batches(INPUTS[:1], INPUTS[:1], 1, 0), options)
     )
     assert problems == [] and record["drafter"] == {"name": "small over prompt lookup (2)"}
     (variant,) = record["speculative"]

@@ -14,6 +14,7 @@ from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import matmul_roofline, timing
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.report import summaries
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import main
 from specdec_jax.models import weight_layouts
@@ -141,7 +142,9 @@ def test_the_benchmark_times_what_each_reduction_gains(monkeypatch):
         "list": sd.ModelDrafter(target, 5),
         "both": sd.ModelDrafter(target, 5, True),
     }.items():
-        variants = analysis_benchmark._step_variants(target, drafter, batches, options, {})
+        variants = analysis_benchmark._step_variants(
+            Workload(target, drafter, batches, options), {}
+        )
         found[name] = {variant for variant in variants if variant.startswith("draft step")}
         assert variants["draft step"] is drafter.network
     assert found["none"] == {"draft step"} and found["list"] == {

@@ -35,6 +35,7 @@ import specdec_jax as sd
 from specdec_jax.analysis import beams, variants
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis.report import summaries
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.stored_tensor import StoredTensor
 from specdec_jax.commands import benchmark as benchmark_command
@@ -470,7 +471,7 @@ def test_benchmark_against_t5x(golden):
     batches = variants.cut_batches(rows, rows, options.batch_size, options.seed)
     others = benchmark_command.make_others(options, target)
     record, problems = analysis_benchmark.benchmark(
-        target, sd.ModelDrafter(target), batches, options, others
+        Workload(target, sd.ModelDrafter(target), batches, options), others
     )
     against = record["against"]
     assert (against["name"], against["differences"], problems) == ("t5x", [], [])
@@ -506,7 +507,7 @@ def test_benchmark_of_beams_against_t5x(golden):
     batches = variants.cut_batches(rows, rows, options.batch_size, options.seed)
     others = benchmark_command.make_others(options, target)
     record, problems = beams.benchmark_beams(
-        target, sd.ModelDrafter(target), batches, options, others
+        Workload(target, sd.ModelDrafter(target), batches, options), others
     )
     against = record["against"]
     assert (against["name"], against["differences"], problems) == ("t5x", [], [])

@@ -17,6 +17,7 @@ from toy_models import compilations, noisy_copy, tiny_t5
 import specdec_jax as sd
 from specdec_jax.analysis import acceptance, near_ties, timing, variants
 from specdec_jax.analysis import benchmark as analysis_benchmark
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.checkpoints import huggingface, loader
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import distill, main, measure
@@ -268,7 +269,7 @@ def test_benchmark():
         sd.ModelDrafter(noisy_copy(tiny(), 0.3)),
         variants.cut_batches(PAIR_PROMPTS, PAIR_PROMPTS, 1, 0),
     )
-    record, problems = analysis_benchmark.benchmark(tiny(), drafter, batches, options)
+    record, problems = analysis_benchmark.benchmark(Workload(tiny(), drafter, batches, options))
     assert not problems and record["speculative"][0]["differences"] == []
     assert {"target encoder 8", "drafter encoder 8", "draft step", "verify 2"} <= set(
         record["steps"]
@@ -314,7 +315,7 @@ def test_counting_and_overlap_are_one_after_prompts_of_different_lengths():
     drafter, prompts = sd.ModelDrafter(noisy_copy(tiny(), 0.3)), [*PAIR_PROMPTS, [5, 4]]
     options = measure.MeasureOptions(target="target", drafter="drafter", max_new_tokens=12)
     found = acceptance.compare(
-        tiny(), drafter, variants.cut_batches(prompts, prompts, 2, 0), 3, options
+        Workload(tiny(), drafter, variants.cut_batches(prompts, prompts, 2, 0), options), 3
     )
     assert found.positions > 20 and 0 < found.counted < 1 and found.counted == found.overlap
 

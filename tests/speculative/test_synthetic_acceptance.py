@@ -13,6 +13,7 @@ import specdec_jax as sd
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import variants
 from specdec_jax.analysis.report import summaries
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.commands import main
 from specdec_jax.decoding.checks import UnsupportedCombination
@@ -143,7 +144,7 @@ def test_benchmark_has_an_variant_for_every_alpha(pair):
     )
     ids = [[5, 9, 1]] * 12
     record, problems = analysis_benchmark.benchmark(
-        target, drafter, variants.cut_batches(ids, ids, 4, 0), options
+        Workload(target, drafter, variants.cut_batches(ids, ids, 4, 0), options)
     )
     low, high = record["speculative"]
     assert not problems and (low["synthetic_alpha"], high["synthetic_alpha"]) == (0.3, 0.9)

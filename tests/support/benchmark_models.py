@@ -4,6 +4,7 @@ import pytest
 
 from specdec_jax.analysis import benchmark as analysis_benchmark
 from specdec_jax.analysis import variants as analysis_variants
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.commands import benchmark as benchmark_command
 from specdec_jax.drafters.model import ModelDrafter
 from specdec_jax.models.language_model import LanguageModel
@@ -33,4 +34,4 @@ def batches(options) -> list[analysis_variants.SentenceBatch]:
 @pytest.fixture(scope="module")
 def measured(target, options, batches):
     """Returns a benchmark whose drafter is the target itself, so that everything is accepted."""
-    return analysis_benchmark.benchmark(target, ModelDrafter(target), batches, options)
+    return analysis_benchmark.benchmark(Workload(target, ModelDrafter(target), batches, options))

@@ -117,7 +117,7 @@ def test_a_vocabulary_without_padding_is_distilled(vocabularies, language, tmp_p
     rows = (tmp_path / "run/outputs-train-greedy.tsv").read_text().splitlines()
     assert len(rows) == 20  # none is left out for an id 0
     stored = json.loads((tmp_path / "run/config.json").read_text())
-    config = training_config.TrainConfig(**{**stored, "model": train._read_recorded_shape(stored)})
+    config = training_config.TrainConfig(**{**stored, "model": train.build_config(stored["model"])})
     assert train.Run(config, train.Checkpoints(tmp_path / "run")).objective.start_token == 3
 
 

@@ -369,14 +369,14 @@ def test_prompts_that_are_too_long_are_rejected_before_anything_compiles(
         (
             tuning,
             tune.TuneOptions(max_new_tokens=30),
-            lambda *given: tuning.tune(*given[:3], [], given[3]),
+            lambda workload: tuning.tune(workload, []),
         ),
     ):
         batches = variants.make_batches(target, lines, options)
 
         def call(work=work, batches=batches, options=options):
             with pytest.raises(ValueError, match=expected):
-                work(target, drafter, batches, options)
+                work(variants.Workload(target, drafter, batches, options))
 
         assert compilations(call) == 0
     folder = pathlib.Path(finished[0].output_dir) / "model"
