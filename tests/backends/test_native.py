@@ -123,10 +123,11 @@ def test_the_source_is_installed():
     described = pathlib.Path(__file__).parents[2] / "pyproject.toml"
     if not described.is_file():
         pytest.skip("no checkout here")
-    patterns = tomllib.loads(described.read_text(encoding="utf-8"))["tool"]["setuptools"][
-        "package-data"
-    ]["specdec_jax"]
-    assert str(native._SOURCE.relative_to(pathlib.Path(native.__file__).parents[2])) in patterns
+    build = tomllib.loads(described.read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    wheel = build["targets"]["wheel"]
+    source = native._SOURCE.relative_to(described.parent)
+    assert source.parts[0] in wheel["packages"]
+    assert not [pattern for pattern in wheel["exclude"] if source.match(pattern)]
 
 
 @pytest.mark.slow
