@@ -258,9 +258,7 @@ def _variant_record(
         "gamma": variant.gamma,
         "synthetic_alpha": variant.synthetic_alpha,
         "mean_gamma": stats["drafted"] / max(stats["target_calls"], 1),
-        **variant.record(),
-        "stats": stats,
-        "improvement": improvement._asdict(),
+        **_measured_record(workload, variant, plain, same_tokens),
         "predicted": predicted,
         "oracle": oracle,
         "prediction": prediction,
@@ -268,6 +266,17 @@ def _variant_record(
         "parts": parts,
         "shares": shares,
         "limiting_term": max(shares, key=lambda name: shares[name]) if shares else None,
+    }
+
+
+def _measured_record(
+    workload: Workload, variant: Variant, plain: Variant, same_tokens: bool
+) -> dict[str, Any]:
+    """Returns what is measured of chains and trees alike."""
+    return {
+        **variant.record(),
+        "stats": _total_stats(variant),
+        "improvement": _improvement(plain, variant)._asdict(),
         "compared": same_tokens,
         "differences": _find_differences(variant, plain, workload) if same_tokens else [],
     }
@@ -300,13 +309,9 @@ def _tree_records(
                 "depth": tree.depth,
                 "children": tree.kind,
                 "verifier": tree.verify,
-                **variant.record(),
-                "stats": _total_stats(variant),
+                **_measured_record(workload, variant, plain, same_tokens),
                 **predictions.tree_tokens(tree, hit_rate),
-                "improvement": _improvement(plain, variant)._asdict(),
                 "verify_cost": times[f"nodes of {text}"].median / step,
-                "compared": same_tokens,
-                "differences": _find_differences(variant, plain, workload) if same_tokens else [],
             }
         )
 

@@ -15,12 +15,7 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding.planning import plan_decoding
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.network import Network
-from specdec_jax.speculative.beam_iteration import (
-    BeamSearch,
-    find_candidates,
-    score_nodes,
-    sum_to_nodes,
-)
+from specdec_jax.speculative import beam_iteration
 from specdec_jax.speculative.beam_search import BeamState
 from specdec_jax.speculative.beam_tree import make_root_tree
 
@@ -106,11 +101,13 @@ def _margin(target: Network, state: BeamState) -> tuple[jax.Array, BeamState]:
     """Returns the margin of one step of plain search, of one row, and the state after it."""
     tree, valid = make_root_tree(state), jnp.ones((1, state.config.beams), bool)
     states, _ = target.decode_nodes(tree.tokens, tree.nodes, state.target_cache, valid)
-    own, adjusted = score_nodes(state, target.head(states, valid), tree)
-    sums = sum_to_nodes(tree, state.active.scores, own if adjusted is None else adjusted)
-    best = find_candidates(own, adjusted, sums, state.config).sums.reshape(-1)
+    own, adjusted = beam_iteration.score_nodes(state, target.head(states, valid), tree)
+    sums = beam_iteration.sum_to_nodes(
+        tree, state.active.scores, own if adjusted is None else adjusted
+    )
+    best = beam_iteration.find_candidates(own, adjusted, sums, state.config).sums.reshape(-1)
     best, _ = jax.lax.top_k(best, min(state.config.candidates + 1, len(best)))
-    after = BeamSearch().iterate(target, None, state)
+    after = beam_iteration.BeamSearch().iterate(target, None, state)
     finished = jnp.where(after.is_finished, after.finished.scores, -jnp.inf)[0]
     return jnp.minimum(_least_gap(best), _least_gap(finished)), after
 

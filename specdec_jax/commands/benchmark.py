@@ -16,13 +16,8 @@ from specdec_jax.analysis.report.records import write_record
 from specdec_jax.analysis.variants import Variant, Workload, make_decoder
 from specdec_jax.backends.cpu.packed_weights import INPUT_BITS
 from specdec_jax.checkpoints import loader
+from specdec_jax.commands import generation_flags
 from specdec_jax.commands.errors import CheckFailed
-from specdec_jax.commands.generation_flags import (
-    SearchFlags,
-    check_beside_beams,
-    check_gamma,
-    width_option,
-)
 from specdec_jax.commands.measure import INPUT_FILE_HELP
 from specdec_jax.commands.options import DecodingOptions, check_at_least
 from specdec_jax.commands.sentences import load_sentences
@@ -59,7 +54,7 @@ def check_against(name: str | None, sampling: SamplingConfig) -> None:
 
 @document_fields
 @dataclasses.dataclass(frozen=True)
-class BenchmarkOptions(SearchFlags, DecodingOptions):
+class BenchmarkOptions(generation_flags.SearchFlags, DecodingOptions):
     """Options of `specdec benchmark`.
 
     Attributes:
@@ -88,7 +83,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         "a token tree that is timed in turn with plain decoding and the chains of --gamma; "
         f"repeatable: {EXPECTED}",
     )
-    beam_width: tuple[int, ...] = width_option("as for `specdec generate`")
+    beam_width: tuple[int, ...] = generation_flags.width_option("as for `specdec generate`")
     input_file: str | None = make_option(None, INPUT_FILE_HELP)
     limit: int = make_option(0, "read only this many lines of the input; 0: all")
     batch_size: int = make_option(1, "sentences decoded together")
@@ -138,7 +133,7 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         self._check_trees()
         check_against(self.against, self.sampling())
         for gamma in self.gammas:
-            check_gamma(gamma)
+            generation_flags.check_gamma(gamma)
             check_at_least(1, gamma=gamma)  # γ = 0, plain decoding, is always timed
             self.gamma_of(gamma)
         check_at_least(1, batch_size=self.batch_size, repeats=self.repeats)
@@ -159,7 +154,9 @@ class BenchmarkOptions(SearchFlags, DecodingOptions):
         for width in self.beam_width or (None,):
             self.search(beam_width=width)
         decoding = dict(temperature=0.0, verifier="block", gamma_policy="fixed")
-        check_beside_beams(self, **decoding, synthetic_alpha=(), suite=None, tree=())
+        generation_flags.check_beside_beams(
+            self, **decoding, synthetic_alpha=(), suite=None, tree=()
+        )
         if self.beam_width and not self.drafter:
             raise unsupported("beam_width", f"{self.beam_width} for plain beam search", "a drafter")
         if self.num_beams is None:

@@ -37,7 +37,9 @@ def describe_needs(
     """
     missing = [job for job in jobs if not job.path.exists()]
     outputs = sum(len(job.texts) * job.per_source for job in missing)
-    steps = training.steps - _count_steps(pathlib.Path(training.output_dir))
+    saved = pathlib.Path(training.output_dir, "checkpoints").glob("*")
+    done = max((int(path.name) for path in saved if path.name.isdecimal()), default=0)
+    steps = training.steps - done
     sizes = parameter_count(target), parameter_count(training.model)
     decoding, learning = _count_operations(training, missing, jobs, steps, *sizes)
     speed = _measure_product_speed(train.set_dtype(training, training.model).dtype)
@@ -56,12 +58,6 @@ def describe_needs(
             " by the speed of a matrix product; compiling comes on top"
         ),
     ]
-
-
-def _count_steps(output: pathlib.Path) -> int:
-    """Returns the steps that a run has saved."""
-    folders = output.joinpath("checkpoints").glob("*")
-    return max((int(path.name) for path in folders if path.name.isdecimal()), default=0)
 
 
 def _count_operations(

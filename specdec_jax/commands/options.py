@@ -30,13 +30,8 @@ from specdec_jax.decoding.checks import (
 )
 from specdec_jax.decoding.defaults import MAX_NEW_TOKENS
 from specdec_jax.decoding.generation_config import GenerationConfig
+from specdec_jax.drafters import named
 from specdec_jax.drafters.model import ModelDrafter
-from specdec_jax.drafters.named import (
-    SELF_INT8,
-    WITHOUT_FILES,
-    check_drafter_name,
-    make_named_drafter,
-)
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.drafters.shortlist import shortlist_from_counts
 from specdec_jax.files.progress import print_line
@@ -87,7 +82,7 @@ class ModelOptions:
         None,
         "a smaller model, named like --target; a folder that `specdec train_heads` wrote;"
         " exit:K, the target's first K decoder layers; a table (.npz) that `specdec count` wrote; "
-        + "; ".join(f"{name}: {one.summary}" for name, one in WITHOUT_FILES.items())
+        + "; ".join(f"{name}: {one.summary}" for name, one in named.WITHOUT_FILES.items())
         + " (default: none, which is autoregressive decoding)",
     )
     shortlist_size: int = 0
@@ -163,7 +158,7 @@ class ModelOptions:
 
     def _check_quantize(self) -> None:
         check_quantize_name(self.quantize)
-        if self.quantize in INPUT_BITS and self.drafter == SELF_INT8:
+        if self.quantize in INPUT_BITS and self.drafter == named.SELF_INT8:
             got = f"drafter: got {self.drafter!r} with quantize={self.quantize!r}"
             raise UnsupportedCombination(f"{got}, expected a target that is not in int8")
         narrow = self.dtype == "bfloat16" and not (self.quantize == "int8" and has_accelerator())
@@ -201,7 +196,7 @@ class ModelOptions:
             loader.load, dtype=self.dtype, vocabulary=self.vocabulary, mesh=self.devices()
         )
         if self.drafter:
-            check_drafter_name(self.drafter)
+            named.check_drafter_name(self.drafter)
         target = target or load(self.target, quantize=self.quantize)
         if self.configuration().generation_config is None and target.generation_config.fields():
             what = "decoding by the flags alone, without the model's own defaults"
@@ -209,7 +204,9 @@ class ModelOptions:
         load = functools.partial(load, replicate=bool(self.mesh) and not self.shard_drafter)
         self.sampling().rows(1, target.config.vocab_size)  # rejects ids that the vocabulary lacks
         drafter = (
-            make_named_drafter(self.drafter, target, load, self.reduced) if self.drafter else None
+            named.make_named_drafter(self.drafter, target, load, self.reduced)
+            if self.drafter
+            else None
         )
         if drafter is None or drafter.second_model is None:
             self.reject_reduction()

@@ -35,13 +35,9 @@ class Sentences(NamedTuple):
     as_json: bool
 
     def lines(self, number: int, outputs: Sequence[Output]) -> list[str]:
-        return [_make_line(output, self.as_json) for output in outputs]
-
-
-def _make_line(output: Output, as_json: bool) -> str:
-    if as_json:
-        return to_json({**output._asdict(), "stats": stats_record(output.stats)})
-    return join_lines(output.text or "")
+        if not self.as_json:
+            return [join_lines(output.text or "") for output in outputs]
+        return [to_json({**one._asdict(), "stats": stats_record(one.stats)}) for one in outputs]
 
 
 def to_json(record: dict[str, Any]) -> str:

@@ -234,7 +234,10 @@ class Examples:
         """Prints the metrics to standard error and writes them beside the output file."""
         metrics, notes = self.evaluate(lines)
         for task, values in metrics.items():
-            shown = ", ".join(f"{name} {_shorten(value)}" for name, value in values.items())
+            shown = ", ".join(
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in values.items()
+            )
             print(f"{task} ({self._split}): {shown or 'no metrics'}", file=sys.stderr)
         for note in notes:
             print(note, file=sys.stderr)
@@ -417,7 +420,3 @@ def _to_plain(value: Any) -> Any:
 def _make_finite(value: Any) -> Any:
     """Returns a number that JSON can hold: null for infinities and NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _shorten(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

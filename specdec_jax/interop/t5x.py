@@ -18,12 +18,7 @@ from t5x.examples.t5 import network
 
 from specdec_jax.analysis.variants import SentenceBatch, Variant
 from specdec_jax.checkpoints import loader, t5x
-from specdec_jax.decoding.generation_config import (
-    CallData,
-    ConfigOrPath,
-    check_unset,
-    document_options,
-)
+from specdec_jax.decoding import generation_config
 from specdec_jax.decoding.results import GenerationResult
 from specdec_jax.decoding.search_options import BeamOptions
 from specdec_jax.decoding.under_jit import UNSUPPORTED, Decoder, read_options
@@ -66,7 +61,9 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
     """
 
     @functools.partial(
-        document_options, without=(*UNSUPPORTED, *CallData._fields), others=_THEIRS.values()
+        generation_config.document_options,
+        without=(*UNSUPPORTED, *generation_config.CallData._fields),
+        others=_THEIRS.values(),
     )
     def __init__(
         self,
@@ -75,7 +72,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         output_vocabulary: Any,
         optimizer_def: Any,
         drafter: Any = None,
-        config: ConfigOrPath = None,
+        config: generation_config.ConfigOrPath = None,
         drafter_dtype: str | None = None,
         drafter_vocabulary: str | None = None,
         rescale_log_probs: bool = True,
@@ -124,7 +121,7 @@ class SpeculativeEncoderDecoderModel(models.EncoderDecoderModel):
         self._bound, function = {}, None
         if decode_fn is not None:
             function, self._bound = read_decode_fn(decode_fn)
-            check_unset(generation, "for decode_fn", "sampling")
+            generation_config.check_unset(generation, "for decode_fn", "sampling")
             if not rescale_log_probs:
                 raise ValueError("rescale_log_probs: got False for decode_fn, expected True")
         super().__init__(
