@@ -26,17 +26,8 @@ from specdec_jax.training.sequence_distillation import DistillConfig, plan_jobs,
 _RECORD = "distill.json"
 # The settings that decide the outputs, besides the sources.
 _DECIDING = (
-    "target",
-    "max_sources",
-    "greedy",
-    "samples",
-    "temperature",
-    "max_new_tokens",
-    "batch_size",
-    "shard_size",
-    "seed",
-    "dtype",
-)
+    "target max_sources greedy samples temperature max_new_tokens batch_size shard_size seed dtype"
+).split()
 _CONTENTS = ("vocabulary's contents", "target's contents")
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -10,39 +11,30 @@ from typing import Any
 from absl.flags import Flag, FlagValues
 
 # Flags of all commands, in the order of the page.
-_NAMES = {
-    "models": (
-        "target drafter drafter_shape vocabulary dtype quantize gated_activation mesh "
-        "shard_drafter shortlist_size shortlist drafter_int8"
-    ),
-    "input and output": (
-        "records source format input_file limit sweep output_file output config json plot report "
-        "picture trace stream source_files validation_files data_dir output_dir max_sources"
-    ),
-    "drafting and verifying": (
-        "gamma gamma_max gamma_policy gamma_settings tree tree_nodes verifier choose_verifier "
-        "lenience typical_epsilon typical_delta"
-    ),
-    "sampling and lengths": (
-        "greedy samples generation_config temperature top_k top_p min_p seed num_samples "
-        "max_new_tokens min_new_tokens stop repetition_penalty no_repeat_ngram forbidden_tokens "
-        "forced_tokens logit_bias"
-    ),
-    "beam search": (
-        "num_beams beam_style length_penalty early_stopping num_return_sequences beam_width"
-    ),
-    "batches and limits": "batch_size max_input_length deadline non_finite shard_size",
-    "seqio tasks instead of sentences": "task split module_import score_targets tfds_data_dir",
-    "what is measured": "repeats widths compare_alpha against suite",
-    "random weights instead of models": "preset drafter_preset input_length synthetic_alpha",
-    "the table": "order continuations sampled",
-    "training": (
-        "distill_weight divergence distill_temperature select steps warmup_steps decay_steps "
-        "learning_rate batch_tokens buckets matmul_dtype log_every save_every evaluate_every"
-    ),
-    "settings, cache and errors": "gin_file gin_search_paths compilation_cache_dir debug help",
+_GROUPS = """
+models: target drafter drafter_shape vocabulary dtype quantize gated_activation mesh shard_drafter
+  shortlist_size shortlist drafter_int8
+input and output: records source format input_file limit sweep output_file output config json plot
+  report picture trace stream source_files validation_files data_dir output_dir max_sources
+drafting and verifying: gamma gamma_max gamma_policy gamma_settings tree tree_nodes verifier
+  choose_verifier lenience typical_epsilon typical_delta
+sampling and lengths: greedy samples generation_config temperature top_k top_p min_p seed
+  num_samples max_new_tokens min_new_tokens stop repetition_penalty no_repeat_ngram
+  forbidden_tokens forced_tokens logit_bias
+beam search: num_beams beam_style length_penalty early_stopping num_return_sequences beam_width
+batches and limits: batch_size max_input_length deadline non_finite shard_size
+seqio tasks instead of sentences: task split module_import score_targets tfds_data_dir
+what is measured: repeats widths compare_alpha against suite
+random weights instead of models: preset drafter_preset input_length synthetic_alpha
+the table: order continuations sampled
+training: distill_weight divergence distill_temperature select steps warmup_steps decay_steps
+  learning_rate batch_tokens buckets matmul_dtype log_every save_every evaluate_every
+settings, cache and errors: gin_file gin_search_paths compilation_cache_dir debug help
+"""
+GROUPS = {
+    title: names.split()
+    for title, names in (group.split(": ") for group in re.split(r"\n(?! )", _GROUPS.strip()))
 }
-GROUPS = {title: names.split() for title, names in _NAMES.items()}
 
 _PAIR = "--target=ende/target --drafter=ende/drafter"
 _DISTILL = (

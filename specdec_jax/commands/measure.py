@@ -93,7 +93,6 @@ def run(options: MeasureOptions) -> None:
     options.check()
     sentences = load_sentences(options.input_file, options.limit)
     target, drafter = options.load()
-    assert drafter is not None, "the options were checked"
     batches = analysis_variants.make_batches(target, sentences, options)
     record = measure(Workload(target, drafter, batches, options))
     text = json.dumps(record, indent=1)

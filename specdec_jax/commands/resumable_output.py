@@ -38,12 +38,8 @@ class Journal:
     ):
         """Begins a journal, or resumes an existing one.
 
-        Args:
-          output: path of the output file.
-          settings: what decides the results, as JSON values.
-          total: number of inputs.
-          measured: what this process has measured and results depend on, as JSON values; those of
-            an existing journal are used instead.
+        `settings` decide the results of the `total` inputs. They depend on what this process has
+        `measured` too, in whose place an existing journal's is used. Both are JSON values.
 
         Raises:
           ValueError: the journal has other settings, is damaged, or is being written by another

@@ -30,13 +30,8 @@ from specdec_jax.speculative.verifiers import LOSSY
 
 # Options that plain decoding does not take.
 _OF_DRAFTS = (
-    "lenience",
-    "typical_epsilon",
-    "typical_delta",
-    "shortlist",
-    "shortlist_size",
-    "drafter_int8",
-)
+    "lenience typical_epsilon typical_delta shortlist shortlist_size drafter_int8"
+).split()
 
 
 @document_fields
@@ -113,7 +108,6 @@ def run(options: TuneOptions) -> None:
         lines = f"the {len(rest)} lines after the first {len(sample)}"
         raise ValueError(f"sweep: got {options.sweep}, expected at most {lines}")
     target, drafter = options.load()
-    assert drafter is not None, "the options were checked"
     if not is_decoder_only(target) and not any(text.strip() for text in sample):
         raise mismatch_error("input_file", "no sentence with any text to tune on", "at least one")
     batches, others = (

@@ -145,12 +145,9 @@ class Examples:
         seed: int = 0,
         score_targets: bool = False,
     ):
-        """Reads all examples.
+        """Reads all examples of tasks from `find_tasks`.
 
         Args:
-          tasks: from `find_tasks`.
-          split: the split.
-          target: the model that decodes.
           input_length, output_length: lengths to which seqio cuts inputs and targets: T5X's
             TASK_FEATURE_LENGTHS.
           batch_size: number of targets that are scored together.

@@ -39,13 +39,10 @@ class Checkpoints:
     """
 
     def __init__(self, output: pathlib.Path, resume: bool = False, select: str = "loss"):
-        """Opens the checkpoints of a run.
+        """Opens the checkpoints in a run's folder.
 
-        Args:
-          output: the run's folder.
-          resume: whether to remove what a killed process left half written.
-          select: what the best is chosen by: the lowest "loss", or the highest "acceptance" or
-            "agreement".
+        With `resume`, what a killed process left half written is removed. `select` is what the best
+        is chosen by: the lowest "loss", or the highest "acceptance" or "agreement".
         """
         self._select = select
         shared = dict(enable_async_checkpointing=False, cleanup_tmp_directories=resume)
