@@ -42,18 +42,11 @@ from specdec_jax.tokenizers.vocabularies import check_texts
 
 # Styles in a terminal; marks where there are no colours (wdiff's, and one for the bonus).
 _STYLES = {
-    "committed": "dim",
-    "accepted": "green",
-    "rejected": "red strike",
-    "corrected": "blue bold",
-    "bonus": "cyan bold",
-}
-_MARKS = {
-    "committed": "{}",
-    "accepted": "{{={}=}}",
-    "rejected": "[-{}-]",
-    "corrected": "{{+{}+}}",
-    "bonus": "{{*{}*}}",
+    "committed": ("dim", "{}"),
+    "accepted": ("green", "{{={}=}}"),
+    "rejected": ("red strike", "[-{}-]"),
+    "corrected": ("blue bold", "{{+{}+}}"),
+    "bonus": ("cyan bold", "{{*{}*}}"),
 }
 # γ is a number here, so that there is something to see: "auto" drafts nothing where that would not
 # pay.
@@ -381,7 +374,8 @@ def render(parts: Sequence[tuple[str, str]], colours: bool) -> Text:
         space = text[: len(text) - len(text.lstrip(" "))]
         line.append(space)
         body = text[len(space) :] or "␣"  # a token may be a space alone
-        line.append(body, _STYLES[kind]) if colours else line.append(_MARKS[kind].format(body))
+        style, marks = _STYLES[kind]
+        line.append(body, style) if colours else line.append(marks.format(body))
     return line
 
 

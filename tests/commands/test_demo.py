@@ -1,6 +1,5 @@
 """Tests `specdec demo`: its lines while one waits, its marks, and its times and their ratio."""
 
-import itertools
 import json
 import re
 import types
@@ -41,11 +40,7 @@ def test_demo_prints_what_it_does(specdec, monkeypatch):
     )
     assert code == 0 and "\x1b" not in out + err
     waits = re.findall("^compiling speculative decoding \\(up to (\\d+) tokens", err, re.MULTILINE)
-    compiled = re.findall("^compiling: .* (\\w+), inputs of (\\d+) ids", err, re.MULTILINE)
-    assert len(waits) == 2 and set(compiled) <= set(
-        itertools.product(["plain", "speculative"], waits)
-    )
-    assert ("plain", waits[0]) in compiled
+    assert len(waits) == 2 and "compiling: 4 of 4" in err  # both ways of decoding, both lengths
     first, second, _, legend, *_ = out.splitlines()
     assert (
         "proposes up to 2 tokens" in first
@@ -291,7 +286,7 @@ def test_a_bonus_is_no_correction():
         for line in traces.trace_lines(steps, target)
     ]
     assert kinds == [["accepted", "bonus"], ["accepted", "rejected", "corrected"], ["bonus"]]
-    assert {kind for kind, _ in traces.LEGEND} == set(demo._STYLES) == set(demo._MARKS)
+    assert {kind for kind, _ in traces.LEGEND} == set(demo._STYLES)
 
 
 def test_the_built_in_sentences_need_one_shape():
