@@ -5,7 +5,7 @@ tokenisation are inside the wall time, compilation is not. The tokens of all var
 the same way.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from specdec_jax.analysis import (
     verdicts,
 )
 from specdec_jax.analysis import variants as analysis_variants
-from specdec_jax.analysis.timing import CallShape, Spread
+from specdec_jax.analysis.timing import Call, CallShape, Spread, Times
 from specdec_jax.analysis.top_k_hit_rate import HitRates
 from specdec_jax.analysis.tuning import Choice
 from specdec_jax.analysis.variants import (
@@ -136,9 +136,7 @@ def _make_variants(workload: Workload, trees: Iterable[str]) -> dict[str, Varian
     return variants
 
 
-def _compile_example_calls(
-    workload: Workload, times: Mapping[str, Spread]
-) -> dict[str, Any] | None:
+def _compile_example_calls(workload: Workload, times: Times) -> dict[str, Any] | None:
     """Returns the calls of one input with every γ, and one of every tree; None without text."""
     options, first = workload.options, traces.find_text(workload.batches)
     gammas = () if options.synthetic_alpha else options.gammas
@@ -150,9 +148,7 @@ def _compile_example_calls(
     return record
 
 
-def _step_variants(
-    workload: Workload, trees: Mapping[str, Tree | DynamicTree]
-) -> dict[str, Callable[[], object]]:
+def _step_variants(workload: Workload, trees: Mapping[str, Tree | DynamicTree]) -> dict[str, Call]:
     """Returns single steps and encoders by name, for the shapes that the batches have.
 
     For a tree of N nodes there is a call over them, and for comparison one over N positions.
@@ -173,9 +169,7 @@ def _step_variants(
     return variants
 
 
-def _record(
-    workload: Workload, variants: Mapping[str, Variant], times: Mapping[str, Spread]
-) -> dict[str, Any]:
+def _record(workload: Workload, variants: Mapping[str, Variant], times: Times) -> dict[str, Any]:
     plain, step = variants["plain"], times["target step"].median
     calls = sum(int(result.lengths.max()) for result in plain.results)
     encoders = predictions.encoder_seconds(workload.padded, times, drafts=False)
@@ -223,7 +217,7 @@ def _find_best(
 
 
 def _variant_record(
-    workload: Workload, variant: Variant, plain: Variant, times: Mapping[str, Spread]
+    workload: Workload, variant: Variant, plain: Variant, times: Times
 ) -> dict[str, Any]:
     options, padded = workload.options, workload.padded
     improvement, stats = _improvement(plain, variant), _total_stats(variant)
@@ -291,7 +285,7 @@ def _tree_records(
     workload: Workload,
     variants: Mapping[str, Variant],
     trees: Mapping[str, Tree | DynamicTree],
-    times: Mapping[str, Spread],
+    times: Times,
     hit_rate: HitRates,
 ) -> dict[str, Any]:
     """Returns the records of all trees, and that of the fastest tree beside the fastest chain."""

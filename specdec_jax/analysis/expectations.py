@@ -9,7 +9,7 @@ from specdec_jax.analysis import acceptance, formulas, machine, predictions, tim
 from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.predictions import Work
-from specdec_jax.analysis.timing import CallShape, Spread
+from specdec_jax.analysis.timing import CallShape, Spread, Times
 from specdec_jax.analysis.variants import Workload
 from specdec_jax.decoding.checks import UnsupportedCombination
 
@@ -80,7 +80,7 @@ def expect_with_lengths(
     padded: Sequence[int],
     c: float,
     verify_cost: Sequence[float],
-    times: Mapping[str, Spread],
+    times: Times,
 ) -> dict[str, list[float]]:
     """Returns the expected improvement of whole decodes for γ = 1 … γ_max, by verifier.
 

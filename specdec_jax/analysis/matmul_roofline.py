@@ -1,13 +1,13 @@
 """Times the bare matrix products of a decoder step: the floor under every step."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.analysis.timing import STEPS
+from specdec_jax.analysis.timing import STEPS, Call
 from specdec_jax.backends.matmul import product
 from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.models.layers import apply_weight
@@ -74,7 +74,7 @@ def bare_products(
     return jax.lax.fori_loop(0, steps, body, jnp.float32(0))
 
 
-def products_variants(network: Network, batch: int) -> dict[str, Callable[[], object]]:
+def products_variants(network: Network, batch: int) -> dict[str, Call]:
     """Returns calls that compute the matrix products of one step of `batch` rows, `STEPS` times.
 
     They use the loop's layout of the weights. If the checkpoint's is another, it is timed too,
@@ -88,7 +88,7 @@ def products_variants(network: Network, batch: int) -> dict[str, Callable[[], ob
 
 def bare_variants(
     target: LanguageModel, drafter: Drafter | None, rows: int, gammas: Sequence[int]
-) -> dict[str, Callable[[], object]]:
+) -> dict[str, Call]:
     """Returns the products of target calls over γ + 1 positions, in the loop's layout.
 
     If the drafter is a model without a shortlist or int8, a draft step is among them.
@@ -105,7 +105,7 @@ def bare_variants(
     return variants
 
 
-def _products_variant(network: Network, products: Products, rows: int) -> Callable[[], object]:
+def _products_variant(network: Network, products: Products, rows: int) -> Call:
     config = network.module.config
     width = max(config.emb_dim, config.mlp_dim, config.num_heads * config.head_dim)
     x = jax.random.normal(jax.random.key(0), (rows, width))

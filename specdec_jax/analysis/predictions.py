@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from specdec_jax.analysis import formulas
-from specdec_jax.analysis.timing import Spread, summarize
+from specdec_jax.analysis.timing import Times, summarize
 from specdec_jax.analysis.top_k_hit_rate import KINDS, HitRates, acceptance_by_rank
 from specdec_jax.decoding.results import Stats
 from specdec_jax.speculative.trees import LOSSY_TREES, DynamicTree, Tree
@@ -31,7 +31,7 @@ class Work:
     drafting: float = 1.0
 
 
-def predict_cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) -> dict[str, float]:
+def predict_cost(work: Sequence[Work], gamma: int, times: Times) -> dict[str, float]:
     """Returns the seconds of `work` by part, from the measured single steps.
 
     The loop around them is not counted. If no draft step was measured, the drafter has no model and
@@ -50,7 +50,7 @@ def predict_cost(work: Sequence[Work], gamma: int, times: Mapping[str, Spread]) 
     return parts
 
 
-def draft_seconds(gamma: int, times: Mapping[str, Spread]) -> float:
+def draft_seconds(gamma: int, times: Times) -> float:
     """Returns the seconds of a draft step between target calls.
 
     It is the time that γ of them add to a call over γ + 1 positions, divided by γ, but at least a
@@ -60,7 +60,7 @@ def draft_seconds(gamma: int, times: Mapping[str, Spread]) -> float:
     return max(added / gamma, times["draft step"].median)
 
 
-def cost_ratio(gamma: int, times: Mapping[str, Spread]) -> float:
+def cost_ratio(gamma: int, times: Times) -> float:
     """Returns c: the time of a draft step between target calls, in target steps.
 
     For a drafter without a model it is the time that drafting adds to an iteration, per token; 0 if
@@ -75,16 +75,14 @@ def cost_ratio(gamma: int, times: Mapping[str, Spread]) -> float:
     return max(0.0, added) / gamma / step
 
 
-def encoder_seconds(padded: Sequence[int], times: Mapping[str, Spread], drafts: bool) -> float:
+def encoder_seconds(padded: Sequence[int], times: Times, drafts: bool) -> float:
     """Returns the seconds of the encoders for all batches; the drafter's only with `drafts`."""
     models = ("target", "drafter") if drafts else ("target",)
     names = [f"{model} encoder {size}" for model in models for size in padded]
     return sum(times[name].median for name in names if name in times)
 
 
-def bound_by_oracle(
-    gamma: int, alpha: float, times: Mapping[str, Spread]
-) -> dict[str, float | None]:
+def bound_by_oracle(gamma: int, alpha: float, times: Times) -> dict[str, float | None]:
     """Returns the bounds of every policy of γ with this α (per position of the output) and c.
 
     They hold if target calls cost the same at any width. A value is None if there is no bound.
@@ -118,7 +116,7 @@ def expected_work(
 def predict_improvements(
     gamma: int,
     alpha: float,
-    times: Mapping[str, Spread],
+    times: Times,
     padded: Sequence[int],
     lengths: Sequence[np.ndarray],
     counted: Sequence[Work],

@@ -6,7 +6,7 @@ count.
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +51,11 @@ def summarize(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     return Spread.from_samples(values)._asdict()
 
 
+# A timed call, and the seconds of calls by name.
+Call = Callable[[], object]
+Times = Mapping[str, Spread]
+
+
 class CallShape(NamedTuple):
     """The shape of timed calls.
 
@@ -78,7 +83,7 @@ class CallShape(NamedTuple):
         return jnp.ones((self.rows, width), jnp.int32)
 
 
-def time_passes(function: Callable[[], object]) -> list[float]:
+def time_passes(function: Call) -> list[float]:
     """Returns the seconds of several calls, the devices' work included.
 
     An untimed call comes first: after a pause, a call also pays for sleeping threads and cold
@@ -107,9 +112,7 @@ def total_slots(target: LanguageModel, input_length: int, max_new_tokens: int, g
     return count_slots((input_length if is_decoder_only(target) else 1) + max_new_tokens, gamma)
 
 
-def tree_variant(
-    network: Network, shape: CallShape, tree: Tree | DynamicTree
-) -> Callable[[], object]:
+def tree_variant(network: Network, shape: CallShape, tree: Tree | DynamicTree) -> Call:
     """Returns a call that runs `STEPS` steps over the nodes of a tree.
 
     A dynamic tree is replaced by a fixed one of the same depth with as many nodes, whose call takes
@@ -125,7 +128,7 @@ def tree_variant(
 
 def step_variant(
     network: Network, shape: CallShape, width: int, stepping: Callable = step_loops.decode_steps
-) -> Callable[[], object]:
+) -> Call:
     """Returns a call that runs `STEPS` steps over `width` positions.
 
     `stepping` runs the steps: `decode_steps`, or `draft_steps`, for which `width` is 1 or 2.
@@ -168,7 +171,7 @@ def verified_state(
 
 def sampling_variants(
     network: Network, shape: CallShape, gamma: int, config: SamplingConfig
-) -> dict[str, Callable[[], object]]:
+) -> dict[str, Call]:
     """Returns calls that run `STEPS` target calls over γ + 1 positions.
 
     They are: "alone", with "argmax", and with each verifier of `SAMPLED`.
@@ -184,7 +187,7 @@ def sampling_variants(
 
 def paired_variant(
     target: Network, drafter: Network, shape: CallShape, gamma: int, width: int
-) -> Callable[[], object]:
+) -> Call:
     """Returns a call that runs `STEPS` rounds of `paired_steps`."""
     inputs, lengths = shape.inputs(target)
     caches = tuple(
@@ -208,7 +211,7 @@ def prefill_variant(network: Network, shape: CallShape) -> Callable[[], Any]:
 
 def encoder_variants(
     model: str, network: Network, lengths: Sequence[int], shape: CallShape
-) -> dict[str, Callable[[], object]]:
+) -> dict[str, Call]:
     """Returns "`model` encoder L" for inputs of each padded length L."""
     return {
         f"{model} encoder {length}": prefill_variant(network, shape._replace(input_length=length))
@@ -223,7 +226,7 @@ def step_variants(
     shape: CallShape,
     gammas: Sequence[int],
     pairs: Sequence[int],
-) -> dict[str, Callable[[], object]]:
+) -> dict[str, Call]:
     """Returns single steps and encoders by name, with `count_steps(name)` steps in each call.
 
     Args:
@@ -281,13 +284,13 @@ def iteration_state(
     return state, request
 
 
-def iteration_variant(state: DecodeState, request: Request) -> Callable[[], object]:
+def iteration_variant(state: DecodeState, request: Request) -> Call:
     """Returns a call that runs `STEPS` iterations."""
     return functools.partial(
         iterate_steps, request.network, request.drafter, state, np.int32(STEPS)
     )
 
 
-def call_variant(state: DecodeState, request: Request) -> Callable[[], object]:
+def call_variant(state: DecodeState, request: Request) -> Call:
     """Returns a call that runs `STEPS` times target call and verification, without the draft."""
     return functools.partial(step_loops.verified_steps, request.network, state, steps=STEPS)

@@ -1,10 +1,10 @@
 """Shows the iterations of one input as text (the paper's Figure 1) and as time (its Figure 5)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from specdec_jax.analysis import predictions
-from specdec_jax.analysis.timing import Spread
+from specdec_jax.analysis.timing import Times
 from specdec_jax.analysis.variants import SentenceBatch, Workload
 from specdec_jax.decoding.trace import TraceStep, trace
 from specdec_jax.models.language_model import LanguageModel
@@ -56,7 +56,7 @@ def token_text(token: int, target: LanguageModel) -> str:
 
 
 def call_spans(
-    steps: Sequence[TraceStep], gamma: int, padded: int, times: Mapping[str, Spread]
+    steps: Sequence[TraceStep], gamma: int, padded: int, times: Times
 ) -> list[tuple[str, float]]:
     """Returns (kind of call, seconds) of every call that the iterations made.
 
@@ -93,7 +93,7 @@ def find_text(batches: Sequence[SentenceBatch]) -> SentenceBatch | None:
 
 
 def make_example(
-    workload: Workload, gammas: Sequence[int], batch: SentenceBatch, times: Mapping[str, Spread]
+    workload: Workload, gammas: Sequence[int], batch: SentenceBatch, times: Times
 ) -> dict[str, Any]:
     """Returns the first input of `batch`, decoded plainly and with every γ of `gammas`."""
     target, drafter, _, options = workload

@@ -16,7 +16,7 @@ from specdec_jax.analysis import variants as analysis_variants
 from specdec_jax.analysis.acceptance import Acceptance
 from specdec_jax.analysis.beams import BeamChoice, beam_choices, describe_search
 from specdec_jax.analysis.predictions import encoder_seconds
-from specdec_jax.analysis.timing import CallShape, Spread, summarize
+from specdec_jax.analysis.timing import CallShape, Spread, Times, summarize
 from specdec_jax.analysis.top_k_hit_rate import acceptance_by_rank
 from specdec_jax.analysis.variants import SentenceBatch, Variant, Workload, make_decoder
 from specdec_jax.analysis.verdicts import find_best
@@ -65,11 +65,7 @@ AnyChoice = TypeVar("AnyChoice", Choice, BeamChoice)
 
 
 def expected_seconds(
-    accepted: Acceptance,
-    padded: Sequence[int],
-    choice: Choice,
-    times: Mapping[str, Spread],
-    step: float,
+    accepted: Acceptance, padded: Sequence[int], choice: Choice, times: Times, step: float
 ) -> float:
     """Returns the expected seconds of encoders and iterations for all batches.
 
@@ -88,7 +84,7 @@ def expected_seconds(
 
 
 def best_trees(
-    accepted: Acceptance, depth: int, times: Mapping[str, Spread], plain: float, step: float
+    accepted: Acceptance, depth: int, times: Times, plain: float, step: float
 ) -> dict[Choice, float]:
     """Returns the best tree of each size, with the expected seconds of its iterations.
 
@@ -122,7 +118,7 @@ def best_trees(
     return found
 
 
-def iteration_seconds(choice: Choice, times: Mapping[str, Spread]) -> float:
+def iteration_seconds(choice: Choice, times: Times) -> float:
     """Returns the seconds of one iteration.
 
     A second verifier was timed with the longest draft only. The time that it adds there to the
