@@ -50,9 +50,7 @@ def beam_choices(
 ) -> list[BeamChoice]:
     """Returns plain search, and every number of levels in every width that the drafter can draft.
 
-    Args:
-      gammas: the numbers of levels.
-      widths: of each level; None: the drafter's default.
+    `gammas` are the numbers of levels, `widths` those of each; None: the drafter's default.
 
     Raises:
       ValueError: models or inputs that one of the searches cannot have, before anything compiles.
@@ -82,11 +80,8 @@ def benchmark_beams(
 ) -> tuple[dict, list[str]]:
     """Times the variants; returns the record, and messages about outputs that differ.
 
-    Args:
-      workload: the pair, inputs and options; without a drafter, plain beam search and greedy
-        decoding are timed.
-      others: another implementation's beam search by its name, timed in turn with ours; None or
-        empty: none.
+    Without a drafter, plain beam search and greedy decoding are timed. `others` are as for
+    `benchmark`.
     """
     target, drafter, batches, options = workload
     choices = beam_choices(workload, options.gammas, options.beam_width or (None,))

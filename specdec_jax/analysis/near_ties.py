@@ -82,11 +82,7 @@ def search_margin(model: LanguageModel, given: Any, how: Mapping[str, Any]) -> f
 
     It is taken over all steps. The numbers are the sums of the best continuations of all beams, and
     the scores of finished hypotheses. A distance within rounding means that another order of
-    additions may lead to another output.
-
-    Args:
-      given: one input, as `generate` takes it.
-      how: the arguments of `generate`.
+    additions may lead to another output. `given` is one input, `how` are arguments of `generate`.
     """
     plan = plan_decoding(model, [given], **how)
     (state, _), least = plan.start(), np.inf

@@ -183,11 +183,7 @@ def tree_tokens(tree: Tree | DynamicTree, hit_rate: HitRates) -> dict[str, float
 
     It assumes that every node is accepted independently of the others, and that outputs have no
     end. Above temperature 0 drawn children of every kind count as one drawn and the others fixed.
-
-    Args:
-      tree: the tree, with the children and verifier that it is drafted with.
-      hit_rate: top-k hit rate in the same run; empty where the drafter's distribution is not
-        scored.
+    The hit rate, of the same run, is empty where the drafter's distribution is not scored.
 
     Returns:
       predicted: the number; None where nothing is predicted.

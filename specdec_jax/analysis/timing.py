@@ -230,10 +230,8 @@ def step_variants(
     """Returns single steps and encoders by name, with `count_steps(name)` steps in each call.
 
     Args:
-      target: the target.
-      drafter: the drafter; one without a model has no steps of its own.
-      lengths: padded lengths of inputs, for encoders.
-      shape: the shape of every other call.
+      target, drafter: the pair; a drafter without a model has no steps of its own.
+      lengths, shape: padded lengths of inputs, for encoders, and the shape of every other call.
       gammas: for each γ there is "verify γ", a target call over γ + 1 positions.
       pairs: for each γ there is "draft γ and verify", which has γ draft steps before that call; and
         a "draft pair", the call over two positions with which a model catches up, unless all are.

@@ -122,12 +122,8 @@ def describe_tokens(
 ) -> str:
     """Describes whether the tokens are plain decoding's.
 
-    Args:
-      differing: for each way of drafting, how many inputs have other tokens than plain decoding;
-        None where samples, which differ, were not compared.
-      inputs: number of inputs.
-      options: the command's, as a record has them.
-      near_ties: whether all differences are near-ties; None: not known.
+    For each way of drafting, `differing` of the inputs have other tokens; it is None where samples,
+    which differ, were not compared. `near_ties` says whether all differences are, if it is known.
     """
     most = max((count for count in differing if count is not None), default=None)
     if most == 0:

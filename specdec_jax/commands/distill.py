@@ -35,20 +35,8 @@ def run(config: DistillConfig, on_start: Callable[[], object] = lambda: None) ->
     """Runs `specdec distill`.
 
     The target's outputs are written, then the drafter is trained on them and written to
-    `output_dir/model`.
-
-    Args:
-      config: the settings.
-      on_start: called when nothing can reject the run any more, before an output is written and
-        before the first step.
-
-    Returns:
-      The parameters of the last step.
-
-    Raises:
-      ValueError: bad settings or files, before anything compiles; or settings that contradict
-        existing outputs.
-      KeyboardInterrupt: after a signal; a run with the same settings resumes from there.
+    `output_dir/model`. Arguments, result and errors are those of `train.fit`; settings that
+    contradict existing outputs are an error too.
     """
     config.check()
     assert config.target

@@ -135,11 +135,7 @@ def read_gamma(
 ) -> int | str | Policy:
     """Returns γ of `generate`: `gamma` itself, or the policy with `gamma` as its maximum.
 
-    Args:
-      gamma: a number, or "auto": with a policy 4, or all nodes of the tree.
-      policy: name of the policy, or "fixed".
-      settings: NAME:NUMBER, settings of the policy.
-      tree: the tree that is drafted, if any.
+    With a policy "auto" is 4, or all nodes of the tree; `settings` are NAME:NUMBER.
 
     Raises:
       ValueError: no such policy, or settings that it does not have.

@@ -126,14 +126,8 @@ def heads_loss(
 
     The loss is the mean over these tokens, plus `backbone_weight` times the mean over the tokens
     that the target itself predicts. The target's state at decoder position t predicts token t + 1;
-    head i predicts token t + 1 + i.
-
-    Args:
-      params: {"heads": …}, and {"target": …} if the target is trained.
-      batch: inputs and targets.
-      objective: what is minimised.
-      target_params: parameters of a target that is not trained.
-      dropout_key: not used; nothing is dropped.
+    head i predicts token t + 1 + i. `params` are {"heads": …}, and {"target": …} if the target is
+    trained; else `target_params` are its parameters. Nothing is dropped.
     """
     inputs, targets = batch
     trained = params["target"] if target_params is None else target_params
@@ -250,16 +244,7 @@ def _label_owners(params: dict) -> dict:
 
 @isolated
 def fit(settings: HeadsTrainConfig, on_start: Callable[[], object] = lambda: None) -> dict:
-    """Trains heads and writes them; resumes an earlier run in `output_dir`. See `train.fit`.
-
-    Returns:
-      The parameters of the last step.
-
-    Raises:
-      ValueError: bad settings, target or files, before anything compiles; or a loss that is no
-        longer finite.
-      KeyboardInterrupt: after a signal, when the run is saved.
-    """
+    """Trains heads and writes them, or resumes, as `train.fit` does, with its result and errors."""
     train.check_files(settings, Pairs.files)
     dtype = "float32" if settings.trains_backbone else settings.dtype
     target = loader.load(settings.target, dtype)

@@ -184,13 +184,8 @@ def loss_fn(
     teacher's distribution at `distill_temperature`, q the student's distribution after the same
     prefix of the reference, and D the divergence (token level).
 
-    Args:
-      params: the student's parameters.
-      batch: inputs and targets. For a decoder-only model L = T, and the inputs are the tokens
-        before the targets.
-      objective: what is minimised.
-      teacher_params: parameters of `objective.teacher`; no gradient flows to them.
-      dropout_key: None switches dropout off.
+    For a decoder-only model the inputs in a batch are the tokens before the targets. No gradient
+    flows to `teacher_params`, those of `objective.teacher`; without a key nothing is dropped.
     """
     logits, teacher_logits = _compute_logits(params, batch, objective, teacher_params, dropout_key)
     metrics = sum_metrics(logits, teacher_logits, batch[1], objective)
