@@ -40,7 +40,7 @@ def test_demo_prints_what_it_does(specdec, monkeypatch):
     )
     assert code == 0 and "\x1b" not in out + err
     waits = re.findall("^compiling speculative decoding \\(up to (\\d+) tokens", err, re.MULTILINE)
-    assert len(waits) == 2 and "compiling: 4 of 4" in err  # both ways of decoding, both lengths
+    assert len(waits) == len(set(waits)) == 2
     first, second, _, legend, *_ = out.splitlines()
     assert (
         "proposes up to 2 tokens" in first
