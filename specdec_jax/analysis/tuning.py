@@ -24,7 +24,6 @@ from specdec_jax.backends.jax_settings import isolated
 from specdec_jax.decoding import autotune
 from specdec_jax.decoding.request import plan
 from specdec_jax.files.progress import track
-from specdec_jax.models.language_model import LanguageModel
 from specdec_jax.speculative import trees
 from specdec_jax.speculative.drafter import Drafter
 from specdec_jax.speculative.tree_text import read_tree, write_tree
@@ -149,15 +148,11 @@ def list_candidates(expected: Mapping[Choice, float]) -> list[Choice]:
     return plain + sorted(chains, key=lambda choice: expected[choice])[:_COMPARED] + trees
 
 
-def keep_acceptance(
-    target: LanguageModel,
-    drafter: Drafter,
-    inputs: Sequence[Any],
-    alpha: float,
-    decoding: Mapping[str, Any],
-) -> None:
+def keep_acceptance(workload: Workload, alpha: float) -> None:
     """Keeps the measured acceptance rate, with which `gamma="auto"` begins for such inputs."""
-    key = autotune.autotune(plan(target, inputs, drafter=drafter, **decoding)).costs_key
+    target, drafter, (batch, *_), options = workload
+    planned = plan(target, batch.inputs, drafter=drafter, **options.decoding())
+    key = autotune.autotune(planned).costs_key
     if key is not None and (known := autotune.load_costs(key)) is not None:
         autotune.save_costs(key, known._replace(acceptance=min(max(float(alpha), 0.0), 1.0)))
 

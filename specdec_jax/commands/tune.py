@@ -124,7 +124,7 @@ def run(options: TuneOptions) -> None:
         # Policies count drafted tokens, not positions without a draft.
         alpha = accepted.get("alpha_where_drafted") or accepted.get("alpha")
         if alpha is not None:
-            keep_acceptance(target, workload.drafter, batches[0].inputs, alpha, options.decoding())
+            keep_acceptance(workload, alpha)
         print(text if options.json else tune_summary(record))
     finally:  # if one of these outputs fails, the others still have the record
         if options.output:

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import types
 
 import cost_folders
 import jax
@@ -14,6 +15,7 @@ from toy_models import compilations, noisy_copy, tiny_t5
 
 import specdec_jax as sd
 from specdec_jax.analysis import tuning
+from specdec_jax.analysis.variants import Workload
 from specdec_jax.decoding import autotune, request
 from specdec_jax.decoding.autotune import Costs
 from specdec_jax.decoding.generate import FOREVER, prepare
@@ -366,7 +368,9 @@ def test_warm_up_compiles_for_plain_requests_too(models, measured, monkeypatch):
 
 def test_tune_prints_what_rows_start_with(models, measured):
     target, drafter = models
-    tuning.keep_acceptance(target, drafter, [INPUTS[0]], 0.875, {"max_new_tokens": 12})
+    batch = types.SimpleNamespace(inputs=INPUTS[:1])
+    options = types.SimpleNamespace(decoding=lambda: {"max_new_tokens": 12})
+    tuning.keep_acceptance(Workload(target, drafter, [batch], options), 0.875)
     autotune._known.clear()
     assert policy_of(models).acceptance[0] == 0.875 and measured.calls == 1
     assert policy_of(models, verifier="token").acceptance[0] == np.float32(Auto.acceptance)
